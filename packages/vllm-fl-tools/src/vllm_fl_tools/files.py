@@ -1,7 +1,6 @@
 """Writes files atomically, and never through a symbolic link at their path.
 
-In a shared directory such as /tmp, another user may create a link at a path that vllm-fl is about
-to write; the link could point to one of the user's own files.
+In a shared directory such as /tmp, another user may have created a link to one of the user's files.
 """
 
 from __future__ import annotations
@@ -13,12 +12,10 @@ from pathlib import Path
 
 
 class Draft:
-    """A temporary file in the directory of `path`, which replaces `path` when it is complete.
+    """A temporary file that replaces `path`, in the same directory, when it is complete.
 
-    Use as a context manager: without `put`, leaving it deletes the temporary file.
-
-    Args:
-        path: final path. An existing file, or a link itself, is replaced.
+    Use as a context manager: without `put`, leaving it deletes the temporary file. If `path` is a
+    link, the link itself is replaced.
 
     Raises:
         OSError: no file can be created in the directory.
@@ -40,11 +37,11 @@ class Draft:
             self._beside.unlink(missing_ok=True)
 
     def put(self, data: bytes, *, lasting: bool = False) -> None:
-        """Write the data and replace `path`.
+        """Write the complete contents and replace `path`.
 
         Args:
-            data: the complete contents.
-            lasting: whether the contents must survive a power failure (fsync).
+            data: the contents.
+            lasting: whether they must survive a power failure (fsync).
 
         Raises:
             OSError: for example, the disk is full.

@@ -36,7 +36,7 @@ class _Version(argparse.Action):
 
 
 class NoTemporaryFolderError(VllmFLError):
-    """There is no folder for temporary files, without which torch cannot be imported."""
+    """No folder for temporary files exists, without which torch cannot be imported."""
 
     code = "FL520"
 
@@ -45,15 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb.
 
     Returns:
-        0: success. 1: a finding, such as a failed plugin or an op without implementation. 2:
-            invalid
-        usage or an invalid setting. 130: Ctrl-C.
+        0 for success; 1 for a finding, such as a failed plugin or an op without implementation; 2
+        for invalid usage or an invalid setting; 130 for Ctrl-C.
     """
     return _status_of(lambda: _answer(sys.argv[1:] if argv is None else [*argv]))
 
 
 def _answer(words: Sequence[str]) -> int:
-    """Run the verb of a command line."""
     parser = _parser(words)
     _complete(parser)
     arguments, more = parser.parse_known_args(words)
@@ -69,11 +67,7 @@ def _answer(words: Sequence[str]) -> int:
 
 
 def _check_temporary_folder() -> None:
-    """Check the folder for temporary files before torch and plugins fail with misleading errors.
-
-    Raises:
-        NoTemporaryFolderError: there is none.
-    """
+    """Raise NoTemporaryFolderError early: torch and plugins would fail with misleading errors."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError as error:
@@ -107,15 +101,15 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _status_of(answer: Callable[[], int]) -> int:
-    """Return the exit status of `answer`, or of the exception that it raises, after printing it."""
+    """Return the exit status of `answer`, or of its exception, after printing it."""
     try:
         return answer()
     except BrokenPipeError:  # `vllm-fl plan | head`
         sys.stderr.close()
         return GOOD
-    except VllmFLError as error:  # before OSError: a missing file's error is both
+    except VllmFLError as error:  # before OSError, because some errors are both
         say(f"vllm-fl: {clean(str(error), INDENTED)}", error=True)
-        if isinstance(error, UsageError):  # its message is complete
+        if isinstance(error, UsageError):  # the message is sufficient
             return USAGE
         say(error.more, error=True)
         return USAGE if isinstance(error, SettingsError | UnknownOpError) else FINDING
@@ -123,7 +117,7 @@ def _status_of(answer: Callable[[], int]) -> int:
         if error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG):
             raise
         say(f"vllm-fl: the answer cannot be written: {error.strerror}", error=True)
-        # The interpreter would try to write the rest of the buffer again when it exits.
+        # The interpreter would write the rest of the buffer again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FINDING
     except KeyboardInterrupt:
@@ -133,7 +127,7 @@ def _status_of(answer: Callable[[], int]) -> int:
 
 def _complete(parser: argparse.ArgumentParser) -> None:
     """Print completions and exit, if a shell requests them."""
-    if SHELL not in os.environ:  # avoids the import in all other runs
+    if SHELL not in os.environ:  # avoids the import in other runs
         return
     import argcomplete
 
@@ -152,5 +146,5 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _ops(**_: object) -> list[str]:
-    """Return the ops of distributions that have only contracts: this loads no plugins."""
+    """Return the ops of contract distributions, which does not load plugins."""
     return [*known_contracts().contracts]

@@ -2,7 +2,7 @@
 
 Two engines run in separate processes, and only one works at a time. Every round runs each phase on
 both, in short alternating turns; the engine that begins also alternates. Ratios are taken within a
-round, so that other load on the machine affects both. While they are timed, both decode the same
+round, since other load on the machine affects both. While they are timed, both decode the same
 tokens, and thus compute the same steps. The memory layout of a process makes it faster or slower
 for its whole life: half of the rounds use a second pair of engines, which also shows whether the
 table reproduces its plan and its tokens.
@@ -36,18 +36,18 @@ ROUNDS = 10
 STARTS = 2
 
 LEAST = 0.98
-"""Minimum share of the default's speed at which a table is not slower: identical engines differ by
+"""Minimum speed relative to the default of a table that is not slower: identical engines differ by
 one or two percent between startups."""
 
 ROUND = 1.0
-"""Seconds that an engine should work in a round of a phase, within limits of the steps' number."""
+"""Target seconds of an engine's work in a round of a phase; the number of steps is limited."""
 
 TURNS = 4
-"""Timed visits in a round of a phase. A machine's speed may change within a second, so the engines'
-visits alternate."""
+"""Timed visits in a round of a phase. They alternate between the engines, since the speed of a
+machine may change within a second."""
 
 LENGTH = 2048
-"""Maximum tokens of a sequence: the longest prompt and one new token. A model may limit it."""
+"""Maximum tokens of a sequence: the longest prompt and one new token; a model may limit it."""
 
 PHASES = {
     # A prompt of one token: every step has the shape of a decoding step.
@@ -74,7 +74,7 @@ class Verdict:
     Args:
         accepted: the decision.
         reason: one sentence.
-        figures: the measurements by name: `rounds`, and each phase's ratio and its quartiles.
+        figures: measurements by name: `rounds`, and the ratio of each phase, with quartiles.
     """
 
     accepted: bool
@@ -88,8 +88,8 @@ class Served:
 
     Args:
         seconds: (engine, phase) -> seconds of a step, for each round.
-        tokens: for each startup of the engine with the table, its greedy answers in each round.
-        digests: for each startup of that engine, the digest of its plan.
+        tokens: for each startup with the table, the greedy answers of each round.
+        digests: for each startup with the table, the digest of the plan.
         phases: name -> visit.
     """
 
@@ -150,7 +150,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def judged(served: Served) -> Verdict:
-    """Return the verdict on the engines' results."""
     of_phase = {phase: quartiles(_ratios(served, phase)) for phase in served.phases}
     figures: dict[str, float] = {"rounds": len(next(iter(served.seconds.values())))}
     for phase, (low, median, high) in of_phase.items():
@@ -163,7 +162,7 @@ def judged(served: Served) -> Verdict:
 
 
 def _fault(served: Served, of_phase: Mapping[str, tuple[float, float, float]]) -> str | None:
-    """Return why the table is not accepted; None if it is."""
+    """Return why the table is not accepted, or None."""
     if len({*served.digests}) > 1:
         return f"two starts made different plans ({', '.join(served.digests)})"
     if any(tokens != served.tokens[0] for tokens in served.tokens):
@@ -208,7 +207,7 @@ def compare_engines(path: str, model: str, more: Sequence[str], rounds: int) -> 
     Args:
         path: the table's file.
         model: the model's folder.
-        more: vLLM's arguments.
+        more: arguments for vLLM.
         rounds: for each pair of engines.
 
     Raises:
@@ -245,8 +244,8 @@ def compare_engines(path: str, model: str, more: Sequence[str], rounds: int) -> 
             answered = []
             for number in range(rounds):
                 for phase, visit in phases.items():
-                    # The memory of an idle process may have been reclaimed: its first tokens take
-                    # longer. They are not timed, and are greedy, as in service.
+                    # The memory of an idle process may have been reclaimed, which slows its first
+                    # tokens. They are not timed, and are greedy, like a server's.
                     again = f"again {number}"
                     free = dataclasses.replace(visit, seed=again, repeated=False, times=1)
                     for name in order:
@@ -274,7 +273,7 @@ def _part(visit: Visit) -> Visit:
 def _beyond_graphs(engines: Mapping[str, Engine]) -> dict[str, Visit]:
     """Return a prefill that is larger than every captured graph; empty without graphs.
 
-    In such a step the host launches each kernel, and an implementation that is faster on the device
+    The host launches each kernel of such a step, and an implementation that is faster on the device
     may be slower to launch.
     """
     largest = max(engine.graph_tokens for engine in engines.values())
@@ -307,7 +306,7 @@ def _warmed_up(engine: Engine, phases: Mapping[str, Visit]) -> dict[str, float]:
 def _fitted(
     phases: Mapping[str, Visit], warm: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Visit]:
-    """Return the phases with the steps that fit in a round: new tokens, or consecutive prompts."""
+    """Return the phases with the steps of a round: new tokens, or consecutive prompts."""
     fitted = {}
     for phase, visit in phases.items():
         step = min(of_engine[phase] for of_engine in warm.values())
@@ -321,14 +320,13 @@ def _fitted(
 
 
 def _of_steps(steps: Sequence[float]) -> float:
-    """Return the lower quartile of a step's seconds, since other load only makes steps longer."""
+    """Return the lower quartile of the steps: other load only makes steps longer."""
     ordered = sorted(steps)
     return ordered[len(ordered) // 4]
 
 
 @contextlib.contextmanager
 def _running(name: str, path: str, model: str, more: Sequence[str]) -> Iterator[Engine]:
-    """Run one of the two engines."""
     options = {"gpu_memory_utilization": 0.45}  # two engines on one device
     variable = Settings.table.variable
     environment = {key: value for key, value in os.environ.items() if key != variable}
@@ -339,5 +337,5 @@ def _running(name: str, path: str, model: str, more: Sequence[str]) -> Iterator[
 
 
 def _visit(engine: Engine, visit: Visit) -> dict[str, Any]:
-    """Run a visit; return `tokens` by prompt, and the seconds of each of its `steps`."""
+    """Run a visit; return `tokens` by prompt, and the seconds of its `steps`."""
     return engine.ask("visit", **vars(visit))

@@ -52,12 +52,9 @@ def archive_of(path: str) -> Draft:
 
 
 def write(draft: Draft, found: Mapping[str, Any], model: str | None, more: Sequence[str]) -> None:
-    """Write the archive.
+    """Write the archive, with the doctor's answer `found`, to the draft of `archive_of`.
 
-    Args:
-        draft: from `archive_of`.
-        found: the doctor's answer.
-        model, more: the model whose plan is included, and vLLM's arguments.
+    `model` and `more`, arguments for vLLM, determine the plan in it.
     """
     secrets = _secrets(more)
     parts = {name: _clean(text, secrets).encode() for name, text in _parts(found, model, more)}
@@ -79,7 +76,7 @@ def write(draft: Draft, found: Mapping[str, Any], model: str | None, more: Seque
 
 
 def _secrets(more: Sequence[str]) -> list[str]:
-    """Return the values of secret arguments of vLLM, such as `--api-key`."""
+    """Return the values of vLLM's secret arguments, such as `--api-key`."""
     pairs = zip(more, [*more, ""][1:], strict=True)
     split = [word.partition("=")[::2] if "=" in word else (word, after) for word, after in pairs]
     return [value for name, value in split if name.startswith("--") and is_secret(name) and value]
@@ -121,7 +118,7 @@ def _environment() -> Iterator[str]:
 
 
 def _said(*words: str) -> str:
-    """Return the output of a verb, from a separate process, which may crash."""
+    """Return the output of a verb in a separate process, since it may crash."""
     command = [sys.executable, "-m", "vllm_fl_tools.cli", *words]
     with doing(f"asking `vllm-fl {words[0]}`"):
         try:
@@ -141,7 +138,7 @@ def _said(*words: str) -> str:
 
 
 def _left() -> list[Path]:
-    """Return the reports and metrics that workers of all ranks have written."""
+    """Return the existing reports and metrics of workers, of all ranks."""
     metrics = os.environ.get(Settings.metrics.variable)
     named = [Path(metrics), Path(metrics).with_suffix(".report.json")] if metrics else []
     found = {

@@ -31,7 +31,7 @@ from vllm_fl.settings.schema import CONFIG, Settings, overridden, undo
 from ._environment import SHOWN, torch_build, torch_facts
 
 VLLMS = " for vLLM's platform of "
-"""Part of the name of vLLM's platform plugins in `ENDED`; the distribution follows."""
+"""Substring of vLLM platform plugins in `ENDED`, followed by their distribution."""
 
 Problem = tuple[str, str, str]
 """`what`, `why` and `todo` of a `Finding`."""
@@ -119,7 +119,7 @@ def twice() -> Iterator[Problem]:
             folder = os.path.realpath(str(dist.locate_file("")))
             found.setdefault((canonical(name), folder), {})[str(version)] = None
     for (name, folder), versions in found.items():
-        if len(versions) > 1:  # which version is used is undefined
+        if len(versions) > 1:  # it is undefined which version is used
             yield (
                 f"{name} is installed {len(versions)} times in {folder}: {', '.join(versions)}.",
                 "An update was interrupted. The order of the folder decides which version and "
@@ -129,7 +129,7 @@ def twice() -> Iterator[Problem]:
 
 
 def _is_ours(dist: Any) -> bool:
-    """Return whether it is core or a plugin for core: by name, entry points or requirements."""
+    """Return whether it is core or a plugin for core, by name, entry points or requirements."""
     names = [dist.name, *(requirement.partition(";")[0] for requirement in dist.requires or ())]
     ours = any(canonical(name).startswith("vllm-fl-") for name in names)
     return ours or any(dist.entry_points.select(group=group) for group in KINDS)
@@ -151,7 +151,7 @@ def _missing(dist: Any) -> str:
 
 
 def owners() -> Iterator[Problem]:
-    """Find distributions that install the same package: whose files remain is undefined."""
+    """Find distributions that install the same package and overwrite each other's files."""
     ours = rivals()
     for text in ours:
         what, _, todo = text.partition(": ")
@@ -170,7 +170,7 @@ def owners() -> Iterator[Problem]:
 
 
 def platforms() -> Iterator[Problem]:
-    """Find platform plugins that fail, that are active together, or that use vLLM's own names."""
+    """Find platform plugins that fail, are active together, or use names of vLLM's platforms."""
     others = foreign_platforms()
     if len(others) > 1:
         what, _, choose = too_many(others).message.partition(". ")
@@ -307,12 +307,7 @@ def driver() -> Iterator[Problem]:
 
 
 def find_idle(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[Problem]:
-    """Find user settings without effect.
-
-    Args:
-        settings: the effective settings.
-        plugins: the installed plugins.
-    """
+    """Find user settings without effect."""
     chosen = settings.chosen
 
     def idle(keys: Collection[str], why: str) -> Iterator[Problem]:
@@ -354,7 +349,7 @@ def find_idle(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[Problem
 
 
 def warned(settings: Settings, env: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield the warnings from reading the settings."""
+    """Yield the warnings of the settings."""
     has_others = any(env.get(name, "").strip() for name in overridden(settings.declared))
     for warning in settings.warnings:
         if warning.startswith(f"{CONFIG}=") and not has_others:

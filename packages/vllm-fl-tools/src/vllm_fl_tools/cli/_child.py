@@ -1,4 +1,4 @@
-"""Runs code that imports plugins in a child process, which a plugin may end."""
+"""Runs code that imports plugins in a child process, since a plugin may end the process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def surviving(
 
     Args:
         work: the function.
-        ended: plugin -> how it ended an earlier child; extended by plugins that end this one.
+        ended: plugin -> how it ended a child; extended by plugins that end this child.
 
     Raises:
         LoadingError: the child ended while no known plugin was running.

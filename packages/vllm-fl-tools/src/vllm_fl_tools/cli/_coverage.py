@@ -1,6 +1,6 @@
 """Attributes a step's time to code, from a profile and an engine's reports.
 
-This module imports neither torch nor vLLM; `integration/profiling.py` makes the profiles.
+It does not import torch or vLLM; `integration/profiling.py` makes the profiles.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ __all__ = ["Owner", "Whose", "attribute", "named", "sums"]
 
 OP_LABEL, LAYER_LABEL = "vllm-fl/op/", "vllm-fl/layer/"
 
-STOCK, OWN_FORMS = "stock", ("stock.vllm", "foreign.oot")  # another plugin's counts as vLLM's
-"""A plan's name for vLLM's code, and implementation ids that mean it."""
+STOCK, OWN_FORMS = "stock", ("stock.vllm", "foreign.oot")  # includes another plugin's code
+"""A plan's name for vLLM's code, and the ids of implementations that count as such."""
 
 ATTENTION = "attention_backend"
 
@@ -34,17 +34,17 @@ OPERATOR = re.compile(r"\w+::[\w.]+")
 MOVES = re.compile(r"Mem(?:cpy|set)\b")
 
 YES, PARTLY, NO, UNKNOWN = "yes", "partly", "no", "?"
-"""Whether an implementation of the plan runs; `partly` for ops that are fused with vLLM's."""
+"""Whether an implementation of the plan runs; `partly` if it is fused with code from vLLM."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The code that a row of a profile belongs to.
+    """The owner of the code in a row of a profile.
 
     Args:
         op: the op with a contract, or several if they are fused; empty without a contract.
         impl: the implementation's id; `stock` for vLLM's code.
-        name: the name of code without an op: an operator or a layer.
+        name: of code without an op: an operator or a layer.
         reached: `yes` if an implementation of the plan runs, `no` for vLLM's code, `partly` for a
             mixture, or `?` if unknown.
     """
@@ -66,7 +66,7 @@ class Whose:
     Args:
         places: the result of `vllm_fl_places`.
         report: the result of `vllm_fl_report`.
-        tokens: of the step; ops with a tuning table depend on it.
+        tokens: of the step, for ops with a tuning table.
     """
 
     places: Mapping[str, Any]
@@ -97,11 +97,9 @@ class Whose:
         return self._uncovered(path)
 
     def _stock(self, op: str) -> Owner:
-        """Return the owner of vLLM's code for an op with a contract."""
         return Owner(op, STOCK, "", NO)
 
     def _planned(self, op: str) -> str:
-        """Return the implementation that is planned for the step's number of tokens."""
         told = self.report["ops"].get(op, {"impl": STOCK})
         rows = [row for row in told.get("rows", ()) if self.tokens <= row["up_to"]]
         impl: str = (rows[0] if rows else told)["impl"]
@@ -112,7 +110,7 @@ class Whose:
         return Owner(ATTENTION, impl, backend, NO if impl == STOCK else YES)
 
     def _fused(self, kernel: str) -> Owner:
-        """Return the owner of a compiler's kernel, by the ops and implementations in it."""
+        """Return the owner of a compiler's kernel, from the ops and implementations in it."""
         parts: Sequence[str] = self.places["kernels"].get(kernel, ())
         impls: dict[str, str] = {}
         others: dict[str, None] = {}
@@ -136,7 +134,7 @@ class Whose:
         return Owner(f"fused: {', '.join(ops)}", run_by, name, reached)
 
     def _uncovered(self, path: Sequence[str]) -> Owner:
-        """Return the owner of code without a contract: the innermost layer's outermost operator."""
+        """Return an owner without an op: the innermost layer's outermost operator."""
         last = max((n for n, name in enumerate(path) if _layer(name)), default=-1)
         called = [name for name in path[last + 1 :] if OPERATOR.fullmatch(name)]
         where = f"in {_layer(path[last])}" if last >= 0 else "outside of layers"
@@ -157,14 +155,14 @@ def attribute(whose: Whose, seen: Mapping[str, Any], *, on_host: bool) -> dict[s
     Args:
         whose: finds owners.
         seen: the profile of labelled steps.
-        on_host: whether the device is the host, so that operators are counted instead of kernels.
+        on_host: whether the device is the host. Then operators count instead of kernels.
 
     Returns:
-        `of`: operators or kernels; `steps`, the number of profiled steps; `rows`, longest first:
-        the fields of an `Owner`, `us` and `calls` per step, the `share` of all rows, and the
-        longest `kernels` {name: µs per step}; `total_us`, the sum of the rows per step; `busy_us`,
-        in which the device ran at least one kernel, on a CPU equal to `total_us`; `reached`, the
-        share of each value of `Owner.reached`; `problem`, why there is no result.
+        `of`: operators or kernels; `steps`: number of profiled steps; `rows`, longest first: the
+        fields of an `Owner`, `us` and `calls` per step, the `share` of all rows, and the longest
+        `kernels` {name: µs per step}; `total_us`: sum of the rows per step; `busy_us`: time with at
+        least one kernel on the device, on a CPU `total_us`; `reached`: share by `Owner.reached`;
+        `problem`: why there is no result.
     """
     problem = seen["problem"]
     steps = 0 if problem else seen["steps"]
@@ -205,9 +203,9 @@ Found = Iterator[tuple[Owner, str, float, float]]
 
 
 def _on_host(whose: Whose, seen: Mapping[str, Any]) -> Found:
-    """Yield the own times of operators, without layers' labels and the compiler's wrappers.
+    """Yield the times of operators, without layers' labels and the compiler's wrappers.
 
-    A call is counted if its caller has another owner.
+    Times exclude callees. A call counts if its caller has another owner.
     """
     known = whose.places["kernels"]
     for number, us, calls in seen["host"]:
@@ -220,7 +218,7 @@ def _on_host(whose: Whose, seen: Mapping[str, Any]) -> Found:
 
 
 def _on_device(whose: Whose, seen: Mapping[str, Any]) -> Found:
-    """Yield kernels' times. A launch without a known caller has the owner of the others, if one."""
+    """Yield kernels' times. A launch without a known caller gets the owner of all others."""
     owners: dict[str, dict[Owner, None]] = {}
     unknown = []
     for number, name, us, calls in seen["kernels"]:
@@ -237,25 +235,23 @@ def _on_device(whose: Whose, seen: Mapping[str, Any]) -> Found:
 
 
 def _tells(name: str) -> bool:
-    """Return whether a caller's name identifies an owner: a label of vllm-fl, or an operator."""
+    """Return whether this name of a caller identifies an owner: vllm-fl's label, or an operator."""
     return name.startswith((OP_LABEL, LAYER_LABEL)) or bool(OPERATOR.fullmatch(name))
 
 
 def _by_name(whose: Whose, kernel: str) -> Owner:
-    """Return the owner of a kernel without a known caller."""
     if kernel in whose.places["kernels"] or INDUCTOR.match(kernel) or MOVES.match(kernel):
         return whose.of([kernel])
     return Owner("", "", "unattributed", UNKNOWN)
 
 
 def named(row: Mapping[str, Any]) -> str:
-    """Return the name of a row."""
     op, name = row["op"], row["name"]
     return f"{op} ({name})" if op and name else op or name
 
 
 def sums(phase: Mapping[str, Any]) -> list[str]:
-    """Return the lines below a phase's table, which compare its sum with the step's time."""
+    """Return the lines below the table of a phase, which compare its sum with the step's time."""
     step, busy, total = phase["step_us"], phase["busy_us"], phase["total_us"]
     of = phase["of"]
     calls = sum(row["calls"] for row in phase["rows"])

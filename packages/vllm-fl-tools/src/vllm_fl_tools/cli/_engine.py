@@ -37,7 +37,7 @@ def takes_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def takes_vllms(parser: argparse.ArgumentParser) -> None:
-    """Make a verb accept vLLM's arguments in addition to its own, as its `more`."""
+    """Make a verb accept arguments for vLLM, as its `more`."""
     parser.set_defaults(takes_more=True)
     parser.allow_abbrev = False
     parser.epilog = (
@@ -48,14 +48,10 @@ def takes_vllms(parser: argparse.ArgumentParser) -> None:
 def asked_of(arguments: argparse.Namespace, *, offline: bool = False) -> list[Described]:
     """Return the engines that a verb's `--mode`, `--model` and other arguments describe.
 
-    Empty for a script; without a model, one engine for each mode.
-
-    Args:
-        arguments: the verb's.
-        offline: as for `engine_of`.
+    Empty for a script; without a model, one engine for each mode. `offline` is for `engine_of`.
 
     Raises:
-        UsageError, VllmFLError: as in `check_words`, `engine_of` and `any_engines`.
+        UsageError, VllmFLError: like `check_words`, `engine_of` and `any_engines`.
     """
     check_words(arguments)
     mode, model = arguments.mode, arguments.model
@@ -72,11 +68,7 @@ def asked_of(arguments: argparse.Namespace, *, offline: bool = False) -> list[De
 
 
 def check_words(arguments: argparse.Namespace) -> None:
-    """Check that a verb's arguments are compatible.
-
-    Raises:
-        UsageError: they are not.
-    """
+    """Raise UsageError if arguments of a verb are incompatible."""
     if arguments.mode == "script" and arguments.model is not None:
         raise UsageError("--script is what is called outside of an engine: without --model")
     if arguments.model is None and arguments.more:
@@ -90,7 +82,7 @@ def engine_of(model: str, words: Sequence[str], *, offline: bool = False) -> Des
     Args:
         model: the model's folder, or another name that vLLM accepts.
         words: the other arguments of `vllm serve`.
-        offline: whether `vllm.LLM` starts it, whose default for the largest batch is larger.
+        offline: whether `vllm.LLM` starts it, with a larger default for the largest batch.
 
     Raises:
         UsageError: vLLM is not installed, finds no device, or cannot serve this model.
@@ -119,7 +111,7 @@ def engine_of(model: str, words: Sequence[str], *, offline: bool = False) -> Des
         raise
     except WrongArguments as error:
         raise UsageError(f"vLLM does not take these arguments: {clean(str(error))}") from error
-    except Exception as error:  # vLLM raises any exception for a model that it cannot serve
+    except Exception as error:  # vLLM raises any exception for unsupported models
         raise UsageError(f"--model {model}: vLLM cannot serve it: {quote(error)}") from error
 
 
@@ -155,7 +147,7 @@ def entry_of(engine: Described, op: str) -> PlanEntry | None:
     found = engine.plan.entries.get(op)
     if found is not None or engine.aside or engine.has_model:
         return found
-    # A communicator needs several ranks, and without a model their number is unknown.
+    # A communicator needs several ranks; their number is unknown without a model.
     facts = engine.facts
     rows = get_default_manager().rows(op, mode=facts.mode, engine=True, settings=facts.settings)
     return PlanEntry(op, rows)
@@ -163,9 +155,9 @@ def entry_of(engine: Described, op: str) -> PlanEntry | None:
 
 @contextmanager
 def _asking(what: str) -> Iterator[None]:
-    """Show progress during the block, and log only vLLM's errors.
+    """Show progress during the block, log only errors of vLLM, and collect no garbage.
 
-    Garbage collection is off: to search the imported modules takes a second of CPU time.
+    The search for garbage in imported modules takes a second of CPU time.
     """
     level = "VLLM_LOGGING_LEVEL"
     is_set = level in os.environ

@@ -1,6 +1,6 @@
-"""Parses vLLM's arguments of an engine from a command line, as `vllm serve` does.
+"""Parses engine arguments for vLLM from a command line, like `vllm serve`.
 
-vLLM is imported only on demand: verbs import this module, and may run without vLLM.
+It imports vLLM on demand, because verbs import this module and may run without vLLM.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ class WrongArguments(ValueError):
 
 
 def arguments_of(model: str, words: Sequence[str]) -> EngineArgs:
-    """Return the arguments of an engine that serves `model`.
+    """Return the engine arguments of a command line.
 
     Arguments of only the server, such as `--port`, are accepted and ignored.
 
     Args:
         model: the model's folder, or another name that vLLM accepts.
-        words: the other arguments of the command line.
+        words: the other arguments.
 
     Raises:
         WrongArguments: vLLM does not know an argument, or rejects its value.

@@ -1,4 +1,4 @@
-"""Engines in separate processes, which a verb starts, calls and stops."""
+"""Engines in separate processes, for verbs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = [
 COMMAND = (sys.executable, "-P", "-m", "vllm_fl_tools.integration.workload")
 
 START_TIMEOUT, ANSWER_TIMEOUT = 1800.0, 600.0
-"""Seconds without an answer after which an engine is stopped; a large model loads for minutes."""
+"""Seconds without an answer after which an engine is stopped; large models load for minutes."""
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
@@ -48,13 +48,13 @@ SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONFAULTHANDLER": "1"}
 """Little memory, and stacks in the log of a process that a signal ends."""
 
 LEFT_ALONE = {Settings.metrics.variable: ""}
-"""Variables of a server's output files, which an engine of a verb must not write."""
+"""Disables a server's output files in engines of verbs."""
 
 LAST_WORDS = 10.0
-"""Seconds in which the processes of a hanging engine write their stacks."""
+"""Seconds for the processes of a hanging engine to write their stacks."""
 
 SHOWN, LONGEST = 4000, 200_000
-"""Characters of the end of a log: that an error message shows, and that `EngineError.log` has."""
+"""Characters of a log's end in an error message, and in `EngineError.log`."""
 
 
 class EngineError(VllmFLError):
@@ -63,7 +63,7 @@ class EngineError(VllmFLError):
     Attributes:
         log: the end of its log.
         hung: whether it did not answer in time.
-        ran: the last note of one of its processes about what it was running; empty without notes.
+        ran: the last note by one of its processes about its work, or empty.
     """
 
     code = "FL601"
@@ -105,7 +105,7 @@ class Engine:
         self.graph_tokens: int = ready["graph_tokens"]
 
     def ask(self, kind: str, **what: Any) -> dict[str, Any]:
-        """Send a request of a kind that `integration.workload` defines, and wait for the answer.
+        """Send a request for `integration.workload`, and wait for the answer.
 
         Raises:
             EngineError: the engine failed, or did not answer in time; with the end of its log.
@@ -141,7 +141,7 @@ class Engine:
 
 
 def takes_model(parser: argparse.ArgumentParser) -> None:
-    """Make a verb start engines of one model, with vLLM's arguments in addition to its own."""
+    """Make a verb accept a model and arguments for vLLM."""
     takes_vllms(parser)
     parser.usage = "%(prog)s [options] --model DIR [vLLM's arguments]"
     parser.add_argument(
@@ -150,17 +150,17 @@ def takes_model(parser: argparse.ArgumentParser) -> None:
 
 
 def check_model(model: str) -> None:
-    """Raise UsageError if a folder has no model."""
+    """Raise UsageError if the folder has no model."""
     if not (Path(model) / "config.json").is_file():
         what = "has no config.json" if Path(model).is_dir() else "is no folder"
         raise UsageError(f"--model {model}: it {what}")
 
 
 def planned() -> Startup:
-    """Return what an engine would start with in this environment.
+    """Return the startup of an engine in this environment.
 
     Raises:
-        UsageError: vllm-fl is switched off, so that there is no plan.
+        UsageError: there is no plan, since vllm-fl is switched off.
     """
     manager = get_default_manager()
     manager.ensure_initialized()
@@ -170,7 +170,6 @@ def planned() -> Startup:
 
 
 def has_weights(model: str) -> bool:
-    """Return whether a model's folder has weights."""
     return any(next(Path(model).glob(kind), None) for kind in WEIGHTS)
 
 
@@ -191,16 +190,16 @@ def running(
 
     Args:
         name: for messages.
-        model: the model's folder; without weights they are random.
+        model: the model's folder; missing weights are random.
         options: further arguments of `vllm.LLM`.
         environment: all variables of its processes.
         steps_aside: whether the environment switches vllm-fl off: the engine's report is empty.
-        as_served: whether to start it as `vllm serve` does, without `options`; its report then has
-            the facts of all `ranks` for a lock file.
-        longest: maximum tokens of a sequence, unless the model's limit is smaller; None for the
-            value in `options`.
+        as_served: whether to start it like `vllm serve`, without `options`; its report then has the
+            facts of all `ranks` for a lock file.
+        longest: maximum tokens of a sequence, also limited by the model; None for the value in
+            `options`.
         arguments: the user's arguments of `vllm serve`.
-        limits: as for `Engine`.
+        limits: for `Engine`.
 
     Raises:
         EngineError: it does not start.
@@ -230,8 +229,7 @@ def running(
 
 
 def _end(leader: subprocess.Popen[str]) -> None:
-    """Kill all processes of a session, and wait for them: memory that they hold on a device would
-    make the next engine fail."""
+    """Kill a session's processes and wait: otherwise the next engine may lack device memory."""
     end = time.monotonic() + LAST_WORDS
     while living := _living(leader.pid):
         for pid in living:
@@ -245,7 +243,7 @@ def _end(leader: subprocess.Popen[str]) -> None:
 
 
 def _end_with_stacks(leader: subprocess.Popen[str]) -> None:
-    """Abort a session's processes one after the other, so that each writes its stacks."""
+    """Abort a session's processes one after the other: each writes its stacks."""
     for pid in sorted(_living(leader.pid), reverse=True):  # the leader, which waits, comes last
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGABRT)
@@ -255,7 +253,7 @@ def _end_with_stacks(leader: subprocess.Popen[str]) -> None:
 
 
 def _living(session: int) -> list[int]:
-    """Return the living processes of a session, including those of other process groups."""
+    """Return the living processes of a session, in all process groups."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:

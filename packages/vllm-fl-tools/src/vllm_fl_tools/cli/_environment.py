@@ -28,7 +28,7 @@ SHOWN = (
     "triton",
     "triton-ascend",
 )
-"""Distributions whose versions matter, in addition to vllm-fl's."""
+"""Important distributions in addition to vllm-fl's own."""
 
 PATIENCE = 120
 """Seconds for the import of torch, which takes a minute from a cold network disk."""
@@ -61,10 +61,9 @@ print("\\n" + json.dumps(facts))
 
 
 def distributions(kernels: Collection[str] = ()) -> dict[str, str]:
-    """Return distribution -> version, of vllm-fl's and those of `SHOWN`. Imports none of them.
+    """Return distribution -> version, for vllm-fl, `SHOWN` and `kernels`, without importing them.
 
-    Args:
-        kernels: the distributions whose code the loaded plugins run.
+    `kernels` are the distributions with code that the loaded plugins run.
     """
     from importlib_metadata import distributions
 
@@ -74,7 +73,7 @@ def distributions(kernels: Collection[str] = ()) -> dict[str, str]:
         name, version, _ = identity(dist)
         name = canonical(name)
         if name in shown or name.startswith("vllm-fl"):
-            # The first on the path is the one that Python imports.
+            # Python imports the first on the path.
             found.setdefault(name, version or "(no metadata)")
     return dict(sorted(found.items()))
 
@@ -125,11 +124,7 @@ def torch_facts() -> dict[str, Any]:
 
 
 def describe(kernels: Collection[str] = ()) -> dict[str, str]:
-    """Return versions and devices, as text.
-
-    Args:
-        kernels: as for `distributions`.
-    """
+    """Return versions and devices, as text. `kernels` is for `distributions`."""
     facts = {"python": f"{platform.python_version()} ({sys.executable})", "cpu": cpu_name()}
     try:
         facts |= distributions(kernels)

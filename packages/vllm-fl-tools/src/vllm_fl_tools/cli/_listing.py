@@ -29,7 +29,7 @@ from ._neighbours import neighbours
 __all__ = ["listing"]
 
 ORDERING = frozenset({"config", "platform", "prefer", "table"})
-"""Settings that are not parts: an op whose order is at fault is a part itself."""
+"""Settings that are not parts. An op with a faulty order is a part itself."""
 
 
 def listing() -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _op(manager: OpManager, op: str) -> dict[str, Any] | None:
 
 
 def _add_lists(found: dict[str, Any], plugin: Plugin, settings: Settings, ops: set[str]) -> None:
-    """Add the names that a plugin's lists could exclude, and do not exclude."""
+    """Add the names that a plugin's lists can exclude but do not."""
     label = plugin.owner.label
     for spec in plugin.settings:
         if spec.known is None or not spec.in_file:

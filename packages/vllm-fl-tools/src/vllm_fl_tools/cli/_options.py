@@ -48,11 +48,7 @@ def device_of(name: str | None) -> torch.device:
 
 
 def draft_of(path: str, option: str) -> Draft:
-    """Return a draft of an option's file, before anything runs.
-
-    Args:
-        path: the file; an existing file is replaced.
-        option: the option, for errors.
+    """Return a draft of an option's file, before anything runs. An existing file is replaced.
 
     Raises:
         UsageError: the file cannot be written.
@@ -69,13 +65,7 @@ def draft_of(path: str, option: str) -> Draft:
 
 
 def check_known(what: str, asked: Sequence[str] | None, known: Collection[str]) -> None:
-    """Raise UsageError if a name is not installed.
-
-    Args:
-        what: the kind, as in its option: "op" for `--op`.
-        asked: the names, or None.
-        known: the installed names.
-    """
+    """Raise UsageError if a name is not installed. `what` is the kind: "op" for `--op`."""
     for name in asked or ():
         if name not in known:
             listed = ", ".join(sorted(known)) or "none"
@@ -89,7 +79,7 @@ def counts(option: str, text: str) -> tuple[int, ...]:
     """Return the unique numbers of an option such as `--batch 1,8`.
 
     Raises:
-        UsageError: one is not a number from 1 to 2**20.
+        UsageError: a number is not between 1 and 2**20.
     """
     try:
         found = dict.fromkeys(int(part) for part in text.split(","))
@@ -101,7 +91,6 @@ def counts(option: str, text: str) -> tuple[int, ...]:
 
 
 def positive_seconds(text: str) -> float:
-    """Parse a positive number of seconds."""
     try:
         seconds = float(text)
     except ValueError:

@@ -1,9 +1,8 @@
 """Finds the operator that makes a plan less exact than a baseline.
 
 All engines get the same tokens, the answers of a float32 engine, and report the log-probability of
-each. An engine's errors are the differences from the float32 engine. A correct plan also has
-errors, since it computes in the model's dtype: they are compared with those of a baseline in the
-same dtype.
+each. Errors are the differences from the float32 engine. A correct plan also has errors, since it
+computes in the model's dtype: a baseline in the same dtype has comparable errors.
 
 A correct plan that rounds more often has larger errors at all tokens, by one factor. The sizes of
 the errors are therefore compared after division by that factor, above every threshold: low
@@ -28,12 +27,11 @@ from ._search import Culprit, Verdict, search
 __all__ = ["BASELINE", "EXACT", "NEW_TOKENS", "PLAN", "PROMPTS", "Outputs", "Start"]
 
 EXACT, BASELINE, PLAN = "float32", "baseline", "plan"
-"""The kinds of engines."""
 
 PHASES = ("prefill", "decode")
 
 LIMIT = 1.5
-"""Maximum median error of a correct plan, as a multiple of the baseline's.
+"""Maximum median error of a correct plan, as a multiple of the error of the baseline.
 
 A plan that rounds twice for each rounding of the baseline has about sqrt(2) = 1.41 times its error,
 and is correct. docs/measurements/verbs.md has the measurements of all limits.
@@ -74,10 +72,10 @@ class Running(Protocol):
 
 
 Start = Callable[[str, Changes], AbstractContextManager[Running]]
-"""(kind, changes of the user's settings) -> the engine."""
+"""(kind, changes of user settings) -> the engine."""
 
 Draw = Callable[[int], list[list[int]]]
-"""The size of the vocabulary -> the prompts, as token ids."""
+"""Size of the vocabulary -> the prompts, as token ids."""
 
 Scores = dict[str, list[list[float]]]
 
@@ -91,7 +89,7 @@ class Outputs:
         listed: lists the parts of the plan's engine; called only if the plan is incorrect.
 
     Attributes:
-        differing: op -> the plan's implementation, for ops in which plan and baseline differ.
+        differing: op -> implementation of the plan, for ops with another one in the baseline.
         what: part -> description, for these ops and for operators replaced outside the plan.
         errors: kind of engine -> phase -> median error, in nats; None if an error is not finite.
         plan: the verdict on the whole plan.
@@ -113,7 +111,7 @@ class Outputs:
         """Compare plan and baseline, and search for the ops that cause the difference.
 
         Returns:
-            The status and the culprits, as `_search.search`.
+            The result of `_search.search`.
 
         Raises:
             EngineError: an engine failed.
@@ -158,7 +156,7 @@ class Outputs:
         return changes
 
     def _trial(self, on: tuple[str, ...]) -> Verdict:
-        """Judge an engine with these parts of the plan, and the baseline's for the others."""
+        """Judge an engine with these parts of the plan, and the others from the baseline."""
         left = [op for op in self.what if op not in on]
         if not left:
             return self.plan

@@ -99,12 +99,11 @@ def impls_of(ops: Iterable[TunedOp]) -> list[str]:
 
 
 def tokens_of(op: TunedOp) -> list[int]:
-    """Return the measured numbers of tokens, and those at the ends of rows."""
+    """Return the measured numbers of tokens, and the ends of rows."""
     return sorted({f.tokens for f in op.figures} | {row.up_to for row in op.rows})
 
 
 def figure_of(op: TunedOp, tokens: int, impl: str) -> Figure | None:
-    """Return the measurement of one implementation."""
     return next((f for f in op.figures if (f.tokens, f.impl) == (tokens, impl)), None)
 
 
@@ -148,7 +147,6 @@ def not_chosen(op: TunedOp) -> list[tuple[str, str, str]]:
 
 
 def versions(table: Tuned) -> dict[str, str]:
-    """Return the versions of the measurement, by name."""
     holds = table.holds
     return {"device": holds["device"], "vllm": holds.get("vllm") or "–", **holds["distributions"]}
 
@@ -169,8 +167,8 @@ def _pair(result: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def findings(results: Iterable[Mapping[str, Any]]) -> list[tuple[tuple[str, ...], dict[str, Any]]]:
-    """Return (op, implementation, status, reason) of samples that are not ok, unsupported
-    last, with their dtypes, samples and errors (x tolerance)."""
+    """Return (op, implementation, status, reason) of samples that are not ok, unsupported last,
+    with their dtypes, samples and errors (x tolerance)."""
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     for result in sorted(results, key=_pair):
         for finding in result["findings"]:

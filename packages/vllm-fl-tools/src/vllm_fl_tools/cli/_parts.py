@@ -1,9 +1,9 @@
 """The parts that an engine can start without, and the settings that disable them.
 
-A part is an op that an implementation of a plugin runs, an operator that a backend replaces outside
-the plan (as FlagGems replaces PyTorch's), a plugin, or a setting of the user. A plugin is loaded
-while it or any of its parts is on, so that a trial of one op is not a trial of two parts. Another
-distribution's general plugin of vLLM, a neighbour, is also a part.
+A part is an op that a plugin's implementation runs, an operator that a backend replaces outside the
+plan (FlagGems replaces operators of PyTorch), a plugin, or a setting of the user. A plugin is
+loaded while it or any of its parts is on: a trial of one op does not become a trial of two parts.
+Another distribution's general plugin for vLLM, a neighbour, is also a part.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Part:
             neighbour's entry point.
         what: a description.
         of: the plugin that it belongs to.
-        order: for an OP, its order without plugins' implementations.
+        order: for an OP, its order without implementations from plugins.
         variable: for a SETTING, its variable.
         setting: for a NAME, the key of the list that can exclude it.
     """
@@ -121,7 +121,7 @@ class Changes:
         return variables, file, before, after
 
     def applied(self, environment: Mapping[str, str], folder: str) -> dict[str, str]:
-        """Return an engine's variables with these changes; write a changed file to `folder`."""
+        """Return an engine's changed variables; write a changed file to `folder`."""
         variables, file, before, after = self.made(environment)
         if after != before:
             path = Path(folder) / "settings.yaml"
@@ -131,7 +131,7 @@ class Changes:
         return {name: value for name, value in every.items() if value is not None}
 
     def described(self, environment: Mapping[str, str]) -> list[str]:
-        """Return the changes as shell commands, and as lines of the user's file."""
+        """Return the changes as shell commands, and as lines for the user's file."""
         variables, file, before, after = self.made(environment)
         lines = []
         for name, value in variables.items():
@@ -159,8 +159,7 @@ def _read(path: str, variable: str) -> Content:
 class Parts:
     """The parts of an engine of this environment, each plugin before its parts.
 
-    Args:
-        told: the result of `_listing.listing`.
+    `told` is the result of `_listing.listing`.
     """
 
     def __init__(self, told: Mapping[str, Any]) -> None:
@@ -218,10 +217,10 @@ class Parts:
         return changes
 
     def likely(self, text: str, names: Sequence[str] = ()) -> tuple[str, ...]:
-        """Return the parts whose names occur in a failure, and their plugins.
+        """Return the parts with names that occur in a failure, and their plugins.
 
         Args:
-            text: the exception, and the notes of the processes about what they were running.
+            text: the exception, and notes of the processes about their work.
             names: functions and modules of the stacks, innermost first.
         """
         words = [*re.findall(r"[\w.-]+", text), *names]
@@ -269,9 +268,7 @@ def _asked(
 ) -> tuple[dict[str, Any] | None, str]:
     """Return the listing from a process, or None and the plugin that ended it.
 
-    Args:
-        environment: the variables of the process.
-        ended: plugins that are not loaded.
+    Plugins in `ended` are not loaded.
     """
     with tempfile.TemporaryDirectory() as folder, doing("the plugins load"):
         file = Path(folder) / "parts"

@@ -1,7 +1,7 @@
 """The plots of the benchmark report: SVG by matplotlib, with colours from the page.
 
-Colours are CSS variables (`--ink`, `--s0`, …), which the page sets for light and dark mode: one
-drawing is used in both. Text is not converted to paths, and ids are unique on the page.
+Colours are CSS variables (`--ink`, `--s0`, …), which the page sets for light and dark mode: both
+use the same drawing. Text is not converted to paths, and ids are unique on the page.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COLOURS = {
     "--s5": ("#3b1a56", "#b3d99f"),
 }
 """Colours in light and dark mode: text has a contrast of at least 4.5 to its background, lines of
-plots of at least 3. The series `--s…` also differ clearly for readers with red-green blindness."""
+plots of at least 3. The series `--s…` also differ clearly with red-green blindness."""
 
 SERIES = 6
 """Number of colours for implementations. Further ones repeat them with other markers and dashes."""
@@ -49,7 +49,7 @@ MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"))
 DASHES = ("-", "--", ":", "-.")
 
 STAND_INS = {f"#fd00{number:02x}": name for number, name in enumerate(COLOURS)}
-"""Colours that represent the variables while matplotlib draws, since it does not know variables."""
+"""Colours that represent the variables while matplotlib draws, which does not know variables."""
 
 OF = {name: colour for colour, name in STAND_INS.items()}
 
@@ -77,9 +77,8 @@ class Look(NamedTuple):
 
     Args:
         colour: the number of the CSS variable `--s…`.
-        marker: matplotlib's name.
+        marker, dash: names in matplotlib.
         sign: the marker as a character.
-        dash: matplotlib's name of the line.
     """
 
     colour: int
@@ -113,17 +112,14 @@ def drawing(
     serving: Mapping[int, str],
     look: Mapping[str, Look],
 ) -> str:
-    """Return one plot as the text of an `<svg>` element; deterministic.
+    """Return one plot as the text of an `<svg>` element, empty without values; deterministic.
 
     Args:
         key: unique on the page.
-        figures: the measurements, with a line for each implementation; rejections are marked at the
-            bottom. A line has a gap at numbers of tokens for which it has no value.
+        figures: the measurements, with a line for each implementation, interrupted at missing
+            numbers of tokens; rejections are marked at the bottom.
         serving: tokens -> the chosen implementation, which is marked.
         look: implementation -> its look.
-
-    Returns:
-        Empty without values to draw.
     """
     lines: dict[str, dict[int, Figure]] = {}
     for figure in figures:

@@ -20,11 +20,11 @@ from ._show import UsageError, answer, print_table, say
 EXTENSION = "vllm_fl_tools.integration.profiling.Profiling"
 
 CACHES = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-"""Variable -> folder of a cache that is empty for the engine: it is unknown what is fused in code
-that an earlier engine compiled. Layers of one model share compiled code."""
+"""Variable -> folder of a cache, empty for the engine: it is unknown what an earlier engine fused.
+Layers of one model share compiled code."""
 
 EXTENSION_OPTION = "--worker-extension-cls"
-"""vLLM's argument that makes the worker profile."""
+"""The argument that makes a worker of vLLM profile."""
 
 SHOWN = 0.002
 """Minimum share of a row that has its own line in the printed table."""
@@ -107,7 +107,7 @@ def _phase(engine: Engine, decode: bool, batch: int, prompt: int) -> dict[str, A
 
 
 def _usual(seconds: Sequence[float]) -> float:
-    """Return the mean of the middle half, since a busy machine makes some steps much longer."""
+    """Return the mean of the middle half: a busy machine makes some steps much longer."""
     ordered, cut = sorted(seconds), len(seconds) // 4
     return statistics.fmean(ordered[cut : len(ordered) - cut])
 
@@ -124,7 +124,6 @@ def _judged(
 
 
 def show(facts: Mapping[str, Any]) -> None:
-    """Print the phases."""
     told = facts["coverage"]
     ranks = f", rank 0 of {told['ranks']}" if told["ranks"] > 1 else ""
     say(f"{told['model']}: {told['mode']}, {told['device']}{ranks}, digest {told['digest']}")

@@ -19,12 +19,7 @@ BEAT = 0.25
 
 
 class Progress:
-    """The progress of the running verb.
-
-    Attributes:
-        verb: its name.
-        doing: its current work; empty if unknown.
-    """
+    """The progress of the running verb; `doing` is its current work, empty if unknown."""
 
     def __init__(self) -> None:
         self.begin("")
@@ -34,11 +29,7 @@ class Progress:
         self._start, self._is_told = time.monotonic(), False
 
     def tick(self, elsewhere: str = "") -> None:
-        """Print a line if it is due.
-
-        Args:
-            elsewhere: a plugin's code in another process that the verb waits for.
-        """
+        """Print a line if it is due. `elsewhere` is a plugin's code in another process."""
         silence = time.monotonic() - max(last_said(), self._start)
         if silence >= (EVERY if self._is_told else QUIET):
             self.tell(elsewhere)
@@ -61,10 +52,8 @@ current = Progress()
 def progress(verb: str, *, forks: bool = False) -> Iterator[None]:
     """Report the progress of a verb during the block.
 
-    Args:
-        verb: its name.
-        forks: whether the verb forks this process, which must then have no second thread: the verb
-            calls `current.tick` itself.
+    With `forks`, the verb forks this process, which must then have no second thread: the verb calls
+    `current.tick` itself.
     """
     current.begin(verb)
     ended = threading.Event()

@@ -50,14 +50,11 @@ class UnsettledError(Exception):
 def search(
     parts: Iterable[str], trial: Trial, *, beneath: Mapping[str, Sequence[str]] = NOTHING
 ) -> tuple[str, list[Culprit]]:
-    """Search for culprits.
-
-    Args:
-        parts, trial, beneath: as for `culprits`.
+    """Search for culprits. The arguments are those for `culprits`.
 
     Returns:
         `right`; `found`; `elsewhere`: it also fails without any part; or `unsteady`: trials
-        contradict each other. And the culprits; for the last two statuses one without parts.
+        contradict each other. And the culprits; the last two statuses have one without parts.
     """
     parts = tuple(parts)
     try:
@@ -80,11 +77,11 @@ def culprits(
     Args:
         parts: all parts, without duplicates.
         trial: called once for each set. An exception ends the search.
-        beneath: part -> the parts that exist only with it.
+        beneath: part -> parts that depend on it.
 
     Returns:
-        Disjoint sets, in the order in which they were found. No set if all parts together are
-        correct, and one empty set if it fails without any part.
+        Disjoint sets, in the order of the search. No set if all parts together are correct, and one
+        empty set for a failure without any part.
 
     Raises:
         UnsettledError: all parts together fail, but no set of at most `MOST` parts does.
@@ -119,10 +116,10 @@ def culprits(
 def _least(
     parts: Sequence[str], is_wrong: Callable[[Sequence[str]], bool], likely: int
 ) -> tuple[str, ...]:
-    """Return the parts without which `parts`, which fail together, are correct.
+    """Return a minimal failing subset of `parts`, which fail together.
 
-    The shortest failing prefix of the list ends with a needed part. If that part alone is correct,
-    the next one is found in the same way among the parts before it. The first trial has the first
+    The shortest failing prefix of the list ends with a needed part. If that part does not fail by
+    itself, search the parts before it for the next needed part. The first trial has the first
     `likely` parts.
     """
     needed: list[str] = []

@@ -29,10 +29,9 @@ class UsageError(VllmFLError):
 
 @contextlib.contextmanager
 def answering(to: TextIO | None = None) -> Iterator[None]:
-    """Keep standard output for answers during the block: logs of vLLM or a compiler go to stderr.
+    """Use standard output only for answers in the block: logs of vLLM or a compiler go to stderr.
 
-    Args:
-        to: output for answers; None for standard output.
+    `to` is the output for answers; None for standard output.
     """
     global _answers
     before, _answers = _answers, to or sys.stdout
@@ -60,7 +59,7 @@ def print_json(**content: Any) -> None:
 
 
 def say(text: str = "", *, error: bool = False) -> None:
-    """Print vllm-fl's own text without control characters; to stderr with `error`.
+    """Print text without control characters; to stderr with `error`.
 
     Pass third-party text that may have line breaks through `clean` before.
     """

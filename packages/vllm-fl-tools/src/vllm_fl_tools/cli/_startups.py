@@ -1,7 +1,7 @@
 """Finds the part that ends, hangs or corrupts a startup.
 
-The order needs the fewest startups: vLLM without vllm-fl, whose failure would not depend on parts;
-the startup as configured; the parts in the failure's text; halves of the parts.
+The order needs the fewest startups: vLLM without vllm-fl, because its failure would not depend on
+parts; the startup as configured; the parts in the text of the failure; halves of the parts.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ MEDIAN = 0.2
 Rounding to bfloat16 accounts for 0.03. The comparison of outputs finds smaller errors."""
 
 FAR, FAR_SHARE = 1.0, 0.1
-"""Nats, and the share of tokens that may differ by more, since a few may use other experts."""
+"""Nats, and the share of tokens that may differ by more: a few may use other experts."""
 
 TIMES, LEAST_LIMIT = 5, 60.0
-"""Time limit of a startup: a multiple of stock vLLM's seconds, and the minimum in seconds."""
+"""Time limit of a startup: a multiple of the time of stock vLLM, and the minimum in seconds."""
 
 REPEATS = 2
 """Startups with all parts that show whether a failure is reproducible."""
@@ -54,10 +54,7 @@ vllm-fl if OURS is one of the parts. Raises EngineError or UsageError."""
 class Startups:
     """The startups of one search.
 
-    Args:
-        parts: all of them.
-        start: starts an engine.
-        limit: time limit of a startup in seconds; None for a multiple of stock vLLM's time.
+    `limit` is the seconds of a startup; None for a multiple of the time of stock vLLM.
     """
 
     def __init__(self, parts: Parts, start: Start, limit: float | None = None) -> None:
@@ -71,7 +68,7 @@ class Startups:
         return {key: part.what for key, part in self._parts.by_key.items()}
 
     def changes(self, off: Collection[str]) -> Changes:
-        """Return the settings that disable these parts, and the parts that need one of them."""
+        """Return the settings that disable these parts, and parts that need one."""
         gone = {*off, *(below for key in off for below in self._parts.beneath.get(key, ()))}
         return self._parts.changes(gone)
 
@@ -107,13 +104,7 @@ class Startups:
         return status, found
 
     def _among(self, parts: Collection[str], tried: Tried, off: Collection[str] = ()) -> Result:
-        """Search among these parts.
-
-        Args:
-            parts: the parts.
-            tried: the earlier startups.
-            off: further parts that are disabled in every startup.
-        """
+        """Search among these parts, without the parts in `off`; `tried` has earlier startups."""
 
         def trial(on: tuple[str, ...]) -> Verdict:
             gone = self._parts.without(on) & {*parts}
@@ -125,7 +116,6 @@ class Startups:
         return search(parts, trial, beneath=self._parts.beneath)
 
     def _again(self) -> bool:
-        """Return whether the startup with all parts fails again."""
         return bool(self._try("as asked, again", ()).how)
 
     def _try(self, name: str, off: Collection[str]) -> Verdict:
@@ -162,7 +152,7 @@ class Startups:
 
 
 def fault(stock: Score, other: Score) -> str:
-    """Return the error of an engine's log-probabilities; empty if they match stock vLLM's."""
+    """Return the error of log-probabilities compared with stock vLLM; empty if similar."""
     theirs, ours = [*chain(*stock["prefill"])], [*chain(*other["prefill"])]
     for number, tokens in enumerate(stock["tokens"]):
         pairs = zip(tokens, other["tokens"][number], strict=False)

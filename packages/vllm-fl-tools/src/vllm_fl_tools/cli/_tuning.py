@@ -60,16 +60,15 @@ class Subject:
 
     Args:
         name: the user's name of the model.
-        sizes: on one rank; the last of `tokens` is the largest number that is measured.
-        tokens: numbers of tokens at which every op is measured, in ascending order.
+        sizes: on one rank; the last of `tokens` is the largest measured number.
+        tokens: numbers of tokens to measure, in ascending order.
         mode: how the engine will run the model.
         dtype, device: of the model.
         absent: ops that the model does not have.
-        captured: tokens of the largest batch for which it will capture a graph; 0 if it captures
-            none, None if unknown.
-        plan: the engine's, without a table; None if only sizes are known.
-        ordered: ops with a device-specific order in an engine without a table; the default has no
-            such order.
+        captured: tokens of the largest captured graph; 0 without graphs, None if unknown.
+        plan: of the engine, without a table; None if only sizes are known.
+        ordered: ops for which an engine without a table has a device-specific order; the default
+            has no such order.
     """
 
     name: str
@@ -94,14 +93,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class InGraphs:
-    """The position of one op's calls in the graphs that an engine compiles.
-
-    Args:
-        subject: the model and the engine.
-        bindings: op -> binding, of every op.
-        op: the op.
-        contenders: its candidates.
-    """
+    """The position of one op's calls in the graphs that an engine compiles."""
 
     subject: Subject
     bindings: Mapping[str, Binding]
@@ -110,16 +102,15 @@ class InGraphs:
 
     @property
     def binding(self) -> Binding:
-        """The op's binding."""
         return self.bindings.get(self.op, Binding())
 
     @property
     def traced(self) -> frozenset[str]:
-        """Candidates whose calls are in the graph that a compiler traces of the model.
+        """Candidates with calls in the graph that a compiler traces of the model.
 
-        Calls of layers and operators of a graph are in it. Operators and functions that vLLM's code
-        calls inside an operator are not, nor layers that it calls there. For an op that a pass of
-        vLLM finds, vLLM's implementation without the pass is in it.
+        It has calls from layers and of graph operators. It does not have operators, functions and
+        layers that vLLM calls inside an operator. For an op that a pass of vLLM finds, it has
+        vLLM's implementation without the pass.
         """
         if self.binding.between_graphs:
             return frozenset()
@@ -131,12 +122,12 @@ class InGraphs:
     def bound_to_all(self) -> frozenset[str]:
         """Candidates that run at all sizes or none if a graph is compiled for all sizes.
 
-        These are candidates whose code the compiler inlines into the model's graph, instead of
-        calling one operator; and vLLM's implementation if it is in the graph, with any kernel. It
-        is also vLLM's if a target of the op does not define a call's size (`tokens`): at sizes that
-        a row assigns to vLLM, each call would be converted to the contract's parameters and back in
-        vain. If all targets define it, a call that is assigned to vLLM costs the host a few
-        microseconds of Python.
+        These are candidates that the compiler inlines into the model's graph, instead of calling
+        one operator; and vLLM's implementation if it is in the graph, with any kernel. It is also
+        vLLM's implementation if some target of the op does not define the size of a call
+        (`tokens`): the arguments would be converted to the contract and back at sizes that a row
+        assigns to vLLM. If all targets define it, a call that is assigned to vLLM only costs the
+        host a few microseconds of Python.
         """
         from vllm_fl.engine.opaque import is_opaque
 
@@ -150,9 +141,9 @@ class InGraphs:
     def is_by_range(self) -> bool:
         """Whether an engine inlines the op by range of sizes, or a pass finds it by range.
 
-        Not on a CPU, for which vLLM traces and compiles the model once; nor if an operator
-        overwrites its arguments, except in vLLM's IR; nor if vLLM's implementation of another op,
-        such as the experts, may call the op's operator.
+        Not on a CPU, where vLLM traces and compiles the model once; not if an operator outside of
+        vLLM's IR overwrites its arguments; and not if vLLM's code for another op, such as the
+        experts, may call the op's operator.
         """
         if self.subject.mode != "compiled" or self.subject.device.type != "cuda":
             return False
@@ -179,8 +170,8 @@ Found = Sequence[tuple[InGraphs, Sequence["Measured"]]]
 
 
 def edges_by_op(found: Found) -> Iterator[tuple[int, ...]]:
-    """Yield the ends of separately compiled ranges of sizes for each op; empty if it is not inlined
-    by range. All ops are in the same graphs, which are split at the same sizes."""
+    """Yield the ends of separately compiled ranges of sizes for each op, empty for ops that are not
+    inlined by range. All ops are in the same graphs, which are split at the same sizes."""
     from vllm_fl.engine.ranges import MOST
 
     from ..engine.timing import best_edges
@@ -208,11 +199,7 @@ def rows_by_op(found: Found) -> Iterator[tuple[Row, ...]]:
 class Work:
     """The ops of a subject that have more than one candidate, and their results.
 
-    Args:
-        manager: has the implementations and the policy.
-        subject: the model and the engine to tune for.
-        bindings: op -> binding, of every op.
-        ops, impls: the ones to measure; None for all. The default is always a candidate.
+    `ops` and `impls` restrict the measurement; None for all. The default is always a candidate.
     """
 
     def __init__(
@@ -234,7 +221,7 @@ class Work:
         specs = manager.registry.snapshot().contracts
         self._tunings = {
             op: tuning
-            # Products come first: their time decides whether launches matter.
+            # Products come first, since their time decides if launches matter.
             for op in sorted(specs, key=lambda op: not self._binding(op).products)
             if (not ops or op in ops) and (tuning := self._tuning(op, explicit=bool(ops)))
         }
@@ -248,13 +235,12 @@ class Work:
 
     @property
     def done(self) -> int:
-        """The number of finished measurements."""
         return len(self._found)
 
     # Candidates.
 
     def _tuning(self, op: str, *, explicit: bool) -> OpTuning | None:
-        """Return the measurement of an op; None if there is none, with a remark if it is useful."""
+        """Return the measurement of an op, or None, with a remark if it is useful."""
         from vllm_fl_verify.verification import dtype_name
 
         from ..engine.tuning import OpTuning
@@ -291,7 +277,7 @@ class Work:
                 traced=graphs.traced,
                 between_graphs=graphs.binding.between_graphs,
                 once=graphs.binding.products,
-                # Launches of products themselves count: only earlier work could hide them.
+                # Launches of the products count, because only earlier work could hide them.
                 products=(lambda _: 0.0) if graphs.binding.products else self._products,
             )
             if tuning.forms:
@@ -307,7 +293,7 @@ class Work:
         return None
 
     def _default(self, op: str) -> str | None:
-        """Return the name of what runs the op's largest calls without a table."""
+        """Return the implementation for the op's largest calls without a table."""
         subject = self.subject
         entry = subject.plan.entries.get(op) if subject.plan is not None else None
         if entry is not None and entry.note:
@@ -321,11 +307,9 @@ class Work:
         return STOCK if isinstance(selected, Stock) else selected.impl_id if selected else None
 
     def _contenders(self, op: str, names: set[str | None] | None) -> list[Contender]:
-        """Return vLLM's implementation and every available one that is not denied.
+        """Return every available implementation that is not denied, and vLLM's.
 
-        Args:
-            op: the op.
-            names: only these; None for all.
+        `names` restricts them; None for all.
         """
         from ..engine.tuning import Contender
 
@@ -333,7 +317,7 @@ class Work:
         installed = manager.registry.snapshot().impls_by_op.get(op, ())
         denied = rejections(manager.registry.plugins, manager.settings, op, installed)
         subject, default = self.subject, self._default(op)
-        # On a GPU, plain PyTorch is several kernels, or what the compiler makes of vLLM's code.
+        # On a GPU, plain PyTorch runs several kernels, or the compiler's version of vLLM's code.
         without_plain = subject.device.type == "cuda" and names is None
         found = [
             Contender(impl.impl_id, (impl,))
@@ -369,18 +353,11 @@ class Work:
     # Measuring.
 
     def run(self, limit: float) -> None:
-        """Measure everything.
-
-        Args:
-            limit: time limit of one call in seconds.
-
-        Raises:
-            KeyboardInterrupt: the user interrupts the run.
-        """
+        """Measure everything. Calls are limited to `limit` seconds. Raises KeyboardInterrupt."""
         running = ["", 0, ""]
 
         def stuck() -> None:
-            """Report a call in native code that no signal ends: the process must end."""
+            """Report a call in native code that no signal ends, before the process ends."""
             op, tokens, name = running
             told = f"{op}, {tokens} tokens: {name} does not come back and cannot be given up"
             say(f"vllm-fl: {told}; name the others with --impl", error=True)
@@ -417,7 +394,6 @@ class Work:
     # Sizes.
 
     def _of(self, op: str) -> list[Measured]:
-        """Return the measurements of an op, by size."""
         found = [one for (of, _), one in self._found.items() if of == op]
         return sorted(found, key=lambda one: one.tokens)
 
@@ -435,10 +411,10 @@ class Work:
         return found
 
     def _products(self, tokens: int) -> float:
-        """Return the device time of a layer's matrix products, µs; 0 if it was not measured.
+        """Return a lower bound of the device time of a layer's matrix products, µs; 0 if unknown.
 
-        It is a lower bound: the time at the next smaller measured size. Each product is a form of
-        its op, and occurs once in a layer.
+        It is the time at the next smaller measured size. Each product is a form of its op, and
+        occurs once in a layer.
         """
         return sum(
             max((one.fastest for one in self._of(op) if one.tokens <= tokens), default=0.0)
@@ -450,7 +426,6 @@ class Work:
         return self._bindings.get(op, Binding())
 
     def table(self) -> Tuned:
-        """Return the result."""
         from vllm_fl_verify.verification import dtype_name
 
         from ..operate.identity import device_name

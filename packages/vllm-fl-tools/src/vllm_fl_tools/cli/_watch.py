@@ -14,11 +14,11 @@ from ._progress import current
 __all__ = ["INTERRUPTED", "TookTooLong", "Watch", "ended_by_signal"]
 
 INTERRUPTED = 130
-"""The exit status after Ctrl-C, as in shells."""
+"""Exit status of shells after Ctrl-C."""
 
 GRACE = 10.0
-"""Seconds after its time limit in which a call may return from native code to Python, where it can
-be interrupted. A call that does not return cannot be interrupted: the whole run ends."""
+"""Seconds after the time limit for a call in native code to return to Python, where it can be
+interrupted. Otherwise the whole run ends."""
 
 
 class TookTooLong(KeyboardInterrupt):
@@ -31,8 +31,8 @@ class Watch:
     Args:
         units: number of units of work.
         limit: time limit of one call in seconds.
-        stuck: called in another thread if a call exceeds the limit in native code, where it cannot
-            be interrupted. Then the process ends.
+        stuck: called in another thread before the process ends, if a call exceeds the limit in
+            native code, which cannot be interrupted.
     """
 
     def __init__(self, units: int, limit: float, stuck: Callable[[], None]) -> None:
@@ -50,11 +50,7 @@ class Watch:
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """Limit the duration of one call.
-
-        Raises:
-            TookTooLong: it exceeded the limit.
-        """
+        """Limit the duration of one call. Raises TookTooLong."""
         self._note(f"{self._unit}, {name}")
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread gets signals
@@ -69,7 +65,7 @@ class Watch:
             overdue.cancel()
 
     def _end(self) -> None:
-        """End the process, whose main thread is in a call."""
+        """End the process during a call in the main thread."""
         self._stuck()
         for stream in filter(None, (sys.__stdout__, sys.__stderr__)):
             stream.flush()

@@ -63,7 +63,7 @@ BLOCKING = {
     "ASCEND_LAUNCH_BLOCKING": "1",
     "MUSA_LAUNCH_BLOCKING": "1",
 }
-"""Variables that make the call that causes a device's fault raise it, instead of a later call."""
+"""Variables that make the call with a device's fault raise it, instead of a later call."""
 
 HOW = {"ended": "ends the startup", "hung": "hangs", "wrong": "is wrong"}
 
@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _finding(search: Startups | Outputs) -> dict[str, Any] | None:
-    """Return the result of a search as JSON data; None if it was interrupted."""
+    """Return the result of a search as JSON data; None after an interruption."""
     try:
         status, found = search.search()
     except KeyboardInterrupt:
@@ -276,7 +276,6 @@ def _outputs(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | Non
 
 
 def _prompts(model: str, path: str) -> list[list[int]]:
-    """Return the prompts of a file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -315,7 +314,7 @@ def _name(kind: str, against: str, left: Collection[str]) -> str:
 
 
 def _baseline(against: str) -> dict[str, str]:
-    """Return the environment of a plan without the orders of the user's settings."""
+    """Return the environment of a plan without user orders."""
     orders = (CONFIG, PER_OP, OP_CONFIG, Settings.table.variable)
     environment = {name: value for name, value in os.environ.items() if name not in orders}
     if against == REFERENCE:

@@ -90,7 +90,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _examine(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run all checks."""
     findings = [_lost_finding(crumb) for crumb in breadcrumb.lost()]
     ended: dict[str, str] = {}
     try:
@@ -132,7 +131,7 @@ def _show(facts: Mapping[str, Any]) -> None:
 
 
 def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
-    """Run the checks that call plugins, and those of the engine that `arguments` describe."""
+    """Run the checks that call plugins, and checks of the engine that `arguments` describe."""
     examined = _Examined()
     with quiet(logging.CRITICAL), redirect_stdout(sys.stderr):  # plugins may print when loaded
         findings = [
@@ -140,7 +139,7 @@ def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
             for check, find in (*CHECKS, *examined.checks)
             for finding in contained(check, find)
         ]
-        if arguments is not None and examined.settings is not None:  # else it reports it again
+        if arguments is not None and examined.settings is not None:  # else it repeats a finding
             findings += _of_engine(arguments, examined, examined.settings)
     facts = describe({name for plugin in examined.plugins for name in plugin.owner.kernels})
     for owner, why in examined.unused.items():
@@ -176,7 +175,7 @@ def _of_engine(
 ) -> list[Finding]:
     """Return why the engine would not start, before verification, and its warnings.
 
-    It uses the examined plugins; if one has failed, all are loaded again.
+    It uses the examined plugins, or loads all again if one has failed.
     """
     failed = [*examined.failing, *(each.error for each in examined.plugins if each.error)]
     if not failed:
@@ -212,7 +211,7 @@ def _page_of(error: str, code: str) -> str:
 
 
 def code_of(finding: Finding) -> str | None:
-    """Return the code of the error in a finding, or of its check; None for a plugin's check."""
+    """Return the code of a finding's error or check; None for a plugin's check."""
     told = _CODE.search(finding.what)
     return told[1] if told else CODES.get(finding.check)
 
@@ -410,7 +409,7 @@ def _lost_finding(crumb: Crumb) -> Finding:
 
 
 def _modules() -> list[str]:
-    """Return the modules that the user's setting lists as plugins."""
+    """Return the modules that the user configured as plugins."""
     return [*map(str.strip, os.environ.get(Settings.plugin_modules.variable, "").split(","))]
 
 

@@ -79,7 +79,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _facts(op: str, engines: Sequence[Described], mode: str | None) -> dict[str, Any]:
-    """Return the explanation of an op, as JSON data."""
     manager = get_default_manager()
     snapshot = manager.registry.snapshot()
     engines = _engines_of(manager, op, engines, mode)
@@ -112,7 +111,7 @@ def _facts(op: str, engines: Sequence[Described], mode: str | None) -> dict[str,
 
 
 def _unused_table(engines: Sequence[Described]) -> str | None:
-    """Return why the settings' tuning table has no effect; None if it has in some engine."""
+    """Return why the configured tuning table has no effect; None if it has in some engine."""
     tables = [table for each in engines if (table := each.facts.settings.tuned) is not None]
     return tables[0].reason if tables and all(table.unused for table in tables) else None
 
@@ -122,7 +121,7 @@ def _engines_of(
 ) -> Sequence[Described]:
     """Return the engines that may have the op; empty if only scripts call it, or for a script."""
     snapshot = manager.registry.snapshot()
-    if op in NAMED_CLASSES or op in snapshot.layers:  # a class for vLLM, which no script calls
+    if op in NAMED_CLASSES or op in snapshot.layers:  # a class for vLLM, not for scripts
         return engines or any_engines()
     why = _for_scripts_alone(op, snapshot)
     if why and mode != "script":
@@ -134,7 +133,7 @@ def _engines_of(
 
 
 def _for_scripts_alone(op: str, snapshot: RegistrySnapshot) -> str:
-    """Return why no engine of any vLLM runs the op; empty if one may."""
+    """Return why no engine runs the op, with any vLLM; empty if one may."""
     if op not in snapshot.contracts:
         return "no contract names it"
     binding = snapshot.bindings.get(op)
@@ -142,7 +141,6 @@ def _for_scripts_alone(op: str, snapshot: RegistrySnapshot) -> str:
 
 
 def _engine_view(manager: OpManager, op: str, engine: Described) -> dict[str, Any]:
-    """Return an engine's candidates and choice."""
     entry, facts = entry_of(engine, op), engine.facts.ordered
     note = entry.note if entry else "this engine has none of it"
     told = _view(manager, op, entry.rows if entry else (), facts.settings, facts.mode)
@@ -156,7 +154,6 @@ def _engine_view(manager: OpManager, op: str, engine: Described) -> dict[str, An
 def _view(
     manager: OpManager, op: str, rows: Rows[Trace], settings: Settings, mode: Mode
 ) -> dict[str, Any]:
-    """Return the traces of an op, by size."""
     owners = manager.registry.snapshot().owners
 
     def told(trace: Trace) -> dict[str, Any]:
@@ -178,7 +175,7 @@ def _view(
 
 
 def _origin(settings: Settings, op: str, mode: Mode) -> str:
-    """Return the origin of the order: the op's own order, or the preference."""
+    """Return the origin of the order: a list for the op, or the preference."""
     for name in (op, DEFAULT):
         listed = settings.get(f"{ORDER_PREFIX}{name}")
         order = listed and listed.value
@@ -203,18 +200,16 @@ def _candidate(candidate: Candidate, owner: Owner) -> dict[str, Any]:
 
 
 def codes() -> list[str]:
-    """Return every code that has a page, sorted."""
     names = (path.name for path in PAGES.iterdir() if path.name.endswith(".md"))
     return sorted(name.removesuffix(".md") for name in names)
 
 
 def page(code: str) -> str | None:
-    """Return the page of a code; None for an unknown code."""
     return (PAGES / f"{code}.md").read_text("utf-8") if code in codes() else None
 
 
 def title(text: str) -> str:
-    """Return the title of a page: its heading, without the code."""
+    """Return the heading of a page, without the code."""
     return text.splitlines()[0].partition(": ")[2]
 
 
@@ -236,9 +231,7 @@ def targets_of(binding: Binding) -> list[str]:
 def signature_of(spec: OpSpec | None, width: int = 0) -> str | None:
     """Return the contract's signature; None for an op without a contract.
 
-    Args:
-        spec: the contract.
-        width: length above which each parameter gets its own line; 0 for no limit.
+    Parameters get their own lines if the signature is longer than `width`, unless it is 0.
     """
     if spec is None:
         return None
@@ -283,7 +276,6 @@ def _show(facts: Mapping[str, Any]) -> None:
 
 
 def _show_heading(op: str) -> None:
-    """Print the description of the op."""
     snapshot = get_default_manager().registry.snapshot()
     if op in NAMED_CLASSES or op in snapshot.layers:
         what = NAMED.get(op, "a whole layer of vLLM's, by its class, which is not verified")
@@ -301,7 +293,7 @@ def _show_heading(op: str) -> None:
 
 
 def _show_view(view: Mapping[str, Any]) -> None:
-    """Print the selected implementation and every candidate in one mode, by size if it matters."""
+    """Print a mode's selected implementation and candidates, by size if they differ."""
     where = WHERE[view["mode"]].capitalize()
     if view["rows"]:
         say(f"\n{where}, by the size of a call  ({view['origin']}):")
@@ -313,7 +305,7 @@ def _show_view(view: Mapping[str, Any]) -> None:
 
 
 def _show_order(what: str, view: Mapping[str, Any], note: str = "", origin: str = "") -> None:
-    """Print the selected implementation and every candidate in a mode, or at one size in it."""
+    """Print the selected implementation and the candidates in a mode, or at one size."""
     say(f"{what}: {view['selected'] or 'nothing'}")
     if note:
         say(note)
@@ -384,5 +376,5 @@ def _show_contract(op: str, *, as_json: bool) -> int:
 
 
 def documentation_of(spec: OpSpec) -> str:
-    """Return the contract's own description of the op."""
+    """Return the contract's description of the op."""
     return inspect.getdoc(spec.oracle) or ""

@@ -28,7 +28,7 @@ RESERVED = (
     *("core", "default", "fl", "vllm"),
     *("flagos", "foreign", "impl", "reference", "stock", "vendor"),
 )
-"""Names that vllm-fl uses itself, and selectors of orders."""
+"""Names of vllm-fl itself, and selectors of orders."""
 
 TEMPLATE = files("vllm_fl_tools") / "templates" / "backend"
 """A complete package of the vendor `acme`, for its own device."""
@@ -184,8 +184,8 @@ def _changes(name: str, platform: str | None, *, over: bool, is_known: bool) -> 
 
     Args:
         name: the vendor.
-        platform: the platform; None for the vendor's own.
-        over: whether the platform is a third-party plugin's, which stays installed.
+        platform: the platform; None for a new platform of the vendor.
+        over: whether a third-party plugin provides the platform, and stays installed.
         is_known: whether torch's name of the device is known.
     """
     if platform is None:
@@ -217,7 +217,7 @@ install this beside it. An op that `{platform}.yaml` does not list stays as it i
 
 
 def _write(name: str, ops: Sequence[str], changes: Mapping[str, str], folder: Path) -> None:
-    """Write the package to a temporary folder and rename it, so that a failure leaves no files."""
+    """Write the package to a temporary folder and rename it: a failure leaves no files."""
     with tempfile.TemporaryDirectory(prefix=".vllm-fl-new-", dir=folder.parent) as scratch:
         written = Path(scratch) / "package"
         left_out = {f"{IMPL}/{op}.py" for op in template_ops() if op not in ops}

@@ -76,7 +76,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _engine(arguments: argparse.Namespace, **variables: str) -> Described:
-    """Return the engine with these additional variables."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -88,7 +87,6 @@ def _engine(arguments: argparse.Namespace, **variables: str) -> Described:
 
 
 def _as_json(engine: Described, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the plan as JSON data."""
     facts, settings = engine.facts, engine.facts.settings
     manager = get_default_manager()
     snapshot = manager.registry.snapshot()
@@ -167,26 +165,24 @@ def _given(what: str) -> dict[str, Any] | None:
 
 
 def _of_lock(lock: Locked, ops: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a lock file's plan as JSON data."""
     told = {op: {**_of_label(label), "reason": "locked", "layers": {}} for op, label in ops.items()}
     return {"lock": lock.file, "ops": told, "aside": ""}
 
 
 def _of_label(label: str) -> dict[str, Any]:
-    """Return the entry of an op from its `_label`."""
+    """Parse an op's `_label`."""
     *rows, rest = label.split("|")
     found = [row.removesuffix(")").partition("(<=") for row in rows]
     return {"impl": rest, "rows": [{"up_to": int(n), "impl": impl} for impl, _, n in found]}
 
 
 def show_lock(lock: Locked) -> None:
-    """Print the plan of a lock file."""
     _show_ops(_of_lock(lock, lock.result["ops"])["ops"])
     say(f"This is the plan of the lock {lock.file}, verified on {lock.facts['device']}.")
 
 
 def _differences(now: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return op -> what runs now, and what would run, for the ops that differ."""
+    """Return op -> what runs now and what would run, for ops that differ."""
 
     def of(plan: Mapping[str, Any], op: str) -> Any:
         return plan["ops"].get(op, {"impl": STOCK, "reason": plan["aside"]})
@@ -201,7 +197,7 @@ def _differences(now: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
 
 
 def _in_model(ops: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ops that the model has; all of them for a plan of an earlier release."""
+    """Return the ops that the model has; all of them for a plan of an older release."""
     return {op: entry for op, entry in ops.items() if entry.get("in_model", True)}
 
 
@@ -210,7 +206,7 @@ def _told(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _runs(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of an entry that decides which implementation runs."""
+    """Return the part of an entry that decides what runs."""
     rows = [{"up_to": row["up_to"], "impl": row["impl"]} for row in entry.get("rows", ())]
     return {"impl": entry["impl"], **({"rows": rows} if rows else {})}
 
@@ -270,7 +266,7 @@ def _show_diff(plan: Mapping[str, Any], diff: Mapping[str, Any]) -> None:
 
 
 def _why(entry: Mapping[str, Any]) -> str:
-    """Return why it runs. `explain` and --json have the reasons against the others."""
+    """Return why it runs. `explain` and --json have the reasons against other candidates."""
     return str(entry["reason"]).partition(" (")[0]
 
 

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _settings() -> Settings:
-    """Return an engine's settings: vLLM determines the platform and the layers.
+    """Return an engine's settings, for which vLLM determines the platform and the layers.
 
     Broken plugins are ignored.
 
@@ -89,7 +89,7 @@ def _show(facts: Mapping[str, Any]) -> None:
 
 
 def as_rows(settings: Settings) -> list[dict[str, Any]]:
-    """Return every setting as JSON data, with the values that it replaced or was merged from."""
+    """Return every setting as JSON data, with the replaced or merged values."""
     return [
         {
             "key": key,

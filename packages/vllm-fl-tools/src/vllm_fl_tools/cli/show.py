@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read(path: str) -> dict[str, Any]:
-    """Return a file's `kind` and `content`; for a worker also `silent`, as `_silent` returns it.
+    """Return a file's `kind` and `content`; for a worker also `silent`, the result of `_silent`.
 
     Raises:
         SettingsError: the file cannot be read.
@@ -132,7 +132,7 @@ def _as_json(file: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _silent(path: str, data: Mapping[str, Any]) -> int | None:
-    """Return the seconds since the last state of a worker that seems to be gone; otherwise None."""
+    """Return the seconds since the last state of a worker that seems to be gone, or None."""
     try:
         age = (datetime.now(UTC) - datetime.fromisoformat(data["written"])).total_seconds()
         if not all(isinstance(data["report"][key], dict) for key in ("ops", "demotions")):

@@ -213,7 +213,6 @@ def _sizes(largest: int, captured: int) -> tuple[int, ...]:
 
 
 def show(path: str, table: Tuned, remarks: Iterable[str] = ()) -> None:
-    """Print the result of a run."""
     say(path)
     if table.ops:
         say(f"{table.mode}, {table.dtype}, {table.holds['device']}; {table.seconds:.0f} s")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from vllm_fl_verify.verification import Comparison
 
 BATCH = 300
-"""The largest batch in which the bits of rows are compared, larger than verification's pool."""
+"""The largest batch for comparing the bits of rows, above the pool of verification."""
 
 TIMEOUT = 120.0
 """Time limit of one sample in seconds, enough to compile or build a kernel at its first call."""
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
 
     def end(why: str) -> None:
-        """Print the results of an incomplete run."""
+        """Print the incomplete results."""
         found["complete"] = False
         answer(found, show, as_json=arguments.json)
         say(f"vllm-fl: {why}: {len(work.results)} of {len(work.units)} done", error=True)
@@ -157,9 +157,7 @@ def _identity(manager: OpManager, impl: Impl) -> dict[str, Any]:
 class _Work:
     """The units of a run, each an implementation in a dtype, and the results of finished units.
 
-    Args:
-        manager: has the implementations' owners.
-        impls, dtypes, device: to run; None for every dtype of a contract.
+    `dtypes` is None for every dtype of a contract.
     """
 
     def __init__(
@@ -188,7 +186,6 @@ class _Work:
         self._given_up: Counter[tuple[str, str]] = Counter()
 
     def run(self, watch: Watch) -> None:
-        """Run all units in sequence."""
         for number, (impl, dtype) in enumerate(self.units, 1):
             spec = self.specs[impl.op_name]
             unit = f"{impl.op_name} {impl.impl_id} {dtype}"
@@ -232,7 +229,7 @@ class _Work:
     def _compare_all(
         self, impl: OpImpl, dtype_name: str, trials: Trials, watch: Watch
     ) -> Iterator[Comparison]:
-        """Yield the comparison of every sample. An error affects only the result of its sample."""
+        """Yield the comparison of every sample. An error only affects the result of its sample."""
         import torch
 
         from vllm_fl_verify.verification import Comparison, compare, leaning, tried
@@ -299,7 +296,7 @@ def _summary(comparisons: Sequence[Comparison]) -> dict[str, Any]:
 
 
 def _finite(share: float | None) -> float | None:
-    """Return an error for JSON; None if it is infinite, which the finding's reason states."""
+    """Return an error for JSON; None if infinite, which the finding's reason states."""
     return round(share, 4) if share is not None and math.isfinite(share) else None
 
 
@@ -318,7 +315,7 @@ def _rows(results: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _same(found: dict[str, Any] | None) -> str:
-    """Return in which other calls the bits are equal."""
+    """Return which other calls have equal bits."""
     if found is None or (found["runs"] is None and found["batches"] is None):
         return "-"
     if not found["runs"]:

@@ -20,29 +20,24 @@ from .timing import Timer
 __all__ = ["Bench", "cold_bytes"]
 
 LONGEST = 10e-3
-"""Seconds after which a round on a CPU makes no further calls: on a busy CPU, calls of microseconds
-can take milliseconds each."""
+"""Seconds after which a round on a CPU makes no further calls: calls of microseconds can take
+milliseconds each on a busy CPU."""
 
 WARM_UP = 3
 
 LAUNCHES = 50
-"""Minimum number of launches that are timed."""
+"""Minimum number of timed launches."""
 
 Timed = tuple[Callable[..., Any], Sequence[tuple[Any, ...]], Callable[[], None]]
 """(call, arguments of each call, function that restores the arguments that calls overwrite)."""
 
 
 class Bench:
-    """Times calls on a device with cold caches, in the way that the mode runs them.
+    """Times calls with cold caches, in the way that the mode runs them. `clock` returns seconds.
 
     On a CPU, and in eager mode on a device, a call's time is from Python until the device has
     finished, including the host's work. In compiled mode on CUDA the calls are captured in a graph,
     and their time is the device time of its replay.
-
-    Args:
-        device: the device.
-        mode: how the engine runs the model.
-        clock: returns seconds.
     """
 
     def __init__(self, device: torch.device, mode: Mode, clock: Callable[[], float]) -> None:
@@ -150,7 +145,7 @@ class Bench:
         return medians
 
     def launch_of_pytorch(self) -> float:
-        """Return the same for a small PyTorch operator."""
+        """Return the launch time of a small PyTorch operator."""
         one = torch.zeros(1, device=self.device)
         (median,) = self.launch([(one.add_, [(1,)])])
         return median
@@ -162,7 +157,7 @@ class Bench:
 
 
 def cold_bytes(device: torch.device) -> int:
-    """Return the size of a buffer that displaces the contents of a device's caches."""
+    """Return the size of a buffer that displaces a device's caches."""
     if device.type == "cuda":
         return 2 * int(torch.cuda.get_device_properties(device).L2_cache_size)
     caches = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")

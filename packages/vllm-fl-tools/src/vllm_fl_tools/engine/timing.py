@@ -1,7 +1,7 @@
-"""Interleaved timing of several functions, and the choices that follow from it.
+"""Interleaved timing of several functions, and choices from the results.
 
-The speed of a machine drifts. Functions are therefore measured next to each other, once per round,
-in an order that changes from round to round, and only ratios within a round are compared.
+The speed of a machine drifts. Functions are therefore timed next to each other, once per round, in
+an order that changes between rounds, and only ratios within a round are compared.
 """
 
 from __future__ import annotations
@@ -31,18 +31,13 @@ Timer = Callable[[], float]
 """Measures once, and returns the µs of a call."""
 
 ROOM = 1.02
-"""Minimum speed-up over the default (median of the rounds' ratios) for another implementation to be
-worth choosing."""
+"""Minimum speed-up over the default (median of the rounds' ratios) of a winner."""
 
 
 def in_turn(
     timers: Mapping[str, Timer], rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Call every timer once per round, in an order that rotates and is reversed every other round.
-
-    Args:
-        timers: by name.
-        rounds: number of rounds.
 
     Returns:
         (name -> one time per round; name -> why it was dropped). A timer that raises is dropped
@@ -61,7 +56,7 @@ def in_turn(
 
 
 def _order(names: list[str], number: int) -> Iterator[str]:
-    """Return the names of a round: two rounds have the same rotation, the second one reversed."""
+    """Return the order of a round: each rotation runs forwards and then backwards."""
     start = (number // 2) % len(names) if names else 0
     turned = [*names[start:], *names[:start]]
     return reversed(turned) if number % 2 else iter(turned)
@@ -80,12 +75,12 @@ class Measured:
     """The measurements of one op at one number of tokens.
 
     Args:
-        tokens: number of tokens of the calls.
-        default: what runs without a tuning table: an implementation's id, or `stock`.
-        rejected: name -> why the implementation was not timed to the end.
+        tokens: of the calls.
+        default: the implementation's id without a tuning table, or `stock`.
+        rejected: name -> why it was not timed to the end.
         times: name -> its time in each round, µs.
-        slower: name -> the form of the op in which it is slower than the default, and the ratio;
-            or by how much it is slower to launch, at sizes without a captured graph.
+        slower: name -> the form in which the default is faster, with the ratio; or how much longer
+            its launch takes, at sizes without a captured graph.
     """
 
     tokens: int
@@ -96,7 +91,7 @@ class Measured:
 
     @property
     def winner(self) -> str:
-        """The fastest implementation that beats the default; else `default`."""
+        """The fastest implementation that beats the default, or `default`."""
         winners = [name for name in self.times if self._beats(name)]
         return min(winners, key=lambda name: quartiles(self.times[name])[1], default=DEFAULT)
 
@@ -106,7 +101,7 @@ class Measured:
         return min((quartiles(of)[1] for of in self.times.values()), default=0.0)
 
     def ratio(self, name: str) -> float | None:
-        """Return the median ratio of the default's time to `name`'s; None if it is not usable."""
+        """Return the median speed-up over the default; None if `name` is not usable."""
         found = self._ratios(name)
         return statistics.median(found) if found else None
 
@@ -150,7 +145,6 @@ class Measured:
 
 
 def ratios(defaults: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Return the ratio of the default's time to the other's in each round."""
     return [
         default / other if other > 0 else 1.0
         for default, other in zip(defaults, others, strict=False)
@@ -166,10 +160,10 @@ def rows_of(
 
     Args:
         measured: the measurements, one for each number of tokens.
-        inlined: implementations whose code the compiler inlines. In a graph that is compiled for a
-            range of sizes, such an implementation runs at all sizes or at none. If winners differ
-            and one of them is inlined, a range therefore has one row: an implementation that is
-            nowhere slower than the default, or `default`.
+        inlined: implementations that the compiler inlines. A graph that is compiled for a range of
+            sizes has such an implementation at all sizes or at none. If winners differ and one is
+            inlined, a range therefore has one row: an implementation that is nowhere slower than
+            the default, or `default`.
         edges: the last number of tokens of each range except the last; empty if vLLM compiles the
             model once for all sizes.
     """
@@ -197,15 +191,15 @@ def best_edges(
 ) -> tuple[int, ...]:
     """Choose how to split numbers of tokens into separately compiled ranges, for the largest gain.
 
-    The gain of a split is the product, over all ops and all numbers of tokens, of the ratios by
-    which the resulting rows are faster than the default.
+    The gain of a split is the product, over all ops and numbers of tokens, of the speed-ups of the
+    resulting rows over the default.
 
     Args:
         ops: (measurements, inlined implementations) of each op.
         most: maximum number of ranges.
 
     Returns:
-        The last number of tokens of each range except the last, as for `rows_of`.
+        The `edges` of `rows_of`.
     """
     limited = [(ones, inlined) for ones, inlined in ops if is_limited(ones, inlined)]
     largest = max((one.tokens for ones, _ in limited for one in ones), default=0)
@@ -226,14 +220,14 @@ def best_edges(
 
 
 def is_limited(measured: Iterable[Measured], inlined: Container[str]) -> bool:
-    """Return whether winners differ and one of them is inlined."""
+    """Return whether the winners differ and include an inlined implementation."""
     winners = [(one.winner, one.default) for one in measured]
     serving = {default if winner == DEFAULT else winner for winner, default in winners}
     return len(serving) > 1 and any(name in inlined for name in serving)
 
 
 def _everywhere(ones: Sequence[Measured]) -> str:
-    """Return the fastest winner that is nowhere slower than the default; else `default`."""
+    """Return the fastest winner that is nowhere slower than the default, or `default`."""
     speeds = {}
     for name in {one.winner for one in ones} - {DEFAULT}:
         ratios_of = [one.ratio(name) for one in ones]

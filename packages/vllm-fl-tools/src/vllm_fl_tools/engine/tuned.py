@@ -9,7 +9,7 @@ from typing import Any
 from vllm_fl.settings.policy import REST, Mode, Token
 
 DEFAULT = "default"
-"""Value in a row: the default stays, since no implementation was faster."""
+"""Value in a row that keeps the default, since no implementation was faster."""
 
 STOCK = "stock"
 """Name of vLLM's implementation of an op, in results and options."""
@@ -23,19 +23,19 @@ class Figure:
     each; times are their sum.
 
     Args:
-        tokens: number of tokens of the call.
+        tokens: of the call.
         impl: the implementation's id, or `stock`.
         us: median time of a call, µs; None if it was not timed.
         low, high: quartiles, µs.
         n: number of timings.
-        ratio: the default's time divided by this one's, the median of pairs measured next to each
-            other; above 1 it is faster than the default.
+        ratio: the default's time divided by this time, the median of pairs measured next to each
+            other; above 1 the implementation is faster than the default.
         ratio_low: the lower quartile of these ratios.
-        slower: the form in which it is slower than the default, and the ratio (how often a model
-            calls each form is not known); or that it is slower to launch, at sizes without a
-            captured graph. A slower implementation gets no row. Empty otherwise.
-        rejected: why it was not timed: incorrect, with its worst element, or the call is
-            unsupported; empty otherwise.
+        slower: the form in which the default is faster, with the ratio (how often a model calls
+            each form is not known); or that the launch takes longer, at sizes without a captured
+            graph. A slower implementation gets no row. Empty otherwise.
+        rejected: why it was not timed: incorrect, with its worst element, or an unsupported call;
+            empty otherwise.
     """
 
     tokens: int
@@ -68,9 +68,9 @@ class TunedOp:
     """The result for one op.
 
     Args:
-        default: what runs without a tuning table: an implementation's id, or `stock`.
+        default: the implementation's id without a tuning table, or `stock`.
         rows: in ascending order. Calls of more tokens than in the last row use the default.
-        figures: the measurements behind the rows.
+        figures: the measurements.
     """
 
     default: str
@@ -83,7 +83,6 @@ class TunedOp:
         return {row.impl for row in self.rows} - {DEFAULT}
 
     def chosen(self, tokens: int) -> str:
-        """Return the implementation for a call of this size."""
         impl = next((row.impl for row in self.rows if tokens <= row.up_to), DEFAULT)
         return self.default if impl == DEFAULT else impl
 
@@ -100,12 +99,12 @@ class Tuned:
 
     Args:
         mode: how the engine runs the model.
-        dtype: the model's, by torch's name.
+        dtype: torch's name of the model's dtype.
         sizes: the model's sizes on one rank, by name.
         model: the user's name of the model.
         date: when it was written, ISO 8601, UTC.
         seconds: duration of the measurement.
-        holds: `vllm`, `device` and `distributions`, as in the settings file.
+        holds: contains `vllm`, `device` and `distributions`, as in the settings file.
         ops: op -> its result.
     """
 

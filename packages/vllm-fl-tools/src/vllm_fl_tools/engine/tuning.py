@@ -1,7 +1,7 @@
-"""Measures the candidates of an op at one number of tokens, interleaved, as an engine calls them.
+"""Measures the candidates of an op in the way that an engine calls them, interleaved.
 
 Only for `vllm-fl tune`. Engines do not import it: a choice that is measured at startup could differ
-from startup to startup.
+between startups.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from .timing import ROOM, Measured, in_turn, ratios
 __all__ = ["Contender", "OpTuning"]
 
 ROUNDS = 11
-"""Rounds in which each candidate is timed."""
+"""Rounds of timing."""
 
 ROUND = 400e-6
-"""Minimum seconds of a round of one form, so that the clock's noise does not matter."""
+"""Minimum seconds of a round of one form, above the noise of the clock."""
 
 MOST_CALLS, MOST_BYTES = 64, 512 * 2**20
-"""Maximum number of calls in a round, each with its own arguments, and bytes of these arguments."""
+"""Maximum number of calls in a round, each with its own arguments, and bytes of the arguments."""
 
 HOST_OF_A_LAYER = 2000.0
-"""µs within which the host launches a layer of a model: if the device needs longer for a layer,
-launches delay nothing. On an H200's host, vLLM needed 770 µs for a layer of Qwen3-8B in a prefill
-of 1024 tokens, whose kernels took 580 µs."""
+"""µs within which the host launches a layer of a model. Launches delay nothing if the device needs
+longer for a layer. On an H200's host, vLLM needed 770 µs for a layer of Qwen3-8B in a prefill of
+1024 tokens; its kernels took 580 µs."""
 
 LOWERED_BY = "inductor"
 
@@ -60,18 +60,18 @@ Over = Callable[[str], AbstractContextManager[None]]
 """(candidate's name) -> a context manager that raises TimeoutError if its block takes too long."""
 
 _Ways = tuple[Callable[..., Any], Callable[..., Any]]
-"""(the op as it is timed, the op as the host launches it)."""
+"""(op as it is timed, op as the host launches it)."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A candidate: an implementation, or vLLM's.
+    """A candidate: an implementation, or vLLM's code.
 
     Args:
         name: an implementation's id, or `stock`.
-        impls: the implementation; vLLM may have several functions for an op, each for some calls,
-            of which the first that is correct for a call is timed.
-        bare: whether it is called without a guard, as vLLM calls its own functions.
+        impls: the implementation; for vLLM several functions, each for some calls: for each call
+            the first that is correct is timed.
+        bare: whether it is called without a guard, like vLLM's functions.
         apart: impl id -> function that is timed instead, without work that only the comparison
             needs, such as joining results.
     """
@@ -88,11 +88,11 @@ class _Served:
 
     Args:
         impl: the implementation.
-        call: the implementation as an engine calls it, with the contract's parameters.
-        timed: the function that is timed; `call` unless the candidate's `apart` replaces it.
-        launched: the function as the host launches it in a compiled graph: a graph of only this
-            call costs the host more than the call does.
-        bare: whether it is vLLM's, whose callers accept results in any layout.
+        call: with the contract's parameters, as an engine calls it.
+        timed: the timed function: `call`, or the replacement in the candidate's `apart`.
+        launched: the function as the host launches it in a compiled graph, since a graph of only
+            this call costs the host more than the call.
+        bare: whether it is vLLM's code: its callers accept results in any layout.
     """
 
     impl: OpImpl
@@ -109,22 +109,21 @@ class OpTuning:
     Args:
         spec: its contract.
         contenders: the candidates, including the default.
-        default: the name of the candidate that runs without a tuning table.
+        default: the candidate that runs without a tuning table.
         mode: how the engine runs the model.
-        dtype, device: the model's.
-        sizes: the model's, on one rank; `tokens` ends with the largest batch.
+        dtype, device: of the model.
+        sizes: of the model, on one rank; `tokens` ends with the largest batch.
         seed: for the inputs.
         clock: returns seconds; tests pass their own.
         over: limits the duration of calls.
-        captured: tokens of the largest batch for which the engine captures a graph; 0 if it
-            captures none, None if unknown.
-        traced: candidates that are part of the graph that a compiled engine traces, inlined or as
-            an operator; None for all. The others are called when that graph runs, as in eager
-            mode, since vLLM calls the op inside an operator.
+        captured: tokens of the largest captured graph; 0 without graphs, None if unknown.
+        traced: candidates in the graph that a compiled engine traces, inlined or as an operator;
+            None for all. The others are called when that graph runs, as in eager mode, since vLLM
+            calls the op inside an operator.
         between_graphs: whether vLLM calls the op between the pieces of its piecewise graphs
             (`Binding.between_graphs`).
-        once: whether a layer makes each of the op's calls exactly once. Only the sum of the calls
-            decides then; otherwise a candidate must not be slower in any of them.
+        once: whether a layer makes each call of the op exactly once. Then only the sum of the calls
+            decides; otherwise a winner must not be slower in any of them.
         products: tokens of a step -> device time of a layer's matrix products, µs; 0 if unknown.
     """
 
@@ -175,13 +174,13 @@ class OpTuning:
         return found
 
     def forget(self) -> None:
-        """Free the data for measuring; it is recreated when needed."""
+        """Free the measurement's data, which is recreated on demand."""
         self._functions.clear()
         self._wholes.clear()
         vars(self).pop("_trials", None)
 
     def _slower(self, parts: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, str]:
-        """Return candidate -> the form in which it is slower than the default, and the ratio.
+        """Return candidate -> the form in which the default is faster, with the ratio.
 
         How often a model makes each call is unknown: another op may replace all calls of a form,
         such as norms with a residual, norms without it, or norms of heads.
@@ -200,16 +199,15 @@ class OpTuning:
         return found
 
     def _beyond_graphs(self, tokens: int) -> bool:
-        """Return whether the engine is known to capture no graph of this number of tokens."""
+        """Return whether the engine is known to capture no graph of this size."""
         return self.captured is not None and tokens > self.captured
 
     def _slower_to_launch(self, bench: Bench, found: Measured) -> dict[str, str]:
         """Return candidate -> why its launch costs the host more than it saves on the device.
 
-        Only for steps that no graph covers completely, and that may be limited by the host. The
-        host launches a kernel in a compiled graph as fast as a PyTorch operator, and an operator
-        that is opaque to the compiler through Python. Each form is compared separately: time that
-        is saved in a form that the model does not call is not saved.
+        Only for steps that no graph covers completely, and that the host may limit. The host
+        launches a kernel in a compiled graph as fast as a PyTorch operator, and an opaque operator
+        through Python. Forms are compared separately, since a model may not call each of them.
         """
         inlined = {
             c.name
@@ -246,8 +244,7 @@ class OpTuning:
     ) -> dict[str, Sequence[_Served]]:
         """Return candidate -> its functions for each form; add rejected candidates to `found`.
 
-        For a form that a candidate does not support, the default is used, as in an engine: the
-        model may make no such call.
+        The default runs forms that a candidate does not support, as in an engine.
         """
         sound: dict[str, Sequence[_Served]] = {}
         partly: dict[str, Sequence[_Served | str]] = {}
@@ -267,9 +264,10 @@ class OpTuning:
         return sound
 
     def _sound(self, contender: Contender, tokens: int) -> list[_Served | str] | str:
-        """Return for each form its functions, or why it is unsupported; or why all are rejected.
+        """Return each form's functions, or why it is unsupported; or the reason for rejection.
 
-        All forms are rejected if one has an incorrect result or raises, or if all are unsupported.
+        A candidate is rejected for an incorrect result or an exception in any form, or if it
+        supports no form.
         """
         served: list[_Served | str] = []
         for number, form in enumerate(self.forms):
@@ -304,7 +302,7 @@ class OpTuning:
         return _Served(impl, call, timed, launched, contender.bare)
 
     def _fault(self, served: _Served, form: Form, tokens: int) -> str:
-        """Return the fault of results for new inputs, ordinary and large; empty if correct."""
+        """Return the fault of the results for new inputs, ordinary and large; empty if correct."""
         impl = dataclasses.replace(
             served.impl,
             fn=self._poisoning(served),
@@ -324,7 +322,7 @@ class OpTuning:
         return ""
 
     def _poisoning(self, served: _Served) -> Callable[..., Any]:
-        """Return its call, with NaN in memory that the allocator is likely to reuse for results."""
+        """Wrap the call: fill memory that the allocator probably reuses for results with NaN."""
 
         def poisoned(*args: Any) -> Any:
             shapes = parts(self.spec.fake(*args))
@@ -342,8 +340,7 @@ class OpTuning:
         return poisoned
 
     def _function(self, contender: Contender, impl: OpImpl, form: int) -> _Ways:
-        """Return the implementation as a layer in this mode calls it in one form, and as the host
-        launches such a call; cached."""
+        """Return the implementation as a layer in this mode calls it, and as it is launched."""
         key = contender.name, impl.fn, form
         if key not in self._functions:
             try:
@@ -363,7 +360,7 @@ class OpTuning:
         if self.mode == "compiled" and self._is_traced(contender):
             function = plan.as_compiled(op, impl)
             if self._captures and is_opaque(impl):
-                return function, function  # a compiler keeps an opaque operator as it is
+                return function, function  # compiling does not change an opaque operator
             return self._compiled(function, form), function
         if contender.bare or impl.needs_layer:
             function = as_call(impl, self.spec)
@@ -380,10 +377,10 @@ class OpTuning:
         return self.traced is None or contender.name in self.traced
 
     def _compiled(self, function: Callable[..., Any], form: Form) -> Callable[..., Any]:
-        """Compile as vLLM does: one graph for every number of tokens, without guards.
+        """Compile like vLLM: one graph for every number of tokens, without guards.
 
-        The graph makes the views of heads from their projection, as a model does: a compiler treats
-        two inputs that share memory differently.
+        The graph makes the views of heads from their projection, like a model's graph: compilers
+        treat inputs that share memory differently.
         """
         slices = _slices(self.spec, self.spec.with_rows(form.samples[0].args))
         places = {name: self.spec.parameters.index(name) for name in slices}
@@ -397,7 +394,7 @@ class OpTuning:
                 own[places[name]] = part.unflatten(1, piece.tail)
             return function(*own)
 
-        # Dynamo stores compiled code with the code object, so every graph needs its own.
+        # Dynamo stores compiled code with the code object; every graph needs its own.
         code = traced.__code__.replace(co_name=self.spec.name)
         compiled = torch.compile(
             FunctionType(code, globals(), None, None, traced.__closure__),
@@ -425,10 +422,10 @@ class OpTuning:
         return (lambda *args: compiled(*inputs(args))) if slices else compiled
 
     def _whole(self, view: torch.Tensor, piece: _Piece) -> torch.Tensor:
-        """Return the projection that `view` is part of, as a tensor at the start of its storage.
+        """Return the projection that contains `view`, as a tensor at the start of its storage.
 
-        torch's functional form of an operator that writes to two views of an input reads the views
-        from the start of the storage.
+        torch's functional form of an operator that writes to two views of an input reads these
+        views at the start of the storage.
         """
         key = view.data_ptr(), view.shape[0]
         if key not in self._wholes:
@@ -440,10 +437,8 @@ class OpTuning:
     # Timing.
 
     def _bench(self, tokens: int, sound: Mapping[str, Sequence[_Served]], found: Measured) -> Bench:
-        """Return timers for all correct candidates, with shared arguments.
-
-        A candidate that raises is rejected.
-        """
+        """Return timers for the correct candidates, with shared arguments; reject candidates that
+        raise."""
         bench = Bench(self.device, self.mode, self.clock)
         first = [self._laid(form, tokens, 0) for form in self.forms]
         least = math.inf
@@ -481,8 +476,7 @@ class OpTuning:
     def _with_own(self, sets: Sequence[_Laid]) -> list[_Laid]:
         """Return the calls with weights that rotate between copies.
 
-        There are enough copies that no cache holds one when its turn comes again: each layer of a
-        model has other weights.
+        Layers of a model have different weights: no cache must keep a copy until it is used again.
         """
         given = zip(self.spec.parameters, sets[0].args, strict=True)
         places = [
@@ -519,7 +513,6 @@ class OpTuning:
         return sum(times)
 
     def _laid(self, form: Form, tokens: int, salt: int) -> _Laid:
-        """Return arguments of a call, with their own activations."""
         activations = rows_of(form.pool(False), self._trials.rows(tokens, salt))
         activations.remember()
         return _Laid(form, activations, form.call(activations).args)
@@ -540,7 +533,7 @@ class _Piece:
     """A view of consecutive features in each row of a projection.
 
     Args:
-        first: the parameter that stands for the projection.
+        first: the parameter that represents the projection.
         width: features of a row.
         start: the view's first feature.
         tail: the view's shape without its first dimension.
@@ -571,14 +564,14 @@ def _slices(spec: OpSpec, pool: Mapping[str, torch.Tensor]) -> dict[str, _Piece]
 
 
 def _is_slice(view: torch.Tensor, width: int) -> bool:
-    """Return whether a view has consecutive features of each row of `width` features."""
+    """Return whether the view has consecutive features of each row of `width` features."""
     inner = view.ndim > 1 and view.stride(0) == width and view[0].is_contiguous()
     return inner and view.storage_offset() + view[0].numel() <= width
 
 
 @dataclass(frozen=True)
 class _Laid:
-    """The arguments of one call; `form` and `activations` restore those that it consumes."""
+    """The arguments of one call; `form` and `activations` can restore consumed arguments."""
 
     form: Form
     activations: Guarded
@@ -586,14 +579,13 @@ class _Laid:
 
 
 def _put(args: Sequence[Any], others: Sequence[Any], places: Sequence[int]) -> tuple[Any, ...]:
-    """Return `args` with the elements of `others` at `places`."""
     return tuple(others[n] if n in places else arg for n, arg in enumerate(args))
 
 
 def _within(args: Sequence[Any], result: Any) -> Any:
-    """Return `result` as a view of the argument whose memory it uses, if any.
+    """Return `result`, as a view of an argument if it uses the argument's memory.
 
-    A view of `OpTuning._whole` has the memory of an argument, but another storage object.
+    A view of `OpTuning._whole` has an argument's memory, but another storage object.
     """
     for arg in args:
         if not isinstance(arg, torch.Tensor) or not isinstance(result, torch.Tensor):
@@ -608,7 +600,7 @@ def _within(args: Sequence[Any], result: Any) -> Any:
 
 
 def _laid_out(args: Sequence[Any], result: Any) -> Any:
-    """Return `result`, made contiguous unless it is memory of an argument."""
+    """Return `result`, made contiguous unless it uses an argument's memory."""
     aliases: Callable[[Any, Any], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
     if not isinstance(result, torch.Tensor):
         return result
@@ -617,7 +609,6 @@ def _laid_out(args: Sequence[Any], result: Any) -> Any:
 
 
 def _of_forms(rounds: Sequence[Sequence[float]]) -> list[float]:
-    """Return the median time of each form."""
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 

@@ -1,1 +1,1 @@
-"""Code for the verbs that depends on vLLM's layers and functions, or runs in their engines."""
+"""Code for the verbs that uses vLLM's layers and functions, or runs in engines."""

@@ -1,7 +1,7 @@
-"""Forces the answers to requests to given tokens, so that engines can be compared on the same ones.
+"""Forces engines to generate given tokens, which makes their log-probabilities comparable.
 
-Only for `vllm-fl bisect`, as vLLM's argument `logits_processors`. Reported log-probabilities are
-still the model's: vLLM computes them before any processor changes the logits.
+Only for `vllm-fl bisect`, with vLLM's argument `logits_processors`. Log-probabilities are not
+affected: vLLM computes them before any processor changes the logits.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ __all__ = ["Forcing"]
 
 
 class Forcing(AdapterLogitsProcessor):  # type: ignore[misc]  # vLLM is not typed here
-    """Forces the tokens of `SamplingParams.extra_args`, one after the other."""
+    """Forces the tokens of `SamplingParams.extra_args`, in order."""
 
     def is_argmax_invariant(self) -> bool:
         """Return False: vLLM must also call it for greedy requests."""
         return False
 
     def new_req_logits_processor(self, params: Any) -> Callable[..., Tensor] | None:
-        """Return the function that forces a request's tokens; None if the request has none."""
         forced = (params.extra_args or {}).get(FORCED)
         return None if forced is None else partial(_force, forced)
 

@@ -1,4 +1,4 @@
-"""The ops that a model has, derived from the layers that vLLM builds for it."""
+"""Finds the ops that a model has from the layers that vLLM builds for it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,8 @@ __all__ = ["taken_in", "without"]
 def without(engine: Described, bindings: Mapping[str, Binding]) -> frozenset[str]:
     """Return the ops that the model does not have; empty if its layers are unknown.
 
-    These are the ops of layers that the model does not build, and the ops that fuse one of them.
-    The activation that its experts call (`Binding.calls_operators`) is not among them.
-
-    Args:
-        engine: the model's engine.
-        bindings: op -> binding, of every op.
+    These are the ops of layers that the model does not build, except the activation that its
+    experts call (`Binding.calls_operators`), and ops that fuse such an op.
     """
     absent, layers = engine.facts.absent, engine.layers
     is_called = any(b.calls_operators and op not in absent for op, b in bindings.items())
@@ -38,12 +34,12 @@ def without(engine: Described, bindings: Mapping[str, Binding]) -> frozenset[str
 
 
 def taken_in(binding: Binding) -> frozenset[str]:
-    """Return the ops that an op fuses: while one of these is planned, no graph has the op."""
+    """Return the ops that an op fuses; no graph has the op if one of them is planned."""
     targets = (target for target in binding.targets if isinstance(target, GraphTarget))
     return frozenset(part for target in targets for part in target.parts)
 
 
 def _activation(engine: Described) -> str:
-    """Return the prefix of the names of ops of the model's activation; empty if unknown."""
+    """Return the prefix of the ops of the model's activation; empty if unknown."""
     config = engine.config.model_config.hf_text_config if engine.config else None
     return str(getattr(config, "hidden_act", None) or "").partition("_")[0]

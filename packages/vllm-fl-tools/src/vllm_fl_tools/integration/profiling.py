@@ -1,10 +1,10 @@
 """Profiles a worker's steps with PyTorch's profiler.
 
-Only for `vllm-fl tune --profile`, as vLLM's argument `worker_extension_cls`. The worker reports
+Only for `vllm-fl tune --profile`, with vLLM's argument `worker_extension_cls`. The worker returns
 names and times; the verb attributes them to ops (`cli/_coverage.py`).
 
-The steps run with a label around each implementation and each layer, and without captured graphs,
-since a kernel in a captured graph has no caller.
+The steps run with a label around each implementation and layer, and without captured graphs, since
+a kernel in a captured graph has no caller.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ LABEL = "vllm-fl"
 """Prefix of labels: `vllm-fl/op/rms_norm/vendor.cpu`, `vllm-fl/layer/RMSNorm`."""
 
 AMBIGUOUS = frozenset({"aten::sum"})
-"""PyTorch operators of which a binding means only one form, and which other code often calls.
-`GraphTarget.profiled` excludes further ones."""
+"""PyTorch operators that a binding lists for only one form, but that other code often calls.
+`GraphTarget.profiled` excludes more."""
 
 _kernels: dict[str, dict[str, None]] = {}
-"""Inductor's kernel -> its parts: classes of layers, and `op/impl id` if a pass of vllm-fl put an
-implementation's code into the graph."""
+"""Inductor's kernel -> its parts: classes of layers, and `op/impl id` if a pass of vllm-fl put the
+implementation into the graph."""
 
 
 def watch_compiler() -> None:
-    """Record in this process, from now on, what Inductor fuses into each kernel that it generates.
+    """Record what Inductor fuses into each kernel that it generates in this process from now on.
 
-    On a CPU, also make such kernels visible in profiles.
+    Also make kernels on a CPU visible in profiles.
     """
     name = "set_kernel_post_grad_provenance_tracing"
     from torch._inductor import config, debug
@@ -70,7 +70,7 @@ def watch_compiler() -> None:
 
 
 def _note(schedule: Any, kernel: str) -> None:
-    """Record the parts of a kernel: Inductor's, or a Triton kernel that a graph launches."""
+    """Record the parts of a kernel, from Inductor or from a graph's launch of a Triton kernel."""
     from torch._inductor.virtualized import V
 
     fused = isinstance(schedule, list)
@@ -92,9 +92,9 @@ DIGITS = "_0123456789"
 
 
 def _part_of(node: torch.fx.Node, fused: bool) -> str | None:
-    """Return the layer, or the op and implementation, to which a node of a graph belongs.
+    """Return the layer, or the op and implementation, of a node in a graph.
 
-    A kernel's origins include the operators whose results it reads, which are not part of it.
+    The origins of a kernel also include operators that it reads from; they are not parts of it.
     """
     stack = node.meta.get("nn_module_stack") or {}
     namespaces = ("aten", "prims") if fused else ("higher_order",)
@@ -109,7 +109,7 @@ def _part_of(node: torch.fx.Node, fused: bool) -> str | None:
 
 
 def _named(cls: type) -> str:
-    """Return the name of vLLM's class of a layer, which may be a subclass by vllm-fl."""
+    """Return the name of vLLM's class for a layer: vllm-fl replaces layers by subclasses."""
     return next(c.__name__ for c in cls.__mro__ if c.__module__ != layers.__name__)
 
 
@@ -119,11 +119,9 @@ class Profiling:
     vllm_fl_window: _Window
 
     def vllm_fl_profile(self, decode: bool, steps: int) -> None:
-        """Profile the next steps of one kind.
+        """Profile the next `steps` steps of one kind, or until a step of the other kind.
 
-        Args:
-            decode: steps in which every sequence decodes; otherwise steps that include a prompt.
-            steps: maximum number; the first step of the other kind ends the profile.
+        `decode` selects steps in which every sequence decodes; otherwise steps with a prompt.
         """
         self.vllm_fl_window = _Window(self, decode, steps)
 
@@ -159,7 +157,6 @@ class Profiling:
 
 
 def _attention(worker: Any) -> list[str]:
-    """Return the names of the attention backends of the model's layers."""
     held = worker.vllm_config.compilation_config.static_forward_context.values()
     found: dict[str, None] = {}
     for layer in held:
@@ -170,11 +167,9 @@ def _attention(worker: Any) -> list[str]:
 
 
 class _Window:
-    """Profiles some of a worker's steps, until the step after them begins.
+    """Profiles some of a worker's steps, until the next step begins or `close` is called.
 
-    Args:
-        worker: the worker; its `execute_model` is replaced until `close`.
-        decode, steps: as for `Profiling.vllm_fl_profile`.
+    It replaces the worker's `execute_model`. Args: as for `Profiling.vllm_fl_profile`.
     """
 
     def __init__(self, worker: Any, decode: bool, steps: int) -> None:
@@ -227,7 +222,7 @@ class _Window:
 
 
 def _decodes(scheduled: Any) -> bool:
-    """Return whether every sequence of a step decodes, including drafted tokens."""
+    """Return whether every sequence decodes in a step, including drafted tokens."""
     if scheduled.scheduled_new_reqs:
         return False
     drafted: Mapping[str, Any] = getattr(scheduled, "scheduled_spec_decode_tokens", None) or {}
@@ -245,9 +240,9 @@ def _seen(events: Iterable[Any]) -> dict[str, Any]:
 
     Returns:
         `paths`: lists of names, each of an operator or label after its callers, outermost first.
-        `host` [[path, µs, calls]]: host time, without what the path calls. `kernels` [[path,
-        kernel, µs, calls]]: device time of the kernels that a path launches; its path is None if
-        the profiler does not know it. `busy`: µs in which at least one kernel ran.
+        `host` [[path, µs, calls]]: host time, without the callees of the path. `kernels` [[path,
+        kernel, µs, calls]]: device time of kernels that the path launches; the path is None if
+        unknown. `busy`: µs in which at least one kernel ran.
     """
     ordered = sorted(events, key=lambda event: event.time_range.start)
     times, busy = device_times(ordered)
@@ -289,7 +284,7 @@ def _is_on_device(event: Any) -> bool:
 
 
 def device_times(events: Iterable[Any]) -> tuple[dict[str, list[float]], float]:
-    """Return kernel -> µs of each call, and the µs in which at least one kernel ran."""
+    """Return (kernel -> µs of each call, µs in which at least one kernel ran)."""
     times: dict[str, list[float]] = {}
     busy, until = 0.0, float("-inf")
     for event in sorted(events, key=lambda event: event.time_range.start):
@@ -303,13 +298,13 @@ def device_times(events: Iterable[Any]) -> tuple[dict[str, list[float]], float]:
 
 
 def _label(name: str) -> Any:
-    """Return a context manager that adds a label to profiles; cheaper than `record_function`."""
+    """Return a context manager that labels a profile; cheaper than `record_function`."""
     return torch._C._profiler._RecordFunctionFast(name)
 
 
 @contextmanager
 def _labels(worker: Any) -> Iterator[None]:
-    """Label each implementation of the plan, and each layer, inside the block."""
+    """Label the plan's implementations and all layers during the block."""
     inside: list[Any] = []
 
     def enter(name: str, *_: Any) -> None:
@@ -356,7 +351,7 @@ def _roots(worker: Any) -> Iterator[torch.nn.Module]:
 
 @contextmanager
 def _without_graphs(worker: Any) -> Iterator[None]:
-    """Run no captured graph inside the block; batches are still padded for the graphs."""
+    """Run no captured graphs during the block; batches are still padded for them."""
     runner = getattr(worker, "model_runner", None)
     with ExitStack() as stack:
         for name in ("cudagraph_dispatcher", "cudagraph_manager"):  # older and newer runner

@@ -2,16 +2,15 @@
 
     python -m vllm_fl_tools.integration.workload '{"model": DIR, "options": {…}}'
 
-Further keys of the argument: `arguments`, as for `vllm serve` (if they are invalid, the only answer
-has `usage`); `longest`, the maximum tokens of a sequence, limited by the model's own maximum;
-`as_served`, to start the engine as `vllm serve` does, without `options`, report its `ranks` for a
-lock file, and exit.
+Optional keys: `arguments`, as for `vllm serve` (if they are invalid, the only answer has `usage`);
+`longest`, the maximum tokens of a sequence, also limited by the model; `as_served`, which starts
+the engine like `vllm serve`, without `options`, reports its `ranks` for a lock file, and exits.
 
-Answers are lines of JSON on the original standard output; logs go to standard error. The first
-answer comes when the engine is ready: `report`, the worker's report, or null without vllm-fl;
+Answers are lines of JSON on the original standard output; logs go to standard error. When the
+engine is ready, it writes the first answer: `report`, the worker report, or null without vllm-fl;
 `vocabulary`, the number of tokens; `length`, the maximum tokens of a sequence; `graph_tokens`, the
-tokens of the largest captured graph, 0 without graphs. Then each line of input gets an answer: it
-is an object with one key, a method of `_Served`, and that method's arguments as its value.
+tokens of the largest captured graph, 0 without graphs. Then it answers each line of input, an
+object with one key, a method of `_Served`, and the method's arguments as its value.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from ..cli._neighbours import attributed
 __all__ = ["FORCED", "Visit"]
 
 FORCED = "vllm_fl_forced"
-"""Key of a request's `extra_args` that holds the tokens for `integration.forcing`."""
+"""Key of a request's `extra_args` with the tokens for `integration.forcing`."""
 
 CERTAIN = 1e6
 """Added to a token's logit to make it the most likely token."""
@@ -43,14 +42,14 @@ class Visit:
     """Prompts of random tokens, answered greedily or by repeating their last token.
 
     Args:
-        seed: of the prompts, which are the same in every engine.
+        seed: of the prompts, equal in every engine.
         batch: number of prompts that run together.
         prompt_tokens: tokens of each prompt.
         new_tokens: generated tokens for each prompt.
-        repeated: whether a prompt is answered with its last token. Engines that differ by a
-            rounding then compute the same steps. Otherwise they may generate different tokens,
-            whose steps may take different times, for example with experts.
-        times: number of batches in sequence, each with other prompts.
+        repeated: whether a prompt is answered with its last token. Engines with rounding
+            differences then compute the same steps. Otherwise they may generate different tokens,
+            and for example experts make the duration of a step depend on its tokens.
+        times: number of consecutive batches, each with other prompts.
     """
 
     seed: str
@@ -61,7 +60,7 @@ class Visit:
     times: int = 1
 
     def batches(self, vocabulary: int) -> list[list[list[int]]]:
-        """Return the token ids of each batch's prompts, without the often special ids 0 to 2."""
+        """Return the token ids of all prompts, without the often special ids 0 to 2."""
         pick = random.Random(self.seed)
         return [
             [
@@ -73,7 +72,7 @@ class Visit:
 
 
 class _Served:
-    """The engine. Each public method's name is a kind of request."""
+    """The engine. The names of its public methods are the kinds of requests."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -91,7 +90,7 @@ class _Served:
         """Run a `Visit`; return `tokens` by prompt, and the seconds of the engine's `steps`.
 
         Raises:
-            RuntimeError: vLLM answered with tokens other than those to repeat.
+            RuntimeError: vLLM did not repeat the tokens.
         """
         visit = Visit(**told)
         answers: list[list[int]] = []
@@ -115,12 +114,12 @@ class _Served:
 
         Args:
             prompts: token ids.
-            new_tokens: number of tokens that follow each prompt.
-            forced: those tokens, by prompt; None for the most likely ones.
+            new_tokens: number of tokens after each prompt.
+            forced: these tokens, by prompt; None for the most likely ones.
 
         Returns:
-            By prompt: `tokens`, the tokens that followed; `prefill`, the log-probability of each
-            token of the prompt except the first; `decode`, of each token that followed.
+            By prompt: `tokens`, the tokens after it; `prefill`, the log-probability of each token
+            of the prompt except the first; `decode`, of each token after it.
 
         Raises:
             RuntimeError: vLLM sampled tokens other than `forced`.
@@ -144,14 +143,9 @@ class _Served:
         }
 
     def profile(self, visit: dict[str, Any], decode: bool, steps: int) -> dict[str, Any]:
-        """Profile the first rank's steps of one kind during a visit.
+        """Profile the first rank's steps during a visit, by `profiling.Profiling.vllm_fl_profile`.
 
-        Args:
-            visit: the fields of a `Visit`.
-            decode, steps: as for `profiling.Profiling.vllm_fl_profile`.
-
-        Returns:
-            The result of `vllm_fl_profiled`.
+        `visit` has the fields of a `Visit`.
         """
         self._llm.collective_rpc("vllm_fl_profile", args=(decode, steps))
         try:
@@ -166,10 +160,10 @@ class _Served:
         return told[0]
 
     def _generate(self, prompts: list[list[int]], sampling: list[Any]) -> list[Any]:
-        """Generate for a batch of which all requests wait before the engine's first step.
+        """Generate for a batch; all requests wait before the engine's first step.
 
-        `LLM.generate` sends them one by one to the engine's process, which starts with those that
-        have arrived: which are computed together, and how sums are rounded, would depend on chance.
+        `LLM.generate` sends them one by one to the engine's process, which starts with the first to
+        arrive: chance would decide which are computed together, and how sums are rounded.
         """
         llm, asked = self._llm, [{"prompt_token_ids": ids} for ids in prompts]
         if len(asked) == 1:
@@ -191,12 +185,11 @@ def _sampling(new_tokens: int, **more: Any) -> Any:
 
 
 def _of_tokens(by_position: Any, tokens: list[int]) -> list[float]:
-    """Return the log-probability of each token from vLLM's results for its position."""
     return [told[token].logprob for told, token in zip(by_position, tokens, strict=True)]
 
 
 def _length(options: dict[str, Any]) -> int:
-    """Return the model's maximum tokens of a sequence; vLLM rejects a larger request."""
+    """Return the model's maximum tokens of a sequence; vLLM rejects requests for more."""
     from vllm.engine.arg_utils import EngineArgs
 
     length: int = EngineArgs(**options).create_model_config().max_model_len
@@ -204,17 +197,17 @@ def _length(options: dict[str, Any]) -> int:
 
 
 def _parsed(model: str, arguments: list[str]) -> dict[str, Any]:
-    """Return the fields of vLLM's EngineArgs that command-line arguments change.
+    """Return the fields of vLLM's EngineArgs that the command line changes.
 
     Raises:
-        WrongArguments: vLLM does not know an argument, or its value is invalid.
+        WrongArguments: vLLM rejects an argument.
     """
     plain, given = vars(arguments_of(model, ())), vars(arguments_of(model, arguments))
     return {name: value for name, value in given.items() if value != plain[name]}
 
 
 def _as_served(model: str, arguments: list[str]) -> dict[str, Any]:
-    """Return the answer of an engine that is started as by `vllm serve`."""
+    """Start an engine like `vllm serve`, and return its answer."""
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -231,7 +224,7 @@ def _as_served(model: str, arguments: list[str]) -> dict[str, Any]:
 
 def _main(request: dict[str, Any]) -> None:
     """Answer requests until standard input ends."""
-    # Processes that an engine starts inherit descriptor 1 and print there: separate the answers.
+    # An engine's processes inherit descriptor 1 and print there: separate the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

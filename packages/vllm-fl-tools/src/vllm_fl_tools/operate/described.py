@@ -23,7 +23,7 @@ class Described:
         layers: op -> class of vLLM -> number of such layers in the model.
         aside: why the engine runs stock vLLM, with an empty plan; empty if vllm-fl is active.
         differs: differences from the lock file of the settings, one sentence each.
-        unasked: why vLLM could not be queried; information that only vLLM has is then missing.
+        unasked: why vLLM could not be queried; only vLLM has some of the information.
         config: vLLM's configuration; None if vLLM could not be queried.
     """
 
@@ -37,7 +37,7 @@ class Described:
 
     @property
     def ends(self) -> list[str]:
-        """The reasons for which startup would fail before verification."""
+        """The reasons why startup would fail before verification."""
         found = [entry.unmet for entry in self.plan.entries.values()]
         table = self.facts.settings.tuned
         if table is not None and table.unused and self.plan.strict:

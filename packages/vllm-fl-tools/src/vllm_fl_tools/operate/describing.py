@@ -37,20 +37,13 @@ def describe(arguments: EngineArgs, usage_context: UsageContext | None) -> Descr
     Raises:
         SettingsError: a setting is invalid, and the engine would not start.
         PluginError: as at startup.
-        Exception: vLLM cannot serve the model with these arguments; its error is not caught.
+            Exception: from vLLM, if it cannot serve the model with these arguments.
     """
     return _described(arguments.create_engine_config(usage_context))
 
 
 def describe_any(mode: Mode) -> Described:
-    """Describe an engine of an unknown model: every op is planned.
-
-    Args:
-        mode: how the engine runs its model.
-
-    Raises:
-        SettingsError, PluginError: as in `describe`.
-    """
+    """Describe an engine of an unknown model: every op is planned. Raises like `describe`."""
     from vllm.config import CompilationConfig, CompilationMode, VllmConfig
     from vllm.plugins import load_general_plugins
 

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def identity(device: torch.device, owners: Iterable[Owner]) -> dict[str, str]:
-    """Return the device, the driver, and the versions and code hashes of all packages, by name.
+    """Return the device, the driver, and the versions and code hashes of packages, by name.
 
     Args:
         device: the device that the ops run on.
-        owners: the owners of implementations and ops, and of the libraries that these call.
+        owners: of implementations and ops, and of the libraries that these call.
     """
     import torch
 
@@ -31,7 +31,7 @@ def identity(device: torch.device, owners: Iterable[Owner]) -> dict[str, str]:
         facts["driver"] = driver
     facts |= versions()
     for owner in owners:
-        # `plugin` is a module's name only if the user set it; otherwise it is an entry point's.
+        # `plugin` is only a module's name if the user set it; otherwise it is an entry point's.
         of_code = code_facts(owner, "" if owner.distribution else owner.plugin)
         name = owner.distribution or owner.plugin
         facts[name] = f"{owner.version} {of_code['source']}"
@@ -40,7 +40,6 @@ def identity(device: torch.device, owners: Iterable[Owner]) -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """Return the processor's name."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -51,7 +50,7 @@ def cpu_name() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device, as vLLM's platform reports it."""
+    """Return a device's name from torch, or its type if torch has no name."""
     import torch
 
     named = getattr(getattr(torch, device.type, None), "get_device_name", None)

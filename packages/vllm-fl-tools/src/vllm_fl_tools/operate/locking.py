@@ -47,7 +47,7 @@ OF_HOST = re.compile(
     r"|^(compilation|additional)_config$|^ir_op_priority$|logging|observability|profiler"
 )
 """Names that differ between hosts and startups without effect on results, and fields that vllm-fl
-itself changes: `EngineFacts` has the user's values of these."""
+itself changes, for which `EngineFacts` has the user's values."""
 
 OF_MODEL = ("argument", "model configuration", "plan")
 """Facts that only an engine with a model has."""
@@ -59,10 +59,7 @@ SHOWN = 12
 def facts_of_lock(facts: EngineFacts, config: VllmConfig, device: torch.device) -> dict[str, Any]:
     """Return the facts that a lock file records, as JSON without paths and secrets.
 
-    Args:
-        facts: the engine's facts.
-        config: vLLM's configuration, as the worker received it.
-        device: the device that the engine runs on.
+    `config` is vLLM's configuration as the worker received it.
     """
     import torch
 
@@ -151,12 +148,12 @@ class Lock:
 
 
 def labels(plan: Plan) -> dict[str, str]:
-    """Return op -> its implementation, as `PlanEntry.label` formats it."""
+    """Return the plan's ops with the labels of their implementations."""
     return {op: entry.label for op, entry in plan.entries.items()}
 
 
 def differences(locked: Locked, now: Mapping[str, Any]) -> list[str]:
-    """Return the differences between an engine's facts and a lock file's, one line each.
+    """Return the differences between an engine's facts and a lock file, one line each.
 
     The plan follows from the other facts, so it is compared only if these are equal.
 
@@ -217,7 +214,7 @@ def _variables() -> dict[str, Any]:
 
 
 def _arguments(facts: EngineFacts, config: VllmConfig) -> dict[str, Any]:
-    """Return vLLM's arguments, with the values that vLLM chose for those that were not set."""
+    """Return vLLM's arguments, including the values that vLLM chose itself."""
     from vllm.engine.arg_utils import EngineArgs
 
     added = {*entry_of(config).get("enabled", ())}
@@ -238,7 +235,7 @@ def _arguments(facts: EngineFacts, config: VllmConfig) -> dict[str, Any]:
 
 
 def _plain(value: Any, hides: bool = False) -> Any:
-    """Return a value as JSON, without paths, and without the texts of a secret (`hides`)."""
+    """Return a value as JSON, without paths, and without texts if it is a secret (`hides`)."""
     if isinstance(value, str):
         return HIDDEN if hides else "(a path)" if os.path.isabs(value) else scrub(value)
     if isinstance(value, Enum):

@@ -44,9 +44,8 @@ def exposition(
     files into memory, and a full disk then kills the worker.
 
     Args:
-        plan: the plan that serves.
-        digest: the plan's digest.
-        worker: labels of every sample, which identify the worker.
+        plan, digest: the plan that serves.
+        worker: labels that identify the worker, for every sample.
         shadow: the shadow check's part of the worker report; None without it.
         lock_differs: whether the engine differs from its lock file.
     """
@@ -54,7 +53,7 @@ def exposition(
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     record = plan.record
-    # Counters start at 0, so that Prometheus sees the first increment.
+    # Counters start at 0: Prometheus cannot see the first increment otherwise.
     zero = {(op, i.impl_id): 0 for op, entry in plan.entries.items() for i in entry.impls}
     plan_info = {(op, e.label, plan.mode, digest): 1 for op, e in plan.entries.items()}
     samples: dict[str, Mapping[Any, float]] = {
@@ -99,8 +98,8 @@ def metrics_file(
 
     Args:
         engine: the engine.
-        named: the user's path. Each worker writes its own file in the same directory
-            (`of_worker`). The label `engine` is the user's file name without its suffix.
+        named: the user's path, whose name without suffix is the label `engine`. Each worker writes
+            its own file in that directory (`of_worker`).
         lock: returns the differences from the lock file.
         every: seconds between two writes.
     """

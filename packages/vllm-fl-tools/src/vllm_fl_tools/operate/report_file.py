@@ -26,13 +26,9 @@ SCHEMA = 1
 def session(engine: Engine, metrics: str, lock: Callable[[], Sequence[str]]) -> Iterator[None]:
     """Write the worker report to a file until the engine ends, and keep the file.
 
-    The file is in the directory of the metrics. Its name has the rank and the replica, except for
-    rank 0 of the first replica.
-
-    Args:
-        engine: the engine.
-        metrics: the user's path of the metrics file.
-        lock: returns the differences from the lock file.
+    The file is in the directory of `metrics`, the user's path of the metrics file. Its name has the
+    rank and the replica, except for rank 0 of the first replica. `lock` returns the differences
+    from the lock file.
     """
     settings = engine.facts.settings
     rank, replica = engine.rank, engine.replica

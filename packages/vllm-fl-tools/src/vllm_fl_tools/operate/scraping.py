@@ -1,9 +1,9 @@
 """Adds the workers' metrics to vLLM's `/metrics`: the API server reads the workers' files.
 
-vLLM serves prometheus_client's registry there. With several API servers, or with
-PROMETHEUS_MULTIPROC_DIR, it serves another registry that has only a `MultiProcessCollector`. Both
-get the samples of the workers' files. Workers do not use prometheus_client's own files: these are
-mapped into memory, and a full disk kills the process that writes them.
+vLLM serves prometheus_client's registry. With several API servers or PROMETHEUS_MULTIPROC_DIR, it
+serves another registry, with only a `MultiProcessCollector`. This module adds the metrics to both.
+Workers do not use prometheus_client's own files, which are mapped into memory: a full disk kills
+the process that writes them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_fl.logs import get_logger
 from vllm_fl.text import quote
 
 PATIENCE = 1.0
-"""Seconds that a scrape waits for the files: the server answers no requests during this time."""
+"""Seconds that a scrape waits for the files; meanwhile the server answers no requests."""
 
 OURS = "vllm_fl_"
 
@@ -35,12 +35,9 @@ _shown: dict[str, Scraped] = {}
 
 
 def show(named: str) -> None:
-    """Add the workers' metrics to what prometheus_client serves in this process; once.
+    """Add the workers' metrics to the output of prometheus_client in this process; once.
 
-    Has no effect without prometheus_client, or if its version is not supported.
-
-    Args:
-        named: the value of VLLM_FL_METRICS.
+    Has no effect if prometheus_client is missing or unsupported. `named` is VLLM_FL_METRICS.
     """
     if named in _shown:
         return
@@ -66,8 +63,7 @@ def show(named: str) -> None:
 class Scraped:
     """A collector of the metrics that workers on this machine have written.
 
-    Args:
-        named: the user's path.
+    `named` is the user's path.
     """
 
     def __init__(self, named: str) -> None:
@@ -84,8 +80,8 @@ class Scraped:
     def collect(self) -> Iterable[Any]:
         """Return the metric families of all workers' files.
 
-        It never raises, because vLLM's own metrics would be lost. Unreadable files are skipped, and
-        the result is empty if the file system does not respond within `PATIENCE`.
+        An exception would hide vLLM's metrics. Unreadable files are therefore skipped, and the
+        result is empty if the file system does not respond within `PATIENCE`.
         """
         try:
             if self._thread is None or not self._thread.is_alive():
@@ -100,7 +96,7 @@ class Scraped:
     def _reread(self) -> None:
         families: dict[str, Any] = {}
         with suppress(OSError):
-            # Files from before this process are from engines that were killed.
+            # Earlier files are from engines that were killed.
             for written in sorted(set(self._written()) - self._left):
                 try:
                     found = _families(Path(written[0]).read_text(encoding="utf-8"))
@@ -127,7 +123,7 @@ def _families(text: str) -> dict[str, Any]:
     """Parse a worker's file: metric name -> family.
 
     Raises:
-        ValueError: a metric is not vllm-fl's.
+        ValueError: the file has a metric of another program.
     """
     from prometheus_client.parser import text_string_to_metric_families
 

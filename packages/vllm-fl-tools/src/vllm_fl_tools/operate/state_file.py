@@ -24,13 +24,10 @@ log = get_logger("engine")
 
 
 def of_worker(named: str | Path, rank: int | str, replica: int) -> Path:
-    """Return the path of a worker's file.
+    """Return the path of a worker's file, from the user's path `named`.
 
-    Args:
-        named: the user's path: `vllm.prom` becomes `vllm.rank0.prom`, and `vllm.dp1.rank0.prom` for
-            the second replica of data parallelism.
-        rank: the worker's rank within its replica.
-        replica: number of the replica, from 0.
+    `vllm.prom` becomes `vllm.rank0.prom`, and `vllm.dp1.rank0.prom` for the second replica of data
+    parallelism. Replicas are numbered from 0.
     """
     path = Path(named)
     of_replica = f".dp{replica}" if replica else ""
@@ -40,8 +37,8 @@ def of_worker(named: str | Path, rank: int | str, replica: int) -> Path:
 class StateFile:
     """Writes the current state to a file from a thread, until it is closed.
 
-    The text is written to a temporary file that then replaces `path`, so that readers never see an
-    incomplete file. The first failure to write is logged, and every failure is retried.
+    The text replaces the file atomically: readers never see an incomplete file. Only the first
+    failure is logged; every failure is retried.
 
     Args:
         variable: the setting that enables the file, for the log.

@@ -1,4 +1,4 @@
-'''The conformance kit: the tests that an implementation must pass before it serves a model.
+'''The conformance kit: tests that an implementation must pass before it serves a model.
 
 **Test a backend.** `pip install vllm-fl-core[testing]`, and write one file, complete::
 
@@ -15,14 +15,14 @@ its contract:
 
 ========================  =========================================================================
 `test_availability`       it is available; otherwise all other tests are skipped with its reason
-`test_declaration`        its parameters, and those that it consumes, are the contract's
+`test_declaration`        its parameters and consumed arguments match the contract
 `test_values`             each sample is within its tolerance of the float64 reference result;
                           undeclared arguments are unchanged; results share only permitted memory
 `test_bad_inputs`         the error of `call_op` names the invalid argument, and disables nothing;
                           integer weights are invalid if the contract forbids them
 `test_call_op`            `call_op` changes no argument except caches
-`test_determinism`        the same inputs give bitwise identical results
-`test_refusals`           `supports` returns True or a reason, depends on neither values nor batch
+`test_determinism`        equal inputs give bitwise identical results
+`test_refusals`           `supports` returns True or a reason, independently of values and batch
                           size, and rejects a first argument on another device
 `test_serving`            it supports a call of a served model, in at least one dtype
 `test_preflight`          it passes the verification at engine startup
@@ -35,28 +35,27 @@ its contract:
 `test_exceptions`         every entry of xfails.toml matches a test
 ========================  =========================================================================
 
-Calls and dtypes that the implementation does not support are skipped, and pytest prints the reason.
-pytest counts a run with only skipped tests as a success: on a machine with the device, use
-`python -m pytest --require-available`, which fails if an implementation is not available.
-`test_engine` starts one engine for all ops. If that fails, it starts one for each op, to find the
-op at fault. It always stops all of vLLM's processes.
+Unsupported calls and dtypes are skipped, and pytest prints the reason. pytest counts a run with
+only skipped tests as a success: on a machine with the device, use `python -m pytest
+--require-available`, which fails if an implementation is not available. `test_engine` starts one
+engine for all ops. If that fails, it starts one for each op, to find the op at fault. It always
+stops all processes of vLLM.
 
 **Exceptions are data.** List known deviations of a backend, with reasons, in `xfails.toml` in the
-directory of the test file (`Xfail` has the keys). A test that passes although an entry expects a
-failure fails, and so does an entry that matches no test: the file stays up to date.
+directory of the test file (`Xfail` has the keys). A test fails if it passes although an entry
+expects a failure, and so does an entry that matches no test: the file stays up to date.
 
-**Sizes and time.** The class attribute `sizes`, a `ModelSizes`, is the model whose calls are tested
-(by default Qwen3-0.6B's, and also calls with few tokens of public models that have the op). Set
-smaller sizes if kernels are interpreted, or your model's sizes if kernels are made for it.
-`deadline` is the time limit of a child process for one op, in seconds, by default 120: increase it
-if kernels compile slowly.
+**Sizes and time.** The tests use the calls of a model, set by the class attribute `sizes`, a
+`ModelSizes` (by default Qwen3-0.6B, with additional calls of few tokens from public models that
+have the op). Set smaller sizes if kernels are interpreted, or your model's if kernels are made for
+it. `deadline` limits the seconds of a child process for one op, by default 120: increase it if
+kernels compile slowly.
 
-**Without pytest.** `failures(impl)` runs the same checks on one implementation, and does not import
-pytest.
+**Without pytest.** `failures(impl)` runs the same checks on one implementation without pytest.
 
 **Triton without a GPU.** `vllm_fl_tools.testing.triton` runs your kernels in Triton's interpreter.
 
-Tolerances, samples and bad inputs come from the contracts: see `vllm_fl.contracts`.
+The contracts define tolerances, samples and bad inputs: see `vllm_fl.contracts`.
 '''
 
 from __future__ import annotations

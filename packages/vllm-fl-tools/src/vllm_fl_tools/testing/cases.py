@@ -1,4 +1,4 @@
-"""The checks, their test cases for an implementation, and functions that run them."""
+"""The checks, and the test cases that they make for an implementation."""
 
 from __future__ import annotations
 
@@ -26,18 +26,15 @@ class Check:
     """A property that every implementation must have.
 
     Args:
-        function: raises AssertionError if an implementation does not have it.
-        each: what it runs on: each sample, bad input, family of models or dtype, or once per op.
+        function: raises AssertionError without it.
+        each: its unit: a sample, bad input, family of models, dtype, or the op.
     """
 
     function: Callable[[Subject, str, str], None]
     each: Literal["sample", "bad input", "family", "dtype", "op"]
 
     def run(self, subject: Subject, dtype: str, sample: str) -> None:
-        """Run it, and restore the state of the process.
-
-        The next check would otherwise compare with a state that this check's calls have changed.
-        """
+        """Run it, and restore the state of the process, with which the next check compares."""
         before = process_state.state_of(subject.device)
         try:
             self.function(subject, dtype, sample)
@@ -121,7 +118,7 @@ def failures(
     It is lazy: `next(failures(impl), None)` stops at the first failure. Unsupported calls pass.
 
     Args:
-        impl: an implementation of a contract's op.
+        impl: an implementation of an op with a contract.
         device: the device to run on.
         without: checks to omit; `spawn` and `engine` need an installed backend.
         deadline: time limit of a child process, in seconds.

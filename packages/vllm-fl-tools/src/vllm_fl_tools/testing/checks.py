@@ -1,7 +1,7 @@
 """Checks of calls: values, memory, bad inputs, unsupported calls, determinism.
 
-Each takes the subject, a dtype and a sample's name (empty if the check uses all samples). It raises
-AssertionError for a fault, and Refused for an unsupported call.
+Arguments are the subject, a dtype and a sample's name (empty if the check uses all samples). Checks
+raise AssertionError for a fault, and Refused for an unsupported call.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def availability(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def declaration(subject: Subject, dtype: str, sample: str) -> None:
-    """It can be registered: its parameters and consumed arguments are the contract's."""
+    """Its parameters and consumed arguments match the contract, so it can be registered."""
     try:
         subject.registry()
     except PluginError as error:
@@ -63,7 +63,7 @@ def declaration(subject: Subject, dtype: str, sample: str) -> None:
 def values(subject: Subject, dtype: str, sample: str) -> None:
     """The result is correct, in its own memory; other memory and process state are unchanged."""
     run = partial(compare, subject.impl, subject.spec, subject.sample(dtype, sample), _torch(dtype))
-    torch.rand((), device=subject.device)  # so that a kernel that always sets one seed is noticed
+    torch.rand((), device=subject.device)  # reveals a kernel that always sets the same seed
     before = process_state.state_of(subject.device)
     judge(run(packed=True))
     again = partial(run, wanted=())
@@ -120,7 +120,7 @@ def call_op(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def determinism(subject: Subject, dtype: str, sample: str) -> None:
-    """Two calls with the same inputs give identical bits."""
+    """Two calls with equal inputs give identical bits."""
     for each in subject.samples(dtype):
         if subject.accepts(each):
             first, second = (subject.bits(fresh(each)) for _ in range(2))
@@ -130,8 +130,8 @@ def determinism(subject: Subject, dtype: str, sample: str) -> None:
 def refusals(subject: Subject, dtype: str, sample: str) -> None:
     """`supports` returns True or a reason, independently of values and batch size.
 
-    It must reject tensors on another device, whose memory a kernel could not read. Traceable
-    implementations may accept them, since PyTorch runs anywhere.
+    It must reject tensors on another device, where a kernel cannot run. Traceable implementations
+    may accept them, since PyTorch runs anywhere.
     """
     impl = subject.impl
     if not states_support(impl) or impl.needs_layer:  # `supports` is missing or unused
@@ -160,7 +160,7 @@ def refusals(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def states_support(impl: OpImpl) -> bool:
-    """Return whether `impl` has its own `supports`, not the one that registering adds."""
+    """Return whether `impl` has its own `supports`; registering adds one otherwise."""
     return impl.supports is not None and inspect.unwrap(impl.supports) is not nothing
 
 
@@ -202,7 +202,7 @@ def _profiled(call: Callable[[], object], device: torch.device) -> Launched:
 
 
 def _refused_by(subject: Subject, dtype: str) -> dict[str, str]:
-    """Return the reason for each call of a served model if all are unsupported; else empty."""
+    """Return the reason for each call of a served model if all are unsupported, or empty."""
     reasons = {}
     for each in subject.served(dtype, subject.sizes.tokens[0]):
         result = compare(subject.impl, subject.spec, each, _torch(dtype))
@@ -213,13 +213,12 @@ def _refused_by(subject: Subject, dtype: str) -> dict[str, str]:
 
 
 def _reason(refusal: Comparison) -> str:
-    """Return why a call is unsupported."""
     expect(refusal.reason not in ("", "False", "None"), "refused without a reason")
     return refusal.reason
 
 
 def judge(result: Comparison, sample: Sample | None = None, *, skips: bool = True) -> None:
-    """Raise the error that a check raises for this comparison, if any."""
+    """Raise the error for this comparison, if any."""
     if result.status == "refused":
         reason = _reason(result)
         if skips:

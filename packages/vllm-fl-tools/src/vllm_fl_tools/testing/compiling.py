@@ -59,7 +59,7 @@ def opcheck(subject: Subject, dtype: str, sample: str) -> None:
     subject.needs_no_layer()
     if not is_opaque(subject.impl):
         raise Refused("traceable: a compiler looks inside, and nothing is wrapped")
-    # opcheck copies each argument separately, and an implementation may not support such copies.
+    # opcheck copies arguments separately, and an implementation may not support such copies.
     oracle = _oracle(subject)
     intact = _wrapped(subject, frozenset(), last=oracle).fn
     granted = _wrapped(subject, subject.spec.consumable, last=oracle).fn
@@ -69,7 +69,7 @@ def opcheck(subject: Subject, dtype: str, sample: str) -> None:
             if subject.impl.consumes:
                 granted(*fresh(each).args)
         for operator, args, kwargs in watched.calls:
-            # torch compares arguments before and after, which it cannot for fp8; `values` does.
+            # torch cannot compare fp8 arguments before and after; `values` checks them.
             has_fp8 = any(str(getattr(arg, "dtype", "")).startswith("torch.float8") for arg in args)
             utils = ("test_faketensor",) if has_fp8 else ("test_schema", "test_faketensor")
             try:
@@ -83,9 +83,7 @@ def _compiled(
 ) -> tuple[OpImpl, list[torch.fx.GraphModule]]:
     """Return the implementation as compiled code calls it, and the graphs that are compiled.
 
-    Args:
-        subject: the implementation.
-        varying: (argument, dimension) of the sizes that the compiler must treat as dynamic.
+    `varying` has (argument, dimension) of the sizes that the compiler must treat as dynamic.
     """
     torch._dynamo.reset()  # code of another implementation may be compiled already
     graphs: list[torch.fx.GraphModule] = []
@@ -110,14 +108,14 @@ def _compiled(
 
 
 def _wrapped(subject: Subject, grants: frozenset[str], last: OpImpl | None = None) -> OpImpl:
-    """Return the implementation as operators of torch.library, as in a compiled plan."""
+    """Return the implementation as an operator of torch.library, like in a compiled plan."""
     op, specs = subject.spec.name, {subject.spec.name: subject.spec}
     plan = Plan("compiled", {op: PlanEntry(op, subject.manager().rows(op))}, contracts=specs)
     return opaque_op(plan.chain(op, grants, last=last))
 
 
 def _oracle(subject: Subject) -> OpImpl:
-    """Return the oracle, rounded to the contract's dtypes, as the fallback of unsupported calls."""
+    """Return the oracle, rounded to the contract's dtypes, as a fallback for unsupported calls."""
     spec = subject.spec
 
     def fn(*args: Any) -> Any:

@@ -23,7 +23,7 @@ from .subject import Refused, Subject, expect
 __all__ = ["engine"]
 
 SHOWN = 80
-"""Lines of the end of a log that are shown: vLLM's own traceback and, above it, the cause."""
+"""Lines of a log's end that are shown: vLLM's own traceback and, before it, the cause."""
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -41,13 +41,13 @@ CONFIG = {
     "hidden_act": "silu",
     "eos_token_id": 2,
 }
-"""A model of two layers, for which vLLM makes dummy weights (`load_format="dummy"`)."""
+"""A model of two layers, with vLLM's dummy weights (`load_format="dummy"`)."""
 
 OPTIONS = {"enforce_eager": True, "max_model_len": 256}
 
 
 def engine(subject: Subject, dtype: str, sample: str) -> None:
-    """The plan has the implementation for its op, and the engine generates tokens."""
+    """The implementation is planned, and the engine generates tokens."""
     if find_spec("vllm") is None:
         raise Refused("vLLM is not installed")
     op, impl_id, deadline = subject.impl.op_name, subject.impl.impl_id, subject.deadline
@@ -71,7 +71,7 @@ class _Served:
 
 @cache
 def _served(ops: tuple[str, ...], impl_id: str, deadline: float) -> _Served:
-    """Run one engine with the implementation of all these ops."""
+    """Run one engine with the implementation for all these ops."""
     limit = deadline * len(ops)
     variables = {
         "VLLM_FL_PER_OP": ";".join(f"{op}=impl:{impl_id}|stock" for op in ops),

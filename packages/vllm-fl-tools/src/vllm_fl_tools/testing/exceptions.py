@@ -50,11 +50,7 @@ class Xfail:
 
 
 def read_xfails(path: Path, checks: Collection[str]) -> tuple[Xfail, ...]:
-    """Return the exceptions in a file; empty if the file does not exist.
-
-    Args:
-        path: the TOML file.
-        checks: valid values of `check`.
+    """Return the exceptions in a TOML file; empty without the file. `checks` are the valid checks.
 
     Raises:
         ValueError: the file is not TOML, or an entry has an unknown key, check or type, or has no

@@ -1,7 +1,7 @@
-"""Typical sizes of public models, with whose calls the kit tests each op.
+"""Typical sizes of public models, for the calls that the kit tests.
 
-The data is from the models' configurations, for one rank. Sizes that a model does not have are
-omitted, so that only models that use an op make calls of it.
+The sizes are from the models' configurations, for one rank. Sizes that a model does not have are
+omitted, and ops that need them have no calls of it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ COUNTS = (1, 5, 17, 130)
 """Numbers of tokens of a family's calls: decoding, and more than tiles of 16 and 128 rows."""
 
 MOST = 2**26
-"""Maximum number of elements in a family's calls with one token; an op skips larger families:
-products of the largest models take seconds, and smaller models show the same."""
+"""Maximum elements of a family's calls with one token; an op skips larger families. Products of the
+largest models take seconds, and smaller models show the same."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,10 @@ class Family:
     """One public model.
 
     Args:
-        name: its name on the Hugging Face hub.
+        name: on the Hugging Face hub.
         sizes: of one rank.
-        provided: op -> parameter -> dtype of the layers' weights, if it differs from the model's.
+        provided: op -> parameter -> dtype of layers' weights that have another dtype than the
+            model.
     """
 
     name: str
@@ -91,13 +92,12 @@ nvidia/NVIDIA-Nemotron-Nano-9B-v2 4480 15680 40 8 128 128 131072 1e-5 conv_featu
 LiquidAI/LFM2-1.2B 2048 8192 32 8 64 64 128000 1e-5 conv_features=2048 conv_taps=3
 """
 """Each entry: a model, its sizes, the epsilon of its norms, and further sizes. `experts=8,2,14336`:
-number of experts, experts per token, and their width. `linear=16,32`: gated delta rules with this
-many key and value heads. `fp32_norms`: norms have float32 weights. Llama-3.1-70B and Kimi-K2 are
-one of 8 ranks, Qwen3.5-397B is one of 4."""
+experts, experts per token, and their width. `linear=16,32`: gated delta rules with this many key
+and value heads. `fp32_norms`: norms have float32 weights. Llama-3.1-70B and Kimi-K2 are one of 8
+ranks, Qwen3.5-397B is one of 4."""
 
 
 def _family(words: Sequence[str]) -> Family:
-    """Return the family of an entry of the table."""
     name, *numbers = words[: len(_SIZES) + 2]
     sizes: dict[str, Any] = dict(zip(_SIZES, map(int, numbers), strict=False))
     more, provided = {"dense_intermediate": sizes["intermediate"]}, {}
@@ -121,11 +121,10 @@ def _family(words: Sequence[str]) -> Family:
 
 
 FAMILIES = tuple(_family(entry.split()) for entry in re.split(r"\n(?! )", TABLE.strip()))
-"""The models of the table."""
 
 
 LENGTH = 32768
-"""Maximum sequence length of a family's model, since each call makes tables of positions."""
+"""Maximum sequence length of a model, since each call makes tables of positions."""
 
 
 def served_dtype(spec: OpSpec) -> str:
@@ -151,8 +150,7 @@ def families_of(spec: OpSpec) -> list[str]:
 def _made(spec: OpSpec, sizes: ModelSizes, dtype: Any) -> list[Sample]:
     """Return a model's calls on the meta device, without values.
 
-    Empty for a third-party op that needs sizes which are not in the table, or cannot make calls
-    without values.
+    Empty for a third-party op that needs other sizes, or cannot make calls without values.
     """
     try:
         return list(spec.served(sizes, dtype, torch.device("meta")))
@@ -175,11 +173,7 @@ def calls_of(spec: OpSpec, name: str, device: Any) -> Iterator[Sample]:
 
 
 def smaller(specs: Mapping[str, OpSpec]) -> dict[str, str]:
-    """Return op -> how its calls in startup verification and in the kit are smaller than a model's.
-
-    Args:
-        specs: op -> contract.
-    """
+    """Return op -> how startup verification and the kit reduce the size of its calls."""
     found: dict[str, str] = {}
     for op, spec in specs.items():
         dtype = getattr(torch, served_dtype(spec))

@@ -14,12 +14,11 @@ __all__ = ["bad_inputs"]
 
 
 def bad_inputs(spec: OpSpec, dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    """Yield calls that `check` must reject: the contract's own, and one mistake in each argument.
+    """Yield calls that `check` must reject: the contract's, and one mistake in each argument.
 
     Args:
         spec: the contract.
-        dtype: of the samples from which calls are made.
-        device: of these samples.
+        dtype, device: of the samples from which calls are made.
     """
     yield from spec.bad_inputs(dtype, device)
     missing = dict(spec.arguments)
@@ -41,7 +40,7 @@ def _valueless(argument: Any) -> Any:
 
 
 def _of_values(_: str, __: object, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (description, value that a caller may pass by mistake); some of them may be valid."""
+    """Yield (description, value that a caller may pass by mistake); some may be valid."""
     if isinstance(value, bool):  # any value is true or false
         return
     wrong: tuple[Any, ...] = None, "another", True
@@ -51,10 +50,10 @@ def _of_values(_: str, __: object, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _of_tensors(name: str, argument: Tensor, value: torch.Tensor) -> Iterator[tuple[str, Any]]:
-    """Yield the same for a tensor.
+    """Yield mistakes for a tensor, like `_of_values`.
 
-    Integers are a mistake for a float argument of one dtype, and for a weight, whose bytes a kernel
-    would read as floats. Other arguments of several dtypes may be integers.
+    Integers are a mistake for a float argument of one dtype, and for a weight, because a kernel
+    would read their bytes as floats. Other arguments of several dtypes may be integers.
     """
     yield from (("None", None), ("a list", [1.0]))
     others = [] if value.is_floating_point() else ["float32"]

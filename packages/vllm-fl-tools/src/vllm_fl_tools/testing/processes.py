@@ -34,11 +34,11 @@ Answers = dict[str, str]
 
 
 def installed(backend: str) -> tuple[OpImpl, ...]:
-    """Return the implementations of ops with a contract that an installed backend provides.
+    """Return an installed backend's implementations of ops with a contract.
 
     Raises:
-        LookupError: no plugin provides the backend, or only for ops without a contract, which
-            cannot be tested; the message lists the installed backends, or why this one failed.
+        LookupError: no plugin provides the backend, or only for ops without a contract; the message
+            lists the installed backends, or has the backend's error.
     """
     from vllm_fl.dispatch import get_default_manager
 
@@ -106,8 +106,7 @@ def spawn(subject: Subject, dtype: str, sample: str) -> None:
 def _spawned(place: tuple[Any, ...], deadline: float) -> dict[str, Answers | str] | str:
     """Return op -> answers of one new process for all ops, or how the op failed there.
 
-    There is one process per dtype, since its startup takes seconds. If it ended early, the result
-    is the reason, for all ops.
+    Each dtype has one process, which takes seconds to start. If it ended early, return the reason.
     """
     return _run("spawn", _answer_installed, place, deadline)
 
@@ -127,7 +126,7 @@ def _run(
     args: tuple[Any, ...],
     deadline: float,
 ) -> dict[str, Any] | str:
-    """Return the result of `target` in a child process, or how that process ended."""
+    """Return the result of `target` in a child process, or how the process ended."""
     context: Any = multiprocessing.get_context(method)
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(theirs, target, args), daemon=True)

@@ -43,8 +43,8 @@ __all__ = [
 ]
 
 HIDDEN = methodcaller("errisinstance", AssertionError)
-"""Value of `__tracebackhide__`: pytest hides the frames of AssertionErrors in a module or function
-that has it, since their message has all that a backend's author needs."""
+"""For `__tracebackhide__`: pytest hides a function's frames from AssertionErrors, since their
+message is sufficient for a backend's author."""
 
 __tracebackhide__ = HIDDEN
 
@@ -53,15 +53,11 @@ SIZES = dataclasses.replace(typical_sizes(), tokens=(1, 7, 300))
 
 
 class Refused(Exception):
-    """The implementation does not support a call, with a reason: neither a pass nor a failure."""
+    """An unsupported call, with a reason: neither a pass nor a failure."""
 
 
 def expect(holds: object, why: str) -> None:
-    """Fail the check unless this is true. `python -O` would skip an `assert`.
-
-    Raises:
-        AssertionError: it is false; the message is `why`.
-    """
+    """Raise AssertionError with `why` unless this is true. `python -O` would skip an `assert`."""
     if not holds:
         raise AssertionError(why)
 
@@ -71,11 +67,10 @@ class Subject:
     """One implementation under test.
 
     Args:
-        impl: the implementation; it takes the contract's parameters, or a layer and then the
-            parameters that the layer does not provide.
+        impl: takes the contract's parameters, or a layer and the parameters that the layer does not
+            provide.
         device: of the inputs.
-        sizes: the model's sizes. Missing sizes that a plugin's binding needs are the binding's
-            typical ones.
+        sizes: of the model. A plugin's binding provides typical values for missing sizes.
         left_out: (op, dtype, sample) with known deviations: only `values` uses them.
         deadline: time limit of a child process, in seconds.
     """
@@ -88,18 +83,17 @@ class Subject:
 
     @property
     def spec(self) -> OpSpec:
-        """The contract."""
         return contract_of(self.impl.op_name)
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """Names of the dtypes of the contract's inputs."""
+        """The dtypes in which the contract makes inputs."""
         return self.spec.dtypes
 
     def all_samples(self, dtype: str) -> tuple[Sample, ...]:
-        """Return the contract's samples, some of them also in other layouts, and the model's calls.
+        """Return the contract's samples, some also in other layouts, and the model's calls.
 
-        Shared: copy before use.
+        They are shared: copy before use.
         """
         op = self.spec.name
         own = _samples(op, None, dtype, self.device)
@@ -111,7 +105,7 @@ class Subject:
         return fresh(next(s for s in self.all_samples(dtype) if s.name == name))
 
     def samples(self, dtype: str) -> Iterator[Sample]:
-        """Yield copies of the contract's own samples, without `left_out`."""
+        """Yield copies of the contract's samples, without `left_out`."""
         for sample in _samples(self.spec.name, None, dtype, self.device):
             if (self.spec.name, dtype, sample.name) not in self.left_out:
                 yield fresh(sample)
@@ -126,20 +120,18 @@ class Subject:
                 yield sample
 
     def served(self, dtype: str, tokens: int) -> tuple[Sample, ...]:
-        """Return the model's calls with this number of tokens."""
         sizes = dataclasses.replace(self.all_sizes, tokens=(tokens,))
         return tuple(self.spec.served(sizes, getattr(torch, dtype), self.device))
 
     @property
     def all_sizes(self) -> ModelSizes:
-        """The model's sizes, including those that the op's own binding needs."""
+        """The model's sizes, including sizes that the op's binding needs."""
         binding = _installed(self.impl.op_name).bindings[self.impl.op_name]
         rules = tuple(rule for rule in binding.sizes if rule.in_kit)
         own = typical_sizes([dataclasses.replace(binding, sizes=rules)]).more
         return dataclasses.replace(self.sizes, more={**own, **self.sizes.more})
 
     def bad_inputs(self, dtype: str) -> tuple[BadInput, ...]:
-        """Return the calls that violate the contract."""
         return tuple(bad_inputs(self.spec, getattr(torch, dtype), self.device))
 
     def accepts(self, sample: Sample) -> bool:
@@ -154,18 +146,18 @@ class Subject:
         return True
 
     def call(self, sample: Sample) -> Any:
-        """Return the implementation's result for `sample`, whose tensors it may overwrite.
+        """Return the implementation's result for `sample`, whose tensors may be overwritten.
 
-        An implementation that takes a layer gets one of the contract's.
+        An implementation that takes a layer gets one from the contract.
         """
         return as_call(self.impl, self.spec)(*sample.args)
 
     def bits(self, sample: Sample) -> str:
-        """Return a hash of the result for `sample`, whose tensors it may overwrite.
+        """Return a hash of the result for `sample`, whose tensors may be overwritten.
 
-        Details that the contract leaves open, the order of an expert's rows, are normalised.
+        The contract leaves the order of an expert's rows open: the hash does not depend on it.
         """
-        args = fresh(sample).args  # an implementation may overwrite the sample's
+        args = fresh(sample).args  # the call may overwrite the sample
         return digest(_promised(self.spec, self.call(sample), args))
 
     def needs_no_layer(self) -> None:
@@ -174,11 +166,10 @@ class Subject:
             raise Refused("it takes a layer first: call_op and compiled mode leave it out")
 
     def manager(self) -> OpManager:
-        """Return a manager that has only this implementation."""
         return OpManager(self.registry(), SelectionPolicy())
 
     def registry(self) -> OpRegistry:
-        """Return a registry that has only this implementation and its contract.
+        """Return a registry with only this implementation and its contract.
 
         Raises:
             PluginError: the registry rejects the implementation.
@@ -190,22 +181,18 @@ class Subject:
 
 
 def contract_of(op: str) -> OpSpec:
-    """Return the contract of an op.
-
-    Raises:
-        KeyError: the op has no contract.
-    """
+    """Return the contract of an op. Raises KeyError if it has none."""
     return _installed(op).contracts[op]
 
 
 def _installed(op: str) -> RegistrySnapshot:
-    """Return the snapshot with the contract of `op`: of contracts only, or of all plugins."""
+    """Return the snapshot with the contract of `op`: of only contracts, or of all plugins."""
     known = known_contracts()
     return known if op in known.contracts else get_default_manager().registry.snapshot()
 
 
 def fresh(sample: Sample) -> Sample:
-    """Return a copy whose tensors share memory only with each other, as the sample's do."""
+    """Return a copy whose tensors share memory only with each other, like the sample's tensors."""
     return dataclasses.replace(sample, args=copy.deepcopy(sample.args))
 
 
@@ -222,7 +209,6 @@ def pattern(sample: Sample) -> tuple[object, ...]:
 
 
 def digest(result: Any) -> str:
-    """Return a hash of a result's bits."""
     hashed = hashlib.sha256()
     for part in parts(result):
         if not isinstance(part, torch.Tensor):
@@ -238,24 +224,21 @@ def digest(result: Any) -> str:
 def _samples(
     op: str, sizes: ModelSizes | None, dtype: str, device: torch.device
 ) -> tuple[Sample, ...]:
-    """Return a contract's own samples, or the calls of a model with these sizes."""
+    """Return a contract's samples, or the calls of a model with these sizes."""
     spec, kind = contract_of(op), getattr(torch, dtype)
     return tuple(spec.samples(kind, device) if sizes is None else spec.served(sizes, kind, device))
 
 
 @cache
 def _relaid(op: str, dtype: str, device: torch.device) -> tuple[Sample, ...]:
-    """Return a contract's own samples in other layouts."""
+    """Return a contract's samples in other layouts."""
     return tuple(relaid(contract_of(op), _samples(op, None, dtype, device)))
 
 
 def _promised(spec: OpSpec, got: Any, args: Sequence[Any]) -> Any:
-    """Return the results of a call, with results that are equal for the contract made identical.
+    """Return the results in a normal form, identical for results that the contract equates.
 
-    Args:
-        spec: the contract.
-        got: the results, in the structure of the contract's fake.
-        args: the arguments of the call.
+    `got` has the structure of the contract's fake.
     """
     results, at = list(parts(got)), 0
     for output in spec.outputs_of(len(results)):

@@ -31,11 +31,10 @@ class OpConformance:
 
     Attributes:
         backend: the implementations' id (`vendor.acme`).
-        device: torch's name of the device; None for the platform's.
-        sizes: the model whose calls are tested, in tokens and features. With sizes other than
-            Qwen3-0.6B's, no public models are tested in addition.
-        deadline: time limit for one op in `test_fork`, `test_spawn` and vLLM in `test_engine`, in
-            seconds.
+        device: torch's name of the device; None for the platform's device.
+        sizes: the model whose calls are tested, in tokens and features; by default Qwen3-0.6B and
+            additional public models, otherwise only this model.
+        deadline: seconds for one op in `test_fork`, `test_spawn` and vLLM in `test_engine`.
     """
 
     backend: ClassVar[str]
@@ -54,7 +53,7 @@ class OpConformance:
             suite = _suite(type(self))
         except (LookupError, ValueError) as error:
             raise pytest.Collector.CollectError(str(error)) from error
-        # pytest does not know the option if the tools were installed before they had it.
+        # Older tools in the environment may not have added the option.
         suite.requires = metafunc.config.getoption("require_available", default=False)
         check = metafunc.definition.originalname.removeprefix("test_")
         without = "engine" not in metafunc.config.option.markexpr
@@ -106,14 +105,14 @@ def _test(check: str) -> Callable[[OpConformance, Case], None]:
     return test
 
 
-for _check in CHECKS:  # one method for each, so that tests can be selected by name
+for _check in CHECKS:  # separate methods can be selected by name
     setattr(OpConformance, f"test_{_check}", _test(_check))
 
 
 def _keep_out_of_traces() -> None:
     """Remove pytest's handlers from torch's trace: its records have no text and print empty lines.
 
-    pytest adds handlers to every logger that does not propagate.
+    pytest adds them to every logger that does not propagate.
     """
     trace = logging.getLogger("torch.__trace")
     for handler in [*trace.handlers]:
@@ -124,8 +123,7 @@ def _keep_out_of_traces() -> None:
 class _Suite:
     """The subjects by op, the cases by check, and the exceptions of a test class.
 
-    Attributes:
-        requires: whether an unavailable implementation is a failure.
+    `requires`: whether an unavailable implementation is a failure.
     """
 
     requires = False

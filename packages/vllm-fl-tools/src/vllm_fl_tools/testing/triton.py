@@ -1,8 +1,8 @@
 '''Triton kernels without a GPU: Triton's interpreter, without the gaps that affect kernels.
 
 `TRITON_INTERPRET=1` runs a kernel in Python, program by program, on CPU tensors. Some results
-differ from a GPU's, and some code that compiles does not run. After `interpreted()` a backend's
-kernels can be tested against the contracts on any machine::
+differ from a GPU, and some code that compiles does not run. After `interpreted()`, kernels of a
+backend can be tested against the contracts on any machine::
 
     """A plugin module for the tests: our kernels run without a GPU."""
 
@@ -19,8 +19,8 @@ kernels can be tested against the contracts on any machine::
         vllm_fl_acme.impl.DEVICE = "cpu"  # or any switch to accept CPU tensors
         return ()
 
-With this module as `tests/on_interpreter.py`, every process that loads plugins loads it, including
-the processes that the kit starts::
+With this module as `tests/on_interpreter.py`, every process that loads plugins also loads it,
+including the processes that the kit starts::
 
     TRITON_INTERPRET=1 VLLM_FL_PLUGIN_MODULES=on_interpreter PYTHONPATH=tests python -m pytest
 
@@ -32,7 +32,7 @@ the interpreter                        after `interpreted()`
 =====================================  ============================================================
 `and`, `or` of blocks: Python's        element by element, as compiled
 fp32 to bf16: truncated                rounded to nearest even
-a float argument: a Python number      an fp32 scalar, which has `.to` and widens fp16 and bf16
+a float argument: a Python number      a fp32 scalar with `.to`, which widens fp16 and bf16
 `tl.dot` of bf16: of the bits          of the values, accumulated in fp32
 float8_e4m3fn's NaN: widened to 480    NaN, in the wider dtype
 arithmetic of bf16: of the bits        of the values, in fp32, rounded once
@@ -42,9 +42,9 @@ a kernel is not a `JITFunction`        it is, with `src`, `cache_key` and `signa
 `torch.library.wrap_triton`: an error  the kernel itself runs; no compiler sees its launch
 =====================================  ============================================================
 
-This verifies that results are correct. It does not verify that a kernel compiles or that its
-programs do not race, and measures no performance. An access outside of a tensor may end the
-process: exclude such a sample with `run = false` in the backend's `xfails.toml`.
+This verifies results. It does not verify that a kernel compiles or that its programs do not race,
+and measures no performance. An access outside of a tensor may end the process: exclude such a
+sample with `run = false` in the backend's `xfails.toml`.
 '''
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ LAUNCH_OPTIONS = frozenset(
 def interpreted(*, cuda: bool = False) -> None:
     """Make this process run Triton's kernels in the interpreter, on CPU tensors.
 
-    Call it before a kernel is imported: kernels that are decorated earlier are compiled or tuned as
-    on a GPU. It applies until the process ends. Child processes only inherit TRITON_INTERPRET and
-    must call it again. A second call has no effect.
+    Call it before a kernel is imported: kernels that are decorated earlier are compiled or tuned
+    for a GPU. It applies until the process ends. Child processes inherit TRITON_INTERPRET, but must
+    call it again. A second call has no effect.
 
     Args:
-        cuda: also replace the functions of `torch.cuda` that kernel libraries call when they are
+        cuda: also replace functions of `torch.cuda` that kernel libraries call when they are
             imported or launch a kernel (name, properties, capability, count, the guard
-            `torch.cuda.device`), by those of one device of capability 8.0.
+            `torch.cuda.device`), as for one device of capability 8.0.
             `torch.cuda.is_available()` is unchanged.
 
     Raises:
@@ -110,17 +110,17 @@ def interpreted(*, cuda: bool = False) -> None:
 
 @contextlib.contextmanager
 def to_compile(*, runs: bool = True) -> Iterator[set[str]]:
-    """Collect what a GPU would have to compile for the kernels that the block launches.
+    """Collect the compilations that a GPU would need for the kernels launched in the block.
 
     Triton compiles a kernel again for another dtype, constant or option, for an integer that is 1,
-    and if divisibility by 16 of an integer or address changes; Triton's own code decides that here.
+    and if divisibility by 16 of an integer or address changes; Triton's own code decides that.
     Configurations that `triton.autotune` would try or choose are not included.
 
     Args:
         runs: False runs no kernel: outputs are not written.
 
     Yields:
-        A growing set of texts: a kernel's module and name, and what it is compiled for.
+        A growing set of texts: a kernel's module and name, and its specialisation.
 
     Raises:
         RuntimeError: `interpreted` was not called.
@@ -144,7 +144,7 @@ def to_compile(*, runs: bool = True) -> Iterator[set[str]]:
 
 @cache
 def _binder(kernel: Any) -> Any:
-    """Return Triton's function: a launch's arguments -> (by name, each one's kind, options)."""
+    """Return Triton's function: arguments of a launch -> (by name, specialisations, options)."""
     jit: Any = import_module("triton.runtime.jit")
     backend = import_module("triton.backends.compiler").BaseBackend
     left_alone = kernel.kwargs.get("do_not_specialize") or ()
@@ -213,7 +213,7 @@ class _Launcher:
 
     Args:
         fn: the kernel, or another launcher.
-        choose: a launch's arguments by name -> additional arguments.
+        choose: arguments of a launch, by name -> additional arguments.
     """
 
     def __init__(self, fn: Any, choose: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -313,8 +313,7 @@ def _interpreted_functions_look_compiled() -> None:
 
 
 LIBDEVICE = ("triton.language.extra.libdevice", "triton.language.extra.cuda.libdevice")
-"""Modules from which kernels import these functions: the one that a compiler maps to the device's,
-and NVIDIA's."""
+"""Modules from which kernels import these functions: for any device, and for NVIDIA."""
 
 FUNCTIONS = {
     "ceil": "ceil", "floor": "floor", "trunc": "trunc", "rint": "rint", "nearbyint": "rint",
@@ -327,11 +326,11 @@ FUNCTIONS = {
     "fast_powf": "power", "fast_dividef": "divide", "div_rn": "divide", "sqrt_rn": "sqrt",
     "rsqrt": None, "erf": None, "erfc": None, "fma": None,
 }  # fmt: skip
-"""libdevice's name -> numpy's; None if `_extern_functions` defines the function."""
+"""libdevice's name -> numpy's name; None for functions that `_extern_functions` defines."""
 
 
 def _extern_functions() -> None:
-    """Replace libdevice's functions by numpy's, computed in fp64 and rounded once."""
+    """Replace the functions of libdevice by numpy functions, in fp64 and rounded once."""
     np: Any = import_module("numpy")
     own = {
         "exp10": lambda x: np.power(10.0, x),
@@ -349,7 +348,7 @@ def _extern_functions() -> None:
 
 
 def _elementwise(name: str, function: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return a libdevice function on the interpreter's blocks; without `function`, an error."""
+    """Return a libdevice function for the interpreter's blocks; without `function`, it raises."""
     np: Any = import_module("numpy")
     tl: Any = import_module("triton.language")
     interpreter = _interpreter()
@@ -373,7 +372,7 @@ def _elementwise(name: str, function: Callable[..., Any] | None) -> Callable[...
 
 
 def _logical_operators() -> None:
-    """Evaluate `and` and `or` of blocks element by element, as in compiled kernels."""
+    """Evaluate `and` and `or` of blocks element by element, like compiled kernels."""
     interpreter, tl = _interpreter(), import_module("triton.language")
 
     def fold(method: str, stop: bool) -> Callable[..., Any]:
@@ -389,7 +388,7 @@ def _logical_operators() -> None:
         return call
 
     names = {ast.And: "_block_and", ast.Or: "_block_or"}
-    # The globals of an interpreted kernel include the interpreter's own names.
+    # The globals of an interpreted kernel include the interpreter's names.
     vars(interpreter)["_block_and"] = fold("logical_and", stop=False)
     vars(interpreter)["_block_or"] = fold("logical_or", stop=True)
     original: Any = interpreter.ASTTransformer
@@ -411,10 +410,10 @@ def _logical_operators() -> None:
 
 
 def _float_arguments() -> None:
-    """Convert a float argument of a kernel to an fp32 scalar, as the compiler does.
+    """Convert a float argument of a kernel to a fp32 scalar, like the compiler.
 
-    Triton's interpreter keeps it as a Python number, which has no `.to`, and has the dtype of the
-    fp16 or bf16 block that it is combined with.
+    The interpreter keeps a Python number without `.to`, which gets the dtype of a fp16 or bf16
+    block in an operation.
     """
     interpreter, np = _interpreter(), import_module("numpy")
     tl = import_module("triton.language")
@@ -430,13 +429,12 @@ def _float_arguments() -> None:
 
 
 def _small_floats() -> None:
-    """Compute with bfloat16 blocks in fp32, rounded to nearest even, as the hardware does.
+    """Compute with bfloat16 in fp32, rounded to nearest even, like the hardware.
 
-    Triton's interpreter stores a bfloat16 as the integer of its bits, and computes with the
-    integer.
+    The interpreter stores and computes with the integer of the bits.
 
-    Also correct rounding to float8_e4m3fn and widening from it: Triton's interpreter loses a carry
-    into the exponent, and reads NaN as 480.
+    Also round to and widen from float8_e4m3fn correctly: the interpreter loses a carry into the
+    exponent, and reads NaN as 480.
     """
     interpreter, np = _interpreter(), import_module("numpy")
     torch, tl = import_module("torch"), import_module("triton.language")
@@ -492,7 +490,7 @@ def _small_floats() -> None:
 
         return call
 
-    # All other operators are one of the first two, with a numpy function.
+    # All other operators use one of the first two, with a numpy function.
     for name in ("binary_op", "unary_op", "create_clampf", "create_fma"):
         setattr(builder, name, in_fp32(getattr(builder, name)))
 

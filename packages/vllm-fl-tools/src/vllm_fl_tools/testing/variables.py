@@ -18,7 +18,7 @@ from .subject import Subject, fresh
 __all__ = ["reading", "undeclared"]
 
 OTHERS = frozenset((*BENEATH, "vllm_fl", "vllm_fl_tools"))
-"""Packages whose reads are not an implementation's, in addition to Python's standard library."""
+"""Packages with reads that do not count, in addition to Python's standard library."""
 
 READERS = ("os", "collections")
 """Modules that read a variable for their caller."""
@@ -27,8 +27,8 @@ READERS = ("os", "collections")
 def undeclared(subject: Subject, dtype: str) -> str:
     """Return the fault of the variables that a compiler would read in `subject`; empty if none.
 
-    A compiler reads them once, while it traces. vLLM caches the compiled code under the plan's
-    digest, which only includes variables that plugins declare.
+    A compiler reads them once, while it traces, and vLLM caches the compiled code. The plan's
+    digest, which identifies that code, only includes variables that plugins declare.
     """
     impl, names = subject.impl, set[str]()
     for each in () if is_opaque(impl) else subject.patterns(dtype):
@@ -51,7 +51,7 @@ def undeclared(subject: Subject, dtype: str) -> str:
 
 @contextmanager
 def reading() -> Iterator[set[str]]:
-    """Collect the variables that this thread reads outside of `OTHERS` and of Python."""
+    """Collect the variables that this thread reads, except in `OTHERS` and Python."""
     found: set[str] = set()
     environment: Any = type(os.environ)
     plain, thread = environment.__getitem__, threading.get_ident()
@@ -69,7 +69,7 @@ def reading() -> Iterator[set[str]]:
 
 
 def _is_somebodys() -> bool:
-    """Return whether the reading code is in neither `OTHERS` nor Python's standard library."""
+    """Return whether the variable is read outside of `OTHERS` and Python's standard library."""
     frame = sys._getframe(2)
     while frame is not None:
         top = str(frame.f_globals.get("__name__")).partition(".")[0]
