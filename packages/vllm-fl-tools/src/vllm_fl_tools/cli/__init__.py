@@ -36,7 +36,7 @@ class _Version(argparse.Action):
 
 
 class NoTemporaryFolderError(VllmFLError):
-    """No folder for temporary files exists, without which torch cannot be imported."""
+    """torch cannot be imported without a folder for temporary files."""
 
     code = "FL520"
 

@@ -100,7 +100,6 @@ class Served:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `--accept` to `vllm-fl tune`."""
     parser.add_argument(
         "--accept",
         metavar="FILE",
@@ -245,7 +244,7 @@ def compare_engines(path: str, model: str, more: Sequence[str], rounds: int) -> 
             for number in range(rounds):
                 for phase, visit in phases.items():
                     # The memory of an idle process may have been reclaimed, which slows its first
-                    # tokens. They are not timed, and are greedy, like a server's.
+                    # tokens. They are greedy and not timed.
                     again = f"again {number}"
                     free = dataclasses.replace(visit, seed=again, repeated=False, times=1)
                     for name in order:

@@ -76,7 +76,7 @@ def write(draft: Draft, found: Mapping[str, Any], model: str | None, more: Seque
 
 
 def _secrets(more: Sequence[str]) -> list[str]:
-    """Return the values of vLLM's secret arguments, such as `--api-key`."""
+    """Return the values of secret arguments (`--api-key`) for vLLM."""
     pairs = zip(more, [*more, ""][1:], strict=True)
     split = [word.partition("=")[::2] if "=" in word else (word, after) for word, after in pairs]
     return [value for name, value in split if name.startswith("--") and is_secret(name) and value]
@@ -118,7 +118,7 @@ def _environment() -> Iterator[str]:
 
 
 def _said(*words: str) -> str:
-    """Return the output of a verb in a separate process, since it may crash."""
+    """Return a verb's output. It runs in a separate process because it may crash."""
     command = [sys.executable, "-m", "vllm_fl_tools.cli", *words]
     with doing(f"asking `vllm-fl {words[0]}`"):
         try:

@@ -170,7 +170,7 @@ def owners() -> Iterator[Problem]:
 
 
 def platforms() -> Iterator[Problem]:
-    """Find platform plugins that fail, are active together, or use names of vLLM's platforms."""
+    """Find platform plugins that fail, are active together, or use a platform name of vLLM."""
     others = foreign_platforms()
     if len(others) > 1:
         what, _, choose = too_many(others).message.partition(". ")

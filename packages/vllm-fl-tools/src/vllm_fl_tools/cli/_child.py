@@ -1,4 +1,4 @@
-"""Runs code that imports plugins in a child process, since a plugin may end the process."""
+"""Runs code that imports plugins in a child process, because a plugin may end the process."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ __all__ = ["Owner", "Whose", "attribute", "named", "sums"]
 OP_LABEL, LAYER_LABEL = "vllm-fl/op/", "vllm-fl/layer/"
 
 STOCK, OWN_FORMS = "stock", ("stock.vllm", "foreign.oot")  # includes another plugin's code
-"""A plan's name for vLLM's code, and the ids of implementations that count as such."""
+"""A plan's name for vLLM's code, and ids of implementations that mean it."""
 
 ATTENTION = "attention_backend"
 
@@ -153,8 +153,7 @@ def attribute(whose: Whose, seen: Mapping[str, Any], *, on_host: bool) -> dict[s
     """Return the owners of the time of one kind of step, as JSON data.
 
     Args:
-        whose: finds owners.
-        seen: the profile of labelled steps.
+        whose, seen: the finder of owners, and the profile of labelled steps.
         on_host: whether the device is the host. Then operators count instead of kernels.
 
     Returns:
@@ -162,7 +161,7 @@ def attribute(whose: Whose, seen: Mapping[str, Any], *, on_host: bool) -> dict[s
         fields of an `Owner`, `us` and `calls` per step, the `share` of all rows, and the longest
         `kernels` {name: µs per step}; `total_us`: sum of the rows per step; `busy_us`: time with at
         least one kernel on the device, on a CPU `total_us`; `reached`: share by `Owner.reached`;
-        `problem`: why there is no result.
+        `problem`: reason for an empty result.
     """
     problem = seen["problem"]
     steps = 0 if problem else seen["steps"]
@@ -218,7 +217,7 @@ def _on_host(whose: Whose, seen: Mapping[str, Any]) -> Found:
 
 
 def _on_device(whose: Whose, seen: Mapping[str, Any]) -> Found:
-    """Yield kernels' times. A launch without a known caller gets the owner of all others."""
+    """Yield kernels' times. An unattributed launch gets the kernel's only other owner, if any."""
     owners: dict[str, dict[Owner, None]] = {}
     unknown = []
     for number, name, us, calls in seen["kernels"]:

@@ -40,7 +40,7 @@ __all__ = [
 COMMAND = (sys.executable, "-P", "-m", "vllm_fl_tools.integration.workload")
 
 START_TIMEOUT, ANSWER_TIMEOUT = 1800.0, 600.0
-"""Seconds without an answer after which an engine is stopped; large models load for minutes."""
+"""Time limits in seconds for the startup and for an answer; large models load for minutes."""
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
@@ -160,7 +160,7 @@ def planned() -> Startup:
     """Return the startup of an engine in this environment.
 
     Raises:
-        UsageError: there is no plan, since vllm-fl is switched off.
+        UsageError: vllm-fl is switched off.
     """
     manager = get_default_manager()
     manager.ensure_initialized()
@@ -229,7 +229,7 @@ def running(
 
 
 def _end(leader: subprocess.Popen[str]) -> None:
-    """Kill a session's processes and wait: otherwise the next engine may lack device memory."""
+    """Kill the processes of a session, and wait: the next engine needs their device memory."""
     end = time.monotonic() + LAST_WORDS
     while living := _living(leader.pid):
         for pid in living:

@@ -28,7 +28,7 @@ SHOWN = (
     "triton",
     "triton-ascend",
 )
-"""Important distributions in addition to vllm-fl's own."""
+"""Important distributions that are not part of vllm-fl."""
 
 PATIENCE = 120
 """Seconds for the import of torch, which takes a minute from a cold network disk."""

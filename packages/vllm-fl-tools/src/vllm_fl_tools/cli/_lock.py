@@ -22,7 +22,7 @@ from ._options import draft_of
 from ._show import UsageError, answer, say
 
 DRAFT: dict[str, Any] = {"facts": {}, "result": {}, "seed": None}
-"""A lock file without facts, from which no engine differs: the engine records its facts."""
+"""An empty lock file: an engine compares nothing with it, but records its facts."""
 
 
 def save(arguments: argparse.Namespace) -> int:

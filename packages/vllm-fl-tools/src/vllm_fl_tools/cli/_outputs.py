@@ -1,7 +1,7 @@
 """Finds the operator that makes a plan less exact than a baseline.
 
 All engines get the same tokens, the answers of a float32 engine, and report the log-probability of
-each. Errors are the differences from the float32 engine. A correct plan also has errors, since it
+each. Errors are the differences from the float32 engine. A correct plan also has errors, because it
 computes in the model's dtype: a baseline in the same dtype has comparable errors.
 
 A correct plan that rounds more often has larger errors at all tokens, by one factor. The sizes of
@@ -31,7 +31,7 @@ EXACT, BASELINE, PLAN = "float32", "baseline", "plan"
 PHASES = ("prefill", "decode")
 
 LIMIT = 1.5
-"""Maximum median error of a correct plan, as a multiple of the error of the baseline.
+"""Maximum ratio of a correct plan's median error to the baseline's.
 
 A plan that rounds twice for each rounding of the baseline has about sqrt(2) = 1.41 times its error,
 and is correct. docs/measurements/verbs.md has the measurements of all limits.
@@ -89,7 +89,7 @@ class Outputs:
         listed: lists the parts of the plan's engine; called only if the plan is incorrect.
 
     Attributes:
-        differing: op -> implementation of the plan, for ops with another one in the baseline.
+        differing: op -> implementation of the plan, for ops that the baseline implements otherwise.
         what: part -> description, for these ops and for operators replaced outside the plan.
         errors: kind of engine -> phase -> median error, in nats; None if an error is not finite.
         plan: the verdict on the whole plan.

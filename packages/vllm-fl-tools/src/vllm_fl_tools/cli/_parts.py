@@ -121,7 +121,7 @@ class Changes:
         return variables, file, before, after
 
     def applied(self, environment: Mapping[str, str], folder: str) -> dict[str, str]:
-        """Return an engine's changed variables; write a changed file to `folder`."""
+        """Return the changed environment; write a changed file to `folder`."""
         variables, file, before, after = self.made(environment)
         if after != before:
             path = Path(folder) / "settings.yaml"

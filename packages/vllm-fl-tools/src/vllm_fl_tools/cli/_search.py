@@ -50,11 +50,11 @@ class UnsettledError(Exception):
 def search(
     parts: Iterable[str], trial: Trial, *, beneath: Mapping[str, Sequence[str]] = NOTHING
 ) -> tuple[str, list[Culprit]]:
-    """Search for culprits. The arguments are those for `culprits`.
+    """Search for culprits, with the arguments of `culprits`.
 
     Returns:
         `right`; `found`; `elsewhere`: it also fails without any part; or `unsteady`: trials
-        contradict each other. And the culprits; the last two statuses have one without parts.
+        contradict each other. And the culprits; for the last two statuses, one with an empty set.
     """
     parts = tuple(parts)
     try:
@@ -77,7 +77,7 @@ def culprits(
     Args:
         parts: all parts, without duplicates.
         trial: called once for each set. An exception ends the search.
-        beneath: part -> parts that depend on it.
+        beneath: part -> its dependent parts.
 
     Returns:
         Disjoint sets, in the order of the search. No set if all parts together are correct, and one

@@ -67,8 +67,8 @@ class Subject:
         absent: ops that the model does not have.
         captured: tokens of the largest captured graph; 0 without graphs, None if unknown.
         plan: of the engine, without a table; None if only sizes are known.
-        ordered: ops for which an engine without a table has a device-specific order; the default
-            has no such order.
+        ordered: ops with a device-specific order in an engine without a table, which the default
+            does not use.
     """
 
     name: str
@@ -141,7 +141,7 @@ class InGraphs:
     def is_by_range(self) -> bool:
         """Whether an engine inlines the op by range of sizes, or a pass finds it by range.
 
-        Not on a CPU, where vLLM traces and compiles the model once; not if an operator outside of
+        Not on a CPU, because vLLM traces and compiles its model once; not if an operator outside of
         vLLM's IR overwrites its arguments; and not if vLLM's code for another op, such as the
         experts, may call the op's operator.
         """
@@ -221,7 +221,7 @@ class Work:
         specs = manager.registry.snapshot().contracts
         self._tunings = {
             op: tuning
-            # Products come first, since their time decides if launches matter.
+            # Products come first, because their time decides if launches matter.
             for op in sorted(specs, key=lambda op: not self._binding(op).products)
             if (not ops or op in ops) and (tuning := self._tuning(op, explicit=bool(ops)))
         }
@@ -307,7 +307,7 @@ class Work:
         return STOCK if isinstance(selected, Stock) else selected.impl_id if selected else None
 
     def _contenders(self, op: str, names: set[str | None] | None) -> list[Contender]:
-        """Return every available implementation that is not denied, and vLLM's.
+        """Return vLLM's code and every available implementation that is not denied.
 
         `names` restricts them; None for all.
         """
@@ -317,7 +317,7 @@ class Work:
         installed = manager.registry.snapshot().impls_by_op.get(op, ())
         denied = rejections(manager.registry.plugins, manager.settings, op, installed)
         subject, default = self.subject, self._default(op)
-        # On a GPU, plain PyTorch runs several kernels, or the compiler's version of vLLM's code.
+        # On a GPU, plain PyTorch runs several kernels, or the same compiled code as stock vLLM.
         without_plain = subject.device.type == "cuda" and names is None
         found = [
             Contender(impl.impl_id, (impl,))
@@ -411,7 +411,7 @@ class Work:
         return found
 
     def _products(self, tokens: int) -> float:
-        """Return a lower bound of the device time of a layer's matrix products, µs; 0 if unknown.
+        """Return a lower bound of the device time of matrix products in a layer, µs; 0 if unknown.
 
         It is the time at the next smaller measured size. Each product is a form of its op, and
         occurs once in a layer.

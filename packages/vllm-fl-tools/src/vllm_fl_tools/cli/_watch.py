@@ -17,8 +17,8 @@ INTERRUPTED = 130
 """Exit status of shells after Ctrl-C."""
 
 GRACE = 10.0
-"""Seconds after the time limit for a call in native code to return to Python, where it can be
-interrupted. Otherwise the whole run ends."""
+"""Seconds after its time limit in which a call may return from native code to Python, where it can
+be interrupted. Otherwise the whole run ends."""
 
 
 class TookTooLong(KeyboardInterrupt):

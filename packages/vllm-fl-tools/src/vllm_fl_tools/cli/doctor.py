@@ -139,7 +139,7 @@ def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
             for check, find in (*CHECKS, *examined.checks)
             for finding in contained(check, find)
         ]
-        if arguments is not None and examined.settings is not None:  # else it repeats a finding
+        if arguments is not None and examined.settings is not None:  # otherwise already reported
             findings += _of_engine(arguments, examined, examined.settings)
     facts = describe({name for plugin in examined.plugins for name in plugin.owner.kernels})
     for owner, why in examined.unused.items():
@@ -175,7 +175,7 @@ def _of_engine(
 ) -> list[Finding]:
     """Return why the engine would not start, before verification, and its warnings.
 
-    It uses the examined plugins, or loads all again if one has failed.
+    It uses the examined plugins, or loads all again after a failure.
     """
     failed = [*examined.failing, *(each.error for each in examined.plugins if each.error)]
     if not failed:
@@ -275,7 +275,7 @@ class _Examined:
             )
 
     def find_contracts(self) -> Iterator[Finding | Problem]:
-        """Find contracts that are missing, or that a backend does not require."""
+        """Find missing contracts, and backends that do not require their contracts."""
         if not any(each.owner.is_of(OPS) for each in self.found):
             yield (
                 f"{OPS} is not installed.",
@@ -304,7 +304,7 @@ class _Examined:
                 )
 
     def find_device(self) -> Iterator[Finding | Problem]:
-        """Find the device that a plugin provides on this machine; two plugins are a finding."""
+        """Find the device that a plugin provides on this machine; a second plugin is a finding."""
         if self.forced in IN_TREE or (self.forced and is_foreign(self.forced)):
             return
         known, self.failing = devices(self.plugins)

@@ -133,7 +133,7 @@ def _engines_of(
 
 
 def _for_scripts_alone(op: str, snapshot: RegistrySnapshot) -> str:
-    """Return why no engine runs the op, with any vLLM; empty if one may."""
+    """Return why the op cannot run in an engine, with any vLLM; empty if it can."""
     if op not in snapshot.contracts:
         return "no contract names it"
     binding = snapshot.bindings.get(op)
@@ -231,7 +231,7 @@ def targets_of(binding: Binding) -> list[str]:
 def signature_of(spec: OpSpec | None, width: int = 0) -> str | None:
     """Return the contract's signature; None for an op without a contract.
 
-    Parameters get their own lines if the signature is longer than `width`, unless it is 0.
+    Parameters get their own lines if the signature is longer than `width`; 0 is no limit.
     """
     if spec is None:
         return None

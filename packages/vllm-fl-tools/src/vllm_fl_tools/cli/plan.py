@@ -1,6 +1,6 @@
 """`vllm-fl plan`: show the implementation of each op in an engine, and what would change it.
 
-Nothing is started or verified: this is the plan before verification disables implementations.
+Nothing is started or verified: verification may still disable implementations.
 """
 
 from __future__ import annotations

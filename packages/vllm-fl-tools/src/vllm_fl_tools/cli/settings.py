@@ -1,4 +1,4 @@
-"""`vllm-fl settings`: show every effective setting, its origin and what it overrides."""
+"""`vllm-fl settings`: show every effective setting, its origin and the values that it overrides."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ._show import answer, print_table, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add no options: the settings are those of this environment."""
+    """Add no options."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _settings() -> Settings:
-    """Return an engine's settings, for which vLLM determines the platform and the layers.
+    """Return an engine's settings. vLLM determines their platform and layers.
 
     Broken plugins are ignored.
 

@@ -1,6 +1,6 @@
 """`vllm-fl show`: print JSON files of engines and of this command, or write one HTML page.
 
-It runs no engine, and needs no device.
+It does not run an engine or need a device.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ STATES = {
 }
 
 SILENT = 3 * EVERY
-"""Seconds without a new state after which a process is reported as gone."""
+"""Maximum seconds between two states of a living process."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

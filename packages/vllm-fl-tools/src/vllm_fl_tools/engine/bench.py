@@ -20,8 +20,8 @@ from .timing import Timer
 __all__ = ["Bench", "cold_bytes"]
 
 LONGEST = 10e-3
-"""Seconds after which a round on a CPU makes no further calls: calls of microseconds can take
-milliseconds each on a busy CPU."""
+"""Limit in seconds for the calls of a round on a CPU: calls of microseconds can take milliseconds
+each on a busy CPU."""
 
 WARM_UP = 3
 

@@ -79,8 +79,8 @@ class Measured:
         default: the implementation's id without a tuning table, or `stock`.
         rejected: name -> why it was not timed to the end.
         times: name -> its time in each round, µs.
-        slower: name -> the form in which the default is faster, with the ratio; or how much longer
-            its launch takes, at sizes without a captured graph.
+        slower: name -> the form in which it is slower than the default, and the ratio; or how much
+            longer its launch takes, at sizes without a captured graph.
     """
 
     tokens: int
@@ -161,9 +161,9 @@ def rows_of(
     Args:
         measured: the measurements, one for each number of tokens.
         inlined: implementations that the compiler inlines. A graph that is compiled for a range of
-            sizes has such an implementation at all sizes or at none. If winners differ and one is
-            inlined, a range therefore has one row: an implementation that is nowhere slower than
-            the default, or `default`.
+            sizes has such an implementation at all sizes or at none. If winners differ and include
+            an inlined implementation, a range therefore has one row: an implementation that is
+            nowhere slower than the default, or `default`.
         edges: the last number of tokens of each range except the last; empty if vLLM compiles the
             model once for all sizes.
     """

@@ -9,7 +9,7 @@ from typing import Any
 from vllm_fl.settings.policy import REST, Mode, Token
 
 DEFAULT = "default"
-"""Value in a row that keeps the default, since no implementation was faster."""
+"""Value in a row without a faster implementation: the default stays."""
 
 STOCK = "stock"
 """Name of vLLM's implementation of an op, in results and options."""
@@ -31,9 +31,9 @@ class Figure:
         ratio: the default's time divided by this time, the median of pairs measured next to each
             other; above 1 the implementation is faster than the default.
         ratio_low: the lower quartile of these ratios.
-        slower: the form in which the default is faster, with the ratio (how often a model calls
-            each form is not known); or that the launch takes longer, at sizes without a captured
-            graph. A slower implementation gets no row. Empty otherwise.
+        slower: the form in which it is slower than the default, and the ratio (how often a model
+            calls each form is not known); or a longer launch, at sizes without a captured graph. A
+            slower implementation gets no row. Empty otherwise.
         rejected: why it was not timed: incorrect, with its worst element, or an unsupported call;
             empty otherwise.
     """

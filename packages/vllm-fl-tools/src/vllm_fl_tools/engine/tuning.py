@@ -41,7 +41,6 @@ from .timing import ROOM, Measured, in_turn, ratios
 __all__ = ["Contender", "OpTuning"]
 
 ROUNDS = 11
-"""Rounds of timing."""
 
 ROUND = 400e-6
 """Minimum seconds of a round of one form, above the noise of the clock."""
@@ -60,7 +59,7 @@ Over = Callable[[str], AbstractContextManager[None]]
 """(candidate's name) -> a context manager that raises TimeoutError if its block takes too long."""
 
 _Ways = tuple[Callable[..., Any], Callable[..., Any]]
-"""(op as it is timed, op as the host launches it)."""
+"""(function for timing, function for timing launches)."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Contender:
     Args:
         name: an implementation's id, or `stock`.
         impls: the implementation; for vLLM several functions, each for some calls: for each call
-            the first that is correct is timed.
+            the first correct function is timed.
         bare: whether it is called without a guard, like vLLM's functions.
         apart: impl id -> function that is timed instead, without work that only the comparison
             needs, such as joining results.
@@ -88,9 +87,9 @@ class _Served:
 
     Args:
         impl: the implementation.
-        call: with the contract's parameters, as an engine calls it.
+        call: the function that an engine calls, with the contract's parameters.
         timed: the timed function: `call`, or the replacement in the candidate's `apart`.
-        launched: the function as the host launches it in a compiled graph, since a graph of only
+        launched: the function that the host launches in a compiled graph, because a graph of only
             this call costs the host more than the call.
         bare: whether it is vLLM's code: its callers accept results in any layout.
     """
@@ -118,13 +117,13 @@ class OpTuning:
         over: limits the duration of calls.
         captured: tokens of the largest captured graph; 0 without graphs, None if unknown.
         traced: candidates in the graph that a compiled engine traces, inlined or as an operator;
-            None for all. The others are called when that graph runs, as in eager mode, since vLLM
-            calls the op inside an operator.
+            None for all. The others are called when that graph runs, like in eager mode, because
+            vLLM calls the op inside an operator.
         between_graphs: whether vLLM calls the op between the pieces of its piecewise graphs
             (`Binding.between_graphs`).
         once: whether a layer makes each call of the op exactly once. Then only the sum of the calls
             decides; otherwise a winner must not be slower in any of them.
-        products: tokens of a step -> device time of a layer's matrix products, µs; 0 if unknown.
+        products: tokens of a step -> device time of matrix products in a layer, µs; 0 if unknown.
     """
 
     spec: OpSpec
@@ -180,7 +179,7 @@ class OpTuning:
         vars(self).pop("_trials", None)
 
     def _slower(self, parts: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, str]:
-        """Return candidate -> the form in which the default is faster, with the ratio.
+        """Return candidate -> a form in which it is slower than the default, and the ratio.
 
         How often a model makes each call is unknown: another op may replace all calls of a form,
         such as norms with a residual, norms without it, or norms of heads.
@@ -207,7 +206,7 @@ class OpTuning:
 
         Only for steps that no graph covers completely, and that the host may limit. The host
         launches a kernel in a compiled graph as fast as a PyTorch operator, and an opaque operator
-        through Python. Forms are compared separately, since a model may not call each of them.
+        through Python. Forms are compared separately, because a model may not call each of them.
         """
         inlined = {
             c.name
@@ -244,7 +243,7 @@ class OpTuning:
     ) -> dict[str, Sequence[_Served]]:
         """Return candidate -> its functions for each form; add rejected candidates to `found`.
 
-        The default runs forms that a candidate does not support, as in an engine.
+        The default runs forms that a candidate does not support, like in an engine.
         """
         sound: dict[str, Sequence[_Served]] = {}
         partly: dict[str, Sequence[_Served | str]] = {}
@@ -340,7 +339,7 @@ class OpTuning:
         return poisoned
 
     def _function(self, contender: Contender, impl: OpImpl, form: int) -> _Ways:
-        """Return the implementation as a layer in this mode calls it, and as it is launched."""
+        """Return the function that a layer calls in this mode, and the launched function."""
         key = contender.name, impl.fn, form
         if key not in self._functions:
             try:
@@ -422,10 +421,10 @@ class OpTuning:
         return (lambda *args: compiled(*inputs(args))) if slices else compiled
 
     def _whole(self, view: torch.Tensor, piece: _Piece) -> torch.Tensor:
-        """Return the projection that contains `view`, as a tensor at the start of its storage.
+        """Return the projection that contains `view`, as a tensor with offset 0 in its storage.
 
         torch's functional form of an operator that writes to two views of an input reads these
-        views at the start of the storage.
+        views at offset 0 of the storage.
         """
         key = view.data_ptr(), view.shape[0]
         if key not in self._wholes:
@@ -583,7 +582,7 @@ def _put(args: Sequence[Any], others: Sequence[Any], places: Sequence[int]) -> t
 
 
 def _within(args: Sequence[Any], result: Any) -> Any:
-    """Return `result`, as a view of an argument if it uses the argument's memory.
+    """Return `result`, as a view of an argument that has the same memory.
 
     A view of `OpTuning._whole` has an argument's memory, but another storage object.
     """

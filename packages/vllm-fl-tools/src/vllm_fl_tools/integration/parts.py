@@ -34,7 +34,7 @@ def without(engine: Described, bindings: Mapping[str, Binding]) -> frozenset[str
 
 
 def taken_in(binding: Binding) -> frozenset[str]:
-    """Return the ops that an op fuses; no graph has the op if one of them is planned."""
+    """Return the ops that an op fuses. While a fused op is planned, no graph has the op."""
     targets = (target for target in binding.targets if isinstance(target, GraphTarget))
     return frozenset(part for target in targets for part in target.parts)
 

@@ -45,7 +45,7 @@ implementation into the graph."""
 
 
 def watch_compiler() -> None:
-    """Record what Inductor fuses into each kernel that it generates in this process from now on.
+    """Record what Inductor fuses into each kernel that it will generate in this process.
 
     Also make kernels on a CPU visible in profiles.
     """
@@ -94,7 +94,7 @@ DIGITS = "_0123456789"
 def _part_of(node: torch.fx.Node, fused: bool) -> str | None:
     """Return the layer, or the op and implementation, of a node in a graph.
 
-    The origins of a kernel also include operators that it reads from; they are not parts of it.
+    The origins of a kernel also include operators that only provide its inputs.
     """
     stack = node.meta.get("nn_module_stack") or {}
     namespaces = ("aten", "prims") if fused else ("higher_order",)
@@ -109,7 +109,7 @@ def _part_of(node: torch.fx.Node, fused: bool) -> str | None:
 
 
 def _named(cls: type) -> str:
-    """Return the name of vLLM's class for a layer: vllm-fl replaces layers by subclasses."""
+    """Return vLLM's name of a layer's class: vllm-fl replaces layers by subclasses."""
     return next(c.__name__ for c in cls.__mro__ if c.__module__ != layers.__name__)
 
 
@@ -121,12 +121,12 @@ class Profiling:
     def vllm_fl_profile(self, decode: bool, steps: int) -> None:
         """Profile the next `steps` steps of one kind, or until a step of the other kind.
 
-        `decode` selects steps in which every sequence decodes; otherwise steps with a prompt.
+        `decode` selects steps that only decode; otherwise steps with a prompt.
         """
         self.vllm_fl_window = _Window(self, decode, steps)
 
     def vllm_fl_profiled(self) -> dict[str, Any]:
-        """Return the profile since `vllm_fl_profile`, in the format of `_seen`."""
+        """Return the profile since `vllm_fl_profile`, from `_seen`."""
         return self.vllm_fl_window.close()
 
     def vllm_fl_places(self) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def _seen(events: Iterable[Any]) -> dict[str, Any]:
         `paths`: lists of names, each of an operator or label after its callers, outermost first.
         `host` [[path, µs, calls]]: host time, without the callees of the path. `kernels` [[path,
         kernel, µs, calls]]: device time of kernels that the path launches; the path is None if
-        unknown. `busy`: µs in which at least one kernel ran.
+        unknown. `busy`: µs with at least one running kernel.
     """
     ordered = sorted(events, key=lambda event: event.time_range.start)
     times, busy = device_times(ordered)
@@ -284,7 +284,7 @@ def _is_on_device(event: Any) -> bool:
 
 
 def device_times(events: Iterable[Any]) -> tuple[dict[str, list[float]], float]:
-    """Return (kernel -> µs of each call, µs in which at least one kernel ran)."""
+    """Return (kernel -> µs of each call, µs with at least one running kernel)."""
     times: dict[str, list[float]] = {}
     busy, until = 0.0, float("-inf")
     for event in sorted(events, key=lambda event: event.time_range.start):

@@ -1,4 +1,4 @@
-"""vLLM's implementations of an op, called without an engine, as the baseline of comparisons."""
+"""Calls vLLM's implementations of an op without an engine, for comparisons."""
 
 from __future__ import annotations
 

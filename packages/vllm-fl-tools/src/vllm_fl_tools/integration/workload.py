@@ -197,7 +197,7 @@ def _length(options: dict[str, Any]) -> int:
 
 
 def _parsed(model: str, arguments: list[str]) -> dict[str, Any]:
-    """Return the fields of vLLM's EngineArgs that the command line changes.
+    """Return the EngineArgs fields that the command line changes.
 
     Raises:
         WrongArguments: vLLM rejects an argument.

@@ -1,4 +1,4 @@
-"""Description of an engine that has not started: its plan before verification."""
+"""Description of an engine that has not started, with its unverified plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Described:
         layers: op -> class of vLLM -> number of such layers in the model.
         aside: why the engine runs stock vLLM, with an empty plan; empty if vllm-fl is active.
         differs: differences from the lock file of the settings, one sentence each.
-        unasked: why vLLM could not be queried; only vLLM has some of the information.
+        unasked: why vLLM could not be queried; the description is then incomplete.
         config: vLLM's configuration; None if vLLM could not be queried.
     """
 

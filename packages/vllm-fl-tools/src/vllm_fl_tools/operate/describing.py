@@ -37,7 +37,7 @@ def describe(arguments: EngineArgs, usage_context: UsageContext | None) -> Descr
     Raises:
         SettingsError: a setting is invalid, and the engine would not start.
         PluginError: as at startup.
-            Exception: from vLLM, if it cannot serve the model with these arguments.
+        Exception: from vLLM, if it cannot serve the model with these arguments.
     """
     return _described(arguments.create_engine_config(usage_context))
 

@@ -31,7 +31,7 @@ def identity(device: torch.device, owners: Iterable[Owner]) -> dict[str, str]:
         facts["driver"] = driver
     facts |= versions()
     for owner in owners:
-        # `plugin` is only a module's name if the user set it; otherwise it is an entry point's.
+        # `plugin` is the name of an entry point, unless the user set a module.
         of_code = code_facts(owner, "" if owner.distribution else owner.plugin)
         name = owner.distribution or owner.plugin
         facts[name] = f"{owner.version} {of_code['source']}"
@@ -50,7 +50,7 @@ def cpu_name() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Return a device's name from torch, or its type if torch has no name."""
+    """Return torch's name of a device; without one, the device's type."""
     import torch
 
     named = getattr(getattr(torch, device.type, None), "get_device_name", None)

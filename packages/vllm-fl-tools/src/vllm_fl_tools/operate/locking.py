@@ -47,7 +47,7 @@ OF_HOST = re.compile(
     r"|^(compilation|additional)_config$|^ir_op_priority$|logging|observability|profiler"
 )
 """Names that differ between hosts and startups without effect on results, and fields that vllm-fl
-itself changes, for which `EngineFacts` has the user's values."""
+changes itself: `EngineFacts` has the user's values of these."""
 
 OF_MODEL = ("argument", "model configuration", "plan")
 """Facts that only an engine with a model has."""
@@ -175,7 +175,6 @@ def differences(locked: Locked, now: Mapping[str, Any]) -> list[str]:
 
 
 def _lines(now: Any, then: Any, name: str = "") -> list[str]:
-    """Return a line for each value that differs between two JSON values."""
     if isinstance(now, Mapping) or isinstance(then, Mapping):
         ours, theirs = now or {}, then or {}
         keys = sorted({*ours, *theirs})

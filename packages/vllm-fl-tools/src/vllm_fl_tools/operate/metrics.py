@@ -44,7 +44,7 @@ def exposition(
     files into memory, and a full disk then kills the worker.
 
     Args:
-        plan, digest: the plan that serves.
+        plan, digest: the current plan.
         worker: labels that identify the worker, for every sample.
         shadow: the shadow check's part of the worker report; None without it.
         lock_differs: whether the engine differs from its lock file.
@@ -98,8 +98,8 @@ def metrics_file(
 
     Args:
         engine: the engine.
-        named: the user's path, whose name without suffix is the label `engine`. Each worker writes
-            its own file in that directory (`of_worker`).
+        named: the user's path. Its name without suffix is the label `engine`, and its directory
+            gets the file of each worker (`of_worker`).
         lock: returns the differences from the lock file.
         every: seconds between two writes.
     """

@@ -2,8 +2,8 @@
 
 vLLM serves prometheus_client's registry. With several API servers or PROMETHEUS_MULTIPROC_DIR, it
 serves another registry, with only a `MultiProcessCollector`. This module adds the metrics to both.
-Workers do not use prometheus_client's own files, which are mapped into memory: a full disk kills
-the process that writes them.
+Workers do not use the files of prometheus_client: these are mapped into memory, and a full disk
+kills the process that writes them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_fl.logs import get_logger
 from vllm_fl.text import quote
 
 PATIENCE = 1.0
-"""Seconds that a scrape waits for the files; meanwhile the server answers no requests."""
+"""Seconds that a scrape waits for the files: the server does not answer requests in this time."""
 
 OURS = "vllm_fl_"
 
@@ -61,10 +61,7 @@ def show(named: str) -> None:
 
 
 class Scraped:
-    """A collector of the metrics that workers on this machine have written.
-
-    `named` is the user's path.
-    """
+    """A collector of the metrics that workers on this machine have written to the user's path."""
 
     def __init__(self, named: str) -> None:
         path = Path(named)

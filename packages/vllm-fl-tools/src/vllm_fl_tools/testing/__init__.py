@@ -1,4 +1,4 @@
-'''The conformance kit: tests that an implementation must pass before it serves a model.
+'''The conformance kit: tests that an implementation must pass before use.
 
 **Test a backend.** `pip install vllm-fl-core[testing]`, and write one file, complete::
 
@@ -42,14 +42,14 @@ engine for all ops. If that fails, it starts one for each op, to find the op at 
 stops all processes of vLLM.
 
 **Exceptions are data.** List known deviations of a backend, with reasons, in `xfails.toml` in the
-directory of the test file (`Xfail` has the keys). A test fails if it passes although an entry
-expects a failure, and so does an entry that matches no test: the file stays up to date.
+directory of the test file (`Xfail` has the keys). A test that passes despite an entry fails, and so
+does an entry without a test: the file stays up to date.
 
 **Sizes and time.** The tests use the calls of a model, set by the class attribute `sizes`, a
 `ModelSizes` (by default Qwen3-0.6B, with additional calls of few tokens from public models that
-have the op). Set smaller sizes if kernels are interpreted, or your model's if kernels are made for
-it. `deadline` limits the seconds of a child process for one op, by default 120: increase it if
-kernels compile slowly.
+have the op). Set smaller sizes if kernels are interpreted, or the sizes of your model if kernels
+are made for it. `deadline` limits the seconds of a child process for one op, by default 120:
+increase it if kernels compile slowly.
 
 **Without pytest.** `failures(impl)` runs the same checks on one implementation without pytest.
 

@@ -34,7 +34,7 @@ class Check:
     each: Literal["sample", "bad input", "family", "dtype", "op"]
 
     def run(self, subject: Subject, dtype: str, sample: str) -> None:
-        """Run it, and restore the state of the process, with which the next check compares."""
+        """Run it, and restore the state of the process for the next check."""
         before = process_state.state_of(subject.device)
         try:
             self.function(subject, dtype, sample)

@@ -130,8 +130,8 @@ def determinism(subject: Subject, dtype: str, sample: str) -> None:
 def refusals(subject: Subject, dtype: str, sample: str) -> None:
     """`supports` returns True or a reason, independently of values and batch size.
 
-    It must reject tensors on another device, where a kernel cannot run. Traceable implementations
-    may accept them, since PyTorch runs anywhere.
+    It must reject tensors on another device, because its kernel cannot run there. Traceable
+    implementations may accept them, since PyTorch runs anywhere.
     """
     impl = subject.impl
     if not states_support(impl) or impl.needs_layer:  # `supports` is missing or unused

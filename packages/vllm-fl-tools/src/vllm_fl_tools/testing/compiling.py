@@ -115,7 +115,7 @@ def _wrapped(subject: Subject, grants: frozenset[str], last: OpImpl | None = Non
 
 
 def _oracle(subject: Subject) -> OpImpl:
-    """Return the oracle, rounded to the contract's dtypes, as a fallback for unsupported calls."""
+    """Return an implementation from the oracle, rounded to the contract's dtypes."""
     spec = subject.spec
 
     def fn(*args: Any) -> Any:

@@ -23,7 +23,7 @@ from .subject import Refused, Subject, expect
 __all__ = ["engine"]
 
 SHOWN = 80
-"""Lines of a log's end that are shown: vLLM's own traceback and, before it, the cause."""
+"""Lines from the end of a log to show: vLLM's traceback and, before it, the cause."""
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],

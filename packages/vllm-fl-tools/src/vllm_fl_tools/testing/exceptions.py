@@ -36,7 +36,6 @@ class Xfail:
     run: bool = True
 
     def matches(self, case: Case) -> bool:
-        """Return whether it applies to this test."""
         return (
             self.op == case.op
             and self.check == case.check

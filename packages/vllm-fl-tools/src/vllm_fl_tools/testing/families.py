@@ -1,7 +1,7 @@
 """Typical sizes of public models, for the calls that the kit tests.
 
 The sizes are from the models' configurations, for one rank. Sizes that a model does not have are
-omitted, and ops that need them have no calls of it.
+omitted: the model does not call ops that need them.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ FAMILIES = tuple(_family(entry.split()) for entry in re.split(r"\n(?! )", TABLE.
 
 
 LENGTH = 32768
-"""Maximum sequence length of a model, since each call makes tables of positions."""
+"""Maximum sequence length of a model, because each call makes tables of positions."""
 
 
 def served_dtype(spec: OpSpec) -> str:

@@ -14,11 +14,9 @@ __all__ = ["bad_inputs"]
 
 
 def bad_inputs(spec: OpSpec, dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    """Yield calls that `check` must reject: the contract's, and one mistake in each argument.
+    """Yield calls that `check` must reject: `spec.bad_inputs`, and a mistake in each argument.
 
-    Args:
-        spec: the contract.
-        dtype, device: of the samples from which calls are made.
+    `dtype` and `device` belong to the samples that are changed.
     """
     yield from spec.bad_inputs(dtype, device)
     missing = dict(spec.arguments)

@@ -67,8 +67,7 @@ class Subject:
     """One implementation under test.
 
     Args:
-        impl: takes the contract's parameters, or a layer and the parameters that the layer does not
-            provide.
+        impl: with the contract's parameters, or with a layer and the other parameters.
         device: of the inputs.
         sizes: of the model. A plugin's binding provides typical values for missing sizes.
         left_out: (op, dtype, sample) with known deviations: only `values` uses them.
@@ -87,7 +86,7 @@ class Subject:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """The dtypes in which the contract makes inputs."""
+        """The dtypes that the contract supports."""
         return self.spec.dtypes
 
     def all_samples(self, dtype: str) -> tuple[Sample, ...]:
@@ -105,7 +104,7 @@ class Subject:
         return fresh(next(s for s in self.all_samples(dtype) if s.name == name))
 
     def samples(self, dtype: str) -> Iterator[Sample]:
-        """Yield copies of the contract's samples, without `left_out`."""
+        """Yield copies of samples from the contract, without `left_out`."""
         for sample in _samples(self.spec.name, None, dtype, self.device):
             if (self.spec.name, dtype, sample.name) not in self.left_out:
                 yield fresh(sample)
@@ -135,7 +134,6 @@ class Subject:
         return tuple(bad_inputs(self.spec, getattr(torch, dtype), self.device))
 
     def accepts(self, sample: Sample) -> bool:
-        """Return whether the implementation supports `sample`."""
         each = fresh(sample)
         if verdict_of(self.impl, self.spec, each.args) is not True:
             return False
@@ -146,14 +144,14 @@ class Subject:
         return True
 
     def call(self, sample: Sample) -> Any:
-        """Return the implementation's result for `sample`, whose tensors may be overwritten.
+        """Return the implementation's result. The call may overwrite tensors of `sample`.
 
         An implementation that takes a layer gets one from the contract.
         """
         return as_call(self.impl, self.spec)(*sample.args)
 
     def bits(self, sample: Sample) -> str:
-        """Return a hash of the result for `sample`, whose tensors may be overwritten.
+        """Return a hash of the result. The call may overwrite tensors of `sample`.
 
         The contract leaves the order of an expert's rows open: the hash does not depend on it.
         """
@@ -181,7 +179,7 @@ class Subject:
 
 
 def contract_of(op: str) -> OpSpec:
-    """Return the contract of an op. Raises KeyError if it has none."""
+    """Return the contract of an op, or raise KeyError."""
     return _installed(op).contracts[op]
 
 
@@ -192,7 +190,7 @@ def _installed(op: str) -> RegistrySnapshot:
 
 
 def fresh(sample: Sample) -> Sample:
-    """Return a copy whose tensors share memory only with each other, like the sample's tensors."""
+    """Copy a sample. Its tensors share memory like the originals, but not with the originals."""
     return dataclasses.replace(sample, args=copy.deepcopy(sample.args))
 
 
@@ -231,14 +229,13 @@ def _samples(
 
 @cache
 def _relaid(op: str, dtype: str, device: torch.device) -> tuple[Sample, ...]:
-    """Return a contract's samples in other layouts."""
     return tuple(relaid(contract_of(op), _samples(op, None, dtype, device)))
 
 
 def _promised(spec: OpSpec, got: Any, args: Sequence[Any]) -> Any:
     """Return the results in a normal form, identical for results that the contract equates.
 
-    `got` has the structure of the contract's fake.
+    `got` is structured like a result of `spec.fake`.
     """
     results, at = list(parts(got)), 0
     for output in spec.outputs_of(len(results)):

@@ -113,7 +113,7 @@ def to_compile(*, runs: bool = True) -> Iterator[set[str]]:
     """Collect the compilations that a GPU would need for the kernels launched in the block.
 
     Triton compiles a kernel again for another dtype, constant or option, for an integer that is 1,
-    and if divisibility by 16 of an integer or address changes; Triton's own code decides that.
+    and if divisibility by 16 of an integer or address changes; Triton's code decides that.
     Configurations that `triton.autotune` would try or choose are not included.
 
     Args:
@@ -313,7 +313,7 @@ def _interpreted_functions_look_compiled() -> None:
 
 
 LIBDEVICE = ("triton.language.extra.libdevice", "triton.language.extra.cuda.libdevice")
-"""Modules from which kernels import these functions: for any device, and for NVIDIA."""
+"""Modules that have these functions, for any device and for NVIDIA."""
 
 FUNCTIONS = {
     "ceil": "ceil", "floor": "floor", "trunc": "trunc", "rint": "rint", "nearbyint": "rint",

@@ -27,8 +27,8 @@ READERS = ("os", "collections")
 def undeclared(subject: Subject, dtype: str) -> str:
     """Return the fault of the variables that a compiler would read in `subject`; empty if none.
 
-    A compiler reads them once, while it traces, and vLLM caches the compiled code. The plan's
-    digest, which identifies that code, only includes variables that plugins declare.
+    A compiler reads them once, while tracing, and vLLM caches the compiled code. The digest of the
+    plan, which identifies that code, only includes variables that plugins declare.
     """
     impl, names = subject.impl, set[str]()
     for each in () if is_opaque(impl) else subject.patterns(dtype):
