@@ -37,11 +37,7 @@ class Draft:
             self._beside.unlink(missing_ok=True)
 
     def put(self, data: bytes, *, lasting: bool = False) -> None:
-        """Write the complete contents and replace `path`.
-
-        Args:
-            data: the contents.
-            lasting: whether they must survive a power failure (fsync).
+        """Write the complete contents and replace `path`; with `lasting`, call fsync before.
 
         Raises:
             OSError: for example, the disk is full.

@@ -203,11 +203,7 @@ def _show(served: Served, verdict: Verdict) -> None:
 def compare_engines(path: str, model: str, more: Sequence[str], rounds: int) -> Served:
     """Serve a model with a table and without it, alternately.
 
-    Args:
-        path: the table's file.
-        model: the model's folder.
-        more: arguments for vLLM.
-        rounds: for each pair of engines.
+    `more` are arguments for vLLM; each pair of engines runs `rounds`.
 
     Raises:
         EngineError: an engine failed.

@@ -42,9 +42,7 @@ def surviving(
     If a plugin ends the child (`os._exit`, an abort) or hangs, `work` is repeated without it, and
     the plugin is shown as failed.
 
-    Args:
-        work: the function.
-        ended: plugin -> how it ended a child; extended by plugins that end this child.
+    `ended` has plugin -> how it ended a child, and is extended by plugins that end this child.
 
     Raises:
         LoadingError: the child ended while no known plugin was running.

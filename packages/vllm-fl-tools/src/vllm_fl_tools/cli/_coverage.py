@@ -66,7 +66,7 @@ class Whose:
     Args:
         places: the result of `vllm_fl_places`.
         report: the result of `vllm_fl_report`.
-        tokens: of the step, for ops with a tuning table.
+        tokens: of the step, for ops with an order by size.
     """
 
     places: Mapping[str, Any]
@@ -217,7 +217,7 @@ def _on_host(whose: Whose, seen: Mapping[str, Any]) -> Found:
 
 
 def _on_device(whose: Whose, seen: Mapping[str, Any]) -> Found:
-    """Yield kernels' times. An unattributed launch gets the kernel's only other owner, if any."""
+    """Yield kernels' times. An unattributed launch gets the owner of other launches, if unique."""
     owners: dict[str, dict[Owner, None]] = {}
     unknown = []
     for number, name, us, calls in seen["kernels"]:

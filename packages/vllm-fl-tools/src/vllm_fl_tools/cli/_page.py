@@ -180,7 +180,7 @@ def findings(results: Iterable[Mapping[str, Any]]) -> list[tuple[tuple[str, ...]
 
 
 def microseconds(value: float) -> str:
-    """Return a time with three significant digits."""
+    """Format a time with about three significant digits."""
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -75,10 +75,8 @@ SIZE = 4.5, 3.0
 class Look(NamedTuple):
     """The look of one implementation in all plots of the page.
 
-    Args:
-        colour: the number of the CSS variable `--s…`.
-        marker, dash: names in matplotlib.
-        sign: the marker as a character.
+    `colour` is the number of the CSS variable `--s…`; `marker` and `dash` are names in matplotlib;
+    `sign` is the marker as a character.
     """
 
     colour: int

@@ -173,7 +173,7 @@ def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
 def _of_engine(
     arguments: argparse.Namespace, examined: _Examined, settings: Settings
 ) -> list[Finding]:
-    """Return why the engine would not start, before verification, and its warnings.
+    """Return the findings of an engine's startup before verification, and its warnings.
 
     It uses the examined plugins, or loads all again after a failure.
     """

@@ -111,7 +111,7 @@ def _facts(op: str, engines: Sequence[Described], mode: str | None) -> dict[str,
 
 
 def _unused_table(engines: Sequence[Described]) -> str | None:
-    """Return why the configured tuning table has no effect; None if it has in some engine."""
+    """Return why the configured tuning table has no effect; None if some engine uses it."""
     tables = [table for each in engines if (table := each.facts.settings.tuned) is not None]
     return tables[0].reason if tables and all(table.unused for table in tables) else None
 

@@ -184,7 +184,7 @@ def _changes(name: str, platform: str | None, *, over: bool, is_known: bool) -> 
 
     Args:
         name: the vendor.
-        platform: the platform; None for a new platform of the vendor.
+        platform: None for a new platform of the vendor.
         over: whether a third-party plugin provides the platform, and stays installed.
         is_known: whether torch's name of the device is known.
     """

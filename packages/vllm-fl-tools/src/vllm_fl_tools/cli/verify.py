@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from vllm_fl_verify.verification import Comparison
 
 BATCH = 300
-"""The largest batch for comparing the bits of rows, above the pool of verification."""
+"""The largest batch for comparing the bits of rows, larger than the pool of verification."""
 
 TIMEOUT = 120.0
 """Time limit of one sample in seconds, enough to compile or build a kernel at its first call."""

@@ -54,9 +54,7 @@ class Figure:
 class Row:
     """The choice for calls of more tokens than in the previous row, and at most `up_to`.
 
-    Args:
-        up_to: the largest number of tokens.
-        impl: an implementation's id, `stock`, or `default`.
+    `impl` is an implementation's id, `stock`, or `default`.
     """
 
     up_to: int
@@ -100,9 +98,9 @@ class Tuned:
     Args:
         mode: how the engine runs the model.
         dtype: torch's name of the model's dtype.
-        sizes: the model's sizes on one rank, by name.
+        sizes: the model's, on one rank.
         model: the user's name of the model.
-        date: when it was written, ISO 8601, UTC.
+        date: ISO 8601, UTC.
         seconds: duration of the measurement.
         holds: contains `vllm`, `device` and `distributions`, as in the settings file.
         ops: op -> its result.

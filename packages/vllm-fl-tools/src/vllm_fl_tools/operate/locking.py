@@ -86,12 +86,9 @@ def facts_of_lock(facts: EngineFacts, config: VllmConfig, device: torch.device) 
 
 @dataclasses.dataclass
 class Lock:
-    """Compares an engine with its lock file.
+    """Compares an engine, and its facts before verification, with its lock file.
 
-    Args:
-        engine: an engine with a lock file in its settings.
-        facts: the engine's facts, before verification.
-        differs: differences on any rank, one line each.
+    `differs` has the differences on any rank, one line each.
     """
 
     engine: Engine
@@ -155,11 +152,8 @@ def labels(plan: Plan) -> dict[str, str]:
 def differences(locked: Locked, now: Mapping[str, Any]) -> list[str]:
     """Return the differences between an engine's facts and a lock file, one line each.
 
-    The plan follows from the other facts, so it is compared only if these are equal.
-
-    Args:
-        locked: the lock file.
-        now: the engine's facts. Without a model, the lock file's facts of a model are ignored.
+    The plan follows from the other facts, so it is compared only if these are equal. If the engine
+    has no model, the lock file's facts of a model are ignored.
     """
     if not locked.facts:
         return []

@@ -119,7 +119,7 @@ def failures(
 
     Args:
         impl: an implementation of an op with a contract.
-        device: the device to run on.
+        device: to run on.
         without: checks to omit; `spawn` and `engine` need an installed backend.
         deadline: time limit of a child process, in seconds.
     """
