@@ -304,7 +304,7 @@ class _Examined:
                 )
 
     def find_device(self) -> Iterator[Finding | Problem]:
-        """Find the device that a plugin provides on this machine; a second plugin is a finding."""
+        """Find the device that a plugin provides on this machine; a conflict is a finding."""
         if self.forced in IN_TREE or (self.forced and is_foreign(self.forced)):
             return
         known, self.failing = devices(self.plugins)
