@@ -57,8 +57,8 @@ def swigluoai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0)
     """(up + 1) * gate * sigmoid(alpha * gate) of clamped pairs in fp32, rounded once.
 
     Args:
-        x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate and up projection take
-            turns. Some releases of the kernel take a NaN for `limit`.
+        x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate and up alternate. Some
+            releases of the kernel replace NaN by `limit`.
         alpha: a finite number.
         limit: a finite number above 0.
 
@@ -71,12 +71,13 @@ def swigluoai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0)
 def silu_and_mul_with_clamp(
     x: torch.Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0
 ) -> torch.Tensor:
-    """gate * sigmoid(alpha * gate) * (up + beta) of clamped halves in fp32; the first product is
-    rounded.
+    """gate * sigmoid(alpha * gate) * (up + beta) of clamped halves in fp32.
+
+    The first product is rounded.
 
     Args:
-        x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate, then up projection. The
-            kernel takes a NaN for `limit`.
+        x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate, then up. The kernel
+            replaces NaN by `limit`.
         limit: a finite number above 0.
         alpha: a finite number.
         beta: a finite number.
@@ -100,11 +101,11 @@ def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
 
 
 def fatrelu_and_mul(x: torch.Tensor, threshold: float = 0.0) -> torch.Tensor:
-    """gate * x[..., d:], where gate is x[..., :d] above the threshold and 0 elsewhere.
+    """gate * x[..., d:]; gate is x[..., :d] if above the threshold, otherwise 0.
 
     Args:
-        x: (..., 2 * d), float32, float16 or bfloat16, of any layout. The kernel takes a NaN in the
-            gate for 0.
+        x: (..., 2 * d), float32, float16 or bfloat16, of any layout. The kernel replaces NaN in the
+            gate by 0.
         threshold: a finite number, compared in fp32.
 
     Returns:
@@ -114,7 +115,7 @@ def fatrelu_and_mul(x: torch.Tensor, threshold: float = 0.0) -> torch.Tensor:
 
 
 def gelu_new(x: torch.Tensor) -> torch.Tensor:
-    """GELU by tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)); every step but tanh is rounded.
+    """GELU with tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)); every step but tanh is rounded.
 
     Args:
         x: (..., d), float32, float16 or bfloat16, of any layout.
@@ -126,7 +127,7 @@ def gelu_new(x: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_fast(x: torch.Tensor) -> torch.Tensor:
-    """GELU by tanh(0.79788456 * x * (1 + 0.044715 * x**2)); every step but tanh is rounded.
+    """GELU with tanh(0.79788456 * x * (1 + 0.044715 * x**2)); every step but tanh is rounded.
 
     Args:
         x: (..., d), float32, float16 or bfloat16, of any layout.
@@ -138,7 +139,7 @@ def gelu_fast(x: torch.Tensor) -> torch.Tensor:
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(1.702 * x) in fp32, rounded once, by the kernel `gelu_quick`.
+    """x * sigmoid(1.702 * x) in fp32, rounded once (kernel `gelu_quick`).
 
     Args:
         x: (..., d), float32, float16 or bfloat16, of any layout.
@@ -150,10 +151,10 @@ def quick_gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 def relu2(x: torch.Tensor) -> torch.Tensor:
-    """max(x, 0)**2 in fp32, rounded once, by the kernel `relu_squared`.
+    """max(x, 0)**2 in fp32, rounded once (kernel `relu_squared`).
 
     Args:
-        x: (..., d), float32, float16 or bfloat16, of any layout. The kernel takes a NaN for 0.
+        x: (..., d), float32, float16 or bfloat16, of any layout. The kernel replaces NaN by 0.
 
     Returns:
         x's shape and dtype.
@@ -162,7 +163,7 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
 
 
 def _gated(name: str, x: torch.Tensor, *numbers: float) -> torch.Tensor:
-    # The kernels read x as if it were contiguous, whatever its strides.
+    # The kernels ignore strides.
     x = packed(x)
     out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
     if out.numel():  # an empty grid is a launch error
@@ -171,7 +172,7 @@ def _gated(name: str, x: torch.Tensor, *numbers: float) -> torch.Tensor:
 
 
 def _elementwise(name: str, x: torch.Tensor) -> torch.Tensor:
-    # The kernels read x as if it were contiguous, whatever its strides.
+    # The kernels ignore strides.
     x = packed(x)
     out = x.new_empty(x.shape)
     if out.numel():  # an empty grid is a launch error

@@ -1,4 +1,4 @@
-"""Products of fp8, on vLLM's CUTLASS kernels."""
+"""Products of fp8 matrices, on vLLM's CUTLASS kernels."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["OPS", "linear_fp8"]
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 LEAST = (8, 9)
-"""The compute capability of the first GPUs with products of fp8."""
+"""Lowest compute capability with fp8 products."""
 
 PIECE = 16
-"""Features of both sides come in so many at once."""
+"""The numbers of input and output features must be multiples of this."""
 
 
 def linear_fp8(

@@ -20,8 +20,8 @@ RESHAPE = "_C_cache_ops::reshape_and_cache_flash"
 CONCAT = "_C_cache_ops::concat_and_cache_mla"
 
 VECTOR = 16
-"""Bytes that the kernel for keys and values moves at once. In vLLM 0.26 it asks for the address of
-what it reads alone: a row of the cache that begins between two vectors ends the CUDA context."""
+"""Bytes that the kernel for keys and values moves at once. In vLLM 0.26 it checks only the address
+that it reads: an unaligned row of the cache destroys the CUDA context."""
 
 
 def reshape_and_cache(
@@ -36,9 +36,9 @@ def reshape_and_cache(
     Args:
         key, value: (tokens, kv_heads, head_size), float32, float16 or bfloat16, of any layout.
         key_cache, value_cache: (blocks, block_size, kv_heads, head_size), of key's dtype, both of
-            one layout, heads before or behind slots. They are overwritten.
-        slot_mapping: (tokens,), int64; negative ones are skipped. A slot beyond the caches is not
-            looked for.
+            the same layout, heads before or after slots. Overwritten.
+        slot_mapping: (tokens,), int64; negative slots are skipped. Slots beyond the caches are not
+            detected.
 
     Returns:
         (key_cache, value_cache), the arguments themselves.
@@ -58,10 +58,10 @@ def concat_and_cache_mla(
     Args:
         kv_c: (tokens, kv_lora_rank), float32, float16 or bfloat16, of any layout.
         k_pe: (tokens, rope_size), of kv_c's dtype and any layout.
-        kv_cache: (blocks, block_size, kv_lora_rank + rope_size), of kv_c's dtype, with rows in one
-            piece. It is overwritten.
-        slot_mapping: (tokens,), int64; negative ones are skipped. A slot beyond the cache is not
-            looked for.
+        kv_cache: (blocks, block_size, kv_lora_rank + rope_size), of kv_c's dtype, with contiguous
+            rows. Overwritten.
+        slot_mapping: (tokens,), int64; negative slots are skipped. Slots beyond the cache are not
+            detected.
 
     Returns:
         kv_cache, the argument itself.
@@ -75,13 +75,13 @@ def concat_and_cache_mla(
 
 @cache
 def _one(device: torch.device) -> torch.Tensor:
-    """A scale, which the kernels demand and do not read where nothing is quantised."""
+    """Return a scale of 1, which the kernels require and do not read without quantisation."""
     with torch.inference_mode(False):
         return torch.ones(1, dtype=torch.float32, device=device)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """`x` itself where a token's heads lie side by side and begin at a vector, else a copy."""
+    """Return `x` itself if a token's heads are contiguous and aligned, otherwise such a copy."""
     step, side, inner = x.stride()
     if inner != 1 or side != x.shape[2] or (step * x.itemsize) % VECTOR:
         x = x.contiguous()

@@ -57,9 +57,9 @@ def swigluoai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0)
     """(up + 1) * gate * sigmoid(alpha * gate) of clamped pairs; every step is rounded.
 
     Args:
-        x: (..., 2 * d), floating: gate and up projection take turns.
+        x: (..., 2 * d), floating: gate and up alternate.
         alpha: a finite number.
-        limit: a finite number above 0: the largest gate, and how far up lies from 0 at most.
+        limit: a finite number above 0; gate is at most limit, |up| as well.
 
     Returns:
         (..., d), of x's dtype.
@@ -76,8 +76,8 @@ def silu_and_mul_with_clamp(
     """gate * sigmoid(alpha * gate) * (up + beta) of clamped halves; every step is rounded.
 
     Args:
-        x: (..., 2 * d), floating: gate, then up projection.
-        limit: a finite number above 0: the largest gate, and how far up lies from 0 at most.
+        x: (..., 2 * d), floating: gate, then up.
+        limit: a finite number above 0; gate is at most limit, |up| as well.
         alpha: a finite number.
         beta: a finite number.
 
@@ -104,7 +104,7 @@ def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
 
 
 def fatrelu_and_mul(x: torch.Tensor, threshold: float = 0.0) -> torch.Tensor:
-    """gate * x[..., d:], where gate is x[..., :d] above the threshold and 0 elsewhere.
+    """gate * x[..., d:]; gate is x[..., :d] if above the threshold, otherwise 0.
 
     Args:
         x: (..., 2 * d), floating.
@@ -118,7 +118,7 @@ def fatrelu_and_mul(x: torch.Tensor, threshold: float = 0.0) -> torch.Tensor:
 
 
 def gelu_new(x: torch.Tensor) -> torch.Tensor:
-    """GELU by tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)); every step is rounded.
+    """GELU with tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)); every step is rounded.
 
     Args:
         x: floating, of any shape.
@@ -131,7 +131,7 @@ def gelu_new(x: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_fast(x: torch.Tensor) -> torch.Tensor:
-    """GELU by tanh(0.7978845608 * x * (1 + 0.044715 * x**2)); every step is rounded.
+    """GELU with tanh(0.7978845608 * x * (1 + 0.044715 * x**2)); every step is rounded.
 
     Args:
         x: floating, of any shape.
@@ -169,9 +169,9 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
 def gelu_and_mul_sparse(
     x: torch.Tensor, std_multiplier: float, approximate: str = "none"
 ) -> torch.Tensor:
-    """gelu of what of x[..., :d] lies above a cutoff, times x[..., d:]; every step is rounded.
+    """gelu(relu(x[..., :d] - cutoff)) * x[..., d:]; every step is rounded.
 
-    The cutoff is the row's mean and `std_multiplier` times its deviation.
+    The cutoff is mean + std_multiplier * standard deviation of the row x[..., :d].
 
     Args:
         x: (..., 2 * d), floating.
@@ -196,16 +196,14 @@ def xielu(
     beta: torch.Tensor,
     eps: torch.Tensor,
 ) -> torch.Tensor:
-    """p * x**2 + beta * x above 0, n * (expm1(min(x, eps)) - x) + beta * x elsewhere.
+    """p * x**2 + beta * x if x > 0, otherwise n * (expm1(min(x, eps)) - x) + beta * x.
 
     p is softplus(alpha_p), n is beta + softplus(alpha_n); every step is rounded.
 
     Args:
         x: floating, of any shape.
         alpha_p: one element, of x's dtype or bfloat16.
-        alpha_n: the same.
-        beta: the same.
-        eps: the same.
+        alpha_n, beta, eps: as alpha_p.
 
     Returns:
         x's shape and dtype.
@@ -216,7 +214,7 @@ def xielu(
         positive * x * x + beta * x,
         (torch.expm1(torch.min(x, eps)) - x) * negative + beta * x,
     )
-    return result.to(x.dtype)  # of fp16 and bf16 together float32 has come
+    return result.to(x.dtype)  # fp16 with bf16 promotes to float32
 
 
 OPS = implementations(

@@ -22,7 +22,7 @@ def causal_conv1d(
     has_initial_state: torch.Tensor,
     activation: str | None = "silu",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequence by sequence; what is convolved is rounded before the activation.
+    """Convolve sequence by sequence; the convolution is rounded before the activation.
 
     Args:
         x: (tokens, dim), floating.
@@ -35,11 +35,12 @@ def causal_conv1d(
         activation: "silu" or None.
 
     Returns:
-        (out, conv_states): out of x's shape and dtype, and the same conv_states.
+        (out, conv_states): out with x's shape and dtype, and the same conv_states.
 
     Raises:
-        ValueError: PyTorch would have counted from the end in silence.
-        IndexError: a slot that conv_states does not have.
+        ValueError: a slot is below 1 (PyTorch would silently count from the end), or
+            query_start_loc does not rise from 0 to tokens.
+        IndexError: conv_states does not have a slot.
     """
     _refuse_strange_slots(cache_indices, 1)
     at, slots = query_start_loc.tolist(), cache_indices.tolist()
@@ -66,7 +67,7 @@ def causal_conv1d_update(
     activation: str | None,
     conv_state_indices: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All tokens at once; what is convolved is rounded before the activation.
+    """Convolve all tokens at once; the convolution is rounded before the activation.
 
     Args:
         x: (tokens, dim), floating.
@@ -77,11 +78,11 @@ def causal_conv1d_update(
         conv_state_indices: (tokens,), int32 or int64; 0 is padding.
 
     Returns:
-        (out, conv_state): out of x's shape and dtype, x itself for padding; the same conv_state.
+        (out, conv_state): out with x's shape and dtype, x itself for padding; the same conv_state.
 
     Raises:
-        ValueError: PyTorch would have counted from the end in silence.
-        IndexError: a slot that conv_state does not have.
+        ValueError: a slot is negative; PyTorch would silently count from the end.
+        IndexError: conv_state does not have a slot.
     """
     _refuse_strange_slots(conv_state_indices, 0)
     taps, real = weight.shape[1] - 1, conv_state_indices != 0

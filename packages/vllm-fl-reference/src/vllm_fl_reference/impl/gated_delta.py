@@ -1,4 +1,4 @@
-"""Gated delta rules and their gates. vLLM has kernels alone; these follow the formula in fp32."""
+"""Gated delta rules and their gates by the formula, in fp32. vLLM has only kernels for them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def chunk_gated_delta_rule(
     cu_seqlens: torch.Tensor,
     epsilon: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token by token in fp32; results are rounded once.
+    """Compute token by token in fp32; results are rounded once.
 
     Args:
         q, k: (tokens, heads, key_size), floating.
@@ -46,13 +46,13 @@ def chunk_gated_delta_rule(
         g, beta: (tokens, value_heads), g in float32.
         initial_state: (sequences, value_heads, value_size, key_size), floating.
         cu_seqlens: (sequences + 1,), int32 or int64, from 0 to the number of tokens.
-        epsilon: None, or what the squared length of each q and k has added.
+        epsilon: added to the squared length of each q and k; None for no normalisation.
 
     Returns:
         (out, final_state), of the shapes and dtypes of v and initial_state.
 
     Raises:
-        ValueError: PyTorch would have read past a sequence in silence.
+        ValueError: cu_seqlens does not rise from 0 to tokens; PyTorch would not detect that.
     """
     q, k, v32 = _heads(q, k, v, epsilon)
     at = cu_seqlens.tolist()
@@ -79,7 +79,7 @@ def recurrent_gated_delta_rule(
     state_indices: torch.Tensor,
     epsilon: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All tokens at once in fp32; results are rounded once.
+    """Compute all tokens at once in fp32; results are rounded once.
 
     Args:
         q, k: (tokens, heads, key_size), floating.
@@ -88,14 +88,14 @@ def recurrent_gated_delta_rule(
         A_log, dt_bias: (value_heads,), floating.
         state: (slots, value_heads, value_size, key_size), floating; overwritten.
         state_indices: (tokens,), int32 or int64; 0 is padding.
-        epsilon: None, or what the squared length of each q and k has added.
+        epsilon: added to the squared length of each q and k; None for no normalisation.
 
     Returns:
-        (out, state): out of v's shape and dtype, 0 for padding; and the same state.
+        (out, state): out with v's shape and dtype, 0 for padding; and the same state.
 
     Raises:
-        ValueError: PyTorch would have counted from the end in silence.
-        IndexError: a slot that state does not have.
+        ValueError: a slot is negative; PyTorch would silently count from the end.
+        IndexError: state does not have a slot.
     """
     dtype = v.dtype
     q, k, v = _heads(q, k, v, epsilon)
@@ -113,7 +113,7 @@ def recurrent_gated_delta_rule(
 def _heads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, epsilon: float | None
 ) -> tuple[torch.Tensor, ...]:
-    """q, k, v in fp32; q and k normed, one for each head of v, and q scaled."""
+    """Return q, k, v in fp32; q and k normalised and repeated for each head of v, q scaled."""
     q, k = q.float(), k.float()
     if epsilon is not None:
         q, k = (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + epsilon) for x in (q, k))
@@ -130,7 +130,7 @@ def _step(
     kept: torch.Tensor,
     strength: torch.Tensor,
 ) -> torch.Tensor:
-    """What `state` (..., value_size, key_size) answers, after it has taken a token up in place."""
+    """Update `state` (..., value_size, key_size) in place with one token; return the output."""
     state *= kept
     learnt = strength * (v - (state * k.unsqueeze(-2)).sum(-1))
     state += learnt.unsqueeze(-1) * k.unsqueeze(-2)

@@ -11,7 +11,7 @@ __all__ = ["OPS", "linear", "linear_fp8", "linear_gelu_tanh_and_mul", "linear_si
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ weight.T + bias, by PyTorch's own product of matrices.
+    """x @ weight.T + bias, computed by PyTorch's matrix product.
 
     Args:
         x: (tokens, in_features), floating.
@@ -38,7 +38,7 @@ def linear_fp8(
         x: (tokens, in_features), float8_e4m3fn.
         weight: (out_features, in_features), float8_e4m3fn.
         x_scale: float32, (tokens, 1), or one number in at most one dimension.
-        weight_scale: the same for out_features.
+        weight_scale: float32, (out_features, 1), or one number in at most one dimension.
         out_dtype: float16 or bfloat16.
         bias: (out_features,), of out_dtype, or None for 0.
 
@@ -50,21 +50,21 @@ def linear_fp8(
 
 
 def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """silu(x @ gate.T) * (x @ up.T), by PyTorch's own product of matrices.
+    """silu(x @ gate.T) * (x @ up.T), computed by PyTorch's matrix product.
 
     Args:
         x: (tokens, in_features), floating.
         weight: (2 * out_features, in_features), of x's dtype: the rows of gate, then those of up.
 
     Returns:
-        (tokens, out_features), of x's dtype. The products, and silu, are rounded to it.
+        (tokens, out_features), of x's dtype. The products and silu are rounded to it.
     """
     gate, up = F.linear(x, weight).chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def linear_gelu_tanh_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """gelu(x @ gate.T) * (x @ up.T), with gelu's approximation by tanh; all else is as for silu."""
+    """gelu(x @ gate.T) * (x @ up.T) with the tanh approximation; otherwise as the op for silu."""
     gate, up = F.linear(x, weight).chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 

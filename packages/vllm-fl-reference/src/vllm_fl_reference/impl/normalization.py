@@ -1,4 +1,4 @@
-"""Normalisations, as vLLM's layers and its IR's `rms_norm` compute them in PyTorch."""
+"""Normalisations, as vLLM's layers and the `rms_norm` of its IR compute them in PyTorch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """y * rsqrt(mean(y**2) + epsilon) * weight in fp32, where y = x + residual.
+    """y * rsqrt(mean(y**2) + epsilon) * weight in fp32, with y = x + residual.
 
     The normed fp32 value is rounded to weight's dtype before the product with the weight.
 
@@ -49,7 +49,7 @@ def rms_norm(
         residual: of x's shape, dtype and device, or None.
         weight: (hidden,), of x's dtype or float32, or None for 1.
         epsilon: added to the mean of squares, not negative.
-        variance_size: the mean goes over this many first features; None for all.
+        variance_size: number of first features that the mean is taken over; None for all.
 
     Returns:
         The normed tensor; with a residual the pair (normed, y), both in x's dtype.
@@ -84,8 +84,8 @@ def rms_norm_gated(
         z: the gate, of x's shape and dtype, or None.
         weight: (hidden,), of x's dtype or float32.
         epsilon: added to the mean of squares, above 0.
-        group_size: each mean goes over this many features; None for all.
-        norm_before_gate: whether x alone is normed, or its product with the gate.
+        group_size: number of features that each mean is taken over; None for all.
+        norm_before_gate: whether to normalise x instead of its product with the gate.
         activation: `silu`, `swish` or `sigmoid`.
 
     Returns:

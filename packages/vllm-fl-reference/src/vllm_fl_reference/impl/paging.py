@@ -23,8 +23,8 @@ def reshape_and_cache(
     Args:
         key, value: (tokens, kv_heads, head_size), of one dtype.
         key_cache, value_cache: (blocks, block_size, kv_heads, head_size), of that dtype and any
-            layout. They are overwritten.
-        slot_mapping: (tokens,), int64, below blocks * block_size; negative ones are skipped.
+            layout. Overwritten.
+        slot_mapping: (tokens,), int64, below blocks * block_size; negative slots are skipped.
 
     Returns:
         (key_cache, value_cache), the arguments themselves.
@@ -43,8 +43,8 @@ def concat_and_cache_mla(
         kv_c: (tokens, kv_lora_rank).
         k_pe: (tokens, rope_size), of kv_c's dtype.
         kv_cache: (blocks, block_size, kv_lora_rank + rope_size), of kv_c's dtype and any layout.
-            It is overwritten.
-        slot_mapping: (tokens,), int64, below blocks * block_size; negative ones are skipped.
+            Overwritten.
+        slot_mapping: (tokens,), int64, below blocks * block_size; negative slots are skipped.
 
     Returns:
         kv_cache, the argument itself.
@@ -55,10 +55,10 @@ def concat_and_cache_mla(
 
 
 def _write(cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Write rows into their slots, without asking the device how many have one.
+    """Write rows into their slots without synchronising with the device.
 
-    A token without a slot writes what the first one with a slot does; if there is none, all write
-    back what slot 0 holds.
+    A token without a slot repeats the write of the first token with a slot; if there is none, all
+    write back the value of slot 0.
     """
     tokens = slot_mapping.shape[0]
     if not tokens:

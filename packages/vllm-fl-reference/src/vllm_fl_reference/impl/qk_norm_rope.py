@@ -1,4 +1,4 @@
-"""Norms of query and key heads with rotary embedding, by the two layers' own arithmetic."""
+"""Norms of query and key heads with rotary embedding, with the arithmetic of vLLM's two layers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def qk_norm_rope(
     epsilon: float,
     rotary_interleaved: bool = False,
 ) -> torch.Tensor:
-    """Norm and turn the query and key heads of qkv; rounded as vLLM's two layers round.
+    """Normalise and rotate the query and key heads of qkv; rounded as in vLLM's two layers.
 
     Args:
-        qkv: (tokens, (heads + kv_heads + n) * head_size), floating; the last n heads pass.
+        qkv: (tokens, (heads + kv_heads + n) * head_size), floating; the last n heads are copied.
         q_weight, k_weight: (head_size,), of qkv's dtype or float32.
         cos_sin_cache: (max_position, 2 * half), rounded to qkv's dtype after the look-up.
         position_ids: (tokens,), int64 or int32.
-        heads, kv_heads: how many query and key heads there are.
+        heads, kv_heads: number of query and key heads.
         epsilon: added to the mean of squares, not negative.
         rotary_interleaved: pairs are (2 * i, 2 * i + 1) instead of (i, i + half).
 
