@@ -16,7 +16,7 @@ __all__ = [
 ]
 
 GELU = {"none": 0, "tanh": 1}
-"""How `npu_geglu` numbers the two forms."""
+"""Numbers of the approximations in `npu_geglu`."""
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     """gelu(x[..., :d]) * x[..., d:], by `npu_geglu`, which also returns the gelu.
 
-    `npu_gelu_mul` would return no more than the product, but takes at most 1024 features.
+    `npu_gelu_mul` would return only the product, but supports at most 1024 features.
 
     Args:
         x: (..., 2 * d) of 1 to 8 dimensions, float32, float16 or bfloat16, of any layout.
@@ -50,7 +50,7 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
         (..., d), of x's dtype.
 
     Raises:
-        KeyError: `approximate` is another word, which the contract calls the caller's mistake.
+        KeyError: `approximate` is unknown, which the contract defines as the caller's error.
         RuntimeError: CANN's kernel fails.
     """
     form = GELU[approximate]
@@ -66,7 +66,7 @@ def swigluoai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0)
 
     Args:
         x: (..., 2 * d) of 1 to 8 dimensions, float32, float16 or bfloat16, of any layout: gate and
-            up projection take turns.
+            up alternate.
         alpha: a finite number.
         limit: a finite number above 0.
 
@@ -86,7 +86,7 @@ def silu_and_mul_with_clamp(
 
     Args:
         x: (..., 2 * d) of 1 to 8 dimensions, float32, float16 or bfloat16, of any layout: gate,
-            then up projection.
+            then up.
         limit: a finite number above 0.
         alpha: a finite number.
         beta: a finite number.
@@ -121,8 +121,7 @@ def quick_gelu(x: torch.Tensor) -> torch.Tensor:
 def _clipped(
     x: torch.Tensor, *, alpha: float, limit: float, bias: float, interleaved: bool
 ) -> torch.Tensor:
-    """`npu_clipped_swiglu`, which takes two dimensions or more, contiguous: other tensors are
-    viewed or copied so."""
+    """Call `npu_clipped_swiglu`, which requires two or more dimensions and contiguous tensors."""
     if not x.numel():
         return _nothing(x)
     rows = x[None] if x.ndim == 1 else x
@@ -133,7 +132,7 @@ def _clipped(
 
 
 def _nothing(x: torch.Tensor) -> torch.Tensor:
-    """The result without elements: that the kernels take empty tensors is documented nowhere."""
+    """Return an empty result: the kernels' documentation does not mention empty tensors."""
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
