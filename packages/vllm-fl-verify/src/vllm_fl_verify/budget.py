@@ -1,8 +1,7 @@
-"""How much a verification tries: numbers of calls, not seconds.
+"""Limits of verification as numbers of calls instead of seconds.
 
-A call of many bytes is several calls, and is made fewer times for it. So the model, the seed and
-the kind of device decide what is tried, and the speed of the machine does not. Only the `Valve` has
-a clock.
+A call of many bytes counts as several calls. So the model, the seed and the kind of device
+determine what is verified, and the speed of the machine does not. Only `Valve` uses a clock.
 """
 
 from __future__ import annotations
@@ -18,22 +17,23 @@ from vllm_fl.logs import get_logger
 log = get_logger("engine")
 
 ON_CPU, ELSEWHERE = 2**20, 2**26
-"""Bytes of one call, on a CPU and on other devices, which are faster by about this factor."""
+"""Bytes of one call on a CPU and on other devices, which are faster by about this factor."""
 
 SECONDS = 600.0
-"""How long one startup may verify before its valve closes. Usual startups take some seconds."""
+"""Limit of one startup's verification, after which its valve closes. Usually it takes a few
+seconds."""
 
 
 def as_calls(nbytes: float, device: torch.device) -> float:
-    """How many calls a call of this many bytes is: at least one."""
+    """Return how many calls a call of this many bytes counts as, at least 1."""
     return max(1.0, nbytes / (ON_CPU if device.type == "cpu" else ELSEWHERE))
 
 
 class Valve:
-    """Closes all budgets of a startup that has verified for too long.
+    """Closes all budgets of a startup whose verification takes too long.
 
     Args:
-        seconds: how long it may verify.
+        seconds: the limit.
     """
 
     def __init__(self, seconds: float = SECONDS) -> None:
@@ -44,8 +44,7 @@ class Valve:
 
     @contextmanager
     def verifying(self) -> Iterator[None]:
-        """Count the seconds of the block. If the valve has closed, one warning at its end lists
-        what was left out."""
+        """Count the seconds of the block. If the valve has closed, log what was omitted."""
         self._since = time.monotonic()
         try:
             yield
@@ -58,7 +57,7 @@ class Valve:
                 self._left_out.clear()
 
     def is_closed(self, what: str) -> bool:
-        """Whether `what` must be left out, which is noted."""
+        """Return whether `what` must be omitted, and remember it for the warning."""
         closed = self._elapsed() > self.seconds
         if closed:
             self._left_out[what] = None
@@ -72,19 +71,19 @@ class Budget:
     """A number of calls.
 
     Args:
-        calls: how many may be made.
-        valve: of the startup.
+        calls: the number of available calls.
+        valve: the startup's valve.
     """
 
     def __init__(self, calls: float, valve: Valve) -> None:
         self.left, self.valve = calls, valve
 
     def takes(self, what: str, calls: float = 1.0) -> bool:
-        """Whether calls are left. If so, subtract this many, which may be more than are left.
+        """If calls are left, subtract `calls`, which may be more than are left, and return True.
 
         Args:
-            what: what is left out otherwise, for the valve's warning.
-            calls: how many calls it is, by its bytes.
+            what: description of what is omitted otherwise, for the valve's warning.
+            calls: number of calls, by bytes.
         """
         if self.left <= 0 or self.valve.is_closed(what):
             return False
