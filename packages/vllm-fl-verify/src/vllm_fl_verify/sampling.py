@@ -1,5 +1,7 @@
-"""A canary's steps: some run eagerly, with the reference beside the plan's calls; what is wrong is
-said at once, and what was seen once a minute."""
+"""The shadow check: some steps run eagerly and compare the plan's calls with the reference result.
+
+Incorrect calls are logged at once, a summary once a minute.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,15 @@ from vllm_fl.text import quote
 from .shadow import Shadow, Tally
 
 EVERY = 60.0
-"""Seconds from one line to the next, where nothing new is wrong."""
+"""Seconds between log lines without new errors."""
 
 log = get_logger("engine")
 
 
 @contextmanager
 def session(engine: Engine) -> Iterator[None]:
-    """Sample steps of an engine from the first request on, until it ends."""
-    engine.on_serving(lambda: watch(engine))  # its warm-up takes steps, too
+    """Sample steps of an engine from the first request on."""
+    engine.on_serving(lambda: watch(engine))  # not earlier: the warm-up also runs steps
     try:
         yield
     finally:
@@ -36,12 +38,12 @@ def session(engine: Engine) -> Iterator[None]:
 
 
 def watch(engine: Engine) -> Canary | None:
-    """Sample steps of an engine from now on, where its settings say so and it can be done.
+    """Start to sample steps of an engine, if configured and possible.
 
-    The method of its model runner is replaced, on the object alone: Ray's executor calls that one.
+    Replaces the method on the model runner object, which Ray's executor also calls.
 
     Args:
-        engine: an engine that has warmed up.
+        engine: an engine after its warm-up.
     """
     settings, worker, model = engine.facts.settings, engine.worker, engine.model
     if settings.shadow is None:
@@ -69,7 +71,7 @@ def watch(engine: Engine) -> Canary | None:
 
     runner.execute_model = execute_model
     dummy = getattr(worker, "execute_dummy_batch", None)
-    if dummy is not None:  # another replica of data parallelism has a real step
+    if dummy is not None:  # another data-parallel replica runs a real step
 
         def execute_dummy_batch(*args: Any, **kwargs: Any) -> Any:
             shadow.steps += 1
@@ -80,7 +82,7 @@ def watch(engine: Engine) -> Canary | None:
 
 
 def _obstacle(engine: Engine, model: torch.nn.Module | None) -> str:
-    """Why a step of this engine cannot be made eager, or nothing."""
+    """Return why a step of this engine cannot run eagerly, or an empty string."""
     from vllm.config import CompilationMode, CUDAGraphMode
 
     config, runner, device = engine.config, engine.runner, engine.device
@@ -102,7 +104,7 @@ def _obstacle(engine: Engine, model: torch.nn.Module | None) -> str:
 
 
 def _graph_switch(runner: Any) -> tuple[Any, str, object] | None:
-    """(object, attribute, value) by which a model runner of vLLM's takes no captured graph."""
+    """Return (object, attribute, value) that makes vLLM's model runner use no captured graph."""
     from vllm.config import CUDAGraphMode
 
     dispatcher = getattr(runner, "cudagraph_dispatcher", None)
@@ -111,16 +113,16 @@ def _graph_switch(runner: Any) -> tuple[Any, str, object] | None:
     manager = getattr(runner, "cudagraph_manager", None)
     if hasattr(manager, "_graphs_captured"):
         return manager, "_graphs_captured", False
-    # Its second model runner makes its manager when the KV cache is known.
+    # vLLM's second model runner creates its manager after the KV cache.
     return (runner, "cudagraph_manager", None) if hasattr(runner, "cudagraph_manager") else None
 
 
 @contextmanager
 def _eager(runner: Any, compiled: list[torch.nn.Module]) -> Iterator[None]:
-    """Inside the block the model runs without graphs and uncompiled.
+    """Run the model without graphs and uncompiled inside the block.
 
-    vLLM's own switch, `skip_compiled` of its forward context, does the same, but is set inside its
-    model runners.
+    vLLM's own switch for this, `skip_compiled` of its forward context, is set inside its model
+    runners.
 
     Args:
         runner: vLLM's model runner.
@@ -135,7 +137,7 @@ def _eager(runner: Any, compiled: list[torch.nn.Module]) -> Iterator[None]:
 
 
 def _out_of_sight(plan: Plan) -> dict[str, str]:
-    """Op -> why no eager step calls it."""
+    """Return op -> why eager steps do not call it."""
     table = installed_bindings()
     found = {}
     for op in plan.entries:
@@ -146,11 +148,11 @@ def _out_of_sight(plan: Plan) -> dict[str, str]:
 
 
 class Canary:
-    """Logs the results of a shadow.
+    """Logs the results of the shadow check.
 
     Args:
-        shadow: samples and compares.
-        rank: the worker's.
+        shadow: samples and compares calls.
+        rank: the worker's rank.
     """
 
     def __init__(self, shadow: Shadow, rank: int) -> None:
@@ -159,8 +161,10 @@ class Canary:
         self._named: set[tuple[str, str]] = set()
 
     def look(self) -> None:
-        """Say what was seen, if a minute has passed or an implementation is wrong for the first
-        time: no step need follow, and nobody would say it then."""
+        """Log after a minute, or at once when an implementation is first found incorrect.
+
+        A later log might never happen, since no further step need follow.
+        """
         now = time.monotonic()
         wrong = {(op, impl_id) for (op, impl_id, _), t in self.shadow.new.items() if t.wrong}
         if now >= self._due or not wrong <= self._named:
@@ -169,7 +173,7 @@ class Canary:
             self.say()
 
     def say(self) -> None:
-        """Say what was seen since the last time."""
+        """Log the results since the last call."""
         found = self.shadow.collect()
         wrong = {key: tally for key, tally in found.items() if tally.wrong}
         for (op, impl_id, tokens), tally in wrong.items():
