@@ -1,4 +1,9 @@
-"""Ops on FlagGems's Triton kernels, one module per family."""
+"""Ops on FlagGems's Triton kernels, one module per family.
+
+Arguments and results are those of the op's contract (`vllm_fl_ops.contracts`); docstrings describe
+rounding and what the kernels do not support. Calls raise NotImplementedError if FlagGems cannot be
+imported.
+"""
 
 from __future__ import annotations
 

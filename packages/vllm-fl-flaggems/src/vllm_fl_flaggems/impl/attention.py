@@ -51,19 +51,19 @@ class AttentionFLMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
 
 
 class AttentionFLBackend(InPlanes, FlashAttentionBackend):  # type: ignore[misc]
-    """The attention backend; it keeps vLLM's name FLASH_ATTN, a name that vLLM knows."""
+    """The attention backend. It keeps the name FLASH_ATTN, since vLLM accepts only names that it
+    knows.
+    """
 
     # No FP8: FlagGems ignores the dtype and the scales of the cache.
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
 
     @staticmethod
     def get_impl_cls() -> type[AttentionFLImpl]:
-        """Return the implementation class."""
         return AttentionFLImpl
 
     @staticmethod
     def get_builder_cls() -> type[AttentionFLMetadataBuilder]:
-        """Return the metadata builder."""
         return AttentionFLMetadataBuilder
 
     @staticmethod
@@ -76,9 +76,9 @@ class AttentionFLBackend(InPlanes, FlashAttentionBackend):  # type: ignore[misc]
     ) -> tuple[int, ...]:
         """Return (2, blocks, block_size, heads, head_size): all keys, then all values.
 
-        vLLM's own shape interleaves the key and value of a token. FlagGems ignores some strides: it
-        writes a token's heads contiguously and reads a layer's blocks as one run of tokens, so that
-        only a contiguous tensor of keys, and another of values, gives correct results.
+        vLLM's shape interleaves keys and values. FlagGems ignores some strides (it writes a token's
+        heads contiguously and reads a layer's blocks as one run of tokens), so only contiguous keys
+        and contiguous values give correct results.
 
         Raises:
             ValueError: block_size is not a multiple of 16.
@@ -134,7 +134,7 @@ class AttentionFLBackend(InPlanes, FlashAttentionBackend):  # type: ignore[misc]
 
 
 class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
-    """The attention of one layer.
+    """Attention of one layer.
 
     Raises:
         NotImplementedError: sinks, ALiBi or a quantised cache; or FlagGems cannot be imported.
@@ -178,17 +178,14 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
         """Attend to the cache, which already has this step's keys and values.
 
         Args:
-            layer: vLLM's attention layer.
+            layer: ignored.
             query: (tokens, heads, head_size), float16 or bfloat16.
-            key, value: (tokens, kv_heads, head_size); not read.
-            kv_cache: of the shape of `get_kv_cache_shape`, or (blocks, 2, block_size, kv_heads *
-                head_size) with contiguous keys and contiguous values.
+            key, value: ignored.
+            kv_cache: as from `get_kv_cache_shape`, or (blocks, 2, block_size, kv_heads * head_size)
+                with contiguous keys and contiguous values.
             attn_metadata: None while vLLM measures memory.
-            output: (tokens, heads, head_size), overwritten.
-            output_scale, output_block_scale: None; quantised output is not supported.
-
-        Returns:
-            output.
+            output: (tokens, heads, head_size), overwritten and returned.
+            output_scale, output_block_scale: None.
 
         Raises:
             NotImplementedError: a quantised output, or attention that is not causal.
@@ -233,9 +230,9 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
     ) -> None:
         """Compile each kernel that a batch of this engine may need, once per kind of layer.
 
-        FlagGems compiles another kernel for a batch that only decodes, for each tile size, and for
-        sequences longer than a layer's window. Engine startup runs few of these. The arguments have
-        this call's strides, since the kernel derives constants from them.
+        FlagGems compiles another kernel for decoding batches, for each tile size, and for sequences
+        longer than the window; engine startup runs few of these. The kernel derives constants from
+        strides, so the arguments have those of this call.
         """
         assert self._limits is not None
         tokens, requests, length = self._limits
@@ -295,7 +292,7 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
         self._store(key, value, keys, values, slot_mapping, self.kv_cache_dtype, *scales)
 
     def _planes(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and the values of the cache; the result for the last cache is kept."""
+        """Return the keys and the values of the cache."""
         if kv_cache is self._cache:
             return self._keys_and_values
         planes = planes_of(kv_cache, self.num_kv_heads, self.head_size)
@@ -320,7 +317,7 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
 
 
 def _limits(config: Any) -> tuple[int, int, int]:
-    """Return the maximum tokens of a batch, its maximum sequences, and the maximum length."""
+    """Return maximum tokens of a batch, maximum sequences, maximum tokens of a sequence."""
     scheduler = config.scheduler_config
     most = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     return (*most, config.model_config.max_model_len)
@@ -332,9 +329,9 @@ def _is_capturing(query: torch.Tensor) -> bool:
 
 
 def _batches(tokens: int, requests: int, length: int) -> Iterator[tuple[int, int]]:
-    """Yield (sequences, tokens of each) of batches that use each of FlagGems's tile sizes.
+    """Yield (sequences, tokens of each) of batches for all tile sizes of FlagGems.
 
-    FlagGems chooses the size by the tokens per sequence and per multiprocessor, at powers of two.
+    The size depends on tokens per sequence and per multiprocessor, and changes at powers of two.
     Batches with one token per sequence have a separate kernel.
     """
     for sequences in _doubled(1, requests):
@@ -346,7 +343,7 @@ def _batches(tokens: int, requests: int, length: int) -> Iterator[tuple[int, int
 
 
 def _doubled(first: int, last: int) -> Iterator[int]:
-    """Yield `first`, its multiples by powers of two below `last`, then `last`."""
+    """Yield `first`, doubled while below `last`, then `last`."""
     while first < last:
         yield first
         first *= 2

@@ -30,25 +30,8 @@ def fused_experts(
 ) -> torch.Tensor:
     """Run FlagGems's `fused_experts_impl`: intermediates are rounded, the sum is in fp32.
 
-    Args:
-        hidden_states: (tokens, hidden), float16 or bfloat16, of any layout.
-        w13: (experts, 2 * intermediate, hidden), of the same dtype.
-        w2: (experts, hidden, intermediate), of the same dtype.
-        topk_weights: (tokens, k), floating.
-        topk_ids: (tokens, k), int32 or int64; negative for no expert.
-        activation: "silu", the only one that the kernels support.
-        apply_router_weight_on_input: whether the weight multiplies the input; for k = 1.
-        global_num_experts: ignored; the length of expert_map, or of w13, is used.
-        expert_map: expert -> row of w13 and w2, or -1 for another rank's expert, which adds 0.
-        w13_bias: (experts, 2 * intermediate), of the same dtype.
-        w2_bias: (experts, hidden), of the same dtype.
-
-    Returns:
-        (tokens, hidden), of hidden_states' dtype.
-
-    Raises:
-        NotImplementedError: FlagGems cannot be imported.
-        IndexError: an id is not below the number of experts; checked on the CPU only.
+    Not supported: float32, activations other than "silu", biases together with weights on the
+    input. `global_num_experts` is ignored. An invalid id raises IndexError on the CPU only.
     """
     count = len(w13) if expert_map is None else len(expert_map)
     ids, absent = of_experts(topk_ids, count)
@@ -72,7 +55,7 @@ def fused_experts(
 
 @cache
 def _kernels() -> Any:
-    """Return FlagGems's module; its warnings, which repeat in every call, are logged once."""
+    """Return FlagGems's module; log its warnings, which repeat in every call, only once."""
     module = flag_gems_module("fused.fused_moe")
     said: set[str] = set()
 

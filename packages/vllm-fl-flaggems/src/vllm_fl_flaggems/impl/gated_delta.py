@@ -38,22 +38,7 @@ def recurrent_gated_delta_rule(
     """Compute the gates with PyTorch and the rule with a kernel, both in fp32; round once.
 
     The kernel works on copies of the states: it does not support padding, and its state layout
-    depends on the number of tokens.
-
-    Args:
-        q, k: (tokens, heads, key_size), float32, float16 or bfloat16, of any layout.
-        v: (tokens, value_heads, value_size), of q's dtype.
-        a, b: (tokens, value_heads), of q's dtype, of any layout.
-        A_log, dt_bias: (value_heads,), of q's dtype or float32.
-        state: (slots, value_heads, value_size, key_size), overwritten.
-        state_indices: (tokens,), int32 or int64; 0 is padding.
-        epsilon: None or 1e-6.
-
-    Returns:
-        (out, state): out with v's shape and dtype, 0 for padding; and the same state.
-
-    Raises:
-        NotImplementedError: FlagGems cannot be imported.
+    depends on the number of tokens. Epsilon must be None or 1e-6.
     """
     tokens = len(q)
     if not tokens:

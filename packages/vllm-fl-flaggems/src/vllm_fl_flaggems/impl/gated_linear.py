@@ -30,20 +30,16 @@ __all__ = ["OPS", "linear_gelu_tanh_and_mul", "linear_silu_and_mul"]
 def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """silu(x @ gate.T) * (x @ up.T), with gate the first half of weight's rows and up the second.
 
-    Up to 64 tokens are summed and activated in fp32 and rounded once.
-
-    Args:
-        x: (tokens, in_features), float16 or bfloat16, of any layout.
-        weight: (2 * out_features, in_features), of x's dtype, with contiguous rows.
-
-    Returns:
-        (tokens, out_features), contiguous, of x's dtype.
+    Up to 64 tokens are summed and activated in fp32 and rounded once. Not supported: float32,
+    weights with non-contiguous rows.
     """
     return _gated(x, weight, "silu", silu)
 
 
 def linear_gelu_tanh_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """gelu(x @ gate.T) * (x @ up.T) with the tanh approximation; otherwise as the op for silu."""
+    """gelu(x @ gate.T) * (x @ up.T) with the tanh approximation; otherwise as
+    `linear_silu_and_mul`.
+    """
     return _gated(x, weight, "gelu_tanh", lambda gate: gelu(gate, approximate="tanh"))
 
 
@@ -53,7 +49,7 @@ def _gated(
     name: str,
     activation: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Compute the op; `name` is the kernels' name of the activation."""
+    """Compute the op; `name` selects the activation in the kernels."""
     tokens, outputs = len(x), len(weight) // 2
     ready = prepared(x, weight)
     if ready is None:
@@ -70,8 +66,8 @@ def _gated(
 def _tile(outputs: int, tokens: int) -> Tile:
     """Return the fastest tile for the shapes of ten models on an H100 (2026-11-27).
 
-    A multiprocessor can run three programs with Tile(32, 128, 4); that tile is used if all programs
-    run at once then.
+    A multiprocessor runs three programs with Tile(32, 128, 4), which is used if all programs then
+    run at once.
     """
     programs = -(-outputs // 32)
     if programs <= PROCESSORS:

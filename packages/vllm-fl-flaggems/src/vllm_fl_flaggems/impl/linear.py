@@ -1,8 +1,8 @@
 """Linear layers' products for few tokens, on this package's Triton kernels.
 
-Such a product reads each weight once, and its speed is that of memory. PyTorch (or FlagGems, if its
+Such a product reads each weight once, so memory bandwidth limits it. PyTorch (or FlagGems, if its
 `mm` replaces ATen's) computes products of more than 64 tokens, and of two or more if it is faster,
-if rows do not begin at multiples of 16 bytes, or if the GPU is older than Hopper.
+if rows do not begin at multiples of 16 bytes, or on a GPU older than Hopper.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Tile(NamedTuple):
     """Tile of a program for several tokens.
 
     Args:
-        rows: of the weight; in a gated product, of each half.
-        features: of a block.
-        stages: number of blocks in flight.
+        rows: weight rows; in a gated product, of each half.
+        features: features of a block.
+        stages: blocks in flight.
     """
 
     rows: int
@@ -68,12 +68,7 @@ class Tile(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Scales of 8-bit numbers: float32, contiguous, one number or one per row.
-
-    Args:
-        x: scales of the tokens.
-        weight: scales of the outputs.
-    """
+    """Scales of 8-bit numbers: float32, contiguous, one number or one per row."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -82,17 +77,10 @@ class Scales(NamedTuple):
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x @ weight.T + bias, summed in fp32 and rounded once.
 
-    The block sizes were the fastest at the shapes of Qwen3-8B: on an H100 for up to 16 tokens, on
-    an H200 for more, where they were also the fastest for Qwen3-30B-A3B and for two ranks. Block
-    size and choice of kernel depend on the shapes only, so equal calls have equal results.
-
-    Args:
-        x: (tokens, in_features), float16 or bfloat16, of any layout.
-        weight: (out_features, in_features), of x's dtype, with contiguous rows.
-        bias: (out_features,), of x's dtype, or None.
-
-    Returns:
-        (tokens, out_features), contiguous, of x's dtype.
+    The block sizes were the fastest for Qwen3-8B: on an H100 up to 16 tokens, on an H200 for more,
+    there also for Qwen3-30B-A3B and for two ranks. Block size and choice of kernel depend only on
+    shapes, so equal calls have equal results. Not supported: float32, weights with non-contiguous
+    rows.
     """
     tokens, outputs = len(x), len(weight)
     ready = prepared(x, weight)
@@ -120,7 +108,7 @@ def prepared(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
 def copies_blocks(device: torch.device) -> bool:
     """Return whether the kernel for several tokens can copy blocks: on Hopper and later GPUs.
 
-    On other GPUs Triton would load the blocks one after the other. Its interpreter supports them.
+    Elsewhere Triton would load the blocks one after the other. Its interpreter supports them.
     """
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
 
@@ -128,9 +116,9 @@ def copies_blocks(device: torch.device) -> bool:
 def _is_faster(tokens: int, outputs: int, features: int) -> bool:
     """Return whether the kernel is as fast as PyTorch for two or more tokens.
 
-    Measured on an H100 at 41 shapes of nine models' layers (2026-11-27); correct except for 2 to
-    5 % at a few narrow shapes. A program reads all features of 64 outputs. cuBLAS is faster if it
-    can split many features over few outputs, and for many tokens, for which it has smaller tiles.
+    Measured on an H100 at 41 shapes of nine models (2026-11-27), with errors of 2 to 5 % at a few
+    narrow shapes. A program reads all features of 64 outputs. cuBLAS is faster if it can split many
+    features over few outputs, and for many tokens, because of its smaller tiles.
     """
     programs = -(-outputs // ROWS)
     if tokens > FEW_TOKENS:
@@ -142,16 +130,17 @@ def _is_faster(tokens: int, outputs: int, features: int) -> bool:
 
 
 def is_aligned(matrix: torch.Tensor) -> bool:
-    """Return whether each row begins at an address that block copies support."""
+    """Return whether all rows begin at addresses that block copies support."""
     step = matrix.stride(0) * matrix.itemsize
     return matrix.data_ptr() % ALIGNED == 0 and step % ALIGNED == 0
 
 
 def begins_early(device: torch.device) -> bool:
-    """Return whether products begin while the previous kernel ends, as Inductor's kernels do then.
+    """Return whether products begin while the previous kernel ends, as Inductor's kernels then do.
 
-    Only useful if all kernels do: on an H100 the layers of Qwen3-8B without attention took 4 % less
-    for one token if all their kernels began early, but 1.5 % more if only the products did.
+    If only the products did, they would be slower: on an H100 the layers of Qwen3-8B without
+    attention took 4 % less for one token if all kernels began early, 1.5 % more if only the
+    products did.
     """
     if device.type != "cuda" or not copies_blocks(device):
         return False
@@ -161,7 +150,7 @@ def begins_early(device: torch.device) -> bool:
 
 
 def _early(device: torch.device) -> dict[str, Any]:
-    """Return the launch options for beginning early, if `begins_early`."""
+    """Return the launch options for `begins_early`."""
     return {"EARLY": LINES, "launch_pdl": True} if begins_early(device) else {"EARLY": 0}
 
 
@@ -176,7 +165,7 @@ def of_one_row(
 ) -> None:
     """Write the product of one token into `out`.
 
-    With `scales` for 8-bit numbers. If gated ("silu" or "gelu_tanh"), write the activation of the
+    `scales` are for 8-bit numbers. If gated ("silu" or "gelu_tanh"), write the activation of the
     product's first half times the second half.
     """
     from ..triton_kernels import linear_of_one_row_kernel as kernel
@@ -215,12 +204,9 @@ def of_rows(
     scales: Scales | None = None,
     gated: str = "",
 ) -> None:
-    """Write the product of a few tokens into `out`.
+    """Write the product of a few tokens into `out`, see `of_one_row`.
 
-    Args:
-        x, weight, bias, out, scales: rows of x and weight are aligned (`is_aligned`).
-        tile: tile of a program.
-        gated: activation of a weight with two halves, "silu" or "gelu_tanh".
+    Rows of x and weight must be aligned (`is_aligned`).
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -264,8 +250,7 @@ def _tile(outputs: int, tokens: int) -> Tile:
     """Return the fastest tile of a product on an H100 (2026-11-27).
 
     Blocks are twice as long for few tokens. For more tokens, as many blocks are in flight as fit
-    into a multiprocessor's memory; only three if there are more programs than multiprocessors, so
-    that several programs share one.
+    into a multiprocessor's memory; only three if several programs have to share a multiprocessor.
     """
     if tokens <= FEWEST_TOKENS:
         return Tile(ROWS, 256, 4)

@@ -1,7 +1,7 @@
-"""Linear layers' products of 8-bit numbers for few tokens, on this package's kernels.
+"""Linear layers' products of 8-bit numbers for few tokens: the kernels of `linear`, with scales.
 
-The kernels of `linear`, with scales. vLLM's product, if available, computes more tokens, and two or
-more for layers at which it is faster.
+vLLM's product, if available, computes more tokens, and two or more at layers for which it is
+faster.
 """
 
 from __future__ import annotations
@@ -40,20 +40,9 @@ def linear_fp8(
 ) -> torch.Tensor:
     """(x * x_scale) @ (weight * weight_scale).T + bias, rounded once.
 
-    One token is summed in fp32. Several are summed by the tensor cores, which keep about 14 bits
-    for 8-bit numbers, as in vLLM's kernels. The block sizes were the fastest on an H100 by the mean
-    of 16 shapes of eight models' layers (2026-11-27).
-
-    Args:
-        x: (tokens, in_features), float8_e4m3fn, of any layout.
-        weight: (out_features, in_features), float8_e4m3fn, with contiguous rows.
-        x_scale: float32, (tokens, 1) or one number.
-        weight_scale: float32, (out_features, 1) or one number.
-        out_dtype: "bfloat16" or "float16".
-        bias: (out_features,), of out_dtype, or None.
-
-    Returns:
-        (tokens, out_features), contiguous, of out_dtype.
+    One token is summed in fp32. Several are summed by the tensor cores, with about 14 bits, as in
+    vLLM's kernels. The block sizes were the fastest on an H100 by the mean of 16 shapes of eight
+    models (2026-11-27).
 
     Raises:
         NotImplementedError: there are more than `MOST_TOKENS` tokens or the weight is not aligned,

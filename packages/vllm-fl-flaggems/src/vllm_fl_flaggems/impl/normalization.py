@@ -26,23 +26,10 @@ def rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """y / sqrt(mean(y**2) + epsilon) * weight in fp32, rounded once, where y = x + residual.
+    """y / sqrt(mean(y**2) + epsilon) * weight in fp32, rounded once, with y = x + residual.
 
-    With a residual the kernel works in place on contiguous tensors: x and residual may be
-    overwritten. Without a residual, x is unchanged.
-
-    Args:
-        x: (..., hidden), float32, float16 or bfloat16, of any layout.
-        residual: of x's shape and dtype, or None.
-        weight: (hidden,), of x's dtype or float32; None is not supported.
-        epsilon: added to the mean of squares.
-        variance_size: None; the kernels compute no partial mean.
-
-    Returns:
-        The normed tensor; with a residual the pair (normed, y).
-
-    Raises:
-        NotImplementedError: FlagGems cannot be imported.
+    With a residual the kernel works in place on contiguous tensors. Not supported: no weight,
+    `variance_size`.
     """
     if residual is None:
         return _norm(x, weight, epsilon)
@@ -124,20 +111,7 @@ def layer_norm(
     bias: torch.Tensor | None,
     epsilon: float,
 ) -> torch.Tensor:
-    """(x - mean) / sqrt(variance + epsilon) * weight + bias in fp32, rounded once.
-
-    Args:
-        x: (..., hidden), float32, float16 or bfloat16, of any layout.
-        weight: (hidden,), of x's dtype or float32, or None for 1.
-        bias: (hidden,), of x's dtype or float32, or None for 0.
-        epsilon: added to the variance.
-
-    Returns:
-        (..., hidden), contiguous, of x's dtype.
-
-    Raises:
-        NotImplementedError: FlagGems cannot be imported.
-    """
+    """(x - mean) / sqrt(variance + epsilon) * weight + bias in fp32, rounded once."""
     if not x.numel():  # not every device's driver may run an empty grid
         return x.new_empty(x.shape)
     hidden = x.shape[-1]
@@ -165,8 +139,8 @@ def _launch_layer_norm(
 ) -> torch.Tensor:
     """Launch a program for each row of x, which must be contiguous.
 
-    FlagGems's public function tunes the kernels again for each number of rows, which takes tenths
-    of a second: nearly every prefill of a server would wait for it.
+    FlagGems's public function tunes the kernels again for each number of rows. That takes tenths of
+    a second, in nearly every prefill of a server.
     """
     hidden = x.shape[-1]
     rows = x.shape[:-1].numel()

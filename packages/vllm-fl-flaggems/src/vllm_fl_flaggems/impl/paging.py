@@ -1,8 +1,7 @@
 """Paged caches, on FlagGems's Triton kernels.
 
-FlagGems writes only into caches with slots before heads and contiguous heads. vLLM's caches differ:
-since 0.26 a token's key and value are adjacent. So this package's own kernel is used if it can be
-launched.
+FlagGems writes only into caches with slots before heads and contiguous heads. Since vLLM 0.26 a
+token's key and value are adjacent, so this package's own kernel is used if it can be launched.
 """
 
 from __future__ import annotations
@@ -37,19 +36,7 @@ def reshape_and_cache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write each token's key and value into its slot, in place.
 
-    Args:
-        key, value: (tokens, kv_heads, head_size), float32, float16 or bfloat16, of any layout.
-        key_cache, value_cache: (blocks, block_size, kv_heads, head_size), of key's dtype, with
-            contiguous heads. Overwritten.
-        slot_mapping: (tokens,), int64; negative slots are skipped. Slots beyond the caches are not
-            detected.
-
-    Returns:
-        (key_cache, value_cache), the arguments themselves.
-
-    Raises:
-        NotImplementedError: FlagGems cannot be imported; only on devices where this package's
-            kernel cannot be launched.
+    Slots beyond the caches are not detected. Not supported: non-contiguous heads in the caches.
     """
     if key.numel():  # not every device's driver may run an empty grid
         slots = slot_mapping.contiguous()
@@ -62,9 +49,8 @@ def reshape_and_cache(
 
 
 def _in_rows(key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
-    """Return whether FlagGems's kernel writes to the correct addresses.
-
-    It reads only the block stride, that of the first cache.
+    """Return whether FlagGems's kernel, which reads only the first cache's block stride, is
+    correct.
     """
     *_, heads, size = key_cache.shape
     steps = (key_cache.stride(0), heads * size, size, 1)
@@ -108,19 +94,7 @@ def concat_and_cache_mla(
 ) -> torch.Tensor:
     """Write each token's kv_c, then k_pe, into its slot, in place.
 
-    Args:
-        kv_c: (tokens, kv_lora_rank), float32, float16 or bfloat16, of any layout.
-        k_pe: (tokens, rope_size), of kv_c's dtype and any layout.
-        kv_cache: (blocks, block_size, kv_lora_rank + rope_size), of kv_c's dtype, with contiguous
-            rows. Overwritten.
-        slot_mapping: (tokens,), int64; negative slots are skipped. Slots beyond the cache are not
-            detected.
-
-    Returns:
-        kv_cache, the argument itself.
-
-    Raises:
-        NotImplementedError: FlagGems cannot be imported.
+    Slots beyond the cache are not detected. Not supported: non-contiguous rows in the cache.
     """
     store = flag_gems().concat_and_cache_mla
     if slot_mapping.numel():  # not every device's driver may run an empty grid
@@ -137,7 +111,7 @@ def _one(device: torch.device) -> torch.Tensor:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` itself if a token's heads are contiguous, otherwise a copy."""
+    """Return `x`, or a copy if a token's heads are not contiguous."""
     return x if x.stride()[1:] == (x.shape[2], 1) else contiguous(x)
 
 

@@ -28,20 +28,8 @@ def qk_norm_rope(
 ) -> torch.Tensor:
     """Normalise and rotate the query and key heads of qkv in fp32, rounded once.
 
-    The kernel works in place: a contiguous qkv is overwritten. Values are not read.
-
-    Args:
-        qkv: (tokens, (heads + kv_heads + n) * head_size), float32, float16 or bfloat16, of any
-            layout.
-        q_weight, k_weight: (head_size,), contiguous, of qkv's dtype or float32.
-        cos_sin_cache: (max_position, 2 * half), with contiguous rows, of any floating dtype.
-        position_ids: (tokens,), int64 or int32. Positions outside the table are not detected.
-        heads, kv_heads: number of query and key heads.
-        epsilon: added to the mean of squares.
-        rotary_interleaved: pairs are (2 * i, 2 * i + 1) instead of (i, i + half).
-
-    Returns:
-        A tensor of qkv's shape and dtype.
+    The kernel works in place and does not read the values. Positions outside the table are not
+    detected. Not supported: non-contiguous weights or rows of the table.
     """
     qkv = contiguous(qkv)
     size, half = q_weight.shape[0], cos_sin_cache.shape[1] // 2

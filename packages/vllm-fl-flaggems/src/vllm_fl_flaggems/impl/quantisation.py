@@ -21,19 +21,8 @@ MOST_ELEMENTS = 2**31 - 1
 def quant_fp8_group(
     x: torch.Tensor, group_size: int = 128, eps: float = 1e-10, ue8m0: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round x / scale of its group to float8_e4m3fn, computed in fp32.
-
-    Args:
-        x: (tokens, hidden), float32, float16 or bfloat16, of any layout.
-        group_size: features of a group; divides hidden.
-        eps: lower bound of a group's largest |x|; above 0.
-        ue8m0: whether scales are powers of two, at least 2^-33.
-
-    Returns:
-        (value, scale).
-
-    Raises:
-        NotImplementedError: FlagGems cannot be imported.
+    """Round x / scale of its group to float8_e4m3fn, computed in fp32; ue8m0 scales are at least
+    2^-33.
     """
     if not x.numel():
         steps = x.new_empty((x.shape[0], x.shape[1] // group_size), dtype=torch.float32)

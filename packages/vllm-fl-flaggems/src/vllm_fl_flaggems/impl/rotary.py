@@ -30,18 +30,7 @@ def rotary_embedding(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rotate the first 2 * cos.shape[-1] features of each head in fp32, rounded once.
 
-    Args:
-        query: (tokens, heads, head_size), float32, float16 or bfloat16, of any layout.
-        key: (tokens, kv_heads, head_size), of query's dtype, or None.
-        cos, sin: (max_position, half), with contiguous rows.
-        position_ids: (tokens,), int64 or int32. Positions outside the tables are not detected.
-        rotary_interleaved: pairs are (2 * i, 2 * i + 1) instead of (i, i + half).
-
-    Returns:
-        (query, key) with the shapes and dtypes of the arguments; key is None if it was.
-
-    Raises:
-        NotImplementedError: FlagGems cannot be imported.
+    Positions outside the tables are not detected. Not supported: non-contiguous rows of the tables.
     """
     kernel = launchable("apply_rotary_pos_emb_kernel")
     args = (query, key, cos, sin, position_ids, rotary_interleaved)
@@ -132,9 +121,9 @@ def _strides(x: torch.Tensor, aside: int) -> tuple[int, ...]:
 def _side_by_side(q: torch.Tensor, k: torch.Tensor) -> int:
     """Return into how many rows, each with its own program, a token's heads are divided.
 
-    FlagGems's program rotates the heads of a token in sequence: at least 8 µs on an H200, against 2
-    to 6 µs with 8 rows a token. More tokens fill the GPU without it, and tensors with gaps between
-    tokens would have to be copied.
+    FlagGems's program rotates a token's heads in sequence: at least 8 µs on an H200, against 2 to 6
+    µs with 8 rows. Many tokens fill the GPU without it, and tensors with gaps between tokens would
+    have to be copied.
     """
     if len(q) > FEW_TOKENS or not (q.is_contiguous() and k.is_contiguous()):
         return 1

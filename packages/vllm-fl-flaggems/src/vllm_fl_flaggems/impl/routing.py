@@ -32,23 +32,10 @@ def moe_topk(
     routed_scaling_factor: float = 1.0,
     e_score_correction_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the experts with the highest softmax of each token, and their weights, in fp32.
+    """Return each token's experts with the highest softmax, and their weights, in fp32.
 
-    The kernel adds 1e-8 to each divisor.
-
-    Args:
-        gating_output: (tokens, experts), float32, float16 or bfloat16, of any layout.
-        topk: from 1 to min(32, experts).
-        renormalize: whether a token's weights are divided by their sum.
-        scoring_func: "softmax", the only one that the kernel supports.
-        routed_scaling_factor: a finite number.
-        e_score_correction_bias: None; the kernel supports no bias.
-
-    Returns:
-        (weights, float32; ids, int32), both (tokens, topk).
-
-    Raises:
-        NotImplementedError: FlagGems cannot be imported.
+    The kernel adds 1e-8 to each divisor. Not supported: other scores, a bias, more than 32 experts
+    per token, more than 1024 experts.
     """
     gems = flag_gems()
     shape = (gating_output.shape[0], topk)
@@ -73,21 +60,8 @@ def grouped_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the best experts of each token's best groups, and their weights, in fp32.
 
-    Args:
-        gating_output: (tokens, experts), float32, float16 or bfloat16, of any layout.
-        topk: a power of two from 1 to 32, at most the experts of topk_group groups.
-        renormalize: whether a token's weights are divided by their sum.
-        num_expert_group: a divisor of experts, at most 32, with two or more experts per group.
-        topk_group: from 1 to num_expert_group.
-        scoring_func: "softmax" or "sigmoid", computed by PyTorch before the kernels.
-        routed_scaling_factor: a finite number.
-        e_score_correction_bias: (experts,), floating.
-
-    Returns:
-        (weights, float32; ids, int32), both (tokens, topk).
-
-    Raises:
-        NotImplementedError: FlagGems cannot be imported.
+    PyTorch computes the scores. `topk` must be a power of two up to 32; not supported: no bias,
+    more than 32 groups.
     """
     gems = flag_gems()
     logits = contiguous(gating_output).float()  # the kernels round scores to the logits' dtype
@@ -116,23 +90,9 @@ def moe_align_block_size(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sort rows by expert and pad each expert's rows to whole blocks.
 
-    The kernels write outside their memory for an invalid id. Rows without an expert on this rank
-    are assigned to an extra expert after all others, and its blocks are removed.
-
-    Args:
-        topk_ids: (tokens, topk), int32 or int64, of any layout; negative for no expert.
-        block_size: rows of a block, at least 1.
-        num_experts: experts of all ranks, at least 1.
-        expert_map: (num_experts,) or longer, int32, negative for another rank's expert, or None.
-        pad_sorted_ids: whether the length of the first result is rounded up to whole blocks.
-        ignore_invalid_experts: whether rows of other ranks' experts are omitted.
-
-    Returns:
-        (rows and padding; the expert of each block; number of used positions), int32.
-
-    Raises:
-        NotImplementedError: FlagGems cannot be imported.
-        IndexError: an id is not below num_experts; checked on the CPU only.
+    The kernels write outside their memory for an invalid id, so rows without an expert on this rank
+    are assigned to an extra expert after all others, and its blocks are removed. Invalid ids raise
+    IndexError on the CPU only.
     """
     gems = flag_gems()
     rows = topk_ids.numel()
@@ -162,18 +122,7 @@ def moe_sum(
     topk_ids: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sum over each token's experts in fp32, rounded once.
-
-    Args:
-        input: (tokens, topk, hidden), float32, float16 or bfloat16, of any layout.
-        topk_ids, expert_map: None; the kernel adds all rows.
-
-    Returns:
-        (tokens, hidden), of input's dtype.
-
-    Raises:
-        NotImplementedError: FlagGems cannot be imported.
-    """
+    """Sum over each token's experts in fp32, rounded once. Not supported: `topk_ids`."""
     gems = flag_gems()
     out = input.new_empty((input.shape[0], input.shape[2]))
     if out.numel():
@@ -185,9 +134,7 @@ def moe_sum(
 def of_experts(topk_ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (ids clamped to valid experts, mask of the changed positions).
 
-    Raises:
-        IndexError: an id is not below `count`; checked on the CPU only, since a check on a device
-            would wait for it.
+    An invalid id raises IndexError on the CPU only; on a device the check would wait for it.
     """
     if topk_ids.is_cpu and topk_ids.numel() and int(topk_ids.max()) >= count:
         raise IndexError(f"topk_ids must be below {count}, got {int(topk_ids.max())}")
