@@ -1,4 +1,8 @@
-"""Ops on vLLM's CUDA kernels, and shared code: loading kernels, availability, alignment."""
+"""Ops on vLLM's CUDA kernels, one module per family, and shared code.
+
+Arguments and results are those of the op's contract (`vllm_fl_ops.contracts`); docstrings describe
+rounding and what the kernels do not support.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +34,7 @@ EXTENSIONS = (
 
 @cache
 def load_kernels() -> None:
-    """Import the extension modules of this vLLM.
-
-    Raises:
-        ImportError: none of them can be imported.
-    """
+    """Import the extension modules of this vLLM; ImportError if none can be imported."""
     failures = []
     for name in EXTENSIONS:
         try:
@@ -47,10 +47,8 @@ def load_kernels() -> None:
 
 @cache
 def kernel(name: str) -> Callable[..., Any]:
-    """Return vLLM's CUDA kernel `name`, in `torch.ops._C` unless it has another namespace.
-
-    Args:
-        name: `rms_norm`, or with its namespace `_moe_C::moe_sum`.
+    """Return vLLM's CUDA kernel `name`, such as `rms_norm` or, with its namespace,
+    `_moe_C::moe_sum`.
 
     Raises:
         ImportError: vLLM or its extension is not installed.
@@ -72,7 +70,7 @@ def implementation(
 
     Args:
         fn: its first argument is a tensor, which must be on a CUDA device.
-        kernels: kernels that it needs; it is unavailable without them.
+        kernels: vLLM's kernels without which it is unavailable.
         takes: conditions for supported calls (`OpImpl.takes`).
         consumes: arguments that it overwrites.
     """
@@ -138,7 +136,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def packed(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` itself if it is contiguous and aligned, otherwise such a copy."""
+    """Return `x`, or a copy if it is not contiguous and aligned."""
     if not x.is_contiguous():
         return x.contiguous()
     return x.clone() if x.data_ptr() % ALIGNMENT else x

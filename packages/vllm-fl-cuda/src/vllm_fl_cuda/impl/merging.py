@@ -20,13 +20,7 @@ def merge_attn_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Average both outputs with weights exp(lse), in fp32, rounded once.
 
-    Args:
-        prefix_output, suffix_output: (tokens, heads, head_size), float32, float16 or bfloat16, of
-            any layout.
-        prefix_lse, suffix_lse: (tokens, heads), float32; infinite for no keys.
-
-    Returns:
-        (output, lse). If neither side had keys, output is prefix_output.
+    If neither side had keys, output is prefix_output.
     """
     output = prefix_output.new_empty(prefix_output.shape)
     # Heads first, without gaps: the kernel of vLLM 0.26 ignores strides of the log-sum-exps.
@@ -47,7 +41,7 @@ def merge_attn_states(
 
 
 def _one_grid(prefix: torch.Tensor, suffix: torch.Tensor) -> bool:
-    """Return whether the prefix's head stride is valid for both tensors, at aligned addresses."""
+    """Return whether both tensors have the head stride of the prefix, at aligned addresses."""
     side = prefix.stride(1)
     wanted = (prefix.shape[1] * side, side, 1)
     return (

@@ -19,20 +19,8 @@ def rms_norm(
     """y / sqrt(mean(y**2) + epsilon) * weight in fp32, with y = x + residual in x's dtype.
 
     With a residual the kernel works in place: x and residual may be overwritten. Without one, x is
-    unchanged and read with its strides: the heads of a qkv buffer are not copied.
-
-    Args:
-        x: (..., hidden), float32, float16 or bfloat16, of any layout.
-        residual: of x's shape and dtype, or None.
-        weight: (hidden,), contiguous, of x's dtype, or None for 1.
-        epsilon: added to the mean of squares.
-        variance_size: None; the kernels compute no partial mean.
-
-    Returns:
-        The normed tensor; with a residual the pair (normed, y).
-
-    Raises:
-        RuntimeError: the kernel rejects a dtype or a size.
+    read with its strides: the heads of a qkv buffer are not copied. Not supported: `variance_size`,
+    a weight of another dtype. RuntimeError if the kernel rejects a dtype or a size.
     """
     if residual is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)

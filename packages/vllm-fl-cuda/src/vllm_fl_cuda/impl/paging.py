@@ -33,15 +33,8 @@ def reshape_and_cache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write each token's key and value into its slot, in place.
 
-    Args:
-        key, value: (tokens, kv_heads, head_size), float32, float16 or bfloat16, of any layout.
-        key_cache, value_cache: (blocks, block_size, kv_heads, head_size), of key's dtype, both of
-            the same layout, heads before or after slots. Overwritten.
-        slot_mapping: (tokens,), int64; negative slots are skipped. Slots beyond the caches are not
-            detected.
-
-    Returns:
-        (key_cache, value_cache), the arguments themselves.
+    Both caches must have the same layout, with heads before or after slots. Slots beyond the caches
+    are not detected.
     """
     if key.numel():  # an empty grid is a launch error
         one = _one(key.device)
@@ -55,16 +48,7 @@ def concat_and_cache_mla(
 ) -> torch.Tensor:
     """Write each token's kv_c, then k_pe, into its slot, in place.
 
-    Args:
-        kv_c: (tokens, kv_lora_rank), float32, float16 or bfloat16, of any layout.
-        k_pe: (tokens, rope_size), of kv_c's dtype and any layout.
-        kv_cache: (blocks, block_size, kv_lora_rank + rope_size), of kv_c's dtype, with contiguous
-            rows. Overwritten.
-        slot_mapping: (tokens,), int64; negative slots are skipped. Slots beyond the cache are not
-            detected.
-
-    Returns:
-        kv_cache, the argument itself.
+    The cache must have contiguous rows. Slots beyond the cache are not detected.
     """
     if slot_mapping.numel():  # an empty grid is a launch error
         rows = [x if x.stride(1) == 1 else x.contiguous() for x in (kv_c, k_pe)]
@@ -81,7 +65,7 @@ def _one(device: torch.device) -> torch.Tensor:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` itself if a token's heads are contiguous and aligned, otherwise such a copy."""
+    """Return `x`, or a copy if a token's heads are not contiguous and aligned."""
     step, side, inner = x.stride()
     if inner != 1 or side != x.shape[2] or (step * x.itemsize) % VECTOR:
         x = x.contiguous()

@@ -1,7 +1,7 @@
 """Norms of query and key heads with rotary embedding, on vLLM's CUDA kernel.
 
 vLLM's pass also matches heads with float32 weights, such as those of GemmaRMSNorm, for which the
-kernel raises. Here such a call is not supported and falls back to the next implementation.
+kernel raises. Here the next implementation computes them.
 """
 
 from __future__ import annotations
@@ -39,22 +39,8 @@ def qk_norm_rope(
 ) -> torch.Tensor:
     """Normalise and rotate the query and key heads of qkv in fp32, rounded once.
 
-    The kernel works in place: qkv may be overwritten.
-
-    Args:
-        qkv: (tokens, (heads + kv_heads + n) * head_size), float16 or bfloat16, of any layout.
-        q_weight, k_weight: (head_size,), of qkv's dtype; head_size 64, 128 or 256.
-        cos_sin_cache: (max_position, 2 * half), contiguous, float32, float16 or bfloat16.
-        position_ids: (tokens,), int64 or int32. Positions outside the table are not detected.
-        heads, kv_heads: number of query and key heads.
-        epsilon: added to the mean of squares.
-        rotary_interleaved: pairs are (2 * i, 2 * i + 1) instead of (i, i + half).
-
-    Returns:
-        A tensor of qkv's shape and dtype.
-
-    Raises:
-        RuntimeError: the kernel rejects a dtype or a layout.
+    The kernel works in place. Positions outside the table are not detected. RuntimeError if the
+    kernel rejects a dtype or a layout.
     """
     qkv = packed(qkv)
     if len(qkv):  # a grid of no programs is an error
@@ -81,8 +67,8 @@ def qk_norm_rope(
 def _turns_whole_threads(head_size: int, half: int, rotary_interleaved: bool) -> Availability:
     """Require that either all or none of a thread's features rotate.
 
-    Unless interleaved, a thread exchanges features with the thread whose number differs in one bit,
-    so the number of threads per half must be a power of two.
+    Unless interleaved, threads exchange features with the thread number that differs in one bit, so
+    the number of threads per half must be a power of two.
     """
     each = head_size // LANES
     whole = 2 * half % (each if rotary_interleaved else 2 * each) == 0
@@ -94,11 +80,12 @@ def _turns_whole_threads(head_size: int, half: int, rotary_interleaved: bool) ->
 def _turns_part(
     qkv: torch.Tensor, head_size: int, half: int, rotary_interleaved: bool
 ) -> Availability:
-    """Reject partial rotation on Hopper: the kernel is incorrect in large batches (vllm#51049).
+    """Reject partial rotation on Hopper, where the kernel is incorrect in large batches
+    (vllm#51049).
 
     If only a part of a head rotates, some threads do not take part in the exchange between halves.
-    On Hopper a warp computes several heads one after the other from 10 240 query and key heads in a
-    batch on, and all but its first are incorrect. On other GPUs a warp has one head.
+    From 10 240 query and key heads in a batch on, a warp on Hopper computes several heads, and all
+    but the first are incorrect. On other GPUs a warp has one head.
     """
     if 2 * half == head_size or rotary_interleaved or capability(qkv.device) != HOPPER:
         return True
@@ -109,7 +96,7 @@ def _turns_part(
 
 
 def _has_code(qkv: torch.Tensor, cos_sin_cache: torch.Tensor) -> Availability:
-    """Reject bfloat16 before Ampere, where the kernel returns without computing anything."""
+    """Reject bfloat16 before Ampere, where the kernel returns at once without a result."""
     has_it = torch.bfloat16 in (qkv.dtype, cos_sin_cache.dtype)
     if has_it and capability(qkv.device) < (8, 0):
         return "the kernel has no bfloat16 on GPUs before compute capability 8.0"

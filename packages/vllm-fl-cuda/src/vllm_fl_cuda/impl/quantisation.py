@@ -31,17 +31,7 @@ def quant_fp8(
     scale_ub: torch.Tensor | None = None,
     per_token: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round x / scale to float8_e4m3fn, saturating, computed in fp32.
-
-    Args:
-        x: (tokens, hidden), float32, float16 or bfloat16, of any layout.
-        scale: one float32 number; None for max |x| / 448.
-        scale_ub: upper bound of |x|, one float32 number; only with `per_token`.
-        per_token: a scale for each token; not with `scale`.
-
-    Returns:
-        (value, scale).
-    """
+    """Round x / scale to float8_e4m3fn, saturating, computed in fp32."""
     x = packed(x)
     value = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     if scale is not None:
@@ -63,16 +53,8 @@ def quant_fp8(
 def quant_fp8_group(
     x: torch.Tensor, group_size: int = 128, eps: float = 1e-10, ue8m0: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round x / scale of its group to float8_e4m3fn, computed in fp32.
-
-    Args:
-        x: (tokens, hidden), float32, float16 or bfloat16, of any layout.
-        group_size: features of a group; divides hidden.
-        eps: lower bound of a group's largest |x|; above 0.
-        ue8m0: whether scales are powers of two, at least 2^-33.
-
-    Returns:
-        (value, scale).
+    """Round x / scale of its group to float8_e4m3fn, computed in fp32; ue8m0 scales are at least
+    2^-33.
     """
     x = packed(x)
     value = torch.empty_like(x, dtype=torch.float8_e4m3fn)
@@ -96,17 +78,7 @@ def quant_int8(
     azp: torch.Tensor | None = None,
     asymmetric: bool | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Round x / scale + azp to int8, saturating, computed in fp32; ties go to even.
-
-    Args:
-        x: (tokens, hidden), float32, float16 or bfloat16, of any layout.
-        scale: one float32 number; None for a scale for each token.
-        azp: one int32 number with `scale`; None for 0.
-        asymmetric: True for a zero point for each token; not with `scale`.
-
-    Returns:
-        (value, scale), or (value, scale, azp) with `asymmetric`.
-    """
+    """Round x / scale + azp to int8, saturating, computed in fp32; ties go to even."""
     x = packed(x)
     value = torch.empty_like(x, dtype=torch.int8)
     if scale is not None:

@@ -21,20 +21,8 @@ def rotary_embedding(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rotate the first 2 * cos.shape[-1] features of each head in fp32, rounded once.
 
-    The kernel works in place: query and key may be overwritten.
-
-    Args:
-        query: (tokens, heads, head_size), float32, float16 or bfloat16, of any layout.
-        key: (tokens, kv_heads, head_size), of query's dtype, kv_heads a divisor of heads, or None.
-        cos, sin: (max_position, half), adjacent halves of one cache.
-        position_ids: (tokens,), int64 or int32. Positions outside the cache are not detected.
-        rotary_interleaved: pairs are (2 * i, 2 * i + 1) instead of (i, i + half).
-
-    Returns:
-        (query, key) with the shapes and dtypes of the arguments; key is None if it was.
-
-    Raises:
-        RuntimeError: cos and sin are not adjacent, or the kernel rejects a dtype.
+    The kernel works in place. Positions outside the cache are not detected. RuntimeError if cos and
+    sin are not adjacent halves of one cache, or the kernel rejects a dtype.
     """
     tokens, _, head_size = query.shape
     query, rows = _rows(query)
@@ -50,10 +38,10 @@ def rotary_embedding(
 
 
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (x or a packed copy of it, a view of that as (tokens, heads * head_size)).
+    """Return (x or a packed copy, its view as (tokens, heads * head_size)).
 
-    The kernel supports any token stride. Its head stride is query's, also for key; with two
-    dimensions it is the head's size, which is correct for both.
+    The kernel supports any token stride. For key it uses the head stride of query; with two
+    dimensions it uses the head's size for both, which is correct.
     """
     tokens, heads, head_size = x.shape
     width = heads * head_size

@@ -36,18 +36,9 @@ def moe_topk(
     routed_scaling_factor: float = 1.0,
     e_score_correction_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the experts with the highest scores of each token, and their weights, in fp32.
+    """Return each token's experts with the highest scores, and their weights, in fp32.
 
-    Args:
-        gating_output: (tokens, experts), float32, float16 or bfloat16, of any layout.
-        topk: from 1 to experts.
-        renormalize: whether a token's weights are divided by their sum.
-        scoring_func: "softmax" or "sigmoid".
-        routed_scaling_factor: a finite number.
-        e_score_correction_bias: (experts,), floating, or None.
-
-    Returns:
-        (weights, float32; ids, int32), both (tokens, topk).
+    With a bias, only numbers of experts in `SPECIAL_SIZES` are supported.
     """
     logits = packed(gating_output)
     shape = (logits.shape[0], topk)
@@ -86,18 +77,8 @@ def grouped_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the best experts of each token's best groups, and their weights, in fp32.
 
-    Args:
-        gating_output: (tokens, experts), float32, float16 or bfloat16, of any layout.
-        topk: from 1 to 32, at most the experts of topk_group groups.
-        renormalize: whether a token's weights are divided by their sum.
-        num_expert_group: a divisor of experts, at most 32, with two or more experts per group.
-        topk_group: from 1 to num_expert_group.
-        scoring_func: "softmax", computed by PyTorch before the kernel, or "sigmoid".
-        routed_scaling_factor: a finite number.
-        e_score_correction_bias: (experts,), floating.
-
-    Returns:
-        (weights, float32; ids, int32), both (tokens, topk).
+    PyTorch computes a softmax before the kernel. Not supported: no bias, more than 32 groups or
+    experts per token.
     """
     logits = packed(gating_output.float())  # the kernel rounds scores to the logits' dtype
     if not logits.numel():
@@ -126,18 +107,9 @@ def moe_align_block_size(
     pad_sorted_ids: bool = False,
     ignore_invalid_experts: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort rows by expert, in the order of the threads, and pad each expert's to whole blocks.
+    """Sort rows by expert and pad each expert's rows to whole blocks.
 
-    Args:
-        topk_ids: (tokens, topk), int32 or int64, of any layout; negative for no expert.
-        block_size: rows of a block, at least 1.
-        num_experts: experts of all ranks, from 1 to 992.
-        expert_map: (num_experts,) or longer, int32, -1 for another rank's expert, or None.
-        pad_sorted_ids: whether the length of the first result is rounded up to whole blocks.
-        ignore_invalid_experts: whether rows of other ranks' experts are omitted.
-
-    Returns:
-        (rows and padding; the expert of each block; number of used positions), int32.
+    Rows of one expert are in the order in which threads run.
     """
     ids, rows = topk_ids.contiguous(), topk_ids.numel()
     most = rows + num_experts * (block_size - 1)
@@ -174,14 +146,6 @@ def moe_sum(
     """Sum over each token's experts on this rank, in fp32, rounded once.
 
     The kernel supports strides of input and ids.
-
-    Args:
-        input: (tokens, topk, hidden), float32, float16 or bfloat16, of any layout.
-        topk_ids: (tokens, topk), int32 or int64, negative for no expert, or None.
-        expert_map: (experts,), int32, negative for another rank's expert, or None.
-
-    Returns:
-        (tokens, hidden), of input's dtype.
     """
     out = input.new_empty((input.shape[0], input.shape[2]))
     if out.numel():
