@@ -14,7 +14,7 @@ __all__ = ["available"]
 def available() -> Availability:
     """Return True, or why no NPU can be used and how to fix it.
 
-    Reads metadata first, to import nothing on a machine without torch_npu. If it is installed,
+    Metadata is read first, to import nothing on a machine without torch_npu. If it is installed,
     `import torch` loads it through its entry point, or fails.
     """
     try:

@@ -31,7 +31,7 @@ def compute_slot_mapping(
         block_table_ptr: (requests, blocks) int32.
         slot_mapping_ptr: (>= max_num_tokens,) int64, overwritten.
         KV_CACHE_BLOCK_SIZE: tokens in a block.
-        PAD_ID: value written after the last token.
+        PAD_ID: value after the last token.
 
     Raises:
         NotImplementedError: context parallelism.

@@ -19,12 +19,11 @@ __all__ = ["AscendWorker"]
 class AscendWorker(Worker):  # type: ignore[misc]
     """vLLM's GPU worker without its requirements for CUDA; the rest uses torch.accelerator.
 
-    Overridden are the device initialisation, the memory pool for sleep mode, and the choice of the
-    model runner: vLLM's newer one is written in Triton.
+    Overrides device initialisation, the memory pool for sleep mode, and the choice of the model
+    runner, since vLLM's second runner is written in Triton.
     """
 
     def init_device(self) -> None:
-        """Set this rank's NPU, join the other ranks, and create the model runner."""
         self.device = torch.device(current_platform.device_type, self.local_rank)
         current_platform.set_device(self.device)
         current_platform.check_if_supports_dtype(self.model_config.dtype)

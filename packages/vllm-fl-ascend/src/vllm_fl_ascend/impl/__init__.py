@@ -1,4 +1,8 @@
-"""Ops on torch_npu's kernels, and their shared conditions on tensors."""
+"""Ops on torch_npu's kernels, one module per family.
+
+Arguments and results are those of the op's contract (`vllm_fl_ops.contracts`); docstrings have the
+operators and what is not supported. A call raises RuntimeError if CANN's kernel fails.
+"""
 
 from __future__ import annotations
 

@@ -46,17 +46,14 @@ class AscendAttentionBackend(InPlanes, AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_name() -> str:
-        """Return vLLM's name for third-party backends."""
         return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[AscendAttentionImpl]:
-        """Return the implementation class."""
         return AscendAttentionImpl
 
     @staticmethod
     def get_builder_cls() -> type[AscendMetadataBuilder]:
-        """Return the metadata builder."""
         return AscendMetadataBuilder
 
     @staticmethod
@@ -91,7 +88,6 @@ class AscendAttentionBackend(InPlanes, AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Return the kernel's head sizes for packed sequences."""
         return list(HEAD_SIZES)
 
     @classmethod
@@ -115,8 +111,7 @@ class AscendMetadata(AttentionMetadata):  # type: ignore[misc]
     """Metadata of one step for all layers of a group.
 
     Args:
-        query_ends: end of each sequence's queries among the step's tokens; the last is the number
-            of tokens.
+        query_ends: end of each sequence's queries among the step's tokens.
         seq_lens: tokens of each sequence in the cache after this step.
         block_table: (sequences, blocks) int32: the blocks of each sequence, in order.
         slot_mapping: (tokens,) int32 or int64: cache slot of each token's key and value, in tokens.
@@ -131,10 +126,10 @@ class AscendMetadata(AttentionMetadata):  # type: ignore[misc]
 
 
 class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):  # type: ignore[misc]
-    """Builds the metadata of a step once for all layers: the kernel needs lengths as Python lists.
+    """Builds the metadata of a step, for all layers: the kernel needs lengths as Python lists.
 
     With speculative decoding only the device knows how many draft tokens were accepted, so the
-    lengths are copied from it, one synchronisation per step. Otherwise the host knows them.
+    lengths are copied from it, one synchronisation per step.
     """
 
     def __init__(
@@ -153,11 +148,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):  # type: 
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> AscendMetadata:
-        """Return the metadata of one step.
-
-        Raises:
-            NotImplementedError: sequences of one batch differ in causality.
-        """
+        """Build the metadata; NotImplementedError if sequences of one batch differ in causality."""
         common = common_attn_metadata
         if not isinstance(common.causal, bool):
             raise NotImplementedError(
@@ -237,18 +228,15 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):  # type: ignore[misc]
         """Write this step's keys and values to the cache, and attend to the whole cache.
 
         Args:
-            layer: vLLM's attention layer; ignored.
+            layer: ignored.
             query: (tokens, heads, head_size), float16 or bfloat16.
             key, value: (tokens, kv_heads, head_size); None, or not written, if the layer shares the
-                cache of an earlier one.
-            kv_cache: (2, blocks, 128, kv_heads, head_size) as from `get_kv_cache_shape`, or
-                (blocks, 2, 128, kv_heads * head_size) with contiguous keys and contiguous values.
+                cache of another layer.
+            kv_cache: (2, blocks, 128, kv_heads, head_size), or (blocks, 2, 128, kv_heads *
+                head_size) with contiguous keys and contiguous values.
             attn_metadata: None while vLLM measures memory.
-            output: (tokens, heads, head_size), overwritten except for padding.
-            output_scale, output_block_scale: None; quantised output is not supported.
-
-        Returns:
-            output.
+            output: (tokens, heads, head_size), overwritten except for padding, and returned.
+            output_scale, output_block_scale: None.
 
         Raises:
             NotImplementedError: a quantised output.

@@ -34,30 +34,13 @@ def fused_experts(
 ) -> torch.Tensor:
     """Sort tokens by expert, multiply in groups, and sum the results of each token.
 
-    Operators: `npu_moe_init_routing_v2`, `npu_grouped_matmul`, the activation's,
-    `npu_grouped_matmul` and `npu_moe_token_unpermute`. Intermediate results and the routing weights
-    are rounded to hidden_states' dtype.
-
-    Args:
-        hidden_states: (tokens, hidden), bfloat16, of any layout.
-        w13: (experts, 2 * intermediate, hidden), bfloat16.
-        w2: (experts, hidden, intermediate), bfloat16.
-        topk_weights: (tokens, k), floating.
-        topk_ids: (tokens, k), int32 or int64; negative for no expert.
-        activation: "silu", "gelu", "gelu_tanh" or "swigluoai".
-        apply_router_weight_on_input: whether the weight multiplies the input; for k = 1.
-        global_num_experts: ignored.
-        expert_map: None.
-        w13_bias: None.
-        w2_bias: None.
-
-    Returns:
-        (tokens, hidden), bfloat16.
+    Operators: `npu_moe_init_routing_v2`, `npu_grouped_matmul`, that of the activation,
+    `npu_grouped_matmul`, `npu_moe_token_unpermute`. Intermediate results and routing weights are
+    rounded to bfloat16, the only supported dtype. Not supported: `expert_map`, biases.
 
     Raises:
         KeyError: `activation` is unknown.
-        RuntimeError: one of CANN's kernels fails.
-        IndexError: an id is not below the number of experts; checked on the CPU only.
+        IndexError: an id is invalid; on the CPU only.
     """
     if not hidden_states.numel():
         return hidden_states.new_empty(hidden_states.shape)

@@ -30,22 +30,6 @@ def rms_norm_gated(
     """norm(x) * act(z), or norm(x * act(z)), by `npu_rms_norm` in fp32, rounded once.
 
     In fp32, since the product of large features with their gate overflows float16.
-
-    Args:
-        x: (..., hidden) of 1 to 8 dimensions, float32, float16 or bfloat16, of any layout.
-        z: of x's shape and dtype, or None.
-        weight: (hidden,), of x's dtype or float32.
-        epsilon: added to the mean of squares, above 0.
-        group_size: number of features that each mean is taken over, a divisor of hidden; None for
-            all.
-        norm_before_gate: whether to normalise x instead of its product with the gate.
-        activation: `silu`, `swish` or `sigmoid`.
-
-    Returns:
-        (..., hidden), contiguous, of x's dtype.
-
-    Raises:
-        RuntimeError: CANN's kernel fails.
     """
     if not x.numel():
         return x.new_empty(x.shape)

@@ -15,11 +15,7 @@ EDGE = 2048
 
 @functools.cache
 def template(device: torch.device) -> torch.Tensor:
-    """Return the causal mask that the kernel applies to all sequences, created once per device.
-
-    Returns:
-        (2048, 2048) int8; 1 (above the diagonal) hides a key.
-    """
+    """Return the kernel's causal mask: (2048, 2048) int8, where 1 hides a key."""
     return torch.ones(EDGE, EDGE, dtype=torch.int8, device=device).triu_(1)
 
 
@@ -32,11 +28,10 @@ def sight(causal: bool, window: int | None, device: torch.device) -> dict[str, A
 
     Args:
         causal: whether later keys are hidden.
-        window: maximum number of visible keys including the query's own, as in vLLM; None for all.
+        window: maximum number of visible keys with the query's own, as in vLLM; None for all.
         device: device of the mask.
 
     Raises:
-        NotImplementedError: a window without causality.
         NotImplementedError: a window without causality.
 
     Source: the table of `sparse_mode` in torch_npu's documentation of the operator.

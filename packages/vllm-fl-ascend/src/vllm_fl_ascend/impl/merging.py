@@ -25,19 +25,8 @@ def merge_attn_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Average both outputs with weights exp(lse), with `npu_attention_update`.
 
-    The larger log-sum-exp (natural logarithms) is subtracted first, which keeps the kernel's
-    weights exact for large values.
-
-    Args:
-        prefix_output, suffix_output: (tokens, heads, head_size), float32, float16 or bfloat16, of
-            any layout; head_size a multiple of 8 up to 512.
-        prefix_lse, suffix_lse: (tokens, heads), float32; infinite for no keys.
-
-    Returns:
-        (output, lse); 0 and -inf if neither side had keys.
-
-    Raises:
-        RuntimeError: CANN's kernel fails.
+    The larger log-sum-exp (natural logarithms) is subtracted first, for exact weights at large
+    values.
     """
     if not prefix_output.numel():
         return prefix_output.new_empty(prefix_output.shape), prefix_lse.new_empty(prefix_lse.shape)

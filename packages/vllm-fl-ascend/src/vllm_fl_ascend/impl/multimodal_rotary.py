@@ -24,20 +24,7 @@ def multimodal_rotary_embedding(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate the first 2 * cos.shape[-1] features of each head, by `npu_mrope`; out of place.
 
-    Args:
-        query: (tokens, heads, head_size), float32, float16 or bfloat16, of any layout.
-        key: (tokens, kv_heads, head_size), of query's dtype.
-        cos, sin: (max_position, half), of query's dtype, adjacent halves of one cache.
-        position_ids: (tokens, 3), int64 or int32, in [0, max_position).
-        mrope_section: number of pairs per axis; the sum is half.
-        mrope_interleaved: False; older releases of CANN support sections only.
-        rotary_interleaved: pairs are (2 * i, 2 * i + 1) instead of (i, i + half).
-
-    Returns:
-        (query, key) rotated.
-
-    Raises:
-        RuntimeError: CANN's kernel fails.
+    Not supported: interleaved axes, which older releases of CANN lack; see also `TURNABLE`.
     """
     if not query.numel():
         return query.new_empty(query.shape), key.new_empty(key.shape)

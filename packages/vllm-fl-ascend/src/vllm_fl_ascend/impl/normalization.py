@@ -18,20 +18,8 @@ def rms_norm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """y / sqrt(mean(y**2) + epsilon) * weight, with y = x + residual; out of place.
 
-    Uses `npu_rms_norm`, or `npu_add_rms_norm` with a residual.
-
-    Args:
-        x: (..., hidden), float32, float16 or bfloat16, of any layout.
-        residual: of x's shape and dtype, or None.
-        weight: (hidden,), of x's dtype, or None for 1, for which a tensor of ones is created.
-        epsilon: added to the mean of squares.
-        variance_size: None; the kernels compute no partial mean.
-
-    Returns:
-        The normed tensor; with a residual the pair (normed, y).
-
-    Raises:
-        RuntimeError: CANN's kernel fails.
+    Uses `npu_rms_norm`, or `npu_add_rms_norm` with a residual. Without a weight a tensor of ones is
+    created. Not supported: `variance_size`, a weight of another dtype.
     """
     if not x.numel():
         empty = x.new_empty(x.shape)

@@ -17,15 +17,7 @@ def quant_int8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round x / scale to int8 with a scale per token, by `npu_dynamic_quant`.
 
-    Args:
-        x: (tokens, hidden), float16 or bfloat16, of any layout.
-        scale, azp, asymmetric: None.
-
-    Returns:
-        (value, scale).
-
-    Raises:
-        RuntimeError: CANN's kernel fails.
+    Not supported: float32, a given scale, zero points.
     """
     if not x.numel():
         steps = x.new_empty((x.shape[0], 1), dtype=torch.float32)

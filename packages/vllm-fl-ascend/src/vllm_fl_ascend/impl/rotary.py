@@ -19,21 +19,7 @@ def rotary_embedding(
     position_ids: torch.Tensor,
     rotary_interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rotate the first 2 * cos.shape[-1] features of each head, by `npu_mrope`; out of place.
-
-    Args:
-        query: (tokens, heads, head_size), float32, float16 or bfloat16, of any layout.
-        key: (tokens, kv_heads, head_size), of query's dtype, or None.
-        cos, sin: (max_position, half), of query's dtype, adjacent halves of one cache.
-        position_ids: (tokens,), int64 or int32, in [0, max_position).
-        rotary_interleaved: pairs are (2 * i, 2 * i + 1) instead of (i, i + half).
-
-    Returns:
-        (query, key) rotated; key is None if it was.
-
-    Raises:
-        RuntimeError: CANN's kernel fails.
-    """
+    """Rotate the first 2 * cos.shape[-1] features of each head, by `npu_mrope`; out of place."""
     if not query.numel():
         return query.new_empty(query.shape), None if key is None else key.new_empty(key.shape)
     # The kernel requires two tensors. Without a key the second is one head, whose result is unused.

@@ -20,23 +20,10 @@ def moe_topk(
     routed_scaling_factor: float = 1.0,
     e_score_correction_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the experts with the highest scores of each token, by `npu_moe_gating_top_k`, in fp32.
+    """Return each token's experts with the highest scores, by `npu_moe_gating_top_k`, in fp32.
 
-    Args:
-        gating_output: (tokens, experts), float32, float16 or bfloat16, of any layout; from 3 to
-            2048 experts.
-        topk: from 1 to experts.
-        renormalize: whether a token's weights are divided by their sum; must be True for sigmoid.
-        scoring_func: "softmax" or "sigmoid".
-        routed_scaling_factor: a finite number.
-        e_score_correction_bias: (experts,), floating, or None.
-
-    Returns:
-        (weights, float32; ids, int32), both (tokens, topk).
-
-    Raises:
-        KeyError: `scoring_func` is unknown.
-        RuntimeError: CANN's kernel fails.
+    From 3 to 2048 experts. Sigmoid is supported only with `renormalize`; an unknown score raises
+    KeyError.
     """
     groups = (1, 1, 0)
     scale = (renormalize, scoring_func, routed_scaling_factor)
@@ -55,23 +42,8 @@ def grouped_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the best experts of each token's best groups, by `npu_moe_gating_top_k`, in fp32.
 
-    Args:
-        gating_output: (tokens, experts), float32, float16 or bfloat16, of any layout.
-        topk: from 1 to the experts of topk_group groups.
-        renormalize: whether a token's weights are divided by their sum; must be True for sigmoid.
-        num_expert_group: a divisor of experts with 3 or more experts per group; with group sizes
-            rounded up to multiples of 32, at most 2048 experts.
-        topk_group: from 1 to num_expert_group.
-        scoring_func: "softmax" or "sigmoid".
-        routed_scaling_factor: a finite number.
-        e_score_correction_bias: (experts,), floating, or None.
-
-    Returns:
-        (weights, float32; ids, int32), both (tokens, topk).
-
-    Raises:
-        KeyError: `scoring_func` is unknown.
-        RuntimeError: CANN's kernel fails.
+    Groups must have 3 or more experts; with their sizes rounded up to multiples of 32, at most 2048
+    experts. Sigmoid is supported only with `renormalize`; an unknown score raises KeyError.
     """
     by_two = e_score_correction_bias is not None
     groups = (num_expert_group, topk_group, int(by_two))
