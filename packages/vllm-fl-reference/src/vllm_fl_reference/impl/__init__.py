@@ -1,4 +1,8 @@
-"""Ops in plain PyTorch, with the parameters of their contracts."""
+"""Ops in plain PyTorch, one module per family.
+
+Arguments and results are those of the op's contract (`vllm_fl_ops.contracts`); docstrings describe
+the computation and its rounding.
+"""
 
 from __future__ import annotations
 

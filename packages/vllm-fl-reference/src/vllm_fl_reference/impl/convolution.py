@@ -24,19 +24,6 @@ def causal_conv1d(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Convolve sequence by sequence; the convolution is rounded before the activation.
 
-    Args:
-        x: (tokens, dim), floating.
-        weight: (dim, width), of x's dtype.
-        bias: (dim,), of x's dtype, or None.
-        conv_states: (slots, dim, width - 1 or more), of x's dtype; overwritten.
-        query_start_loc: (sequences + 1,), int32 or int64, from 0 to the number of tokens.
-        cache_indices: (sequences,), int32 or int64, from 1.
-        has_initial_state: (sequences,), bool.
-        activation: "silu" or None.
-
-    Returns:
-        (out, conv_states): out with x's shape and dtype, and the same conv_states.
-
     Raises:
         ValueError: a slot is below 1 (PyTorch would silently count from the end), or
             query_start_loc does not rise from 0 to tokens.
@@ -68,17 +55,6 @@ def causal_conv1d_update(
     conv_state_indices: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Convolve all tokens at once; the convolution is rounded before the activation.
-
-    Args:
-        x: (tokens, dim), floating.
-        conv_state: (slots, dim, width - 1 or more), of x's dtype; overwritten.
-        weight: (dim, width), of x's dtype.
-        bias: (dim,), of x's dtype, or None.
-        activation: "silu" or None.
-        conv_state_indices: (tokens,), int32 or int64; 0 is padding.
-
-    Returns:
-        (out, conv_state): out with x's shape and dtype, x itself for padding; the same conv_state.
 
     Raises:
         ValueError: a slot is negative; PyTorch would silently count from the end.

@@ -38,24 +38,7 @@ def fused_experts(
     The host counts the tokens of each expert, which synchronises with the device. During CUDA graph
     capture this is impossible, so every expert computes all tokens: experts / k times the work.
 
-    Args:
-        hidden_states: (tokens, hidden), floating.
-        w13: (experts, 2 * intermediate, hidden), of the same dtype.
-        w2: (experts, hidden, intermediate), of the same dtype.
-        topk_weights: (tokens, k), floating.
-        topk_ids: (tokens, k), int32 or int64; negative for no expert.
-        activation: "silu", "gelu", "gelu_tanh" or "swigluoai".
-        apply_router_weight_on_input: whether the weight multiplies the input; for k = 1.
-        global_num_experts: the length of expert_map; without one -1 or the number of w13's experts.
-        expert_map: expert -> row of w13 and w2, or -1 for another rank's expert, which adds 0.
-        w13_bias: (experts, 2 * intermediate).
-        w2_bias: (experts, hidden).
-
-    Returns:
-        (tokens, hidden), of hidden_states' dtype.
-
-    Raises:
-        IndexError: an id is not below the number of experts; checked on the CPU only.
+    An invalid id raises IndexError on the CPU only.
     """
     act = ACTIVATIONS[activation]
     x = hidden_states

@@ -15,15 +15,7 @@ __all__ = ["OPS", "chunk_gated_delta_rule", "gdn_gating", "recurrent_gated_delta
 def gdn_gating(
     a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(-exp(A_log) * softplus(a + dt_bias), sigmoid(b)), computed in fp32.
-
-    Args:
-        a, b: (tokens, heads), floating.
-        A_log, dt_bias: (heads,), floating.
-
-    Returns:
-        (g, beta), both (tokens, heads): g in float32, beta in b's dtype.
-    """
+    """(-exp(A_log) * softplus(a + dt_bias), sigmoid(b)), computed in fp32."""
     g = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
     return g, b.float().sigmoid().to(b.dtype)
 
@@ -39,17 +31,6 @@ def chunk_gated_delta_rule(
     epsilon: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute token by token in fp32; results are rounded once.
-
-    Args:
-        q, k: (tokens, heads, key_size), floating.
-        v: (tokens, value_heads, value_size), of q's dtype.
-        g, beta: (tokens, value_heads), g in float32.
-        initial_state: (sequences, value_heads, value_size, key_size), floating.
-        cu_seqlens: (sequences + 1,), int32 or int64, from 0 to the number of tokens.
-        epsilon: added to the squared length of each q and k; None for no normalisation.
-
-    Returns:
-        (out, final_state), of the shapes and dtypes of v and initial_state.
 
     Raises:
         ValueError: cu_seqlens does not rise from 0 to tokens; PyTorch would not detect that.
@@ -80,18 +61,6 @@ def recurrent_gated_delta_rule(
     epsilon: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute all tokens at once in fp32; results are rounded once.
-
-    Args:
-        q, k: (tokens, heads, key_size), floating.
-        v: (tokens, value_heads, value_size), of q's dtype.
-        a, b: (tokens, value_heads), floating.
-        A_log, dt_bias: (value_heads,), floating.
-        state: (slots, value_heads, value_size, key_size), floating; overwritten.
-        state_indices: (tokens,), int32 or int64; 0 is padding.
-        epsilon: added to the squared length of each q and k; None for no normalisation.
-
-    Returns:
-        (out, state): out with v's shape and dtype, 0 for padding; and the same state.
 
     Raises:
         ValueError: a slot is negative; PyTorch would silently count from the end.

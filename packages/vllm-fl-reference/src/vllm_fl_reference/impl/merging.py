@@ -19,12 +19,7 @@ def merge_attn_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Average both outputs with weights exp(lse), in fp32, rounded once.
 
-    Args:
-        prefix_output, suffix_output: (tokens, heads, head_size), of one floating dtype.
-        prefix_lse, suffix_lse: (tokens, heads), float32; infinite for no keys.
-
-    Returns:
-        (output, lse); 0 and -inf if neither side had keys.
+    If neither side had keys, the result is (0, -inf).
     """
     prefix_lse = prefix_lse.masked_fill(prefix_lse == math.inf, -math.inf)
     suffix_lse = suffix_lse.masked_fill(suffix_lse == math.inf, -math.inf)

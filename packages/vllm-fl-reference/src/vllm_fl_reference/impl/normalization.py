@@ -18,17 +18,7 @@ def layer_norm(
     bias: torch.Tensor | None,
     epsilon: float,
 ) -> torch.Tensor:
-    """(x - mean) / sqrt(variance + epsilon) * weight + bias, in the wider dtype of x and weight.
-
-    Args:
-        x: (..., hidden), floating.
-        weight: (hidden,), of x's dtype or float32, or None for 1.
-        bias: (hidden,), of weight's dtype, or None for 0.
-        epsilon: added to the variance, above 0.
-
-    Returns:
-        (..., hidden), contiguous, of x's dtype.
-    """
+    """(x - mean) / sqrt(variance + epsilon) * weight + bias, in the wider dtype of x and weight."""
     wide = x if weight is None else x.to(torch.promote_types(x.dtype, weight.dtype))
     return F.layer_norm(wide, x.shape[-1:], weight, bias, epsilon).to(x.dtype)
 
@@ -43,16 +33,6 @@ def rms_norm(
     """y * rsqrt(mean(y**2) + epsilon) * weight in fp32, with y = x + residual.
 
     The normed fp32 value is rounded to weight's dtype before the product with the weight.
-
-    Args:
-        x: (..., hidden), floating.
-        residual: of x's shape, dtype and device, or None.
-        weight: (hidden,), of x's dtype or float32, or None for 1.
-        epsilon: added to the mean of squares, not negative.
-        variance_size: number of first features that the mean is taken over; None for all.
-
-    Returns:
-        The normed tensor; with a residual the pair (normed, y), both in x's dtype.
     """
     dtype = x.dtype
     y = x.to(torch.float32)
@@ -77,20 +57,7 @@ def rms_norm_gated(
     norm_before_gate: bool = True,
     activation: str = "swish",
 ) -> torch.Tensor:
-    """norm(x) * act(z), or norm(x * act(z)), in fp32, rounded once.
-
-    Args:
-        x: (..., hidden), floating.
-        z: the gate, of x's shape and dtype, or None.
-        weight: (hidden,), of x's dtype or float32.
-        epsilon: added to the mean of squares, above 0.
-        group_size: number of features that each mean is taken over; None for all.
-        norm_before_gate: whether to normalise x instead of its product with the gate.
-        activation: `silu`, `swish` or `sigmoid`.
-
-    Returns:
-        (..., hidden), contiguous, of x's dtype.
-    """
+    """norm(x) * act(z), or norm(x * act(z)), in fp32, rounded once."""
     gate = None if z is None else ACTIVATIONS[activation](z.float())
     y = x.float()
     if gate is not None and not norm_before_gate:

@@ -18,17 +18,7 @@ def reshape_and_cache(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write each token's key and value into its slot, in place.
-
-    Args:
-        key, value: (tokens, kv_heads, head_size), of one dtype.
-        key_cache, value_cache: (blocks, block_size, kv_heads, head_size), of that dtype and any
-            layout. Overwritten.
-        slot_mapping: (tokens,), int64, below blocks * block_size; negative slots are skipped.
-
-    Returns:
-        (key_cache, value_cache), the arguments themselves.
-    """
+    """Write each token's key and value into its slot, in place; caches may have any layout."""
     _write(key_cache, key, slot_mapping)
     _write(value_cache, value, slot_mapping)
     return key_cache, value_cache

@@ -20,17 +20,7 @@ def quant_int8(
     azp: torch.Tensor | None = None,
     asymmetric: bool | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Round x / scale + azp to int8, saturating, computed in fp32; ties go to even.
-
-    Args:
-        x: (tokens, hidden), floating.
-        scale: one float32 number; None for a scale for each token.
-        azp: one int32 number with `scale`; None for 0.
-        asymmetric: True for a zero point for each token; not with `scale`.
-
-    Returns:
-        (value, scale), or (value, scale, azp) with `asymmetric`.
-    """
+    """Round x / scale + azp to int8, saturating, computed in fp32; ties go to even."""
     wide = x.float()
     if scale is not None:
         value = (wide / scale.reshape(())).round()
@@ -60,14 +50,7 @@ def quant_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round x * (1 / scale) to float8_e4m3fn, saturating; the reciprocal is in fp32.
 
-    Args:
-        x: (tokens, hidden), floating, finite.
-        scale: one float32 number; None for max |x| / 448, at least 1 / (448 * 512).
-        scale_ub: upper bound of |x|, one number; only with `per_token`.
-        per_token: a scale for each token; not with `scale`.
-
-    Returns:
-        (value, scale).
+    A scale that is not given is at least 1 / (448 * 512).
     """
     if scale is not None:
         steps = scale.clone()
@@ -89,17 +72,7 @@ def quant_fp8(
 def quant_fp8_group(
     x: torch.Tensor, group_size: int = 128, eps: float = 1e-10, ue8m0: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round x / scale of its group to float8_e4m3fn, computed in fp32.
-
-    Args:
-        x: (tokens, hidden), floating, finite.
-        group_size: features of a group; divides hidden.
-        eps: lower bound of a group's largest |x|; above 0.
-        ue8m0: whether scales are powers of two.
-
-    Returns:
-        (value, scale).
-    """
+    """Round x / scale of its group to float8_e4m3fn, computed in fp32."""
     groups = x.to(torch.float32).unflatten(-1, (x.shape[1] // group_size, group_size))
     steps = groups.abs().amax(dim=-1).clamp(min=eps) / MOST
     if ue8m0:

@@ -1,4 +1,4 @@
-"""Rotary embeddings, with the arithmetic of the native methods of vLLM's layers."""
+"""Rotary embeddings, with the arithmetic of the native methods in vLLM."""
 
 from __future__ import annotations
 
@@ -19,15 +19,7 @@ def rotary_embedding(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rotate the first 2 * cos.shape[-1] features of each head; each product is rounded.
 
-    Args:
-        query: (tokens, heads, head_size), floating.
-        key: (tokens, kv_heads, head_size), of query's dtype, or None.
-        cos, sin: (max_position, half) tables, rounded to query's dtype after the look-up.
-        position_ids: (tokens,), int64 or int32.
-        rotary_interleaved: pairs are (2 * i, 2 * i + 1) instead of (i, i + half).
-
-    Returns:
-        New tensors with the shapes and dtypes of query and key; key is None if it was.
+    Tables are rounded to query's dtype after the look-up.
     """
     cos = cos.index_select(0, position_ids).unsqueeze(1).to(query.dtype)
     sin = sin.index_select(0, position_ids).unsqueeze(1).to(query.dtype)
@@ -49,17 +41,7 @@ def multimodal_rotary_embedding(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate the first 2 * cos.shape[-1] features of each head; each product is rounded.
 
-    Args:
-        query: (tokens, heads, head_size), floating.
-        key: (tokens, kv_heads, head_size), of query's dtype.
-        cos, sin: (max_position, half) tables, rounded to query's dtype after the look-up.
-        position_ids: (tokens, 3), int64 or int32: positions on the axes time, height and width.
-        mrope_section: number of pairs per axis; the sum is half.
-        mrope_interleaved: whether the axes alternate instead.
-        rotary_interleaved: pairs are (2 * i, 2 * i + 1) instead of (i, i + half).
-
-    Returns:
-        New tensors with the shapes and dtypes of query and key.
+    Tables are rounded to query's dtype after the look-up.
     """
 
     def dealt_out(table: torch.Tensor) -> torch.Tensor:

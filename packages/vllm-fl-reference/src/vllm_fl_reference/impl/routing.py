@@ -19,19 +19,7 @@ def moe_topk(
     routed_scaling_factor: float = 1.0,
     e_score_correction_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the experts with the highest scores of each token, and their weights.
-
-    Args:
-        gating_output: (tokens, experts), floating.
-        topk: from 1 to experts.
-        renormalize: whether a token's weights are divided by their sum.
-        scoring_func: "softmax" or "sigmoid".
-        routed_scaling_factor: a finite number.
-        e_score_correction_bias: (experts,), floating, or None.
-
-    Returns:
-        (weights, float32; ids, int32), both (tokens, topk).
-    """
+    """Return the experts with the highest scores of each token, and their weights."""
     logits = gating_output.float()
     if scoring_func == "softmax" and e_score_correction_bias is None:
         chosen, ids = logits.topk(topk, dim=-1, sorted=False)
@@ -61,21 +49,7 @@ def grouped_topk(
     routed_scaling_factor: float = 1.0,
     e_score_correction_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the best experts of each token's best groups, and their weights.
-
-    Args:
-        gating_output: (tokens, experts), floating.
-        topk: from 1 to the experts of topk_group groups.
-        renormalize: whether a token's weights are divided by their sum.
-        num_expert_group: a divisor of experts; with a bias, two or more experts per group.
-        topk_group: from 1 to num_expert_group.
-        scoring_func: "softmax" or "sigmoid".
-        routed_scaling_factor: a finite number.
-        e_score_correction_bias: (experts,), floating, or None.
-
-    Returns:
-        (weights, float32; ids, int32), both (tokens, topk).
-    """
+    """Return the best experts of each token's best groups, and their weights."""
     logits = gating_output.float()
     experts = logits.shape[-1]
     scores = _scores(logits, scoring_func)
@@ -103,19 +77,7 @@ def moe_align_block_size(
     pad_sorted_ids: bool = False,
     ignore_invalid_experts: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort rows by expert, ascending, and pad each expert's rows to whole blocks.
-
-    Args:
-        topk_ids: (tokens, topk), int32 or int64; negative for no expert.
-        block_size: rows of a block, at least 1.
-        num_experts: experts of all ranks, at least 1.
-        expert_map: (num_experts,) or longer, int32, negative for another rank's expert, or None.
-        pad_sorted_ids: whether the length of the first result is rounded up to whole blocks.
-        ignore_invalid_experts: whether rows of other ranks' experts are omitted.
-
-    Returns:
-        (rows and padding; the expert of each block; number of used positions), int32.
-    """
+    """Sort rows by expert, ascending, and pad each expert's rows to whole blocks."""
     rows = topk_ids.numel()
     most = rows + num_experts * (block_size - 1)
     if pad_sorted_ids:
@@ -150,16 +112,7 @@ def moe_sum(
     topk_ids: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sum over each token's experts on this rank; PyTorch adds in fp32.
-
-    Args:
-        input: (tokens, topk, hidden), floating.
-        topk_ids: (tokens, topk), int32 or int64, negative for no expert, or None.
-        expert_map: (experts,), int32, negative for another rank's expert, or None.
-
-    Returns:
-        (tokens, hidden), of input's dtype.
-    """
+    """Sum over each token's experts on this rank; PyTorch adds in fp32."""
     if topk_ids is None:
         return input.sum(dim=1)
     here = topk_ids >= 0
