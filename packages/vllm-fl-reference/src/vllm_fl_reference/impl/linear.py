@@ -34,7 +34,7 @@ def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def linear_gelu_tanh_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """gelu(x @ gate.T) * (x @ up.T) with the tanh approximation; otherwise as the op for silu."""
+    """gelu(x @ gate.T) * (x @ up.T) with the tanh approximation; rounded as the op for silu."""
     gate, up = F.linear(x, weight).chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 

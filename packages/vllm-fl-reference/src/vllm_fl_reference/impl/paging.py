@@ -27,18 +27,7 @@ def reshape_and_cache(
 def concat_and_cache_mla(
     kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> torch.Tensor:
-    """Write each token's kv_c, then k_pe, into its slot, in place.
-
-    Args:
-        kv_c: (tokens, kv_lora_rank).
-        k_pe: (tokens, rope_size), of kv_c's dtype.
-        kv_cache: (blocks, block_size, kv_lora_rank + rope_size), of kv_c's dtype and any layout.
-            Overwritten.
-        slot_mapping: (tokens,), int64, below blocks * block_size; negative slots are skipped.
-
-    Returns:
-        kv_cache, the argument itself.
-    """
+    """Write each token's kv_c, then k_pe, into its slot, in place, in any layout."""
     rows = torch.cat((kv_c, k_pe), dim=-1)
     _write(kv_cache, rows, slot_mapping)
     return kv_cache
