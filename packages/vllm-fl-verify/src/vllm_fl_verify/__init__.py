@@ -1,1 +1,1 @@
-"""Verification of implementations at startup and while an engine serves, as a vllm-fl plugin."""
+"""Verification of implementations at startup and while serving, as a vllm-fl plugin."""
