@@ -1,7 +1,6 @@
-"""Batches of tokens like vLLM's: consecutive prompts, decoding sequences, repeats.
+"""Batches of tokens as vLLM makes them: consecutive prompts, decoding sequences, repeats.
 
-They are as regular and as irregular as vLLM's: positions increase and jump back, tokens repeat, and
-rows at distances of a power of two differ.
+Positions increase and jump back, tokens repeat, and rows at distances of a power of two differ.
 """
 
 from __future__ import annotations
@@ -33,11 +32,13 @@ _RUNS = (2, 1, 3, 8, 1, 1)
 def rows(count: int, pool: int, generator: torch.Generator, order: Order = "drawn") -> torch.Tensor:
     """Return the rows of a pool that make a batch.
 
+    A drawn batch has every row once before any row twice.
+
     Args:
         count: tokens of the batch.
         pool: number of rows in the pool.
         generator: random generator on the CPU.
-        order: see `Order`. A drawn batch has every row once before any row twice.
+        order: see `Order`.
 
     Returns:
         (count,), int64, on the CPU: numbers from 0 to pool - 1.
@@ -60,7 +61,7 @@ def rows(count: int, pool: int, generator: torch.Generator, order: Order = "draw
 
 
 def tokens(count: int, vocabulary: int, generator: torch.Generator) -> torch.Tensor:
-    """Return random token ids of a batch; every other stretch has repeats.
+    """Return random token ids of a batch, with repeats in every other stretch.
 
     Args:
         count: tokens of the batch.
