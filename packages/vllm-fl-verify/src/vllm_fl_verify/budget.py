@@ -1,7 +1,7 @@
 """Limits of verification as numbers of calls instead of seconds.
 
-A call of many bytes counts as several calls. So the model, the seed and the kind of device
-determine what is verified, and the speed of the machine does not. Only `Valve` uses a clock.
+A call of many bytes counts as several calls. So model, seed and kind of device determine what is
+verified, and the machine's speed does not. Only `Valve` uses a clock.
 """
 
 from __future__ import annotations
@@ -25,16 +25,12 @@ seconds."""
 
 
 def as_calls(nbytes: float, device: torch.device) -> float:
-    """Return how many calls a call of this many bytes counts as, at least 1."""
+    """Return the number of calls that `nbytes` count as, at least 1."""
     return max(1.0, nbytes / (ON_CPU if device.type == "cpu" else ELSEWHERE))
 
 
 class Valve:
-    """Closes all budgets of a startup whose verification takes too long.
-
-    Args:
-        seconds: the limit.
-    """
+    """Closes all budgets of a startup when its verification takes longer than `seconds`."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self.seconds = seconds
@@ -68,12 +64,7 @@ class Valve:
 
 
 class Budget:
-    """A number of calls.
-
-    Args:
-        calls: the number of available calls.
-        valve: the startup's valve.
-    """
+    """A number of available calls, under the valve of the startup."""
 
     def __init__(self, calls: float, valve: Valve) -> None:
         self.left, self.valve = calls, valve
@@ -81,9 +72,7 @@ class Budget:
     def takes(self, what: str, calls: float = 1.0) -> bool:
         """If calls are left, subtract `calls`, which may be more than are left, and return True.
 
-        Args:
-            what: description of what is omitted otherwise, for the valve's warning.
-            calls: number of calls, by bytes.
+        Otherwise the valve's warning may include `what`.
         """
         if self.left <= 0 or self.valve.is_closed(what):
             return False
