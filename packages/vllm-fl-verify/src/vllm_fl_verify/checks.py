@@ -1,4 +1,4 @@
-"""The checks of verification; each yields objections, and the first objection ends the run."""
+"""The checks of verification. Each yields objections; the first objection ends the run."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _batches(run: Run) -> Objections:
 
 
 def _in_another_thread(run: Run, form: Form) -> Objections:
-    """Compare a batch in another thread, as vLLM runs micro-batches."""
+    """Compare a batch in another thread, because vLLM runs micro-batches in threads."""
 
     def look() -> Objection | None:
         device = run.trials.device
@@ -120,7 +120,7 @@ def _dirty_memory(run: Run) -> Objections:
 
 
 def _further_batches(run: Run) -> Objections:
-    """Compare further token counts within the budget, first those that use other kernels."""
+    """Compare further token counts within the budget, starting where other kernels run."""
     trials = run.trials
     _, further = token_counts(trials.largest, trials.seed, trials.smallest)
     budget, what = run.request.share(), f"further batches of {run.name}"
@@ -311,9 +311,9 @@ CHECKS: tuple[Callable[[Run], Objections], ...] = (
 def _apart(spec: OpSpec, args: Sequence[Any]) -> tuple[Any, ...]:
     """Return the arguments with each activation in its own memory, with unchanged strides.
 
-    Heads of one projection are views that the model's graph creates. As inputs of a graph that
-    writes into them they are a different case: torch passes their memory as one input and does not
-    keep its size dynamic.
+    Heads of one projection are views that the model's graph creates. torch treats them differently
+    as inputs of a graph that writes into them: their memory becomes one input without a dynamic
+    size.
     """
 
     def place(arg: Any) -> int:
