@@ -1,7 +1,6 @@
 """Verifies a communicator: every collective on known values, on all ranks of a group.
 
-The values are small integers, so that a sum has one correct result in every dtype, independent of
-the order of the ranks.
+The values are small integers, so a sum has one correct result in every dtype and order of ranks.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ def steps(
 ) -> Iterator[tuple[str, Step]]:
     """Yield (dtype, step) in the same order on every rank. A step runs every collective.
 
-    Every rank must finish a step before any rank starts the next one. A step continues after an
-    error, since the other ranks would wait for this one in the next collective.
+    Every rank must finish a step before any rank starts the next step. A step continues after an
+    error, since the other ranks would wait in the next collective.
 
     Args:
         communicator: an object with the methods of vLLM's `DeviceCommunicatorBase`.
         rank: this rank's position in the group.
         size: number of ranks in the group.
         device: device of the tensors.
-        dtype: the model's dtype; float32 and int64 are verified as well, which vLLM also exchanges.
+        dtype: the model's dtype; vLLM also exchanges float32 and int64, which are verified as well.
     """
     for kind in dict.fromkeys((torch.float32, dtype, torch.int64)):
         if size <= MANY or kind.itemsize > 2:
@@ -136,7 +135,7 @@ class _Collectives:
 
 
 def _compare(got: Any, wanted: Any) -> str:
-    """Return what is wrong with a result: its type, shape, dtype, or number of wrong elements."""
+    """Return what is wrong with a result: type, shape, dtype, or number of wrong elements."""
     if isinstance(wanted, list):
         return next(filter(None, starmap(_compare, zip(got, wanted, strict=True))), "")
     if wanted is None:
