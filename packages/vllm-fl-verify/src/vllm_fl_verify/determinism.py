@@ -1,4 +1,4 @@
-"""Measurement of whether an implementation gives the same bits in another run and another batch.
+"""Measurement of determinism: does a row have the same bits in another run and in another batch?
 
 Authors declare nothing: both are measured on the engine's device at the served model's sizes.
 """
@@ -55,8 +55,8 @@ class Determinism:
     """Determinism of an implementation in one dtype on one device.
 
     Args:
-        runs: whether two calls with the same inputs give the same bits; None if not measured.
-        batches: whether a row gives the same bits in every batch (alone, with others, at another
+        runs: whether two calls with the same inputs have the same bits; None if not measured.
+        batches: whether a row has the same bits in every batch (alone, with others, at another
             position); None if not measured.
         reason: the first difference, or why one of the two was not measured; otherwise empty.
     """
@@ -70,11 +70,6 @@ def unmeasured(facts: EngineFacts, impls: Iterable[Impl], spec: OpSpec | None) -
     """Return impl id -> why it must not run, for implementations that cannot be measured.
 
     Empty if the engine does not require batch-invariant implementations.
-
-    Args:
-        facts: facts from the engine's configuration.
-        impls: the implementations of one op.
-        spec: its contract, if it has one.
     """
     asks, how = facts.wants_invariance, facts.settings.preflight
     found: dict[str, str] = {}
@@ -94,9 +89,9 @@ def unmeasured(facts: EngineFacts, impls: Iterable[Impl], spec: OpSpec | None) -
 def _has_no_rows(spec: OpSpec) -> bool:
     """Return whether no measurement can show that an implementation of the op is batch-invariant.
 
-    That is so if by contract a row of a result depends on other rows, since another batch is then
-    another call. Exceptions: ops that only move numbers, and ops for which repeated rows change
-    nothing, so that rows can be compared.
+    That is the case if by contract a row of a result depends on other rows, because another batch
+    is then another call. Ops that only move numbers, and ops that ignore repeated rows, can be
+    measured nevertheless.
     """
     return spec.whole_batch and not (spec.ignores_repeats or _is_exact(spec))
 
@@ -115,15 +110,14 @@ def determinism_of(
 ) -> Determinism:
     """Call an implementation with the same rows in many batches, and compare each row's bits.
 
-    The implementation must have passed verification. If it still raises, `reason` has the exception
-    and nothing is measured.
+    The implementation must have passed verification. If it still raises, `reason` has the
+    exception.
 
     Args:
         impl: the implementation.
         trials: the served model's calls of its op.
-        call: the compiled form, which is called with two or more tokens, since torch would compile
-            another graph for one token, which the engine does not use. By default the
-            implementation itself.
+        call: the compiled form, called with two or more tokens (torch would compile another graph
+            for one token, which the engine does not use). By default the implementation itself.
         layer_for: as for `as_call`.
         budget: calls at further token counts; None for none.
     """
@@ -194,7 +188,7 @@ class _Measured:
         return f"the same call gave other bits ({self._where(form, len(self.pool))})"
 
     def other_batch(self, form: Form, count: int) -> Verdicts[str]:
-        """Return a difference between rows in batches of `count` and in the pool, or nothing."""
+        """Return a difference between rows in batches of `count` and in the pool, if any."""
         whole, where = self.whole[form.name], self._where(form, count)
         size = len(self.pool)
         for salt in range(4 if count <= 4 else 2):
@@ -249,7 +243,7 @@ def _bits(result: torch.Tensor) -> torch.Tensor:
 
 
 def _differing(mine: torch.Tensor | None, base: torch.Tensor | None) -> int:
-    """Return the number of rows in which two results differ."""
+    """Return the number of different rows."""
     if mine is None or base is None:
         return int(mine is not base)
     if mine.shape != base.shape:
@@ -261,10 +255,7 @@ def _differing(mine: torch.Tensor | None, base: torch.Tensor | None) -> int:
 def variance(request: Request, role: Role, trials: Sequence[Trials]) -> str:
     """Return why a role must not run if batch invariance is required, or an empty string.
 
-    Args:
-        request: the request.
-        role: a correct implementation. Its compiled form is measured as well.
-        trials: the trials of its op, one per dtype.
+    `role` must be correct; its compiled form is measured as well. `trials` has one entry per dtype.
     """
     forms: list[tuple[str, Callable[..., Any] | None]] = [("", None)]
     if role.compiled is not None:
