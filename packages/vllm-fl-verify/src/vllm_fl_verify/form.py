@@ -1,4 +1,4 @@
-"""One kind of call of the served model, from which batches are made, and their comparison."""
+"""One kind of call of the served model: its batches, and the comparison of their results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .wanted import Off, Wanted
 class Form:
     """One kind of call of the served model, in one layout.
 
-    Has a pool of rows with ordinary values and a pool with large values.
+    It has a pool of rows with ordinary values and a pool with large values.
     """
 
     def __init__(self, spec: OpSpec, ordinary: Sample, large: Sample) -> None:
@@ -33,7 +33,7 @@ class Form:
         self._wanted: dict[bool, list[Wanted | None]] = {}
 
     def _put_zeros(self, sample: Sample) -> None:
-        """Set one row of the activations to zero, since a kernel may not write results for it.
+        """Set one row of the activations to zero, because a kernel may skip such a row.
 
         Not if results are ids: the order of equal numbers is undefined.
         """
@@ -66,8 +66,8 @@ class Form:
         """Return the error of a batch's results.
 
         If results have a row per token, or repeated rows change nothing, the oracle computes only
-        the pool, once. Among equal rows of a batch only the first is compared with it; rows with
-        other bits than their first are compared in further rounds.
+        the pool, once. Of equal rows in a batch only the first is compared with it; rows with other
+        bits are compared in further rounds.
 
         Args:
             large: which of the two pools.
@@ -96,7 +96,7 @@ class Form:
         return off
 
     def calls(self, count: int) -> float:
-        """Return how many calls a batch of this many tokens counts as, by its bytes."""
+        """Return the number of calls that a batch of this many tokens counts as."""
         of_token = self.pool(False).nbytes / self._rows
         device = next(iter(self.pool(False).storages)).memory.device
         return as_calls(self.static.nbytes + count * of_token, device)
@@ -126,7 +126,7 @@ class Form:
 
 
 def _differing(got: Any, tokens: torch.Tensor, others: torch.Tensor, count: int) -> torch.Tensor:
-    """Return a mask of tokens with other bits than the equal tokens `others`.
+    """Return a mask of tokens whose bits differ from those of the equal tokens `others`.
 
     That may be correct: at an edge a kernel uses other tiles.
     """
