@@ -18,8 +18,8 @@ def captured(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
         device: a CUDA device.
 
     Returns:
-        (function that replays the call and waits for it, its result). Each replay overwrites the
-        result, whose memory belongs to the graph.
+        (function that replays the call and waits for it, its result). The result is in the graph's
+            memory, and each replay overwrites it.
 
     Raises:
         Exception: the call cannot be captured; its own exception if it raised one.
@@ -62,7 +62,7 @@ def _recover(pool: Any) -> None:
     """Make the device usable again after a capture that failed with a CUDA error.
 
     Before 2.12 torch's allocator still counts the capture, and raises when it frees memory
-    (pytorch/pytorch#180395). The device's generator, whose mode a capture changes, does not draw
+    (pytorch/pytorch#180395). The device's generator stays in the mode of a capture, and draws no
     numbers until another capture has succeeded.
     """
     device = torch.cuda.current_device()
