@@ -1,7 +1,7 @@
 """Arguments on guarded memory, to detect writes outside their views or over an argument.
 
-Each storage is copied between two guards. Memory that no view covers, such as guards and gaps of
-strided views, has NaN (0 in integers), so that a kernel that reads it computes NaN.
+Each storage is copied between two guards. Guards and gaps of strided views contain NaN (0 in
+integers), so a kernel that reads them computes NaN.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class _Storage:
-    """A storage: its memory with guards, and the arguments that are views of it."""
+    """Memory with guards, and the arguments that are views of it."""
 
     memory: torch.Tensor
     views: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class _Storage:
         bits(self.memory).masked_fill_(uncovered, poison.item())  # some dtypes have no fill
 
     def remember(self) -> None:
-        """Save the current content, which a call must not change."""
+        """Save the current content."""
         self.before = bits(self.memory).clone()
 
     def restore(self, consumed: Collection[str]) -> None:
@@ -48,7 +48,7 @@ class _Storage:
                 now.copy_(_same_place(self.views[name], self.before))
 
     def disturbance(self, consumed: Collection[str]) -> tuple[str, int] | None:
-        """Return (overwritten argument or empty, number of elements); None if there is none."""
+        """Return (overwritten argument or empty, number of elements), or None."""
         now = bits(self.memory)
         if torch.equal(words(now), words(self.before)):
             return None
@@ -82,11 +82,7 @@ class Guarded:
         return tuple(self.arguments.values())
 
     def rewritten(self, arguments: Mapping[str, Any]) -> Guarded:
-        """Return the call with the numbers of another call of equal shapes, in the same memory.
-
-        Args:
-            arguments: the other call's arguments, by parameter.
-        """
+        """Return the call with the numbers of another call of equal shapes, in the same memory."""
         for name, mine in self.arguments.items():
             if isinstance(mine, torch.Tensor):
                 mine.copy_(arguments[name])
@@ -113,10 +109,7 @@ class Guarded:
             storage.restore(consumed)
 
     def disturbance(self, consumed: Collection[str]) -> tuple[str, str, int] | None:
-        """Return what a call wrote but must not change.
-
-        Args:
-            consumed: arguments that it may overwrite.
+        """Return what a call wrote but must not change, except for `consumed` arguments.
 
         Returns:
             (overwritten argument or empty, arguments in that storage, number of elements), or None.
@@ -135,8 +128,7 @@ def guarded(
 
     Args:
         arguments: parameter -> argument, in the contract's order.
-        by_token: the activations. Others, weights and tables, are created outside inference mode
-            like a model's.
+        by_token: the activations. As in a model, others are created outside inference mode.
         poisons: whether to fill gaps of strided views with NaN; otherwise they are copied.
     """
     storages: dict[int, _Storage] = {}
@@ -169,9 +161,6 @@ def in_place(arguments: Mapping[str, Any]) -> Guarded:
     """Return the arguments with the memory that they are views of, without copies or guards.
 
     Writes to memory with views of several dtypes are not detected.
-
-    Args:
-        arguments: parameter -> argument, in the contract's order.
     """
     storages: dict[int, _Storage] = {}
     mixed: set[int] = set()
@@ -195,7 +184,7 @@ def rows_of(pool: Guarded, rows: torch.Tensor, into: Guarded | None = None) -> G
         pool: activations, each with one row per token in its first dimension.
         rows: row numbers; (tokens,), int64, on the pool's device.
         into: result of an earlier call with as many or more rows, to overwrite. Its further rows
-            stay after the new ones, as in vLLM's buffers.
+            stay, as in buffers of vLLM.
     """
     written = iter(into.storages) if into is not None else None
     storages: list[_Storage] = []
@@ -251,14 +240,13 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def handed_over(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return new tensors as layers pass weights: `.data`, whose version does not count changes."""
+    """Return new tensors, as layers pass weights: `.data` has a version that counts no changes."""
     return {
         name: arg.data if isinstance(arg, torch.Tensor) else arg for name, arg in arguments.items()
     }
 
 
 def taken(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return these rows of a tensor."""
     rows = rows.to(tensor.device)
     if tensor.element_size() == 1:  # some devices cannot index float8
         return tensor.view(torch.uint8).index_select(0, rows).view(tensor.dtype)
