@@ -1,4 +1,4 @@
-"""Token counts at which a call launches other kernels, which may be incorrect on one side only.
+"""Token counts at which a call launches other kernels, which may be incorrect on one side.
 
 Triton reports the compiled variant of each launched kernel. Kernels of other compilers can only be
 distinguished by name in a profile, which leaves the driver's tracing enabled. The kit's check of a
@@ -22,7 +22,7 @@ Launched = frozenset[tuple[str, int]]
 def edges(
     kernels: Callable[[int], Launched], smallest: int, largest: int, goes_on: Callable[[], bool]
 ) -> Iterator[int]:
-    """Yield the smallest token counts from which on a call launches other kernels.
+    """Yield the smallest token counts above which a call launches other kernels than below.
 
     Args:
         kernels: token count -> kernels that a call launches.
@@ -54,12 +54,7 @@ def edges(
 
 
 def launched(call: Callable[[], object], device: torch.device) -> Launched:
-    """Make a call and return the Triton kernels that it launches; on a CPU none, without a call.
-
-    Args:
-        call: the call.
-        device: its device.
-    """
+    """Make a call and return the Triton kernels that it launches; on a CPU none, without a call."""
     found: set[tuple[str, int]] = set()
     if device.type != "cpu":
         with _told_by_triton(found):
