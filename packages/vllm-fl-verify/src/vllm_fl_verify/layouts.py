@@ -28,10 +28,6 @@ def relaid(spec: OpSpec, samples: Iterable[Sample]) -> Iterator[Sample]:
     They are made from the first sample for each set of present arguments that has two or more
     tokens and two or more features in its first activation. Layouts that the contract's `check`
     rejects are omitted.
-
-    Args:
-        spec: the contract. Its activations are the arguments in `by_token`.
-        samples: its samples.
     """
     seen = set()
     for sample in samples:
@@ -54,11 +50,8 @@ def enlarged(spec: OpSpec, samples: Iterable[Sample]) -> Iterator[Sample]:
     """Yield samples with few rows, extended to 300 rows by random repetition, with equal strides.
 
     An option or a layout that only small samples have may be incorrect for more rows. For each set
-    of options and layouts the first sample that is not too large is used.
-
-    Args:
-        spec: the contract; without such samples if its batches cannot be rearranged.
-        samples: its samples.
+    of options and layouts the first sample that is not too large is used. Contracts with fixed
+    batches have none.
     """
     seen = set()
     for sample in () if spec.stands else samples:
