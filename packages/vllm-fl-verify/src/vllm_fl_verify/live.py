@@ -1,8 +1,8 @@
-"""Comparison with the oracle on live tensors: the model's own weights, strides and values.
+"""Comparison with the oracle on live tensors: weights, strides and values of the model.
 
 While a forward of the loaded model runs inside `Live.watching`, the guards of its plan pass each
 call to `Live`. The first call of an implementation in each kind of layer, and with each layout, is
-compared with the contract's oracle. Afterwards the guards are restored.
+compared. Afterwards the guards are restored.
 """
 
 from __future__ import annotations
@@ -104,9 +104,8 @@ class Live:
         left_out: op -> why some of its calls were not compared.
         compared: number of compared calls.
         drafted: number of compared calls in the draft model.
-        skipped: number of calls that were not compared, since no model has such activations.
-        refused: (op, impl id) -> why it supports none of the calls for which it is the first
-            candidate.
+        skipped: calls that were not compared because of unrealistic activations.
+        refused: (op, impl id) -> why it supports no call, though it is their first candidate.
         served: (op, impl id) of implementations that computed a call.
         reached: ops that were called, compared or not.
         entered: names of the layers that ran.
@@ -296,13 +295,12 @@ class Live:
         return _Before(call, rows, sample)
 
     def _scale(self, spec: OpSpec, args: Sequence[Any]) -> float:
-        """Return the magnitude of a call's values, to the power with which errors grow."""
+        """Return the magnitude of a call's values, raised to the power of `_growth`."""
         if spec.name not in self._growth:
             self._growth[spec.name] = _growth(spec)
         return float(_largest(spec, args) ** self._growth[spec.name])
 
     def _run(self, impl: OpImpl, given: tuple[Any, ...]) -> Outcome:
-        """Make a call."""
         self._running = True
         try:
             with self._watched(impl):
@@ -318,7 +316,6 @@ class Live:
         )
 
     def _compared(self, spec: OpSpec, result: Any, before: _Before) -> Failure | None:
-        """Compare the numbers of a result."""
         try:
             wanted = wanted_of(spec, before.sample)
         except Exception as error:  # the contract does not support such a call
@@ -337,8 +334,8 @@ class Live:
 def _rows(spec: OpSpec, args: Sequence[Any], at_most: int) -> torch.Tensor | None:
     """Return some rows of a call, ascending; None for all.
 
-    The first and the last are included, and those on both sides of each power of two, where grids
-    and tiles begin.
+    Includes the first and the last row, and both sides of each power of two, because grids and
+    tiles begin there.
     """
     count = spec.tokens(args)
     if count <= at_most:
@@ -381,11 +378,10 @@ def _on_host(value: Any, rows: torch.Tensor | None) -> Any:
 
 
 def _growth(spec: OpSpec) -> int:
-    """Return the power with which errors grow with the magnitude of values.
+    """Return the power of the values' magnitude with which errors grow.
 
-    It is derived from the contract's samples of large values. Errors of norms do not grow, and a
-    larger tolerance for one large feature would hide errors in the others; those of products may
-    grow with the square.
+    It is derived from the contract's samples of large values. It is 0 for norms: a larger tolerance
+    because of one large feature would hide errors in the others. It may be 2 for products.
     """
     more = defaultdict[str, float | None](lambda: 64)
     small = ModelSizes(64, 64, heads=2, kv_heads=1, head_size=64, rotary=64, more=more)
@@ -408,7 +404,7 @@ def _largest(spec: OpSpec, args: Sequence[Any]) -> float:
 
 
 def _is_real(spec: OpSpec, args: Sequence[Any]) -> bool:
-    """Return whether a model may compute such activations, which may include -inf (masks)."""
+    """Return whether a model may compute such activations. They may include -inf, for masks."""
     return all(
         float(arg.float().nan_to_num(torch.inf, torch.inf, 0.0).abs().amax()) <= REAL
         for name, arg in spec.named(args).items()
