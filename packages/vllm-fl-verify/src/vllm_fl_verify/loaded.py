@@ -34,14 +34,13 @@ log = get_logger("engine")
 
 @dataclass(frozen=True)
 class Ran:
-    """What a rank observed while it ran its part of the loaded model.
+    """Observations of a rank while it ran its part of the loaded model.
 
     Args:
-        refused: (op, impl id) -> a reason, for implementations that support none of the calls for
-            which they are the first candidate.
+        refused: (op, impl id) -> why it supports no call, though it is their first candidate.
         served: (op, impl id) of implementations that computed a call.
         reached: ops that were called.
-        untold: ops for which such a run does not show whether the engine calls them.
+        untold: ops that the engine may call although this run did not.
     """
 
     refused: dict[tuple[str, str], str]
@@ -201,13 +200,7 @@ def _compared(engine: Engine, live: Live, began: float, where: str = "") -> str:
 
 
 def _seen_again(engine: Engine, counts: frozenset[int], valve: Valve) -> tuple[Live, str]:
-    """Run a model again, briefly; return `Live`, and why there was no run.
-
-    Args:
-        engine: the engine, whose plan is active in the model. Its counters are paused.
-        counts: the token counts of the runs.
-        valve: the startup's valve, or a new one.
-    """
+    """Run a model briefly again, with paused counters; return `Live`, and why there was no run."""
     with engine.plan.record.aside():
         found = _seen_live(engine, counts, valve, again=True)
     device = engine.device
@@ -219,7 +212,7 @@ def _seen_again(engine: Engine, counts: frozenset[int], valve: Valve) -> tuple[L
 def _seen_live(
     engine: Engine, counts: frozenset[int], valve: Valve, *, again: bool = False
 ) -> tuple[Live, str]:
-    """Return (findings of one forward per token count, why there was none or empty)."""
+    """Return (findings of forwards with these token counts, why there was no forward or empty)."""
     owners, models = get_default_manager().registry.snapshot().owners, engine.models
     live = Live(engine.plan, models, engine.device, owners, again, valve)
     if "" not in models:
@@ -280,7 +273,7 @@ def _not_called(plan: Plan, runs: Sequence[Ran]) -> dict[str, str]:
 
 
 def _further_counts(engine: Engine, refused: Iterable[tuple[str, str]]) -> frozenset[int]:
-    """Return further token counts at which the unsupported implementations may support a call."""
+    """Return further token counts, at which the refusing implementations may support a call."""
     sizes = engine.facts.sizes
     if sizes is None or not refused:
         return frozenset()
