@@ -35,8 +35,8 @@ class Checks:
 
     Args:
         engine: the engine.
-        live_counts: token counts at which all ranks run the loaded model.
-        smaller: op -> calls that were verified at smaller sizes than the model's.
+        live_counts: token counts for runs of the loaded model on all ranks.
+        smaller: op -> calls that were verified at smaller sizes than in the model.
         remarks: what could not be verified, one phrase each.
         seen: the plan that was last compared in the loaded model.
     """
@@ -102,7 +102,7 @@ class Checks:
         )
 
     def _warm_counts(self, entry: PlanEntry, impl: OpImpl) -> list[int]:
-        """Return token counts at which to run `impl` before it serves; empty for later choices.
+        """Return the token counts that `impl` must run before it serves; empty for later choices.
 
         Plain PyTorch compiles nothing when called, and traced code is part of the model's graph.
         """
@@ -117,10 +117,10 @@ class Checks:
         ]
 
     def _captured_tokens(self, plan: Plan, impl: OpImpl, least: int, most: float) -> int:
-        """Return the token count at which to capture `impl` in a graph; 0 for none.
+        """Return the token count for capturing `impl` in a graph; 0 for none.
 
-        Code of the compiler replaces traced code. Operators and functions outside layers may run
-        between graphs, such as cache writes, so being unable to capture them is not an error.
+        Traced code is replaced by the compiler's. Operators and functions outside layers, such as
+        cache writes, may run between graphs, so they need not be capturable.
         """
         if self.device.type != "cuda" or (plan.mode == "compiled" and not is_opaque(impl)):
             return 0
@@ -128,9 +128,9 @@ class Checks:
         return max(known, default=0)
 
     def counts(self, plan: Plan) -> frozenset[int]:
-        """Return this rank's token counts for runs of the loaded model; empty if not needed.
+        """Return this rank's token counts for runs of the loaded model, if it has to compare.
 
-        With orders by size they include the maximum tokens of each row.
+        They include the maximum tokens of rows in tuning tables.
         """
         entries = [entry for entry in plan.entries.values() if entry.impls]
         if self.how != "verify" or not entries:
@@ -186,14 +186,10 @@ def _bounds(entry: PlanEntry, impl: OpImpl) -> tuple[int, float]:
 
 
 def layer_for(spec: OpSpec, provided: Mapping[str, Any]) -> object:
-    """Return a layer of vLLM's class that provides what a contract reads from its layer.
+    """Return a layer of vLLM's class with the values `provided` for `spec.from_layer`.
 
     For implementations that need a layer. The class's constructor, which would choose an
     implementation, is not called.
-
-    Args:
-        spec: the contract.
-        provided: values of the parameters in `spec.from_layer`, by name.
     """
     stand_in = spec.layer(**provided)
     base = next((layer.base for layer in layer_table() if layer.op == spec.name), None)
