@@ -35,15 +35,12 @@ MEASURED = (Within, Exact, QuantisedPair)
 def wanted_here(
     spec: OpSpec, args: Sequence[Any], scale: torch.Tensor | float
 ) -> list[Wanted | None]:
-    """Compute expected outputs in fp64 on the device of the arguments.
+    """Compute expected outputs in fp64 on the device of the arguments, like `wanted_of`.
 
     Args:
         spec: the contract; its outputs must be in `MEASURED`.
-        args: the call's arguments.
+        args: the arguments.
         scale: as `Sample.scale`, or one number per row of the results.
-
-    Returns:
-        As `wanted_of`.
     """
     return _each_wanted(spec, args, scale, "a call")[1]
 
@@ -87,7 +84,7 @@ def wanted_of(spec: OpSpec, sample: Sample, *, tokens: int | None = None) -> lis
 
 
 def closed(got: Any, sample: Sample) -> Any:
-    """Return results without the sample's open rows, whose values are undefined."""
+    """Remove the sample's open rows, which have no defined values, from results."""
     if not sample.open_rows:
         return got
     kept = _kept(sample, max(len(part) for part in parts(got) if part is not None))
@@ -133,7 +130,7 @@ def _each_wanted(
 
 
 def _given(spec: OpSpec, args: Sequence[Any]) -> int:
-    """Return the number of results of the variant that compiled code calls; 0 if there is none."""
+    """Return the number of results of the variant for compiled code; 0 if there is none."""
     absent = {name for name, arg in spec.named(args).items() if arg is None}
     takes = [v for v in spec.variants if absent.issuperset({*spec.parameters} - {*v.parameters})]
     fewest = min(takes, key=lambda v: len(v.parameters), default=None)
@@ -234,7 +231,7 @@ def each_part(result: Any, change: Callable[[Any], Any]) -> Any:
 def magnitudes(spec: OpSpec, args: Sequence[Any]) -> torch.Tensor | float:
     """Return the maximum magnitude of the finite activations in each row of a call, at least 1.
 
-    If some have 8 bits, their magnitude is multiplied by that of the others, which are scales.
+    Magnitudes of 8-bit activations are multiplied by those of the other activations, their scales.
     """
     wide, is_scaled = [], False
     for name, arg in spec.named(args).items():
