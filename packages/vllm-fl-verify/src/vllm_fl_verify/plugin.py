@@ -46,7 +46,7 @@ def communicator_checks(engine: Any, communicator: Any, group: GroupFacts) -> It
 
 @hookimpl
 def rejections(op: str, impls: Sequence[Any], facts: Any, contract: Any) -> Mapping[str, str]:
-    """If batch-invariant implementations are required, reject those that cannot be measured."""
+    """Reject implementations that cannot be measured, if batch invariance is required."""
     from .determinism import unmeasured
 
     return unmeasured(facts, impls, contract)
