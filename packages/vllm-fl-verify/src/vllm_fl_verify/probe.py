@@ -1,7 +1,7 @@
-"""One uncompiled forward of the loaded model with a batch of tokens like vLLM's.
+"""One uncompiled forward of the loaded model with a realistic batch of tokens.
 
-It is vLLM's dummy run with other inputs. vLLM's own inputs have id 0 and position 0 for every
-token, and attention does not run, so its result is 0 or uninitialised memory.
+It is vLLM's dummy run with other inputs: vLLM passes id 0 and position 0 for every token, and
+attention does not run, so its result is 0 or uninitialised memory.
 """
 
 from __future__ import annotations
@@ -40,17 +40,11 @@ _NAMES_OF_POSITIONS = re.compile(r"wpe|pos_emb.*|.*position.*")
 
 
 def positions_of(model: torch.nn.Module, length: int) -> int:
-    """Return the number of positions for which every table of the model has a row.
+    """Return the number of positions for which every table of the model has a row, at most
+    `length`.
 
-    With VLLM_ALLOW_LONG_MAX_MODEL_LEN an engine's length may exceed its model's. vLLM serves
+    With VLLM_ALLOW_LONG_MAX_MODEL_LEN an engine's length may exceed that of its model. vLLM serves
     nevertheless, and its kernels then read beyond a table.
-
-    Args:
-        model: the loaded model.
-        length: the engine's maximum length.
-
-    Returns:
-        From 1 to `length`.
     """
     rows = [length]
     for module in _text_part(model).modules():
@@ -84,7 +78,7 @@ def forward(
     """Run the loaded models once, eagerly, without attention and without a cache.
 
     Args:
-        runner: vLLM's model runner, the newer or the older one.
+        runner: the newer or the older model runner of vLLM.
         models: `Engine.models`: the model, and its draft model, which the same dummy run calls.
         vllm_config: the engine's configuration.
         tokens: number of tokens, at most the engine's largest batch.
@@ -117,7 +111,7 @@ def forward(
 
 
 class _Inputs:
-    """Inputs of one model that replace vLLM's zeros and uninitialised memory."""
+    """Inputs of one model that replace zeros and uninitialised memory."""
 
     def __init__(self, model: torch.nn.Module, vllm_config: VllmConfig) -> None:
         config, drafting = vllm_config.model_config, vllm_config.speculative_config
@@ -148,7 +142,7 @@ class _Inputs:
                 held["forward"] = before
 
     def _varied(self, named: dict[str, Any]) -> dict[str, Any]:
-        """Replace the model's arguments, which vLLM passes by name."""
+        """Replace the keyword arguments that vLLM passes to the model."""
         varied = dict(named)
         ids, embeds, positions = (
             named.get(name) for name in ("input_ids", "inputs_embeds", "positions")
@@ -185,7 +179,7 @@ class _Inputs:
         return torch.stack(drawn).view(like.shape).to(like)
 
     def _normal(self, like: torch.Tensor) -> torch.Tensor:
-        """Return normal numbers; those of one shape are the same in all layers."""
+        """Return normal numbers, the same in all layers for one shape."""
         shape = tuple(like.shape)
         if shape not in self._noise:
             drawn = torch.randn(shape, generator=self._generator, dtype=torch.float32)
