@@ -102,7 +102,7 @@ def state_of(device: torch.device) -> State:
 def changed(
     before: State, device: torch.device, again: Callable[[], object] | None = None
 ) -> str | None:
-    """Return the first state that a kernel changed, with both values; None if there is none.
+    """Return the first state that a kernel changed, with both values, or None.
 
     Args:
         before: state before its calls.
@@ -120,7 +120,7 @@ def changed(
 
 
 def restore(before: State, device: torch.device) -> None:
-    """Restore changed state, except that of other threads, and touch nothing else.
+    """Restore the state that the kernel has changed, and touch nothing else.
 
     A server may watch or replace a setter: vLLM's CPU worker warns of each call of
     `torch.set_num_threads`.
@@ -152,7 +152,7 @@ def _judge(before: State, device: torch.device, again: Callable[[], object] | No
 
 
 def _of_others(suspects: set[_Piece], again: Callable[[], object] | None) -> set[_Piece]:
-    """Return those of `suspects` that other threads change, as the module docstring explains."""
+    """Return the pieces that other threads change, by the rule in the module docstring."""
     found: set[_Piece] = set()
     quiet = QUIET
     for _ in range(ROUNDS):
@@ -278,7 +278,7 @@ def _set_handlers(handlers: dict[int, Any]) -> None:
 
 
 def _loggers() -> dict[logging.Logger, Any]:
-    """Return the configuration of vLLM's loggers, ours and the root logger."""
+    """Return the configuration of the loggers of vLLM and vllm-fl, and of the root logger."""
     known = logging.root.manager.loggerDict.copy().items()
     ours = [each for name, each in known if name.startswith("vllm")]
     return {
@@ -415,7 +415,7 @@ _PIECES: tuple[_Piece, ...] = (
 
 
 def _pieces(device: torch.device) -> Iterator[_Piece]:
-    """Yield all compared state, in the order in which it is restored."""
+    """Yield all compared state in the order for restoring it."""
     yield from _PIECES
     module: Any = None if device.type == "cpu" else torch.get_device_module(device)
     if hasattr(module, "get_rng_state"):
