@@ -58,12 +58,7 @@ Found = Generator[Objection, None, Any]
 
 
 class Startup:
-    """State that the runs of one request share.
-
-    Args:
-        request: the request.
-        watch: logs slow calls.
-    """
+    """State that the runs of one request share; `watch` logs slow calls."""
 
     def __init__(self, request: Request, watch: breadcrumb.Watchdog) -> None:
         self.request, self.watch = request, watch
@@ -127,8 +122,8 @@ class Run:
     def at(self, where: str, call: Callable[[], Outcome], *, compiles: bool = False) -> Found:
         """Make one call; record an unsupported call, and object to a failure.
 
-        The log names the call while it takes long. Two slow calls in a row are a failure, since the
-        implementation would stall the engine; with `compiles` there is no limit.
+        A call that takes long is logged. Two slow calls in a row would stall the engine and are a
+        failure, unless the call `compiles`.
         """
         watch = self.startup.watch
         with watch.over(f"one call of {self.name} ({where})"):
@@ -145,7 +140,6 @@ class Run:
         return got
 
     def where(self, form: Form, count: int, more: str = "") -> str:
-        """Describe a batch."""
         return f"{count} x {form.name}, {dtype_name(self.trials.dtype)}{more}"
 
     def compared(self, impl: OpImpl, sample: Sample, **how: Any) -> Comparison:
@@ -154,7 +148,6 @@ class Run:
         return compare(impl, self.spec, sample, self.trials.dtype, layer_for=layer_for, **how)
 
     def sampled(self, sample: Sample, **how: Any) -> Found:
-        """Compare one sample and return its `Comparison`."""
         run = partial(self.compared, self.impl, sample, **how)
         result = yield from self.at(sample.name, lambda: (run(), None))
         yield from self.judge(result)
@@ -191,7 +184,7 @@ class Run:
 
         Args:
             form: kind of the calls.
-            series: (tokens, order of the rows) of each batch, none larger than the first.
+            series: (tokens, order of the rows) of each batch; the first batch is the largest.
             large: whether to use the large values.
         """
         laid: Guarded | None = None
