@@ -1,4 +1,4 @@
-"""The shadow check: some steps run eagerly and compare the plan's calls with the reference result.
+"""The shadow check: some steps run eagerly, and their calls are compared with the reference result.
 
 Incorrect calls are logged at once, a summary once a minute.
 """
@@ -38,12 +38,9 @@ def session(engine: Engine) -> Iterator[None]:
 
 
 def watch(engine: Engine) -> Canary | None:
-    """Start to sample steps of an engine, if configured and possible.
+    """Start to sample steps of an engine after its warm-up, if configured and possible.
 
     Replaces the method on the model runner object, which Ray's executor also calls.
-
-    Args:
-        engine: an engine after its warm-up.
     """
     settings, worker, model = engine.facts.settings, engine.worker, engine.model
     if settings.shadow is None:
@@ -119,14 +116,10 @@ def _graph_switch(runner: Any) -> tuple[Any, str, object] | None:
 
 @contextmanager
 def _eager(runner: Any, compiled: list[torch.nn.Module]) -> Iterator[None]:
-    """Run the model without graphs and uncompiled inside the block.
+    """Run the model uncompiled and without graphs inside the block.
 
-    vLLM's own switch for this, `skip_compiled` of its forward context, is set inside its model
-    runners.
-
-    Args:
-        runner: vLLM's model runner.
-        compiled: the modules of the model that vLLM compiles.
+    `compiled` are the modules that vLLM compiles. vLLM's switch for this, `skip_compiled` of its
+    forward context, is set inside its model runners.
     """
     switches = [_graph_switch(runner), *((module, "do_not_compile", True) for module in compiled)]
     with ExitStack() as back:
@@ -148,12 +141,7 @@ def _out_of_sight(plan: Plan) -> dict[str, str]:
 
 
 class Canary:
-    """Logs the results of the shadow check.
-
-    Args:
-        shadow: samples and compares calls.
-        rank: the worker's rank.
-    """
+    """Logs the results of the shadow check."""
 
     def __init__(self, shadow: Shadow, rank: int) -> None:
         self.shadow, self._rank = shadow, rank
@@ -163,7 +151,7 @@ class Canary:
     def look(self) -> None:
         """Log after a minute, or at once when an implementation is first found incorrect.
 
-        A later log might never happen, since no further step need follow.
+        The latter must not wait for another step, since there may be none.
         """
         now = time.monotonic()
         wrong = {(op, impl_id) for (op, impl_id, _), t in self.shadow.new.items() if t.wrong}
