@@ -1,10 +1,10 @@
 """Comparison of sampled steps with the reference result while an engine serves (shadow check).
 
-Plan, guards and compiled code are the same as without it. For a sampled step the guards get another
-function, which calls the implementation and compares its result; afterwards they are restored.
+Plan, guards and compiled code do not change. For a sampled step the guards get another function,
+which calls the implementation and compares its result; afterwards they are restored.
 
-Only some calls of a sampled step are compared, and others in the next one, so that a step's
-additional time does not grow with the model's depth.
+A sampled step compares only some of its calls, and the next one others, so the additional time does
+not grow with the depth of the model.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Tally:
         seen: calls in sampled steps.
         calls: compared calls.
         share: maximum error relative to the tolerance; the limit is 1.
-        relative: maximum over calls of the norm of the differences over that of the exact result.
+        relative: maximum relative error of a call, as a norm of all elements.
         wrong: incorrect calls.
         nan, inf: incorrect elements that are NaN or infinite.
     """
@@ -84,10 +84,9 @@ class Tally:
 
     @classmethod
     def of_call(cls, figures: Iterable[Sequence[float]]) -> Tally:
-        """Return the tally of one compared call, which counts as incorrect at most once.
+        """Return the tally of one compared call, from `Wanted.measured` of its outputs.
 
-        Args:
-            figures: results of `Wanted.measured` for its outputs.
+        The call counts as incorrect once, for any number of incorrect outputs.
         """
         shares, off, exact, nan, inf = zip(*figures, strict=True)
         squares = max(o / max(e, SMALLEST) for o, e in zip(off, exact, strict=True))
@@ -267,7 +266,7 @@ class _Call:
 
     Args:
         key: key of its tally.
-        args: the contract's arguments, with compared rows only.
+        args: arguments of the contract, with compared rows only.
         rows: the compared rows.
     """
 
