@@ -1,7 +1,7 @@
 """Inputs of verification: calls of the served model in batches of many sizes.
 
-A `Request` defines what is verified and for which model. It creates the `Trials` of each op: the
-contract's samples, and a `Form` for each kind of call of the model.
+A `Request` defines the verification for one model. It creates the `Trials` of each op: samples of
+the contract, and a `Form` for each kind of call of the model.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Role:
     Args:
         impl: the implementation.
         owner: the package that provides it, for the note of a process that a kernel crashes.
-        compiled: the form for the compiler, a function of the contract's parameters; None if the
-            model is not compiled with it.
+        compiled: the form for the compiler, a function of the parameters of the contract; None if
+            the model is not compiled with it.
         warm: token counts to run before the engine serves, the most important first.
         captured: token count that vLLM will capture in a graph; 0 for none.
-        least, most: minimum and maximum tokens of its calls, from the op's tuning table if any.
+        least, most: minimum and maximum tokens of its calls, from a tuning table if there is one.
     """
 
     impl: OpImpl
@@ -85,7 +85,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Request:
-    """What is verified, and for which model.
+    """Verification of implementations for one model.
 
     Args:
         roles: all implementations that may run.
@@ -94,15 +94,15 @@ class Request:
         sizes: the model's sizes; None if they cannot be determined from its configuration.
         compares: whether results are compared with the oracle; otherwise calls only have to run.
         backend: lowers compiled forms: `inductor`, or `aot_eager`, which only traces.
-        layer_for: creates the layer for an implementation that needs one; None for the contract's
-            stand-in.
+        layer_for: creates the layer for an implementation that needs a layer; None for the stand-in
+            of the contract.
         seed: for random choices; it is logged.
-        specs: the contracts by op; by default those of distributions that provide only contracts.
+        specs: contracts by op; by default those of distributions that provide only contracts.
         calls: calls at further token counts, for all implementations together.
-        provided: op -> dtypes of what the model's layers provide (`EngineFacts.provided`).
+        provided: op -> dtypes of the values that layers provide (`EngineFacts.provided`).
         launched: returns the kernels of a call; by default `launches.launched`, only for Triton.
-        requires: the setting that allows only batch-invariant implementations, for messages; empty
-            if there is none.
+        requires: the setting that allows only batch-invariant implementations, for messages, or
+            empty.
         valve: limits the seconds of the whole startup.
     """
 
@@ -157,10 +157,10 @@ def lowered(fn: Callable[..., Any], backend: str) -> Callable[..., Any]:
 
 
 def dtypes_of(spec: OpSpec, dtype: torch.dtype) -> list[torch.dtype]:
-    """Return the dtypes in which to run an op for a model of `dtype`.
+    """Return the dtypes for verifying an op in a model of `dtype`.
 
-    That dtype, or all of an op that only has integers. Empty if the op has other floating dtypes
-    only, since the contract does not cover the model's calls.
+    That dtype, or all dtypes of an op with integers only. Empty if the op has other floating dtypes
+    only, since the contract does not cover the calls of the model.
     """
     if dtype_name(dtype) in spec.dtypes:
         return [dtype]
@@ -172,12 +172,8 @@ def token_counts(largest: int, seed: int, smallest: int = 1) -> tuple[list[int],
     """Return (token counts that are always tried, further ones to try within the budget).
 
     The former are also tried with one row less. The latter are those around each power of two, then
-    in random order the small ones and five between two powers of two.
-
-    Args:
-        largest: the largest batch, in tokens.
-        seed: for random choices.
-        smallest: the smallest batch, in tokens.
+    in random order the small ones and five per interval of powers of two. All are from `smallest`
+    to `largest`, in tokens.
     """
     rng = random.Random(seed)
     always = {1, 2, 3, 4, 8, 12, 16, 17, 32, 33, 64, 65, 100, 256, 257, smallest, largest}
@@ -207,7 +203,7 @@ class Trials:
         device: device of the calls.
         sizes: the model's sizes; None if they cannot be determined from its configuration.
         seed: for random choices.
-        provided: dtypes of what the model's layers provide; empty to use the contract's choice.
+        provided: dtypes of the values that layers provide; empty for the choice of the contract.
     """
 
     spec: OpSpec
@@ -224,7 +220,7 @@ class Trials:
 
     @cached_property
     def standing(self) -> list[Sample]:
-        """The served model's calls of a contract whose batches cannot be rearranged."""
+        """Calls of the served model for a contract with fixed batches."""
         if self.sizes is None or not self.spec.stands:
             return []
         counts = self.among(STANDING_COUNTS)
@@ -237,7 +233,7 @@ class Trials:
     def shared(self) -> dict[int, Guarded]:
         """Return index of a fixed batch -> memory, shared by batches of equal shapes.
 
-        So weights are overwritten as well, as by a weight update.
+        This overwrites weights as well, like a weight update.
         """
         found: dict[Any, Guarded] = {}
         memories = {}
@@ -286,17 +282,15 @@ class Trials:
 
     @property
     def calls(self) -> list[Sample]:
-        """The served model's calls, one of each form."""
+        """Calls of the served model: one of each form, and fixed batches."""
         return [*(form.samples[0] for form in self.forms), *self.standing]
 
     @property
     def smallest(self) -> int:
-        """The smallest batch, in tokens."""
         return self.sizes.tokens[0] if self.sizes else 1
 
     @property
     def largest(self) -> int:
-        """The largest batch, in tokens."""
         return self.sizes.tokens[-1] if self.sizes else 1
 
     @property
