@@ -82,9 +82,9 @@ def attempt(
     """Call third-party code and return its exceptions as values; only an interrupt is raised.
 
     Args:
-        did: text before an exception's, such as `it raised`.
+        did: text before that of an exception, such as `it raised`.
         fn: the code.
-        args: its arguments. Devices of tensors are synchronised, to attribute device faults to this
+        args: its arguments. Their devices are synchronised, to attribute device faults to this
             call.
         refuses: exceptions that mean an unsupported call.
     """
@@ -138,10 +138,7 @@ def leaning(compared: Sequence[Comparison]) -> str:
     """Return how results that are each within the tolerance are biased, or an empty string.
 
     Biased means that all samples deviate in the same direction or by the same factor. Layers of a
-    model accumulate such errors.
-
-    Args:
-        compared: the samples of one implementation in one dtype.
+    model accumulate such errors. `compared` are the samples of one implementation in one dtype.
     """
     for name, some in _by_result(each.leans for each in compared):
         if len(some) >= SAMPLES and (min(some) > LEANING or max(some) < -LEANING):
@@ -178,12 +175,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 def as_call(
     impl: OpImpl, spec: OpSpec, layer_for: LayerFactory | None = None
 ) -> Callable[..., Any]:
-    """Return the implementation as a function of the contract's parameters.
+    """Return the implementation as a function of the parameters of its contract.
 
-    Args:
-        impl: the implementation, which may need a layer.
-        spec: its op's contract.
-        layer_for: creates the layer; None for the contract's stand-in.
+    `layer_for` creates a layer for implementations that need it; None for the stand-in of the
+    contract.
     """
     if not impl.needs_layer:
         return impl.fn
@@ -219,7 +214,7 @@ def compare(
     packed: bool | None = None,
     memory: Guarded | None = None,
 ) -> Comparison:
-    """Run one sample on guarded memory and compare the results with the oracle's, on the CPU.
+    """Run one sample on guarded memory and compare the results with the oracle, on the CPU.
 
     Exceptions of the implementation and its `supports` are part of the result; only an interrupt is
     raised.
@@ -230,7 +225,7 @@ def compare(
         sample: the arguments, on the implementation's device. They are not changed.
         dtype: dtype of the sample.
         off: computes the error of results; None to compare them with `wanted`.
-        wanted: expected outputs; empty to compare nothing, None to call the oracle.
+        wanted: expected outputs; empty for no comparison, None to call the oracle.
         layer_for: as for `as_call`.
         packed: whether results must be contiguous. None: unless the sample's activations have a
             layout that no vLLM layer has, since plain PyTorch often keeps the layout.
@@ -281,7 +276,7 @@ def called(
 
     Returns:
         (result, failure): the call was not supported, raised, wrote to memory that it must not
-        change, or returned a result of another form.
+            change, or returned a result of another form.
     """
     got, failure = run()
     if failure is not None:
@@ -303,10 +298,6 @@ def called(
 def compared(got: Any, off: Callable[[Any], Off]) -> tuple[float, Failure | None]:
     """Compare the numbers of a result.
 
-    Args:
-        got: the result.
-        off: computes its error.
-
     Returns:
         (maximum error relative to the tolerance, failure); NaN if it cannot be compared.
     """
@@ -318,15 +309,7 @@ def compared(got: Any, off: Callable[[Any], Off]) -> tuple[float, Failure | None
 def answer(
     fn: Callable[..., Any], impl: OpImpl, spec: OpSpec, args: Sequence[Any], **how: Any
 ) -> Outcome:
-    """Call `fn` if the implementation's `supports` accepts the call.
-
-    Args:
-        fn: the implementation as a function of the contract's parameters.
-        impl: the implementation.
-        spec: its op's contract.
-        args: the call's arguments.
-        how: as for `attempt`.
-    """
+    """Call `fn`, a function of the parameters of the contract, if `supports` accepts the call."""
     failure = accept(impl, spec, args)
     return attempt("it raised", fn, *args, **how) if failure is None else (None, failure)
 
@@ -357,7 +340,7 @@ def misplaced(
 
     Args:
         got: result of the implementation.
-        shapes: result of the contract's fake for the same call.
+        shapes: result of the fake of the contract for the same call.
         call: the arguments.
         consumed: arguments that may be overwritten and therefore returned.
         packed: whether results must be contiguous.
@@ -442,7 +425,6 @@ def _kind(result: Any) -> str:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for the device to finish."""
     if device.type == "cpu":
         return
     module = torch.get_device_module(device)
@@ -455,9 +437,8 @@ def synchronise(device: torch.device) -> None:
 def refusal_of(error: BaseException) -> str:
     """Return why a call was not supported; empty if `error` means something else.
 
-    Args:
-        error: exception of a call: NotImplementedError of an implementation, or AllFailedError of a
-            chain in which no candidate supports the call (in strict mode, the first one does not).
+    `error` is NotImplementedError of an implementation, or AllFailedError of a chain in which no
+    candidate supports the call (in strict mode, the first candidate does not).
     """
     causes = [c for _, c in error.causes] if isinstance(error, AllFailedError) else [error]
     if not all(isinstance(cause, str | NotImplementedError) for cause in causes):
