@@ -62,9 +62,9 @@ class Wanted:
             results: results of an implementation with as many rows, on the device of these tensors.
 
         Returns:
-            One float64 tensor per compared quantity: maximum error relative to the tolerance; sum
-            of the squares of the finite differences; the same of the exact numbers; number of
-            incorrect NaN elements; number of incorrect infinite elements.
+            One float64 tensor per compared quantity: maximum error relative to the tolerance; sums
+                of squares of the finite differences and of the exact numbers; numbers of incorrect
+                NaN and of incorrect infinite elements.
 
         Raises:
             NotImplementedError: not possible for this kind of output (see `MEASURED`).
@@ -72,25 +72,17 @@ class Wanted:
         raise NotImplementedError
 
     def leans(self, results: Results) -> float:
-        """Return the average bias of results, away from zero.
+        """Return the average bias of results, away from zero, in steps of their dtype.
 
-        Args:
-            results: as for `off`.
-
-        Returns:
-            Steps of their dtype: about 0 for rounding to nearest, -0.5 for truncation. NaN if too
-            few elements are rounded, or too few are within a step.
+        About 0 for rounding to nearest, -0.5 for truncation. NaN if too few elements are rounded,
+        or too few are within a step.
         """
         return math.nan
 
     def slope(self, results: Results) -> float:
         """Return the factor of results relative to the exact numbers, minus 1.
 
-        Args:
-            results: as for `off`.
-
-        Returns:
-            The least-squares fit of a line through 0. NaN for few elements or a fine dtype.
+        It is the least-squares fit of a line through 0. NaN for few elements or a fine dtype.
         """
         return math.nan
 
@@ -135,8 +127,8 @@ class Wanted:
 class Near(Wanted):
     """Output with a tolerance for each element.
 
-    NaN is correct where the oracle has NaN; infinity where it has infinity, or if the exact number
-    exceeds the dtype's range.
+    NaN is correct if the oracle has NaN; infinity if it has infinity, or if the exact number
+    exceeds the range of the dtype.
 
     Args:
         exact: the oracle's result.
@@ -194,8 +186,7 @@ class Near(Wanted):
         return float(shares.max()), int((shares > 1.0).sum())
 
     def shares(self, mine: torch.Tensor) -> torch.Tensor:
-        """Return each element's error relative to the tolerance; correct NaN and infinity have
-        0."""
+        """Return each element's error relative to the tolerance, 0 for correct NaN and infinity."""
         off = (mine.to(self.exact.dtype) - self.exact).abs_().div_(self.allowed)
         return off.nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(self._same(mine), 0.0)
 
@@ -219,7 +210,7 @@ class Near(Wanted):
 
 @dataclass(frozen=True)
 class Same(Wanted):
-    """Output with elements that must be equal to the oracle's.
+    """Output without a tolerance.
 
     Args:
         exact: int64, or floating in the result's dtype.
@@ -290,7 +281,7 @@ class Routed(Wanted):
     Args:
         weights: the oracle's weights, in the order of `ids`.
         ids: the oracle's ids, ascending, int64.
-        scores: scores by which experts are chosen; (tokens, experts).
+        scores: scores for choosing experts; (tokens, experts).
         margin: minimum difference of two scores for their order to be certain.
     """
 
@@ -335,7 +326,7 @@ class Routed(Wanted):
         return wrong | (others & untied & ~no_order)
 
     def _weights_off(self, weights: torch.Tensor, ids: torch.Tensor) -> tuple[float, int]:
-        """Return the same as `Near.share`; `weights` are in the order of `ids`, ascending."""
+        """Return `Near.share` of weights in the order of `ids`, ascending."""
         want = self.weights
         others = (ids != self.ids).any(-1, keepdim=True)
         if bool(others.any()):
