@@ -1,8 +1,8 @@
 """Token counts of the warm-up, which compiles all kernels before the engine serves.
 
 Just-in-time compilers compile a kernel for each kind of number among its arguments. Triton's kinds
-are 1, multiples of 16, and all others; libraries on top of it choose between kernels by size,
-mostly at powers of two.
+are 1, multiples of 16, and all others. Libraries choose between kernels by size, mostly at powers
+of two.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def warm_counts(
     A kernel's argument is seldom the token count itself; it may be the count times heads, groups or
     features. Whether 16 divides it depends on how often 2 divides the count. So each bucket has an
     odd count and counts that are divisible by 2, 4, 8 and 16, if it is wide enough. Each is drawn
-    from another fifth of the bucket, so that an implementation that is incorrect in a third of it
-    is called there. The end of each bucket is included.
+    from another fifth of the bucket, to find an implementation that is incorrect in a third of it.
+    The end of each bucket is included.
 
     Args:
         largest: the largest batch, in tokens.
@@ -34,8 +34,7 @@ def warm_counts(
         seed: for random choices.
 
     Returns:
-        Distinct counts from 1 to `largest`: those of the buckets, ascending, then those of `sizes`,
-        which add no further kind.
+        Distinct counts from 1 to `largest`: those of the buckets, ascending, then those of `sizes`.
     """
     rng = random.Random(seed)
     powers = (1 << bits for bits in range(largest.bit_length()))
@@ -47,7 +46,7 @@ def warm_counts(
 
 
 def _kinds(below: int, end: int, rng: random.Random) -> set[int]:
-    """Return counts in a bucket: one divisible by 16, and others by exactly 8, 4, 2 and 1."""
+    """Return counts in a bucket: a multiple of 16, and multiples of exactly 8, 4, 2 and 1."""
     found, width = set(), end - below
     for part, step in enumerate(rng.sample(KINDS, len(KINDS))):
         fifth = below + width * part // 5, below + width * (part + 1) // 5
