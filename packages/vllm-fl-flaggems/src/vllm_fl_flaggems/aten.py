@@ -1,4 +1,4 @@
-"""Replacement of PyTorch's operators by FlagGems's kernels, and the list of replaced operators."""
+"""Replacement of PyTorch operators by FlagGems, and the list of replaced operators."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def start(context: WorkerContext) -> WorkerReport | None:
 
 
 def _wanted(settings: Any) -> tuple[str, ...] | None:
-    """Return the selected names, or None for all that are not in the blacklist."""
+    """Return the selected names; None selects everything outside the blacklist."""
     planned, listed = _ops_of_the_plan(), value(settings, WHITELIST)
     if listed is not None:
         return tuple(name for name in listed if name not in planned)
@@ -91,7 +91,7 @@ def _ops_of_the_plan() -> frozenset[str]:
 
 
 def known_names(gems: Any) -> frozenset[str]:
-    """Return the names of FlagGems's functions, for PyTorch operators and fused."""
+    """Return the names of all functions in FlagGems, also of fused ones."""
     names = set(gems.FULL_CONFIG_BY_FUNC)
     for module in ("ops", "fused"):
         names.update(getattr(getattr(gems, module, None), "__all__", ()))
@@ -99,7 +99,7 @@ def known_names(gems: Any) -> frozenset[str]:
 
 
 def replaceable() -> Collection[str]:
-    """Return the names with which the lists select PyTorch operators.
+    """Return the names that select PyTorch operators in the lists.
 
     Empty if FlagGems cannot run here or the lists select none.
     """

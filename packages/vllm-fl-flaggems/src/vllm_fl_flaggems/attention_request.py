@@ -1,4 +1,4 @@
-"""Checks of an attention request against the limits of FlagGems's kernels."""
+"""Checks of an attention request against the limits of FlagGems."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ PLANES = "FlagGems's attention needs keys and values in one piece each, as LHBNC
 def supports_attention(request: AttentionRequest) -> Availability:
     """Return True, or the reason why FlagGems cannot compute the request.
 
-    FlagGems's kernels check little: they ignore sinks, the dtype and scales of the KV cache and
-    the order of its dimensions, and then return incorrect results.
+    FlagGems checks little: its kernels ignore sinks, the dtype and scales of the KV cache and the
+    order of its dimensions, and then return incorrect results.
     """
     if reason := refused(request, BACKEND, "has_sliding_window"):
         return reason

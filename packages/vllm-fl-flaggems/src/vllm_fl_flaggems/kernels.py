@@ -1,9 +1,9 @@
-"""Direct launches of FlagGems's Triton kernels on NVIDIA GPUs.
+"""Direct launches of Triton kernels in FlagGems, on NVIDIA GPUs.
 
 A call through FlagGems 5.0.2 costs the host 26 to 118 µs on an H200 and does not let the caller
 choose the number of warps; a direct launch costs 20 to 60 µs, including the plan's checks for
 unsupported calls. Only kernels with known parameters are launched directly. For other releases and
-other vendors' devices, FlagGems's public functions are called.
+vendors, the public functions of FlagGems are called.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ KERNELS: Final = {
 """Kernel -> (module, parameters in FlagGems 5.0.2)."""
 
 CUDA: Final = ("cuda", "cpu")
-"""Device types on which this package launches its own kernels; on the CPU only with Triton's
-interpreter."""
+"""Device types on which this package launches kernels; the CPU only with Triton's interpreter."""
 
 ELEMENTS: Final = 1024
 WARPS: Final = 4
@@ -137,10 +136,10 @@ def _for_matrices(function: Any) -> Any:
 class Launcher:
     """Launch one of this package's kernels with less host time for repeated calls.
 
-    Triton determines at each launch for which dtypes, alignments and numbers it has compiled the
-    kernel. A `Launcher` looks the compiled kernel up by these values and calls it as Triton's
-    softmax tutorial calls a precompiled kernel. Only for NVIDIA GPUs: on AMD a compiled kernel
-    also depends on tensor sizes, and other backends may have further conditions.
+    At each launch, Triton determines whether it has compiled the kernel for these dtypes,
+    alignments and numbers. A `Launcher` looks the compiled kernel up by these values and calls it,
+    as in the softmax tutorial of Triton. Only for NVIDIA GPUs: on AMD a compiled kernel also
+    depends on tensor sizes, and other backends may have further conditions.
 
     Args:
         kernel: a Triton function; its parameters are tensors, then numbers, then constants.

@@ -53,7 +53,7 @@ register an operator with the same name"). Loading these first, in this order, a
 def available() -> Availability:
     """Return True, or the reason why FlagGems cannot run here.
 
-    Uses only metadata: importing FlagGems takes seconds and initialises the device, after which a
+    Uses only metadata: importing FlagGems takes seconds and initialises the device, and then a
     process can no longer fork its workers. `problem` reports failures of the import itself.
     """
     if loaded:
@@ -194,7 +194,7 @@ def _repair_block_pointers() -> None:
 
 
 def _explain_flagtune() -> None:
-    """Explain errors of FlagTune, whose models tune kernels by default in releases after 5.0.2.
+    """Explain errors of FlagTune, a default of FlagGems after 5.0.2 for tuning kernels.
 
     If FlagTune has no model for a kernel, does not know the device or finds no list of its models,
     it raises in the first call, such as `mm` at engine startup. The new message explains how to
@@ -226,7 +226,7 @@ def _with_way_out(tune: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_flagtunes(error: BaseException) -> bool:
-    """Return whether the error comes from a FlagTune module, or FlagTune itself is missing.
+    """Return whether the error comes from FlagTune, or FlagTune is missing.
 
     `apply_flagtune` also runs kernels to measure them; their errors are not FlagTune's fault.
     """

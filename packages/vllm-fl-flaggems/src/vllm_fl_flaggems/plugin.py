@@ -1,4 +1,4 @@
-"""The plugin behind the entry point `flaggems`: one function for each hook."""
+"""The FlagGems plugin: one function for each hook."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def settings() -> tuple[SettingSpec[Any], ...]:
 
 
 def _known() -> Collection[str]:
-    """Blacklist names that stand for PyTorch operators."""
+    """Return blacklist entries that are PyTorch operators."""
     from .aten import replaceable
 
     return replaceable()
@@ -126,10 +126,10 @@ def doctor(settings: Any) -> Iterator[Finding]:
 
 @hookimpl
 def worker_start(context: WorkerContext) -> WorkerReport | None:
-    """Replace PyTorch operators by FlagGems's kernels, as configured.
+    """Replace PyTorch operators by FlagGems, as configured.
 
-    Reports whether kernels begin early (`begins_early`): compiled code differs with it, and vLLM's
-    compile cache does not include that variable in its key.
+    Reports whether kernels begin early (`begins_early`): compiled code depends on that variable,
+    but it is not in the key of vLLM's compile cache.
     """
     from .aten import start
     from .impl.linear import begins_early

@@ -67,7 +67,7 @@ APPEND = replace(
 OPLIST = SettingSpec(
     "oplist_path", "FLAGGEMS_ENABLE_OPLIST_PATH", "/tmp/flaggems_enable_oplist.txt"
 )
-"""File to which rank 0 writes the replaced PyTorch operators."""
+"""File for the replaced PyTorch operators, written by rank 0."""
 
 SETTINGS: tuple[SettingSpec[Any], ...] = (USE, WHITELIST, BLACKLIST, APPEND, OPLIST)
 

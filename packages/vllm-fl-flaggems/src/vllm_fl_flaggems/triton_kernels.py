@@ -172,8 +172,8 @@ def linear_of_one_row_kernel(
     of its rows.
 
     If GATED by an activation, the weight has `outputs` rows of gates, then `outputs` of ups. The
-    program's ROWS alternate between both, and the result is activation(gate) * up. Gated products
-    have neither scales nor a bias.
+    program's ROWS alternate between both, and the result is activation(gate) * up, without scales
+    or a bias.
     """
     PARTS: tl.constexpr = 2 if GATED != "" else 1
     number = tl.arange(0, ROWS)
@@ -222,9 +222,9 @@ def _activated(gate, up, ACTIVATION: tl.constexpr):
 def _begin_early(weight_ptr, rows, weight_step, features, LINES: tl.constexpr):
     """Prefetch LINES * 128 bytes of each of these rows to L2, then wait for the previous kernel.
 
-    Before the wait, write nothing, and read nothing that a kernel writes. The next kernel may be
-    started only after the wait: Inductor's kernels assume that all kernels before the one that they
-    wait for have finished.
+    Before the wait, do not write, and do not read results of kernels. Do not let the next kernel
+    start before the wait: kernels of Inductor only wait for their predecessor, and assume that all
+    earlier kernels have finished.
     """
     line: tl.constexpr = 128 * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
     feature = tl.minimum(tl.arange(0, LINES) * line, features - 1)
@@ -267,14 +267,14 @@ def linear_kernel(
 
     x and weight are tensor descriptors of blocks with TOKENS and ROWS rows; reads beyond the
     matrices give zeros. weight_ptr is the address of the weight. The weight is the left factor: it
-    has enough rows for a tensor core instruction, a few tokens have not.
+    has enough rows for a tensor core instruction, unlike a few tokens.
 
     8-bit numbers have scales: one for x or, if PER_TOKEN, for each of its rows; one for the weight
     or, if PER_OUTPUT, for each of its rows.
 
     If GATED by an activation, the weight has `outputs` rows of gates, then `outputs` of ups, and
-    the result is activation(gate) * up. The tokens are the left factor then, so that a block needs
-    only half as many rows of each part. Gated products have neither scales nor a bias.
+    the result is activation(gate) * up, without scales or a bias. The tokens are the left factor
+    then, because a block then needs only half as many rows of each part.
     """
     row = tl.program_id(0) * ROWS
     rows = row + tl.arange(0, ROWS)
@@ -293,7 +293,7 @@ def linear_kernel(
             other = tl.dot(of_tokens, tl.trans(weight.load([outputs + row, start])), other)
         else:
             total = tl.dot(of_rows, tl.trans(of_tokens), total)
-    # Store with tokens first, as in the result: transposed, each number would be one access.
+    # Store with tokens first, like the result; otherwise each number would be a separate access.
     total = _activated(total, other, GATED) if GATED != "" else tl.trans(total)
     token = tl.arange(0, TOKENS)
     is_row = rows < outputs

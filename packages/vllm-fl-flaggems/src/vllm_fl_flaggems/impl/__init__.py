@@ -1,8 +1,7 @@
 """Ops on FlagGems's Triton kernels, one module per family.
 
-Arguments and results are those of the op's contract (`vllm_fl_ops.contracts`); docstrings describe
-rounding and what the kernels do not support. Calls raise NotImplementedError if FlagGems cannot be
-imported.
+Arguments and results are those in the op's contract (`vllm_fl_ops.contracts`); docstrings describe
+rounding and unsupported calls. Calls raise NotImplementedError if FlagGems cannot be imported.
 """
 
 from __future__ import annotations

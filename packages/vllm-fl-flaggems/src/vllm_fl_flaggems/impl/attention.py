@@ -37,8 +37,8 @@ log = get_logger("flaggems")
 class AttentionFLMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
     """vLLM's metadata builder without the parts that only FlashAttention's kernels read."""
 
-    # One-token batches use another kernel, which packs the query heads of a group: a captured graph
-    # is valid for batches of that kind only, as with FlashAttention 2.
+    # One-token batches use another kernel, which packs the query heads of a group: like with
+    # FlashAttention 2, a captured graph is valid only for such batches.
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -51,9 +51,7 @@ class AttentionFLMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
 
 
 class AttentionFLBackend(InPlanes, FlashAttentionBackend):  # type: ignore[misc]
-    """The attention backend. It keeps the name FLASH_ATTN, since vLLM accepts only names that it
-    knows.
-    """
+    """The attention backend; it keeps a name that vLLM knows, FLASH_ATTN."""
 
     # No FP8: FlagGems ignores the dtype and the scales of the cache.
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
@@ -76,9 +74,9 @@ class AttentionFLBackend(InPlanes, FlashAttentionBackend):  # type: ignore[misc]
     ) -> tuple[int, ...]:
         """Return (2, blocks, block_size, heads, head_size): all keys, then all values.
 
-        vLLM's shape interleaves keys and values. FlagGems ignores some strides (it writes a token's
-        heads contiguously and reads a layer's blocks as one run of tokens), so only contiguous keys
-        and contiguous values give correct results.
+        The shape in vLLM interleaves keys and values. FlagGems ignores some strides: it writes a
+        token with contiguous heads and reads a layer's blocks as one run of tokens. Only contiguous
+        keys and contiguous values give correct results.
 
         Raises:
             ValueError: block_size is not a multiple of 16.
@@ -143,7 +141,7 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
     can_return_lse_for_decode = False  # makes vLLM reject decode context parallelism
 
     _warm: ClassVar[set[tuple[Any, ...]]] = set()
-    """Kinds of layers for which all kernels have been compiled."""
+    """Kinds of layers with compiled kernels."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -231,8 +229,8 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
         """Compile each kernel that a batch of this engine may need, once per kind of layer.
 
         FlagGems compiles another kernel for decoding batches, for each tile size, and for sequences
-        longer than the window; engine startup runs few of these. The kernel derives constants from
-        strides, so the arguments have those of this call.
+        longer than the window; engine startup runs few of these. The arguments have the strides of
+        this call, because the kernel derives constants from them.
         """
         assert self._limits is not None
         tokens, requests, length = self._limits
@@ -244,7 +242,7 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
             return
         self._warm.add((*form, *kind))
         began = time.monotonic()
-        # For sequences within the window, the kernel is the same as without a window.
+        # Sequences within the window use the kernel without a window.
         longest = [length] if window[0] < 0 else sorted({1, length})
         made: dict[str, Any] = {"dtype": query.dtype, "device": query.device}
         counts: dict[str, Any] = {"dtype": torch.int32, "device": query.device}

@@ -37,9 +37,7 @@ def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def linear_gelu_tanh_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """gelu(x @ gate.T) * (x @ up.T) with the tanh approximation; otherwise as
-    `linear_silu_and_mul`.
-    """
+    """gelu(x @ gate.T) * (x @ up.T) with the tanh approximation; otherwise like the op for silu."""
     return _gated(x, weight, "gelu_tanh", lambda gate: gelu(gate, approximate="tanh"))
 
 

@@ -1,8 +1,8 @@
 """Linear layers' products for few tokens, on this package's Triton kernels.
 
-Such a product reads each weight once, so memory bandwidth limits it. PyTorch (or FlagGems, if its
-`mm` replaces ATen's) computes products of more than 64 tokens, and of two or more if it is faster,
-if rows do not begin at multiples of 16 bytes, or on a GPU older than Hopper.
+Such a product reads each weight once, so memory bandwidth limits it. PyTorch (or FlagGems, if it
+replaces `mm` in ATen) computes products of more than 64 tokens, and of several tokens if it is
+faster, if rows do not begin at multiples of 16 bytes, or on a GPU older than Hopper.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Linear layers' products of 8-bit numbers for few tokens: the kernels of `linear`, with scales.
 
-vLLM's product, if available, computes more tokens, and two or more at layers for which it is
+If available, the product in vLLM computes more tokens, and several tokens of layers for which it is
 faster.
 """
 
@@ -40,9 +40,9 @@ def linear_fp8(
 ) -> torch.Tensor:
     """(x * x_scale) @ (weight * weight_scale).T + bias, rounded once.
 
-    One token is summed in fp32. Several are summed by the tensor cores, with about 14 bits, as in
-    vLLM's kernels. The block sizes were the fastest on an H100 by the mean of 16 shapes of eight
-    models (2026-11-27).
+    One token is summed in fp32. The tensor cores sum several tokens with about 14 bits, like vLLM.
+    The block sizes were the fastest on an H100 by the mean of 16 shapes of eight models
+    (2026-11-27).
 
     Raises:
         NotImplementedError: there are more than `MOST_TOKENS` tokens or the weight is not aligned,

@@ -13,7 +13,7 @@ from . import implementation
 __all__ = ["OPS", "layer_norm", "rms_norm"]
 
 LONGEST_ROW = 4096
-"""For longer rows FlagGems uses kernels with a loop, which it tunes."""
+"""Longer rows need kernels with a loop, which FlagGems tunes."""
 
 MOST_ELEMENTS = 2**31 - 1
 """The kernel for rows up to `LONGEST_ROW` indexes a tensor with 32-bit integers."""

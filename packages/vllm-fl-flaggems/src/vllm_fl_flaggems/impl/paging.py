@@ -1,7 +1,7 @@
 """Paged caches, on FlagGems's Triton kernels.
 
-FlagGems writes only into caches with slots before heads and contiguous heads. Since vLLM 0.26 a
-token's key and value are adjacent, so this package's own kernel is used if it can be launched.
+FlagGems writes only into caches with slots before heads and contiguous heads. Since vLLM 0.26 keys
+and values are interleaved, so this package's kernel is used if it can be launched.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ __all__ = [
 ]
 
 LONGEST_PIECE = 512
-"""Elements of a latent that FlagGems's kernel copies at once, or all of a shorter one: a power of
-two, as all ranges in Triton."""
+"""Elements of a latent that FlagGems copies at once, or all elements of a shorter latent. Ranges in
+Triton must be powers of two."""
 
 
 def reshape_and_cache(
@@ -49,9 +49,7 @@ def reshape_and_cache(
 
 
 def _in_rows(key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
-    """Return whether FlagGems's kernel, which reads only the first cache's block stride, is
-    correct.
-    """
+    """Return whether FlagGems can write into the caches; it reads only the first block stride."""
     *_, heads, size = key_cache.shape
     steps = (key_cache.stride(0), heads * size, size, 1)
     return key_cache.stride() == steps == value_cache.stride()

@@ -12,7 +12,7 @@ from . import implementation
 __all__ = ["OPS", "quant_fp8_group"]
 
 FP8_CAPABILITY = (8, 9)
-"""Lowest compute capability for which Triton compiles float8_e4m3fn."""
+"""Lowest compute capability with float8_e4m3fn in Triton."""
 
 MOST_ELEMENTS = 2**31 - 1
 """The kernel uses 32-bit indices, which include gaps between rows."""
@@ -21,8 +21,9 @@ MOST_ELEMENTS = 2**31 - 1
 def quant_fp8_group(
     x: torch.Tensor, group_size: int = 128, eps: float = 1e-10, ue8m0: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round x / scale of its group to float8_e4m3fn, computed in fp32; ue8m0 scales are at least
-    2^-33.
+    """Round x / scale of its group to float8_e4m3fn, computed in fp32.
+
+    Scales that are powers of two (ue8m0) are at least 2^-33.
     """
     if not x.numel():
         steps = x.new_empty((x.shape[0], x.shape[1] // group_size), dtype=torch.float32)

@@ -17,7 +17,7 @@ FEW_TOKENS = 512
 """Up to this number of tokens several programs share a token's heads, see `_side_by_side`."""
 
 SMALLEST_BLOCK = 16
-"""Minimum block size of FlagGems's kernel; features beyond the head are masked."""
+"""Minimum block size of the kernel; features beyond the head are masked."""
 
 
 def rotary_embedding(
@@ -72,7 +72,7 @@ def _launch(
             positions.stride(0),
             cos.stride(0),
             sin.stride(0),
-            None,  # the length of a sequence, where there are no positions
+            None,  # the sequence length, required only without positions
             q.shape[1] // aside,
             k.shape[1] // aside,
             rotary,

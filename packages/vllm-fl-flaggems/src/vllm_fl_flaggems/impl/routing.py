@@ -112,7 +112,7 @@ def moe_align_block_size(
     used -= (absent.sum() + block_size - 1) // block_size * block_size
     expert_ids = expert_ids[: -(-length // block_size)]
     if expert_map is not None and not ignore_invalid_experts:
-        # Blocks of the extra expert come after the used ones, where no result is read.
+        # The extra expert's blocks are after the used blocks, so their result is not read.
         expert_ids = expert_map[expert_ids.clamp(max=num_experts - 1)]
     return sorted_token_ids[:length], expert_ids, used
 
