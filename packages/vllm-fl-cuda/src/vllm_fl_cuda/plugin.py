@@ -1,4 +1,4 @@
-"""The plugin behind the entry point `cuda`: one function for each hook."""
+"""The CUDA plugin: one function for each hook."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Ops on vLLM's CUDA kernels, one module per family, and shared code.
 
-Arguments and results are those of the op's contract (`vllm_fl_ops.contracts`); docstrings describe
-rounding and what the kernels do not support.
+Arguments and results are those in the op's contract (`vllm_fl_ops.contracts`); docstrings describe
+rounding and unsupported calls.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def load_kernels() -> None:
 
 @cache
 def kernel(name: str) -> Callable[..., Any]:
-    """Return vLLM's CUDA kernel `name`, such as `rms_norm` or, with its namespace,
-    `_moe_C::moe_sum`.
+    """Return the kernel `name` of vLLM, such as `rms_norm` or `_moe_C::moe_sum`.
+
+    The default namespace is `_C`.
 
     Raises:
         ImportError: vLLM or its extension is not installed.
@@ -70,7 +71,7 @@ def implementation(
 
     Args:
         fn: its first argument is a tensor, which must be on a CUDA device.
-        kernels: vLLM's kernels without which it is unavailable.
+        kernels: required kernels of vLLM.
         takes: conditions for supported calls (`OpImpl.takes`).
         consumes: arguments that it overwrites.
     """

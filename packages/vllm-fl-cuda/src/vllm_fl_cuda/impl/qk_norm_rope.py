@@ -1,7 +1,7 @@
 """Norms of query and key heads with rotary embedding, on vLLM's CUDA kernel.
 
-vLLM's pass also matches heads with float32 weights, such as those of GemmaRMSNorm, for which the
-kernel raises. Here the next implementation computes them.
+The pass in vLLM also matches heads with float32 weights, such as in GemmaRMSNorm, but the kernel
+raises for them. Here the next implementation computes them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LANES = 32
 """Threads that share a head; each has head_size / 32 consecutive features."""
 
 HOPPER = (9, 0)
-"""Compute capability on which a warp of the kernel computes several heads."""
+"""Compute capability with several heads per warp of the kernel."""
 
 MOST_ELEMENTS = 2**31 - 1
 """The kernel indexes qkv with 32-bit integers."""
@@ -80,8 +80,7 @@ def _turns_whole_threads(head_size: int, half: int, rotary_interleaved: bool) ->
 def _turns_part(
     qkv: torch.Tensor, head_size: int, half: int, rotary_interleaved: bool
 ) -> Availability:
-    """Reject partial rotation on Hopper, where the kernel is incorrect in large batches
-    (vllm#51049).
+    """Reject partial rotation on Hopper: incorrect in large batches (vllm#51049).
 
     If only a part of a head rotates, some threads do not take part in the exchange between halves.
     From 10 240 query and key heads in a batch on, a warp on Hopper computes several heads, and all
@@ -96,7 +95,7 @@ def _turns_part(
 
 
 def _has_code(qkv: torch.Tensor, cos_sin_cache: torch.Tensor) -> Availability:
-    """Reject bfloat16 before Ampere, where the kernel returns at once without a result."""
+    """Reject bfloat16 before Ampere: the kernel would return without a result."""
     has_it = torch.bfloat16 in (qkv.dtype, cos_sin_cache.dtype)
     if has_it and capability(qkv.device) < (8, 0):
         return "the kernel has no bfloat16 on GPUs before compute capability 8.0"

@@ -53,8 +53,9 @@ def quant_fp8(
 def quant_fp8_group(
     x: torch.Tensor, group_size: int = 128, eps: float = 1e-10, ue8m0: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round x / scale of its group to float8_e4m3fn, computed in fp32; ue8m0 scales are at least
-    2^-33.
+    """Round x / scale of its group to float8_e4m3fn, computed in fp32.
+
+    Scales that are powers of two (ue8m0) are at least 2^-33.
     """
     x = packed(x)
     value = torch.empty_like(x, dtype=torch.float8_e4m3fn)

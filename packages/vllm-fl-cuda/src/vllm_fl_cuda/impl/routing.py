@@ -107,10 +107,7 @@ def moe_align_block_size(
     pad_sorted_ids: bool = False,
     ignore_invalid_experts: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort rows by expert and pad each expert's rows to whole blocks.
-
-    Rows of one expert are in the order in which threads run.
-    """
+    """Sort rows by expert, in arbitrary order within an expert, and pad them to whole blocks."""
     ids, rows = topk_ids.contiguous(), topk_ids.numel()
     most = rows + num_experts * (block_size - 1)
     if pad_sorted_ids:
