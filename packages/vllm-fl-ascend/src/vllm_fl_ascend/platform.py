@@ -1,4 +1,4 @@
-"""vLLM's platform interface for Ascend NPUs, for which vLLM has no platform."""
+"""Platform for Ascend NPUs, which vLLM does not have."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class AscendPlatform(Platform):  # type: ignore[misc]
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
-        """Without Triton, replace the Triton kernel of vLLM's runner by PyTorch code."""
+        """Without Triton, replace the only Triton kernel in vLLM's runner by PyTorch code."""
         from vllm.triton_utils import HAS_TRITON
 
         if HAS_TRITON:

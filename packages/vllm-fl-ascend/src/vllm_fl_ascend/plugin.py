@@ -1,4 +1,4 @@
-"""The plugin behind the entry point `ascend`: one function for each hook."""
+"""The Ascend plugin: one function for each hook."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Ops on torch_npu's kernels, one module per family.
 
-Arguments and results are those of the op's contract (`vllm_fl_ops.contracts`); docstrings have the
-operators and what is not supported. A call raises RuntimeError if CANN's kernel fails.
+Arguments and results are those in the op's contract (`vllm_fl_ops.contracts`); docstrings describe
+the operators and unsupported calls. RuntimeError means that a kernel in CANN failed.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class AscendAttentionBackend(InPlanes, AttentionBackend):  # type: ignore[misc]
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
 
-    # `forward` writes the cache, since it knows the number of tokens without padding.
+    # `forward` knows the number of tokens without padding, so it writes the cache.
     forward_includes_kv_cache_update = True
 
     @staticmethod
@@ -63,7 +63,7 @@ class AscendAttentionBackend(InPlanes, AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
-        """Accept only 128, no multiples: cache planes cannot be split into smaller blocks."""
+        """Accept only 128: the cache cannot be split into smaller blocks."""
         return block_size in (None, BLOCK_SIZE)
 
     @staticmethod
@@ -163,8 +163,8 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):  # type: 
             query_ends=query_ends,
             seq_lens=lengths[:sequences].tolist(),
             block_table=common.block_table_tensor[:sequences],
-            # The kernel requires valid slots. Padding has -1; slot 0 is in block 0, which vLLM
-            # assigns to no sequence.
+            # The kernel requires valid slots. Padding has -1 and gets slot 0: vLLM assigns block 0
+            # to no sequence.
             slot_mapping=common.slot_mapping[: query_ends[-1]].clamp_min(0),
             causal=common.causal,
         )

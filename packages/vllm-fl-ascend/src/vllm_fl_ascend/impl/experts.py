@@ -47,7 +47,8 @@ def fused_experts(
     experts = w13.shape[0]
     if topk_ids.is_cpu and int(topk_ids.max()) >= experts:  # would synchronise a device
         raise IndexError(f"topk_ids must be below {experts}, got {int(topk_ids.max())}")
-    # The kernels require valid ids. A position without an expert gets one with weight 0.
+    # The kernels require valid ids. Positions without an expert get expert 0 or the last one, with
+    # weight 0.
     ids = topk_ids.clamp(0, experts - 1)
     absent = ids != topk_ids
     x, weights = hidden_states, topk_weights.to(hidden_states.dtype).masked_fill(absent, 0.0)
@@ -58,7 +59,7 @@ def fused_experts(
         ids.to(torch.int32).contiguous(),
         active_num=topk_ids.numel(),
         expert_num=experts,
-        expert_tokens_num_type=1,  # counts per expert, as `_multiplied` expects
+        expert_tokens_num_type=1,  # counts per expert, for `_multiplied`
         expert_tokens_num_flag=True,
         quant_mode=-1,
         active_expert_range=[0, experts],

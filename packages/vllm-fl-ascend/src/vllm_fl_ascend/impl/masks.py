@@ -28,7 +28,7 @@ def sight(causal: bool, window: int | None, device: torch.device) -> dict[str, A
 
     Args:
         causal: whether later keys are hidden.
-        window: maximum number of visible keys with the query's own, as in vLLM; None for all.
+        window: maximum number of visible keys, including that of the query; None for all.
         device: device of the mask.
 
     Raises:
@@ -43,5 +43,5 @@ def sight(causal: bool, window: int | None, device: torch.device) -> dict[str, A
     mask = template(device)
     if window is None:
         return {"atten_mask": mask, "sparse_mode": 3}
-    # The kernel's window excludes the query's own key.
+    # The kernel's window excludes the key of the query.
     return {"atten_mask": mask, "sparse_mode": 4, "pre_tokens": window - 1, "next_tokens": 0}
