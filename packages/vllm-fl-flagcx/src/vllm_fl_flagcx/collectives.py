@@ -1,7 +1,7 @@
 """vLLM's collectives on FlagCX, the code that both communicators share.
 
-Shapes are those of vLLM's `DeviceCommunicatorBase`; ranks are positions in the group. Calls run on
-the device's current stream. Reductions sum; other operations transfer bytes, for any dtype.
+Shapes are those in vLLM's `DeviceCommunicatorBase`; ranks are positions in the group. Calls run on
+the current stream of the device. Reductions sum; other operations transfer bytes, for any dtype.
 """
 
 from __future__ import annotations
@@ -180,10 +180,10 @@ class Collectives:
         return result
 
     def batch_isend_irecv(self, p2p_ops: list[Any]) -> None:
-        """Run torch.distributed's `P2POp`s as one group.
+        """Run the `P2POp`s of torch.distributed as one group.
 
         Raises:
-            ValueError: a receive buffer is not contiguous, or an op is neither isend nor irecv.
+            ValueError: a receive buffer is not contiguous, or an op is something else.
         """
         with self._together():
             for each in p2p_ops:

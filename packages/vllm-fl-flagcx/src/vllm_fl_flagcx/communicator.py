@@ -14,8 +14,7 @@ __all__ = ["FlagcxCommunicator"]
 class FlagcxCommunicator(Collectives, DeviceCommunicatorBase):  # type: ignore[misc]
     """vLLM's base communicator with its collectives on FlagCX.
 
-    Expert parallelism uses `allgather_reducescatter`, the only method of vLLM that needs nothing
-    but these collectives.
+    Expert parallelism uses `allgather_reducescatter`, which needs only these collectives.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -13,13 +13,13 @@ from .collectives import Collectives
 __all__ = ["LEAVING", "FlagcxCudaCommunicator"]
 
 LEAVING = 5.0
-"""Seconds to wait when leaving a group, as vLLM waits for its own groups."""
+"""Seconds to wait when leaving a group; vLLM also waits 5 s for its groups."""
 
 
 class FlagcxCudaCommunicator(Collectives, CudaCommunicator):  # type: ignore[misc]
     """vLLM's CUDA communicator with every collective on FlagCX.
 
-    Other parts of vLLM's class are kept: managers of experts, and resources of its own kernels.
+    It keeps the managers of experts, and resources for other kernels in vLLM.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

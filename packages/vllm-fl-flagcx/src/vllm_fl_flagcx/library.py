@@ -158,7 +158,7 @@ class Library:
         return f"{(told or b'?').decode(errors='replace')} (result {code})"
 
     def unique_id(self) -> bytes:
-        """Create the id by which the ranks of a new group find each other."""
+        """Create the id for the ranks of a new group."""
         buffer = ctypes.create_string_buffer(ID_BYTES)
         self.call("flagcxGetUniqueId", buffer)
         return buffer.raw
@@ -205,7 +205,7 @@ def load(path: Path) -> Library:
     """Return the library at this path; a process can load only one.
 
     Raises:
-        LibraryError: it cannot be used, or the process has loaded another one.
+        LibraryError: it cannot be used, or the process has loaded another library.
     """
     path = Path(os.path.realpath(path))
     with _loading:

@@ -1,4 +1,4 @@
-"""The plugin behind the entry point `flagcx`: one function for each hook."""
+"""The FlagCX plugin: one function for each hook."""
 
 from __future__ import annotations
 
