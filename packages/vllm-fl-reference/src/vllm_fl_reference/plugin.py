@@ -1,4 +1,4 @@
-"""The plugin behind the entry point `reference`: one function for each hook."""
+"""The reference plugin: one function for each hook."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .impl import (
 
 POLICY = Path(__file__).with_name("reference.yaml")
 WITH_KERNELS = frozenset({"cpu", "cuda", "rocm", "xpu"})
-"""Platforms for which vLLM has kernels."""
+"""Platforms with kernels in vLLM."""
 
 MODULES = (
     activation,

@@ -1,6 +1,6 @@
 """Ops in plain PyTorch, one module per family.
 
-Arguments and results are those of the op's contract (`vllm_fl_ops.contracts`); docstrings describe
+Arguments and results are those in the op's contract (`vllm_fl_ops.contracts`); docstrings describe
 the computation and its rounding.
 """
 

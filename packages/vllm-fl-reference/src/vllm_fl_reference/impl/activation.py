@@ -1,4 +1,4 @@
-"""Activations, as vLLM's layers compute them in PyTorch."""
+"""Activations, equal to the PyTorch code in vLLM's layers."""
 
 from __future__ import annotations
 

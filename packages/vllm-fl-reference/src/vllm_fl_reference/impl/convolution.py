@@ -1,4 +1,4 @@
-"""Short convolutions, as vLLM's CPU build computes them in PyTorch."""
+"""Short convolutions, equal to the PyTorch code in vLLM's CPU build."""
 
 from __future__ import annotations
 

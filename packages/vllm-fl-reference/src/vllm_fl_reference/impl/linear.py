@@ -1,4 +1,4 @@
-"""Projections, as vLLM's layers compute them in PyTorch."""
+"""Projections, equal to the PyTorch code in vLLM's layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Merging of attention results for two sets of keys, as vLLM does it in PyTorch."""
+"""Merging of attention results for two sets of keys, equal to the PyTorch code in vLLM."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def merge_attn_states(
     no_keys = most == -math.inf
     prefix, suffix = torch.exp(prefix_lse - most), torch.exp(suffix_lse - most)
     total = prefix + suffix
-    # The output of a side without keys may be NaN, which a weight of 0 would not remove.
+    # The output of a side without keys may be NaN, and NaN times a weight of 0 is NaN.
     prefix_part = prefix_output.float() * (prefix / total)[..., None]
     suffix_part = suffix_output.float() * (suffix / total)[..., None]
     output = prefix_part.masked_fill((prefix_lse == -math.inf)[..., None], 0.0)

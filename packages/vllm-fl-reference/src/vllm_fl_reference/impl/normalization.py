@@ -1,4 +1,4 @@
-"""Normalisations, as vLLM's layers and the `rms_norm` of its IR compute them in PyTorch."""
+"""Normalisations, equal to the PyTorch code in vLLM's layers and in its IR (`rms_norm`)."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ def concat_and_cache_mla(
 def _write(cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Write rows into their slots without synchronising with the device.
 
-    A token without a slot repeats the write of the first token with a slot; if there is none, all
-    write back the value of slot 0.
+    A token without a slot repeats the write of the first token that has a slot. If no token has a
+    slot, all write back the value of slot 0.
     """
     tokens = slot_mapping.shape[0]
     if not tokens:
