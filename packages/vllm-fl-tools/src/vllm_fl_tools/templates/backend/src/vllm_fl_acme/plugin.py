@@ -1,4 +1,4 @@
-"""The plugin behind the entry point `acme`: one function for each hook."""
+"""The Acme plugin: one function for each hook."""
 
 from __future__ import annotations
 
