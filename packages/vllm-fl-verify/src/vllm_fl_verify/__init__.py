@@ -1,1 +1,1 @@
-"""Verification of implementations at startup and while serving, as a vllm-fl plugin."""
+"""Verification of implementations at startup and while serving: a plugin of vllm-fl."""
