@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 __all__ = ["POOL", "STANDING_COUNTS", "Order", "rows", "tokens"]
 
 POOL = 251
-"""Number of distinct rows in batches. A prime: a kernel whose grid wraps at a power of two then
-reads another row."""
+"""Number of distinct rows in batches. A prime, so that a kernel with a grid that wraps at a power
+of two reads another row."""
 
 STANDING_COUNTS = (1, 5, 17, 300)
-"""Token counts of calls with fixed batches (`OpSpec.stands`): the last has sequences that extend
-beyond a second chunk of 64 tokens, and more than 16 sequences."""
+"""Token counts of calls with fixed batches (`OpSpec.stands`). The last batch has more than 16
+sequences, and sequences beyond a second chunk of 64 tokens."""
 
 Order = Literal["standing", "drawn", "repeated", "alike"]
-"""Order of a batch's rows: `standing`, consecutive from a random row on, as vLLM places them;
-`drawn`, in random order; `repeated`, in random order, each several times, the first one twice;
+"""Order of a batch's rows: `standing`, consecutive from a random row on, like in vLLM; `drawn`, in
+random order; `repeated`, in random order, each several times, the first one twice;
 `alike`, one random row for all tokens."""
 
 _RUNS = (2, 1, 3, 8, 1, 1)
