@@ -1,6 +1,6 @@
 """Limits of verification as numbers of calls instead of seconds.
 
-A call of many bytes counts as several calls. So model, seed and kind of device determine what is
+A call of many bytes weighs several calls. So model, seed and kind of device determine what is
 verified, and the machine's speed does not. Only `Valve` uses a clock.
 """
 
@@ -20,12 +20,11 @@ ON_CPU, ELSEWHERE = 2**20, 2**26
 """Bytes of one call on a CPU and on other devices, which are faster by about this factor."""
 
 SECONDS = 600.0
-"""Limit of one startup's verification, after which its valve closes. Usually it takes a few
-seconds."""
+"""Limit of one startup's verification, which usually takes a few seconds."""
 
 
 def as_calls(nbytes: float, device: torch.device) -> float:
-    """Return the number of calls that `nbytes` count as, at least 1."""
+    """Return the weight of `nbytes` in calls, at least 1."""
     return max(1.0, nbytes / (ON_CPU if device.type == "cpu" else ELSEWHERE))
 
 
@@ -70,7 +69,7 @@ class Budget:
         self.left, self.valve = calls, valve
 
     def takes(self, what: str, calls: float = 1.0) -> bool:
-        """If calls are left, subtract `calls`, which may be more than are left, and return True.
+        """If calls are left, subtract `calls`, even if that is more than are left, and return True.
 
         Otherwise the valve's warning may include `what`.
         """
