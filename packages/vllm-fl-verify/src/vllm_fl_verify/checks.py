@@ -32,8 +32,8 @@ log = get_logger("engine")
 
 
 LARGE_COUNTS = (1, 7, 64, 256)
-"""Token counts for large values, in addition to the largest batch: the errors that they reveal
-depend on the numbers, and on a kernel's tiles for many rows."""
+"""Token counts for large values, in addition to the largest batch. Large values reveal errors in
+numbers, and in the tiles of a kernel for many rows."""
 
 ORDERS: tuple[Order, ...] = ("standing", "drawn", "repeated", "alike")
 """Batches per token count, tried one after the other in the same memory. Above 64 tokens only the
@@ -43,8 +43,8 @@ TOGETHER = 8
 """Number of further batches that share memory and are compared at once."""
 
 COMPILED_COUNTS = (5, 7, 33, 300)
-"""Token counts of the compiled form. As in vLLM, one graph must serve all of them; torch would
-create separate graphs for 0 and 1, which vLLM does not use."""
+"""Token counts of the compiled form, which has one graph for all counts, like in vLLM. Without 0
+and 1, because torch would create separate graphs for them."""
 
 
 def _samples(run: Run) -> Objections:
