@@ -16,7 +16,7 @@ import torch
 from vllm_fl.text import quote
 
 MANY = 64
-"""Maximum ranks for which the sums are exact in float16 and bfloat16."""
+"""Maximum ranks for exact sums in float16 and bfloat16."""
 
 SHAPES = ((1, 1), (7, 33), (64, 1030))
 """Shapes of each rank's tensor: one element, odd sizes, and more than a small buffer's size."""
