@@ -1,4 +1,4 @@
-"""Measurement of determinism: does a row have the same bits in another run and in another batch?
+"""Measurement of determinism: are the bits of a row the same in another run or another batch?
 
 Authors declare nothing: both are measured on the engine's device at the served model's sizes.
 """
@@ -31,7 +31,7 @@ T = TypeVar("T")
 log = get_logger("engine")
 
 BY_CONTRACT = "its contract leaves no bit open"
-"""Why an op that only moves numbers needs no measurement beyond its comparison with the oracle."""
+"""Why an op that only moves numbers is not measured, only compared with the oracle."""
 
 NO_ROWS = (
     "its contract has no results that belong to one row alone, so that nothing shows whether they "
@@ -42,7 +42,7 @@ STANDS = "its batches cannot be rearranged, so that no row is seen in two of the
 """Why an op with fixed batches is not measured."""
 
 VARIANT = "not batch-invariant"
-"""Prefix of the result of `variance` if other bits were measured."""
+"""Prefix of the result of `variance` if it measured a difference."""
 
 UNKNOWN = "the sizes of its calls are not known"
 """Why an op is not measured if the model's configuration does not define its sizes."""
@@ -55,9 +55,9 @@ class Determinism:
     """Determinism of an implementation in one dtype on one device.
 
     Args:
-        runs: whether two calls with the same inputs have the same bits; None if not measured.
-        batches: whether a row has the same bits in every batch (alone, with others, at another
-            position); None if not measured.
+        runs: whether two equal calls have equal bits; None if not measured.
+        batches: whether a row has equal bits in every batch: alone, with others, at another
+            position; None if not measured.
         reason: the first difference, or why one of the two was not measured; otherwise empty.
     """
 
