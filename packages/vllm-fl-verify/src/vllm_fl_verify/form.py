@@ -96,7 +96,7 @@ class Form:
         return off
 
     def calls(self, count: int) -> float:
-        """Return the number of calls that a batch of this many tokens counts as."""
+        """Return the weight of a batch of this many tokens, in calls."""
         of_token = self.pool(False).nbytes / self._rows
         device = next(iter(self.pool(False).storages)).memory.device
         return as_calls(self.static.nbytes + count * of_token, device)
@@ -126,7 +126,7 @@ class Form:
 
 
 def _differing(got: Any, tokens: torch.Tensor, others: torch.Tensor, count: int) -> torch.Tensor:
-    """Return a mask of tokens whose bits differ from those of the equal tokens `others`.
+    """Return a mask of tokens with bits that differ from those of the equal tokens `others`.
 
     That may be correct: at an edge a kernel uses other tiles.
     """
