@@ -18,8 +18,8 @@ def captured(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
         device: a CUDA device.
 
     Returns:
-        (function that replays the call and waits for it, its result). The result is in the graph's
-            memory, and each replay overwrites it.
+        (function that replays the call and waits for it, its result). The result is in memory of
+            the graph, and each replay overwrites it.
 
     Raises:
         Exception: the call cannot be captured; its own exception if it raised one.
