@@ -128,7 +128,8 @@ def guarded(
 
     Args:
         arguments: parameter -> argument, in the contract's order.
-        by_token: the activations. As in a model, others are created outside inference mode.
+        by_token: the activations. Weights and tables are created outside inference mode, like those
+            of models.
         poisons: whether to fill gaps of strided views with NaN; otherwise they are copied.
     """
     storages: dict[int, _Storage] = {}
@@ -183,8 +184,8 @@ def rows_of(pool: Guarded, rows: torch.Tensor, into: Guarded | None = None) -> G
     Args:
         pool: activations, each with one row per token in its first dimension.
         rows: row numbers; (tokens,), int64, on the pool's device.
-        into: result of an earlier call with as many or more rows, to overwrite. Its further rows
-            stay, as in buffers of vLLM.
+        into: result of an earlier call with as many or more rows, to overwrite. Rows after the new
+            ones stay, like in buffers of vLLM.
     """
     written = iter(into.storages) if into is not None else None
     storages: list[_Storage] = []
@@ -240,7 +241,7 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def handed_over(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return new tensors, as layers pass weights: `.data` has a version that counts no changes."""
+    """Return new tensors, like layers that pass `.data`: its version counts no changes."""
     return {
         name: arg.data if isinstance(arg, torch.Tensor) else arg for name, arg in arguments.items()
     }
