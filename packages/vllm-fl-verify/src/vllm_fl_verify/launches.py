@@ -1,4 +1,4 @@
-"""Token counts at which a call launches other kernels, which may be incorrect on one side.
+"""Token counts at which a call launches other kernels, with possible errors on one side.
 
 Triton reports the compiled variant of each launched kernel. Kernels of other compilers can only be
 distinguished by name in a profile, which leaves the driver's tracing enabled. The kit's check of a
