@@ -191,7 +191,7 @@ class Live:
         entry, supports = self.plan.entries.get(impl.op_name), impl.supports
         planned = {i.impl_id for i in entry.impls} if entry else set()
         if supports is None or impl.impl_id not in planned:
-            return supports  # None, or of vLLM's implementation
+            return supports  # None, or for an implementation outside the plan
 
         def asked(*args: Any) -> Any:
             with self._watched(impl):
@@ -378,7 +378,7 @@ def _on_host(value: Any, rows: torch.Tensor | None) -> Any:
 
 
 def _growth(spec: OpSpec) -> int:
-    """Return the power of the values' magnitude with which errors grow.
+    """Return the power with which errors grow with the magnitude of values.
 
     It is derived from the contract's samples of large values. It is 0 for norms: a larger tolerance
     because of one large feature would hide errors in the others. It may be 2 for products.
