@@ -66,7 +66,7 @@ def compare(engine: Engine) -> dict[Key, Objection]:
         further = _further_counts(engine, refused) - counts
         if not further:
             break
-        # They may support calls of other sizes: those of the plan's rows, and the largest batch.
+        # They may support other sizes: those in the tuning table, and the largest batch.
         counts |= further
     if refused:
         return {
@@ -200,7 +200,9 @@ def _compared(engine: Engine, live: Live, began: float, where: str = "") -> str:
 
 
 def _seen_again(engine: Engine, counts: frozenset[int], valve: Valve) -> tuple[Live, str]:
-    """Run a model briefly again, with paused counters; return `Live`, and why there was no run."""
+    """Run a model briefly again, with paused counters; return `Live`, and the problem if it did not
+    run.
+    """
     with engine.plan.record.aside():
         found = _seen_live(engine, counts, valve, again=True)
     device = engine.device
@@ -212,7 +214,7 @@ def _seen_again(engine: Engine, counts: frozenset[int], valve: Valve) -> tuple[L
 def _seen_live(
     engine: Engine, counts: frozenset[int], valve: Valve, *, again: bool = False
 ) -> tuple[Live, str]:
-    """Return (findings of forwards with these token counts, why there was no forward or empty)."""
+    """Run forwards with these token counts; return `Live`, and the problem if it did not run."""
     owners, models = get_default_manager().registry.snapshot().owners, engine.models
     live = Live(engine.plan, models, engine.device, owners, again, valve)
     if "" not in models:
@@ -273,7 +275,7 @@ def _not_called(plan: Plan, runs: Sequence[Ran]) -> dict[str, str]:
 
 
 def _further_counts(engine: Engine, refused: Iterable[tuple[str, str]]) -> frozenset[int]:
-    """Return further token counts, at which the refusing implementations may support a call."""
+    """Return further token counts that the refusing implementations may support."""
     sizes = engine.facts.sizes
     if sizes is None or not refused:
         return frozenset()
