@@ -35,7 +35,7 @@ class Checks:
 
     Args:
         engine: the engine.
-        live_counts: token counts for runs of the loaded model on all ranks.
+        live_counts: token counts of all ranks for runs of the loaded model.
         smaller: op -> calls that were verified at smaller sizes than in the model.
         remarks: what could not be verified, one phrase each.
         seen: the plan that was last compared in the loaded model.
@@ -102,7 +102,7 @@ class Checks:
         )
 
     def _warm_counts(self, entry: PlanEntry, impl: OpImpl) -> list[int]:
-        """Return the token counts that `impl` must run before it serves; empty for later choices.
+        """Return the token counts for the warm-up of `impl`; empty for later choices.
 
         Plain PyTorch compiles nothing when called, and traced code is part of the model's graph.
         """
@@ -117,10 +117,10 @@ class Checks:
         ]
 
     def _captured_tokens(self, plan: Plan, impl: OpImpl, least: int, most: float) -> int:
-        """Return the token count for capturing `impl` in a graph; 0 for none.
+        """Return the token count for capturing `impl` in a graph, or 0.
 
-        Traced code is replaced by the compiler's. Operators and functions outside layers, such as
-        cache writes, may run between graphs, so they need not be capturable.
+        The compiler replaces traced code. Operators and functions outside layers, such as cache
+        writes, may run between graphs, so they need not be capturable.
         """
         if self.device.type != "cuda" or (plan.mode == "compiled" and not is_opaque(impl)):
             return 0
@@ -128,7 +128,7 @@ class Checks:
         return max(known, default=0)
 
     def counts(self, plan: Plan) -> frozenset[int]:
-        """Return this rank's token counts for runs of the loaded model, if it has to compare.
+        """Return the token counts of this rank for runs of the loaded model, if it has to compare.
 
         They include the maximum tokens of rows in tuning tables.
         """
@@ -186,7 +186,7 @@ def _bounds(entry: PlanEntry, impl: OpImpl) -> tuple[int, float]:
 
 
 def layer_for(spec: OpSpec, provided: Mapping[str, Any]) -> object:
-    """Return a layer of vLLM's class with the values `provided` for `spec.from_layer`.
+    """Return a layer of a vLLM class with the values `provided` for `spec.from_layer`.
 
     For implementations that need a layer. The class's constructor, which would choose an
     implementation, is not called.
