@@ -130,7 +130,7 @@ def _each_wanted(
 
 
 def _given(spec: OpSpec, args: Sequence[Any]) -> int:
-    """Return the number of results of the variant for compiled code; 0 if there is none."""
+    """Return the number of results of the variant for compiled code, or 0."""
     absent = {name for name, arg in spec.named(args).items() if arg is None}
     takes = [v for v in spec.variants if absent.issuperset({*spec.parameters} - {*v.parameters})]
     fewest = min(takes, key=lambda v: len(v.parameters), default=None)
@@ -231,7 +231,7 @@ def each_part(result: Any, change: Callable[[Any], Any]) -> Any:
 def magnitudes(spec: OpSpec, args: Sequence[Any]) -> torch.Tensor | float:
     """Return the maximum magnitude of the finite activations in each row of a call, at least 1.
 
-    Magnitudes of 8-bit activations are multiplied by those of the other activations, their scales.
+    Magnitudes of 8-bit activations are multiplied by those of their scales.
     """
     wide, is_scaled = [], False
     for name, arg in spec.named(args).items():
