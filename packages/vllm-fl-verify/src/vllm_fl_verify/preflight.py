@@ -42,8 +42,8 @@ class Findings:
     Args:
         objections: (op, impl id) -> why it must not run.
         remarks: what was not verified, one phrase each, for the report.
-        smaller: op -> descriptions of calls that were verified at smaller sizes than the model's;
-            without ops that have none.
+        smaller: op -> calls that were verified at smaller sizes than in the model; without ops
+            that have none.
     """
 
     objections: dict[Key, Objection] = field(default_factory=dict)
