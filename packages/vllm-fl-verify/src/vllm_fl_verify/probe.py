@@ -27,9 +27,9 @@ TOKENS = 256
 """Tokens of the largest forward. Only some rows of each call are compared."""
 
 COUNTS = (TOKENS, 17, 16, 1)
-"""Tokens of the forwards: those of prompts, of a step with some decoding sequences, of the step
-after a request has finished, and of one token. Kernels are chosen by size, and just-in-time
-compilation happens at startup."""
+"""Tokens of the forwards: prompts, a step with some decoding sequences, the step after a request
+has finished, and one token. Kernels are chosen by size, and just-in-time compilation happens at
+startup."""
 
 SEED = 20261122
 """All ranks of an engine must use the same tokens."""
@@ -40,11 +40,10 @@ _NAMES_OF_POSITIONS = re.compile(r"wpe|pos_emb.*|.*position.*")
 
 
 def positions_of(model: torch.nn.Module, length: int) -> int:
-    """Return the number of positions for which every table of the model has a row, at most
-    `length`.
+    """Return the number of positions in every table of the model, at most `length`.
 
-    With VLLM_ALLOW_LONG_MAX_MODEL_LEN an engine's length may exceed that of its model. vLLM serves
-    nevertheless, and its kernels then read beyond a table.
+    With VLLM_ALLOW_LONG_MAX_MODEL_LEN an engine's length may exceed that of its model. Kernels of
+    vLLM then read beyond a table.
     """
     rows = [length]
     for module in _text_part(model).modules():
@@ -84,7 +83,7 @@ def forward(
         tokens: number of tokens, at most the engine's largest batch.
 
     Returns:
-        Why there was no forward, or an empty string.
+        The problem if there was no forward, or an empty string.
     """
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
@@ -179,7 +178,7 @@ class _Inputs:
         return torch.stack(drawn).view(like.shape).to(like)
 
     def _normal(self, like: torch.Tensor) -> torch.Tensor:
-        """Return normal numbers, the same in all layers for one shape."""
+        """Return normal numbers, which are equal in all layers with this shape."""
         shape = tuple(like.shape)
         if shape not in self._noise:
             drawn = torch.randn(shape, generator=self._generator, dtype=torch.float32)
