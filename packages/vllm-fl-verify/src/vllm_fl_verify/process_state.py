@@ -1,13 +1,13 @@
-"""State of the process that a kernel must not change: torch's modes, switches and random numbers,
-the working directory, signal handlers and limits, Python's garbage collector and logging.
+"""State of the process that a kernel must not change.
 
-A change is attributed to the kernel unless another thread is seen to make it: state that changes
-while the kernel is not called is not the kernel's. Any thread may advance the random number
-generators. They are attributed to the kernel only if each of some further calls changes them. A
-number is drawn before each of these calls, since a kernel that seeds a generator always sets the
-same state. State of other threads is not restored.
+That is torch's modes, switches and random numbers, the working directory, signal handlers and
+limits, Python's garbage collector and logging. Not the grad mode: kernels are called in inference
+mode, which restores it.
 
-The grad mode is not included: kernels are called in inference mode, which restores it.
+A change is attributed to the kernel unless it also happens while the kernel is not called; then it
+is another thread's, and is not restored. Any thread may advance the random number generators. The
+kernel is blamed for them only if each of some further calls changes them. A number is drawn before
+each of these calls, because a kernel that seeds a generator sets the same state in every call.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ROUNDS = 6
 half of the time is mistaken for the kernel with probability 1 / 4 ** ROUNDS."""
 
 QUIET = 0.03
-"""Minimum seconds without a call; after a longer call, as long as the call."""
+"""Minimum seconds without a call; after a longer call, its duration."""
 
 LONGEST = 0.5
 """Maximum seconds without a call."""
@@ -200,7 +200,7 @@ def _read(piece: _Piece) -> Any:
 def _same(then: Any, now: Any) -> bool:
     if isinstance(then, torch.Tensor) and isinstance(now, torch.Tensor):
         return torch.equal(then, now)
-    if isinstance(then, dict) and isinstance(now, dict):  # additional entries are no change
+    if isinstance(then, dict) and isinstance(now, dict):  # additional entries do not count
         return all(now.get(key) == value for key, value in then.items())
     return bool(type(then) is type(now) and then == now)
 
@@ -214,12 +214,12 @@ def _deterministic() -> str:
 
 
 def _set_deterministic(mode: str) -> None:
-    # set_deterministic_debug_mode would not change the compiler's own switch
+    # set_deterministic_debug_mode would not change the compiler's switch
     torch.use_deterministic_algorithms(mode != DETERMINISTIC[0], warn_only=mode == DETERMINISTIC[1])
 
 
 def _set_threads(number: int) -> None:
-    torch.set_num_threads(number)  # looked up now, since a server may have replaced it
+    torch.set_num_threads(number)  # read now: a server may have replaced it
 
 
 def _set_device(place: torch.device) -> None:
@@ -327,7 +327,7 @@ PRECISIONS = (
     ("mkldnn", "all"),
     *((backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")),
 )
-"""Names with an `fp32_precision`; those without their own value use that of `all`."""
+"""Names with an `fp32_precision`; names without a value use the value of `all`."""
 
 
 def _precisions() -> Iterator[_Piece]:
@@ -341,14 +341,14 @@ def _precisions() -> Iterator[_Piece]:
 
 
 _PIECES: tuple[_Piece, ...] = (
-    # Modes first, since they intercept all later calls of torch.
+    # Modes first, because they intercept all later calls of torch.
     _Piece("torch's function modes", _function_modes, partial(_set_modes, _function_modes)),
     _Piece("torch's dispatch modes", _dispatch_modes, partial(_set_modes, _dispatch_modes)),
     _Piece("the default device", torch.get_default_device, _set_device),
     _Piece("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
     _Piece("the number of threads", torch.get_num_threads, _set_threads),
     _Piece("the deterministic mode", _deterministic, _set_deterministic),
-    # The older form before the newer one, some of whose values it sets.
+    # The older form first, because it sets some values of the newer form.
     _Piece(
         "the precision of float32 products",
         torch.get_float32_matmul_precision,
@@ -370,7 +370,7 @@ _PIECES: tuple[_Piece, ...] = (
         "sdp_use_mem_efficient",
     ),
     *_of_torch_c("plain attention's being on", "math_sdp_enabled", "sdp_use_math"),
-    # Not cuDNN's attention, which vLLM disables when its platform for CUDA is imported.
+    # Not cuDNN's attention: vLLM disables it when it imports its platform for CUDA.
     _Piece(
         "torch's anomaly mode",
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
