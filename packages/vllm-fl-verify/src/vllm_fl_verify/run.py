@@ -36,8 +36,8 @@ from .verification import (
 from .wanted import Off
 
 ONCE = 32.0
-"""A batch with more tokens than the pool has rows is repeated in the same memory only if it counts
-as at most this many calls: on a CPU larger batches take much of the startup time."""
+"""Maximum weight, in calls, for repeating a batch with more tokens than the pool has rows: on a CPU
+larger batches take much of the startup time."""
 
 WARM_CALLS = 4000.0
 """Calls of all warm-ups at token counts that were not tried before; shared equally between the
