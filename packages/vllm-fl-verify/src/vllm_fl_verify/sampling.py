@@ -95,7 +95,7 @@ def _obstacle(engine: Engine, model: torch.nn.Module | None) -> str:
         return f"{type(runner).__name__} does not say where it chooses graphs"
     try:
         torch.zeros(1, dtype=torch.float64, device=device).sum()
-    except Exception as error:  # devices have errors of their own
+    except Exception as error:  # devices raise various errors
         return f"{device} computes no float64: {quote(error)}"
     return ""
 
