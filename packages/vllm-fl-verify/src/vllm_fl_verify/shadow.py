@@ -64,7 +64,7 @@ class Tally:
         seen: calls in sampled steps.
         calls: compared calls.
         share: maximum error relative to the tolerance; the limit is 1.
-        relative: maximum relative error of a call, as a norm of all elements.
+        relative: maximum relative error of a call, using norms over all elements.
         wrong: incorrect calls.
         nan, inf: incorrect elements that are NaN or infinite.
     """
@@ -86,7 +86,7 @@ class Tally:
     def of_call(cls, figures: Iterable[Sequence[float]]) -> Tally:
         """Return the tally of one compared call, from `Wanted.measured` of its outputs.
 
-        The call counts as incorrect once, for any number of incorrect outputs.
+        The call is counted as incorrect once, for any number of incorrect outputs.
         """
         shares, off, exact, nan, inf = zip(*figures, strict=True)
         squares = max(o / max(e, SMALLEST) for o, e in zip(off, exact, strict=True))
