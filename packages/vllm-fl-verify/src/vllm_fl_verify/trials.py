@@ -36,8 +36,7 @@ from .wanted import Wanted
 from .warmup import warm_counts
 
 CALLS = 400.0
-"""Calls of all implementations in a request at further token counts than those that are always
-tried; shared equally."""
+"""Calls at further token counts, shared equally by all implementations of a request."""
 
 Launches = Callable[[Callable[[], object], torch.device], launches.Launched]
 
@@ -97,7 +96,7 @@ class Request:
         layer_for: creates the layer for an implementation that needs a layer; None for the stand-in
             of the contract.
         seed: for random choices; it is logged.
-        specs: contracts by op; by default those of distributions that provide only contracts.
+        specs: op -> contract; by default from distributions that provide only contracts.
         calls: calls at further token counts, for all implementations together.
         provided: op -> dtypes of the values that layers provide (`EngineFacts.provided`).
         launched: returns the kernels of a call; by default `launches.launched`, only for Triton.
@@ -172,8 +171,7 @@ def token_counts(largest: int, seed: int, smallest: int = 1) -> tuple[list[int],
     """Return (token counts that are always tried, further ones to try within the budget).
 
     The former are also tried with one row less. The latter are those around each power of two, then
-    in random order the small ones and five per interval of powers of two. All are from `smallest`
-    to `largest`, in tokens.
+    in random order the small ones and five per interval of powers of two.
     """
     rng = random.Random(seed)
     always = {1, 2, 3, 4, 8, 12, 16, 17, 32, 33, 64, 65, 100, 256, 257, smallest, largest}
@@ -282,7 +280,7 @@ class Trials:
 
     @property
     def calls(self) -> list[Sample]:
-        """Calls of the served model: one of each form, and fixed batches."""
+        """Calls of the served model: a sample of each form, and fixed batches."""
         return [*(form.samples[0] for form in self.forms), *self.standing]
 
     @property
