@@ -39,7 +39,7 @@ COMPARING = "comparing its result raised"
 
 
 BY_CHAIN = (NotImplementedError, AllFailedError)
-"""Exceptions with which a chain of candidates, which is what gets compiled, declines a call."""
+"""Exceptions of a chain of candidates, which is the compiled form, for an unsupported call."""
 
 
 LEANING, SAMPLES = 0.3, 5
@@ -82,7 +82,7 @@ def attempt(
     """Call third-party code and return its exceptions as values; only an interrupt is raised.
 
     Args:
-        did: text before that of an exception, such as `it raised`.
+        did: prefix for the text of an exception, such as `it raised`.
         fn: the code.
         args: its arguments. Their devices are synchronised, to attribute device faults to this
             call.
@@ -368,7 +368,7 @@ def misplaced(
             return f"{where} lies on {mine.device}, not {shape.device}"
         shared = [n for n, arg in call.arguments.items() if shares(mine, arg)]
         if set(consumed).intersection(shared):
-            continue  # written in place: its memory and layout are the argument's
+            continue  # written in place, with the memory and layout of the argument
         if shared:
             return f"{where} shares memory with {shared[0]!r}"
         if any(shares(mine, other) for other in own):
@@ -437,7 +437,7 @@ def synchronise(device: torch.device) -> None:
 def refusal_of(error: BaseException) -> str:
     """Return why a call was not supported; empty if `error` means something else.
 
-    `error` is NotImplementedError of an implementation, or AllFailedError of a chain in which no
+    `error` is NotImplementedError of an implementation, or AllFailedError of a chain if no
     candidate supports the call (in strict mode, the first candidate does not).
     """
     causes = [c for _, c in error.causes] if isinstance(error, AllFailedError) else [error]
