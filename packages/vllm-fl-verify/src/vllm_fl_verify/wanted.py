@@ -28,9 +28,8 @@ SLOPING = 1024
 """Minimum number of elements to determine a factor."""
 
 WITHIN_A_STEP = 0.95
-"""Share of elements that must be a neighbour of the exact number, so that a bias comes from their
-last rounding. Errors of several steps come from numbers that a row shares, and may have a
-direction."""
+"""Required share of elements that are a neighbour of the exact number; then a bias comes from their
+last rounding. Larger errors come from numbers that a row shares, and may have a direction."""
 
 Tokens = torch.Tensor | None
 """Token numbers of some rows in their batch; None for all rows."""
@@ -153,7 +152,7 @@ class Near(Wanted):
         exact = self.exact.reshape(-1)[::every]
         mine = results[0].reshape(-1)[::every].to(exact)
         step = step_of(exact, exact.new_ones(()), self.dtype)
-        # Numbers of the dtype need no rounding, and midpoints have two nearest numbers.
+        # Not for numbers that need no rounding, or midpoints, which have two nearest numbers.
         told = exact.isfinite() & mine.isfinite() & ((2 * exact / step) % 1 != 0)
         told &= exact.abs() >= torch.finfo(self.dtype).smallest_normal
         beyond = ((mine - exact) * exact.sign() / step)[told]
@@ -349,7 +348,7 @@ class Blocks(Wanted):
         experts: the oracle's experts, int64.
         used: number of used positions; one element, int64.
         size: positions of a block.
-        padding: number that means no row; greater than all rows.
+        padding: row number of padding; greater than all rows.
     """
 
     rows_of: torch.Tensor
