@@ -23,7 +23,7 @@ def warm_counts(
     A kernel's argument is seldom the token count itself; it may be the count times heads, groups or
     features. Whether 16 divides it depends on how often 2 divides the count. So each bucket has an
     odd count and counts that are divisible by 2, 4, 8 and 16, if it is wide enough. Each is drawn
-    from another fifth of the bucket, to find an implementation that is incorrect in a third of it.
+    from another fifth of the bucket, to find implementations with errors in a third of the bucket.
     The end of each bucket is included.
 
     Args:
@@ -34,7 +34,7 @@ def warm_counts(
         seed: for random choices.
 
     Returns:
-        Distinct counts from 1 to `largest`: those of the buckets, ascending, then those of `sizes`.
+        Distinct counts from 1 to `largest`: those in buckets, ascending, then those in `sizes`.
     """
     rng = random.Random(seed)
     powers = (1 << bits for bits in range(largest.bit_length()))
@@ -46,7 +46,7 @@ def warm_counts(
 
 
 def _kinds(below: int, end: int, rng: random.Random) -> set[int]:
-    """Return counts in a bucket: a multiple of 16, and multiples of exactly 8, 4, 2 and 1."""
+    """Return counts in a bucket: a multiple of 16, and odd multiples of 8, 4, 2 and 1."""
     found, width = set(), end - below
     for part, step in enumerate(rng.sample(KINDS, len(KINDS))):
         fifth = below + width * part // 5, below + width * (part + 1) // 5
