@@ -21,7 +21,7 @@ STANDING_COUNTS = (1, 5, 17, 300)
 sequences, and sequences beyond a second chunk of 64 tokens."""
 
 Order = Literal["standing", "drawn", "repeated", "alike"]
-"""Order of a batch's rows: `standing`, consecutive from a random row on, like in vLLM; `drawn`, in
+"""Order of a batch's rows: `standing`, consecutive from a random row on, as in vLLM; `drawn`, in
 random order; `repeated`, in random order, each several times, the first one twice;
 `alike`, one random row for all tokens."""
 

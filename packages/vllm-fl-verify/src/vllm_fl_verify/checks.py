@@ -43,7 +43,7 @@ TOGETHER = 8
 """Number of further batches that share memory and are compared at once."""
 
 COMPILED_COUNTS = (5, 7, 33, 300)
-"""Token counts of the compiled form, which has one graph for all counts, like in vLLM. Without 0
+"""Token counts of the compiled form, which has one graph for all counts, as in vLLM. Without 0
 and 1, because torch would create separate graphs for them."""
 
 

@@ -185,7 +185,7 @@ def rows_of(pool: Guarded, rows: torch.Tensor, into: Guarded | None = None) -> G
         pool: activations, each with one row per token in its first dimension.
         rows: row numbers; (tokens,), int64, on the pool's device.
         into: result of an earlier call with as many or more rows, to overwrite. Rows after the new
-            ones stay, like in buffers of vLLM.
+            ones stay, as in buffers of vLLM.
     """
     written = iter(into.storages) if into is not None else None
     storages: list[_Storage] = []

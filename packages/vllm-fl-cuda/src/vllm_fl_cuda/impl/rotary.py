@@ -46,7 +46,7 @@ def _rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, heads, head_size = x.shape
     width = heads * head_size
     step, head_step, feature_step = x.stride()
-    # A step below the width means that tokens share memory, like in an expanded tensor.
+    # A step below the width means that tokens share memory, as in an expanded tensor.
     if feature_step != 1 or head_step != head_size or step < width:
         x = x.clone(memory_format=torch.contiguous_format)
     return x, x.view(tokens, width)

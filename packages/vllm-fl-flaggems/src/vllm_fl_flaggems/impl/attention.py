@@ -37,7 +37,7 @@ log = get_logger("flaggems")
 class AttentionFLMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
     """vLLM's metadata builder without the parts that only FlashAttention's kernels read."""
 
-    # One-token batches use another kernel, which packs the query heads of a group: like with
+    # One-token batches use another kernel, which packs the query heads of a group: as with
     # FlashAttention 2, a captured graph is valid only for such batches.
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
 
