@@ -26,8 +26,8 @@ _replaced: list[tuple[str, ...]] = []
 def start(context: WorkerContext) -> WorkerReport | None:
     """Replace PyTorch operators as configured, once per process.
 
-    A whitelist selects FlagGems functions. A blacklist selects all but its own, and also excludes
-    the overloads and in-place variants of their operators. Without a list no operator is replaced:
+    A whitelist has the FlagGems functions to use. A blacklist has those not to use, and excludes
+    all overloads and in-place variants of their operators. Without a list no operator is replaced:
     no contract defines what they compute, and vLLM does not start with all of them on every device.
     Rank 0 writes the replaced operators to `oplist_path`.
 
