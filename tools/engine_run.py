@@ -253,9 +253,7 @@ def _main(request: dict[str, Any]) -> None:
             if own != method:
                 return {"answers": getattr(llm, own)(**kwargs)}
             return {"answers": llm.collective_rpc(method, kwargs=kwargs)}
-        except (
-            Exception
-        ) as error:  # raised by the engine, or by a worker, whose message it contains
+        except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
 
     updates = []
