@@ -68,7 +68,7 @@ class Figure:
 
     @property
     def verdict(self) -> str:
-        """`met` if the median meets the limit, `open` if only the better quartile does, or `missed`.
+        """`met` if the median meets the limit, `open` if only a quartile does, else `missed`.
 
         Empty without a limit.
         """
