@@ -45,7 +45,7 @@ def timed(
 ) -> Callable[..., Callable[..., None]]:
     """Decorate a nox session called `name`: log its wall time, even if it fails.
 
-    An exclusive session never runs next to another one, which would slow it down several times,
+    An exclusive session runs without others in parallel. They would slow it down several times,
     because the threads of its engines wait for each other.
     """
 
@@ -127,7 +127,7 @@ def empty_builds(session: nox.Session, vllm: str, *args: str) -> None:
 
 
 def standing_in(name: str, module: str, **variables: str) -> dict[str, str]:
-    """Variables that load a test module of a backend as a stand-in for its hardware."""
+    """Variables that load a backend's test module as a stand-in for the hardware."""
     tests = envs.distributions()[name] / "tests"
     return {"VLLM_FL_PLUGIN_MODULES": module, "PYTHONPATH": str(tests), **variables}
 
@@ -158,7 +158,7 @@ def marks(interpreter: str) -> tuple[str, ...]:
 
 @timed("lint")
 def lint(session: nox.Session) -> None:
-    """Check style and size of all Python files, and the import rules of core's folders."""
+    """Check style and size of all Python files, and the import rules between folders of core."""
     tools = envs.tools()
     python(session, tools, "-m", "ruff", "check", ".")
     python(session, tools, "-m", "ruff", "format", "--check", ".")
@@ -182,7 +182,7 @@ def docs(session: nox.Session) -> None:
 def typing(session: nox.Session) -> None:
     """Check the types of every distribution (mypy --strict)."""
     folders = (folder / "src" for folder in envs.distributions().values())
-    sources = [str(folder) for folder in folders if folder.exists()]  # vllm-fl has none
+    sources = [str(folder) for folder in folders if folder.exists()]  # vllm-fl has no src
     python(session, with_torch(session), "-m", "mypy", *sources, "tools", *session.posargs)
 
 
@@ -376,7 +376,7 @@ def tests_flaggems(session: nox.Session) -> None:
 @timed("isolation")
 def isolation(session: nox.Session) -> None:
     """Install core without plugins and with one, all and broken plugins; check what users see."""
-    with_vllm(session)  # first, so that its creation does not count towards a test's timeout
+    with_vllm(session)  # its creation must not count towards a test's timeout
     tests = ["tests/isolation"]
     tests += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/test_*.py"))
     env = over(session, envs.light(), *KIT)  # the documentation tests compare with this code
@@ -493,7 +493,7 @@ Run = tuple[envs.Env, tuple[str, ...], dict[str, str]]
 
 
 def cpu_run(session: nox.Session) -> Run:
-    """Kernels on this machine's CPU, with times: run nothing else meanwhile."""
+    """Kernels on this machine's CPU, with times: run nothing else on it."""
     return over(session, with_vllm(session), *KIT, REFERENCE, CPU), (), {}
 
 

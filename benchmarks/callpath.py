@@ -196,7 +196,7 @@ def compare(comparisons: list[Comparison], rounds: int, calls: int) -> list[Figu
 
 
 def multiples(rounds: int) -> list[Figure]:
-    """Script calls as multiples of a direct call, which hold on any machine."""
+    """Script calls as multiples of a direct call, comparable between machines."""
     x = object()
     ten = manager(10)
     direct = Case("f(x)", f=silu_and_mul, x=x)
@@ -235,7 +235,7 @@ def trying(x: Any) -> Any:
 
 
 def layers() -> list[Comparison]:
-    """Compare calls of a layer's method in an eager engine."""
+    """Compare calls of layer methods in an eager engine."""
     x = object()
 
     def method(layer: object) -> Case:
@@ -312,7 +312,7 @@ def by_size() -> list[Comparison]:
 
 
 def opaque() -> list[Comparison]:
-    """Measure torch.library, which a compiled plan uses for opaque implementations."""
+    """Measure torch.library, through which compiled plans call opaque implementations."""
     import torch
 
     out = torch.empty(1)

@@ -6,13 +6,13 @@ with each workload, starting with another engine each time. Three measures again
 - Ratios are computed within a round, so load from other processes affects both sides.
 - A process's memory layout changes its speed by some percent for its lifetime. The rounds are
   therefore spread over several starts of the engines, in different orders.
-- Other load only makes steps slower. The speed of a visit is that of its fastest quarter of steps.
+- Other load only makes steps slower, so only the fastest quarter of a visit's steps counts.
 
 Shapes: 28 layers, hidden 1024, intermediate 3072, 16 query and 8 key heads of 128, tied embeddings,
-random weights. The vocabulary has 32768 entries instead of 151936, so that four engines fit into
-24 GiB. `--real FOLDER` also measures the shipped order on that model, with its real weights.
-dtype: bfloat16 if the CPU has AVX-512, else float32 (without AVX-512, PyTorch's bfloat16 products
-are several times slower than those in float32, and hide everything else). KV cache: 1 GiB.
+random weights. The vocabulary has 32768 entries instead of 151936 to fit four engines into 24 GiB.
+`--real FOLDER` also measures the shipped order on that model, with its real weights. dtype:
+bfloat16 if the CPU has AVX-512, else float32 (without AVX-512, PyTorch multiplies bfloat16 several
+times more slowly than float32, which hides everything else). KV cache: 1 GiB.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Workload:
 
 
 WORKLOADS = (
-    # Prompts of one token, so that every step has the shape of a decoding step.
+    # With prompts of one token, every step has the shape of a decoding step.
     Workload("decode, batch 1", 1, 1, 4),
     Workload("decode, batch 8", 8, 1, 4),
     Workload("prefill, 256 tokens", 1, 256, 1),
@@ -212,7 +212,7 @@ def _measured_on(
 
 
 def dtype_of(options: argparse.Namespace) -> str:
-    """The requested dtype, or the one that this CPU multiplies fastest."""
+    """The requested dtype; by default the fastest for matrix products on this CPU."""
     return options.dtype or ("bfloat16" if "avx512f" in vector_extensions() else "float32")
 
 
@@ -350,8 +350,8 @@ def running(
         mode: `eager` or `compiled`.
         model: folder of the model's configuration.
         dtype: the model's dtype.
-        compiled: cache folder for compiled graphs. None uses an empty one, so that no graph of an
-            earlier version is reused.
+        compiled: cache folder for compiled graphs. None uses an empty folder, to reuse no graph of
+            an earlier version.
     """
     request = {
         "model": str(model),

@@ -2,7 +2,7 @@
 
     python engine_server.py '{"model": DIR, "options": {…}, "ours": true}'
 
-`"patch": "MODULE"` calls that module's `install` first; engine processes are forked from this one.
+`"patch": "MODULE"` first calls `install` of that module; engine processes are forks of this one.
 
 Answers are JSON lines on the original standard output; logs go to standard error. The first answer
 is sent when the engine is ready, then one per input line: `seconds` in total and `steps`, the
@@ -25,8 +25,8 @@ from typing import Any
 def memory(worker: Any) -> dict[str, float]:
     """Peak device memory of PyTorch tensors since the engine measured the free memory.
 
-    Also the bytes of weights that a decoding step of one token reads: of experts only those that
-    the token is routed to, and nothing of an embedding unless it is also the output layer.
+    Also the bytes of weights that a decoding step of one token reads. This excludes experts that
+    the token is not routed to, and embeddings that are not also the output layer.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Benchmark figures with spread and limit, as a table and as JSON."""
+"""Benchmark figures with spread and limit, formatted as table or JSON."""
 
 from __future__ import annotations
 
@@ -68,10 +68,7 @@ class Figure:
 
     @property
     def verdict(self) -> str:
-        """`met` if the median meets the limit, `open` if only a quartile does, else `missed`.
-
-        Empty without a limit.
-        """
+        """`met` by the median, `open` if only a quartile meets the limit, `missed`, or ""."""
         if self.at_most is not None:
             if self.median <= self.at_most:
                 return "met"

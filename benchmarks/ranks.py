@@ -1,7 +1,7 @@
 """Time and network traffic of the agreement between an engine's ranks.
 
-The ranks are processes without an engine, in a network namespace whose loopback carries nothing
-else. Each submits the verdict of a plan of the installed backends, as at every startup.
+The ranks are processes without an engine, in their own network namespace, so its loopback device
+counts only their traffic. Each submits the verdict on a plan of the installed backends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Cost of shadow checks on vLLM's CPU engine with Qwen3-0.6B's shapes, eager and compiled.
 
 Engines with one plan, and VLLM_FL_SHADOW unset, 0, 0.01 and 1, are loaded at once and decode in
-turn, as in engine.py, with the same model. A visit is a hundred steps, of which 0.01 samples one.
-The speed of a visit is that of all steps; engine.py uses the fastest quarter. `a step` compares
+turn like in engine.py, with the same model. A visit has a hundred steps; 0.01 samples one of them.
+The speed of a visit includes all steps; engine.py uses the fastest quarter. `a step` compares
 the fastest quarters, which with 0.01 are unsampled steps. The engine with 1 gives the time of a
 sampled step, from which the cost of 1 % follows even if it is smaller than the machine's noise.
 """

@@ -216,7 +216,7 @@ def place(source: str) -> str:
 CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.M | re.S)
 LINK = re.compile(r'(?<=\]\()[^)\s]+(?=\))|(?<= src=")[^"]+|(?<= srcset=")[^"]+')
 NAMED = re.compile(r"\[[\w./-]+\.md\](?=\(([^)\s#]+))")
-"""A link whose text is a file name."""
+"""A link with a file name as its text."""
 BARE = re.compile(r"(?<![\w/(\[.-])docs/[\w-]+\.md")
 """A page mentioned without a link. Pages of error codes do so because terminals print them."""
 PICTURE = re.compile(
@@ -267,7 +267,7 @@ def _folded(code: str, source: str) -> str:
 
 
 def _by_scheme(picture: re.Match[str]) -> str:
-    """Return both drawings; site.css hides one of them, by the colour scheme chosen on the site."""
+    """Return both drawings; site.css shows the drawing for the chosen colour scheme."""
     dark, attributes = picture.groups()
     other = re.sub(r' src="[^"]+"', f' src="{dark}"', attributes)
     return f'<img class="only-light" {attributes}><img class="only-dark" {other}>'

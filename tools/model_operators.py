@@ -101,7 +101,7 @@ def row(family: str, found: dict[str, dict[str, list[float]]]) -> str:
 
 
 def profile(family: str) -> dict[str, dict[str, list[float]]]:
-    """Op, `products`, or "" for the rest -> operator -> [µs, calls] of one decode step."""
+    """Op, `products` or "" (the rest) -> operator -> [µs, calls] of one decode step."""
     import torch
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler

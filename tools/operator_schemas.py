@@ -58,7 +58,7 @@ def defined(source: str, extension: str) -> Iterator[tuple[str, str]]:
 
 
 def probed(source: str) -> set[str]:
-    """Operators for which a Python file calls `hasattr`."""
+    """Operators that a Python file tests with `hasattr`."""
     return {"::".join(names) for names in _PROBED.findall(source)}
 
 

@@ -2,9 +2,9 @@
 
     python tools/pictures.py
 
-Both show real output. The plan comes from `vllm-fl explain --mode eager`: run this in an
-environment with the example vllm-fl-cpu, vllm-fl-reference and `vllm-fl-tools[report]`. The plot
-comes from `vllm-fl show --html` of the tuning table in benchmarks/results.
+Both show real output. The plan is that of `vllm-fl explain --mode eager`: run this in an
+environment with the example vllm-fl-cpu, vllm-fl-reference and `vllm-fl-tools[report]`. The plot is
+cut from `vllm-fl show --html` of the tuning table in benchmarks/results.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Compare an engine with stock, or with transformers in float32, on text that real models can read.
 
 Correct engines round differently. Perplexity hides differences, because errors of both signs
-cancel. The log-probabilities are therefore compared per token, by quantiles, and the likeliest
-tokens are compared at positions at which stock's likeliest token has a clear lead.
+cancel. The log-probabilities are therefore compared per token, by quantiles. The likeliest tokens
+are compared at positions with a clear lead in stock.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _texts(tokenizer: Any) -> list[list[int]]:
     licence = (Path(__file__).resolve().parent.parent / "LICENSE").read_text()
     documented = (argparse, decimal, random, logging, argparse.ArgumentParser, logging.Logger)
     documentation = "\n\n".join(filter(None, map(inspect.getdoc, documented)))
-    # Join the white space: a licence contains much of it, and each run of it is a token.
+    # Collapse white space: a licence contains much, and each run of spaces is a token.
     flowing = (" ".join(text.split()) for text in (licence, documentation))
     return [tokenizer(text)["input_ids"][:TEXT_TOKENS] for text in flowing]
 

@@ -56,7 +56,7 @@ def fail(problem: str) -> NoReturn:
 
 
 def number(version: str) -> tuple[int, ...]:
-    """Split a version for comparison: "0.10.0" comes after "0.9.0"."""
+    """Split a version into numbers: "0.10.0" is newer than "0.9.0"."""
     return tuple(map(int, version.split(".")))
 
 

@@ -3,7 +3,7 @@
     python tools/support_matrix.py
 
 tests/test_docs.py compares the page with the runs. Each file in docs/support becomes a section of
-the page. `nox -s support` creates the files of the runs that need no device.
+the page. `nox -s support` creates the files of all runs that do not need a device.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def page(runs: Mapping[str, Mapping[str, Any]]) -> str:
         runs: file name -> output of `vllm-fl verify --json`.
 
     Raises:
-        ValueError: a file has another schema, no results, or only a part of a run.
+        ValueError: a file has another schema, lacks results, or contains only a part of a run.
     """
     lines = [INTRODUCTION]
     lines += [_row("run", "made on", "dtypes", "same bits in any batch"), _row(*["---"] * 4)]

@@ -121,7 +121,7 @@ BARS = {
 """(mode, variant) -> the minimum share of stock's tokens per second."""
 
 OTHERS = ("stock", "direct", "flagos")
-"""Baselines with which all variants are compared."""
+"""Baselines for all variants."""
 
 Speeds = dict[str, dict[str, list[float]]]
 """Engine -> workload -> tokens per second of each round."""
@@ -186,7 +186,7 @@ class Engine:
         return self.answer(ANSWER_TIMEOUT)
 
     def answer(self, timeout: float) -> dict[str, Any]:
-        """Read the engine's next answer; RuntimeError with its log if there is none."""
+        """Read the next answer of the engine; RuntimeError with its log if it does not answer."""
         assert self.process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self.process.stdout, selectors.EVENT_READ)

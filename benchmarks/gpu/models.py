@@ -3,17 +3,17 @@
     python benchmarks/gpu/models.py [--models qwen3-8b llama-3.1-8b …] [--rounds 5] [--kernels 3]
         [--new-tokens 64] [--seconds 480] [--ranks 4]
 
-For each model three engines work in turn: stock, stock again, and vllm-fl as installed. Their KV
-cache size is fixed, so they start at once. Results of the second and third, relative to the first:
+For each model three engines alternate: stock, stock again, and vllm-fl as installed. Their KV cache
+size is fixed, so they start at once. Results of the second and third, relative to the first:
 
-    tokens per second      of prompts and outputs, as a client sees it; median and range
+    tokens per second      of prompts and outputs, from the client's view; median and range
     steady decoding        steps per second of the fastest quarter of a visit's steps
     kernels' time          total kernel time of one step (less is faster)
     of the read bandwidth  bytes of weights that a decoding step of one token reads, divided by its
-                           time, as a share of the bandwidth of `read_kernel` (bandwidth.py)
+                           time, relative to the bandwidth of `read_kernel` (bandwidth.py)
 
 `--ranks` gives each engine that many GPUs (tensor parallel), which the engines share; weights and
-read bandwidth are then those of one rank.
+read bandwidth are then per rank.
 
 Appends one JSON line per model to $OUT/models.jsonl. `--seconds` limits the time; the models that
 were not measured are printed, for another run.

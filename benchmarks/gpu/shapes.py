@@ -42,7 +42,7 @@ EXPERTS: Config = {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
-    "num_hidden_layers": 12,  # of 48, so that several engines fit into memory
+    "num_hidden_layers": 12,  # of 48, to fit several engines into memory
     "num_key_value_heads": 4,
 }
 
@@ -65,7 +65,7 @@ NEMO: Config = {
     "model_type": "mistral",
     "hidden_size": 5120,
     "intermediate_size": 14336,
-    "num_hidden_layers": 28,  # of 40, so that several engines fit into memory
+    "num_hidden_layers": 28,  # of 40, to fit several engines into memory
     "vocab_size": 131_072,
     "rms_norm_eps": 1e-5,
     "sliding_window": None,

@@ -3,9 +3,9 @@
     python benchmarks/gpu/startup.py [--model qwen3-8b] [--modes compiled eager] [--variants …]
         [--cold 2] [--warm 1] [--seconds 480] [--ranks 1 2 4]
 
-Engines start one after the other, each with the devices to itself, variants in turn. `--ranks`
-lists the numbers of devices per engine (tensor parallel). In a cold start all caches are empty:
-those of vLLM, Inductor, Triton and FlagGems. The warm starts follow the last cold start of all
+Engines start one after the other, each with exclusive use of the devices, alternating between
+variants. `--ranks` lists the numbers of devices per engine (tensor parallel). Cold starts have
+empty caches (vLLM, Inductor, Triton, FlagGems). Warm starts follow the last cold start of all
 variants and use its caches. $OUT/startup.json is rewritten after each start:
 
     ranks               number of ranks of the engine
@@ -142,7 +142,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def flat(result: dict[str, Any]) -> dict[str, float]:
-    """All values of a start that are seconds."""
+    """All durations in a result, in seconds."""
     ranges = {f"log: range {where}": took for where, took in result["ranges"].items()}
     whole = {"from LLM(…)": result["engine_seconds"], "the whole": result["total_seconds"]}
     return whole | result["phases"] | ranges

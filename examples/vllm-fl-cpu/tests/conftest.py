@@ -19,7 +19,7 @@ NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
     ]
 )
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """The dtypes of served models."""
+    """The dtypes of models."""
     return request.param
 
 

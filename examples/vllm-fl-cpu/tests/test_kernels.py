@@ -27,7 +27,7 @@ CUTS_OFF = shared.cuts_off(torch.bfloat16)
 
 @pytest.fixture(autouse=True)
 def _as_where_kernels_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give all processors the behaviour of those that round: they differ only in the last bit."""
+    """Assume kernels that round on all processors: others differ only in the last bit."""
     monkeypatch.setattr(shared, "_cuts_bfloat16_off", lambda: False)
 
 

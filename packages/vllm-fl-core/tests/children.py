@@ -15,7 +15,7 @@ import forked
 __all__ = ["run_each"]
 
 Bodies = Mapping[str, tuple[str, Mapping[str, str]]]
-"""Name -> code, and environment variables in addition to those of the parent."""
+"""Name -> code, and environment variables that the child gets in addition."""
 
 
 def run_each(head: str, bodies: Bodies, env: Mapping[str, str]) -> dict[str, str]:

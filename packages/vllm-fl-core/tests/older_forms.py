@@ -50,7 +50,7 @@ def rotary_embedding(query: Any, key: Any, cos: Any, sin: Any, position_ids: Any
     return rotate(query), rotate(key)
 
 
-# Implementations of the contract `grown`, which has gained parameters of every kind.
+# Implementations of `grown`, a contract that gained parameters of every kind.
 
 
 def of_first(x: Tensor, shift: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Graphs with the properties that passes of vLLM's compiler rely on."""
+"""Graphs like those that vLLM gives to its compiler passes."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from vllm_fl.settings.policy import SelectionPolicy
 
 
 class Stock:
-    """A layer class like vLLM's: it reads the method once and stores it."""
+    """A layer class that, as in vLLM, reads the method once and stores it."""
 
     def __init__(self) -> None:
         self.forward = self.forward_oot

@@ -73,7 +73,7 @@ def test_setting_the_global_policy_gives_back_the_one_before(
     assert before.prefer == "reference"
     assert set_global_policy(before) == SelectionPolicy(strict=True)
     assert get_policy() is before
-    monkeypatch.setenv("VLLM_FL_PREFER", "vendor")  # setting it again read no settings
+    monkeypatch.setenv("VLLM_FL_PREFER", "vendor")  # `set_global_policy` read no settings
     assert get_policy() is before
     reset_global_policy()
     assert get_policy().prefer == "vendor"

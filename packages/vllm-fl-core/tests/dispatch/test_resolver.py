@@ -103,7 +103,7 @@ class Case:
         return impl_id in self.rejections or impl_id in self.unavailable
 
     def expected(self) -> list[str]:
-        """Ids in the order in which they are tried."""
+        """Ids in the expected order."""
         is_foreign = self.engine and self.foreign
         unnamed = ["foreign.oot"] if is_foreign and "foreign" not in self.listed else []
         result = [] if self.written else [*unnamed]

@@ -62,7 +62,7 @@ def marks(bound: Any, *tokens: int) -> list[int]:
 
 
 def test_one_number_for_all_tokens_tells_no_count() -> None:
-    """The token count is that of the next tensor, which has one row per token."""
+    """The next tensor, with a row per token, determines the count."""
 
     def scaled(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return x.double() * scale.double()
@@ -180,7 +180,7 @@ def test_a_stock_row_is_vllms_own_and_nothing_stands_before_it(row: Any) -> None
 
 
 def test_a_layers_own_method_stands_for_stock_as_it_is() -> None:
-    """Its exceptions are not caught, as without vllm-fl."""
+    """Without vllm-fl, its exceptions would not be caught; so they are not caught here."""
 
     def own(self: Any, x: torch.Tensor) -> torch.Tensor:
         if len(x) == 3:

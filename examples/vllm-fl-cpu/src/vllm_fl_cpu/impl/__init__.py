@@ -22,7 +22,7 @@ __all__ = [
 
 
 LANES = 8
-"""Elements per vector of the kernels; the innermost size must be a multiple of it."""
+"""Elements per vector of the kernels; the innermost size must be a multiple."""
 
 ALIGNMENT = 16
 """Bytes. The AVX2 kernels store bf16 vectors with an aligned instruction: other addresses crash the
@@ -52,7 +52,7 @@ def implementation(
     takes: Sequence[str | Callable[..., Availability]] = (),
     consumes: Iterable[str] = (),
 ) -> OpImpl:
-    """Declare `fn`, which has the op's name, as implementation `vendor.cpu`.
+    """Declare `fn`, which is named like its op, as implementation `vendor.cpu`.
 
     Args:
         fn: the function; its first argument is a tensor, which must be on the CPU.
@@ -126,7 +126,7 @@ def _cuts_bfloat16_off() -> bool:
 def rounded(x: torch.Tensor) -> torch.Tensor:
     """Return `x`, or a float32 copy if the kernels would truncate.
 
-    Convert the results back to x's dtype, so that PyTorch rounds them.
+    The caller converts the results back to x's dtype, and PyTorch rounds them.
     """
     return x.float() if cuts_off(x.dtype) else x
 

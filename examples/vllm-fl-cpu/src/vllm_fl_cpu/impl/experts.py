@@ -14,7 +14,7 @@ TILE = 32
 """Features per tile of the kernel, which cannot process partial tiles."""
 
 ISA = "vec"
-"""The kernel variant of every processor. Those with matrix units have a faster one for bf16."""
+"""The kernel variant for any processor. With matrix units, a faster one for bf16 exists."""
 
 
 def fused_experts(
@@ -33,15 +33,15 @@ def fused_experts(
     """Pack the weights for the kernel and call it.
 
     Every call packs the weights, which takes longer than the kernel for a few tokens. An engine
-    whose order has this implementation first does not call it: vLLM packs the weights once on
-    loading and calls the same kernel itself.
+    that plans this implementation does not call it: vLLM packs the weights once on loading and
+    calls the same kernel itself.
 
     Args:
         hidden_states: (tokens, hidden), float32, float16 or bfloat16; hidden a multiple of 32.
         w13: (experts, 2 * intermediate, hidden), same dtype; intermediate a multiple of 32.
         w2: (experts, hidden, intermediate), same dtype.
         topk_weights: (tokens, k), floating point.
-        topk_ids: (tokens, k), int32 or int64; negative if there is no expert.
+        topk_ids: (tokens, k), int32 or int64; negative for a missing expert.
         activation: "silu", "gelu", "gelu_tanh" or "swigluoai".
         apply_router_weight_on_input: whether the weight multiplies the input; only for k = 1.
         global_num_experts: ignored.

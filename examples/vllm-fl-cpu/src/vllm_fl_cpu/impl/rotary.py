@@ -21,7 +21,7 @@ def rotary_embedding(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rotate the first 2 * cos.shape[-1] features of each head in fp32, rounded once.
 
-    If `cuts_off` is true, bfloat16 results are truncated, as in stock vLLM. The kernel works in
+    bfloat16 results are truncated if `cuts_off` is true, like those of stock. The kernel works in
     place: query and key may be overwritten.
 
     Args:
@@ -52,7 +52,7 @@ def rotary_embedding(
 
 
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (x or a packed copy of it, its view as (tokens, heads * head_size)).
+    """Return (x or a packed copy, its view as (tokens, heads * head_size)).
 
     The kernel uses the token stride and assumes that heads are packed. With three dimensions it
     would count one token per head, and read positions past the end.
@@ -63,7 +63,7 @@ def _rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     in_place = (
         feature_step == 1
         and head_step == head_size
-        and step >= width  # less: tokens share memory, as in an expanded tensor
+        and step >= width  # otherwise tokens share memory (expanded tensors)
         and (step * x.itemsize) % ALIGNMENT == 0
         and x.data_ptr() % ALIGNMENT == 0
     )
