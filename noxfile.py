@@ -269,7 +269,7 @@ def kit_checks(test_class: str, ops: Iterable[str]) -> str:
 
 @timed("kits")
 def kits(session: nox.Session) -> None:
-    """Test all backends with the kit: each family of ops on real kernels, one op on emulations.
+    """Test all backends with the kit: each family of ops on plain PyTorch, one op on emulations.
 
     The session of a backend, such as `tests-reference`, runs its whole kit.
     """

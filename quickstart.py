@@ -3,8 +3,8 @@
 `nox -s quickstart` runs this with all dependencies and a real model, SmolLM2-135M-Instruct. It runs
 three engines: stock; vllm-fl with the installed backends; vllm-fl with the reference plan (plain
 PyTorch). It prints their answers and the log-probabilities that they assign to a text. It fails if
-a planned implementation was never called or traced, or if two engines differ by more than the
-rounding of correct kernels explains.
+the planned implementation of an op that the model uses was never called or traced, or if two
+engines differ by more than the rounding of correct kernels explains.
 
 Without `--model` it creates a tiny Qwen3 model with random weights, which generates no language.
 """

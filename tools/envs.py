@@ -93,7 +93,7 @@ same authors; Material receives only fixes, until May 2027. matplotlib draws the
 ruff formats the signatures in the API reference."""
 
 REAL = ("gguf==0.19.0", "accelerate==1.15.0")
-"""What transformers needs to read the weights of tools/real_models.py."""
+"""Requirements of transformers to read the weights of tools/real_models.py."""
 
 RAY = ("ray==2.60.0", "msgpack==1.2.4")
 """Ray, and its imports that are not among vLLM's requirements."""

@@ -1,4 +1,4 @@
-"""Compare an engine with stock, or with transformers in float32, on text that real models can read.
+"""Compare an engine with stock, and with transformers in float32, on texts for real models.
 
 Correct engines round differently. Perplexity hides differences, because errors of both signs
 cancel. The log-probabilities are therefore compared per token, by quantiles. The likeliest tokens

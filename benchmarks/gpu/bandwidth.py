@@ -29,7 +29,7 @@ def read_kernel(numbers, sums, length, BLOCK: tl.constexpr):  # type: ignore[no-
 
 
 def seconds_of(run) -> float:  # type: ignore[no-untyped-def]
-    """Minimum of several times measured by the device."""
+    """Minimum of several durations on the device's clock."""
     best = float("inf")
     for _ in range(TIMES):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

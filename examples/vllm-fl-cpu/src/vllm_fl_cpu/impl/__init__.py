@@ -22,7 +22,7 @@ __all__ = [
 
 
 LANES = 8
-"""Elements per vector of the kernels; the innermost size must be a multiple."""
+"""Elements per vector of the kernels; the innermost size must be a multiple of this."""
 
 ALIGNMENT = 16
 """Bytes. The AVX2 kernels store bf16 vectors with an aligned instruction: other addresses crash the
