@@ -40,7 +40,6 @@ OP = "silu_and_mul"
 
 
 def silu_and_mul(x: Any) -> Any:
-    """An implementation that returns its argument."""
     return x
 
 
@@ -52,7 +51,6 @@ def rms_norm(
 
 
 def supports(x: Any) -> bool:
-    """A predicate without any work."""
     return True
 
 
@@ -110,8 +108,6 @@ class Bound:
 
 
 class Norm:
-    """Attributes of a norm layer."""
-
     weight: Any = type("Weight", (), {"data": object()})
     variance_epsilon = 1e-6
     variance_size_override = None
@@ -227,7 +223,6 @@ def multiples(rounds: int) -> list[Figure]:
 
 
 def trying(x: Any) -> Any:
-    """Call the implementation in a `try`."""
     try:
         return silu_and_mul(x)
     except Exception:

@@ -80,8 +80,6 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of an engine in one visit."""
-
     name: str
     batch: int
     prompt_tokens: int
@@ -234,7 +232,6 @@ class Measured:
         )
 
     def add(self, engines: Mapping[str, Engine], rounds: int) -> None:
-        """Run `rounds` rounds over the engines."""
         names = list(engines)
         fitted = warmed_up(engines)
         self.workloads = self.workloads or fitted  # use the first engines' sizes for all
@@ -404,7 +401,6 @@ def running(
 
 
 def _describe(engine: Engine) -> str:
-    """Describe an engine's configuration in one line."""
     ready = engine.ready
     plan = ready["report"]["ops"] if ready["report"] else {}
     ops = " ".join(f"{op}={entry['impl']}" for op, entry in plan.items())

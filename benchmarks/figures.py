@@ -106,7 +106,6 @@ def ratios(a: Sequence[float], b: Sequence[float]) -> list[float]:
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """Format the figures, one per line."""
     head = ("what", "median", "min – max", "bar", "")
     rows = [(f.what, _number(f, f.median), _spread(f), f.bar, f.verdict) for f in figures]
     widths = [max(len(row[n]) for row in (head, *rows)) for n in range(len(head))]

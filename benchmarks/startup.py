@@ -119,7 +119,6 @@ class Interpreter:
         self.environment = {**kept, "PYTHONPYCACHEPREFIX": cache}
 
     def __call__(self, *args: str, **variables: str) -> str:
-        """Run an interpreter and return its output."""
         done = subprocess.run(
             [sys.executable, *args],
             env={**self.environment, **variables},
@@ -133,7 +132,6 @@ class Interpreter:
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
-    """Measure the startup."""
     rounds = options.rounds or ROUNDS
     with tempfile.TemporaryDirectory() as cache:
         python = Interpreter(cache)

@@ -65,7 +65,6 @@ class SiteError(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build the site and print its size."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--into", type=Path, metavar="FOLDER", help="also put it there, by version")
     into = parser.parse_args(arguments).into
@@ -191,7 +190,6 @@ def placed(nav: Any) -> Any:
 
 
 def title(source: str) -> str:
-    """The heading of a page."""
     heading = re.search(r"^# (.+)$", (ROOT / source).read_text(), re.M)
     if heading is None:
         raise SiteError(f"{source} has no heading")

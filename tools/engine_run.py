@@ -33,7 +33,6 @@ BIND = "VLLM_CPU_OMP_THREADS_BIND"
 
 
 def cores() -> list[int]:
-    """Numbers of the cores that this process may use."""
     return sorted(os.sched_getaffinity(0))
 
 
@@ -335,7 +334,6 @@ def _leads(rows: Any) -> list[tuple[int, float]]:
 
 
 def _steps(llm: Any) -> int:
-    """Number of forward passes of the engine so far."""
     (tokens,) = [m for m in llm.get_metrics() if m.name == "vllm:iteration_tokens_total"]
     return int(tokens.count)
 

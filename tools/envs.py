@@ -151,12 +151,10 @@ class Env:
 
     @property
     def python(self) -> str:
-        """Path of the interpreter."""
         return str(self.path / "bin" / "python")
 
     @property
     def site_packages(self) -> Path:
-        """The folder of installed distributions."""
         return next(self.path.glob("lib/python3.*/site-packages"))
 
     def variables(self, **extra: str) -> dict[str, str]:
@@ -265,7 +263,6 @@ def light() -> Env:
 
 
 def tools() -> Env:
-    """Tools that build and lint distributions."""
     return _shared("tools", [BUILD, LINT])
 
 
@@ -518,7 +515,6 @@ def interpreter(version: str) -> str | None:
 
 @functools.cache
 def _version(python: str) -> str:
-    """`sys.version` of this interpreter."""
     if python == sys.executable:
         return sys.version
     command = [python, "-c", "import sys; print(sys.version, end='')"]

@@ -32,7 +32,6 @@ IDLE = {COMMENT, DEDENT, ENCODING, ENDMARKER, INDENT, NEWLINE, NL}
 
 
 def code_lines(source: str) -> int:
-    """Number of lines of a module that contain code."""
     texts = {
         (node.lineno, node.col_offset)
         for node in ast.walk(ast.parse(source))
@@ -105,7 +104,6 @@ def excesses() -> Iterator[str]:
 
 
 def main() -> None:
-    """Print the counts, or the sizes above a limit."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("commit", nargs="?", default="", help="instead of the working tree")
     parser.add_argument("--against", metavar="COMMIT", help="print what that one had before it")

@@ -76,7 +76,6 @@ class Mutation:
         return f"{where}: {self.kind}: {_short(before)!r} -> {_short(self.text)!r}"
 
     def applied(self) -> bytes:
-        """Content of the module with the change."""
         source = self.path.read_bytes()
         return source[: self.start] + self.text.encode() + source[self.end :]
 

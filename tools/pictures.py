@@ -42,7 +42,6 @@ def coloured(text: str, number: int) -> str:
 
 
 def vllm_fl(*arguments: str) -> str:
-    """Output of a `vllm-fl` command."""
     command = [sys.executable, "-m", "vllm_fl_tools.cli", *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 

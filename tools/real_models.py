@@ -126,7 +126,6 @@ def _from_gguf(weights: Path, folder: Path) -> None:
 
 
 def main() -> int:
-    """Create one model."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("name", choices=MODELS)
     parser.add_argument("folder", type=Path)

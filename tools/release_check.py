@@ -61,7 +61,6 @@ def number(version: str) -> tuple[int, ...]:
 
 
 def project(folder: Path) -> dict[str, Any]:
-    """The table [project] of a distribution's pyproject.toml."""
     text = (folder / "pyproject.toml").read_text()
     found: dict[str, Any] = tomllib.loads(text)["project"]
     return found
@@ -139,7 +138,6 @@ def _changelog(
 
 
 def git(*args: str) -> str:
-    """Run git in this repository and return its output."""
     done = subprocess.run(
         ["git", *args], check=False, cwd=envs.ROOT, capture_output=True, text=True
     )

@@ -159,7 +159,6 @@ def _row(*cells: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Escape text for Markdown."""
     text = " ".join(text.split())
     for mark in "\\`*_|<>[]":
         text = text.replace(mark, f"\\{mark}")

@@ -42,7 +42,6 @@ def seconds_of(run) -> float:  # type: ignore[no-untyped-def]
 
 
 def main() -> None:
-    """Measure reading, and copying for comparison."""
     numbers = torch.zeros(BYTES // 4, device="cuda")
     other = torch.empty_like(numbers)
     processors = torch.cuda.get_device_properties(0).multi_processor_count

@@ -420,13 +420,11 @@ def table(result: dict[str, Any]) -> str:
 
 
 def keep(out: Path, results: dict[str, Any]) -> None:
-    """Write the results so far."""
     text = json.dumps({"host": facts(), "results": results}, indent=1)
     (out / "engine.json").write_text(text)
 
 
 def main() -> None:
-    """Measure the requested modes."""
     parser = argparse.ArgumentParser(description=__doc__)
     modes, variants = ["compiled", "eager"], ["stock", "shipped", "flagos"]
     parser.add_argument("--model", default="qwen3-8b", choices=MODELS)

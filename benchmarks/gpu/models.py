@@ -124,7 +124,6 @@ def shown(result: dict[str, Any], read: float) -> str:
 
 
 def main() -> None:
-    """Measure the requested models."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=MODELS)
     parser.add_argument("--variants", nargs="+", default=[*VARIANTS], choices=engine.VARIANTS)

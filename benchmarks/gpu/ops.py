@@ -263,7 +263,6 @@ def rows(tokens: int, ops: list[str], rounds: int) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Print the table and save it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--ops", nargs="+", default=None)

@@ -149,7 +149,6 @@ def flat(result: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run the requested starts, and print a line of JSON for each."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     modes, variants = ["compiled", "eager"], ["stock", "shipped"]
     parser.add_argument("--model", default="qwen3-8b", choices=MODELS)

@@ -19,11 +19,9 @@ NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
     ]
 )
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """The dtypes of models."""
     return request.param
 
 
 @pytest.fixture(params=registered(register_ops()).values(), ids=lambda impl: impl.op_name)
 def impl(request: pytest.FixtureRequest) -> OpImpl:
-    """The implementations of this backend."""
     return request.param

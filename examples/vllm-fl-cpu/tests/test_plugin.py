@@ -36,7 +36,6 @@ print({impl.availability() for impl in register_ops()})
 
 
 def python(code: str) -> str:
-    """Run `code` in a new interpreter and return its output."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

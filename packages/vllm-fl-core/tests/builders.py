@@ -105,7 +105,6 @@ def silu(impl_id: str, mark: float = 0.0, **fields: Any) -> OpImpl:
 
 
 def failing(impl_id: str, error: BaseException, **fields: Any) -> OpImpl:
-
     def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         raise error
 
@@ -156,7 +155,6 @@ def planning(
 
 @cache
 def engine_of(plan: Plan, worker: Any = None) -> Any:
-    """An engine with this plan on this worker."""
     from vllm_fl.integration.engines import Engine  # imports vLLM
 
     engine = Engine(EngineFacts(load_settings({}), plan.mode), 0, worker or SimpleNamespace())
@@ -188,7 +186,6 @@ def extended(manager: OpManager) -> OpManager:
 
 
 def managing(*impls: Impl, **policy: Any) -> OpManager:
-    """A manager with `impls`, and a policy with these fields."""
     registry = OpRegistry()
     registry.register_many(impls)
     return OpManager(registry, SelectionPolicy(**policy))
