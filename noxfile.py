@@ -163,6 +163,7 @@ def lint(session: nox.Session) -> None:
     python(session, tools, "-m", "ruff", "check", ".")
     python(session, tools, "-m", "ruff", "format", "--check", ".")
     python(session, tools, "tools/lines.py", "--check")
+    python(session, tools, "tools/plain.py")
     sources = [str(envs.distributions()[name] / "src") for name in (CORE, OPS, VERIFY)]
     python(session, tools, *envs.LINT_IMPORTS, PYTHONPATH=os.pathsep.join(sources))
 
