@@ -104,10 +104,19 @@ def test_an_engine_that_nothing_verifies_does_not_start(monkeypatch: pytest.Monk
     planning.refuse_unverified(set_to(VLLM_FL_PREFER="stock"))
 
 
-@pytest.mark.parametrize("entry", [{"plan": "x"}, {"settings": {}}, {}, 1], ids=str)
-def test_an_entry_written_by_hand_raises(entry: Any) -> None:
-    with pytest.raises(SettingsError, match="cannot be set by hand"):
-        carried.is_sealed(engine_config(entry))
+@pytest.mark.parametrize("entry", [{"plan": "x"}, {"settings": {}}, {1: "stock"}, 1], ids=str)
+def test_only_orders_can_be_written_by_hand(entry: Any) -> None:
+    with pytest.raises(SettingsError) as caught:
+        facts_of(engine_config(entry))
+    assert caught.value.origin == "--additional-config.vllm_fl"
+
+
+def test_an_order_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_FL_PER_OP", "silu_and_mul=stock")
+    config = engine_config({"silu_and_mul": "vendor"})
+    assert plan_for(facts_of(config)).entries["silu_and_mul"].label == "vendor.acme"
+    sent = pickle.loads(pickle.dumps(config.additional_config["vllm_fl"]))
+    assert facts_of(engine_config(sent)).settings == facts_of(config).settings
 
 
 @pytest.mark.parametrize("send", [copy.deepcopy, lambda entry: pickle.loads(pickle.dumps(entry))])
@@ -360,7 +369,7 @@ def test_an_order_for_a_device_is_planned_where_vllm_finds_it(
     file = tmp_path / "cuda.yaml"
     file.write_text(DEVICES)
     settings = load_settings({}, platform="cuda", platform_files=[("fl-acme", str(file))])
-    monkeypatch.setattr(planning, "_read_settings", lambda platform: settings)
+    monkeypatch.setattr(planning, "_read_settings", lambda *_: settings)
     platform: Any = vllm.platforms.current_platform
     monkeypatch.setattr(platform, "get_device_name", name, raising=False)
     facts = facts_of(engine_config(mode=mode))

@@ -297,6 +297,8 @@ def test_empty_is_unset_and_only_for_plugins_none() -> None:
         ("VLLM_FL_PER_OP", "a=", "op_backends.a", "is not a valid token"),
         ("VLLM_FL_PER_OP", "a=flagos|flagos", "op_backends.a", "is listed twice"),
         ("VLLM_FL_PER_OP", "a=refrence", "op_backends.a", "Did you mean 'reference'?"),
+        ("VLLM_FL_PER_OP", "a=native", "op_backends.a", "Did you mean 'stock'?"),
+        ("VLLM_FL_PER_OP", "a=acme", "op_backends.a", "A vendor is vendor:acme."),
         ("VLLM_FL_CONFIG", "/gone.yaml", "config", "does not exist"),
         ("VLLM_FL_CONFIG", "gone.yaml", "config", "relative to the working directory"),
         ("VLLM_FL_OP_CONFIG", "/gone.json", "op_config", "does not exist"),
@@ -307,6 +309,39 @@ def test_empty_is_unset_and_only_for_plugins_none() -> None:
 )
 def test_environment_refuses(variable: str, text: str, key: str, said: str) -> None:
     assert said in refused({variable: text}, key=key, origin=f"environment {variable}")
+
+
+@pytest.mark.parametrize("name", ["VLLM_FL_ENABLED", "VLLM_FL_PREFER_ENABLED"])
+def test_two_names_of_one_variable(name: str) -> None:
+    assert load_startup({name: "false"}).enabled is False
+    both = {"VLLM_FL_ENABLED": "false", "VLLM_FL_PREFER_ENABLED": "0"}
+    assert load_startup(both).enabled is False
+    both[name] = "true"
+    with pytest.raises(SettingsError, match="contradicts it. Unset one"):
+        load_startup(both)
+
+
+def test_calls_are_counted_without_a_debug_log() -> None:
+    assert [load_settings({}).counts_calls, load_startup({}).debug] == [False, False]
+    assert load_settings({"VLLM_FL_COUNT_CALLS": "1"}).counts_calls
+    assert load_settings({"VLLM_FL_DISPATCH_DEBUG": "1"}).counts_calls
+
+
+def test_the_command_line_has_priority(write: Write) -> None:
+    env = {
+        "VLLM_FL_CONFIG": write("fl.yaml", "op_backends: {a: stock, c: stock}"),
+        "VLLM_FL_PER_OP": "b=stock",
+    }
+    settings = load_settings(
+        env, orders={"group:g": "flagos|vendor", "c": ["reference"]}, groups={"g": ["a", "b"]}
+    )
+    orders = {op: [*map(str, order.every)] for op, order in settings.policy.per_op_order.items()}
+    assert orders == {"a": ["flagos", "vendor"], "b": ["flagos", "vendor"], "c": ["reference"]}
+    assert settings["op_backends.c"].overrides[0][1].endswith("fl.yaml:1")
+    for orders in ({"strict": True}, {"a": "native"}, {"a b": "stock"}):
+        with pytest.raises(SettingsError, match="additional-config") as caught:
+            load_settings(orders=orders)
+        assert caught.value.origin == "--additional-config.vllm_fl"
 
 
 def test_unknown_variables_are_named() -> None:

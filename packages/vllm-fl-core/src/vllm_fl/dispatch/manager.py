@@ -71,7 +71,8 @@ class OpManager:
         """Drop the bound functions; the next call of each op resolves it again."""
         # Tables are replaced, never emptied: a thread that reads one meanwhile sees a whole table.
         self._tables: dict[SelectionPolicy | None, dict[object, Bound]] = {None: {}}
-        self._record.counts = "calls" if self._startup and self._startup.settings.debug else ""
+        counts = self._startup is not None and self._startup.settings.counts_calls
+        self._record.counts = "calls" if counts else ""
 
     @property
     def registry(self) -> OpRegistry:
@@ -118,7 +119,7 @@ class OpManager:
 
     @property
     def calls(self) -> Counter[tuple[str, str]]:
-        """(op, impl id) -> calls; counted only under VLLM_FL_DISPATCH_DEBUG=1."""
+        """(op, impl id) -> calls; counted only under VLLM_FL_COUNT_CALLS=1."""
         return self._record.calls
 
     def ensure_initialized(

@@ -50,7 +50,7 @@ class Record:
         self.failures: dict[Key, str] = {}
         """What this implementation raised last."""
         self._asked: Counter[Key] = Counter()
-        """Calls of which this is the first candidate; only under VLLM_FL_DISPATCH_DEBUG=1."""
+        """Calls of which this is the first candidate; only under VLLM_FL_COUNT_CALLS=1."""
         self._moved: Counter[Key] = Counter()
         """Calls that went to this implementation from another, less those that went from it."""
         self.demotions: dict[Key, str] = {}
@@ -66,7 +66,7 @@ class Record:
 
     @property
     def calls(self) -> Counter[Key]:
-        """Calls, each counted to who computed it; only under VLLM_FL_DISPATCH_DEBUG=1."""
+        """Calls, each counted to who computed it; only under VLLM_FL_COUNT_CALLS=1."""
         counted = {op for op, _ in list(self._asked)}
         moved = {key: count for key, count in list(self._moved.items()) if key[0] in counted}
         return self._asked + Counter(moved)

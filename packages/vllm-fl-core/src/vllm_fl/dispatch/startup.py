@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 
 from ..errors import PluginError, SettingsError
 from ..logs import get_logger, set_log_level, speaks_for_all
@@ -197,6 +198,7 @@ def read_settings(
     *,
     platform: str | None = None,
     asks: bool = True,
+    orders: Mapping[str, object] = MappingProxyType({}),
 ) -> Settings:
     """The effective settings with the installed plugins. Other arguments and errors as for `start`.
 
@@ -205,6 +207,7 @@ def read_settings(
 
     Args:
         asks: whether a warning says which listed implementations cannot run here.
+        orders: as for `load_settings`.
     """
     early, plugins = load_startup(env), registry.plugins
     platform = platform or _detected(early, plugins)
@@ -233,6 +236,7 @@ def read_settings(
         plugins=[spec for plugin in plugins for spec in plugin.settings],
         platforms=known,
         foreign=foreign,
+        orders=orders,
     )
 
     return check_names(

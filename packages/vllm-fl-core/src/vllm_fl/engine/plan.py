@@ -158,7 +158,7 @@ class Plan:
         mode: how the engine runs the model.
         entries: by op name.
         strict: whether a failure is raised instead of falling to the next candidate.
-        counts_calls: whether calls are counted (VLLM_FL_DISPATCH_DEBUG=1).
+        counts_calls: whether calls are counted (VLLM_FL_COUNT_CALLS=1).
         record: counters, and what was disabled at startup.
         kept_layers: classes of vLLM that settings exclude, though their op is planned.
         contracts: every op's contract.
@@ -404,7 +404,7 @@ def make_plan(
         facts.mode,
         entries,
         strict=facts.settings.policy.strict,
-        counts_calls=facts.settings.debug,
+        counts_calls=facts.settings.counts_calls,
         kept_layers=frozenset(kept_layers),
         contracts=specs,
     )

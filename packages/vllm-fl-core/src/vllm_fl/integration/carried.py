@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingsError
 from ..settings.loading import STARTUP
-from ..settings.schema import Settings
+from ..settings.schema import COMMAND_LINE, Settings, variables_of
+from ..text import kind_of
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -20,19 +22,23 @@ KEY = "vllm_fl"
 class Carried(dict[str, Any]):
     """What is under `KEY`, on its way between the processes of an engine.
 
-    A plain dictionary there was written by hand. It would set what nobody reads from there.
-
     Args:
         settings: the engine's; None where nobody has read them yet, or the plan is sealed. They
             travel along, and vLLM hashes the entries alone.
+        orders: op or group -> its order, which the user wrote there; part of `settings` later.
         entries: what is under `KEY`: `user` of `planning.note_user_priority`, `enabled` of
             `planning.apply`, `passes` of `Fusions.configure`, `edges` of `graphs.ranges.split`, and
             `plan`, the digest, of `seal`.
     """
 
-    def __init__(self, settings: Settings | None = None, **entries: Any) -> None:
+    def __init__(
+        self,
+        settings: Settings | None = None,
+        orders: Mapping[str, object] = MappingProxyType({}),
+        **entries: Any,
+    ) -> None:
         super().__init__(entries)
-        self.settings = settings
+        self.settings, self.orders = settings, orders
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Carried, (self.settings,), None, None, iter(self.items())
@@ -80,15 +86,17 @@ def entry_of(vllm_config: VllmConfig) -> Carried:
     if not isinstance(extra, dict):
         return Carried()
     entry = extra.setdefault(KEY, Carried())
-    if not isinstance(entry, Carried):
+    if isinstance(entry, Carried):
+        return entry
+    if not isinstance(entry, Mapping) or not all(isinstance(op, str) for op in entry):
         raise SettingsError(
-            f"additional_config: {KEY!r} is vllm-fl's own entry and cannot be set by hand; "
-            "settings are made by VLLM_FL_CONFIG and VLLM_FL_* (`vllm-fl settings` shows them). "
-            "Remove it.",
+            f"{COMMAND_LINE}: expected {KEY}.OP=a|b, the order of an op or group, got "
+            f"{kind_of(entry)}. Other settings are variables or keys of VLLM_FL_CONFIG's file",
             key=KEY,
-            origin="additional_config",
+            origin=COMMAND_LINE,
         )
-    return entry
+    extra[KEY] = carried = Carried(orders=dict(entry))
+    return carried
 
 
 def carry_startup(parallel: ParallelConfig, env: Mapping[str, str] = os.environ) -> None:
@@ -106,7 +114,7 @@ def carry_startup(parallel: ParallelConfig, env: Mapping[str, str] = os.environ)
     """
     if not parallel.use_ray:
         return
-    names = [spec.variable for spec in STARTUP.values()]
+    names = [variable for spec in STARTUP.values() for variable in variables_of(spec)]
     carried = {name: env[name] for name in names if name in env}
     if not carried:
         return

@@ -114,9 +114,10 @@ def _settings_of(vllm_config: VllmConfig) -> Settings:
     if settings is None:
         if is_sealed(vllm_config):
             return startup.settings  # the engine's own are gone, and its files may be: ask neither
-        settings = _read_settings(current_platform.vllm_fl_platform)
+        entry = entry_of(vllm_config)
+        settings = _read_settings(current_platform.vllm_fl_platform, entry.orders)
         _check_loaded(settings)
-        entry_of(vllm_config).settings = settings
+        entry.settings = settings
     if startup.problem is not None:
         manager.use_startup(replace(startup, settings=settings, problem=None), manager.registry)
     return settings
@@ -170,10 +171,10 @@ def _check_loaded(settings: Settings) -> None:
     )
 
 
-def _read_settings(platform: str) -> Settings:
+def _read_settings(platform: str, orders: Mapping[str, object]) -> Settings:
     """The settings of an engine that is being configured, its layers' names checked too."""
     registry = get_default_manager().registry
-    settings = read_settings(registry, platform=platform)
+    settings = read_settings(registry, platform=platform, orders=orders)
     if not settings.oot_enabled:
         log.info("vllm-fl is off for layers: %s (environment)", settings["oot_enabled"].named)
     listed = {*(settings.oot_whitelist or ()), *settings.oot_blacklist}

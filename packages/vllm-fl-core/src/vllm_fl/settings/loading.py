@@ -25,6 +25,7 @@ from .lock import read_lock
 from .names import uses
 from .policy import GROUP, OpOrder, SelectionPolicy
 from .schema import (
+    COMMAND_LINE,
     CONFIG,
     ITEMS,
     Declared,
@@ -33,6 +34,7 @@ from .schema import (
     is_absent,
     overridden,
     variables,
+    variables_of,
 )
 from .uniting import Brought, close_pairs, unite
 from .values import (
@@ -89,6 +91,7 @@ def load_settings(
     plugins: Iterable[SettingSpec[Any]] = (),
     platforms: Sequence[str] = (),
     foreign: bool = False,
+    orders: Mapping[str, object] = NOTHING,
 ) -> Settings:
     """Read the effective settings. Names are not checked yet; see `check_names`.
 
@@ -102,9 +105,10 @@ def load_settings(
         platforms: the known platforms, in addition to those of vLLM and vllm-plugin-FL.
         foreign: whether the platform is another plugin's. Without a file for it, `prefer` is
             `stock`.
+        orders: op or group -> its order on the command line of vLLM, before all others.
 
     Raises:
-        SettingsError: a variable or a file is wrong.
+        SettingsError: a variable, a file or an order is wrong.
         IdleSwitchError: a file overrides VLLM_FL_STRICT or VLLM_FL_DENY_VENDORS.
     """
     declared = {**ITEMS, **{spec.key: spec for spec in plugins}}
@@ -114,6 +118,10 @@ def load_settings(
         detected = Setting("platform", normalise_platform(platform), "detected")
         fixed = _stacked([fixed, {"platform": detected}], {})
     config = fixed.get("config")
+    for key in declared.keys() & orders.keys():
+        problem = f"only orders of ops can be set here; set {declared[key].variable}"
+        raise wrong(key, COMMAND_LINE, problem)
+    given = _spread(_layer_of(orders.items(), COMMAND_LINE), groups)
     own: Layer = {}
     if config is not None:
         own = read_settings_file(config.value, declared, key="config", asked_by=config.origin)
@@ -127,15 +135,15 @@ def load_settings(
     files = Setting("platform_files", shown, "plugins")
     warnings: list[str] = []
     if config is not None and is_whole:
-        users = [own]
+        users = [given, own]
         ignored = [name for name in overridden(declared) if env.get(name, "").strip()]
-        entries = _stacked([own, fixed], declared, ignored=_unread(env, declared, ignored))
+        entries = _stacked([*users, fixed], declared, ignored=_unread(env, declared, ignored))
         if ignored or shown:
             names = ", ".join((*ignored, *shown))
             warnings.append(f"{CONFIG}={config.value} is a complete override; ignored: {names}.")
         files = Setting(files.key, (), config.origin, ((shown, files.origin),))
     else:
-        users = [own, *_variables(env, groups, declared)]
+        users = [given, own, *_variables(env, groups, declared)]
         has_stock = foreign or ("platform" in fixed and fixed["platform"].value in IN_TREE)
         shipped = _united(platform_files, brought, groups, declared, has_stock=has_stock)
         entries = _stacked([*users, fixed, shipped], declared)
@@ -275,14 +283,17 @@ def _spread(layer: Layer, groups: Groups) -> Layer:
 
 
 def _environment(env: Mapping[str, str], declared: Declared) -> Layer:
-    layer = {}
+    layer: Layer = {}
     for key, spec in declared.items():
-        text = _text(env, spec.variable, key)
-        if text is None:
-            continue
-        origin = f"environment {spec.variable}"
-        value = checked(partial(value_of, spec), text, key, origin)
-        layer[key] = Setting(key, value, origin)
+        for variable in variables_of(spec):
+            text = _text(env, variable, key)
+            if text is None:
+                continue
+            origin = f"environment {variable}"
+            value = checked(partial(value_of, spec), text, key, origin)
+            other = layer.setdefault(key, Setting(key, value, origin))
+            if other.value != value:
+                raise wrong(key, origin, f"{other.named} contradicts it. Unset one of the two")
     return layer
 
 
@@ -299,19 +310,25 @@ def _text(env: Mapping[str, str], variable: str, key: str) -> str | None:
 
 
 def _per_op(env: Mapping[str, str]) -> Layer:
-    origin = f"environment {PER_OP}"
-    layer: Layer = {}
-    for part in (_text(env, PER_OP, "per_op") or "").split(";"):
-        if not part.strip():
-            continue
+    origin, pairs = f"environment {PER_OP}", []
+    for part in filter(str.strip, (_text(env, PER_OP, "per_op") or "").split(";")):
         op, equals, tokens = (piece.strip() for piece in part.partition("="))
-        if not equals or not is_ordered(op):
+        if not equals:
             raise wrong("per_op", origin, f"expected op1=a|b;op2=x, got {part.strip()!r}")
+        pairs.append((op, tokens))
+    return _layer_of(pairs, origin)
+
+
+def _layer_of(pairs: Iterable[tuple[str, object]], origin: str) -> Layer:
+    """Return orders of one origin as settings."""
+    layer: Layer = {}
+    for op, tokens in pairs:
         key = f"{ORDER_PREFIX}{op}"
+        if not is_ordered(op):
+            raise wrong("per_op", origin, f"expected op1=a|b;op2=x, got {op!r}")
         if key in layer:
             raise wrong(key, origin, "is set twice")
-        order = checked(OpOrder.of, tokens, key, origin)
-        layer[key] = Setting(key, order, origin)
+        layer[key] = Setting(key, checked(OpOrder.of, tokens, key, origin), origin)
     return layer
 
 

@@ -87,6 +87,9 @@ def check_names(
         elif use.space == "op" and use.is_users_order and name in older_ops:
             problem = f"{name!r} is vllm-plugin-FL's op, and has no effect. Name "
             problem += f"{older_ops[name]!r} instead, which computes it."
+        elif use.space == "op" and use.is_users_order and name in known.get("group", ()):
+            problem = f"{name!r} is a group of ops, and has no effect here. Did you mean "
+            problem += f"'{GROUP}{name}'?"
         elif names is not None and use.space == "group":
             groups_here = closest(name, names) or f" Groups here: {', '.join(sorted(names))}."
             problem = (

@@ -31,6 +31,9 @@ KINDS = tuple(kind.value for kind in BackendImplKind)
 UNTOUCHED = ("foreign", "stock")
 """The tokens by which an engine is left as it is: another plugin's layers, and vLLM's own code."""
 
+SLIPS = {"vllm": "stock", "native": "stock", "torch": "reference", "flaggems": "flagos"}
+"""Words that are likely meant as a token -> the token."""
+
 DEFAULT = "default"
 """The name, in orders, of all ops without an order of their own."""
 
@@ -81,9 +84,12 @@ class Token:
         is_name = name.isprintable() and not any(map(str.isspace, name))
         if head in ("vendor", "impl") and name and is_name:
             return cls(head, name)  # type: ignore[arg-type]
+        meant = SLIPS.get(head.lower(), "")
+        hint = f" Did you mean {meant!r}?" if meant else closest(head, (*KINDS, *UNTOUCHED))
+        hint = hint or (f" A vendor is vendor:{head}." if head.isidentifier() else "")
         raise ValueError(
             f"{text!r} is not a valid token; use flagos, reference, vendor, vendor:NAME, impl:ID, "
-            f"foreign or stock.{closest(text.strip(), (*KINDS, *UNTOUCHED))}"
+            f"foreign or stock.{hint}"
         )
 
     def __str__(self) -> str:
