@@ -94,9 +94,8 @@ def test_calls_are_there_where_they_are_counted_and_a_label_may_hold_anything() 
     plan.bind(OP, object(), frozenset())(X)
     odd = 'a "quoted" name\nand back\\slash\\n {a,b=c} # 1'
     text = exposition(plan, "f00d", {**WHOSE, "engine": odd})
-    impls = ("vendor.acme", "reference.torch")
-    calls = {i: value(text, "vllm_fl_calls_total", op=OP, impl=i, engine=odd) for i in impls}
-    assert calls == {"vendor.acme": 0, "reference.torch": 1}, "whoever computes has the call"
+    assert value(text, "vllm_fl_calls_total", op=OP, impl="reference.torch", engine=odd) == 1
+    assert len(read(text)["vllm_fl_calls_total"]) == 1, "only the implementation that computed"
 
 
 @needs_parser

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from vllm_fl.dispatch import get_default_manager
@@ -17,6 +18,7 @@ from vllm_fl.integration.engines import Engine
 from vllm_fl.settings.schema import Setting, Settings
 from vllm_fl.text import scrub
 
+from .metrics import has_counts
 from .state_file import StateFile, of_worker
 
 SCHEMA = 1
@@ -72,7 +74,8 @@ def session(engine: Engine, metrics: str, lock: Callable[[], Sequence[str]]) -> 
 
     named = Path(metrics).with_suffix(".report.json")
     path = of_worker(named, rank, replica) if rank or replica else named
-    file = StateFile(Settings.metrics.variable, named, path, text, stays=True)
+    variable, has_counted = Settings.metrics.variable, partial(has_counts, engine)
+    file = StateFile(variable, named, path, text, stays=True, has_counted=has_counted)
     engine.on_serving(file.renew)
 
     def at_exit() -> None:
