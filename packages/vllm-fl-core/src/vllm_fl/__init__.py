@@ -1,4 +1,4 @@
-'''vllm-fl: which implementation of an operator runs in vLLM, on any chip.
+'''vllm-fl chooses the implementations of operators in vLLM, on any chip.
 
 **Write a backend.** A backend is a distribution with an entry point in the group
 `vllm_fl.plugin`; installing it enables it::
@@ -6,7 +6,7 @@
     [project.entry-points."vllm_fl.plugin"]
     acme = "vllm_fl_acme.plugin"
 
-and `vllm_fl_acme/plugin.py` is, complete::
+and this is a complete `vllm_fl_acme/plugin.py`::
 
     """Operators of vllm-fl on Acme's kernels."""
 
@@ -34,11 +34,12 @@ and `vllm_fl_acme/plugin.py` is, complete::
             )
         ]
 
-Parameters are those of the op's contract (`vllm-fl plan`), which comes from vllm-fl-ops: the
-distribution requires that, beside vllm-fl-core. `vllm-fl doctor` shows whether it was found,
-`vllm-fl explain silu_and_mul` whether it is chosen, and why not.
+The parameters are defined by the op's contract (`vllm-fl explain silu_and_mul --contract`). The
+distribution requires vllm-fl-core and vllm-fl-ops, which has the contracts. `vllm-fl doctor` shows
+whether the plugin was found, and `vllm-fl explain silu_and_mul` whether the implementation is
+chosen, or why not.
 
-Everything that a backend needs is imported from here; the modules below are core's own.
+Backends import all names from `vllm_fl`; its submodules are internal.
 
 **Call an op.** `from vllm_fl.dispatch import call_op`.
 '''
@@ -53,7 +54,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Load what is asked for: vLLM imports this package in every process, also to step aside."""
+    """Import a public name at its first use.
+
+    vLLM imports this package in every process, even if vllm-fl is then disabled.
+    """
     if name == "__version__":
         from importlib.metadata import version
 

@@ -1,6 +1,6 @@
-"""The names that everything else is written with: what a backend imports from `vllm_fl`."""
+"""The public names of `vllm_fl`, for backends."""
 
-# ruff: noqa: PLC0414 (an alias of its own says that a name is handed on)
+# ruff: noqa: PLC0414 (an alias with the same name marks a re-export)
 from __future__ import annotations
 
 from .contracts import *  # noqa: F403

@@ -1,10 +1,10 @@
-"""The errors of vllm-fl: one family, each with its facts as fields.
+"""The errors of vllm-fl.
 
-A message says who, what, why and what to do, in that order; a program reads the fields instead.
-The code of an error stands at the end of its message's first line, and `vllm-fl explain FL102`
-prints the page of one. People search for codes, so that no class ever gets another one: FL1xx
-settings and files, FL2xx plugins and loading, FL3xx policy and plan, FL4xx kernels and calls, FL5xx
-engines and ranks, FL6xx measuring and tables, FL7xx the command line.
+A message has the subject, the problem, the reason and the solution, in this order; programs read
+the fields instead. The first line of a message ends with the error's code, and `vllm-fl explain
+FL102` prints the page of a code. Users search for codes: never change the code of a class. FL1xx:
+settings and files, FL2xx: plugins and loading, FL3xx: policy and plan, FL4xx: kernels and calls,
+FL5xx: engines and ranks, FL6xx: measuring and tables, FL7xx: the command line.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 
 
 class VllmFLError(RuntimeError):
-    """Base of every error that vllm-fl raises on purpose.
+    """The base class of the errors that vllm-fl raises deliberately.
 
     Attributes:
-        code: what its page is found by (`FL102`): `vllm-fl explain FL102`.
+        code: the code of its page (`FL102`, shown by `vllm-fl explain FL102`).
         message: the text without the code.
         op: the operator's name, or None.
         impl: the implementation's id, or None.
         plugin: the entry point's name, or None.
-        distribution: the installed distribution at fault ("name version"), or None.
-        cause: the exception underneath, or None.
+        distribution: the distribution that caused the error ("name version"), or None.
+        cause: the original exception, or None.
     """
 
     code: str = "FL000"
@@ -36,7 +36,7 @@ class VllmFLError(RuntimeError):
     def __init__(self, message: str, **fields: Any) -> None:
         super().__init__(message)
         self.message = message
-        vars(self).update(fields)  # `code` too, of an error of another process
+        vars(self).update(fields)  # may include `code`, for an error of another process
         if self.cause is not None:
             self.__cause__ = self.cause
         self.add_note(self.more)
@@ -47,40 +47,40 @@ class VllmFLError(RuntimeError):
 
     @property
     def more(self) -> str:
-        """Where the page of the code is; tracebacks have it beneath the message."""
+        """A line with the command that prints the page. Tracebacks show it after the message."""
         return f"`vllm-fl explain {self.code}` says what it means, and what to do."
 
 
 class PluginError(VllmFLError):
-    """A plugin could not be loaded, or what it registered was refused."""
+    """A plugin could not be loaded, or its registrations were rejected."""
 
     code = "FL201"
 
 
 class DuplicateError(PluginError, ValueError):
-    """The op already has an implementation of this id. A ValueError as well, as it used to be."""
+    """The op already has an implementation with this id. Also a ValueError, for compatibility."""
 
     code = "FL202"
 
 
 class DeviceError(PluginError):
-    """A plugin's device cannot be used: two claim the machine, or the one asked for is absent."""
+    """A plugin's device cannot be used: several plugins claim the machine, or it is missing."""
 
     code = "FL203"
 
 
 class OwnerError(PluginError):
-    """Another installed distribution owns what is ours, or brings a platform for vLLM as well."""
+    """Another distribution has vllm-fl's names, or provides a second platform for vLLM."""
 
     code = "FL204"
 
 
 class SettingsError(VllmFLError):
-    """A setting is wrong; nothing of the source that holds it was applied.
+    """A setting is invalid. No setting of the same source was applied.
 
     Attributes:
         key: the setting (`prefer`, `VLLM_FL_PREFER`, `op_backends.rms_norm`).
-        origin: where it stands (`/etc/fl.yaml:7`, `environment`).
+        origin: its source (`/etc/fl.yaml:7`, `environment`).
     """
 
     code = "FL101"
@@ -90,37 +90,37 @@ class SettingsError(VllmFLError):
 
 
 class InvalidSettingError(SettingsError, ValueError):
-    """A setting's text or value is wrong.
+    """A setting's syntax or value is invalid.
 
-    A ValueError as well: vllm-plugin-FL let YAML's and Python's own errors through.
+    Also a ValueError, since vllm-plugin-FL passed errors of YAML and Python through.
     """
 
     code = "FL102"
 
 
 class MissingFileError(SettingsError, FileNotFoundError):
-    """A file that a setting names is not there."""
+    """A file that a setting refers to is missing."""
 
     code = "FL103"
 
 
 class IdleSwitchError(SettingsError):
-    """A switch that is set for safety would have no effect beside a settings file."""
+    """A switch that is set for safety would be overridden by a settings file."""
 
     code = "FL104"
 
 
 class UnknownOpError(VllmFLError):
-    """No contract and no plugin names this op."""
+    """No contract and no plugin has this op."""
 
     code = "FL301"
 
 
 class NoImplementationError(VllmFLError):
-    """The op is known, but no candidate may run: each was rejected, or none is installed.
+    """The op is known, but no implementation can run: all were rejected, or none is installed.
 
     Attributes:
-        rejected: (impl id, reason) of every candidate that was looked at.
+        rejected: (impl id, reason) of all candidates.
     """
 
     code = "FL302"
@@ -129,7 +129,7 @@ class NoImplementationError(VllmFLError):
 
 
 class NoKernelError(VllmFLError, NotImplementedError):
-    """An operator of vLLM's was called that this vLLM was built without.
+    """An operator was called that the installed vLLM was built without.
 
     Attributes:
         operator: the operator (`_C::silu_and_mul`).
@@ -141,10 +141,10 @@ class NoKernelError(VllmFLError, NotImplementedError):
 
 
 class AllFailedError(VllmFLError):
-    """Every candidate of an op was tried for one call, and each failed or refused.
+    """All candidates of an op failed for one call, or did not support it.
 
     Attributes:
-        causes: (impl id, exception or reason) in the order in which they were tried.
+        causes: (impl id, exception or reason), in the order of the candidates.
     """
 
     code = "FL401"
@@ -158,11 +158,11 @@ class AllFailedError(VllmFLError):
 
 
 class CallError(VllmFLError):
-    """The caller broke an op's contract. No implementation is blamed for it.
+    """The caller broke the op's contract. The implementation is not at fault.
 
     Attributes:
-        argument: the parameter that is wrong (`x`), or `(call)` when the call's shape is.
-        problem: what is wrong with it.
+        argument: the invalid parameter (`x`), or `(call)` if the call cannot be read.
+        problem: the problem, to follow the argument's name in a sentence.
     """
 
     code = "FL402"
@@ -176,16 +176,16 @@ class CallError(VllmFLError):
 
 
 class PolicySealedError(VllmFLError):
-    """The plan is sealed: layers are bound, and a change of policy could no longer reach them."""
+    """The policy cannot change, because layers are bound to an engine's sealed plan."""
 
     code = "FL303"
 
 
 class StartError(VllmFLError):
-    """An engine does not start: a rank cannot go on, or the plan cannot serve there.
+    """An engine fails to start: a rank has failed, or the plan cannot be used there.
 
     Attributes:
-        failures: `rank 1: why` of each rank that cannot go on, if all ranks know it.
+        failures: `rank 1: reason` for each failed rank, if all ranks know them.
     """
 
     code = "FL501"
@@ -200,10 +200,11 @@ class TargetError(PluginError):
 
 
 class ServingError(VllmFLError):
-    """What serves was found wrong after the start, as after an update of the model's weights.
+    """A serving implementation was found to be incorrect, such as after an update of the weights.
 
     Attributes:
-        wrong: (op, impl id) -> why, of all that was found wrong; `op` and `impl` are the first's.
+        wrong: (op, impl id) -> the reason, for each incorrect implementation. `op` and `impl` refer
+            to the first.
     """
 
     code = "FL504"

@@ -1,4 +1,4 @@
-"""Kept for plugins that import from here: `vllm_fl` has `hookimpl` and `HOOK_API`."""
+"""Kept for plugins that import from here: `hookimpl` and `HOOK_API` are in `vllm_fl` now."""
 
 from .plugins.hookspecs import HOOK_API, hookimpl
 

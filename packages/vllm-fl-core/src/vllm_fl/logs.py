@@ -1,4 +1,4 @@
-"""Logging. vLLM configures only its own logger; ours must reach a server's stderr all the same."""
+"""Loggers with a handler for stderr, since vLLM configures only its own logger."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .text import INDENTED, clean, quote
 ROOT = "vllm_fl"
 
 SAID_AT_MOST = 1000
-"""Different refusals that are logged: reasons may carry sizes, and a server runs for months."""
+"""The most distinct events to log: reasons may contain sizes, and a server runs for months."""
 
 
 class _Cleaned(logging.Filter):
-    """What a record says, without secrets, escape sequences and lines that look like others.
+    """Removes secrets, escape sequences and forged lines from records.
 
-    It sits on the loggers, so that whoever handles our records gets them cleaned.
+    It is a filter of the loggers, not of a handler: every handler gets cleaned records.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -38,7 +38,7 @@ _cleaned = _Cleaned()
 
 
 class _Stderr(logging.Handler):
-    """Writes to stderr where nobody else would: a program that set up logging gets it there."""
+    """Writes to stderr, unless the program has configured logging (the root logger's handlers)."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers:
@@ -50,7 +50,7 @@ class _Stderr(logging.Handler):
 
 
 def get_logger(name: str | None = None) -> logging.Logger:
-    """The logger `vllm_fl`, or a child of it: `get_logger("dispatch")` is `vllm_fl.dispatch`."""
+    """Return the logger `vllm_fl` or a child: `get_logger("dispatch")` is `vllm_fl.dispatch`."""
     root = logging.getLogger(ROOT)
     if not root.handlers:
         handler = _Stderr()
@@ -61,7 +61,7 @@ def get_logger(name: str | None = None) -> logging.Logger:
         root.setLevel(logging.INFO)
     is_root = not name or name == ROOT
     logger = root if is_root else root.getChild(str(name).removeprefix(f"{ROOT}."))
-    logger.addFilter(_cleaned)  # adding it again changes nothing
+    logger.addFilter(_cleaned)  # no effect if already added
     return logger
 
 
@@ -69,33 +69,33 @@ def set_log_level(level: int | str, name: str | None = None) -> None:
     """Set the level of `get_logger(name)`: a number, or DEBUG, INFO, WARNING, ERROR.
 
     Raises:
-        ValueError: no such level.
+        ValueError: unknown level.
     """
     get_logger(name).setLevel(level.upper() if isinstance(level, str) else level)
 
 
 def speaks_for_all() -> bool:
-    """Whether this process is the one that the user started: an engine's others are its children.
+    """Whether the user started this process. The other processes of an engine are its children.
 
-    What holds for all of them is said here, once.
+    Messages about all processes are logged only there.
     """
-    from multiprocessing import parent_process  # 5 ms, and few processes have anything to say
+    from multiprocessing import parent_process  # takes 5 ms, and few processes need it
 
     return parent_process() is None
 
 
 def quiet(level: int) -> AbstractContextManager[None]:
-    """In the block, nothing of ours of this level or below is shown, whatever the settings say."""
+    """In the block, hide vllm-fl's records up to this level, independent of the settings."""
     return _filtered(get_logger().handlers, lambda record: record.levelno > level)
 
 
 def silence(*, ours: bool = True) -> AbstractContextManager[None]:
-    """In the block, what this thread logs is not shown, whoever's logger it is; errors are.
+    """In the block, hide the records of this thread from all loggers, except errors.
 
-    Other threads are heard, such as the one that names what takes long.
+    Other threads can still log, such as the watchdog for slow code.
 
     Args:
-        ours: whether our own loggers are silent, too.
+        ours: whether to hide the records of vllm-fl's loggers as well.
     """
     thread = threading.get_ident()
 
@@ -112,7 +112,7 @@ def silence(*, ours: bool = True) -> AbstractContextManager[None]:
 def _filtered(
     handlers: Iterable[logging.Handler], is_heard: Callable[[logging.LogRecord], bool]
 ) -> Iterator[None]:
-    """In the block, the handlers show the records that are heard, and no others."""
+    """In the block, let the handlers show only records with a true `is_heard(record)`."""
     with ExitStack() as stack:
         for handler in handlers:
             handler.addFilter(is_heard)

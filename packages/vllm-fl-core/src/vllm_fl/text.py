@@ -1,7 +1,7 @@
-"""Foreign text: what plugins, libraries and the environment say, before anybody reads it.
+"""Cleaning of foreign text: text from plugins, libraries and the environment.
 
-A plugin's name, a reason or an error's message may hold anything: escape sequences that rewrite a
-terminal, line breaks that forge a line of the log, the password in a proxy's address.
+A plugin's name, a reason or an error message may contain anything: escape sequences that rewrite a
+terminal, line breaks that forge a line of the log, or the password in a proxy's address.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from collections.abc import Iterable, Iterator
 HIDDEN = "<redacted>"
 
 INDENTED = "\n    "
-"""What a line break becomes in a log, where a foreign line must not begin where ours begin."""
+"""The replacement of a line break in a log: foreign lines must not start like log lines."""
 
 SHORTEST = 6
-"""Characters. A shorter value may stand in any text, and taking it out would say what it is."""
+"""The fewest characters of a secret. Shorter values occur in any text, and hiding them would
+reveal them."""
 
 LONGEST = 20_000
-"""Characters of foreign text that are shown: an error may quote a whole file."""
+"""The most characters of foreign text to show: an error may quote a whole file."""
 
 _SECRET = re.compile(
     r"(?:^|[_.\-])(?:pats?|pwd|pass|auth|bearer|cookies?|keys?|dsn)(?:$|[_.\-])"
     r"|(?:tokens?|secrets?|passw(?:or)?d|passphrases?|credentials?|api[_\-]?keys?)(?:$|[_.\-\d])",
     re.IGNORECASE,
 )
-"""Names of secrets. A word that is part of others stands alone; `password` ends PGPASSWORD too."""
+"""Matches names of secrets. Words such as `key`, which occur in other words, must be separate;
+`password` also matches PGPASSWORD."""
 
 _USERINFO = re.compile(r"(?<=://)[^/\s'\"]+(?=@)")
 _ASSIGNED = re.compile(
@@ -35,24 +37,25 @@ _ASSIGNED = re.compile(
     r"[\"']?\s*[=:]\s*[\"']?)(?!\d+\b)([^\s\"',;&)}\]<]{4,})",
     re.IGNORECASE,
 )
-"""`password=…`. The word token alone is ours, the entry of an order; `per_token`, a contract's."""
+"""Matches `password=…`. Not the word `token` without a prefix, which is an entry of an order, and
+not `per_token`, which occurs in contracts."""
 _SHAPES = re.compile(
     r"\b(?:hf_\w{20,}|gh[oprsu]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|sk-[\w-]{20,}"
     r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
     r"|(?<=Bearer )[\w.~+/=-]{8,}"
 )
-"""Tokens that are known by their form: Hugging Face's, GitHub's, GitLab's, OpenAI's and so on."""
+"""Matches tokens with a known form, such as from Hugging Face, GitHub, GitLab and OpenAI."""
 
 
 def clean(text: str, line_break: str = " ") -> str:
-    r"""`text` without secrets, and with nothing in it that acts on a terminal or a log.
+    r"""Return `text` without secrets and without control characters.
 
     Args:
-        text: anything.
-        line_break: what a line break becomes, a blank or `INDENTED`.
+        text: the text; it is shortened to `LONGEST` characters.
+        line_break: the replacement of line breaks, a blank or `INDENTED`.
 
     Returns:
-        Printable characters and `line_break`. Others are shown escaped (`\x1b`).
+        Printable characters and `line_break`. Other characters are escaped (`\x1b`).
     """
     if len(text) > LONGEST:
         text = f"{text[:LONGEST]}… ({len(text) - LONGEST} characters more)"
@@ -72,29 +75,29 @@ def _shown(character: str) -> str:
 
 
 def quote(error: BaseException) -> str:
-    """An exception as `Type: message`, cleaned: also one that cannot be printed."""
+    """Return an exception as `Type: message`, cleaned, even if its `__str__` raises."""
     return clean(spelt(error))
 
 
 def spelt(error: BaseException) -> str:
-    """As `quote`, not cleaned: for calls, which cleaning would slow down. Logs clean it."""
+    """Return an exception as `Type: message`, uncleaned: cleaning is slow, and loggers clean."""
     name = type(error).__name__
     try:
         message = str(error)
     except KeyboardInterrupt:
         raise
-    except BaseException as second:  # its author's mistake, which must not hide the first one
+    except BaseException as second:  # must not hide the first error
         return f"{name} (it cannot be printed: its __str__ raises {type(second).__name__})"
     return f"{name}: {message}" if message else name
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable or key of this name holds a secret: `HF_TOKEN`, `PGPASSWORD`."""
+    """Whether this is the name of a secret, such as `HF_TOKEN` or `PGPASSWORD`."""
     return name != "PWD" and _SECRET.search(name) is not None
 
 
 def scrub(text: str) -> str:
-    """`text` without the environment's secrets, a URL's user part, and what looks like a token."""
+    """Return `text` without secrets of the environment, user parts of URLs, and likely tokens."""
     for value in sorted(set(_secrets()), key=len, reverse=True):
         text = text.replace(value, HIDDEN)
     text = _USERINFO.sub(HIDDEN, text)
@@ -103,7 +106,7 @@ def scrub(text: str) -> str:
 
 
 def _secrets() -> Iterator[str]:
-    """The values in the environment that are secret: whole ones, and the passwords in URLs."""
+    """Yield the secrets in the environment: values of secret variables, and user parts of URLs."""
     for name, value in os.environ.items():
         if is_secret(name) and _tells(name, value):
             yield value
@@ -115,20 +118,20 @@ def _secrets() -> Iterator[str]:
 
 
 def _tells(name: str, value: str) -> bool:
-    """Whether this value is one to hide: not `1`, nor a path to where the secret lies."""
+    """Whether to hide a value: not if it is short, such as `1`, or the path of an existing file."""
     return len(value) >= SHORTEST and not (value.startswith("/") and os.path.exists(value))
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name that `word` is most likely a slip of, in whatever case; None without one.
+    """Return the known name that is most similar to `word`, ignoring case, or None.
 
     Args:
-        word: what somebody wrote.
-        known: the names that there are.
-        cutoff: how alike the two must be, from 0 to 1. Two letters that changed places are near
-            enough always: in a short name they are half of it.
+        word: the misspelt name.
+        known: the valid names.
+        cutoff: the least similarity, from 0 to 1. Two swapped adjacent letters always match, since
+            they may be half of a short name.
     """
-    import difflib  # only for a word that is wrong
+    import difflib  # rarely needed
 
     folded = word.casefold()
     by_fold = {name.casefold(): name for name in sorted(known, reverse=True)}
@@ -142,13 +145,13 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """` Did you mean 'rms_norm'?`, or empty without a near name. Arguments as for `nearest`."""
+    """Return ` Did you mean 'rms_norm'?`, or empty if no name is similar. See `nearest`."""
     found = nearest(word, known, cutoff)
     return f" Did you mean {found!r}?" if found else ""
 
 
 def kind_of(value: object) -> str:
-    """A value of a file, for an error that expected another one."""
+    """Describe a value of a settings file, for an error that expected another kind of value."""
     if value is None:
         return "nothing (leave the key out, or write [] for an empty list)"
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""What a contract is. The contracts themselves come from distributions, by the hook `contracts`."""
+"""The parts of a contract. Backends and vllm-fl-ops provide contracts by the hook `contracts`."""
 
 from .outputs import Exact, ExpertBlocks, QuantisedPair, Routing, Within
 from .spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant

@@ -1,8 +1,8 @@
-"""What an argument of a contract is, said once: check, fake and schema follow from it.
+"""Declarations of a contract's arguments. They define its check, fake and schema.
 
-Shapes are written as in docstrings: `tokens, hidden` or `..., 2 * d`. A name stands for the size
-where it is first met, or for an argument. What must hold of these is an expression in Python's
-syntax: `2 * half <= head_size`.
+Shapes are written as in docstrings: `tokens, hidden` or `..., 2 * d`. A name is an argument, or a
+size that is set by its first occurrence. Conditions are Python expressions with these names, such
+as `2 * half <= head_size`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ __all__ = ["FLOATING", "Argument", "Problem", "Tensor", "declared", "flag", "has
 __all__ += ["integer", "integers", "like", "scalar", "tensor", "word"]
 
 Problem = tuple[str, str] | None
-"""None, or (parameter, what is wrong with it)."""
+"""None, or (parameter, problem)."""
 
 FLOATING = ("float32", "float16", "bfloat16")
 
 Call = dict[str, Any]
-"""The arguments of a call by name, and beside them the sizes that were met, as far as it was read.
-The size `...` is that of the leading dimensions, a tuple."""
+"""The arguments of a call by name, and the sizes found so far; the size `...` is a tuple."""
 
 DIMENSION = cache(re.compile(r"(?:(\d+) \* )?([^\W\d]\w*|\.\.\.)").fullmatch)
-"""A dimension that is a size, or a multiple of one."""
+"""Matches a named size or its multiple, with the groups (factor, name)."""
 
 _compiled = cache(lambda expression: compile(expression, f"<{expression}>", "eval"))
 
@@ -47,13 +46,13 @@ def _value(expression: str, call: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Argument:
-    """What an argument must be that is no tensor.
+    """The declaration of an argument that is not a tensor.
 
     Args:
-        kind: how torch's schemas write it.
-        classes: of which of these classes it is; a float is finite.
-        where: what must hold of it, under the name `value`, and of the call; empty: nothing.
-        may_be_none: None is another legal value.
+        kind: its type in a torch schema.
+        classes: the classes that it may have. A float must be finite.
+        where: a condition on the call, with `value` as the argument; empty for no condition.
+        may_be_none: whether None is also valid.
     """
 
     kind: str
@@ -62,11 +61,11 @@ class Argument:
     may_be_none: bool = False
 
     def optional(self) -> Self:
-        """The same, or None."""
+        """Return the declaration with None as another valid value."""
         return replace(self, may_be_none=True)
 
     def problem(self, name: str, value: Any, call: Call) -> Problem:
-        """(name, what is wrong with a value that is not None), or None."""
+        """Return the problem of a value that is not None."""
         is_flag = isinstance(value, bool)
         if not isinstance(value, self.classes) or (is_flag and bool not in self.classes):
             wanted = " or ".join(each.__name__ for each in self.classes)
@@ -82,7 +81,7 @@ def _broken(name: str, rule: str, got: object, call: Mapping[str, Any]) -> Probl
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor(Argument):
-    """See `tensor` and `like`."""
+    """The declaration of a tensor, made by `tensor` or `like`."""
 
     shape: str
     dtypes: tuple[str, ...] = ()
@@ -91,17 +90,17 @@ class Tensor(Argument):
     may_be_one: bool = False
 
     def or_one(self) -> Self:
-        """The same, or one number for all rows, in at most one dimension."""
+        """Return a declaration that also allows one number for all rows, in at most 1-D."""
         return replace(self, may_be_one=True)
 
     def is_one(self, value: torch.Tensor) -> bool:
-        """Whether a value is that one number: it has no rows then."""
+        """Whether a value is one number for all rows."""
         return self.may_be_one and value.ndim < 2
 
     def meet(self, x: torch.Tensor, call: Call) -> list[tuple[str, Any]]:
-        """(what is declared of a dimension, its size), new sizes put into the call.
+        """Return (declared dimension, size) for each dimension, and add new sizes to the call.
 
-        Empty for a tensor of another number of dimensions.
+        Empty if the number of dimensions differs.
         """
         shape = "" if self.is_one(x) else self.shape
         names = (shape or "1").split(", ")
@@ -137,7 +136,7 @@ class Tensor(Argument):
         return _broken(name, self.values, (low, high), call | {"low": low, "high": high})
 
     def empty(self, call: Call) -> torch.Tensor | None:
-        """A result of this kind, without values."""
+        """Return an uninitialised tensor, for the contract's `fake`."""
         if self.other and call[self.other] is None:
             return None
         shape: list[Any] = []
@@ -148,14 +147,14 @@ class Tensor(Argument):
 
 
 def _settled(argument: Any, arguments: Mapping[str, Any]) -> Any:
-    """With the shape that it has from another argument."""
+    """Return a `like` declaration with the shape of its argument."""
     if getattr(argument, "other", ""):
         return replace(argument, shape=arguments[argument.other].shape)
     return argument
 
 
 def has_rows(x: torch.Tensor) -> bool:
-    """Whether a tensor has several rows with something in them: of such a call others are made."""
+    """Whether a tensor has several rows and elements, and so can be changed to a bad input."""
     return x.shape[:1] > (1,) and x.numel() > 0
 
 
@@ -164,7 +163,7 @@ def _first(call: Call) -> tuple[str, torch.Tensor]:
 
 
 def _dtype(name: str, call: Call) -> torch.dtype:
-    """That of an argument, or the one of this name, which a word may be."""
+    """Return the dtype of this name, or of the argument of this name (a tensor or a string)."""
     import torch
 
     named = call.get(name, name)
@@ -173,47 +172,48 @@ def _dtype(name: str, call: Call) -> torch.dtype:
 
 
 def scalar(where: str = "") -> Argument:
-    """A finite number."""
+    """Declare a finite int or float."""
     return Argument(kind="float", classes=(int, float), where=where)
 
 
 def integer(where: str = "", kind: str = "SymInt") -> Argument:
-    """An integer."""
+    """Declare an integer."""
     return Argument(kind=kind, classes=(int,), where=where)
 
 
 def word(*words: str) -> Argument:
-    """One of these."""
+    """Declare a string that is one of `words`."""
     return Argument(kind="str", classes=(str,), where=f"value in {words}")
 
 
 def flag(where: str = "") -> Argument:
-    """True or False."""
+    """Declare a bool."""
     return Argument(kind="bool", classes=(bool,), where=where)
 
 
 def tensor(shape: str, *dtypes: str, where: str = "", values: str = "") -> Tensor:
-    """A tensor on the first one's device; as a result a contiguous one.
+    """Declare a tensor on the device of the call's first tensor. A result is also contiguous.
 
     Args:
-        shape: an expression for each dimension, `...` in front for further ones; empty: one number
-            in any shape.
-        dtypes: names of dtypes, or of arguments whose dtype it may have, or which name it. None:
-            float32, float16 or bfloat16, and of a result the first tensor's.
-        where: what must hold of the sizes besides; empty: nothing.
-        values: what must hold of its integers, from `low` to `high`. On the device meta there are
-            none to look at.
+        shape: an expression for each dimension, with `...` in front for any leading dimensions;
+            empty for one number in any shape.
+        dtypes: dtypes by name, tensors with the same dtype, or string arguments with the name of
+            the dtype. By default float32, float16 or bfloat16; for a result, the dtype of the
+            first tensor.
+        where: a further condition on the sizes; empty for none.
+        values: a condition on the smallest and largest integer, `low` and `high`. Not checked on
+            the meta device.
     """
     return Tensor(kind="Tensor", shape=shape, dtypes=dtypes, where=where, values=values)
 
 
 def integers(shape: str, values: str = "", where: str = "") -> Tensor:
-    """A tensor of int32 or int64; see `tensor`."""
+    """Declare a tensor of int32 or int64; see `tensor`."""
     return tensor(shape, "int32", "int64", where=where, values=values)
 
 
 def like(other: str) -> Tensor:
-    """A tensor of an argument's shape and dtype; as a result None where that one is None."""
+    """Declare a tensor with the shape and dtype of an argument. A result is None if that is."""
     return Tensor(kind="Tensor", shape="", dtypes=(other,), other=other)
 
 
@@ -227,22 +227,22 @@ def declared(
     overwrites: tuple[str, ...] = (),
     **more: Any,
 ) -> OpSpec:
-    """The contract of an op whose arguments say what they are.
+    """Make the contract of an op from declarations of its arguments.
 
     Args:
-        oracle: as of `OpSpec`.
-        arguments: parameter -> what it must be, in the order in which they are looked at.
-        results: what they are; or `fake`, where they depend on more than sizes.
-        also: the parameters -> what else is wrong with arguments that are sound by themselves.
-        bad: the arguments of a sample by name -> (name, changes) of calls that must be refused,
-            beyond those that follow from the declarations, which the conformance kit makes.
-        overwrites: as of `Variant`. These arguments are `consumable`.
-        more: what else `OpSpec` takes; without `variants` there is one, of all parameters. Without
-            `by_token`, tensors whose first dimension is `tokens` or `...` have a row per token. An
-            op without a target in vLLM needs no `served`.
+        oracle: see `OpSpec`.
+        arguments: parameter -> its declaration, in the order of the checks.
+        results: their declarations; or `fake`, if they depend on more than sizes.
+        also: the parameters -> a problem of the call, if each argument is valid by itself.
+        bad: the arguments of a sample by name -> (name, changes) of further calls that `check` must
+            refuse. The conformance kit derives bad calls from the declarations itself.
+        overwrites: see `Variant`. These arguments are `consumable`.
+        more: other fields of `OpSpec`. By default `variants` is one variant with all parameters,
+            and `by_token` the tensors with the first dimension `tokens` or `...`. `served` is only
+            required for an op with a target in vLLM.
 
     Raises:
-        ValueError: a parameter is not declared; or as of `OpSpec`.
+        ValueError: a parameter is not declared, or `OpSpec` raised it.
     """
     parameters = inspect.signature(oracle).parameters
     if missing := [name for name in parameters if name not in arguments]:
@@ -253,7 +253,6 @@ def declared(
     defaults = {name: parameter.default for name, parameter in parameters.items()}
 
     def called(args: Iterable[Any]) -> Call:
-        """A call of which nothing is read yet."""
         return defaults | dict(zip(parameters, args, strict=False))
 
     @wraps(oracle)
@@ -286,7 +285,7 @@ def declared(
                     yield BadInput(what, args, problem[0])
 
     def written(name: str) -> str:
-        """A parameter as a schema has it."""
+        """Return a parameter in the syntax of a torch schema."""
         argument, default = arguments[name], parameters[name].default
         text = f"{argument.kind}{'?' * argument.may_be_none} {name}"
         if default is inspect.Parameter.empty:

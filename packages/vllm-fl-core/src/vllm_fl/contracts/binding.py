@@ -1,8 +1,8 @@
-"""Where vLLM runs an op: its targets there, the sizes that it has in a model, what is not reached.
+"""Bindings: an op's targets in vLLM, its sizes in a model, and the code that is not covered.
 
-A binding is data and small functions. It names vLLM's classes, operators and functions by strings
-and imports vllm and torch inside functions only, so that the command line and the documentation
-read bindings where neither is installed.
+A binding is data and small functions. It refers to vLLM's classes, operators and functions by
+string, and imports vllm and torch only inside functions: the command line and the documentation
+read bindings without either of them installed.
 """
 
 from __future__ import annotations
@@ -26,24 +26,23 @@ __all__ += ["new_node", "put", "with_values"]
 __all__ += _targets.__all__
 
 LONGEST = 2**18
-"""Positions of a made table at most: 128 MiB in float32, of 128 features. vLLM takes any length
-under VLLM_ALLOW_LONG_MAX_MODEL_LEN, and each sample has a table of its own."""
+"""The most positions of a sample's table: 128 MiB in float32 for 128 features. Each sample has its
+own table, and vLLM accepts any length with VLLM_ALLOW_LONG_MAX_MODEL_LEN."""
 
 
 @dataclass(frozen=True)
 class SizeRule:
-    """A size of the served model, for the samples of its own shapes.
+    """How to get one size of the served model, for samples with the model's shapes.
 
     Args:
-        name: a field of `ModelSizes`, or a name of the binding's own, which goes to its `more`.
-        ask: vLLM's VllmConfig -> the size on one rank, in whole features, heads or experts, or a
-            number such as the norms' epsilon. Whatever it raises means that the configuration does
-            not tell the size.
-        typical: what `vllm-fl verify` and the conformance kit take, where there is no model.
-        few: what `vllm-fl verify` takes where it compares the bits of rows, if fewer are the same
-            to a kernel and less memory, and for the call that it times; None for `typical`.
-        in_kit: whether the conformance kit makes calls of this size where a backend's test does not
-            tell it. Not if such calls take long, and the contract's samples show as much.
+        name: a field of `ModelSizes`, or another name, which is put into `ModelSizes.more`.
+        ask: vLLM's VllmConfig -> the size on one rank (features, heads or experts), or a number
+            such as the epsilon of the norms. If it raises any exception, the size is unknown.
+        typical: the size without a model, for `vllm-fl verify` and the conformance kit.
+        few: a smaller size for `vllm-fl verify`, if it is equivalent for a kernel and saves memory.
+            Used when the bits of rows are compared, and for the timed call. None: `typical`.
+        in_kit: whether the conformance kit makes calls of this size if a backend's test does not
+            set it. False if such calls are slow and the contract's samples cover the same.
     """
 
     name: str
@@ -58,33 +57,35 @@ class Binding:
     """An op's targets in vLLM.
 
     Args:
-        targets: where vLLM calls it.
+        targets: the locations in vLLM where it can be replaced.
         sizes: the sizes that the contract's `served` needs.
-        not_reached: where vLLM computes the same past every target; one phrase each.
-        when: vLLM's VllmConfig -> whether the served model may have the op; None for an op that any
-            model may have. What it raises means that the model may have it. One that a model cannot
-            have is neither planned nor verified, unless the user's settings name it.
-        between_graphs: whether vLLM calls the op in what its piecewise CUDA graphs leave out (its
-            `splitting_ops`: attention, linear attention). In a step that prefills the host launches
-            it then, at sizes of which graphs are captured, too, and `vllm-fl tune` counts that.
-        formerly: ops of vllm-plugin-FL whose target the op has, with other parameters: who orders
-            one of them is told this op's name.
-        former_layers: names of the op's layers that vllm-plugin-FL's lists of layers hold: a vLLM
-            that lacks such a layer is said to, and the start goes on.
-        batch_invariant: what of vLLM's own VLLM_BATCH_INVARIANT asks for where the op would run, as
-            `vLLM's own kernel`: the op is left to vLLM then. Empty where it asks for nothing.
-        needs: names that the targets call or read, as `vllm.package.module:Class.method`. A release
-            that lacks one has no target for the op, which is left to vLLM, and said to be. What a
-            target itself names (a class, a function) is asked for without being told here.
-        shared: where vLLM keeps layers of the op that all models of a process share, as
-            `vllm.package.module:TABLE`: dictionaries, which are emptied before a model is built.
-            Each counts as needed, too.
-        products: whether the op is the model's matrix products, which are most of what the device
-            does in a large batch. Where they keep it busy for longer than the host takes for a
-            layer, `vllm-fl tune` counts no launches. An op that takes in a product of another op's
-            is none of them: that product would count twice.
-        calls_operators: whether vLLM's own form of the op calls operators that are targets of other
-            ops: of a model that has it, those are not ordered by range of sizes.
+        not_reached: the code in vLLM that computes the same and is not covered by any target; one
+            phrase each.
+        when: vLLM's VllmConfig -> whether the served model may have the op; an exception means yes.
+            If not, the op is planned and verified only if the user's settings refer to it.
+            None: any model may have it.
+        between_graphs: whether vLLM calls the op between the pieces of its piecewise CUDA graphs
+            (`splitting_ops`: attention, linear attention). In a prefill step the host then launches
+            it even at captured sizes, and `vllm-fl tune` includes the launch time.
+        formerly: ops of vllm-plugin-FL with the same target and other parameters. For a setting
+            with such a name, a warning suggests this op.
+        former_layers: the op's layers in vllm-plugin-FL's lists of layers. A setting with such a
+            name is a warning, not an error, if the installed vLLM lacks the layer.
+        batch_invariant: the vLLM code that VLLM_BATCH_INVARIANT requires instead of the op, such as
+            `vLLM's own kernel`: with that variable the op stays `stock`. Empty for none.
+        needs: names that the targets call or read, such as `vllm.package.module:Class.method`. If
+            the installed vLLM lacks a name, the op stays `stock`, and the reason is reported. Not
+            necessary for the classes and functions of the targets.
+        shared: dictionaries that contain layers of the op for all models of a process, such as
+            `vllm.package.module:TABLE`. They are required like `needs`, and are emptied before a
+            model is built.
+        products: whether the op is a matrix product of the model. Matrix products are most of the
+            device's work in large batches: if they take longer than the host needs for a layer,
+            `vllm-fl tune` ignores launch times. False for an op that includes the product of
+            another op: that would be counted twice.
+        calls_operators: whether vLLM's implementation of the op calls operators that are targets of
+            other ops. A model with this op may then use those ops without having their layers, and
+            `vllm-fl tune` does not assume that they are compiled by range of sizes.
     """
 
     targets: tuple[Target, ...] = ()
@@ -102,12 +103,13 @@ class Binding:
 
     @property
     def claims(self) -> tuple[str, ...]:
-        """Its targets by name, as `operator _C::silu_and_mul`: each can be only one op's. Operators
-        of graphs are told apart by the part that is looked for behind them."""
+        """The names of its targets, such as `operator _C::silu_and_mul`. Only one op can have each.
+
+        Operators in graphs also have the name of the part that `find` looks for."""
         return tuple(dict.fromkeys(name for target in self.targets for name in target.claims))
 
     def routed(self, spec: OpSpec) -> Binding:
-        """The same binding, with functions in the place of declared routes.
+        """Return the same binding, with functions instead of declared routes.
 
         Raises:
             TypeError: a declared route does not fit its target, or the contract.
@@ -117,12 +119,12 @@ class Binding:
 
 @dataclass(frozen=True)
 class Contract:
-    """An op that a plugin brings.
+    """An op that a plugin provides.
 
     Args:
-        spec: what the op is.
+        spec: the contract.
         binding: the module with its `BINDING`, such as `acme.bindings.acme_op`, or with a mapping
-            from ops to bindings; None for an op that vLLM has no target for, and that scripts call.
+            from ops to bindings; None for an op without a target in vLLM, which scripts call.
     """
 
     spec: OpSpec
@@ -139,12 +141,11 @@ class Contract:
 
     @property
     def name(self) -> str:
-        """The op's name."""
         return self.spec.name
 
 
 def new_node(graph: Graph, target: Callable[..., Any], *args: Any) -> Node:
-    """Return a new call of `target` in a graph, with what later passes read of it."""
+    """Add a call of `target` to a graph, with the `meta["val"]` that later passes read."""
     from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.fx.node import map_arg
@@ -158,11 +159,11 @@ def new_node(graph: Graph, target: Callable[..., Any], *args: Any) -> Node:
 
 
 def model_sizes(config: Any, bindings: Iterable[Binding]) -> ModelSizes:
-    """The served model's sizes, by the rules of the ops' bindings.
+    """Return the served model's sizes, from the rules of the bindings.
 
     Args:
         config: vLLM's VllmConfig.
-        bindings: those of every op. Rules of one name are one: the first is asked.
+        bindings: the bindings of all ops. Of several rules with the same name the first is used.
     """
     rules = by_name(rule for binding in bindings for rule in binding.sizes)
     return replace(
@@ -173,7 +174,7 @@ def model_sizes(config: Any, bindings: Iterable[Binding]) -> ModelSizes:
 
 
 def by_name(rules: Iterable[SizeRule]) -> dict[str, SizeRule]:
-    """The rules by their names. Those of one name are one, the first."""
+    """Return the rules by name: the first rule with each name."""
     found: dict[str, SizeRule] = {}
     for rule in rules:
         found.setdefault(rule.name, rule)
@@ -181,7 +182,7 @@ def by_name(rules: Iterable[SizeRule]) -> dict[str, SizeRule]:
 
 
 def with_values(values: Mapping[str, float | None]) -> ModelSizes:
-    """Sizes of these values: those that `ModelSizes` has no field for are its `more`."""
+    """Return `ModelSizes` with these values; names that are not among its fields go to `more`."""
     own = {field.name for field in fields(ModelSizes)} - {"tokens", "max_position", "more"}
     known: dict[str, Any] = {n: v for n, v in values.items() if n in own and v is not None}
     return ModelSizes(**known, more={n: v for n, v in values.items() if n not in own})
@@ -190,5 +191,5 @@ def with_values(values: Mapping[str, float | None]) -> ModelSizes:
 def _size(rule: SizeRule, config: Any) -> float | None:
     try:
         return rule.ask(config)
-    except Exception:  # configurations are the models' own, and anything may be missing
+    except Exception:  # configuration classes differ by model, and may lack any attribute
         return None

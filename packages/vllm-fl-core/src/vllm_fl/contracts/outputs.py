@@ -1,4 +1,4 @@
-"""How the results of an op are compared with its oracle's."""
+"""The ways to compare an op's results with the reference results of its oracle."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["Exact", "ExpertBlocks", "Output", "QuantisedPair", "Routing", "Toler
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far from the oracle a result may lie: |got - want| <= atol + rtol * |want|.
+    """The largest error of a correct result: |got - want| <= atol + rtol * |want|.
 
     Args:
-        rtol: relative share, without unit.
-        atol: absolute share, in the units of the result.
-        reason: why these numbers, with their source. Two that differ in it alone are equal.
+        rtol: the relative part, without unit.
+        atol: the absolute part, in the units of the result.
+        reason: why these numbers, with their source. Ignored when tolerances are compared.
     """
 
     rtol: float
@@ -31,11 +31,11 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Within:
-    """One result, each element of which lies within a tolerance of the oracle's.
+    """One result, with each element within the tolerance.
 
     Args:
-        tolerances: this result's own, by the name of its dtype (`float32`, `bfloat16`); where there
-            are none, the contract's hold.
+        tolerances: by the name of the result's dtype (`float32`, `bfloat16`); if empty, the
+            contract's tolerances apply.
     """
 
     tolerances: Mapping[str, Tolerance] = field(default_factory=lambda: MappingProxyType({}))
@@ -45,10 +45,10 @@ class Within:
 
 @dataclass(frozen=True)
 class Exact:
-    """One result, equal to the oracle's in every element: ids, indices, block tables, flags.
+    """One result that equals the reference result in every element: ids, indices, block tables.
 
-    The oracle returns it as integers or flags of any width. A floating result, of an op that only
-    moves numbers, equals the oracle's number rounded to the result's dtype.
+    The oracle returns integers of any width, or bools. If the op only moves floating-point numbers,
+    the result must equal the reference result rounded to the result's dtype.
     """
 
     results: ClassVar[int] = 1
@@ -56,20 +56,20 @@ class Exact:
 
 @dataclass(frozen=True)
 class QuantisedPair:
-    """Two results, a value and its scale, which together stand for value * scale.
+    """Two results, a quantised value and its scale, compared as value * scale.
 
-    The oracle returns (what value * scale is to be, in fp64 and not rounded; the scale, in fp64).
-    An op that saturates has an oracle that does. The value's dtype has integer or floating steps
-    (`int8`, `float8_e4m3fn`), one element for each number: packed ones are not supported. The scale
-    is one number for all (any shape of one element), or one for each row (the value's shape without
-    its last dimension), or one for each group: of the value's dimensions, each is divided into
-    groups of equal size, the last of which may be smaller.
+    The oracle returns (the exact value * scale, not rounded; the scale), both in fp64. It saturates
+    if the op does. The value's dtype is an integer or floating-point one (`int8`, `float8_e4m3fn`)
+    with one element for each number: packed dtypes are not supported. The scale is one number (any
+    shape of one element), one for each row (the value's shape without its last dimension), or one
+    for each group: each dimension of the value is divided into groups of equal size, but the last
+    may be smaller.
 
     Args:
-        steps: how far value * scale may lie from the oracle, in steps of the value's dtype at that
-            number: 1.0 takes every way of rounding, 0.5 only to nearest. What the scale's
-            tolerance allows is added.
-        tolerances: the scale's own; where there are none, the contract's hold.
+        steps: the largest error of value * scale, in steps of the value's dtype at that number: 1.0
+            allows every rounding mode, 0.5 only rounding to nearest. The tolerance of the scale is
+            added to it.
+        tolerances: for the scale; if empty, the contract's tolerances apply.
     """
 
     steps: float = 1.0
@@ -84,21 +84,20 @@ class QuantisedPair:
 
 @dataclass(frozen=True)
 class Routing:
-    """Two results of shape (tokens, k): the weights of the experts a token takes, and their ids.
+    """Two results of shape (tokens, k): the weights of each token's experts, and their ids.
 
-    The order of a token's experts is free. They must be the oracle's where the k-th and the
-    (k+1)-th score are farther apart than `margin`. Where they are not, the tie may be decided
-    otherwise, between the experts whose scores lie in the margin. A weight belongs to its expert,
-    and lies within its tolerance; where a tie was decided otherwise, the token's weights are
-    compared in order of size.
+    A token's experts may be in any order. They must be the oracle's experts if the k-th and
+    (k+1)-th highest scores differ by more than `margin`. Otherwise it is a tie between the experts
+    with scores within the margin. Each expert's weight must be within the tolerance; if a tie was
+    decided differently, the token's weights are sorted and then compared.
 
     Args:
-        scores: the contract's parameters -> (tokens, experts), fp64: by which the oracle chooses
-            the k highest.
-        margin: how far apart two scores of magnitude 1 must be for their order to be certain, in
-            units of the scores: above the error of computing them in fp32. Like `atol` it counts
-            `Sample.scale` times.
-        tolerances: the weights' own; where there are none, the contract's hold.
+        scores: the contract's parameters -> (tokens, experts), fp64; the oracle chooses the k
+            highest.
+        margin: the largest difference between tied scores of magnitude 1, in units of the scores;
+            larger than the error of computing them in fp32. Like `atol` it is multiplied by
+            `Sample.scale`.
+        tolerances: for the weights; if empty, the contract's tolerances apply.
     """
 
     scores: Callable[..., torch.Tensor]
@@ -114,16 +113,16 @@ class Routing:
 
 @dataclass(frozen=True)
 class ExpertBlocks:
-    """Three results: rows sorted by expert in blocks, each block's expert, and the places in use.
+    """Three integer results: row ids in blocks by expert, each block's expert, and the length used.
 
-    They are integers: the ids of rows, with a number for padding that is above them all; one expert
-    for each block; and one number, how many places hold blocks that count. Experts come in the
-    oracle's order, and padding is where the oracle has it. The order of rows is free among the
-    blocks of one expert that follow each other, and so is what is behind the places in use.
+    The first result has the ids of rows, with a larger number for padding; the second one expert
+    for each block; the third, one number, the used length of the first result. Experts and padding
+    must be in the oracle's positions. Rows may be in any order within successive blocks of the same
+    expert, and the elements after the used length may have any value.
 
     Args:
-        block_size: the contract's parameters -> places of a block.
-        padding: the contract's parameters -> the number that stands for no row.
+        block_size: the contract's parameters -> number of positions in a block.
+        padding: the contract's parameters -> the number that marks padding.
     """
 
     block_size: Callable[..., int]
@@ -133,4 +132,4 @@ class ExpertBlocks:
 
 
 Output = Within | Exact | QuantisedPair | Routing | ExpertBlocks
-"""How one result, or several that belong together, are compared."""
+"""How one result, or several results that belong together, are compared."""

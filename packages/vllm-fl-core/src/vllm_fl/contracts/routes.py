@@ -1,8 +1,8 @@
-"""Declared routes: from the arguments of a target in vLLM to a contract's, and back.
+"""Declared routes: conversion between the arguments of a target in vLLM and of a contract.
 
 Most targets have an op's arguments under other names, in another order, with constants, or with
-tensors of the caller's for the results. A `Route` says which. The functions that follow from it are
-written out as source and compiled, so that a call costs what one written by hand does.
+tensors for the results. A `Route` declares this. Its functions are generated as source and
+compiled, which makes them as fast as handwritten ones.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ if TYPE_CHECKING:
 __all__ = ["Bound", "Route", "Selection", "by_contract", "by_target", "put"]
 
 Bound = Callable[..., Any]
-"""An op as something calls it: by the contract's parameters, or by those of its target."""
+"""An op as a function of the parameters of its contract or of a target."""
 
 Selection = Callable[..., Any]
-"""A function of some parameters, which it names as its own."""
+"""A function of some parameters, selected by the names in its signature."""
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """How a target's arguments are the contract's, and how its results are the op's.
+    """The conversion of arguments from a target to the contract, and of the op's results back.
 
-    A parameter of the contract that is not told is the target's of the same name. Where the target
-    has none, it has the contract's default.
+    A parameter of the contract that is not declared is the target's parameter with the same name,
+    or otherwise has its default.
 
     Args:
-        args: the contract's parameter -> the target's that it is, or a function of those that it
-            names. `{"x": "input"}`.
-        constants: parameter -> value. With one of the contract's the op is called. Of the target's,
-            a call with another value is not the op.
-        only: the parameters of the target that it names -> whether a call is the op. Not asked
-            where a constant has another value.
-        out: the target's parameters that it leaves the results in, in their order; a string for
-            one. Empty where the target returns them.
-        results: (the op's results, the parameters of the target that it names) -> what is left in
-            `out`, or else returned.
-        own_args: the target's parameter -> a function of the contract's that it names: what vLLM's
-            own kernel is called with, where that does not follow from the others. A parameter of
-            `out` that is none of the contract's is a new tensor, as the contract's `fake` has it.
-        own_results: (what vLLM's own has returned, or the tensors of `out` that it has written, the
-            contract's parameters that it names) -> the op's results.
+        args: the contract's parameter -> a parameter of the target, such as `{"x": "input"}`, or a
+            function of parameters of the target.
+        constants: parameter -> value. A parameter of the contract always gets this value. If a
+            parameter of the target has another value, the call is not the op.
+        only: parameters of the target -> whether a call is the op. Called only if all `constants`
+            match.
+        out: the target's parameters into which it writes the results, in order; a string for one
+            result. Empty if the target returns them.
+        results: (the op's results, parameters of the target) -> the results that are written to
+            `out`, or returned.
+        own_args: the target's parameter -> a function of parameters of the contract: the argument
+            for vLLM's kernel, if it does not follow from the others. A parameter of `out` that is
+            not in the contract gets a new tensor, made by the contract's `fake`.
+        own_results: (the results that vLLM's kernel returned, or wrote to `out`; parameters of the
+            contract) -> the op's results.
     """
 
     args: Mapping[str, str | Selection] = field(default_factory=dict)
@@ -62,10 +62,9 @@ class Route:
     own_results: Selection | None = None
 
     def __call__(self, bound: Bound) -> Bound:
-        """A target's route or native, which only the target of a loaded contract's binding has.
+        """Raise TypeError: the registry replaces declared routes by functions (`Binding.routed`).
 
-        Raises:
-            TypeError: always.
+        The method only gives a route the same type as the function that a target may have instead.
         """
         raise TypeError("a declared route is called by the bindings of the registry alone")
 
@@ -76,26 +75,26 @@ class Route:
 
     @property
     def renamed(self) -> dict[str, str]:
-        """The target's parameter -> the contract's that it is, of those under another name."""
+        """The target's parameter -> the contract's parameter, if their names differ."""
         return {theirs: name for name, theirs in self.args.items() if isinstance(theirs, str)}
 
     def written(self, spec: OpSpec) -> tuple[str, ...]:
-        """The contract's arguments that the target leaves results in."""
+        """Return the contract's arguments that the target overwrites with results."""
         names = (self.renamed.get(name, name) for name in self.targets if name not in self.own_args)
         return tuple(name for name in names if name in spec.parameters)
 
 
 def by_target(route: Route, parameters: tuple[str, ...], spec: OpSpec, op: Bound) -> Bound:
-    """The op as its target calls it: a function of the target's `parameters`.
+    """Return the op as a function of the target's `parameters`.
 
-    Of `silu_and_mul(x)` at the operator `_C::silu_and_mul(result, input)`::
+    For `silu_and_mul(x)` at the operator `_C::silu_and_mul(result, input)`::
 
         def place(result, input):
             return _put(result, _op(input))
 
     Raises:
-        TypeError: the route does not tell one of the contract's arguments, or names a parameter
-            that there is not.
+        TypeError: the route has no value for a parameter of the contract, or uses an unknown
+            parameter.
     """
     source, defaults = _Source({"_op": op, "_put": put}, route.constants), _defaults(spec)
     checks = []
@@ -120,9 +119,9 @@ def by_target(route: Route, parameters: tuple[str, ...], spec: OpSpec, op: Bound
 
 
 def by_contract(route: Route, parameters: tuple[str, ...], spec: OpSpec, own: Bound) -> Bound:
-    """vLLM's own kernel or function of a target as the op: a function of the contract's parameters.
+    """Return vLLM's kernel or function `own` as a function of the contract's parameters.
 
-    Of the same op and operator::
+    For the same op and operator as in `by_target`::
 
         def silu_and_mul(x):
             _to_result, = _parts(_fake(x), 1)
@@ -130,8 +129,8 @@ def by_contract(route: Route, parameters: tuple[str, ...], spec: OpSpec, own: Bo
             return _to_result
 
     Raises:
-        TypeError: the route does not tell one of the target's arguments, or names a parameter that
-            there is not.
+        TypeError: the route has no value for a parameter of the target, or uses an unknown
+            parameter.
     """
     scope = {"_own": own, "_fake": spec.fake, "_parts": _parts}
     source = _Source(scope, route.constants)
@@ -159,12 +158,12 @@ def by_contract(route: Route, parameters: tuple[str, ...], spec: OpSpec, own: Bo
 
 @dataclass
 class _Source:
-    """A function in the making.
+    """The source of a function that is being generated.
 
     Args:
-        scope: the values that it uses, by name.
-        constants: the route's.
-        lines: its body.
+        scope: the values that the function uses, by name.
+        constants: see `Route`.
+        lines: the body so far.
     """
 
     scope: dict[str, Any]
@@ -178,13 +177,13 @@ class _Source:
         told: Mapping[str, str | Selection],
         defaults: Mapping[str, Any],
     ) -> list[str]:
-        """The `wanted` arguments of a call, as source.
+        """Return the source of the arguments of a call.
 
         Args:
-            wanted: parameters of what is called.
-            known: those of the function.
-            told: a wanted one -> the known one that it is, or what it is computed by.
-            defaults: the values of others.
+            wanted: the parameters of the callee.
+            known: the parameters of the generated function.
+            told: a wanted parameter -> the known parameter, or the function that computes it.
+            defaults: the values of the others.
         """
         found = []
         for name in wanted:
@@ -202,14 +201,14 @@ class _Source:
         return found
 
     def call(self, selection: Selection, known: Collection[str], *first: str) -> str:
-        """A call with `first` and with those of the `known` parameters that it names, as source."""
+        """Return the source of a call with `first` and the selected `known` parameters."""
         names = list(inspect.signature(selection).parameters)[len(first) :]
         if unknown := [name for name in names if name not in known]:
             raise TypeError(f"a function of the route takes {unknown[0]!r}, which is no parameter")
         return f"{self.value(selection)}({', '.join([*first, *names])})"
 
     def value(self, value: Any) -> str:
-        """The name under which the function has a value."""
+        """Return the source of a value, which is added to the scope if necessary."""
         if value is None or isinstance(value, bool):
             return str(value)
         name = f"_{len(self.scope)}"
@@ -219,13 +218,13 @@ class _Source:
     def compiled(
         self, name: str, parameters: Sequence[str], values: Mapping[str, Any], result: str
     ) -> Bound:
-        """The function of these lines.
+        """Compile the function.
 
         Args:
             name: its name.
-            parameters: its own; the last ones that have values need not be given.
-            values: these values.
-            result: what it returns, as source.
+            parameters: its parameters; those at the end that are in `values` are optional.
+            values: parameter -> default.
+            result: the source of the expression that it returns.
         """
         last = next((n for n, p in enumerate(reversed(parameters)) if p not in values), None)
         optional = parameters[len(parameters) - last :] if last is not None else parameters
@@ -239,7 +238,7 @@ class _Source:
 
 @cache
 def _compiled(source: str) -> CodeType:
-    return compile(source, "<string>", "exec")  # a name that vLLM looks for no file of
+    return compile(source, "<string>", "exec")  # vLLM does not look for a file of this name
 
 
 def _defaults(spec: OpSpec) -> dict[str, Any]:
@@ -248,12 +247,12 @@ def _defaults(spec: OpSpec) -> dict[str, Any]:
 
 
 def _listed(out: str | tuple[str, ...], names: Sequence[str]) -> str:
-    """One tensor, or a tuple of them, as source."""
+    """Return the source of one tensor, or of a tuple of tensors."""
     return names[0] if isinstance(out, str) else f"({', '.join(names)},)"
 
 
 def _parts(made: Any, count: int) -> tuple[Any, ...]:
-    """So many results; None for those that a call has not."""
+    """Return `count` results, with None for missing ones."""
     parts = made if isinstance(made, tuple) else (made,)
     return (*parts, *[None] * count)[:count]
 
@@ -262,14 +261,14 @@ def put(
     target: torch.Tensor | tuple[torch.Tensor | None, ...] | None,
     result: torch.Tensor | tuple[torch.Tensor | None, ...] | None,
 ) -> None:
-    """Leave an op's results where its operator leaves them: for `OperatorTarget.route`.
+    """Write an op's results into the tensors of its operator, for `OperatorTarget.route`.
 
-    What an implementation has computed in place is not copied. Everything that must be copied is
-    apart from all targets before the first one is written.
+    Results that an implementation computed in place are not copied. Results that share memory with
+    a target are cloned before the first target is written.
 
     Args:
-        target: the operator's tensor, or several; None for one that this call has not.
-        result: what the op returned, in the targets' order, of their shapes and dtypes.
+        target: the tensor, or tensors, that the operator writes; None if the call lacks a tensor.
+        result: the op's results, in the same order and with the same shapes and dtypes.
     """
     if result is target:
         return
@@ -295,9 +294,9 @@ def put(
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the two are one tensor, or two views of the same elements in the same order.
+    """Whether two tensors are views of the same elements in the same order.
 
-    Tensors that are traced have no memory to compare: to all of them torch gives the address 0.
+    Addresses cannot be compared: torch returns 0 for all traced tensors.
     """
     if one is other:
         return True

@@ -1,4 +1,4 @@
-"""Random inputs for contracts: the same on every device, and never from the global generator."""
+"""Random inputs for contracts: equal on all devices, and independent of the global generator."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["Source", "peak", "positions"]
 _POWERS = tuple(2**n for n in range(11, 24))
 
 UNIQUE_ROWS = 257
-"""Rows that are made; a larger tensor has them again, in drawn order, so that no two rows a fixed
-distance apart are the same and the largest batch of a model costs no time."""
+"""The most rows to generate. A larger tensor repeats them in random order: rows at a fixed distance
+then differ, and a model's largest batch is made quickly."""
 
 
 class Source:
-    """A private stream of random tensors; two with equal arguments give equal tensors.
+    """A private stream of random tensors. Sources with equal arguments return equal tensors.
 
     Args:
-        dtype: dtype of the tensors, unless a draw names another.
-        device: where they are put. Numbers are drawn on the CPU in fp32 and rounded.
-        large: whether it is the stream for values as large as activations get, which gives other
-            numbers.
+        dtype: the default dtype of the tensors.
+        device: the device of the tensors. Numbers are drawn on the CPU in fp32 and rounded.
+        large: whether the values are to be as large as activations get (`peak`); such a source has
+            another seed.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, large: bool = False) -> None:
@@ -38,7 +38,7 @@ class Source:
     def normal(
         self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """A contiguous tensor of normal numbers with standard deviation `scale`."""
+        """Draw a contiguous tensor of normal numbers with standard deviation `scale`."""
         import torch
 
         rows = min(shape[0], UNIQUE_ROWS)
@@ -49,7 +49,10 @@ class Source:
         return block if rows == shape[0] else block[self.rows(shape[0])]
 
     def rows(self, count: int) -> torch.Tensor:
-        """Which of the rows that are made each of `count` rows is: first all, then drawn ones."""
+        """Return (count,), int64: for each row of a tensor the index of its generated row.
+
+        The indices begin with all generated rows in order; the rest are random.
+        """
         import torch
 
         made = torch.arange(min(count, UNIQUE_ROWS), device="cpu")
@@ -58,7 +61,7 @@ class Source:
         return torch.cat((made, drawn)).to(self.device)
 
     def spiked(self, *shape: int, scale: float, peak: float) -> torch.Tensor:
-        """Normal numbers of `scale` in which some features are `peak` or -`peak`.
+        """Draw normal numbers of `scale`, with every 61st feature replaced by `peak` or -`peak`.
 
         Large models have such features in a few channels (Sun et al., "Massive Activations in
         Large Language Models", arXiv:2402.17762).
@@ -72,21 +75,22 @@ class Source:
 
 
 def peak(dtype: torch.dtype) -> float:
-    """The largest activation that samples have: beyond fp16's range where `dtype` goes farther."""
+    """Return the largest activation in samples: above fp16's range unless `dtype` is fp16."""
     return 3e4 if str(dtype) == "torch.float16" else 1e5
 
 
 def positions(count: int, length: int, generator: torch.Generator) -> torch.Tensor:
-    """Where the tokens of one batch stand in their sequences.
+    """Draw the positions of a batch's tokens in their sequences.
 
-    Prompts stand one behind another, so that positions run, jump back and run again. Between them
-    stand sequences that decode: some at one position, some at the ends of what the model was made
-    for and at powers of two. Of the prompts, one is the later part of a longer one.
+    The batch alternates between prompts and decoding sequences. Positions increase in a prompt and
+    jump back after it; some prompts begin in the middle of their sequence. Of the decoding
+    sequences three are at one random position, the others at the first and last position and near
+    powers of two.
 
     Args:
-        count: tokens of the batch.
-        length: the model's length; positions are below it.
-        generator: what draws; on the CPU.
+        count: number of tokens.
+        length: the model's maximum length; positions are below it.
+        generator: a generator on the CPU.
 
     Returns:
         (count,), int64, on the CPU.
@@ -102,7 +106,7 @@ def positions(count: int, length: int, generator: torch.Generator) -> torch.Tens
     missing, number = count, 0
     while missing > 0:
         kind = number % 4
-        if kind == 2:  # decoding in step, and at the edges
+        if kind == 2:  # decoding sequences: at the same position, and at the edges
             at = drawn(0, length)
             part = torch.tensor([at, at, at, *edges[number // 4 :: 2]], device="cpu")
         else:

@@ -1,4 +1,4 @@
-"""What a contract is: the single source from which an op's checks, tests and wrappers follow."""
+"""The contract of an op. Its checks, tests and wrappers are derived from it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["BadInput", "ModelSizes", "OpSpec", "Sample", "Tolerance", "Variant"]
 _PARAMETER = re.compile(
     r"""(?P<type>\w[^\s,="']*)\s+(?P<name>\w+)(?:=(?:"[^"]*"|'[^']*'|\[[^\]]*\]|[^,]*))?(?:,|$)"""
 )
-"""One parameter of a torch schema with its default, which may be quoted and hold a comma."""
+"""Matches a parameter of a torch schema. Its default may be quoted and contain a comma."""
 
 
 def differs(value: object, default: object) -> bool:
-    """Whether a call gives a parameter another value than its default; a tensor is another one."""
+    """Whether an argument differs from its parameter's default. A tensor always does."""
     if value is default:
         return False
     if not isinstance(value, (bool, int, float, complex, str, type(default))):
-        return True  # a tensor would be compared by element, and on its device
+        return True  # tensors would be compared element by element, on their device
     try:
         return bool(value != default)
     except Exception:  # a default that cannot be compared
@@ -39,25 +39,25 @@ def differs(value: object, default: object) -> bool:
 
 @dataclass(frozen=True)
 class Sample:
-    """One call that every implementation must get right.
+    """One call that every implementation must compute correctly.
 
     Args:
-        name: what is special about it (`1 token`, `strided qkv view`).
+        name: its special property (`1 token`, `strided qkv view`).
         args: one value per parameter of the contract, in order.
-        scale: the magnitude of the values, without unit: the contract's `atol`, which is meant for
-            values of magnitude 1, counts that many times.
-        smaller: in which size a served model's call is larger, where the oracle of that one is too
-            dear: `8 of 128 experts`. A start and the kit say it; empty: the call is of its size.
-        open_rows: rows of every result of which nothing is promised, as that of a token with NaN.
-            All others are compared.
-        kit_only: the conformance kit makes the call and a start does not: vLLM makes none of the
-            kind, and a kernel of its own gets it wrong.
-        relaid: whether an activation has a layout that no layer of vLLM has (`layouts.py` of
-            vllm-fl-verify).
-        repeats: (the arguments of a smaller call, columns), where column j of every result is that
-            call's column `columns[j]`, (n,), int64. Large weights that repeat their rows are made
-            so, and the oracle is asked about the smaller call. None: it is asked about `args`.
-        enlarged: whether its rows are those of another sample, drawn several times.
+        scale: the magnitude of the values, without unit. The contract's `atol`, which is for values
+            of magnitude 1, is multiplied by it.
+        smaller: the dimension that was reduced because the oracle is too slow at the size of the
+            served model (`8 of 128 experts`), for reports by startup and the kit. Empty: full size.
+        open_rows: rows of every result that may have any value, such as for a token with NaN. All
+            other rows are compared.
+        kit_only: whether only the conformance kit makes the call, and startup does not: vLLM never
+            makes such a call, and a kernel of vLLM returns incorrect results for it.
+        relaid: whether an activation has a layout that does not occur in vLLM's layers
+            (`layouts.py` of vllm-fl-verify).
+        repeats: (the arguments of a smaller call, columns: (n,), int64). Column j of every result
+            equals column `columns[j]` of the smaller call. Used for large weights with repeated
+            rows: the oracle computes only the smaller call. None: it computes `args`.
+        enlarged: whether the rows are randomly repeated rows of another sample.
     """
 
     name: str
@@ -76,9 +76,9 @@ class BadInput:
     """One call that breaks the contract.
 
     Args:
-        name: what is wrong with it.
+        name: the problem.
         args: the arguments, in order.
-        argument: the parameter that the CallError must name.
+        argument: the parameter that the CallError must report.
     """
 
     name: str
@@ -88,21 +88,21 @@ class BadInput:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a served model, for samples of its own shapes (per rank).
+    """The sizes of a served model on one rank, for samples with the model's shapes.
 
-    A size that the model's configuration does not tell is None, and has no samples.
+    A size is None, and has no samples, if the model's configuration does not contain it.
 
     Args:
         hidden: features of the residual stream.
         intermediate: features of one half of the gated MLP.
         heads, kv_heads: query and key heads.
         head_size: features of one head.
-        rotary: how many of them rotate.
-        tokens: the batch sizes to try, in tokens; the last one is the largest batch.
-        max_position: the model's length, or what of it is tried: positions run from 0 to
+        rotary: features of one head that are rotated.
+        tokens: the batch sizes of the samples, in tokens; the last is the largest batch.
+        max_position: the maximum length of the model or of the samples. Positions are 0 to
             max_position - 1.
-        epsilon: what the model's norms add to the mean of squares.
-        more: what the bindings of ops ask beyond these, by the names of their rules.
+        epsilon: added by the model's norms to the mean of squares.
+        more: further sizes, by the name of the bindings' `SizeRule`.
     """
 
     hidden: int | None = None
@@ -118,24 +118,24 @@ class ModelSizes:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The names of the sizes that are not told."""
         own = (f.name for f in fields(self) if getattr(self, f.name) is None)
         return (*own, *(name for name, value in self.more.items() if value is None))
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One torch.library signature of an op, where the contract's own has no torch schema.
+    """One torch.library signature of an op.
 
-    A torch schema cannot say "Tensor or a pair of Tensors": each shape of result is a variant.
+    A torch schema cannot express "Tensor or a pair of Tensors", so an op has a variant for each
+    form of its result.
 
     Args:
-        name: suffix of the operator's name, empty for the plain one.
-        schema: `(Tensor x, float epsilon) -> Tensor`, the parameters a subset of the contract's,
-            in its order and under its names; those left out are None.
-        pads: the contract returns (Tensor, None) where this schema returns the Tensor alone.
-        overwrites: the arguments over which a consuming implementation writes the results, in the
-            results' order; empty where a result has no such place.
+        name: suffix of the operator's name; empty for the plain variant.
+        schema: such as `(Tensor x, float epsilon) -> Tensor`, with some or all parameters of the
+            contract, in the same order and with the same names. The others are None.
+        pads: whether this schema returns a Tensor and the contract returns (Tensor, None).
+        overwrites: the arguments that a consuming implementation overwrites with the results, in
+            the order of the results; empty for a result that overwrites no argument.
     """
 
     name: str
@@ -145,18 +145,17 @@ class Variant:
 
     @cached_property
     def types(self) -> Mapping[str, str]:
-        """Parameter -> its type as the schema writes it (`Tensor`, `Tensor?`, `SymInt?`)."""
+        """Parameter -> its type in the schema (`Tensor`, `Tensor?`, `SymInt?`)."""
         inside = self.schema.rpartition("->")[0].strip()[1:-1]
         return MappingProxyType({m["name"]: m["type"] for m in _PARAMETER.finditer(inside)})
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
-        """The names of the schema's parameters, in order."""
         return tuple(self.types)
 
     @cached_property
     def mutating_schema(self) -> str:
-        """The schema of the operator that leaves its results in `overwrites`."""
+        """The schema of the operator that writes its results into `overwrites`."""
         schema = self.schema.rpartition("->")[0]
         for mark, name in zip("abcdefgh", self.overwrites, strict=False):
             schema = re.sub(rf"\bTensor {name}\b", f"Tensor({mark}!) {name}", schema)
@@ -164,12 +163,12 @@ class Variant:
 
     @cached_property
     def returns(self) -> int:
-        """How many tensors come back."""
+        """The number of returned tensors."""
         return self.schema.rpartition("->")[2].count("Tensor")
 
 
 def unserved(*_: Any) -> tuple[Sample, ...]:
-    """The `served` of an op that no engine runs: no model has calls of it."""
+    """Return no samples: the `served` of an op that models do not call."""
     return ()
 
 
@@ -178,66 +177,66 @@ class OpSpec:
     """The contract of one op.
 
     Args:
-        oracle: the op itself, computed in fp64 with plain torch and returned in fp64. Its
-            signature is the contract's and its docstring the documentation.
-        variants: its torch.library signatures; all together they cover every legal call.
-        fake: the parameters -> empty tensors of the result's shape and dtype. Computes nothing.
-        check: the parameters -> None, or (parameter, what is wrong with it). Called only after an
-            exception, and by the conformance kit: never on a call path.
-        samples: (dtype, device) -> the calls that every implementation must get right.
-        served: (ModelSizes, dtype, device, large) -> the same for one model's own sizes; with
-            `large` the values are as large as activations get. Both give the same calls, in the
-            same order and layout, with other values.
-        by_token: the parameters that have one row per token, in the first dimension. Each row of
-            every result depends on the same row of these alone, unless `whole_batch` is set. One
-            that is declared so (`or_one`) may be one number instead, which is no row.
-        bad_inputs: (dtype, device) -> calls that `check` must refuse, beyond those that follow from
-            `arguments`.
-        tolerances: how far from the oracle a result may lie, by the result's dtype (`float32`,
-            `float16`, `bfloat16`), for the outputs that bring none of their own.
-        consumable: the parameters that an implementation may declare in `consumes`. It may then
-            overwrite them in the calls whose variant has results to put there (`overwrites`).
-        from_layer: parameter -> how a vLLM layer provides it. The method form of the op is the
-            contract without these parameters.
-        second_form: the oracle's op by another formula, written independently of it: same
+        oracle: computes and returns the reference result in fp64, with plain torch. Its signature
+            is the contract's signature, and its docstring documents the op.
+        variants: the torch.library signatures; together they cover every valid call.
+        fake: the parameters -> uninitialised tensors with the shapes and dtypes of the results.
+        check: the parameters -> None, or (parameter, problem). Called only after an exception and
+            by the conformance kit, never on a call path.
+        samples: (dtype, device) -> calls that every implementation must compute correctly.
+        served: (ModelSizes, dtype, device, large) -> such calls with one model's sizes; if `large`,
+            the values are as large as activations get. Without `large` it must yield the same
+            calls, in the same order and layout, with other values.
+        by_token: the parameters with one row per token, in the first dimension. Each row of every
+            result depends only on the same row of these, unless `whole_batch` is set. A parameter
+            declared with `or_one` may also be one number without rows.
+        bad_inputs: (dtype, device) -> calls that `check` must refuse, in addition to the calls that
+            the kit derives from `arguments`.
+        tolerances: by the result's dtype (`float32`, `float16`, `bfloat16`), for outputs without
+            their own tolerances.
+        consumable: the parameters that an implementation may list in `consumes`. It may then
+            overwrite them in calls of a variant that writes results there (`overwrites`).
+        from_layer: parameter -> a function that gets it from a vLLM layer. The method form of the
+            op is the contract without these parameters.
+        second_form: the same op by another formula, written independently of the oracle: same
             parameters, same results, in fp64. The contract's tests compare the two on all samples.
-        layer: the parameters of `from_layer`, by name -> an object that provides them, as a layer
-            of vLLM's would: for implementations that take the layer, where there is no model.
-        plain: the parameters -> True, or why an implementation that takes the layer is not given
-            this call. Such an implementation reads the layer itself, and the older form's know a
-            plain one; None: any layer is plain. A parameter that layers begin to provide is refused
-            here, since those written before do not read it.
-        dtypes: what the inputs may be, by name (`float32`, `float16`, `bfloat16`; a contract of
-            integers alone names theirs): samples are made and run in each. Empty: those of
+        layer: the parameters of `from_layer`, by name -> a stand-in for a vLLM layer that provides
+            them. Used without a model, for implementations that take the layer.
+        plain: the parameters -> True, or why the call is unsupported by an implementation that
+            takes the layer. Older implementations only support plain layers. If layers start to
+            provide another parameter, `plain` must refuse it, since older implementations do not
+            read it from the layer. None: every layer is plain.
+        dtypes: the dtypes of the inputs, by name (`float32`, `float16`, `bfloat16`; for a contract
+            with only integers, their dtypes). Samples are made and run in each. Empty: the keys of
             `tolerances`.
-        outputs: how the results are compared, in order; a call may have fewer results than a
-            contract has outputs, the last ones missing. Empty: each within its tolerance.
-        whole_batch: True where a result depends on more rows than its own, or has no row per token
-            (one scale for a whole tensor, ids sorted by expert). The start then computes the
-            oracle anew for each batch, which takes longer.
-        ignores_repeats: with `whole_batch`: True where a batch that holds rows several times, in
-            any order, gives each of them the same results, and the same numbers that belong to no
-            row (a maximum, a cache; not a sum, an order or a place). Large batches of the start
-            repeat a few hundred rows, and for those alone the oracle is then computed.
-        stands: True where the tokens of a batch belong to sequences, or each has its own state, so
-            that no batch can be made of other rows of a pool. The start then tries the served calls
-            as they stand, at a few numbers of tokens.
-        part: the parameters -> those of a call that gives the same results and holds only what it
-            reads of large weights (of experts, those that its rows take): for comparing calls on
-            weights that are too large to be copied. None: there is no such part.
-        read_whole: the parameters beside those with a row per token of which every call reads all,
-            as a weight of which each layer has its own: `vllm-fl tune` counts their bytes, and
-            gives calls in turn other ones where caches would hold them from call to call.
-        arguments: parameter -> what it must be (`contracts/arguments.py`), of a contract that
-            declares it: the conformance kit makes further bad inputs by it.
-        group: the ops that settings order together with this one by `group:NAME`, as `norms`; empty
-            for an op that they order by its own name alone.
+        outputs: how each result is compared, in order; a call may lack the last ones. Empty: each
+            result must be within its tolerance.
+        whole_batch: whether a result depends on more rows than its own, or has no row per token
+            (one scale for a whole tensor, ids sorted by expert). Startup then has to compute the
+            oracle for each batch, which is slow.
+        ignores_repeats: with `whole_batch`: whether repeated and reordered rows leave the results
+            of each row unchanged, and the results that belong to no row (true for a maximum or a
+            cache; false for a sum, an order or a position). Startup's large batches repeat a few
+            hundred rows; the oracle then computes only these.
+        stands: whether rows cannot be recombined into other batches, because tokens belong to
+            sequences or have states. Startup then runs the served calls unchanged, at a few token
+            counts.
+        part: the parameters -> the arguments of a call with the same results, which has only the
+            parts of large weights that the call reads (the experts of its rows). Used to compare
+            calls with weights that are too large to copy. None: not possible.
+        read_whole: the parameters without a row per token that every call reads completely, such as
+            the weight of a layer. `vllm-fl tune` counts their bytes, and rotates through copies to
+            keep them out of caches.
+        arguments: parameter -> its declaration (`contracts/arguments.py`), if the contract has
+            them. The conformance kit derives further bad inputs from it.
+        group: the name of a group of ops, such as `norms`, which settings select by `group:NAME`;
+            empty for none.
 
     Raises:
-        ValueError: the parts contradict each other: a parameter that no call can pass by position,
-            no dtypes, an output without a tolerance, a variant whose results end inside a pair,
-            `ignores_repeats` without `whole_batch`, or with `stands`; or a group that is no name;
-            or one of them names a parameter that the oracle does not take.
+        ValueError: the parts contradict each other: a parameter that cannot be passed both by
+            position and by name, no dtypes, an output without a tolerance, a variant with a number
+            of results that does not match `outputs`, `ignores_repeats` without `whole_batch` or
+            with `stands`, a group that is not an identifier, or a parameter that the oracle lacks.
     """
 
     oracle: Callable[..., Any]
@@ -298,25 +297,26 @@ class OpSpec:
 
     @property
     def name(self) -> str:
-        """The op's name."""
         return self.oracle.__name__
 
     @cached_property
     def signature(self) -> inspect.Signature:
-        """The contract's parameters; annotations are left as text, so that torch stays out."""
+        """The contract's parameters. Annotations stay strings, which avoids an import of torch."""
         return inspect.signature(self.oracle)
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
-        """The names of the contract's parameters, in order."""
         return tuple(self.signature.parameters)
 
     def tolerance(self, dtype: torch.dtype, output: Output | None = None) -> Tolerance:
-        """The tolerance for results of `dtype`; KeyError for a dtype that has none.
+        """Return the tolerance for results of `dtype`.
 
         Args:
-            dtype: the result's.
-            output: whose result it is; None takes the contract's own tolerances.
+            dtype: the dtype of the result.
+            output: the output of the result; None for the contract's tolerances.
+
+        Raises:
+            KeyError: no tolerance is defined for `dtype`.
         """
         found: Mapping[str, Tolerance] = getattr(output, "tolerances", {}) or self.tolerances
         name = str(dtype).removeprefix("torch.")
@@ -326,10 +326,10 @@ class OpSpec:
         return found[name]
 
     def outputs_of(self, results: int) -> tuple[Output, ...]:
-        """How the results of a call with so many of them are compared, in order.
+        """Return the outputs of a call with this number of results, in order.
 
         Raises:
-            ValueError: so many results end inside a pair, or are more than `outputs` names.
+            ValueError: the number ends inside an output with several results, or exceeds `outputs`.
         """
         if not self.outputs:
             return (Within(),) * results
@@ -343,9 +343,9 @@ class OpSpec:
 
     @cached_property
     def consumed_with(self) -> Mapping[str, frozenset[str]]:
-        """Parameter -> the arguments without which it is not consumed; empty: it always may be.
+        """Parameter -> the arguments that a call must have to consume it; empty for no condition.
 
-        No variant without these has a result to put there.
+        Variants without these arguments do not overwrite the parameter.
         """
 
         def needed(parameter: str) -> frozenset[str]:
@@ -359,17 +359,16 @@ class OpSpec:
         return MappingProxyType({p: needed(p) for p in self.parameters})
 
     def consumed(self, declared: Iterable[str], arguments: Iterable[Any]) -> frozenset[str]:
-        """Those of the parameters `declared` as consumed that one call's `arguments` give up."""
+        """Return which of the parameters in `declared` a call with `arguments` may overwrite."""
         present = {p for p, arg in zip(self.parameters, arguments, strict=False) if arg is not None}
         return frozenset(p for p in declared if p in present and self.consumed_with[p] <= present)
 
     def named(self, arguments: Iterable[Any]) -> dict[str, Any]:
-        """One call's `arguments`, by name."""
         return dict(zip(self.parameters, arguments, strict=True))
 
     def unprovided(self, arguments: Iterable[Any]) -> tuple[Any, ...]:
-        """Those of one call's `arguments` that no layer provides, in order."""
-        if not self.from_layer:  # so it is where a contract has no parameters, and takes any
+        """Return the arguments of a call that are not provided by a layer, in order."""
+        if not self.from_layer:  # a contract without parameters allows any number of arguments
             return tuple(arguments)
         given = zip(self.parameters, arguments, strict=True)
         return tuple([arg for name, arg in given if name not in self.from_layer])
@@ -378,31 +377,31 @@ class OpSpec:
     def caches(self) -> frozenset[str]:
         """The consumable parameters without a row per token: caches and pools of states.
 
-        The results in them have no row per token either. `call_op` copies the other consumable
-        arguments of its caller, and overwrites caches.
+        Results that are written to them have no row per token. `call_op` overwrites the caller's
+        caches, but copies the other consumable arguments.
         """
         return self.consumable - self.by_token
 
     def has_rows(self, name: str, argument: Any) -> bool:
-        """Whether an argument has a row per token: it is not None, nor one number for all."""
+        """Whether an argument has a row per token: False for None and for one number for all."""
         if name not in self.by_token or argument is None:
             return False
         return name not in self.arguments or not self.arguments[name].is_one(argument)
 
     def with_rows(self, arguments: Iterable[Any]) -> dict[str, Any]:
-        """Those of one call's `arguments` that have a row per token, by name."""
+        """Return the arguments of a call that have a row per token, by name."""
         given = self.named(arguments).items()
         return {name: arg for name, arg in given if self.has_rows(name, arg)}
 
     def with_changed_rows(
         self, arguments: Iterable[Any], change: Callable[[Any], Any]
     ) -> tuple[Any, ...]:
-        """One call's `arguments`, those that have a row per token as `change` gives them."""
+        """Return the arguments of a call, with `change` applied to each with a row per token."""
         given = self.named(arguments)
         rows = self.with_rows(given.values()).items()
         return tuple((given | {name: change(arg) for name, arg in rows}).values())
 
     def tokens(self, arguments: Iterable[Any]) -> Any:
-        """How many tokens one call has: the rows of the first of its `arguments` that has one for
-        each token; in a graph that may be a symbol. 0 where none has."""
+        """Return the number of tokens of a call: the rows of the first argument with a row per
+        token, or 0. In a graph it may be a symbol."""
         return next((arg.shape[0] for arg in self.with_rows(arguments).values()), 0)

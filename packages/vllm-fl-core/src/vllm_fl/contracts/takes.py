@@ -41,8 +41,8 @@ def supports_of(spec: OpSpec, rules: Iterable[Rule]) -> Callable[..., object]:
 
     Args:
         spec: the contract.
-        rules: each may use the parameters, the sizes in the contract's shapes, and `torch`. A size
-            that an argument of None would have is None.
+        rules: each may use the parameters, the sizes in the contract's shapes, and `torch`. The
+            sizes of an argument that is None are None.
 
     Raises:
         ValueError: a rule uses another name.
@@ -82,7 +82,7 @@ def supports_of(spec: OpSpec, rules: Iterable[Rule]) -> Callable[..., object]:
 
 
 def checked(fn: Callable[..., Any], supports: Callable[..., object]) -> Callable[..., Any]:
-    """`fn`, raising NotImplementedError for a call that `supports` refuses."""
+    """Return `fn` with a check that raises NotImplementedError for unsupported calls."""
 
     @functools.wraps(fn)
     def check(*args: Any, **kwargs: Any) -> Any:

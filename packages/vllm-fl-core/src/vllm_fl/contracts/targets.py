@@ -29,7 +29,7 @@ ATTENTION_BACKEND = "the attention backend"
 """The claim of the only `AttentionTarget`, which has no contract."""
 
 DERIVED = Route()
-"""The native of a target whose declared route tells the way back, too."""
+"""The `native` of a target that is derived from its declared route."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ class Target:
 
     @property
     def plain(self) -> Bound | None:
-        """vLLM's implementation here, if it is PyTorch code, by the contract's parameters."""
+        """vLLM's implementation here with the contract's parameters, if it is PyTorch code."""
         return None
 
     @property
     def apart(self) -> Bound | None:
-        """The same with the results of vLLM's graph, if the op has to do more than that."""
+        """The same, but with the results that vLLM's graph has, if the op does more than that."""
         return None
 
     @property
@@ -80,7 +80,7 @@ class Target:
 
     @property
     def profiled(self) -> tuple[str, ...]:
-        """The names of calls in a profile of vLLM without us."""
+        """The names of calls in a profile of vLLM without vllm-fl."""
         return ()
 
     def may_begin(self, layers: Iterable[object], vllm_config: Any) -> bool:
@@ -126,20 +126,21 @@ class _Routed(Target):
 
 @dataclass(frozen=True)
 class LayerTarget(Target):
-    """A class of vLLM's layers (a CustomOp): a subclass takes its place, its forwards the op's.
+    """A layer class of vLLM (a CustomOp). A subclass with forward methods for the op replaces it.
 
     Args:
-        path: the class, as `vllm.model_executor.layers.activation.SiluAndMul`.
-        native: vLLM's own form of the op, by the contract's parameters: what runs when every
-            candidate refused a call. Without it such a call is an error.
-        grants: the arguments that the layer owns, so that an implementation may overwrite them.
-        adapt: (layer, the op without the parameters that a layer provides) -> the method, for a
-            layer whose own parameters are not the contract's.
-        stand_in: layer -> what is asked in its place for the parameters that a layer provides, for
-            a layer whose attributes mean something else than the contract's.
-        subclasses: whether vLLM's own subclasses that inherit every forward are targets, too.
-        enabled: whether vLLM is told (`custom_ops`) that the layer is on while the op is planned.
-            Every forward is ours either way. Norms are not: that would change what vLLM fuses.
+        path: the class, such as `vllm.model_executor.layers.activation.SiluAndMul`.
+        native: vLLM's implementation with the contract's parameters, for calls that no candidate
+            supports. Without it such a call is an error.
+        grants: the arguments that the layer owns: an implementation may overwrite them.
+        adapt: (layer, the op without the parameters that a layer provides) -> the forward method,
+            for a layer with other parameters than the contract.
+        stand_in: layer -> an object with the parameters that a layer provides, for a layer with
+            other attributes than the contract expects.
+        subclasses: whether vLLM's subclasses that inherit every forward method are also targets.
+        enabled: whether the layer is enabled in vLLM's `custom_ops` while the op is planned. The
+            forward methods are replaced in any case. False for norms: enabling them would change
+            vLLM's fusions.
     """
 
     reaches_compiler: ClassVar[bool] = True
@@ -155,12 +156,12 @@ class LayerTarget(Target):
 
     @property
     def cls(self) -> str:
-        """The class's name, as `SiluAndMul`."""
+        """The class's name, such as `SiluAndMul`."""
         return self.path.rpartition(".")[2]
 
     @property
     def claims(self) -> tuple[str, ...]:
-        return (f"layer {self.cls}",)  # vLLM's registry knows a layer by this name
+        return (f"layer {self.cls}",)  # the key of vLLM's table of replacements
 
     def describe(self) -> str:
         more = ", and vLLM's subclasses of it that inherit its forwards"
@@ -173,30 +174,30 @@ class LayerTarget(Target):
 
 @dataclass(frozen=True)
 class OperatorTarget(_Routed):
-    """A torch operator of vLLM's: its kernel is overridden while an engine's plan has the op.
+    """A torch operator of vLLM: its kernel is overridden while an engine's plan has the op.
 
-    Only pure operators may be named: no collective, and nothing that computes more than the op.
+    It must be a pure operator: not a collective, and without any work in addition to the op.
 
     Args:
-        name: the operator, as `_C::silu_and_mul`.
-        parameters: the operator's parameters, in its schema's order. A release may have further
-            ones behind them; a call that gives one of these another value than its default is left
-            to the replaced kernel.
-        route: how the operator's arguments are the contract's. Where that cannot be declared: the
-            op by the contract's parameters -> a kernel with `parameters`. It leaves the results
-            where the operator does (`put`). It returns NotImplemented for a call that is not the
-            op: the replaced kernel runs then.
-        native: the replaced kernel, with `parameters` -> the op by the contract's parameters: what
-            runs when every candidate refused a call. A declared route tells it, too.
-        grants: the contract's arguments that the operator overwrites, so that an implementation
-            may, too. Of a declared route those are its `out`.
-        tokens: the parameter whose first dimension is the op's number of tokens, in every call that
-            `route` takes. Calls of sizes that the plan leaves to vLLM then reach the replaced
-            kernel as they came. Empty where no parameter is so, or where the kernel must not have
-            vLLM's own calls while the op is planned: they go through `route` and `native`.
-        on_cpu: whether vLLM's layers call it on a CPU, too. Most compute with plain PyTorch there,
-            though vLLM has the operator.
-        within: whether `native` runs inside of a call of the target alone, and by itself refuses.
+        name: the operator, such as `_C::silu_and_mul`.
+        parameters: the operator's parameters, in the order of its schema. A release of vLLM may
+            have more at the end; calls that set any of these to another value than the default run
+            the replaced kernel.
+        route: the conversion from the operator's arguments to the contract. If it cannot be
+            declared: a function, (the op with the contract's parameters) -> a kernel with
+            `parameters`. The kernel writes the results where the operator does (`put`). For a call
+            that is not the op it returns NotImplemented, and the replaced kernel runs.
+        native: (the replaced kernel, with `parameters`) -> the op with the contract's parameters,
+            for calls that no candidate supports. By default derived from a declared route.
+        grants: the contract's arguments that the operator overwrites: an implementation may also
+            overwrite them. By default the `out` of a declared route.
+        tokens: the parameter with the op's number of tokens as its first dimension, in every call
+            that `route` accepts. Calls with sizes that the plan assigns to `stock` then run the
+            replaced kernel directly. Empty if no parameter has it, or if vLLM's calls must not
+            reach the kernel directly while the op is planned: `route` and `native` convert them.
+        on_cpu: whether vLLM's layers also call it on a CPU. Most layers use plain PyTorch there,
+            even if the operator exists.
+        within: whether `native` only works inside a call of the target, and raises elsewhere.
     """
 
     called_by_name: ClassVar[bool] = True
@@ -224,25 +225,22 @@ class OperatorTarget(_Routed):
 
 @dataclass(frozen=True)
 class FunctionTarget(_Routed):
-    """A Python function or method of vLLM's, for calls from code that vLLM does not compile.
+    """A Python function or method of vLLM, for calls from code that vLLM does not compile.
 
-    Mixtures of experts and linear attention call such functions inside one operator that a compiler
-    takes whole. A compiler that traces a call takes vLLM's own function.
+    Mixtures of experts and linear attention call such functions inside one operator that is opaque
+    to a compiler. If a compiler traces a call, it sees vLLM's function.
 
     Args:
-        paths: where vLLM's callers look the function up, as
-            `vllm.model_executor.layers.fused_moe.fused_moe.fused_experts`, each module that imports
-            it by name included; a method by its class. The first one names the function; of the
-            others, those that a release lacks are left out.
-        parameters: the function's parameters, in its order, for a method `self` too. A release may
-            have further ones behind them; a call that gives one of these another value than its
-            default is left to vLLM's function.
-        route, native, grants: as for an `OperatorTarget`; a function returns what vLLM's does.
-        tokens: the parameter whose first dimension is the op's number of tokens, in every call that
-            `route` takes. Calls of sizes that the plan leaves to vLLM then reach its function as
-            they came. Empty where no parameter is so, or where the function must not have vLLM's
-            own calls while the op is planned: they go through `route` and `native`.
-        within: as for an `OperatorTarget`.
+        paths: all locations where vLLM's callers look the function up, such as
+            `vllm.model_executor.layers.fused_moe.fused_moe.fused_experts`, including each module
+            that imports it by name; for a method, its class. The first is the function's name. Any
+            others that a release of vLLM lacks are ignored.
+        parameters: the function's parameters, in order, including `self` for a method. See
+            `OperatorTarget`.
+        route, native, grants: see `OperatorTarget`. The routed function returns the same kind of
+            result as vLLM's function.
+        tokens: see `OperatorTarget`.
+        within: see `OperatorTarget`.
     """
 
     called_by_name: ClassVar[bool] = True
@@ -257,7 +255,7 @@ class FunctionTarget(_Routed):
 
     @property
     def name(self) -> str:
-        """The function, as the report and the digest name it."""
+        """The function's name in the worker report and the digest."""
         return self.paths[0]
 
     @property
@@ -270,14 +268,14 @@ class FunctionTarget(_Routed):
 
 @dataclass(frozen=True)
 class IrTarget(_Routed):
-    """An op of vLLM's IR (`vllm.ir`).
+    """An op in vLLM's IR (`vllm.ir`).
 
     Args:
-        name: the IR op, as `fused_add_rms_norm`.
-        route: how the IR op's arguments are the contract's; or the op by the contract's parameters
-            -> the same by the IR op's own.
+        name: the IR op, such as `fused_add_rms_norm`.
+        route: the conversion from the IR op's arguments to the contract; or a function, (the op
+            with the contract's parameters) -> the op with the IR op's parameters.
         grants: the contract's arguments that a provider may overwrite.
-        parameters: the IR op's, where the route is declared.
+        parameters: the IR op's parameters; required for a declared route.
     """
 
     reaches_compiler: ClassVar[bool] = True
@@ -301,7 +299,7 @@ class IrTarget(_Routed):
 
 @dataclass(frozen=True)
 class AttentionTarget(Target):
-    """The attention backends of a model's layers, which vLLM is given by class path."""
+    """The attention backends of a model's layers. vLLM loads them by class path."""
 
     @property
     def claims(self) -> tuple[str, ...]:
@@ -315,20 +313,20 @@ class AttentionTarget(Target):
 class FusionTarget(Target):
     """A pass of vLLM's compiler that finds the op in a graph and puts an operator there.
 
-    While the op is planned, the pass is turned on, and what it looks for is left to vLLM. The
+    While the op is planned, the pass is turned on, and the ops that it looks for stay `stock`. The
     operator is an `OperatorTarget` of the same binding: the pass decides where the op runs, and the
-    operator which implementation does.
+    operator decides which implementation runs.
 
     Args:
-        path: the pass's class, as `vllm.compilation.passes.fusion.…Pass`.
+        path: the pass's class, such as `vllm.compilation.passes.fusion.…Pass`.
         flag: the field of vLLM's PassConfig that turns it on.
-        parts: the ops that it looks for in vLLM's own form.
-        layers: the layers (by the names in `custom_ops`) that must be on for that.
-        native: what vLLM computes where the pass is off, by the contract's parameters.
-        apart: the same with the results as vLLM's graph has them, where the op's are more than that
-            (put together in one tensor, say): what `vllm-fl tune` takes the time of.
-        begins: (a layer of vLLM's, its VllmConfig) -> whether the op may begin with it. A model
-            that makes no such layer does not have the op. None where that tells nothing.
+        parts: the ops that it looks for, in vLLM's implementation.
+        layers: the layers (by their names in `custom_ops`) that must be enabled for the pass.
+        native: vLLM's computation without the pass, with the contract's parameters.
+        apart: the same with the results as in vLLM's graph, for `vllm-fl tune` to time, if the op
+            does more than that (such as joining its results in one tensor).
+        begins: (a layer of vLLM, the VllmConfig) -> whether the op may begin with this layer. A
+            model without such a layer does not have the op. None: cannot be determined.
     """
 
     seen_live: ClassVar[bool] = False
@@ -360,23 +358,23 @@ class FusionTarget(Target):
 
 @dataclass(frozen=True)
 class GraphTarget(Target):
-    """An operator in graphs that vLLM compiles: a pass of ours puts the op there.
+    """An operator in compiled graphs. A pass of vllm-fl replaces it by the op.
 
-    In the graphs of sizes at which the op is planned, an implementation stands in the operator's
-    place; in all others, and in eager mode, the operator stays.
+    It does so in graphs for sizes with an implementation in the plan. In all other graphs, and in
+    eager mode, the operator stays.
 
     Args:
-        operators: PyTorch's, as `aten.mm.default`, or vLLM's, as `_C.cutlass_scaled_mm.default`. Of
-            an op that takes several in, the last one, whose result is the op's. One that writes
-            over its result, and returns nothing, is found in its functional form
-            (`auto_functionalized`), which has its arguments by name. One that this vLLM does not
-            have is passed over.
-        find: a node of a graph (`torch.fx.Node`) that calls one of them -> the op's arguments, by
-            the contract's parameters: nodes, numbers, words and None; None for a call that is not
-            the op. It may make the nodes that it returns (`new_node`).
-        native: what the operator computes, by the contract's parameters.
-        parts: the ops that `find` looks for in vLLM's own form. While one of them is planned, the
-            op is left to vLLM. Ops with other parts may share an operator.
+        operators: operators of PyTorch, such as `aten.mm.default`, or of vLLM, such as
+            `_C.cutlass_scaled_mm.default`. For an op that replaces several operators, the last one,
+            with the op's result. An operator that overwrites an argument and returns nothing is
+            found in its functional form (`auto_functionalized`), with arguments by name.
+            Operators that the installed vLLM lacks are ignored.
+        find: a node of a graph (`torch.fx.Node`) with a call of them -> the op's arguments, in the
+            order of the contract: nodes, numbers, strings and None; or None if the call is not the
+            op. It may create nodes (`new_node`).
+        native: the operator's computation, with the contract's parameters.
+        parts: the ops that `find` looks for, in vLLM's implementation. While any of them is
+            planned, the op stays `stock`. Ops with different parts may share an operator.
     """
 
     reaches_compiler: ClassVar[bool] = True

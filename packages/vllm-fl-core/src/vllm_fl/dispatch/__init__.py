@@ -1,7 +1,7 @@
-"""Choose the implementation of an op, and call it.
+"""The choice and the call of an op's implementation.
 
-`call_op` and `resolve_op` are for scripts and tests; layers use `dispatch_method`. Under vLLM the
-same rules make the engine's plan.
+`call_op` and `resolve_op` are for scripts and tests; layers use `dispatch_method`. In vLLM the same
+rules make the engine's plan.
 """
 
 from __future__ import annotations
@@ -59,25 +59,25 @@ __all__ = [
     "with_strict_mode",
 ]
 
-# The call path is the manager's own method: one function call less than a wrapper around it.
+# Bound methods of the manager avoid the function call of a wrapper.
 call_op = _manager.manager.call
-"""`OpManager.call` of the default manager: run an op on these arguments, by the policy in force."""
+"""`OpManager.call` of the default manager: run an op under the current policy."""
 call_method_op = _manager.manager.call_as_method
-"""`OpManager.call_as_method` of the default manager: the same for a layer, which comes first."""
+"""`OpManager.call_as_method` of the default manager: run an op as a method of a layer."""
 
 
 def resolve_op(op_name: str) -> Callable[..., Any]:
-    """The function that `call_op(op_name, …)` runs now, with the same guards.
+    """Return the function that `call_op(op_name, …)` currently runs, with the same guards.
 
     Raises:
-        UnknownOpError: neither a contract nor a plugin names the op.
-        NoImplementationError: no implementation may run.
+        UnknownOpError: no contract and no plugin has the op.
+        NoImplementationError: no implementation can run.
     """
     return get_default_manager().resolve(op_name)
 
 
 def reset_default_manager() -> None:
-    """Forget everything: plugins, settings and demotions are found anew at the next use.
+    """Reset plugins, settings and demotions. They are loaded again at the next use.
 
     Raises:
         PolicySealedError: an engine's layers are bound to a plan.
@@ -88,20 +88,20 @@ def reset_default_manager() -> None:
 
 
 def get_policy() -> SelectionPolicy:
-    """The policy in force: that of the running block, or the global one."""
+    """Return the policy of the enclosing `with` block, or the global policy."""
     return override.get() or get_default_manager().policy
 
 
 def set_global_policy(policy: SelectionPolicy) -> SelectionPolicy:
-    """Replace the global policy; ends every demotion.
+    """Replace the global policy and end all demotions.
 
-    It holds for every `OpManager` that was given no policy of its own.
+    It applies to every `OpManager` that was created without a policy.
 
     Returns:
-        The global policy before, so that it can be set again.
+        The previous global policy.
 
     Raises:
-        SettingsError: the settings, which gave the policy before, cannot be read.
+        SettingsError: the previous policy cannot be read from the settings.
         PolicySealedError: an engine's layers are bound to a plan.
     """
     before = get_default_manager().policy
@@ -110,7 +110,7 @@ def set_global_policy(policy: SelectionPolicy) -> SelectionPolicy:
 
 
 def reset_global_policy() -> None:
-    """Go back to the policy that the settings give; ends every demotion.
+    """Restore the policy of the settings and end all demotions.
 
     Raises:
         PolicySealedError: an engine's layers are bound to a plan.
@@ -119,39 +119,39 @@ def reset_global_policy() -> None:
 
 
 def with_strict_mode(strict: bool = True) -> AbstractContextManager[SelectionPolicy]:
-    """In the block, raise the first failure and try nothing else."""
+    """In the block, raise the first failure and do not fall back."""
     return policy_context(_replaced(get_policy(), strict=strict))
 
 
 def with_preference(prefer: str) -> AbstractContextManager[SelectionPolicy]:
     """In the block, prefer a kind: flagos, vendor or reference.
 
-    Lists that a platform file brought are re-sorted; lists that the user wrote stand.
+    Orders from a platform file are sorted again; the user's orders do not change.
     """
     return policy_context(_preferring(get_policy(), prefer.lower()))
 
 
 def with_allowed_vendors(*vendors: str) -> AbstractContextManager[SelectionPolicy]:
-    """In the block, allow these vendors only."""
+    """In the block, allow only these vendors."""
     return policy_context(_replaced(get_policy(), allow_vendors=frozenset(vendors)))
 
 
 def with_denied_vendors(*vendors: str) -> AbstractContextManager[SelectionPolicy]:
-    """In the block, deny these vendors too."""
+    """In the block, also deny these vendors."""
     policy = get_policy()
     return policy_context(_replaced(policy, deny_vendors=policy.deny_vendors | {*vendors}))
 
 
-# Making a policy reads its orders anew: one that is entered at every request is made once.
+# Cached, since making a policy parses its orders, and a program may enter a policy per request.
 _replaced = functools.lru_cache(maxsize=64)(dataclasses.replace)
 _preferring = functools.lru_cache(maxsize=64)(SelectionPolicy.preferring)
 
 
 def discover_plugins(registry: OpRegistry) -> tuple[Plugin, ...]:
-    """Find and load the plugins into `registry`, as VLLM_FL_PLUGINS and VLLM_FL_PLUGIN_MODULES say.
+    """Load the plugins that VLLM_FL_PLUGINS and VLLM_FL_PLUGIN_MODULES select into `registry`.
 
     Raises:
-        SettingsError: one of the two is wrong.
+        SettingsError: either variable is invalid.
     """
     early = load_startup()
     found = _discovery.discover(early.plugin_modules)
@@ -161,17 +161,17 @@ def discover_plugins(registry: OpRegistry) -> tuple[Plugin, ...]:
 
 
 def get_discovered_plugins() -> tuple[Plugin, ...]:
-    """The plugins that `discover_plugins` found, or else the plugins of the default manager."""
+    """Return the plugins that `discover_plugins` or, without such a call, the manager loaded."""
     if _Discovered.plugins is not None:
         return _Discovered.plugins
     return get_default_manager().registry.plugins
 
 
 def clear_discovered_plugins() -> None:
-    """Empty the list of `get_discovered_plugins`; what is registered stays."""
+    """Empty the list of `get_discovered_plugins`. Registered implementations stay."""
     _Discovered.plugins = ()
 
 
 class _Discovered:
     plugins: tuple[Plugin, ...] | None = None
-    """None: `discover_plugins` was not called."""
+    """None until `discover_plugins` is called."""

@@ -1,4 +1,4 @@
-"""The candidates of one op in order, and what happens when the first one refuses or fails."""
+"""The ordered candidates of an op, and the fallback when a call is unsupported or fails."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .resolver import NEEDS_LAYER
 
 
 class Left(Exception):
-    """Raised to leave a call to the layer's own method.
+    """Raised to hand a call back to the layer's original method.
 
-    Only the bound op knows that, and only the caller of the method has its arguments. What `adapt`
-    made is between the two, and an exception passes through it.
+    The bound op decides this, but only the caller of the method has the original arguments. An
+    exception is used because it passes through the method that `adapt` made around the op.
     """
 
 
 class Call:
     """One call: the layer or None, and the contract's arguments.
 
-    Those of an op without contract may be given by name.
+    Only an op without contract may have keyword arguments.
     """
 
     def __init__(self, layer: object, /, *args: Any, **keywords: Any) -> None:
@@ -37,18 +37,18 @@ class Call:
 
 @dataclass(frozen=True)
 class Chain:
-    """The candidates of one op under one policy, in order, and what happens when one fails.
+    """The candidates of one op under one policy, in order, and the fallback between them.
 
     Args:
         op: the op's name.
-        rows: the candidates by the size of a call, first choice first; no row is empty. Only an op
-            with a contract has several rows.
-        spec: the contract, or what stands for it (`uncontracted`).
-        strict: the first failure is raised and nothing else is tried.
-        record: what keeps count and knows what is demoted.
-        grants: parameters whose owner lets an implementation overwrite them; others are copied.
-        bare: nothing is put around the first candidate, and it is not counted: for code that a
-            compiler traces. A row that is left to vLLM or another plugin is bare in any case.
+        rows: the candidates by the size of a call, in order; no row is empty. Only an op with a
+            contract has several rows.
+        spec: the contract, or a substitute (`uncontracted`).
+        strict: raise the first failure and do not fall back.
+        record: the counters and demotions.
+        grants: parameters that an implementation may overwrite; others are copied first.
+        bare: run the first candidate without a guard or counter: for code that a compiler traces.
+            A row with `stock` or `foreign` first is always bare.
     """
 
     op: str
@@ -61,24 +61,24 @@ class Chain:
 
     @property
     def impls(self) -> tuple[OpImpl, ...]:
-        """The candidates of the largest calls; where size does not matter, of every call."""
+        """The candidates of the largest calls, or of every call if they do not depend on size."""
         return self.rows[-1][1]
 
     @property
     def is_by_size(self) -> bool:
-        """Whether calls of different sizes have different candidates."""
+        """Whether the candidates depend on the size of a call."""
         return len(self.rows) > 1
 
     def of(self, *impls: OpImpl, bare: bool = False) -> Chain:
-        """The same op with these candidates, for calls of every size."""
+        """Return the chain of the same op with these candidates, for calls of every size."""
         return dataclasses.replace(self, rows=((None, impls),), bare=bare)
 
     def refuse(self, verdict: object, call: Call) -> Any:
-        """Go on after the first candidate's `supports` said no."""
+        """Fall back after the first candidate's `supports` rejected the call."""
         return self._try_others(refusal(verdict), call)
 
     def recover(self, error: Exception, call: Call) -> Any:
-        """Go on after the first candidate raised, or was passed over."""
+        """Fall back after the first candidate raised, or was skipped because it is demoted."""
         return self._try_others(None if isinstance(error, Skipped) else error, call)
 
     def _try_others(self, first: Exception | str | None, call: Call) -> Any:
@@ -117,7 +117,11 @@ class Chain:
         )
 
     def _attempt(self, impl: OpImpl, call: Call) -> tuple[str | None, Any]:
-        """A later candidate: (refusal, None) or (None, result). Overwrites only what is granted."""
+        """Call a candidate. It may overwrite only granted arguments.
+
+        Returns:
+            (None, result), or (the reason why it does not support the call, None).
+        """
         if impl.needs_layer and call.layer is None:
             return NEEDS_LAYER, None
         asked = asked_for(impl, self.spec)
@@ -131,7 +135,7 @@ class Chain:
         return None, impl.fn(*args, **call.keywords)
 
     def _safe(self, impl: OpImpl, call: Call) -> Sequence[Any]:
-        """The arguments, with copies of what `impl` may overwrite and nobody granted."""
+        """Return the arguments, copied if `impl` may overwrite them and `grants` lacks them."""
         own = self._consumed(impl, call) - self.grants
         if not own:
             return call.args
@@ -141,7 +145,14 @@ class Chain:
         ]
 
     def _judge(self, impl: OpImpl, outcome: Exception | str, call: Call, *, last: bool) -> None:
-        """Raise what must be raised; otherwise note it, so that the next candidate is tried."""
+        """Raise the error if it must not be hidden by a fallback; otherwise record it.
+
+        Raises:
+            CallError: the arguments break the contract.
+            AllFailedError: strict mode, and `impl` does not support the call.
+            Exception: the error of `impl`, if it makes the device unusable, in strict mode, if
+                `impl` is not demoted (`Record.failed`), or if arguments may be half overwritten.
+        """
         if isinstance(outcome, Exception):
             if _poisons_the_device(outcome):
                 raise outcome
@@ -162,17 +173,17 @@ class Chain:
             or self._consumed(impl, call)
             or not self.record.failed(self.op, impl, outcome, last=last)
         ):
-            # What it consumes of this call may be half written: no second try.
+            # Consumed arguments may be half overwritten, which rules out a fallback.
             raise outcome
 
     def _consumed(self, impl: OpImpl, call: Call) -> frozenset[str]:
-        """The arguments of this call that `impl` may overwrite."""
+        """Return the parameters that `impl` may overwrite in this call."""
         return self.spec.consumed(impl.consumes, call.args)
 
     def _blame_caller(self, call: Call, outcome: Exception | str) -> None:
         try:
             mistake = self.spec.check(*call.args)
-        except Exception as error:  # arguments so odd that even the check trips over them
+        except Exception as error:  # arguments that even the check cannot handle
             mistake = ("(call)", f"cannot be read: {spelt(error)}")
         if mistake is not None:
             cause = outcome if isinstance(outcome, Exception) else None
@@ -180,23 +191,23 @@ class Chain:
 
 
 def copied(argument: Any) -> Any:
-    """A copy that may be overwritten and returned: contiguous, as results are."""
+    """Return a copy that may be overwritten and returned: contiguous, as results must be."""
     return argument.clone() if argument.is_contiguous() else argument.contiguous()
 
 
 def _poisons_the_device(error: Exception) -> bool:
-    """Out of memory, or a device error: sticky, so that every later kernel would fail too."""
+    """Whether an error is out-of-memory, or a sticky device error that fails all later kernels."""
     if isinstance(error, MemoryError):
         return True
     kinds = {c.__name__ for c in type(error).__mro__}
-    if kinds & {"OutOfMemoryError", "AcceleratorError"}:  # torch's, without importing torch
+    if kinds & {"OutOfMemoryError", "AcceleratorError"}:  # by name, to avoid importing torch
         return True
     marks = ("CUDA error", "CUDNN_STATUS", "out of memory", "NPU error", "HIP error", "aclrt")
     return isinstance(error, RuntimeError) and any(mark in spelt(error) for mark in marks)
 
 
 def refusal(verdict: object) -> str:
-    """What a `supports` that did not say True has said."""
+    """Return the reason in the result of a `supports` that did not return True."""
     return verdict if isinstance(verdict, str) and verdict else "its supports gave no reason"
 
 

@@ -1,4 +1,4 @@
-"""Context: the policy of a `with` block, and the plan of the model that is being built."""
+"""The policy of a `with` block, and the plan of the model that is being built."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, Protocol
 from ..settings.policy import SelectionPolicy
 
 override: ContextVar[SelectionPolicy | None] = ContextVar("vllm_fl_policy", default=None)
-"""The policy of the running block, or None where the global one holds."""
+"""The policy of the enclosing block, or None if the global policy applies."""
 
 
 class _Global:
-    """What `set_global_policy` gave: every manager without a policy of its own goes by it."""
+    """The argument of `set_global_policy`: the policy of managers without a policy."""
 
     policy: SelectionPolicy | None = None
 
@@ -23,15 +23,15 @@ chosen = _Global()
 
 
 class policy_context(ContextDecorator):
-    """Resolve under `policy` inside the block, in this task and thread only.
+    """Resolve with `policy` inside the block, only in this task and thread.
 
-    Layers that an engine has bound keep what they are bound to. It also decorates a function.
+    Layers that an engine has bound do not change. It can also decorate a function.
 
     Raises:
-        TypeError: `policy` is no SelectionPolicy.
+        TypeError: `policy` is not a SelectionPolicy.
     """
 
-    # A generator with `contextlib.contextmanager` would take three times as long.
+    # A generator with `contextlib.contextmanager` is three times as slow.
 
     def __init__(self, policy: SelectionPolicy) -> None:
         if not isinstance(policy, SelectionPolicy):
@@ -40,7 +40,7 @@ class policy_context(ContextDecorator):
         self._tokens: list[Token[SelectionPolicy | None]] = []
 
     def _recreate_cm(self) -> policy_context:
-        """Another one for each call of a decorated function."""
+        """Return a new context for each call of a decorated function."""
         return policy_context(self.policy)
 
     def __enter__(self) -> SelectionPolicy:
@@ -52,7 +52,7 @@ class policy_context(ContextDecorator):
 
 
 class Binder(Protocol):
-    """What layers bind to while an engine's model is built: the engine's plan."""
+    """The engine's plan, as layers see it that are built for the engine's model."""
 
     @property
     def mode(self) -> str:
@@ -60,32 +60,32 @@ class Binder(Protocol):
 
     @property
     def kept_layers(self) -> frozenset[str]:
-        """Classes of vLLM's that the user leaves alone."""
+        """Layer classes of vLLM that the user excluded from replacement."""
 
     def is_stock(self, op: str) -> bool:
-        """Whether the op is left to vLLM."""
+        """Whether the op is `stock`."""
 
     def is_partly_stock(self, op: str) -> bool:
-        """Whether the op is left to vLLM at some sizes, and at others not."""
+        """Whether the op is `stock` at some sizes but not at others."""
 
     def bind(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        """`op` as a method of `layer`: `engine.plan.Plan.bind`."""
+        """Return an op as a method of a layer; see `engine.plan.Plan.bind`."""
 
 
 class _Building:
-    """Whose model is being built. Not per thread: vLLM may build layers in threads of its own."""
+    """The plan of the model being built. Not per thread, since vLLM may build layers in threads."""
 
     binder: Binder | None = None
 
 
 def current_binder() -> Binder | None:
-    """What the layers that are built now bind to; None outside an engine."""
+    """Return the plan that new layers bind to; None outside an engine."""
     return _Building.binder
 
 
 @contextmanager
 def building(binder: Binder) -> Iterator[None]:
-    """Layers that are built inside the block bind to `binder`."""
+    """Bind the layers that are built inside the block to `binder`."""
     before, _Building.binder = _Building.binder, binder
     try:
         yield

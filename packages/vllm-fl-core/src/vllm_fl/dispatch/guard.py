@@ -1,8 +1,7 @@
-"""The function that a caller gets: an implementation, guarded by the rules of fallback.
+"""Guards: functions with a contract's signature that call an implementation and fall back.
 
-For each op and policy a small function with the contract's signature is compiled, so that a call
-costs only some tens of nanoseconds more than the implementation itself. Everything else happens
-after an exception or a refusal, in `Chain`.
+A small function is compiled for each op and policy. It adds only some tens of nanoseconds to a call
+of the implementation. After an exception or an unsupported call, `Chain` takes over.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ def _skipped(*_: Any, **__: Any) -> Any:
 
 
 class Guard:
-    """A compiled guard: its code calls what its own table of globals names, which can change.
+    """A compiled guard. It is switched to other candidates by changing the globals of its code.
 
     Args:
-        chain: the candidates, of one row, for which it was compiled.
-        scope: that table. The names that change are `_chain`, `_fn` and `_supports`.
+        chain: the candidates of one row.
+        scope: the globals. `_chain`, `_fn` and `_supports` change.
     """
 
     def __init__(self, chain: Chain, scope: dict[str, Any]) -> None:
         self.chain, self._scope = chain, scope
 
     def switch(self) -> None:
-        """Call the first candidate from now on, or the others if that is demoted."""
+        """Call the first candidate, or the others if it is demoted."""
         self.run(self.chain)
 
     def run(self, chain: Chain) -> None:
-        """Call the candidates of this chain from now on."""
+        """Call the candidates of `chain` instead."""
         first = chain.impls[0]
         skips = not chain.bare and (chain.op, first.impl_id) in chain.record.demotions
         self._scope["_chain"] = chain
@@ -51,17 +50,13 @@ class Guard:
 
 
 def uncontracted(op: str, impl: OpImpl) -> OpSpec:
-    """What stands for the contract of an op that only plugins name: it checks nothing.
+    """Make a substitute contract for an op without a contract. It checks nothing.
 
-    Its parameters are those of the first implementation, where a call can give each of them by
-    position and by name. It has none where nobody states them: such an op takes anything.
-
-    Args:
-        op: the op's name.
-        impl: its first implementation.
+    It has the parameters of `impl`, the first implementation, if each can be passed by position and
+    by name. Otherwise it has no parameters, and the op accepts any arguments.
     """
     told = (parameters_of(impl.fn) or ())[impl.needs_layer :]
-    # Generated code uses names of its own that begin with an underscore.
+    # Names that begin with an underscore could collide with names in generated code.
     if any(p.kind is not p.POSITIONAL_OR_KEYWORD or p.name.startswith("_") for p in told):
         told = ()
 
@@ -85,32 +80,32 @@ def uncontracted(op: str, impl: OpImpl) -> OpSpec:
 
 
 def call_guard(chain: Chain) -> Callable[..., Any]:
-    """The op as a plain function of the contract's parameters: the implementation and one `try`.
+    """Return the op as a function: the implementation, called inside one `try`.
 
     Args:
-        chain: the candidates. Where there are rows, each call goes by its own token count, and is
-            counted under the first candidate of its row, if the record counts calls.
+        chain: the candidates. With several rows, the number of tokens of each call selects its row.
+            If the record counts calls, a call is counted for the first candidate of its row.
     """
     return _written(chain, None)
 
 
 def method_guard(chain: Chain) -> Callable[..., Any]:
-    """The op as a method: the layer, then the contract's parameters that it does not provide.
+    """Return the op as a method: the layer, then the parameters that the layer does not provide.
 
-    What the layer provides is read at each call: its weights may be replaced.
+    The layer's values are read at each call, since its weights may be replaced.
 
     Args:
-        chain: as for `call_guard`.
+        chain: see `call_guard`.
     """
     return _written(chain, chain.spec.from_layer)
 
 
 Provided = Mapping[str, Callable[[Any], Any]]
-"""What a layer provides: parameter -> how it is read."""
+"""Parameter -> the function that reads it from a layer."""
 
 
 def _written(chain: Chain, provided: Provided | None) -> Callable[..., Any]:
-    """The guard in the plain form, or as a method of what provides `provided`."""
+    """Return the guard as a function, or as a method of a layer if `provided` is not None."""
     scope: dict[str, Any] = {}
     heads = _heads(chain.spec, provided, scope)
     guards: list[tuple[int | None, Callable[..., Any]]] = []
@@ -130,7 +125,7 @@ def _by_size(
     heads: Mapping[str, str],
     scope: dict[str, Any],
 ) -> Callable[..., Any]:
-    """A function that hands each call to the guard of its token count, written out as source."""
+    """Generate a function that passes each call to the guard for its number of tokens."""
     given = ", ".join(heads)
     lines = [
         "    try:",
@@ -146,7 +141,7 @@ def _by_size(
 
 
 def _tokens(spec: OpSpec) -> str:
-    """The argument that tells a call's token count, as source: what `OpSpec.tokens` takes."""
+    """Return the source of the argument that has a row per token, as in `OpSpec.tokens`."""
     nullable = _nullable(spec)
     rows = (name for name in spec.parameters if name in spec.by_token)
     names = [n for n in rows if n not in spec.arguments or not spec.arguments[n].may_be_one]
@@ -158,11 +153,11 @@ def _tokens(spec: OpSpec) -> str:
 
 
 def _heads(spec: OpSpec, provided: Provided | None, scope: dict[str, Any]) -> dict[str, str]:
-    """A guard's parameters: each as the guard hands it on -> as it stands in the guard's head.
+    """Return a guard's parameters: the source in a call -> the source in the `def` line.
 
-    Defaults go to `scope`.
+    Defaults are put into `scope`.
     """
-    if not spec.parameters:  # it takes anything
+    if not spec.parameters:  # any arguments are valid
         heads = {"*_args": "*_args", "**_keywords": "**_keywords"}
         return heads if provided is None else {"_layer": "_layer", **heads}
     nullable = _nullable(spec) if provided is not None else frozenset()
@@ -185,7 +180,7 @@ def _heads(spec: OpSpec, provided: Provided | None, scope: dict[str, Any]) -> di
 def _executed(
     chain: Chain, heads: Mapping[str, str], lines: Sequence[str], scope: dict[str, Any]
 ) -> FunctionType:
-    """The function of a guard's head and body, named and documented as the op."""
+    """Compile a guard from its parameters and body, with the name and docstring of the op."""
     exec("\n".join([f"def _guard({', '.join(heads.values())}):", *lines]), scope)
     guard = cast("FunctionType", scope["_guard"])
     guard.__name__ = guard.__qualname__ = chain.op
@@ -198,9 +193,9 @@ def _executed(
 def _compile(
     chain: Chain, provided: Provided | None, heads: Mapping[str, str], scope: dict[str, Any]
 ) -> Callable[..., Any]:
-    """Write the guard for the first candidate out as source, as `dataclasses` does, and compile.
+    """Generate the source of the guard for the first candidate, and compile it.
 
-    Of `silu_and_mul(x)`, for a candidate with `supports`::
+    For `silu_and_mul(x)` and a candidate with `supports`::
 
         def silu_and_mul(x):
             try:
@@ -212,9 +207,9 @@ def _compile(
             return _chain.refuse(_verdict, _Call(None, x))
 
     Args:
-        chain: the candidates, of one row.
-        provided: what a layer provides, for the method form; None for the plain one.
-        heads, scope: what `_heads` gave.
+        chain: the candidates of one row.
+        provided: see `Provided`, for a method; None for a function.
+        heads, scope: the result of `_heads`, and the scope that it filled.
     """
     first = chain.impls[0]
     read = {f"_read_{name}": how for name, how in (provided or {}).items()}
@@ -247,13 +242,13 @@ def _compile(
             *recover,
             f"    return _chain.refuse(_verdict, {call})",
         ]
-    scope["_switch"] = guard = Guard(chain, scope)  # the only reference that keeps it alive
+    scope["_switch"] = guard = Guard(chain, scope)  # the only strong reference to it
     chain.record.watch(guard)
     return _executed(chain, heads, lines, scope)
 
 
 def _nullable(spec: OpSpec) -> frozenset[str]:
-    """The parameters that may be None: those that some torch schema of the op leaves out."""
+    """Return the parameters that may be None: any that a torch schema of the op omits."""
     return frozenset(
         name for v in spec.variants for name in set(spec.parameters) - set(v.parameters)
     )

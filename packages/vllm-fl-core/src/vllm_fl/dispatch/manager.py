@@ -1,4 +1,4 @@
-"""The manager: load plugins and settings once, resolve ops, keep the result, and call it."""
+"""The manager of a process: loads plugins and settings once, resolves ops, and calls them."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ log = get_logger("dispatch")
 Bound = Callable[..., Any]
 
 current = override.get
-"""The policy of the running block, looked up once instead of at every call."""
+"""Returns the policy of the enclosing block. Bound here to save an attribute look-up per call."""
 
 POLICIES_AT_MOST = 64
-"""Policies of contexts whose functions are kept: a program may make a new one for every call."""
+"""The most policies to cache functions for: a program may make a new policy for every call."""
 
 
 class OpManager:
@@ -44,8 +44,8 @@ class OpManager:
     Args:
         registry: the implementations; by default those of the installed plugins, which are loaded
             at the first use.
-        policy: this manager's policy; by default the one of `set_global_policy`, or of the
-            settings. A manager that is given both reads no settings.
+        policy: this manager's policy; by default the policy of `set_global_policy`, or of the
+            settings. With both arguments the manager does not read settings.
     """
 
     def __init__(
@@ -62,21 +62,21 @@ class OpManager:
         self._startup: Startup | None = None
         self._ready = registry is not None and self._policy is not None
         self._seals: dict[object, str] = {}
-        """Who relies on the policy; each has a key of its own."""
+        """Key of a seal -> the holder of the seal, for error messages."""
         self._record = Record(log, self._demote)
         self._registry.on_change(self._forget)
         self._forget()
 
     def _forget(self) -> None:
         """Drop the bound functions; the next call of each op resolves it again."""
-        # Tables are replaced, never emptied: a thread that reads one meanwhile sees a whole table.
+        # Replaced, not emptied: another thread may be reading the old table.
         self._tables: dict[SelectionPolicy | None, dict[object, Bound]] = {None: {}}
         counts = self._startup is not None and self._startup.settings.counts_calls
         self._record.counts = "calls" if counts else ""
 
     @property
     def registry(self) -> OpRegistry:
-        """The implementations. Reading it loads the plugins."""
+        """The implementations. The first access loads the plugins."""
         self.ensure_initialized()
         return self._registry
 
@@ -93,7 +93,7 @@ class OpManager:
 
     @property
     def policy(self) -> SelectionPolicy:
-        """The policy of calls outside of any block.
+        """The policy of calls outside of a `with` block.
 
         Raises:
             SettingsError: the settings cannot be read.
@@ -114,12 +114,12 @@ class OpManager:
 
     @property
     def fallbacks(self) -> Counter[tuple[str, str]]:
-        """(op, impl id) -> calls that this later candidate took over."""
+        """(op, impl id) -> calls that this implementation computed as a fallback."""
         return self._record.fallbacks
 
     @property
     def calls(self) -> Counter[tuple[str, str]]:
-        """(op, impl id) -> calls; counted only under VLLM_FL_COUNT_CALLS=1."""
+        """(op, impl id) -> calls; only counted with VLLM_FL_COUNT_CALLS=1."""
         return self._record.calls
 
     def ensure_initialized(
@@ -132,13 +132,13 @@ class OpManager:
         """Load the plugins and read the settings, once per process.
 
         Args:
-            platform: the name of the settings files' platform, if the caller knows it.
+            platform: the platform for settings files, if the caller knows it.
             defer_errors: raise errors of the settings when the policy is needed, not here.
-            engine: the settings of the engine whose worker this is: they decide which plugins are
-                loaded. A manager with a given registry loads none.
+            engine: in a worker, the settings of its engine, which decide the plugins to load. A
+                manager with a given registry does not load plugins.
 
         Raises:
-            SettingsError: a setting is wrong. The next use tries again.
+            SettingsError: a setting is invalid. The next use tries again.
         """
         if self._ready:
             return
@@ -156,7 +156,7 @@ class OpManager:
             self.use_startup(startup, registry)
 
     def use_startup(self, startup: Startup, registry: OpRegistry) -> None:
-        """Use plugins and settings that the caller has found. A policy that was set stays."""
+        """Use the plugins and settings of the caller. A policy that was set does not change."""
         with self._lock:
             self._registry, self._startup = registry, startup
             registry.on_change(self._forget)
@@ -171,13 +171,14 @@ class OpManager:
         disabled: Mapping[tuple[str, str], str] | None = None,
         **more: Any,
     ) -> Resolver:
-        """What decides between the implementations of ops now.
+        """Return a resolver for the current policy, settings and demotions.
 
         Args:
-            settings: an engine's settings, which include its policy; by default this process's.
-            policy: the policy; by default that of the running block, or else `policy`.
-            disabled: as of `Resolver`; by default the demotions of this manager.
-            more: as of `Resolver`.
+            settings: an engine's settings, which include its policy; by default the settings of
+                this process.
+            policy: by default the policy of the enclosing `with` block, or `self.policy`.
+            disabled: see `Resolver`; by default the demotions of this manager.
+            more: other fields of `Resolver`.
 
         Raises:
             SettingsError: the settings cannot be read.
@@ -194,30 +195,30 @@ class OpManager:
         )
 
     def rows(self, op: str, **how: Any) -> Rows[Trace]:
-        """The traces of `op` by the size of a call, as `Resolver.rows`; `how`: as of `resolver`."""
+        """Return the traces of `op` by the size of a call; see `Resolver.rows` and `resolver`."""
         return self.resolver(**how).rows(op)
 
     def trace(self, op: str, **how: Any) -> Trace:
-        """The trace of the largest calls of `op`; arguments and errors as of `rows`."""
+        """Return the trace of the largest calls of `op`; see `rows`."""
         return self.rows(op, **how)[-1][1]
 
     def resolve_candidates(self, op: str) -> list[OpImpl]:
-        """The implementations that the largest calls of `op` would try, in order."""
+        """Return the candidates of the largest calls of `op`, in order."""
         resolver = self.resolver(without_layer=True)
         return _candidates(resolver, resolver.rows(op)[-1][1])
 
     def get_selected_impl_id(self, op: str) -> str:
-        """The id of the implementation that the largest calls of `op` try first."""
+        """Return the id of the first of `resolve_candidates`."""
         return self.resolve_candidates(op)[0].impl_id
 
     def resolve(self, op: str) -> Bound:
-        """The function that a call of `op` runs, with the rules of fallback around it.
+        """Return the function that a call of `op` runs, including the fallback.
 
-        It stays what it is: after a change of policy, resolve again.
+        It does not follow changes of the policy: resolve again after them.
 
         Raises:
-            UnknownOpError: neither a contract nor a plugin has `op`.
-            NoImplementationError: no candidate may run.
+            UnknownOpError: no contract and no plugin has `op`.
+            NoImplementationError: every candidate was rejected.
         """
         return self._bound(op)
 
@@ -231,7 +232,7 @@ class OpManager:
             except NoImplementationError as error:
                 if ceiling is None:
                     raise
-                impls = (_raising(op, error),)  # calls of other sizes are not concerned
+                impls = (_raising(op, error),)  # calls of other sizes can still run
             rows.append((ceiling, impls))
         self._record.announce(op, impls[0])
         spec = self._registry.snapshot().contracts.get(op) or uncontracted(op, impls[0])
@@ -239,13 +240,13 @@ class OpManager:
         return Chain(op, tuple(rows), spec, resolver.policy.strict, self._record, granted)
 
     def _bound(self, op: str, grants: frozenset[str] | None = None) -> Bound:
-        """`op` as a function; as a method of layers that own `grants` if these are given."""
+        """Return `op` as a function, or as a method of layers that own `grants` if given."""
         policy, key = override.get(), op if grants is None else (op, grants)
         with self._lock:
             self.ensure_initialized()
             tables = self._tables
             if policy not in tables and len(tables) > POLICIES_AT_MOST:
-                # The oldest policy of a context gives way.
+                # Drop the oldest policy of a context.
                 del tables[next(each for each in tables if each is not None)]
             table = tables.setdefault(policy, {})
             bound = table.get(key)
@@ -258,43 +259,42 @@ class OpManager:
     # Calling.
 
     def call(self, op_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call an op with the contract's arguments. They are left intact, except for caches
-        (`OpSpec.caches`), which the implementation may overwrite and return.
+        """Call an op with the contract's arguments.
+
+        Arguments are not modified, except for caches (`OpSpec.caches`), which the implementation
+        may overwrite and return.
 
         Raises:
             TypeError: the arguments do not fit the contract's signature.
             CallError: the arguments break the contract.
-            UnknownOpError, NoImplementationError, AllFailedError: nothing could run.
+            UnknownOpError, NoImplementationError, AllFailedError: no implementation ran.
         """
         try:
             bound = self._tables[current()][op_name]
         except KeyError:
             bound = self._bound(op_name)
-        # Passing no keywords on is a third of what this function costs.
+        # Omitting empty keywords saves a third of the time of this function.
         return bound(*args, **kwargs) if kwargs else bound(*args)
 
     def call_as_method(self, op_name: str, instance: object, /, *args: Any, **kwargs: Any) -> Any:
-        """Call an op as a method of a layer, which provides what the contract says it provides."""
+        """Call an op as a method of a layer, which provides some parameters (`from_layer`)."""
         return self.bind(op_name, instance)(*args, **kwargs)
 
     def bind(self, op: str, instance: object, grants: frozenset[str] = frozenset()) -> Bound:
-        """`op` as a method of `instance`: the contract without what the layer provides.
+        """Return `op` as a method of `instance`, without the parameters that the layer provides.
 
-        Args:
-            op: the op's name.
-            instance: the layer.
-            grants: arguments that the layer owns, so that an implementation may overwrite them.
+        An implementation may overwrite the arguments in `grants`, which the layer owns.
         """
         return MethodType(self._bound(op, grants), instance)
 
     # Changing.
 
     def set_policy(self, policy: SelectionPolicy | None) -> None:
-        """Make `policy` this manager's own; ends every demotion.
+        """Set the policy of this manager and end all demotions.
 
         Args:
-            policy: the policy; None: the one that the manager was given, else the global one, else
-                that of the settings, which are read again.
+            policy: the policy; None for the policy given to the constructor, the global policy, or
+                the policy of the settings, which are read again, in this order.
 
         Raises:
             PolicySealedError: an engine's layers are bound to a plan.
@@ -324,7 +324,7 @@ class OpManager:
 
     def _demote(self, op: str, impl_id: str, why: str) -> bool:
         if self._seals:
-            return False  # an engine relies on the plan: nothing could take the demotion back
+            return False  # an engine relies on the plan, and a demotion could not be undone
         with self._lock:
             if (op, impl_id) not in self._record.demotions:
                 self._record.demote(op, impl_id, why)
@@ -332,10 +332,10 @@ class OpManager:
         return True
 
     def seal(self, by: str) -> Callable[[], object]:
-        """From now on the policy stands: `by` says who relies on it.
+        """Forbid changes of policy and demotions, and resets. Errors report `by` as the holder.
 
         Returns:
-            What ends this seal again; a second call does nothing.
+            A function that ends this seal. A second call has no effect.
         """
         key = object()
         self._seals[key] = by
@@ -351,7 +351,7 @@ class OpManager:
             )
 
     def reset(self) -> None:
-        """Forget everything; the next use starts anew.
+        """Reset the manager. The next use loads plugins and settings again.
 
         Raises:
             PolicySealedError: an engine's layers are bound to a plan.
@@ -362,10 +362,10 @@ class OpManager:
 
 
 def _candidates(resolver: Resolver, trace: Trace) -> list[OpImpl]:
-    """The implementations that calls without an engine try, in order.
+    """Return the candidates of calls without an engine, in order.
 
     Raises:
-        NoImplementationError: there is none.
+        NoImplementationError: every implementation was rejected, or none is installed.
     """
     impls = [impl for impl in trace.admitted if isinstance(impl, OpImpl)]
     if not impls:
@@ -374,7 +374,7 @@ def _candidates(resolver: Resolver, trace: Trace) -> list[OpImpl]:
 
 
 def _raising(op: str, error: NoImplementationError) -> OpImpl:
-    """The candidate of sizes at which nothing may run: a call of it raises `error`."""
+    """Return a candidate that raises `error`, for sizes without an implementation."""
 
     def nothing(*args: Any) -> Any:
         raise error.with_traceback(None)
@@ -388,10 +388,10 @@ def _check_policy(policy: object) -> None:
 
 
 def set_global_policy(policy: SelectionPolicy | None) -> None:
-    """Make `policy` that of every manager that was given none; None: that of the settings.
+    """Set the policy of all managers created without a policy; None: use the settings.
 
     Raises:
-        PolicySealedError: an engine's layers are bound to a plan. Nothing has changed.
+        PolicySealedError: an engine's layers are bound to a plan. The policy has not changed.
     """
     _check_policy(policy)
     following = [manager for manager in _managers if manager._given[1] is None]
@@ -405,21 +405,21 @@ def set_global_policy(policy: SelectionPolicy | None) -> None:
 _managers: weakref.WeakSet[OpManager] = weakref.WeakSet()
 
 _held = ExitStack()
-"""The locks that are held over a fork, whatever managers come and go meanwhile."""
+"""The locks that are held during a fork. Managers may be created or deleted in the meantime."""
 
 
 def _hold_for_fork() -> None:
-    """A fork waits for a start that another thread is in the middle of."""
+    """Acquire all locks: a fork waits until other threads have loaded plugins and settings."""
     for manager in sorted(_managers, key=id):
         _held.enter_context(manager._lock)
 
 
 def _start_clean_in_child() -> None:
-    """A child keeps what is registered and decides anew: its device may be another one."""
-    _held.pop_all()  # without releasing them
+    """Reset the state of a child, except registered plugins: its device may differ."""
+    _held.pop_all()  # does not release the locks, which are replaced
     for manager in _managers:
         manager._lock = threading.RLock()
-        manager._registry._lock = threading.Lock()  # perhaps held by a thread that is not here
+        manager._registry._lock = threading.Lock()  # may be held by a thread of the parent
         manager._record.clear()
         manager._forget()
 
@@ -432,9 +432,9 @@ os.register_at_fork(
 
 
 manager = OpManager()
-"""The default manager: of `call_op`, and of engines in this process."""
+"""The default manager, used by `call_op` and by engines in this process."""
 
 
 def get_default_manager() -> OpManager:
-    """Return the default manager."""
+    """Return the manager of `call_op` and of engines in this process."""
     return manager

@@ -13,7 +13,7 @@ from .manager import get_default_manager
 from .resolver import FOREIGN, STOCK
 
 PLAN = "_vllm_fl_plan"
-"""Where a layer keeps what it is bound to."""
+"""The attribute of a layer with the plan that it is bound to, or None."""
 
 Bound = Callable[..., Any]
 
@@ -21,24 +21,23 @@ Bound = Callable[..., Any]
 class dispatch_method:
     """A descriptor that binds an op to a layer: `forward_oot = dispatch_method("rms_norm")`.
 
-    It resolves when the attribute is read, and gives a plain function. vLLM reads it once, in
-    `CustomOp.__init__`, and keeps the result, so that a call costs an attribute look-up. A layer
-    that is built inside an engine binds to the engine's plan; where the plan leaves the op to
-    vLLM, the attribute is the base class's own method.
+    It resolves the op when the attribute is read, and returns a function. vLLM reads the attribute
+    once, in `CustomOp.__init__`, and keeps the function: a call then costs one attribute look-up. A
+    layer that is built inside an engine binds to the engine's plan. If the op is `stock` there, the
+    attribute is the base class's method.
 
     Args:
-        op: the op's name. The method's parameters are the contract's, without those that the
-            contract says a layer provides.
-        grants: arguments that the layer owns, so that an implementation may overwrite them.
-        adapt: (layer, the bound op) -> the method, for a layer whose own parameters are others.
-        last: vLLM's own form of the op, for a call that every candidate of a plan refused.
-        stand_in: layer -> what is asked in its place for the parameters that a layer provides, and
-            is handed to implementations that take the layer; for a layer whose attributes mean
-            something else than the contract's.
-        traces_own: in compiled code the method is vLLM's own, whose parameters must be the bound
-            op's: for an op that reaches the compiler by another way.
-        vllms: vLLM's own class, where the base class is another plugin's: a call that every
-            candidate refused goes to the base class.
+        op: the op's name. The method has the contract's parameters without those in `from_layer`.
+        grants: arguments that the layer owns: an implementation may overwrite them.
+        adapt: (layer, the bound op) -> the method, for a layer with other parameters.
+        last: vLLM's implementation, for a call that no candidate of a plan supports.
+        stand_in: layer -> an object that replaces it, both as the source of the parameters in
+            `from_layer` and as the argument of implementations that take the layer. For a layer
+            with other attributes than the contract expects.
+        traces_own: whether compiled code gets vLLM's method, which must have the parameters of the
+            bound op. For an op that reaches the compiler in another way.
+        vllms: vLLM's class, if the base class is from another plugin. A call that no candidate
+            supports then runs the method of the base class.
     """
 
     def __init__(
@@ -90,20 +89,20 @@ class dispatch_method:
         if plan is not None and plan.mode == "compiled" and self.traces_own:
             from torch.compiler import is_compiling
 
-            # A partial, not a closure: a copy of the layer then has its own methods in it.
+            # A partial, not a closure: copying the layer then also copies the methods in it.
             own = self.own(instance, self.vllms)
             return partial(_unless_compiling, is_compiling, own, bound)
         return bound
 
     def own(self, instance: Any, cls: type | None = None) -> Bound:
-        """The base class's method, or that of another class that it is made of."""
+        """Return the method of the base class, or of `cls`, one of its bases."""
         mro = type(instance).__mro__
         after = self.owner if cls is None else mro[mro.index(cls) - 1]
         method: Bound = getattr(super(after, instance), self.name)
         return method
 
     def _is_kept(self, plan: Binder) -> bool:
-        """Whether the user leaves this one layer class to vLLM."""
+        """Whether the user excluded this layer class from replacement."""
         base = self.owner.__base__ if self.owner else None
         return base is not None and base.__name__ in plan.kept_layers
 
@@ -116,7 +115,7 @@ def _leave(*_: Any) -> Any:
 
 
 def _unless_left(own: Bound, bound: Bound, *args: Any, **kwargs: Any) -> Any:
-    """`bound`; `own` for a call that is left to it, of which nothing is computed before."""
+    """Call `bound`, or `own` if it raises `Left`. That happens before any computation."""
     try:
         return bound(*args, **kwargs)
     except Left:
@@ -126,5 +125,5 @@ def _unless_left(own: Bound, bound: Bound, *args: Any, **kwargs: Any) -> Any:
 def _unless_compiling(
     compiling: Callable[[], bool], own: Bound, bound: Bound, *args: Any, **kwargs: Any
 ) -> Any:
-    """`own` in code that is being compiled, `bound` in calls."""
+    """Call `own` while a compiler traces it, and `bound` otherwise."""
     return own(*args, **kwargs) if compiling() else bound(*args, **kwargs)

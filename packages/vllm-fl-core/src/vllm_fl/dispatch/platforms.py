@@ -1,4 +1,4 @@
-"""The platform of vLLM's that another distribution's plugin brings: who answers on this machine."""
+"""Detection of vLLM's platform on this machine, including platform plugins of other packages."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ..text import quote
 
 @dataclass(frozen=True)
 class ForeignPlatform:
-    """A platform plugin of vLLM's that is not ours and answers here.
+    """A platform plugin for vLLM from another distribution that supports this machine.
 
     Args:
-        entry: its entry point's name, as VLLM_PLUGINS has it.
-        distribution: who brings it.
+        entry: the name of its entry point, as in VLLM_PLUGINS.
+        distribution: the distribution that provides it.
         release: the distribution with its version.
     """
 
@@ -34,14 +34,15 @@ class ForeignPlatform:
 
     @property
     def has_vllms_name(self) -> bool:
-        """Whether its entry point is named like a platform of vLLM's own."""
+        """Whether its entry point has the name of a platform in vLLM."""
         return normalise_platform(self.entry) in IN_TREE
 
     @property
     def name(self) -> str:
-        """What settings call the platform: by its entry point, never by a class's device name.
+        """The platform's name in settings: the name of the entry point, not of a device.
 
-        The distribution's name, where files for a platform of vLLM's own would apply.
+        If vLLM has a platform of this name, it is the name of the distribution instead: the
+        settings files of vLLM's platform must not apply.
         """
         return (
             canonical(self.distribution) if self.has_vllms_name else normalise_platform(self.entry)
@@ -49,7 +50,7 @@ class ForeignPlatform:
 
     @property
     def named_like_vllms(self) -> str:
-        """What is said of such a name, in one sentence."""
+        """The message about a plugin with `has_vllms_name`, one sentence."""
         return (
             f"The platform plugin {self.entry!r} of {self.release} has the name of a platform of "
             f"vLLM's own; settings call it {self.name!r}"
@@ -57,20 +58,24 @@ class ForeignPlatform:
 
 
 def foreign_platform() -> ForeignPlatform | None:
-    """The one whose class vLLM takes; None where nobody else's answers, or vLLM asks nobody."""
+    """Return the platform of another package that vLLM uses on this machine.
+
+    None if no such plugin supports the machine, or if vLLM ignores plugins (`targets_cpu`).
+    """
     found = () if targets_cpu() else foreign_platforms()
     return found[0] if found else None
 
 
 def targets_cpu() -> bool:
-    """Whether VLLM_TARGET_DEVICE makes vLLM take its platform for the CPU and ask no plugin."""
+    """Whether VLLM_TARGET_DEVICE makes vLLM use its CPU platform and ignore platform plugins."""
     return os.environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu"
 
 
 def vllms_own() -> str | None:
-    """The platform of its own that vLLM takes here where no plugin answers; None for none.
+    """Return vLLM's built-in platform for this machine, used unless a plugin has one; or None.
 
-    Exact where vLLM is imported. Elsewhere as its build and torch tell, which are not imported.
+    Exact if vLLM is imported. Otherwise it is determined from vLLM's metadata, and from torch if
+    that is imported.
     """
     if targets_cpu():
         return "cpu"
@@ -83,7 +88,7 @@ def vllms_own() -> str | None:
 
 
 def torchs_own() -> str | None:
-    """The same of the devices that PyTorch has itself; None before torch is imported."""
+    """Return the platform of PyTorch's own devices; None if torch is not imported yet."""
     torch = sys.modules.get("torch")
     if torch is None:
         return None
@@ -95,22 +100,22 @@ def torchs_own() -> str | None:
 def _answers_here(detect: Callable[[], object]) -> bool:
     try:
         return detect() is not None
-    except Exception:  # as vLLM takes it
+    except Exception:  # vLLM also treats an error as no
         return False
 
 
 def foreign_platforms() -> tuple[ForeignPlatform, ...]:
-    """Other distributions' platform plugins that answer here; vLLM takes one, and no more."""
+    """Return other packages' platform plugins for this machine. vLLM supports at most one."""
     return tuple(each for each in _answers() if isinstance(each, ForeignPlatform))
 
 
 def broken_platforms() -> tuple[str, ...]:
-    """One sentence for each platform plugin that fails: vLLM hides the error and ignores it."""
+    """Return a sentence for each platform plugin that fails. vLLM hides the error."""
     return () if targets_cpu() else tuple(each for each in _answers() if isinstance(each, str))
 
 
 def _answers() -> list[ForeignPlatform | str | None]:
-    """The answers of other distributions' plugins, asked as vLLM asks them."""
+    """Return the answers of other packages' plugins, called as vLLM calls them."""
     named = os.environ.get("VLLM_PLUGINS")
     allowed = None if named is None else named.split(",")
     return [
@@ -121,11 +126,11 @@ def _answers() -> list[ForeignPlatform | str | None]:
 
 
 def too_many(others: Sequence[ForeignPlatform], device: str | None = None) -> OwnerError:
-    """The error of platforms of which vLLM takes one.
+    """Return the error for several platforms on one machine, since vLLM uses only one.
 
     Args:
-        others: those that answer.
-        device: the device of a plugin of ours that VLLM_FL_PLATFORM asks for beside them, or None.
+        others: the platforms.
+        device: the device of a vllm-fl plugin that VLLM_FL_PLATFORM selects in addition, or None.
     """
     told = ", ".join(f"{each.entry!r} of {each.release}" for each in others)
     asked = f"; VLLM_FL_PLATFORM asks for {device!r} beside it" if device else ""
@@ -139,23 +144,24 @@ def too_many(others: Sequence[ForeignPlatform], device: str | None = None) -> Ow
 
 @lru_cache(maxsize=1)
 def _installed(path: tuple[str, ...]) -> list[Any]:
-    """The platform plugins on this `sys.path`. A start asks several times, and reads them once."""
+    """Return the platform plugins on this `sys.path`. Cached, since startup calls it repeatedly."""
     return entry_points(ENGINE_GROUPS[0])
 
 
 @cache
 def _answer(entry: Any) -> ForeignPlatform | str | None:
-    """Ask another platform plugin, once: vLLM asks us several times.
+    """Call another platform plugin. Cached, since vLLM calls our plugin several times.
 
-    Its log lines are not shown: vLLM calls the plugin as well.
+    Its log lines are hidden, since vLLM calls the plugin again.
 
     Returns:
-        A sentence if it failed; None if it declines, or ended an earlier process of this command.
+        A sentence if it failed; None if it declines, or if it ended an earlier process of this
+        command.
     """
     name, version, _ = identity(entry.dist) if entry.dist else (entry.value, None, "")
     release = f"{name} {version}" if version else name
     whose = f"plugin {entry.name!r} for vLLM's platform of {release}"
-    if whose in ENDED:  # it ended a process of this command before
+    if whose in ENDED:
         return None
     try:
         with running(f"the answer of {whose}"), silence():

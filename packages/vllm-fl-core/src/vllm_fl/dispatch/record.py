@@ -1,4 +1,4 @@
-"""The record of what failed, refused and took over: one for each manager, one for each plan."""
+"""Counters of calls, refusals, failures and fallbacks of a manager or of a plan."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from .resolver import describe
 
 
 class Skipped(Exception):
-    """Stands for the first candidate's failure, where it is demoted."""
+    """Raised by a guard instead of calling its first candidate, if that is demoted."""
 
 
 class Record:
-    """Counts, says each thing once, and knows what is demoted.
+    """Counts calls, stores demotions, and logs each event once.
 
-    A demotion switches the guards that were compiled before, so that a call has nothing to look up.
+    A demotion switches the compiled guards. Calls then need not look demotions up.
 
-    Example: A is the first candidate of an op, refuses one of two calls, and B computes that one.
-    Then `refusals` has A: 1, and `fallbacks` has B: 1. If calls are counted, `_asked` has A: 2,
-    `_moved` has A: -1 and B: 1, and `calls`, their sum, has A: 1 and B: 1.
+    Example: A is the first candidate of an op, does not support one of two calls, and B computes
+    it. Then `refusals` is {A: 1} and `fallbacks` is {B: 1}. If calls are counted, `_asked` is
+    {A: 2}, `_moved` is {A: -1, B: 1}, and `calls`, their sum, is {A: 1, B: 1}.
 
     Args:
-        log: where things are said.
-        decide: (op, impl id, why) -> whether an implementation that failed is demoted; it calls
-            `demote`. None: nothing is, as under a sealed plan, and the failure is raised.
+        log: the logger.
+        decide: (op, impl id, why) -> whether to demote an implementation that failed; it calls
+            `demote`. None: never, such as under a sealed plan; the failure is then raised.
     """
 
     def __init__(
@@ -41,39 +41,39 @@ class Record:
     ) -> None:
         self._log, self._decide = log, decide
         self.counts: Literal["", "calls", "tracings"] = ""
-        """Calls are not counted, or each of them is, or how often a compiler traces one: it leaves
-        no call of traced code behind. An opaque operator is never traced."""
+        """Count no calls, every call, or how often a compiler traces a call, since traced code has
+        no calls to count. An opaque operator is never traced."""
         self.fallbacks: Counter[Key] = Counter()
-        """Calls that this later candidate took over."""
+        """Calls that an implementation computed as a later candidate."""
         self.refusals: Counter[Key] = Counter()
-        """Calls that this implementation refused."""
+        """Calls that an implementation did not support."""
         self.failures: dict[Key, str] = {}
-        """What this implementation raised last."""
+        """The last error of an implementation."""
         self._asked: Counter[Key] = Counter()
-        """Calls of which this is the first candidate; only under VLLM_FL_COUNT_CALLS=1."""
+        """Calls with this implementation as first candidate; only if calls are counted."""
         self._moved: Counter[Key] = Counter()
-        """Calls that went to this implementation from another, less those that went from it."""
+        """Calls that fell back to this implementation, minus the calls that it passed on."""
         self.demotions: dict[Key, str] = {}
         """Why an implementation was demoted."""
         self.guards: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Every `Guard` that was compiled for it. A demotion does not switch bare ones."""
+        """All compiled `Guard` objects with this record. A demotion does not switch bare guards."""
         self._announced: dict[str, str] = {}
         self._said: set[tuple[str, ...]] = set()
         self.is_aside = False
-        """Whether the counters hold for now what is not to be counted."""
+        """Whether the counters are temporary, inside `aside`."""
 
-    # What is counted.
+    # Counters
 
     @property
     def calls(self) -> Counter[Key]:
-        """Calls, each counted to who computed it; only under VLLM_FL_COUNT_CALLS=1."""
+        """Calls by the implementation that computed them; empty unless calls are counted."""
         counted = {op for op, _ in list(self._asked)}
         moved = {key: count for key, count in list(self._moved.items()) if key[0] in counted}
         return self._asked + Counter(moved)
 
     def passed_over(self) -> dict[Key, str]:
-        """Those that refused calls of which they are the first candidate and, all in all, left more
-        to others than they took over: (op, impl id) -> a reason that they gave."""
+        """Return (op, impl id) -> a reason, for implementations that refused calls and, in total,
+        passed on more calls than they computed for others."""
         reasons = {what[1:3]: what[3] for what in sorted(self._said) if what[0] == "refused"}
         return {
             key: reasons.get(key, "the log has the reasons")
@@ -82,10 +82,10 @@ class Record:
         }
 
     def begin(self, *, keeps_calls: bool = False) -> None:
-        """Count calls from now on. What a model was built with stays: such a choice is no call.
+        """Reset the counters. Fallbacks that were chosen while the model was built are kept.
 
         Args:
-            keeps_calls: whether the calls so far stay counted, as tracings do.
+            keeps_calls: keep `calls`, such as for tracings.
         """
         calls = self.calls if keeps_calls else Counter[Key]()
         for key in set(self._moved) & set(self.fallbacks):
@@ -96,7 +96,7 @@ class Record:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is called inside the block is not counted; `is_aside` says so to other threads."""
+        """Do not count the calls inside the block. `is_aside` reports this to other threads."""
         kept = self.fallbacks, self.refusals, self._asked, self._moved
         self.fallbacks, self.refusals, self._asked, self._moved = map(Counter, kept)
         self.is_aside = True
@@ -106,29 +106,29 @@ class Record:
             self.fallbacks, self.refusals, self._asked, self._moved = kept
             self.is_aside = False
 
-    # What is demoted.
+    # Demotions
 
     def demote(self, op: str, impl_id: str, why: str) -> None:
-        """Demote `impl_id` from now on."""
+        """Demote `impl_id` and switch the guards of `op`."""
         self.demotions[op, impl_id] = why
         self._switch(op)
 
     def end_demotions(self, op: str | None = None) -> None:
-        """Take back what was demoted for `op`, or for every op."""
+        """End the demotions of `op`, or of every op."""
         for name, impl_id in list(self.demotions):
             if op in (None, name):
                 del self.demotions[name, impl_id]
                 self._switch(name)
 
     def clear(self) -> None:
-        """Forget everything, as in a process that was forked."""
+        """Reset counters, demotions and logged lines, such as in a forked process."""
         self.end_demotions()
         counted = self.fallbacks, self.refusals, self._asked, self._moved
         for table in (*counted, self.failures, self._announced, self._said):
             table.clear()
 
     def watch(self, guard: Any) -> None:
-        """Keep `guard` to its first candidate for as long as that is not demoted."""
+        """Switch `guard` to its first candidate, and again at each demotion of the op."""
         self.guards.add(guard)
         guard.switch()
 
@@ -137,20 +137,30 @@ class Record:
             if guard.chain.op == op:
                 guard.switch()
 
-    # What happened.
+    # Events
 
     def left(self, op: str, first: OpImpl) -> None:
-        """The `first` candidate did not compute one call, whoever does."""
+        """Record that the `first` candidate did not compute a call."""
         self._moved[op, first.impl_id] -= 1
 
     def refused(self, op: str, impl: OpImpl, reason: str) -> None:
-        """`impl` refused one call before it started."""
+        """Record that `impl` does not support a call."""
         self.refusals[op, impl.impl_id] += 1
         if self._once("refused", op, impl.impl_id, reason):
             self._log.info("Implementation '%s' refused op '%s': %s", impl.impl_id, op, reason)
 
     def failed(self, op: str, impl: OpImpl, error: Exception, *, last: bool) -> bool:
-        """`impl` failed; it was the `last` candidate. Whether it is demoted; otherwise raise."""
+        """Record that `impl` raised an error.
+
+        Args:
+            op: the op's name.
+            impl: the implementation.
+            error: the error.
+            last: whether it was the last candidate.
+
+        Returns:
+            Whether `impl` is demoted. If not, the caller must raise the error.
+        """
         self.failures[op, impl.impl_id] = quote(error)
         why = f"failed earlier: {quote(error)}"
         demoted = self._decide is not None and self._decide(op, impl.impl_id, why)
@@ -160,7 +170,7 @@ class Record:
         return demoted
 
     def fell_back(self, op: str, first: OpImpl, impl: OpImpl) -> None:
-        """`impl`, a later candidate, took over one call from the `first`."""
+        """Record that `impl`, a later candidate, computed a call instead of `first`."""
         self.fallbacks[op, impl.impl_id] += 1
         self._moved[op, impl.impl_id] += 1
         if self._once("fallback", op, first.impl_id, impl.impl_id):
@@ -169,7 +179,10 @@ class Record:
             self._announced[op] = impl.impl_id
 
     def unfounded(self, op: str, impl: OpImpl) -> None:
-        """`impl` runs at a size that is vLLM's own, since its place has no form of it to call."""
+        """Log that `impl` also runs at sizes assigned to `stock`.
+
+        This happens if the target has no callable vLLM implementation (`native`).
+        """
         if self._once("unfounded", op, impl.impl_id):
             self._log.warning(
                 "Op '%s' is vLLM's own at some sizes, and one of its places has no form of it that "
@@ -179,7 +192,7 @@ class Record:
             )
 
     def announce(self, op: str, impl: OpImpl) -> None:
-        """Say what `op` was resolved to, where that is news."""
+        """Log the implementation of `op` if it is new or has changed."""
         before = self._announced.get(op)
         if before is None:
             self._log.info("Op '%s' using %s", op, describe(impl))
@@ -188,7 +201,7 @@ class Record:
         self._announced[op] = impl.impl_id
 
     def counting(self, bound: Callable[..., Any], op: str, impl_id: str) -> Callable[..., Any]:
-        """`bound`, with its calls counted under `op` and `impl_id` as `counts` says."""
+        """Return `bound`, with its calls counted for `op` and `impl_id` according to `counts`."""
         if not self.counts:
             return bound
 

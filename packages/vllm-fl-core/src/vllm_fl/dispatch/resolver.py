@@ -1,6 +1,6 @@
-"""Resolving: (what is installed, policy, rejections) -> the candidates in order, with reasons.
+"""The resolver: sorts the candidates of an op by policy and rejections, with a reason for each.
 
-Log lines, errors, the command line and the engine's plan all render the trace of a `Resolver`.
+Log lines, errors, the command line and the engine's plan are all made from its `Trace`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..text import closest
 
 @dataclass(frozen=True)
 class Stock:
-    """What runs without us. Inside an engine it is a candidate, listed or not."""
+    """vLLM's implementation, which runs without vllm-fl. In an engine it is always considered."""
 
     impl_id: str = "stock.vllm"
     vendor: None = None
@@ -33,32 +33,32 @@ class Stock:
 
     @property
     def token(self) -> str:
-        """The token that names it in an order."""
+        """Its selector in an order."""
         return self.impl_id.partition(".")[0]
 
 
 STOCK = Stock()
-"""vLLM's own path, left untouched."""
+"""vLLM's code, unmodified."""
 
 FOREIGN = Stock("foreign.oot")
-"""The class by which another plugin of vLLM's has replaced a layer of the op, left untouched."""
+"""The class of another vLLM plugin that replaces a layer of the op, unmodified."""
 
 UNORDERED = "default, since no list orders the op"
-"""Why vLLM's own path has its place in an order that nobody wrote."""
+"""The reason for the position of `stock` without an order for the op."""
 
 
 UNAVAILABLE = "not available: "
-"""How the reason begins of one that the machine rules out."""
+"""The start of the reason for implementations that are not available on the machine."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One implementation and what was decided about it.
+    """One implementation and its status.
 
     Args:
         impl: the implementation.
-        status: `selected`, `eligible` (would be next) or `rejected`.
-        reason: why it was rejected; the token of the order that admits it otherwise.
+        status: `selected` (the first), `eligible` (any other) or `rejected`.
+        reason: why it was rejected, or the selector that gives its position in the order.
     """
 
     impl: Impl | Stock
@@ -67,13 +67,12 @@ class Candidate:
 
     @property
     def impl_id(self) -> str:
-        """The implementation's id."""
         return self.impl.impl_id
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Every candidate of one op: those that may run in their order, then the rejected ones."""
+    """All candidates of one op: the admitted candidates in order, then the rejected candidates."""
 
     op: str
     mode: Mode
@@ -82,28 +81,28 @@ class Trace:
 
     @property
     def selected(self) -> Impl | Stock | None:
-        """The first choice, or None when every candidate was rejected."""
+        """The first candidate, or None if all were rejected."""
         return next(iter(self.admitted), None)
 
     @property
     def admitted(self) -> tuple[Impl | Stock, ...]:
-        """The implementations that may run, in order."""
+        """The implementations that were not rejected, in order."""
         return tuple(c.impl for c in self.candidates if c.status != "rejected")
 
     @property
     def before_stock(self) -> tuple[Impl, ...]:
-        """Those of the admitted that come before what runs without us, in order."""
+        """The admitted implementations before `stock` and `foreign`, in order."""
         before = takewhile(lambda impl: not isinstance(impl, Stock), self.admitted)
         return cast("tuple[Impl, ...]", tuple(before))
 
     @property
     def rejected(self) -> tuple[tuple[str, str], ...]:
-        """(impl id, reason) of those that may not."""
+        """(impl id, reason) of the rejected implementations."""
         return tuple((c.impl_id, c.reason) for c in self.candidates if c.status == "rejected")
 
     @property
     def unavailable(self) -> dict[str, str]:
-        """Impl id -> why this machine rules it out."""
+        """Impl id -> why it is not available on this machine."""
         return {
             impl_id: why.removeprefix(UNAVAILABLE)
             for impl_id, why in self.rejected
@@ -117,7 +116,7 @@ class Trace:
 
 
 def describe(impl: Impl | Stock) -> str:
-    """`'vendor.cpu' (kind=vendor, vendor=cpu)`: an implementation in a log line."""
+    """Return an implementation for a log line, such as `'vendor.cpu' (kind=vendor, vendor=cpu)`."""
     kind = impl.token if isinstance(impl, Stock) else impl.kind.value
     return f"'{impl.impl_id}' (kind={kind}, vendor={impl.vendor})"
 
@@ -129,18 +128,18 @@ NEEDS_LAYER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Resolver:
-    """Everything that decides between the implementations of ops.
+    """Decides between the implementations of ops.
 
     Args:
         registry: the implementations, contracts and plugins.
         policy: the policy.
-        settings: the settings, for the rejections of plugins; None: they reject nothing.
-        mode: the engine's mode; orders may differ by it.
-        engine: whether vLLM's own code is a candidate.
+        settings: the settings, for rejections by plugins; None: plugins are not called.
+        mode: the engine's mode; an op may have an order for each mode.
+        engine: whether vLLM's code is a candidate.
         disabled: (op, impl id) -> why it is disabled or demoted.
         without_layer: reject implementations that take the calling layer.
-        foreign: op -> its layers that another plugin has replaced -> the name of that plugin.
-        facts: the engine's facts (`EngineFacts`), for the rejections of plugins.
+        foreign: op -> layers of the op that another plugin has replaced -> the plugin's name.
+        facts: the engine's facts (`EngineFacts`), for rejections by plugins.
     """
 
     registry: OpRegistry
@@ -154,13 +153,15 @@ class Resolver:
     facts: Any = None
 
     def rows(self, op: str) -> Rows[Trace]:
-        """The traces of `op` by the size of a call: (ceiling, trace), the last for larger calls.
+        """Return the traces of `op` by the size of a call: (maximum tokens, trace).
+
+        The last row is for all larger calls; its maximum is None.
 
         Raises:
-            UnknownOpError: neither a contract nor a plugin has `op`.
-            PluginError: the policy names an implementation of a plugin that failed, or the contract
-                of `op` is missing.
-            SettingsError: `op` is ordered by size, and calls of it have none.
+            UnknownOpError: no contract and no plugin has `op`.
+            PluginError: the policy selects an implementation of a plugin that failed, or the
+                contract of `op` is missing.
+            SettingsError: the order of `op` depends on the size, but its calls have no size.
         """
         snapshot = self.registry.snapshot()
         impls = snapshot.impls_by_op.get(op, ())
@@ -188,23 +189,25 @@ class Resolver:
         *,
         tokens: int | None = None,
     ) -> Trace:
-        """Order the candidates of one op for calls of one size.
+        """Return the candidates of one op, in order, for calls of one size.
 
-        An implementation is rejected by a vendor filter, then by `rejected`, then because the order
-        does not list it, then by the machine. Inside a token of the order the higher priority comes
-        first, then the impl id; priority never crosses tokens.
+        An implementation is rejected by a vendor filter, by `rejected`, if no selector of the order
+        matches it, or if it is not available on the machine; the first of these is the reason. The
+        implementations of one selector are sorted by descending priority, then by impl id.
 
-        In an engine, `stock` is where the order names it, or else the last one. In strict mode a
-        user's list that names neither `stock` nor `foreign` excludes it. The layers that another
-        plugin has replaced are a candidate where the order names `foreign`. Otherwise they are the
-        first one, but in a user's order of the op itself, or if the orders of other sizes name
-        `foreign`, the last one, which strict mode excludes.
+        In an engine, `stock` has the position of its selector in the order, or is last. In strict
+        mode, a user's order without `stock` and `foreign` excludes it.
+
+        Layers that another plugin has replaced have the position of the selector `foreign`. Without
+        that selector they are first, with two exceptions: if the user's order is for the op itself,
+        or if the order for another size has `foreign`, they are last, and strict mode excludes
+        them.
 
         Args:
             op: the op's name.
             impls: its implementations.
-            rejected: impl id -> why it is rejected, whatever the policy says.
-            tokens: the number of tokens of the calls; None: more than every ceiling.
+            rejected: impl id -> why it is rejected, independent of the policy.
+            tokens: the number of tokens of the calls; None: more than all maximums.
         """
         policy, engine, mode = self.policy, self.engine, self.mode
         order = policy.order(op, mode, engine=engine, tokens=tokens)
@@ -255,10 +258,11 @@ class Resolver:
         return Trace(op, mode, order, (*candidates, *excluded))
 
     def ceilings(self, op: str) -> tuple[int, ...]:
-        """The token counts up to which calls of `op` have their own order, ascending.
+        """Return the maximum tokens of each row of the order of `op`, ascending.
 
         Raises:
-            SettingsError: the contract of `op` does not say which arguments have a row per token.
+            SettingsError: the order depends on the size, but the contract of `op` has no
+                `by_token`.
         """
         ceilings = self.policy.ceilings(op, self.mode)
         spec = self.registry.snapshot().contracts.get(op)
@@ -275,10 +279,10 @@ class Resolver:
         return ceilings
 
     def check_contract(self, op: str) -> None:
-        """Check that an op with implementations has the contract that they are verified by.
+        """Check that an op with implementations has a contract to verify them.
 
         Raises:
-            PluginError: it has none, and the plugin of the contract failed or is missing.
+            PluginError: the contract is missing because a plugin failed or is not installed.
         """
         snapshot, plugins = self.registry.snapshot(), self.registry.plugins
         impls = snapshot.impls_by_op.get(op, ())
@@ -298,7 +302,7 @@ class Resolver:
             raise PluginError(f"{lost}: {why}.", op=op, impl=first.impl_id, distribution=OPS)
 
     def _check_named(self, trace: Trace, impls: tuple[Impl, ...]) -> None:
-        """Raise PluginError if the order names an implementation of a plugin that failed."""
+        """Raise PluginError if the order selects an implementation of a plugin that failed."""
         for token in trace.order:
             if token.name is None or any(token.matches(impl) for impl in impls):
                 continue
@@ -324,7 +328,7 @@ class Resolver:
         )
 
     def nothing_for(self, trace: Trace) -> NoImplementationError:
-        """The error of a call for which every candidate was rejected, or none is installed."""
+        """Return the error for an op if every candidate was rejected, or none is installed."""
         snapshot, rejected = self.registry.snapshot(), trace.rejected
         if rejected:
             why = "every candidate was rejected: " + "; ".join(f"{i}: {r}" for i, r in rejected)
@@ -355,7 +359,7 @@ class Resolver:
 
 
 def _failed(told: str, error: PluginError, op: str, impl: str) -> PluginError:
-    """The error of an implementation or contract whose plugin failed with `error`."""
+    """Return the error for an implementation or contract of a plugin that failed with `error`."""
     return PluginError(
         f"{told} {error.message}",
         op=op,

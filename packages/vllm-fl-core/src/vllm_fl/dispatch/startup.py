@@ -1,4 +1,4 @@
-"""Start a process: load its plugins, find its platform, and read its settings, in that order."""
+"""Startup of a process: load plugins, detect the platform and read settings, in this order."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ log = get_logger("plugins")
 
 @dataclass(frozen=True)
 class Startup:
-    """What was found: the plugins, what became of each, and the effective settings.
+    """The loaded plugins and the effective settings.
 
     Args:
-        plugins: the plugins.
-        settings: the effective settings; the defaults where they could not be read.
-        problem: why they could not be read, in a process that may be given those of its engine.
-        allowed: the distributions that might load (VLLM_FL_PLUGINS), or None for all.
-        modules: the modules that were loaded beside them (VLLM_FL_PLUGIN_MODULES).
+        plugins: the plugins, each with its status.
+        settings: the effective settings; the defaults if they could not be read.
+        problem: why they could not be read. Not raised at once, since a worker gets the settings of
+            its engine.
+        allowed: the distributions that were allowed to load (VLLM_FL_PLUGINS), or None for all.
+        modules: the modules that were loaded in addition (VLLM_FL_PLUGIN_MODULES).
     """
 
     plugins: tuple[Plugin, ...]
@@ -48,7 +49,7 @@ class Startup:
     modules: tuple[str, ...] = ()
 
     def loaded_under(self, settings: Settings) -> bool:
-        """Whether the plugins are those that these settings allow."""
+        """Whether these settings would load the same plugins."""
         return (_names(self.allowed), self.modules) == (
             _names(settings.plugins),
             settings.plugin_modules,
@@ -60,14 +61,14 @@ def _names(allowed: Sequence[str] | None) -> frozenset[str] | None:
 
 
 def detect_platform(plugins: Sequence[Plugin] = ()) -> str:
-    """The platform that settings files are named after, as an engine of vLLM's has it here.
+    """Return the platform of this machine, for settings files, as in a vLLM engine.
 
-    That of another distribution's platform plugin, by its entry point; vLLM's own; the device of a
-    plugin of ours; else what torch has, `ascend` by its extension. torch is not imported for its
-    own sake: without one that was imported already, nothing could run on a device.
+    The first of: the platform plugin of another package, by its entry point; vLLM's built-in
+    platform; the device of a vllm-fl plugin; the device of torch (`ascend` by its extension); cpu.
+    torch is not imported for this: a process without it cannot run a kernel on a device.
 
     Args:
-        plugins: those that are asked for the device that they bring; one that fails is logged.
+        plugins: the plugins that may provide a device. Errors of plugins are logged.
     """
     foreign = foreign_platform()
     if foreign is not None:
@@ -84,13 +85,16 @@ def detect_platform(plugins: Sequence[Plugin] = ()) -> str:
 
 
 def is_foreign(platform: str) -> bool:
-    """Whether vLLM runs on another distribution's platform here, which settings call `platform`."""
+    """Whether vLLM uses another package's platform here, with the name `platform` in settings."""
     foreign = foreign_platform()
     return foreign is not None and foreign.name == platform
 
 
 def known_platforms(plugins: Sequence[Plugin]) -> tuple[str, ...]:
-    """The platforms of settings files, with those of plugins' devices. No device is looked for."""
+    """Return the platforms that settings files may have, including plugins' devices.
+
+    Devices are not detected.
+    """
     brought = (profile.name for profile in _profiles(plugins))
     return tuple(dict.fromkeys((*PLATFORMS, *brought)))
 
@@ -113,13 +117,13 @@ def start(
 
     Args:
         registry: the registry.
-        env: the environment; by default the process's own.
+        env: the environment variables; by default those of the process.
         platform: the platform, if the caller knows it; VLLM_FL_PLATFORM overrides it.
-        engine: the settings of the engine whose worker this is: they decide which plugins are
-            loaded, whatever the environment of this process says.
+        engine: in a worker, the settings of its engine. They decide the plugins to load, instead of
+            the environment of this process.
 
     Raises:
-        SettingsError: a variable that decides how to start is wrong.
+        SettingsError: a variable that is needed for startup is invalid.
     """
     early = load_startup(env)
     set_log_level("DEBUG" if early.debug else early.log_level)
@@ -132,7 +136,8 @@ def start(
     plugins = plugin_loader.load(registry, found, only=asked.plugins, variables=TAKEN)
     for plugin in plugins:
         _report(plugin.error)
-    # Only the process that logs the warnings needs them; a worker has not opened its device yet.
+    # Warnings are only needed in the process that logs them. Availability checks would also open
+    # the device of a worker too early.
     asks = engine is None and speaks_for_all()
     settings, problem = try_settings(registry, env, platform=platform, asks=asks)
     if problem is None:
@@ -144,10 +149,10 @@ def start(
 def begin_process() -> None:
     """Call the hook `process_start` of the installed extensions, once in this process.
 
-    Only extensions are imported. Their errors are logged; `start` logs errors of loading them.
+    Only extensions are imported. Errors of the hook are logged; `start` logs errors of loading.
 
     Raises:
-        VllmFLError: an extension raised an error of core (`SettingsError`), not a `PluginError`.
+        VllmFLError: an extension raised an error of core other than PluginError (`SettingsError`).
     """
     found = [each for each in discovery.discover() if each.kind == "extension"]
     plugins = plugin_loader.load(OpRegistry(EMPTY), found, variables=TAKEN)
@@ -160,7 +165,7 @@ def begin_process() -> None:
 
 
 def _warn(warnings: Sequence[str], code: str) -> None:
-    """Say it once for an engine, with the code that `vllm-fl doctor` has for the same."""
+    """Log warnings once per engine, with the code that `vllm-fl doctor` also reports."""
     if warnings and speaks_for_all():
         for warning in warnings:
             log.warning("%s [%s]", warning, code)
@@ -173,10 +178,10 @@ def try_settings(
     platform: str | None = None,
     asks: bool = True,
 ) -> tuple[Settings, SettingsError | None]:
-    """The effective settings, or the defaults and the error. Arguments as for `read_settings`.
+    """Return the effective settings, or the defaults and the error. For arguments see `start`.
 
     Raises:
-        SettingsError: a variable that decides how to start is wrong.
+        SettingsError: a variable that is needed for startup is invalid.
     """
     early = load_startup(env)
     platform = platform or _detected(early, registry.plugins)
@@ -188,7 +193,7 @@ def try_settings(
 
 
 def _detected(early: Settings, plugins: Sequence[Plugin]) -> str | None:
-    """The platform that was detected; None if the user forces one."""
+    """Return the detected platform; None if the user sets one."""
     return None if early.platform else detect_platform(plugins)
 
 
@@ -200,19 +205,19 @@ def read_settings(
     asks: bool = True,
     orders: Mapping[str, object] = MappingProxyType({}),
 ) -> Settings:
-    """The effective settings with the installed plugins. Other arguments and errors as for `start`.
+    """Return the effective settings with the installed plugins. For the rest see `start`.
 
-    On another distribution's platform, the file of a device of the same name is read only if
-    VLLM_FL_PLATFORM asks for it: it is for that device's own engines.
+    On another package's platform, the file of a vllm-fl device with the same name is for engines on
+    that device. It is read only if VLLM_FL_PLATFORM selects it.
 
     Args:
-        asks: whether a warning says which listed implementations cannot run here.
+        asks: whether to check which implementations in orders are available here, for a warning.
         orders: as for `load_settings`.
     """
     early, plugins = load_startup(env), registry.plugins
     platform = platform or _detected(early, plugins)
     where = early.platform or platform
-    assert where is not None  # what is not forced is detected
+    assert where is not None  # set by the user or detected
     files, errors = policy_files(plugins, where)
     foreign = is_foreign(where)
     if foreign and not early.platform:
@@ -222,7 +227,7 @@ def read_settings(
         _report(error)
     snapshot = registry.snapshot()
     known: Sequence[str] = PLATFORMS
-    if not files and early.platform and early.platform not in known:  # or is it a slip?
+    if not files and early.platform and early.platform not in known:  # may be a typing error
         known = known_platforms(plugins)
     settings = load_settings(
         env,

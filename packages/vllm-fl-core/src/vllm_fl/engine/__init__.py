@@ -1,1 +1,1 @@
-"""What an engine runs with, without vLLM: its plan, compiled code, and the digest."""
+"""The parts of an engine that do not import vLLM: plan, digest, operators for compiled code."""

@@ -1,4 +1,4 @@
-"""The digest of a sealed plan: what compiled code depends on and vLLM's cache key does not see."""
+"""The digest of a sealed plan: what affects compiled code and is not in vLLM's cache key."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ..settings.schema import Setting, Settings
 from .plan import Plan
 
 BENEATH = ("vllm", "torch", "triton")
-"""The distributions below every implementation. Too large to read, their versions identify them."""
+"""Distributions below all implementations, identified by version: too large to hash."""
 
 LARGE = 8 * 2**20
-"""Bytes of a file from which on its size, its beginning and its end identify it."""
+"""Minimum bytes of a large file: only its size, beginning and end are hashed."""
 
 UNKNOWN = "no file of it is found"
 NO_CODE = {"__pycache__", ".git"}
-"""The names of folders without code."""
+"""Names of folders without code."""
 
 
 def fingerprint(
@@ -42,7 +42,7 @@ def fingerprint(
     settings: Settings | None = None,
     plugins: Iterable[Plugin] = (),
 ) -> dict[str, Any]:
-    """Return the contents of a plan, JSON-able: two plans with equal contents run the same code.
+    """Return the facts of a plan, JSON-able: plans with equal facts run the same code.
 
     Args:
         plan: the plan.
@@ -53,10 +53,10 @@ def fingerprint(
         plugins: the loaded plugins.
 
     Returns:
-        `mode`, `strict` and `required`; `ops`, the candidates of each op, with the hash of their
-        code, by size also of each row, as `rms_norm(<=16)`; `contracts`, the code of the contracts
-        of planned ops; `versions` of what is below; `settings` of the plan's plugins, whose values
-        a compiler may have made a part of its code.
+        `mode`, `strict` and `required`; `ops`: each op's candidates with the hash of their code,
+            also for each row by size (key `rms_norm(<=16)`); `contracts`: the code of planned ops'
+            contracts; `versions` of core and `BENEATH`; `settings` of the plan's plugins (a
+            compiler may have inlined them).
     """
     rows = {
         f"{op}(<={ceiling})" if ceiling else op: [
@@ -84,7 +84,7 @@ def fingerprint(
 
 
 def _values(setting: Setting) -> list[Any]:
-    """Return a setting's value, and the text of its variable if a file has overridden that.
+    """Return a setting's value, and the text of its variable if a file has overridden it.
 
     Code of a plugin may read either.
     """
@@ -93,7 +93,7 @@ def _values(setting: Setting) -> list[Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what is below every implementation; of core also the code."""
+    """Return the versions of `BENEATH` and core; core also has its code hash."""
     beneath = {name: found for name in BENEATH if (found := installed_version(name))}
     return {**beneath, CORE: f"{installed_version(CORE)} {code_of(CORE, 'vllm_fl')}"}
 
@@ -117,7 +117,7 @@ def _candidate(impl: Impl, owner: Owner) -> dict[str, Any]:
 
 
 def code_facts(owner: Owner, module: str) -> dict[str, Any]:
-    """Return the `source` of a module's distribution, by `code_of`, and that of its `kernels`."""
+    """Return hashes of the owner's code, and versions and hashes of its kernel distributions."""
     facts: dict[str, Any] = {"source": code_of(owner.distribution, module)}
     if owner.kernels:
         facts["kernels"] = {
@@ -127,17 +127,16 @@ def code_facts(owner: Owner, module: str) -> dict[str, Any]:
 
 
 def digest(facts: Mapping[str, Any]) -> str:
-    """Return a short hash of JSON-able facts."""
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def code_of(distribution: str | None, module: str = "") -> str:
-    """Return the hash of a distribution's code: of all files of its top-level modules.
+    """Return the hash of all files of a distribution's top-level modules.
 
     Args:
         distribution: its name; None for code without a distribution.
-        module: a module of it.
+        module: one of its modules.
 
     Returns:
         16 hexadecimal digits; `UNKNOWN` if no file is found.
@@ -148,7 +147,7 @@ def code_of(distribution: str | None, module: str = "") -> str:
 
 @cache
 def _code_of(distribution: str | None, module: str, file: str) -> str:
-    """Return the hash as `code_of` does, once for each file that the module was loaded from."""
+    """Return the hash, computed again if the module is loaded from another file."""
     tops = {_top(module), *_top_levels(distribution)} - {"", *BENEATH}
     found = sorted(each for top in tops for each in _files(top))
     state = hashlib.sha256()
@@ -160,12 +159,12 @@ def _code_of(distribution: str | None, module: str, file: str) -> str:
 
 
 def _top_levels(name: str | None) -> set[str]:
-    """Return the names by which a distribution's modules are imported."""
+    """Return a distribution's top-level modules."""
     dist = next(iter(distributions(name=name)), None) if name else None
     if dist is None:
         return set()
     tops = set((dist.read_text("top_level.txt") or "").split())
-    if not tops:  # files in the environment's folder; none of an editable installation
+    if not tops:  # an editable installation has no files in the environment
         inside = (file.parts for file in dist.files or () if file.parts[0] != "..")
         first = (parts[0] if parts[1:] else inspect.getmodulename(parts[0]) for parts in inside)
         tops = {top for top in first if top and top.isidentifier() and top not in NO_CODE}
@@ -203,7 +202,7 @@ def _files(top: str) -> Iterator[tuple[str, str]]:
 
 
 def _content(path: str) -> bytes:
-    """Return a file's content; of a large one its size, its beginning and its end."""
+    """Return the content of a file; of a large one its size, its beginning and its end."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -221,7 +220,7 @@ def _top(module: str) -> str:
 
 
 def _module_of(code: Callable[..., Any] | str) -> str:
-    """Return the module of a function or of a class's path; empty if unknown."""
+    """Return the module of a function or of a class path, or an empty text."""
     if isinstance(code, str):
         return code.rpartition(".")[0]
     code = inspect.unwrap(code)

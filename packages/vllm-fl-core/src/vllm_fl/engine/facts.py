@@ -1,4 +1,4 @@
-"""What an engine's configuration says, read once: what the plan and its verification go by."""
+"""The facts of an engine's configuration for its plan and verification, read once."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """One engine, as its configuration describes it; `planning.facts_of` makes it.
+    """The configuration of one engine; created by `planning.facts_of`.
+
+    The patchers (integration/patchers) provide `attention`, `communicator`, `layers` and `foreign`
+    in `request`, and `ir_priority` and `passes_off` in `note_user`.
 
     Args:
-        settings: vllm-fl's settings, policy included.
+        settings: vllm-fl's settings, including the policy.
         mode: how the engine runs the model.
-        dtype: the model's; None without a model.
+        dtype: the model's dtype; None without a model.
         sizes: the model's sizes on one rank; None without a model.
-        attention: what the model's layers will ask of attention; None if that is unknown (from
-            `Attention.request` in integration/patchers, as the next two and `foreign` are from the
-            `request` of their patchers).
+        attention: the request of the model's attention layers; None if unknown.
         communicator: the ranks that a communicator would connect; None for a single rank.
-        layers: what whole layers are asked with, `layer` apart; None without a model.
-        custom_ops: vLLM's list of custom ops, what we added to it included.
-        ir_priority: the IR providers that the user set vLLM to prefer, by op (from `Ir.note_user`).
-        attention_backend: the name of the attention backend that vLLM was told to take, or None.
-        batch_invariant: whether vLLM was told to use its batch-invariant kernels.
-        compile_backend: what vLLM compiles the model with; empty for its default.
-        passes_off: vLLM's passes that the user turned off, of those that find an op of ours (from
-            `Fusions.note_user`).
-        absent: the ops that the model cannot have, as their bindings read its configuration, and
-            those that only layers run, of which it has none.
-        provided: op -> the dtypes of what the model's layers provide for it (parameter -> dtype),
-            each set of them once; an op that is not in it has no layers, or they are not known.
-        captured: the batches, in tokens, of which vLLM captures graphs.
-        by_range: whether vLLM compiles the model for each range of token counts apart, and runs its
-            passes over the graphs.
-        foreign: op -> its layers that another plugin of vLLM's has replaced -> whose they are.
-        device: the name of the device; empty if no setting is for one, or it is not known.
+        layers: the request for whole layers, without the field `layer`; None without a model.
+        custom_ops: vLLM's list of custom ops, including our additions.
+        ir_priority: op -> the IR providers that the user prefers.
+        attention_backend: the attention backend that is set in vLLM, or None.
+        batch_invariant: whether vLLM uses its batch-invariant kernels (VLLM_BATCH_INVARIANT).
+        compile_backend: vLLM's compiler backend; empty for its default.
+        passes_off: vLLM passes for our ops that the user disabled.
+        absent: the ops that the model cannot have, according to its configuration or because it has
+            none of the layers that run them.
+        provided: op -> the dtypes of the parameters that the model's layers provide (parameter ->
+            dtype), without duplicates. Excludes ops without layers, or with unknown ones.
+        captured: the batch sizes, in tokens, of captured graphs.
+        by_range: whether vLLM compiles the model separately for each range of token counts, and
+            runs its passes on the graphs.
+        foreign: op -> its layers that another vLLM plugin has replaced -> the replacing class, with
+            its distribution.
+        device: the name of the device; empty if no setting depends on it, or it is unknown.
     """
 
     settings: Settings
@@ -71,12 +72,12 @@ class EngineFacts:
 
     @property
     def ordered(self) -> EngineFacts:
-        """Return these facts with the orders for the device among the settings."""
+        """Return these facts with the orders for the device in the settings."""
         settings = self.settings.with_devices(self.device, self.mode)
         return self if settings is self.settings else replace(self, settings=settings)
 
     def with_checked_table(self) -> EngineFacts:
-        """Return these facts without the orders of a table that does not hold here."""
+        """Return these facts without the orders of a tuning table that does not apply here."""
         table = self.settings.tuned
         if table is None:
             return self
@@ -91,16 +92,16 @@ class EngineFacts:
 
     @property
     def wants_invariance(self) -> str:
-        """The setting by which only batch-invariant implementations may serve, or nothing."""
+        """The setting that requires batch-invariant implementations, or empty."""
         required = self.settings["require"]
         if required.value == "batch_invariant":
             return required.named
         return "VLLM_BATCH_INVARIANT=1" if self.batch_invariant else ""
 
     def custom_op_note(self, registered: str) -> str:
-        """The entry of `custom_ops` by which the user keeps this layer as it is, or nothing.
+        """Return the user's `custom_ops` entry that keeps this layer in vLLM, or empty.
 
-        In compiled mode `none` is vLLM's own default and says nothing of the user.
+        In compiled mode `none` is vLLM's default, not a choice of the user.
 
         Args:
             registered: vLLM's registered name of the layer.

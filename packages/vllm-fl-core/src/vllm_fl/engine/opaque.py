@@ -1,8 +1,8 @@
-"""Opaque ops: an implementation that a compiler must take whole, as a torch.library operator.
+"""Opaque ops: torch.library operators for implementations that a compiler must not trace.
 
-Dynamo, Inductor and CUDA graphs see one operator with the contract's schema and fake; the chain of
-candidates, their refusals included, runs inside it. An implementation that writes its results over
-arguments which the caller grants becomes an operator that mutates them: no copies are made for it.
+Dynamo, Inductor and CUDA graphs see one operator with the contract's schema and fake. The chain of
+candidates, with its fallbacks, runs inside it. If an implementation overwrites arguments that the
+caller grants, the operator mutates them, without copies.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ..plugins.types import OpImpl
 
 
 class Watched(TorchDispatchMode):
-    """Keeps the calls of wanted operators that are made inside the block.
+    """Records calls of operators in the block.
 
     Args:
-        is_wanted: an operator -> whether its calls are kept.
+        is_wanted: operator -> whether to record its calls.
     """
 
     def __init__(self, is_wanted: Callable[[Any], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_wanted = is_wanted
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-        """(operator, arguments by position, by name)."""
+        """(operator, positional arguments, keyword arguments)."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -51,12 +51,12 @@ LIBRARY = torch.library.Library("vllm_fl", "FRAGMENT")
 
 @dataclass(frozen=True)
 class Site:
-    """An operator that a graph may have, and what may take its place.
+    """An operator in a graph, and the code that may replace it.
 
     Args:
         chain: the candidates, by the size of a call.
-        tokens: the operator's arguments -> how many tokens the call has.
-        inlined: an implementation -> a function of the operator's parameters that runs it alone.
+        tokens: the operator's arguments -> the number of tokens of the call.
+        inlined: an implementation -> a function of the operator's parameters that runs only it.
     """
 
     chain: Chain
@@ -71,8 +71,8 @@ class _Operator:
     Args:
         op: its op.
         impl_id: the first candidate for the largest calls.
-        body: what it runs.
-        site: what may take its place, where it is ordered by size and writes over no argument.
+        body: the function that it runs.
+        site: how to replace it, if it is ordered by size and overwrites no argument.
     """
 
     op: str
@@ -82,37 +82,37 @@ class _Operator:
 
 
 _operators: dict[str, _Operator] = {}
-"""By name. An operator cannot be defined twice in a process, but its body can change: a plan that
-takes the place of one that is gone finds its operators and gives them its own."""
+"""By name. A process cannot define an operator twice, so a plan that reuses the place of an ended
+engine also reuses its operators, with new bodies."""
 
 
 def operators() -> dict[str, tuple[str, str]]:
-    """The operators of this process, by name: (op, the id of what runs in the largest calls)."""
+    """Return the operators of this process by name: (op, impl id for the largest calls)."""
     return {name: (of.op, of.impl_id) for name, of in _operators.items()}
 
 
 def ordered() -> dict[Callable[..., Any], Site]:
-    """The operators of this process that are ordered by size and write over no argument."""
+    """Return the operators that are ordered by size and overwrite no argument."""
     return {_overload(name): of.site for name, of in _operators.items() if of.site is not None}
 
 
 def inlined(chain: Chain, impl: OpImpl) -> Callable[..., Any]:
-    """`impl` by the contract's parameters, as code that a compiler traces, which has no second try.
+    """Return `impl` as traceable code with the contract's parameters, without a fallback.
 
     Args:
         chain: a chain of the op.
-        impl: one of its candidates that a compiler may look into.
+        impl: one of its candidates that a compiler may trace.
     """
     bare = dataclasses.replace(chain.of(impl, bare=True), grants=frozenset())
     return chain.record.counting(call_guard(bare), chain.op, impl.impl_id)
 
 
 def unique_name(readable: str, *identity: object) -> str:
-    """A name for vLLM or torch: ASCII, legible, and never the same for two identities.
+    """Return a readable ASCII name for vLLM or torch, different for each identity.
 
     Args:
-        readable: what the name shows, in lower-case letters, digits and underscores.
-        identity: JSON-able; what must differ where the names differ, exactly as it is spelled.
+        readable: the readable part, in lower-case letters, digits and underscores.
+        identity: JSON-able values that distinguish the name.
     """
     word = re.sub(r"[^a-z0-9_]+", "_", readable.lower())[:80]
     text = json.dumps([readable, *identity])
@@ -120,29 +120,29 @@ def unique_name(readable: str, *identity: object) -> str:
 
 
 def is_opaque(impl: OpImpl) -> bool:
-    """Whether a compiler must not look inside.
+    """Return whether a compiler must not trace the implementation.
 
-    A traceable implementation with `supports` counts as opaque: traced, its refusal would be
-    decided once, by the shapes of the first compilation.
+    With `supports` it is opaque even if traceable: a trace would evaluate `supports` only once, for
+    the shapes of the first compilation.
     """
     return not impl.traceable or impl.supports is not None
 
 
 def is_inlined(impl: OpImpl) -> bool:
-    """Whether an implementation's code may stand in a graph in an operator's place."""
+    """Return whether an implementation's code may replace its operator in a graph."""
     return not (is_opaque(impl) or impl.consumes or impl.needs_layer)
 
 
 def mutated(chain: Chain, variant: Variant, *, rest_is_inlined: bool = False) -> tuple[str, ...]:
-    """The arguments over which the operator of this variant writes its results.
+    """Return the arguments that the operator of this variant overwrites with its results.
 
-    The schema is fixed when the operator is defined, so that one row decides for all sizes: if an
-    implementation for up to 8 tokens overwrites `x`, and the one for the rest does not, the
-    operator overwrites nothing, and the first one gets a copy.
+    The schema is fixed when the operator is defined, so one row decides for all sizes: if an
+    implementation for up to 8 tokens overwrites `x`, and the implementation for the rest does not,
+    the operator overwrites nothing, and the first one gets a copy.
 
     Args:
         chain, rest_is_inlined: as for `opaque_op`.
-        variant: one of the contract's.
+        variant: a variant of the contract.
     """
     deciding = chain.impls[0]
     if rest_is_inlined:
@@ -153,27 +153,27 @@ def mutated(chain: Chain, variant: Variant, *, rest_is_inlined: bool = False) ->
 
 
 def opaque_op(chain: Chain, place: int = 1, *, rest_is_inlined: bool = False) -> OpImpl:
-    """The first implementation of `chain` as one whose function is a torch.library operator.
+    """Return the first implementation of `chain`, with a torch.library operator as its function.
 
-    The operator is named after the chain and the plan's place, so that a graph compiled by one
-    process is found again by the next, and two plans that serve at the same time have each their
-    own. Registering the same chain in the same place again gives the operator a new body.
+    The chain and the plan's place determine the operator's name, so a compiled graph finds it in
+    another process, and two plans that run at the same time have separate operators. Registering
+    the chain again in that place replaces the body.
 
     Args:
-        chain: the candidates, and the arguments that the caller grants. Where it has rows, the
-            operator looks a call's row up when it runs: once, at its capture, in a captured graph.
-            It mutates its arguments where the first candidate of the largest calls does.
-        place: the plan's place among those that serve in this process (`Plan.place`).
-        rest_is_inlined: whether the code of rows that can be inlined is put in the operator's
-            place, whatever its schema. It then mutates its arguments where the first candidate of
-            the largest calls that are left to it does.
+        chain: the candidates, and the arguments that the caller grants. If it has several rows, the
+            operator selects the row when it runs (in a CUDA graph once, at capture). It mutates its
+            arguments if the first candidate of the largest calls does.
+        place: the plan's place (`Plan.place`).
+        rest_is_inlined: whether code of rows that can be inlined replaces the operator, regardless
+            of its schema. It then mutates its arguments if the first candidate of the largest calls
+            that it still runs does.
     """
     spec, first = chain.spec, chain.impls[0]
     rows = [[n, [impl.impl_id for impl in impls]] for n, impls in chain.rows]
     branches = []
     for variant in sorted(spec.variants, key=lambda variant: len(variant.parameters)):
         written = mutated(chain, variant, rest_is_inlined=rest_is_inlined)
-        # Inputs of an operator stay intact unless its schema says otherwise.
+        # An operator must not change its inputs unless its schema allows it.
         granting = dataclasses.replace(chain, grants=frozenset(written))
         guard = call_guard(granting)
         name = unique_name(
@@ -194,9 +194,10 @@ def opaque_op(chain: Chain, place: int = 1, *, rest_is_inlined: bool = False) ->
 
 
 def _site(chain: Chain, variant: Variant) -> Site:
-    """What may take the place of a variant's operator.
+    """Return how to replace the operator of a variant.
 
-    Its results are contiguous, as the operator's are, and no memory of an argument.
+    The results of the replacement are contiguous and alias no argument, like the operator's
+    results.
     """
     spec = chain.spec
     tokens = _of_variant(spec, variant, lambda *args: spec.tokens(args))
@@ -208,7 +209,7 @@ def _site(chain: Chain, variant: Variant) -> Site:
 
 
 def _returning(variant: Variant, guard: Callable[..., Any]) -> Callable[..., Any]:
-    """`guard` with results as an operator returns them that leaves its arguments as they are."""
+    """Return the body of an operator that does not mutate its arguments."""
     single = variant.returns == 1
 
     def body(*args: Any) -> Any:
@@ -219,20 +220,20 @@ def _returning(variant: Variant, guard: Callable[..., Any]) -> Callable[..., Any
 
 
 def _writing(spec: OpSpec, variant: Variant, guard: Callable[..., Any]) -> Callable[..., Any]:
-    """`guard`, leaving its results in the arguments that they overwrite."""
+    """Return the body of an operator that writes its results to its arguments."""
     targets = [spec.parameters.index(parameter) for parameter in variant.overwrites]
 
     def body(*args: Any) -> None:
         result = guard(*args)
-        # An implementation may find an argument unfit to write to, and a later candidate may write
-        # to none.
+        # An implementation may be unable to write to an argument; a later candidate may write to
+        # none.
         put(tuple(args[at] for at in targets), result)
 
     return body
 
 
 def _define(name: str, spec: OpSpec, variant: Variant, *, written: bool) -> None:
-    """Define the operator of a variant, unless it is; its body is the one in `_operators`."""
+    """Define the operator of a variant unless it exists. It calls its body in `_operators`."""
     if name in _operators:
         return
     LIBRARY.define(name + (variant.mutating_schema if written else variant.schema))
@@ -255,9 +256,9 @@ def _overload(name: str) -> Callable[..., Any]:
 
 
 def _of_variant(spec: OpSpec, variant: Variant, op: Callable[..., Any]) -> Callable[..., Any]:
-    """`op`, which takes all of the contract's arguments, by the parameters of a variant's operator.
+    """Convert `op`, with the contract's parameters, to the parameters of a variant's operator.
 
-    A variant leaves some out, and torch the trailing ones that equal the schema's defaults.
+    A variant omits parameters, and torch omits trailing arguments that equal the schema's defaults.
     """
     parameters = spec.signature.parameters.values()
     absent = {p.name: None for p in parameters if p.default is p.empty}
@@ -268,12 +269,12 @@ def _of_variant(spec: OpSpec, variant: Variant, op: Callable[..., Any]) -> Calla
 def _router(
     spec: OpSpec, branches: Sequence[tuple[Variant, tuple[str, ...], Callable[..., Any]]]
 ) -> Callable[..., Any]:
-    """Choose the operator by which arguments are None, written out so that Dynamo can trace it.
+    """Generate a function that selects the operator by its None arguments; Dynamo can trace it.
 
     Args:
         spec: the contract.
-        branches: (variant, the arguments that hold its results afterwards, its operator), those
-            with the fewest parameters first.
+        branches: (variant, the arguments that contain its results afterwards, its operator),
+            variants with fewer parameters first.
     """
     scope: dict[str, Any] = {}
     lines = [f"def {spec.name}({', '.join(spec.parameters)}):"]
@@ -292,9 +293,10 @@ def _router(
 
 
 def _fresh(result: Any, args: tuple[Any, ...]) -> Any:
-    """An operator may return neither an input, nor a view of one, nor one tensor twice: copy.
+    """Copy results where necessary.
 
-    What is not contiguous is copied, too: the fake promised the compiler that it is.
+    An operator must not return an input, a view of one, or one tensor twice. Its results must be
+    contiguous, because its fake returns contiguous tensors.
     """
     taken = [arg for arg in args if isinstance(arg, torch.Tensor)]
     parts = []

@@ -1,4 +1,4 @@
-"""How long each phase of an engine's start took, as one of its workers sees it."""
+"""Durations of the phases of an engine's startup, in one worker."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 class Phases:
-    """Seconds by phase. Of a phase in which another one runs, those without the other's.
+    """Seconds per phase, without nested phases.
 
     Attributes:
-        seconds: phase -> its seconds so far, in the order in which they ended first.
+        seconds: phase -> its seconds so far, ordered by when each first ended.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Phases:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """In the block this is what the start is at."""
+        """Count the time of the block as this phase."""
         began, outer = time.monotonic(), self._inner
         self._inner = 0.0
         try:
@@ -33,6 +33,6 @@ class Phases:
 
 
 def phases_of(worker: Any) -> Phases:
-    """The phases of a worker's start, from its first one on."""
+    """Return the phases of a worker's startup; created at the first call."""
     found: Phases = vars(worker).setdefault("vllm_fl_phases", Phases())
     return found

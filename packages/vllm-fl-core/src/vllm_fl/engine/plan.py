@@ -1,4 +1,4 @@
-"""The plan: op -> implementation, as one engine runs with it; layers bind to it when built."""
+"""The plan of an engine: op -> implementation. Layers are bound to it when they are built."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ log = get_logger("engine")
 
 
 def _callable(impls: Iterable[Impl | Stock], *, with_layer: bool = True) -> tuple[OpImpl, ...]:
-    """Return the functions; without `with_layer`, those that do not take the calling layer."""
+    """Return the functions; without `with_layer`, omit functions that need a layer."""
     called = (impl for impl in impls if isinstance(impl, OpImpl))
     return tuple(impl for impl in called if with_layer or not impl.needs_layer)
 
@@ -44,12 +44,12 @@ def _once(impls: Iterable[OpImpl]) -> tuple[OpImpl, ...]:
 
 @dataclass(frozen=True)
 class PlanEntry:
-    """What one op runs with.
+    """The plan of one op.
 
     Args:
         op: the op's name.
-        rows: every candidate with what was decided about it, by the size of a call.
-        note: why vLLM keeps the op against the traces, or empty.
+        rows: every candidate and the decision about it, by the size of a call.
+        note: why vLLM's implementation is used regardless of the traces, or empty.
     """
 
     op: str
@@ -58,50 +58,50 @@ class PlanEntry:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether another plugin of vLLM's has replaced a layer of the op."""
+        """Whether another vLLM plugin has replaced a layer of the op."""
         return any(each.impl is FOREIGN for each in self.rows[-1][1].candidates)
 
     @property
     def left_to(self) -> Stock:
-        """What computes the op if no candidate of ours does: another plugin, or vLLM."""
+        """The fallback after our candidates: another plugin's layer, or vLLM's implementation."""
         own = (impl for impl in self.rows[-1][1].admitted if isinstance(impl, Stock))
         return FOREIGN if self.note and self.is_foreign else next(own, STOCK)
 
     @property
     def candidates(self) -> Rows[tuple[Impl, ...]]:
-        """Our candidates by the size of a call; none if there is a note."""
+        """Our candidates by the size of a call; empty if there is a note."""
         if self.note:
             return ((None, ()),)
         return tuple((ceiling, trace.before_stock) for ceiling, trace in self.rows)
 
     @property
     def ceilings(self) -> tuple[int, ...]:
-        """The sizes up to which calls have candidates of their own."""
+        """The maximum tokens of each row except the last."""
         return tuple(ceiling for ceiling, _ in self.candidates if ceiling is not None)
 
     @property
     def _largest_first(self) -> tuple[tuple[Impl, ...], ...]:
-        """The candidates of the largest calls, then those of each row."""
+        """The candidates of the largest calls, then of the other rows."""
         *rows, rest = (impls for _, impls in self.candidates)
         return rest, *rows
 
     @property
     def impls(self) -> tuple[OpImpl, ...]:
-        """Every candidate that is a function, of all rows."""
+        """Every candidate that is a function."""
         return _once(i for impls in self._largest_first for i in _callable(impls))
 
     @property
     def firsts(self) -> tuple[OpImpl, ...]:
-        """The first function of each row, each once."""
+        """The first function of each row, without duplicates."""
         return _once(i for impls in self._largest_first for i in _callable(impls)[:1])
 
     def classes(self, kind: type[Named]) -> tuple[Named, ...]:
-        """Return the candidates that name a class of a kind, such as attention backends."""
+        """Return the candidates that are classes of a kind, such as attention backends."""
         return tuple(i for _, impls in self.candidates for i in impls if isinstance(i, kind))
 
     @property
     def label(self) -> str:
-        """The implementation's id, `foreign` or `stock`; by size, as `vendor.cpu(<=16)|stock`."""
+        """The impl id, `foreign` or `stock`; by size, as in `vendor.cpu(<=16)|stock`."""
         *rows, (_, rest) = self.candidates
         sized = [f"{self._label(impls)}(<={n})" for n, impls in rows]
         return "|".join([*sized, self._label(rest)])
@@ -111,7 +111,7 @@ class PlanEntry:
 
     @property
     def unmet(self) -> str:
-        """Why nothing may run, in strict mode with a list of the user that excludes vLLM's code."""
+        """Why no candidate can run, in strict mode with a user's order without `stock`."""
         trace = next((trace for _, trace in self.rows if not trace.admitted), None)
         if trace is None or self.note:
             return ""
@@ -125,7 +125,7 @@ class PlanEntry:
 
     @property
     def reason(self) -> str:
-        """Why it was chosen, in a few words; by size, for the largest calls."""
+        """A short reason for the choice; by size, for the largest calls."""
         return self.note or _reason(self.rows[-1][1])
 
     @property
@@ -141,7 +141,6 @@ class PlanEntry:
 
 
 def _reason(trace: Trace) -> str:
-    """Why the first candidate was chosen, in a few words."""
     if not trace.candidates:
         return "no candidate"
     reason = trace.candidates[0].reason
@@ -152,18 +151,18 @@ def _reason(trace: Trace) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The table op -> implementation of one engine.
+    """Op -> implementation for one engine.
 
     Args:
         mode: how the engine runs the model.
-        entries: by op name.
-        strict: whether a failure is raised instead of falling to the next candidate.
+        entries: the plan of each op.
+        strict: whether failures are raised, without a fallback to the next candidate.
         counts_calls: whether calls are counted (VLLM_FL_COUNT_CALLS=1).
-        record: counters, and what was disabled at startup.
+        record: counters, and the implementations disabled at startup.
         kept_layers: classes of vLLM that settings exclude, though their op is planned.
         contracts: every op's contract.
-        place: its number among the plans of compiled engines in this process (`take_place`), by
-            which the names of their operators differ: torch has one operator of a name.
+        place: its number among the plans of compiled engines in this process (`take_place`). It is
+            part of the names of operators, because torch allows only one operator per name.
     """
 
     mode: Mode
@@ -183,31 +182,31 @@ class Plan:
             self.record.counts = "calls" if self.mode == "eager" else "tracings"
 
     def __deepcopy__(self, memo: object) -> Plan:
-        """The plan itself: a copy of a layer serves the same engine."""
+        """Return the plan itself: a copied layer belongs to the same engine."""
         return self
 
     @property
     def calls(self) -> Counter[tuple[str, str]]:
-        """(op, impl id) -> calls, where they are counted."""
+        """(op, impl id) -> calls, if they are counted."""
         return self.record.calls
 
     @property
     def fallbacks(self) -> Counter[tuple[str, str]]:
-        """(op, impl id) -> calls that this later candidate took over."""
+        """(op, impl id) -> calls that fell back to this candidate."""
         return self.record.fallbacks
 
     def is_stock(self, op: str) -> bool:
-        """Whether the op's layers are left to vLLM, at every size."""
+        """Return whether no function is planned for the op, at any size."""
         entry = self.entries.get(op)
         return entry is None or not entry.impls
 
     def is_partly_stock(self, op: str) -> bool:
-        """Whether the op is left to vLLM at some sizes, and at others not."""
+        """Return whether the op has planned candidates only at some sizes."""
         entry = self.entries[op]
         return bool(entry.ceilings) and not all(impls for _, impls in entry.candidates)
 
     def stock_at(self, op: str) -> Callable[[int], bool] | None:
-        """Return a function: the tokens of a call without a layer -> whether vLLM computes it.
+        """Return (tokens of a call without a layer) -> whether vLLM's implementation runs.
 
         None if the size does not matter.
         """
@@ -223,7 +222,7 @@ class Plan:
     def without_layer(
         self, op: str, grants: frozenset[str] = frozenset(), *, last: OpImpl | None = None
     ) -> Callable[..., Any] | None:
-        """Return the op for uncompiled callers without a layer, with arguments as for `chain`.
+        """Return the op for uncompiled callers without a layer; arguments as for `chain`.
 
         None if the op is stock, or all of its candidates take the calling layer.
         """
@@ -232,13 +231,13 @@ class Plan:
         return call_guard(self.chain(op, grants, last=last, without_layer=True))
 
     def callable(self, op: str) -> tuple[OpImpl, ...]:
-        """The op's candidates that can be called without a layer; none where it is stock."""
+        """Return the op's candidates that can be called without a layer; empty if it is stock."""
         entry = self.entries.get(op)
         return _callable(entry.impls, with_layer=False) if entry else ()
 
     @property
     def layers(self) -> dict[str, LayerImpl]:
-        """The whole layers that are not vLLM's own: its class name -> the implementation."""
+        """The planned whole layers: vLLM class name -> implementation."""
         return {op: impl for op, e in self.entries.items() for impl in e.classes(LayerImpl)[:1]}
 
     def chain(
@@ -255,10 +254,11 @@ class Plan:
         Args:
             op: the op's name; it must not be stock.
             grants: arguments that the caller owns.
-            last: vLLM's implementation: for calls that every candidate refused, and at stock sizes.
-            own: runs at stock sizes instead of `last`, in eager mode: the layer's own method. In a
-                layer over another plugin's class, that plugin's method is both `last` and `own`.
-            without_layer: leave out the candidates that take the calling layer.
+            last: vLLM's implementation, for calls that no candidate supports and for stock sizes.
+            own: replaces `last` at stock sizes in eager mode: the layer's original method. In a
+                layer that replaces another plugin's class, `last` and `own` are the method of that
+                plugin.
+            without_layer: omit the candidates that take the calling layer.
         """
         entry, with_layer = self.entries[op], not without_layer
         vllms = tuple(impl for impl in (own or last,) if impl is not None)
@@ -267,7 +267,7 @@ class Plan:
             impls = _callable(trace.before_stock, with_layer=with_layer)
             if impls and last is not None:
                 return (*impls, last)
-            if impls:  # without vLLM's implementation the candidates after it are next
+            if impls:  # without `last`, candidates after stock follow
                 return _callable(trace.admitted, with_layer=with_layer)
             impls = vllms or _callable(trace.admitted, with_layer=with_layer)
             impls = impls or _callable(entry.impls, with_layer=with_layer)
@@ -293,8 +293,8 @@ class Plan:
         Args:
             op, grants, last: as for `chain`.
             layer: provides the parameters that the contract takes from a layer.
-            own: the layer's own method, or a function that calls it: runs at sizes that are stock,
-                if the layer is not compiled.
+            own: the layer's original method, or a function that calls it; runs at stock sizes if
+                the layer is not compiled.
             traced: False if no compiler sees the calls, in any mode.
         """
         compiled = traced and self.mode == "compiled"
@@ -309,7 +309,7 @@ class Plan:
             bound = self._guard(chain, asks_layer, compiled), asks_layer
             self._bound[key] = bound
         function, asks_layer = bound
-        # Without the layer if it provides nothing: an argument less at every call.
+        # Without a layer that provides nothing: one argument less at every call.
         return MethodType(function, layer) if asks_layer else function
 
     def _guard(
@@ -319,16 +319,16 @@ class Plan:
         guard = method_guard if asks_layer else call_guard
         if not compiled:
             return guard(chain)
-        from .opaque import is_opaque, opaque_op  # torch, which a plan needs for this alone
+        from .opaque import is_opaque, opaque_op  # imports torch, which is needed only here
 
-        # A graph is traced once for all sizes: what differs by them must be looked up inside.
+        # A graph is traced once for all sizes, so the row must be selected inside the operator.
         by_size = self.entries[op].ceilings and not inlined
         if by_size or is_opaque(first):
             first = opaque_op(chain, self.place)
         else:
             counting = self.record.counting(first.fn, op, first.impl_id)
             first = dataclasses.replace(first, fn=counting)
-        # Traced code has no second try: no exception reaches it, and Dynamo keeps no branch.
+        # Traced code has no fallback: it cannot catch an exception, and Dynamo keeps no branch.
         return guard(chain.of(first, bare=True))
 
     def as_compiled(self, op: str, first: OpImpl, *, inlined: bool = False) -> Callable[..., Any]:
@@ -336,9 +336,8 @@ class Plan:
 
         Args:
             op: the op's name.
-            first: one of the entry's `firsts`, whose row is verified.
-            inlined: whether its code is inlined though the op is ordered by size, as in graphs that
-                are compiled by range.
+            first: one of the entry's `firsts`; its row is verified.
+            inlined: whether to inline an op that is ordered by size (for graphs compiled by range).
         """
         plan = dataclasses.replace(self, counts_calls=False, record=Record(log), place=0)
         rows = (_callable(impls) for _, impls in reversed(self.entries[op].candidates))
@@ -356,19 +355,19 @@ def make_plan(
     notes: Mapping[str, str] | None = None,
     kept_layers: Iterable[str] = (),
 ) -> Plan:
-    """Resolve every contract's op, the attention backend, the communicator and whole layers.
+    """Resolve every op with a contract, the attention backend, the communicator and whole layers.
 
-    An op that the model cannot have is left out, unless the user's settings name it.
+    Omits ops that the model cannot have, unless the user has set an order for the op itself.
 
     Args:
-        manager: has the installed implementations.
+        manager: provides the installed implementations.
         facts: the facts of the engine.
-        demoted: (op, impl id) -> why it must not serve in this engine.
-        notes: op -> why vLLM keeps it with any policy.
+        demoted: (op, impl id) -> why it must not run in this engine.
+        notes: op -> why vLLM's implementation is used under any policy.
         kept_layers: the classes of vLLM that settings exclude.
 
     Raises:
-        PluginError: an implementation has no contract, and a plugin failed that may have had it.
+        PluginError: an implementation has no contract, because its plugin failed or is missing.
     """
     demoted, notes = demoted or {}, notes or {}
     entries = {}
@@ -383,7 +382,7 @@ def make_plan(
         engine=True,
         settings=facts.settings,
         disabled=demoted,
-        # An operator in a graph cannot be handed a layer.
+        # An operator in a graph cannot receive a layer.
         without_layer=facts.mode == "compiled",
         foreign=facts.foreign,
         facts=facts,
@@ -394,9 +393,9 @@ def make_plan(
         if op in absent:
             continue
         traces = resolver.rows(op)
-        if facts.wants_invariance:  # two implementations are two sets of bits
+        if facts.wants_invariance:  # two implementations may differ in bits
             traces = traces[-1:]
-        # A row for more tokens than the largest batch never runs.
+        # A row beyond the largest batch never runs.
         reached = [(n, trace) for n, trace in traces if n is not None and n < largest]
         rows = (*reached, (None, traces[len(reached)][1]))
         entries[op] = PlanEntry(op, joined(rows, _run_the_same), notes.get(op, ""))
@@ -420,7 +419,7 @@ _choosing = threading.Lock()
 
 
 def take_place(plan: Plan) -> Plan:
-    """Return a compiled plan in the first place that no other one of this process has."""
+    """Return a compiled plan in the lowest place that no other plan of this process has."""
     if plan.mode == "eager":
         return plan
     with _choosing:
@@ -430,12 +429,12 @@ def take_place(plan: Plan) -> Plan:
 
 
 def leave_place(plan: Plan) -> None:
-    """Give the place of a plan to the next one: its engine has ended."""
+    """Release the place of a plan after its engine has ended."""
     if plan.mode == "compiled":
         _places.discard(plan.place)
 
 
 def active_plan() -> Plan | None:
-    """The plan of the model that is being built, or None outside an engine."""
+    """Return the plan of the model that is being built, or None outside an engine."""
     binder = current_binder()
     return binder if isinstance(binder, Plan) else None

@@ -1,8 +1,8 @@
-"""Ranges of token counts: where a compiler that compiles each apart may inline one implementation.
+"""Ranges of token counts that allow a compiler to inline one implementation of an op.
 
-An op that is ordered by size is one operator in a traced graph, since a graph is traced once. Where
-vLLM compiles that graph again for each range of sizes, a range that lies in rows of one traceable
-first choice needs no operator: that implementation's own code can stand in its place.
+An op that is ordered by size is one operator in a traced graph, because a graph is traced only
+once. vLLM can compile that graph separately for several ranges of token counts. If all rows in a
+range have the same traceable first choice, its code can replace the operator.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..plugins.types import OpImpl
 from .opaque import is_inlined
 
 MOST = 2
-"""How many ranges a model is compiled for on account of orders by size: each is compiled anew, and
-a start takes so much longer."""
+"""Maximum number of ranges to compile for orders by size. Each is a separate compilation, which
+makes startup longer."""
 
 
 @dataclass(frozen=True, order=True)
@@ -32,10 +32,10 @@ class Range:
         return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
 
     def without(self, sizes: Collection[int]) -> Range:
-        """The same without the sizes at its ends that are compiled apart; as it is if none is left.
+        """Return the range without sizes at its ends that are compiled separately; never empty.
 
         Args:
-            sizes: the token counts that have code of their own.
+            sizes: the token counts that are compiled separately.
         """
         first, last = self.first, self.last
         while first < last and first in sizes:
@@ -46,15 +46,15 @@ class Range:
 
 
 def choice(chain: Chain, sizes: Range) -> OpImpl | None:
-    """The implementation that serves all calls of these sizes, where its code may be inlined.
+    """Return the implementation that runs all calls of these sizes, if its code may be inlined.
 
     Args:
         chain: the op's candidates, by rows.
         sizes: the token counts of the calls.
 
     Returns:
-        None where the rows differ, or the implementation must be taken whole or writes over its
-        arguments.
+        None if the rows differ, or the implementation is opaque, overwrites its arguments or takes
+            a layer.
     """
     firsts, below = {}, 0
     for ceiling, (first, *_) in chain.rows:
@@ -67,21 +67,20 @@ def choice(chain: Chain, sizes: Range) -> OpImpl | None:
 
 
 def edges(chains: Iterable[Chain], largest: int, captured: int = 0) -> tuple[int, ...]:
-    """Where to split the token counts, so that the most can be inlined: at most `MOST` ranges.
+    """Return where to split the token counts to inline the most: into at most `MOST` ranges.
 
-    What an op gains where it is inlined is counted in doublings of the token count: as much from 64
-    to 128 as from 4096 to 8192. Of all ways to split at ceilings of rows that way is taken by which
-    the ops gain the most beyond the captured graphs, where a host launches operators one by one. Of
-    equal ones that by which they gain the most at all sizes; then the one with the fewest ranges,
-    then with the largest edges.
+    Splits only at the maximum tokens of rows. The gain of inlining an op is measured in doublings
+    of the token count: from 64 to 128 as much as from 4096 to 8192. Chooses the largest total gain
+    above the captured sizes (the host launches each operator there); then the largest gain over all
+    sizes, the fewest ranges, and the largest edges.
 
     Args:
         chains: one for each op that is ordered by size.
         largest: the largest batch, in tokens.
-        captured: the largest batch of which a graph is captured, in tokens; 0 where none is.
+        captured: the largest batch with a captured graph, in tokens; 0 without graphs.
 
     Returns:
-        The last token count of each range but the last; empty where nothing can be inlined.
+        The last token count of each range except the last range; empty if nothing can be inlined.
     """
     able = [chain for chain in chains if any(is_inlined(first) for _, (first, *_) in chain.rows)]
     ceilings = sorted({n for chain in able for n, _ in chain.rows if n and n < largest})

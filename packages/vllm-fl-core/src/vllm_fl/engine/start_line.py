@@ -1,4 +1,4 @@
-"""A plan in words: the line that a startup logs, and phrases for its report."""
+"""A plan as text: the line that is logged at startup, and remarks for the report."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from ..dispatch.resolver import FOREIGN
 from .plan import Plan
 
 LONGEST, NAMED = 200, 5
-"""The characters of a line, and the ops in it, at most."""
+"""Maximum characters of a line, and maximum ops in it."""
 
 
 def line(plan: Plan, *facts: str, not_reached: Collection[str] = ()) -> str:
     """Return the plan in one line of at most `LONGEST` characters.
 
-    It has the number of the ops that vLLM does not compute, and the first of them: classes,
-    functions, then ops of another plugin of vLLM.
+    It has the number of ops that vLLM does not compute, and the first of them: classes, functions,
+    then ops of another vLLM plugin.
 
     Args:
         plan: the plan.
-        facts: phrases that follow the mode.
-        not_reached: the planned ops that this engine does not call: they do not count.
+        facts: phrases after the mode.
+        not_reached: planned ops that this model does not use; not counted.
     """
     ops = sorted(plan.entries, key=lambda op: op in plan.contracts)
     ours = [op for op in ops if any(impls for _, impls in plan.entries[op].candidates)]
@@ -40,7 +40,7 @@ def line(plan: Plan, *facts: str, not_reached: Collection[str] = ()) -> str:
 
 
 def notes(plan: Plan, not_reached: Collection[str] = ()) -> list[str]:
-    """Return phrases: why vLLM keeps ops against the policy, and what is not verified."""
+    """Return remarks: ops kept for vLLM or another plugin, unverified layers, unused ops."""
     found = [
         f"{op}: {entry.reason}"
         for op, entry in plan.entries.items()

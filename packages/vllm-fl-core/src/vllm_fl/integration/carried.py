@@ -1,4 +1,4 @@
-"""What an engine carries to its workers: our entry in `additional_config`, and variables by Ray."""
+"""Data that an engine sends to its workers: our entry in `additional_config`, and Ray variables."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ KEY = "vllm_fl"
 
 
 class Carried(dict[str, Any]):
-    """What is under `KEY`, on its way between the processes of an engine.
+    """The value under `KEY`, which travels between the processes of an engine.
 
     Args:
-        settings: the engine's; None where nobody has read them yet, or the plan is sealed. They
-            travel along, and vLLM hashes the entries alone.
-        orders: op or group -> its order, which the user wrote there; part of `settings` later.
-        entries: what is under `KEY`: `user` of `planning.note_user_priority`, `enabled` of
-            `planning.apply`, `passes` of `Fusions.configure`, `edges` of `graphs.ranges.split`, and
-            `plan`, the digest, of `seal`.
+        settings: the engine's settings; None before they are read and after the plan is sealed.
+            vLLM hashes only the entries.
+        orders: op or group -> its order on vLLM's command line, until the settings are read.
+        entries: `user` (from `planning.note_user_priority`), `enabled` (`planning.apply`), `passes`
+            (`Fusions.configure`), `edges` (`graphs.ranges.split`), and `plan`, the digest (`seal`).
     """
 
     def __init__(
@@ -45,12 +44,12 @@ class Carried(dict[str, Any]):
 
 
 def seal(vllm_config: VllmConfig, digest: str) -> Callable[[], None]:
-    """Put the plan's digest where vLLM's compile-cache key is made from.
+    """Set the plan's digest in the configuration, for vLLM's compile-cache key.
 
-    It takes the place of the settings: those that do not change the plan must not miss the cache.
+    It replaces the settings: settings that do not change the plan must not miss the cache.
 
     Returns:
-        What puts back what was there before, for a start that must plan once more.
+        A function that restores the previous entry, for a startup that must plan again.
     """
     extra = vllm_config.additional_config
     if not isinstance(extra, dict):
@@ -70,18 +69,23 @@ def seal(vllm_config: VllmConfig, digest: str) -> Callable[[], None]:
 
 
 def is_sealed(vllm_config: VllmConfig) -> bool:
-    """Whether a worker of this engine has sealed its plan: nothing of it may change any more."""
+    """Return whether a worker of this engine has sealed its plan, which is then final."""
     return "plan" in entry_of(vllm_config)
 
 
 def digest_of(vllm_config: VllmConfig) -> str:
-    """The digest of the sealed plan; empty before it is sealed."""
+    """Return the digest of the sealed plan; empty before that."""
     return str(entry_of(vllm_config).get("plan", ""))
 
 
 def entry_of(vllm_config: VllmConfig) -> Carried:
-    """What the configuration carries. An object of the user's own carries nothing: what is put into
-    the answer is lost then."""
+    """Return our entry of the configuration; create it if it is missing.
+
+    If `additional_config` is an object of the user, changes to the entry are lost.
+
+    Raises:
+        SettingsError: the user has set the entry by hand.
+    """
     extra = vllm_config.additional_config
     if not isinstance(extra, dict):
         return Carried()
@@ -100,17 +104,11 @@ def entry_of(vllm_config: VllmConfig) -> Carried:
 
 
 def carry_startup(parallel: ParallelConfig, env: Mapping[str, str] = os.environ) -> None:
-    """Let Ray start an engine's workers with our variables that say how a process starts.
+    """Add our startup variables to the Ray runtime environment of an engine's workers.
 
-    All other settings travel in the engine's configuration. These are read before a process has
-    one, while vLLM chooses its platform; and Ray's processes inherit the environment of their
-    node. vLLM's Ray executors set the engine's own variables in a worker only after that.
-
-    What `ray_runtime_env` sets itself stays.
-
-    Args:
-        parallel: the engine's; without Ray it stays as it is.
-        env: the environment; by default the process's own.
+    Startup variables are read while vLLM chooses its platform, before a worker has a configuration.
+    A Ray process inherits the environment of its node, and the Ray executors of vLLM set the
+    variables of the engine in a worker only later. Variables in `ray_runtime_env` are kept.
     """
     if not parallel.use_ray:
         return
@@ -120,4 +118,4 @@ def carry_startup(parallel: ParallelConfig, env: Mapping[str, str] = os.environ)
         return
     env_of_ray = dict(parallel.ray_runtime_env or {})
     env_of_ray["env_vars"] = {**carried, **env_of_ray.get("env_vars", {})}
-    parallel.ray_runtime_env = env_of_ray  # vLLM hands any mapping on to Ray
+    parallel.ray_runtime_env = env_of_ray  # vLLM passes any mapping to Ray

@@ -1,4 +1,4 @@
-"""What differs between releases of vLLM, and which of them we support. The only file that knows."""
+"""The supported vLLM releases and the differences between them: keep such code in this file."""
 
 from __future__ import annotations
 
@@ -26,25 +26,24 @@ OLDEST, TOO_NEW = (0, 26), (0, 34)
 """Supported: from `OLDEST` up to, not including, `TOO_NEW`."""
 
 UNTAGGED = (0, 1)
-"""The release that vLLM's build gives itself where the source has no tags: `0.1.dev1+g0123abc`."""
+"""The release in the version of a vLLM built from source without tags: `0.1.dev1+g0123abc`."""
 
 FORMER_LAYERS = frozenset({"fused_moe", "FusedMoE"})
-"""Layer names of vLLM releases that are gone, which users' lists of layers may still hold."""
+"""Layer names of older vLLM releases that user settings may still contain."""
 
 _OPENING = (
     "vllm.model_executor.layers.mamba.gdn.",
     "vllm.third_party.flash_linear_attention.",
 )
-"""Modules with layers of vLLM's that ask what GPU there is, while they are imported."""
+"""Modules with vLLM layers that query the GPU when they are imported."""
 
 LAYER = re.compile(
     r"""^@(CustomOp|PluggableLayer)\.register\(\s*["'](\w+)["'].*?^class (\w+)""", re.M | re.S
 )
-"""A class that vLLM's source registers as a layer: kind, registered name, class."""
+"""Matches a registered layer class in vLLM's source: kind, registered name, class name."""
 
 
 def vllm_version() -> str:
-    """The installed vLLM's version."""
     release = vllm_release()
     if release is not None:
         return release[1]
@@ -54,18 +53,18 @@ def vllm_version() -> str:
 
 
 def vllm_folders() -> list[Path]:
-    """Where the package `vllm` lies, which is not imported; nowhere where there is none."""
+    """Return the folders of the package `vllm` without importing it; empty if it is missing."""
     spec = find_spec("vllm")
     return [Path(folder) for folder in (spec.submodule_search_locations if spec else None) or ()]
 
 
 def obstacle() -> str | None:
-    """Return why the installed vLLM is not supported, in one line; None if it is."""
+    """Return why the installed vLLM is not supported, in one line, or None."""
     return outside(vllm_version())
 
 
 def outside(version: str) -> str | None:
-    """Return why a vLLM of this version is not supported; None also if its release is unknown."""
+    """Return why this version of vLLM is not supported; None also for an unknown release."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     release = tuple(map(int, numbers.groups())) if numbers else UNTAGGED
     if release == UNTAGGED or OLDEST <= release < TOO_NEW:
@@ -82,7 +81,7 @@ def lacks(binding: Binding) -> str:
 
 
 def _has(path: str) -> bool:
-    """Return whether vLLM has an object, or a class whose constructor sets the attribute."""
+    """Return whether vLLM has the object, or a class with code that sets it as an attribute."""
     module, _, names = path.partition(":")
     owner, _, name = names.rpartition(".")
     try:
@@ -95,10 +94,10 @@ def _has(path: str) -> bool:
 
 
 def opens_the_device(module: str) -> bool:
-    """Whether importing a module of vLLM's would open this process's GPU, which is not open yet.
+    """Return whether importing a vLLM module would open this process's GPU.
 
-    vLLM cannot fork an engine's processes then. Spawned ones import all of vLLM once more, which
-    took 20 s on one machine, and the process that starts them keeps memory of the GPU.
+    vLLM could then not fork an engine's processes. Spawned processes import all of vLLM again (20 s
+    on one machine), and the parent process keeps GPU memory.
     """
     if not module.startswith(_OPENING) or module in sys.modules:
         return False
@@ -109,7 +108,7 @@ def opens_the_device(module: str) -> bool:
 
 
 def shared_table(path: str) -> MutableMapping[Any, Any] | None:
-    """Return the dictionary at a path of a binding's `shared`; None if there is none."""
+    """Return the dictionary at a path of a binding's `shared`, or None."""
     module, _, names = path.partition(":")
     try:
         found = attrgetter(names)(import_module(module))
@@ -120,39 +119,36 @@ def shared_table(path: str) -> MutableMapping[Any, Any] | None:
 
 @cache
 def declared_layers() -> dict[str, str]:
-    """Return every layer class that this vLLM's source registers -> the registered name.
-
-    A process imports only few of them.
-    """
+    """Read layer class -> registered name from vLLM's source: a process imports few classes."""
     files = (file for root in vllm_folders() for file in root.rglob("*.py"))
     found = (layer for file in files for layer in LAYER.findall(file.read_text("utf-8")))
     return {cls: name for _, name, cls in found}
 
 
 def hide_our_variables(more: Iterable[str] = ()) -> None:
-    """Make our variables known to vLLM, so that it neither warns of them nor fails.
+    """Register our variables with vLLM, which otherwise warns about unknown variables or fails.
+
+    Up to 0.30 `vllm.envs.validate_environ` checks them, from 0.31 on `Platform.validate_environ`;
+    both read one table. Getters return None, since values would enter vLLM's compile-cache key,
+    where the plan's digest is better. Names enter the key too, so all are always registered.
 
     Args:
-        more: the variables of plugins' settings, once these are loaded.
-
-    Up to 0.30 `vllm.envs.validate_environ` asks, from 0.31 on `Platform.validate_environ`; both
-    look into one table. The getters return None, since values would enter vLLM's compile key,
-    which our plan's digest does better; names enter it too, so all are given at all times.
+        more: the variables of the settings of loaded plugins.
     """
     import vllm.envs
 
-    table = getattr(vllm.envs, "environment_variables", {})  # a vLLM out of range may lack it
+    table = getattr(vllm.envs, "environment_variables", {})  # an unsupported vLLM may lack it
     for name in sorted({*VARIABLES, *more, *os.environ}):
         if name.startswith("VLLM_FL_"):
             table.setdefault(name, lambda: None)
 
 
 def leave_out_cuda_fusions(vllm_config: VllmConfig) -> None:
-    """Keep vLLM's pass manager, on hardware that is not vLLM's own, from passes that are not there.
+    """Turn off fusion passes that vLLM does not define on the hardware of a plugin.
 
-    Where norms and activations are not left to Inductor, it turns their fusion with quantisation on
-    by default, and defines these passes for CUDA and XPU alone: the start would end in a NameError.
-    What a user sets stands.
+    If Inductor does not compile norms and activations, vLLM turns their fusion with quantisation on
+    by default, but defines the passes only for CUDA and XPU: startup would end in a NameError. A
+    user's setting is kept.
     """
     passes = vllm_config.compilation_config.pass_config
     passes.fuse_norm_quant = passes.fuse_norm_quant or False

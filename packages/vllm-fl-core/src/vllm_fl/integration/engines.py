@@ -1,8 +1,8 @@
-"""The engines of this process: what each of them has taken here, and which one is calling.
+"""The engines of this process: what each of them has changed here, and which engine is calling.
 
-The engine is known by vLLM's forward context, which follows a forward pass into the threads of
-vLLM's micro-batches. Where none is set (a vision encoder, a sampler), it is known by the worker's
-method that the thread is in.
+vLLM's forward context identifies the calling engine, also in threads of micro-batches.
+Without a forward context (a vision encoder, a sampler), it is the engine of the worker method that
+the thread is running.
 """
 
 from __future__ import annotations
@@ -41,37 +41,37 @@ STARTS = {
     "initialize_from_config": "vLLM: the KV cache",
     "compile_or_warm_up_model": "vLLM: warm-up and graphs",
 }
-"""The methods of vLLM's workers that an engine starts with, and what the phase of each is called.
-One that fails ends it."""
+"""The worker methods of vLLM that start an engine -> the name of each startup phase. An error in a
+method ends the engine."""
 
 
 @dataclass(eq=False)
 class Engine:
-    """One engine in this process, until it has ended or its startup has failed.
+    """One engine in this process, until it ends or its startup fails.
 
     Args:
-        facts: what the engine's configuration says.
-        rank: its number within the engine.
+        facts: the engine's facts.
+        rank: the worker's rank within the engine.
         worker: vLLM's worker.
-        joins: whether the rank joins a running engine (elastic EP), whose ranks do not gather.
+        joins: whether the rank joins a running engine (elastic EP), which does not gather with it.
 
     Attributes:
-        device: the worker's, once it is open.
-        plan: the plan, once it is made; another one after something was disabled.
-        contents: what the plan consists of, JSON-able.
-        digest: the sealed plan's.
-        groups: what makes the communicators of vLLM's groups of ranks; None if vLLM does.
-        worker_facts: what plugins have reported, by distribution.
-        disabled: (op, impl id) -> why it is off on all ranks.
-        wrong: (op, impl id) -> why, of what the last check found wrong and serves all the same.
-        unused: planned op -> why this engine is not seen to call it.
+        device: the worker's device, once it is open.
+        plan: the current plan, once it is made; replaced when an implementation is disabled.
+        contents: the contents of the plan, JSON-serialisable.
+        digest: the digest of the sealed plan.
+        groups: makes the communicators of vLLM's rank groups; None if vLLM makes them.
+        worker_facts: distribution -> facts that its plugin has reported.
+        disabled: (op, impl id) -> why it is disabled on all ranks.
+        wrong: (op, impl id) -> why it was incorrect at the last check; it keeps serving.
+        unused: planned op -> why this engine is not expected to call it.
         remarks: moment -> phrases for the report.
-        state: what plugins and patchers keep of this engine, by owner.
-        status: `starting`, `serving`, `ended` or `failed`: its startup did.
-        error: what a method of its worker raised last: `method`, `why`, `time`.
+        state: data that plugins and patchers keep for this engine, by owner.
+        status: `starting`, `serving`, `ended`, or `failed` if the startup failed.
+        error: the last error of a worker method: `method`, `why`, `time`.
         is_loaded: whether the model is bound to the plan and has its weights.
-        asleep: what of its memory it has given back.
-        due: whether its weights were updated while something was.
+        asleep: the kinds of memory that the worker has released (`updates.MEMORY`).
+        due: whether to verify at wake-up, since weights were updated during sleep.
     """
 
     facts: EngineFacts
@@ -99,28 +99,24 @@ class Engine:
     _on_serving: list[Callable[[], object]] = field(default_factory=list, init=False)
 
     def gather(self, what: str, mine: T) -> list[T]:
-        """Return every rank's value, in the order of the ranks. A rank that joins has its own only.
-
-        Args:
-            what: the purpose, as `settle on a plan`; all ranks gather the same in the same order.
-            mine: this rank's value; it is pickled.
+        """Return every rank's value (`exchange`); on a rank that joins, only its own.
 
         Raises:
-            StartError: a rank cannot go on, died or is too late; with `failures`, on all ranks.
+            StartError: a rank has failed, died or is late; with `failures`, on all ranks.
         """
         return [mine] if self.joins else exchange(what, mine)
 
     def fail(self, what: str, why: str) -> None:
-        """Let the other ranks, which gather, know why this one cannot go on.
+        """Report a failure to the other ranks, which are gathering.
 
         Raises:
-            StartError: always, with `failures`, on all ranks; not on a rank that joins.
+            StartError: always, on all ranks, with `failures`; never on a rank that joins.
         """
         if not self.joins:
             exchange(what, None, why)
 
     def on_unbind(self, undo: Callable[..., object], *args: Any) -> None:
-        """Call `undo` when the plan is unbound: the engine ends, or is bound to another plan."""
+        """Call `undo` when the plan is unbound, at the engine's end or for another plan."""
         self._bound.callback(undo, *args)
 
     def on_exit(self, f: Callable[[], object]) -> None:
@@ -132,51 +128,50 @@ class Engine:
         self._on_serving.append(f)
 
     def active(self) -> AbstractContextManager[None]:
-        """Let calls of this thread inside the block be this engine's."""
+        """Return a context that attributes this thread's calls to this engine."""
         return calling(self)
 
     def serve(self) -> None:
-        """Call what waits for the engine to serve."""
+        """Call the functions of `on_serving`."""
         self.status = "serving"
         for f in self._on_serving:
             f()
 
     def unbind(self) -> None:
-        """Undo what binds the plan, the latest first. A second call does nothing."""
+        """Undo what binds the plan, latest first. A second call has no effect."""
         self._bound.close()
 
     def end(self, status: str) -> None:
-        """Call what waits for the end, then unbind the plan. A second call does nothing."""
+        """Call the functions of `on_exit`, then unbind the plan; again, only set the status."""
         self.status = status
         with self._bound:
             self._exits.close()
 
     def begin(self, vllm_config: VllmConfig) -> None:
-        """From now on forward passes of this configuration's engine are known as this one's."""
+        """Attribute forward passes of this configuration to this engine until it is unbound."""
         layers = vllm_config.compilation_config.static_forward_context
         _engines[id(layers)] = self, layers
         self.on_unbind(_engines.pop, id(layers), None)
 
     @property
     def config(self) -> VllmConfig:
-        """vLLM's configuration of the engine."""
         found: VllmConfig = self.worker.vllm_config
         return found
 
     @property
     def replica(self) -> int:
-        """Which one of data parallelism it is, from 0."""
-        # vLLM's own number of a replica is 0 in all of them where the model has no experts.
+        """The engine's index among data-parallel replicas, from 0."""
+        # `data_parallel_rank` is 0 in every replica of a model without experts.
         return getattr(self.config.parallel_config, "data_parallel_index", 0)
 
     @property
     def runner(self) -> Any:
-        """vLLM's model runner; None where the worker has none."""
+        """vLLM's model runner, or None."""
         return getattr(self.worker, "model_runner", None)
 
     @property
     def model(self) -> torch.nn.Module | None:
-        """The model, where the worker shows it: a device's own need not."""
+        """The model; None if the worker of a device plugin does not expose it."""
         try:
             found: torch.nn.Module = self.worker.get_model()
         except (AttributeError, NotImplementedError):
@@ -185,15 +180,15 @@ class Engine:
 
     @property
     def models(self) -> dict[str, torch.nn.Module]:
-        """The model and its draft model, by what the names of their layers begin with here."""
+        """The model and its draft model, by the prefix for the names of their layers."""
         draft = getattr(self.runner, "get_draft_model", lambda: None)
         found: dict[str, Any] = {"": self.model, "(draft model) ": draft()}
-        # What drafts by other means than a model, as n-grams, may keep anything under that name.
+        # A drafter without a model, such as n-grams, may return any object here.
         return {prefix: model for prefix, model in found.items() if hasattr(model, "named_modules")}
 
 
 def _logged(f: Callable[[], object]) -> None:
-    """Call `f`, and log what it raises: vLLM's own shutdown, and an error, must not be lost."""
+    """Call `f` and log its error: it must not stop vLLM's shutdown or hide another error."""
     try:
         f()
     except Exception as error:
@@ -201,13 +196,11 @@ def _logged(f: Callable[[], object]) -> None:
 
 
 _engines: dict[int, tuple[Engine, object]] = {}
-"""id of an engine's table of layers -> (the engine, the table). The table is kept alive, so that no
-other one is given its id."""
+"""id of an engine's table of layers -> (engine, table). The entry keeps the table alive, and its id
+unique."""
 
 
 class _Thread(threading.local):
-    """What one thread is doing."""
-
     engine: Engine | None = None
 
 
@@ -215,7 +208,7 @@ _thread = _Thread()
 
 
 def now() -> Engine | None:
-    """The engine that is calling; None where none of ours is."""
+    """Return the engine that is calling, or None."""
     if is_forward_context_available():
         found = _engines.get(id(get_forward_context().no_compile_layers))
         if found is not None:
@@ -225,7 +218,7 @@ def now() -> Engine | None:
 
 @contextmanager
 def calling(engine: Engine | None) -> Iterator[None]:
-    """What this thread calls inside the block is called by `engine`."""
+    """Attribute this thread's calls inside the block to `engine`."""
     before, _thread.engine = _thread.engine, engine
     try:
         yield
@@ -234,9 +227,10 @@ def calling(engine: Engine | None) -> Iterator[None]:
 
 
 def with_own_engine(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A worker's method, during which its thread calls for the worker's engine.
+    """Wrap a worker's method to attribute its calls to the worker's engine.
 
-    One of `STARTS` that fails ends the engine: vLLM shuts no worker down that shares its process.
+    An error in a method of `STARTS` ends the engine, since vLLM does not shut down a worker that
+    shares its process.
     """
     name = method.__name__
     is_of_start = name in STARTS

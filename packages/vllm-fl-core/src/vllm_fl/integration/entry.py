@@ -1,7 +1,7 @@
 """vLLM's two plugin entry points. vLLM calls both in every process, possibly more than once.
 
-vLLM hides what a platform plugin raises and dies of what a general plugin raises; so the first one
-says what is wrong, and the second one ends a start that the user's own settings made wrong.
+vLLM hides errors of platform plugins, but an error of a general plugin ends the process: the former
+logs errors, the latter raises them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ log = get_logger("engine")
 
 
 def platform_plugin() -> str | None:
-    """The platform class for vLLM: its own, or a device's, with our overlay.
+    """Return the class path of our overlay over vLLM's platform, or over a plugin's device.
 
-    None where we step aside, and where another platform plugin answers: `general_plugin` lays the
-    overlay over that one's class.
+    Returns:
+        None if vllm-fl is disabled, cannot run or does not know the machine, or if another platform
+        plugin answers: `general_plugin` then overlays the class of that plugin.
     """
     try:
         startup = load_startup(os.environ)
@@ -38,7 +39,7 @@ def platform_plugin() -> str | None:
             return None
         return overlay_path(startup.platform)
     except VllmFLError as error:
-        log.error("%s", error)  # the general plugin raises it where vLLM cannot swallow it
+        log.error("%s", error)  # `general_plugin` raises it
         return None
     except Exception as error:
         log.exception("vllm-fl steps aside, vLLM runs as stock: %s", quote(error))
@@ -46,19 +47,18 @@ def platform_plugin() -> str | None:
 
 
 def general_plugin() -> None:
-    """Make our variables known to vLLM, and its platform ours where it has taken another plugin's.
-    Then extensions are called (`process_start`).
+    """Register our variables with vLLM, overlay its platform, and run the `process_start` hooks.
 
-    vLLM comes here in every process, before a configuration is made from arguments.
+    vLLM calls this in every process, before it makes a configuration from arguments.
 
-    No backend is imported here: a worker loads those that its engine's configuration allows, when
-    it has that (`planning.load_plugins`). Only a plugin's device is found before, by the
-    environment, which an engine's processes inherit.
+    No backend is imported here: a worker loads the plugins that its engine's configuration allows
+    (`planning.load_plugins`). Only a plugin's device is found earlier, from the environment, which
+    the processes of an engine inherit.
 
     Raises:
-        SettingsError: a variable that says how to start is wrong.
-        PluginError: another distribution owns what is ours; or the platform plugin's error.
-        VllmFLError: an extension ends the startup.
+        SettingsError: a startup variable is invalid.
+        PluginError: another distribution claims our entry points, or `platform_plugin` failed.
+        VllmFLError: a plugin's `process_start` ended the startup.
     """
     from .compat import hide_our_variables, obstacle
 

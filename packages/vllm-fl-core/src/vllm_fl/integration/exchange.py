@@ -1,8 +1,8 @@
-"""An exchange between the ranks of an engine or a group: each gives a value, and gets those of all.
+"""Gather a value from each rank of an engine or a group, on all of its ranks.
 
 A rank that compiles a kernel may be minutes late, and gloo closes its connections after a time-out.
-So each rank announces in the group's store that it has arrived, and the exchange begins when all
-have. Until then the ranks that wait log which ranks are late, and check whether these still run.
+Therefore each rank announces its arrival in the group's store, and gloo gathers the values when all
+have arrived. Until then the waiting ranks log late ranks and check that they still run.
 """
 
 from __future__ import annotations
@@ -26,42 +26,43 @@ T = TypeVar("T")
 log = get_logger("engine")
 
 TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for the others: with a cold kernel cache one of them may need minutes. The
-wait ends within seconds if one of them dies."""
+"""The longest wait for other ranks: with a cold kernel cache a rank may need minutes. The wait ends
+within seconds if a rank dies."""
 
 LOGGED_AFTER = (10.0, 60.0, 300.0)
-"""Seconds of waiting after which the late ranks are logged."""
+"""Late ranks are logged after these seconds."""
 
 CHECKED_EVERY = 2.0
-"""Seconds between two checks whether the late ranks still run."""
+"""Seconds between checks that late ranks still run."""
 
 LONGEST_PAUSE = 0.25
-"""Seconds between two looks into the store, at most."""
+"""Maximum seconds between two reads of the store."""
 
 UNUSED = 48
-"""A tag of messages that no message has."""
+"""A message tag that is never sent."""
 
 
 def exchange(what: str, mine: T, failure: str = "") -> list[T]:
-    """Return every rank's value, in the order of the ranks.
+    """Return the value of every rank in vLLM's world, in rank order.
 
-    A worker knows its number within its own engine. vLLM joins the data-parallel engines of a
-    mixture of experts into one world, whose numbers the errors have.
+    vLLM joins the data-parallel engines of a mixture of experts into one world. Errors show ranks
+    of the world, while a worker's rank is within its engine.
 
     Args:
-        what: the purpose, as `settle on a plan`; all ranks exchange the same in the same order.
+        what: the purpose, such as `settle on a plan`; all ranks exchange the same things in the
+            same order.
         mine: this rank's value; it is pickled.
-        failure: why this rank cannot go on, or empty.
+        failure: why this rank has failed, or empty.
 
     Raises:
-        StartError: a rank has failed, died or is too late, or the ranks do not exchange the same;
-            with `failures`.
+        StartError: a rank has failed, died or is late, or ranks are at different steps; with
+            `failures`.
     """
     from vllm.distributed.parallel_state import get_world_group
 
     try:
         found = gathered((what, failure, mine), get_world_group().cpu_group, what)
-    except RuntimeError as error:  # all ranks that live know it
+    except RuntimeError as error:  # every live rank raises it
         raise StartError(str(error), failures=(str(error),)) from error
     steps = [step for step, _, _ in found]
     failures = [f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(found) if why]
@@ -73,15 +74,15 @@ def exchange(what: str, mine: T, failure: str = "") -> list[T]:
 
 
 def gathered(mine: T, cpu_group: Any, what: str) -> list[T]:
-    """Return the values of a group's ranks, in their order.
+    """Return the values of a group's ranks, in rank order.
 
     Args:
         mine: this rank's value; it is pickled.
-        cpu_group: torch.distributed's group, of its backend gloo.
-        what: the purpose of the exchange, for the log and the error: `verify their kernels`.
+        cpu_group: a torch.distributed group with the gloo backend.
+        what: the purpose, for the log and the error, such as `verify their kernels`.
 
     Raises:
-        RuntimeError: a rank died, or did not answer in time; the message says which.
+        RuntimeError: a rank died or did not arrive in time; the message lists the ranks.
     """
     ranks = _Ranks(cpu_group, what)
     found: list[Any] = [mine] * cpu_group.size()
@@ -91,7 +92,7 @@ def gathered(mine: T, cpu_group: Any, what: str) -> list[T]:
         failure = ranks.wait()
         if not failure:
             dist.all_gather_object(found, mine, group=cpu_group)
-    except RuntimeError as error:  # a process that ended may have served the store
+    except RuntimeError as error:  # a dead process may have hosted the store
         failure = ranks.dead() or f"cannot reach them: {quote(error)}"
     if failure:
         waited = f"{ranks.names[ranks.here]} waited for the other ranks to {what}"
@@ -100,14 +101,14 @@ def gathered(mine: T, cpu_group: Any, what: str) -> list[T]:
 
 
 class _Ranks:
-    """The ranks of a group at one exchange, by their numbers in the group.
+    """The ranks of a group during one exchange, by their index in the group.
 
     Args:
         group, what: as for `gathered`.
 
     Attributes:
-        store: the group's, for our keys only; None if it has none.
-        names: of the ranks, such as `rank 3`, by their numbers among all ranks.
+        store: the group's store, with a prefix for our keys; None without a store.
+        names: the ranks by their global numbers, such as `rank 3`.
     """
 
     def __init__(self, group: Any, what: str) -> None:
@@ -125,15 +126,15 @@ class _Ranks:
         self.others = [n for n in range(len(self.names)) if n != self.here]
 
     def wait(self) -> str:
-        """Wait for all ranks to arrive; return the reason if the wait ended before that."""
+        """Wait for all ranks to arrive; return why the wait failed, or empty."""
         store, here = self.store, self.here
         if store is None:
             return ""
         turn = store.add(f"turn/{here}", 1)
-        if turn == 1:  # for the other ranks, which name the process of a late rank
+        if turn == 1:  # for the logs and errors of other ranks
             process = os.uname().nodename, os.getpid(), time.time()
             store.set(f"process/{here}", json.dumps(process))
-        else:  # all ranks have completed the last exchange, or given it up
+        else:  # all ranks have completed or given up the last exchange
             store.delete_key(f"{turn - 1}/{here}")
         store.set(f"{turn}/{here}", "")
         given_up, arrivals = f"{turn}/given up", {n: f"{turn}/{n}" for n in self.others}
@@ -161,14 +162,14 @@ class _Ranks:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def dead(self) -> str:
-        """Return the ranks that died, as a sentence; empty if all may still arrive."""
+        """Return a sentence about dead ranks; empty if all may still arrive."""
         dead = ", ".join(self._name(n) for n in self.others if not self._is_connected(n))
         return f"{dead} died. Its own log, above, may say why" if dead else ""
 
     def _is_connected(self, n: int) -> bool:
-        """Return whether the connection with a rank is open, which the end of its process closes.
+        """Return whether the connection with a rank is open; the end of its process closes it.
 
-        To receive over a closed connection raises an error. Over an open one it returns at once.
+        `recv` over a closed connection raises an error; over an open connection it returns at once.
         """
         try:
             self.group.recv([torch.empty(1)], n, UNUSED)
@@ -177,14 +178,14 @@ class _Ranks:
         return True
 
     def _log(self, late: list[int], seconds: float) -> None:
-        """Log the late ranks, on the first rank that has arrived."""
+        """Log the late ranks, on the lowest rank that has arrived."""
         if late and all(n > self.here or n in late for n in self.others):
             name, states = self.names[self.here].capitalize(), self._states(late)
             waited = "%s has waited %.0f s for the other ranks to %s: %s"
             log.info(waited, name, seconds, self.what, states)
 
     def _states(self, late: list[int]) -> str:
-        """Describe late ranks that are connected, with the foreign code that they run."""
+        """Describe late, connected ranks and the third-party code that they are running."""
         processes = {n: self._process(n) for n in late}
         runs = {n: breadcrumb.run_by(*each) if each else "" for n, each in processes.items()}
         return "; ".join(f"{self._name(n)} is still running {runs[n]}".rstrip() for n in late)
@@ -194,7 +195,7 @@ class _Ranks:
         return self.names[n] + (f" (process {process[1]} on {process[0]})" if process else "")
 
     def _process(self, n: int) -> tuple[str, int, float] | None:
-        """Return the host and number of a rank's process, and the time of its first exchange."""
+        """Return a rank's host, process id, and the time of its first exchange; None if unknown."""
         key = f"process/{n}"
         try:
             if self.store is not None and self.store.check([key]):

@@ -1,4 +1,4 @@
-"""What a model is made of, by building it without memory and without weights."""
+"""Find a model's layers by building it without memory and weights."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ log = get_logger("engine")
 def completed(
     facts: EngineFacts, vllm_config: VllmConfig
 ) -> tuple[EngineFacts, Mapping[str, Mapping[str, int]]]:
-    """Complete the facts of a configuration by the layers of the model.
+    """Complete the facts of a configuration with the layers of the model.
 
-    The whole model is built without memory, as a single rank would: about a tenth of a second. It
-    is the same on all ranks, and nothing of the configuration is changed.
+    The whole model is built on the meta device as on a single rank, in about 0.1 s. The result is
+    the same on all ranks, and the configuration is not changed.
 
     Returns:
-        The facts, and op -> class of vLLM -> the number of its layers. The facts as they are and no
-        layers if the model cannot be built so, another one drafts for it, or no op has layers.
+        The facts, and op -> class name of vLLM -> number of layers. The facts are unchanged and the
+        mapping is empty if the model cannot be built, has a drafter, or no op has layers.
     """
     made: list[Any] = []
     try:
@@ -79,13 +79,13 @@ def _with_layers(
         if (binding.targets and all(target.needs_layer for target in binding.targets))
         or not all(target.may_begin(made, vllm_config) for target in binding.targets)
     }
-    foreign = {  # whole layers have their own names, and are not counted
+    foreign = {  # a whole layer's key is its class name; it is not counted
         op: {c: owner for c, owner in owners.items() if c in layers.get(op, (op,))}
         for op, owners in facts.foreign.items()
     }
     facts = replace(
         facts,
-        absent=(facts.absent | absent).difference(layers),  # a model has the ops of its layers
+        absent=(facts.absent | absent).difference(layers),  # a layer overrides the configuration
         provided={op: tuple(kinds) for op, kinds in provided.items()},
         foreign=foreign,
     )
@@ -93,7 +93,7 @@ def _with_layers(
 
 
 def _provided(spec: OpSpec | None, layer: Layer, instance: Any) -> dict[str, torch.dtype]:
-    """The dtypes of the tensors that a layer provides, as its binding reads them."""
+    """Return parameter -> dtype of the tensors that a layer provides for its op."""
     import torch
 
     provider = layer.target.stand_in(instance) if layer.target.stand_in else instance
@@ -101,7 +101,7 @@ def _provided(spec: OpSpec | None, layer: Layer, instance: Any) -> dict[str, tor
     for name, read in spec.from_layer.items() if spec is not None else ():
         try:
             value = read(provider)
-        except Exception as error:  # of a layer that is not complete without its weights
+        except Exception as error:  # a layer may be incomplete without weights
             log.debug("%s of %s: %s", name, layer.cls, quote(error))
             continue
         if isinstance(value, torch.Tensor):
@@ -111,7 +111,7 @@ def _provided(spec: OpSpec | None, layer: Layer, instance: Any) -> dict[str, tor
 
 @contextmanager
 def _noting(made: list[Any]) -> Iterator[None]:
-    """Inside the block, each layer of vLLM that is made is kept in `made`."""
+    """Inside the block, append each new layer of vLLM to `made`."""
 
     def noting(own: Any) -> Any:
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -135,7 +135,7 @@ def _build(vllm_config: VllmConfig) -> None:
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     config = _alone(vllm_config)
-    # Its layers bind to nothing, and its attention is vLLM's: no plugin is asked.
+    # An empty plan: layers stay unbound, and attention is vLLM's without a call of plugins.
     attention = PlanEntry(ATTENTION, ((None, Trace(ATTENTION, "eager", (), ())),), "nothing runs")
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=()))
@@ -148,7 +148,7 @@ def _build(vllm_config: VllmConfig) -> None:
 
 
 def _alone(vllm_config: VllmConfig) -> VllmConfig:
-    """The configuration of a single rank that compiles nothing, whose tables are its own."""
+    """Copy a configuration for a single rank without compilation, with copies of its tables."""
     from vllm.config import CompilationMode
 
     parts: dict[str, Any] = {
@@ -174,7 +174,7 @@ def _alone(vllm_config: VllmConfig) -> VllmConfig:
 
 @contextmanager
 def _one_rank() -> Iterator[None]:
-    """Inside the block, vLLM's groups of ranks are of one rank each, and exchange nothing."""
+    """Inside the block, every rank group of vLLM has one rank and no communicator."""
     import torch
     from vllm.distributed import parallel_state
 

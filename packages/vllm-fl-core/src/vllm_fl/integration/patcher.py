@@ -1,7 +1,6 @@
 """The base of the patchers: each replaces one kind of target in vLLM for the plan of an engine.
 
-Planning and the worker call the methods of every patcher (`patching.py` lists the patchers). The
-methods are in the order of these calls.
+`patching.py` lists the patchers. Methods are in the order of the calls by planning and worker.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ class WhyNot(NamedTuple):
 
     Attributes:
         ops: op -> why vLLM keeps the whole op.
-        impls: (op, impl id) -> why the implementation does not take the engine.
-        layers: the layer classes of vLLM that settings exclude.
+        impls: (op, impl id) -> why the implementation does not support the engine.
+        layers: the layer classes of vLLM that settings exclude, by name.
     """
 
     ops: Mapping[str, str] = {}
@@ -42,10 +41,10 @@ class WhyNot(NamedTuple):
 
 
 class Patcher:
-    """Replaces one kind of target. By default a method has nothing to do.
+    """Replaces one kind of target. By default its methods have no effect.
 
     Attributes:
-        kind: the class of its targets, if bindings have them.
+        kind: the class of its targets, if bindings declare such targets.
     """
 
     kind: type[Target] | None = None
@@ -61,9 +60,9 @@ class Patcher:
         return frozenset()
 
     def note_user(self, vllm_config: VllmConfig) -> Mapping[str, Any]:
-        """Return the fields of `EngineFacts` for settings of vLLM that vLLM overwrites later.
+        """Return fields of `EngineFacts` from user settings that vLLM overwrites later.
 
-        They travel with the configuration: lists instead of tuples.
+        They travel with the configuration, so use lists instead of tuples.
         """
         return {}
 
@@ -78,14 +77,14 @@ class Patcher:
         """Return the fields of `EngineFacts` that the patcher reads from a configuration.
 
         Args:
-            vllm_config: the engine's configuration, which may have no model.
+            vllm_config: the engine's configuration; its `model_config` may be None.
             settings: the engine's settings.
             compiled: whether vLLM compiles the model.
         """
         return {}
 
     def opening(self, engine: Engine) -> AbstractContextManager[object]:
-        """While the block runs, vLLM opens the device and makes its groups of ranks."""
+        """Return the context for opening the device and making vLLM's rank groups."""
         return nullcontext()
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
@@ -93,53 +92,49 @@ class Patcher:
         return WhyNot()
 
     def keep_stock(self, plan: Plan) -> Mapping[str, str]:
-        """Return planned op -> why vLLM keeps it all the same, given the other planned ops."""
+        """Return planned op -> why vLLM keeps it, given the other planned ops."""
         return {}
 
     def configure(
         self, plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any]
     ) -> Iterable[str]:
-        """Change the configuration for a plan. A later plan's call undoes the changes.
+        """Change the configuration for a plan, and undo changes for an earlier plan.
 
         Args:
             plan: the plan.
             vllm_config: the engine's configuration.
-            entry: keeps what was changed, with the configuration.
+            entry: keeps a record of the changes.
 
         Returns:
-            The custom ops that must be on, by vLLM's names.
+            The custom ops to enable, by vLLM's names.
         """
         return ()
 
     def by_range(self, plan: Plan) -> Mapping[str, Chain]:
-        """Return op -> its candidates by rows, for ops that graphs can have by range of sizes."""
+        """Return op -> candidates by size, for ops that graphs can select by range of sizes."""
         return {}
 
     def contents(self, plan: Plan) -> Mapping[str, Any]:
-        """Return the code of others that computes under the plan: a part of its digest."""
+        """Return other plugins' code that runs under the plan, for its digest."""
         return {}
 
     def faults(self, plan: Plan, facts: EngineFacts) -> Mapping[Key, str]:
-        """Return why planned classes cannot be used in this process: they are imported here."""
+        """Import the planned classes, and return why one cannot be used in this process."""
         return {}
 
     def choose(self, engine: Engine) -> Mapping[str, Any]:
-        """Choose the targets to replace, without replacing any.
-
-        Returns:
-            The part of the choice that belongs to the plan's digest.
-        """
+        """Choose the targets to replace; return the part of the choice for the plan's digest."""
         return {}
 
     def apply(self, engine: Engine) -> None:
-        """Replace the chosen targets until the engine leaves (`Engine.on_unbind`)."""
+        """Replace the chosen targets until the plan is unbound (`Engine.on_unbind`)."""
 
     def building(self, engine: Engine) -> AbstractContextManager[object]:
-        """While the block runs, vLLM builds the model."""
+        """Return the context for building the model."""
         return nullcontext()
 
     def bind(self, engine: Engine, model: torch.nn.Module) -> None:
-        """Bind a model that is built to the engine's new plan."""
+        """Bind an already built model to the engine's new plan."""
 
     def loaded(self, engine: Engine) -> None:
         """Report on the loaded model."""

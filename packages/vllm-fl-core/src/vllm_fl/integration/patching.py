@@ -1,4 +1,4 @@
-"""The patchers, in the order in which they change vLLM."""
+"""The list of patchers, in the order of their changes to vLLM."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ PATCHERS: tuple[Patcher, ...] = (
     Ir(),
     Operators(),
     Functions(),
-    Fusions(),  # begins the record of what passes do, to which the next one adds
+    Fusions(),  # creates `InGraphs`, before the next patcher adds to it
     OperatorsInGraphs(),
 )
 
 
 def merged(asked: Callable[[Patcher], Mapping[K, V]]) -> dict[K, V]:
-    """Return what a method of every patcher returns, in one mapping."""
+    """Merge the mappings that a method of every patcher returns."""
     return {key: value for each in PATCHERS for key, value in asked(each).items()}
 
 
 def why_not(facts: EngineFacts) -> WhyNot:
-    """Return every patcher's reasons not to replace targets in this engine."""
+    """Merge `Patcher.why_not` of every patcher."""
     found = [patcher.why_not(facts) for patcher in PATCHERS]
     return WhyNot(
         {op: why for each in found for op, why in each.ops.items()},
@@ -53,14 +53,14 @@ def why_not(facts: EngineFacts) -> WhyNot:
 
 
 def by_range(plan: Plan) -> dict[str, Chain]:
-    """Return every patcher's ops that graphs can have by range of sizes, in the plan's order."""
+    """Merge `Patcher.by_range` of every patcher, in the plan's order of ops."""
     found = merged(lambda each: each.by_range(plan))
     return {op: found[op] for op in plan.entries if op in found}
 
 
 @contextmanager
 def entered(asked: Callable[[Patcher], AbstractContextManager[object]]) -> Iterator[None]:
-    """While the block runs, the context of every patcher is entered."""
+    """Enter a context of every patcher."""
     with ExitStack() as stack:
         for each in PATCHERS:
             stack.enter_context(asked(each))

@@ -1,4 +1,4 @@
-"""From vLLM's configuration to the plan, and what of the configuration the plan changes."""
+"""Make the plan from vLLM's configuration, and change the configuration for the plan."""
 
 from __future__ import annotations
 
@@ -31,13 +31,11 @@ log = get_logger("engine")
 
 
 def facts_of(vllm_config: VllmConfig) -> EngineFacts:
-    """What an engine's configuration says now. vLLM completes it step by step.
-
-    A worker, whose configuration is complete, asks once and keeps the answer.
+    """Read the engine's facts from its configuration, which vLLM completes step by step.
 
     Raises:
-        SettingsError: a setting is wrong; the engine must not start with another meaning.
-        PluginError: this process has loaded other plugins already than the settings allow.
+        SettingsError: a setting is invalid.
+        PluginError: this process has already loaded other plugins than the settings allow.
     """
     from vllm import envs
     from vllm.config import CompilationMode
@@ -45,8 +43,8 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
     try:
         settings = _settings_of(vllm_config)
     except InvalidSettingError as error:
-        # vLLM's configuration is pydantic's, which dresses a ValueError up as an error of its own.
-        # It says all that the first one does, whose traceback would only stand above it.
+        # pydantic, which validates vLLM's configuration, would wrap a ValueError in its own error.
+        # The message is complete without the first traceback.
         raise SettingsError(
             error.message, key=error.key, origin=error.origin, op=error.op, code=error.code
         ) from None
@@ -79,31 +77,30 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
 
 
 def device_name() -> str:
-    """Return the name of vLLM's device, without opening it; empty if the platform has none."""
+    """Return the device name of vLLM's platform, without opening the device; empty if unknown."""
     from vllm.platforms import current_platform
 
     try:
         return str(current_platform.get_device_name())
-    except Exception as error:  # platforms are anybody's
+    except Exception as error:  # a platform may be third-party code
         log.debug("the platform does not tell its device: %s", error)
         return ""
 
 
 def lacks(vllm_config: VllmConfig, op: str, binding: Binding) -> bool:
-    """Whether the served model cannot have the op."""
+    """Return whether the model's configuration rules the op out."""
     try:
         return binding.when is not None and not binding.when(vllm_config)
-    except Exception as error:  # configurations are the models' own, and anything may lack
+    except Exception as error:  # a model's configuration may lack any attribute
         log.debug("the model's configuration does not tell whether it has %s: %s", op, error)
         return False
 
 
 def _settings_of(vllm_config: VllmConfig) -> Settings:
-    """The engine's settings: read once, where its configuration is made.
+    """Return the engine's settings, read once, in the process that makes its configuration.
 
-    They travel with `additional_config`, so that a worker that does not inherit the environment has
-    them too, and so that two engines of one process have each their own. A process that could not
-    read settings of its own takes the engine's over.
+    They travel in `additional_config`: a worker may not inherit the environment, and engines of one
+    process may have different settings. A process that cannot read settings adopts the engine's.
     """
     from vllm.platforms import current_platform
 
@@ -113,7 +110,7 @@ def _settings_of(vllm_config: VllmConfig) -> Settings:
     assert startup is not None  # the default manager finds its own plugins
     if settings is None:
         if is_sealed(vllm_config):
-            return startup.settings  # the engine's own are gone, and its files may be: ask neither
+            return startup.settings  # sealing removed the engine's settings; files may be gone
         entry = entry_of(vllm_config)
         settings = _read_settings(current_platform.vllm_fl_platform, entry.orders)
         _check_loaded(settings)
@@ -124,18 +121,17 @@ def _settings_of(vllm_config: VllmConfig) -> Settings:
 
 
 def load_plugins(vllm_config: VllmConfig) -> Settings | None:
-    """Load the plugins, once per process: those that its engine's settings allow, if it has them.
+    """Load the plugins that the engine's settings allow, once per process.
 
-    What is wrong with the settings of a process of its own is raised where they are needed: a
-    worker's come with its engine's configuration, and its files may be gone.
-
-    The variables that the plugins declare are made known to vLLM, as core's own were before.
+    Errors in the settings of this process are deferred until these are needed: a worker gets its
+    engine's settings with the configuration, and files may be gone. The variables that the plugins
+    declare are registered with vLLM.
 
     Returns:
-        The engine's settings, where its configuration has them.
+        The engine's settings, if the configuration has them.
 
     Raises:
-        PluginError: this process has loaded others already.
+        PluginError: this process has already loaded other plugins.
     """
     from vllm.platforms import current_platform
 
@@ -152,7 +148,6 @@ def load_plugins(vllm_config: VllmConfig) -> Settings | None:
 
 
 def _check_loaded(settings: Settings) -> None:
-    """An engine must not run with plugins that its settings leave out, nor without others."""
     startup = get_default_manager().startup
     if startup is None or startup.loaded_under(settings):
         return
@@ -172,7 +167,7 @@ def _check_loaded(settings: Settings) -> None:
 
 
 def _read_settings(platform: str, orders: Mapping[str, object]) -> Settings:
-    """The settings of an engine that is being configured, its layers' names checked too."""
+    """Read the settings of an engine that is being configured, and check names in them."""
     registry = get_default_manager().registry
     settings = read_settings(registry, platform=platform, orders=orders)
     if not settings.oot_enabled:
@@ -180,7 +175,7 @@ def _read_settings(platform: str, orders: Mapping[str, object]) -> Settings:
     listed = {*(settings.oot_whitelist or ()), *settings.oot_blacklist}
     layers = frozenset[str]()
     for patcher in PATCHERS:
-        if not layers or not layers.issuperset(listed):  # the later ones read vLLM's source
+        if not layers or not layers.issuperset(listed):  # later patchers read vLLM's source
             layers |= patcher.layer_names()
     return check_names(
         settings,
@@ -194,12 +189,11 @@ def plan_for(
     facts: EngineFacts,
     demoted: Mapping[tuple[str, str], str] | None = None,
 ) -> Plan:
-    """The plan of an engine. What the user told vLLM stands.
+    """Make the plan of an engine. The user's settings of vLLM take precedence.
 
     Args:
-        facts: what the engine's configuration says.
-        demoted: (op, impl id) -> why it is demoted for this engine, or rejected by what the start
-            has measured.
+        facts: the engine's facts.
+        demoted: (op, impl id) -> why it is disabled, or was rejected by a startup measurement.
     """
     facts = facts.ordered
     found = why_not(facts)
@@ -216,11 +210,7 @@ def plan_for(
 
 
 def refuse_unverified(facts: EngineFacts) -> None:
-    """Refuse an engine if nothing here does what its settings ask for.
-
-    Raises:
-        StartError: nothing verifies what is planned, or nothing reads a setting.
-    """
+    """Raise a StartError if no plugin verifies the planned ops or reads a setting."""
     startup, settings = get_default_manager().startup, facts.settings
     plugins = startup.plugins if startup else ()
     why = unread({key: each.value for key, each in settings.items()}, plugins)
@@ -233,10 +223,10 @@ def refuse_unverified(facts: EngineFacts) -> None:
 
 
 def plan_now() -> Plan | None:
-    """The plan of the configuration that is current in vLLM, before a worker has made its own.
+    """Return the plan for vLLM's current configuration, before a worker has made the plan.
 
-    None for one that was not made on our platform: an overlay in place may come later than a
-    configuration that a script has made by hand.
+    None if it was not made on our platform: a script can make a configuration before the overlay is
+    installed in place.
     """
     from vllm.config import get_current_vllm_config
 
@@ -248,10 +238,9 @@ def plan_now() -> Plan | None:
 
 
 def apply(plan: Plan, vllm_config: VllmConfig) -> None:
-    """Turn on the custom ops whose implementation is ours, and off those that we turned on before.
+    """Configure vLLM for a plan: custom ops, compiler passes and compile ranges.
 
-    The same for the passes that find an op of ours, and for where vLLM's ranges are split. The
-    others stay as vLLM and the user have them.
+    Changes for an earlier plan are undone. All other settings of vLLM and the user stay.
     """
     custom_ops = vllm_config.compilation_config.custom_ops
     entry = entry_of(vllm_config)
@@ -270,7 +259,7 @@ def apply(plan: Plan, vllm_config: VllmConfig) -> None:
 
 
 def _kept_by_vllm(facts: EngineFacts) -> dict[str, str]:
-    """Return op -> why this vLLM has no target for it, lacks a name, or keeps code of its own."""
+    """Return op -> why vLLM keeps it: batch invariance, a missing name, or no target."""
     placed = {op for patcher in PATCHERS for op in patcher.ops()}
     found, table = {}, installed_bindings()
     for op in get_default_manager().registry.snapshot().contracts:
@@ -286,10 +275,7 @@ def _kept_by_vllm(facts: EngineFacts) -> dict[str, str]:
 
 
 def note_user_priority(vllm_config: VllmConfig) -> None:
-    """Keep what the user wrote in `ir_op_priority`, before vLLM appends its defaults to it.
-
-    And which of the passes that find an op of ours he turned off, before vLLM turns off the others.
-    """
+    """Keep the user's `ir_op_priority` and disabled passes, before vLLM changes both."""
     entry = entry_of(vllm_config)
     if "user" not in entry:
         entry["user"] = merged(lambda each: each.note_user(vllm_config))

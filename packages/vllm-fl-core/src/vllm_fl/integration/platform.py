@@ -1,8 +1,8 @@
-"""The overlay: the platform class that vLLM runs on, with what the plan needs.
+"""The overlay: a mixin over the platform class that vLLM runs on, with the hooks of the plan.
 
-vLLM's own class and a plugin's device get it where vLLM asks for a platform. The class of another
-distribution's platform plugin gets it in place: vLLM takes one plugin's, and that is theirs. The
-class below keeps its enum, so that its attention, graphs, compile passes and collectives stay.
+Our platform plugin returns the overlay for platforms of vLLM and for devices of our plugins. If the
+platform plugin of another distribution answers, vLLM uses that, and the overlay is installed in
+place. The base class keeps its enum, and with it attention, graphs, passes and collectives.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 OVERLAY = "Overlay"
-"""What the process's overlay is called in this module."""
+"""The name in this module of the process's overlay class."""
 
 OWN = ("__", "_abc_", "vllm_fl_")
-"""How the attributes begin that a class has for itself."""
+"""Prefixes of attributes that are set on the overlay class itself, not on its base."""
 
 log = get_logger("engine")
 
 
 class PlatformOverlay:
-    """What we change of a platform. Mixed in before vLLM's own class."""
+    """A mixin over a platform class."""
 
     vllm_fl_platform: str
     """The platform's name, as settings files use it."""
@@ -50,13 +50,13 @@ class PlatformOverlay:
     vllm_fl_device: DeviceProfile | None = None
 
     def __init_subclass__(cls) -> None:
-        """Nothing: a class below that counts or refuses its subclasses is not asked about ours."""
+        """Do not call the base class's method: it may register or reject subclasses."""
 
     @classmethod
     def pre_register_and_update(cls, *args: Any, **kwargs: Any) -> None:
-        """Say where a general plugin has replaced vLLM's platform after ours was called.
+        """Warn if a general plugin has replaced vLLM's platform after ours was called.
 
-        vLLM asks for this when all of them were, and asks the object that it held before.
+        vLLM calls this after all general plugins, on the platform that it had before them.
         """
         from vllm.platforms import current_platform
 
@@ -70,7 +70,7 @@ class PlatformOverlay:
 
     @classmethod
     def import_ir_kernels(cls) -> None:
-        """Register our provider of vLLM's IR ops."""
+        """Register our provider of IR ops after the kernels of the platform."""
         super().import_ir_kernels()  # type: ignore[misc]
         from .patchers.ir import register_provider
 
@@ -79,17 +79,17 @@ class PlatformOverlay:
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> Any:
-        """The order of IR providers that the plan gives."""
+        """Return the priorities of IR providers, with our provider first for planned ops."""
         from .carried import is_sealed
         from .patchers.ir import prioritise
         from .planning import facts_of, load_plugins, note_user_priority, plan_for
 
-        # vLLM's drafters make a configuration from a sealed engine's.
+        # vLLM's drafters copy the configuration of a sealed engine.
         is_final = is_sealed(vllm_config)
         if not is_final:
             load_plugins(vllm_config)
             note_user_priority(vllm_config)
-            # Not every release imports the kernels before it hashes the priorities.
+            # Some releases hash the priorities before they import the kernels.
             cls.import_ir_kernels()
         default = super().get_default_ir_op_priority(vllm_config)  # type: ignore[misc]
         if is_final or vllm_config.model_config is None:
@@ -100,7 +100,7 @@ class PlatformOverlay:
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Turn on the custom ops whose implementation is ours, and put our worker in."""
+        """Configure vLLM for the plan, and set our worker class."""
         parallel = vllm_config.parallel_config
         if cls.vllm_fl_device is not None and parallel.worker_cls == "auto":
             parallel.worker_cls = cls.vllm_fl_device.worker_class
@@ -109,10 +109,10 @@ class PlatformOverlay:
         from .planning import apply, facts_of, plan_for, refuse_unverified
         from .worker import wrap_worker
 
-        if vllm_config.model_config is None:  # it runs nothing
+        if vllm_config.model_config is None:  # such an engine runs no model
             return
-        # vLLM also comes here a second time, after the workers have loaded: in one process with
-        # them, the plan is sealed by then. The platform may have put its own worker in again.
+        # vLLM calls this again after the workers have loaded: in one process with them, the plan is
+        # sealed by then. The platform may have set its own worker class again.
         wrap_worker(vllm_config)
         if is_sealed(vllm_config):
             return
@@ -123,15 +123,15 @@ class PlatformOverlay:
 
     @classmethod
     def get_attn_backend_cls(cls, selected_backend: Any, *request: Any, **more: Any) -> Any:
-        """The attention backend that the plan gives; the platform's own answer where it gives none.
+        """Return the class path of the attention backend: planned, or chosen by the platform.
 
-        Releases and platforms differ in what follows the selected backend.
+        Releases and platforms differ in the parameters after `selected_backend`.
         """
         from .patchers.attention import choose
         from .planning import plan_now
 
         path = None
-        # A worker of Ray's may have got this platform before it was told that its engine is stock.
+        # A Ray worker may choose this platform before Ray sets the variable that disables vllm-fl.
         if load_startup().enabled and (plan := active_plan() or plan_now()) is not None:
             path = choose(plan, selected_backend, *request, **more)
         stock = super().get_attn_backend_cls  # type: ignore[misc]
@@ -139,35 +139,33 @@ class PlatformOverlay:
 
     @classmethod
     def get_pass_manager_cls(cls) -> str:
-        """The platform's own pass manager, with passes of ours in it."""
         from .graphs.passes import manager_path
 
         return manager_path(str(super().get_pass_manager_cls()))  # type: ignore[misc]
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
-        """What makes the plan's, in a worker that is making its groups; else `stock`."""
+        """Return the path of our factory while a worker makes rank groups; otherwise `stock`."""
         from .patchers.communicator import FACTORY, groups_now
 
         return FACTORY if groups_now() is not None else cls.vllm_fl_stock_communicator()
 
     @classmethod
     def vllm_fl_stock_communicator(cls) -> str:
-        """The communicator that a device plugin brings; else that of the platform class."""
+        """Return the communicator's path: from the device plugin, or from the platform."""
         path = cls.vllm_fl_device and cls.vllm_fl_device.communicator_class
         return path or str(super().get_device_communicator_cls())  # type: ignore[misc]
 
 
 def is_overlay(platform: object) -> bool:
-    """Whether vLLM's platform is one of ours."""
     return isinstance(platform, PlatformOverlay)
 
 
 class _Forwarding(type):
-    """The class of an overlay in place: what is set on it is the class's below.
+    """The metaclass of an overlay in place: sets attributes on the platform's class.
 
-    Platforms keep what they find out on the class of `current_platform`, and their own code looks
-    it up on the class that it knows.
+    Platforms cache values on the class of `current_platform`, and read them from the class that
+    they define.
     """
 
     def __setattr__(cls, name: str, value: Any) -> None:
@@ -184,21 +182,21 @@ class _Forwarding(type):
 
 
 def overlay_path(forced: str | None = None) -> str | None:
-    """The path of the overlay for this machine, which is made here.
+    """Make the overlay for this machine and return its class path.
 
-    vLLM's own platform comes first, unless VLLM_FL_PLATFORM names a plugin's device.
+    A platform of vLLM precedes devices of plugins, unless VLLM_FL_PLATFORM selects a device.
 
     Args:
-        forced: what VLLM_FL_PLATFORM says, or None.
+        forced: the value of VLLM_FL_PLATFORM, or None.
 
     Returns:
-        None where another distribution's platform plugin answers, whose class gets the overlay in
-        place; and where neither vLLM nor a plugin knows the machine.
+        None if the platform plugin of another distribution answers (`lay_in_place` overlays its
+        class), or if neither vLLM nor a plugin knows the machine.
 
     Raises:
-        PluginError: two devices claim the machine, or the forced one is not there, or vLLM does not
-            ask for it; two other platform plugins answer, at which vLLM ends its start, or one
-            beside a forced device.
+        PluginError: two devices claim the machine; the forced device is missing, cannot be imported
+            or is excluded by VLLM_TARGET_DEVICE=cpu; a device hook failed and no device was found;
+            several platform plugins answer, or any in addition to a forced device.
     """
     from vllm.platforms import builtin_platform_plugins
 
@@ -224,10 +222,10 @@ def overlay_path(forced: str | None = None) -> str | None:
 
 
 def lay_in_place(forced: str | None = None) -> None:
-    """Make vLLM's platform an overlay where vLLM took none from us.
+    """Overlay the class of `current_platform`, unless vLLM took the platform from us.
 
-    It is another plugin's then, or VLLM_TARGET_DEVICE has chosen. The object stays, since modules
-    of vLLM's hold it: only its class changes. A class that does not let us runs as it is.
+    Another plugin or VLLM_TARGET_DEVICE has chosen the platform then. Modules of vLLM refer to the
+    object, so only its class is changed; a class that rejects this is logged and stays.
 
     Arguments and errors as for `overlay_path`.
     """
@@ -235,22 +233,22 @@ def lay_in_place(forced: str | None = None) -> None:
 
     if is_overlay(current_platform):
         return
-    overlay_path(forced)  # raises what vLLM has hidden
+    overlay_path(forced)  # raises the error that vLLM has hidden
     foreign, base = foreign_platform(), type(current_platform)
     name = foreign.name if foreign is not None else vllms_own()
     if name is None:
-        return  # neither vLLM nor a plugin knows the machine
+        return  # a machine that is unknown to vLLM and to plugins
     if foreign is not None and foreign.has_vllms_name and speaks_for_all():
         log.warning("%s [FL213]", foreign.named_like_vllms)
     try:
         made = _made_in_place(base, vllm_fl_platform=name)
         object.__setattr__(current_platform, "__class__", made)
-    except Exception as error:  # its metaclass is anybody's code
+    except Exception as error:  # its metaclass is third-party code
         log_refusal(base, error, logging.ERROR if speaks_for_all() else logging.DEBUG)
 
 
 def _device(forced: str | None) -> DeviceProfile | None:
-    """The device that a plugin brings to this machine; arguments and errors as `find_device`."""
+    """Return this machine's device of a plugin; argument and errors as for `find_device`."""
     manager = get_default_manager()
     manager.ensure_initialized(defer_errors=True)
     assert manager.startup is not None  # the default manager finds its own plugins
@@ -270,7 +268,7 @@ def _class_of(profile: DeviceProfile) -> type:
 
 
 def _laid(base: type, name: str, profile: DeviceProfile | None = None) -> str:
-    """The path of an overlay that vLLM makes its platform from."""
+    """Make an overlay in this module and return its path."""
     own: dict[str, Any] = {"vllm_fl_platform": name, "vllm_fl_device": profile}
     if profile is not None and profile.dist_backend:
         own["dist_backend"] = profile.dist_backend
@@ -279,9 +277,9 @@ def _laid(base: type, name: str, profile: DeviceProfile | None = None) -> str:
 
 
 def _made_in_place(base: type, **own: Any) -> type:
-    """The overlay over the class of a platform that has been used already.
+    """Make the overlay over the class of a platform that is already in use.
 
-    What the class caches by class is asked there, so that it is computed and kept once.
+    Cached class methods are called on the base class, to be computed and cached only once.
     """
     for name in dir(base):
         held = inspect.getattr_static(base, name)
@@ -296,7 +294,7 @@ def _made_in_place(base: type, **own: Any) -> type:
 
 
 def __getattr__(name: str) -> type:
-    """The overlay of a process that has not asked for its platform, where it is unpickled."""
+    """Make the overlay when it is unpickled in a process that has not chosen its platform yet."""
     if name != OVERLAY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm.platforms import current_platform

@@ -13,13 +13,13 @@ log = get_logger("engine")
 
 
 class Disabled(NamedTuple):
-    """Why an implementation is off on all ranks.
+    """The reason why an implementation is disabled on all ranks.
 
     Attributes:
         code: `FAILED`, `LACKED` or `REJECTED`.
-        rank: of the rank that fails, lacks or rejects it.
-        why: the reason; of one that is lacked, what to install there.
-        ends_strict: whether strict mode ends the startup for it.
+        rank: the rank that has failed with it, lacks it or rejects it.
+        why: the reason; for `LACKED`, the distribution to install there.
+        ends_strict: whether it ends the startup in strict mode.
     """
 
     code: str
@@ -29,7 +29,6 @@ class Disabled(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """What the plan and the report say."""
         if self.code == FAILED:
             return f"failed at start on rank {self.rank}: {self.why}"
         if self.code == LACKED:
@@ -38,13 +37,13 @@ class Disabled(NamedTuple):
 
     @property
     def told(self) -> str:
-        """What the report remarks, if anything: the warning has said the whole of it."""
+        """A remark for the report, or empty; the warning has the details."""
         if self.code != REJECTED:
             return f"was taken out [{self.code}]"
         return f"refuses every call [{self.code}]" if self.why.startswith(REFUSES) else ""
 
     def warn(self, op: str, impl_id: str) -> None:
-        """Log that it is off on all ranks; rank 0 does."""
+        """Log that it is disabled on all ranks; rank 0 calls this."""
         rank, why = self.rank, self.why
         here = f"at start, on rank {rank}; off on all"
         texts = {
@@ -58,14 +57,14 @@ class Disabled(NamedTuple):
 
 @dataclass(frozen=True)
 class Opinion:
-    """What one rank says of its plan at a moment.
+    """One rank's objections and plan at a moment.
 
     Args:
         objections: (op, impl id) -> why it must not serve.
         contents: parts of its plan at PLANNED, choices by timing at CACHED, otherwise empty.
-        installed: (op, impl id) of all that is installed there.
+        installed: (op, impl id) of every implementation that is installed there.
         unavailable: (op, impl id) -> why it is not available there.
-        table: why the table that its settings name has no effect there; empty if it has.
+        table: why the tuning table of its settings has no effect there; empty if it has.
     """
 
     objections: Mapping[Key, Objection]
@@ -76,12 +75,7 @@ class Opinion:
 
 
 def united(opinions: Sequence[Opinion], known: Container[Key]) -> dict[Key, Disabled]:
-    """Return what no rank may serve with: (op, impl id) -> why.
-
-    Args:
-        opinions: every rank's.
-        known: what is disabled already.
-    """
+    """Return (op, impl id) -> why all ranks must disable it, without `known` keys."""
     found: dict[Key, Disabled] = {}
     for rank, opinion in enumerate(opinions):
         for key, each in opinion.objections.items():
@@ -92,10 +86,10 @@ def united(opinions: Sequence[Opinion], known: Container[Key]) -> dict[Key, Disa
 
 
 def lacking(opinions: Sequence[Opinion]) -> dict[Key, Disabled]:
-    """Return what one rank would serve with, and another one does not have."""
+    """Return (op, impl id) of a rank's plan -> why another rank cannot run it."""
     found: dict[Key, Disabled] = {}
     for rows, impls in (item for each in opinions for item in each.contents.get("ops", {}).items()):
-        op = rows.partition("(")[0]  # of one that is ordered by size, a row
+        op = rows.partition("(")[0]  # rows by size are keyed `op(...)`
         for impl in impls:
             key = op, impl["impl"]
             for rank, each in enumerate(opinions):
@@ -109,14 +103,14 @@ def lacking(opinions: Sequence[Opinion]) -> dict[Key, Disabled]:
 
 
 def differences(opinions: Sequence[Opinion]) -> list[str]:
-    """Return how the ranks' plans differ from rank 0's, one sentence each."""
+    """Return the differences of the ranks' plans from the plan of rank 0, one sentence each."""
     lines = []
     base = opinions[0].contents
     for rank, other in enumerate((each.contents for each in opinions[1:]), 1):
         if other == base:
             continue
         ours, others = base.get("ops", {}), other.get("ops", {})
-        for op in dict.fromkeys((*ours, *others)):  # a row of one that is ordered by size too
+        for op in dict.fromkeys((*ours, *others)):  # or rows by size
             impls, theirs = ours.get(op, []), others.get(op, [])
             if impls != theirs:
                 lines.append(f"{op}: rank 0 has {_short(impls)}, rank {rank} has {_short(theirs)}")
@@ -128,7 +122,7 @@ def differences(opinions: Sequence[Opinion]) -> list[str]:
 
 
 def _unequal(one: Any, other: Any) -> tuple[Any, Any]:
-    """Return two different values; of mappings, only the items that differ."""
+    """Return two different values, with only the different items of two mappings."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         equal = {key for key in one if key in other and one[key] == other[key]}
         one, other = ({k: v for k, v in each.items() if k not in equal} for each in (one, other))

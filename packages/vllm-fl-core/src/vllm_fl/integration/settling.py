@@ -1,4 +1,4 @@
-"""All ranks settle on one plan, and bind to it: the only place where something is disabled."""
+"""Settle all ranks on one plan and bind to it. Only this module disables implementations."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ log = get_logger("engine")
 
 
 def settle(engine: Engine, moment: Moment) -> dict[Key, str]:
-    """Ask every rank what must not serve, and disable it on all, until there is nothing new.
+    """Gather objections and disable their implementations on all ranks, until no new ones occur.
 
-    Patchers and plugins are asked first, and verifiers only if no rank has objected.
+    Patchers and plugins are called first, verifiers only if no rank has objected.
 
     Returns:
-        (op, impl id) -> why it is wrong and on which rank, at UPDATED, when nothing can be
-        disabled any more; at the other moments nothing.
+        At UPDATED, when nothing can be disabled: (op, impl id) -> why it is incorrect, and the
+        rank. Empty at other moments.
 
     Raises:
-        StartError: a rank cannot go on (with `failures`), strict mode and an objection, or an
-            objection to what is compiled already.
-        VllmFLError: an error of ours that this rank has met itself.
+        StartError: a rank has failed (with `failures`); or an objection in strict mode, or to
+            compiled code.
+        VllmFLError: an error of vllm-fl on this rank.
     """
-    # A change is made at the start of the next round, inside what `_together` asks, so that its
-    # error reaches the other ranks. From LOADED on, `_disable` settles PLANNED again by itself.
+    # A change is made in the next round, inside `_together`, which sends its error to the other
+    # ranks. From LOADED on, `_disable` settles PLANNED again by itself.
     next_change: Callable[[], object] | None = None
     while True:
         engine.remarks[moment] = []
@@ -66,7 +66,7 @@ def settle(engine: Engine, moment: Moment) -> dict[Key, str]:
 
 
 def _say_what_differs(engine: Engine, moment: Moment, opinions: list[Opinion]) -> None:
-    """Warn of a table that has no effect, and of plans and choices that still differ."""
+    """Warn about a tuning table without effect, and about plans and choices that differ."""
     table = engine.facts.settings.tuned
     if moment is Moment.PLANNED and table is not None and table.unused:
         log.warning("%s. Going on without a table [FL610]", table.reason)
@@ -75,20 +75,20 @@ def _say_what_differs(engine: Engine, moment: Moment, opinions: list[Opinion]) -
 
 
 def choices(plan: Plan) -> dict[Key, Any]:
-    """Return what implementations of the plan chose by timing, JSON-able."""
+    """Return (op, impl id) -> what a planned implementation chose by timing, JSON-serialisable."""
     found: dict[Key, Any] = {}
     for impl in (impl for entry in plan.entries.values() for impl in entry.impls):
         if impl.choices is not None:
             try:
                 chosen = json.loads(json.dumps(impl.choices()))
-            except Exception as error:  # the engine serves without knowing them
+            except Exception as error:  # the choices are only reported
                 chosen = f"choices() raised {quote(error)}"
             found[impl.op_name, impl.impl_id] = chosen
     return found
 
 
 def make_plan(engine: Engine) -> None:
-    """Make the engine's plan, without what is disabled."""
+    """Make the engine's plan without the disabled implementations."""
     registry, facts = get_default_manager().registry, engine.facts
     snapshot = registry.snapshot()
     disabled = {key: each.reason for key, each in engine.disabled.items()}
@@ -112,12 +112,12 @@ def make_plan(engine: Engine) -> None:
 
 
 def bind(engine: Engine) -> None:
-    """Seal the plan, and change vLLM's configuration and code by it until the plan is unbound."""
+    """Seal the plan, and change vLLM's configuration and code for it until it is unbound."""
     config, contents = engine.config, engine.contents
     engine.on_unbind(get_default_manager().seal(f"the engine's worker (rank {engine.rank})"))
     plan = engine.plan = take_place(engine.plan)
     engine.on_unbind(leave_place, plan)
-    if plan.place > 1:  # its operators have other names in compiled code
+    if plan.place > 1:  # the operators of this plan have other names in compiled code
         contents = {**contents, "place": plan.place}
     chosen = patching.merged(lambda each: each.choose(engine))
     engine.digest = digest({**contents, **chosen})
@@ -129,18 +129,18 @@ def bind(engine: Engine) -> None:
 
 
 def without(keys: Iterable[Key]) -> str:
-    """Return the variable that leaves the ops of these (op, impl id) to vLLM."""
+    """Return the setting that selects vLLM's implementation for the ops of these keys."""
     stock = ";".join(f"{op}=stock" for op in dict.fromkeys(op for op, _ in keys))
     return f"VLLM_FL_PER_OP='{stock}'"
 
 
 def _disable(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> None:
-    """Disable these on this rank; from LOADED on, settle again and bind the model again."""
+    """Disable implementations on this rank; from LOADED on, settle and bind the model again."""
     for (op, impl_id), each in new.items() if engine.rank == 0 else ():
         each.warn(op, impl_id)
     engine.disabled |= new
     if moment is Moment.GROUPED:
-        assert engine.groups is not None  # nothing else objects at this moment
+        assert engine.groups is not None  # only communicators have objections then
         engine.groups.replace()
         return
     if moment is not Moment.PLANNED:
@@ -155,20 +155,20 @@ def _disable(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> Non
 
 
 def inspect_plan(engine: Engine, moment: Moment, *, verifies: bool) -> dict[Key, Objection]:
-    """Return the objections of verifiers on this rank, or of all other plugins."""
+    """Return this rank's objections: of verifiers if `verifies`, otherwise of other plugins."""
     found: dict[Key, Objection] = {}
     for plugin in asking(get_default_manager().registry.plugins, "inspect_plan"):
         if plugin.verifies is verifies:
-            found = {**objections(plugin, engine, moment), **found}  # the first one counts
+            found = {**objections(plugin, engine, moment), **found}  # the first objection is kept
     return found
 
 
 def _together(engine: Engine, moment: Moment, ask: Callable[[], Opinion]) -> list[Opinion]:
-    """Return every rank's opinion. An error of this rank is sent to the others, who wait for it.
+    """Return every rank's opinion. An error of this rank is sent to the others, which wait.
 
     Raises:
         StartError: a rank has failed; with `failures`, on all ranks.
-        VllmFLError: this rank has failed by another error of ours, which says more.
+        VllmFLError: this rank has failed with a more specific error.
     """
     what = f"settle what must not serve ({moment})"
     try:
@@ -190,7 +190,7 @@ def _together(engine: Engine, moment: Moment, ask: Callable[[], Opinion]) -> lis
 
 
 def _opinion(engine: Engine, moment: Moment, change: Callable[[], object] | None) -> Opinion:
-    """Return the objections of patchers and plugins after a change, and the plan."""
+    """Apply `change`; return the objections of patchers and plugins, and the plan's contents."""
     if change is not None:
         change()
     found = inspect_plan(engine, moment, verifies=False) | _patchers_object(engine, moment)
@@ -208,10 +208,10 @@ def _opinion(engine: Engine, moment: Moment, change: Callable[[], object] | None
 
 
 def _patchers_object(engine: Engine, moment: Moment) -> dict[Key, Objection]:
-    """Return what cannot be put where the plan has it.
+    """Return objections to implementations that patchers cannot install as planned.
 
     Raises:
-        StartError: strict mode, and an op has nothing that may run.
+        StartError: strict mode, and no implementation of an op may run.
     """
     if moment is Moment.GROUPED and engine.groups is not None:
         found = engine.groups.faults_here()
@@ -226,7 +226,7 @@ def _patchers_object(engine: Engine, moment: Moment) -> dict[Key, Objection]:
 
 
 def _drops_table(engine: Engine, opinions: list[Opinion]) -> bool:
-    """Drop the table on all ranks if one of them cannot use it; return whether any planned with it.
+    """Drop the tuning table on all ranks if a rank cannot use it; return whether to plan again.
 
     Raises:
         StartError: strict mode, and the table has no effect.
@@ -244,7 +244,7 @@ def _drops_table(engine: Engine, opinions: list[Opinion]) -> bool:
 
 
 def _end_for(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> None:
-    """Raise if the startup ends for what is new."""
+    """Raise a StartError if new objections end the startup: in strict mode, or once compiled."""
     ending = {key: each for key, each in new.items() if each.ends_strict}
     is_strict = bool(ending) and engine.facts.settings.policy.strict
     if not is_strict and (moment is not Moment.CACHED or engine.plan.mode == "eager"):

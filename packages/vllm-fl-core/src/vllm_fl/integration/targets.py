@@ -1,6 +1,6 @@
-"""Which targets in vLLM are an op's, by the bindings of the contracts that this process has loaded.
+"""The targets of each op, from the bindings of the contracts that this process has loaded.
 
-Imports no vLLM, so that the command line and the documentation may read it anywhere.
+This module does not import vLLM: the command line and the documentation use it without vLLM.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ ATTENTION_LAYERS = Binding(
         "that bring their own backend",
     ),
 )
-"""Where vLLM asks for an attention backend, which has no contract."""
+"""The binding of the attention backend. It belongs to no contract."""
 
 
 def all_bindings(snapshot: RegistrySnapshot) -> Mapping[str, Binding]:
-    """Every binding by op: attention's, and those that came with contracts."""
+    """Return op -> its binding, attention included."""
     return {ATTENTION: ATTENTION_LAYERS, **snapshot.bindings}
 
 
 def installed_bindings() -> Mapping[str, Binding]:
-    """Every binding of this process: of the contracts that it has loaded, and attention's."""
+    """Return `all_bindings` of the plugins that this process has loaded."""
     return all_bindings(get_default_manager().registry.snapshot())
 
 
 def targets(table: Mapping[str, Binding], kind: type[P]) -> list[tuple[str, P]]:
-    """(op, target) for every place of one kind, in the order of the table."""
+    """Return (op, target) for every target of one kind, in the order of the table."""
     return [
         (op, target)
         for op, binding in table.items()
@@ -52,19 +52,17 @@ def targets(table: Mapping[str, Binding], kind: type[P]) -> list[tuple[str, P]]:
 
 
 def planned(plan: Plan, kind: type[P]) -> list[tuple[str, P]]:
-    """(op, target) for every place of one kind of this process whose op `plan` does not leave."""
+    """Return (op, target) for every target of one kind, without the stock ops of `plan`."""
     return [each for each in targets(installed_bindings(), kind) if not plan.is_stock(each[0])]
 
 
 def without_layers(plan: Plan, has: Collection[str]) -> set[str]:
-    """The planned ops that vLLM has layers for, of which a model has none.
+    """Return the planned ops that vLLM has layers for, but the model has not.
 
-    Code without a layer may reach one, too: where the op's binding says of which models it is, or
-    where an op of the model calls operators.
+    Without ops that code without a layer may call: those have other targets, and their binding has
+    a condition on the model (`when`) or a planned op calls operators (`calls_operators`).
 
-    Args:
-        plan: an engine's plan.
-        has: the ops that its model has layers of; none where they are not known.
+    `has` are the ops that the model has layers for; empty if unknown.
     """
     if not has:
         return set()
@@ -87,7 +85,7 @@ def stock_form(
     *,
     traceable: bool = True,
 ) -> OpImpl | None:
-    """vLLM's own form of an op, by the contract's parameters: the last of a plan's candidates."""
+    """Return vLLM's implementation with the contract's parameters: the last candidate of a plan."""
     if native is None:
         return None
     kind = BackendImplKind.REFERENCE
@@ -95,8 +93,8 @@ def stock_form(
 
 
 def planned_for_nothing(plan: Plan, facts: EngineFacts) -> dict[str, str]:
-    """Op -> why no call of it is to be expected, by what the model is made of."""
+    """Return op -> why the model does not call it, for ops with planned implementations."""
     found = dict.fromkeys(without_layers(plan, facts.provided), "this model has no layer of it")
     named = "the settings name it, and this model has no place for it here"
-    found |= dict.fromkeys(facts.absent, named)  # those that only the user's settings plan
+    found |= dict.fromkeys(facts.absent, named)  # planned only because of settings
     return {op: found[op] for op, entry in plan.entries.items() if entry.impls and op in found}

@@ -1,7 +1,8 @@
-"""After startup: weights are updated, memory sleeps and wakes, and the plan is checked again.
+"""Verify the plan again after startup, when weights are updated or memory wakes up.
 
-What a kernel has prepared from old weights is wrong from then on. Compiled code and captured graphs
-contain the implementation, so nothing can be disabled: the caller of the update gets the error.
+Data that a kernel has prepared from old weights is invalid after an update. Compiled code and
+captured graphs contain the implementation, so nothing can be disabled: the caller of the update
+gets the error.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from .settling import settle, without
 log = get_logger("engine")
 
 ENDS = ("finish_weight_update", "reload_weights")
-"""The methods of vLLM's workers that end an update: the model has other weights then."""
+"""The worker methods of vLLM that end an update: the model has its new weights then."""
 
 PARTS = ("start_draft_weight_update", "start_weight_update", "update_weights")
-"""The methods that come before the end of an update."""
+"""The methods that precede the end of an update."""
 
 SLEEPS = ("sleep", "discard")
-"""The methods that give memory back."""
+"""The methods that release memory."""
 
 MEMORY = frozenset({"kv_cache", "weights"})
-"""The memory that a worker may give back, by vLLM's names."""
+"""The kinds of memory that a worker can release, by vLLM's names."""
 
 
 def watch(cls: type) -> None:
-    """Let the methods of a worker that change weights or memory be followed; it may lack some."""
+    """Wrap the methods of a worker class that change weights or memory, if it has them."""
     for name in (*ENDS, *PARTS, *SLEEPS, "wake_up"):
         if hasattr(cls, name):
             setattr(cls, name, _followed(name, getattr(cls, name)))
@@ -69,18 +70,17 @@ def _followed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check(engine: Engine, occasion: str) -> str:
-    """Ask on all ranks whether something that serves is wrong now.
+    """Verify the plan on all ranks of a serving engine, between two steps.
 
     Args:
-        engine: an engine between two steps.
         occasion: the reason, for the log.
 
     Returns:
-        What was compared, or why nothing was.
+        What was verified, or why nothing was.
 
     Raises:
-        ServingError: something is wrong, on whichever rank. If one process calls several ranks, the
-            last one raises it: vLLM leaves answers after an error unread.
+        ServingError: an implementation is incorrect on any rank. If one process calls several
+            ranks, the last rank raises it, because vLLM ignores replies after an error.
     """
     if not _is_checked(engine):
         return "nothing is verified: nothing is planned, or VLLM_FL_PREFLIGHT is not verify"
@@ -115,7 +115,7 @@ def check(engine: Engine, occasion: str) -> str:
 
 
 def _is_checked(engine: Engine) -> bool:
-    """Return whether anything is compared in this engine; the same on all ranks."""
+    """Return whether this engine's plan can be verified; the same on all ranks."""
     inspectors = asking(get_default_manager().registry.plugins, "inspect_plan")
     asks = engine.facts.settings.preflight == "verify"
     asks = asks or any(plugin.kind == "backend" for plugin in inspectors)
@@ -123,18 +123,15 @@ def _is_checked(engine: Engine) -> bool:
 
 
 def _has_replicas(engine: Engine) -> bool:
-    """Return whether replicas of data parallelism wait for one another in each run of the model."""
+    """Return whether data-parallel replicas wait for each other in each run of the model."""
     replicas: int = engine.config.parallel_config.data_parallel_size
     return replicas > 1
 
 
 def _update_failed(engine: Engine, error: Exception, *, others_wait: bool) -> None:
-    """Warn of a failed update. It does not raise: the caller needs the update's own error.
+    """Log a failed update, without raising: the caller needs the update's error.
 
-    Args:
-        engine: the engine.
-        error: the update's error.
-        others_wait: whether the other ranks check the plan now, and need to know.
+    With `others_wait`, the other ranks are about to verify the plan, and are notified.
     """
     if not _is_checked(engine):
         return
@@ -166,7 +163,7 @@ def _fault(wrong: Mapping[Key, str], occasion: str) -> str:
 
 
 def _raises(engine: Engine) -> bool:
-    """Return whether this rank raises for the caller; all do if each has its own caller."""
+    """Return whether this rank raises the error: the last one, or all if each has a caller."""
     parallel = engine.config.parallel_config
     own = getattr(parallel, "distributed_executor_backend", None) == "external_launcher"
     last: int = parallel.world_size - 1

@@ -1,5 +1,5 @@
-"""The worker: vLLM's own, with the plan made, verified, agreed on and sealed before the model is
-built, and verified once more on the tensors of the model that was loaded."""
+"""The worker: makes, verifies and seals the plan, lets vLLM's worker build the model, and verifies
+again on the tensors of the loaded model."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 PREFIX = "Planned:"
 
 PLANNING, LIVE = "plan and verification", "verification on live tensors"
-"""The phases of a startup in which the ranks settle on a plan."""
+"""The startup phases that settle the ranks on a plan."""
 
 log = get_logger("engine")
 
 
 class PlannedWorker:
-    """What we change of a worker. Mixed in before the class that vLLM chose."""
+    """A mixin over the worker class that vLLM chose."""
 
     vllm_config: VllmConfig
     device: torch.device
@@ -49,10 +49,9 @@ class PlannedWorker:
     vllm_fl_engine: Engine | None = None
 
     def __init_subclass__(cls) -> None:
-        """Let the methods of vLLM's worker say for which engine they run, and those that change
-        weights or memory that they did.
+        """Wrap the worker's methods: they run for its engine, and weight updates are followed.
 
-        A class below that counts or refuses its subclasses is not asked about ours.
+        The base class's `__init_subclass__` is not called: it may register or reject subclasses.
         """
         updates.watch(cls)
         for name in dir(cls):
@@ -61,13 +60,13 @@ class PlannedWorker:
                 setattr(cls, name, with_own_engine(method))
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        """Load the plugins that the engine's settings allow: vLLM's own start asks for norms."""
+        """Load the plugins that the engine's settings allow: vLLM's `__init__` needs norms."""
         with phases_of(self).during("plugins and settings"):
             load_plugins(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
 
     def init_device(self) -> Any:
-        """Open the device, and let the ranks agree on what they exchange tensors through."""
+        """Open the device, and let the ranks agree on their communicators."""
         engine = Engine(facts_of(self.vllm_config), self.rank, self)
         refuse_unverified(engine.facts)
         with patching.entered(lambda each: each.opening(engine)):
@@ -81,10 +80,10 @@ class PlannedWorker:
         return opened
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Seal the plan, build the model on it, verify it on live tensors, and say it once."""
+        """Seal the plan, build the model on it, verify it on live tensors, and log it."""
         engine, phases = self.vllm_fl_engine, phases_of(self)
         assert engine is not None  # vLLM opens the device first
-        # A rank that joins a running engine (elastic EP) meets ranks that do not gather any more.
+        # The other ranks of a running engine (elastic EP) no longer gather with a rank that joins.
         engine.joins = bool(kwargs.get("load_dummy_weights"))
         with phases.during(PLANNING):
             lines = _begin(engine)
@@ -109,14 +108,14 @@ class PlannedWorker:
         return loaded
 
     def compile_or_warm_up_model(self) -> Any:
-        """Warm vLLM's worker up, and name who has overridden an operator after us meanwhile.
+        """Verify the plan with the KV cache, run vLLM's warm-up, and begin to serve.
 
-        Before that the KV cache is there, and no graph is captured: the plan is verified once more.
-        The model is compiled behind it: what passes found in it is said, too. The steps that follow
-        are those of requests, and may be sampled.
+        Before the warm-up the KV cache is allocated and no graph is captured. After it the model is
+        compiled, and patchers log the results of passes and later overrides of operators. From then
+        on steps serve requests, and plugins may sample them.
         """
         engine = self.vllm_fl_engine
-        # vLLM warms up again when ranks join or leave (elastic EP): others do not gather then.
+        # vLLM warms up again when ranks join or leave (elastic EP), without gathering.
         if engine is None or not engine.is_loaded or engine.status != "starting":
             return super().compile_or_warm_up_model()  # type: ignore[misc]
         if not engine.joins:
@@ -131,21 +130,21 @@ class PlannedWorker:
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
         for patcher in PATCHERS:
             patcher.compiled(engine)
-        # Steps of warming up are none of a request; of compiled code only tracings are seen.
+        # Warm-up steps serve no request. In compiled mode only tracings are counted: keep those.
         engine.plan.record.begin(keeps_calls=engine.plan.mode == "compiled")
         engine.serve()
         return times
 
     def vllm_fl_verify(self) -> str:
-        """Compare the plan once more on the loaded model's tensors: for `collective_rpc`.
+        """Verify the plan again on the loaded model's tensors, for `collective_rpc`.
 
-        For weights that were updated by other ways than vLLM's own, which do it themselves.
+        For weight updates without vLLM's methods, which verify by themselves.
 
         Returns:
-            What was compared, or why nothing was.
+            What was verified, or the reason why nothing was.
 
         Raises:
-            ServingError: something is wrong, on whichever rank; the last one raises it.
+            ServingError: an implementation is incorrect on any rank; the last rank raises it.
         """
         engine = self.vllm_fl_engine
         if engine is None or engine.joins:
@@ -155,11 +154,11 @@ class PlannedWorker:
     def vllm_fl_report(self) -> dict[str, Any]:
         """Return this worker's plan and counters, for `collective_rpc`.
 
-        Counters begin when the engine is about to serve. The result is JSON-able;
+        Counters begin when the engine begins to serve. The result is JSON-serialisable;
         docs/worker-report.md describes its keys.
         """
         engine = self.vllm_fl_engine
-        assert engine is not None  # vLLM answers no call before it has loaded its model
+        assert engine is not None  # vLLM forwards no `collective_rpc` before that
         plan, table = engine.plan, engine.facts.settings.tuned
         compilation = self.vllm_config.compilation_config
         rejected = {key: out.why for key, out in engine.disabled.items() if out.code == REJECTED}
@@ -188,7 +187,7 @@ class PlannedWorker:
             },
             "wrong": _nested(engine.wrong),
         }
-        failed = engine.state.setdefault(sections, set())  # is logged once for each engine
+        failed = engine.state.setdefault(sections, set())  # logged once per engine
         for plugin in asking(get_default_manager().registry.plugins, "worker_report"):
             try:
                 report.update(sections(plugin, engine, report))
@@ -199,7 +198,6 @@ class PlannedWorker:
         return report
 
     def shutdown(self) -> None:
-        """Say what fell back while the engine ran, and shut vLLM's worker down."""
         engine = self.vllm_fl_engine
         if engine is not None:
             engine.end("ended")
@@ -213,9 +211,9 @@ class PlannedWorker:
 
 
 def _begin(engine: Engine) -> list[str]:
-    """Complete the engine's facts, and make its first plan. Returns the lines that plugins log."""
+    """Complete the engine's facts and make its first plan; return the log lines of plugins."""
     config, manager = engine.config, get_default_manager()
-    # Again, since the device is open now: a platform may have registered its layers with it.
+    # Read again now that the device is open: a platform may have registered its layers with it.
     facts, _ = completed(facts_of(config), config)
     engine.facts = facts
     device, rank, invariance = engine.device, engine.rank, facts.wants_invariance
@@ -230,19 +228,19 @@ def _begin(engine: Engine) -> list[str]:
 
 
 def _attend_once(engine: Engine) -> None:
-    """Let a plugin's attention compile its kernels, if it does so when it is called first."""
+    """Run a plugin's attention once: it may compile its kernels at the first call."""
     if not engine.plan.entries[ATTENTION].classes(AttentionImpl):
         return
     try:
         with phases_of(engine.worker).during("attention's first call"), calling(engine):
             is_eager = engine.plan.mode == "eager"
             attend(engine.runner, engine.config, is_eager=is_eager)
-    except Exception as error:  # vLLM's dummy run does not fit every model, and need not be there
+    except Exception as error:  # vLLM's dummy run may be missing, and does not fit every model
         log.info("Attention was not called before the first request: %s", quote(error))
 
 
 def _say_plan(engine: Engine) -> None:
-    """Note remarks on the startup, for the report and DEBUG; rank 0 logs the start line."""
+    """Keep remarks on the startup for the report and DEBUG; rank 0 logs the start line."""
     plan, seconds = engine.plan, phases_of(engine.worker).seconds
     how = {"verify": "verified in", "run": "run in"}.get(engine.facts.settings.preflight)
     total = sum(seconds.get(phase, 0.0) for phase in (PLANNING, LIVE))
@@ -260,7 +258,7 @@ def _say_plan(engine: Engine) -> None:
 
 
 def _remarks(engine: Engine) -> list[str]:
-    """Return remarks on settings and on classes that do not take this engine."""
+    """Return remarks on settings, and on classes that do not support this engine."""
     facts, found = engine.facts, []
     table, ordered = facts.settings.tuned, _orders_by_device(engine)
     if table is not None:
@@ -275,7 +273,7 @@ def _remarks(engine: Engine) -> list[str]:
 
 
 def _orders_by_device(engine: Engine) -> dict[str, str]:
-    """Return op -> the place of its order for this device, and the figure, of those in effect."""
+    """Return op -> origin and measurement of its order for this device, for applied orders."""
     return engine.facts.ordered.settings.held_by_device
 
 
@@ -287,7 +285,7 @@ def _nested(table: Any) -> dict[str, dict[str, Any]]:
 
 
 def wrap_worker(vllm_config: VllmConfig) -> None:
-    """Put our worker in front of the one that vLLM chose, once."""
+    """Put our class over the worker class that vLLM chose, once."""
     parallel = vllm_config.parallel_config
     path = parallel.worker_cls
     if isinstance(path, str) and path != "auto" and not path.startswith(f"{__name__}.{PREFIX}"):
@@ -295,7 +293,7 @@ def wrap_worker(vllm_config: VllmConfig) -> None:
 
 
 def __getattr__(name: str) -> type:
-    """Only a path travels to the workers: the class is made from it on demand."""
+    """Make the class on demand: only its path travels to the workers."""
     made = over_class(__name__, PREFIX, name, PlannedWorker)
     if not issubclass(made, PlannedWorker):
         take_off()

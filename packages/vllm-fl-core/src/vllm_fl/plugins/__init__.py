@@ -1,4 +1,4 @@
-"""What is installed: the hooks, what plugins hand over, and how they are found, loaded and called.
+"""Plugins: hooks, types, discovery, loading and the registry of their results.
 
-Authors of plugins import from `vllm_fl`; these modules are core's own.
+Plugin authors import from `vllm_fl`; these modules are internal.
 """

@@ -1,10 +1,10 @@
-"""Note which foreign code is running: in a file, and in the log if it is slow.
+"""Record which third-party code is running, in a file, and log it if it is slow.
 
-An import that calls `os._exit`, or a kernel that aborts, ends the process without an error message.
-So a process writes what it is about to run to a small file in the user's cache, and removes the
-file afterwards. It locks the file for as long as it lives: a file without a lock is from a dead
-process. The next process of the same environment and `vllm-fl doctor` report it. If the file cannot
-be written (no home, a full disk), nothing is noted.
+An import that calls `os._exit`, or a kernel that aborts, ends a process without an error message.
+Therefore a process writes what it is about to run to a file in the user's cache, and removes it
+afterwards. The file is locked while the process is alive. The next process of the same environment
+and `vllm-fl doctor` report files without a lock. If a file cannot be written (no home, a full
+disk), nothing is recorded.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from ..text import clean
 log = logging.getLogger("vllm_fl.plugins")
 
 FOLDER = "_VLLM_FL_RUNNING"
-"""The variable with the folder of the notes, for processes that a command starts and may end. Empty
-if they write no notes."""
+"""The variable with the folder of the notes, which commands set for child processes. Empty: write
+no notes."""
 
 SLOW = 10.0
-"""Seconds after which running code is named in the log."""
+"""Seconds until running code is logged."""
 
 LARGEST = 16384
-"""Bytes of a file that are read."""
+"""Maximum bytes to read from a file."""
 
 FORGOTTEN = 30 * 24 * 3600
-"""Seconds after which a dead process's file is removed."""
+"""Seconds until the file of a dead process is removed."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class Crumb:
 
     Args:
         what: the innermost code that ran, with its distribution.
-        host: the name of the machine.
-        pid: the number of the process.
+        host: the host name.
+        pid: the process ID.
         when: when the code began, in seconds since the epoch.
-        prefix: the environment.
-        file: the file of the note.
-        lives: whether the process lives.
+        prefix: the environment (`sys.prefix`).
+        file: the path of the note.
+        lives: whether the process is alive.
     """
 
     what: str
@@ -67,20 +67,19 @@ class Crumb:
         return f"process {self.pid} ended on {at} while it ran {self.what}"
 
     def remove(self) -> None:
-        """Remove the file."""
         with contextlib.suppress(OSError):
             self.file.unlink()
 
 
 _notes: dict[Path, int] = {}
-"""The files of this process's notes -> their descriptors."""
+"""Path of each note of this process -> file descriptor."""
 
 _running: list[str] = []
-"""The foreign code that this process runs, the innermost last."""
+"""The third-party code that this process is running, innermost last."""
 
 
 def _forget_in_child() -> None:
-    """Close the parent's files: an open file would keep its lock after the parent's death."""
+    """Close the parent's files: open descriptors would keep its locks after its death."""
     for fd in _notes.values():
         os.close(fd)
     _notes.clear()
@@ -91,12 +90,12 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def now() -> str:
-    """The foreign code that this process is running; empty if there is none."""
+    """Return the third-party code that this process is running, or an empty text."""
     return _running[-1] if _running else ""
 
 
 def folder() -> Path | None:
-    """The folder of the notes, `~/.cache/vllm-fl/running`; None without a home."""
+    """Return `~/.cache/vllm-fl/running` or its override; None without a home."""
     if (given := os.environ.get(FOLDER)) is not None:
         return Path(given) if given else None
     cache = os.environ.get("XDG_CACHE_HOME", "")
@@ -107,11 +106,11 @@ def folder() -> Path | None:
 
 @contextlib.contextmanager
 def running(what: str, *, named: bool = True) -> Iterator[None]:
-    """While the block runs, `what` is noted for the next process, and named after 10 seconds.
+    """Keep a note of `what` while the block runs, and log it after `SLOW` seconds.
 
     Args:
         what: the code and its distribution: `the import of plugin 'acme' of vllm-fl-acme 1.0`.
-        named: False if the caller itself names slow code, or a command that reads the notes does.
+        named: False if the caller logs slow code. If `FOLDER` is set, the command that set it does.
     """
     what = clean(what)[:1000]
     path = _write(what)
@@ -124,9 +123,9 @@ def running(what: str, *, named: bool = True) -> Iterator[None]:
             yield
     finally:
         for crumb in _left():
-            if crumb.what == what:  # it has run to its end now
+            if crumb.what == what:  # it ended normally this time
                 crumb.remove()
-        if what in _running:  # not in a child that was forked meanwhile
+        if what in _running:  # not in a child that was forked in the block
             _running.remove(what)
         if path is not None and (fd := _notes.pop(path, None)) is not None:
             with contextlib.suppress(OSError):
@@ -135,7 +134,7 @@ def running(what: str, *, named: bool = True) -> Iterator[None]:
 
 
 def _write(what: str) -> Path | None:
-    """Write a note and lock its file; None if that is not possible."""
+    """Write and lock a note; None if that fails."""
     where, host, pid, when = folder(), os.uname().nodename, os.getpid(), time.time()
     if where is None:
         return None
@@ -146,7 +145,7 @@ def _write(what: str) -> Path | None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX)
         os.write(fd, json.dumps(noted, ensure_ascii=False).encode(errors="replace"))
-    except OSError:  # a full disk
+    except OSError:
         if fd >= 0:
             os.close(fd)
         return None
@@ -155,15 +154,11 @@ def _write(what: str) -> Path | None:
 
 
 class Watchdog:
-    """A thread that logs which call has been running for longer than `SLOW` seconds.
-
-    Args:
-        log: the logger.
-    """
+    """A thread that logs calls that run longer than `SLOW` seconds."""
 
     def __init__(self, log: logging.Logger) -> None:
         self.seconds = 0.0
-        """The time of the last call."""
+        """Duration of the last call."""
         self._log = log
         self._call: tuple[float, str] | None = None
         self._ended = threading.Event()
@@ -179,7 +174,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def over(self, what: str) -> Iterator[None]:
-        """Time the block as one call, which the log names `what`."""
+        """Time the block as a call labelled `what`."""
         self._call = time.monotonic(), what
         try:
             yield
@@ -199,16 +194,16 @@ class Watchdog:
 
 
 def lost() -> tuple[Crumb, ...]:
-    """The notes that dead processes of this environment left, the oldest first.
+    """Return the notes of dead processes of this environment, oldest first.
 
-    There is one for each process, of the innermost code, and one for each `what`. Code that has run
-    to its end in the meantime has no note.
+    Keeps one note per process (the innermost) and per `what`, and deletes older ones. Code that has
+    ended normally since has no note.
     """
     found: list[Crumb] = []
     for crumb in _crumbs(folder()):
         if crumb.lives or crumb.prefix != sys.prefix:
             continue
-        # A server that restarts again and again leaves one file, not a thousand.
+        # A server that restarts repeatedly leaves one file, not a thousand.
         for older in found[:]:
             if older.what == crumb.what or (older.host, older.pid) == (crumb.host, crumb.pid):
                 found.remove(older)
@@ -218,28 +213,28 @@ def lost() -> tuple[Crumb, ...]:
 
 
 _left = cache(lost)
-"""The notes that dead processes had left when this one first looked."""
+"""The notes of dead processes, read once per process."""
 
 
 def last(where: Path) -> Crumb | None:
-    """The latest note in a folder, of a living or a dead process; None if there is none."""
+    """Return the latest note in a folder, of a living or a dead process."""
     return next(reversed(_crumbs(where)), None)
 
 
 def run_by(host: str, pid: int, since: float) -> str:
-    """The foreign code that a process is running; empty if there is no note.
+    """Return the third-party code that another process is running, or an empty text.
 
     Args:
-        host: the name of its machine. Another machine may share the home of this one.
-        pid: its number.
-        since: a time after its start. Older notes are from another process with this number.
+        host: its host. Several hosts may share a home.
+        pid: its process ID.
+        since: a time after its start. Older notes are from a former process with this ID.
     """
     of_it = [c for c in _crumbs(folder()) if (c.host, c.pid) == (host, pid) and c.when >= since]
     return of_it[-1].what if of_it else ""
 
 
 def _crumbs(where: Path | None) -> list[Crumb]:
-    """The notes of other processes in a folder, the oldest first."""
+    """Return the notes of other processes, oldest first."""
     try:
         paths = [*where.iterdir()] if where is not None else []
     except OSError:
@@ -249,7 +244,7 @@ def _crumbs(where: Path | None) -> list[Crumb]:
 
 
 def _read(path: Path) -> Crumb | None:
-    """The note in a file; None if the file has none."""
+    """Read a note; None if it is invalid or has expired, which also deletes it."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

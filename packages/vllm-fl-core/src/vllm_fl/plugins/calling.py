@@ -1,6 +1,6 @@
-"""Call the plugins' hooks, and check the results. Every error has the plugin and its distribution.
+"""Call the hooks of plugins, and check their results. Errors state the plugin and its distribution.
 
-With `passing`, errors of core (`VllmFLError`) pass unchanged. Any other exception becomes a
+With `passing`, errors of core (`VllmFLError`) are raised unchanged. Other exceptions become a
 `PluginError`.
 """
 
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 log = get_logger("plugins")
 
 ENDED: dict[str, str] = {}
-"""Whose code ended a process of this command before -> how; it is not run again."""
+"""Plugin, as text -> how it ended an earlier process of this command. It is not run again."""
 
 
 def whose(owner: Owner) -> str:
-    """A plugin with its distribution, for notes of what is running."""
+    """Return the plugin and its distribution, for notes."""
     return clean(f"plugin {owner.plugin!r} of {owner.label}")
 
 
@@ -49,16 +49,16 @@ def whose(owner: Owner) -> str:
 def contained(
     plugin: Plugin, what: str, todo: str = "", *, named: bool = True, passing: bool = False
 ) -> Iterator[None]:
-    """Run a plugin's code: anything that it raises becomes one `PluginError` that names the plugin.
+    """Run a plugin's code, with a note (`breadcrumb.running`); exceptions become a `PluginError`.
 
-    An interrupt passes: it is the user's. While the code runs it is noted (`breadcrumb.running`).
+    A KeyboardInterrupt is raised unchanged.
 
     Args:
         plugin: the plugin.
         what: the part of the code, for the error and the log: `the import`, `its policy hook`.
         todo: the consequence of a failure and what to do; by default how to do without the plugin.
-        named: whether a thread watches the code, to name it in the log if it takes long.
-        passing: whether errors of core (`VllmFLError`) pass unchanged.
+        named: whether to log the code if it is slow.
+        passing: whether errors of core (`VllmFLError`) are raised unchanged.
     """
     owner = plugin.owner
     try:
@@ -71,10 +71,10 @@ def contained(
         if is_own or (passing and isinstance(error, VllmFLError)):
             raise
         part = f": {what} failed" if what.startswith("its") else " failed"
-        if log.isEnabledFor(logging.DEBUG):  # as text, since the log does not clean exc_info
+        if log.isEnabledFor(logging.DEBUG):  # as text: the log does not clean exc_info
             log.debug("%s%s:\n%s", owner.who, part, "".join(traceback.format_exception(error)))
         op = getattr(error, "op", None)
-        # contextlib lets a StopIteration pass that is the cause of a RuntimeError, as this one is.
+        # If a StopIteration is the cause of a RuntimeError, contextlib raises it instead.
         cause = None if isinstance(error, StopIteration) else error
         raise owner.error(
             f"{part}: {quote(error)}{_line(error, plugin)}. {todo or plugin.todo}",
@@ -84,14 +84,15 @@ def contained(
 
 
 def _line(error: BaseException, plugin: Plugin) -> str:
-    """` (at /path/plugin.py:11)`: the innermost line in the plugin's package, or nothing."""
+    """Return ` (at /path/plugin.py:11)`, the innermost line in the plugin's package, or an empty
+    text."""
     own = plugin.module.partition(".")[0]
     lines = [
         f"{frame.f_code.co_filename}:{number}"
         for frame, number in traceback.walk_tb(error.__traceback__)
         if str(frame.f_globals.get("__name__")).partition(".")[0] == own
     ]
-    if isinstance(error, SyntaxError) and error.filename:  # of a file that has not yet run
+    if isinstance(error, SyntaxError) and error.filename:  # in a file that was not executed
         lines.append(f"{error.filename}:{error.lineno}")
     return f" (at {clean(lines[-1])})" if lines else ""
 
@@ -99,19 +100,16 @@ def _line(error: BaseException, plugin: Plugin) -> str:
 def in_hook(
     plugin: Plugin, hook: str, todo: str = "", *, named: bool = True, passing: bool = False
 ) -> AbstractContextManager[None]:
-    """Contain a plugin's hook, or code that the hook has returned.
+    """Run a plugin's hook, or code that it has returned, in `contained`.
 
-    Args:
-        plugin: the plugin.
-        hook: the hook.
-        todo, named, passing: as for `contained`. A verifier names each implementation that it runs.
+    A verifier is not logged as slow: it logs each implementation that it runs.
     """
     named = named and not plugin.verifies
     return contained(plugin, f"its {hook} hook", todo, named=named, passing=passing)
 
 
 def results_of(plugin: Plugin, hook: str, kind: type, **arguments: object) -> list[Any]:
-    """The results of a plugin's hook without None, at most one; for a block of `in_hook`.
+    """Call a plugin's hook. Must be in an `in_hook` block. Returns at most one result, never None.
 
     Raises:
         TypeError: a result is not a `kind`.
@@ -126,13 +124,13 @@ def results_of(plugin: Plugin, hook: str, kind: type, **arguments: object) -> li
 
 
 Results = tuple[list[tuple[Owner, Any]], list[PluginError]]
-"""The results of a hook, each with its plugin's owner, and the errors of plugins that failed."""
+"""The results of a hook by owner, and the errors of plugins that failed."""
 
 
 def results_of_each(
     plugins: Sequence[Plugin], hook: str, kind: type, todo: str = "", **given: Any
 ) -> Results:
-    """Call a hook of each plugin, as `results_of`, in its own `in_hook` block."""
+    """Call a hook of each plugin, each in a separate `in_hook` block."""
     found: list[tuple[Owner, Any]] = []
     errors = []
     for plugin in plugins:
@@ -147,11 +145,7 @@ def results_of_each(
 def policy_files(
     plugins: Sequence[Plugin], platform: str
 ) -> tuple[list[tuple[str, Any]], list[PluginError]]:
-    """The settings files that plugins ship for `platform`, and the errors of plugins that failed.
-
-    Returns:
-        [(distribution, path)] and the errors.
-    """
+    """Return [(distribution, path)] of the plugins' settings files for `platform`, and errors."""
     kept = "Its implementations are kept, its settings not."
     found, errors = results_of_each(plugins, "policy", PolicyDefaults, kept, platform=platform)
     return [(owner.name, defaults.path) for owner, defaults in found], errors
@@ -165,22 +159,22 @@ def rejections(
     facts: Any = None,
     contract: OpSpec | None = None,
 ) -> dict[str, str]:
-    """The implementations of `op` that plugins reject: impl id -> the reason.
+    """Return the implementations of `op` that plugins reject: impl id -> the reason.
 
-    Calls plugins that have a setting of theirs set. If the engine requires batch-invariant
-    implementations, calls verifiers as well. Without a verifier nothing measures invariance, and
+    Calls the plugins with a declared setting that is set. If the engine requires batch-invariant
+    implementations, calls verifiers as well; without a verifier, invariance cannot be measured and
     all implementations are rejected.
 
     Args:
-        plugins: what is loaded.
+        plugins: the loaded plugins.
         settings: the effective settings.
         op: the op.
         impls: its implementations.
-        facts: the facts of the engine (`EngineFacts`); None outside an engine.
+        facts: the engine's `EngineFacts`; None outside an engine.
         contract: the contract of the op.
 
     Raises:
-        PluginError: a plugin failed to say: what the user has ruled out must not run.
+        PluginError: a hook failed. An implementation that the user has excluded must not run.
     """
     asks = facts.wants_invariance if facts is not None else ""
     rejected: dict[str, str] = {}
@@ -199,11 +193,7 @@ def rejections(
 
 
 def findings(plugin: Plugin, settings: Any) -> list[Finding]:
-    """A plugin's findings for `vllm-fl doctor`.
-
-    Raises:
-        PluginError: its hook failed.
-    """
+    """Return a plugin's findings for `vllm-fl doctor`. Raises PluginError if its hook fails."""
     with in_hook(plugin, "doctor"):
         results = results_of(plugin, "doctor", Iterable, settings=settings)
         return [Finding(**vars(finding)) for found in results for finding in found]
@@ -212,14 +202,14 @@ def findings(plugin: Plugin, settings: Any) -> list[Finding]:
 def start_in_worker(
     plugins: Sequence[Plugin], context: WorkerContext
 ) -> dict[str, tuple[Plugin, WorkerReport]]:
-    """Run the plugins' `worker_start` hooks.
+    """Call the plugins' `worker_start` hooks.
 
     Returns:
         Distribution -> (its plugin, its report).
 
     Raises:
-        PluginError: one failed: a half-made set-up must not serve.
-        VllmFLError: a plugin raised an error of core, such as for a setting that only it can check.
+        PluginError: a hook failed. An engine must not run with an incomplete setup.
+        VllmFLError: a plugin raised an error of core, such as for an invalid setting.
     """
     reports = {}
     for plugin in plugins:
@@ -232,13 +222,12 @@ def start_in_worker(
 
 
 def asking(plugins: Iterable[Plugin], hook: str) -> list[Plugin]:
-    """The loaded plugins that implement `hook`: first in order of loading, verifiers last."""
+    """Return the loaded plugins with a `hook`, in order of loading, verifiers last."""
     asked = [each for each in plugins if each.is_loaded and hook in each.hooks]
     return sorted(asked, key=lambda each: each.verifies)
 
 
 def objections(plugin: Plugin, engine: Engine, moment: Moment) -> dict[Key, Objection]:
-    """The objections of a plugin at this moment (`inspect_plan`)."""
     with in_hook(plugin, "inspect_plan", passing=True):
         found: dict[Key, Objection] = {}
         for each in results_of(plugin, "inspect_plan", Mapping, engine=engine, moment=moment):
@@ -247,7 +236,7 @@ def objections(plugin: Plugin, engine: Engine, moment: Moment) -> dict[Key, Obje
 
 
 def _objection(key: Any, told: Any) -> tuple[Key, Objection]:
-    """An objection in plain types: ranks exchange it."""
+    """Convert an objection to plain types, because ranks exchange it."""
     if not isinstance(told, Objection):
         raise TypeError(f"inspect_plan returned {told!r} for {key!r}; expected Objection")
     op, impl_id = key
@@ -256,11 +245,7 @@ def _objection(key: Any, told: Any) -> tuple[Key, Objection]:
 
 
 def enter_session(plugin: Plugin, engine: Engine) -> Callable[[], None]:
-    """Enter a plugin's `engine_session`.
-
-    Returns:
-        What leaves it again.
-    """
+    """Enter a plugin's `engine_session`, and return the function that leaves it."""
     held = ExitStack()
     with in_hook(plugin, "engine_session", passing=True):
         for session in results_of(plugin, "engine_session", AbstractContextManager, engine=engine):
@@ -274,12 +259,11 @@ def enter_session(plugin: Plugin, engine: Engine) -> Callable[[], None]:
 
 
 def sections(plugin: Plugin, engine: Engine, taken: Container[str] = ()) -> dict[str, object]:
-    """A plugin's keys of the worker's report (`worker_report`).
+    """Return a plugin's keys of the worker report (`worker_report`).
 
-    Args:
-        plugin: the plugin.
-        engine: the engine.
-        taken: the keys that the report already has; another value for these is an error.
+    Raises:
+        PluginError: the hook failed, or returned a key of the report (`taken`) or a value that JSON
+            cannot represent.
     """
     with in_hook(plugin, "worker_report", named=False, passing=True):
         results = results_of(plugin, "worker_report", Mapping, engine=engine)
@@ -293,7 +277,6 @@ def sections(plugin: Plugin, engine: Engine, taken: Container[str] = ()) -> dict
 
 
 def checks(plugin: Plugin, engine: Engine, communicator: Any, group: GroupFacts) -> list[Check]:
-    """A plugin's checks of a communicator (`communicator_checks`)."""
     arguments = {"engine": engine, "communicator": communicator, "group": group}
     with in_hook(plugin, "communicator_checks", passing=True):
         results = results_of(plugin, "communicator_checks", Iterable, **arguments)

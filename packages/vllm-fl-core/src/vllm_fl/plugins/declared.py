@@ -23,17 +23,17 @@ IMPLS = {
     "communicator": CommunicatorImpl,
     "layers": LayerImpl,
 }
-"""The hooks for implementations -> what each returns an iterable of."""
+"""Hook that returns implementations -> their type."""
 
 PROVIDING = (*IMPLS, "contracts", "device", "policy")
-"""The hooks by which a backend provides something to choose."""
+"""The hooks that an extension must not implement."""
 
 OLD_FORM = "register_builtins"
 OLD_NAMES = (OLD_FORM, "vllm_fl_register", "register")
 
 
 def declare(plugin: Plugin, module: object) -> None:
-    """Set what a plugin's module declares: its hooks, and whose kernels it runs."""
+    """Set the plugin's hooks, kernel distributions and verifier flag from its module."""
     _check_api(module)
     plugin.hooks = _hooks_of(module)
     _check_kind(plugin.kind, plugin.hooks)
@@ -42,11 +42,11 @@ def declare(plugin: Plugin, module: object) -> None:
 
 
 def _hooks_of(plugin: object) -> Mapping[str, Callable[..., Any]]:
-    """The hooks that a plugin implements, or its older `register_builtins(registry)`.
+    """Return the hooks of a plugin, or its older `register_builtins(registry)`.
 
     Raises:
         TypeError: it implements none.
-        PluginValidationError: there is no such hook, or it has other parameters.
+        PluginValidationError: a hook is unknown or has other parameters.
     """
     is_class = isinstance(plugin, type)
     if not is_class:
@@ -70,7 +70,7 @@ def _hooks_of(plugin: object) -> Mapping[str, Callable[..., Any]]:
 
 
 def _check_kind(kind: Kind, hooks: Collection[str]) -> None:
-    """Check that a plugin implements only hooks that the group of its entry point is for."""
+    """Check that the plugin's entry-point group allows its hooks."""
     if kind == "contracts" and {*hooks} != {"contracts"}:
         raise TypeError(
             f"the group {CONTRACTS} is only for contracts, and it implements {', '.join(hooks)}: "
@@ -87,7 +87,6 @@ def _check_kind(kind: Kind, hooks: Collection[str]) -> None:
 
 
 def _check_api(plugin: object) -> None:
-    """Check that a plugin is written for this version of the hooks."""
     api = getattr(plugin, "HOOK_API", HOOK_API)
     if not isinstance(api, int):
         raise RuntimeError(f"its HOOK_API is {api!r}, expected the integer {HOOK_API}")
@@ -99,7 +98,6 @@ def _check_api(plugin: object) -> None:
 
 
 def _verifies_of(plugin: object, hooks: Collection[str]) -> bool:
-    """Whether the plugin declares itself a verifier."""
     verifies = getattr(plugin, "VERIFIES", False)
     if not isinstance(verifies, bool):
         raise TypeError(f"its VERIFIES is {verifies!r}; expected True or False")
@@ -109,7 +107,6 @@ def _verifies_of(plugin: object, hooks: Collection[str]) -> bool:
 
 
 def _kernels_of(plugin: object) -> tuple[str, ...]:
-    """The distributions that have the code which the plugin's implementations run."""
     names = getattr(plugin, "KERNEL_DISTRIBUTIONS", ())
     if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"its KERNEL_DISTRIBUTIONS is {names!r}; expected a tuple of names")
@@ -117,12 +114,12 @@ def _kernels_of(plugin: object) -> tuple[str, ...]:
 
 
 def check_settings(specs: Sequence[Any], owner: Owner, holders: dict[str, str]) -> None:
-    """Check the settings that a plugin declares, and add their names to `holders`.
+    """Check the settings of a plugin.
 
     Args:
         specs: the settings.
         owner: the plugin's owner.
-        holders: key or variable -> the distribution that has it.
+        holders: key or variable -> the distribution that declares it; extended here.
     """
     names: dict[str, str] = {}
     for spec in specs:

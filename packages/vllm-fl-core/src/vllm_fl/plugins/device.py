@@ -1,4 +1,4 @@
-"""Hardware that vLLM has no platform for, as plugins describe it."""
+"""Hardware without a vLLM platform."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ log = get_logger("plugins")
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """Hardware that vLLM has no platform for: what an engine needs to run on it, by path.
+    """The classes that an engine needs on hardware without a vLLM platform.
 
-    Nothing of it is imported until the device is chosen.
+    They are imported when the device is chosen.
 
     Args:
-        name: what settings call the platform (`ascend`): a lower-case identifier.
-        platform_class: a subclass of vLLM's `Platform` with `_enum = PlatformEnum.OOT`, its
-            `device_name`, `device_type` and `dispatch_key`.
-        worker_class: the worker, which makes the model runner. A user's `worker_cls` replaces it.
-        communicator_class: a subclass of vLLM's `DeviceCommunicatorBase`; None keeps the platform
-            class's.
-        dist_backend: torch.distributed's backend between the ranks (`hccl`); None keeps that of
-            the platform class.
-        detect: () -> True, or the reason why this machine does not have it. It runs in every
-            process while vLLM looks for its platform: it must not start the device or import vllm.
+        name: the platform's name in settings (`ascend`): a lower-case identifier.
+        platform_class: a vLLM `Platform` subclass with `_enum = PlatformEnum.OOT`, `device_name`,
+            `device_type` and `dispatch_key`.
+        worker_class: the worker, which creates the model runner. A user's `worker_cls` replaces it.
+        communicator_class: a vLLM `DeviceCommunicatorBase` subclass; None: as in the platform
+            class.
+        dist_backend: the torch.distributed backend between ranks (`hccl`); None: as in the platform
+            class.
+        detect: () -> True, or the reason why this machine does not have the device. Called in every
+            process while vLLM looks for its platform: it must not initialize the device or import
+            vllm.
 
     Raises:
         ValueError: the name is not a lower-case identifier, or a path is not `module.Class`.
@@ -54,26 +55,26 @@ class DeviceProfile:
                 check_path(f"DeviceProfile({name!r})", which, path)
 
     def detection(self) -> Availability:
-        """True, or the reason why this machine does not have it."""
+        """Return True, or why this machine does not have the device."""
         with running(f"the detection of the device {self.name}"):
             return answered("its detection", self.detect)
 
 
 def devices(plugins: Sequence[Plugin]) -> Results:
-    """The hardware that plugins support, as `DeviceProfile`."""
     return results_of_each(plugins, "device", DeviceProfile)
 
 
 def find_device(plugins: Sequence[Plugin], name: str | None = None) -> DeviceProfile | None:
-    """The device that this machine has, or None where no plugin brings one that it has.
+    """Return the device of this machine, or None if no plugin supports it.
 
     Args:
-        plugins: what is loaded.
-        name: the platform that the user forced: the device of that name and no other.
+        plugins: the loaded plugins.
+        name: the platform that the user forced; other devices are ignored.
 
     Raises:
-        PluginError: several claim the machine; the forced one says that it is not there; or none
-            was found and a plugin's device hook failed: the engine would run elsewhere unnoticed.
+        DeviceError: several plugins detect their device, or the forced device is not detected.
+        PluginError: no device was found and a device hook failed: the engine would run elsewhere
+            without notice.
     """
     known, errors = devices(plugins)
     asked = [(owner, profile) for owner, profile in known if name in (None, profile.name)]
@@ -94,6 +95,6 @@ def find_device(plugins: Sequence[Plugin], name: str | None = None) -> DevicePro
         )
     if not found and errors:
         raise errors[0]
-    for error in errors:  # the device of another plugin is here
+    for error in errors:  # another plugin's device is available
         log.error("%s", error)
     return found[0][1] if found else None

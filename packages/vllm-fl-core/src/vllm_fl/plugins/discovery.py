@@ -1,4 +1,4 @@
-"""Find the installed plugins, and which of them the settings allow. Nothing is imported."""
+"""Find the installed plugins, and select the allowed ones. Imports nothing."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from .reserved import EXTENDERS
 
 GROUP = "vllm_fl.plugin"
 CONTRACTS = "vllm_fl.contracts"
-"""The group of plugins that have only contracts. They are data, and loaded with any backend."""
+"""Plugins with only contracts, loaded with any backend."""
 EXTENSIONS = "vllm_fl.extension"
-"""The group of extensions: plugins of this project that add features to engines."""
+"""Extensions: plugins of this project that add features to engines."""
 
 KINDS: dict[str, Kind] = {GROUP: "backend", CONTRACTS: "contracts", EXTENSIONS: "extension"}
-"""Group -> what its plugins are for."""
 
 
 def ban_of(plugin: Plugin) -> PluginError | None:
-    """The reason why a plugin is never imported; None if it may be imported."""
+    """Return why a plugin must never be imported, or None."""
     if plugin.kind != "extension" or plugin.owner.is_of(*EXTENDERS):
         return None
     return plugin.owner.error(
@@ -34,10 +33,7 @@ def ban_of(plugin: Plugin) -> PluginError | None:
 
 
 def discover(modules: Iterable[str] = ()) -> tuple[Plugin, ...]:
-    """The installed plugins, by distribution name, then the modules named by the user.
-
-    Reads metadata only; nothing is imported.
-    """
+    """Return the installed plugins by distribution name, then the user's modules, from metadata."""
     found = []
     for entry in entry_points(*KINDS):
         dist = entry.dist
@@ -56,14 +52,14 @@ def discover(modules: Iterable[str] = ()) -> tuple[Plugin, ...]:
 
 
 def select_allowed(found: Sequence[Plugin], only: Collection[str] | None) -> list[Plugin]:
-    """The plugins that may load: the backends that the user names, contracts and extensions.
+    """Return the plugins that may load: allowed backends, contracts and extensions.
 
-    Contracts are not loaded if the user names nothing.
+    Contracts are not loaded if the user allows no plugin.
     """
     names = {canonical(name) for name in only or ()}
 
     def is_named(each: Plugin) -> bool:
-        # A module has no distribution: VLLM_FL_PLUGIN_MODULES names it.
+        # Modules have no distribution: VLLM_FL_PLUGIN_MODULES lists them.
         return only is None or each.owner.distribution is None or each.owner.is_of(*names)
 
     kinds = {"extension"}
@@ -75,7 +71,7 @@ def select_allowed(found: Sequence[Plugin], only: Collection[str] | None) -> lis
 
 
 def remedy_for(plugin: Plugin, allowed: Iterable[Plugin]) -> str:
-    """How to do without a plugin that fails at loading, of these that are loaded."""
+    """Return how to run without a plugin that fails to load, given the allowed plugins."""
     if plugin.kind != "backend":
         return "Reinstall it."
     if plugin.owner.distribution is None:
@@ -87,7 +83,7 @@ def remedy_for(plugin: Plugin, allowed: Iterable[Plugin]) -> str:
 
 
 def unmatched(owners: Iterable[Owner], only: Collection[str] | None) -> tuple[str, ...]:
-    """One sentence for each name in VLLM_FL_PLUGINS that no installed plugin's distribution has."""
+    """Return a sentence for each name in VLLM_FL_PLUGINS without an installed plugin."""
     known = sorted({canonical(owner.distribution) for owner in owners if owner.distribution})
     found = []
     for name in only or ():

@@ -1,10 +1,9 @@
-"""Adapt implementations with fewer or more trailing parameters than their contract's, when they are
-registered.
+"""Adapt implementations with fewer or more trailing parameters than their contract.
 
-Contracts only ever gain trailing parameters with defaults, and implementations keep working: one
-that lacks such a parameter refuses calls that give it another value, and says which; one that has
-further parameters with defaults is called without them; `*args` gets the other parameters of the
-contract. In the registry all have the contract's parameters.
+Contracts only gain trailing parameters with defaults, so existing implementations keep working. At
+registration each gets the parameters of its contract. A call with a value other than the default
+for a parameter that it lacks is unsupported. Its additional parameters are not passed. `*args`
+receives the remaining parameters of the contract.
 """
 
 from __future__ import annotations
@@ -25,33 +24,33 @@ Parameters = Sequence[inspect.Parameter]
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 RAISES, RETURNS = "raise NotImplementedError({!r})", "return {!r}"
-"""How an implementation refuses a call, and how its `supports` does."""
+"""Statements for an unsupported call, in an implementation and in `supports`."""
 
 INPLACE = "inplace"
-"""The parameter by which the older form says that it may overwrite its arguments."""
+"""The flag of the older form that lets an implementation overwrite its arguments."""
 
 
 def asked_for(impl: OpImpl, spec: OpSpec) -> Callable[..., object] | None:
-    """The function that decides whether `impl` supports a call; None if it supports all.
+    """Return the function that decides whether `impl` supports a call; None if it supports all.
 
-    An implementation that takes the layer supports only plain layers, as the contract defines them.
+    An implementation that needs the layer supports only plain layers, as defined by the contract.
     """
     return spec.plain if impl.needs_layer else impl.supports
 
 
 def verdict_of(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> object:
-    """True if `impl` supports the call, or does not decide; otherwise the result of `supports`."""
+    """Return True if `impl` supports the call or has no `supports`, otherwise its answer."""
     asked = asked_for(impl, spec)
     return True if asked is None else asked(*args)
 
 
 def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:
-    """`impl` with the contract's parameters, if it differs only in trailing optional ones.
+    """Return `impl` with the contract's parameters if only trailing optional ones differ.
 
-    An implementation that differs otherwise is returned unchanged. One that declares nothing in
-    `consumes` is called with `inplace=False` if it has that parameter: its arguments stay intact.
-    One that takes the layer overwrites what layers own, as vLLM's kernels do, and its form cannot
-    declare that: it counts as consuming whatever the contract allows.
+    Otherwise `impl` is returned unchanged. If `consumes` is empty and `fn` has a parameter
+    `inplace`, it is called with `inplace=False`, so its arguments stay intact. An implementation
+    that needs the layer overwrites tensors of the layer, like vLLM's kernels, but cannot declare
+    that: it consumes everything that the contract allows.
     """
     fn, supports, available = impl.fn, impl.supports, impl.available
     if impl.takes is not None and not impl.needs_layer:
@@ -76,7 +75,7 @@ def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:
             supports = _bridged(supports, wanted, asked, RETURNS, lacking=missing)
         elif missing:
             supports = _written(nothing, wanted, [*_refusing(missing, RETURNS), "return True"])
-        # It is not given the parameters of a newer contract, and so overwrites none.
+        # It does not receive the parameters of a newer contract, so it does not overwrite them.
         consumes -= {p.name for p in further}
     if fn is not impl.fn:  # the older form's probe is an attribute of the wrapped function
         available = available or older_probe(impl.fn)
@@ -88,29 +87,28 @@ def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:
 
 
 def shape(parameters: Parameters) -> list[tuple[object, ...]]:
-    """What must be equal in two lists of parameters: names and defaults, in order."""
+    """Return the part of a signature that must be equal: names and defaults, in order."""
     return [(p.name, p.default) for p in parameters]
 
 
 def _spread(own: Parameters, wanted: Parameters) -> Parameters:
-    """`own` with the rest of `wanted` instead of `*args` and `**kwargs`."""
+    """Return `own`, with the rest of `wanted` instead of `*args` and `**kwargs`."""
     plain = [p for p in own if p.kind in NAMED]
     takes_any = any(p.kind is p.VAR_POSITIONAL for p in own)
     return [*plain, *wanted[len(plain) :]] if takes_any else own
 
 
 def _without_inplace(own: Parameters, wanted: Parameters) -> Parameters:
-    """`own` without the older form's flag, unless that is a parameter of the contract."""
+    """Return `own` without the flag `inplace`, unless the contract has that parameter."""
     if any(p.name == INPLACE for p in wanted):
         return own
     return [p for p in own if p.name != INPLACE or p.default is p.empty]
 
 
 def _rest(wanted: Parameters, own: Parameters) -> tuple[Parameters, Parameters] | None:
-    """The optional parameters that `own` lacks, and the ones that it has in addition.
+    """Return the optional parameters that `own` lacks, and its additional ones.
 
-    Returns:
-        None if something else differs.
+    None if the parameters differ otherwise.
     """
     common = min(len(wanted), len(own))
     missing, further = wanted[common:], own[common:]
@@ -129,9 +127,9 @@ def _bridged(
     layer: str | None = None,
     intact: bool = False,
 ) -> Callable[..., Any]:
-    """`fn` as a function of `wanted`, or `fn` itself if nothing differs.
+    """Return `fn` as a function of `wanted`, or `fn` itself if nothing differs.
 
-    Of an implementation `fn(x, inplace=True)` whose contract is `(x, weight=None)`::
+    For an implementation `fn(x, inplace=True)` of the contract `(x, weight=None)`::
 
         def bridge(x, weight=_default_weight):
             if weight is not _default_weight:
@@ -141,11 +139,11 @@ def _bridged(
     Args:
         fn: the implementation, or its `supports`.
         wanted: the parameters of the contract.
-        own: its parameters, without the layer.
-        refuse: how it refuses a call with a parameter that it lacks.
-        lacking: other parameters that it must refuse.
-        layer: the name of its first parameter, if that is the layer.
-        intact: whether it must leave its arguments as they are.
+        own: the parameters of `fn`, without the layer.
+        refuse: the statement for an unsupported call.
+        lacking: further parameters that must have their default.
+        layer: the name of the first parameter, if that is the layer.
+        intact: whether it must leave its arguments unchanged.
     """
     spread = _spread(own, wanted)
     plain = _without_inplace(spread, wanted)
@@ -161,7 +159,7 @@ def _bridged(
     names = {p.name for p in wanted}
     by_name = False
     for p in spread:
-        by_name |= p.kind is p.KEYWORD_ONLY or p.name not in names  # one before it is left out
+        by_name |= p.kind is p.KEYWORD_ONLY or p.name not in names  # positions shift
         if p.name in names:
             given.append(f"{p.name}={p.name}" if by_name else p.name)
     if intact and flagged:
@@ -171,7 +169,7 @@ def _bridged(
 
 
 def _refusing(missing: Parameters, how: str) -> list[str]:
-    """Lines that refuse a call which gives one of `missing` another value than its default."""
+    """Generate code that refuses a call if a `missing` parameter is not its default."""
     lines = []
     for p in missing:
         default = f"_default_{p.name}"
@@ -186,7 +184,7 @@ def _refusing(missing: Parameters, how: str) -> list[str]:
 def _written(
     fn: Callable[..., Any], wanted: Parameters, body: list[str], *, layer: str | None = None
 ) -> Callable[..., Any]:
-    """A function of `wanted`, written out, so that it costs a call and a compiler can trace it."""
+    """Generate a function of `wanted`. It costs one call, and a compiler can trace it."""
     scope: dict[str, Any] = {"_fn": fn, "_differs": differs}
     heads = [layer] if layer is not None else []
     for p in wanted:
@@ -196,17 +194,17 @@ def _written(
     exec("\n".join(lines), scope)
     bridge: Callable[..., Any] = scope["bridge"]
     own = inspect.signature(bridge)
-    bridge = functools.wraps(fn)(bridge)  # the digest and the log look at what is wrapped
+    bridge = functools.wraps(fn)(bridge)  # the digest and the log inspect the wrapped function
     bridge.__signature__ = own  # type: ignore[attr-defined]
     return bridge
 
 
 def nothing() -> None:
-    """The function that a bridge wraps if an implementation has no `supports`."""
+    """Stand in for a missing `supports` as the wrapped function."""
 
 
 def from_older_form(impl: OpImpl) -> AttentionImpl:
-    """The older form, `fn(use_mla, use_sparse) -> class path` under an OpImpl, as it is now."""
+    """Convert the older form, an OpImpl with `fn(use_mla, use_sparse) -> class path`."""
     parameters = parameters_of(impl.fn) or ()
     names = {p.name for p in parameters}
     takes_all = not parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)

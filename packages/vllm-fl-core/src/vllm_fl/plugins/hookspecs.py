@@ -1,7 +1,7 @@
-"""The hooks that a plugin may implement, and the marker that it implements them with.
+"""The hooks that a plugin may implement, and the marker for their implementations.
 
-Hooks are called while a process or an engine starts, never on a call path. Each returns values;
-none changes what it is handed. Results of several plugins unite, in the order of their
+Hooks are called while a process or an engine starts, never on a call path. They return values and
+must not change their arguments. Results of several plugins are merged in the order of their
 distributions' names.
 """
 
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 PROJECT = "vllm_fl"
 
 HOOK_API = 1
-"""The version of the hooks' interface. A plugin that was written for another one says so in a
-module-level `HOOK_API = <number>`; one that says nothing is taken to be written for this one."""
+"""The version of the hook interface. A plugin for another version sets a module-level
+`HOOK_API`."""
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -50,11 +50,11 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def register_ops() -> Iterable[OpImpl]:  # type: ignore[empty-body]
-    """Return the implementations that this backend brings.
+    """Return the implementations of this backend.
 
-    Called once per process, before the first call or before the engine's layers are built; a
-    device may not exist yet, so look for it in `OpImpl.available`. All plugins' implementations
-    are candidates side by side; an (op, impl id) that two bring is loaded from neither.
+    Called once per process, before the first call or before the engine's layers are built. A device
+    may not exist yet, so check for it in `OpImpl.available`. The implementations of all plugins are
+    candidates. If two plugins have the same (op, impl id), both fail.
 
     Example::
 
@@ -66,10 +66,11 @@ def register_ops() -> Iterable[OpImpl]:  # type: ignore[empty-body]
 
 @hookspec
 def attention_backend() -> Iterable[AttentionImpl]:  # type: ignore[empty-body]
-    """Return the attention backends that this backend brings, by class path.
+    """Return the attention backends of this backend, by class path.
 
-    Called once per process, with `register_ops`. The policy orders all plugins' candidates; vLLM's
-    own choice is one of them (`stock`), and a backend that vLLM was told to take beats them all.
+    Called once per process, with `register_ops`. The candidates of all plugins and vLLM's choice
+    (`stock`) follow the order of the policy. An attention backend that the user sets in vLLM
+    overrides it.
 
     Example::
 
@@ -82,12 +83,13 @@ def attention_backend() -> Iterable[AttentionImpl]:  # type: ignore[empty-body]
 
 @hookspec
 def communicator() -> Iterable[CommunicatorImpl]:  # type: ignore[empty-body]
-    """Return the communicators that this backend brings, by class path.
+    """Return the communicators of this backend, by class path.
 
-    Called once per process, with `register_ops`. The policy orders all plugins' candidates; vLLM's
-    own communicator, or that of a plugin's device, is the last (`stock`). What is chosen is made in
-    each worker for each of vLLM's groups of ranks, and must give the known results of every
-    collective on all of them before anything else uses it; else the next candidate serves, on all.
+    Called once per process, with `register_ops`. The candidates of all plugins follow the order of
+    the policy; the last candidate is `stock`: the communicator of vLLM or of the device plugin.
+    Each worker creates the chosen communicator for each group of ranks in vLLM. Before it is used,
+    each collective must return the known results on all ranks of the group; otherwise all of them
+    use the next candidate.
 
     Example::
 
@@ -100,12 +102,12 @@ def communicator() -> Iterable[CommunicatorImpl]:  # type: ignore[empty-body]
 
 @hookspec
 def layers() -> Iterable[LayerImpl]:  # type: ignore[empty-body]
-    """Return the classes that this backend brings for whole layers of vLLM's, by class path.
+    """Return the classes of this backend for whole vLLM layers, by class path.
 
-    Called once per process, with `register_ops`. For layers that no op describes: linear layers,
-    embeddings, convolutions, mixers, encoder attention. The layer's class name stands where an op's
-    does, in policies too; vLLM's own class is the last candidate (`stock`). What is chosen is in
-    vLLM's table of replacements only while the engine's model is being built. It is not verified.
+    Called once per process, with `register_ops`. For layers without an op: linear layers,
+    embeddings, convolutions, mixers, encoder attention. Settings and plans use the layer's class
+    name like the name of an op. vLLM's class is the last candidate (`stock`). The chosen class is
+    in vLLM's table of replacements only while the engine's model is built. It is not verified.
 
     Example::
 
@@ -119,12 +121,12 @@ def layers() -> Iterable[LayerImpl]:  # type: ignore[empty-body]
 
 @hookspec
 def contracts() -> Iterable[Contract]:  # type: ignore[empty-body]
-    """Return the ops that this distribution brings.
+    """Return the ops of this distribution.
 
-    Called once per process, with `register_ops`. The ops of vllm-fl-ops come so, too, and any other
-    has all that they have: plan, verification, digest, explain and the conformance kit. Any plugin
-    may bring implementations of it. An op that two bring is loaded from neither, and nobody else
-    may bring one of the name of one of vllm-fl-ops.
+    Called once per process, with `register_ops`. The ops have all features of the ops of
+    vllm-fl-ops, which uses the same hook: plan, verification, digest, explain, conformance kit. Any
+    plugin may provide implementations. If two plugins have the same op, both fail, except that the
+    names in vllm-fl-ops are reserved for it.
 
     Example::
 
@@ -136,13 +138,13 @@ def contracts() -> Iterable[Contract]:  # type: ignore[empty-body]
 
 @hookspec
 def device() -> DeviceProfile | None:
-    """Return the hardware that this backend brings to vLLM, or None.
+    """Return the hardware that this backend adds to vLLM, or None.
 
-    For hardware that vLLM has no platform for. Called in every process, perhaps more than once,
-    while vLLM looks for its platform and before the device exists; only where vLLM has none of its
-    own, or VLLM_FL_PLATFORM names another. A plugin that has this hook must import nothing of vLLM
-    at its own import. Two devices that both detect themselves are an error that names both, unless
-    VLLM_FL_PLATFORM names one.
+    For hardware without a vLLM platform. Called in every process, possibly more than once, while
+    vLLM looks for its platform and before the device exists, if vLLM has no platform or
+    VLLM_FL_PLATFORM selects a different platform. A plugin with this hook must not import vLLM at
+    its own import. If two devices are detected, an error lists both, unless VLLM_FL_PLATFORM
+    selects one.
 
     Example::
 
@@ -158,11 +160,11 @@ def device() -> DeviceProfile | None:
 def policy(platform: str) -> PolicyDefaults | None:
     """Return this backend's default settings for `platform`, or None.
 
-    Called once per process when settings are read, with the platform's lower-case name (`cuda`,
-    `ascend`, `cpu`). Items of several plugins unite: blacklists add up, each file says where its
-    own tokens stand in an op's order, another item that two set differently goes back to the
-    default. A conflict never ends a start. A mistake in the file does, and so does `allow_vendors`,
-    which would shut out third parties.
+    Called when settings are read, possibly more than once per process, with a lower-case platform
+    name (`cuda`, `ascend`, `cpu`). The settings of several plugins are merged: blacklists are
+    joined, each file ranks its distribution's implementations in the order of an op, and any other
+    setting with different values returns to its default. A conflict does not fail the startup. An
+    error in the file does; so does `allow_vendors`, which would exclude third-party vendors.
 
     Example::
 
@@ -175,12 +177,12 @@ def policy(platform: str) -> PolicyDefaults | None:
 
 @hookspec
 def settings() -> Iterable[SettingSpec[Any]]:  # type: ignore[empty-body]
-    """Return the settings that this backend adds to core's.
+    """Return the settings of this backend.
 
-    Called once per process, with `register_ops`. A variable or key that core or another plugin has
-    is an error of the plugin that comes later. The key of a setting that a file may have begins
-    with its kind: `flagos_`, `reference_` or `vendor_<vendor>_`; so a file that has it is read
-    where this backend is not installed, and the setting is kept there, without effect.
+    Called once per process, with `register_ops`. If core or another plugin already has the variable
+    or key, the plugin that is loaded later fails. The key of a setting that a file may set begins
+    with its kind: `flagos_`, `reference_` or `vendor_<vendor>_`. Such a file can be read without
+    this backend: the setting is kept without effect.
 
     Example::
 
@@ -200,13 +202,12 @@ def rejections(
 ) -> Mapping[str, str] | None:
     """Return the implementations of `op` that this plugin rejects: impl id -> the reason, or None.
 
-    Called when an op is resolved, if one of the settings that this plugin declares is set.
-    `settings` maps each key to its effective setting: `settings["acme_streams"].value`, with
-    its `.origin`. `impls` are all that is installed for the op. A verifier
-    (`VERIFIES = True`) is also called if the engine requires batch-invariant implementations:
-    `facts` then describe the engine, and `contract` is the contract of the op. Otherwise both are
-    None. List only the arguments that you use, without defaults. An exception ends the call or the
-    startup: an implementation that the user has ruled out must not run.
+    Called when an op is resolved, if a setting of this plugin is set. `settings` maps each key to
+    its effective setting: `settings["acme_streams"].value`, with its `.origin`. `impls` are all
+    installed implementations of the op. A verifier (`VERIFIES = True`) is also called if the engine
+    requires batch-invariant implementations, with the engine's `facts` and the op's `contract`;
+    otherwise both are None. List only the arguments that you use, without defaults. An exception
+    fails the call or the startup: an implementation that the user has excluded must not run.
 
     Example::
 
@@ -220,10 +221,10 @@ def rejections(
 
 @hookspec
 def doctor(settings: Any) -> Iterable[Finding]:  # type: ignore[empty-body]
-    """Return what `vllm-fl doctor` should report of this backend, its settings and its libraries.
+    """Return findings for `vllm-fl doctor` about this backend, its settings and its libraries.
 
-    Called by that command only. `settings` is as for `rejections`; those that the user set
-    are `settings.chosen`, and `setting.named` is one as the user wrote it.
+    Called only by that command. `settings` is as for `rejections`; `settings.chosen` are the
+    settings that the user set, and `setting.named` is one as the user wrote it.
 
     Example::
 
@@ -237,11 +238,11 @@ def doctor(settings: Any) -> Iterable[Finding]:  # type: ignore[empty-body]
 
 @hookspec
 def worker_start(context: WorkerContext) -> WorkerReport | None:
-    """Set up this backend in a worker, and say what was done; or return None.
+    """Set up this backend in a worker and report it, or return None.
 
-    Called once per worker process and engine, after the device exists and before the plan is
-    verified and the weights load. All plugins' reports enter the plan's digest and the log.
-    An exception ends the start: a half-made set-up must not serve.
+    Called once per worker process and engine, after the device exists, and before the plan is
+    verified and the weights are loaded. All reports enter the log and the plan's digest. An
+    exception fails the startup: an engine must not run with an incomplete setup.
 
     Example::
 
@@ -255,12 +256,11 @@ def worker_start(context: WorkerContext) -> WorkerReport | None:
 
 @hookspec
 def inspect_plan(engine: Engine, moment: Moment) -> Mapping[Key, Objection] | None:
-    """Return which planned implementations must not serve on this rank, and why; or None.
+    """Return the planned implementations that must not run on this rank, and why; or None.
 
     Called on all ranks at each `Moment` of the startup, and again while a rank has a new objection.
-    Core merges the objections of all ranks, disables these implementations on all ranks, and plans
-    again. Verifiers are called last, and only if there was no objection.
-    An exception ends the startup on all ranks.
+    Core disables these implementations on all ranks, and plans again. Verifiers are called last, if
+    no other plugin objected. An exception fails the startup on all ranks.
 
     Example::
 
@@ -277,10 +277,10 @@ def inspect_plan(engine: Engine, moment: Moment) -> Mapping[Key, Objection] | No
 def engine_session(engine: Engine) -> AbstractContextManager[object] | None:
     """Return a context manager that is entered once for this engine, or None.
 
-    Entered on every rank after the first plan is sealed, and left when the engine ends or its
-    startup fails, before vLLM's code is restored. `engine.plan` may change in between.
-    `engine.on_serving(f)` calls `f` just before requests are taken. An exception at entry ends the
-    startup.
+    Entered on every rank after the first plan is sealed. Left when the engine ends or its startup
+    fails, before vLLM's code is restored. `engine.plan` may change in between.
+    `engine.on_serving(f)` calls `f` just before the engine takes requests. An exception at entry
+    fails the startup.
 
     Example::
 
@@ -296,10 +296,10 @@ def engine_session(engine: Engine) -> AbstractContextManager[object] | None:
 
 @hookspec
 def worker_report(engine: Engine) -> Mapping[str, object] | None:
-    """Return top-level keys of the worker's report with their JSON-able values, or None.
+    """Return top-level keys of the worker report with their JSON-able values, or None.
 
-    Called for every report of this rank, from any thread, at any time after the plan is sealed. It
-    must not use the device. A key that the report already has is an error.
+    Called for every report of this rank, from any thread, at any time after the plan is sealed.
+    Must not use the device. A key that the report already has is an error.
 
     Example::
 
@@ -312,11 +312,11 @@ def worker_report(engine: Engine) -> Mapping[str, object] | None:
 
 @hookspec
 def communicator_checks(engine: Engine, communicator: Any, group: GroupFacts) -> Iterable[Check]:  # type: ignore[empty-body]
-    """Return the checks that a new communicator must pass before it serves its group of ranks.
+    """Return the checks that a new communicator must pass before its group of ranks uses it.
 
     Called on all ranks of the group, which must return the same checks in the same order. Core runs
-    each on all ranks at the same time, and limits it to 120 seconds. If one fails on a rank, the
-    group gets the next candidate on all ranks.
+    each check on all ranks at the same time, for at most 120 seconds. If one fails on a rank, all
+    ranks of the group use the next candidate.
 
     Example::
 
@@ -333,10 +333,10 @@ def communicator_checks(engine: Engine, communicator: Any, group: GroupFacts) ->
 
 @hookspec
 def process_start() -> None:
-    """Prepare a process before it makes a configuration or an engine. Only for extensions.
+    """Prepare a process before it creates a configuration or an engine. Only for extensions.
 
-    Called once in every process that vLLM's plugins are loaded in, the API server included, which
-    has no engine. A `SettingsError` ends the startup; any other exception is logged.
+    Called once in every process that loads vLLM's plugins, including the API server (without an
+    engine). A `SettingsError` fails the startup; other exceptions are logged.
 
     Example::
 

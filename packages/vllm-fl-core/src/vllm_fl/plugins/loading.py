@@ -1,7 +1,4 @@
-"""Load the plugins that were found, each in isolation.
-
-Hooks are called while a process starts, never on a call path.
-"""
+"""Load the installed plugins, each in isolation. Never called on a call path."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ from .setting import SettingSpec
 from .types import Impl
 
 Claims = dict[tuple[str, str], list[Owner]]
-"""(op, impl id), or (op, "") for its contract -> the plugins that have it."""
+"""(op, impl id), or (op, "") for its contract -> the owners that provide it."""
 
 log = get_logger("plugins")
 
@@ -41,15 +38,14 @@ def load(
 ) -> tuple[Plugin, ...]:
     """Load plugins into `registry`, each in isolation.
 
-    Plugins that have the same contract, or the same (op, id), fail, except for the one that it is
-    reserved for. A module that the user names is left out if the entry point of a loaded plugin has
-    it.
+    Plugins that provide the same contract, or the same (op, id), fail, except the owner of a
+    reserved one. A user's module is skipped if an allowed plugin's entry point is in it.
 
     Args:
         registry: an `OpRegistry`. A plugin that fails leaves nothing in it.
-        found: the plugins, in the order in which they are loaded.
+        found: the plugins, in the order of loading.
         only: the distributions to load (`select_allowed`); None loads all.
-        variables: the variables and keys of core's own settings, which no plugin may declare.
+        variables: core's variables and keys, which plugins must not declare.
     """
     allowed = select_allowed(found, only)
     reached = {each.module for each in allowed if each.owner.distribution is not None}
@@ -111,7 +107,7 @@ def _import(plugin: Plugin, registry: Any, holders: dict[str, str]) -> None:
 
 @contextmanager
 def _registering(registry: Any, plugin: Plugin) -> Iterator[None]:
-    """Register something of a plugin. If that fails, nothing of it stays in the registry."""
+    """Register a part of a plugin. If that fails, remove the whole plugin from the registry."""
     try:
         with contained(plugin, "the registration"):
             yield
@@ -121,7 +117,7 @@ def _registering(registry: Any, plugin: Plugin) -> Iterator[None]:
 
 
 def _results(hooks: Mapping[str, Callable[..., Any]], hook: str, kind: type) -> list[Any]:
-    """The results of a hook that returns an iterable. A generator runs to its end here."""
+    """Return the items of a hook that returns an iterable; exhausts generators."""
     found: list[Any] = []
     for result in hooks[hook]() if hook in hooks else ():
         if isinstance(result, str | bytes | dict) or not isinstance(result, Iterable):
@@ -146,7 +142,6 @@ def _run_old_form(function: Callable[[Any], object], registry: Any) -> list[Impl
 
 
 def _binding(contract: object) -> Binding:
-    """The targets in vLLM of a plugin's op."""
     if not isinstance(contract, Contract):
         raise TypeError(f"contracts returned {contract!r}; expected Contract")
     if contract.binding is None:
@@ -168,11 +163,12 @@ def _binding(contract: object) -> Binding:
 
 
 def _add_contracts(registry: Any, plugin: Plugin, claims: Claims) -> None:
-    """Register the contracts of one plugin, if nothing that it has is another plugin's.
+    """Register a plugin's contracts, if no other plugin owns its ops and ids.
 
     Raises:
         DuplicateError: another plugin has the same op, or the same implementation of an op.
-        TargetError: a target of a contract is another op's.
+        PluginError: an op or an id is reserved for another distribution.
+        TargetError: a target of a contract belongs to another op.
     """
     owner = plugin.owner
     for op, impl_id in sorted(plugin.claims):
@@ -194,5 +190,5 @@ def _add_contracts(registry: Any, plugin: Plugin, claims: Claims) -> None:
     for contract, binding in plugin.contracts:
         known = registry.snapshot()
         is_known = known.contracts.get(contract.name) is contract.spec
-        if not is_known or known.authors.get(contract.name) != owner:  # a script's registry
+        if not is_known or known.authors.get(contract.name) != owner:  # the registry of a script
             registry.add_contract(contract, binding, owner)

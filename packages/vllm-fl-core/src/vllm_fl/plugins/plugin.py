@@ -1,4 +1,4 @@
-"""One installed plugin: who brought it, and what became of it."""
+"""An installed plugin: its owner and its state."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .types import Impl
 Status = Literal["found", "ok", "failed", "disabled"]
 
 Kind = Literal["backend", "contracts", "extension"]
-"""The purpose of a plugin, by the group of its entry point."""
+"""The purpose of a plugin, set by the group of its entry point."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Who brought an implementation.
+    """The origin of an implementation.
 
     Args:
-        plugin: the entry point's name, or the module's.
-        distribution: the installed distribution, or None for a module that is none.
+        plugin: the name of the entry point or of the module.
+        distribution: the installed distribution, or None for a bare module.
         version: its version, or None.
-        path: where its module lies.
-        kernels: the distributions whose code its implementations run beside its own.
+        path: its location.
+        kernels: other distributions with code that its implementations run.
     """
 
     plugin: str
@@ -40,38 +40,32 @@ class Owner:
 
     @property
     def name(self) -> str:
-        """`vllm-fl-cpu 0.1.0`, or the plugin's name where it has no distribution."""
+        """`vllm-fl-cpu 0.1.0`, or the plugin's name without a distribution."""
         return self.release or self.plugin
 
     @property
     def release(self) -> str | None:
-        """`vllm-fl-cuda 0.1.0`; None where it has no distribution. Errors carry it."""
+        """`vllm-fl-cuda 0.1.0`, for errors; None without a distribution."""
         return f"{self.distribution} {self.version}" if self.distribution else None
 
     @property
     def label(self) -> str:
-        """The distribution's name, or the plugin's where it has none."""
+        """The distribution's name, or the plugin's name without a distribution."""
         return self.distribution or self.plugin
 
     def is_of(self, *names: str | None) -> bool:
-        """Whether its distribution is one of these, as pip compares names."""
+        """Return whether `names` contains the canonical name of its distribution."""
         return self.distribution is not None and canonical(self.distribution) in names
 
     @property
     def who(self) -> str:
-        """`Plugin 'cuda' of vllm-fl-cuda 0.1.0 (/path)`, cleaned: what errors begin with."""
+        """`Plugin 'cuda' of vllm-fl-cuda 0.1.0 (/path)`, the beginning of errors."""
         return f"Plugin {clean(self.plugin)!r} of {clean(str(self))}"
 
     def error(
         self, message: str, *, kind: type[PluginError] = PluginError, **facts: Any
     ) -> PluginError:
-        """An error for which this plugin is to blame. What it says begins with `who`.
-
-        Args:
-            message: the rest of it.
-            kind: its class.
-            facts: its other fields.
-        """
+        """Return an error that this plugin has caused. Its message begins with `who`."""
         told = f"{self.who}{message}"
         return kind(told, plugin=self.plugin, distribution=self.release, **facts)
 
@@ -81,25 +75,24 @@ class Owner:
 
 @dataclass(eq=False)
 class Plugin:
-    """One installed plugin and what became of it. Only `load` changes it.
+    """One installed plugin and its state. Only `load` changes it.
 
     Args:
-        owner: its entry point's name, distribution, version and path.
-        target: what the entry point points at (`acme.plugin`).
-        load: imports that.
-        kind: its purpose. A plugin of kind `contracts` has only contracts. An `extension` belongs
-            to this project, provides no implementations, and is loaded regardless of
+        owner: its owner.
+        target: the value of the entry point (`acme.plugin`).
+        load: imports the target.
+        kind: its purpose. A plugin of kind `contracts` provides only contracts. An `extension`
+            belongs to this project, provides no implementations, and is loaded regardless of
             VLLM_FL_PLUGINS.
-        status: `found`, and after loading `ok`, `failed`, or `disabled` (VLLM_FL_PLUGINS leaves it
-            out).
+        status: `found`, and after loading `ok`, `failed`, or `disabled` (not in VLLM_FL_PLUGINS).
         error: why it failed.
         hooks: the hooks that it implements, each as a function that returns a list of results;
             `register_builtins` is the older form.
-        verifies: whether it is a verifier: its module declares `VERIFIES = True`.
+        verifies: whether its module declares `VERIFIES = True`.
         impls: its implementations.
         settings: the settings that it declares.
         contracts: its ops, each with its targets in vLLM.
-        todo: how to do without it.
+        todo: how to run without it.
     """
 
     owner: Owner
@@ -117,7 +110,7 @@ class Plugin:
 
     @property
     def module(self) -> str:
-        """The module that its entry point is in: `acme.plugin` of `acme.plugin:Plugin`."""
+        """The module of its entry point: `acme.plugin` of `acme.plugin:Plugin`."""
         return self.target.partition(":")[0].strip()
 
     @property
@@ -128,16 +121,15 @@ class Plugin:
         return frozenset(contracts | {(impl.op_name, impl.impl_id) for impl in named})
 
     def fail(self, error: PluginError) -> None:
-        """Note that it failed: none of its settings and contracts is used."""
+        """Mark it as failed: its settings and contracts are not used."""
         self.status, self.error, self.settings, self.contracts = "failed", error, (), ()
 
     @property
     def is_loaded(self) -> bool:
-        """Whether its hooks may be called."""
         return self.status == "ok"
 
     def may_bring(self, name: str, op: str | None = None) -> bool:
-        """Whether it failed, and may have had an impl id or vendor called `name`, for `op`."""
+        """Return whether it failed and may provide an impl id or vendor `name` for `op`."""
         vendor = name.removeprefix("vendor.")
         had = any(i in (name, f"vendor.{vendor}") and op in (None, of) for of, i in self.claims)
         words = re.split(r"[-_.]", f"{self.owner.plugin}-{self.owner.distribution or ''}")

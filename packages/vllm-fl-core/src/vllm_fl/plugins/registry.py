@@ -1,4 +1,4 @@
-"""What is installed: implementations by op, each with the distribution that brought it."""
+"""The registry: implementations and contracts by op, each with its owner."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ SCRIPT = Owner(plugin="(registered by a script)")
 
 
 class OpRegistry:
-    """The implementations that plugins brought. Writes are all or nothing; reads take no lock.
+    """The registered implementations and contracts. Writes are atomic; reads take no lock.
 
     Args:
-        first: what it begins with; None takes the contracts of the distributions that bring
-            nothing else (`known_contracts`), so that a script knows what an op is.
+        first: the initial content; None: `known_contracts`, so a script's registry has the ops.
     """
 
     def __init__(self, first: RegistrySnapshot | None = None) -> None:
@@ -44,30 +43,30 @@ class OpRegistry:
         self._listeners: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._first = self._snapshot = first
         self.plugins: tuple[Plugin, ...] = ()
-        """The plugins that were loaded into it: their settings hold, and what those reject."""
+        """All plugins that were passed to `load`, including failed and disabled ones."""
 
     def collector(self) -> Collector:
-        """A registry that begins with what is registered now, for a plugin of the older form."""
+        """Return a registry with the current content, for a plugin of the older form."""
         return Collector(self)
 
     def snapshot(self) -> RegistrySnapshot:
-        """What is registered now."""
+        """Return the current content."""
         return self._snapshot
 
     def get_implementations(self, op: str) -> list[Impl]:
-        """The implementations of `op`, ordered by impl id."""
+        """Return the implementations of `op`, ordered by impl id."""
         return [*self._snapshot.impls_by_op.get(op, ())]
 
     def get_implementation(self, op: str, impl_id: str) -> Impl | None:
-        """The implementation of `op` with this id."""
+        """Return the implementation of `op` with this id."""
         return next((i for i in self.get_implementations(op) if i.impl_id == impl_id), None)
 
     def list_operators(self) -> list[str]:
-        """The ops that have an implementation."""
+        """Return the ops that have an implementation."""
         return [*self._snapshot.impls_by_op]
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call this bound method after every change, once, for as long as its object lives."""
+        """Call this bound method after every change, while its object is alive."""
         others = [each for each in self._listeners if each() not in (None, listener)]
         self._listeners = [*others, weakref.WeakMethod(listener)]
 
@@ -82,29 +81,28 @@ class OpRegistry:
         """Add one implementation.
 
         Raises:
-            PluginError: its (op, id) is taken or reserved, or its parameters are not the
-                contract's.
+            PluginError: its (op, id) exists or is reserved, or its parameters differ from the
+                contract.
         """
         self.register_many([impl], owner)
 
     def register_many(self, impls: Iterable[Impl], owner: Owner = SCRIPT) -> None:
-        """Add several implementations: all of them, or none when one is refused.
+        """Add several implementations, or on an error none of them.
 
         Raises:
-            PluginError: one's (op, id) is taken or reserved, or its parameters are not the
-                contract's.
+            PluginError: as for `register_impl`.
         """
         with self._lock:
             by_op = {op: list(found) for op, found in self._snapshot.impls_by_op.items()}
             owners = dict(self._snapshot.owners)
             for each in impls:
-                # Not by `map`, which a StopIteration of a plugin's ends.
+                # Not with `map`: a StopIteration of a plugin would end it early.
                 impl = _as_it_is_now(each, self._snapshot.contracts)
                 if not isinstance(impl, Impl):
                     expected = "expected OpImpl, AttentionImpl, CommunicatorImpl or LayerImpl"
                     raise _refusal(owner, None, f"returned {impl!r}; {expected}")
                 key = (impl.op_name, impl.impl_id)
-                # `load` decides which distribution may have the other reserved ids.
+                # `load` decides which distribution may use the other reserved ids.
                 if reserved := reservation(impl.impl_id, SCRIPT):
                     raise _refusal(owner, impl, reserved)
                 if key in owners:
@@ -130,11 +128,11 @@ class OpRegistry:
             self._change(replace(self._snapshot, impls_by_op=ordered, owners=owners))
 
     def add_contract(self, contract: Contract, binding: Binding, owner: Owner) -> None:
-        """Add an op that a plugin brings.
+        """Add an op of a plugin.
 
         Raises:
-            DuplicateError: another plugin has a contract of this name, or core a meaning for it.
-            TargetError: its binding has a target that is another op's.
+            DuplicateError: another plugin has a contract of this name, or core reserves the name.
+            TargetError: a target of its binding belongs to another op.
         """
         with self._lock:
             before, name = self._snapshot, contract.name
@@ -166,13 +164,13 @@ class OpRegistry:
             self._change(RegistrySnapshot(impls, owners, contracts, bindings, authors))
 
     def clear(self) -> None:
-        """Take out everything but what it began with."""
+        """Reset to the initial content."""
         with self._lock:
             self._change(self._first)
 
 
 def _as_it_is_now(impl: Impl, specs: Mapping[str, OpSpec]) -> Impl:
-    """Convert an implementation of the older form, so that everything else handles one form."""
+    """Convert an implementation of the older form, or with fewer parameters than its contract."""
     if not isinstance(impl, OpImpl):
         return impl
     if impl.op_name == ATTENTION:
@@ -182,7 +180,7 @@ def _as_it_is_now(impl: Impl, specs: Mapping[str, OpSpec]) -> Impl:
 
 
 def _check_contract(known: RegistrySnapshot, op: str, binding: Binding, owner: Owner) -> None:
-    """Check that a contract's name and its targets are not another op's."""
+    """Check that the contract's name and its targets do not belong to another op."""
     what = f"the contract of op {op!r}"
     if op in known.contracts or op in NAMED_CLASSES:
         why = f"{what}: {known.authors.get(op, CORE)} has this op; give yours another name"
@@ -202,7 +200,7 @@ def _check_contract(known: RegistrySnapshot, op: str, binding: Binding, owner: O
 
 
 def _check_parameters(impl: OpImpl, spec: OpSpec, owner: Owner) -> None:
-    """Check that the parameters are the contract's: calls pass them by position and by name."""
+    """Check the parameters against the contract: calls pass them by position and by name."""
     wanted = tuple(spec.signature.parameters.values())
     for what in ("fn", "supports"):
         function = getattr(impl, what)
@@ -234,9 +232,9 @@ def _refusal(
 
 
 class Collector(OpRegistry):
-    """The registry as the older form sees it: it collects, so that a failure leaves nothing.
+    """The registry for the older form: it collects implementations, so a failure registers nothing.
 
-    Reading it finds what is registered, and what was collected.
+    Reads return the registered and the collected implementations.
     """
 
     def __init__(self, registry: OpRegistry) -> None:
@@ -246,7 +244,7 @@ class Collector(OpRegistry):
     def register_many(self, impls: Iterable[Impl], owner: Owner = SCRIPT) -> None:
         self.impls += impls
         found = dict(self._first.impls_by_op)
-        # What is no implementation is refused, by name, when all of it is registered.
+        # Other objects are refused by name when everything is registered.
         for impl in (each for each in self.impls if isinstance(each, Impl)):
             found[impl.op_name] = (*found.get(impl.op_name, ()), impl)
         self._snapshot = replace(self._first, impls_by_op=dict(sorted(found.items())))
@@ -254,10 +252,9 @@ class Collector(OpRegistry):
 
 @cache
 def known_contracts() -> RegistrySnapshot:
-    """The contracts of the distributions that bring nothing else, whatever the settings allow.
+    """Return the contracts of contract-only distributions, regardless of the settings.
 
-    For a registry that a script makes, and for who asks what an op is and runs none. What of them
-    fails to load is logged, once.
+    For a script's registry, and for callers that only need the ops. Logs plugins that fail to load.
     """
     registry = OpRegistry(EMPTY)
     for plugin in load(registry, [each for each in discover() if each.kind == "contracts"]):

@@ -1,4 +1,4 @@
-"""Ids that only one distribution may use, and what an engine needs of distributions of ours."""
+"""Reserved ids, and the distributions of this project that an engine needs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ RESERVED = {
     "default.flagos": "vllm-fl-flaggems",
     "stock.": None,
 }
-"""Ids, or what they begin with, and the one distribution that may use them; None: nobody."""
+"""Reserved id, or prefix of ids -> the only distribution that may use it, or None."""
 
 OPS, VERIFY, TOOLS = "vllm-fl-ops", "vllm-fl-verify", "vllm-fl-tools"
 EXTENDERS = frozenset((VERIFY, TOOLS))
-"""The distributions that may have extensions."""
+"""The distributions that may provide extensions."""
 
 READ_BY = {"lock": ("operate", TOOLS), "metrics": ("operate", TOOLS), "shadow": ("verify", VERIFY)}
 """Setting -> the only extension that reads it, and its distribution."""
@@ -24,15 +24,14 @@ OFF = "set VLLM_FL_PREFLIGHT=off"
 
 
 def holder_of(impl_id: str) -> str | None:
-    """The only distribution that may use an id; None if there is none."""
+    """Return the only distribution that may use an id, or None."""
     return RESERVED.get(_reserved(impl_id))
 
 
 def reservation(impl_id: str, owner: Owner) -> str:
-    """Why `owner` may not use this id; empty if it may.
+    """Return why `owner` may not use this id; empty if it may.
 
-    For an owner without a distribution (a script, a module that the user named), only `stock.` is
-    reserved.
+    An owner without a distribution (a script, a user's module) may use all ids except `stock.`.
     """
     reserved = _reserved(impl_id)
     is_prefix = reserved.endswith(".")
@@ -51,7 +50,7 @@ def _reserved(impl_id: str) -> str:
 
 
 def ops_missing(plugins: Iterable[Plugin]) -> str:
-    """Why `OPS` is not loaded, and what to do; empty if it is loaded."""
+    """Return why `OPS` is not loaded, and what to do; empty if it is loaded."""
     for plugin in plugins:
         if plugin.owner.is_of(OPS):
             if plugin.status == "disabled":
@@ -61,11 +60,11 @@ def ops_missing(plugins: Iterable[Plugin]) -> str:
 
 
 def unverified(preflight: str, plugins: Iterable[Plugin], *, plans_others: bool) -> str | None:
-    """The reason why an engine must not start: nothing can verify its kernels. None if it may.
+    """Return why an engine must not start if no plugin can verify its kernels, or None.
 
     Args:
         preflight: the value of VLLM_FL_PREFLIGHT.
-        plugins: all plugins that were found, including plugins that failed to load.
+        plugins: all installed plugins, including failed ones.
         plans_others: whether the plan has implementations other than `stock`.
     """
     if preflight == "off" or not plans_others:
@@ -80,11 +79,11 @@ def unverified(preflight: str, plugins: Iterable[Plugin], *, plans_others: bool)
 
 
 def unread(settings: Mapping[str, object], plugins: Iterable[Plugin]) -> str | None:
-    """Why an engine must not start: a setting asks for what nothing here does. None if it may.
+    """Return why an engine must not start if no extension reads a setting that is set, or None.
 
     Args:
         settings: key -> the value that is set, or None.
-        plugins: the plugins that were found.
+        plugins: the installed plugins.
     """
     loaded = {p.owner.plugin for p in plugins if p.kind == "extension" and p.is_loaded}
     for key, (extension, distribution) in READ_BY.items():
@@ -95,5 +94,5 @@ def unread(settings: Mapping[str, object], plugins: Iterable[Plugin]) -> str | N
 
 
 def _is_verifier(plugin: Plugin) -> bool:
-    """Whether a failed plugin is a verifier, also if its import failed before it declared that."""
+    """Return whether a failed plugin is a verifier, even if it failed before declaring that."""
     return plugin.verifies or (plugin.kind == "extension" and plugin.owner.is_of(VERIFY))

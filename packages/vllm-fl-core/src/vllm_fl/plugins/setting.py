@@ -9,30 +9,29 @@ from typing import Any, Generic, Self, TypeVar, overload
 T = TypeVar("T")
 
 PLUGIN_KEY = r"(?i)((?:VLLM_FL_)?(?:flagos|reference|vendor_[a-z0-9]+)_|USE_FLAG)\w+"
-"""The keys that plugins' settings have in files, and variables of theirs: those of a plugin that is
-not installed are told from slips by what they begin with."""
+"""The keys and variables of plugins' settings. The prefix distinguishes a setting of a plugin that
+is not installed from a misspelled key."""
 
 
 @dataclass(frozen=True, eq=False)
 class SettingSpec(Generic[T]):
-    """The declaration of one setting, from which everything about it follows.
+    """The declaration of one setting. Reading, checks and reports follow from it.
 
     Args:
         key: its name in files and in reports.
         variable: its environment variable.
-        default: its value where nobody sets it, which also says what it takes: true or false where
-            it is a boolean, a list where `names` is given, text otherwise.
-        in_file: whether a YAML file may set it. VLLM_FL_CONFIG overrides exactly these.
-        names: what the names in a list are, for messages (`vendor`). Of several platform files,
-            lists whose default is `()` add up, and of those whose default is None only the names
-            that all of them list are left.
-        choices: the words that it takes; empty for any text.
-        read: reads a variable's text where that takes more; raises ValueError.
-        excludes: of a whitelist, whose default is None, the key of its blacklist: one layer may set
-            one of the two.
-        known: of a list of what is left out, all names that do something in an engine, as
-            `vllm-fl bisect` leaves out some of them. It may import the backend's library, and is
-            called in a process of its own.
+        default: the value if it is not set. The type is boolean if the default is, a list if
+            `names` is set, otherwise text.
+        in_file: whether a YAML file may set it. VLLM_FL_CONFIG overrides exactly these settings.
+        names: the kind of names in a list, for messages (`vendor`). Lists of several platform files
+            are joined if the default is `()`, and intersected if it is None.
+        choices: the allowed words; empty for any text.
+        read: parses a text instead of the rules above; raises ValueError.
+        excludes: for a whitelist (default None), the key of its blacklist: a layer must not set
+            both.
+        known: for a blacklist, all names that have an effect in an engine: `vllm-fl bisect` tries
+            subsets of them. It may import the backend's library, and is called in a separate
+            process.
 
     Raises:
         ValueError: a field is not as described above.
@@ -71,7 +70,7 @@ class SettingSpec(Generic[T]):
     @overload
     def __get__(self, settings: Mapping[str, Any], owner: type) -> T: ...
     def __get__(self, settings: Mapping[str, Any] | None, owner: type) -> Self | T:
-        """As an attribute of settings it is its effective value."""
+        """Return the effective value if read as an attribute of settings."""
         return self if settings is None else settings[self.key].value
 
 

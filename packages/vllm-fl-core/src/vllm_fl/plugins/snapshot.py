@@ -1,4 +1,4 @@
-"""What is registered at one moment: implementations and contracts, each with its owner."""
+"""The content of the registry at one moment."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .types import Impl, LayerImpl
 
 @dataclass(frozen=True)
 class RegistrySnapshot:
-    """The registry at one moment, read-only.
+    """Implementations and contracts at one moment, each with its owner; read-only.
 
     Args:
-        impls_by_op: op -> its implementations, ordered by impl id. Attention backends stand under
-            `attention_backend`, communicators under `communicator`, whole layers under the name of
-            vLLM's class.
-        owners: (op, impl id) -> who brought it.
-        contracts: every op's contract by name.
+        impls_by_op: op -> its implementations, ordered by impl id. The op is `attention_backend`
+            for attention backends, `communicator` for communicators, and vLLM's class name for
+            whole layers.
+        owners: (op, impl id) -> the owner of the implementation.
+        contracts: op -> its contract.
         bindings: op -> its targets in vLLM.
-        authors: op -> who brought its contract and its binding.
+        authors: op -> the owner of its contract and its binding.
     """
 
     impls_by_op: Mapping[str, tuple[Impl, ...]]
@@ -38,17 +38,17 @@ class RegistrySnapshot:
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """Every op that has a contract or an implementation, in order of their names."""
+        """Every op with a contract or an implementation, sorted by name."""
         return tuple(sorted({*self.contracts, *self.impls_by_op}))
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The whole layers of vLLM's that have an implementation."""
+        """The whole vLLM layers that have an implementation."""
         return tuple(op for op, i in self.impls_by_op.items() if isinstance(i[0], LayerImpl))
 
     @property
     def groups(self) -> dict[str, list[str]]:
-        """Group -> the ops of it, for the groups that contracts name."""
+        """Group -> its ops, for the groups in contracts."""
         groups: dict[str, list[str]] = {}
         for op, spec in self.contracts.items():
             if spec.group:
@@ -57,4 +57,3 @@ class RegistrySnapshot:
 
 
 EMPTY = RegistrySnapshot({}, {})
-"""A registry into which nothing was loaded."""

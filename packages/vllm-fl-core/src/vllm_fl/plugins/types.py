@@ -1,7 +1,4 @@
-"""What a plugin hands to core: values that describe implementations. No torch, no vllm.
-
-A plugin returns these from its hooks; core never hands it anything to change.
-"""
+"""The values by which plugins describe implementations to core. Does not import torch or vllm."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ Availability = Literal[True] | str
 
 
 class BackendImplKind(enum.StrEnum):
-    """Who an implementation comes from: text, namely the token that settings use."""
+    """The kind of an implementation. The value is its selector in settings."""
 
     DEFAULT = "flagos"
     VENDOR = "vendor"
@@ -35,7 +32,7 @@ class BackendImplKind(enum.StrEnum):
 
 
 class BackendPriority(enum.IntEnum):
-    """Priority inside one kind, higher first. Spaced by 50 so that others fit between."""
+    """Priority within one kind, higher first. Spaced by 50, so other values fit between."""
 
     DEFAULT = 150
     VENDOR = 100
@@ -43,7 +40,7 @@ class BackendPriority(enum.IntEnum):
 
 
 class _Impl:
-    """What every implementation says of itself: whose it is, and whether it can run here."""
+    """Vendor, priority and availability of an implementation."""
 
     op_name: str
     impl_id: str
@@ -54,13 +51,13 @@ class _Impl:
 
     @property
     def vendors(self) -> frozenset[str]:
-        """Its vendor's name, none for other kinds; as its id has it, too, if that differs."""
+        """Its vendor, also as spelled in its id if that differs; empty for other kinds."""
         own = self.impl_id.partition(".")[2]
         return frozenset((self.vendor, own)) if self.vendor else frozenset()
 
     def availability(self) -> Availability:
-        """True, or why it cannot run here. Probed once per process; a negative keeps its reason."""
-        # A child process probes anew: its device may be another one.
+        """Return True, or why it cannot run here. Evaluated once per process and cached."""
+        # A child process evaluates it again: its device may differ.
         cached: tuple[int, Availability] | None = self.__dict__.get("_availability")
         if cached is not None and cached[0] == os.getpid():
             return cached[1]
@@ -69,7 +66,7 @@ class _Impl:
         return verdict
 
     def is_available(self) -> bool:
-        """Whether it can run on this machine."""
+        """Return whether it can run on this machine."""
         return self.availability() is True
 
     def _probe(self) -> Availability:
@@ -119,34 +116,35 @@ class OpImpl(_Impl):
     """One backend's implementation of one op.
 
     Args:
-        op_name: the op, as its contract names it (`rms_norm`).
+        op_name: the name of the op in its contract (`rms_norm`).
         impl_id: unique within the op: `default.flagos`, `reference.torch`, `vendor.<vendor>`.
-        kind: who it comes from.
-        fn: the implementation; its parameters are the contract's, by name, order and default.
-            A first parameter `self` or `obj` marks an implementation that needs a layer.
-        vendor: the vendor's name; required for kind VENDOR and refused for the others. One that
-            differs from the id's in case alone is deprecated: settings may use either.
-        priority: order inside a kind, higher first; None takes the kind's.
+        kind: its kind.
+        fn: the implementation, with the contract's parameters: names, order and defaults. A first
+            parameter `self` or `obj` means that it needs a layer.
+        vendor: the vendor's name; required for kind VENDOR and rejected for others. A name that
+            differs from the id only in case is deprecated: settings may use either.
+        priority: order within a kind, higher first; None: the kind's `BackendPriority`.
         available: () -> True, or the reason why it cannot run on this machine. Called once per
-            process, so that it may look for a device; it should not import a whole stack.
-        supports: the contract's parameters -> True, or the reason for refusing these arguments.
-            It may look at dtype, rank, layout, None-ness; not at values, nor at the batch size.
-        takes: instead of `supports`: the calls that keep the contract and these rules, each an
-            expression such as `epsilon >= 0`, or a function of some arguments
-            (`contracts/takes.py`). It is compiled when the implementation is registered. If it
-            is empty and `fn` is traceable, `fn` itself raises NotImplementedError for other calls.
-        consumes: parameters that `fn` may overwrite, in calls whose variant has results to put
-            there (`OpSpec.consumed`). Results are what it returns all the same.
+            process, so it may look for a device; it should not import a large library.
+        supports: the contract's parameters -> True, or the reason why it does not support them. It
+            may use dtype, rank, layout and whether an argument is None. It must not use values or
+            the batch size.
+        takes: instead of `supports`: rules for supported calls, in addition to the contract. A rule
+            is an expression such as `epsilon >= 0`, or a function of some arguments
+            (`contracts/takes.py`). Compiled when the implementation is registered. If `takes` is
+            empty and `fn` is traceable, `fn` itself raises NotImplementedError for unsupported
+            calls.
+        consumes: parameters that `fn` may overwrite if the variant of the call writes results to
+            them (`OpSpec.consumed`). `fn` still returns its results.
         traceable: True lets the compiler trace into `fn`; False makes it one opaque op.
         choices: () -> the choices that `fn` has made by timing so far, such as tile sizes: a
             mapping of JSON-able values. Called for each report, by any thread; must not use the
             device. The ranks compare it once the KV cache is allocated (FL503).
-        supported_dtypes, min_arch: accepted, and without effect: say it in `supports` and
-            `available`.
+        supported_dtypes, min_arch: ignored: use `supports` and `available`.
 
     Raises:
-        ValueError: a VENDOR without vendor, an id that is not `vendor.<vendor>`, a name that is
-            no identifier.
+        ValueError: a VENDOR without vendor, an id that is not `vendor.<vendor>`, a name that is not
+            an identifier.
         TypeError: a field that should be callable is not, or a field has another type.
     """
 
@@ -178,27 +176,28 @@ class OpImpl(_Impl):
             raise TypeError(f"{who}: consumes must be a set of parameter names, got a string")
         object.__setattr__(self, "consumes", frozenset(self.consumes))
 
-    @cached_property  # asked at every call that is refused
+    @cached_property  # read for every unsupported call
     def needs_layer(self) -> bool:
-        """Whether `fn` takes the calling layer first (its parameter is `self` or `obj`)."""
+        """Whether the first parameter of `fn` is the calling layer (`self` or `obj`)."""
         parameters = parameters_of(self.fn)
         return bool(parameters and parameters[0].name in ("self", "obj"))
 
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """What vLLM asks of an attention backend, for `AttentionImpl.supports`.
+    """vLLM's requirements of an attention backend, for `AttentionImpl.supports`.
 
     Args:
         head_size: features of one head.
-        dtype: the model's dtype, as torch names it (`torch.bfloat16`).
+        dtype: the model's dtype, as torch prints it (`torch.bfloat16`).
         kv_cache_dtype: `auto`, `fp8`, …
-        block_size: tokens in one KV-cache block, or None when it is still open.
-        use_mla, has_sink, use_sparse: as in vLLM's selector; False where a vLLM lacks the field.
+        block_size: tokens in one KV-cache block, or None if undecided.
+        use_mla, has_sink, use_sparse: as in vLLM's selector; False if a vLLM release lacks the
+            field.
         num_heads: query heads of one rank, or None.
-        extras: the fields that a newer vLLM adds to its selector, by name; read them with `.get`,
-            since an older vLLM has none. Where the whole model is asked for, `is_hybrid` is there:
-            other layers of it keep states, and vLLM lays pages of two forms out in one memory.
+        extras: further fields of newer vLLM releases; read them with `.get`, because older releases
+            lack them. A request for the whole model has `is_hybrid`: whether other layers keep
+            states, so vLLM stores pages of two layouts in one memory.
     """
 
     head_size: int
@@ -214,7 +213,7 @@ class AttentionRequest:
 
 @dataclass(frozen=True, eq=False)
 class _ClassImpl(_Impl, Generic[R]):
-    """A class of vLLM's kind, by its path; nothing is imported until it is chosen."""
+    """An implementation by class path. The class is imported when it is chosen."""
 
     impl_id: str
     class_path: str | Callable[[R], str]
@@ -232,15 +231,15 @@ class _ClassImpl(_Impl, Generic[R]):
 
 
 class AttentionImpl(_ClassImpl[AttentionRequest]):
-    """An attention backend, by the path of its class; nothing is imported until it is chosen.
+    """An attention backend, by the path of its class, which is imported when it is chosen.
 
     Args:
         impl_id: as for `OpImpl`.
-        class_path: `module.Class`, a subclass of vLLM's `AttentionBackend`; or AttentionRequest ->
-            such a path, where one backend has several classes (MLA, sparse). The class's
-            `get_name()` must be one that vLLM knows: its parent's, or `CUSTOM`.
+        class_path: `module.Class`, a vLLM `AttentionBackend` subclass; or AttentionRequest -> such
+            a path, if one backend has several classes (MLA, sparse). vLLM must know the class's
+            `get_name()`: the name of its parent, or `CUSTOM`.
         kind, vendor, priority, available: as for `OpImpl`.
-        supports: AttentionRequest -> True, or the reason for refusing it.
+        supports: AttentionRequest -> True, or the reason why not.
     """
 
     op_name = "attention_backend"
@@ -252,11 +251,11 @@ class CommunicatorRequest:
 
     Args:
         settings: the engine's effective settings (`vllm_fl.settings.schema.Settings`).
-        device_type: as `torch.device` has it (`cuda`).
-        world_size: how many ranks the engine has, replicas that share experts included.
-        tensor_parallel_size, pipeline_parallel_size, data_parallel_size: as vLLM was told.
-        expert_parallel: whether the experts are spread over the ranks.
-        elastic: whether ranks may come and go while the engine runs.
+        device_type: the type of `torch.device` (`cuda`).
+        world_size: the engine's number of ranks, including replicas that share experts.
+        tensor_parallel_size, pipeline_parallel_size, data_parallel_size: as set in vLLM.
+        expert_parallel: whether the experts are distributed over the ranks.
+        elastic: whether ranks may join and leave while the engine runs.
         compiled: whether the model is compiled.
     """
 
@@ -272,19 +271,19 @@ class CommunicatorRequest:
 
 
 class CommunicatorImpl(_ClassImpl[CommunicatorRequest]):
-    """What vLLM's groups of ranks exchange tensors through, by the path of its class.
+    """A communicator for vLLM's groups of ranks, by the path of its class.
 
-    Nothing is imported until an engine of several ranks has chosen it.
+    The class is imported when an engine of several ranks has chosen it.
 
     Args:
         impl_id: as for `OpImpl`.
-        class_path: `module.Class`, a subclass of vLLM's `DeviceCommunicatorBase`, and of
-            `CudaCommunicator` or `XpuCommunicator` where vLLM's own is one; or
-            CommunicatorRequest -> such a path. It is asked in each worker, before the first group
-            is made: the place to load a library.
+        class_path: `module.Class`, a vLLM `DeviceCommunicatorBase` subclass, and a
+            `CudaCommunicator` or `XpuCommunicator` if vLLM's communicator is one; or
+            CommunicatorRequest -> such a path. The function is called in each worker before the
+            first group is created, and may load a library.
         kind, vendor, priority, available: as for `OpImpl`.
-        supports: CommunicatorRequest -> True, or the reason for refusing it. Asked in every process
-            of an engine: it may look for files, and should load no library.
+        supports: CommunicatorRequest -> True, or the reason why not. Called in every process of an
+            engine: it may look for files, but should load no library.
     """
 
     op_name = "communicator"
@@ -292,16 +291,16 @@ class CommunicatorImpl(_ClassImpl[CommunicatorRequest]):
 
 @dataclass(frozen=True)
 class LayerRequest:
-    """The engine that a whole layer would serve in, for `LayerImpl.supports`.
+    """The engine that would use a whole layer, for `LayerImpl.supports`.
 
     Args:
-        layer: vLLM's class that would be replaced.
-        dtype: the model's dtype, as torch names it (`torch.bfloat16`).
-        quantization: the name of the model's quantisation method, as vLLM has it; None without.
-        tensor_parallel_size, pipeline_parallel_size, data_parallel_size: as vLLM was told.
-        expert_parallel_size: over how many ranks the experts are spread; 1 without.
-        lora: whether LoRA adapters may be loaded. Some of vLLM's wrappers for them call the layer's
-            quantisation method in place of its forward.
+        layer: the vLLM class that would be replaced.
+        dtype: the model's dtype, as torch prints it (`torch.bfloat16`).
+        quantization: vLLM's name of the model's quantisation method, or None.
+        tensor_parallel_size, pipeline_parallel_size, data_parallel_size: as set in vLLM.
+        expert_parallel_size: the number of ranks that share the experts, or 1.
+        lora: whether LoRA adapters may be loaded. Some LoRA wrappers in vLLM call the quantisation
+            method of the layer instead of its forward.
         compiled: whether the model is compiled.
     """
 
@@ -318,16 +317,16 @@ class LayerRequest:
 
 @dataclass(frozen=True, eq=False)
 class LayerImpl(_Impl):
-    """A class of one's own for a whole layer of vLLM's; nothing is imported until it is chosen.
+    """A class for a whole vLLM layer, imported when it is chosen.
 
     Args:
-        layer: the name of vLLM's class, exactly (`RowParallelLinear`). In settings it stands where
-            an op's name does. Subclasses of that class are layers of their own.
+        layer: the exact name of vLLM's class (`RowParallelLinear`), used as an op name in settings.
+            Subclasses of that class are separate layers.
         class_path: `module.Class`, a subclass of that class.
         kind, vendor, priority, available: as for `OpImpl`.
-        impl_id: as for `OpImpl`; a VENDOR's is `vendor.<vendor>`, and may be left out.
-        supports: LayerRequest -> True, or the reason for refusing it. Asked once per engine, before
-            its model is built; the same request is not asked again in one process.
+        impl_id: as for `OpImpl`; for a VENDOR it is `vendor.<vendor>`, and may be omitted.
+        supports: LayerRequest -> True, or the reason why not. Called once per engine, before its
+            model is built, but only once per process for equal requests.
     """
 
     layer: str
@@ -352,39 +351,39 @@ class LayerImpl(_Impl):
 
 
 ATTENTION, COMMUNICATOR = AttentionImpl.op_name, CommunicatorImpl.op_name
-"""The ops under which attention backends and communicators are registered, resolved and planned."""
+"""The op names of attention backends and communicators."""
 
 NAMED_CLASSES = (ATTENTION, COMMUNICATOR)
-"""The ops whose implementations name a class, and which have no contract."""
+"""Ops that are implemented by classes and have no contract."""
 
 Impl = OpImpl | AttentionImpl | CommunicatorImpl | LayerImpl
-"""What the policy decides between."""
+"""Any implementation."""
 
 
 @dataclass(frozen=True)
 class PolicyDefaults:
-    """A plugin's settings for one platform, read from the YAML file that it ships.
+    """A plugin's settings for one platform, in a YAML file.
 
     Args:
-        path: the YAML file; its keys are those of a user's file, `allow_vendors` excepted.
+        path: the file. It may have the keys of a user file except `extends`, `allow_vendors`,
+            `table` and the order of `default`. Orders by size are allowed only under `devices`.
     """
 
     path: str | os.PathLike[str]
 
 
 def _is_name(text: str, *, op: bool) -> bool:
-    """Whether this can be the name of an op, or of a layer, which begins with a capital letter."""
+    """Return whether this can be the name of an op, or of a layer, which is capitalized."""
     return text.isidentifier() and not keyword.iskeyword(text) and text[0].isupper() is not op
 
 
 def check_path(who: str, which: str, path: object) -> None:
-    """Raise ValueError if `path` is not `module.Class`."""
     if not isinstance(path, str) or "." not in path.strip("."):
         raise ValueError(f"{who}: {which} must be 'module.Class', got {path!r}")
 
 
 def parameters_of(fn: Callable[..., Any]) -> tuple[inspect.Parameter, ...] | None:
-    """The parameters of `fn`; None for a builtin that does not tell them."""
+    """Return the parameters of `fn`; None for a builtin without a signature."""
     try:
         return tuple(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
@@ -392,17 +391,17 @@ def parameters_of(fn: Callable[..., Any]) -> tuple[inspect.Parameter, ...] | Non
 
 
 def answered(who: str, ask: Callable[[], object]) -> Availability:
-    """True, or why not, of foreign code that is asked; a breakage is a negative with a reason.
+    """Return the verdict of third-party code: True, or why not. An exception becomes a reason.
 
     Args:
-        who: what is asked, for the reason: `its supports`.
-        ask: asks it.
+        who: the subject of the reason: `its supports`.
+        ask: returns the verdict.
     """
     try:
         verdict = ask()
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # never a crash
+    except BaseException as error:
         return f"{who} raised {quote(error)}"
     if verdict is True:
         return True
@@ -412,7 +411,7 @@ def answered(who: str, ask: Callable[[], object]) -> Availability:
 
 
 def older_probe(fn: object) -> Callable[[], Availability] | None:
-    """How the older form says it: on the function, or on the backend that it is a method of."""
+    """Return the probe of the older form: on the function, or on the backend of a bound method."""
     probe = getattr(fn, "_is_available", None)
     probe = probe or getattr(getattr(fn, "__self__", None), "is_available", None)
     return probe if callable(probe) else None

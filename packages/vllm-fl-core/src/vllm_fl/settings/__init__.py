@@ -1,1 +1,1 @@
-"""What is asked for: every setting, where its value comes from, and the policy that follows."""
+"""Settings: their declarations, sources and values, and the policy that they define."""

@@ -1,6 +1,6 @@
-"""Orders for some devices only: those that backends ship, a user's own, and those of a table.
+"""Orders for some devices: from backends, the user, or a tuning table.
 
-An order for a device wins over the lists for all devices; see `Settings.with_devices`.
+They override the orders for all devices; see `Settings.with_devices`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ class DeviceOrder:
     """One op's order on some devices.
 
     Args:
-        order: the tokens by mode and size. Those of a backend's file or a table come before the
-            op's order on any device; a user's are all that is tried.
-        origin: its origin, like that of a setting.
-        name: a pattern of the names of the devices, such as `NVIDIA H100*`.
-        measured: the measurement, in words; empty if a user wrote none.
-        of_table: whether it is in the file that the setting `table` names.
+        order: the selectors by mode and size. If the user wrote it, no other selectors are tried.
+            Selectors of a backend or a tuning table precede the op's order on any device.
+        origin: its origin, like the origin of a setting.
+        name: a pattern of device names, such as `NVIDIA H100*`.
+        measured: the measurement as text; empty if the user gave none.
+        of_table: whether it is from the tuning table (setting `table`).
     """
 
     order: OpOrder
@@ -33,15 +33,14 @@ class DeviceOrder:
 
     @property
     def why(self) -> str:
-        """Its origin and its measurement."""
         return ", ".join(filter(None, (self.origin, self.measured)))
 
     def holds(self, device: str) -> bool:
-        """Return whether it is for a device of this name."""
+        """Return whether it applies to a device."""
         return fnmatchcase(device, self.name)
 
     def over(self, base: tuple[Token, ...], mode: Mode) -> Rows[tuple[Token, ...]]:
-        """Return the rows of one mode, over the op's order on any device."""
+        """Return the rows of one mode, completed by `base`, the op's order on any device."""
         rows = self.order.rows(mode)
         if self.order.pinned:
             return rows
@@ -53,13 +52,13 @@ class DeviceOrder:
 
 @dataclass(frozen=True)
 class Table:
-    """The file of `vllm-fl tune` that the setting `table` names, and what its orders hold for.
+    """The tuning table (setting `table`), with the conditions for its orders.
 
     Args:
-        file: the file.
+        file: its path.
         vllm: the release of vLLM; empty for any.
         device: the name of the device; empty for any.
-        distributions: name -> version of what was measured.
+        distributions: name -> version of the measured distributions.
         unused: why its orders have no effect in an engine; empty if they have.
     """
 
@@ -71,11 +70,11 @@ class Table:
 
     @property
     def reason(self) -> str:
-        """Why it has no effect, in a sentence without its full stop."""
+        """Why it has no effect: a sentence without a full stop."""
         return f"The table {self.file} has no effect: {self.unused}" if self.unused else ""
 
     def differs(self, device: str, version: Callable[[str], str | None]) -> str:
-        """Return the first value that differs here; empty if none does.
+        """Return the first condition that is not met, or empty.
 
         Args:
             device: the name of the device.

@@ -1,4 +1,4 @@
-"""Settings files: YAML and JSON, read into settings that know their line."""
+"""Read settings files (YAML and JSON). The origin of each setting includes its line."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ USERS_OWN = {
     "op_backends",
     "table": "a table holds for one machine. Name it in a file of your own",
 }
-"""Key -> why no plugin's file may set it."""
+"""Key -> why a plugin's file must not set it."""
 
 BY_SIZE = (
     "a plugin's file may not order by size: the files of several backends are merged, and rows are "
@@ -51,7 +51,7 @@ BY_SIZE = (
 
 
 class Lines(dict[str, Any]):
-    """A mapping of a file, with the line of each key in `lines`."""
+    """A mapping in a file, with the line of each key."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,15 +69,15 @@ def read_settings_file(
     """Read a YAML file of settings.
 
     Args:
-        path: the file, as `os.fspath` takes it.
-        declared: the settings that exist.
-        key: the setting that names the file, for the error if it cannot be read.
-        distribution: the one that ships the file, or None for a user's own file. The orders of a
-            user's file are pinned.
-        asked_by: the origin of `path`, if a variable names it.
+        path: the file (text, bytes or `os.PathLike`).
+        declared: the known settings.
+        key: the setting with this path, for the error if the file cannot be read.
+        distribution: the distribution that provides the file; None for a user's file, with pinned
+            orders.
+        asked_by: the origin of `path`, if it is from a variable.
 
     Raises:
-        SettingsError: the file cannot be read, or something in it is wrong; with its line.
+        SettingsError: the file cannot be read, or has an error; with its line.
     """
     name = _path_of(path, key, distribution)
     file = _File(name, key, f" ({distribution})" if distribution else "", distribution is None)
@@ -86,10 +86,10 @@ def read_settings_file(
 
 
 def read_orders(path: str) -> Layer:
-    """Read the JSON file that VLLM_FL_OP_CONFIG names: op -> a value that `OpOrder.of` takes.
+    """Read the JSON file of VLLM_FL_OP_CONFIG: op -> a value for `OpOrder.of`.
 
     Raises:
-        SettingsError: the file cannot be read, or something in it is wrong; with its line.
+        SettingsError: as for `read_settings_file`.
     """
     origin = f"environment {OP_CONFIG}"
     file = _File(path, "op_config", f" ({origin})", True)
@@ -97,10 +97,10 @@ def read_orders(path: str) -> Layer:
 
 
 def read_table(path: str, origin: str) -> tuple[Table, Layer]:
-    """Read the file that the setting `table` names: `holds`, and orders under `devices`.
+    """Read a tuning table: the conditions `holds`, and orders under `devices`.
 
     Raises:
-        SettingsError: the file cannot be read, or something in it is wrong; with its line.
+        SettingsError: as for `read_settings_file`.
     """
     file = _File(path, "table", "", False)
     root = file.load(origin)
@@ -121,9 +121,9 @@ class _File:
 
     Args:
         path: its path.
-        key: the setting that names it.
-        suffix: what follows a line in an origin.
-        users: whether it is a user's own.
+        key: the setting with the path.
+        suffix: appended to the line in an origin.
+        users: whether it is a user's file.
     """
 
     path: str
@@ -132,12 +132,11 @@ class _File:
     users: bool
 
     def load(self, origin: str) -> Lines:
-        """Read the file; an empty one is an empty mapping."""
-        import yaml  # 15 ms, and many processes read no file
+        import yaml  # takes 15 ms; many processes do not need it
 
         text = read_text(self.path, self.key, origin)
         if self.key == "op_config":
-            text = text.replace("\t", " ")  # JSON is YAML, except for tabs between its parts
+            text = text.replace("\t", " ")  # JSON is YAML, except for tabs between values
         line = 0
         try:
             root = yaml.load(text, Loader=_loader())
@@ -147,7 +146,7 @@ class _File:
             problem = ", ".join(filter(None, (error.context, error.problem)))
         except RecursionError:
             problem = "nested too deeply"
-        except Exception as error:  # a value that contradicts its tag raises anything
+        except Exception as error:  # a value that contradicts its tag may raise anything
             problem = " ".join(str(error).split())
         else:
             return self.mapping(
@@ -159,7 +158,6 @@ class _File:
         return f"{self.path}:{number}{self.suffix}"
 
     def at(self, mapping: Lines, name: str) -> str:
-        """The origin of an entry."""
         return self.line(mapping.lines[name])
 
     def settings(self, root: Lines, declared: Declared) -> Iterator[Setting]:
@@ -176,9 +174,9 @@ class _File:
             elif key == DEVICES.rstrip("."):
                 yield from self.devices(value, origin) if value is not None else ()
             elif (spec := declared.get(key)) is not None and spec.in_file:
-                if value is not None:  # a key without a value sets nothing
+                if value is not None:  # a key without a value is ignored
                     read = _value(spec, value, origin)
-                    if key == "table":  # relative to the file, wherever the process runs
+                    if key == "table":  # relative to the file, not to the working directory
                         read = os.path.join(os.path.dirname(os.path.abspath(self.path)), str(read))
                     yield Setting(key, read, origin)
             elif is_absent(key, declared) and (value is None or _plain(value) is not None):
@@ -211,7 +209,7 @@ class _File:
             yield Setting(key, order, origin)
 
     def devices(self, value: object, origin: str, *, of_table: bool = False) -> Iterator[Setting]:
-        """The orders of each op on the devices of each section."""
+        """Read the orders by op, for all sections of devices."""
         key, found = DEVICES.rstrip("."), dict[str, list[DeviceOrder]]()
         if not isinstance(value, list):
             raise wrong(key, origin, f"expected a list of sections, got {kind_of(value)}")
@@ -231,7 +229,7 @@ class _File:
             yield Setting(key, tuple(orders), orders[0].origin)
 
     def device_order(self, key: str, value: object, origin: str) -> tuple[OpOrder, str]:
-        """One op's order by mode, and the measurement that it follows."""
+        """Read one op's order by mode, and its measurement."""
         needed = () if self.users else ("measured",)
         parts = self.parts(key, value, origin, needed, (*MODES, "measured"))
         sides = {mode: parts[mode] for mode in MODES if mode in parts}
@@ -260,7 +258,7 @@ class _File:
         needed: tuple[str, ...],
         more: tuple[str, ...] = (),
     ) -> Lines:
-        """A mapping of these keys, of which some are needed."""
+        """Check the keys of a mapping: `needed` are required, `more` are optional."""
         known = dict.fromkeys((*needed, *more))
         found = self.mapping(key, value, origin, ", ".join(known))
         for name in found:
@@ -275,7 +273,7 @@ class _File:
 
 @cache
 def _loader() -> Any:
-    """A YAML loader that keeps the line of each key."""
+    """Return a YAML loader that keeps the line of each key."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -305,7 +303,6 @@ def _loader() -> Any:
 
 
 def _value(spec: SettingSpec[Any], value: object, origin: str) -> object:
-    """The value of a setting."""
     if isinstance(spec.default, bool) or isinstance(value, bool):
         if isinstance(value, bool) and isinstance(spec.default, bool):
             return value
@@ -321,14 +318,13 @@ def _value(spec: SettingSpec[Any], value: object, origin: str) -> object:
 
 
 def _scalar(key: str, value: object, origin: str) -> str:
-    """A text, a number or a date, as text."""
     if isinstance(value, bool) or not isinstance(value, str | int | float | date):
         raise wrong(key, origin, f"expected a text, a number or a date, got {kind_of(value)}")
     return str(value)
 
 
 def _plain(value: object) -> object:
-    """The value of a setting that no plugin here declares; None if it cannot be one."""
+    """Read the value of a setting that no loaded plugin declares; None if it is invalid."""
     if isinstance(value, list) and all(isinstance(each, str) for each in value):
         return tuple(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,7 +1,7 @@
-"""Reading of the settings: of four layers, the highest that sets an item wins.
+"""Read the settings from four layers; the highest layer that sets an item wins.
 
-VLLM_FL_CONFIG's file; the environment; the files that plugins ship for the platform; the defaults.
-Unless that file says `extends: platform`, it overrides every item that a file can set.
+The layers are: the file of VLLM_FL_CONFIG, the environment, the platform files of plugins, and the
+defaults. Without `extends: platform`, the file overrides every item that a file can set.
 """
 
 from __future__ import annotations
@@ -61,12 +61,11 @@ PREFIX = "VLLM_FL_"
 PlatformFiles = Sequence[tuple[str, str | os.PathLike[str]]]
 
 Groups = Mapping[str, Collection[str]]
-"""Group -> its ops."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 SWITCHES: Declared = {"strict": Settings.strict, "deny_vendors": Settings.deny_vendors}
-"""The safety switches, whose variables never go without effect."""
+"""The safety switches. It is an error if a file overrides their variables."""
 
 
 def load_startup(env: Mapping[str, str] = os.environ) -> Settings:
@@ -76,7 +75,7 @@ def load_startup(env: Mapping[str, str] = os.environ) -> Settings:
         `enabled`, `platform`, `plugins`, `plugin_modules`, `log_level`, `debug`.
 
     Raises:
-        SettingsError: one of them is wrong.
+        SettingsError: a value is invalid.
     """
     return Settings(tuple(_stacked([_environment(env, STARTUP)], STARTUP).values()))
 
@@ -93,22 +92,22 @@ def load_settings(
     foreign: bool = False,
     orders: Mapping[str, object] = NOTHING,
 ) -> Settings:
-    """Read the effective settings. Names are not checked yet; see `check_names`.
+    """Read the effective settings. `check_names` checks their names later.
 
     Args:
-        env: the environment; by default the process's own.
-        platform: the platform that was detected; VLLM_FL_PLATFORM overrides it.
+        env: the environment.
+        platform: the detected platform; VLLM_FL_PLATFORM overrides it.
         platform_files: (distribution, YAML file) of each plugin's file for the platform.
-        brought: the installed implementations, of which each distribution's file orders its own.
+        brought: the installed implementations; each distribution's file orders its own.
         groups: group -> its ops.
-        plugins: the declarations of plugins.
-        platforms: the known platforms, in addition to those of vLLM and vllm-plugin-FL.
-        foreign: whether the platform is another plugin's. Without a file for it, `prefer` is
-            `stock`.
-        orders: op or group -> its order on the command line of vLLM, before all others.
+        plugins: the settings that plugins declare.
+        platforms: known platforms that are not in `PLATFORMS`.
+        foreign: whether another plugin provides the platform. Without a platform file that applies
+            to it, `prefer` defaults to `stock`.
+        orders: op or group -> its order on vLLM's command line, which has priority.
 
     Raises:
-        SettingsError: a variable, a file or an order is wrong.
+        SettingsError: a variable, a file or an order has an error.
         IdleSwitchError: a file overrides VLLM_FL_STRICT or VLLM_FL_DENY_VENDORS.
     """
     declared = {**ITEMS, **{spec.key: spec for spec in plugins}}
@@ -183,7 +182,7 @@ def load_settings(
 
 
 def _add_table(entries: Layer) -> Table | None:
-    """Read the table that the setting names, and put its orders before what backends ship."""
+    """Read the tuning table, and insert its orders before orders of backends."""
     named = entries["table"]
     if named.value is None:
         return None
@@ -197,10 +196,10 @@ def _add_table(entries: Layer) -> Table | None:
 
 
 def policy_from_config(path: str | os.PathLike[str]) -> SelectionPolicy:
-    """Return the policy of a user's YAML file, without what it extends.
+    """Return the policy from a user's YAML file, ignoring `extends`.
 
     Raises:
-        SettingsError: the file cannot be read, or something in it is wrong.
+        SettingsError: the file cannot be read, or has an error.
     """
     own = read_settings_file(path, ITEMS, key="config")
     own.pop(EXTENDS, None)
@@ -211,12 +210,11 @@ def policy_from_config(path: str | os.PathLike[str]) -> SelectionPolicy:
 
 
 def _of(declared: Declared, *, in_file: bool) -> Declared:
-    """Return the declarations of settings that a file may set, or may not."""
     return {key: spec for key, spec in declared.items() if spec.in_file is in_file}
 
 
 def _variables(env: Mapping[str, str], groups: Groups, declared: Declared) -> list[Layer]:
-    """Return the settings of the environment that a file may set, the highest layer first."""
+    """Return the layers of the environment for settings that a file may set, highest first."""
     own = _environment(env, _of(declared, in_file=True))
     close_pairs(own, declared)
     orders = [read_orders(path)] if (path := _text(env, OP_CONFIG, "op_config")) else []
@@ -224,7 +222,7 @@ def _variables(env: Mapping[str, str], groups: Groups, declared: Declared) -> li
 
 
 def _unread(env: Mapping[str, str], declared: Declared, ignored: Collection[str]) -> Layer:
-    """Return the variables that a complete override ignores, as settings with their text."""
+    """Return the variables that a complete override ignores, unparsed."""
     return {
         key: Setting(key, ascii(env[spec.variable])[1:-1], f"environment {spec.variable}")
         for key, spec in declared.items()
@@ -254,14 +252,13 @@ def _refuse_idle(env: Mapping[str, str], entries: Layer) -> None:
 
 
 def _orders(layer: Layer) -> dict[str, OpOrder]:
-    """Return the orders of a layer, by key."""
     return {key: s.value for key, s in layer.items() if isinstance(s.value, OpOrder)}
 
 
 def _spread(layer: Layer, groups: Groups) -> Layer:
-    """Replace the order of each group by that of its ops; an op's own order overrides it.
+    """Replace the orders of groups by orders of their ops. An op's own order has priority.
 
-    The order of a group without an op stays as it is.
+    The order of a group without an op is kept.
     """
     orders, spread = _orders(layer), dict(layer)
     for key in orders:
@@ -272,7 +269,7 @@ def _spread(layer: Layer, groups: Groups) -> Layer:
             of_op, origin = f"{ORDER_PREFIX}{op}", f"{layer[key].origin} ({GROUP}{group})"
             found = dataclasses.replace(layer[key], key=of_op, value=order, origin=origin)
             own = orders.get(of_op)
-            if own is not None:  # the group orders the mode that is open
+            if own is not None:  # the group's order applies to an open mode
                 value = dataclasses.replace(
                     own, eager=own.eager or order.eager, compiled=own.compiled or order.compiled
                 )
@@ -303,7 +300,7 @@ def _text(env: Mapping[str, str], variable: str, key: str) -> str | None:
     if text is None:
         return None
     text = text.strip()
-    if not text.isprintable():  # no control characters, and no bytes that are not UTF-8
+    if not text.isprintable():  # excludes control characters and invalid UTF-8
         problem = f"{text!r} contains characters that cannot be printed"
         raise wrong(key, f"environment {variable}", problem)
     return text if text or variable == Settings.plugins.variable else None
@@ -335,7 +332,7 @@ def _layer_of(pairs: Iterable[tuple[str, object]], origin: str) -> Layer:
 def _stacked(
     layers: Sequence[Layer], declared: Declared, *, ignored: Mapping[str, Setting] = NOTHING
 ) -> Layer:
-    """Return the highest layer's setting for each key, or the default, with all it overrides."""
+    """Return each key's highest setting, or its default, with the settings that it overrides."""
     defaults = {key: Setting(key, spec.default) for key, spec in declared.items()}
     layers = [*layers, defaults]
     stacked: Layer = {}
@@ -359,7 +356,7 @@ def _united(
 ) -> Layer:
     """Merge the platform files into one layer.
 
-    If vLLM has kernels for the device (`has_stock`), a fallback reaches `stock` before `reference`.
+    If vLLM has kernels for the device (`has_stock`), `stock` precedes a fallback to `reference`.
     """
     files = [
         (name, read_settings_file(path, declared, key="platform_files", distribution=name))
@@ -372,7 +369,6 @@ def _united(
 
 
 def _reorder(entries: Layer, change: Callable[[OpOrder], OpOrder], how: str) -> None:
-    """Change the orders of a layer."""
     for key, setting in entries.items():
         if isinstance(setting.value, OpOrder):
             order = change(setting.value)
@@ -381,7 +377,7 @@ def _reorder(entries: Layer, change: Callable[[OpOrder], OpOrder], how: str) -> 
 
 
 def _unknown_variables(env: Mapping[str, str], known: Sequence[str]) -> list[str]:
-    """Return a warning for each variable that looks like a setting and is not one."""
+    """Return a warning for each variable that resembles a setting."""
     letters = {v.removeprefix(PREFIX).replace("_", ""): v for v in known}
     ours = [short for short, v in letters.items() if v.startswith(PREFIX)]
     others = letters.keys() - {*ours}

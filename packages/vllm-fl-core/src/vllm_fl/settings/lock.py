@@ -1,4 +1,4 @@
-"""The file of `vllm-fl plan --save`: what an engine ran with, and the seed of its verification."""
+"""Read the lock file of `vllm-fl plan --save`: an engine's facts, its result and its seed."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any
 from .values import read_text, wrong
 
 MARK = "vllm_fl_lock"
-"""The key of the version of the file's form. Another version is not read."""
+"""The key of the format version. Other versions are rejected."""
 
 VERSION = 3
 
 WARN = "warn:"
-"""What VLLM_FL_LOCK has before the name of a file from which an engine may differ."""
+"""Prefix of a path in VLLM_FL_LOCK: an engine that differs only logs a warning."""
 
 MAX_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class Locked:
-    """A lock that the settings name, as an engine's processes have it.
+    """A lock file.
 
     Args:
-        file: the file that it was read from, in the process that read the settings.
-        facts: name -> what the engine was made of. Empty in the file under which
-            `vllm-fl plan --save` starts an engine: such a startup is compared with nothing.
-        result: the outcome: `ops`, the plan that served; its `digest`; `out`, what was disabled.
+        file: its path, in the process that read the settings.
+        facts: name -> a property of the engine. Empty in the file for the engine that `vllm-fl plan
+            --save` starts: that engine is not compared.
+        result: `ops`, the plan; its `digest`; `out`, the disabled implementations.
         seed: the seed of its verification, or None.
-        warns: whether an engine that differs only warns.
+        warns: whether an engine that differs only logs a warning.
     """
 
     file: str
@@ -41,15 +41,15 @@ class Locked:
 
 
 def read_lock(path: str, *, key: str = "lock", origin: str = "") -> Locked:
-    """Read a lock's file.
+    """Read a lock file.
 
     Args:
-        path: the file; after `warn:` an engine that differs only warns.
-        key: the setting, or option, that names it, for errors.
-        origin: where that is.
+        path: the file, after `warn:` if an engine that differs only logs a warning.
+        key: the setting, or option, with this path, for errors.
+        origin: the origin of `path`.
 
     Raises:
-        SettingsError: it cannot be read, is not a lock, or is another version's.
+        SettingsError: it cannot be read, is not a lock file, or has another version.
     """
     file = path.removeprefix(WARN)
     text = read_text(file, key, origin or file, most=MAX_BYTES)

@@ -1,4 +1,4 @@
-"""Checks of the names in settings: ops, groups, vendors, layers and tokens."""
+"""Check the names in settings: ops, groups, vendors, layers and selectors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .values import DEVICES, ORDER_PREFIX, PLATFORMS, wrong
 Impls = Collection[Impl]
 
 OURS = ("op", "group", "vendor", "layer", "setting")
-"""The kinds of names in core's own settings."""
+"""The kinds of names in core's settings."""
 
 OLDER_LAYERS = frozenset(
     (
@@ -28,8 +28,8 @@ OLDER_LAYERS = frozenset(
         "unquantized_fused_moe_method",
     )
 )
-"""Layers of vllm-plugin-FL's lists and platform files that belong to no op here, and that not every
-vLLM has. Those of ops are in their bindings."""
+"""Layers in files of vllm-plugin-FL that belong to no op here, and that some releases of vLLM lack.
+The layers of ops are in their bindings."""
 
 
 class _Use(NamedTuple):
@@ -42,7 +42,7 @@ class _Use(NamedTuple):
 
     @property
     def is_users_order(self) -> bool:
-        """Whether an order of the user has it."""
+        """Whether it is in an order of the user."""
         return isinstance(self.setting.value, OpOrder) and self.setting.value.pinned
 
 
@@ -54,18 +54,18 @@ def check_names(
     plugins: Sequence[Plugin] = (),
     **known: Collection[str],
 ) -> Settings:
-    """Check names in settings. A kind of names that is not given stays unchecked, for a later call.
+    """Check the names in settings. Kinds that are not given stay unchecked, for a later call.
 
-    An unknown op or vendor is kept, since a plugin for it may be installed later, and is a warning
-    if a known name is near.
+    An unknown op or vendor is kept, since its plugin may be installed later, and is a warning if a
+    known name is similar.
 
     Args:
         settings: the result of `load_settings`.
-        impls: op -> the installed implementations, for the tokens of the user's orders; or None.
-        bindings: the bindings of the ops, with the names that vllm-plugin-FL had for them.
+        impls: op -> the installed implementations, for the selectors in the user's orders; or None.
+        bindings: the bindings of the ops, with their names in vllm-plugin-FL.
         plugins: as for `unmatched`.
-        known: the names of each kind: `op` and `group`, of contracts and plugins; `vendor`, of
-            plugins; `layer`, of vLLM. `op` is always given.
+        known: the known names by kind: `op` and `group` from contracts and plugins, `vendor` from
+            plugins, `layer` from vLLM. `op` is required.
 
     Raises:
         SettingsError: vLLM has no such layer. A layer of vllm-plugin-FL is a warning.
@@ -96,7 +96,7 @@ def check_names(
                 f"no installed op belongs to the group {name!r}: it has no effect.{groups_here}"
             )
         elif not (use.space == "vendor" and use.is_users_order and impls is not None):
-            near = names if use.space in OURS else known["op"]  # a plugin's lists may name ops
+            near = names if use.space in OURS else known["op"]  # a plugin's list may contain ops
             if near is not None and name not in near and (meant := closest(name, near, 0.8)):
                 problem = f"no {use.space} {name!r} is installed, so that it has no effect.{meant}"
         if problem:
@@ -111,7 +111,7 @@ def check_names(
 
 
 def uses(settings: Settings) -> Iterator[_Use]:
-    """Return the names in settings, each with its setting."""
+    """Yield the names in settings, each with its setting."""
     unowned = settings.unowned
     for key, setting in settings.items():
         if isinstance(setting.value, OpOrder):
@@ -139,17 +139,17 @@ def unmatched(
     impls_by_op: Mapping[str, Impls],
     plugins: Sequence[Plugin] = (),
 ) -> Iterator[tuple[str, str]]:
-    """(op, a sentence) for each of the user's orders with tokens that match nothing that can run.
+    """Yield (op, a sentence) for each order of the user with selectors that match nothing usable.
 
-    An implementation cannot run if a vendor filter excludes it or it is not available. A token of
-    another platform is only reported if nothing of the order can run, since one file may serve
-    several machines.
+    An implementation is unusable if a vendor filter excludes it or it is not available. A selector
+    of another platform is reported only if no implementation of the order is usable, because one
+    file may be used on several machines.
 
     Args:
         settings: the settings.
-        impls_by_op: what is installed.
-        plugins: the installed plugins. An id or vendor that one of them may have had, which failed,
-            is not reported here: the call of the op reports the error of the plugin.
+        impls_by_op: op -> the installed implementations.
+        plugins: the installed plugins. An id or vendor that a failed plugin may have provided is
+            not reported here: a call of the op reports the plugin's error.
     """
     for key, setting in settings.items():
         op, order = key.removeprefix(ORDER_PREFIX), setting.value
@@ -165,7 +165,7 @@ def unmatched(
 
 
 def meant(token: Token, impls: Impls) -> str:
-    """` Did you mean 'impl:vendor.acme'?`, or empty if no installed one is near."""
+    """Return ` Did you mean 'impl:vendor.acme'?`, or empty if no installed name is similar."""
     known = {
         *(f"impl:{impl.impl_id}" for impl in impls),
         *(f"vendor:{impl.vendor}" for impl in impls if impl.vendor),
@@ -195,7 +195,7 @@ def _said(
             problems[token] = f"no installed implementation of {op} matches {str(token)!r}.{slip}"
     rows = [tokens for mode in MODES for _, tokens in order.rows(mode)]
     is_lost = bool(impls) and not failed and any(problems.keys() >= {*row} for row in rows)
-    if not is_lost:  # other machines may have a kind, or a platform's vendor
+    if not is_lost:  # other machines may have this kind, or the vendor of a platform
         problems = {
             token: why
             for token, why in problems.items()
@@ -214,7 +214,7 @@ def _said(
 
 
 def _obstacle(impl: Impl, settings: Settings) -> str | None:
-    """Why an installed implementation cannot run here, or None."""
+    """Return why an installed implementation cannot run here, or None."""
     why = settings.policy.refuses(impl)
     if why is None and (verdict := impl.availability()) is not True:
         why = f"not available: {verdict}"

@@ -1,6 +1,6 @@
-"""Tokens, orders, and the policy that chooses between implementations.
+"""Selectors, orders, and the policy that chooses between implementations.
 
-`loading` makes them of settings, and `dispatch/resolver.py` applies them.
+`loading` creates them from settings; `dispatch/resolver.py` applies them.
 """
 
 from __future__ import annotations
@@ -26,22 +26,20 @@ Mode = Literal["eager", "compiled"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 KINDS = tuple(kind.value for kind in BackendImplKind)
-"""The kinds as settings spell them: flagos, vendor, reference."""
 
 UNTOUCHED = ("foreign", "stock")
-"""The tokens by which an engine is left as it is: another plugin's layers, and vLLM's own code."""
+"""Selectors that replace nothing: another plugin's layers, and vLLM's implementation."""
 
 SLIPS = {"vllm": "stock", "native": "stock", "torch": "reference", "flaggems": "flagos"}
 """Words that are likely meant as a token -> the token."""
 
 DEFAULT = "default"
-"""The name, in orders, of all ops without an order of their own."""
+"""The key of the order for ops without their own order."""
 
 GROUP = "group:"
-"""The prefix, in orders, of a group of ops: `group:norms`."""
+"""The prefix of a group of ops in orders: `group:norms`."""
 
 PREFERENCES = (*KINDS, "stock")
-"""The values of `prefer`: a kind, or to leave everything to vLLM."""
 
 DEFAULT_ORDERS: Mapping[str, tuple[str, ...]] = {
     "flagos": ("flagos", "vendor", "reference"),
@@ -49,7 +47,7 @@ DEFAULT_ORDERS: Mapping[str, tuple[str, ...]] = {
     "reference": ("reference", "flagos", "vendor"),
     "stock": ("flagos", "vendor", "reference"),
 }
-"""Preference -> the order of an op without an order of its own."""
+"""Preference -> default order of an op in a script."""
 
 ENGINE_ORDERS: Mapping[str, tuple[str, ...]] = {
     "flagos": ("flagos", "vendor", "stock", "reference"),
@@ -57,20 +55,20 @@ ENGINE_ORDERS: Mapping[str, tuple[str, ...]] = {
     "reference": ("reference", "flagos", "vendor"),
     "stock": UNTOUCHED,
 }
-"""The same inside an engine: vLLM's implementation comes before the reference backend."""
+"""Preference -> default order in an engine. `stock` precedes `reference` unless it is preferred."""
 
 
 @dataclass(frozen=True)
 class Token:
-    """One entry of an order: `flagos`, `reference`, `vendor`, `vendor:NAME`, `impl:ID`, `foreign`,
-    `stock`."""
+    """A selector, one entry of an order: `flagos`, `reference`, `vendor`, `vendor:NAME`, `impl:ID`,
+    `foreign` or `stock`."""
 
     kind: Literal["flagos", "vendor", "reference", "impl", "foreign", "stock"]
     name: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> Token:
-        """Read one token. Raises ValueError, with a suggestion."""
+        """Parse a selector. Raises ValueError, with a suggestion."""
         if not isinstance(text, str):
             told = "a mapping (vendor:NAME has no space after its colon)"
             found = told if isinstance(text, Mapping) else kind_of(text)
@@ -78,7 +76,7 @@ class Token:
         head, colon, name = text.strip().partition(":")
         first, dot, rest = head.partition(".")
         if dot and rest and not colon and first in ("default", "vendor", "reference"):
-            head, colon, name = "impl", ":", head  # an id, as logs have it
+            head, colon, name = "impl", ":", head  # an id, as printed in logs
         if head in (*KINDS, *UNTOUCHED) and not colon:
             return cls(head)  # type: ignore[arg-type]
         is_name = name.isprintable() and not any(map(str.isspace, name))
@@ -96,7 +94,7 @@ class Token:
         return self.kind if self.name is None else f"{self.kind}:{self.name}"
 
     def matches(self, impl: Impl) -> bool:
-        """Return whether the token selects `impl`."""
+        """Return whether this selects `impl`."""
         if self.kind == "impl":
             return impl.impl_id == self.name
         if self.kind != impl.kind.value:
@@ -105,47 +103,48 @@ class Token:
 
     @property
     def preference(self) -> str | None:
-        """The kind of the implementations that it selects; of an id, by its first part."""
+        """The kind of the selected implementations; of an id, by its first part."""
         if self.kind == "impl" and self.name is not None:
             return {"default": "flagos"}.get(head := self.name.split(".")[0], head)
         return "stock" if self.kind in UNTOUCHED else self.kind
 
 
 REST = "rest"
-"""The key of the row for calls of more tokens than every ceiling."""
+"""The key of the row for calls larger than all other rows."""
 
 Rows = tuple[tuple[int | None, T], ...]
-"""Values by the size of a call: (ceiling, the value for calls of at most that many tokens).
+"""Values by call size: (maximum tokens, the value for calls of at most that many tokens).
 
-Ceilings ascend. The last one is None: its value is for all larger calls. If size does not matter,
-it is the only row.
+Sorted by maximum tokens. The last maximum is None, for all larger calls. If size does not matter,
+there is only this row.
 """
 
 
 def at_size(rows: Rows[T], tokens: int | None) -> T:
-    """Return the value for a call of this many tokens; None is more than every ceiling."""
+    """Return the value for a call of this many tokens; None is larger than any maximum."""
     size = math.inf if tokens is None else tokens
     return next(value for ceiling, value in rows if ceiling is None or size <= ceiling)
 
 
 def joined(rows: Rows[T], alike: Callable[[T, T], bool] = operator.eq) -> Rows[T]:
-    """Return the rows without those that have the value of the next row."""
+    """Merge each row into the next one if their values are equal."""
     found = (row for row, following in pairwise(rows) if not alike(row[1], following[1]))
     return (*found, *rows[-1:])
 
 
 @dataclass(frozen=True)
 class OpOrder:
-    """The listed tokens of one op: only these are tried, in this order.
+    """The selectors of one op; only these are tried, in this order.
 
     Args:
-        eager, compiled: the tokens of each mode, by the size of a call; empty if the mode is open.
-        pinned: whether the user wrote it; `prefer` does not re-sort it then.
-        group: the group in which the op was ordered (`norms`); empty if the op itself was.
+        eager, compiled: the selectors of each mode, by the size of a call; empty if the mode is
+            open.
+        pinned: whether the user wrote it, so `prefer` does not re-sort it.
+        group: the group of the order (`norms`); empty for an order of the op itself.
 
     Raises:
-        ValueError: ceilings that are not ascending integers above 0, no row for all larger calls,
-            or a row without tokens.
+        ValueError: maximum tokens that are not ascending positive integers, a missing row for
+            larger calls, or a row without selectors.
     """
 
     eager: Rows[tuple[Token, ...]]
@@ -169,22 +168,24 @@ class OpOrder:
                     raise ValueError(f"the order of {_row_key(ceiling)} is empty")
 
     def rows(self, mode: Mode) -> Rows[tuple[Token, ...]]:
-        """Return the tokens of one mode by the size of a call; empty if the mode is open."""
+        """Return the rows of one mode; empty if the mode is open."""
         return self.eager if mode == "eager" else self.compiled
 
     @property
     def every(self) -> tuple[Token, ...]:
-        """The tokens of all modes and rows, each once."""
+        """The selectors of all rows, without duplicates."""
         rows = (*self.eager, *self.compiled)
         return tuple(dict.fromkeys(token for _, tokens in rows for token in tokens))
 
     @classmethod
     def of(cls, value: object, *, pinned: bool = True) -> OpOrder:
-        """Read an order: a token, a list of tokens, such lists by the token count of a call as
-        `{"<=16": …, "rest": …}`, or any of these for each mode as `{eager: …, compiled: …}`.
+        """Read an order from settings.
+
+        It is a selector, a list of selectors, lists by the token count of a call as `{"<=16": …,
+        "rest": …}`, or any of these for each mode as `{eager: …, compiled: …}`.
 
         Raises:
-            ValueError: an unknown token or mode, an empty list, wrong rows, or another type.
+            ValueError: an unknown selector or mode, an empty list, invalid rows, or another type.
         """
         if isinstance(value, OpOrder):
             return value
@@ -204,7 +205,7 @@ class OpOrder:
     def preferring(self, kind: str) -> OpOrder:
         """Return this order with the preferred kind first in each row, unless it is pinned.
 
-        Nothing is added, except `stock` if that is preferred.
+        Adds only `stock`, if that is preferred.
         """
 
         def front(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
@@ -217,9 +218,9 @@ class OpOrder:
 
     @property
     def above_plain(self) -> OpOrder:
-        """This order with `stock` before a reference backend that follows another kind.
+        """This order with `stock` before a `reference` that follows another kind.
 
-        `reference` at the head of a row stays there. Scripts skip `stock`.
+        A leading `reference` stays there. Scripts ignore `stock`.
         """
 
         def raised(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
@@ -241,8 +242,8 @@ class OpOrder:
 
     @property
     def written(self) -> Any:
-        """The order as `of` reads it, in JSON-able data: both modes at once if they are alike, and
-        without an open mode."""
+        """The order as read by `of`, JSON-able: one value for equal modes, and open modes
+        omitted."""
         sides: dict[str, Any] = {}
         for mode in filter(self.rows, MODES):
             rows = {_row_key(ceiling): [*map(str, tokens)] for ceiling, tokens in self.rows(mode)}
@@ -263,7 +264,6 @@ def _text(rows: Rows[tuple[Token, ...]]) -> str:
 
 
 def _row_key(ceiling: int | None) -> str:
-    """The key of a row: `<=16`, or `rest`."""
     return REST if ceiling is None else f"<={ceiling}"
 
 
@@ -272,7 +272,7 @@ def _is_by_size(value: Mapping[Any, object]) -> bool:
 
 
 def _ceiling(key: object) -> int | None:
-    """The ceiling of a row: 16 of `<=16`, None of `rest`. Raises ValueError."""
+    """Parse `<=16`, or `rest` (None). Raises ValueError."""
     if key == REST:
         return None
     found = re.fullmatch(r"<=\s*([1-9][0-9]{0,8})", str(key).strip())
@@ -285,7 +285,6 @@ def _ceiling(key: object) -> int | None:
 
 
 def _side(value: object) -> Rows[tuple[Token, ...]]:
-    """The rows of one mode."""
     if not isinstance(value, Mapping):
         return ((None, _tokens(value)),)
     rows = [(_ceiling(key), _tokens(tokens)) for key, tokens in value.items()]
@@ -308,16 +307,17 @@ class SelectionPolicy:
     """The choice between implementations. Frozen, hashable, printable.
 
     Args:
-        prefer: the kind that is tried first for ops without an order; others are tried after it.
-            `stock` leaves such an op to vLLM.
-        strict: the first failure is raised and nothing else is tried.
+        prefer: the kind that is tried first for ops without an order. With `stock`, such an op runs
+            vLLM's implementation.
+        strict: the first failure is raised and no other implementation is tried.
         per_op_order: op -> OpOrder, or a value that `OpOrder.of` reads; or pairs of the two. The
-            order of `default` is for ops without an order.
-        deny_vendors: the vendors that may not be used; it overrides `allow_vendors`.
-        allow_vendors: the vendors that may be used; None allows all. Both are for kind VENDOR only.
+            key `default` is for ops without an order.
+        deny_vendors: the vendors that must not be used; it overrides `allow_vendors`.
+        allow_vendors: the vendors that may be used; None allows all. Both apply only to kind
+            VENDOR.
 
     Raises:
-        ValueError: an unknown kind or token, or a group instead of an op.
+        ValueError: an unknown kind or selector, or a group instead of an op.
     """
 
     prefer: str = "flagos"
@@ -343,17 +343,18 @@ class SelectionPolicy:
         if self.allow_vendors is not None:
             object.__setattr__(self, "allow_vendors", _names("allow_vendors", self.allow_vendors))
         object.__setattr__(self, "deny_vendors", _names("deny_vendors", self.deny_vendors))
-        # A policy is a key of the call path's table: hash it once, not at every call.
+        # Hashed once: a policy is a key of the call path's table.
         fields = (self.prefer, self.strict, tuple(orders.items()))
         object.__setattr__(self, "_hash", hash((fields, self.allow_vendors, self.deny_vendors)))
 
     def names(self, op: str, *, itself: bool = False) -> bool:
-        """Return whether the user has ordered the op; with `itself`, not only its group."""
+        """Return whether the user has set an order for the op; with `itself`, not only for its
+        group."""
         order = self.per_op_order.get(op)
         return order is not None and order.pinned and not (itself and order.group)
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        # It is rebuilt in the other process, which hashes text differently.
+        # Rebuilt, because the other process hashes text differently.
         lists = (dict(self.per_op_order), self.deny_vendors, self.allow_vendors)
         return (SelectionPolicy, (self.prefer, self.strict, *lists))
 
@@ -361,12 +362,12 @@ class SelectionPolicy:
         return self._hash  # type: ignore[attr-defined, no-any-return]
 
     def listed(self, op: str, mode: Mode = "eager") -> OpOrder | None:
-        """Return the order of `op` in this mode, or None if only the preference orders it."""
+        """Return the order of `op` in this mode, or None if only `prefer` applies."""
         lists = (self.per_op_order.get(name) for name in (op, DEFAULT))
         return next((order for order in lists if order is not None and order.rows(mode)), None)
 
     def ceilings(self, op: str, mode: Mode = "eager") -> tuple[int, ...]:
-        """Return the ceilings of the order of `op`, ascending."""
+        """Return the maximum tokens of each row for `op` but the last, ascending."""
         listed = self.listed(op, mode)
         return tuple(n for n, _ in listed.rows(mode) if n is not None) if listed else ()
 
@@ -378,13 +379,13 @@ class SelectionPolicy:
         engine: bool = False,
         tokens: int | None = None,
     ) -> tuple[Token, ...]:
-        """Return the tokens that are tried for `op`, in order.
+        """Return the selectors for `op`, in order.
 
         Args:
             op: the op's name.
             mode: the engine's mode.
-            engine: whether it is for an engine, whose default order has `stock`.
-            tokens: the number of tokens of the call; None is more than every ceiling.
+            engine: whether to use an engine's default order, with `stock`.
+            tokens: the number of tokens of the call; None is larger than any maximum.
         """
         listed = self.listed(op, mode)
         if listed is not None:

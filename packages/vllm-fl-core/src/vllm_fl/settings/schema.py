@@ -51,12 +51,12 @@ class Setting:
     """One setting's effective value.
 
     Args:
-        key: `prefer`, `oot_blacklist`, …; an op's order is `op_backends.<op>`.
+        key: `prefer`, `oot_blacklist`, …; for an op's order `op_backends.<op>`.
         value: text, a boolean, None, a tuple of names, an `OpOrder`, or a tuple of `DeviceOrder`.
-        origin: where it comes from: `default`, `detected`, `environment VLLM_FL_PREFER`,
-            `/etc/fl.yaml:3`, `/opt/cuda.yaml:12 (vllm-fl-cuda 0.1.0)`.
-        overrides: (value, origin) of what it replaced, or was merged from, the nearest first. A
-            variable that VLLM_FL_CONFIG overrides is shown by its text, unread.
+        origin: its source: `default`, `detected`, `environment VLLM_FL_PREFER`, `/etc/fl.yaml:3`,
+            `/opt/cuda.yaml:12 (vllm-fl-cuda 0.1.0)`.
+        overrides: (value, origin) of the settings that it replaces or merges, nearest first. A
+            variable that VLLM_FL_CONFIG overrides has its unparsed text.
     """
 
     key: str
@@ -81,18 +81,19 @@ class Setting:
         return f"{self.key}={text} ({self.origin})"
 
     def replaced(self, value: object, origin: str) -> Setting:
-        """Return this setting with another value, which overrides its own."""
+        """Return this setting with another value, which overrides the current one."""
         overrides = ((self.value, self.origin), *self.overrides)
         return dataclasses.replace(self, value=value, origin=origin, overrides=overrides)
 
     @property
     def undo(self) -> str:
-        """The command that unsets it, or that opens its file."""
+        """The command that unsets it, or opens its file."""
         return undo(self.origin)
 
 
 def undo(origin: str) -> str:
-    """As `Setting.undo`, of a text that begins with the variable's name, or with file and line."""
+    """Return `Setting.undo` for a text that begins with a variable's name, or with file and
+    line."""
     if in_file := re.match(r"(\S.*?):(\d+)\b", origin):
         return f"${{EDITOR:-vi}} +{in_file[2]} {shlex.quote(in_file[1])}"
     named = re.search(r"\benvironment (\w+)|^(\w+_\w+)", origin)
@@ -101,21 +102,21 @@ def undo(origin: str) -> str:
 
 @dataclass(frozen=True)
 class Settings(Mapping[str, Setting]):
-    """Every setting by its key, read-only.
+    """All settings by key, read-only.
 
-    The attributes are declarations: of an instance each is its effective value
+    The class attributes are declarations; on an instance they are the effective values
     (`SettingSpec.__get__`).
 
-    `load_startup` gives only those that a process needs before its plugins are known; reading
-    another one of those is a KeyError.
+    `load_startup` reads only settings that a process needs before its plugins are known; other
+    attributes then raise KeyError.
 
     Args:
         entries: the settings, in the order of the reference.
         warnings: warnings for the user, one sentence each.
-        unchecked: names that are unknown or were not checked yet, such as
-            `oot_blacklist.fused_moe`; `check_names` shortens it.
-        tuned: the table that `table` names.
-        locked: the lock that `lock` names.
+        unchecked: names that are unknown or not checked yet, such as `oot_blacklist.fused_moe`;
+            `check_names` removes known names.
+        tuned: the tuning table (setting `table`).
+        locked: the lock file (setting `lock`).
         declared: the declarations of core and of the loaded plugins.
     """
 
@@ -133,26 +134,26 @@ class Settings(Mapping[str, Setting]):
     platform = SettingSpec[str | None]("platform", "VLLM_FL_PLATFORM", None, read=read_platform)
     """The platform, forced or detected."""
     prefer = SettingSpec("prefer", "VLLM_FL_PREFER", "flagos", in_file=True, choices=PREFERENCES)
-    """The kind that is tried first, or `stock`: everything is left to vLLM."""
+    """The kind that is tried first, or `stock` for vLLM's implementations."""
     strict = SettingSpec("strict", "VLLM_FL_STRICT", False, in_file=True)
-    """Whether the first failure is raised and nothing else is tried."""
+    """Whether the first failure is raised and no other implementation is tried."""
     allow_vendors = SettingSpec[SomeNames](
         "allow_vendors", "VLLM_FL_ALLOW_VENDORS", None, in_file=True, names="vendor"
     )
-    """The only vendors that may be used, or None."""
+    """The only vendors that may be used, or None for all."""
     deny_vendors = SettingSpec[Names](
         "deny_vendors", "VLLM_FL_DENY_VENDORS", (), in_file=True, names="vendor"
     )
-    """Vendors that may not be used."""
+    """Vendors that must not be used."""
     require = SettingSpec(
         "require", "VLLM_FL_REQUIRE", "none", in_file=True, choices=("none", "batch_invariant")
     )
-    """The property that an engine's implementations must have."""
+    """The property that implementations in an engine must have."""
     table = SettingSpec[str | None]("table", "VLLM_FL_TABLE", None, in_file=True)
-    """A file of `vllm-fl tune`: orders for the device that was measured, or None."""
+    """A tuning table for the measured device, or None."""
     lock = SettingSpec[str | None]("lock", "VLLM_FL_LOCK", None)
-    """A file of `vllm-fl plan --save`, from which an engine may not differ, or None. After `warn:`
-    an engine that differs only warns."""
+    """A lock file that the engine must match, or None. After `warn:`, a difference only logs a
+    warning."""
     oot_enabled = SettingSpec("oot_enabled", "VLLM_FL_OOT_ENABLED", True)
     """Whether vLLM's layers are replaced."""
     oot_whitelist = SettingSpec[SomeNames](
@@ -171,25 +172,25 @@ class Settings(Mapping[str, Setting]):
     preflight = SettingSpec(
         "preflight", "VLLM_FL_PREFLIGHT", "verify", choices=("verify", "run", "off")
     )
-    """Whether implementations are verified, run, or neither before the model is built."""
+    """How implementations are tested before the model is built."""
     log_level = SettingSpec(
         "log_level", "VLLM_FL_LOG_LEVEL", "INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR")
     )
     """The level of the logger `vllm_fl`."""
     debug = SettingSpec("debug", "VLLM_FL_DISPATCH_DEBUG", False)
-    """Whether every resolution is printed and calls are counted."""
+    """Whether to print every resolution and count calls."""
     count_calls = SettingSpec("count_calls", "VLLM_FL_COUNT_CALLS", False)
-    """Whether calls are counted."""
+    """Whether to count calls."""
     metrics = SettingSpec[str | None]("metrics", "VLLM_FL_METRICS", None)
-    """The file that each worker writes its counters to, by its rank, or None."""
+    """The file for each worker's counters, with its rank in the name; or None."""
     shadow = SettingSpec[str | None]("shadow", "VLLM_FL_SHADOW", None, read=read_share)
-    """The share of steps in which the plan's calls are compared while they serve, or None."""
+    """The fraction of steps with a shadow check of the plan's calls, or None."""
     plugins = SettingSpec[SomeNames]("plugins", "VLLM_FL_PLUGINS", None, names="distribution")
-    """The distributions whose plugins are loaded, or None for all."""
+    """The distributions with plugins to load, or None for all."""
     plugin_modules = SettingSpec[Names](
         "plugin_modules", "VLLM_FL_PLUGIN_MODULES", (), names="module"
     )
-    """Modules that are loaded as plugins."""
+    """Modules to load as plugins."""
     flagcx_path = SettingSpec[str | None]("flagcx_path", "FLAGCX_PATH", None)
     """The folder of FlagCX, or None."""
 
@@ -213,7 +214,6 @@ class Settings(Mapping[str, Setting]):
 
     @cached_property
     def policy(self) -> SelectionPolicy:
-        """The choice between implementations."""
         allowed = self.allow_vendors
         return SelectionPolicy(
             prefer=self.prefer,
@@ -228,7 +228,7 @@ class Settings(Mapping[str, Setting]):
         )
 
     def without_table(self, why: str) -> Settings:
-        """Return these settings, in which the table has no effect; `why` says why."""
+        """Return these settings with the tuning table disabled; `why` is the reason."""
         if self.tuned is None:
             return self
         return dataclasses.replace(self, tuned=dataclasses.replace(self.tuned, unused=why))
@@ -236,12 +236,13 @@ class Settings(Mapping[str, Setting]):
     def with_devices(self, device: str, mode: Mode) -> Settings:
         """Return these settings with the orders for a device.
 
-        Orders for the device in a user's own file win over all others. A user's lists win over
-        those of the table, and these over what backends ship, as does a user's `prefer`.
+        Precedence: the user's orders for the device; the user's orders for any device; the tuning
+        table; orders of backends for the device. The user's `prefer` also overrides backends.
 
         Args:
-            device: the name of the engine's; empty if it is not known, and nothing changes.
-            mode: the engine's.
+            device: the name of the engine's device; if it is empty, the settings are returned
+                unchanged.
+            mode: the engine's mode.
         """
         if not device:
             return self
@@ -266,7 +267,7 @@ class Settings(Mapping[str, Setting]):
 
     @property
     def by_device(self) -> dict[str, tuple[DeviceOrder, ...]]:
-        """Op -> its orders on some devices; the first that is for the engine's device is used."""
+        """Op -> its orders on some devices. The first match for the engine's device is used."""
         return {
             key.removeprefix(DEVICES): cast("tuple[DeviceOrder, ...]", setting.value)
             for key, setting in self.items()
@@ -282,7 +283,7 @@ class Settings(Mapping[str, Setting]):
 
     @property
     def unowned(self) -> tuple[str, ...]:
-        """The keys, or variables, of settings without a loaded plugin; they have no effect."""
+        """The keys or variables of settings without a loaded plugin, which have no effect."""
         return tuple(
             key
             for key in self
@@ -293,12 +294,12 @@ class Settings(Mapping[str, Setting]):
 
     @property
     def chosen(self) -> dict[str, Setting]:
-        """The settings that the user set, by variables or in a file."""
+        """The settings that the user set, in variables or in a file."""
         paired = {key for pair in pairs(self.declared) for key in pair}
         chosen = {}
         for key, setting in self.items():
             if key in paired and not setting.value:
-                continue  # a list closes the other one of its pair, and then has its origin
+                continue  # emptied by the other list of its pair
             in_file = self.config is not None and setting.origin.startswith(f"{self.config}:")
             by_variable = setting.origin.startswith(("environment ", COMMAND_LINE))
             if in_file or by_variable or f"(environment {OP_CONFIG})" in setting.origin:
@@ -306,14 +307,13 @@ class Settings(Mapping[str, Setting]):
         return chosen
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Declarations of plugins do not travel, since their `read` may not be picklable.
+        # Declarations of plugins are not pickled: their `read` may not be picklable.
         return Settings, (self.entries, self.warnings, self.unchecked, self.tuned, self.locked)
 
 
 ITEMS: Declared = MappingProxyType(
     {spec.key: spec for spec in vars(Settings).values() if isinstance(spec, SettingSpec)}
 )
-"""Core's own settings."""
 
 
 def variables_of(spec: SettingSpec[Any]) -> tuple[str, ...]:
@@ -322,23 +322,23 @@ def variables_of(spec: SettingSpec[Any]) -> tuple[str, ...]:
 
 
 def variables(declared: Declared) -> tuple[str, ...]:
-    """Every environment variable that is a setting."""
+    """Return the environment variables of all settings."""
     return (*(v for spec in declared.values() for v in variables_of(spec)), PER_OP, OP_CONFIG)
 
 
 def overridden(declared: Declared) -> tuple[str, ...]:
-    """The variables that VLLM_FL_CONFIG overrides."""
+    """Return the variables that VLLM_FL_CONFIG overrides."""
     return variables({key: spec for key, spec in declared.items() if spec.in_file})
 
 
 def file_keys(declared: Declared) -> tuple[str, ...]:
-    """The keys of a YAML file."""
+    """Return the keys of a YAML file."""
     keys = (key for key, spec in declared.items() if spec.in_file)
     return (*keys, ORDER_PREFIX.rstrip("."), DEVICES.rstrip("."), EXTENDS)
 
 
 def pairs(declared: Declared) -> tuple[tuple[str, str], ...]:
-    """(whitelist, blacklist) of each pair; a layer may set one of the two."""
+    """Return (whitelist, blacklist) of each pair; a layer must not set both."""
     return tuple((spec.key, spec.excludes) for spec in declared.values() if spec.excludes)
 
 
@@ -350,7 +350,6 @@ def is_absent(name: str, declared: Declared) -> bool:
 
 
 VARIABLES = variables(ITEMS)
-"""The variables of core's own settings."""
 
 TAKEN = (*VARIABLES, *ITEMS)
-"""The keys and variables of core, which plugins may not use."""
+"""Keys and variables that plugins must not use."""

@@ -1,4 +1,4 @@
-"""Merging the settings files that several distributions ship for one platform."""
+"""Merge the settings files that several distributions provide for one platform."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from .schema import Declared, Setting, pairs
 from .values import ORDER_PREFIX, wrong
 
 Brought = Mapping[str, Sequence[tuple[str, Impl]]]
-"""Op -> (its distribution, as platform files are named; the implementation) of all installed."""
+"""Op -> [(`Owner.name`, implementation)] for all installed implementations."""
 
 
 def unite(files: Sequence[tuple[str, Layer]], brought: Brought, declared: Declared) -> Layer:
-    """Merge files into one layer. It does not depend on the order in which they are given.
+    """Merge files into one layer, independently of their order.
 
-    Of an op, each file orders the implementations of its own distribution. Blacklists and
-    `deny_vendors` add up. Of whitelists the common names remain, without those of a blacklist.
-    Another item that two files set differently goes back to the default.
+    In the order of an op, each file ranks its distribution's implementations. Blacklists and
+    `deny_vendors` are joined. Whitelists are intersected, without names of a blacklist. Any other
+    setting with different values returns to its default.
 
     Args:
         files: (distribution, its settings).
         brought: the installed implementations, and their distributions.
-        declared: the settings that exist.
+        declared: the known settings.
 
     Raises:
-        SettingsError: one file sets the whitelist and the blacklist of a pair.
+        SettingsError: a file sets both the whitelist and the blacklist of a pair.
     """
     several: dict[str, list[tuple[str, Setting]]] = {}
     for distribution, layer in sorted(files, key=itemgetter(0)):
@@ -61,7 +61,13 @@ def unite(files: Sequence[tuple[str, Layer]], brought: Brought, declared: Declar
 
 
 def close_pairs(layer: Layer, declared: Declared) -> None:
-    """Let a layer's whitelist also settle its blacklist, and the other way round."""
+    """Clear a layer's blacklist if it sets the whitelist, and vice versa.
+
+    Otherwise the other list of a lower layer would apply as well.
+
+    Raises:
+        SettingsError: the layer sets both.
+    """
     for white, black in pairs(declared):
         if white in layer and black in layer:
             raise wrong(
@@ -76,7 +82,7 @@ def close_pairs(layer: Layer, declared: Declared) -> None:
 
 
 def _united(settings: Sequence[Setting], spec: SettingSpec[object] | None) -> Setting:
-    """A setting of several files that is not an order."""
+    """Merge a setting of several files that is not an order."""
     values = [setting.value for setting in settings]
     origin = _and(setting.origin for setting in settings)
     default = spec.default if spec else ()
@@ -96,10 +102,11 @@ def _united(settings: Sequence[Setting], spec: SettingSpec[object] | None) -> Se
 def _united_order(
     each: Sequence[tuple[str, Setting]], impls: Sequence[tuple[str, Impl]], default: Sequence[str]
 ) -> Setting:
-    """The order of one op, for each of the engine's modes.
+    """Merge the orders of one op, for each of the engine's modes.
 
-    The files are taken by the kinds that they provide, in the default order. The first one has its
-    own order. The tokens of the others come directly before `stock`, or last, as those files say.
+    The files are sorted by the kinds that their distributions provide, in the default order. The
+    first file's order begins the result. Selectors of other files follow directly before `stock`,
+    or after it if they follow `stock` there.
     """
 
     def rank(distribution: str) -> tuple[int, str]:
@@ -114,7 +121,7 @@ def _united_order(
         after: list[Token] = []
         for distribution, setting in sorted(each, key=lambda item: rank(item[0])):
             side = before
-            for _, tokens in cast("OpOrder", setting.value).rows(mode):  # no file has two
+            for _, tokens in cast("OpOrder", setting.value).rows(mode):  # always one row
                 for token in tokens:
                     side = after if token == stock else side
                     others = listing - {distribution}
@@ -129,7 +136,7 @@ def _united_order(
 def _narrowed(
     token: Token, earlier: Sequence[Token], others: set[str], impls: Sequence[tuple[str, Impl]]
 ) -> Iterator[Token]:
-    """The token without implementations of other distributions, which their files order."""
+    """Restrict a selector to implementations that no other distribution's file ranks."""
     matched = [(owner, impl) for owner, impl in impls if token.matches(impl)]
     if not any(owner in others for owner, _ in matched):
         yield token
@@ -141,7 +148,6 @@ def _narrowed(
 
 
 def _merged(settings: Sequence[Setting], value: object, origin: str) -> Setting:
-    """The setting that replaces these, which it remembers."""
     overrides = tuple((setting.value, setting.origin) for setting in settings)
     return dataclasses.replace(settings[0], value=value, origin=origin, overrides=overrides)
 

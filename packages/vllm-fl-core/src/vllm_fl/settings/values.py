@@ -1,4 +1,4 @@
-"""Values of settings: reading and checking them."""
+"""Read and check the values of settings."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ PER_OP = "VLLM_FL_PER_OP"
 OP_CONFIG = "VLLM_FL_OP_CONFIG"
 
 ORDER_PREFIX = "op_backends."
-"""The prefix of the key of an op's order: each op is a setting of its own."""
+"""Prefix of the key of an op's order: each op is a separate setting."""
 
 DEVICES = "devices."
-"""The prefix of the key of an op's orders for some devices."""
+"""Prefix of the key of an op's orders for some devices."""
 
 EXTENDS = "extends"
-"""The key by which a user's file keeps the settings of lower layers."""
+"""The key that makes a user's file extend the lower layers."""
 
 GROUPS = f"{ORDER_PREFIX}{GROUP}"
-"""The prefix of the key of a group's order, before its ops replace it."""
+"""Prefix of the key of a group's order, until orders of its ops replace it."""
 
 IN_TREE = ("cuda", "cpu", "rocm", "tpu", "xpu")
-"""vLLM's own platforms, by its names."""
+"""The platforms in vLLM, by its names."""
 
 PLATFORMS = (*IN_TREE, "ascend")
 PLATFORM_ALIASES = {"nvidia": "cuda", "npu": "ascend"}
 
 MAX_BYTES = 64 * 1024
-"""The most bytes of a settings file. Each line costs time at each startup."""
+"""Maximum bytes of a settings file: each startup parses it."""
 
 BOOLEANS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
@@ -46,8 +46,7 @@ BOOLEANS = {
 
 
 def normalise_platform(name: str) -> str:
-    """Return a platform's name as files have it: lower case, `cuda` for `nvidia`, `ascend` for
-    `npu`."""
+    """Lower-case a platform's name, and replace `nvidia` by `cuda` and `npu` by `ascend`."""
     lower = name.strip().lower()
     return PLATFORM_ALIASES.get(lower, lower)
 
@@ -55,7 +54,7 @@ def normalise_platform(name: str) -> str:
 def wrong(
     key: str, origin: str, problem: str, *, kind: type[SettingsError] = InvalidSettingError
 ) -> SettingsError:
-    """Return the error of one setting, with its origin and its key."""
+    """Return the error of one setting."""
     op = key.removeprefix(ORDER_PREFIX) if key.startswith(ORDER_PREFIX) else None
     key = _short(key if key.isprintable() else ascii(key), 80)
     return kind(f"{origin}: {key}: {_short(problem, 600)}", key=key, origin=origin, op=op)
@@ -74,7 +73,7 @@ def _short(text: str, most: int) -> str:
 
 
 def name_of(value: str) -> str:
-    """Read one name of a list: an op, a layer, a vendor, a module. Raises ValueError."""
+    """Check a name in a list: an op, a layer, a vendor, a module. Raises ValueError."""
     if not re.fullmatch(r"[\w.+:-]+", value):
         problem = "is not a valid name; a name has no spaces, quotes or separators"
         raise ValueError(f"{value!r} {problem}")
@@ -87,7 +86,7 @@ def is_ordered(name: str) -> bool:
 
 
 def expected(spec: SettingSpec[Any]) -> str:
-    """Return the values that the setting takes, for an error."""
+    """Describe the accepted values, for an error."""
     if isinstance(spec.default, bool):
         return "true or false"
     if spec.names:
@@ -96,13 +95,13 @@ def expected(spec: SettingSpec[Any]) -> str:
 
 
 def value_of(spec: SettingSpec[Any], text: str) -> object:
-    """Read a setting's text. Raises ValueError."""
+    """Parse the text of a setting. Raises ValueError."""
     if spec.read is not None:
         try:
             return spec.read(text)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # a plugin's may raise anything
+        except BaseException as error:  # `read` of a plugin may raise anything
             raise ValueError(quote(error).removeprefix("ValueError: ")) from error
     if isinstance(spec.default, bool):
         if text.lower() not in BOOLEANS:
@@ -127,25 +126,25 @@ def read_text(path: str, key: str, origin: str, *, most: int = MAX_BYTES) -> str
     """Return the text of a file of at most `most` bytes. Raises only SettingsError."""
     where = "" if os.path.isabs(path) else " (relative to the working directory)"
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would block, a device never end
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe may block, a device may never end
             raise wrong(key, origin, f"{path!r} is not a regular file")
         with open(path, "rb") as file:
             data = file.read(most + 1)
         if len(data) > most:
             raise wrong(key, origin, f"{path!r} has more than {most} bytes; is it the file?")
         return data.decode("utf-8-sig")
-    except SettingsError:  # which is a ValueError, too
+    except SettingsError:  # it may be a ValueError
         raise
     except FileNotFoundError as error:
         problem = f"{path!r} does not exist{where}"
         raise wrong(key, origin, problem, kind=MissingFileError) from error
-    except (OSError, ValueError) as error:  # no UTF-8, or a path with a NUL
+    except (OSError, ValueError) as error:  # invalid UTF-8, or a path with a NUL
         why = getattr(error, "strerror", None) or error
         raise wrong(key, origin, f"{path!r} cannot be read: {why}") from error
 
 
 def read_share(text: str) -> str | None:
-    """A share of the whole, as `0.01`; None for nothing of it. Raises ValueError."""
+    """Check a fraction such as `0.01`; None for 0. Raises ValueError."""
     try:
         share = float(text)
     except ValueError:
@@ -156,7 +155,7 @@ def read_share(text: str) -> str | None:
 
 
 def read_platform(text: str) -> str:
-    """A platform's name. Raises ValueError."""
+    """Normalise a platform's name. Raises ValueError."""
     name = normalise_platform(text)
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
         raise ValueError(f"expected a platform such as {', '.join(PLATFORMS)}, got {text!r}")

@@ -1,1 +1,1 @@
-"""Where plugins of the older form expect `base.Backend`."""
+"""Kept for plugins of the older form, which import `base.Backend`."""

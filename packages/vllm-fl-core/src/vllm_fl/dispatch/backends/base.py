@@ -1,4 +1,4 @@
-"""The base class that plugins of the older form subclass. New plugins need none."""
+"""The base class of plugins of the older form. New plugins do not need it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class Backend:
 
     @property
     def name(self) -> str:
-        """The backend's name."""
+        """The backend's name; subclasses must define it."""
         raise NotImplementedError(f"{type(self).__name__} must say its name")
 
     @property
     def vendor(self) -> str | None:
-        """The vendor's name; None for a backend of no vendor."""
+        """The vendor's name, or None."""
         return None
 
     def is_available(self) -> bool:
-        """Whether it can run on this machine."""
+        """Whether the backend can run on this machine."""
         return True

@@ -1,1 +1,1 @@
-"""Graphs that vLLM compiles: our passes over them, and the ranges of sizes that they are for."""
+"""Our passes over the graphs that vLLM compiles, and the ranges of sizes of the graphs."""

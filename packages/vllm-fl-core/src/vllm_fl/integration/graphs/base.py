@@ -1,7 +1,4 @@
-"""The base of our passes over graphs.
-
-Imported where vLLM makes its pass manager, which is in a worker that compiles.
-"""
+"""The base of our graph passes, imported only in a worker that compiles."""
 
 from __future__ import annotations
 
@@ -24,19 +21,15 @@ if TYPE_CHECKING:
     from ..engines import Engine
 
 FUNCTIONAL = torch.ops.higher_order.auto_functionalized
-"""An operator that writes over arguments is in graphs as this: it returns what the operator
-returns, and a tensor for each argument that the operator writes over."""
+"""The form in graphs of an operator that overwrites arguments: it returns the results of the
+operator, and a tensor for each overwritten argument."""
 
 
 class GraphPass(InductorPass):  # type: ignore[misc]
-    """A pass over graphs, for one engine.
-
-    Args:
-        engine: the engine.
-        vllm_config: the engine's configuration.
+    """A graph pass of one engine.
 
     Attributes:
-        tasks: what the pass looks for. Without any it is not run.
+        tasks: the operators or ops to find. The pass does not run without tasks.
     """
 
     tasks: Any
@@ -46,20 +39,18 @@ class GraphPass(InductorPass):  # type: ignore[misc]
         self.tasks = self.find_tasks()
 
     def find_tasks(self) -> Collection[Any]:
-        """Return what the pass looks for."""
         raise NotImplementedError
 
     @property
     def sizes(self) -> Range:
-        """The token counts of the graph that is being compiled."""
+        """The token counts of the graph that vLLM is compiling."""
         return ranges.now(self.config)
 
     @property
     def done(self) -> InGraphs:
-        """What passes have done for the engine."""
         return in_graphs(self.engine)
 
     def uuid(self) -> str:
-        """The key of the pass in the compiler's caches: its source, and the plan's digest."""
+        """Return the pass's key for compile caches, from its source and the plan's digest."""
         source = inspect.getsource(sys.modules[type(self).__module__])
         return f"{self.hash_source(source)}|{digest_of(self.config)}"

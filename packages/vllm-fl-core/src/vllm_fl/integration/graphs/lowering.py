@@ -1,10 +1,10 @@
-"""The pass of ours by which an op that is ordered by size becomes code of one implementation.
+"""The pass that inlines one implementation of an op with an order by size.
 
-vLLM traces a model once and compiles its graphs for each range of token counts (`ranges.py` says
-where we split them). In the graph of a range with one traceable choice, that code replaces the
-operator that would look its row up; elsewhere the operator stays.
+vLLM traces a model once and compiles its graphs for each range of token counts (`ranges.py` splits
+them). In the graph of a range with one traceable choice, that implementation's code replaces the
+operator that would choose at each call. In other graphs the operator stays.
 
-Imported where vLLM makes its pass manager, which is in a worker that compiles.
+Imported only in a worker that compiles.
 """
 
 from __future__ import annotations
@@ -37,20 +37,18 @@ if TYPE_CHECKING:
     from vllm.ir.op import IrOp
 
 OWNER = "vllm_fl"
-"""Marks a node's code as an implementation's: a key next to the modules that it is of, which torch
-passes on to the nodes that replace it. Its value is (op, impl id)."""
+"""Marks the code of an implementation: a key in a node's `nn_module_stack`, which torch copies to
+the nodes that replace it. The value is (op, impl id)."""
 
 log = get_logger("engine")
 
 
 class RangeLowering(GraphPass):
-    """The pass, for one engine."""
-
     def find_tasks(self) -> dict[Any, Site]:
         return {**_in_graphs(self.engine.plan), **_in_ir(self.engine.plan)}
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Replace the operators of one graph by code, as far as its range allows."""
+        """Inline implementations in one graph, if its range allows it."""
         patterns = PatternMatcherPass()
         register_graph_pattern(
             CallFunctionVarArgs(list(self.tasks)),
@@ -62,7 +60,7 @@ class RangeLowering(GraphPass):
             self._note(site.chain, graph.find_nodes(op="call_function", target=target))
 
     def _note(self, chain: Chain, stay: Sequence[fx.Node]) -> None:
-        """Count the operators that stay, and log those that one choice would have served."""
+        """Count the operators that stay, and warn if one choice could have replaced them."""
         sizes = self.sizes
         impl = choice(chain, sizes)
         is_news = bool(stay) and not self.done.stayed[chain.op, sizes]
@@ -79,14 +77,14 @@ class RangeLowering(GraphPass):
         )
 
     def _choice(self, node: fx.Node) -> OpImpl | None:
-        """Return whose code replaces an operator; None if it stays."""
+        """Return the implementation that replaces an operator; None if the operator stays."""
         site = self.tasks[node.target]
         tokens = site.tokens([_value(arg) for arg in node.args])
         called = None if node.kwargs else _called(tokens, self.sizes, node.graph)
         return None if called is None else choice(site.chain, called)
 
     def _lower(self, match: Match, *args: Any, **kwargs: Any) -> None:
-        """Replace an operator by an implementation's code, or log why it stays."""
+        """Replace an operator with the code of an implementation, or log why it stays."""
         (node,) = match.nodes
         site, impl = self.tasks[node.target], self._choice(node)
         assert impl is not None
@@ -94,8 +92,8 @@ class RangeLowering(GraphPass):
         modules = node.meta.get("nn_module_stack") or {}
         node.meta["nn_module_stack"] = {**modules, OWNER: (op, impl.impl_id)}
         try:
-            # The passes that torch runs on the new code remove copies, and with them what keeps an
-            # argument from what the implementation writes into its copy.
+            # torch's passes over the new code remove copies. Without functionalisation an
+            # implementation that writes to its copy would then overwrite the argument.
             run = site.inlined(impl)
             pure = torch.func.functionalize(
                 lambda *args: under_one(run, args, results), remove="mutations"
@@ -116,12 +114,12 @@ class RangeLowering(GraphPass):
 
 
 def _in_graphs(plan: Plan) -> dict[Any, Site]:
-    """The operators that stand in traced graphs for layers' ops."""
+    """Return the operators of the plan's layers in traced graphs."""
     return {target: site for target, site in ordered().items() if site.chain.record is plan.record}
 
 
 def _in_ir(plan: Plan) -> dict[Any, Site]:
-    """The ops of vLLM's IR, which it would lower to our provider afterwards."""
+    """Return the IR ops that vLLM would otherwise lower to our provider after this pass."""
     found: dict[Any, Site] = {}
     for op, of_op in ir_ops().items():
         if plan.is_stock(op) or not plan.entries[op].ceilings:
@@ -158,14 +156,12 @@ def _symbols(placeholder: fx.Node) -> set[Any]:
 def _called(tokens: Any, sizes: Range, graph: fx.Graph) -> Range | None:
     """Return the token counts of an operator's calls in a graph; None if they are unknown.
 
-    Inputs that no traced operation has joined have unknowns of their own. To vLLM each is its
-    number of tokens: it replaces all of them by that when it compiles for a single size
-    (create_concrete_args).
+    Graph inputs that no traced operation has combined have different symbols. vLLM uses each symbol
+    as its number of tokens: `create_concrete_args` replaces all of them for a single size.
 
     Args:
-        tokens: the count as the graph has it: a number, or an expression of its unknowns.
-        sizes: the token counts for which the graph is compiled.
-        graph: the graph.
+        tokens: an int, or a SymInt with an expression of the graph's symbols.
+        sizes: the token counts that the graph is compiled for.
     """
     if isinstance(tokens, int):
         return Range(tokens, tokens)

@@ -1,11 +1,11 @@
-"""vLLM's pass manager with our passes after its own.
+"""The platform's pass manager with our passes added.
 
-vLLM asks its platform for the manager of the passes over a compiled graph. Ours is the platform's
-own, and adds those that the plan of the compiling engine needs, before vLLM lowers the ops of its
-IR: `replacing.py` replaces operators by planned ops, `lowering.py` inlines ops that are ordered by
-size. A third pass counts the operators that vLLM's own passes found.
+vLLM gets the class of its pass manager from the platform. Our subclass adds passes that the plan of
+the compiling engine needs, before vLLM lowers its IR ops: `replacing.py` replaces operators with
+planned ops, and `lowering.py` inlines ops with an order by size. A third pass counts the operators
+that vLLM's passes inserted.
 
-Imported where vLLM makes its pass manager, which is in a worker that compiles.
+Imported only in a worker that compiles.
 """
 
 from __future__ import annotations
@@ -32,22 +32,17 @@ log = get_logger("engine")
 
 
 def manager_path(stock: str) -> str:
-    """The path of a pass manager with our passes in it.
-
-    Args:
-        stock: the path of the platform's own.
-    """
+    """Return the path of a pass manager with our passes, over the one at the path `stock`."""
     return path_over(__name__, PREFIX, stock)
 
 
 class FusedOperators(GraphPass):
-    """Counts the operators that vLLM's passes put into graphs for planned ops."""
+    """Counts the operators that vLLM's passes insert for planned ops."""
 
     def find_tasks(self) -> dict[str, str]:
         return fused_operators(self.engine.plan)
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Count the operators of one graph."""
         sites = self.done.sites
         for op in {*self.tasks.values()}:
             sites[op].graphs += 1
@@ -61,10 +56,10 @@ PASSES = (TorchOperators, FusedOperators, RangeLowering)
 
 
 class _WithOurPasses:
-    """What we add to a pass manager. Mixed in before the platform's own."""
+    """Our changes to a pass manager: a mixin that precedes the platform's class."""
 
     def configure(self, config: VllmConfig) -> None:
-        """As vLLM does; then ours, after the passes that look for ops of its IR."""
+        """Configure vLLM's passes, and append ours after the passes that match IR ops."""
         super().configure(config)  # type: ignore[misc]
         engine = now()
         if engine is None or not ranges.is_compiled_by_range(config):
@@ -73,7 +68,7 @@ class _WithOurPasses:
         if hasattr(self, "add"):
             for each in passes:
                 self.add(each)
-        elif passes:  # a device's own
+        elif passes:  # the manager of a device plugin
             log.warning(
                 "%s takes no further pass (it has no add): what is ordered by size is inlined in "
                 "no range, and stays operators",
@@ -82,5 +77,5 @@ class _WithOurPasses:
 
 
 def __getattr__(name: str) -> type:
-    """Only a path travels to vLLM: the class is made from it on demand."""
+    """Make the class on demand: vLLM gets only its path."""
     return over_class(__name__, PREFIX, name, _WithOurPasses)

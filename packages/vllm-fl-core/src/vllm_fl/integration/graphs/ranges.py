@@ -1,9 +1,9 @@
-"""Where vLLM splits the token counts that it compiles a model for, so that rows can be inlined.
+"""Split vLLM's compile ranges where orders by size change, to inline choices in graphs.
 
-In its mode VLLM_COMPILE vLLM traces a model once, and compiles the graphs for each range of token
-counts apart. We split the ranges where orders by size do (`engine/ranges.py` says at which of their
-edges), and our pass (`lowering.py`) inlines what holds for a whole range. A single token is a size
-of its own to vLLM (`compile_sizes`), as its ranges cannot end there.
+In mode VLLM_COMPILE vLLM traces a model once, and compiles the graphs separately for each range of
+token counts. We split the ranges at edges of orders by size (`engine/ranges.py` selects them), and
+our pass (`lowering.py`) inlines a choice that applies to a whole range. vLLM's ranges cannot end at
+a single token, which is a separate size (`compile_sizes`) instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def is_compiled_by_range(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM compiles this engine's model for each range of token counts apart."""
+    """Return whether vLLM compiles the model separately for each range of token counts."""
     from vllm.config import CompilationMode
 
     compilation = vllm_config.compilation_config
@@ -32,12 +32,12 @@ def is_compiled_by_range(vllm_config: VllmConfig) -> bool:
 def split(
     vllm_config: VllmConfig, chains: Mapping[str, Chain], entry: MutableMapping[str, Any]
 ) -> None:
-    """Split vLLM's ranges where the plan's rows can be inlined, and no longer where they could.
+    """Split vLLM's compile ranges for a plan, and undo the splits of an earlier plan.
 
     Args:
         vllm_config: the engine's configuration, changed here.
-        chains: op -> its candidates, of those that graphs can have by range of sizes.
-        entry: where it is remembered which edges are ours.
+        chains: op -> its candidates, for ops that graphs can select by range of sizes.
+        entry: keeps our edges, for a later call.
     """
     compilation = vllm_config.compilation_config
     ours = set(entry.pop("edges", ()))
@@ -67,17 +67,17 @@ def split(
 
 
 def _can_be_alone(compilation: CompilationConfig) -> bool:
-    """Whether vLLM may be told to compile for a single token apart.
+    """Return whether we may add 1 to `compile_sizes`.
 
-    It would compile encoders for that, too, with 1 in the place of each of their sizes, which not
-    every one of their shapes allows.
+    vLLM would compile encoders for it too, with 1 for each symbolic size, which is impossible for
+    some of their shapes.
     """
     sizes = compilation.compile_sizes or ()
     return 1 not in sizes and not getattr(compilation, "compile_mm_encoder", False)
 
 
 def compiled(vllm_config: VllmConfig) -> list[Range]:
-    """The ranges that vLLM compiles the model for, in ascending order, as they serve."""
+    """Return the ranges and single sizes that vLLM compiles the model for, in ascending order."""
     compilation = vllm_config.compilation_config
     sizes = sorted(n for n in compilation.compile_sizes or () if isinstance(n, int))
     largest = vllm_config.scheduler_config.max_num_batched_tokens
@@ -89,7 +89,7 @@ def compiled(vllm_config: VllmConfig) -> list[Range]:
 
 
 def now(vllm_config: VllmConfig) -> Range:
-    """The token counts of the graph that is being compiled, as it serves."""
+    """Return the token counts that the graph being compiled will run with."""
     from vllm.compilation.passes.inductor_pass import get_pass_context
 
     compiled = get_pass_context().compile_range
@@ -100,9 +100,9 @@ def now(vllm_config: VllmConfig) -> Range:
 def planned(
     chains: Mapping[str, Chain], vllm_config: VllmConfig
 ) -> dict[str, list[tuple[Range, str | None]]]:
-    """Op -> (range, the id of whose code is inlined there; None where the operator stays).
+    """Return op -> [(range, id of the implementation that is inlined in it, or None)].
 
-    Of the ops that are ordered by size and of which something is inlined.
+    Only ops of `chains` with a range to inline are included.
     """
     if not is_compiled_by_range(vllm_config):
         return {}
@@ -116,14 +116,13 @@ def planned(
 
 
 def told(chosen: Sequence[tuple[Range, str | None]]) -> str:
-    """What the report remarks of one op of `planned`."""
     inside = [sizes for sizes, impl_id in chosen if impl_id is not None]
     where = ", ".join(str(sizes) for sizes in inside)
     return f"inlined in {len(inside)} of {len(chosen)} ranges ({where} tokens)"
 
 
 def report(engine: Engine, chains: Mapping[str, Chain]) -> dict[str, list[dict[str, Any]]]:
-    """Op -> what is planned for each range, and what became of it, as `vllm_fl_report` says."""
+    """Return the entry `ranges` of the worker report: op -> plan and counts of each range."""
     known = in_graphs(engine)
     return {
         op: [

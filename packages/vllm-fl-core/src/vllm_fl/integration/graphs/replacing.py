@@ -1,11 +1,11 @@
-"""The pass of ours that replaces operators of PyTorch or vLLM in graphs by planned ops.
+"""The pass that replaces operators of PyTorch or vLLM in graphs with planned ops.
 
-In the graphs of a range of sizes that is left to the operator nothing changes. Our operator decides
-about refusals when it is called: its last candidate is the operator of PyTorch or vLLM.
+Graphs of sizes that the plan assigns to the original operator do not change. Our operator falls
+back at each call: its last candidate is the original operator.
 
-It runs before ops of vLLM's IR are lowered: these are still single nodes.
+The pass runs before vLLM lowers its IR ops, which are still single nodes.
 
-Imported where vLLM makes its pass manager, which is in a worker that compiles.
+Imported only in a worker that compiles.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from .state import Sought
 
 
 class TorchOperators(GraphPass):
-    """Puts the operator where the op's binding finds an operator."""
+    """Replaces the operators that an op's `GraphTarget` finds."""
 
     def find_tasks(self) -> list[Sought]:
         return self.done.sought
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Put the ops into one graph, as far as its range of sizes has them.
+        """Replace operators in one graph, for ops that are planned for its range of sizes.
 
-        From its end to its beginning: an op that takes several operators in is found at the last
-        of them, before another op replaces one of them. What nothing reads is then erased.
+        The graph is walked backwards: an op of several operators is found at its last operator,
+        before another op replaces any of them. Unused nodes are erased on the way.
         """
         planned = [each for each in self.tasks if choice(each.chain, self.sizes) is None]
         for each in planned:
@@ -49,12 +49,12 @@ class TorchOperators(GraphPass):
                         break
 
     def _replace(self, graph: fx.Graph, node: fx.Node, each: Sought) -> bool:
-        """Put the op in the place of a call; whether that was done."""
+        """Replace a call if it is the op; return whether it was replaced."""
         args = each.target.find(node)
         if args is None:
             return False
         result = new_node(graph, each.operator, *args)
-        # A functional form's users take the one result out of a pair.
+        # The users of a functional form are getitems of its one result.
         uses = [*node.users, node] if node.target is FUNCTIONAL else [node]
         for use in uses:
             use.replace_all_uses_with(result)

@@ -1,4 +1,4 @@
-"""The passes over the graphs of one engine: their tasks, and counts of their results."""
+"""Tasks and results of the passes over one engine's graphs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Sites:
-    """What a pass has done for one engine.
+    """The results of a pass for one op.
 
     Args:
-        graphs: how many graphs it went through: 0 if all compiled code came from vLLM's cache.
-        found: how many places it found in them.
+        graphs: how many graphs it processed; 0 if vLLM's cache had all compiled code.
+        found: how many matches it found in them.
     """
 
     graphs: int = 0
@@ -30,12 +30,12 @@ class Sites:
 
 @dataclass(frozen=True)
 class Sought:
-    """An op that a pass of ours finds in graphs.
+    """An op that our pass finds in graphs.
 
     Args:
-        target: where it is found.
-        chain: its candidates, by rows.
-        operator: the op's operator, of the contract's schema.
+        target: the target that finds it.
+        chain: its candidates by size.
+        operator: the op as a torch operator with the contract's schema.
     """
 
     target: GraphTarget
@@ -45,13 +45,13 @@ class Sought:
 
 @dataclass
 class InGraphs:
-    """The passes over one engine's graphs.
+    """Tasks and results of the passes of one engine.
 
     Attributes:
-        sites: op -> what its pass has done.
-        sought: the ops that our passes find.
-        inlined: (op, range, impl id) -> how often its code replaced an operator in a graph.
-        stayed: (op, range) -> in how many places of graphs the operator stayed.
+        sites: op -> the results of its pass.
+        sought: the ops that our pass finds.
+        inlined: (op, range, impl id) -> how often its code replaced an operator.
+        stayed: (op, range) -> how often the operator stayed.
     """
 
     sites: dict[str, Sites] = field(default_factory=dict)
@@ -61,6 +61,6 @@ class InGraphs:
 
 
 def in_graphs(engine: Engine) -> InGraphs:
-    """Return the passes over an engine's graphs."""
+    """Return the engine's `InGraphs`; create it at the first call."""
     found: InGraphs = engine.state.setdefault(InGraphs, InGraphs())
     return found

@@ -1,9 +1,9 @@
-"""The number of tokens in a graph, where several unknowns stand for it.
+"""Run code on graph tensors that have several symbols for the number of tokens.
 
-Inputs that no traced operation has joined have unknowns of their own, though each is vLLM's number
-of tokens. vLLM has one table of unknowns for all of a model's graphs, and stores it with what it
-has compiled: two that are joined while a graph is compiled are one input less to who loads that
-graph later, which then ends in an IndexError. Code that we put into a graph must join none.
+Graph inputs that no traced operation has combined have different symbols, though each symbol is
+vLLM's number of tokens. vLLM stores one shape environment with all compiled graphs of a model. If
+two symbols are unified while a graph is compiled, the graph loses an input, and loading it later
+fails with an IndexError. Code that we insert into a graph must not unify symbols.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch.utils import _pytree as pytree
 
 
 def under_one(code: Callable[..., Any], values: Sequence[Any], results: Any) -> Any:
-    """What code in an operator's place returns, in whose arguments one unknown stands for all.
+    """Run code that replaces an operator, with one symbol for the number of tokens.
 
-    That is one of the operator's results, which keep the unknowns that they have in the graph: what
-    follows there, and is traced again when the graph is compiled, would join others with them.
+    The symbol is from the operator's results, if possible. The returned results have the symbols of
+    the graph: otherwise later nodes would unify symbols when the compiler traces the graph again.
 
     Args:
-        code: takes the arguments, and returns tensors and others in the structure of `results`.
-        values: the operator's arguments: tensors of a graph, and others.
-        results: what the operator returns, as the graph has it.
+        code: a function of the arguments that returns values in the structure of `results`.
+        values: the operator's arguments in the graph.
+        results: the operator's results in the graph.
 
     Raises:
-        ValueError: a size or a stride is no unknown and no number, as of two unknowns together; or
-            a result has an unknown that no argument has.
+        ValueError: a size or stride is an expression with another symbol, or a result has a symbol
+            that no argument has.
     """
     known = {_symbol(size): size for value in values for size in _sizes(value)}
     known.pop(None, None)
@@ -42,7 +42,7 @@ def under_one(code: Callable[..., Any], values: Sequence[Any], results: Any) -> 
         return {_symbol(size) for size in _sizes(value)} - {None, one}
 
     def sized(value: Any, number: Callable[[Any], Any]) -> Any:
-        """The tensor's memory in the sizes of which `number` makes its own."""
+        """View a tensor with `number` applied to its sizes and strides."""
         sizes, strides = ([*map(number, of)] for of in (value.shape, value.stride()))
         return torch.as_strided(value, sizes, strides)
 
@@ -74,6 +74,6 @@ def _sizes(value: Any) -> tuple[Any, ...]:
 
 
 def _symbol(size: Any) -> Any:
-    """The unknown that a size is; None for a number, or for what is computed of unknowns."""
+    """Return the symbol of a size; None for a number or an expression of symbols."""
     is_unknown = isinstance(size, torch.SymInt) and size.node.expr.is_symbol
     return size.node.expr if is_unknown else None

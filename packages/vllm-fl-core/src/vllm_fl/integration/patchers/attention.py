@@ -1,6 +1,6 @@
-"""The attention backend: planned for the model, and asked again for each layer that vLLM builds.
+"""Choose the attention backend: planned for the model, and again for each layer that vLLM builds.
 
-`attend` then runs it once, uncompiled: kernels that compile when they are called do so now.
+`attend` then runs it once, uncompiled, which compiles just-in-time kernels before serving.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..engines import Engine
 
 FIELDS = ("head_size", "dtype", "kv_cache_dtype", "block_size", "use_mla", "has_sink", "use_sparse")
-"""The fields that vLLM's selector has in every release; what else it has are extras."""
+"""The fields of attention requests that every release has; other fields are extras."""
 
 METHODS = ("get_name", "get_impl_cls", "get_builder_cls")
 
@@ -40,16 +40,15 @@ log = get_logger("engine")
 def choose(
     plan: Plan, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
 ) -> str | None:
-    """Return the class path for one layer; None leaves the choice to vLLM.
+    """Return the class path of the attention backend for one layer; None if vLLM chooses it.
 
     Args:
-        plan: the engine's.
-        selected_backend: the backend that the user has set, which stays.
-        attn_selector_config: vLLM's request; releases differ in its fields.
+        selected_backend: the backend that the user has set, which takes precedence.
+        attn_selector_config: vLLM's request; its fields depend on the release.
         num_heads: query heads of one rank, if vLLM passes them.
 
     Raises:
-        AllFailedError: strict mode, and the planned backend refuses this layer.
+        AllFailedError: strict mode, and the planned backend does not support this layer.
     """
     entry = plan.entries[ATTENTION]
     backends = entry.classes(AttentionImpl)
@@ -81,7 +80,7 @@ def choose(
                 op=ATTENTION,
                 causes=causes,
             )
-    if causes:  # one per distinct request: vLLM keeps the answer
+    if causes:  # once per distinct request: vLLM caches the answer
         plan.fallbacks[ATTENTION, taken] += 1
         log.info("Op '%s' fallback to '%s'", ATTENTION, taken)
     return path
@@ -107,9 +106,9 @@ class Attention(Patcher):
     kind = AttentionTarget
 
     def request(self, vllm_config: VllmConfig, /, *_: Any, compiled: bool) -> dict[str, Any]:
-        """Return what the model's layers will ask for, if the configuration tells it.
+        """Return the attention request of the model, or None if the configuration is incomplete.
 
-        Sinks and what single layers differ in are known only when the layers are built.
+        Sinks and differences between layers are known only when the layers are built.
         """
         model, cache = vllm_config.model_config, vllm_config.cache_config
         try:
@@ -121,7 +120,7 @@ class Attention(Patcher):
                     cache.block_size if getattr(cache, "user_specified_block_size", False) else None
                 ),
                 use_mla=bool(model.use_mla),
-                use_sparse=hasattr(model.hf_text_config, "index_topk"),  # as DeepSeek V3.2 asks
+                use_sparse=hasattr(model.hf_text_config, "index_topk"),  # DeepSeek V3.2
                 num_heads=int(model.get_num_attention_heads(vllm_config.parallel_config)),
                 extras=MappingProxyType({"is_hybrid": bool(getattr(model, "is_hybrid", False))}),
             )
@@ -131,10 +130,10 @@ class Attention(Patcher):
         return {"attention": request}
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
-        """Return the user's setting, and why installed attention backends do not take this model.
+        """Return the user's choice of a backend, and why installed backends cannot run the model.
 
-        Only those before `stock` are called, since vLLM's own takes every model before the others:
-        to answer, one may import the library of its kernels, which takes seconds.
+        Only backends before `stock` in the order are called: vLLM's backend supports every model,
+        and a `supports` may import a kernel library, which takes seconds.
         """
         told = facts.attention_backend
         notes = {} if told is None else {ATTENTION: f"attention_config.backend is {told}"}
@@ -160,7 +159,7 @@ class Attention(Patcher):
 
     @contextmanager
     def building(self, engine: Engine) -> Iterator[None]:
-        """Let vLLM ask again: it keeps answers only by request, whichever engine they were for."""
+        """Clear vLLM's cache of attention backends: its key is the request without the engine."""
         from vllm.v1.attention import selector
 
         cached = getattr(selector, "_cached_get_attn_backend", None)
@@ -170,15 +169,14 @@ class Attention(Patcher):
 
 
 def attend(runner: Any, vllm_config: VllmConfig, *, is_eager: bool) -> None:
-    """Run the loaded model once with its attention, uncompiled, on one token of vLLM's own.
+    """Run the loaded model once with attention, uncompiled, on one dummy token.
 
-    vLLM does that before it captures whole graphs, and else not: a backend that compiles kernels
-    when it is called first would do so for a request. The KV cache must be there. The newer runner
-    takes steps with attention before it captures anything.
+    vLLM does this only before it captures full graphs. Otherwise the first request would wait for a
+    backend that compiles its kernels at the first call. The KV cache must be allocated. The newer
+    model runner runs attention before it captures any graph, so this skips it unless `is_eager`.
 
     Args:
-        runner: vLLM's model runner, the newer or the older one.
-        vllm_config: the engine's.
+        runner: vLLM's model runner, newer or older.
         is_eager: whether nothing is compiled or captured.
     """
     from vllm.config.vllm import set_current_vllm_config
@@ -198,7 +196,7 @@ def attend(runner: Any, vllm_config: VllmConfig, *, is_eager: bool) -> None:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Inside the block, vLLM's models run their own code instead of what was made of it."""
+    """Inside the block, vLLM's models run their Python code instead of compiled code."""
     from vllm import forward_context
 
     make = forward_context.create_forward_context

@@ -1,4 +1,4 @@
-"""Implementations that are classes of a plugin's, which vLLM is given by their paths."""
+"""Implementations that are classes of plugins, passed to vLLM by class path."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from ...text import quote
 from .lookups import named
 
 ClassImpl = AttentionImpl | CommunicatorImpl | LayerImpl
-"""An implementation that names a class."""
 
 
 def _noted(what: str, op: str, impl_id: str) -> AbstractContextManager[None]:
-    """While the block runs, this part of an implementation is noted for the next process."""
+    """Inside the block, keep a note for the next process that this plugin code is running."""
     owner = get_default_manager().registry.snapshot().owners.get((op, impl_id))
     return running(f"{what} of {op}={impl_id}" + (f" of {owner.name}" if owner else ""))
 
 
 def refusal_of(impl: ClassImpl, op: str, request: object) -> str | None:
-    """Why a class does not take what vLLM asks; None when it does."""
+    """Return why a class does not support a request, or None."""
     supports: Callable[[Any], object] | None = impl.supports
     if supports is None:
         return None
@@ -39,16 +38,16 @@ def refusals(
     ask: Callable[[ClassImpl, str, object], str | None] = refusal_of,
     among: Callable[[ClassImpl], bool] = lambda impl: True,
 ) -> dict[tuple[str, str], str]:
-    """(op, impl id) -> why an installed class does not take an engine; nothing without a request.
+    """Return (op, impl id) -> why an installed class does not support a request.
 
-    One that is not available has a better reason, and may not be asked.
+    Unavailable classes are skipped: they have a better reason, and must not be called.
 
     Args:
-        op: what the classes are registered for.
-        request: what vLLM asks of them.
-        whose: what is refused, as `this engine`.
-        ask: (a class, op, request) -> why the class does not take it, or None.
-        among: whether a class is asked at all.
+        op: the op, or the layer, that the classes are registered for.
+        request: the request for `supports`; the result is empty without a request.
+        whose: the subject of the request in the reason, such as `this engine`.
+        ask: (class, op, request) -> the reason, or None.
+        among: whether to call `ask` for a class.
     """
     if request is None:
         return {}
@@ -66,12 +65,12 @@ def refusals(
 def class_of(
     impl: ClassImpl, op: str, request: object, problem: Callable[[str, Any], str]
 ) -> tuple[str, Any, str]:
-    """Import a class: (what there is of its path, the class or None, why it cannot be used).
+    """Import a class; return its path, the class or None, and why it cannot be used or empty.
 
     Args:
-        impl, op: the implementation, and what it is registered for.
-        request: what its path is asked with, where that is a function.
-        problem: (path, class) -> why such a class cannot be used, or nothing.
+        impl, op: the implementation, and the op or layer that it is registered for.
+        request: the argument of `class_path`, if that is a function.
+        problem: (path, class) -> why the class cannot be used, or empty.
     """
     path = ""
     try:
@@ -82,5 +81,5 @@ def class_of(
             return path, cls, problem(path, cls)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever a plugin's module raises costs the plugin alone
+    except BaseException as error:  # a plugin may raise anything, SystemExit included
         return path, None, f"its class {path or 'path'} failed: {quote(error)}"

@@ -1,7 +1,7 @@
-"""The communicator, through which vLLM's groups of ranks exchange tensors.
+"""The communicators that exchange tensors between the ranks of a group.
 
-vLLM makes one for each group of ranks while a worker starts. `make`, which it calls instead of a
-class, makes the plan's, has all ranks of the group verify it, and agrees on the result.
+vLLM makes a communicator for each rank group while a worker starts. It calls `make` instead of a
+class: `make` builds the planned communicator and lets all ranks of the group verify it.
 """
 
 from __future__ import annotations
@@ -34,27 +34,26 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 FACTORY = f"{__name__}.make"
-"""What vLLM is told to make a group's communicator with, in the place of a class."""
+"""The path that vLLM gets instead of the class path of a communicator."""
 
 CAPTURED = ("CudaCommunicator", "XpuCommunicator")
-"""The classes of vLLM's whose subclasses it captures graphs through."""
+"""The classes of vLLM that it captures graphs through: a replacement must be a subclass."""
 
 ELASTIC = "elastic expert parallelism changes the ranks, and its groups are vLLM's own"
 
 LIMIT = 120.0
-"""Seconds for one step: making a group of many machines takes some; one that never ends is a
-fault, and must be told from it."""
+"""Seconds for one step, enough to connect many machines. A longer step is a fault."""
 
 log = get_logger("engine")
 
 
 class Fault(NamedTuple):
-    """Why a communicator must not serve.
+    """The reason why a communicator must not serve.
 
     Attributes:
-        rank: the rank that found it, among all ranks.
+        rank: the global rank that found the fault.
         why: the reason.
-        stuck: whether a call of it has not returned: nothing can be exchanged next to that.
+        stuck: whether a call has not returned. The group can exchange nothing until it returns.
     """
 
     rank: int
@@ -63,7 +62,7 @@ class Fault(NamedTuple):
 
 
 def refusals(facts: EngineFacts) -> dict[Key, str]:
-    """Return (op, impl id) -> why an installed communicator does not take this engine's ranks."""
+    """Return (op, impl id) -> why an installed communicator does not support the engine's ranks."""
     request = facts.communicator
     ask = classes.refusal_of
     if request is not None and request.elastic:
@@ -72,14 +71,11 @@ def refusals(facts: EngineFacts) -> dict[Key, str]:
 
 
 class Groups:
-    """The communicators of one worker's groups of ranks.
-
-    Args:
-        engine: the engine, whose facts say that it has several ranks.
+    """The communicators of the rank groups of one worker, for an engine with several ranks.
 
     Attributes:
         communicators: the candidates.
-        faults: (op, impl id) -> (rank, why) of what must not serve.
+        faults: (op, impl id) -> the fault of a communicator that must not serve.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -100,15 +96,11 @@ class Groups:
 
     @property
     def served(self) -> dict[str, str]:
-        """A group's name -> the id of its communicator, or `stock`."""
+        """Group name -> id of its communicator, or `stock`."""
         return {name: impl.impl_id if impl else "stock" for name, (impl, *_) in self._made.items()}
 
     def make(self, arguments: dict[str, Any]) -> Any:
-        """Return a group's communicator: the first that serves on all of its ranks, or vLLM's.
-
-        Args:
-            arguments: those of the class.
-        """
+        """Return the first candidate without a fault on any rank of the group, or `stock`."""
         tried = ((impl, self._verified(impl, arguments)) for impl in self.communicators)
         impl, made = next((each for each in tried if each[1] is not None), (None, None))
         if made is None:
@@ -117,12 +109,11 @@ class Groups:
         return made
 
     def faults_here(self) -> dict[Key, str]:
-        """Return what this rank has found wrong itself: (op, impl id) -> why."""
+        """Return (op, impl id) -> the fault that this rank has found."""
         rank = torch.distributed.get_rank()
         return {key: fault.why for key, fault in self.faults.items() if fault.rank == rank}
 
     def say(self) -> None:
-        """Log on rank 0 what serves."""
         if self.engine.rank == 0 and self.served:
             served = ", ".join(f"{name}={impl_id}" for name, impl_id in self.served.items())
             compares = self.engine.facts.settings.preflight != "off"
@@ -130,7 +121,7 @@ class Groups:
             log.info("Groups of ranks: %s (%s)", served, how)
 
     def replace(self) -> None:
-        """Give groups another communicator if theirs is disabled, in the order of the groups."""
+        """Replace disabled communicators, in the order of the groups."""
         from vllm.distributed import parallel_state
 
         groups = (reference() for reference in parallel_state._groups.values())
@@ -141,7 +132,7 @@ class Groups:
                 _destroy(made)
 
     def _verified(self, impl: CommunicatorImpl, arguments: dict[str, Any]) -> Any:
-        """Return the communicator; None if it is off on any rank of the group."""
+        """Return a verified communicator; None if it is disabled or has a fault on any rank."""
         group, device = arguments["cpu_group"], arguments["device"]
         name, rank = arguments["unique_name"], torch.distributed.get_rank()
         key = COMMUNICATOR, impl.impl_id
@@ -164,7 +155,7 @@ class Groups:
         off = is_off(
             lambda: made.append(cls(**arguments)), f"its class cannot be made for group {name}: "
         ) or is_off(lambda: checks.extend(self._checks(made[0], facts)))
-        # Each check is one exchange: the ranks must have the same ones.
+        # Each check is an exchange, so the ranks must run the same checks.
         names = tuple(check.what for check in checks)
         every = gathered(names, group, "verify their communicators")
         differ = "" if len({*every}) == 1 else f"the checks of the ranks differ: {every}"
@@ -180,10 +171,10 @@ class Groups:
             yield from checks(plugin, self.engine, communicator, facts)
 
     def _is_off(self, impl: CommunicatorImpl, mine: Fault | None, group: Any) -> bool:
-        """Whether it is off on any rank of the group: all of them ask at the same time.
+        """Gather the faults of the group's ranks, which all call this; return whether any has one.
 
         Raises:
-            StartError: a call of it is stuck, on whichever rank.
+            StartError: a call of the communicator is stuck on any rank.
         """
         told = gathered(mine, group, "verify their communicators")
         fault = next((each for each in told if each is not None), None)
@@ -202,13 +193,13 @@ class Groups:
 
 
 def fault_of(step: Callable[[], str | None], device: torch.device) -> tuple[str, bool]:
-    """What is wrong with one step, and whether it is still running.
+    """Run one step; return its fault, or empty, and whether the step is still running.
 
-    It runs in a thread of its own, as one that waits for a lost rank may never end.
+    The step runs in a separate thread, because a step that waits for a lost rank may never end.
 
     Args:
-        step: returns what is wrong, or nothing; what it raises is wrong, too.
-        device: what the step's thread uses.
+        step: returns the fault as text, empty, or None. An exception is also a fault.
+        device: the current device of the thread.
     """
     told: list[str] = []
 
@@ -244,7 +235,7 @@ def problem_of(path: str, cls: Any) -> str:
 
 
 def stock_class() -> Callable[..., Any]:
-    """The class that would serve without us."""
+    """Return the communicator class that vLLM would use without us."""
     from vllm.platforms import current_platform
 
     found: Callable[..., Any] = named(current_platform.vllm_fl_stock_communicator())
@@ -254,17 +245,17 @@ def stock_class() -> Callable[..., Any]:
 def _destroy(communicator: Any) -> None:
     try:
         communicator.destroy()
-    except Exception as error:  # it is off already, and said so
+    except Exception as error:  # its fault is reported already
         log.debug("a communicator that is off cannot be destroyed: %s", quote(error))
 
 
 _now: Groups | None = None
-"""The groups that this process is making: a process has one set of vLLM's groups."""
+"""The groups that are being made: vLLM has one set of groups per process."""
 
 
 @contextmanager
 def made_by(groups: Groups | None) -> Iterator[None]:
-    """While the block runs, these make the communicators of vLLM's groups."""
+    """Inside the block, let `groups` make vLLM's communicators."""
     global _now
     _now = groups
     try:
@@ -274,18 +265,18 @@ def made_by(groups: Groups | None) -> Iterator[None]:
 
 
 def groups_now() -> Groups | None:
-    """What makes communicators now; None where vLLM's own are made."""
+    """Return the groups that make communicators now; None if vLLM makes its own."""
     return _now
 
 
 def make(**arguments: Any) -> Any:
-    """The communicator of one of vLLM's groups. It stands where vLLM expects a class."""
+    """Make the communicator of a rank group: vLLM calls this instead of a class."""
     groups = groups_now()
     return stock_class()(**arguments) if groups is None else groups.make(arguments)
 
 
 class Communicator(Patcher):
-    """Makes the communicators of vLLM's groups of ranks."""
+    """Makes the communicators of rank groups."""
 
     def request(
         self, vllm_config: VllmConfig, settings: Settings, /, *, compiled: bool

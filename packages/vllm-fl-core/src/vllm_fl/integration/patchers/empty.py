@@ -1,9 +1,9 @@
-"""Operators for a vLLM that was built without any (`VLLM_TARGET_DEVICE=empty`).
+"""Operators for a vLLM that was built without compiled operators (`VLLM_TARGET_DEVICE=empty`).
 
-Other code of vLLM calls operators by name there, too, and asks with `hasattr` which exist. So only
-those are defined that an engine needs: for an op that its plan implements, and, if models are
-compiled, for the pass of vLLM that reads some in every graph. A defined operator stays for the
-process. Its own kernel raises; the plan's implementation is an override of it.
+vLLM's code still calls operators by name there, and checks with `hasattr` which operators exist.
+Therefore only the operators that an engine needs are defined: operators of planned ops and, in
+compiled mode, operators that a vLLM pass reads in every graph. A defined operator exists until the
+process ends. Its kernel raises an error; the planned implementation overrides it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ TABLE = Path(__file__).parent.parent / "schemas.json"
 
 
 _libraries: dict[str, torch.library.Library] = {}
-"""Operator -> the library that defines it: the operator exists as long as that does."""
+"""Operator -> the library that defines it. The operator exists as long as its library."""
 
 
 def schema(name: str) -> str:
-    """The schema of an operator that is ours to define; empty where it is not.
+    """Return the schema of an operator that we may define, or empty.
 
-    It is not where a part of vLLM is compiled, where somebody else has defined it or any operator
-    of its namespace, and where the release's schema is not known.
+    Empty if vLLM has compiled files, if other code has defined an operator of the namespace, or if
+    the schema in this release is unknown.
     """
     known = _table(vllm_version()).get(name)
     if known is None or compiled_files() or _brought(name.partition("::")[0]):
@@ -43,7 +43,7 @@ def schema(name: str) -> str:
 
 
 def read_always() -> Iterator[tuple[str, str]]:
-    """(operator, schema) of what vLLM reads in every graph, as far as it is ours to define."""
+    """Yield (operator, schema) that vLLM reads in every graph and we may define."""
     for name, (_, is_read) in _table(vllm_version()).items():
         text = schema(name) if is_read else ""
         if text:
@@ -51,13 +51,13 @@ def read_always() -> Iterator[tuple[str, str]]:
 
 
 def has_ours(name: str) -> bool:
-    """Whether an operator is there because we defined it."""
+    """Return whether we have defined an operator."""
     return name in _libraries
 
 
 @cache
 def compiled_files() -> tuple[str, ...]:
-    """The extensions with operators that the installed vLLM has, as `_C.abi3.so`."""
+    """Return the extension modules with operators of the installed vLLM, such as `_C.abi3.so`."""
     return tuple(
         sorted(
             file.name
@@ -69,7 +69,7 @@ def compiled_files() -> tuple[str, ...]:
 
 
 def _brought(namespace: str) -> bool:
-    """Whether somebody else has defined an operator of this namespace."""
+    """Return whether other code has defined an operator of this namespace."""
     names: Iterable[str] = torch._C._dispatch_get_all_op_names()
     return any(
         name.startswith(f"{namespace}::") and name.partition(".")[0] not in _libraries
@@ -79,7 +79,7 @@ def _brought(namespace: str) -> bool:
 
 @cache
 def _table(version: str) -> Mapping[str, tuple[str, bool]]:
-    """Operator -> (its schema, whether vLLM reads it in every graph), in one release."""
+    """Return operator -> (schema, whether vLLM reads it in every graph), for one release."""
     release = _numbers(version)
     return {
         entry["schema"].partition("(")[0]: (entry["schema"], entry["read"])
@@ -89,19 +89,19 @@ def _table(version: str) -> Mapping[str, tuple[str, bool]]:
 
 
 def _numbers(version: str) -> tuple[int, int]:
-    """The minor release that a version belongs to."""
+    """Return the major and minor number of a version, or (0, 0)."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def define(schemas: Mapping[str, str]) -> None:
-    """Define operators (name -> schema), unless they are."""
+    """Define operators (name -> schema) that we have not defined yet."""
     for name, text in schemas.items():
         if name not in _libraries:
             namespace, _, rest = text.partition("::")
             library = torch.library.Library(namespace, "FRAGMENT")
             library.define(rest)
-            # Results are in tensors of the caller.
+            # These operators return nothing: they write to the caller's tensors.
             torch.library.register_fake(name, lambda *_, **__: None, lib=library)
             raising = partial(_without_kernel, name)
             library.impl(rest.partition("(")[0], raising, "CompositeExplicitAutograd")

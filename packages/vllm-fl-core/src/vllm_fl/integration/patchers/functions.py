@@ -1,7 +1,7 @@
-"""Python functions and methods of vLLM that are neither layers nor operators.
+"""Replace Python functions and methods of vLLM, other than layers and operators.
 
-A function is replaced wherever vLLM's modules look it up, once per process for all engines
-(`taking.py`). A compiler that traces a call traces vLLM's own function.
+A function is replaced in every module of vLLM that looks it up, once per process for all engines
+(`taking.py`). A compiler that traces a call traces vLLM's function.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = get_logger("engine")
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Return the names of the parameters, without `*args` and `**kwargs`, and the defaults."""
+    """Return the parameter names, without `*args` and `**kwargs`, and the defaults."""
     taken = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     all_of = inspect.signature(function).parameters.values()
     found = [parameter for parameter in all_of if parameter.kind not in taken]
@@ -33,12 +33,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str
 
 
 class _Function(Replacement):
-    """The replacement of a function of vLLM, wherever that is looked up.
-
-    Attributes:
-        own: vLLM's function.
-        lookups: where it was.
-    """
+    """The replacement of vLLM's function `own` in all its `lookups`."""
 
     def __init__(self, target: FunctionTarget) -> None:
         first = lookup_of(target.name)
@@ -75,16 +70,18 @@ class _Function(Replacement):
         return self.own(*args, **named)
 
     def remove(self) -> bool:
-        """Put vLLM's back. What a module has imported, or wrapped, passes calls on."""
+        """Restore vLLM's function. Remaining references to our function still pass calls to it."""
         for lookup in self.lookups:
             if lookup.now is self.function:
                 lookup.restore()
         return True
 
     def told(self) -> dict[str, Any]:
-        """Return `places`, how many lookups are ours; `replaced_after_us`, where other code is by
-        now, or None; `other_arguments`, the calls left to vLLM's function since they are not the
-        op."""
+        """Return the function's entry in the worker report.
+
+        `places` is the number of replaced lookups, `replaced_after_us` a lookup that other code has
+        replaced since, or None, and `other_arguments` the number of calls that are not the op.
+        """
         others = (lookup for lookup in self.lookups if lookup.now is not self.function)
         after = (f"{getattr(o.owner, '__name__', o.owner)}.{o.attribute}" for o in others)
         return {
@@ -106,7 +103,7 @@ class Functions(Taking):
 
     def misfit(self, target: FunctionTarget, device: torch.device) -> str:
         if replacement_of(target.name) is not None:
-            return ""  # for another engine of this process, with the same vLLM
+            return ""  # already replaced for another engine
         try:
             parameters = _parameters(lookup_of(target.name).function)
         except Exception as error:

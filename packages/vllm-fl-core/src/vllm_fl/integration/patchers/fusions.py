@@ -1,13 +1,13 @@
-"""Ops that passes of vLLM's compiler, or of ours, put into graphs.
+"""Ops that a compiler pass inserts into graphs, either vLLM's pass or ours.
 
-No code of vLLM calls some operators: a pass of vLLM finds their parts in a compiled graph, and puts
-the operator there. While the plan has such an op, the pass is turned on and vLLM keeps the parts,
-which the pass looks for; the operator's override (`operators.py`) then runs the implementation. A
-pass does not report that it finds nothing, so we count the operators in graphs.
+Some operators occur only in compiled graphs: a pass of vLLM matches their parts and inserts the
+operator. While such an op is planned, its pass is turned on, and the parts stay stock because the
+pass matches vLLM's implementations. The operator's override (`operators.py`) then runs the planned
+implementation. A pass does not report that it found no match, so we count the operators in graphs.
 
-A computation without a layer of its own, such as the product of a linear layer, is an operator in a
-compiled graph. A pass of ours (`graphs/replacing.py`) replaces it by a planned op, in the graphs of
-the sizes at which that is planned.
+A computation without a separate layer, such as the matrix product of a linear layer, is an operator
+in a compiled graph. Our pass (`graphs/replacing.py`) replaces it with a planned op, in graphs of
+sizes that the op is planned for.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _note(target: FusionTarget, facts: EngineFacts) -> str:
 
 
 def has_vllms_pass(target: FusionTarget) -> bool:
-    """Whether this vLLM has the pass, and lets it run on this platform."""
+    """Return whether this vLLM has the pass and runs it on this platform."""
     from vllm.config.compilation import PassConfig
     from vllm.platforms import current_platform
 
@@ -60,7 +60,7 @@ def has_vllms_pass(target: FusionTarget) -> bool:
 
 
 def fused_operators(plan: Plan) -> dict[str, str]:
-    """Return the operators that vLLM's passes put into graphs: name -> the planned op."""
+    """Return operator name -> planned op, for operators that vLLM's passes insert."""
     ops = {op for op, _ in planned(plan, FusionTarget)}
     known = targets(installed_bindings(), OperatorTarget)
     return {operator.name: op for op, operator in known if op in ops}
@@ -85,26 +85,26 @@ def _say(label: str, op: str, sites: Sites) -> None:
 
 
 class Fusions(Patcher):
-    """Turns on the passes that put planned ops into graphs."""
+    """Turns on the passes of vLLM that insert planned ops."""
 
     kind = FusionTarget
 
     def note_user(self, vllm_config: VllmConfig) -> dict[str, Any]:
-        """Return the passes that the user turned off: vLLM turns off the others later."""
+        """Return the passes that the user turned off, before vLLM turns off others."""
         passes = vllm_config.compilation_config.pass_config
         flags = (target.flag for _, target in targets(installed_bindings(), FusionTarget))
         return {"passes_off": [flag for flag in flags if getattr(passes, flag, None) is False]}
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
-        """Return why a pass cannot find its op in this engine."""
         known = targets(installed_bindings(), FusionTarget)
         found = {op: _note(target, facts) for op, target in known}
         return WhyNot({op: why for op, why in found.items() if why})
 
     def keep_stock(self, plan: Plan) -> dict[str, str]:
-        """Return the parts that vLLM's passes look for: they are left to vLLM.
+        """Return the parts of planned ops, which must stay stock for vLLM's passes to match them.
 
-        An op of vLLM's IR is not among them: a graph has it as such until the passes are through.
+        IR ops are not included: they stay in graphs as such until the passes have run. A fused op
+        that is stock at some sizes is returned itself.
         """
         in_ir = ir_ops()
         found: dict[str, str] = {}
@@ -120,10 +120,10 @@ class Fusions(Patcher):
     def configure(
         self, plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any]
     ) -> list[str]:
-        """Turn on the passes of planned ops, and off those that an earlier plan turned on.
+        """Turn on the passes of planned ops, and turn off passes that only an earlier plan needed.
 
         Returns:
-            The layers that these passes look for.
+            The layers that these passes match.
         """
         passes, ours = vllm_config.compilation_config.pass_config, set(entry.get("passes", ()))
         found = [target for _, target in planned(plan, FusionTarget)]
@@ -137,15 +137,12 @@ class Fusions(Patcher):
         return [layer for target in found for layer in target.layers]
 
     def apply(self, engine: Engine) -> None:
-        """Count from now on what passes find of the plan's ops. `OperatorsInGraphs` adds its."""
+        """Begin to count matches of the plan's ops. `OperatorsInGraphs` adds its ops."""
         ops = (op for op, _ in planned(engine.plan, FusionTarget))
         engine.state[InGraphs] = InGraphs({op: Sites() for op in ops})
 
     def compiled(self, engine: Engine) -> None:
-        """Log on rank 0 what the passes found.
-
-        The report has the ops that the settings name and the model does not have.
-        """
+        """Log the matches of passes on rank 0, without ops that the model does not use."""
         for op, sites in in_graphs(engine).sites.items() if engine.rank == 0 else ():
             if op not in engine.unused:
                 _say(engine.plan.entries[op].label, op, sites)
@@ -156,7 +153,7 @@ class Fusions(Patcher):
 
 
 def operator(name: str) -> Any:
-    """The operator of a target, as `aten.mm.default`; None where there is none."""
+    """Return the torch operator of a name such as `aten.mm.default`, or None."""
     found: Any = torch.ops
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -164,7 +161,7 @@ def operator(name: str) -> Any:
 
 
 def _chain(plan: Plan, op: str, target: GraphTarget) -> Chain:
-    """Return the candidates, with only vLLM's implementation as code that a compiler traces."""
+    """Return the candidates, all opaque to a compiler except vLLM's implementation."""
     chain = plan.chain(op, last=stock_form(op, target.native))
 
     def opaque(impls: tuple[OpImpl, ...]) -> tuple[OpImpl, ...]:
@@ -176,18 +173,13 @@ def _chain(plan: Plan, op: str, target: GraphTarget) -> Chain:
 
 
 def operator_of(plan: Plan, chain: Chain) -> Any:
-    """The op of these candidates as one operator of torch, which leaves its arguments as they are.
-
-    Args:
-        plan: the plan.
-        chain: the candidates of an op of it that has one variant.
-    """
+    """Return the chain of a planned op with one variant as a torch operator without mutations."""
     calls = symbolic_trace(opaque_op(chain, plan.place).fn).graph.nodes
     return next(call.target for call in calls if call.op == "call_function")
 
 
 class OperatorsInGraphs(Patcher):
-    """Puts planned ops in the place of operators in graphs."""
+    """Replaces operators in graphs with planned ops."""
 
     kind = GraphTarget
 
@@ -205,10 +197,9 @@ class OperatorsInGraphs(Patcher):
         return WhyNot({op: why for op, _ in known})
 
     def keep_stock(self, plan: Plan) -> dict[str, str]:
-        """Return the ops whose operator stays.
+        """Return the ops that keep their original operator.
 
-        A reference is no better than that. And a part that is planned itself is an operator of
-        ours.
+        It is as good as a reference implementation, and our pass cannot match a planned part.
         """
         found: dict[str, str] = {}
         for op, target in planned(plan, GraphTarget):
@@ -226,7 +217,7 @@ class OperatorsInGraphs(Patcher):
         }
 
     def apply(self, engine: Engine) -> None:
-        """Create the operators now: graphs from vLLM's cache call them, too."""
+        """Create the operators now, since graphs from vLLM's cache also call them."""
         plan, known = engine.plan, in_graphs(engine)
         for op, target in planned(plan, GraphTarget):
             chain = _chain(plan, op, target)

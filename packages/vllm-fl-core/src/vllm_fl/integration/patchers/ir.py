@@ -1,8 +1,8 @@
-"""Ops of vLLM's IR: a provider of ours stands for the plan in compiled code.
+"""Register a provider of vLLM IR ops that runs the plan in compiled code.
 
-vLLM lowers an IR op while it compiles, to the first provider that supports the call. Ours calls
-what the plan of the compiling engine has made of the op. In eager engines the IR is vLLM's: norms
-are layers bound to the plan (`layers.py`) there.
+While it compiles, vLLM lowers an IR op to the first provider that supports the call. Our provider
+calls the planned op of the compiling engine. Eager engines do not use it: norms are layers bound to
+the plan there (`layers.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from vllm.ir.op import IrOp
 
 PROVIDER = "vllm_fl"
-"""Our name among the providers of an IR op."""
 
 
 def ir_ops() -> dict[str, list[IrTarget]]:
@@ -52,9 +51,9 @@ def ir_op_of(target: IrTarget) -> Any:
 
 
 def register_provider() -> None:
-    """Give vLLM our provider of each IR op that a binding names, once per process.
+    """Register our provider of each IR op that has a binding, once per process.
 
-    The provider supports every call: the plan's chain inside decides.
+    The provider supports every call, since the plan's chain handles unsupported calls.
     """
     for of_op in ir_ops().values():
         for target in of_op:
@@ -64,7 +63,7 @@ def register_provider() -> None:
 
 
 def _provider(name: str, op: Any) -> Callable[..., Any]:
-    """Return the provider's function. vLLM compares its signature with the IR op's."""
+    """Return the provider's function, with the signature that vLLM requires."""
     native = op.impls["native"].impl_fn
 
     def vllm_fl(*args: Any, **named: Any) -> Any:
@@ -77,7 +76,7 @@ def _provider(name: str, op: Any) -> Callable[..., Any]:
 
 
 def prioritise(default: Any, plan: Plan) -> Any:
-    """Return vLLM's default priorities with our provider first for the planned ops.
+    """Return vLLM's default priorities with our provider first for planned ops.
 
     If verification disables all implementations of an op, the provider runs vLLM's native code.
     """
@@ -90,12 +89,9 @@ def prioritise(default: Any, plan: Plan) -> Any:
 
 
 def chain_of(plan: Plan, op: str, of_op: Iterable[IrTarget | LayerTarget]) -> Chain:
-    """Return the candidates of an op in compiled code, the last one as vLLM's layers compute it.
+    """Return the candidates of an op in compiled code, with vLLM's layer code as the last.
 
-    Args:
-        plan: the plan.
-        op: the op; it must not be stock.
-        of_op: its targets.
+    The op must not be stock; `of_op` are its targets.
     """
     layers = targets(installed_bindings(), LayerTarget)
     native = next((target.native for of, target in layers if of == op), None)
@@ -104,7 +100,7 @@ def chain_of(plan: Plan, op: str, of_op: Iterable[IrTarget | LayerTarget]) -> Ch
 
 
 def _compiled(plan: Plan, chain: Chain, by_range: bool) -> OpImpl:
-    """Return the op by the contract's parameters, as compiled code calls it."""
+    """Return the op for compiled code, with the contract's parameters."""
     first = chain.impls[0]
     if chain.is_by_size or is_opaque(first):
         return opaque_op(chain, plan.place, rest_is_inlined=by_range)
@@ -114,10 +110,10 @@ def _compiled(plan: Plan, chain: Chain, by_range: bool) -> OpImpl:
 
 
 def _pure(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` without writes if vLLM traces it into a functionalised graph.
+    """Remove mutations from `function` when vLLM traces it into a functionalised graph.
 
-    vLLM then removes copies of activations whose copy nothing writes to, and does not see a write
-    to a part of one.
+    vLLM removes copies of activations if nothing writes to the copy, and would miss a write to a
+    part of it.
     """
     pure = torch.func.functionalize(function, remove="mutations")
 
@@ -128,7 +124,7 @@ def _pure(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Ir(Patcher):
-    """Puts one provider of ours first among those of each op of vLLM's IR."""
+    """Puts our provider first for each planned IR op."""
 
     kind = IrTarget
 
@@ -136,13 +132,12 @@ class Ir(Patcher):
         return {*ir_ops()}
 
     def note_user(self, vllm_config: VllmConfig) -> dict[str, Any]:
-        """Return what the user wrote in `ir_op_priority`: vLLM appends its defaults to it."""
+        """Return the user's `ir_op_priority`, before vLLM appends its defaults."""
         config = vllm_config.kernel_config.ir_op_priority
         names = [target.name for of_op in ir_ops().values() for target in of_op]
         return {"ir_priority": {name: list(getattr(config, name, None) or ()) for name in names}}
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
-        """Return the priorities by which the user keeps an op as it is."""
         notes: dict[str, str] = {}
         for op, of_op in ir_ops().items():
             for target in of_op:
@@ -158,10 +153,9 @@ class Ir(Patcher):
         }
 
     def apply(self, engine: Engine) -> None:
-        """Let our provider call what the plan has made of each op, for this engine.
+        """Set the functions that our provider calls for this engine.
 
-        The compiler's caches know a provider by the digest of its plan, since the provider's name
-        stays the same.
+        The plan's digest is the provider's key in compile caches, since its name never changes.
         """
         register_provider()
         plan, digest, by_range = engine.plan, engine.digest, engine.facts.by_range
@@ -174,7 +168,7 @@ class Ir(Patcher):
                 ours = ir_op.impls[PROVIDER]
                 if run is not None:
                     planned[target.name] = target.route(run.fn)
-                # Such a provider may write over activations; vLLM copies what it still needs.
+                # It may overwrite activations then; vLLM copies activations that it still needs.
                 ours.inplace = bool(ir_op.allow_inplace and run and run.consumes)
                 ours.uuid = lambda: digest
         engine.state[Ir] = planned

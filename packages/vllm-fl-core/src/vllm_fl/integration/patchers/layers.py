@@ -1,12 +1,12 @@
-"""vLLM's layers with their forward methods bound to the plan.
+"""Bind the forward methods of vLLM layers to the plan.
 
-All four forwards are bound, `forward_native` included: in compiled mode a traceable implementation
-is then what the compiler sees, whatever `custom_ops` says of the layer. An op that compiled code
-has as an op of vLLM's IR (`ir.py`) is bound like the others where it is called outside of that.
+All four forwards are bound, including `forward_native`: in compiled mode the compiler then traces a
+traceable implementation, for any `custom_ops`. An op that compiled code calls as a vLLM IR op
+(`ir.py`) is bound here for its other calls.
 
-vLLM has more than one `CustomOp`: its hardware-agnostic layers have their own, and beside it their
-own table of replacements. A layer's class tells which is its. Names of vLLM's are looked up when a
-model is planned and built, never while vLLM runs general plugins: it may rebind them for so long.
+vLLM has several `CustomOp` classes: its hardware-agnostic layers have another, with a separate
+table of replacements. Names in vLLM are looked up only when a model is planned and built: vLLM may
+rebind them temporarily while it runs general plugins.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ if TYPE_CHECKING:
 log = get_logger("engine")
 
 DISPATCHED = "_vllm_fl_dispatched"
-"""Where a layer keeps what vLLM called its `dispatch_forward` with."""
+"""The attribute of a layer that keeps the arguments of its `dispatch_forward` call."""
 
 FORWARDS = ("forward_native", "forward_cpu", "forward_cuda", "forward_oot")
 
 _one_at_a_time = threading.RLock()
-"""vLLM's tables of replacements are one per process, as is the configuration of a model's build."""
+"""vLLM has its tables of replacements, and its current configuration, once per process."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer class of vLLM's that an op of ours stands behind.
+    """A layer class of vLLM that runs an op.
 
     Args:
         base: the class.
         op: the op.
-        target: what the op's binding says of it, or of the class that it is a subclass of.
+        target: the target for the class, or for its parent class.
     """
 
     base: type
@@ -72,7 +72,6 @@ class Layer:
 
     @property
     def cls(self) -> str:
-        """The class's name."""
         return self.base.__name__
 
     @property
@@ -82,10 +81,11 @@ class Layer:
 
 
 def layer_table() -> list[Layer]:
-    """Every layer class that we replace, and that this vLLM has: each has one op.
+    """Return the layer classes of this vLLM that we replace, each with its op.
 
-    Before a process has opened its GPU, those are left out whose import would open it. A worker,
-    which plans anew, has opened it. Elsewhere a model that has such a layer has imported it.
+    Before the process has opened its GPU, classes are skipped if importing them would open it. A
+    worker has opened it when it plans again. In other processes, a model with such a layer has
+    already imported the class.
     """
     found: dict[type, Layer] = {}
     for op, target in targets(installed_bindings(), LayerTarget):
@@ -100,13 +100,13 @@ def layer_table() -> list[Layer]:
 
 
 def custom_op_of(cls: type) -> type | None:
-    """The `CustomOp` of vLLM's that a class is made of; None where it is made of none."""
+    """Return vLLM's `CustomOp` class that `cls` inherits from, or None."""
     named_so = (base for base in cls.__mro__ if base.__name__ == "CustomOp")
     return next((base for base in named_so if base.__module__.startswith("vllm.")), None)
 
 
 def _replacements(cls: type) -> dict[str, type]:
-    """vLLM's table of replacements for a layer class, which is beside the class's `CustomOp`."""
+    """Return vLLM's table of replacements for a layer class, from the module of its `CustomOp`."""
     base = custom_op_of(cls)
     assert base is not None  # a layer of the table has one
     table: dict[str, type] = sys.modules[base.__module__].op_registry_oot
@@ -114,13 +114,13 @@ def _replacements(cls: type) -> dict[str, type]:
 
 
 def _is_in_tree(layer: Layer) -> bool:
-    """Return whether a layer is not one of vLLM's hardware-agnostic ones."""
+    """Return whether a layer is not in vLLM's hardware-agnostic table."""
     return _replacements(layer.base) is custom_op_table()
 
 
 @cache
 def _found(path: str) -> type | None:
-    """The class at `path`; None, said once, where this vLLM has none."""
+    """Return the `CustomOp` class at `path`; None, logged once, if this vLLM does not have it."""
     try:
         cls = named(path)
         if isinstance(cls, type) and custom_op_of(cls) is not None:
@@ -133,9 +133,9 @@ def _found(path: str) -> type | None:
 
 
 def _inheriting(base: type) -> list[type]:
-    """The subclasses of `base` in vLLM that inherit every forward of it."""
+    """Return vLLM's subclasses of `base` that inherit all of its forwards."""
     found = [base]
-    for cls in found:  # grows while it is walked: subclasses of subclasses count too
+    for cls in found:  # grows during the loop by subclasses of subclasses
         subclasses: list[type] = cls.__subclasses__()
         for subclass in subclasses:
             own_forward = any(name.startswith("forward") for name in vars(subclass))
@@ -145,7 +145,7 @@ def _inheriting(base: type) -> list[type]:
 
 
 def ours() -> Iterator[tuple[dict[str, type], str, type]]:
-    """Yield (vLLM's table, class name, our class) of the layers that no other plugin replaces."""
+    """Yield (vLLM's table, class name, our class) for layers that no other plugin replaces."""
     for layer in layer_table():
         table = _replacements(layer.base)
         if layer.cls not in table:
@@ -153,11 +153,11 @@ def ours() -> Iterator[tuple[dict[str, type], str, type]]:
 
 
 def taken_layers(plan: Plan) -> dict[str, type | None]:
-    """Return what replaces other plugins' classes while the plan's model is built.
+    """Return the layer classes that replace other plugins' classes while the model is built.
 
     Returns:
-        {class name: our class, made of the other's where that comes before `stock`; None where
-        vLLM's own class serves}. Layers of which the plan makes nothing are not in it.
+        Class name -> our class, or None for vLLM's class. Our class extends the other plugin's if
+        that precedes `stock` in the order. Layers that the plan does not change are missing.
     """
     table = {layer.cls: layer for layer in layer_table() if _is_in_tree(layer)}
     found: dict[str, type | None] = {}
@@ -176,13 +176,13 @@ def taken_layers(plan: Plan) -> dict[str, type | None]:
 
 @contextmanager
 def in_tables(classes: Iterable[tuple[dict[str, type], str, type | None]]) -> Iterator[None]:
-    """While the block runs, vLLM builds these classes for layers, for None its own.
+    """Inside the block, vLLM builds these layer classes.
 
-    vLLM's tables are one per process and keyed by class name, and the next engine may have another
-    plan. vLLM refuses a second class for a layer: outside of the block other plugins add theirs.
+    vLLM's tables exist once per process, and another engine may have another plan. vLLM rejects a
+    second class for a layer, so other plugins must be able to add classes outside the block.
 
     Args:
-        classes: (the table, the name of vLLM's class, the class to build).
+        classes: (table, name of the layer class, class to build or None for vLLM's class).
     """
     with _one_at_a_time:
         put = [(table, name, table.pop(name, None), cls) for table, name, cls in [*classes]]
@@ -200,8 +200,7 @@ def in_tables(classes: Iterable[tuple[dict[str, type], str, type | None]]) -> It
 
 
 def _over(layer: Layer, base: type) -> type:
-    """The class of a layer with its forwards bound to the plan, made of vLLM's class or of another
-    plugin's."""
+    """Return the subclass of `base`, from vLLM or another plugin, that is bound to the plan."""
     is_foreign, target = base is not layer.base, layer.target
     name = "Agnostic" * (not _is_in_tree(layer)) + f"{layer.cls}FL"
     name += f"Over{base.__name__}" * is_foreign
@@ -230,19 +229,18 @@ def _over(layer: Layer, base: type) -> type:
 
 
 def _forwards(cls: type) -> Iterator[str]:
-    """The forward methods that are bound; `forward` itself where a class has one of its own."""
+    """Yield the forwards to bind, with `forward` if the class overrides it."""
     yield from (forward for forward in FORWARDS if hasattr(cls, forward))
     if cls.forward is not custom_op_of(cls).forward:  # type: ignore[attr-defined, union-attr]
         yield "forward"
 
 
 def forget_shared_layers() -> None:
-    """Let the model that is built next have layers of its own, which a process shares otherwise.
+    """Clear vLLM's tables of shared layers, before the next model is built.
 
-    vLLM gives layers of one process that have the same sizes one rope, and those that ask for an
-    activation by name one, which is bound to the plan that it was built under: an engine must not
-    be given that of another. Who has one keeps it. Where this vLLM has no such table, its ops are
-    not planned.
+    vLLM shares rotary embeddings of the same sizes, and activations by name, within a process. A
+    shared layer is bound to the plan that it was built for, so another engine must not get it.
+    Existing models keep their layers. If this vLLM lacks a table, its ops are not planned.
     """
     paths = (path for binding in installed_bindings().values() for path in binding.shared)
     for path in dict.fromkeys(paths):
@@ -252,10 +250,10 @@ def forget_shared_layers() -> None:
 
 
 def _dispatch_forward(base: type) -> Callable[..., Any]:
-    """`dispatch_forward`, which vLLM calls when it builds a layer, with every forward bound there.
+    """Return a `dispatch_forward` that binds every forward when vLLM builds a layer.
 
-    Some models call `forward_native` by name, at every step: it must not be resolved each time, nor
-    traced by a compiler while it is.
+    Some models call `forward_native` by name in every step. It must not be resolved in each call,
+    or while a compiler traces it.
     """
 
     def dispatch_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -268,16 +266,12 @@ def _dispatch_forward(base: type) -> Callable[..., Any]:
 
 
 def foreign_layers() -> dict[str, str]:
-    """Return the layers of vLLM that another plugin has replaced.
-
-    Returns:
-        {class name: the other's class and distribution, as `acme.Silu of vllm-acme 1.0`}.
-    """
+    """Return layer -> class of another plugin, such as `acme.Silu of vllm-acme 1.0`."""
     return {name: owner_of(cls) for name, cls in _foreign().items()}
 
 
 def foreign_ops() -> dict[str, dict[str, str]]:
-    """Return the same by op; a layer of which we know no op is under its own name."""
+    """Return op -> its entries of `foreign_layers`; a layer without an op is its own key."""
     ops = {layer.cls: layer.op for layer in layer_table()}
     found: dict[str, dict[str, str]] = {}
     for name, owner in foreign_layers().items():
@@ -286,7 +280,7 @@ def foreign_ops() -> dict[str, dict[str, str]]:
 
 
 def oot_note(names: set[str], settings: Settings) -> str:
-    """Return the setting that leaves a layer of these names to vLLM, or nothing."""
+    """Return the setting that excludes a layer with these names, or empty."""
     if not settings.oot_enabled:
         return "VLLM_FL_OOT_ENABLED=0"
     if settings.oot_whitelist is not None:
@@ -296,7 +290,7 @@ def oot_note(names: set[str], settings: Settings) -> str:
 
 
 class Layers(Patcher):
-    """Replaces layer classes of vLLM's by subclasses whose forwards are bound to the plan."""
+    """Replaces layer classes of vLLM with subclasses that are bound to the plan."""
 
     kind = LayerTarget
 
@@ -304,7 +298,6 @@ class Layers(Patcher):
         return {layer.op for layer in layer_table()}
 
     def layer_names(self) -> frozenset[str]:
-        """Return vLLM's registered names and its class names."""
         from vllm.model_executor.custom_op import op_registry
 
         ours = {name for layer in layer_table() for name in (layer.cls, layer.registered)}
@@ -315,10 +308,9 @@ class Layers(Patcher):
         return {"foreign": foreign_ops()}
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
-        """Return the settings that leave layers to vLLM.
+        """Return the settings that exclude layers.
 
-        In compiled code an op of vLLM's IR has no layer: a setting for one of its layers applies to
-        all of them.
+        In compiled mode an IR op has no layers: a setting for one layer excludes the whole op.
         """
         notes: dict[str, str] = {}
         kept: list[str] = []
@@ -345,7 +337,7 @@ class Layers(Patcher):
         return [layer.registered for layer in enabled if not plan.is_stock(layer.op)]
 
     def by_range(self, plan: Plan) -> dict[str, Chain]:
-        """Return the ops that are operators in compiled graphs, and write over no argument."""
+        """Return the ops that are operators in compiled graphs and do not overwrite arguments."""
         by_op: dict[str, list[LayerTarget]] = {}
         for op, target in planned(plan, LayerTarget):
             if plan.mode == "compiled" and plan.entries[op].ceilings and op not in ir_ops():
@@ -358,7 +350,7 @@ class Layers(Patcher):
         }
 
     def contents(self, plan: Plan) -> dict[str, Any]:
-        """Return the other plugins' classes that compute, also below ours, with their code."""
+        """Return the layer classes of other plugins that run, also under ours, and their code."""
         taken = taken_layers(plan)
         code = {
             name: [owner_of(cls), code_of(None, cls.__module__)]
@@ -377,7 +369,7 @@ class Layers(Patcher):
             yield
 
     def bind(self, engine: Engine, model: torch.nn.Module) -> None:
-        """Bind the layers, of which nothing is compiled yet."""
+        """Bind the layers again, before anything is compiled."""
         from vllm.config.vllm import set_current_vllm_config
 
         with set_current_vllm_config(engine.config):
@@ -394,7 +386,7 @@ class Layers(Patcher):
 
 
 def custom_op_table() -> dict[str, Any]:
-    """Return vLLM's table of replacements: class name -> the class that is built instead."""
+    """Return vLLM's table of replacements: class name -> class to build instead."""
     from vllm.model_executor import custom_op
 
     table: dict[str, Any] = custom_op.op_registry_oot
@@ -407,14 +399,14 @@ def _foreign() -> dict[str, type]:
 
 @cache
 def owner_of(cls: type) -> str:
-    """A class with the distribution that its module belongs to, as far as metadata tells."""
+    """Return the path of a class, and the distributions of its top-level package if known."""
     from importlib_metadata import distribution, packages_distributions
 
     path = f"{cls.__module__}.{cls.__qualname__}"
     try:
         names = packages_distributions().get(cls.__module__.partition(".")[0], [])
         owners = [identity(distribution(name)) for name in dict.fromkeys(names)]
-    except Exception:  # all that is installed is read, and one of it may be half there
+    except Exception:  # metadata of any distribution may be incomplete
         return path
     named = " and ".join(f"{name} {version}" for name, version, _ in owners)
     return f"{path} of {named}" if named else path

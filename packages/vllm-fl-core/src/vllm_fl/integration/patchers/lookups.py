@@ -1,4 +1,4 @@
-"""Where Python code of vLLM's looks a function up, so that another one can stand there."""
+"""Import paths and attribute lookups, to replace classes and functions of vLLM."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ log = get_logger("engine")
 
 
 def named(path: str) -> Any:
-    """What a path of the form `module.name` names; whatever importing the module raises."""
+    """Import the object at `module.name`; errors of the import pass through."""
     module, _, name = path.rpartition(".")
     return getattr(import_module(module), name)
 
 
 def path_over(module: str, prefix: str, path: str) -> str:
-    """Where the class over the one at `path` is looked up: only a path travels to vLLM."""
+    """Return the path of our class over the class at `path`: vLLM gets only a path."""
     return f"{module}.{prefix}{path.replace('.', ':')}"
 
 
 def over_class(module: str, prefix: str, name: str, mixin: type) -> type:
-    """The class of this name in a module, made on demand over the one whose path the name holds.
+    """Make the class for a name from `path_over`: `mixin` over the base class in the name.
 
     Returns:
-        The class below itself, where it lacks what ours calls or takes nothing before it: that is
-        said.
+        The base class itself, after an error is logged, if it lacks a method of `mixin` or cannot
+        have a subclass.
 
     Raises:
-        AttributeError: the name does not begin so.
+        AttributeError: the name does not start with `prefix`.
     """
     if not name.startswith(prefix):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
@@ -46,19 +46,19 @@ def over_class(module: str, prefix: str, name: str, mixin: type) -> type:
         if lacks := [each for each in ours if not hasattr(base, each)]:
             raise TypeError(f"it has no {', '.join(lacks)}")
         return laid_over(module, name, mixin, base)
-    except Exception as error:  # its metaclass is anybody's code
+    except Exception as error:  # its metaclass is third-party code
         log_refusal(base, error)
         return base
 
 
 def log_refusal(base: type, error: Exception, level: int = logging.ERROR) -> None:
-    """Log that a class takes no overlay."""
+    """Log why a class cannot have our overlay."""
     text = "vllm-fl steps aside, vLLM runs as stock: %s.%s takes no overlay: %s [FL513]"
     log.log(level, text, base.__module__, base.__qualname__, quote(error))
 
 
 def laid_over(module: str, name: str, mixin: type, base: type, **own: Any) -> type:
-    """A class of `mixin` and `base`, which the module has from now on; with what is its own."""
+    """Make a class of `mixin` and `base` with the attributes `own`, and set it in the module."""
     fields = {"__module__": module, "__qualname__": name, **own}
     made = type(f"{base.__name__}FL", (mixin, base), fields)
     setattr(sys.modules[module], name, made)
@@ -66,7 +66,7 @@ def laid_over(module: str, name: str, mixin: type, base: type, **own: Any) -> ty
 
 
 def take_off() -> None:
-    """Give vLLM's platform of this process its own class back, where an overlay lies over it."""
+    """Remove our overlay from the class of `current_platform`, if it has the overlay."""
     from vllm.platforms import current_platform
 
     if hasattr(type(current_platform), "vllm_fl_platform"):
@@ -75,12 +75,12 @@ def take_off() -> None:
 
 @dataclass(frozen=True)
 class Lookup:
-    """Where a function is looked up, and what was found there.
+    """The location of a function, and its original value.
 
     Args:
         owner: a module or a class.
-        attribute: its name there.
-        held: what is there, a staticmethod as such.
+        attribute: the name in `owner`.
+        held: the original value, possibly a `staticmethod` object.
     """
 
     owner: Any
@@ -89,30 +89,30 @@ class Lookup:
 
     @property
     def function(self) -> Any:
-        """The function itself."""
+        """The original function, without `staticmethod`."""
         return self.held.__func__ if isinstance(self.held, staticmethod) else self.held
 
     @property
     def now(self) -> Any:
-        """The function that stands there at present; None where there is nothing any more."""
+        """The current function, or None if the attribute is missing."""
         found = inspect.getattr_static(self.owner, self.attribute, None)
         return found.__func__ if isinstance(found, staticmethod) else found
 
     def put(self, function: Callable[..., Any]) -> None:
-        """Put `function` there, as what was there."""
+        """Set `function`, in a `staticmethod` if the original was a `staticmethod`."""
         as_held = staticmethod(function) if isinstance(self.held, staticmethod) else function
         setattr(self.owner, self.attribute, as_held)
 
     def restore(self) -> None:
-        """Put back what was there."""
+        """Set the original value."""
         setattr(self.owner, self.attribute, self.held)
 
 
 def lookup_of(path: str) -> Lookup:
-    """Return where `path` is looked up.
+    """Return the lookup of `path`.
 
     Raises:
-        Exception: this vLLM has no such thing, or importing it fails.
+        Exception: this vLLM does not have it, or importing it fails.
     """
     above, _, attribute = path.rpartition(".")
     owner: Any = resolve_name(above)

@@ -1,13 +1,13 @@
-"""Kernels of vLLM's torch operators.
+"""Override kernels of the torch operators of vLLM.
 
-Code that calls an operator by name (fused mixtures of experts, models without CustomOp layers)
-reaches the planned implementation. An operator has one override in a process, for all engines
+Code that calls an operator by name (fused mixtures of experts, models without CustomOp layers) then
+runs the planned implementation. An operator has one override per process, for all engines
 (`taking.py`).
 
-An override is a kernel, so that no compiler sees it: calls are guarded as in eager mode, and graphs
-that a compiler made, or loaded from its cache, call it like any other.
+An override is a kernel, which compilers do not trace: calls are guarded as in eager mode, and
+compiled or cached graphs call it like any kernel.
 
-A vLLM that was built without compiled operators is given those that the plan needs (`empty.py`).
+For a vLLM without compiled operators, the operators that the plan needs are defined (`empty.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = get_logger("engine")
 
 
 def operator(name: str) -> Any:
-    """Return the operator of this name, with its overload; None if no library has defined it."""
+    """Return the operator overload of this name; None if it is not defined."""
     namespace, _, rest = name.partition("::")
     short, _, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, namespace), short, None)
@@ -43,12 +43,10 @@ def operator(name: str) -> Any:
 
 
 def _schema(name: str) -> Any:
-    """Return the schema of an operator; None if no library has defined it."""
     return getattr(operator(name), "_schema", None)
 
 
 def _parameters(schema: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Return the names of a schema's parameters, and the defaults."""
     defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
     return tuple(argument.name for argument in schema.arguments), defaults
 
@@ -56,9 +54,9 @@ def _parameters(schema: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
 def _calls_of(
     impl: OpImpl, spec: OpSpec, wanted: set[str], device: torch.device, dtype: torch.dtype
 ) -> set[str]:
-    """Return which of the `wanted` operators an implementation calls itself.
+    """Return the operators of `wanted` that an implementation calls itself.
 
-    An override of these would only make the way to the same kernel longer.
+    Overriding them would only add overhead to a call of the same kernel.
     """
     watched = Watched(lambda operator: operator.name() in wanted)
     for sample in spec.samples(dtype, device) if wanted else ():
@@ -66,7 +64,7 @@ def _calls_of(
             if verdict_of(impl, spec, sample.args) is True:
                 with watched, torch.inference_mode():
                     impl.fn(*sample.args)
-        except Exception as error:  # verification and the guard judge it
+        except Exception as error:  # verification and the guard handle errors
             log.debug("%s of %s, asked what it calls: %s", impl.impl_id, spec.name, error)
         if {operator.name() for operator, _, _ in watched.calls} == wanted:
             break
@@ -74,13 +72,13 @@ def _calls_of(
 
 
 class _Override(Replacement):
-    """The override of an operator, in front of the kernel that was there.
+    """The override of an operator's kernel.
 
     Attributes:
         dispatch: the dispatch key of the kernel.
         kernel: the replaced kernel.
-        beneath: where it and those beneath it were registered, the active one first.
-        logged: the later override that was logged.
+        beneath: the registrations of the replaced kernel and of inactive kernels, active first.
+        logged: the last later override that was logged.
     """
 
     def __init__(self, target: OperatorTarget, dispatch: str) -> None:
@@ -97,18 +95,18 @@ class _Override(Replacement):
         namespace, _, operator = target.name.partition("::")
         self.library: Any = torch.library.Library(namespace, "IMPL")
         with warnings.catch_warnings():
-            # torch warns at the first override of a process only.
+            # torch warns at the first override in a process.
             warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
             self.library.impl(
                 operator, self.answering(), dispatch, with_keyset=True, allow_override=True
             )
 
     def replaced(self, how: Any, *args: Any, **named: Any) -> Any:
-        """Call the replaced kernel; `how` is the set of dispatch keys of the call."""
+        """Call the replaced kernel; `how` is the dispatch key set of the call."""
         return self.kernel.call_boxed(how, *args, **named)
 
     def remove(self) -> bool:
-        """Remove it. Beneath a later override it stays, and passes every call on."""
+        """Remove the override. Under a later override it stays, and passes calls to the kernel."""
         if after := self.after:
             log.warning(
                 "Operator %s was overridden after vllm-fl, by %s: vllm-fl's override stays beneath "
@@ -122,15 +120,18 @@ class _Override(Replacement):
 
     @property
     def after(self) -> str:
-        """Where a later override of the operator was registered; empty if there is none."""
+        """Where a later override of the operator was registered, or empty."""
         now = _registered(self.target.name, self.dispatch)
         return now[0] if len(now) > len(self.beneath) + 1 else ""
 
     def told(self) -> dict[str, Any]:
-        """Return `replaced`, where the kernel was registered that `stock` means, or None if this
-        vLLM has none; `overridden_by`, where a later override was, or None; and the calls left to
-        the kernel: `without_engine`, and `other_arguments`, which are not the op or give another
-        value than its default to a parameter that the binding does not know."""
+        """Return the override's entry in the worker report.
+
+        `replaced` and `overridden_by` are where the stock kernel and a later override were
+        registered, or None. `without_engine` and `other_arguments` count calls of the stock kernel;
+        the latter are not the op, or set a parameter that the binding does not have to another
+        value than its default.
+        """
         before = next(iter(self.beneath), "an unknown place")
         return {
             "replaced": None if empty.has_ours(self.target.name) else before,
@@ -141,23 +142,23 @@ class _Override(Replacement):
 
 
 def _registered(name: str, key: str) -> tuple[str, ...]:
-    """Return where an operator's kernels for a key were registered, the active one first."""
+    """Return where an operator's kernels for a dispatch key were registered, active first."""
     dump: str = torch._C._dispatch_dump(name)
     found = re.findall(rf"^{key}(?: \(inactive\))?: (?:registered at )?(.*?) :: ", dump, re.M)
     return tuple(found)
 
 
 class Operators(Taking):
-    """Overrides kernels of vLLM's torch operators."""
+    """Overrides kernels of the torch operators of vLLM."""
 
     kind = OperatorTarget
     key = "operators"
 
     def note(self, plan: Plan, op: str) -> str:
-        """Return why none of a planned op's operators is overridden; empty if they may be.
+        """Return why no operator of a planned op may be overridden, or empty.
 
-        vLLM's own layers call these operators: a layer that the user leaves to vLLM must not get
-        ours through them.
+        vLLM's layers call these operators. A layer that settings exclude must not run our
+        implementation through them.
         """
         layers = (layer.cls for layer in layer_table() if layer.op == op)
         if kept := sorted(plan.kept_layers.intersection(layers)):
@@ -190,13 +191,13 @@ class Operators(Taking):
         device: torch.device,
         dtype: torch.dtype | None = None,
     ) -> Choice:
-        """Choose the operators to override, without those that an implementation calls itself."""
+        """Choose the operators to override, without operators that an implementation calls."""
         assert dtype is not None  # a worker has a model
         fitting = super().choice(plan, bindings, device, dtype)
         taken, left = dict(fitting.taken), {op: dict(why) for op, why in fitting.left.items()}
         for op, targets in fitting.taken.items():
-            # A pass of vLLM's compiler may find a call that vLLM's kernel does not take, for which
-            # the chain has to decide.
+            # A pass may insert calls that vLLM's kernel does not support: always override those
+            # operators, for the chain to fall back.
             by_pass = any(target.puts_operators for target in bindings[op].targets)
             calls: dict[str, str] = {}
             firsts = [impl for impl in plan.entries[op].firsts if not impl.needs_layer]
@@ -208,7 +209,7 @@ class Operators(Taking):
                 left[op] = left.get(op, {}) | calls
                 taken[op] = tuple(target for target in targets if target.name not in calls)
         taken = {op: targets for op, targets in taken.items() if targets}
-        # vLLM reads some operators that it does not call, when it compiles the model.
+        # vLLM reads some operators without calling them when it compiles a model.
         defined = dict(empty.read_always()) if plan.mode == "compiled" else {}
         for name in (target.name for targets in taken.values() for target in targets):
             if schema := empty.schema(name):
@@ -223,7 +224,7 @@ class Operators(Taking):
         super().take(engine, chosen)
 
     def loaded(self, engine: Engine) -> None:
-        """Log later overrides, each once."""
+        """Log overrides that were registered after ours, each once."""
         for ours in replacements_of(engine):
             if isinstance(ours, _Override) and ours.after not in ("", ours.logged):
                 ours.logged = ours.after

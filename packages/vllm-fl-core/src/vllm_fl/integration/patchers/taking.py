@@ -1,8 +1,8 @@
-"""Targets that a process has once for all its engines: kernels of operators, and functions.
+"""The base for targets that exist once per process: kernels of operators, and functions.
 
-A replacement finds the plan by the engine that is calling (`engines.now`). A caller without a plan
-for the target gets the replaced code. So do calls that are not the op, and calls that an
-implementation makes itself.
+A replacement uses the plan of the calling engine (`engines.now`). The replaced code runs for a
+caller without a plan for the target, for calls that are not the op, and for calls from an
+implementation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Taken = OperatorTarget | FunctionTarget
 
 Leaves = Callable[[Sequence[Any], Mapping[str, Any]], bool]
-"""(arguments by position, by name) -> whether the plan leaves the call to vLLM for its size."""
+"""(arguments by position, by name) -> whether the plan selects stock for the call's size."""
 
 log = get_logger("engine")
 
@@ -36,8 +36,8 @@ class Choice:
 
     Args:
         taken: op -> the targets to replace.
-        left: op -> target -> why it stays vLLM's.
-        defined: operator -> schema of those that this vLLM lacks and the engine needs.
+        left: op -> target -> why it is not replaced.
+        defined: operator -> schema, for operators to define in an empty build of vLLM.
     """
 
     taken: Mapping[str, tuple[Taken, ...]]
@@ -46,12 +46,12 @@ class Choice:
 
     @property
     def names(self) -> dict[str, list[str]]:
-        """op -> the names of its targets, for the digest."""
+        """Op -> the names of the targets to replace, for the digest."""
         return {op: [target.name for target in targets] for op, targets in self.taken.items()}
 
 
 class _Inside(threading.local):
-    """How the call of a target that a thread is answering was made; None outside of such calls."""
+    """The argument `how` of the call that the thread is answering; None outside such calls."""
 
     how: Any = None
 
@@ -61,13 +61,12 @@ class Replacement:
     """The replacement of one target in this process.
 
     Args:
-        target: the target.
-        parameters: the names of all its parameters, in order.
-        defaults: the values of the optional ones.
+        parameters: the names of all parameters of the target, in order.
+        defaults: optional parameter -> its default.
 
     Attributes:
-        answers: the engines with a plan for the target -> (the op by the target's parameters, which
-            calls the plan leaves to vLLM).
+        answers: engine with a plan for the target -> (the op with the target's parameters, which
+            calls are stock for their size).
     """
 
     target: Taken
@@ -79,34 +78,34 @@ class Replacement:
     inside: _Inside = field(default_factory=_Inside)
 
     def replaced(self, how: Any, *args: Any, **named: Any) -> Any:
-        """Call the replaced code; `how` is how the call was made, as `answering` got it."""
+        """Call the replaced code; `how` is the first argument of the function of `answering`."""
         raise NotImplementedError
 
     def remove(self) -> bool:
-        """Restore the replaced code if nothing depends on ours; return whether that was done."""
+        """Restore the replaced code if no other code needs ours; return whether it did."""
         raise NotImplementedError
 
     def told(self) -> dict[str, Any]:
-        """Return the entry of the worker's report, JSON-able."""
+        """Return the entry in the worker report."""
         raise NotImplementedError
 
     def native(self, *args: Any, **named: Any) -> Any:
-        """Call the replaced code inside a call of the target: `stock` means that here."""
+        """Run `stock` inside a call of the target: the replaced code."""
         return self.replaced(self.inside.how, *args, **named)
 
     def known(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any] | None:
-        """Return the arguments for the parameters that the binding knows; None for a call of vLLM.
+        """Return the arguments for the parameters of the binding; None to run the replaced code.
 
-        Such a call gives another parameter another value than its default, or does not fit the
-        function: vLLM raises its own error for it.
+        None if another parameter has a value that is not its default, or if the call does not fit
+        the signature: the replaced code raises the error.
         """
         parameters, defaults, count = self.parameters, self.defaults, len(self.target.parameters)
         if len(args) > len(parameters) or not named.keys() <= set(parameters):
-            return None  # something for its *args or **kwargs
+            return None  # arguments for *args or **kwargs
         by_position = dict(zip(parameters, args, strict=False))
         given = {**defaults, **by_position, **named}
         if len(given) < len(parameters) or (named and not named.keys().isdisjoint(by_position)):
-            return None  # something is missing, or given twice
+            return None  # an argument is missing or passed twice
         for name in parameters[count:]:
             value, default = given[name], defaults[name]
             if value is not default and (type(value) is not type(default) or value != default):
@@ -114,9 +113,9 @@ class Replacement:
         return [given[name] for name in parameters[:count]]
 
     def answering(self) -> Callable[..., Any]:
-        """Return the function that is called instead of the target, as `replaced` is.
+        """Return the function that runs instead of the target, with the arguments of `replaced`.
 
-        Trailing arguments that equal their parameters' defaults are left out.
+        Arguments after the parameters of the binding are dropped if they equal their defaults.
         """
         inside, replaced, count = self.inside, self.replaced, len(self.target.parameters)
         answers = self.answers
@@ -150,12 +149,11 @@ class Replacement:
 
 
 def mismatch(target: Taken, names: Sequence[str], optional: Collection[str]) -> str:
-    """Return why a target's parameters are not those that its binding knows; empty if they are.
+    """Return why a target does not have the parameters of its binding, or empty.
 
     Args:
-        target: the target.
-        names: its parameters in this vLLM, in order.
-        optional: the parameters that have a default.
+        names: the target's parameters in this vLLM, in order.
+        optional: its parameters with a default.
     """
     count = len(target.parameters)
     if tuple(names[:count]) != target.parameters:
@@ -165,13 +163,12 @@ def mismatch(target: Taken, names: Sequence[str], optional: Collection[str]) -> 
 
 
 _replacements: dict[str, Replacement] = {}
-"""Target -> its replacement, while an engine needs it or something else depends on it."""
+"""Target -> its replacement, while an engine or other code depends on it."""
 
 _changing = threading.Lock()
 
 
 def replacement_of(name: str) -> Replacement | None:
-    """Return the replacement of a target in this process."""
     return _replacements.get(name)
 
 
@@ -184,21 +181,21 @@ class Taking(Patcher):
     """The base of the patchers of such targets.
 
     Attributes:
-        key: the key of the choice in the digest, and of the targets in the worker's report.
+        key: the key in the digest and in the worker report.
     """
 
     key: str
 
     def note(self, plan: Plan, op: str) -> str:
-        """Return why no target of a planned op is replaced; empty if they may be."""
+        """Return why no target of a planned op may be replaced, or empty."""
         raise NotImplementedError
 
     def misfit(self, target: Any, device: torch.device) -> str:
-        """Return why a target is not replaced in this vLLM; empty if it may be."""
+        """Return why a target cannot be replaced in this vLLM, or empty."""
         raise NotImplementedError
 
     def install(self, target: Any, device: torch.device) -> Replacement:
-        """Replace a target that no engine has replaced."""
+        """Replace a target for the first engine."""
         raise NotImplementedError
 
     def choice(
@@ -208,10 +205,10 @@ class Taking(Patcher):
         device: torch.device,
         dtype: torch.dtype | None = None,
     ) -> Choice:
-        """Choose the targets of these bindings that a plan replaces.
+        """Choose the targets of these bindings to replace for a plan.
 
-        A binding may list a target more than once, with the parameters of different releases: the
-        first that fits is taken.
+        A binding may list a target several times, with the parameters of different releases: the
+        first match is used.
         """
         assert self.kind is not None
         taken: dict[str, tuple[Taken, ...]] = {}
@@ -236,7 +233,7 @@ class Taking(Patcher):
         return Choice(taken, left)
 
     def take(self, engine: Engine, chosen: Choice) -> None:
-        """Replace the chosen targets for calls of this engine, until it leaves."""
+        """Replace the chosen targets for calls of this engine, until its plan is unbound."""
         plan = engine.plan
         for op, targets in chosen.taken.items():
             for target in targets:
@@ -248,7 +245,7 @@ class Taking(Patcher):
                     grants = frozenset(target.grants)
                     last = stock_form(op, target.native(ours.native), grants)
                     bound = plan.without_layer(op, grants, last=last)
-                    assert bound is not None  # `note` leaves other ops to vLLM
+                    assert bound is not None  # `note` excludes other ops
                     leaves = _leaving(target, plan.stock_at(op))
                     ours.answers[engine] = target.route(bound), leaves
                 engine.on_unbind(_give_back, engine, ours)
@@ -257,14 +254,14 @@ class Taking(Patcher):
                 log.debug("Op '%s': %s is left to vLLM: %s", op, name, why)
 
     def told(self, engine: Engine, chosen: Choice) -> dict[str, dict[str, dict[str, Any]]]:
-        """Return op -> target -> `left`, or what `Replacement.told` returns, JSON-able."""
+        """Return op -> target -> {`left`: reason} or `Replacement.told`, for the worker report."""
         found: dict[str, dict[str, dict[str, Any]]] = {
             op: {name: {"left": why} for name, why in left.items()}
             for op, left in chosen.left.items()
         }
         ours = {each.target.name: each for each in replacements_of(engine)}
         for op, names in chosen.names.items():
-            # A thread may ask while the plan is unbound.
+            # Another thread may unbind the plan during a report.
             found.setdefault(op, {}).update({n: ours[n].told() for n in names if n in ours})
         return found
 
@@ -288,11 +285,9 @@ def _give_back(engine: Engine, ours: Replacement) -> None:
 
 
 def _leaving(target: Taken, is_stock: Callable[[int], bool] | None) -> Leaves | None:
-    """Return which calls of a target are vLLM's for their size; None if none is.
+    """Return a predicate for calls that are stock for their size, or None if size does not matter.
 
-    Args:
-        target: the target.
-        is_stock: as from `Plan.stock_at`.
+    `is_stock` is the result of `Plan.stock_at`.
     """
     if is_stock is None or not target.tokens:
         return None
@@ -301,7 +296,7 @@ def _leaving(target: Taken, is_stock: Callable[[int], bool] | None) -> Leaves | 
     def leaves(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
         try:
             tokens = (args[position] if position < len(args) else named[name]).shape[0]
-        except (AttributeError, IndexError, KeyError):  # no tensor: the route raises
+        except (AttributeError, IndexError, KeyError):  # not a tensor: the route raises
             return False
         return is_stock(tokens)
 

@@ -1,7 +1,7 @@
-"""Whole layers: a plugin's own class instead of a layer class of vLLM.
+"""Replace layer classes of vLLM with whole classes of plugins.
 
-A plan's classes are in vLLM's table of replacements while the plan's model is built, LoRA's checks
-of classes included (`layers.in_tables`).
+The planned classes are in vLLM's table of replacements while the model is built, which includes the
+class checks of LoRA (`layers.in_tables`).
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ def _reached_by(op: str, impl: classes.ClassImpl, layer: str, request: object) -
 
 
 class WholeLayers(Patcher):
-    """Puts a plugin's own classes for layer classes of vLLM's while the model is built."""
+    """Replaces layer classes of vLLM with classes of plugins while the model is built."""
 
     def layer_names(self) -> frozenset[str]:
-        """Return names of classes and registered names that vLLM need not have imported."""
+        """Return class names and registered names, also of classes that vLLM has not imported."""
         brought = get_default_manager().registry.snapshot().layers
         return frozenset({*brought, *declared_layers(), *declared_layers().values()})
 
     def request(
         self, vllm_config: VllmConfig, /, *_: Any, compiled: bool
     ) -> dict[str, LayerRequest | None]:
-        """Return what every whole layer is asked with; `layer` is still open."""
+        """Return the request for `LayerImpl.supports`; `why_not` sets its `layer`."""
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         if model is None:
             return {"layers": None}
@@ -72,13 +72,12 @@ class WholeLayers(Patcher):
         return {"layers": request}
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
-        """Return why vLLM's own class, or another plugin's, stays, and what classes refuse."""
         notes: dict[str, str] = {}
         refused: dict[tuple[str, str], str] = {}
         vllms, ops = _vllms_classes(), {layer.cls: layer.op for layer in layer_table()}
         for name in get_default_manager().registry.snapshot().layers:
             cls = vllms.get(name)
-            # A subclass has its parent's name. vLLM may not have imported the class yet.
+            # A subclass has its parent's registered name. vLLM may not have imported the class yet.
             registered = getattr(cls, "name", None) or declared_layers().get(name, name)
             why = oot_note({name, registered}, facts.settings)
             if not why and cls is not None and issubclass(cls, CustomOp):
@@ -94,9 +93,9 @@ class WholeLayers(Patcher):
     def configure(
         self, plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any]
     ) -> Sequence[str]:
-        """Return the registered names of those of the plan's layers that are CustomOps.
+        """Return the registered names of planned layers that are CustomOps.
 
-        A name that layers of an op of ours have too is left out: turning it on would change those.
+        A name that layers of an op share is excluded, since enabling it would change those layers.
         """
         ops = {layer.registered for layer in layer_table()}
         vllms = _vllms_classes()
@@ -120,12 +119,12 @@ class WholeLayers(Patcher):
         return in_tables((table, name, _chosen(impl)[0]) for name, impl in layers)
 
     def loaded(self, engine: Engine) -> None:
-        """Count the model's layers that are the plan's class, and their calls.
+        """Count the model's layers of planned classes, and their calls.
 
-        vLLM matches exact names of classes and does not report one that no layer has.
+        vLLM matches exact class names and does not report a class without layers.
 
         Raises:
-            TargetError: strict mode, and such a layer is vLLM's class.
+            TargetError: strict mode, and a layer still has vLLM's class.
         """
         plan, model = engine.plan, engine.model
         counts: dict[str, int] = engine.state.setdefault(WholeLayers, {})
@@ -180,10 +179,10 @@ def _say(impl: LayerImpl, count: int, wrapped_by_lora: Sequence[object]) -> None
 
 
 def _vllms_classes() -> dict[str, type[Any]]:
-    """The classes that vLLM's table can replace, by name, as far as they are imported."""
+    """Return name -> class, for imported classes that vLLM's table can replace."""
     found: dict[str, type[Any]] = {}
     below: list[type[Any]] = [CustomOp, PluggableLayer]
-    for cls in below:  # grows while it is walked
+    for cls in below:  # grows during the loop
         below += cls.__subclasses__()
         if cls.__module__.startswith("vllm."):
             found.setdefault(cls.__name__, cls)
@@ -193,7 +192,7 @@ def _vllms_classes() -> dict[str, type[Any]]:
 
 @cache
 def _chosen(impl: LayerImpl) -> tuple[type[Any], type[Any], str]:
-    """(the class, vLLM's class that it is made of, why it cannot be used or empty)."""
+    """Return (the class, vLLM's class that it extends, why it cannot be used or empty)."""
 
     def problem_of(path: str, cls: Any) -> str:
         if not isinstance(cls, type):
