@@ -21,20 +21,17 @@ POLL = 0.02
 """Seconds between two checks whether a reader asked for a new state."""
 
 PATIENCE = 1.0
-"""Seconds that `close` waits for a file system that does not answer; three times as long where the
-file stays, whose last state counts."""
+"""Seconds that `close` waits for a file system that does not respond; three times as long if the
+file is kept, because its last state matters."""
 
 log = get_logger("engine")
 
 
 def of_worker(named: str | Path, rank: int | str, replica: int) -> Path:
-    """Return the path of a worker's file, made from the one that the user sets.
+    """Return the path of a worker's file, from the user's path `named`.
 
-    Args:
-        named: `vllm.prom` becomes `vllm.rank0.prom`, and `vllm.dp1.rank0.prom` for the second
-            replica of data parallelism.
-        rank: the worker's, within its replica.
-        replica: which one, from 0.
+    `vllm.prom` becomes `vllm.rank0.prom`, and `vllm.dp1.rank0.prom` for the second replica of data
+    parallelism. Replicas are numbered from 0.
     """
     path = Path(named)
     of_replica = f".dp{replica}" if replica else ""
@@ -73,9 +70,9 @@ def _request_of(named: Path) -> Path:
 class StateFile:
     """Write the current state to a file until it is closed, from a thread.
 
-    The file is written every `every` seconds, when `renew` is called, when `count` changes from 0,
-    and when a reader asks for it (`request`). It is replaced as a whole. If it cannot be written,
-    one warning says so, and it is tried again.
+    The file is written every `every` seconds, when `renew` is called, when the first call is
+    counted, and when a reader asks for it (`request`). Readers never see an incomplete file. Only
+    the first failure is logged; every failure is retried.
 
     Args:
         variable: the setting that names it, for the log.
