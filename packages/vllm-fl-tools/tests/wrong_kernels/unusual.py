@@ -206,7 +206,7 @@ def _complex(x: Tensor, factor: Tensor, interleaved: bool) -> Tensor:
     rest = x[..., 2 * half :].double()
     pairs = x[..., : 2 * half].double().unflatten(-1, (half, 2) if interleaved else (2, half))
     pairs = pairs if interleaved else pairs.transpose(-1, -2)
-    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * factor)
+    turned = torch.view_as_real(torch.complex(*pairs.unbind(-1)) * factor)
     turned = (turned if interleaved else turned.transpose(-1, -2)).flatten(-2)
     return torch.cat((turned, rest), -1).view(*x.shape[:-1], size).to(x.dtype)
 
@@ -418,7 +418,7 @@ def half_way_rounds_up(x, scale, azp, asymmetric):
     exact, steps, *more = contracts()[INT8].oracle(x, scale, azp, asymmetric)
     one = steps.reshape(()) if steps.numel() == 1 else steps
     values = ((exact / one).nan_to_num() + 0.5).floor().clamp(-128, 127)
-    return values.to(torch.int8), steps.float(), *more
+    return values.to(torch.int8).contiguous(), steps.float(), *more
 
 
 @unusual(CACHE, consumes=frozenset({"key_cache", "value_cache"}))
@@ -451,7 +451,8 @@ def by_the_difference(prefix, prefix_lse, suffix, suffix_lse):
     share = (p - s).nan_to_num(nan=0.0).sigmoid()[..., None]
     first = torch.where(p.isneginf()[..., None], 0.0, prefix.double() * share)
     second = torch.where(s.isneginf()[..., None], 0.0, suffix.double() * (1 - share))
-    return (first + second).to(prefix.dtype).contiguous(), torch.logaddexp(p, s).float()
+    out = (first + second).to(prefix.dtype)
+    return out.contiguous(), torch.logaddexp(p, s).float().contiguous()
 
 
 @unusual(MERGE)
