@@ -43,8 +43,39 @@ FP8, GROUP, INT8, TOPK, ALIGN, QK, MROPE = (
     "multimodal_rotary_embedding",
 )
 
-SEEN_OTHERWISE: Mapping[str, tuple[bool, str, str]] = MappingProxyType({})
-"""Kernel -> whether startup sees it, by which check the kit does, and why not."""
+NOT_AT_STARTUP: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "no_expert_is_the_last": (
+            "",
+            "no sample has a place without an expert, and a map that ends with one of this rank",
+        ),
+        "softplus_overflows": ("", "no sample has sums above 88"),
+        "equal_highest_are_masked_at_once": (
+            "",
+            "no sample has two equal highest scores in a group whose place depends on them",
+        ),
+        "rows_along_y": ("", "no sample has as many rows"),
+        "variance_by_two_means": (
+            "values",
+            "the difference is below the tolerance of the served dtype",
+        ),
+        "reduces_an_unwritten_workspace": ("families", "the served model has no layer as wide"),
+        "tokens_along_z": ("", "no sample has as many tokens"),
+        "a_thread_for_each_expert": ("", "no sample has as many experts"),
+        "last_of_all_experts": ("", "no sample takes an odd number of experts, and all of them"),
+        "weights_of_one_shape": ("families", "the served model has other numbers of experts"),
+        "later_heads_of_a_warp": ("", "no sample with a part of the head rotating is as long"),
+        "maximum_misses_a_lane": ("call_op", "the served model has groups of another size"),
+        "maximum_of_the_first_256": ("", "no sample has groups as large"),
+        "blocks_along_y": ("", "no sample has as many elements"),
+        "slot_offset_in_32_bits": ("", "no sample has a cache as large"),
+        "block_offset_in_32_bits": ("", "no sample has a cache as large"),
+        "pipeline_for_one_width": ("", "no sample has both as many rows and such a width"),
+        "row_stride_in_32_bits": ("", "no sample has rows as far apart"),
+    }
+)
+"""Kernel that startup does not see -> the check of the kit that does, if any, and why, probably,
+startup does not."""
 
 _sorts: Counter[str] = Counter()
 
@@ -72,8 +103,8 @@ def published(
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         name, fault = function.__name__, " ".join((function.__doc__ or "").split())
-        start, kit, why = SEEN_OTHERWISE.get(name, (True, None, ""))
-        fields = {"sizes": sizes_of(op), "start": start, "kit": kit, "why": why, **how}
+        kit, why = NOT_AT_STARTUP.get(name, (None, ""))
+        fields = {"sizes": sizes_of(op), "start": not why, "kit": kit, "why": why, **how}
         return wrong_kernel(op, f"{sort}: {fault}", link, by=by, **fields)(function)
 
     return decorate
