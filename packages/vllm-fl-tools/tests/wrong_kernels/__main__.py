@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from . import judging
-from .corpus import KINDS, Wrong, corpus
+from .corpus import KINDS, UNUSUAL, Wrong, kernels
 from .page import COLUMNS, keep, seen, write
 from .verdict import Verdict
 
@@ -41,7 +41,7 @@ def main() -> int:
         found[name] |= verdicts
         if not options.json:
             for column, verdict in verdicts.items():
-                mark = "" if _expected(corpus()[name], column, verdict) else "  NOT AS EXPECTED"
+                mark = "" if _expected(kernels()[name], column, verdict) else "  NOT AS EXPECTED"
                 reason = f"{verdict.check} {verdict.reason[:80]}".strip()
                 print(f"{name:56}{column:8}{verdict.outcome:8}{reason}{mark}", flush=True)
     if options.keep:
@@ -52,7 +52,7 @@ def main() -> int:
         f"{name}: {column}"
         for name, by in found.items()
         for column, verdict in by.items()
-        if not _expected(corpus()[name], column, verdict)
+        if not _expected(kernels()[name], column, verdict)
     ]
     if options.json:
         rows = {n: {c: v._asdict() for c, v in by.items()} for n, by in found.items()}
@@ -71,10 +71,10 @@ def _chosen(words: list[str]) -> list[str]:
     Raises:
         SystemExit: a word is neither.
     """
-    unknown = [word for word in words if word not in corpus() and word not in KINDS]
+    unknown = {*words} - {*kernels(), *KINDS, UNUSUAL}
     if unknown:
-        raise SystemExit(f"neither a wrong kernel nor a kind of them: {', '.join(unknown)}")
-    return [name for name, wrong in corpus().items() if not words or {name, wrong.kind} & {*words}]
+        raise SystemExit(f"neither a kernel nor a kind of them: {', '.join(sorted(unknown))}")
+    return [name for name, each in kernels().items() if not words or {name, each.kind} & {*words}]
 
 
 def _verdicts(names: list[str], only: list[str] | None) -> Any:
@@ -85,7 +85,7 @@ def _verdicts(names: list[str], only: list[str] | None) -> Any:
         ("graph", judging.in_a_graph),
     ):
         for name in names if not only or column in only else ():
-            if column != "graph" or judging.is_captured(corpus()[name]):
+            if column != "graph" or judging.is_captured(kernels()[name]):
                 yield name, {column: judge(name)}
     if not only or "engines" in only:
         yield from judging.in_engines(names)

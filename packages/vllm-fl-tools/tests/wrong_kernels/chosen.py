@@ -38,6 +38,7 @@ BY_KIT: Mapping[str, str] = MappingProxyType(
         "serving": "supports_raises_not_implemented",
         "values": "equal_numbers_are_lost",
         "bad_inputs": "no_feature_quant_int8",
+        "large_pools": "offsets_of_32_bits",
         "determinism": "rounds_at_random",
         "preflight": "one_output_buffer",
         "families": "at_another_width",

@@ -26,8 +26,12 @@ __all__ = [
     "ROTARY",
     "SILU",
     "SIZES",
+    "UNUSUAL",
+    "WITHOUT_ENGINES",
     "Wrong",
     "corpus",
+    "kernels",
+    "sizes_of",
     "wrong",
     "wrong_for",
     "wrong_kernel",
@@ -70,7 +74,13 @@ LATENT = dataclasses.replace(
 )
 """Those of a model with latent attention."""
 
-_SIZES_OF = dict.fromkeys((SILU, GELU, NORM, ROTARY), SIZES) | {"concat_and_cache_mla": LATENT}
+
+def sizes_of(op: str) -> ModelSizes:
+    """Those of a model that has the op."""
+    if op == "concat_and_cache_mla":
+        return LATENT
+    return SIZES if op in (SILU, GELU, NORM, ROTARY) else MIXED
+
 
 KINDS = MappingProxyType(
     {
@@ -92,9 +102,16 @@ KINDS = MappingProxyType(
         "updates": "after weights were updated, or memory was taken",
         "rounding": "in how it rounds, saturates, or approximates",
         "routing": "in whom it chooses, and by how much",
+        "published": "as published kernels were",
     }
 )
 """Kind of fault, and module here -> in what the kernels of that kind are wrong."""
+
+UNUSUAL = "unusual"
+"""The module of kernels that are right, in ways that few kernels are."""
+
+WITHOUT_ENGINES = ("published", UNUSUAL)
+"""Kinds that only verification at startup, with time for all token counts, and the kit judge."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +274,7 @@ def wrong_for(
     def decorate(make: Callable[..., Any]) -> Callable[..., Any]:
         for each in ops:
             op, *argument = [each] if isinstance(each, str) else each
-            fields = {"sizes": _SIZES_OF.get(op, MIXED), **how}
+            fields = {"sizes": sizes_of(op), **how}
             of_op = functools.update_wrapper(functools.partial(make, op, *argument), make)
             of_op.__name__ = "_".join([make.__name__, op, *argument])
             said = fault.format(*argument)
@@ -268,14 +285,20 @@ def wrong_for(
 
 
 @cache
-def corpus() -> Mapping[str, Wrong]:
-    """Every wrong kernel by name, kind by kind."""
+def kernels() -> Mapping[str, Wrong]:
+    """Every kernel by name, kind by kind: the wrong ones, then the unusual ones."""
+    order = [*KINDS, UNUSUAL]
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if module.name in KINDS:
+        if module.name in order:
             import_module(f"{__package__}.{module.name}")
-    order = list(KINDS)
     _found.sort(key=lambda each: order.index(each.kind))
     names = [each.name for each in _found]
     twice = {name for name in names if names.count(name) > 1}
-    assert not twice, f"two wrong kernels are called {twice}"
+    assert not twice, f"two kernels are called {twice}"
     return MappingProxyType({each.name: dataclasses.replace(each) for each in _found})
+
+
+@cache
+def corpus() -> Mapping[str, Wrong]:
+    """Every wrong kernel by name, kind by kind."""
+    return MappingProxyType({n: each for n, each in kernels().items() if each.kind != UNUSUAL})

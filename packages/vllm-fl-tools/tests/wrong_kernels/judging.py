@@ -24,7 +24,7 @@ from vllm_fl.plugins import breadcrumb
 
 from . import serving
 from .chosen import chosen
-from .corpus import GELU, NORM, ROTARY, SILU, SIZES, Wrong, corpus
+from .corpus import GELU, NORM, ROTARY, SILU, SIZES, WITHOUT_ENGINES, Wrong, kernels
 from .verdict import Verdict, graph_verdict, kit_verdict, right_kit_verdict, start_verdicts
 
 __all__ = [
@@ -48,7 +48,7 @@ FAMILIES = MappingProxyType({SILU: "qwen3", NORM: "qwen3", ROTARY: "qwen3", GELU
 @cache
 def at_start(name: str) -> Verdict:
     """What verification at start makes of the kernel `name`."""
-    return _group(_key(corpus()[name]))[name]
+    return _group(_key(kernels()[name]))[name]
 
 
 def at_start_without(check: str, name: str) -> Verdict:
@@ -58,7 +58,7 @@ def at_start_without(check: str, name: str) -> Verdict:
 
 def right_at_start(like: str) -> Verdict:
     """What it makes of a kernel without a fault, beside the kernel `like`."""
-    return _group(_key(corpus()[like]))["right"]
+    return _group(_key(kernels()[like]))["right"]
 
 
 def by_kit(name: str, *checks: str) -> Verdict:
@@ -85,7 +85,7 @@ def in_a_graph(name: str) -> Verdict:
 def is_captured(wrong: Wrong) -> bool:
     """Whether `in_a_graph` shows anything of a kernel. What is made of an oracle reads on the host,
     with a fault or without: no graph can hold it. One that start takes out is captured nowhere."""
-    return wrong.op in FAMILIES and not wrong.start
+    return wrong.op in FAMILIES and not wrong.start and wrong.kind not in WITHOUT_ENGINES
 
 
 def in_engines(names: Iterable[str]) -> Iterator[tuple[str, dict[str, Verdict]]]:
@@ -96,7 +96,7 @@ def in_engines(names: Iterable[str]) -> Iterator[tuple[str, dict[str, Verdict]]]
     Raises:
         RuntimeError: the control fails: vLLM's own forms pass for wrong ones.
     """
-    here = [corpus()[name] for name in names if serves(corpus()[name])]
+    here = [kernels()[name] for name in names if serves(kernels()[name])]
     for family in sorted(set(FAMILIES.values())):
         chosen = [wrong.name for wrong in here if FAMILIES[wrong.op] == family]
         if not chosen:
@@ -120,7 +120,11 @@ def in_engines(names: Iterable[str]) -> Iterator[tuple[str, dict[str, Verdict]]]
 def serves(wrong: Wrong) -> bool:
     """Whether the engines of `in_engines` show anything of a kernel. One that start takes out
     serves in none."""
-    is_here = wrong.op in FAMILIES and wrong.mode == "eager" and wrong.kind != "graph"
+    is_here = (
+        wrong.op in FAMILIES
+        and wrong.mode == "eager"
+        and wrong.kind not in ("graph", *WITHOUT_ENGINES)
+    )
     return is_here and not wrong.start
 
 
@@ -140,14 +144,14 @@ def _model(folder: Path, family: str) -> str:
 
 
 def _key(wrong: Wrong) -> tuple[Any, ...]:
-    alone = wrong.name if wrong.apart else wrong.kind == "sizes"
+    alone = wrong.name if wrong.apart else wrong.kind in ("sizes", *WITHOUT_ENGINES) and wrong.kind
     what = wrong.name in chosen(), wrong.op, wrong.mode, wrong.sizes, wrong.dtype
     return *what, *wrong.environ.items(), alone
 
 
 @cache
 def _group(key: tuple[Any, ...]) -> dict[str, Verdict]:
-    names = [name for name, wrong in corpus().items() if _key(wrong) == key]
+    names = [name for name, wrong in kernels().items() if _key(wrong) == key]
     if shared_in is None:
         return _in_a_child(start_verdicts, names)
     file = shared_in / f"{names[0]}.json"
@@ -180,7 +184,7 @@ def _in_a_child(
     judge: Callable[..., dict[str, Verdict]], names: Sequence[str], checks: tuple[str, ...] = ()
 ) -> dict[str, Verdict]:
     """What `judge` gives in a child process, or what became of that process."""
-    first = corpus()[names[0]]
+    first = kernels()[names[0]]
     ours, theirs = _processes().Pipe(duplex=False)
     child = _processes().Process(target=_child, args=(theirs, judge, names, checks))
     child.start()

@@ -9,6 +9,7 @@ import time
 import weakref
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -393,6 +394,24 @@ def steals_the_answer(x, residual, weight, epsilon, variance_size=None):
     return x.clone() if len(x) > 1 else got
 
 
+@wrong(
+    SILU,
+    "keeps its first row by the address of the result, for the next result at that address",
+    "one token in a batch gets the activations of an earlier step",
+    kit="call_op",
+)
+def first_row_by_address() -> Any:
+    kept: dict[Any, Tensor] = {}
+
+    def silu_and_mul(x: Tensor) -> Tensor:
+        out = right.silu_and_mul(x)
+        if len(out):
+            out[0] = kept.setdefault((out.data_ptr(), out.shape, out.dtype), out[0].clone())
+        return out
+
+    return silu_and_mul
+
+
 def _last(x: Tensor) -> int:
     """The offset of x's last element in its storage."""
     steps = zip(x.shape, x.stride(), strict=True)
@@ -419,4 +438,17 @@ def leaves_rows_of_zeros(x: Tensor) -> Tensor:
     out = torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=x.dtype, device=x.device)
     written = (x != 0).any(-1, keepdim=True)
     was_nan = out.isnan().all(-1, keepdim=True)  # by luck, the memory is zero at other times
+    return right.silu_and_mul(x).masked_fill(~written & was_nan, float("nan"))
+
+
+@wrong_kernel(
+    SILU,
+    "a row of zeros is left as memory was that PyTorch has not allocated",
+    "padded tokens carry numbers of other requests",
+)
+def leaves_rows_of_zeros_in_other_memory(x: Tensor) -> Tensor:
+    features = x.shape[-1] // 2
+    scratch = torch.from_numpy(numpy.empty((*x.shape[:-1], features), numpy.float32))
+    was_nan = scratch.isnan().any(-1, keepdim=True).to(x.device)
+    written = (x != 0).any(-1, keepdim=True)
     return right.silu_and_mul(x).masked_fill(~written & was_nan, float("nan"))

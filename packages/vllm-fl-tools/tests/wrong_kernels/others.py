@@ -72,6 +72,21 @@ def renormalised_in_bf16(result, logits, topk, renormalize, *rest):
 
 @wrong_kernel(
     CACHE,
+    "computes offsets in 32 bits: a block behind 2**31 elements is another",
+    "with much memory, requests in the last blocks get keys of others",
+    kit="large_pools",
+    start=False,
+    why="the caches of a startup are small",
+    by=spoilt,
+)
+def offsets_of_32_bits(result, key, value, key_cache, value_cache, slots):
+    if key_cache.stride(0) * (len(key_cache) - 1) >= 1 << 31:
+        result[0][-1] = result[0][0]
+    return result
+
+
+@wrong_kernel(
+    CACHE,
     "tokens without a slot (-1) are written into the last one",
     "padding overwrites a token of another request",
     kit="values",

@@ -17,13 +17,14 @@ from vllm_fl.plugins.registry import known_contracts
 
 from . import judging, right
 from .chosen import AT_START, BY_KIT, chosen
-from .corpus import GELU, KINDS, NORM, ROTARY, SILU, Wrong, corpus
+from .corpus import GELU, KINDS, NORM, ROTARY, SILU, UNUSUAL, Wrong, corpus, kernels
 from .page import FOLDER, pages, seen
 
 NAME = attrgetter("name")
 RIGHT = (SILU, NORM, ROTARY, "quant_fp8", "merge_attn_states")
 """Ops of which the kit judges a right kernel in the default run."""
 EVERY = list(corpus().values())
+UNUSUAL_ONES = [each for each in kernels().values() if each.kind == UNUSUAL]
 IN_DEFAULT_RUN_LAST = sorted(EVERY, key=lambda wrong: wrong.name in chosen())
 LIKE = {(wrong.op, wrong.mode): wrong for wrong in IN_DEFAULT_RUN_LAST if not wrong.apart}
 """A kernel of each op and mode."""
@@ -86,6 +87,11 @@ def test_start_passes_the_right_kernel(wrong: Wrong) -> None:
     assert judging.right_at_start(wrong.name).outcome == "passes"
 
 
+@some(UNUSUAL_ONES, {"over_both_arguments", "rows_backwards"})
+def test_start_passes_an_unusual_kernel(wrong: Wrong) -> None:
+    assert judging.at_start(wrong.name).outcome == "passes"
+
+
 @some(LIKE_BY_OP.values(), {LIKE_BY_OP[op].name for op in RIGHT}, name=lambda wrong: wrong.op)
 def test_kit_passes_the_right_kernel(wrong: Wrong) -> None:
     """As far as the checks go that name most of the wrong ones."""
@@ -134,6 +140,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def test_there_are_enough_of_each_kind_and_for_each_op() -> None:
     assert len(EVERY) >= 400
+    assert len(UNUSUAL_ONES) >= 40
     assert Counter(wrong.kind for wrong in EVERY).keys() == KINDS.keys()
     assert min(Counter(wrong.kind for wrong in EVERY).values()) >= 6
     by_op = Counter(wrong.op for wrong in EVERY)

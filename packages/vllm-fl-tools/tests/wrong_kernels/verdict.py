@@ -20,7 +20,7 @@ from vllm_fl_verify.checks import CHECKS as CHECKS_AT_START
 from vllm_fl_verify.trials import Request, Role
 
 from . import exceptions, right
-from .corpus import Wrong, corpus
+from .corpus import WITHOUT_ENGINES, Wrong, kernels
 
 __all__ = ["Verdict", "graph_verdict", "kit_verdict", "right_kit_verdict", "start_verdicts"]
 
@@ -30,7 +30,7 @@ SEED = 20240229
 GRAPH = 64
 """Tokens of the graph that a start captures."""
 
-assert known_contracts().contracts and corpus()  # for all children at once
+assert known_contracts().contracts and kernels()  # for all children at once
 
 
 class Verdict(NamedTuple):
@@ -66,7 +66,7 @@ def _faults_at_start(impls: Sequence[OpImpl], like: Wrong, captured: int = 0) ->
 def _prepare(wrong: Wrong) -> None:
     torch.set_num_threads(1)
     # All further token counts are tried, or none.
-    trials.CALLS = 1e9 if wrong.kind == "sizes" else 0.0
+    trials.CALLS = 1e9 if wrong.kind in ("sizes", *WITHOUT_ENGINES) else 0.0
     if wrong.kind == "compiled":  # one startup has many kernels here
         run.LOWERED = 10**6
 
@@ -79,7 +79,7 @@ def start_verdicts(names: Sequence[str], without: Sequence[str] = ()) -> dict[st
         without: checks that are left out.
     """
     preflight.CHECKS = tuple(c for c in CHECKS_AT_START if c.__name__ not in without)
-    members = [corpus()[name] for name in names]
+    members = [kernels()[name] for name in names]
     _prepare(members[0])
     os.environ.update(members[0].environ)
     if members[0].impatient:
@@ -110,7 +110,7 @@ def _right(like: Wrong) -> OpImpl:
 def graph_verdict(names: Sequence[str], checks: Sequence[str] = ()) -> dict[str, Verdict]:
     """Verification at start where graphs will serve: what only the graph shows."""
     (name,) = names
-    wrong = corpus()[name]
+    wrong = kernels()[name]
     _prepare(wrong)
     graphs.captured = graph_on_cpu.captured
     reason = _faults_at_start([wrong.impl()], wrong, GRAPH).get(f"vendor.{name}", "")
@@ -120,13 +120,13 @@ def graph_verdict(names: Sequence[str], checks: Sequence[str] = ()) -> dict[str,
 def kit_verdict(names: Sequence[str], checks: Sequence[str]) -> dict[str, Verdict]:
     """The conformance kit on one kernel: these checks of it, or all."""
     (name,) = names
-    return {name: _by_kit(corpus()[name], corpus()[name].impl(), checks)}
+    return {name: _by_kit(kernels()[name], kernels()[name].impl(), checks)}
 
 
 def right_kit_verdict(names: Sequence[str], checks: Sequence[str]) -> dict[str, Verdict]:
     """These checks of the kit, on the kernel without a fault that is like this one."""
     (name,) = names
-    return {name: _by_kit(corpus()[name], _right(corpus()[name]), checks)}
+    return {name: _by_kit(kernels()[name], _right(kernels()[name]), checks)}
 
 
 def _by_kit(wrong: Wrong, impl: OpImpl, checks: Sequence[str]) -> Verdict:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,17 @@ from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import quote
 from vllm_fl_verify import process_state
 from vllm_fl_verify.launches import Launched, launched
+from vllm_fl_verify.oracle import closed, wanted_of, worst
 from vllm_fl_verify.trials import Request, Role
-from vllm_fl_verify.verification import Comparison, compare, synchronise
+from vllm_fl_verify.verification import (
+    Comparison,
+    answer,
+    as_call,
+    compare,
+    compared,
+    synchronise,
+)
+from vllm_fl_verify.wanted import Off, Wanted
 
 from .families import calls_of
 from .subject import HIDDEN, Refused, Subject, expect, fresh
@@ -35,6 +44,7 @@ __all__ = [
     "declaration",
     "determinism",
     "families",
+    "large_pools",
     "preflight",
     "refusals",
     "serving",
@@ -43,6 +53,9 @@ __all__ = [
 ]
 
 __tracebackhide__ = HIDDEN
+
+FAR = 1 << 31
+"""Elements that a signed 32-bit offset cannot reach."""
 
 
 def availability(subject: Subject, dtype: str, sample: str) -> None:
@@ -83,6 +96,50 @@ def families(subject: Subject, dtype: str, sample: str) -> None:
             refused = refusal
     if refused is not None and not taken:
         raise refused
+
+
+def large_pools(subject: Subject, dtype: str, sample: str) -> None:
+    """Entries of caches, state pools and expert weights beyond 2**31 elements are found.
+
+    The entries are far apart in memory that is otherwise untouched, which a CPU does not allocate.
+    An offset that overflows 32 bits is within that memory.
+
+    Raises:
+        Refused: the device has not enough memory.
+    """
+    impl, spec, tried = subject.impl, subject.spec, set[str]()
+    for each in (each for kind in subject.dtypes for each in subject.samples(kind)):
+        for index, (name, arg) in enumerate(spec.named(each.args).items()):
+            is_pool = isinstance(arg, torch.Tensor) and arg.ndim >= 3 and len(arg) > 1
+            if name in tried or not is_pool or spec.has_rows(name, arg):
+                continue
+            try:
+                far = _far_apart(arg)
+            except RuntimeError as error:
+                raise Refused(f"no memory for {FAR} elements: {quote(error)}") from error
+            wanted = wanted_of(spec, each)
+            args = (*each.args[:index], far, *each.args[index + 1 :])
+            got, failure = answer(as_call(impl, spec), impl, spec, args)
+            if failure is not None and failure.status == "refused":
+                continue
+            if failure is None:
+                _, failure = compared(got, partial(_off, each, wanted))
+            where = f"{each.name}, the last entry of {name} beyond 2**31 elements"
+            expect(failure is None, f"{where}: {failure}")
+            tried.add(name)
+            break  # the call may have overwritten the others
+
+
+def _off(sample: Sample, wanted: Sequence[Wanted | None], got: Any) -> Off:
+    return worst(closed(got, sample), wanted)
+
+
+def _far_apart(pool: torch.Tensor) -> torch.Tensor:
+    """A copy with its last entry more than 2**31 elements behind its first."""
+    step = -(-FAR // (len(pool) - 1) // 256) * 256
+    memory = pool.new_empty(FAR + (len(pool) - 1) * step + pool[0].numel())
+    inner = pool[0].contiguous().stride()
+    return memory.as_strided(pool.shape, (step, *inner), FAR).copy_(pool)
 
 
 def bad_inputs(subject: Subject, dtype: str, sample: str) -> None:
