@@ -23,6 +23,7 @@ from builders import X, managing, planning, refusing, silu
 
 from vllm_fl_tools.operate import state_file
 from vllm_fl_tools.operate.metrics import exposition, metrics_file
+from vllm_fl_tools.operate.report_file import log_last_states
 from vllm_fl_tools.operate.state_file import StateFile, of_worker
 from vllm_fl_verify.shadow import Shadow
 
@@ -227,6 +228,22 @@ def test_a_file_is_written_at_once_when_what_is_so_has_changed(tmp_path: Path, s
     now["state"] = "ended"
     file.close()
     assert path.exists() == stays and (not stays or json.loads(path.read_text()) == now)
+
+
+def test_the_last_line_says_which_ranks_wrote_their_last_report(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "vllm_fl")
+    states = {"": "ended", ".rank1": "serving", ".rank2": "serving"}
+    for rank, (name, state) in enumerate(states.items()):
+        told = {"rank": rank, "state": state, "written": "12:03:05"}
+        (tmp_path / f"chat.report{name}.json").write_text(json.dumps(told))
+    os.utime(tmp_path / "chat.report.rank2.json", (1, 1))  # of an earlier engine
+    (tmp_path / "chat.report.rank3.json").write_text("{")
+    log_last_states(str(tmp_path / "chat.prom"), 2.0)
+    ended, killed = said(caplog)
+    assert ended.startswith("rank 0 has ended") and str(tmp_path / "chat.report.json") in ended
+    assert killed.startswith("rank 1 was stopped") and "12:03:05" in killed
 
 
 def test_a_file_that_cannot_be_written_is_said_once_and_tried_again(
