@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def coverage(model: Callable[[str], Path], tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """`coverage(*arguments)`: what the command says of a tiny model under the reference plan."""
+    """`coverage(*arguments)`: the command's result for a tiny model under the reference plan."""
 
     def run(*arguments: str) -> dict[str, Any]:
         variables = {"VLLM_FL_PREFER": "reference", BIND: str(min(cores()))}

@@ -1,4 +1,4 @@
-"""A wrong kernel is caught at start, by name, and the engine serves without it."""
+"""Startup verification names a wrong kernel, and the engine serves without it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_in_strict_mode_a_faulty_kernel_ends_the_start(
 def test_quickstart_finds_a_wrong_kernel_that_nobody_verified(
     plugin: Callable[..., dict[str, str]],
 ) -> None:
-    """The control of the quickstart: what it measures does show a wrong kernel."""
+    """Control for the quickstart: its measurement does reveal a wrong kernel."""
     done = subprocess.run(
         [sys.executable, ROOT / "quickstart.py", "--only-plan"],
         env={

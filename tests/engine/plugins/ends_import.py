@@ -1,4 +1,4 @@
-"""A plugin whose import ends the process without a word, as a library that aborts does."""
+"""Plugin whose import ends the process without an error message, like a library that aborts."""
 
 import os
 
