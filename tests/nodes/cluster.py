@@ -1,4 +1,4 @@
-"""A real Ray cluster of nodes on this machine, each with packages and variables of its own."""
+"""A real Ray cluster of nodes on this machine, each with its own packages and variables."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import psutil
 import envs
 
 HOST = "127.0.0.1"
-"""Every node's address: vLLM compares the engine's with that of its node."""
+"""Every node's address: vLLM compares the engine's address with that of its node."""
 
 RAY = ("-m", "ray.scripts.scripts")
 OBJECT_STORE = 100 << 20
-"""Bytes of shared memory that each node takes."""
+"""Bytes of shared memory per node."""
 
 LIMIT = 90
-"""Seconds in which the nodes of a cluster must have found each other."""
+"""Seconds in which the nodes of a cluster must find each other."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Node:
     """A machine with one device, which Ray counts as a GPU.
 
     Args:
-        env: what is installed there.
-        variables: the environment of its processes, beside what every process has.
+        env: its installed packages.
+        variables: of its processes, in addition to those of every process.
     """
 
     env: envs.Env
@@ -46,22 +46,22 @@ class Cluster:
 
     Args:
         address: of its head, for `RAY_ADDRESS`.
-        processes: one for each node, whose children are the node's processes.
+        processes: one for each node, the parent of that node's processes.
     """
 
     address: str
     processes: tuple[subprocess.Popen[bytes], ...]
 
     def workers(self, node: int) -> list[psutil.Process]:
-        """The processes of a node that run a worker of vLLM's."""
+        """The processes of a node that run a vLLM worker."""
         children = psutil.Process(self.processes[node].pid).children(recursive=True)
         return [child for child in children if "ray::RayWorkerProc" in " ".join(_command(child))]
 
 
 @contextlib.contextmanager
 def cluster(*nodes: Node) -> Iterator[Cluster]:
-    """Start these nodes, the first one as the head; at the end all of their processes are gone."""
-    # Short, since the names of sockets are made from it.
+    """Start these nodes, the first as the head; end all their processes on exit."""
+    # A short path, because socket names are made from it.
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     address = f"{HOST}:{_free_port()}"
     started: list[subprocess.Popen[bytes]] = []
@@ -84,7 +84,7 @@ def cluster(*nodes: Node) -> Iterator[Cluster]:
 
 
 class NotReady(RuntimeError):
-    """A cluster did not start; the message has what its nodes printed."""
+    """A cluster did not start; the message has the output of its nodes."""
 
 
 def _start(node: Node, *where: str, log: Path) -> subprocess.Popen[bytes]:
@@ -124,7 +124,7 @@ def _wait(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a node and whatever is left of its processes."""
+    """End a node and all its remaining processes."""
     try:
         family = psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:

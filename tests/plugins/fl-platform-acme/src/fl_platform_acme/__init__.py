@@ -1,7 +1,7 @@
-"""A vendor's platform plugin for vLLM, in the form of vllm-ascend; it knows nothing of vllm-fl.
+"""Vendor platform plugin for vLLM, in the form of vllm-ascend, unaware of vllm-fl.
 
-Its platform is out of vLLM's tree. It brings a worker, which registers layers, attention, a
-communicator, a compiler and a pass manager. All compute as vLLM does, and count their calls.
+Its platform is out of vLLM's tree, with a worker that registers layers, attention, a communicator,
+a compiler and a pass manager. All compute as vLLM does and count their calls.
 """
 
 from __future__ import annotations
