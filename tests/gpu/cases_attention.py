@@ -81,7 +81,7 @@ def differs(stock: Future[dict[str, Any]], mine: Future[dict[str, Any]]) -> str:
 
 
 def refused(mine: Future[dict[str, Any]]) -> str:
-    """Empty if a cache that FlagGems does not support correctly stays with vLLM, with the reason."""
+    """Empty if a cache that FlagGems computes incorrectly stays with vLLM, with the reason."""
     try:
         entry = mine.result()["report"][0]["ops"]["attention_backend"]
     except EngineFailed as error:

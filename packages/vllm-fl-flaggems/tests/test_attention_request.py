@@ -1,4 +1,4 @@
-"""What FlagGems's attention refuses, each with its reason, and what it takes."""
+"""Attention requests that FlagGems supports, and those that it does not, with the reasons."""
 
 from __future__ import annotations
 

@@ -22,11 +22,12 @@ PACKED_DTYPES = ("hifloat8", "float4_e2m1fn_x2", "float4_e1m2fn_x2", "float8_e8m
 """torch_npu's own dtypes, which meta functions compare arguments with."""
 
 _libraries: list[torch.library.Library] = []
-"""A library that is collected takes its registrations along."""
+"""Keeps libraries alive: a collected library removes its registrations."""
 
 
 class EmulationError(RuntimeError):
-    """The real operator would refuse this call, or ours returned what it would not."""
+    """The real operator does not support this call, or our result differs from its meta
+    function's."""
 
 
 @functools.cache
@@ -46,11 +47,11 @@ def _kernels() -> torch.library.Library:
 
 
 def numerics(name: str) -> Callable[[Function], Function]:
-    """Decorator: `function` is what the operator `npu::<name>` computes.
+    """Decorator: `function` computes the operator `npu::<name>`.
 
-    It takes the schema's arguments, tensors being on the CPU, and raises EmulationError for what
-    the real operator's documentation rules out. Its result must be what the wheel's meta function
-    says, in number, shapes and dtypes.
+    It takes the schema's arguments, with CPU tensors, and raises EmulationError for calls that the
+    real operator's documentation excludes. Its results must match the wheel's meta function in
+    number, shapes and dtypes.
     """
 
     def decorate(function: Function) -> Function:
@@ -92,7 +93,7 @@ def _compare(name: str, result: Any, expected: Any) -> None:
 
 
 def _register_meta() -> None:
-    """Run the wheel's registrations, with stand-ins for what they import."""
+    """Run the wheel's registrations, with stand-ins for their imports."""
 
     def module(name: str, **members: Any) -> ModuleType:
         made = ModuleType(name)

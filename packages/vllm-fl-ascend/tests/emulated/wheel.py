@@ -30,14 +30,14 @@ SECTIONS = ("custom", "custom_autograd", "symint", "quant")
 
 
 class WheelMissing(RuntimeError):
-    """The wheel is not where the environment variable says; the message has the command to type."""
+    """The environment variable is not the wheel's path; the message has the command to run."""
 
 
 def wheel() -> Path:
-    """The wheel that the environment variable `TORCH_NPU_WHEEL` names.
+    """The wheel at the path in the environment variable `TORCH_NPU_WHEEL`.
 
     Raises:
-        WheelMissing: it names none, or another release.
+        WheelMissing: it is not set, or is another release.
     """
     named = os.environ.get(VARIABLE, "")
     path = Path(named)
@@ -51,18 +51,16 @@ def wheel() -> Path:
 
 
 def schemas() -> Iterator[str]:
-    """Every operator schema of the wheel, in the form that its compiled library registers.
-
-    The generator that compiles them calls the YAML's argument `self` `input`, as the strings in
-    torch_npu/lib/libtorch_npu.so show.
-    """
+    """Every operator schema of the wheel, in the form that its compiled library registers. The
+    generator that compiles them renames the YAML's argument `self` to `input`, as the strings in
+    torch_npu/lib/libtorch_npu.so show."""
     sections = yaml.load(_read(SCHEMAS), yaml.CSafeLoader)
     seen = set()
     for section in SECTIONS:
         for entry in sections.get(section) or ():
             schema = entry["func"] if isinstance(entry, dict) else entry
             name = schema.partition("(")[0]
-            if name not in seen and name != schema:  # ATen's own are named only
+            if name not in seen and name != schema:  # ATen's own are listed by name only
                 seen.add(name)
                 yield re.sub(r"(Tensor\S*) self\b", r"\1 input", schema)
 
@@ -73,7 +71,7 @@ def meta_source() -> str:
 
 
 def compiled(schema: str) -> bool:
-    """Whether the wheel's compiled library holds this schema, word for word."""
+    """Whether the wheel's compiled library contains this exact schema."""
     return schema.encode() in _library()
 
 

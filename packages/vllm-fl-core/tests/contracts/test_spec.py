@@ -1,4 +1,4 @@
-"""Variants: their schemas as torch reads them, and which of them a call takes. Dtypes, outputs."""
+"""Variants: their schemas as torch reads them, and which calls match them. Dtypes, outputs."""
 
 from __future__ import annotations
 
@@ -96,7 +96,6 @@ def test_what_is_said_of_a_parameter_is_said_of_one_that_the_oracle_takes(
 
 
 def stepped(x: torch.Tensor, scale: torch.Tensor, dtype: str) -> torch.Tensor:
-    """x * scale."""
     return x.double() * scale.double()
 
 

@@ -1,4 +1,4 @@
-"""Ops in the place of PyTorch's own operators, and of vLLM's, in graphs that vLLM compiles."""
+"""Ops instead of PyTorch's and vLLM's operators in graphs that vLLM compiles."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PATCHER = fusions.OperatorsInGraphs()
 
 
 def product(impl_id: str = "vendor.acme", **fields: Any) -> OpImpl:
-    """A `linear` that is 1 too large."""
+    """A `linear` whose result is 1 too large."""
 
     def fn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
         return linear(x, weight, bias) + 1
@@ -72,7 +72,7 @@ def config(ends: list[int] | None = None) -> Any:
 
 
 def applied(plan: Plan) -> None:
-    """Replace what the plan says, and begin to count."""
+    """Apply the plan, with counts reset."""
     engine_of(plan).state.pop(InGraphs, None)
     PATCHER.apply(engine_of(plan))
 
@@ -80,7 +80,7 @@ def applied(plan: Plan) -> None:
 def passed(
     plan: Plan, function: Callable[..., Any], *args: Any, sizes: tuple[int, int] = (1, 16)
 ) -> tuple[Any, bool]:
-    """(what the graph of a range returns behind the pass, whether an operator of ours is in it)."""
+    """(the result of a range's graph after the pass, whether our operator is in the graph)."""
     is_range = sizes[0] < sizes[1]
     with traced(function, args, [is_range, *[False] * (len(args) - 1)]) as (mode, module):
         applied(plan)
@@ -151,7 +151,7 @@ def test_a_range_that_is_left_to_vllm_is_as_without_us(sizes: tuple[int, int], o
         x = torch.randn(rows, 24)
         result, there = passed(plan, linear, x, WEIGHT, sizes=sizes)
         assert there is ours
-        # An operator that stands for several rows looks a call's row up.
+        # An operator that serves several rows looks up the row of a call.
         torch.testing.assert_close(result, linear(x, WEIGHT) + (ours and rows <= 16))
     (known,) = in_graphs(engine_of(plan)).sites.values()
     assert (known.graphs, known.found) == ((1, 1) if ours else (0, 0))
@@ -222,7 +222,7 @@ GATED = "linear_silu_and_mul"
 
 
 def whole(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A `linear_silu_and_mul` that is another thing."""
+    """A `linear_silu_and_mul` with a recognisably different result."""
     return linear(x, weight)[:, : len(weight) // 2] + 2
 
 
@@ -232,7 +232,7 @@ def first_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def both_planned() -> Plan:
-    """`linear`, and one that takes more operators in."""
+    """A plan with `linear`, and with the op that includes more operators."""
     kind, vendor = kind_of("vendor.acme")
     gated = OpImpl(GATED, "vendor.acme", kind, whole, vendor)
     order = {OP: ["vendor"], GATED: ["vendor"]}
@@ -314,7 +314,7 @@ VLLMS = "_C.cutlass_scaled_mm.default"
 
 @pytest.fixture(name="vllms_product")
 def _vllms_product() -> Iterator[None]:
-    """The operator, which vLLM's CPU build lacks."""
+    """Define the operator, which vLLM's CPU build lacks."""
     library = torch.library.Library("_C", "FRAGMENT")
     library.define(
         "cutlass_scaled_mm(Tensor! out, Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, "
@@ -322,7 +322,7 @@ def _vllms_product() -> Iterator[None]:
     )
 
     def kernel(out: Any, a: Any, b: Any, a_scales: Any, b_scales: Any, bias: Any = None) -> None:
-        if a_scales.shape[1:] > (1,):  # of blocks: no test asks what comes out
+        if a_scales.shape[1:] > (1,):  # scales of blocks: no test checks this result
             out.zero_()
             return
         result = (a.float() @ b.float()) * a_scales * b_scales.reshape(1, -1)
@@ -341,7 +341,7 @@ def scaled(a: Any, b: Any, a_scales: Any, b_scales: Any, bias: Any = None) -> to
 
 
 def of_fp8(impl_id: str = "vendor.acme", **fields: Any) -> OpImpl:
-    """A `linear_fp8` that is 1 too large."""
+    """A `linear_fp8` whose result is 1 too large."""
 
     def fn(
         x: Any, weight: Any, x_scale: Any, weight_scale: Any, out_dtype: str, bias: Any = None
@@ -355,7 +355,7 @@ def of_fp8(impl_id: str = "vendor.acme", **fields: Any) -> OpImpl:
 def compiled(
     plan: Plan | None, *args: Any, sizes: tuple[int, int] = (1, 16)
 ) -> tuple[torch.Tensor, str]:
-    """(the result of vLLM's product, the graph's code behind the pass, if there is a plan)."""
+    """(the result of vLLM's product, the graph's code after the pass if there is a plan)."""
     codes, unknowns = [], []
 
     def lower(module: torch.fx.GraphModule, _: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The registry: all or nothing, duplicates that name both, parameters that are the contract's."""
+"""The registry: all or nothing, duplicates name both owners, parameters match the contract's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole layers as plugins bring them: the values, the plan and the digest."""
+"""Whole layers from plugins: the values, the plan and the digest."""
 
 from __future__ import annotations
 

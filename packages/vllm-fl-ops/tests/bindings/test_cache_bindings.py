@@ -1,4 +1,5 @@
-"""What the targets of paged caches and of merged attention hand to the op, and what they leave."""
+"""Targets of paged caches and of merged attention: what they pass to the op, and what they
+decline."""
 
 from __future__ import annotations
 
@@ -116,7 +117,7 @@ def test_stock_is_what_attention_on_cpus_without_amx_writes() -> None:
 
 
 def halves(tokens: int = 5) -> list[torch.Tensor]:
-    """Outputs and sums of two attentions, sums with heads first, as vLLM has them."""
+    """Outputs and log-sums of two attentions, the sums with heads first, as in vLLM."""
     return [part for _ in range(2) for part in (torch.randn(tokens, 2, 8), torch.randn(2, tokens))]
 
 
@@ -126,7 +127,7 @@ def merged(*args: Any) -> Any:
 
 
 def functions(call: Op) -> list[Op]:
-    """The op as vLLM's functions are called."""
+    """The op as vLLM's functions call it."""
     operator, *others = routes("merge_attn_states", call)
 
     def by_operator(output: Any, p: Any, a: Any, s: Any, b: Any, sums: Any, n: Any, q: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The targets of routing: vLLM's functions and operators give what the planned op does."""
+"""Targets of routing: vLLM's functions and operators return the planned op's results."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_functions_of_vllms_give_what_is_planned(call: str, refuses: bool) -> No
     with engine(op, refuses) as plan:
         replaced = getattr(module, attribute)
         assert replaced is not own
-        # A function that vLLM compiles is asked as it is: that takes a minute here.
+        # A function that vLLM compiles is called uncompiled: compiling takes a minute here.
         got = want if refuses and own is not getattr(own, "__wrapped__", own) else replaced(*args)
     assert getattr(module, attribute) is own
     assert_same(got, want)

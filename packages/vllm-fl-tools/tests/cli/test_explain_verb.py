@@ -23,7 +23,7 @@ def register_ops():
 
 
 def both(fl: Command, op: str, **variables: str) -> tuple[dict[str, Any], ...]:
-    """What a script gets, and an engine in either mode."""
+    """The views of a script, and of an engine in both modes."""
     views = [
         view
         for more in (("--script",), ())
@@ -83,7 +83,7 @@ def test_the_pages_of_an_op(fl: Command, plugin: Plugin) -> None:
 
 
 def test_what_only_vllm_knows_is_not_said_without_it(fl: Command, plugin: Plugin) -> None:
-    """tests/engine asks a real vLLM, whose layers other plugins replace."""
+    """tests/engine covers a real vLLM, in which other plugins replace layers."""
     plugin(TWO)
     replaced = fl("explain", "silu_and_mul", "--json").json()["replaced"]
     assert replaced == {"layers": [], "error": "vLLM is not installed here"}
@@ -119,7 +119,7 @@ def test_an_order_by_size_is_shown_row_by_row(fl: Command, plugin: Plugin, tmp_p
     # Without a list there is no row.
     (plain,) = fl(*question, "--json").json()["modes"]
     assert plain["rows"] == []
-    # One row in which nothing may run is a finding: a script would fail there.
+    # A row without a usable implementation is a finding: a script would fail there.
     assert fl("explain", "silu_and_mul", "--script", **variables).status == 1
 
 
@@ -146,7 +146,7 @@ def test_an_op_of_a_plugin_without_a_contract(fl: Command, plugin: Plugin) -> No
     assert done.status == 0
     assert "no contract" in done.out
     assert "no engine runs it" in done.out
-    assert "In an engine" not in done.out  # the kit says the same: an engine has no target for it
+    assert "In an engine" not in done.out  # as in the kit: an engine has no target for it
     assert [v["mode"] for v in fl("explain", "wiggle", "--json").json()["modes"]] == ["script"]
     done = fl("explain", "wiggle", "--mode", "eager")
     assert (done.status, done.out) == (2, "")

@@ -36,7 +36,7 @@ PARTS = Parts(
 )
 
 Wrong = Callable[[frozenset[str]], float]
-"""The ops and operators of the plan's own code -> the error in multiples of the noise."""
+"""The plan's own ops and operators in use -> the error in multiples of the noise."""
 
 
 @dataclass
@@ -45,9 +45,9 @@ class Machine:
 
     Args:
         wrong: their error.
-        far: at how many of the forced tokens it is a nat instead.
-        own_far: at how many the baseline's is.
-        started: of each engine, its kind and the ops that were left.
+        far: number of forced tokens at which the error is a nat instead.
+        own_far: the baseline's number of such tokens.
+        started: each engine's kind and its excluded ops.
     """
 
     wrong: Wrong
@@ -81,8 +81,6 @@ class Machine:
 
 
 class Engine:
-    """A stand-in for an engine."""
-
     vocabulary = 50
 
     def __init__(self, machine: Machine, kind: str, left: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""Which unit of a long run is at work is said where nothing else is."""
+"""The running unit of a long run is printed if there is no other output."""
 
 from __future__ import annotations
 

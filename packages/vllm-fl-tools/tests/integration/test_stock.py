@@ -70,7 +70,8 @@ def test_what_runs_within_a_layers_call_alone_is_no_form(mode: Mode, device: str
 
 
 def test_what_vllms_graph_has_of_heads_is_query_and_key() -> None:
-    """It puts them into no projection; with the values behind them they are the op's result."""
+    """It does not write them into the projection; with the values appended they are the op's
+    result."""
     binding = known_contracts().bindings["qk_norm_rope"]
     forms = stock_forms("qk_norm_rope", binding, "compiled", CPU)
     (impl_id, less), *others = apart(binding, forms).items()

@@ -1,4 +1,4 @@
-"""The workers' metrics on `/metrics`: with vLLM's own there, whatever becomes of the files."""
+"""The workers' metrics on `/metrics`, next to vLLM's own, whatever happens to the files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check on the engine, with a vLLM that a test makes: what is started, told and left behind."""
+"""The engine check, with a fake vLLM: what is started, reported and left behind."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def starts(folder: Path) -> list[str]:
 
 
 def left_behind(folder: Path) -> list[str]:
-    """The processes of the engines that still live."""
+    """The engine processes that still live."""
     pids = [line.rpartition(" ")[2] for line in (folder / "starts.txt").read_text().splitlines()]
     return [pid for pid in pids if lives(pid)]
 

@@ -1,4 +1,5 @@
-"""Every kind of output through comparison, start and kit: right ones pass, wrong ones do not."""
+"""Every kind of output through comparison, startup and kit: correct ones pass, incorrect ones
+fail."""
 
 from __future__ import annotations
 
