@@ -23,11 +23,9 @@ ALWAYS = ("vllm-fl-core", "vllm-fl-ops", "vllm-fl-verify", "vllm-fl-tools")
 
 @pytest.fixture(scope="session")
 def install(tmp_path_factory: pytest.TempPathFactory) -> Install:
-    """`install(*names, engine=False, fresh=False, without=())`: core, ops, verify, tools, `names`.
-
-    A name is a distribution of this repository or a folder of tests/plugins. `engine` also installs
-    torch and vLLM. Environments are cached by set, except `fresh` ones, which a test may damage.
-    """
+    """`install(*names, engine=False, fresh=False, without=())`: core, ops, verify, tools, `names`;
+    with `engine` also torch and vLLM. A name is a distribution or a folder of tests/plugins.
+    Environments are cached by set of names; tests may damage only `fresh` ones."""
     known: dict[tuple[bool, tuple[str, ...]], Installed] = {}
 
     def make(

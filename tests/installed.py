@@ -42,7 +42,7 @@ class Installed:
     env: envs.Env
 
     def run(self, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run `python *args` outside the repository, so that only installed code is found."""
+        """Run `python *args` outside the repository; only installed code is found."""
         return self.env.run(*args, check=False, cwd=self.env.path, **variables)
 
     def script(self, code: str, **variables: str) -> Any:
@@ -64,13 +64,14 @@ class Installed:
         )
 
     def plugins(self, **variables: str) -> dict[str, dict[str, Any]]:
-        """Plugins from `doctor --json` by distribution, without those that are always installed."""
+        """Plugins from `doctor --json` by distribution, without the always installed
+        distributions."""
         found = self.answer("doctor", status=None, **variables)["plugins"]
         always = ("vllm-fl-ops", "vllm-fl-tools", "vllm-fl-verify")
         return {p["distribution"]: p for p in found if p["distribution"] not in always}
 
     def ops(self, **variables: str) -> dict[str, dict[str, Any]]:
-        """`selected` and `candidates` of each op, as a script gets them."""
+        """`selected` and `candidates` of each op, in a script."""
         found: dict[str, dict[str, Any]] = self.script(OPS, **variables)
         return found
 

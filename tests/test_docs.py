@@ -32,7 +32,7 @@ HOMES = {
     "vllm_fl_verify": ROOT / "packages" / "vllm-fl-verify" / "src",
     "vllm_fl_tools": ROOT / "packages" / "vllm-fl-tools" / "src",
 }
-"""Package -> its source folder, for the distributions whose modules the pages mention."""
+"""Package -> its source folder, for distributions with modules that the pages mention."""
 sys.path.insert(0, str(SOURCES))  # core imports no torch, so it can be read from the source tree
 
 import vllm_fl  # noqa: E402
@@ -86,7 +86,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def rows(text: str) -> Iterator[list[str]]:
-    """The cells of each row of the tables whose first cell is code."""
+    """The cells of each table row that starts with code."""
     for line in text.splitlines():
         if line.startswith("| `"):
             yield [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
@@ -111,7 +111,7 @@ def _is_literal(default: object) -> bool:
 
 
 def signature(value: Callable[..., Any]) -> str:
-    """The literal signature, with `...` for a default that is no literal."""
+    """The literal signature, with `...` for a non-literal default."""
     found = inspect.signature(value)
     parameters = [
         p.replace(
@@ -374,7 +374,7 @@ def test_every_yaml_example_loads(number: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", GUIDES, ids=lambda p: p.stem)
 def test_every_settings_file_in_a_guide_loads(path: Path, tmp_path: Path) -> None:
-    """Including manifests, where a ConfigMap contains them as text."""
+    """Including manifests, because a ConfigMap contains settings files as text."""
     texts = blocks(path.read_text(), "yaml")
     for manifest in blocks(path.read_text(), "yml"):
         for each in yaml.safe_load_all(manifest):

@@ -93,7 +93,7 @@ def test_versions_changelogs_and_dependencies_agree() -> None:
 
 
 def required(name: str) -> set[str]:
-    """The distributions of this repository that this one requires."""
+    """The distributions of this repository that `name` requires."""
     found = release_check.project(DISTRIBUTIONS[name])["dependencies"]
     return {re.split("[=<>]", each)[0] for each in found} & {*DISTRIBUTIONS}
 
@@ -225,7 +225,7 @@ OWN_FOLDERS = {
     "_lock.py": "a draft in such a folder",
     "new.py": "a package in such a folder",
 }
-"""Modules that write only to folders where symlinks are no risk."""
+"""Modules that write only to folders without a risk of symlinks."""
 
 IN_A_MODE_TO_WRITE = re.compile(
     r"""write_(?:text|bytes)\(|open\(.*["'][waxr]b?\+|open\(.*["'][wax]b?["']"""

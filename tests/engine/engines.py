@@ -62,7 +62,7 @@ VARIANTS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
 
 IN_ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 """For tests that do not inspect the engine's processes: saves importing vLLM again, half of a
-startup. test_server, test_ranks and test_preflight start engines as users do."""
+startup. test_server, test_ranks and test_preflight start engines like users."""
 
 Result = dict[str, Any]
 Once = Callable[..., Result]
@@ -141,7 +141,7 @@ def assert_same_bits(stock: Result, ours: Result) -> None:
 
 
 def assert_near_transformers(model: Path, answer: Result) -> None:
-    """An engine's float32 logits are close to those of Hugging Face's model on the same tokens."""
+    """An engine's float32 logits are close to Hugging Face's model on the same tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -151,7 +151,7 @@ def assert_near_transformers(model: Path, answer: Result) -> None:
         got = torch.tensor(rows)
         with torch.inference_mode():
             want = exact(torch.tensor([prompt + tokens])).logits[0]
-        # The engine returns no logits for the first token, which has no predecessor.
+        # The first token has no logits, because it has no predecessor.
         want = want[len(prompt) + len(tokens) - 1 - len(got) : -1]
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
 

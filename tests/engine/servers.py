@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 START_LIMIT = 900.0
-"""Seconds until the server must respond: many times what startup with compilation takes on two
-cores."""
+"""Seconds until the server must respond: many times a startup with compilation on two cores."""
 
 END_LIMIT = 300.0
 """Seconds within which the server must exit."""
@@ -33,8 +32,7 @@ class Server:
 
 @contextmanager
 def serving(model: Path, log: Path, *options: str, **variables: str) -> Iterator[Server]:
-    """vLLM's server on this model, ended after the block; `options` are its command-line
-    arguments."""
+    """vLLM's server on this model, ended after the block; `options` are command-line arguments."""
     openai = pytest.importorskip("openai")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -34,13 +34,13 @@ DEBUG = {"VLLM_FL_DISPATCH_DEBUG": "1"}
 DEVICE = PLUGINS.parents[1] / "plugins" / "fl-bare-cpu" / "src"
 
 OWN = {"RowParallelLinear": 3, "QKVParallelLinear": 2, "VocabParallelEmbedding": 1}
-"""Layers of the model for which the plugin `own_layers` has a class."""
+"""Layers of the model that the plugin `own_layers` replaces -> their number."""
 
 FUSED = {"linear": 6, "linear_silu_and_mul": 2}
 """Op that passes insert into graphs -> its count in the dense model."""
 
 NOT_STOCK_BIT_FOR_BIT = ("fused_experts", "moe_topk")
-"""Ops whose reference is correct but rounds differently from vLLM: see test_models.LEFT."""
+"""Ops with a correct reference that rounds differently from vLLM: see test_models.LEFT."""
 
 CAUSES = {
     "silu_and_mul": "bfloat16",

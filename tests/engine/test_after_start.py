@@ -16,8 +16,7 @@ pytestmark = pytest.mark.slow
 def test_a_reload_of_equal_weights_changes_nothing_in_an_engine_longer_than_its_model(
     engine: Runner, model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The reference does not support positions beyond its table, so none may have been
-    generated."""
+    """The reference does not support positions beyond its table, so none may be generated."""
     folder = model("qwen3")
     updates = [
         ["reload_weights", {}, True],

@@ -1,4 +1,4 @@
-"""The attention backend: the plan's, or vLLM's if the user set one or no plugin provides one."""
+"""The attention backend: the plan's; or vLLM's, if set by the user or if no plugin provides one."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_the_ops_of_an_eager_engine(coverage: Callable[..., dict[str, Any]]) -> 
     ]
     for phase in told["phases"]:
         rows = by_op(phase)
-        # Two layers: two norms in each, two of query and key, and the last.
+        # Two layers with four norms each (two of query and key), and the last norm.
         assert rows["rms_norm", "reference.torch"]["calls"] == 9
         assert rows["silu_and_mul", "reference.torch"]["calls"] == 2
         assert rows["rotary_embedding", "reference.torch"]["reached"] == "yes"

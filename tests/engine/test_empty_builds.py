@@ -1,5 +1,5 @@
 """vLLM without compiled operators, on a plugin's device: the answers equal stock's. `nox -s
-tests-empty` installs both, and names the Python that has vLLM's CPU build."""
+tests-empty` installs both, and passes the path of a Python with vLLM's CPU build."""
 
 from __future__ import annotations
 
@@ -64,10 +64,8 @@ def batches() -> list[list[list[int]]]:
 @pytest.fixture(scope="module")
 def start(once: Once, tmp_path_factory: pytest.TempPathFactory) -> Runner:
     """`start(family, eager=True, stock=False, direct=False, graphs=False, **variables)`: a run.
-
-    With `direct` the activation is vLLM's operator, called by name, instead of vLLM's layer. With
-    `graphs` vLLM captures breakable CUDA graphs of it and compiles nothing.
-    """
+    `direct` uses vLLM's operator, called by name, as activation instead of vLLM's layer; with
+    `graphs` vLLM captures breakable CUDA graphs and compiles nothing."""
 
     @cache
     def model(family: str, direct: bool) -> Path:
@@ -132,7 +130,7 @@ def test_a_model_is_served_as_stock_serves_it(family: str, start: Runner) -> Non
     (report,) = ours["report"]
     impls = {op: told["impl"] for op, told in report["ops"].items()}
     assert impls.pop("attention_backend") == "vendor.bare_cpu"
-    # Passes insert these into graphs; eager code has none.
+    # Passes insert these into graphs, not into eager code.
     assert impls.pop("qk_norm_rope") == impls.pop("linear") == impls.pop(GATED[family]) == "stock"
     assert set(impls.values()) == {"reference.torch"}
     assert "attention_backend=vendor.bare_cpu " in ours["log"] and report["mode"] == "eager"
@@ -143,7 +141,7 @@ def test_a_model_is_served_as_stock_serves_it(family: str, start: Runner) -> Non
 
 
 def assert_the_same(stock: dict[str, Any], ours: dict[str, Any], called: set[str]) -> None:
-    """The answers and steps equal stock's, and the reference was called for these ops."""
+    """Answers and steps equal stock's, and the reference was called for these ops."""
     (report,) = ours["report"]
     assert report["demotions"] == report["fallbacks"] == {}
     for op in called:
@@ -191,7 +189,7 @@ def test_the_second_model_runner_serves_as_the_first(
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["LBHNC", "BLNHC"])
 def test_any_layout_of_the_kv_cache_serves(layout: str, start: Runner) -> None:
-    """Heads before slots, and blocks that hold the pages of all layers at offsets."""
+    """Heads before slots, or blocks that hold the pages of all layers at offsets."""
     ours = start("qwen3", VLLM_KV_CACHE_LAYOUT=layout, **IN_ONE_PROCESS)
     assert f"Using {layout} KV cache layout" in ours["log"]
     assert_the_same(start("qwen3", stock=True), ours, CALLED["qwen3"])
@@ -199,7 +197,7 @@ def test_any_layout_of_the_kv_cache_serves(layout: str, start: Runner) -> None:
 
 @pytest.mark.slow
 def test_in_breakable_graphs_a_choice_is_made_when_a_batch_is_captured(start: Runner) -> None:
-    """The mode is eager, and a replayed step runs no Python: it is neither counted nor compared."""
+    """Eager mode; a replayed step runs no Python, so it is neither counted nor compared."""
     chosen = {"VLLM_FL_PER_OP": "silu_and_mul=vendor:many|reference", **module("refuses_few")}
     ours, stock = start("qwen3", graphs=True, **chosen), start("qwen3", stock=True)
     assert "Breakable CUDA graph enabled" in ours["log"]
@@ -211,7 +209,7 @@ def test_in_breakable_graphs_a_choice_is_made_when_a_batch_is_captured(start: Ru
     (again,) = ours["updates"]
     assert "calls on live tensors" in again["answers"][0]  # eagerly, although graphs exist
 
-    # A sampled step is eager, as are steps too large to be captured.
+    # Sampled steps are eager, like steps too large for a captured graph.
     shadowed = start("qwen3", graphs=True, VLLM_FL_SHADOW="1", **chosen)
     (report,) = shadowed["report"]
     steps = shadowed["steps"] + WITHOUT_TOKEN

@@ -1,4 +1,4 @@
-"""A mixture of experts, whose weights vLLM's CPU build packs for its own kernel only."""
+"""A mixture of experts with weights that vLLM's CPU build packs for its kernel only."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def mixture(model: Callable[[str], Path]) -> Path:
 
 
 def served(mixture: Path, *, eager: bool = True, **variables: str) -> dict[str, Any]:
-    """An engine in float32, so its logits are close to those of another torch model."""
+    """An engine in float32, so its logits are close to other torch models."""
     job = Job(str(mixture), batches(), eager=eager, options={"dtype": "float32"})
     return run(job, **IN_ONE_PROCESS, VLLM_FL_DISPATCH_DEBUG="1", **variables)
 

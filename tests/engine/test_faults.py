@@ -22,7 +22,7 @@ GONE = "vanishing: the settings files are gone"
 
 
 def foreign(folder: Path) -> str:
-    """PYTHONPATH with another plugin, which vLLM loads after vllm-fl."""
+    """PYTHONPATH with another plugin that vLLM loads after vllm-fl."""
     site = folder / "site"
     info = site / "foreign_layer-2.1.dist-info"
     info.mkdir(parents=True)
@@ -31,7 +31,7 @@ def foreign(folder: Path) -> str:
         "[vllm.general_plugins]\nforeign = foreign_layer:register\n"
     )
     (info / "top_level.txt").write_text("foreign_layer\n")
-    # vLLM loads in path order, and PYTHONPATH comes first.
+    # vLLM loads in path order, starting with PYTHONPATH.
     first = folder / "start"
     first.mkdir()
     (first / "sitecustomize.py").write_text(f"import sys\nsys.path.append({str(site)!r})\n")
@@ -59,7 +59,7 @@ def test_a_vanished_config_a_foreign_layer_and_half_a_plugin(
     # The settings are those read at startup.
     assert GONE in log and not config.exists()
     assert report["ops"]["rms_norm"]["impl"] == "reference.torch"
-    # The other plugin's layer wins although it was registered last, and its owner is named.
+    # The other plugin's layer wins although it was registered last, and its owner is reported.
     assert "foreign: in the order ['fl', 'foreign']" in log
     assert report["ops"]["silu_and_mul"] == {"impl": "foreign", "reason": LEFT}
     # Two layers, twice: vLLM first builds the model without memory.
@@ -76,7 +76,7 @@ def test_a_vanished_config_a_foreign_layer_and_half_a_plugin(
 def test_vanished_files_of_a_plugin_and_of_the_user_where_processes_are_spawned(
     engine: Runner, model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """A spawned process reads the settings again; the files are gone, so the engine's settings
+    """A spawned process reads the settings again, but the files are gone: the engine's settings
     apply."""
     shipped, orders = tmp_path / "shipped.yaml", tmp_path / "orders.json"
     shipped.write_text("oot_blacklist: [SiluAndMul]\n")

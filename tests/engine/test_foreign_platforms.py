@@ -1,8 +1,6 @@
-"""Next to a vendor's platform plugin: nothing changes until a policy selects it, reversibly.
-
-The plugins are distributions of tests/plugins, which count calls. `alone` excludes vllm-fl through
-vLLM's VLLM_PLUGINS, so nothing of it is loaded.
-"""
+"""Next to a vendor's platform plugin: nothing changes until a policy selects it, reversibly. The
+plugins are distributions of tests/plugins, which count calls. `alone` excludes vllm-fl through
+VLLM_PLUGINS, so nothing of it is loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ import envs
 pytestmark = pytest.mark.slow
 
 ALONE = {**STOCK, "VLLM_PLUGINS": "acme,acme_patches"}
-"""The variables under which vLLM loads nothing of vllm-fl."""
+"""With these variables vLLM loads nothing of vllm-fl."""
 
 LAYERS = {
     *("RMSNorm", "SiluAndMul", "RotaryEmbedding"),
@@ -189,7 +187,7 @@ def test_attention_of_ours_serves_in_the_vendors_worker(
 
 
 def test_orders_by_size_serve_beside_the_vendors_pass_manager(start: Start, tmp_path: Path) -> None:
-    """Only our pass would inline them, but the vendor's own pass manager stays in place."""
+    """Only our pass would inline them, but the vendor's pass manager stays in place."""
     config = tmp_path / "fl.yaml"
     config.write_text(ROWS)
     alone = start("alone-spawned", eager=False, **ALONE)

@@ -1,4 +1,4 @@
-"""Lock file: an engine that matches it serves; one that differs fails with the difference."""
+"""Lock file: a matching engine serves; any other fails with the difference."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Tiny mixtures of experts on vLLM's CPU build: plans against stock vLLM.
-
-Every token uses all experts. If it used only some, a score that differs in its last bit would
-select another expert and change all later results; only bitwise equal plans could be compared.
-"""
+"""Tiny mixtures of experts on vLLM's CPU build: plans against stock vLLM. Every token uses all
+experts; otherwise a score that differs in its last bit would select another expert and change all
+later results, and only bitwise equal plans could be compared."""
 
 from __future__ import annotations
 
@@ -33,8 +31,8 @@ ALL_EXPERTS: dict[str, dict[str, int]] = {
     "qwen3_next": {"num_experts_per_tok": 8},
     "llama4": {"num_local_experts": 1},
 }
-"""Family -> sizes with which every token uses all experts. Llama 4 has one expert per token: vLLM
-supports its weighting of an expert's input for one expert only."""
+"""Family -> sizes with which every token uses all experts. Llama 4 has one expert per token,
+because vLLM weighs an expert's input only if there is one."""
 
 LEFT = {
     "fused_experts": "vLLM's kernel reads weights that it packed, and adds up in another order",
@@ -54,15 +52,15 @@ VENDOR_RUNS = {
     "qwen3_next": {"rotary_embedding", "silu_and_mul"},
     "llama4": {"rms_norm", "rotary_embedding", "silu_and_mul"},
 }
-"""Family -> ops whose CPU kernel its model must call; experts use vLLM's kernel."""
+"""Family -> ops; its model must call their CPU kernels. Experts use vLLM's kernel."""
 
 CALLED_BY_VLLM = {"concat_and_cache_mla"}
-"""Ops whose CPU kernel vLLM's attention calls directly on a CPU with AMX, so nothing can be
+"""Ops with a CPU kernel that vLLM's attention calls directly on a CPU with AMX, so nothing can be
 overridden or counted. On other CPUs vLLM's attention uses a PyTorch method, and without AVX-512
 vLLM has no kernel for it."""
 
 REFUSED = {"qwen3_next": {"rms_norm"}}
-"""Family -> ops whose CPU kernel does not support its calls: its norms have float32 weights."""
+"""Family -> ops with a CPU kernel that does not support its calls: float32 weights of norms."""
 
 VENDOR_SHARE = 0.1
 """Largest difference of logits relative to the largest logit, in bfloat16; 0.9 % to 5.6 % were

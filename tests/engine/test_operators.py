@@ -27,7 +27,7 @@ OPERATOR = "_C::silu_and_mul"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a tiny model whose activation is `torch.ops._C.silu_and_mul`."""
+    """Folder of a tiny model with the activation `torch.ops._C.silu_and_mul`."""
     folder = tiny_model.make(tmp_path_factory.mktemp("direct"))
     file = folder / "config.json"
     config = json.loads(file.read_text())

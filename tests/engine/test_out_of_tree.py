@@ -23,7 +23,7 @@ DEVICE = {
     "VLLM_FL_DISPATCH_DEBUG": "1",
 }
 TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-"""Two ranks: with one there is no communicator."""
+"""One rank would have no communicator."""
 
 FLAGCX = {
     "PYTHONPATH": f"{PLUGINS}:{envs.distributions()['vllm-fl-flagcx'] / 'src'}",
@@ -37,14 +37,14 @@ def job_for(folder: Path) -> Job:
         model=str(tiny_model.make(folder)),
         batches=[[[3, 17, 170, 99, 41, 7, 250, 12]], [[5 * i + 3, 60, 7, 11, 8] for i in range(4)]],
         new_tokens=6,
-        # In bfloat16 the linear layers' kernel differs from that of vLLM's CPU platform and rounds
-        # tokens apart.
+        # In bfloat16 this device's linear kernel differs from vLLM's CPU platform and rounds tokens
+        # apart.
         options={"tensor_parallel_size": 2, "dtype": "float32"},
     )
 
 
 def test_two_ranks_exchange_tensors_through_flagcx(tmp_path: Path) -> None:
-    """Stock is the device's own communicator; the tokens equal its tokens."""
+    """Stock uses the device's communicator; the tokens are equal."""
     job = job_for(tmp_path)
     flagcx = {**DEVICE, **TWO_RANKS, **FLAGCX, "FLAGCX_PATH": str(built(tmp_path / "flagcx"))}
     ours = run(job, timeout=300, **flagcx)

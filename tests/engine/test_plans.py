@@ -25,7 +25,7 @@ def test_the_reference_plan_is_stock_in_plain_torch_bit_for_bit(both: Pair, eage
 
 
 def test_where_no_plugin_is_loaded_vllm_is_stock(both: Pair) -> None:
-    """Not even ops: all layers of the model, including ropes, are vLLM's."""
+    """Not even ops: all layers of the model, including ropes, are unmodified."""
     stock, ours = both("llama", "stock", "no plugin", True)
     assert_same_bits(stock, ours)
     assert set(ours["report"][0]["ops"]) == {"attention_backend"}
@@ -67,7 +67,7 @@ VENDOR_RUNS = {
     "gemma3": {"gelu_and_mul", "rotary_embedding"},  # the CPU kernel does not support fp32 weights
     "phi": {"rms_norm", "rotary_embedding", "silu_and_mul"},
 }
-"""Family -> ops whose CPU kernel its model must call."""
+"""Family -> ops; its model must call their CPU kernels."""
 
 
 @pytest.mark.parametrize("family", VENDOR_RUNS)
@@ -76,7 +76,7 @@ def test_the_vendor_plan_of_every_family(engine: Runner, family: str, eager: boo
     ours = engine(family, "vendor", eager)
     calls = ours["report"][0]["calls"]
     assert {op for op, impls in calls.items() if impls.get("vendor.cpu")} >= VENDOR_RUNS[family]
-    for stock in ("stock", "stock-native"):  # vLLM's own kernels, and plain PyTorch
+    for stock in ("stock", "stock-native"):  # vLLM's kernels, and plain PyTorch
         worst, magnitude = largest_difference(engine(family, stock, eager), ours)
         assert 0.0 < worst <= VENDOR_SHARE * magnitude
 

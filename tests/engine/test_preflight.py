@@ -85,6 +85,6 @@ def test_a_rank_that_dies_while_it_verifies_ends_the_start(
     start = time.monotonic()
     with pytest.raises(EngineFailed) as failure:
         run(job, RANK_ONE="dies", **two_ranks, **plugin("rank_one"))
-    # No timing of ours: a hang would last vLLM's own half hour, and the run's limit ends it first.
+    # A hang would last half an hour in vLLM; the run's limit ends it first.
     assert time.monotonic() - start < 600
     assert " died" in failure.value.log or "one of them is gone" in failure.value.log

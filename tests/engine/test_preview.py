@@ -101,7 +101,7 @@ FOUND_BY_NEWCOMERS: list[tuple[Settings, Arguments]] = [
     ({"VLLM_FL_CONFIG": "norms.yaml", "VLLM_FL_STRICT": "1"}, EAGER),
     ({}, ([], {})),
 ]
-"""Cases in which the command line once disagreed with the engine."""
+"""Cases in which the command line formerly disagreed with the engine."""
 
 FILES = {
     "norms.yaml": "op_backends:\n"

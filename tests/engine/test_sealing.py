@@ -1,5 +1,5 @@
-"""Engines in one process: two with a sealed plan each, what a seal allows, and a startup after a
-failed one."""
+"""Engines in one process: two sealed plans, what a seal allows, and a startup after a failed
+one."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ print(json.dumps(told))
 
 
 def ran(script: str, *folders: Path) -> Any:
-    """JSON printed by a script whose engines run in its own process."""
+    """JSON printed by a script that runs its engines in-process."""
     told, _ = answer_of(
         PRELUDE + script,
         *folders,

@@ -8,8 +8,7 @@ from engine_run import largest_difference
 from startups import OWN, Startup
 
 VENDOR_SHARE = 0.1
-"""Largest difference of logits between two correct plans, relative to the largest logit: see
-test_models."""
+"""Largest relative difference of logits between two correct plans: see test_models."""
 
 OF_CPU = ("rms_norm", "rotary_embedding", "silu_and_mul")
 

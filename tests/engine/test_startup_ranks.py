@@ -1,4 +1,4 @@
-"""The shared engine of two ranks, through vLLM's own executor: both agree on one plan."""
+"""The shared engine of two ranks, through vLLM's executor: both agree on one plan."""
 
 from __future__ import annotations
 

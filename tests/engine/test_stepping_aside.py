@@ -98,5 +98,5 @@ def test_the_same_configuration_is_ours_where_we_do_not_step_aside(told: Told, m
     assert ours["enum"] == without["enum"]
     for what in ("platform", "layers", "forwards", "providers", "worker", "hash"):
         assert ours[what] != without[what], what
-    # An eager engine keeps the configured priority of vLLM's IR.
+    # Eager engines keep the configured priority of vLLM's IR.
     assert (ours["priorities"] != without["priorities"]) is (mode == "compiled")

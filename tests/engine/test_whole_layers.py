@@ -17,7 +17,7 @@ from engines import IN_ONE_PROCESS, assert_same_bits, batches, run
 Runner = Callable[..., dict[str, Any]]
 
 IN_QWEN3 = {"RowParallelLinear": 4, "QKVParallelLinear": 2, "VocabParallelEmbedding": 1}
-"""Layers of these classes in the tiny model, which has two blocks."""
+"""Number of these layers in the tiny model, which has two blocks."""
 
 ALL_STOCK = {
     "VLLM_FL_PER_OP": ";".join(f"{layer}=stock" for layer in IN_QWEN3),
@@ -143,7 +143,7 @@ def test_the_page_of_all_layers_is_what_this_vllm_registers() -> None:
     elsewhere = {line[2] for line in lines if line[:2] == ["not", "imported:"]}
     absent = {layer["cls"] for layer in told if layer["module"] in elsewhere}
     here = [layer for layer in told if layer["cls"] not in absent]
-    # Bindings also name layers of other releases, which this table lacks.
+    # Bindings also list layers of other releases, which this table lacks.
     names = {name for layer in here for name in (layer["cls"], *layer["subclasses"])}
     wanted = {cls: op for cls, op in layer_table.reached().items() if cls in names}
     assert wanted and wanted.items() <= found["reached"].items()

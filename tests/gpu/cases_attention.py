@@ -70,7 +70,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def differs(stock: Future[dict[str, Any]], mine: Future[dict[str, Any]]) -> str:
-    """Empty if FlagGems's attention ran and its logits equal FlashAttention's."""
+    """Empty if FlagGems's attention ran and its logits equal FlashAttention's logits."""
     try:
         entry = mine.result()["report"][0]["ops"].get("attention_backend", {})
     except EngineFailed as error:

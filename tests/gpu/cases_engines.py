@@ -50,7 +50,7 @@ def batches(*lengths: int, seed: int = 0) -> list[list[list[int]]]:
 
 
 def close(stock: dict[str, object], mine: dict[str, object]) -> str:
-    """Empty if the logits agree to bf16's precision, else the difference."""
+    """Empty if the logits agree to bf16's precision, otherwise the difference."""
     worst, magnitude = largest_difference(stock, mine)
     # Both round each layer's results to 8 bits; over two layers and the head that adds up to a few
     # units of the largest logit's last place.
@@ -100,8 +100,8 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def differs(stock: dict[str, Any], mine: dict[str, Any], planned: str | None) -> str:
-    """Empty if the plan is as expected, the logits are stock's, and vLLM forked the engine's
-    processes, which it does only if the GPU is not open yet."""
+    """Empty if the plan is as expected, the logits equal stock's logits, and vLLM forked the
+    engine's processes, which requires that the GPU is not open yet."""
     if "CUDA is initialized" in mine["log"]:
         return "vLLM spawned its processes, since the one that started it had opened the GPU"
     impl = mine["report"][0]["ops"]["silu_and_mul"]["impl"]

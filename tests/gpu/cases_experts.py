@@ -1,8 +1,6 @@
 """Operators: the plan's kernel runs inside a mixture of experts, with graphs; no layer is replaced.
-
 Qwen3-30B-A3B's shapes with dummy weights, fewer layers. vLLM's experts call `_C::silu_and_mul`
-directly. PyTorch's profiler shows which kernels ran in the steps that replay a graph.
-"""
+directly. PyTorch's profiler shows which kernels ran in the steps that replay a graph."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """FlagCX's communicator between the ranks of a host: its collectives, and an engine.
 
-On GPUs over NCCL, also captured in graphs; on the CPU, as a rehearsal, over shared memory. The
-library is nccl.c or shared_memory.c of packages/vllm-fl-flagcx/tests, compiled here. Measurements:
-$OUT/flagcx.json.
+On GPUs over NCCL, also in captured graphs; on the CPU, as a rehearsal, over shared memory. Compiles
+nccl.c or shared_memory.c of packages/vllm-fl-flagcx/tests. Measurements: $OUT/flagcx.json.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from hosts import Host, Kept
 __all__ = ["cases"]
 
 RANKS_LIMIT = 100.0
-"""Seconds in which the ranks of a part must end."""
+"""Timeout in seconds of the ranks of a part."""
 
 STAMP = re.compile(r"\b\d\d-\d\d \d\d:\d\d:\d\d\b")
-"""The time in a line of vLLM's log."""
+"""Time stamp of vLLM's log lines."""
 
 
 def cases(folder: Path, host: Host) -> Iterator[tuple[str, str]]:

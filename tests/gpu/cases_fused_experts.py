@@ -14,7 +14,7 @@ from engine_run import STOCK, EngineFailed, Job, run
 __all__ = ["cases"]
 
 IMPLS = {"flagos": "default.flagos", "reference": "reference.torch"}
-"""Selector -> the implementation of `fused_experts` that runs instead of vLLM's."""
+"""Selector -> the implementation of `fused_experts` that must run."""
 
 
 def cases(folder: Path) -> Iterator[tuple[str, str]]:
@@ -38,7 +38,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _replaces(impl: str, stock: dict[str, Any], mine: dict[str, Any]) -> str:
-    """Empty if that implementation ran without fallbacks and the logits are stock's."""
+    """Empty if that implementation ran without fallbacks and the logits equal stock's logits."""
     report = mine["report"][0]
     if report["ops"]["fused_experts"]["impl"] != impl or report["demotions"]:
         return f"planned {report['ops']['fused_experts']}, demotions {report['demotions']}"

@@ -19,7 +19,7 @@ CORPUS = Path(__file__).parents[2] / "packages" / "vllm-fl-tools" / "tests"
 """Folder of the wrong kernels of docs/wrong-kernels."""
 
 ALWAYS = ("rms_norm", "rotary_embedding", "silu_and_mul")
-"""Ops for which every backend's implementation must have been captured."""
+"""For these ops every backend's implementation must have been captured."""
 
 
 def cases(folder: Path) -> Iterator[tuple[str, str]]:
@@ -39,7 +39,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     from vllm_fl_verify.trials import Request, Role
 
     device = torch.device("cuda")
-    torch.zeros(1, device=device)  # the device is initialised, as in a worker
+    torch.zeros(1, device=device)  # initialises the device, like a worker
     yield from wrong_ones()
     yield from corpus_in_graphs()
     more = typical_sizes(known_contracts().bindings.values()).more
@@ -107,7 +107,7 @@ def wrong_ones() -> Iterator[tuple[str, str]]:
         return kept[0].clone()
 
     def reads(x: Tensor) -> Tensor:
-        """Synchronises with the device, which a capture does not allow."""
+        """Synchronises with the device; not allowed in a capture."""
         top = float(x.abs().nan_to_num(nan=float("inf")).max()) if x.numel() else 0.0
         return right(x.clamp(-top, top))
 
@@ -145,8 +145,8 @@ def wrong_ones() -> Iterator[tuple[str, str]]:
 
 
 def corpus_in_graphs() -> Iterator[tuple[str, str]]:
-    """Kernels of the corpus that are wrong only in graphs: startup must report what the table of
-    docs/wrong-kernels says, which was made without a device."""
+    """Kernels of the corpus that are wrong only in graphs: startup must report the outcome in the
+    table of docs/wrong-kernels, which was made without a device."""
     import torch
 
     from vllm_fl_verify.preflight import find_faults

@@ -1,5 +1,5 @@
 """Overridden operators on the GPU: eager, in a CUDA graph (no Python runs), and restored. Also
-core's schemas for vLLM builds without compiled operators, against this build's own."""
+core's schemas for vLLM builds without compiled operators, against this build."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _after(op: Callable[..., None], args: tuple[Any, ...], written: tuple[int, .
 
 
 def _arguments(name: str, device: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """Arguments of an operator's call, and the indices of those that it writes to."""
+    """Arguments of an operator's call, and the indices of written arguments."""
     import torch
 
     torch.manual_seed(0)

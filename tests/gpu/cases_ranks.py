@@ -1,9 +1,9 @@
 """Several ranks: one plan, stock's logits; an incorrect last rank disables an op on all ranks.
 
-On GPUs over NCCL: Qwen3-8B's shapes, tensor parallel; Qwen3-30B-A3B's, expert parallel, and as data
-parallel engines with all ranks between them. On the CPU, as a rehearsal: tiny models over gloo with
-experts split, not spread, over the ranks; data parallel engines over FlagCX's stand-in, compared
-with stock in tensor parallel. Measurements: $OUT/ranks.json.
+On GPUs over NCCL: Qwen3-8B's shapes, tensor parallel; Qwen3-30B-A3B's shapes, expert parallel, and
+as data parallel engines with all ranks between them. On the CPU, as a rehearsal: tiny models over
+gloo, with experts split over the ranks instead of spread; data parallel engines over FlagCX's
+stand-in, compared with stock in tensor parallel. Measurements: $OUT/ranks.json.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _dense(folder: Path, host: Host, pool: ThreadPoolExecutor) -> Iterator[Case]
     for mode in ("compiled", "eager"):
         told = f"TP {host.ranks}, dense, {mode}"
         stock = cache(partial(one, mode, STOCK, *LENGTHS))
-        # One compiled case on the CPU, where compiling takes long.
+        # Only one compiled case on the CPU, because compiling is slow there.
         once = host.on_cpu and mode == "compiled"
         for name in _names(host)[-1:] if once else _names(host):
             variables, planned = VARIANTS[name]
@@ -163,8 +163,8 @@ def _experts(folder: Path, host: Host, pool: ThreadPoolExecutor) -> Iterator[Cas
 
 
 def _on_last(variables: Callable[..., dict[str, str]], how: str) -> dict[str, str]:
-    """Variables of an engine whose last rank has a kernel that is wrong, or dies. All else is
-    stock: vLLM gives the other ranks some seconds to end after one dies."""
+    """Variables of an engine with a kernel that is wrong, or dies, on the last rank. All other ops
+    are stock: vLLM gives the other ranks some seconds to end after one dies."""
     others = ";".join(f"{op}=stock" for op in known_contracts().contracts if op != OP)
     order = f"{others};{OP}=vendor:rankone|reference"
     return variables("rank_one", RANK_ONE=how, VLLM_FL_PER_OP=order)
@@ -208,8 +208,8 @@ def _disagrees(mine: list[Result]) -> str:
 
 
 def _close(stock: list[Result], mine: list[Result], mostly: bool = False) -> str:
-    """Empty if all logits are stock's, or, with `mostly`, those of most tokens: a token with two
-    nearly equal scores may use another expert."""
+    """Empty if all logits equal stock's logits; `mostly` compares most tokens, since a token with
+    two nearly equal scores may use another expert."""
     for number, pair in enumerate(zip(stock, mine, strict=True)):
         off, magnitude = largest_difference(*pair)
         if mostly:
@@ -231,7 +231,7 @@ def _by_token(stock: Result, mine: Result) -> list[float]:
 
 
 def _of_plan(planned: str | None, mostly: bool = False) -> Judge:
-    """Judge of an engine whose op must be planned with this implementation, unless None."""
+    """Judge of an engine: the op must be planned with this implementation, unless None."""
 
     def judge(stock: list[Result], mine: list[Result]) -> str:
         report = mine[0]["report"][0]
@@ -244,8 +244,8 @@ def _of_plan(planned: str | None, mostly: bool = False) -> Judge:
 
 
 def _of_wrong(stock: list[Result], mine: list[Result]) -> str:
-    """Judge of an incorrect last rank: the kernel is disabled on all, and the cause has the
-    rank."""
+    """Judge of an incorrect last rank: the kernel is disabled on all ranks, and the rank is
+    reported."""
     reports = [report for each in mine for report in each["report"]]
     last = len(reports) - 1
     for report in reports:
@@ -270,8 +270,8 @@ def _of_table(stock: list[Result], mine: list[Result]) -> str:
 
 
 def _table(host: Host, model: str, folder: Path) -> Path:
-    """The file of `vllm-fl tune` for an engine of all ranks, with rows instead of its winners.
-    Calls of up to TOKENS tokens use another implementation than larger ones, whichever won."""
+    """The file of `vllm-fl tune` for an engine of all ranks, with other rows than the winners:
+    calls of up to TOKENS tokens use another implementation than larger ones."""
     out = folder / "tuned.yaml"
     job = host.job(model, [], eager=True)
     size = {k: v for k, v in job.options.items() if k in ("tensor_parallel_size", "max_model_len")}
@@ -306,7 +306,7 @@ def _with_table(host: Host, job: Job, table: Future[Path]) -> list[Result]:
 
 
 def _dead(host: Host, stock: Runs, runs: Runs) -> Judged:
-    """(the problem or "", log lines) of a startup in which the last rank dies."""
+    """(the problem or "", log lines) of a startup with a dying last rank."""
     del stock  # there is nothing to compare
     try:
         runs.result()

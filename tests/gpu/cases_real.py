@@ -1,5 +1,4 @@
-"""A real model on a GPU: an all-stock plan is bitwise equal to stock, others only round
-differently."""
+"""A real model on a GPU: an all-stock plan is bitwise equal to stock, others only round."""
 
 from __future__ import annotations
 

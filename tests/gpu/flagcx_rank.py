@@ -62,7 +62,7 @@ def grouped(name: str, rank: int, device: str) -> GroupCoordinator:
 
 
 def collectives(rank: int, on: str) -> Cases:
-    """Every collective against torch.distributed's, then verified as at an engine's startup."""
+    """Every collective against torch.distributed, then verified like at an engine's startup."""
     group = grouped("tp", rank, on)
     it, device = group.device_communicator, group.device
     large = 1_000_000 if on == "cuda" else 40_000
@@ -76,8 +76,8 @@ def collectives(rank: int, on: str) -> Cases:
 
 
 def graphs(rank: int, on: str) -> Cases:
-    """Each collective captured as vLLM captures, and replayed with other values. On the CPU the
-    smaller tensors are called without a graph, to test the comparison."""
+    """Each collective captured like in vLLM, and replayed with other values. On the CPU the smaller
+    tensors are called without a graph, to test the comparison."""
     group = grouped("tp", rank, on)
     for dtype, columns in (form for form in FORMS if on == "cuda" or form[1] < 10_000):
         kind = str(dtype).removeprefix("torch.")
@@ -174,7 +174,7 @@ def captured(group: GroupCoordinator, rank: int, dtype: torch.dtype, columns: in
     with group.graph_capture() as context:
         for name, (call, _) in calls.items():
             graph = torch.cuda.CUDAGraph()
-            # A thread of torch's own groups queries events during the capture.
+            # A thread of torch's groups queries events during the capture.
             with torch.cuda.graph(graph, stream=context.stream, capture_error_mode="thread_local"):
                 result = call(given)
             held[name] = graph, result
@@ -249,7 +249,7 @@ def main() -> None:
             start = time.monotonic()
     if device == "cuda":
         torch.cuda.synchronize()
-    os._exit(0)  # torch's own groups may wait for a failing case
+    os._exit(0)  # torch's groups may wait for a failing case
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Where engines of several ranks run: on this host's GPUs, or, as a rehearsal, on its CPU. On the
-CPU ranks are processes over gloo, on the device of tests/engine/plugins/oot_cpu."""
+"""Hosts for engines of several ranks: this host's GPUs, or its CPU as a rehearsal. On the CPU,
+ranks are processes over gloo, on the device of tests/engine/plugins/oot_cpu."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Host:
     Args:
         ranks: ranks of one engine.
         on_cpu: rehearse on the CPU.
-        limit: seconds after which an engine without an answer is killed.
+        limit: timeout in seconds of an engine's answer.
         only: substring of the names of the cases to run.
         at_once: how many engines start at the same time.
     """
@@ -84,7 +84,7 @@ class Host:
 
     def job(self, model: str, batches: list[list[list[int]]], eager: bool, **options: Any) -> Job:
         """A job of an engine of all ranks, unless the options set another size."""
-        # In float32 on the CPU, the order of a sum makes no difference between ranks.
+        # In float32 the order of a sum makes no difference between ranks.
         size = {"max_model_len": 512, "dtype": "float32"} if self.on_cpu else OPTIONS
         told = {**size, "tensor_parallel_size": self.ranks, **options}
         return Job(model, batches, eager=eager, options=told)
@@ -97,7 +97,7 @@ class Host:
         Args:
             modules: further plugins, by module.
             path: their folder, in addition to tests/engine/plugins.
-            device: on the CPU, the plugin of the device; "" for vLLM's own platform.
+            device: on the CPU, the plugin of the device; "" for vLLM's platform.
             more: further variables.
         """
         own = {"VLLM_FL_PLATFORM": device} if self.on_cpu and device else {}
@@ -107,7 +107,7 @@ class Host:
         return {"PYTHONPATH": path, **own, **loaded, **more}
 
     def flagcx(self, folder: Path) -> Callable[..., dict[str, str]]:
-        """`variables` of engines with FlagCX, whose stand-in is compiled into this folder."""
+        """`variables` of engines with FlagCX; compiles its stand-in into this folder."""
         sys.path.append(str(FLAGCX / "tests"))
         from flagcx_library import built, built_over_nccl
 
@@ -124,11 +124,8 @@ class Host:
         return {BIND: "|".join(each)} if self.on_cpu else {}
 
     def run(self, job: Job, **variables: str) -> dict[str, Any]:
-        """`engine_run.run` within the limit; `took` of the result is its seconds.
-
-        Raises:
-            EngineFailed: as there; the seconds are the last line of its log.
-        """
+        """`engine_run.run` within the limit; `took` of the result is its seconds, and so is the
+        last line of EngineFailed's log."""
         begun = time.monotonic()
         try:
             answer = run(job, timeout=self.limit, **self.bound, **variables)

@@ -58,7 +58,7 @@ OF_RANKS: dict[str, Callable[[Path, Host], Iterator[tuple[str, str]]]] = {
     "ranks": cases_ranks.cases,
     "flagcx": cases_flagcx.cases,
 }
-"""Parts whose engines have several ranks, and which are rehearsed on the CPU."""
+"""Parts with engines of several ranks; they can be rehearsed on the CPU."""
 
 NAMED = {"real"}
 """Parts that run only on request."""

@@ -14,7 +14,7 @@ WITHOUT_OPS = {"vllm-fl-flagcx"}
 """Distributions with a communicator and no ops."""
 
 ELSEWHERE = {"vllm-fl-ascend", "vllm-fl-cuda", "vllm-fl-flaggems"}
-"""Backends whose ops need a device or a vLLM build that the tests' environment lacks."""
+"""Backends with ops that need a device or a vLLM build missing in the tests' environment."""
 
 OPS = ["gelu_and_mul", "rms_norm", "rotary_embedding", "silu_and_mul"]
 """Ops that every backend provides; some provide more."""
@@ -63,7 +63,7 @@ def test_all_backends_together(everything: Installed) -> None:
 
 
 def test_the_requirements_of_our_wheels_are_installed(everything: Installed) -> None:
-    """pip's own check of our distributions, so no undeclared dependency is hidden."""
+    """`pip check` of our distributions detects undeclared dependencies."""
     done = everything.run("-m", "pip", "check", "--disable-pip-version-check")
     assert not [line for line in done.stdout.splitlines() if line.startswith("vllm-fl-")]
 

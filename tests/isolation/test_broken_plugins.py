@@ -21,7 +21,7 @@ BROKEN = {
 
 EXITS = "fl-exits"
 LIVE = {"VLLM_FL_PLUGINS": ",".join(["fl-sound", *BROKEN])}
-"""All but the plugin whose import ends the process."""
+"""All but the plugin that ends the process on import."""
 
 LOAD = "from vllm_fl.dispatch import get_default_manager; get_default_manager().startup"
 

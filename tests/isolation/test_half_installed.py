@@ -48,7 +48,7 @@ REFUSED = {
     lose_module: "ModuleNotFoundError: No module named 'fl_twin_a'",
     lose_metadata: f"{NO_METADATA}: it is half uninstalled",
 }
-"""Entry point that is still found -> why it is rejected; the others are no longer found."""
+"""Entry point that is still found -> why it is rejected; the other files are no longer found."""
 
 
 def findings(installed: Installed, check: str, **variables: str) -> list[dict[str, Any]]:

@@ -147,7 +147,7 @@ def test_a_model_that_has_it_runs_with_it(serve: Any, impl: str, eager: bool) ->
         "reason": f"your order says impl:{impl}",
     }
     assert report["calls"][OP][impl] > 0
-    # The incorrect one is last in the order; it is detected before the model is built.
+    # The incorrect implementation is last in the order; it is detected before the model is built.
     assert "it is wrong" in report["demotions"][OP]["vendor.wrong"]
     (line,) = [line for line in found["log"].splitlines() if " planned: " in line]
     assert report["digest"] in line

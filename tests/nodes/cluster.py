@@ -17,23 +17,23 @@ import psutil
 import envs
 
 HOST = "127.0.0.1"
-"""Every node's address: vLLM compares the engine's address with that of its node."""
+"""Every node's address: vLLM compares the engine's address with its node's address."""
 
 RAY = ("-m", "ray.scripts.scripts")
 OBJECT_STORE = 100 << 20
 """Bytes of shared memory per node."""
 
 LIMIT = 90
-"""Seconds in which the nodes of a cluster must find each other."""
+"""Timeout in seconds for the nodes of a cluster to find each other."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """A machine with one device, which Ray counts as a GPU.
+    """A machine with one device, counted by Ray as a GPU.
 
     Args:
         env: its installed packages.
-        variables: of its processes, in addition to those of every process.
+        variables: of its processes, in addition to common ones.
     """
 
     env: envs.Env

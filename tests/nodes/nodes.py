@@ -1,7 +1,7 @@
-"""An engine of two ranks on the nodes of a Ray cluster, each of which may lack something.
+"""An engine of two ranks on the nodes of a Ray cluster, with packages missing on some nodes.
 
-vLLM's own CPU platform does not support Ray, so the CPU is a plugin's device, as in
-tests/engine/test_out_of_tree.py; each node has one, which Ray counts as a GPU.
+vLLM's CPU platform does not support Ray, so the CPU is a plugin's device, as in
+tests/engine/test_out_of_tree.py; each node has one, counted by Ray as a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEVICE = {"VLLM_FL_PLUGIN_MODULES": "oot_cpu", "VLLM_FL_PLATFORM": "oot_cpu"}
 PROMPTS = [[[3, 17, 170, 99, 41, 7, 250, 12]], [[5 * i + 3, 60, 7, 11, 8] for i in range(4)]]
 LAYERS, NEW_TOKENS = 2, 6
 LIMIT = 280
-"""Seconds in which an engine must have answered or ended."""
+"""Timeout in seconds of an engine."""
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +42,7 @@ def stock(model: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def whole() -> envs.Env:
-    """The engine's environment: that of this session."""
+    """The engine's environment: this session's environment."""
     return envs.Env(Path(sys.prefix), envs.ray())
 
 

@@ -17,7 +17,7 @@ MORTAL = {
 
 
 def dying(model: str, whole: envs.Env, when: str) -> str:
-    """The output of an engine whose rank 1 dies."""
+    """The output of an engine with a dying rank 1."""
     return fails(job(model), *(node(whole, n, RANK_ONE=when) for n in (0, 1)), **MORTAL)
 
 

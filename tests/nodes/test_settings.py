@@ -83,7 +83,7 @@ def test_two_nodes_have_one_plan_and_all_settings_of_the_engine(
         origins["op_backends.rms_norm"] = f"{file}:{len(told)}"
         variables["VLLM_FL_CONFIG"] = meant["config"] = str(file)
         origins["config"] = "environment VLLM_FL_CONFIG"
-    # vLLM sets the engine's variables in Ray's workers, except those in this file.
+    # vLLM sets the engine's variables in Ray's workers, except the ones in this file.
     (tmp_path / "ray_non_carry_over_env_vars.json").write_text(json.dumps(list(variables)))
     nodes = (node(whole, number) for number in (0, 1))
     ours = serve(job(model), *nodes, VLLM_CONFIG_ROOT=str(tmp_path), **variables)

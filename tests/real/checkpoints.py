@@ -1,5 +1,4 @@
-"""Variants of a real model: a LoRA adapter, and checkpoints with quantised weights; and their
-float32 results by transformers."""
+"""Variants of a real model (a LoRA adapter, quantised weights) and their float32 results."""
 
 from __future__ import annotations
 
@@ -115,8 +114,7 @@ def merge(model: Any, folder: Path) -> None:
 
 
 def round_as(model: Any, form: str) -> None:
-    """Round the weights of transformers' model as `quantised` does, and the inputs of its
-    layers."""
+    """Round the weights of transformers' model like `quantised`, and the inputs of its layers."""
     import torch
 
     def rounded(values: torch.Tensor) -> torch.Tensor:

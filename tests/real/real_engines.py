@@ -52,7 +52,7 @@ def own_core() -> int:
 @pytest.fixture(scope="session")
 def scored(model: Model, once: Once) -> Scored:
     """`scored(name, plan, eager=True, dtype="bfloat16", …)`: that engine's result on the prose.
-    `label` identifies further arguments: `folder`, another checkpoint; options of `prose.job`;
+    `label` identifies further arguments: `folder` (another checkpoint), options of `prose.job`,
     VARIABLES."""
 
     def answer(
@@ -77,8 +77,8 @@ def scored(model: Model, once: Once) -> Scored:
 
 @pytest.fixture(scope="session")
 def true(model: Model, tmp_path_factory: pytest.TempPathFactory) -> True_:
-    """`true(name)`: transformers' log-probabilities of the same tokens, in float32; `true(name,
-    label, change)`: those after `change(model)`."""
+    """`true(name)`: float32 log-probabilities of the same tokens from transformers; `true(name,
+    label, change)`: after `change(model)`."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent  # common to all workers
@@ -97,7 +97,7 @@ def true(model: Model, tmp_path_factory: pytest.TempPathFactory) -> True_:
 
 
 def own_epsilon(epsilon: str) -> dict[str, str]:
-    """The variables of a plan whose norms all use this epsilon, without verification at startup."""
+    """Variables of a plan with norms that use this epsilon, without verification at startup."""
     return {
         "VLLM_FL_PLUGIN_MODULES": "own_epsilon",
         "PYTHONPATH": str(PLUGINS),

@@ -1,5 +1,4 @@
-"""`vllm-fl bisect` on a real model: it names a wrong kernel; for a correct plan it reports
-noise."""
+"""`vllm-fl bisect` on a real model names a wrong kernel; a correct plan is reported as noise."""
 
 from __future__ import annotations
 

@@ -23,8 +23,7 @@ pytestmark = pytest.mark.slow
 
 MEAN = 0.06
 """Limit on the mean difference with 8-bit weights. The last bit of a bfloat16 decides about a step
-of 1/127 of a token's largest feature: correct engines differ by 0.14 in the median and 0.035 in the
-mean."""
+of 1/127 of a token's largest feature: correct engines differ by 0.14 (median), 0.035 (mean)."""
 
 Record = Callable[[str, object], None]
 
@@ -42,7 +41,7 @@ def test_with_an_adapter(
         "adapter": str(adapter),
         "enable_lora": True,
         "max_lora_rank": checkpoints.RANK,
-        # vLLM otherwise also wraps the head, whose CPU code does not support a prompt's logits.
+        # Otherwise vLLM also wraps the head, but its CPU code does not support a prompt's logits.
         "lora_target_modules": list(checkpoints.PROJECTIONS),
     }
     stock, ours = (scored(SMOLLM2, p, label="lora", **through) for p in ("stock", plan))

@@ -33,8 +33,8 @@ RUNS = [
 ]
 
 THEIRS = {SMOLLM2: ("rms_norm", "silu_and_mul"), GEMMA: ("gelu_and_mul",)}
-"""Model -> ops that every plan gives to one of our implementations, except that a compiled engine's
-shipped plan keeps all stock on a CPU."""
+"""Model -> ops that every plan gives to one of our implementations, except that the shipped plan of
+a compiled engine keeps all stock on a CPU."""
 
 
 @pytest.mark.parametrize(("name", "plan", "eager"), RUNS)

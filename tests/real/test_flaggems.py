@@ -1,5 +1,5 @@
 """FlagGems's kernels on layer inputs of a real model, through Triton's interpreter. Some tokens and
-layers only, since each launch is interpreted. `nox -s real` runs this in a separate environment."""
+layers only, because the interpreter is slow. `nox -s real` runs this in a separate environment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 TOKENS = 32
 
 LAYERS = (0, 5, 10, 15, 20, 29)
-"""The first, some between, and the last, whose values are the largest."""
+"""The first, some between, and the last, which has the largest values."""
 
 OPS = ("rms_norm", "silu_and_mul", "rotary_embedding")
 
@@ -52,8 +52,8 @@ def given(model: Model) -> dict[str, list[Sample]]:
 
 
 def scale_of(op: str, args: tuple[Any, ...]) -> float:
-    """Magnitude of the results. 1 for norms, whose results do not scale with the inputs, and for
-    gated products, where one large feature would hide errors in the others."""
+    """Magnitude of the results: 1 for norms, because their results do not scale with the inputs,
+    and for gated products, where one large feature would hide errors in the others."""
     if op != "rotary_embedding":
         return 1.0
     return max(1.0, *(tensor.abs().max().item() for tensor in args[:2]))

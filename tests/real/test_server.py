@@ -23,7 +23,7 @@ STEP = 256
 """Maximum tokens of a step: longer prompts are prefilled in chunks."""
 
 SHARED = "Answer the question of a child in one short sentence. " * 20
-"""Common prefix of all prompts, so that clients share the prefix cache."""
+"""Common prefix of all prompts; clients share it in the prefix cache."""
 
 MODES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "eager": (("--enforce-eager",), {}),
@@ -76,7 +76,7 @@ def chat(server: Server, text: str, **options: Any) -> Any:
 
 
 def assert_alike(first: Any, second: list[int]) -> None:
-    """The same tokens, up to one that is about as likely as the next: cached values are not
+    """Tokens are equal up to one that is about as likely as the next: cached values are not
     recomputed, and other batch sizes sum in another order."""
     answer = first.choices[0]
     for token, other, top in zip(
@@ -89,7 +89,7 @@ def assert_alike(first: Any, second: list[int]) -> None:
 
 
 def metric(server: Server, name: str) -> float:
-    """The sum of vLLM's metrics with this name."""
+    """The sum of all vLLM metrics with this name."""
     with urllib.request.urlopen(f"{server.url}/metrics") as told:
         text = told.read().decode()
     lines = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.M)

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 BFLOAT16_ALONE = {"fused_experts"}
-"""Ops with an operator for which torch_npu's documentation lists only this dtype."""
+"""Ops with an operator documented by torch_npu for this dtype only."""
 
 REFUSED = {
     "merge_attn_states": {"odd sizes": "head_size % 8"},
@@ -79,7 +79,7 @@ REFUSED = {
 """Calls that torch_npu's kernels do not support: op -> sample -> a part of the reason."""
 
 REFUSED_IN_FP32 = {"quant_int8": "x.dtype != torch.float32"}
-"""Ops whose kernel does not support fp32, with a part of the reason."""
+"""Ops with a kernel without fp32 support, and a part of the reason."""
 
 
 def mistakes(op: str, dtype: torch.dtype) -> list[str]:

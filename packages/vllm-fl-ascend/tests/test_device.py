@@ -1,4 +1,4 @@
-"""The platform, worker and communicator for vLLM, as far as a CPU can test them."""
+"""The platform, worker and communicator for vLLM, tested without an NPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not i
 
 @pytest.fixture
 def platform() -> Any:
-    """The platform, as vLLM makes it."""
     from vllm_fl_ascend.platform import AscendPlatform
 
     return AscendPlatform()
@@ -116,7 +115,7 @@ def test_drafts_and_other_npus_than_the_rank_s_are_refused(platform: Any) -> Non
 
 @pytest.mark.parametrize("padded", [0, 3])
 def test_slots_are_those_of_vllm_s_kernel(padded: int) -> None:
-    """Compared with vLLM's own C++ version of its Triton kernel."""
+    """Compared with vLLM's C++ version of its Triton kernel."""
     from vllm.platforms.cpu import CpuPlatform
 
     from vllm_fl_ascend.slots import compute_slot_mapping
@@ -161,7 +160,7 @@ def gathered(rank: int, file: str, results: Any) -> None:
 
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     group = dist.group.WORLD
-    dist.gather = None  # HCCL has none
+    dist.gather = None  # HCCL does not have it
     mine = AscendCommunicator(group, torch.device("cpu"), group)
     found = mine.gather(torch.full((2, 3), float(rank)), dst=1, dim=-1)
     results.put((rank, None if found is None else found.tolist()))

@@ -51,4 +51,4 @@ def test_nothing_of_torch_npu_is_loaded() -> None:
     assert getattr(sys.modules["torch_npu"], "__file__", None) is None
     maps = Path("/proc/self/maps")
     assert not maps.exists() or "torch_npu" not in maps.read_text()
-    assert not distribution("torch-npu").entry_points  # one of them would load it with torch
+    assert not distribution("torch-npu").entry_points  # they would load torch_npu with torch

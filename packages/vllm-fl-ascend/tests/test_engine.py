@@ -1,4 +1,4 @@
-"""vLLM engines on Ascend's platform, ops and attention, emulated: results equal stock's."""
+"""vLLM engines on Ascend's emulated platform, ops and attention: results equal stock vLLM."""
 
 from __future__ import annotations
 

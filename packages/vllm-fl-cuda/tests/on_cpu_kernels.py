@@ -1,8 +1,8 @@
 """vendor.cuda without a GPU, on the kernels of vLLM's CPU build: a plugin module for the tests.
 
 With VLLM_FL_PLUGIN_MODULES=on_cpu_kernels, and this folder on PYTHONPATH, every process that loads
-plugins has it. The kernels have the names and signatures of the CUDA build's. For calls that a CPU
-kernel does not support, the stand-in converts the call or rejects it; no result is hard-coded.
+plugins has it. The kernels have the CUDA build's names and signatures. For calls that a CPU kernel
+does not support, the stand-in converts the call or rejects it; no result is hard-coded.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def kernel(name: str) -> Callable[..., None]:
     """vLLM's CPU kernel `torch.ops._C.<name>`, with the CUDA kernel's requirements.
 
     Raises:
-        AttributeError: the CPU build has none, and vLLM has no layer of that name.
+        AttributeError: neither the CPU build nor vLLM's layers have this name.
     """
     from vllm.platforms.cpu import CpuPlatform
 
@@ -62,8 +62,8 @@ def kernel(name: str) -> Callable[..., None]:
 
 
 def _by_layer(name: str) -> Callable[..., None]:
-    """vLLM's layer in PyTorch for a kernel that the CPU build lacks; it takes the kernel's numbers.
-    Made from the class itself, which bypasses layers that replace it."""
+    """vLLM's PyTorch layer for a kernel that the CPU build lacks; it takes the kernel's numbers.
+    Made from the class itself, to bypass layers that replace it."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.custom_op import op_registry
     from vllm.model_executor.layers import activation  # noqa: F401 (registers its layers)
@@ -130,7 +130,7 @@ _fp8_group._schema = torch._C.parse_schema(
 
 @cache
 def _quant_fp8(static: bool, shape: tuple[int, int], ue8m0: bool = False) -> Callable[..., Any]:
-    """`forward_native` of vLLM's own QuantFP8, which bypasses layers that replace it."""
+    """`forward_native` of vLLM's QuantFP8, bypassing layers that replace it."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.quantization.input_quant_fp8 import GroupShape, QuantFP8
 
@@ -277,8 +277,8 @@ BEHIND = {
     "static_scaled_int8_quant": _int8,
     "dynamic_scaled_int8_quant": _int8,
 }
-"""CUDA kernel -> its stand-in; every other kernel is a gated activation. All but int8's get fp32,
-in which CUDA's compute: some CPU kernels truncate bfloat16 instead of rounding."""
+"""CUDA kernel -> its stand-in; every other kernel is a gated activation. All but int8 get fp32, the
+CUDA kernels' precision: some CPU kernels truncate bfloat16 instead of rounding."""
 
 
 def _concat_mla(

@@ -1,5 +1,5 @@
-"""Not covered by the conformance kit: which memory is read and written in place, and unsupported
-calls. The numbers of the CUDA kernels are compared on a GPU (tests/gpu)."""
+"""Memory that is read and written in place, and unsupported calls: both outside the conformance
+kit. The numbers of the CUDA kernels are compared on a GPU (tests/gpu)."""
 
 from __future__ import annotations
 
@@ -114,12 +114,12 @@ def test_no_kernel_is_launched_for_no_tokens(op: str, recorder: Recorder) -> Non
     for sample in known_contracts().contracts[op].samples(torch.bfloat16, CPU):
         if sample.name.startswith("0 token"):
             IMPLS[op].fn(*sample.args)
-    IMPLS["quant_fp8"].fn(torch.zeros(0, 64))  # not a sample: vLLM's own form fails there
+    IMPLS["quant_fp8"].fn(torch.zeros(0, 64))  # not a sample: vLLM's form fails there
     assert recorder.calls == []
 
 
 def unaligned(*shape: int) -> torch.Tensor:
-    """Contiguous, two bytes after a multiple of what the kernels load at once."""
+    """Contiguous, but two bytes off the kernels' load alignment."""
     return torch.randn(torch.Size(shape).numel() + 1).bfloat16()[1:].view(shape)
 
 

@@ -67,7 +67,7 @@ def test_a_missing_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ORDERED = yaml.safe_load(POLICY.read_text("utf-8"))["op_backends"]
-"""Orders from measurements. Other ops have core's order, with vLLM's own code in it."""
+"""Orders from measurements. Other ops have core's order, which includes vLLM's code."""
 
 
 def test_policy_loads_and_a_preference_moves_its_kind_to_the_front() -> None:

@@ -1,6 +1,6 @@
-"""Calls of vLLM's kernels around experts, by the schemas of the oldest and of a later release. The
-kernels are replaced by PyTorch code with their requirements on tensors. Their numbers are compared
-on a GPU (tests/gpu)."""
+"""Calls of vLLM's kernels around experts, by the schemas of the oldest and of a later release.
+PyTorch code with the kernels' requirements on tensors replaces them. Their numbers are compared on
+a GPU (tests/gpu)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GROUPED = (
     "_moe_C::grouped_topk(Tensor scores, int n_group, int topk_group, int topk, bool renormalize, "
     "float routed_scaling_factor, Tensor bias, int scoring_func) -> (Tensor, Tensor)"
 )
-"""The same in all releases; not in the table because we do not replace it."""
+"""Equal in all releases; missing in the table because we do not replace it."""
 
 ALIGN = (
     "_moe_C::moe_align_block_size(Tensor topk_ids, int num_experts, int block_size, "

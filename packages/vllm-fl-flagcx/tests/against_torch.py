@@ -1,4 +1,4 @@
-"""A communicator's collectives against torch.distributed's, on random values. The reference is the
+"""A communicator's collectives against torch.distributed, on random values. The reference is the
 default group: gloo for tensors in host memory, NCCL on GPUs."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ MOVED = (*SUMMED, torch.bool, torch.int16, torch.float8_e4m3fn)
 def drawn(
     shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: torch.device
 ) -> torch.Tensor:
-    """Random values whose sums have known bits. A sum of two rounds once. For more ranks the values
-    are eighths: a sum of eight is exact in every summed dtype, in any order."""
+    """Random values with known bits of their sums. A sum of two rounds once. For more ranks the
+    values are eighths: a sum of eight is exact in every summed dtype, in any order."""
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point and dist.get_world_size() > 2:
         values = (torch.randint(-32, 33, shape, generator=generator) / 8).to(dtype)
@@ -66,7 +66,7 @@ def gathered(mine: torch.Tensor, rows: list[int]) -> list[torch.Tensor]:
 
 
 def compare(it: Any, rank: int, count: int, device: torch.device, *, large: int, every: int) -> str:
-    """Compare `count` sizes: every collective on each, in one dtype that sums and one that moves.
+    """Compare `count` sizes: every collective on each, with one dtype for sums and one for moves.
 
     Args:
         it: a communicator of all ranks.
@@ -74,7 +74,6 @@ def compare(it: Any, rank: int, count: int, device: torch.device, *, large: int,
         count: number of sizes.
         device: of the tensors.
         large: approximate elements of one in `every` sizes; the others have a few hundred.
-        every: see `large`.
 
     Returns:
         The first size with a difference, and the difference; or "".

@@ -1,5 +1,5 @@
-"""The libraries that stand in for FlagCX, compiled into a folder for FLAGCX_PATH. shared_memory.c
-is for ranks with tensors in host memory, nccl.c for ranks on GPUs."""
+"""Stand-ins for the FlagCX library, compiled into a folder for FLAGCX_PATH. shared_memory.c is for
+ranks with tensors in host memory, nccl.c for ranks on GPUs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,8 @@ def built(folder: Path, *flags: str) -> Path:
 
 
 def built_over_nccl(folder: Path) -> Path:
-    """`built` over the NCCL of torch's dependency nvidia-nccl.
-
-    Raises:
-        FileNotFoundError: there is no C compiler, or no NCCL of a package.
-    """
+    """`built` over the NCCL of torch's dependency nvidia-nccl; FileNotFoundError without that
+    package or without a C compiler."""
     compiler = shutil.which("cc")
     if compiler is None:
         raise FileNotFoundError("no C compiler (cc)")

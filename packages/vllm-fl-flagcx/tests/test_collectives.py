@@ -94,7 +94,7 @@ def test_every_collective_gives_what_gloo_gives(tmp_path: Path, flagcx: Path) ->
 
 
 def refuse(rank: int) -> list[str]:
-    """The error of each wrong call; none of it may reach the other rank."""
+    """Wrong calls and their errors; the other rank must not be affected."""
     it = joined()
     calls: list[Callable[[], object]] = [
         lambda: it.all_reduce(torch.ones(2, dtype=torch.int16)),
@@ -160,8 +160,7 @@ def test_a_wrong_library_does_not_pass_it(tmp_path: Path) -> None:
 
 
 def test_every_method_of_vllms_base_is_ours_or_needs_no_collective() -> None:
-    """For the installed vLLM: methods added by a newer one must be implemented, or refused by
-    name."""
+    """For the installed vLLM: new methods must be implemented, or refused by name."""
     left = {"allocate_combine_input", "combine_into_output", "suspend", "resume"}
     left |= {"prepare_communication_buffer_for_model"}
     base = {name for name, it in vars(DeviceCommunicatorBase).items() if callable(it)}

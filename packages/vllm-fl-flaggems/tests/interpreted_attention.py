@@ -62,11 +62,11 @@ LAYERS = (
 )
 BLOCK = 16
 TOKENS, REQUESTS, LENGTH = 8192, 64, 1024
-"""Limits of the engine whose kernels must all be compiled after its first call."""
+"""Limits of the engine; all its kernels must be compiled after the first call."""
 
 
 def attention() -> Iterator[Case]:
-    """Batches like those of vLLM's scheduler, written into the cache and attended to."""
+    """Batches like in vLLM's scheduler, written into the cache and attended to."""
     # Import vLLM's kernels first: FlagGems would define their operators, which ends the process.
     from vllm.platforms import current_platform
 
@@ -140,7 +140,7 @@ def laid_out(batch: Batch, dtype: torch.dtype, blocks: int) -> torch.Tensor:
 def attend(
     batch: Batch, dtype: torch.dtype, made: Callable[..., torch.Tensor] = shaped
 ) -> tuple[str, str]:
-    """Fill the cache in two writes, for earlier steps and this one, and compare with fp64."""
+    """Fill the cache in two writes (earlier steps, this step) and compare with fp64."""
     torch.manual_seed(0)
     impl = layer(batch)
     lengths = [total for _, total in batch.sequences]
@@ -277,25 +277,24 @@ def refuses(cache: torch.Tensor, words: str) -> tuple[str, str]:
 
 
 def refuses_packed_cache() -> tuple[str, str]:
-    """Key and value in one row, as in vLLM's own backends."""
+    """Key and value in one row, like in vLLM's backends."""
     return refuses(torch.zeros(4, 2, BLOCK, 2 * 64).half(), "in one piece each")
 
 
 def refuses_strided_cache() -> tuple[str, str]:
-    """A block's keys next to its values, as vLLM lays out our shape for hybrid models."""
+    """A block's keys next to its values, like vLLM's layout of our shape for hybrid models."""
     cache = torch.zeros(4, 2, BLOCK, 2, 64).half().transpose(0, 1)
     return refuses(cache, "in one piece each")
 
 
 def refuses_huge_cache() -> tuple[str, str]:
-    """More elements than the kernel can index. On meta, since no element may be accessed."""
+    """More elements than the kernel can index. On meta: elements must not be accessed."""
     cache = torch.empty(2, 2**21, BLOCK, 2, 64, dtype=torch.float16, device="meta")
     return refuses(cache, "--num-gpu-blocks-override")
 
 
 def forked(cases: Sequence[Case]) -> Iterator[tuple[str, str, str]]:
-    """(case, status, reason) of each, from a child process, and from a new one if a case ends
-    it."""
+    """(case, status, reason) of each, from a child process; a new child follows a crash."""
     done = 0
     while done < len(cases):
         reading, writing = os.pipe()

@@ -1,7 +1,7 @@
 """default.flagos without a GPU, on Triton's interpreter: a plugin module for the tests.
 
 With VLLM_FL_PLUGIN_MODULES=on_interpreter, and this folder on PYTHONPATH, every process that loads
-plugins has it. The kernels are FlagGems's own.
+plugins has it. The kernels are FlagGems's real ones.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def _exponentials_by_name() -> None:
 
 
 def _look_for_positions() -> None:
-    """Raise an error for positions outside the tables, for which the interpreter ends the process.
-    Patched at every load, because the backend may have been imported again."""
+    """Raise an error for positions outside the tables, since the interpreter ends the process for
+    them. Patched at every load, because the backend may have been imported again."""
     from vllm_fl_flaggems.triton_kernels import qk_norm_rope_kernel
 
     rotary = sys.modules["flag_gems.fused.rotary_embedding"].apply_rotary_pos_emb_kernel
@@ -51,8 +51,7 @@ def _look_for_positions() -> None:
 
 
 def _look(run: Any, table: int, positions: int, *args: Any, **kwargs: Any) -> Any:
-    """Launch a kernel; arguments `table` and `positions` (indices) are a table and positions in
-    it."""
+    """Launch a kernel after checking its table and positions, given by argument index."""
     if not all(0 <= position < len(args[table]) for position in args[positions].tolist()):
         raise IndexError("a position outside the tables, which on a GPU is undefined")
     return run(*args, **kwargs)

@@ -125,7 +125,7 @@ def test_a_ban_covers_the_overloads_and_the_in_place_form_of_an_operator(
 def test_a_line_says_how_many_operators_are_replaced_by_which_list(
     gems: Gems, tmp_path: Path, kind: str, which: str
 ) -> None:
-    """A blacklist of PyTorch's operators enables the replacement of all others."""
+    """A blacklist of PyTorch's operators enables the replacement of all other operators."""
     variable = f"VLLM_FL_FLAGOS_{kind.upper()}"
     report = aten.start(context(tmp_path, **{variable: "softmax"}))
     assert report is not None and report.lines[0] == (

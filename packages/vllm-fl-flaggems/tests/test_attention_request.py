@@ -1,4 +1,4 @@
-"""Attention requests that FlagGems supports, and those that it does not, with the reasons."""
+"""Attention requests that FlagGems supports or rejects, with the reasons."""
 
 from __future__ import annotations
 

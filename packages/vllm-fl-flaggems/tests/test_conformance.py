@@ -7,7 +7,7 @@ import os
 from vllm_fl_tools.testing import ModelSizes, OpConformance
 
 SMALL = ModelSizes(64, 96, 2, 1, 32, 32, tokens=(1, 7, 20))
-"""The interpreter takes seconds for what a GPU does in microseconds."""
+"""The interpreter needs seconds for microseconds of a GPU."""
 
 
 class TestFlagGems(OpConformance):

@@ -1,5 +1,5 @@
-"""How kernels are launched, on FlagGems or its stand-in; not covered by the conformance kit. The
-kit only tests kernels that are launched directly, and no huge tensors."""
+"""How kernels are launched, on FlagGems or its stand-in. The conformance kit only tests kernels
+that are launched directly, and no huge tensors."""
 
 from __future__ import annotations
 
@@ -113,8 +113,7 @@ def test_caches_in_rows_are_written_by_flag_gems(
 def test_this_packages_own_kernels_serve_without_flag_gems(
     op: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Importing FlagGems takes seconds at startup; these kernels are the default on some
-    devices."""
+    """Importing FlagGems is slow, and these kernels are the default on some devices."""
     monkeypatch.setattr(loading, "loaded", [])
     monkeypatch.setattr(loading, "_load", lambda: pytest.fail("FlagGems is imported"))
     impl = implementation(op)
@@ -247,8 +246,7 @@ def implementation(op: str) -> OpImpl:
 
 
 class Compiled:
-    """The compiled kernel that a Triton launch returns, and that is launched directly
-    afterwards."""
+    """A Triton launch returns this compiled kernel, which is launched directly afterwards."""
 
     def __init__(self, launched: list[tuple[object, ...]], how: str, backend: str = "cuda") -> None:
         self.launched, self.how, self.backend = launched, how, backend

@@ -85,7 +85,7 @@ def test_an_import_that_fails_is_a_refusal_with_the_reason(
     monkeypatch.setattr(loading, "import_module", fails)
     assert loading.available() is True  # unknown from metadata
     assert str(error) in str(loading.problem())
-    assert str(error) in str(loading.available())  # known from now on
+    assert str(error) in str(loading.available())  # remembered from now on
     x = torch.zeros(2, 8)
     for impl in registered(register_ops()).values():
         if impl.op_name in ("silu_and_mul", "gelu_and_mul", "mul_and_silu"):
@@ -122,7 +122,7 @@ def test_cached_launches_are_repaired_only_where_they_are_broken(
 
 
 class IncompatibleModelError(RuntimeError):
-    """Like FlagTune's, recognised by its module."""
+    """Like the error of FlagTune, recognised by its module."""
 
     __module__ = "triton.flagtune.runtime.errors"
 

@@ -75,7 +75,7 @@ REFUSED = {
 """Samples without a FlagGems kernel."""
 
 HALVES_ALONE = {"fused_experts", "linear", "linear_gelu_tanh_and_mul", "linear_silu_and_mul"}
-"""Ops whose kernels multiply float32 in TF32, so float32 is not supported."""
+"""Ops without float32 support, because their kernels multiply float32 in TF32."""
 
 
 @pytest.mark.parametrize("op", IMPLS)

@@ -44,8 +44,8 @@ NARROW = ModelSizes(
 """Widths not divisible by 16: the token count decides whether the products are."""
 
 OF_SEQUENCES, ANEW = {"recurrent_gated_delta_rule"}, {"fused_experts", "moe_align_block_size"}
-"""Ops without samples by token count; and ops with a FlagGems kernel that is compiled for most
-token counts despite the warm-up, because constants are computed from the count."""
+"""Ops without samples by token count; and ops with a kernel that is compiled for most token counts
+despite the warm-up, because FlagGems computes constants from the count."""
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,6 @@
-"""Incorrect implementations derived from every contract: its oracle, with one mistake.
-
-No op-specific code. The mistakes are those that any kernel can make: correct numbers at the wrong
-index, in the wrong dtype, slightly inexact, or with an argument ignored or overwritten.
-"""
+"""Incorrect implementations derived from every contract: its oracle, with one mistake. No
+op-specific code. The mistakes are those that any kernel can make: correct numbers at the wrong
+index, in the wrong dtype, slightly inexact, or with an argument ignored or overwritten."""
 
 from __future__ import annotations
 
@@ -49,8 +47,8 @@ def oracle_impl(spec: OpSpec, change: Callable[..., Any] | None = None) -> OpImp
 
 
 def _quantised(spec: OpSpec, wanted: tuple[Any, ...], shaped: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The oracle's results with quantised values and scales; the oracle returns dequantised
-    values."""
+    """The oracle's results with quantised values and scales; the oracle's values are
+    dequantised."""
     results, at = list(wanted), 0
     for output in spec.outputs_of(len(results)):
         if isinstance(output, QuantisedPair):
@@ -92,7 +90,7 @@ def _scaled(result: torch.Tensor, spec: OpSpec) -> torch.Tensor:
         return result + 1
     try:
         bound = spec.tolerance(result.dtype)
-    except KeyError:  # its outputs have tolerances of their own
+    except KeyError:  # its outputs have separate tolerances
         return (result.float() * 1.25).to(result.dtype)
     return (result.double() * (1 + 4 * bound.rtol) + 4 * bound.atol).to(result.dtype)
 

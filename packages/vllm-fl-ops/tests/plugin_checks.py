@@ -1,4 +1,4 @@
-"""What core expects of a backend's plugin: the tests of each backend derive from `PluginChecks`."""
+"""Core's requirements on a backend's plugin: each backend's tests derive from `PluginChecks`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ print(sorted(heavy & {{name.partition(".")[0] for name in sys.modules}}))
 
 
 def alone(code: str) -> str:
-    """The last line that `code` prints in a process without a module that replaces hardware."""
+    """The last line that `code` prints in a process without a plugin module that emulates
+    hardware."""
     env = {key: value for key, value in os.environ.items() if key != "VLLM_FL_PLUGIN_MODULES"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
@@ -45,8 +46,7 @@ class PluginChecks:
     Attributes:
         plugin: its module.
         impl_id: the id of all its implementations.
-        vendor: their vendor.
-        kind: their kind.
+        vendor, kind: of all its implementations.
         platforms: the platforms for which it has a policy.
         asks: whether availability is also determined without importing vLLM.
     """

@@ -1,4 +1,4 @@
-"""Experts in a CUDA graph, where tokens cannot be counted: the same numbers by another method."""
+"""Experts in a CUDA graph, which cannot count tokens: equal numbers by another method."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bitwise equality with vLLM's own native forms."""
+"""Bitwise equality with vLLM's native forms."""
 
 from __future__ import annotations
 
@@ -218,8 +218,8 @@ LAYERS = sorted(
 )
 """The ops that layers run in PyTorch. The others have no native form in vLLM."""
 
-# RMS norms are ops of vLLM's IR, layer_norm's layer knows the number of features, a rope and
-# QuantFP8 take their own arguments, and the others are functions; any other layer is called.
+# RMS norms are ops of vLLM's IR, layer_norm's layer needs the number of features, a rope and
+# QuantFP8 take other arguments, and the others are functions; any other layer is called.
 OWN = (
     grouped_topk,
     layer_norm,
@@ -253,7 +253,7 @@ KERNELS_ONLY = {
     "recurrent_gated_delta_rule",
     "reshape_and_cache",
 }
-"""Ops for which vLLM has no PyTorch form, or no form at all."""
+"""Ops without a PyTorch form in vLLM."""
 
 CASES = [
     pytest.param(
@@ -267,7 +267,7 @@ CASES = [
     if impl.op_name not in KERNELS_ONLY
     for dtype in DTYPES
     for sample in known_contracts().contracts[impl.op_name].samples(dtype, CPU)
-    if not sample.kit_only  # vLLM's own is incorrect there
+    if not sample.kit_only  # vLLM's form is incorrect there
 ]
 
 
@@ -292,7 +292,7 @@ def test_what_runs_when_every_candidate_refused_is_bit_equal_too(
     ]
     assert natives
     for sample in known_contracts().contracts[op].samples(dtype, CPU):
-        if sample.name.startswith("0 tokens"):  # vLLM's own view of a rope fails there
+        if sample.name.startswith("0 tokens"):  # vLLM's view of a rope fails there
             continue
         want = NATIVE[op](*sample.args)
         for native in natives:
@@ -395,7 +395,7 @@ NORMS = {
 def test_norm_layers_are_bit_equal(
     plan: Plan, cls: Any, options: dict[str, Any], dtype: torch.dtype, weight_dtype: torch.dtype
 ) -> None:
-    """Also if the contract does not support the weight: then vLLM's own code runs."""
+    """If the contract does not support the weight, vLLM's code runs, also with equal bits."""
     before = plan.fallbacks.total()
     with building(plan):
         layer = cls(64, **options)

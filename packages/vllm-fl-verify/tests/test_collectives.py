@@ -1,4 +1,4 @@
-"""A communicator is verified by every collective: each incorrect one is reported by name."""
+"""A communicator is verified by every collective; each incorrect collective is reported by name."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_one_wrong_element_on_one_rank_is_found(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "wrong", "why"),
     [
-        ("all_reduce", lambda result, x: x, "elements are wrong"),  # nothing was reduced
+        ("all_reduce", lambda result, x: x, "elements are wrong"),  # not reduced
         ("all_reduce", lambda result, x: result.float(), "it returned float32 [1, 1], not "),
         ("all_gather", lambda result, x, dim: x, "it returned"),
         ("reduce_scatter", lambda result, x, dim: x.chunk(2, dim)[0], "elements are wrong"),

@@ -1,4 +1,4 @@
-"""Whether an implementation's bits stay the same in another run, and in another batch."""
+"""Whether an implementation's bits stay equal in another run, and in another batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def sound(x: Tensor) -> Tensor:
 
 
 def nudged(x: Tensor, where: Tensor | slice | int) -> Tensor:
-    """Within every tolerance, but with other bits."""
+    """Within every tolerance, but not bitwise equal."""
     result = sound(x)
     if result.numel():
         result[where] = torch.nextafter(result[where], torch.tensor(torch.inf, dtype=x.dtype))

@@ -1,4 +1,4 @@
-"""Token counts at which other kernels are launched."""
+"""Token counts with other kernel launches."""
 
 from __future__ import annotations
 

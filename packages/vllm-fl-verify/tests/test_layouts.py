@@ -54,7 +54,7 @@ def test_each_activation_of_each_op_is_laid_out_otherwise(spec: OpSpec) -> None:
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
-    """In plain PyTorch, where a transposed x determines the strides of the product."""
+    """In plain PyTorch, so the product has the strides of a transposed x."""
     gate, up = x.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 

@@ -1,5 +1,4 @@
-"""Implementations compared with the oracle on a model's own tensors: what is seen and what is
-skipped."""
+"""Implementations compared with the oracle on a model's tensors: compared and skipped calls."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def right(x: torch.Tensor) -> torch.Tensor:
 
 
 class Act(nn.Module):
-    """A layer like vLLM's: it binds when it is built."""
+    """A layer that binds when it is built, like vLLM's layers."""
 
     def __init__(self, plan: Plan, op: str = "silu_and_mul") -> None:
         super().__init__()
@@ -61,7 +60,7 @@ def plan_of(*impls: OpImpl, mode: Any = "eager", **policy: Any) -> Plan:
 
 
 def acme(fn: Kernel, **fields: Any) -> OpImpl:
-    # A named parameter, not *args: it must be the contract's.
+    # Not *args: the parameter must have the contract's name.
     return silu("vendor.acme", fn=fn, **fields)
 
 
@@ -278,7 +277,7 @@ def test_what_is_not_compared_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Experts(nn.Module):
-    """A layer whose weights are larger than what is copied."""
+    """A layer with more weights than the copy limit."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Faults that startup verification detects, and what it accepts."""
+"""Startup verification: detected faults, and accepted implementations."""
 
 from __future__ import annotations
 
@@ -458,10 +458,10 @@ def test_one_that_serves_few_tokens_is_tried_with_as_many() -> None:
 
 
 def test_each_is_tried_with_batches_of_its_own_rows() -> None:
-    """Token counts that another implementation serves are not tried with this one."""
+    """Token counts of another implementation's rows are not tried."""
 
     def fn(x: Tensor) -> Tensor:
-        return sound(x) * (len(x) <= 512)  # beyond the contract's own samples
+        return sound(x) * (len(x) <= 512)  # larger than the contract's samples
 
     small, large = (
         OpImpl("silu_and_mul", f"vendor.{name}", BackendImplKind.VENDOR, fn, name)

@@ -58,7 +58,7 @@ class Model(torch.nn.Module):
 
 
 class Older:
-    """The part of vLLM's first model runner that is used."""
+    """The used part of vLLM's first model runner."""
 
     def __init__(self, model: Model, config: VllmConfig, **given: torch.Tensor) -> None:
         self.model, self.config = model, config
@@ -205,7 +205,7 @@ def test_a_later_rank_of_a_pipeline_is_given_noise_for_what_the_rank_before_send
 
 
 class Drafting(Older):
-    """Runs a draft model after its model, as in speculative decoding."""
+    """Runs a draft model after its model, like speculative decoding."""
 
     def __init__(self, model: Model, config: VllmConfig, draft: object) -> None:
         super().__init__(model, config)
@@ -286,7 +286,7 @@ def test_attention_is_run_once_uncompiled_where_vllm_would_not(config: Any) -> N
     def newer(tokens: int, skip_attn: bool = True, **options: bool) -> None:
         asked.append({"skip_attn": skip_attn, **options})
 
-    for is_eager in (True, False):  # otherwise the newer runner runs steps of its own
+    for is_eager in (True, False):  # otherwise the newer runner runs other steps
         attention.attend(SimpleNamespace(_dummy_run=newer), config, is_eager=is_eager)
     assert asked == [{"skip_attn": False, "skip_eplb": True}]
 

@@ -36,7 +36,7 @@ def sound(x: Tensor) -> Tensor:
 
 
 def found_in(*changes: Callable[[], object], sizes: ModelSizes | None = None) -> Findings:
-    """Findings of startup for correct kernels, each of which also makes one of these changes."""
+    """Findings of startup for correct kernels, each with one of these changes."""
 
     def kernel(change: Callable[[], object], number: int) -> OpImpl:
         def fn(x: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 PRECISIONS: list[tuple[Callable[[], object], str]] = [
     (put(matmul, "fp32_precision", "tf32"), OLDER),
     (put(cudnn, "fp32_precision", "tf32"), OLDER),
-    # Reported by cuDNN's older switch, or by itself if the process has set the newer one before.
+    # Reported by cuDNN's older switch, or directly if the process has set the newer one before.
     (put(torch.backends, "fp32_precision", "ieee"), "it changed "),
     (put(cudnn.conv, "fp32_precision", "ieee"), "it changed "),
     (put(mkldnn.matmul, "fp32_precision", "bf16"), OLDER),
@@ -100,7 +100,7 @@ def test_a_precision_in_its_newer_form_is_named_and_put_back() -> None:
 
 
 def set_as_at_first() -> None:
-    """The older setter also sets precisions of its own."""
+    """The older setter also sets these."""
     matmul.fp32_precision = mkldnn.matmul.fp32_precision = "none"
 
 

@@ -245,7 +245,7 @@ class Deep:
         return sum(tally["wrong"] for tally in seen(self.shadow).values()) > before
 
     def steps_until_off(self, *sizes: int, at_most: int, norms: int = 0) -> int:
-        """Number of steps of these sizes, in turn, until a step reports one."""
+        """Number of steps of these sizes, in turn, until a step reports an incorrect call."""
         for number in range(at_most):
             if self.step(sizes[number % len(sizes)], norms=norms):
                 return number + 1
@@ -305,11 +305,11 @@ def test_ranks_that_make_the_same_calls_compare_the_same_ones() -> None:
 
 
 WAITING = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select"}
-"""Operators of torch whose result the host needs; some are visible only in inference mode."""
+"""Operators of torch with a result that the host needs; some only occur in inference mode."""
 
 
 class Waits(TorchDispatchMode):
-    """Records operators for which the host waits for a device."""
+    """Records operators that make the host wait for a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -388,7 +388,7 @@ def test_what_cannot_be_compared_is_named(op: str, why: str) -> None:
 
 @pytest.mark.parametrize("op", ["silu_and_mul", "rms_norm", "linear", "rotary_embedding"])
 def test_right_results_are_within_the_tolerance_and_no_comparison_waits(op: str) -> None:
-    """The oracle's own results, rounded to their dtype, on every sample."""
+    """The oracle's results, rounded to their dtype, on every sample."""
     spec = known_contracts().contracts[op]
     impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, rounded(spec), "acme")
     plan = planning(managing(impl, per_op_order={op: ["vendor"]}), "eager")
@@ -414,7 +414,7 @@ def test_right_results_are_within_the_tolerance_and_no_comparison_waits(op: str)
 
 
 def rounded(spec: Any) -> Callable[..., Any]:
-    """The oracle with results of the contract's dtypes."""
+    """The oracle with results in the contract's dtypes."""
 
     def fn(*args: Any) -> Any:
         exact, like = spec.oracle(*args), spec.fake(*args)

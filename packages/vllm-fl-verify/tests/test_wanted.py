@@ -107,7 +107,7 @@ def test_how_results_lean(dtype: torch.dtype) -> None:
     for got, lean in ((nearest, 0.0), (below, -0.5), (above, 0.5)):
         assert lean_of(got, LEANS) == {"the result": pytest.approx(lean, abs=0.05)}
     far = nearest.clone()
-    far[500] = 1e4  # a single outlier counts as one
+    far[500] = 1e4  # an outlier has the weight of one element
     assert lean_of(far, LEANS) == {"the result": pytest.approx(0.0, abs=0.05)}
 
 
@@ -324,7 +324,7 @@ def rows_with(**places: int) -> list[int]:
         (ROWS, OF_BLOCKS),
         (rows_with(p0=3, p1=2), OF_BLOCKS),
         (rows_with(p0=0, p5=2), OF_BLOCKS),  # from the expert's other block
-        (rows_with(p12=-7, p13=0, p14=0, p15=2**31 - 1), [1, 1, 3, 77]),  # after those in use
+        (rows_with(p12=-7, p13=0, p14=0, p15=2**31 - 1), [1, 1, 3, 77]),  # in unused blocks
     ],
 )
 def test_blocks_of_rows_in_any_order(rows: list[int], experts: list[int]) -> None:
@@ -363,7 +363,7 @@ def form_of(spec: OpSpec, tokens: int) -> Form:
 
 
 def test_the_oracle_is_asked_about_the_smaller_call() -> None:
-    """For weights with repeated rows, whatever layers provide of them."""
+    """For weights with repeated rows, independent of what layers provide."""
     spec, columns = known_contracts().contracts["linear"], torch.tensor([2, 0, 0, 1])
     x, weight, bias = torch.randn(3, 8), torch.randn(3, 8), torch.randn(3)
     args = (x, weight[columns], bias[columns])

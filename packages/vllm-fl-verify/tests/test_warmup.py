@@ -50,7 +50,7 @@ def test_counts_are_few_and_hold_what_graphs_are_captured_of() -> None:
     assert len(warm_counts(16384)) < 90
     counts = warm_counts(300, sizes=(1, 2, 24, 200, 304, 512))
     assert {1, 2, 24, 200} <= set(counts) and max(counts) == 300
-    assert counts[: len(warm_counts(300))] == warm_counts(300)  # counts with new kinds come first
+    assert counts[: len(warm_counts(300))] == warm_counts(300)  # counts with new kinds are first
 
 
 class Compiling:
@@ -62,7 +62,7 @@ class Compiling:
         self.raises_at = raises_at
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.ndim == 2 and x.shape[-1] == 24:  # the served model's
+        if x.ndim == 2 and x.shape[-1] == 24:  # the width of the served model
             self.keys.add(key(len(x), x.shape[-1] // 2))
             self.counts.add(len(x))
             if len(x) == self.raises_at:
@@ -115,7 +115,7 @@ def test_what_raises_at_a_size_of_the_warm_up_is_a_fault() -> None:
 
 @pytest.mark.parametrize("wrong", [range(200, 201), range(1280, 1536), range(601, 768)])
 def test_what_is_wrong_at_sizes_of_the_warm_up_is_a_fault(wrong: range) -> None:
-    """A captured graph runs only its own size, whatever the batch is."""
+    """A captured graph runs only its own size, for any batch."""
 
     def fn(x: Tensor) -> Tensor:
         half = x.shape[-1] // 2

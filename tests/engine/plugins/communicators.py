@@ -1,4 +1,4 @@
-"""Communicators over gloo: one counts its reductions, one is incorrect on rank 1."""
+"""Communicators over gloo: counting reductions, and incorrect on rank 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plugin whose import ends the process without an error message, like a library that aborts."""
+"""Plugin that ends the process on import, without an error message, like an aborting library."""
 
 import os
 

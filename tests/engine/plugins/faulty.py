@@ -1,4 +1,4 @@
-"""Backend in which each implementation fails differently."""
+"""Backend with a different fault in each implementation."""
 
 from __future__ import annotations
 

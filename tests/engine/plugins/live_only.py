@@ -1,5 +1,5 @@
 """A `silu_and_mul` that is correct on startup's inputs (spread 1 or some hundreds) and incorrect on
-large batches with the spread of the tiny models' own inputs."""
+large batches with the spread of the tiny models' inputs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Vendor whose classes replace whole vLLM layers. OWN_LAYERS is JSON: vLLM's class -> its
-replacement here."""
+"""Vendor with classes for whole vLLM layers. OWN_LAYERS is JSON: vLLM's class -> its
+replacement."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Backend that replaces PyTorch's operators; REPLACES_ATEN selects its fault.
 
-REPLACES_ATEN="abort index_select"       the replacement ends the process when it is called
-REPLACES_ATEN="nan _log_softmax"         its result is incorrect
-REPLACES_ATEN="together argmax erfinv"   replacements that fail only together
-REPLACES_ATEN="op"                       the implementation of an op ends the process
+"abort index_select"       the replacement ends the process when it is called
+"nan _log_softmax"         its result is incorrect
+"together argmax erfinv"   replacements that fail only together
+"op"                       the implementation of an op ends the process
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Backend whose silu_and_mul swaps the two halves."""
+"""Backend with a silu_and_mul that swaps the two halves."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Writes each worker's settings, and which of our variables its process has. Its own setting names
-the folder; a worker can get it only from the engine."""
+"""Writes each worker's settings, and which of our variables its process has. Its setting is the
+folder's path; a worker can get it only from the engine."""
 
 from __future__ import annotations
 

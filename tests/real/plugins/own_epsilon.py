@@ -1,4 +1,4 @@
-"""Backend whose norms use OWN_EPSILON instead of the model's epsilon."""
+"""Backend with norms that use OWN_EPSILON instead of the model's epsilon."""
 
 from __future__ import annotations
 

@@ -9,11 +9,11 @@ from pathlib import Path
 __all__ = ["count_in", "counted", "note"]
 
 VARIABLE = "EMULATED_NPU_CALLS"
-"""Path of the file to which each checked call adds the line `checked OP`."""
+"""Path of the file that gets the line `checked OP` for each checked call."""
 
 
 def count_in(path: Path) -> None:
-    """Count in this file from now on, also in child processes."""
+    """Start counting in this file, also in child processes."""
     path.touch()
     os.environ[VARIABLE] = str(path)
 

@@ -63,7 +63,7 @@ def activate() -> None:
 
 
 def _operator(name: str) -> object:
-    """The module's operators as functions, as in the real one; transformers imports some."""
+    """The module's operators as functions, like the real module; transformers imports some."""
     if not name.startswith("npu_"):
         raise AttributeError(f"module 'torch_npu' has no attribute {name!r}")
     return getattr(torch.ops.npu, name)

@@ -19,7 +19,7 @@ __all__ = ["EmulationError", "define", "numerics"]
 Function = Callable[..., Any]
 
 PACKED_DTYPES = ("hifloat8", "float4_e2m1fn_x2", "float4_e1m2fn_x2", "float8_e8m0fnu", "int4")
-"""torch_npu's own dtypes, which meta functions compare arguments with."""
+"""torch_npu's dtypes; meta functions compare arguments with them."""
 
 _libraries: list[torch.library.Library] = []
 """Keeps libraries alive: a collected library removes its registrations."""
@@ -27,7 +27,7 @@ _libraries: list[torch.library.Library] = []
 
 class EmulationError(RuntimeError):
     """The real operator does not support this call, or our result differs from its meta
-    function's."""
+    function."""
 
 
 @functools.cache
@@ -130,5 +130,5 @@ def _register_meta() -> None:
             del sys.modules[name]
             if old is not None:
                 sys.modules[name] = old
-    namespace["m_aten"]._destroy()  # they would replace torch's own meta functions
+    namespace["m_aten"]._destroy()  # otherwise they would replace torch's meta functions
     _libraries.append(namespace["m"])

@@ -11,13 +11,13 @@ from vllm_fl_ascend.platform import AscendPlatform
 
 from .operators import EmulationError
 
-# Every vLLM process empties the accelerator's caches at shutdown; this device has none.
+# This device has no caches, which every vLLM process empties at shutdown.
 torch.accelerator.empty_cache = lambda: None
 torch.accelerator.empty_host_cache = lambda: None
 
 ROUTING = torch.library.Library("_moe_C", "FRAGMENT")
 """Operators that routers call on devices other than CPUs. vllm-fl defines them for an empty build
-of vLLM; the CPU build under this emulation lacks them but counts as compiled."""
+of vLLM; the CPU build under this emulation lacks them but is not considered empty."""
 
 
 def _without_kernel(*args: Any) -> None:
@@ -33,8 +33,7 @@ for operator, factor in (("topk_softmax", ""), ("topk_sigmoid", "float routed_sc
 
 
 class EmulatedPlatform(AscendPlatform, CpuPlatform):
-    """AscendPlatform; methods that it inherits from vLLM's Platform come from the CPU's
-    platform."""
+    """AscendPlatform, with the CPU platform's methods instead of vLLM's Platform."""
 
     device_name = "cpu"
     device_type = "cpu"
@@ -43,7 +42,7 @@ class EmulatedPlatform(AscendPlatform, CpuPlatform):
 
     @classmethod
     def import_kernels(cls) -> None:
-        CpuPlatform.import_kernels.__func__(cls)  # those of the CPU worker
+        CpuPlatform.import_kernels.__func__(cls)  # the CPU worker's kernels
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:

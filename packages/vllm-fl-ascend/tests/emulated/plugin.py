@@ -1,4 +1,4 @@
-"""The emulation in child processes of tests, loaded by VLLM_FL_PLUGIN_MODULES. vllm-fl-ascend's own
+"""The emulation in child processes of tests, loaded by VLLM_FL_PLUGIN_MODULES. vllm-fl-ascend's
 plugin is unchanged except for the classes of its device profile, which compute on the CPU."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ascend.PROFILE = dataclasses.replace(
 
 @hookimpl
 def register_ops() -> Iterable[OpImpl]:
-    """Provide nothing; let the installed backend, which may be imported again, run here."""
+    """Provide nothing; let the installed backend run here, even if it is imported again."""
     from vllm_fl_ascend.plugin import MODULES
 
     for impl in (impl for module in MODULES for impl in module.OPS):

@@ -52,15 +52,15 @@ def wheel() -> Path:
 
 def schemas() -> Iterator[str]:
     """Every operator schema of the wheel, in the form that its compiled library registers. The
-    generator that compiles them renames the YAML's argument `self` to `input`, as the strings in
-    torch_npu/lib/libtorch_npu.so show."""
+    generator renames the YAML's argument `self` to `input`, like the strings in
+    torch_npu/lib/libtorch_npu.so."""
     sections = yaml.load(_read(SCHEMAS), yaml.CSafeLoader)
     seen = set()
     for section in SECTIONS:
         for entry in sections.get(section) or ():
             schema = entry["func"] if isinstance(entry, dict) else entry
             name = schema.partition("(")[0]
-            if name not in seen and name != schema:  # ATen's own are listed by name only
+            if name not in seen and name != schema:  # ATen's operators are listed by name only
                 seen.add(name)
                 yield re.sub(r"(Tensor\S*) self\b", r"\1 input", schema)
 

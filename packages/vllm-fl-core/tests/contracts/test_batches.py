@@ -1,4 +1,4 @@
-"""Positions of a batch, as vLLM makes them."""
+"""Positions of a batch, like in vLLM."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Declared routes: from a target's arguments to the contract's, and from vLLM's kernel to the
-op."""
+"""Declared routes: a target's arguments to the contract's, and vLLM's kernel to the op."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""VLLM_FL_PLUGINS applies in a worker that lacks the variable, through the engine's
-configuration."""
+"""VLLM_FL_PLUGINS applies in a worker without the variable, by the engine's configuration."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ print(json.dumps(told))
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A folder with two plugins, each of which records its name when it is imported."""
+    """A folder with two plugins that record their names on import."""
     for name in ("aaa", "bbb"):
         (tmp_path / f"trace_{name}.py").write_text(SOURCE.replace("{name}", name))
         info = tmp_path / f"fl_{name}-1.0.dist-info"

@@ -36,7 +36,7 @@ Entries = Callable[..., dict[str, PlanEntry]]
 
 @pytest.fixture
 def entries(monkeypatch: pytest.MonkeyPatch) -> Entries:
-    """`entries(needs=(...))`: the plan of an engine whose op has such a binding."""
+    """`entries(needs=(...))`: the plan of an engine with such a binding for the op."""
     monkeypatch.setattr(layers, "foreign_ops", dict)
     platform = SimpleNamespace(vllm_fl_platform="cuda", device_type="cuda")
     monkeypatch.setattr(vllm.platforms, "_current_platform", platform)

@@ -125,8 +125,7 @@ CASES: dict[str, tuple[tuple[CommunicatorImpl, ...], dict[str, Any]]] = {
     "late": ((acme(Late),), {}),
     "dies": ((acme(Dies),), {}),
 }
-"""(installed communicators, policy). Ranks are unusable after the last ones, so their order
-matters."""
+"""(installed communicators, policy). Order matters: ranks are unusable after the last ones."""
 
 
 def _rank(rank: int, folder: Path, told: Any) -> None:
@@ -170,7 +169,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[Any, 
     processes = [context.Process(target=_rank, args=(rank, folder, queue)) for rank in range(2)]
     for process in processes:
         process.start()
-    found = [queue.get(timeout=300) for _ in range(2 * len(CASES) - 1)]  # one has died
+    found = [queue.get(timeout=300) for _ in range(2 * len(CASES) - 1)]  # minus the dead rank
     for process in processes:
         process.join(300)
     assert [process.exitcode for process in processes] == [0, 7]

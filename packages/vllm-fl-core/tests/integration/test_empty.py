@@ -1,8 +1,6 @@
-"""Operators for a vLLM without any: those that an engine needs are defined.
-
-The installed vLLM may have compiled ones, so most tests define operators of another library, from
-a separate table. The table of the releases is tested separately.
-"""
+"""Operators for a vLLM without any: the ones that an engine needs are defined. The installed vLLM
+may have compiled ones, so most tests define operators of another library, from a separate table.
+The table of the releases is tested separately."""
 
 from __future__ import annotations
 
@@ -61,7 +59,7 @@ TABLE = [
 
 @contextmanager
 def bare_vllm(first: str = RELEASE, last: str = RELEASE) -> Iterator[None]:
-    """A vLLM without compiled operators, whose releases from `first` to `last` have `TABLE`."""
+    """A vLLM without compiled operators; its releases from `first` to `last` have `TABLE`."""
     before = empty.TABLE, empty.compiled_files, empty.installed_bindings
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"operators": [{**e, "first": first, "last": last} for e in TABLE]}, file)

@@ -64,7 +64,7 @@ def test_it_goes_before_what_the_thread_is_in_and_reaches_other_threads(two: Any
 
 
 def test_a_forward_pass_of_a_configuration_of_its_own_is_the_threads(two: Any) -> None:
-    """A drafter's, for example: only its worker's method is known."""
+    """A drafter's configuration, for example: only its worker's method is known."""
     (first, _), _ = two
     with forward(engine_config()):
         assert engines.now() is None

@@ -1,4 +1,4 @@
-"""Exchanges with ranks that are late, that die before, and that give up."""
+"""Exchanges with ranks that are late, die before, or give up."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ STATIC = FunctionTarget(
 
 @pytest.fixture(autouse=True)
 def home(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A stand-in for a vLLM module, and one that imports its function by name."""
+    """A stand-in for a vLLM module, and a module that imports its function by name."""
     module, caller = ModuleType("fl_home"), ModuleType("fl_caller")
 
     def gated(input: Tensor, quantised: bool = False, scale: float = 1.0) -> Tensor:

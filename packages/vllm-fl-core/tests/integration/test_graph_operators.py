@@ -1,4 +1,4 @@
-"""Ops instead of PyTorch's and vLLM's operators in graphs that vLLM compiles."""
+"""Ops that replace PyTorch's and vLLM's operators in graphs compiled by vLLM."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PATCHER = fusions.OperatorsInGraphs()
 
 
 def product(impl_id: str = "vendor.acme", **fields: Any) -> OpImpl:
-    """A `linear` whose result is 1 too large."""
+    """A `linear` with 1 added to its result."""
 
     def fn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
         return linear(x, weight, bias) + 1
@@ -151,7 +151,7 @@ def test_a_range_that_is_left_to_vllm_is_as_without_us(sizes: tuple[int, int], o
         x = torch.randn(rows, 24)
         result, there = passed(plan, linear, x, WEIGHT, sizes=sizes)
         assert there is ours
-        # An operator that serves several rows looks up the row of a call.
+        # An operator for several rows selects the row by the call's tokens.
         torch.testing.assert_close(result, linear(x, WEIGHT) + (ours and rows <= 16))
     (known,) = in_graphs(engine_of(plan)).sites.values()
     assert (known.graphs, known.found) == ((1, 1) if ours else (0, 0))
@@ -314,7 +314,7 @@ VLLMS = "_C.cutlass_scaled_mm.default"
 
 @pytest.fixture(name="vllms_product")
 def _vllms_product() -> Iterator[None]:
-    """Define the operator, which vLLM's CPU build lacks."""
+    """Define the operator that vLLM's CPU build lacks."""
     library = torch.library.Library("_C", "FRAGMENT")
     library.define(
         "cutlass_scaled_mm(Tensor! out, Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, "
@@ -341,7 +341,7 @@ def scaled(a: Any, b: Any, a_scales: Any, b_scales: Any, bias: Any = None) -> to
 
 
 def of_fp8(impl_id: str = "vendor.acme", **fields: Any) -> OpImpl:
-    """A `linear_fp8` whose result is 1 too large."""
+    """A `linear_fp8` with 1 added to its result."""
 
     def fn(
         x: Any, weight: Any, x_scale: Any, weight_scale: Any, out_dtype: str, bias: Any = None
@@ -355,7 +355,7 @@ def of_fp8(impl_id: str = "vendor.acme", **fields: Any) -> OpImpl:
 def compiled(
     plan: Plan | None, *args: Any, sizes: tuple[int, int] = (1, 16)
 ) -> tuple[torch.Tensor, str]:
-    """(the result of vLLM's product, the graph's code after the pass if there is a plan)."""
+    """(result of vLLM's product, graph code after the pass if there is a plan)."""
     codes, unknowns = [], []
 
     def lower(module: torch.fx.GraphModule, _: Any) -> Any:
@@ -385,7 +385,7 @@ def compiled(
 
 
 def fp8_call(tokens: int = 5, **changed: Any) -> tuple[Any, ...]:
-    """a, b, a_scales, b_scales and bias, as a layer has them."""
+    """a, b, a_scales, b_scales and bias of a layer."""
     call = {
         "a": torch.randn(tokens, 48).to(torch.float8_e4m3fn),
         "b": torch.randn(32, 48).to(torch.float8_e4m3fn).t(),

@@ -52,7 +52,7 @@ def test_no_layer_is_looked_up_whose_import_would_open_the_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vLLM forks an engine's processes only while the GPU is not open; spawned ones import
-    everything again."""
+    everything."""
     opening = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
 
     def is_there() -> bool:

@@ -1,4 +1,4 @@
-"""Orders by size in graphs compiled by range: where vLLM splits, and what is inlined."""
+"""Orders by size in graphs compiled by range: vLLM's splits, and inlined code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
-import vllm.model_executor.layers.layernorm  # while the platform is still vLLM's own
+import vllm.model_executor.layers.layernorm  # before the platform is replaced
 import vllm.platforms
 from builders import engine_of, half, kind_of, managing, planning, silu
 from torch._inductor.virtualized import V
@@ -326,8 +326,7 @@ def our_provider(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_row_that_writes_in_place_needs_no_copies_where_the_others_are_inlined(
     planned: Planned, by_range: bool
 ) -> None:
-    """Unless inlined by range, the largest row decides, because one traced graph serves all
-    rows."""
+    """Unless inlined by range, the largest row decides: one traced graph serves all rows."""
 
     def in_place(
         x: torch.Tensor,

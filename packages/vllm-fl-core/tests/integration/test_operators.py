@@ -1,7 +1,5 @@
-"""The operator patcher: kernels of torch operators that an engine's plan overrides.
-
-Most tests override operators of their own library; those of the four ops override vLLM's.
-"""
+"""The operator patcher: kernels of torch operators that an engine's plan overrides. Most tests
+override operators of their own library; tests of the four ops override vLLM's operators."""
 
 from __future__ import annotations
 
@@ -414,8 +412,8 @@ ELSEWHERE = {
     "_C::prepack_moe_weight",
     "_C::static_scaled_int8_quant",
 }
-"""Operators that return their results, pack weights, or whose oracle is not a tensor. Their tests
-are `test_linear_attention.py`, `test_experts.py` and `contracts/test_quantised.py`."""
+"""Operators that return their results, pack weights, or have no tensor from the oracle; tested in
+`test_linear_attention.py`, `test_experts.py` and `contracts/test_quantised.py`."""
 
 OPERATORS = sorted(
     {
@@ -455,7 +453,7 @@ WEIGHTS = (torch.rand(64), None)
 
 
 def arguments(op: str, name: str) -> list[tuple[tuple[Any, ...], tuple[int, ...]]]:
-    """Calls of an operator: (arguments, indices of those that it writes to)."""
+    """Calls of an operator: (arguments, indices of written arguments)."""
     torch.manual_seed(0)
     if name == "_C::fused_add_rms_norm":
         return [((torch.randn(5, 64), torch.randn(5, 64), w, 1e-6), (0, 1)) for w in WEIGHTS]
@@ -473,7 +471,7 @@ def arguments(op: str, name: str) -> list[tuple[tuple[Any, ...], tuple[int, ...]
 
 
 def sampled(op: str, name: str) -> list[tuple[tuple[Any, ...], tuple[int, ...]]]:
-    """Calls from the contract's samples, as the binding calls the replaced kernel."""
+    """Calls from the contract's samples, in the form for the replaced kernel."""
     kinds = (
         p
         for p in known_contracts().bindings[op].targets

@@ -1,4 +1,4 @@
-"""Platform plugins of other distributions next to ours: precedence, and the overlay in place."""
+"""Platform plugins of other distributions: precedence, and the overlay in place."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """`install(body, name, entry)`: a distribution vllm-NAME, whose platform plugin runs `body`."""
+    """`install(body, name, entry)`: a distribution vllm-NAME with a platform plugin that runs
+    `body`."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
 
@@ -119,7 +120,7 @@ def test_it_is_asked_once_and_in_silence(
 
 
 class Kept(type):
-    """A metaclass, as a vendor's class may have."""
+    """A vendor's class may have a metaclass."""
 
 
 class Vendor(metaclass=Kept):

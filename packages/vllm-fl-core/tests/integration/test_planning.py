@@ -19,7 +19,7 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 import vllm.envs
-import vllm.model_executor.layers.layernorm  # while the platform is still vLLM's own
+import vllm.model_executor.layers.layernorm  # before the platform is replaced
 import vllm.platforms
 from builders import extended, registry_with_settings, silu
 from configs import engine_config
@@ -89,7 +89,7 @@ def test_without_a_model_there_are_facts_too() -> None:
 
 
 def test_an_engine_that_nothing_verifies_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor if batch invariance is required, whatever VLLM_FL_PREFLIGHT is."""
+    """The same if batch invariance is required, with any VLLM_FL_PREFLIGHT."""
 
     def set_to(**env: str) -> Any:
         monkeypatch.setattr(planning, "_settings_of", lambda config: load_settings(env))
@@ -260,7 +260,7 @@ def test_what_the_user_told_vllm_is_the_reason(fields: Any, op: str, why: str) -
 
 
 def test_vllms_batch_invariant_mode_keeps_its_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM has norms for this mode; every other op of ours must be measured."""
+    """vLLM has norms for this mode; our other ops must be measured."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     extended(vllm_fl.dispatch.get_default_manager())
     facts = facts_of(engine_config())
@@ -294,7 +294,7 @@ def test_only_what_we_turned_on_is_turned_off_again() -> None:
     apply(plan_for(facts), config)
     out = {("silu_and_mul", "vendor.acme"): "failed"}
     apply(plan_for(facts, out), config)
-    assert config.compilation_config.custom_ops == ["none", "+silu_and_mul"]  # the user's own
+    assert config.compilation_config.custom_ops == ["none", "+silu_and_mul"]  # user entries
     config = engine_config()
     apply(plan_for(facts_of(config)), config)
     assert config.compilation_config.custom_ops == ["+silu_and_mul"]

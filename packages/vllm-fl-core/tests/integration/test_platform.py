@@ -1,4 +1,4 @@
-"""The overlay over a platform class: its changes, and what it leaves unchanged."""
+"""The overlay over a platform class: changed and unchanged methods."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def made_of(path: str | None) -> Any:
 
 @pytest.fixture
 def device(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """`device(**fields)`: the overlay over the platform of a plugin's device."""
+    """`device(**fields)`: the overlay over a plugin's device platform."""
 
     def make(path: str = "acme_platform.CpuPlatform", **fields: Any) -> Any:
         profile = DeviceProfile("acme", path, "acme.Worker", detect=lambda: True, **fields)

@@ -1,4 +1,4 @@
-"""Messages about ranks whose plans differ, and about what a rank lacks."""
+"""Messages about ranks with different plans or missing packages."""
 
 from __future__ import annotations
 

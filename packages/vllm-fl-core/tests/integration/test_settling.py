@@ -42,7 +42,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def inspecting(monkeypatch: pytest.MonkeyPatch, answer: Any, **policy: Any) -> Any:
-    """An engine whose verifier returns or raises `answer`."""
+    """An engine with a verifier that returns or raises `answer`."""
 
     def inspect(engine: Any, moment: Moment, *, verifies: bool) -> Any:
         if isinstance(answer, BaseException):
@@ -175,7 +175,7 @@ def test_ranks_that_chose_differently_by_timing_are_a_warning(
 
     def exchange(what: str, mine: Any, failure: str = "") -> list[Any]:
         opinions.append(mine)
-        return [mine, opinions[0]]  # the other rank has this one's first choices
+        return [mine, opinions[0]]  # the other rank returns this rank's first choices
 
     impls = silu("vendor.acme", choices=lambda: picks), silu("vendor.broken", choices=lambda: 1 / 0)
     engine = engine_of(planning(managing(*impls, per_op_order={"silu_and_mul": ["vendor"]})))

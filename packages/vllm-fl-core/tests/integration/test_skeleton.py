@@ -107,7 +107,7 @@ def test_gemmas_norms_provide_a_float32_weight(built: Any) -> None:
 
 
 def test_a_llamas_norms_provide_one_of_the_models_dtype(built: Any) -> None:
-    """The whole model is known from one of four ranks, as with one rank."""
+    """One of four ranks knows the whole model."""
     told = built["llama on four ranks"]
     assert told["provided"]["rms_norm"] == [{"weight": "torch.bfloat16"}]
     layers = told["layers"]

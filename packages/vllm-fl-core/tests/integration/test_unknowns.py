@@ -38,7 +38,7 @@ class Graph:
 
 
 def test_two_unknowns_are_passed_as_one_and_results_keep_theirs() -> None:
-    """What follows uses the result's symbol: a view by another symbol would unify the two."""
+    """Later code uses the result's symbol: a view by another symbol would unify the two."""
     graph = Graph()
     x, positions = graph.input(torch.zeros(TOKENS, 4), 0), graph.input(torch.zeros(3, TOKENS), 1)
     table = graph.input(torch.zeros(40, 4))

@@ -1,5 +1,4 @@
-"""After startup: updates of weights, memory that sleeps and wakes, and the verification after
-it."""
+"""After startup: updates of weights, sleeping and waking memory, and verification afterwards."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ class Model(torch.nn.Module):
 
 
 class Runner:
-    """The part of vLLM's model runner that is used."""
+    """The used part of vLLM's model runner."""
 
     execute_model_state: object = None
 
@@ -139,7 +138,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 def keeping() -> Callable[[torch.Tensor], torch.Tensor]:
-    """A kernel that caches its first result, as one that caches weights by address does."""
+    """A kernel that caches its first result, like one with a weight cache keyed by address."""
     kept: dict[int, torch.Tensor] = {}
 
     def silu_and_mul(x: torch.Tensor) -> torch.Tensor:

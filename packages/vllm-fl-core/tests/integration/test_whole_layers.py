@@ -1,4 +1,4 @@
-"""The patcher of whole layers: entries in vLLM's table, when, and what is rejected."""
+"""The patcher of whole layers: vLLM's table, timing and rejections."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_custom_ops_speaks_of_custom_ops(
     told = facts(mode, custom_ops=custom_ops)
     assert PATCHER.why_not(told).ops == ({"Plain": note} if note else {})
     assert PATCHER.configure(made, None, {}) == ["test_plain"]
-    rope = plan(impl("MRotaryEmbedding", "OwnRope"))  # its name is also that of an op's layer
+    rope = plan(impl("MRotaryEmbedding", "OwnRope"))  # also the name of an op's layer
     assert PATCHER.configure(rope, None, {}) == []
     assert {"mamba_mixer2", "MambaMixer2"} <= PATCHER.layer_names(), "not imported yet"
 
@@ -244,7 +244,7 @@ def model(*layers: torch.nn.Module) -> torch.nn.Module:
 
 
 def loaded(made: Plan, *layers: torch.nn.Module) -> Any:
-    """How many layers of a model are the plan's."""
+    """How many layers of a model come from the plan."""
     worker = type("Worker", (), {"get_model": lambda self: model(*layers)})
     engine = engine_of(made, worker())
     PATCHER.loaded(engine)

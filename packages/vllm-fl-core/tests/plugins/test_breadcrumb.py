@@ -1,4 +1,4 @@
-"""Notes of running steps: the next process finds those that ended a process, and no others."""
+"""Notes of running steps: the next process finds only steps that ended a process."""
 
 from __future__ import annotations
 

@@ -76,8 +76,7 @@ def test_an_extension_of_ours_is_loaded_whatever_is_named(
     every = (
         found(distribution, verifier()),
         found("fl-other", named if only != [] else None, "backend"),
-        # If only plugins without a backend are selected, no contracts are needed, even with
-        # extensions.
+        # Selecting only plugins without a backend needs no contracts, even with extensions.
         found(OPS, plugin(contracts=nothing) if only != [] else None, "contracts"),
     )
     mine, other, ops = load(registry, every, only=only)
@@ -299,7 +298,7 @@ def test_an_engine_needs_none_if_the_user_or_the_plan_says_so() -> None:
 
 def test_a_verifier_cannot_be_blocked_by_leaving_it_out() -> None:
     assert refusal(BACKEND, found(VERIFY, verifier()), only=["fl-acme"]) is None
-    # Any other verifier may be excluded, and then there is none.
+    # Excluding any other verifier leaves the engine without verification.
     third = found("fl-verify", None, "backend")
     assert refusal(BACKEND, third, only=["fl-acme"]) == MISSING
 

@@ -155,7 +155,7 @@ X = torch.arange(16.0).view(2, 8)
 
 
 def answers(call: Callable[..., Any], spec: OpSpec, lacks: list[str]) -> None:
-    """`call` returns the oracle's result, and does not support only what it lacks, by name."""
+    """`call` returns the oracle's result; only arguments in `lacks` are unsupported, by name."""
     for given in ((), ("none",), ("none", False, float("0.1"), None)):  # equal, but another object
         torch.testing.assert_close(call(X, 1.0, *given).double(), spec.oracle(X, 1.0))
     for name, rest in REST.items():

@@ -1,5 +1,5 @@
 """Unmodified vendors in vllm-plugin-FL's form: tests/plugins/fl-form-* load and compute. Their
-hardware is emulated on the CPU; only the form is theirs."""
+hardware is emulated on the CPU."""
 
 from __future__ import annotations
 

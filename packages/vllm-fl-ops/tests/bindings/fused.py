@@ -1,8 +1,6 @@
-"""vLLM's own pass for norms with ropes, on a graph of this process: run by test_fusions.py.
-
-vLLM's CPU build neither runs the pass nor has its operator, and can import the pass only if some
-operators exist. They are defined here without a kernel.
-"""
+"""vLLM's pass for norms with ropes, on a graph of this process: run by test_fusions.py. vLLM's CPU
+build neither runs the pass nor has its operator, and can import the pass only if some operators
+exist. They are defined here without a kernel."""
 
 from __future__ import annotations
 
@@ -64,7 +62,7 @@ def attention(
     epsilon: float,
     rope: bool = True,
 ) -> tuple[torch.Tensor, ...]:
-    """The code before the attention of a model with norms of heads, as vLLM's layers trace it."""
+    """The code before the attention of a model with norms of heads, traced like vLLM's layers."""
     from vllm import ir
 
     widths = (HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE)
@@ -79,7 +77,7 @@ def attention(
 
 
 def take(plan: Plan) -> None:
-    """Override the operator, as an engine's startup does."""
+    """Override the operator like at an engine's startup."""
     from vllm_fl.integration.patchers import operators
 
     cpu, of_op = torch.device("cpu"), {"qk_norm_rope": known_contracts().bindings["qk_norm_rope"]}

@@ -78,7 +78,7 @@ TELLING = [
 
 @pytest.mark.parametrize(("op", "target"), TELLING, ids=lambda value: getattr(value, "name", value))
 def test_the_tokens_of_a_place_are_the_ops(op: str, target: Any) -> None:
-    """Checked on the native's calls of vLLM's kernel for each sample."""
+    """Checked on the native's calls of the kernel for each sample."""
     import torch
 
     given: dict[str, Any] = {}
@@ -104,7 +104,7 @@ def test_tokens_that_are_no_parameter_are_an_error(kind: Any) -> None:
 
 
 def served(multimodal: bool = False, **settings: Any) -> Any:
-    """A VllmConfig of a model whose own configuration has these settings."""
+    """A VllmConfig of a model with these settings in its configuration."""
     hf_config = SimpleNamespace(to_dict=lambda: settings)
     return SimpleNamespace(
         model_config=SimpleNamespace(hf_config=hf_config, is_multimodal_model=multimodal)

@@ -1,5 +1,4 @@
-"""Targets of paged caches and of merged attention: what they pass to the op, and what they
-decline."""
+"""Targets of paged caches and of merged attention: calls to the op, and declined calls."""
 
 from __future__ import annotations
 
@@ -117,7 +116,7 @@ def test_stock_is_what_attention_on_cpus_without_amx_writes() -> None:
 
 
 def halves(tokens: int = 5) -> list[torch.Tensor]:
-    """Outputs and log-sums of two attentions, the sums with heads first, as in vLLM."""
+    """Outputs and log-sums of two attentions; like in vLLM, the sums have heads first."""
     return [part for _ in range(2) for part in (torch.randn(tokens, 2, 8), torch.randn(2, tokens))]
 
 

@@ -49,7 +49,7 @@ def op(*args: Any) -> torch.Tensor:
 
 
 def experts(**changed: Any) -> Any:
-    """The attributes of vLLM's Triton experts that the target reads."""
+    """Attributes of vLLM's Triton experts, as far as the target reads them."""
     plain = {"quant_dtype": None, "weight_quant_dtype": None, "gemm1_clamp_limit": None}
     more = {key: changed.pop(key) for key in tuple(changed) if key in plain}
     own = {"quant_config": SimpleNamespace(**plain | more), "w1_bias": None, "w2_bias": None}
@@ -57,7 +57,7 @@ def experts(**changed: Any) -> Any:
 
 
 def triton_call(call: dict[str, Any], output: torch.Tensor, **changed: Any) -> list[Any]:
-    """Arguments with which the modular kernel calls `TritonExperts.apply`."""
+    """Arguments of the modular kernel's call of `TritonExperts.apply`."""
     given = {
         "self": experts(),
         "output": output,
@@ -149,7 +149,7 @@ def test_a_device_of_vllms_own_keeps_its_experts() -> None:
 
 @pytest.fixture(scope="module")
 def kernels() -> Any:
-    """vLLM's own two operators."""
+    """vLLM's two operators."""
     current_platform.import_kernels()
     if not hasattr(torch.ops._C, "prepack_moe_weight"):
         pytest.skip("this vLLM has no such kernel for this processor")

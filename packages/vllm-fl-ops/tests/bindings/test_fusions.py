@@ -1,4 +1,4 @@
-"""vLLM compiler passes that find an op: what the plan changes for them, and what they found."""
+"""vLLM compiler passes that find an op: the plan's changes for them, and their finds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
-import vllm.model_executor.layers.layernorm  # while the platform is still vLLM's own
+import vllm.model_executor.layers.layernorm  # before the platform is replaced
 import vllm.model_executor.layers.rotary_embedding
 import vllm.platforms
 from configs import engine_config

@@ -1,4 +1,4 @@
-"""The layers in which vLLM runs `rms_norm_gated`, against their own native forms."""
+"""vLLM's layers that run `rms_norm_gated`, against their native forms."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not i
 
 
 def rounded(spec: OpSpec) -> Callable[..., Any]:
-    """The oracle, with results of the contract's dtypes."""
+    """The oracle, with results in the contract's dtypes."""
 
     def op(*args: Any) -> Any:
         pairs = zip(spec.oracle(*args), spec.fake(*args), strict=True)

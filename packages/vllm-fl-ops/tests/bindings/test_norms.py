@@ -47,7 +47,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., OpManager]:
     """`use(impl, …)`: install these, with our provider in vLLM's IR."""
 
     def install(*impls: OpImpl, **policy: Any) -> OpManager:
-        # By default vLLM's implementation comes before the references.
+        # By default vLLM's implementation is tried before the references.
         policy.setdefault("per_op_order", {"rms_norm": ["flagos", "vendor", "reference"]})
         manager = managing(*impls, **policy)
         monkeypatch.setattr(vllm_fl.dispatch.manager, "manager", manager)
@@ -62,7 +62,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., OpManager]:
 
 
 def norm(impl_id: str, mark: float = 0.0, error: Exception | None = None, **fields: Any) -> OpImpl:
-    """A norm whose result is x times weight, plus a mark."""
+    """A norm with the result x times weight, plus a mark."""
 
     def rms_norm(
         x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
@@ -88,7 +88,7 @@ def built(plan: Plan, cls: Any = RMSNorm, *args: Any, **kwargs: Any) -> Any:
 
 
 def served(plan: Plan, digest: str = "digest") -> None:
-    """A worker's steps with a sealed plan before it builds the model, in this thread."""
+    """A worker's steps with a sealed plan before the model is built, in this thread."""
     engine = engines._thread.engine = engine_of(plan)
     engine.digest = digest
     norms.Ir().apply(engine)

@@ -39,7 +39,7 @@ def made(rows: int = 5, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Te
 
 
 def found_in(graph: torch.fx.Graph, target: GraphTarget = TARGET) -> list[Any]:
-    """The target's finds in a graph, which it must leave unchanged."""
+    """The target's finds in a graph, which must stay unchanged."""
     before = str(graph)
     nodes = [node for node in graph.nodes if str(node.target) in target.operators]
     found = [args for args in map(target.find, nodes) if args is not None]
@@ -87,7 +87,7 @@ def found(
         function: to trace.
         args: its arguments.
         whole: whether the activation stays an operator.
-        target: whose finds.
+        target: finds the op.
     """
     table = {} if whole else select_decomp_table()
     graph = make_fx(function, table, tracing_mode="fake")(*args).graph
@@ -135,7 +135,7 @@ FORMS = [as_vllm, other_order, in_chunks, in_pieces]
 
 
 def slow_but(first: Function, *others: Function) -> pytest.MarkDecorator:
-    """Functions, of which only the first is compiled by default."""
+    """Functions; only the first is compiled by default."""
     slow = [pytest.param(other, marks=pytest.mark.slow) for other in others]
     return pytest.mark.parametrize("function", [first, *slow])
 

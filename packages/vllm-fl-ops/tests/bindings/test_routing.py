@@ -34,7 +34,7 @@ LOGITS, BIAS = torch.randn(7, 32), torch.randn(32)
 
 
 def by_oracle(op: str, refuses: bool) -> OpImpl:
-    """An implementation in the contract's dtypes, its experts in another order than vLLM's."""
+    """An implementation in the contract's dtypes, with experts in another order than in vLLM."""
     spec = known_contracts().contracts[op]
 
     def fn(*args: Any) -> Any:
@@ -51,7 +51,7 @@ def by_oracle(op: str, refuses: bool) -> OpImpl:
 
 @contextmanager
 def engine(op: str, refuses: bool = False) -> Iterator[Plan]:
-    """An engine whose plan has `op`, in this thread."""
+    """An engine with `op` in its plan, in this thread."""
     plan = replace(planning(managing(by_oracle(op, refuses))), counts_calls=True)
     with taking(plan, {op: known_contracts().bindings[op]}, functions.Functions()):
         yield plan
@@ -166,7 +166,7 @@ ALIGN = "moe_align_block_size"
 
 @contextmanager
 def aligning(refuses: bool = False) -> Iterator[Plan]:
-    """An engine whose plan has the op, its rows as the oracle's."""
+    """An engine with the op in its plan, with rows in the oracle's order."""
     spec = known_contracts().contracts[ALIGN]
     supports: Any = lambda *args: "never" if refuses else True  # noqa: E731
     supports.__signature__ = spec.signature
@@ -196,7 +196,7 @@ def test_every_module_that_sorts_rows_by_expert_gets_the_planned_op() -> None:
 def find_spec_of(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # nor its package
+    except ModuleNotFoundError:  # the package is missing too
         return False
 
 

@@ -55,7 +55,7 @@ PUBLISHED = {
     "rotary_embedding": "(query, key, cos, sin, position_ids, rotary_interleaved=False",
     "silu_and_mul": "(x",
 }
-"""What plugins in the field call: a contract may gain trailing parameters with defaults."""
+"""Calls of plugins in the field: a contract may gain trailing parameters with defaults."""
 
 
 @pytest.mark.parametrize("op", PUBLISHED)
@@ -265,7 +265,7 @@ EXACT = {"rtol": 1e-10, "atol": 1e-12, "equal_nan": True}
 
 
 def disagreements(spec: OpSpec, dtype: torch.dtype) -> list[str]:
-    """The samples on which the oracle and the second form differ, in results or their number."""
+    """Samples for which the oracle and the second form differ, in results or their number."""
     second = spec.second_form
     assert second is not None, f"{spec.name} has no second form to compare its oracle with"
     assert second.__code__ is not spec.oracle.__code__

@@ -349,8 +349,7 @@ def test_a_scale_is_a_row_for_each_token_or_one_number() -> None:
 
 @pytest.mark.parametrize("largest", [3.0, 1e5])
 def test_the_room_of_a_served_call_goes_by_its_scaled_numbers(largest: float) -> None:
-    """Quantised values reach 448 in each row, whatever they represent: a tolerance from them would
-    accept a result of zeros."""
+    """Quantised values reach 448 in each row, so a tolerance from them would accept zeros."""
     values = torch.linspace(-largest, largest, 64).repeat(2, 1)
     for scale in (torch.full((2, 1), largest / 448), torch.tensor(largest / 448)):
         x, weight = ((of / of.max() * 448).to(torch.float8_e4m3fn) for of in (values, values))

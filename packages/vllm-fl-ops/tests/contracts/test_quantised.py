@@ -1,5 +1,4 @@
-"""Quantising ops: samples detect incorrect kernels and accept correct ones; vLLM's calls are the
-ops."""
+"""Quantising ops: samples detect incorrect kernels and accept correct ones; routes from vLLM."""
 
 from __future__ import annotations
 
@@ -139,8 +138,7 @@ WRONG: dict[str, dict[str, dict[str, Any]]] = {
         "the last feature not looked at": {"skips": 1},
     },
 }
-"""The mistakes that the fewest samples detect; samples that detect these detect coarser ones
-too."""
+"""The mistakes that the fewest samples detect; samples that detect these detect coarser ones."""
 
 FORMS: dict[str, Callable[..., Any]] = {
     "quant_fp8": fp8,

@@ -89,8 +89,7 @@ def far_slots(args: dict[str, Any], got: tuple[torch.Tensor, ...]) -> None:
 
 
 def wide(name: str, beyond: int) -> Change:
-    """Incorrect scale if an argument has float32 instead of the activations' dtype, in larger
-    batches."""
+    """Incorrect scale in larger batches if an argument is float32, wider than the activations."""
 
     def change(args: dict[str, Any], got: tuple[torch.Tensor, ...]) -> None:
         of = args[name]
@@ -210,7 +209,8 @@ def test_what_stands_is_tried_as_it_stands(spec: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", known_contracts().contracts.values(), ids=lambda spec: spec.name)
 def test_the_kit_has_public_models_for_each_op(spec: Any) -> None:
-    """Six families, or all that exist for ops of linear attention, latent attention and groups."""
+    """Six families, or all existing ones for ops of linear attention, latent attention and
+    groups."""
     few = {
         "chunk_gated_delta_rule": 3,
         "concat_and_cache_mla": 4,

@@ -1,6 +1,5 @@
 """Incorrect forms of the ops, with mistakes of real kernels: the contracts' samples detect each.
-They are the mistakes that the fewest samples detect: samples that miss another mistake miss one of
-these first."""
+Only mistakes that few samples detect: samples that miss another mistake miss one of these first."""
 
 from __future__ import annotations
 
@@ -100,7 +99,7 @@ def norms_and_ropes() -> Iterator[tuple[str, str, Form]]:
     op = "qk_norm_rope"
 
     def half_a_head_apart(call: dict[str, Any]) -> torch.Tensor:
-        """Pairs as far apart as heads allow, whatever the table's width."""
+        """Pairs as far apart as heads allow, with any table width."""
         half = call["q_weight"].shape[0] // 2
         cos, sin = (part[:, :half] for part in call["cos_sin_cache"].chunk(2, dim=-1))
         more = (0, half - cos.shape[1])
@@ -139,7 +138,7 @@ def as_packed(x: torch.Tensor) -> torch.Tensor:
 
 
 def fitting(x: torch.Tensor, like: torch.Tensor) -> tuple[int, ...]:
-    """The strides of `like` if x's storage is large enough, else x's own."""
+    """The strides of `like` if x's storage is large enough, otherwise the strides of x."""
     reach = sum((n - 1) * step for n, step in zip(like.shape, like.stride(), strict=True))
     return like.stride() if reach < x.untyped_storage().nbytes() // x.itemsize else x.stride()
 
@@ -156,7 +155,7 @@ def paging() -> Iterator[tuple[str, str, Form]]:
     merge = ORACLES["merge_attn_states"]
 
     def padding_written(k: Any, v: Any, kc: Any, vc: Any, slots: Any) -> Any:
-        """Negative slots counted from the end, as in Python."""
+        """Negative slots count from the end, like in Python."""
         return write(k, v, kc, vc, slots % (kc.shape[0] * kc.shape[1]))
 
     def overflowing(p: Any, a: Any, s: Any, b: Any) -> Any:

@@ -62,8 +62,8 @@ Distribution = Callable[..., Path]
 def clean(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
-    """Hide the caller's settings, other tests' state, and vLLM. vLLM is hidden because a process
-    has one platform, chosen by its initial variables; tests/engine tests it."""
+    """Hide the caller's settings, other tests' state, and vLLM, because a process has only one
+    platform, chosen by its initial variables; tests/engine tests it."""
     monkeypatch.setattr(_engine, "find_spec", lambda name: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     for name in list(os.environ):

@@ -1,4 +1,4 @@
-"""Tables like those of `vllm-fl tune`, with made-up figures."""
+"""Tables with made-up figures, in the format of `vllm-fl tune`."""
 
 from __future__ import annotations
 

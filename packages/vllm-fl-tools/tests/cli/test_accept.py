@@ -53,7 +53,7 @@ for line in sys.stdin:
 def served(tabled: float, **changed: Any) -> Served:
     """Four rounds; the slowest prefill with the table takes `tabled` seconds."""
     seconds = {(name, phase): [1.0] * 4 for name in (DEFAULT, TABLED) for phase in PHASES}
-    seconds[TABLED, SLOWEST] = [tabled, tabled, tabled, 2.0]  # one of them disturbed
+    seconds[TABLED, SLOWEST] = [tabled, tabled, tabled, 2.0]  # one round is disturbed
     fields: dict[str, Any] = {"tokens": [[[1, 2]], [[1, 2]]], "digests": ["aa", "aa"]}
     return Served(seconds, **{**fields, **changed})
 
@@ -134,8 +134,7 @@ def test_where_graphs_are_captured_a_prompt_is_larger_than_any(
 
 
 def test_both_starts_are_asked_for_the_same(accept: Any, tmp_path: Path) -> None:
-    """The second startup's prefills beyond the graphs once were single ones, of some
-    milliseconds."""
+    """In the second startup, prefills beyond the graphs used to be single ones, of milliseconds."""
     log = tmp_path / "visits"
     noted = f"open({str(log)!r}, 'a').write(json.dumps(visit) + chr(10)) and 0"
     _, done = accept(tokens=noted, graphs="512")

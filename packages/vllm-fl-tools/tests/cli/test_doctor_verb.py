@@ -44,8 +44,7 @@ def register_ops():
 
 @pytest.fixture(autouse=True, scope="module")
 def torch_asked_once() -> None:
-    """Import torch, which the tests' plugins need, and its facts once, for forks of this
-    process."""
+    """Import torch and read its facts once, for forks of this process."""
     import_module("torch")
     _environment.torch_facts()
 
@@ -77,7 +76,7 @@ def pastes(todo: str) -> bool:
 
 
 def as_vllm_loads_plugins(mode: str) -> Any:
-    """Call the general plugins like vLLM, which ignores those that cannot be imported."""
+    """Call the general plugins like vLLM, which ignores import errors."""
     loaded = []
     allowed = os.environ.get("VLLM_PLUGINS")
     for entry in entry_points(group="vllm.general_plugins"):
@@ -115,7 +114,7 @@ def test_its_text_has_findings_with_codes_and_plugins(fl: Command, plugin: Plugi
     wrong = {"VLLM_FL_PREFER": "vendr", "VLLM_PLUGINS": "acme"}
     told = fl("doctor", "--json", **wrong).json()["findings"]
     codes = {finding["check"]: finding["code"] for finding in told}
-    # A wrong setting has the code of its error, not that of the check.
+    # A wrong setting has its error's code, not the check's code.
     assert codes | {"plugins": "FL214", "settings": "FL102", "vllm-plugins": "FL511"} == codes
     done = fl("doctor", **wrong)
     lines = done.out.splitlines()
@@ -525,7 +524,7 @@ def test_why_an_engine_would_not_start(fl: Command, plugin: Plugin) -> None:
     strict = {"VLLM_FL_STRICT": "1", "VLLM_FL_PER_OP": "silu_and_mul=vendor:cuda"}
     told = {each["check"]: each for each in fl("doctor", "--json", **strict).json()["findings"]}
     assert told["engine"]["code"] == "FL514" and "vendor:cuda" in told["engine"]["why"]
-    assert fl("doctor", "--dtype", "half").status == 2  # vLLM's own, without a model
+    assert fl("doctor", "--dtype", "half").status == 2  # vLLM's argument, without a model
 
 
 def test_no_secret_and_no_escape_sequence_is_printed(fl: Command, plugin: Plugin) -> None:

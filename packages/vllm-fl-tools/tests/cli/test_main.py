@@ -1,4 +1,4 @@
-"""Common to all verbs: help, exit status, no traceback."""
+"""Behaviour of all verbs: help, exit status, no traceback."""
 
 from __future__ import annotations
 

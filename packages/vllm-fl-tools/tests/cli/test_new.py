@@ -163,7 +163,7 @@ def test_over_a_plugin_that_does_not_answer_the_device_is_to_be_filled_in(
 
 
 def test_over_a_platform_that_we_know_needs_no_plugin(tmp_path: Path) -> None:
-    """`npu` is a name of `ascend`, whose plugin declines on a laptop."""
+    """`npu` is a name of `ascend`; its plugin declines on a laptop."""
     package = new(tmp_path, "--over", "npu") / "src" / "vllm_fl_foo"
     assert (package / "ascend.yaml").exists()
     assert '\n\nDEVICE = "npu"\n' in (package / "impl" / "__init__.py").read_text()
@@ -188,7 +188,7 @@ def test_any_choice_of_ops_is_whole(
         monkeypatch.delitem(sys.modules, name)
     plugin = importlib.import_module("vllm_fl_foo.plugin")
     registry = OpRegistry()
-    registry.register_many(plugin.register_ops())  # its parameters are the contract's
+    registry.register_many(plugin.register_ops())  # parameters match the contract
     assert set(registry.snapshot().impls_by_op) == set(ops)
     assert plugin.policy(platform or "foo") and plugin.policy("vulkan") is None
     settings = load_settings({}, platform_files=[("foo 1", plugin.POLICY)])

@@ -22,8 +22,8 @@ NOISE = 0.01
 RECORDED = json.loads(Path(__file__).with_name("errors.json").read_text())
 """Model -> plan -> phase -> the number of errors of about FLOOR * 2 ** (n / 8) nats, for each n.
 
-SmolLM2-135M on a CPU, bfloat16, with bisect's own prompts. Each plan but stock replaces three ops.
-The mixture of experts is a tiny Mixtral with 1520 random tokens, computed by transformers.
+SmolLM2-135M on a CPU, bfloat16, with bisect's prompts. Each plan but stock replaces three ops. The
+mixture of experts is a tiny Mixtral with 1520 random tokens, computed by transformers.
 """
 REPLACED = ("acme_off mm", "acme_off zeros")
 PART = {"kind": "name", "of": "acme", "setting": "acme_off"}
@@ -36,7 +36,7 @@ PARTS = Parts(
 )
 
 Wrong = Callable[[frozenset[str]], float]
-"""The plan's own ops and operators in use -> the error in multiples of the noise."""
+"""The plan's ops and operators in use -> the error in multiples of the noise."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Machine:
 
     Args:
         wrong: their error.
-        far: number of forced tokens at which the error is a nat instead.
+        far: number of forced tokens with an error of one nat instead.
         own_far: the baseline's number of such tokens.
         started: each engine's kind and its excluded ops.
     """
@@ -108,7 +108,7 @@ class Engine:
 
 
 def times(factor: float, *ops: str) -> Wrong:
-    """`factor` if all these ops are the plan's own, else the error of a correct plan."""
+    """`factor` if the plan replaces all these ops, else the error of a correct plan."""
     return lambda ours: factor if ours >= {*ops} else 1.0
 
 

@@ -53,7 +53,7 @@ def test_no_time_is_counted_twice_and_a_call_is_one_of_the_op() -> None:
         ("aten::linear in QKVParallelLinear", "stock"): (35.0, 1.0),
         ("rms_norm", "vendor.cpu"): (14.0, 3.0),
     }
-    # Time of only labels and the compiler's own code is the host's, so it is in no row.
+    # Labels and the compiler's code only take host time, so they are in no row.
     assert found["total_us"] == found["busy_us"] == 49.0
     assert [row["share"] for row in found["rows"]] == pytest.approx([35 / 49, 14 / 49])
     assert found["rows"][1]["kernels"] == {
@@ -105,7 +105,7 @@ def test_what_is_fused_is_shown_under_the_kernel() -> None:
     found = owner(*path, kernels=both)
     assert (found.op, found.impl) == ("fused: rms_norm, silu_and_mul", "vendor.cpu, stock")
     assert found.reached == "partly" and found.name == "with LlamaDecoderLayer"
-    # Our pass has put code into the graph of some sizes, whatever the plan is at others.
+    # Our pass has put code into the graph of some sizes, independent of the plan at other sizes.
     assert owner(*path, kernels={FUSED_NORM: ["silu_and_mul/vendor.acme"]}) == Owner(
         "fused: silu_and_mul", "vendor.acme", "", "yes"
     )

@@ -22,7 +22,6 @@ ANY = {"layers": {}, "in_model": True}
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run in the test's own folder."""
     monkeypatch.chdir(tmp_path)
 
 

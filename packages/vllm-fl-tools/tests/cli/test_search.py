@@ -87,7 +87,7 @@ def test_likely_parts_are_tried_first() -> None:
 
 
 def test_parts_beneath_a_culprit_go_with_it() -> None:
-    """While any part of a plugin is enabled, the plugin's own fault occurs."""
+    """The plugin's fault occurs while any part of the plugin is enabled."""
     of_plugin = {"plugin", "op3", "op4"}
     parts = ["op0", "plugin", "op3", "op4", "op5"]
 

@@ -1,4 +1,4 @@
-"""The search for the part at which a startup fails, and the settings that exclude it."""
+"""The search for the part that makes a startup fail, and the settings that exclude it."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ QUICK = (*SIZES, *ONE_OP, *BESIDE, "--json")
 def subject(
     arguments: Any, asked: tuple[int, ...], bindings: Any, device: torch.device, **more: int
 ) -> Subject:
-    """A model of these sizes, which vLLM would read from its folder."""
+    """A model of these sizes; normally vLLM reads them from its folder."""
     tokens = asked or tuple(1 << n for n in range(10))
     sizes = ModelSizes(**(more or {"intermediate": 8}), tokens=(1, tokens[-1]))
     dtype = torch.float32
@@ -69,7 +69,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def clocked(plugin: Plugin, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A plugin of which only the kernels advance the clock; returns its module, once loaded."""
+    """A plugin with kernels that advance the clock; returns its module, once loaded."""
     name = plugin(CLOCKED)
     monkeypatch.setattr(_tuning, "CLOCK", lambda: sys.modules[name].NOW[0])
     return lambda: sys.modules[name]

@@ -40,7 +40,7 @@ def graphs(
 
 
 def rows(*ops: InGraphs) -> list[list[tuple[int, str]]]:
-    """The rows of ops for which `vendor.fast` is faster than the default up to 8 tokens."""
+    """Rows of ops, with `vendor.fast` faster than the default up to 8 tokens."""
     found = []
     for op in ops:
         default, measured = op.contenders[1].name, []
@@ -97,7 +97,7 @@ def test_and_may_be_left_to_vllm_at_some_sizes_where_each_call_tells_its_own(op:
     [("reshape_and_cache", False), ("chunk_gated_delta_rule", False), ("silu_and_mul", True)],
 )
 def test_what_piecewise_graphs_leave_out_is_no_part_of_a_graph(op: str, is_traced: bool) -> None:
-    """Linear attention calls a vLLM layer inside the operator at which graphs are split."""
+    """Linear attention calls a vLLM layer inside the operator that splits the graphs."""
     found = graphs("cuda", "compiled", op)
     assert found.binding.between_graphs is not is_traced
     assert found.traced == ({"vendor.fast", "vendor.slow"} if is_traced else set())

@@ -1,4 +1,4 @@
-"""The running unit of a long run is printed if there is no other output."""
+"""A long run prints its running unit if it prints nothing else."""
 
 from __future__ import annotations
 

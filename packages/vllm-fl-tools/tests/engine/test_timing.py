@@ -1,4 +1,4 @@
-"""Conclusions from times that were measured in turn."""
+"""Conclusions from interleaved measurements."""
 
 from __future__ import annotations
 

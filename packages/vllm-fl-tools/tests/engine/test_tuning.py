@@ -211,7 +211,7 @@ class TestChoosing:
         between: bool,
         where: str,
     ) -> None:
-        # Only kernels advance the clock: launching an operator of PyTorch takes no time.
+        # Only kernels advance the clock: a PyTorch operator takes no time to launch.
         monkeypatch.setattr(tuning, "Bench", Capturing)
         op = machine.tuning(
             dataclasses.replace(machine.kernel("vendor.default", 30), bare=True),
@@ -429,7 +429,7 @@ def test_what_is_consumed_is_fresh_at_every_call(machine: Machine) -> None:
     assert found.winner == "vendor.fast"
     assert len(seen) > 20 * tuning.ROUNDS
     often = [value for value, count in Counter(seen).items() if count >= tuning.ROUNDS - 1]
-    # The same inputs in every round, apart from those of checks and warm-up.
+    # Equal inputs in every round, apart from checks and warm-up.
     assert sum(Counter(seen)[value] for value in often) > 0.9 * len(seen)
 
 

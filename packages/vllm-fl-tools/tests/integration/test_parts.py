@@ -29,7 +29,7 @@ def engine(
     absent: tuple[str, ...] = ("fused_experts",),
     **told: str,
 ) -> Described:
-    """An engine whose model has four hidden layers."""
+    """An engine with a model of four hidden layers."""
     manager = get_default_manager()
     manager.ensure_initialized()
     assert manager.settings is not None

@@ -23,7 +23,7 @@ X = torch.randn(3, 8)
 
 
 class Act(torch.nn.Module):
-    """A layer like vLLM's: it binds when it is built."""
+    """A layer that binds when it is built, like vLLM's layers."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Act(torch.nn.Module):
 
 
 class Base:
-    """The part of vLLM's worker that is profiled."""
+    """The profiled part of vLLM's worker."""
 
     def __init__(self, plan: Plan) -> None:
         self.vllm_fl_engine = SimpleNamespace(plan=plan)

@@ -166,7 +166,7 @@ def test_it_answers_with_tokens_and_steps_and_nothing_else(engine: Any, batch: i
 def test_sequences_are_no_longer_than_the_model_takes(
     engine: Any, longest: int, length: int
 ) -> None:
-    """vLLM rejects a length beyond the model's, and the user did not request one."""
+    """vLLM rejects a length beyond the model's; the user did not set one."""
     (ready,) = answers(engine(longest=longest))
     assert ready["length"] == ready["report"]["max_model_len"] == length
 

@@ -37,7 +37,7 @@ needs_parser = pytest.mark.skipif(
 
 
 def planned() -> Any:
-    """A plan whose first choice supports no call, and its bound function."""
+    """A plan with a first choice that never supports a call, and its bound function."""
     impls = refusing("vendor.acme", "no"), silu("reference.torch")
     plan = planning(managing(*impls, per_op_order=ORDERED), "eager")
     return plan, plan.bind(OP, object(), frozenset())

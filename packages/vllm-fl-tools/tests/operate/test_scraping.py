@@ -1,4 +1,4 @@
-"""The workers' metrics on `/metrics`, next to vLLM's own, whatever happens to the files."""
+"""The workers' metrics on `/metrics`, with vLLM's metrics, even if files change or disappear."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def case_rounding() -> str:
 
 
 def case_eight_bits() -> str:
-    """All 256 numbers, two of which are NaN."""
+    """All 256 numbers, including two NaN."""
     x = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     for dtype in (torch.float16, torch.float32):
         out = torch.empty(256, dtype=dtype)
@@ -242,7 +242,7 @@ def case_to_compile() -> str:
         ((x, out, 32), 1),  # divisible by 16
         ((x, out, 64), 0),
         ((x, out, 1), 1),
-        ((x[1:], out, 33), 1),  # the address is no longer divisible by 16
+        ((x[1:], out, 33), 1),  # the address is not divisible by 16
         ((x[3:], out, 33), 0),
         ((x[4:], out, 33), 0),
         ((x.double(), out, 33), 1),

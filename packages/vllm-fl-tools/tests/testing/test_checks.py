@@ -1,4 +1,4 @@
-"""What single checks accept, and what they skip with a reason."""
+"""What single checks accept, or skip with a reason."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def sound(op: str, **fields: Any) -> OpImpl:
 
 
 def with_signature(fn: Any, other: Any) -> Any:
-    """`fn` with the signature of another function, which a registry checks."""
+    """`fn` with the signature of another function, for the registry's check."""
 
     def same(*args: Any) -> Any:
         return fn(*args)
@@ -265,7 +265,7 @@ def test_an_op_that_asks_for_what_no_public_model_has_is_of_none() -> None:
 
 def test_numbers_that_are_right_are_packed_too() -> None:
     def silu(x: torch.Tensor) -> torch.Tensor:
-        """In plain PyTorch, where a transposed x determines the strides of the product."""
+        """In plain PyTorch, so the product has the strides of a transposed x."""
         gate, up = x.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
 

@@ -1,4 +1,4 @@
-"""The engine check, with a fake vLLM: what is started, reported and left behind."""
+"""The engine check, with a fake vLLM: started, reported and remaining engines."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Every kind of output through comparison, startup and kit: correct ones pass, incorrect ones
-fail."""
+"""Every kind of output through comparison, startup and kit: only correct ones pass."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_nothing_is_counted_where_no_interpreter_is() -> None:
 
 
 def test_the_plugin_module_of_its_documentation_is_python() -> None:
-    """The example can be copied as it is."""
+    """The example can be copied unchanged."""
     text = vllm_fl_tools.testing.triton.__doc__ or ""
     example = text[text.index('    """A plugin') : text.index("With this module")]
     compile("\n".join(line[4:] for line in example.splitlines()), "example", "exec")

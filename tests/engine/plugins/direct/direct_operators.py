@@ -1,5 +1,5 @@
-"""A model whose activation calls vLLM's operator by name, and an implementation for it. The folder
-has the metadata of an installed distribution, so vLLM finds the entry point."""
+"""A model with an activation that calls vLLM's operator by name, and an implementation for it. The
+folder has the metadata of an installed distribution, so vLLM finds the entry point."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def register() -> None:
 
 
 def _let_artefacts_load() -> None:
-    """Work around a vLLM fault on the CPU: loading Inductor's own artefacts calls
-    `finalize_loading`, which only artefacts of vLLM's compiler have."""
+    """Work around a vLLM fault on the CPU: loading Inductor artefacts calls `finalize_loading`,
+    which only artefacts of vLLM's compiler have."""
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable
 
     def finalize_loading(self: Any, vllm_config: Any) -> None:
@@ -53,7 +53,7 @@ class Activation(torch.nn.Module):
 
 
 def __getattr__(name: str) -> Any:
-    """Import the model's class lazily: vLLM's models may be imported only where one is built."""
+    """Import the model's class lazily: vLLM's models may be imported only while one is built."""
     if name != ARCHITECTURE:
         raise AttributeError(name)
     from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM

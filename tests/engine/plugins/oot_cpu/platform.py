@@ -6,8 +6,7 @@ import torch
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import PlatformEnum
 
-# At shutdown every vLLM process empties the accelerator's caches, except on vLLM's own CPU
-# platform. This device has none.
+# This device has no caches, which vLLM empties at shutdown on all platforms except its own CPU.
 torch.accelerator.empty_cache = lambda: None
 torch.accelerator.empty_host_cache = lambda: None
 

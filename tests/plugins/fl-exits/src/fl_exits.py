@@ -1,4 +1,4 @@
-"""Plugin whose import ends the process, like a vendor's library that finds no device."""
+"""Plugin that ends the process on import, like a vendor's library that finds no device."""
 
 import os
 

@@ -1,6 +1,6 @@
-"""A CPU as hardware unknown to vLLM, for builds without compiled operators. Everything that vLLM
-needs of a device is here in PyTorch: a platform, a worker, attention on a paged cache, and kernels
-that vLLM's runner otherwise runs in Triton."""
+"""A CPU as hardware unknown to vLLM, for builds without compiled operators. All parts of a device
+are here in PyTorch: a platform, a worker, attention on a paged cache, and Triton kernels of vLLM's
+runner."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class BareCpuMetadata(AttentionMetadata):
     """One step.
 
     Args:
-        query_ends: where each sequence's queries end among the step's tokens.
+        query_ends: end of each sequence's queries among the step's tokens.
         seq_lens: tokens of each sequence in the cache after this step.
         block_table: (sequences, blocks) int32.
         slot_mapping: (tokens,) int64: cache slot of each token's key and value.

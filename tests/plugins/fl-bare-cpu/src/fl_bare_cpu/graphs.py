@@ -35,7 +35,7 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         graph = Graph.recording
         result = func(*args, **(kwargs or {}))
-        if graph is not None and graph is Graph.recording:  # else a break ended the graph in it
+        if graph is not None and graph is Graph.recording:  # no break has ended it already
             graph.calls.append((func, args, kwargs or {}, result))
         return result
 

@@ -1,4 +1,4 @@
-"""Triton kernels of vLLM's model runner in PyTorch, with the same parameters."""
+"""Triton kernels of vLLM's model runner in PyTorch, with equal parameters."""
 
 from __future__ import annotations
 

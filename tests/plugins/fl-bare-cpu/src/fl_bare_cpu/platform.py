@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 32
 
-# Every vLLM process empties the accelerator's caches at shutdown; this device has none.
+# This device has no caches, which every vLLM process empties at shutdown.
 torch.accelerator.empty_cache = lambda: None
 torch.accelerator.empty_host_cache = lambda: None
 
@@ -34,7 +34,7 @@ class BareCpuPlatform(Platform):
 
     @classmethod
     def import_kernels(cls) -> None:
-        """No-op: there are no compiled kernels."""
+        """Compiled kernels do not exist."""
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
@@ -110,7 +110,7 @@ class BareCpuPlatform(Platform):
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
-        """Replace the Triton kernels of vLLM's runner by PyTorch; Triton is missing here."""
+        """Replace the Triton kernels of vLLM's runner by PyTorch, since Triton is missing."""
         from vllm.triton_utils.dispatcher import register_kernels
 
         from .kernels import compute_slot_mapping

@@ -48,8 +48,8 @@ class BareCpuWorker(Worker):
         from vllm.v1.sample.ops import topk_topp_sampler
         from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 
-        # Triton's interpreter cannot run two kernels: one has a PyTorch form, and no request here
-        # has a grammar for the other.
+        # Triton's interpreter cannot run two kernels: one has a PyTorch form, and requests here
+        # never use grammars, which need the other.
         topk_topp_sampler.HAS_TRITON = False
         kernel = "vllm.v1.worker.gpu.structured_outputs._apply_grammar_bitmask_kernel"
         register_kernels({kernel: lambda *_, **__: None})

@@ -1,4 +1,4 @@
-"""Compiler that runs the vendor's own pass manager on graphs and returns them uncompiled."""
+"""Compiler that runs the vendor's pass manager on graphs and returns them uncompiled."""
 
 from __future__ import annotations
 

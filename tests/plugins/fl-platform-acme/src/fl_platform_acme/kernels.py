@@ -51,7 +51,7 @@ def _(x: Tensor, positions: Tensor, table: Tensor, head_size: int) -> Tensor:
 
 @custom_op("acme::seen", mutates_args=())
 def seen(x: Tensor, layer: str) -> Tensor:
-    """A copy of the input of a layer whose kernels are vLLM's; counts the call."""
+    """A copy of the input of a layer that uses vLLM's kernels; counts the call."""
     CALLS[layer] += 1
     return x.clone()
 

@@ -1,4 +1,4 @@
-"""Normalisation. With a residual both are overwritten, as by the device's fused kernel."""
+"""Normalisation. With a residual both are overwritten, like in the device's fused kernel."""
 
 from __future__ import annotations
 
