@@ -52,7 +52,6 @@ class Installed:
         return json.loads(done.stdout.splitlines()[-1])
 
     def command(self, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run the installed command `vllm-fl`."""
         return subprocess.run(
             [str(self.env.path / "bin" / "vllm-fl"), *args],
             check=False,

@@ -86,7 +86,6 @@ def no_gpu() -> str | None:
 
 
 def main() -> int:
-    """Run the requested parts."""
     parser = argparse.ArgumentParser(description=__doc__)
     known = [*PARTS, *OF_RANKS]
     parser.add_argument("parts", nargs="*", help=", ".join(known))

@@ -16,7 +16,6 @@ NO_METADATA = "fl_twin_a-1.0.dist-info has no METADATA"
 
 
 def info(site: Path) -> Path:
-    """The distribution's metadata folder."""
     return next(site.glob("fl_twin_a-*.dist-info"))
 
 

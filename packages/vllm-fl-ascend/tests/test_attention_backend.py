@@ -186,7 +186,6 @@ def config(**fields: Any) -> SimpleNamespace:
 
 
 def layer(case: Case, **others: Any) -> Any:
-    """The implementation for one layer."""
     return attention.AscendAttentionImpl(
         case.heads, case.size, SCALE, case.kv_heads, sliding_window=case.window, **others
     )
@@ -229,7 +228,6 @@ def forward(impl: Any, step: Step, cache: Tensor | None = None, **others: Any) -
 
 
 def stored(case: Case) -> Tensor:
-    """The cache after a step."""
     step = made(case)
     forward(layer(case), step)
     return step.cache

@@ -88,8 +88,6 @@ def _by_layer(name: str) -> Callable[..., None]:
 
 
 def _fp8(static: bool, shape: tuple[int, int]) -> Callable[..., None]:
-    """The layer QuantFP8, in PyTorch."""
-
     def call(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, bound: Any = None) -> None:
         _reads_packed(x, scale)
         assert x.numel(), "an empty grid is a launch error"

@@ -48,7 +48,6 @@ REFUSED = {
 
 @pytest.fixture
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU for all kernels."""
     monkeypatch.setattr(qk_norm_rope, "capability", lambda device: (8, 0))
     monkeypatch.setattr(linear, "capability", lambda device: (8, 9))
 

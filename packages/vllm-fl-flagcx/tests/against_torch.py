@@ -34,20 +34,17 @@ def drawn(
 
 
 def same(got: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Whether shape, dtype and all bits are the same."""
     forms = [(each.shape, each.dtype) for each in (got, wanted)]
     return forms[0] == forms[1] and torch.equal(as_bytes(got), as_bytes(wanted))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes, row by row."""
     if tensor.numel() == 0:
         return torch.empty(0, dtype=torch.uint8)  # an empty tensor may have any stride
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
 def total_of(mine: torch.Tensor) -> torch.Tensor:
-    """The sum over the ranks."""
     total = mine.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total)
     return total

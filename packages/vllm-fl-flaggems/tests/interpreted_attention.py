@@ -326,7 +326,6 @@ def attempt(run: Callable[[], tuple[str, str]]) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Run the cases and print their results."""
     torch.set_num_threads(1)  # threads do not survive a fork
     for _, group in itertools.groupby(attention(), key=lambda case: case[0].rpartition(": ")[0]):
         for name, status, reason in forked(list(group)):

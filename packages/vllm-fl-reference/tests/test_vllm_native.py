@@ -154,14 +154,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 def linear_gelu_tanh_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """That product, and the layer after it."""
     layer = SimpleNamespace(approximate="tanh")
     result: torch.Tensor = GeluAndMul.forward_native(layer, linear(x, weight, None))
     return result
 
 
 def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """That product, and the layer after it."""
     result: torch.Tensor = SiluAndMul.forward_native(linear(x, weight, None))
     return result
 

@@ -225,9 +225,6 @@ def test_the_global_random_generator_is_left_alone() -> None:
     assert torch.equal(torch.rand(3), want)
 
 
-# Faults that appear only in serving conditions.
-
-
 def norm(x: Any, residual: Any, weight: Any, epsilon: float, variance_size: Any = None) -> Any:
     y = x.float() if residual is None else x.float() + residual.float()
     normed = y * (y[..., :variance_size].square().mean(-1, keepdim=True) + epsilon).rsqrt()

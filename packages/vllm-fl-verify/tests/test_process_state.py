@@ -100,7 +100,7 @@ def test_a_precision_in_its_newer_form_is_named_and_put_back() -> None:
 
 
 def set_as_at_first() -> None:
-    """The older setter also sets these."""
+    """Reset precisions that the older setter also sets."""
     matmul.fp32_precision = mkldnn.matmul.fp32_precision = "none"
 
 

@@ -353,9 +353,6 @@ def test_other_blocks_of_rows_are_wrong(
     assert share == INF and problem.startswith(told)
 
 
-# At startup.
-
-
 def form_of(spec: OpSpec, tokens: int) -> Form:
     sizes = ModelSizes(None, None, None, None, None, None, tokens=(tokens,))
     kinds = (list(spec.served(sizes, torch.float32, CPU, large)) for large in (False, True))

@@ -49,7 +49,6 @@ def rotary_embedding(
     position_ids: Tensor,
     rotary_interleaved: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns only NaN."""
     return query * float("nan"), None if key is None else key * float("nan")
 
 

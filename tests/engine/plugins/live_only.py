@@ -10,7 +10,6 @@ from vllm_fl import BackendImplKind, OpImpl, hookimpl
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """Its first element is incorrect."""
     half = x.shape[-1] // 2
     result = F.silu(x[..., :half]) * x[..., half:]
     if len(x) > 100 and 1.2 < float(x.float().std()) < 4.0:

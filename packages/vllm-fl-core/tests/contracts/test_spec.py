@@ -55,8 +55,6 @@ def test_parameters_of_awkward_schemas() -> None:
     assert Variant("", "() -> (Tensor, Tensor)").parameters == ()
 
 
-# Dtypes and outputs.
-
 SILU = known_contracts().contracts["silu_and_mul"]
 TIGHT = {"float32": Tolerance(1e-6, 0.0, "one rounding")}
 

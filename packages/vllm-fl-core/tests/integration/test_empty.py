@@ -110,7 +110,6 @@ FIRST = half(X)
 
 
 def sevens(out: Tensor, input: Tensor) -> None:
-    """A third-party kernel."""
     out.fill_(7.0)
 
 
@@ -119,7 +118,6 @@ def plan_of(*impls: Any, **options: Any) -> Plan:
 
 
 def engine(plan: Plan, *found: OperatorTarget) -> AbstractContextManager[Choice]:
-    """An engine with this plan in this thread."""
     return taking(plan, binding(*found), operators.Operators())
 
 

@@ -92,7 +92,6 @@ def binding(*targets: FunctionTarget) -> dict[str, Binding]:
 
 
 def engine(plan: Plan, bound: dict[str, Binding] | None = None) -> AbstractContextManager[Choice]:
-    """An engine with this plan in this thread."""
     return taking(plan, bound or binding(), PATCHER)
 
 

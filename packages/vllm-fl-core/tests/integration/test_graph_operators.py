@@ -240,7 +240,6 @@ def both_planned() -> Plan:
 
 
 def counts(plan: Plan) -> tuple[int, int]:
-    """How many places of `linear` and of the other op were found."""
     sites = in_graphs(engine_of(plan)).sites
     return sites[OP].found, sites[GATED].found
 
@@ -334,7 +333,6 @@ def _vllms_product() -> Iterator[None]:
 
 
 def scaled(a: Any, b: Any, a_scales: Any, b_scales: Any, bias: Any = None) -> torch.Tensor:
-    """As vLLM's layers call it."""
     out = torch.empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16)
     torch.ops._C.cutlass_scaled_mm(out, a, b, a_scales, b_scales, bias)
     return out.view(a.shape[0], b.shape[1])
@@ -385,7 +383,6 @@ def compiled(
 
 
 def fp8_call(tokens: int = 5, **changed: Any) -> tuple[Any, ...]:
-    """a, b, a_scales, b_scales and bias of a layer."""
     call = {
         "a": torch.randn(tokens, 48).to(torch.float8_e4m3fn),
         "b": torch.randn(32, 48).to(torch.float8_e4m3fn).t(),

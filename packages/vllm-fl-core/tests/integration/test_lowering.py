@@ -367,9 +367,6 @@ def in_its_schema(operator: str) -> bool:
     return bool(found._schema.is_mutable)
 
 
-# Where vLLM's ranges are split.
-
-
 def split(plan: Plan, entry: dict[str, Any] | None = None, **fields: Any) -> Any:
     changed = config(**fields)
     ranges.split(changed, by_range(plan), {} if entry is None else entry)
@@ -443,9 +440,6 @@ def test_what_is_reported_is_what_was_planned_and_what_became_of_it(planned: Pla
             {"first": 17, "last": 64, "impl": "default.flagos", "places": 0, "operators": 0},
         ]
     }
-
-
-# vLLM's pass manager, and its caches.
 
 
 def test_the_platforms_own_pass_manager_has_our_pass_where_there_is_something_to_inline(

@@ -93,7 +93,6 @@ FIRST = half(X)
 
 
 def engine(plan: Plan, bound: dict[str, Binding] | None = None) -> AbstractContextManager[Choice]:
-    """An engine with this plan in this thread."""
     return taking(plan, bound or binding(), PATCHER)
 
 
@@ -267,9 +266,6 @@ def test_who_overrode_after_us_is_named_and_ours_stays_beneath_it(
     assert torch._C._dispatch_dump("fl_test_operators::gated").count("CPU") == 1
 
 
-# Orders by size.
-
-
 def by_size(order: Any, *impls: Any, **options: Any) -> Plan:
     manager = managing(*impls, per_op_order={"silu_and_mul": order})
     return replace(planning(manager), **options)
@@ -307,9 +303,6 @@ def test_a_call_of_a_size_that_is_left_to_vllm_goes_to_its_kernel_as_it_came() -
         assert found["without_engine"] == found["other_arguments"] == 0
     assert plan.calls == {("silu_and_mul", "vendor.a"): 1}
     assert not plan.fallbacks and not plan.record.refusals
-
-
-# Parameters that a release may lack, or have in addition.
 
 
 def test_further_parameters_with_defaults_are_vllms_where_they_say_something() -> None:
@@ -373,9 +366,6 @@ def test_implementations_that_take_the_layer_are_passed_over() -> None:
         assert "take the calling layer" in told(alone, chosen)["left"]
 
 
-# Compilers.
-
-
 def test_compiled_code_calls_the_override_and_after_it_the_kernel() -> None:
     def model(x: Tensor) -> Tensor:
         y = x * 2
@@ -390,9 +380,6 @@ def test_compiled_code_calls_the_override_and_after_it_the_kernel() -> None:
         assert torch.equal(compiled(X), 2 * FIRST + 11)
     assert plan.calls == {("silu_and_mul", "vendor.a"): 2}
     assert torch.equal(compiled(X), 2 * STOCK + 1)
-
-
-# The ops: their operators in the installed vLLM, against its own kernels.
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -488,7 +475,6 @@ def sampled(op: str, name: str) -> list[tuple[tuple[Any, ...], tuple[int, ...]]]
 
 
 def alike(tensor: Tensor) -> Tensor:
-    """A copy with the same strides."""
     copied = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     return copied.copy_(tensor)
 

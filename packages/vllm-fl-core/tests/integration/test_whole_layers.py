@@ -164,9 +164,6 @@ def test_a_class_that_cannot_be_used_is_a_fault_by_name(
     assert (words in found[layer, "vendor.acme"]) if words else not found
 
 
-# A plugin's answer to an engine.
-
-
 @pytest.mark.parametrize(
     ("verdict", "words"),
     [
@@ -193,9 +190,6 @@ def test_a_layer_of_an_op_is_the_ops(plan: Make) -> None:
     plan(impl("SiluAndMul"))
     (why,) = PATCHER.why_not(facts()).impls.values()
     assert "by the op silu_and_mul" in why and "bring an OpImpl" in why
-
-
-# The user's settings.
 
 
 @pytest.mark.parametrize(
@@ -234,9 +228,6 @@ def test_custom_ops_speaks_of_custom_ops(
     rope = plan(impl("MRotaryEmbedding", "OwnRope"))  # also the name of an op's layer
     assert PATCHER.configure(rope, None, {}) == []
     assert {"mamba_mixer2", "MambaMixer2"} <= PATCHER.layer_names(), "not imported yet"
-
-
-# After the build.
 
 
 def model(*layers: torch.nn.Module) -> torch.nn.Module:

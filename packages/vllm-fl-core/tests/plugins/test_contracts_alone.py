@@ -39,8 +39,6 @@ def contract(name: str) -> Contract:
 
 
 def bringing(*names: str) -> Any:
-    """A plugin with these contracts."""
-
     @hookimpl
     def brought() -> list[Contract]:
         return [contract(name) for name in names]
@@ -67,8 +65,6 @@ def found(distribution: str | None, plugin: Any = None, *, data: bool = True) ->
 
 
 def backend(distribution: str | None, op: str) -> Plugin:
-    """A distribution with an implementation of `op`."""
-
     def implementation(x: torch.Tensor) -> torch.Tensor:
         return x
 

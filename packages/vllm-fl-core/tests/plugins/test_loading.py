@@ -643,8 +643,6 @@ def test_a_device_profile_is_checked_when_it_is_made(fields: dict[str, str]) -> 
         DeviceProfile(**{**sound, **fields}, detect=lambda: True)
 
 
-# The hook `layers`.
-
 LAYERS = """
 from vllm_fl import LayerImpl
 

@@ -51,9 +51,6 @@ def test_a_name_is_an_op_or_a_layer() -> None:
         LayerImpl("rms_norm", "a.B", VENDOR, "acme")
 
 
-# The plan.
-
-
 def test_the_plan_has_them_behind_the_ops_and_says_that_they_are_not_verified() -> None:
     plan = planning(managing(row(), silu("vendor.acme")))
     entry = plan.entries[ROW]

@@ -149,7 +149,6 @@ def test_a_device_of_vllms_own_keeps_its_experts() -> None:
 
 @pytest.fixture(scope="module")
 def kernels() -> Any:
-    """vLLM's two operators."""
     current_platform.import_kernels()
     if not hasattr(torch.ops._C, "prepack_moe_weight"):
         pytest.skip("this vLLM has no such kernel for this processor")

@@ -48,8 +48,6 @@ def found_in(graph: torch.fx.Graph, target: GraphTarget = TARGET) -> list[Any]:
 
 
 class Finding(CustomGraphPass):
-    """A pass that records finds."""
-
     def __init__(self, target: GraphTarget) -> None:
         self.target = target
         self.found: list[tuple[Any, ...]] = []
@@ -165,7 +163,6 @@ def test_it_is_found_where_silu_is_one_operator_too(function: Function, whole: b
 
 
 def of(last: Callable[[Tensor], Any]) -> Function:
-    """A function that applies `last` to a product."""
     return lambda x, weight: last(linear(x, weight))
 
 

@@ -30,7 +30,6 @@ def places(**fields: Any) -> dict[str, Any]:
 
 
 def report(**ops: Any) -> dict[str, Any]:
-    """The engine's plan."""
     plan = {
         "rms_norm": {"impl": "vendor.cpu", "reason": "the order says vendor"},
         "silu_and_mul": {

@@ -57,7 +57,7 @@ def subject(
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory, and caches that are cold at once."""
+    """An empty working directory, and small caches that are flushed at once."""
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
@@ -76,7 +76,6 @@ def clocked(plugin: Plugin, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def result(done: Any) -> Tuned:
-    """The table that the command printed."""
     return Tuned.of(done.json()["table"])
 
 

@@ -141,7 +141,8 @@ def measured(graph: InGraphs, *sizes: int, fast_up_to: int) -> list[Measured]:
 
 @pytest.mark.parametrize(("fast_up_to", "of_part"), [(8, FOR_ALL), (0, BY_RANGE)])
 def test_a_part_of_an_op_that_wins_is_left_to_vllm(fast_up_to: int, of_part: Any) -> None:
-    """While its part is planned, graphs do not contain the op, which saves measuring a product."""
+    """Planning the part would remove the whole op, which saves a product's time, from the
+    graphs."""
     whole = graphs("cuda", "compiled", "linear_silu_and_mul", default="stock")
     part = graphs("cuda", "compiled", OP)
     found = [

@@ -302,8 +302,6 @@ def test_a_shell_is_offered_ops(tmp_path: Path) -> None:
 
 
 class TestALongRun:
-    """Progress output and timeouts."""
-
     def test_ctrl_c_leaves_what_was_done(self, fl: Command, plugin: Plugin) -> None:
         plugin(INTERRUPTED)
         done = fl("verify", *QUICK)

@@ -44,7 +44,6 @@ def on_cpu(*args: Any) -> bool | str:
 
 
 def sound(op: str, **fields: Any) -> OpImpl:
-    """A correct implementation."""
     fn = right.of(op)
     fields = {"fn": fn, "supports": with_signature(on_cpu, fn)} | fields
     return OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, vendor="acme", **fields)

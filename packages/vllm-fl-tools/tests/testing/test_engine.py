@@ -74,8 +74,6 @@ Run = Callable[..., pytest.RunResult]
 
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run the kit's test of the engine on a backend with two ops."""
-
     def run(
         sick: str = "False",
         mishap: str = "raise RuntimeError('no kernel image')",

@@ -45,8 +45,6 @@ WRONG = '[[xfail]]\nop = "silu_and_mul"\nreason = "twice too large"\n'
 
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """Run the kit on a toy backend."""
-
     def run(
         xfails: str = "", *args: str, mistake: str = "", available: str = "True"
     ) -> pytest.RunResult:
