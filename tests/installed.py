@@ -63,8 +63,7 @@ class Installed:
         )
 
     def plugins(self, **variables: str) -> dict[str, dict[str, Any]]:
-        """Plugins from `doctor --json` by distribution, without the always installed
-        distributions."""
+        """Plugins from `doctor --json` by distribution, except always installed distributions."""
         found = self.answer("doctor", status=None, **variables)["plugins"]
         always = ("vllm-fl-ops", "vllm-fl-tools", "vllm-fl-verify")
         return {p["distribution"]: p for p in found if p["distribution"] not in always}

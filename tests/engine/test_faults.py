@@ -76,8 +76,7 @@ def test_a_vanished_config_a_foreign_layer_and_half_a_plugin(
 def test_vanished_files_of_a_plugin_and_of_the_user_where_processes_are_spawned(
     engine: Runner, model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """A spawned process reads the settings again, but the files are gone: the engine's settings
-    apply."""
+    """A spawned process reads the settings again; with the files gone, the engine's apply."""
     shipped, orders = tmp_path / "shipped.yaml", tmp_path / "orders.json"
     shipped.write_text("oot_blacklist: [SiluAndMul]\n")
     orders.write_text(json.dumps({"rms_norm": "reference", "rotary_embedding": "reference"}))

@@ -43,8 +43,7 @@ def start(
     model: Callable[[str], Path], once: Once, tmp_path_factory: pytest.TempPathFactory
 ) -> Start:
     """`start(how, eager=True, ranks=1, **variables)`: an engine on the vendor's platform. Its
-    batches run twice; `served` counts the calls of each vendor layer on each rank in the second
-    run."""
+    batches run twice; `served` counts each vendor layer's calls per rank in the second run."""
     folder = tmp_path_factory.mktemp("acme")
     with zipfile.ZipFile(envs.wheel(envs.PLUGINS / "fl-platform-acme")) as wheel:
         wheel.extractall(folder)

@@ -55,9 +55,8 @@ VENDOR_RUNS = {
 """Family -> ops; its model must call their CPU kernels. Experts use vLLM's kernel."""
 
 CALLED_BY_VLLM = {"concat_and_cache_mla"}
-"""Ops with a CPU kernel that vLLM's attention calls directly on a CPU with AMX, so nothing can be
-overridden or counted. On other CPUs vLLM's attention uses a PyTorch method, and without AVX-512
-vLLM has no kernel for it."""
+"""Ops with a CPU kernel that vLLM's attention calls directly on a CPU with AMX, without a way to
+override or count it. Otherwise vLLM's attention uses PyTorch; without AVX-512 it has no kernel."""
 
 REFUSED = {"qwen3_next": {"rms_norm"}}
 """Family -> ops with a CPU kernel that does not support its calls: float32 weights of norms."""

@@ -37,8 +37,7 @@ def job_for(folder: Path) -> Job:
         model=str(tiny_model.make(folder)),
         batches=[[[3, 17, 170, 99, 41, 7, 250, 12]], [[5 * i + 3, 60, 7, 11, 8] for i in range(4)]],
         new_tokens=6,
-        # In bfloat16 this device's linear kernel differs from vLLM's CPU platform and rounds tokens
-        # apart.
+        # In bfloat16 this device's linear kernel rounds tokens unlike vLLM's CPU platform.
         options={"tensor_parallel_size": 2, "dtype": "float32"},
     )
 

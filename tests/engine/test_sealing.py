@@ -1,5 +1,4 @@
-"""Engines in one process: two sealed plans, what a seal allows, and a startup after a failed
-one."""
+"""Engines in one process: two sealed plans, what a seal allows, a startup after a failed one."""
 
 from __future__ import annotations
 

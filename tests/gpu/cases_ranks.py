@@ -144,8 +144,8 @@ def _experts(folder: Path, host: Host, pool: ThreadPoolExecutor) -> Iterator[Cas
             told = f"{form}, {'experts' if host.on_cpu else 'EP'}, {mode}"
             stock = cache(partial(start, mode, STOCK))
             names = _names(host)
-            # vLLM's CPU build has expert kernels only on its own platform, and cannot gather from
-            # data parallel engines.
+            # vLLM's CPU build has expert kernels only on its platform, and no gather for data
+            # parallel.
             variables = partial(host.variables, device="")
             if host.on_cpu and start is two:
                 stock = cache(partial(one, mode, STOCK))
@@ -244,8 +244,7 @@ def _of_plan(planned: str | None, mostly: bool = False) -> Judge:
 
 
 def _of_wrong(stock: list[Result], mine: list[Result]) -> str:
-    """Judge of an incorrect last rank: the kernel is disabled on all ranks, and the rank is
-    reported."""
+    """Judge of an incorrect last rank: disabled on all ranks, with the rank in the cause."""
     reports = [report for each in mine for report in each["report"]]
     last = len(reports) - 1
     for report in reports:

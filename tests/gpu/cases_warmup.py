@@ -28,8 +28,8 @@ OURS = ("flash_varlen_fwd_kernel", "reshape_and_cache_flash_kernel")
 LONG = 4096
 LIMITS = {"max_model_len": LONG, "max_num_seqs": 64, "max_num_batched_tokens": 4096}
 PIECEWISE = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
-"""Attention runs between such graphs, and vLLM's first runner does not call it at startup. In eager
-mode vLLM has no monitor."""
+"""Attention runs between such graphs, and vLLM's first runner does not call it at startup. Eager
+mode has no monitor."""
 
 ENGINES = {
     "qwen3, graphs": ({}, tuple(PLANS)),

@@ -1,8 +1,6 @@
-"""An engine of two ranks on the nodes of a Ray cluster, with packages missing on some nodes.
-
-vLLM's CPU platform does not support Ray, so the CPU is a plugin's device, as in
-tests/engine/test_out_of_tree.py; each node has one, counted by Ray as a GPU.
-"""
+"""An engine of two ranks on the nodes of a Ray cluster, with packages missing on some nodes. vLLM's
+CPU platform does not support Ray, so the CPU is a plugin's device, as in
+tests/engine/test_out_of_tree.py; each node has one, counted by Ray as a GPU."""
 
 from __future__ import annotations
 

@@ -29,8 +29,7 @@ def test_what_one_node_lacks_is_off_on_all_and_another_version_is_named(
     ordered = {"VLLM_FL_PER_OP": f"{OP}=vendor|reference", "VLLM_FL_DISPATCH_DEBUG": "1"}
     result = serve(job(model), *nodes, **ordered)
     first, second = result["report"]
-    # The reasons differ: an implementation that is not installed on rank 1 is not a candidate
-    # there.
+    # The reasons differ: what is not installed on rank 1 is not a candidate there.
     impls = [{op: told["impl"] for op, told in rank["ops"].items()} for rank in (first, second)]
     assert impls[0] == impls[1]
     for rank in (first, second):

@@ -63,8 +63,8 @@ def adapter(model: Path, folder: Path) -> Path:
 
 
 def quantised(model: Path, folder: Path, form: str) -> Path:
-    """An 8-bit checkpoint of compressed-tensors: one scale per output channel of a weight, and
-    dynamic scales per token."""
+    """An 8-bit compressed-tensors checkpoint: one scale per output channel, dynamic ones per
+    token."""
     import torch
     from safetensors.torch import load_file, save_file
 

@@ -52,7 +52,7 @@ def own_core() -> int:
 @pytest.fixture(scope="session")
 def scored(model: Model, once: Once) -> Scored:
     """`scored(name, plan, eager=True, dtype="bfloat16", …)`: that engine's result on the prose.
-    `label` identifies further arguments: `folder` (another checkpoint), options of `prose.job`,
+    `label` identifies other arguments: `folder` (a checkpoint), options of `prose.job`,
     VARIABLES."""
 
     def answer(

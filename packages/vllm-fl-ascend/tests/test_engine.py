@@ -15,8 +15,7 @@ from engine_run import STOCK, Job, largest_difference, run
 
 pytestmark = pytest.mark.slow
 
-# In one process all prompts of a batch arrive before its first step, so every run has the same
-# steps.
+# In one process all prompts of a batch arrive before its first step: every run has equal steps.
 STEPS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 OURS = {**STEPS, "VLLM_FL_PLATFORM": "ascend", "VLLM_FL_DISPATCH_DEBUG": "1"}
 NOT_OURS = {**STEPS, **STOCK, "VLLM_FL_PLUGIN_MODULES": ""}
@@ -89,6 +88,5 @@ def test_a_model_is_served_as_stock_serves_it(family: str, tmp_path: Path) -> No
     assert ours["cached"][-1] == 256  # two blocks of the earlier long prompt
     assert ours["kv_blocks"] == stock["kv_blocks"]
     worst, magnitude = largest_difference(stock, ours)
-    # Two layers round a dozen times each, in another order than stock's kernels; 0.7 to 1.4 of the
-    # dtype's epsilon were seen.
+    # Two layers round a dozen times each, in another order than stock; seen: 0.7 to 1.4 epsilon.
     assert worst <= 4 * torch.finfo(dtype).eps * magnitude, (ours["tokens"], stock["tokens"])

@@ -1,9 +1,7 @@
 """vendor.cuda without a GPU, on the kernels of vLLM's CPU build: a plugin module for the tests.
-
 With VLLM_FL_PLUGIN_MODULES=on_cpu_kernels, and this folder on PYTHONPATH, every process that loads
 plugins has it. The kernels have the CUDA build's names and signatures. For calls that a CPU kernel
-does not support, the stand-in converts the call or rejects it; no result is hard-coded.
-"""
+does not support, the stand-in converts the call or rejects it; no result is hard-coded."""
 
 from __future__ import annotations
 
@@ -369,5 +367,4 @@ OTHERWISE = {
     "per_token_group_fp8_quant": _fp8_group,
     "static_scaled_fp8_quant": _fp8(static=True, shape=(-1, -1)),
 }
-"""Kernels that the CPU build has under another name, for other rows, or only in PyTorch. For fp8 it
-has only placeholders."""
+"""Kernels with another name or other rows in the CPU build, or only in PyTorch (fp8: stubs)."""

@@ -1,6 +1,5 @@
-"""Calls of vLLM's kernels around experts, by the schemas of the oldest and of a later release.
-PyTorch code with the kernels' requirements on tensors replaces them. Their numbers are compared on
-a GPU (tests/gpu)."""
+"""Calls of vLLM's kernels around experts, by the schemas of the oldest and a later release. PyTorch
+code with the kernels' requirements replaces them; tests/gpu compares their numbers on a GPU."""
 
 from __future__ import annotations
 

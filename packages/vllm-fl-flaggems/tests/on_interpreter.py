@@ -1,8 +1,6 @@
-"""default.flagos without a GPU, on Triton's interpreter: a plugin module for the tests.
-
-With VLLM_FL_PLUGIN_MODULES=on_interpreter, and this folder on PYTHONPATH, every process that loads
-plugins has it. The kernels are FlagGems's real ones.
-"""
+"""default.flagos without a GPU, on Triton's interpreter: a plugin module for the tests. With
+VLLM_FL_PLUGIN_MODULES=on_interpreter, and this folder on PYTHONPATH, every process that loads
+plugins has it. The kernels are FlagGems's real ones."""
 
 from __future__ import annotations
 

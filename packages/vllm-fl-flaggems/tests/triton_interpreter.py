@@ -1,9 +1,7 @@
-"""FlagGems's real kernels without a GPU, on Triton's interpreter.
-
-`install()` must run before FlagGems is imported, in a process with GEMS_VENDOR=nvidia. It adds what
-only FlagGems 5.0.2 needs to `vllm_fl_tools.testing.triton`, which is for any Triton backend. An
-access outside a tensor ends the process: run each case in a separate process.
-"""
+"""FlagGems's real kernels without a GPU, on Triton's interpreter. `install()` must run before
+FlagGems is imported, in a process with GEMS_VENDOR=nvidia. It adds what only FlagGems 5.0.2 needs
+to `vllm_fl_tools.testing.triton`, which is for any Triton backend. An access outside a tensor ends
+the process: run each case in a separate process."""
 
 from __future__ import annotations
 

@@ -47,8 +47,7 @@ def oracle_impl(spec: OpSpec, change: Callable[..., Any] | None = None) -> OpImp
 
 
 def _quantised(spec: OpSpec, wanted: tuple[Any, ...], shaped: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The oracle's results with quantised values and scales; the oracle's values are
-    dequantised."""
+    """The oracle's results, but with quantised values and scales instead of dequantised ones."""
     results, at = list(wanted), 0
     for output in spec.outputs_of(len(results)):
         if isinstance(output, QuantisedPair):

@@ -30,8 +30,7 @@ print(sorted(heavy & {{name.partition(".")[0] for name in sys.modules}}))
 
 
 def alone(code: str) -> str:
-    """The last line that `code` prints in a process without a plugin module that emulates
-    hardware."""
+    """The last line that `code` prints in a process without emulated hardware."""
     env = {key: value for key, value in os.environ.items() if key != "VLLM_FL_PLUGIN_MODULES"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False

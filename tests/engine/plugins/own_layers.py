@@ -1,5 +1,4 @@
-"""Vendor with classes for whole vLLM layers. OWN_LAYERS is JSON: vLLM's class -> its
-replacement."""
+"""Vendor with classes for whole vLLM layers. OWN_LAYERS is JSON: vLLM's class -> replacement."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
         if how == "dies":
             os._exit(3)
         if how == "is-killed":
-            # Late import: with a plugin's device this module is loaded while vLLM chooses its
-            # platform.
+            # Late import: with a plugin's device, vLLM chooses its platform while this is loaded.
             from vllm.forward_context import get_forward_context, is_forward_context_available
 
             if is_forward_context_available() and get_forward_context().attn_metadata:

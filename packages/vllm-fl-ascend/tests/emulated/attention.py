@@ -1,11 +1,9 @@
-"""Numerics of the two attention operators: paged attention, and writing the paged cache.
-
-From torch_npu's documentation of each (op-plugin, docs/zh/custom_APIs/torch_npu), for packed
-sequences (`input_layout="TND"`) without quantisation. Calls that it excludes, or that are not
-needed here, raise an error. Results that it leaves undefined are NaN. The band of `sparse_mode=4`
-is `pre_tokens` keys before the query's key and `next_tokens` after it, like the expected values in
-op-plugin's tests of fused attention.
-"""
+"""Numerics of the two attention operators: paged attention, and writing the paged cache. From
+torch_npu's documentation of each (op-plugin, docs/zh/custom_APIs/torch_npu), for packed sequences
+(`input_layout="TND"`) without quantisation. Calls that it excludes, or that are not needed here,
+raise an error. Results that it leaves undefined are NaN. The band of `sparse_mode=4` is
+`pre_tokens` keys before the query's key and `next_tokens` after it, like the expected values in
+op-plugin's tests of fused attention."""
 
 from __future__ import annotations
 

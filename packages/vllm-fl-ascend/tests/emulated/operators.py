@@ -26,7 +26,7 @@ _libraries: list[torch.library.Library] = []
 
 
 class EmulationError(RuntimeError):
-    """The real operator does not support this call, or our result differs from its meta
+    """The real operator does not support this call, or our result does not match its meta
     function."""
 
 
@@ -47,12 +47,9 @@ def _kernels() -> torch.library.Library:
 
 
 def numerics(name: str) -> Callable[[Function], Function]:
-    """Decorator: `function` computes the operator `npu::<name>`.
-
-    It takes the schema's arguments, with CPU tensors, and raises EmulationError for calls that the
-    real operator's documentation excludes. Its results must match the wheel's meta function in
-    number, shapes and dtypes.
-    """
+    """Decorator: `function` computes the operator `npu::<name>`. It takes the schema's arguments,
+    with CPU tensors, and raises EmulationError for calls that the real operator's documentation
+    excludes. Its results must match the wheel's meta function in number, shapes and dtypes."""
 
     def decorate(function: Function) -> Function:
         operator = getattr(torch.ops.npu, name).default

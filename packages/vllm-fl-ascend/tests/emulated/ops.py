@@ -1,10 +1,8 @@
-"""Numerics of the operators that implement the ops.
-
-From torch_npu's documentation of each (torch_npu/_op_plugin_docs.py of the wheel), in fp32 with one
-rounding at the end, like the kernels. Calls excluded by this documentation, or by CANN's for the
-underlying kernel (aclnnRopeWithSinCosCache), raise an error; so do tensors without elements, since
-neither documentation mentions them as supported.
-"""
+"""Numerics of the operators that implement the ops. From torch_npu's documentation of each
+(torch_npu/_op_plugin_docs.py of the wheel), in fp32 with one rounding at the end, like the kernels.
+Calls excluded by this documentation, or by CANN's for the underlying kernel
+(aclnnRopeWithSinCosCache), raise an error; so do tensors without elements, since neither
+documentation mentions them as supported."""
 
 from __future__ import annotations
 

@@ -51,8 +51,7 @@ def test_every_layer_that_a_binding_names_is_there_and_has_one_op() -> None:
 def test_no_layer_is_looked_up_whose_import_would_open_the_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vLLM forks an engine's processes only while the GPU is not open; spawned ones import
-    everything."""
+    """vLLM forks an engine's processes only before the GPU is open; spawned ones reimport all."""
     opening = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
 
     def is_there() -> bool:

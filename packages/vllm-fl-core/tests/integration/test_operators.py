@@ -187,8 +187,7 @@ def test_entered_again_is_per_thread_and_per_operator() -> None:
         assert torch.equal(call(), FIRST)
         go.set()
         thread.join()
-        # A nested call of another operator is an ordinary call: its override runs, and calls `fn`
-        # again.
+        # A nested call of another operator is ordinary: its override runs, and calls `fn` again.
         nested.set()
         assert torch.equal(call(), STOCK + 200)
 

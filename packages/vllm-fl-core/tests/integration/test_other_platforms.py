@@ -30,8 +30,7 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """`install(body, name, entry)`: a distribution vllm-NAME with a platform plugin that runs
-    `body`."""
+    """`install(body, name, entry)`: a distribution vllm-NAME; its platform plugin runs `body`."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
 

@@ -47,8 +47,7 @@ Write = Callable[..., Plugin]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """`write(source, name)`: a module on the path, found as a plugin of the distribution
-    fl-NAME."""
+    """`write(source, name)`: a module on the path, found as the distribution fl-NAME's plugin."""
     monkeypatch.syspath_prepend(str(tmp_path))
     made = []
 

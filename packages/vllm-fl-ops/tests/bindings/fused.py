@@ -144,9 +144,8 @@ def main() -> None:
                     known = len(unknowns.guards), dict(unknowns.replacements)
                     if each.is_applicable_for_range(sizes):
                         each(gm.graph)
-                    # vLLM has one shape environment for all graphs and stores it with them: sizes
-                    # that are unified in it are one input to the loader but two in the compiled
-                    # code.
+                    # vLLM stores one shape environment with all graphs: unified sizes are one input
+                    # to the loader, but two in the compiled code.
                     if known != (len(unknowns.guards), dict(unknowns.replacements)):
                         joined.add(type(each).__name__)
                 gm.recompile()

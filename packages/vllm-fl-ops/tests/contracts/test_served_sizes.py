@@ -209,8 +209,7 @@ def test_what_stands_is_tried_as_it_stands(spec: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", known_contracts().contracts.values(), ids=lambda spec: spec.name)
 def test_the_kit_has_public_models_for_each_op(spec: Any) -> None:
-    """Six families, or all existing ones for ops of linear attention, latent attention and
-    groups."""
+    """Six families; all existing ones for ops of linear attention, latent attention and groups."""
     few = {
         "chunk_gated_delta_rule": 3,
         "concat_and_cache_mla": 4,

@@ -20,8 +20,7 @@ ORACLES = {name: spec.oracle for name, spec in known_contracts().contracts.items
 
 
 def other(op: str, **others: Any) -> Form:
-    """The op on changed arguments: parameter -> its value, or a function of the call's
-    arguments."""
+    """The op on changed arguments: parameter -> value, or a function of the call's arguments."""
     parameters = known_contracts().contracts[op].parameters
 
     def form(*args: Any) -> Any:

@@ -159,7 +159,7 @@ class TestPlugins:
         done = fl("doctor", "--json", VLLM_FL_PLATFORM="none")
         assert not found(done, "ops")
         assert done.json()["facts"][name] == "some ops not used here: no card"
-        # An implementation that could run is a finding, unless the user's setting for its op is
+        # An implementation that could run is a finding, unless the user's order for its op is
         # stock.
         denied = {"VLLM_FL_DENY_VENDORS": "acme"}
         (finding,) = found(fl("doctor", "--json", **denied), "ops")

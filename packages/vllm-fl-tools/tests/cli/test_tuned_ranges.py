@@ -141,8 +141,7 @@ def measured(graph: InGraphs, *sizes: int, fast_up_to: int) -> list[Measured]:
 
 @pytest.mark.parametrize(("fast_up_to", "of_part"), [(8, FOR_ALL), (0, BY_RANGE)])
 def test_a_part_of_an_op_that_wins_is_left_to_vllm(fast_up_to: int, of_part: Any) -> None:
-    """Planning the part would remove the whole op, which saves a product's time, from the
-    graphs."""
+    """Planning its part hides the winning op from graphs; the op would save a product's time."""
     whole = graphs("cuda", "compiled", "linear_silu_and_mul", default="stock")
     part = graphs("cuda", "compiled", OP)
     found = [

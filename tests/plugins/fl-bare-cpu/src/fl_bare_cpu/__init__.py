@@ -1,6 +1,5 @@
-"""A CPU as hardware unknown to vLLM, for builds without compiled operators. All parts of a device
-are here in PyTorch: a platform, a worker, attention on a paged cache, and Triton kernels of vLLM's
-runner."""
+"""A CPU as hardware unknown to vLLM, for builds without compiled operators: platform, worker,
+attention on a paged cache, and Triton kernels of vLLM's runner, all in PyTorch."""
 
 from __future__ import annotations
 

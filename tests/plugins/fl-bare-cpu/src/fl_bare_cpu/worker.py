@@ -41,8 +41,7 @@ class BareCpuWorker(Worker):
     def _make_model_runner(self) -> Any:
         if not self.use_v2_model_runner:
             return BareCpuModelRunner(self.vllm_config, self.device)
-        # First, because it replaces CUDA's streams and pinned memory before their users are
-        # imported.
+        # First: it replaces CUDA's streams and pinned memory before their users are imported.
         import vllm.v1.worker.cpu.shm  # noqa: F401
         from vllm.triton_utils.dispatcher import register_kernels
         from vllm.v1.sample.ops import topk_topp_sampler
