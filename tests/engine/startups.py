@@ -67,14 +67,9 @@ def per_op(**orders: str) -> dict[str, str]:
 def startups(
     model: Path, other: Path, dense: Path, folder: Path
 ) -> dict[str, tuple[Job, dict[str, str]]]:
-    """Name -> (the engine's job, its variables).
-
-    Args:
-        model: the model's folder.
-        other: the same model with other weights.
-        dense: a model without experts; vLLM supports experts only on devices that it knows.
-        folder: for the files that engines write.
-    """
+    """Name -> (the engine's job, its variables). `model` and `other` differ in weights; `dense`
+    has no experts, which vLLM supports only on devices that it knows; engines write files to
+    `folder`."""
     vendor = "vendor:cpu|reference"
     native = {"compilation_config": {"custom_ops": ["none"]}}
     updates: list[list[Any]] = [

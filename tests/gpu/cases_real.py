@@ -69,13 +69,8 @@ def measured(stock: dict[str, Any], mine: dict[str, Any], true: list[float]) -> 
 def differs(
     stock: dict[str, Any], mine: dict[str, Any], true: list[float], *, exactly: bool
 ) -> str:
-    """The problem of a plan, or "".
-
-    Args:
-        stock, mine: the results of the two engines.
-        true: the log-probabilities of the truth.
-        exactly: require bitwise equality with stock if no op is ordered for the device.
-    """
+    """The problem of a plan, or "". `true`: the truth's log-probabilities; `exactly`: require
+    bitwise equality with stock if no op is ordered for the device."""
     report = mine["report"][0]
     if report["demotions"]:
         return f"taken out: {report['demotions']}"

@@ -49,15 +49,8 @@ WORDS = 4096
 
 @dataclass(frozen=True)
 class Host:
-    """Where and how engines run.
-
-    Args:
-        ranks: ranks of one engine.
-        on_cpu: rehearse on the CPU.
-        limit: timeout in seconds of an engine's answer.
-        only: substring of the names of the cases to run.
-        at_once: how many engines start at the same time.
-    """
+    """Where and how engines run: `ranks` per engine, `at_once` engines at a time, each killed after
+    `limit` seconds without an answer. Runs cases with `only` in their names; `on_cpu` rehearses."""
 
     ranks: int
     on_cpu: bool
@@ -92,14 +85,9 @@ class Host:
     def variables(
         self, *modules: str, path: str | Path = PLUGINS, device: str = "oot_cpu", **more: str
     ) -> dict[str, str]:
-        """The environment of an engine with vllm-fl.
-
-        Args:
-            modules: further plugins, by module.
-            path: their folder, in addition to tests/engine/plugins.
-            device: on the CPU, the plugin of the device; "" for vLLM's platform.
-            more: further variables.
-        """
+        """The environment of an engine with vllm-fl. `path` is the folder of the further plugin
+        `modules`, in addition to tests/engine/plugins; `device` is the device's plugin on the CPU,
+        "" for vLLM's platform; `more` are further variables."""
         own = {"VLLM_FL_PLATFORM": device} if self.on_cpu and device else {}
         names = ",".join((*own.values(), *modules))
         loaded = {"VLLM_FL_PLUGIN_MODULES": names} if names else {}

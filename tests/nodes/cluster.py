@@ -29,12 +29,8 @@ LIMIT = 90
 
 @dataclass(frozen=True)
 class Node:
-    """A machine with one device, counted by Ray as a GPU.
-
-    Args:
-        env: its installed packages.
-        variables: of its processes, in addition to common ones.
-    """
+    """A machine with one device, counted by Ray as a GPU; `variables` are in addition to common
+    ones."""
 
     env: envs.Env
     variables: dict[str, str] = field(default_factory=dict)
@@ -42,12 +38,8 @@ class Node:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A running cluster.
-
-    Args:
-        address: of its head, for `RAY_ADDRESS`.
-        processes: one for each node, the parent of that node's processes.
-    """
+    """A running cluster: its head's address, for `RAY_ADDRESS`, and the parent process of each
+    node."""
 
     address: str
     processes: tuple[subprocess.Popen[bytes], ...]

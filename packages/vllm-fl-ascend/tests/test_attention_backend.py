@@ -26,13 +26,8 @@ ROOM = 7
 
 @dataclass(frozen=True)
 class Case:
-    """One step of an engine.
-
-    Args:
-        sequences: (tokens in the cache before the step, tokens of the step) of each.
-        window: the sliding window, counted as in vLLM.
-        padding: padding tokens after the last sequence.
-    """
+    """One step of an engine: (tokens in the cache before it, tokens of the step) per sequence; the
+    sliding window, counted as in vLLM; padding tokens after the last sequence."""
 
     sequences: tuple[tuple[int, int], ...]
     heads: int = 4

@@ -41,11 +41,8 @@ def register_ops() -> Iterable[OpImpl]:
 
 @cache
 def kernel(name: str) -> Callable[..., None]:
-    """vLLM's CPU kernel `torch.ops._C.<name>`, with the CUDA kernel's requirements.
-
-    Raises:
-        AttributeError: neither the CPU build nor vLLM's layers have this name.
-    """
+    """vLLM's CPU kernel `torch.ops._C.<name>`, with the CUDA kernel's requirements; AttributeError
+    if neither the CPU build nor vLLM's layers have this name."""
     from vllm.platforms.cpu import CpuPlatform
 
     CpuPlatform.import_kernels()

@@ -63,18 +63,9 @@ def gathered(mine: torch.Tensor, rows: list[int]) -> list[torch.Tensor]:
 
 
 def compare(it: Any, rank: int, count: int, device: torch.device, *, large: int, every: int) -> str:
-    """Compare `count` sizes: every collective on each, with one dtype for sums and one for moves.
-
-    Args:
-        it: a communicator of all ranks.
-        rank: this process's rank.
-        count: number of sizes.
-        device: of the tensors.
-        large: approximate elements of one in `every` sizes; the others have a few hundred.
-
-    Returns:
-        The first size with a difference, and the difference; or "".
-    """
+    """Compare every collective, with one dtype for sums and one for moves, on `count` sizes: about
+    `large` elements for one size in `every`, a few hundred for the others. Returns the first size
+    with a difference and the difference, or ""."""
     rng = random.Random(20261122)
     size = dist.get_world_size()
     behind, ahead = (rank - 1) % size, (rank + 1) % size

@@ -68,7 +68,7 @@ REFUSED = {
         "every group, plain",
         "every other row of a slice",
         "groups of two",
-        "many small groups",  # without a bias until now
+        "many small groups",  # all above: without a bias
         "one group",  # 6 experts of a token
     },
 }

@@ -22,12 +22,8 @@ Change = Callable[[torch.Tensor, OpSpec], torch.Tensor]
 
 
 def oracle_impl(spec: OpSpec, change: Callable[..., Any] | None = None) -> OpImpl:
-    """The oracle with results as in the contract: contiguous, of the dtypes of its fakes.
-
-    Args:
-        spec: the contract.
-        change: (results as a tuple, arguments) -> the same, incorrect; None: correct.
-    """
+    """The oracle, with contiguous results in the dtypes of its fakes. `change` makes (results as a
+    tuple, arguments) incorrect; None: correct."""
 
     @wraps(spec.oracle)
     def fn(*args: Any) -> Any:

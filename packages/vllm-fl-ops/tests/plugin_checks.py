@@ -40,15 +40,9 @@ def alone(code: str) -> str:
 
 
 class PluginChecks:
-    """Checks of one installed plugin.
-
-    Attributes:
-        plugin: its module.
-        impl_id: the id of all its implementations.
-        vendor, kind: of all its implementations.
-        platforms: the platforms for which it has a policy.
-        asks: whether availability is also determined without importing vLLM.
-    """
+    """Checks of one installed plugin, with the id, vendor and kind of all its implementations, and
+    the platforms of its policies. `asks`: whether availability is also determined without importing
+    vLLM."""
 
     plugin: ClassVar[ModuleType]
     impl_id: ClassVar[str]

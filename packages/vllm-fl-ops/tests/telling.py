@@ -66,13 +66,9 @@ def told(
     is_fine: Callable[[str, str], bool] | None = None,
     without: str = "-",
 ) -> Callable[..., None]:
-    """A test of incorrect forms.
-
-    Args:
-        forms: (op, the mistake, the form) of each.
-        is_fine: whether only float32 detects a form, by op and mistake.
-        without: prefix of the names of excluded samples.
-    """
+    """A test of incorrect forms: (op, the mistake, the form) of each. `is_fine`: whether only
+    float32 detects a form, by op and mistake. `without`: prefix of the names of excluded
+    samples."""
     known = {(op, what): form for op, what, form in forms}
 
     @by_dtype(known)

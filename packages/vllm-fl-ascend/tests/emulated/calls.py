@@ -30,12 +30,8 @@ def note(what: str, op: str) -> None:
 
 
 def counted(what: str = "checked", *, since: int = 0) -> Counter[str]:
-    """Operator -> calls.
-
-    Args:
-        what: the kind of note: "checked" are calls by schema and meta function.
-        since: size of the file when counting begins.
-    """
+    """Operator -> notes of this kind in the file, from size `since` on; "checked" notes are calls
+    by schema and meta function."""
     path = os.environ.get(VARIABLE)
     if not path:
         return Counter()

@@ -42,11 +42,8 @@ class Npu(ModuleType):
 
 @functools.cache
 def activate() -> None:
-    """Make this process find torch_npu, one NPU and its operators; may be called repeatedly.
-
-    Raises:
-        WheelMissing: TORCH_NPU_WHEEL is not the path of torch_npu's wheel.
-    """
+    """Make this process find torch_npu, one NPU and its operators; may be called repeatedly. Raises
+    WheelMissing if TORCH_NPU_WHEEL is not the path of torch_npu's wheel."""
     operators.define()
     npu = Npu("torch_npu.npu")
     module = ModuleType("torch_npu")

@@ -34,11 +34,7 @@ class WheelMissing(RuntimeError):
 
 
 def wheel() -> Path:
-    """The wheel at the path in the environment variable `TORCH_NPU_WHEEL`.
-
-    Raises:
-        WheelMissing: it is not set, or is another release.
-    """
+    """The wheel at the path TORCH_NPU_WHEEL; WheelMissing if it is unset or another release."""
     named = os.environ.get(VARIABLE, "")
     path = Path(named)
     if named and path.is_file() and path.name.startswith(f"torch_npu-{VERSION}-"):

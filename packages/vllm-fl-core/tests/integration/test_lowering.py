@@ -113,16 +113,9 @@ def lowered(
     apart: list[int] | None = None,
     afterwards: Sequence[Callable[[torch.fx.Graph], None]] = (),
 ) -> tuple[Any, list[str]]:
-    """(a range's result after the pass, our or IR operators left; with `afterwards` also copies).
-
-    Args:
-        plan: the engine's.
-        sizes: the range; with a single size the graph is traced with that size.
-        function: to trace.
-        args: its arguments.
-        apart: `compile_sizes`.
-        afterwards: vLLM's passes that follow ours.
-    """
+    """(a range's result after the pass, our or IR operators left; with `afterwards`, which are
+    vLLM's passes after ours, also copies). If the range `sizes` is a single size, the graph is
+    traced with it. `apart` is `compile_sizes`."""
     unknown = [arg.ndim > 1 and sizes[0] != sizes[1] for arg in args]
     with traced(function, args, unknown) as (mode, module):
         run = lowering.RangeLowering(engine_of(plan), config([LARGEST], apart))

@@ -79,14 +79,8 @@ def found_by_inductor(
 def found(
     function: Function, *args: Tensor, whole: bool = False, target: GraphTarget = TARGET
 ) -> list[Any]:
-    """The finds in a graph that is traced without Inductor, which is fast.
-
-    Args:
-        function: to trace.
-        args: its arguments.
-        whole: whether the activation stays an operator.
-        target: finds the op.
-    """
+    """The target's finds in a graph that is traced without Inductor, which is fast. `whole` keeps
+    the activation an operator."""
     table = {} if whole else select_decomp_table()
     graph = make_fx(function, table, tracing_mode="fake")(*args).graph
     graph.eliminate_dead_code()

@@ -41,14 +41,8 @@ Wrong = Callable[[frozenset[str]], float]
 
 @dataclass
 class Machine:
-    """Runs engines.
-
-    Args:
-        wrong: their error.
-        far: number of forced tokens with an error of one nat instead.
-        own_far: the baseline's number of such tokens.
-        started: each engine's kind and its excluded ops.
-    """
+    """Runs engines with this error; it is one nat at `far` of the forced tokens (baseline:
+    `own_far`). `started`: each engine's kind and excluded ops."""
 
     wrong: Wrong
     baseline: Mapping[str, Any] = field(default_factory=dict)

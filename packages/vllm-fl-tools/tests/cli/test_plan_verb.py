@@ -53,7 +53,7 @@ def test_what_would_change(fl: Command, plugin: Plugin) -> None:
     assert [(op, d["now"]["impl"], d["then"]["impl"]) for op, d in diff["ops"].items()] == [
         (OP, "vendor.acme", "reference.torch")
     ]
-    assert any("fl.yaml" in warning for warning in diff["warnings"])  # overridden by the file
+    assert any("fl.yaml" in warning for warning in diff["warnings"])  # lists what it overrides
     diff = fl("plan", "--diff", "stock", "--json").json()["diff"]
     assert [*diff["ops"]] == [OP] and diff["ops"][OP]["then"] == {"impl": "stock", "reason": ""}
     Path("then.json").write_text(fl("plan", "--json").out)

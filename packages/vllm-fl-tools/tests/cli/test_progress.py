@@ -29,7 +29,7 @@ def test_what_a_plugin_does_is_named_while_it_runs(
     (line, *_) = lines(done.err, verb)
     running = [
         f" of plugin {each!r} " for each in (name, "ops", "operate", "verify")
-    ]  # in the order of the log
+    ]  # depends on timing
     assert any(what in line for what in ("at work (", *running))
     assert told.is_set()
 

@@ -39,15 +39,8 @@ Fails = Callable[[Collection[str], bool], bool]
 
 
 class Engines:
-    """Engines that fail as configured, each counted.
-
-    Args:
-        fails: (the excluded parts, whether launches block) -> whether startup fails.
-        log: the log of a failed startup.
-        hung: whether it hangs instead.
-        wrong: its score if it does not fail.
-        stock: whether stock vLLM is also tried.
-    """
+    """Engines that fail with this log, or hang, if `fails(excluded parts, whether launches block)`;
+    with `wrong` they return that score instead. `stock`: whether stock vLLM may fail too."""
 
     def __init__(
         self,

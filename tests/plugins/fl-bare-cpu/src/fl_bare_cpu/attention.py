@@ -40,14 +40,9 @@ class BareCpuAttentionBackend(AttentionBackend):
 
 @dataclass(frozen=True)
 class BareCpuMetadata(AttentionMetadata):
-    """One step.
-
-    Args:
-        query_ends: end of each sequence's queries among the step's tokens.
-        seq_lens: tokens of each sequence in the cache after this step.
-        block_table: (sequences, blocks) int32.
-        slot_mapping: (tokens,) int64: cache slot of each token's key and value.
-    """
+    """One step. `query_ends`: end of each sequence's queries among the step's tokens; `seq_lens`:
+    tokens in the cache afterwards; `block_table`: (sequences, blocks) int32; `slot_mapping`:
+    (tokens,) int64 cache slots of keys and values."""
 
     query_ends: list[int]
     seq_lens: list[int]
