@@ -1,8 +1,7 @@
-"""What a call costs over a direct call of the same function, in nanoseconds.
+"""Measure the overhead of a call compared with a direct call of the same function, in ns.
 
-Every form is called in turn, round after round, beside the direct call that it is compared with;
-the figure is the median of the differences inside a round. The implementation does nothing, so
-that only the way to it counts.
+Each round runs every case and its direct call; the figure is the median of the differences within
+a round. The implementation does nothing, so only the dispatch is measured.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ def silu_and_mul(x: Any) -> Any:
 def rms_norm(
     x: Any, residual: Any, weight: Any, epsilon: float, variance_size: int | None = None
 ) -> Any:
-    """The same for an op whose layer provides half of the arguments."""
+    """Implementation of an op whose layer provides half of the arguments."""
     return x
 
 
 def supports(x: Any) -> bool:
-    """A predicate that costs nothing but its call."""
+    """Predicate that only costs its call."""
     return True
 
 
@@ -66,13 +65,13 @@ class Case:
     """
 
     def __init__(self, stmt: str, **given: Any) -> None:
-        # Local names: the look-up of a global is no part of any form of call.
+        # Local names, so that the lookup of globals is not measured.
         setup = f"{', '.join(given)}, = given"
-        # The thread's own time: what a shared machine gives to others meanwhile does not count.
+        # Thread time excludes other processes of a shared machine.
         self.timer = timeit.Timer(
             stmt, setup, time.thread_time, globals={"given": tuple(given.values())}
         )
-        self.context = copy_context()  # a case that is made inside a policy_context stays inside
+        self.context = copy_context()  # keep the policy_context of its creation
         self.times: list[float] = []
 
     def run(self, calls: int) -> None:
@@ -81,11 +80,11 @@ class Case:
 
 
 Comparison = tuple[str, Case, Case, float | None]
-"""What is compared, the case, the case that it is compared with, and the bar in nanoseconds."""
+"""(description, case, baseline case, bar in nanoseconds)."""
 
 
 class Plain:
-    """A layer whose method is the implementation, kept as vLLM's CustomOp keeps it."""
+    """Layer whose method is the implementation, stored like in vLLM's CustomOp."""
 
     def __init__(self) -> None:
         self._forward_method = self.forward_oot
@@ -95,7 +94,7 @@ class Plain:
 
 
 class Calling(Plain):
-    """A layer whose method calls the implementation, as a hand-written `forward_oot` does."""
+    """Layer whose method calls the implementation, like a hand-written `forward_oot`."""
 
     def forward_oot(self, x: Any) -> Any:
         return silu_and_mul(x)
@@ -111,7 +110,7 @@ class Bound:
 
 
 class Norm:
-    """What a norm's layer provides."""
+    """Attributes of a norm layer."""
 
     weight: Any = type("Weight", (), {"data": object()})
     variance_epsilon = 1e-6
@@ -143,13 +142,13 @@ class BoundNorm(Norm):
 def manager(
     impls: int, policy: SelectionPolicy | None = None, *, others: int = 0, **options: Any
 ) -> OpManager:
-    """A manager with so many implementations of the op, each from a plugin of its own.
+    """Make a manager with `impls` implementations of the op, each from its own plugin.
 
     Args:
-        impls: implementations of the op that is called.
+        impls: number of implementations of the called op.
         policy: the global policy.
         others: further ops, each with one implementation.
-        options: of the implementations of the op.
+        options: fields of the implementations of the called op.
     """
     registry = OpRegistry()
     for n in range(impls):
@@ -182,7 +181,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
 
 
 def compare(comparisons: list[Comparison], rounds: int, calls: int) -> list[Figure]:
-    """Run all cases in turn, round after round, each round from another one on."""
+    """Run all cases in each round; each round starts with another case."""
     cases = list(dict.fromkeys(case for _, *pair, _ in comparisons for case in pair))
     for case in cases:
         case.run(calls)
@@ -198,11 +197,11 @@ def compare(comparisons: list[Comparison], rounds: int, calls: int) -> list[Figu
 
 
 def multiples(rounds: int) -> list[Figure]:
-    """The forms of a script as multiples of a direct call: these hold on any machine."""
+    """Cost of calls from a script as multiples of a direct call, valid on any machine."""
     x = object()
     ten = manager(10)
     direct = Case("f(x)", f=silu_and_mul, x=x)
-    # What a wrapper with the guards' `try` and nothing else costs: no guard can cost less.
+    # A wrapper with only a `try` is the lower bound of a guard.
     least = Case("f(x)", f=trying, x=x)
     enter = {
         "entering and leaving with_strict_mode": with_strict_mode,
@@ -229,7 +228,7 @@ def multiples(rounds: int) -> list[Figure]:
 
 
 def trying(x: Any) -> Any:
-    """The implementation behind a `try`."""
+    """Call the implementation in a `try`."""
     try:
         return silu_and_mul(x)
     except Exception:
@@ -292,7 +291,7 @@ def functions() -> list[Comparison]:
     ]
 
 
-# Not v0 first: a compiled plan's operator is one per process and chain, and that is another case's.
+# Not v0 first: a compiled plan has one operator per process and chain, and v0 is used elsewhere.
 ONE_ORDER = SelectionPolicy(per_op_order={OP: OpOrder.of("vendor:v1")})
 BY_SIZE = SelectionPolicy(
     per_op_order={OP: OpOrder.of({"<=4": "vendor:v0", "<=64": "vendor:v2", "rest": "vendor:v1"})}
@@ -300,7 +299,7 @@ BY_SIZE = SelectionPolicy(
 
 
 def by_size() -> list[Comparison]:
-    """What looking the row up costs, where the order of an op differs by the size of the call."""
+    """Cost of the table lookup if the order of an op depends on the size of the call."""
     import torch
 
     def of(policy: SelectionPolicy, tokens: int) -> Case:
@@ -314,7 +313,7 @@ def by_size() -> list[Comparison]:
 
 
 def opaque() -> list[Comparison]:
-    """What torch.library costs, which a compiled plan puts around an opaque implementation."""
+    """Cost of torch.library, which wraps an opaque implementation in a compiled plan."""
     import torch
 
     out = torch.empty(1)

@@ -1,17 +1,16 @@
 """vLLM's CPU engine on Qwen3-0.6B's shapes: stock against vllm-fl, eager and compiled.
 
-The engines of one mode are loaded side by side, each in a process of its own, and work in turn:
-every round visits all of them with each workload, beginning with another one each time. A ratio is
-taken inside a round, so that what a shared machine does meanwhile falls on both sides. Where a
-process happens to lie in memory makes it faster or slower for as long as it lives, by some percent:
-the rounds are spread over engines that are started anew, in another order. What else a machine does
-only ever makes a step longer: a visit's speed is that of the fastest quarter of its steps.
+The engines of one mode are loaded together, each in its own process, and run one at a time: every
+round visits all of them with each workload, in rotating order. Ratios are computed within a round,
+so that other load on a shared machine affects both sides. The memory layout of a process changes
+its speed by some percent: the rounds are spread over restarted engines, in another order. Other
+load only makes steps longer: the speed of a visit is that of the fastest quarter of its steps.
 
 Shapes: 28 layers, hidden 1024, intermediate 3072, 16 query and 8 key heads of 128, tied embeddings,
-random weights. The vocabulary has 32768 entries instead of 151936: four engines fit into 24 GiB so.
-With `--real FOLDER` the shipped order is measured on that model, too, with its own weights.
-dtype: bfloat16 where the CPU has AVX-512, else float32 (without it PyTorch's bfloat16 products are
-several times slower than those in float32, and hide everything else). KV cache: 1 GiB.
+random weights. The vocabulary has 32768 entries instead of 151936, to fit four engines into 24 GiB.
+With `--real FOLDER` the shipped order is also measured on that model, with its weights.
+dtype: bfloat16 if the CPU has AVX-512, else float32 (without AVX-512, bfloat16 products of PyTorch
+are several times slower than float32, and hide other costs). KV cache: 1 GiB.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ __all__ = [
 
 ROUNDS = 8
 STARTS = 2
-"""How often the engines of a mode are started anew; the rounds are spread over them."""
+"""Number of times that the engines of a mode are started; the rounds are spread over these."""
 
 START_TIMEOUT, ANSWER_TIMEOUT = 600.0, 300.0
 VOCABULARY = 32_768
 VISIT = 2.0
-"""Seconds that one visit of a decoding engine shall take."""
+"""Target duration of a visit of a decoding engine, in seconds."""
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -79,7 +78,7 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Workload:
-    """What an engine does in one visit."""
+    """Work of an engine in one visit."""
 
     name: str
     batch: int
@@ -88,11 +87,11 @@ class Workload:
 
     @property
     def counted(self) -> int:
-        """Tokens of a step: new ones; for a prefill those of the prompt."""
+        """Tokens per step: new tokens, or prompt tokens for a prefill."""
         return self.batch * (self.prompt_tokens if self.new_tokens == 1 else 1)
 
     def prompts(self, seed: int) -> list[list[int]]:
-        """The prompts of a round: no round finds those of an earlier one in the prefix cache."""
+        """Prompts of a round, which differ from earlier rounds because of the prefix cache."""
         pick = random.Random(f"{self.name} {seed}")
         return [
             [pick.randrange(3, VOCABULARY) for _ in range(self.prompt_tokens)]
@@ -119,9 +118,9 @@ class Variant:
     """One way to run the engine.
 
     Args:
-        variables: what the environment says.
+        variables: environment variables.
         options: further arguments of `vllm.LLM`.
-        ours: whether vllm-fl takes part.
+        ours: whether vllm-fl is enabled.
     """
 
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -162,11 +161,11 @@ BARS = {
     ("compiled", "reference", "stock"): 0.98,
     ("compiled", "shipped", "stock"): 1.0,
 }
-"""(mode, variant, what it is compared with) -> the smallest ratio of tokens per second."""
+"""(mode, variant, baseline) -> smallest ratio of tokens per second."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the engine part, for a look at a piece of it."""
+    """Add options that restrict the engine part."""
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(BY_DEFAULT))
     parser.add_argument("--dtype", choices=("bfloat16", "float32"))
@@ -188,7 +187,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
 def _measured_on(
     model: Path, title: str, variants: Sequence[str], options: argparse.Namespace
 ) -> list[Figure]:
-    """The figures of one model, whose names begin with `title`."""
+    """Measure one model; the names of its figures start with `title`."""
     rounds = -(-(options.rounds or ROUNDS) // STARTS)
     dtype = dtype_of(options)
     figures: list[Figure] = []
@@ -212,12 +211,12 @@ def _measured_on(
 
 
 def dtype_of(options: argparse.Namespace) -> str:
-    """The one that was asked for, or that this CPU multiplies fastest."""
+    """The dtype of the options, or the one with the fastest products on this CPU."""
     return options.dtype or ("bfloat16" if "avx512f" in vector_extensions() else "float32")
 
 
 class Measured:
-    """What the engines of one mode did; its figures' names begin with `title`."""
+    """Measurements of the engines of one mode; names of figures start with `title`."""
 
     def __init__(self, title: str, mode: str) -> None:
         self.title, self.mode = title, mode
@@ -234,10 +233,10 @@ class Measured:
         )
 
     def add(self, engines: Mapping[str, Engine], rounds: int) -> None:
-        """Let the engines work in turn."""
+        """Run the engines one at a time."""
         names = list(engines)
         fitted = warmed_up(engines)
-        self.workloads = self.workloads or fitted  # the first engines' visits for all
+        self.workloads = self.workloads or fitted  # all engines use the visits of the first ones
         self.idle += [engine.idle_share() for engine in engines.values()]
         self.blocks += [int(engine.ready["kv_blocks"]) for engine in engines.values()]
         for number in range(rounds):
@@ -245,7 +244,7 @@ class Measured:
                 prompts = workload.prompts(number)
                 turn = number % len(names)
                 for name in (*names[turn:], *names[:turn]):
-                    # A system may reclaim an idle process's memory: its first tokens take twice
+                    # The system may reclaim memory of an idle process: its first tokens take twice
                     # as long then, and are not timed.
                     engines[name].generate(workload.prompts(number - 1000), 2)
                     seconds = engines[name].generate(prompts, workload.new_tokens)
@@ -285,7 +284,7 @@ def warmed_up(engines: Mapping[str, Engine]) -> list[Workload]:
 
 
 class Engine:
-    """A running engine, idle until it is asked."""
+    """Running engine, idle between jobs."""
 
     def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
         self.name = name
@@ -294,7 +293,7 @@ class Engine:
         self.ready: dict[str, Any] = self._answer(START_TIMEOUT)
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> float:
-        """Generate greedily; the seconds of a step in the fastest quarter of them."""
+        """Generate greedily; return the seconds of a step at the fastest quarter."""
         steps = sorted(self.steps(prompts, new_tokens))
         return steps[len(steps) // 4]
 
@@ -323,7 +322,7 @@ class Engine:
         return answer
 
     def idle_share(self, seconds: float = 2.0) -> float:
-        """The cores that all processes of the engine keep busy while nobody asks it anything."""
+        """Number of cores that the processes of the idle engine keep busy."""
         before = self._cpu_seconds()
         time.sleep(seconds)
         return (self._cpu_seconds() - before) / seconds
@@ -331,7 +330,7 @@ class Engine:
     def _cpu_seconds(self) -> float:
         ticks = 0
         for stat in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # the process has ended
                 fields = stat.read_text().rpartition(")")[2].split()
                 if int(fields[3]) == self.process.pid:  # the session that it leads
                     ticks += int(fields[11]) + int(fields[12])
@@ -345,13 +344,13 @@ def running(
     """Start an engine of this variant; end all its processes at the end.
 
     Args:
-        name: what it is called in what is printed.
-        variant: how it is run.
+        name: name of the engine in the output.
+        variant: its settings.
         mode: `eager` or `compiled`.
         model: the folder with the model's configuration.
-        dtype: the model's.
-        compiled: the folder of what engines have compiled. None: it compiles anew, so that no graph
-            of an earlier version of anything is found.
+        dtype: dtype of the model.
+        compiled: folder of the compile cache. None: an empty one, so that graphs of earlier
+            versions are not found.
     """
     request = {
         "model": str(model),
@@ -404,7 +403,7 @@ def running(
 
 
 def _describe(engine: Engine) -> str:
-    """What an engine runs with, in one line."""
+    """Describe an engine in one line."""
     ready = engine.ready
     plan = ready["report"]["ops"] if ready["report"] else {}
     ops = " ".join(f"{op}={entry['impl']}" for op, entry in plan.items())

@@ -1,14 +1,14 @@
-"""One vLLM engine in a process of its own, driven over its pipes by engine.py.
+"""Run one vLLM engine in a process that engine.py controls by pipes.
 
     python engine_server.py '{"model": DIR, "options": {…}, "ours": true}'
 
-`"patch": "MODULE"` calls that module's `install` first: engine processes are forked from this one.
+`"patch": "MODULE"` calls `install` of that module first: engine processes are forked from this one.
 
-Answers are lines of JSON on what was its standard output; everything that it logs goes to standard
-error. It answers once when it is ready, then once per line that it reads: `seconds` for all of it,
-and in `steps` for each of the engine's steps; to `{"memory": true}`, with `peak_mib`, and with the
-`weights` that a decoding step of one token reads, in bytes. A job with `"profile": true` is
-profiled in the first worker: `kernels` has for each the µs and the calls.
+Writes JSON lines to its original standard output; logs go to standard error. It answers once when
+it is ready, then once per input line: `seconds` in total, and `steps` for each step of the engine.
+It answers `{"memory": true}` with `peak_mib`, and the bytes of the `weights` that a decoding step
+of one token reads. A job with `"profile": true` is profiled in the first worker: `kernels` has the
+µs and the calls of each kernel.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any
 
 
 def memory(worker: Any) -> dict[str, float]:
-    """The most device memory that PyTorch's tensors took since the engine measured what is free.
+    """Peak device memory of PyTorch's tensors since the engine measured the free memory.
 
-    And the bytes of the weights that a decoding step of one token reads: of experts those that it
-    is sent to, of an embedding that is no output layer, too, none.
+    Also the bytes of the weights that a decoding step of one token reads: only selected experts,
+    and no embedding unless it is also the output layer.
     """
     import torch
 
@@ -66,7 +66,7 @@ def end_profile(worker: Any) -> dict[str, list[float]]:
 
 def main() -> None:
     """Serve until standard input ends."""
-    # Engine processes inherit descriptor 1 and print there: keep the answers apart.
+    # Engine processes inherit descriptor 1 and print to it: answer on a copy.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -107,8 +107,7 @@ def main() -> None:
         prompts: Any = [{"prompt_token_ids": ids} for ids in job["prompts"]]
         if "profile" in job:
             llm.collective_rpc(begin_profile)
-        # All wait before the first step, so that chance does not decide which are computed together
-        # and by which products.
+        # Start all together, so that the batches and their kernels do not depend on timing.
         llm.sleep(level=0)
         llm.enqueue(prompts, sampling, use_tqdm=False)
         ends = [time.perf_counter()]

@@ -1,4 +1,4 @@
-"""What a benchmark yields: figures with their spread and bar, as a table and as JSON."""
+"""Figures of benchmarks, with spread and bar, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Figure:
 
     @property
     def verdict(self) -> str:
-        """`met` or `missed` by the median; `open` where half of the rounds lie on both sides."""
+        """`met` or `missed` by the median; `open` if the quartiles are on both sides of the bar."""
         if self.at_most is not None:
             if self.median <= self.at_most:
                 return "met"
@@ -133,7 +133,7 @@ def as_json(f: Figure) -> dict[str, Any]:
 
 
 def host() -> dict[str, Any]:
-    """The machine and the versions that the figures hold for."""
+    """Machine and versions of the measurement."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "cpu": _cpuinfo().get("model name", platform.machine()),

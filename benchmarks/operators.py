@@ -1,8 +1,7 @@
-"""What an overridden operator of vLLM's costs the host over a direct call, in an eager engine.
+"""Measure the host overhead of an overridden vLLM operator in an eager engine.
 
-The same operator is called round after round without the override and with it. The implementation
-does nothing: what counts is the way to it, and the copy of its result to where the operator leaves
-it.
+The same operator is called in each round with and without the override. The implementation does
+nothing, so the dispatch and the copy of the result into the output of the operator are measured.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
     """The figures of the operator patcher.
 
     Raises:
-        MeasurementFailed: vLLM's operators are not here.
+        MeasurementFailed: vLLM's operators are missing.
     """
     try:
         import torch

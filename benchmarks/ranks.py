@@ -1,7 +1,7 @@
-"""What the agreement of an engine's ranks costs: seconds, and bytes over the network.
+"""Measure the agreement of the ranks of an engine: seconds, and bytes over the network.
 
-The ranks are processes without an engine, in a network of their own, whose loopback carries nothing
-else. Each hands in the verdict of a plan of what is installed, as at every start.
+The ranks are processes without an engine in a separate network namespace, whose loopback has no
+other traffic. Each sends the verdict of a plan of the installed backends, like at each startup.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _run(ranks: int, rounds: int) -> dict[str, list[tuple[float, int]]]:
     try:
         done = subprocess.run(
             [*alone, *script],
-            env={**os.environ, "VLLM_FL_PREFER": "vendor"},  # a plan of which nothing is stock
+            env={**os.environ, "VLLM_FL_PREFER": "vendor"},  # a plan without stock
             capture_output=True,
             text=True,
             check=False,

@@ -1,10 +1,10 @@
-"""Every number that this project promises, measured: prints one table of figure, spread and bar.
+"""Measure all promised numbers, and print a table of figure, spread and bar.
 
     python benchmarks/run.py [callpath] [operators] [startup] [ranks] [engine] [shadow] [--save] …
 
 Parts run in the order callpath, operators, startup, ranks, engine, shadow; all of them by default.
-A bar that is missed does not change the exit status: a shared machine may do that. What cannot be
-measured does.
+A missed bar does not change the exit status, because shared machines vary. A failed measurement
+does.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def _save(part: str, measured: list[Figure]) -> None:
-    """Put the part into today's file; what other runs of today measured stays."""
+    """Write the part into the file of today, and keep parts of other runs."""
     RESULTS.mkdir(exist_ok=True)
     file = RESULTS / f"cpu-{time.strftime('%Y-%m-%d')}.json"
     saved = json.loads(file.read_text()) if file.exists() else {}

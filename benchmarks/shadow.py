@@ -1,11 +1,10 @@
-"""What a shadow costs vLLM's CPU engine on Qwen3-0.6B's shapes, eager and compiled.
+"""Measure the shadow check in vLLM's CPU engine on Qwen3-0.6B's shapes, eager and compiled.
 
-Engines of one plan, with VLLM_FL_SHADOW unset, 0, 0.01 and 1, are loaded side by side and decode in
-turn, as in engine.py, whose model they have. A hundred steps are one visit, of which a shadow of
-0.01 samples one; a visit's speed is that of all its steps, where engine.py takes the fastest
-quarter. `a step` compares the fastest quarters: of 0.01 those are steps that are not sampled. What
-a sampled one takes is seen in the engine that samples each; from it follows what 1 % costs where
-the machine's noise is larger than that.
+Engines of one plan, with VLLM_FL_SHADOW unset, 0, 0.01 and 1, are loaded together and decode one at
+a time, with the model of engine.py. A visit has 100 steps, of which a rate of 0.01 samples one; its
+speed is that of all steps, while engine.py uses the fastest quarter. `a step` compares the fastest
+quarters, which are unsampled steps at 0.01. The engine with rate 1 shows the cost of a sampled
+step; the cost of 1 % follows from it if the machine's noise is larger.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a process pays before its first call: `import vllm_fl`, discovery, plugins.
+"""Measure the time of a process before its first call: `import vllm_fl`, discovery, plugins.
 
-Each round is a fresh interpreter that finds its byte code written. Plugins are generated: a folder
-with modules and the metadata of real distributions, on the path of the subprocess. Their own
-imports come before the clock starts.
+Each round is a new interpreter with existing byte code. Plugins are generated: a folder with
+modules and the metadata of distributions, on the path of the subprocess. Their imports are not
+measured.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ with open("/proc/self/status") as status:
     peak = next(line for line in status if line.startswith("VmHWM:"))
 print(int(peak.split()[1]) / 1024)
 """
-"""Prints the peak of this process's resident memory in MiB. The kernel's ru_maxrss would begin with
-that of the parent."""
+"""Print the peak resident memory of the process in MiB. ru_maxrss would start with the parent's."""
 
 IMPORTED = f"""
 import sys, vllm_fl
@@ -119,7 +118,7 @@ class Interpreter:
         self.environment = {**kept, "PYTHONPYCACHEPREFIX": cache}
 
     def __call__(self, *args: str, **variables: str) -> str:
-        """What it prints."""
+        """Run the interpreter, and return its output."""
         done = subprocess.run(
             [sys.executable, *args],
             env={**self.environment, **variables},
@@ -146,7 +145,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
 
 
 def importing(python: Interpreter, rounds: int) -> list[Figure]:
-    """`import vllm_fl` over the bare interpreter: time, memory, and what it drags in."""
+    """`import vllm_fl` compared with an empty program: time, memory, and heavy imports."""
     bare: list[float] = []
     ours: list[float] = []
     for n in range(rounds + 1):
@@ -205,7 +204,7 @@ def many_plugins(python: Interpreter, rounds: int) -> list[Figure]:
 def start(
     python: Interpreter, plugins: int, ops: int, rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Milliseconds from the imported plugins to settings in force, and for resolving every op."""
+    """Milliseconds from imported plugins to effective settings, and to resolve each op."""
     starts, resolves = [], []
     with tempfile.TemporaryDirectory() as folder:
         names = [f"p{n:02}" for n in range(plugins)]
@@ -215,7 +214,7 @@ def start(
         resolved = ["silu_and_mul", "rms_norm", *(f"op_{n}" for n in range(ops - 2))]
         environment = {
             "PYTHONPATH": folder,
-            # What else is installed is found, but not loaded: its imports are not the question.
+            # Find other installed plugins, but do not load them.
             "VLLM_FL_PLUGINS": ",".join(f"bench-{name}" for name in names),
             "VLLM_FL_LOG_LEVEL": "WARNING",
         }

@@ -1,9 +1,9 @@
-"""The read bandwidth of a GPU's memory, by one named kernel: what decoding is limited by.
+"""Measure the read bandwidth of GPU memory, which limits decoding, with one named kernel.
 
     python benchmarks/gpu/bandwidth.py
 
-A decoding step of one token reads each weight once. `read_kernel` does nothing else: it adds up
-4 GiB of numbers, many times what caches hold. JSON goes to standard output, in bytes per second.
+A decoding step of one token reads each weight once. `read_kernel` only sums 4 GiB of numbers, many
+times the size of the caches. Prints JSON, in bytes per second.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""vLLM's layers on FlagGems with nothing between: what its kernels cost without any choosing.
+"""Run vLLM's layers directly on FlagGems, to measure its kernels without dispatch.
 
-Every forward of RMSNorm, SiluAndMul and RotaryEmbedding is FlagGems's own function, in eager mode.
-The engine's processes are forked from one that has called `install`.
+All forwards of RMSNorm, SiluAndMul and RotaryEmbedding are functions of FlagGems, in eager mode.
+The processes of the engine are forked from a process that has called `install`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FORWARDS = ("forward_native", "forward_cuda")
 
 @functools.cache
 def gems() -> Any:
-    """FlagGems, imported behind vLLM's extension as it must be, by who computes first."""
+    """Import FlagGems on first use; it must be imported after vLLM's extension."""
     import_module("vllm._C_stable_libtorch")
     return import_module("flag_gems")
 

@@ -3,16 +3,15 @@
     python benchmarks/gpu/engine.py [--model qwen3-8b] [--modes compiled eager] [--variants …]
         [--rounds 6] [--kernels 5] [--ranks 2]
 
-The engines of one mode are loaded side by side, each in a process of its own with its part of the
-memory, and work in turn: every round visits all of them with each workload, in another
-order each time, since who comes after an idle moment finds the GPU cooler and its clocks higher. A
-ratio is taken inside a round; over twice as many rounds as engines, of each pair both have been
-first equally often. `steady` is the speed of the fastest quarter of a visit's decode steps: what
-else the host does only ever makes a step longer. JSON goes to $OUT/engine.json after every round,
-with the µs of each step.
+The engines of one mode are loaded together, each in its own process with its part of the memory,
+and run one at a time: every round visits all of them with each workload, in another order, because
+after an idle moment the GPU is cooler and its clocks are higher. Ratios are computed within a
+round; with twice as many rounds as engines, each of a pair is first equally often. `steady` is the
+speed of the fastest quarter of the decode steps of a visit, because other load of the host only
+makes steps longer. JSON goes to $OUT/engine.json after every round, with the µs of each step.
 
-`--kernels` adds rounds in which PyTorch's profiler sees what the GPU does in single steps: the sum
-of all kernels' times, as a ratio inside a round, and the longest kernels.
+`--kernels` adds rounds that profile single steps with PyTorch: the sum of all kernel times, as a
+ratio within a round, and the longest kernels.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ OPTIONS = {
     "max_num_batched_tokens": 16384,
     "enable_prefix_caching": False,
 }
-"""What every engine here is started with."""
+"""Options of all engines."""
 
 ALONE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-"""Nothing is fetched from or reported to anywhere."""
+"""Environment variables that disable downloads and usage reports."""
 
 WORKLOADS = {
     "batch 1": (1, 128, 128),
@@ -66,13 +65,13 @@ STEPS = {
     "prefill of 1024": (1, 1024, 1),
     "prefill": (16, 1024, 1),
 }
-"""What is profiled: name -> (prompts, tokens of each, new tokens of each: as many steps)."""
+"""Profiled jobs: name -> (prompts, tokens of each, new tokens of each = steps)."""
 
 MEMORY_GIB = 35.0
-"""What an engine is given of a GPU's memory, or an equal part of it where that is less."""
+"""Memory of a GPU for one engine; an equal share of the GPU if that is less."""
 
 SHOWN = 16
-"""How many of an engine's kernels are printed."""
+"""Number of printed kernels per engine."""
 
 STOCK = {"VLLM_PLUGINS": ""}
 ONLY_LAYERS = {"VLLM_FL_PREFER": "flagos", "VLLM_FL_PER_OP": "attention_backend=stock"}
@@ -91,16 +90,16 @@ VARIANTS: dict[str, tuple[dict[str, str], bool]] = {
     "flagos-attention": ({"VLLM_FL_PER_OP": "attention_backend=flagos"}, True),
     "table": ({"VLLM_FL_TABLE": os.environ.get("TABLE", "")}, True),
 }
-"""Name -> (what the environment says, whether vllm-fl takes part).
+"""Name -> (environment variables, whether vllm-fl is enabled).
 
-`table` is default settings with the table of `vllm-fl tune` that the variable TABLE names. In
-`shipped-early` kernels begin while the one before them ends.
+`table` uses default settings and the tuning table at the path in the variable TABLE. In
+`shipped-early` a kernel starts while the previous one ends.
 
-`stock-again` shows what two engines of one code differ by; `stock-fusion` is stock with its pass
-for norms of heads and rope. `flagos` is FlagGems for every layer but attention, `experts` for the
-experts alone; `direct` is what `flagos` does without vllm-fl, see direct.py: in eager mode only.
-`flagos-shadow-1` is `flagos` with 1 % of its steps sampled; `steady` shows those that are not, and
-of `flagos-shadow-100` what a sampled one takes.
+`stock-again` shows the difference between two identical engines; `stock-fusion` is stock with its
+fusion pass for norms of heads and rope. `flagos` is FlagGems for all layers except attention,
+`experts` only for experts; `direct` is `flagos` without vllm-fl, only in eager mode (direct.py).
+`flagos-shadow-1` is `flagos` with 1 % of its steps sampled: `steady` shows unsampled steps there,
+and sampled steps in `flagos-shadow-100`.
 """
 
 FURTHER: dict[str, dict[str, Any]] = {
@@ -111,7 +110,7 @@ FURTHER: dict[str, dict[str, Any]] = {
         },
     },
 }
-"""Variant -> what vLLM is told beside OPTIONS."""
+"""Variant -> options of vLLM in addition to OPTIONS."""
 
 BARS = {
     ("compiled", "shipped"): {"batch 1": 0.995, "batch 64": 0.995, "prefill": 0.995},
@@ -122,20 +121,20 @@ BARS = {
 """(mode, variant) -> the smallest share of stock's tokens per second."""
 
 OTHERS = ("stock", "direct", "flagos")
-"""The variants with which each of the others is compared."""
+"""Baselines of the comparisons."""
 
 Speeds = dict[str, dict[str, list[float]]]
 """Engine -> workload -> tokens per second, round by round."""
 
 
 def prompts(seed: str, batch: int, length: int, vocabulary: int) -> list[list[int]]:
-    """Random ones: no round finds an earlier one's prefix."""
+    """Random prompts, which do not share prefixes with other rounds."""
     pick = random.Random(seed)
     return [[pick.randrange(3, vocabulary) for _ in range(length)] for _ in range(batch)]
 
 
 class Engine:
-    """A running engine, idle until it is asked."""
+    """Running engine, idle between jobs."""
 
     def __init__(
         self, name: str, process: subprocess.Popen[str], log: Path, vocabulary: int
@@ -160,7 +159,7 @@ class Engine:
     def kernels(self, step: str, seed: int) -> dict[str, list[float]]:
         """Kernel -> its µs and calls in one step, the longest first."""
         batch, length, new = STEPS[step]
-        for part in ("before", "seen"):  # what comes after an idle moment is slower at first
+        for part in ("before", "seen"):  # the first steps after an idle moment are slower
             words = prompts(f"{step} {seed} {part}", batch, length, self.vocabulary)
             job = {"prompts": words, "new_tokens": new}
             answer = self.ask({**job, "profile": True} if part == "seen" else job)
@@ -169,7 +168,7 @@ class Engine:
         return dict(sorted(per_step.items(), key=lambda item: -item[1][0]))
 
     def unprofiled(self, step: str) -> str:
-        """What its log says of a profile without kernels."""
+        """Message about a profile without kernels, with the last related line of the log."""
         lines = self.log.read_text(errors="replace").splitlines()[-400:]
         words = ("cupti", "kineto", "profiler")
         about = [line for line in lines if any(word in line.lower() for word in words)]
@@ -177,18 +176,18 @@ class Engine:
         return f"the profile of {step!r} has no kernel: this round is left out ({why})"
 
     def peak_mib(self) -> float:
-        """The most device memory that its tensors have taken; the driver's count has slack, too."""
+        """Peak device memory of its tensors; unlike the driver's number, without slack."""
         return float(self.ask({"memory": True})["peak_mib"])
 
     def ask(self, job: dict[str, Any]) -> dict[str, Any]:
-        """What the engine answers to one job."""
+        """Send a job, and return the answer."""
         assert self.process.stdin is not None
         print(json.dumps(job), file=self.process.stdin)
         self.process.stdin.flush()
         return self.answer(ANSWER_TIMEOUT)
 
     def answer(self, timeout: float) -> dict[str, Any]:
-        """The next line that the engine writes; RuntimeError with its log when there is none."""
+        """Return the next answer; raise RuntimeError with the log if there is none in time."""
         assert self.process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self.process.stdout, selectors.EVENT_READ)
@@ -212,8 +211,8 @@ def running(
 ) -> Iterator[Engine]:
     """Start an engine and wait until it is ready; end all its processes at the end.
 
-    One after the other: an engine measures the free memory while it starts. Those that are told how
-    large their KV cache is may start at once: `waits` is false then.
+    Engines start one by one, because they measure the free memory. Engines with a fixed size of the
+    KV cache may start together: `waits` is false then.
     """
     variables, ours = VARIANTS[name]
     request = {
@@ -261,7 +260,7 @@ def running(
 
 
 def memory_of(session: int) -> int | None:
-    """MiB of device memory of the processes of an engine; None where the driver does not tell."""
+    """MiB of device memory of the processes of an engine; None if the driver reports none."""
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     asked = subprocess.run(query, capture_output=True, text=True, check=False).stdout
     used = None
@@ -274,7 +273,7 @@ def memory_of(session: int) -> int | None:
 
 
 def compare(mode: str, engines: Mapping[str, Engine], rounds: int) -> Iterator[dict[str, Any]]:
-    """What is known after each round: tokens per second, and ratios to stock, per workload."""
+    """Yield after each round: tokens per second and ratios to stock, by workload."""
     names = list(engines)
     speeds: Speeds = {n: {w: [] for w in WORKLOADS} for n in names}
     steady: Speeds = {n: {w: [] for w in WORKLOADS if WORKLOADS[w][2] > 1} for n in names}
@@ -320,15 +319,15 @@ def compare(mode: str, engines: Mapping[str, Engine], rounds: int) -> Iterator[d
 
 
 def profiled(engines: Mapping[str, Engine], rounds: int) -> Iterator[dict[str, Any]]:
-    """What is known of the GPU's kernels after each round.
+    """Yield the kernel times of the GPU after each round.
 
-    A profile may lack its kernels, as one on an H100 did. It is asked for once more then; a round
-    in which an engine shows none in a step is left out for this step.
+    A profile may have no kernels (seen on an H100) and is then repeated once. A round without
+    kernels of an engine in a step is skipped for this step.
 
     Returns:
-        Engine -> step -> `us`, the sum of all kernels' times, round by round; `of_stock`, the
-        quartiles of its ratio to stock's in the same round, None without a round; `kernels`,
-        name -> [µs, calls] of the last round.
+        Engine -> step -> `us`, the sum of all kernel times by round; `of_stock`, the quartiles of
+        its ratio to stock within a round, None without a round; `kernels`, name -> [µs, calls] of
+        the last round.
     """
     sums: dict[str, dict[str, list[float]]] = {name: {s: [] for s in STEPS} for name in engines}
     last: dict[str, dict[str, Any]] = {name: {s: {} for s in STEPS} for name in engines}
@@ -429,7 +428,7 @@ def keep(out: Path, results: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Measure the modes that were asked for."""
+    """Measure the modes of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     modes, variants = ["compiled", "eager"], ["stock", "shipped", "flagos"]
     parser.add_argument("--model", default="qwen3-8b", choices=MODELS)

@@ -1,4 +1,4 @@
-"""The GPU and the versions that figures hold for."""
+"""GPU and versions of a measurement."""
 
 from __future__ import annotations
 

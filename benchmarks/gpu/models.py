@@ -1,23 +1,23 @@
-"""Default settings beside stock vLLM on a GPU: several models' shapes, with dummy weights.
+"""Compare default settings with stock vLLM on a GPU: shapes of several models, dummy weights.
 
     python benchmarks/gpu/models.py [--models qwen3-8b llama-3.1-8b …] [--rounds 5] [--kernels 3]
         [--new-tokens 64] [--seconds 480] [--ranks 4]
 
-Of each model three engines work in turns: stock, stock once more, and vllm-fl as it is installed.
-They are told how large their KV cache is, and start at once. What is shown of the second and the
-third, beside the first:
+For each model three engines run one at a time: stock, stock again, and vllm-fl with default
+settings. Their KV cache has a fixed size, and they start together. The second and third are
+compared with the first:
 
-    tokens per second      of prompts and outputs, as a client sees it; median and range
+    tokens per second      of prompts and outputs, as seen by a client; median and range
     steady decoding        steps per second of the fastest quarter of a visit's steps
     kernels' time          the sum of all kernels' times of one step (less is faster)
     of the read bandwidth  the bytes of the weights that a decoding step of one token reads, by its
-                           time, as a share of what `read_kernel` (bandwidth.py) reads there
+                           time, as a share of the bandwidth of `read_kernel` (bandwidth.py)
 
-With `--ranks` each engine has that many GPUs, tensor parallel, and shares them with the others; the
-weights, and what a GPU reads of them, are then those of one rank.
+With `--ranks` each engine uses that many GPUs, tensor parallel, and shares them with the others;
+the weights, and the bytes that a GPU reads, are then those of one rank.
 
-One line of JSON for each model is appended to $OUT/models.jsonl. With `--seconds` it ends in time,
-and says what it left out: measure the others by another call, and append.
+Appends one line of JSON for each model to $OUT/models.jsonl. With `--seconds` it stops in time, and
+prints the skipped models: measure these by another call.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ CACHE_BYTES = 3 * 2**30
 """Of KV cache for each engine: 64 sequences of 256 tokens, and 16 prompts of 1024."""
 
 SHARE = 0.29
-"""Of the device's memory that must be free where an engine starts."""
+"""Share of the device's memory that must be free when an engine starts."""
 
 LEAST_SECONDS = 230.0
-"""Less time than this is none for another model."""
+"""Remaining time that another model needs at least."""
 
 
 def bandwidth() -> dict[str, Any]:
-    """What the device reads and copies, in bytes per second."""
+    """Read and copy bandwidth of the device, in bytes per second."""
     asked = [sys.executable, str(HERE / "bandwidth.py")]
     done = subprocess.run(asked, capture_output=True, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -64,7 +64,7 @@ def bandwidth() -> dict[str, Any]:
 def measure(
     name: str, options: argparse.Namespace, folder: Path, deadline: float
 ) -> dict[str, Any]:
-    """What is known of one model when its rounds, or the time, have ended."""
+    """Measure one model until its rounds or the time end."""
     config, further = MODELS[name]
     model = folder / name
     model.mkdir()
@@ -125,7 +125,7 @@ def shown(result: dict[str, Any], read: float) -> str:
 
 
 def main() -> None:
-    """Measure the models that were asked for."""
+    """Measure the models of the command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=MODELS)
     parser.add_argument("--variants", nargs="+", default=[*VARIANTS], choices=engine.VARIANTS)

@@ -81,7 +81,7 @@ def shapes(tokens: int) -> Iterator[Shape]:
 
 
 OWN = ("gelu_and_mul", "rms_norm", "rotary_embedding", "silu_and_mul")
-"""The ops whose arguments `shapes` states; those of any other are its contract's samples."""
+"""Ops with arguments from `shapes`; other ops use the samples of their contracts."""
 
 
 def others(tokens: int) -> Iterator[Shape]:

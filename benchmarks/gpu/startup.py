@@ -1,27 +1,27 @@
-"""What a start of vLLM costs with vllm-fl on a GPU, a model's shapes: stock and shipped.
+"""Measure the startup of vLLM on a GPU, with the shapes of a model: stock and shipped.
 
     python benchmarks/gpu/startup.py [--model qwen3-8b] [--modes compiled eager] [--variants …]
         [--cold 2] [--warm 1] [--seconds 480] [--ranks 1 2 4]
 
-Engines start one after the other, each alone on the devices, in turns. With `--ranks` each has that
-many of them, tensor parallel, and there are starts of each number. A cold start finds every
-cache empty: vLLM's, Inductor's, Triton's and FlagGems's. Behind the last cold start of all variants
-the warm ones find them as it left them. JSON goes to $OUT/startup.json after every start:
+Engines start one by one, each alone on the devices. With `--ranks` each number of devices is
+measured, tensor parallel. For a cold start all caches are empty: vLLM's, Inductor's, Triton's and
+FlagGems's. Warm starts follow the last cold start of all variants, and use its caches. JSON goes to
+$OUT/startup.json after every start:
 
-    ranks               how many the engine has
-    phases              phase -> seconds; of stock vLLM what its log says, of vllm-fl what its
-                        report says, too (`vllm_fl_report`, `start`)
-    ranges              range of token counts -> seconds of compiling its graphs, by vLLM's log
-    preflight_seconds   what the start line says; null for stock
-    live_calls          calls compared on the loaded model's tensors, by the same line
-    live_seconds        how long that took, its forwards included
-    live_remarks        why there was no such run, and what was not compared in it
+    ranks               number of ranks of the engine
+    phases              phase -> seconds, from vLLM's log; for vllm-fl also from its report
+                        (`vllm_fl_report`, `start`)
+    ranges              range of token counts -> seconds of compiling its graphs, from vLLM's log
+    preflight_seconds   from the start line; null for stock
+    live_calls          calls compared on the loaded model's tensors, from the same line
+    live_seconds        seconds of that, forwards included
+    live_remarks        reason if that did not run, and calls that were not compared
     captured            implementation -> [graphs, seconds of capturing and replaying them]
     engine_seconds      from vllm.LLM(…) to an engine that takes requests
     total_seconds       the same from the start of the process, imports included
     kv_blocks           vLLM's num_gpu_blocks
-    peak_mib            the most device memory of its tensors, after serving a batch
-    memory_mib          what the driver counts for its processes; null where it does not tell
+    peak_mib            peak device memory of its tensors, after serving a batch
+    memory_mib          memory of its processes from the driver; null if it reports none
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ SAID = {
     "graphs": r"Graph capturing finished in (\d+) secs",
     "profile, cache and warm-up": r"init engine \(.*\) took ([\d.]+) s",
 }
-"""Phase -> what vLLM's log says of it. A release may say it otherwise: that phase is left out."""
+"""Phase -> pattern in vLLM's log. If a release has another text, the phase is skipped."""
 
 RANGE = re.compile(r"Compiling a graph for compile range (\(.*?\)|\S+) takes ([\d.]+) s")
 
 SHARE = 0.9
-"""Of the device's memory, as vLLM takes by default."""
+"""Share of the device's memory, vLLM's default."""
 
 SLACK_MIB = 16
 
 
 def used_mib() -> int:
-    """The memory of the visible devices that is in use, by whomever."""
+    """Memory in use on the visible devices, by all processes."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     query += [f"--id={visible}"] if visible else []
@@ -142,14 +142,14 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def flat(result: dict[str, Any]) -> dict[str, float]:
-    """What of a start is seconds."""
+    """Fields of a start in seconds."""
     ranges = {f"log: range {where}": took for where, took in result["ranges"].items()}
     whole = {"from LLM(…)": result["engine_seconds"], "the whole": result["total_seconds"]}
     return whole | result["phases"] | ranges
 
 
 def main() -> None:
-    """Start what was asked for, and print a line of JSON for each start."""
+    """Start the engines of the command line, and print a line of JSON for each start."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     modes, variants = ["compiled", "eager"], ["stock", "shipped"]
     parser.add_argument("--model", default="qwen3-8b", choices=MODELS)
@@ -167,7 +167,7 @@ def main() -> None:
         return
     deadline = time.monotonic() + options.seconds
     out = Path(os.environ.get("OUT", "."))
-    os.environ["VLLM_FL_LOG_LEVEL"] = "DEBUG"  # which names what is captured
+    os.environ["VLLM_FL_LOG_LEVEL"] = "DEBUG"  # logs what is captured
     config, further = MODELS[options.model]
     results: list[dict[str, Any]] = []
     before = used_mib()
