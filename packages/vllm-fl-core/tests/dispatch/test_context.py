@@ -85,7 +85,7 @@ class TestBlocks:
 
 
 def across_threads(installed: OpManager) -> None:
-    """Eight threads, each under its own vendor, and this one under none."""
+    """Run eight threads with different vendors, and this thread without a policy."""
     together = threading.Barrier(9, timeout=300)
     leaks: list[str] = []
 
@@ -112,7 +112,7 @@ def across_threads(installed: OpManager) -> None:
 
 
 def across_tasks(installed: OpManager) -> None:
-    """A hundred tasks that take turns inside their blocks."""
+    """Run a hundred tasks that alternate inside their policy blocks."""
     leaks: list[str] = []
 
     async def work(number: int) -> None:

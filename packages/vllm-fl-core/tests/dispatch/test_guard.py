@@ -1,4 +1,4 @@
-"""Guards: the contract's own signature around an implementation, and what a chain does after it."""
+"""Guards: the signature of the contract, and the fallbacks of a chain."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Call, fallback, demotion, clearing and policies against a model, with what breaks at random.
+"""Calls, fallbacks, demotions, clearing and policies against a model, with random failures.
 
-Each implementation returns its own multiple of its inputs, so that a result says which one ran and
-that nothing had been written into what it read.
+Each implementation returns a different multiple of its inputs, so a result shows which one ran, and
+that its inputs were not overwritten.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GARBAGE = -1e30
 
 
 class Broken(Exception):
-    """What an implementation raises here."""
+    """Raised by failing implementations."""
 
 
 class Layer:
@@ -104,7 +104,7 @@ class Machine(RuleBasedStateMachine):
     # The model.
 
     def predict(self, mistaken: bool, fused: bool) -> tuple[str, Any]:
-        """(what happens, by whom) of one call, and its effect on the demotions and counts."""
+        """Return (outcome, implementation) of a call, and update expected demotions and counts."""
         policy = self.override or self.policy
         tried = [i for i in TRIED[policy.prefer] if i not in self.demoted]
         if not tried:
@@ -176,7 +176,7 @@ class Machine(RuleBasedStateMachine):
     def call(self, form: str, fused: bool, mistaken: bool, block: str | None, strict: bool) -> None:
         x = torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 2)
         if mistaken:
-            x = x.double()  # not a dtype in which models are served
+            x = x.double()  # not a served dtype
         residual = x + 10 if fused else None
         inputs = (x.clone(), None if residual is None else residual.clone())
         self.errors.clear()

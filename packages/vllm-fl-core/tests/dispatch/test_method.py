@@ -1,4 +1,4 @@
-"""`dispatch_method`: when it resolves, what a layer gets, and what the engine's plan changes."""
+"""`dispatch_method`: time of resolution, methods of a layer, and effect of the engine's plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_fl.settings.policy import SelectionPolicy
 
 
 class Stock:
-    """A layer class of the engine, as vLLM's: it reads the method once and keeps it."""
+    """Layer class like vLLM's: it reads the method once and keeps it."""
 
     def __init__(self) -> None:
         self.forward = self.forward_oot

@@ -45,7 +45,7 @@ X = torch.ones(2, 8)
 
 @pytest.fixture
 def anew() -> Iterator[None]:
-    """A default manager that has found nothing yet, before and after."""
+    """Reset the default manager before and after the test."""
     reset_default_manager()
     yield
     reset_default_manager()
@@ -73,7 +73,7 @@ def test_setting_the_global_policy_gives_back_the_one_before(
     assert before.prefer == "reference"
     assert set_global_policy(before) == SelectionPolicy(strict=True)
     assert get_policy() is before
-    monkeypatch.setenv("VLLM_FL_PREFER", "vendor")  # setting it again read no settings
+    monkeypatch.setenv("VLLM_FL_PREFER", "vendor")  # setting a policy did not read the settings
     assert get_policy() is before
     reset_global_policy()
     assert get_policy().prefer == "vendor"
@@ -101,7 +101,7 @@ def test_a_manager_of_ones_own_registry_goes_by_the_global_policy_and_the_settin
     assert older.get_selected_impl_id("silu_and_mul") == "reference.torch"
     assert OpManager(registry).get_selected_impl_id("silu_and_mul") == "reference.torch"
     own = OpManager(registry, SelectionPolicy())
-    assert own.get_selected_impl_id("silu_and_mul") == "default.flagos"  # its own stands
+    assert own.get_selected_impl_id("silu_and_mul") == "default.flagos"  # keeps its own policy
     reset_global_policy()
     assert older.get_selected_impl_id("silu_and_mul") == "default.flagos"
 

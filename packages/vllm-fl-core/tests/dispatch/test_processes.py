@@ -1,6 +1,6 @@
-"""Threads that start at once, forks in the middle of a start, forks of forks, and spawn.
+"""Simultaneous threads, forks during startup, forks of forks, and spawn.
 
-Each runs in an interpreter of its own, with a deadline: what hangs fails.
+Each runs in a new interpreter with a deadline, so that a hang fails the test.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class Case:
         return self.eager if self.mode == "eager" else self.compiled
 
     def refused(self, impl_id: str) -> bool:
-        """A filter, a bar or the machine keeps it out, wherever it is listed."""
+        """Whether a filter, a rejection or the machine excludes it, at any place of the order."""
         head, name = impl_id.split(".")
         if head == "vendor":
             if name in self.deny:
@@ -103,7 +103,7 @@ class Case:
         return impl_id in self.rejections or impl_id in self.unavailable
 
     def expected(self) -> list[str]:
-        """The ids in the order in which they are tried."""
+        """Ids in the order of trial."""
         is_foreign = self.engine and self.foreign
         unnamed = ["foreign.oot"] if is_foreign and "foreign" not in self.listed else []
         result = [] if self.written else [*unnamed]

@@ -1,4 +1,4 @@
-"""What a process starts with: how often plugins are asked, and what happens if they fail."""
+"""Startup of a process: number of calls of plugin hooks, and failures of plugins."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_fl.plugins.types import BackendImplKind, OpImpl, PolicyDefaults
 
 
 class Acme:
-    """A plugin that brings a device; it counts how often it is asked for it."""
+    """Plugin that provides a device, and counts the calls of its hook."""
 
     def __init__(self, policy: Path | None = None) -> None:
         self.asked = self.detected = 0
@@ -38,7 +38,7 @@ class Acme:
 
 
 class Broken:
-    """A plugin whose device hook raises."""
+    """Plugin with a failing device hook."""
 
     @hookimpl
     def device(self) -> DeviceProfile:
@@ -50,7 +50,7 @@ Begin = Callable[..., Startup]
 
 @pytest.fixture
 def begin(monkeypatch: pytest.MonkeyPatch) -> Begin:
-    """`begin(env, plugin, …)`: a start at which these plugins are installed."""
+    """`begin(env, plugin, …)` starts with these installed plugins."""
 
     def begin(env: dict[str, str], *plugins: object, **arguments: object) -> Startup:
         found = [
@@ -99,7 +99,7 @@ def test_a_start_asks_for_devices_once_at_most_and_only_where_it_must(
 
 
 class Over(Acme):
-    """A plugin for somebody else's platform: it brings a policy file, and no device."""
+    """Plugin for a third-party platform: it provides a policy file, but no device."""
 
     device = None  # type: ignore[assignment]
 
@@ -152,7 +152,7 @@ def test_what_a_start_warns_of_has_the_code_of_doctor(
 
 
 class Absent:
-    """What it brings needs a library that is not here."""
+    """Plugin whose implementation needs a missing library."""
 
     @hookimpl
     def register_ops(self) -> list[OpImpl]:

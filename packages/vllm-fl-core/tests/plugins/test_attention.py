@@ -1,4 +1,4 @@
-"""Attention backends: candidates that name a class, in the plan beside the ops."""
+"""Attention backends: implementations that refer to a class, in the plan with the ops."""
 
 from __future__ import annotations
 

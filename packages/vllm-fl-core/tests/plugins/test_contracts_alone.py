@@ -1,4 +1,4 @@
-"""Distributions that bring contracts and nothing else: which load, what their failure means."""
+"""Distributions that provide only contracts: which are loaded, and effects of their failure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SPEC = known_contracts().contracts["silu_and_mul"]
 
 
 def contract(name: str) -> Contract:
-    """A contract of this name, whatever it says."""
+    """Make a contract with this name."""
 
     def oracle(x: Any) -> Any:
         return SPEC.oracle(x)
@@ -41,7 +41,7 @@ def contract(name: str) -> Contract:
 
 
 def bringing(*names: str) -> Any:
-    """A plugin that brings these contracts."""
+    """Make a plugin that provides these contracts."""
 
     @hookimpl
     def brought() -> list[Contract]:
@@ -51,7 +51,7 @@ def bringing(*names: str) -> Any:
 
 
 def found(distribution: str | None, plugin: Any = None, *, data: bool = True) -> Plugin:
-    """What a distribution has; without a plugin it must not be imported."""
+    """Make the plugin of a distribution; without `plugin` it must not be imported."""
 
     def import_it() -> Any:
         assert plugin is not None, f"{distribution} was imported"
@@ -69,7 +69,7 @@ def found(distribution: str | None, plugin: Any = None, *, data: bool = True) ->
 
 
 def backend(distribution: str | None, op: str) -> Plugin:
-    """A distribution that brings an implementation of `op`."""
+    """Make the plugin of a distribution that provides an implementation of `op`."""
 
     def implementation(x: torch.Tensor) -> torch.Tensor:
         return x

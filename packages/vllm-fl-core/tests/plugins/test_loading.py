@@ -1,4 +1,4 @@
-"""Loading plugins, each behind its own wall: temporary modules stand in for distributions."""
+"""Loading of isolated plugins; temporary modules stand in for distributions."""
 
 from __future__ import annotations
 
@@ -467,9 +467,9 @@ def test_whatever_its_other_hooks_raise_is_one_error_with_its_name(
         assert (failure.plugin, failure.distribution) == ("acme", "fl-acme 1.0")
     with pytest.raises(VllmFLError) as worker:
         start_in_worker([plugin], None)  # type: ignore[arg-type]
-    if "forged" not in error:  # an error of ours is for the user as it is
+    if "forged" not in error:  # errors of vllm-fl are not wrapped
         assert "fl-acme 1.0" in str(worker.value) and type(worker.value) is PluginError
-    # Of a setting it is an error of that setting, where it is set, and of a probe a reason.
+    # For a setting it is an error of that setting if it is set; for a probe, a reason.
     with pytest.raises(SettingsError, match="environment ACME_READ: acme_read: "):
         load_settings({"ACME_READ": "1"}, platform="cpu", plugins=plugin.settings)
     impl = registry.get_implementation("silu_and_mul", "vendor.x")
@@ -715,7 +715,7 @@ def test_another_plugins_implementation_of_it_is_held_to_its_contract(write: Wri
 def register_ops():
     return [OpImpl("double", "vendor.other", BackendImplKind.VENDOR, lambda y: y, "other")]
 """
-    registry = OpRegistry()  # the one that is loaded first uses what the later one brings
+    registry = OpRegistry()  # the first uses a contract of the second
     early, late = load(registry, [write(other, "aaa"), write(DOUBLE, "zzz")])
     assert late.status == "ok" and early.status == "failed"
     assert "takes (y), but the contract has (x)" in str(early.error)

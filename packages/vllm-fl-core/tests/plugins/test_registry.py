@@ -1,4 +1,4 @@
-"""The registry: all or nothing, duplicates that name both, parameters that are the contract's."""
+"""Registry: atomic registration, errors for duplicates, parameters of the contract."""
 
 from __future__ import annotations
 

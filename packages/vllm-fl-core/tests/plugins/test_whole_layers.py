@@ -1,4 +1,4 @@
-"""Whole layers as plugins bring them: the values, the plan and the digest."""
+"""Whole layers of plugins: values, plan and digest."""
 
 from __future__ import annotations
 
