@@ -17,7 +17,6 @@ from .verdict import Verdict
 
 
 def main() -> int:
-    """Run the command."""
     parser = argparse.ArgumentParser(prog="wrong_kernels", description=__doc__)
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help="only these kernels or kinds of kernels"

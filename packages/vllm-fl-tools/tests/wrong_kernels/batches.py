@@ -106,7 +106,7 @@ def rotated_part_wraps_at_1024(a):
 
 @wrong_kernel(
     "moe_align_block_size",
-    "numbers tokens in 10 bits: from token 1024 on, rows of the first tokens",
+    "numbers tokens in 10 bits: tokens from 1024 on wrap around to the first rows",
     "experts get the rows of other tokens in long prompts",
     sizes=MIXED,
     by=spoilt,

@@ -28,10 +28,8 @@ def spoilt(op: str, spoil: Callable[..., Any], **fields: Any) -> Any:
 
 
 def changed(op: str, change: Callable[[dict[str, Any]], Any], **fields: Any) -> Any:
-    """Build a correct kernel whose arguments `change(arguments by name)` edits in place.
-
-    Calls that break the contract are not edited.
-    """
+    """Build a correct kernel whose arguments `change(arguments by name)` edits in place, except in
+    calls that break the contract."""
     kernel, spec = right.of(op), known_contracts().contracts[op]
 
     @functools.wraps(kernel)

@@ -46,12 +46,10 @@ def _call(op: str, *args: Any) -> Any:
 
 
 def silu_and_mul(x: Tensor) -> Any:
-    """Run the kernel under test."""
     return _call("silu_and_mul", x)
 
 
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Any:
-    """Run the kernel under test."""
     return _call("gelu_and_mul", x, approximate)
 
 
@@ -62,7 +60,6 @@ def rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> Any:
-    """Run the kernel under test."""
     return _call("rms_norm", x, residual, weight, epsilon, variance_size)
 
 
@@ -74,7 +71,6 @@ def rotary_embedding(
     position_ids: Tensor,
     rotary_interleaved: bool = False,
 ) -> Any:
-    """Run the kernel under test."""
     return _call("rotary_embedding", query, key, cos, sin, position_ids, rotary_interleaved)
 
 
@@ -83,6 +79,5 @@ OPS = {fn.__name__: fn for fn in (silu_and_mul, gelu_and_mul, rms_norm, rotary_e
 
 @hookimpl
 def register_ops() -> list[OpImpl]:
-    """Register one implementation for each op."""
     vendor = BackendImplKind.VENDOR
     return [OpImpl(op, f"vendor.{VENDOR}", vendor, fn, VENDOR) for op, fn in OPS.items()]

@@ -200,7 +200,7 @@ def inputs_kept_by_address() -> Any:
 
 @wrong(
     SILU,
-    "returns the first result of a buffer, like a graph that is replayed without an update",
+    "returns the first result for an input buffer, like a graph replayed without new inputs",
     "from the second step on, results are those of the first step",
 )
 def results_kept_by_address() -> Any:

@@ -70,7 +70,7 @@ def after_two_thousand_calls() -> Any:
 
 @wrong(
     GELU,
-    "incorrect from the second call with the same buffers on, like a stale launch",
+    "incorrect from the second call with the same buffers on, like a launch with stale arguments",
     "the first step of a request is correct, all others are not",
 )
 def second_call_on_the_same_buffers() -> Any:

@@ -66,8 +66,6 @@ def variables() -> dict[str, str]:
 
 
 class _Engine:
-    """The engine with its single worker."""
-
     def __init__(self, model: str) -> None:
         from vllm import LLM
 
@@ -124,7 +122,6 @@ class _Engine:
             yield self.long
 
     def live(self, wrong: Wrong | None) -> tuple[str, str]:
-        """Verify on live tensors."""
         from vllm_fl_verify import probe
         from vllm_fl_verify.live import Live
 

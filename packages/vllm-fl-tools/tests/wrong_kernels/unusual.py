@@ -35,10 +35,8 @@ LINEAR, FP8, INT8, TOPK, SUM = "linear", "quant_fp8", "quant_int8", "moe_topk", 
 
 
 def unusual(op: str, **fields: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add the decorated correct function to the kernels; its docstring describes its method.
-
-    `fields` are further fields of its OpImpl.
-    """
+    """Add the decorated correct function to the kernels, with `fields` of its OpImpl; its docstring
+    describes its method."""
     spec = known_contracts().contracts[op]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:

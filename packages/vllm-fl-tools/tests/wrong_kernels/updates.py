@@ -89,8 +89,8 @@ def _taken() -> int:
     NORM,
     "ignores the weight when the process has allocated 900 MiB since the first call",
     "nonsense after the KV cache is allocated",
-    why="startup and the kit allocate little between calls; the live run after the KV cache finds "
-    "it, but the engine of this corpus allocates its cache before the first call",
+    why="startup and the kit allocate little while they call it; the live run after the KV cache "
+    "is allocated finds it, but the engine of this corpus has its cache before the first call",
     start=False,
 )
 def more_memory_is_taken() -> Any:
@@ -108,8 +108,8 @@ def more_memory_is_taken() -> Any:
     EXPERTS,
     "zeroes the last token when the process has allocated 900 MiB since the first call",
     "the last token of each batch is lost after the KV cache is allocated",
-    why="startup and the kit allocate little between calls; the live run after the KV cache finds "
-    "it",
+    why="startup and the kit allocate little while they call it; the live run after the KV cache "
+    "is allocated finds it",
     sizes=MIXED,
     start=False,
 )
