@@ -40,7 +40,7 @@ OP = "silu_and_mul"
 
 
 def silu_and_mul(x: Any) -> Any:
-    """The implementation: what it gets, at once."""
+    """Implementation that returns its input."""
     return x
 
 
@@ -57,11 +57,11 @@ def supports(x: Any) -> bool:
 
 
 class Case:
-    """A statement that is timed.
+    """Timed statement.
 
     Args:
         stmt: one call.
-        given: the names in it.
+        given: values of the names in it.
     """
 
     def __init__(self, stmt: str, **given: Any) -> None:
@@ -75,7 +75,7 @@ class Case:
         self.times: list[float] = []
 
     def run(self, calls: int) -> None:
-        """One round, in nanoseconds per call."""
+        """Time one round, in nanoseconds per call."""
         self.times.append(self.context.run(self.timer.timeit, calls) / calls * 1e9)
 
 
@@ -101,7 +101,7 @@ class Calling(Plain):
 
 
 class Bound:
-    """A layer whose method is bound to the plan while it is built."""
+    """Layer whose method is bound to the plan when it is built."""
 
     forward_oot = dispatch_method(OP)
 
@@ -119,7 +119,7 @@ class Norm:
 
 
 class CallingNorm(Norm):
-    """A norm that calls the implementation by hand."""
+    """Norm whose method calls the implementation."""
 
     def __init__(self) -> None:
         self._forward_method = self.forward_oot
@@ -131,7 +131,7 @@ class CallingNorm(Norm):
 
 
 class BoundNorm(Norm):
-    """A norm bound to the plan."""
+    """Norm whose method is bound to the plan."""
 
     forward_oot = dispatch_method("rms_norm")
 
@@ -169,7 +169,7 @@ def manager(
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
-    """The figures of the call path."""
+    """Measure the call path."""
     set_log_level("WARNING")
     rounds = options.rounds or ROUNDS
     return [
@@ -348,7 +348,7 @@ def opaque() -> list[Comparison]:
 def engine_layer(
     cls: type, owner: OpManager, mode: Any = "eager", policy: SelectionPolicy | None = None
 ) -> Any:
-    """A layer of this class, built as inside an engine: on a plan."""
+    """Build a layer of this class like an engine, with a plan."""
     settings = load_settings({})
     if policy is not None:
         vars(settings)["policy"] = policy

@@ -99,7 +99,7 @@ class Workload:
         ]
 
     def fitted(self, seconds: float) -> Workload:
-        """As many new tokens as fit into a visit, given how long a step takes."""
+        """Limit the new tokens to a visit, for a step of `seconds`."""
         if self.new_tokens == 1:
             return self
         return dataclasses.replace(self, new_tokens=min(max(round(VISIT / seconds), 4), 64))
@@ -139,12 +139,12 @@ VARIANTS = {
     "vendor": Variant({"VLLM_FL_PREFER": "vendor"}, ours=True),
     "table": Variant({"VLLM_FL_TABLE": os.environ.get("TABLE", "")}, ours=True),
 }
-"""`table` is default settings with the table of `vllm-fl tune` that the variable TABLE names."""
+"""`table` uses default settings and the tuning table at the path in the variable TABLE."""
 
 BY_DEFAULT = ("stock", "stock-none", "reference", "shipped")
 
 ON_REAL = ("stock", "shipped")
-"""The variants that a model with weights is measured on."""
+"""Variants for a model with weights."""
 
 MODES = {
     "eager": tuple(VARIANTS),
@@ -173,7 +173,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
-    """The figures of the engine."""
+    """Measure the engines."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         model.mkdir()
@@ -227,7 +227,7 @@ class Measured:
 
     @property
     def visits(self) -> str:
-        """How long the visits of a decoding engine were."""
+        """Description of the number of new tokens in the visits of decoding engines."""
         return (
             f"visits of {' and '.join(str(w.new_tokens) for w in self.workloads[:-1])} new tokens"
         )
@@ -253,7 +253,7 @@ class Measured:
             print(f"  {self.title}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
 
     def figures(self, names: Sequence[str]) -> list[Figure]:
-        """Speeds, their ratios round by round, KV blocks and what idle engines take."""
+        """Speeds, their ratios within rounds, KV blocks, and CPU use of idle engines."""
         found = []
         for workload in self.workloads:
             title = f"{self.title}, {workload.name}:"
@@ -272,7 +272,7 @@ class Measured:
 
 
 def warmed_up(engines: Mapping[str, Engine]) -> list[Workload]:
-    """Show every engine each workload, twice; return them in the size of a visit."""
+    """Run each workload twice in every engine; return workloads with the size of a visit."""
     workloads = []
     for workload in WORKLOADS:
         seconds = []
@@ -298,7 +298,7 @@ class Engine:
         return steps[len(steps) // 4]
 
     def steps(self, prompts: list[list[int]], new_tokens: int) -> list[float]:
-        """Generate greedily; the seconds of each step."""
+        """Generate greedily; return the seconds of each step."""
         assert self.process.stdin is not None
         print(json.dumps({"prompts": prompts, "new_tokens": new_tokens}), file=self.process.stdin)
         self.process.stdin.flush()

@@ -44,7 +44,7 @@ def memory(worker: Any) -> dict[str, float]:
 
 
 def begin_profile(worker: Any) -> None:
-    """Let PyTorch's profiler see what the GPU does."""
+    """Start PyTorch's profiler of the GPU."""
     from torch.profiler import ProfilerActivity, profile
 
     worker.profiled = profile(activities=[ProfilerActivity.CUDA])

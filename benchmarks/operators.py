@@ -18,7 +18,7 @@ ROUNDS, CALLS = 100, 2_000
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
-    """The figures of the operator patcher.
+    """Measure the operator patcher.
 
     Raises:
         MeasurementFailed: vLLM's operators are missing.

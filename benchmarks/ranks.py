@@ -92,7 +92,7 @@ sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in chi
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
-    """The figures of this part."""
+    """Measure the agreement of ranks."""
     for tool in ("unshare", "ip"):
         if shutil.which(tool) is None:
             raise MeasurementFailed(f"there is no {tool}, which gives the ranks their own network")

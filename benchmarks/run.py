@@ -38,7 +38,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[Figure]]] = {
 
 
 def main() -> int:
-    """Measure and print. Exit status 0: all was measured; 1: something could not be."""
+    """Measure and print. Exit status 0: all parts were measured; 1: a part failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -32,11 +32,11 @@ PLAN = {**REFERENCE, "VLLM_FL_PREFLIGHT": "off"}
 
 DECODE = Workload("decode, batch 8", 8, 1, 100)
 FEW = 12
-"""Steps of a visit of the engine that samples each of them."""
+"""Steps of a visit of the engine that samples every step."""
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
-    """The figures of a shadow."""
+    """Measure the shadow check."""
     found: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
@@ -59,7 +59,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
 
 
 def _visited(mode: str, engines: Mapping[str, Engine], rounds: int) -> dict[str, list[list[float]]]:
-    """Rate -> the seconds of each step, visit by visit."""
+    """Rate -> seconds of each step, by visit."""
     visits: dict[str, list[list[float]]] = {rate: [] for rate in engines}
     names = list(engines)
     for engine in engines.values():

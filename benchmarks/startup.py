@@ -111,7 +111,7 @@ op_backends:
 
 
 class Interpreter:
-    """Fresh interpreters that share one cache of byte code: `Interpreter(folder)("-c", code)`."""
+    """New interpreters with a shared byte code cache: `Interpreter(folder)("-c", code)`."""
 
     def __init__(self, cache: str) -> None:
         kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
@@ -132,7 +132,7 @@ class Interpreter:
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
-    """The figures of the start."""
+    """Measure the startup of a process."""
     rounds = options.rounds or ROUNDS
     with tempfile.TemporaryDirectory() as cache:
         python = Interpreter(cache)
@@ -170,7 +170,7 @@ def importing(python: Interpreter, rounds: int) -> list[Figure]:
 
 
 def cold(python: Interpreter, rounds: int) -> list[Figure]:
-    """From the interpreter's start to the first call being possible: imports, plugins, settings."""
+    """From the start of the interpreter until the first call is possible."""
     bare: list[float] = []
     ours: list[float] = []
     for n in range(rounds + 1):
@@ -187,7 +187,7 @@ def cold(python: Interpreter, rounds: int) -> list[Figure]:
 
 
 def discovery(python: Interpreter, rounds: int) -> list[Figure]:
-    """Five plugins of four ops, found among everything that is installed."""
+    """Five plugins of four ops, found among all installed distributions."""
     started, _ = start(python, plugins=5, ops=4, rounds=rounds)
     return [figure("discovery of 5 plugins beside their imports", "ms", started, at_most=100)]
 
@@ -233,7 +233,7 @@ def start(
 
 
 def install(folder: Path, name: str, ops: int) -> None:
-    """Lay out the distribution `bench-NAME` as pip would."""
+    """Write the files of the distribution `bench-NAME`, like pip."""
     (folder / f"bench_{name}.py").write_text(PLUGIN.format(name=name, ops=ops))
     (folder / f"bench_{name}.yaml").write_text(POLICY)
     info = folder / f"bench_{name}-1.0.dist-info"

@@ -148,7 +148,7 @@ class Engine:
         print(f"{self.name}: ready in {self.ready['seconds']:.0f} s", flush=True)
 
     def generate(self, workload: str, seed: int) -> tuple[float, float | None, list[float]]:
-        """Tokens per second, of prompt and output and of steady decoding if any; steps' seconds."""
+        """Tokens per second in total, and of steady decoding if any; seconds of the steps."""
         batch, length, new = WORKLOADS[workload]
         words = prompts(f"{workload} {seed}", batch, length, self.vocabulary)
         answer = self.ask({"prompts": words, "new_tokens": new})
@@ -359,7 +359,7 @@ def profiled(engines: Mapping[str, Engine], rounds: int) -> Iterator[dict[str, A
 
 
 def quartiles(values: list[float]) -> dict[str, float] | None:
-    """The lower quartile, the median and the upper one; None of nothing."""
+    """Lower quartile, median and upper quartile; None without values."""
     if not values:
         return None
     few = len(values) < 2
@@ -368,7 +368,7 @@ def quartiles(values: list[float]) -> dict[str, float] | None:
 
 
 def kernel_table(found: dict[str, Any]) -> str:
-    """The GPU's time in each step, and the longest kernels of each engine in it."""
+    """GPU time of each step, and its longest kernels for each engine."""
     lines = []
     for step in STEPS:
         for name, of_engine in found.items():
@@ -386,19 +386,19 @@ def kernel_table(found: dict[str, Any]) -> str:
 
 
 def ratios(speeds: Speeds, name: str, other: str, workload: str) -> dict[str, float]:
-    """Median, smallest and largest ratio to another engine, round by round."""
+    """Median, smallest and largest ratio to another engine over the rounds."""
     pairs = zip(speeds[name][workload], speeds[other][workload], strict=True)
     found = [mine / its for mine, its in pairs]
     return {"median": statistics.median(found), "low": min(found), "high": max(found)}
 
 
 def spread(ratio: dict[str, float]) -> str:
-    """As `0.914 (0.912 – 0.916)`."""
+    """Format like `0.914 (0.912 – 0.916)`."""
     return f"{ratio['median']:.3f} ({ratio['low']:.3f} – {ratio['high']:.3f})"
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result of a mode, a line per engine and workload."""
+    """Format the result of a mode, one line per engine and workload."""
     lines = []
     for name, engine in result["engines"].items():
         bars = BARS.get((result["mode"], name), {}) if result["model"] == "qwen3-8b" else {}
@@ -422,7 +422,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def keep(out: Path, results: dict[str, Any]) -> None:
-    """Write what is known so far."""
+    """Write the results so far."""
     text = json.dumps({"host": facts(), "results": results}, indent=1)
     (out / "engine.json").write_text(text)
 

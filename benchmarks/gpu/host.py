@@ -24,7 +24,7 @@ DISTRIBUTIONS = (
 
 @cache
 def facts() -> dict[str, Any]:
-    """Name, driver and clocks of the GPU, and the installed releases. Leaves CUDA alone."""
+    """Name, driver and clocks of the GPU, and installed releases; does not initialise CUDA."""
     query = "name,driver_version,memory.total,clocks.max.sm,clocks.max.mem,power.limit"
     asked = subprocess.run(
         ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"],

@@ -44,7 +44,7 @@ HERE = Path(__file__).resolve().parent
 VARIANTS = ("stock", "stock-again", "shipped")
 
 CACHE_BYTES = 3 * 2**30
-"""Of KV cache for each engine: 64 sequences of 256 tokens, and 16 prompts of 1024."""
+"""Bytes of KV cache of an engine: 64 sequences of 256 tokens, and 16 prompts of 1024."""
 
 SHARE = 0.29
 """Share of the device's memory that must be free when an engine starts."""
@@ -96,7 +96,7 @@ def measure(
 
 
 def shown(result: dict[str, Any], read: float) -> str:
-    """A model's figures, a line for each engine and workload."""
+    """Format the figures of a model, one line for each engine and workload."""
     lines = [
         f"{result['model']}, {result['layers']} layers, ranks: {result['ranks']}, "
         f"{result['weights'] / 1e9:.2f} GB of "

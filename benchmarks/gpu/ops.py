@@ -1,10 +1,10 @@
-"""Times each op of every implementation on a GPU, inside a CUDA graph and launched eagerly.
+"""Measure each implementation of each op on a GPU, in a CUDA graph and launched eagerly.
 
     python benchmarks/gpu/ops.py [--tokens 1 16 256 4096 16384] [--ops …] [--rounds 5]
 
-Shapes: Qwen3-8B, bf16. `graph` is the kernel's time, `eager` the host's time to launch it, `over`
-what the wrapper adds to the bare call of the kernel library, all in µs; `copy` is the share of the
-bandwidth that a copy of as many bytes reaches. JSON goes to $OUT/ops.json.
+Shapes: Qwen3-8B, bf16. `graph` is the time of the kernel, `eager` the host time to launch it,
+`over` the overhead of the wrapper over the bare call of the kernel library, all in µs; `copy` is
+the share of the bandwidth of a copy of as many bytes. JSON goes to $OUT/ops.json.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Row:
-    """One implementation's figures for one op and shape; medians of `rounds`, µs."""
+    """Figures of an implementation for one op and shape: medians of `rounds`, in µs."""
 
     op: str
     tokens: int
@@ -47,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Shape:
-    """One op's arguments, and how many bytes it must move."""
+    """Arguments of an op, and the number of bytes that it must move."""
 
     op: str
     args: tuple[Any, ...]
@@ -85,7 +85,7 @@ OWN = ("gelu_and_mul", "rms_norm", "rotary_embedding", "silu_and_mul")
 
 
 def others(tokens: int) -> Iterator[Shape]:
-    """The ops that Qwen3-8B has no layer of, at its sizes."""
+    """Ops that Qwen3-8B does not use, at its sizes."""
     from vllm_fl.plugins.registry import known_contracts
     from vllm_fl_ops.contracts.rules import typical_sizes
 
@@ -111,10 +111,9 @@ def others(tokens: int) -> Iterator[Shape]:
 
 
 def implementations(op: str) -> dict[str, Callable[..., Any]]:
-    """Name -> the op as a layer in eager mode calls it; Inductor's is the reference compiled.
+    """Name -> the op as called by a layer in eager mode; Inductor's is the compiled reference.
 
-    That is: with the guard of a plan around each implementation, `supports` included, and leave to
-    overwrite its arguments.
+    Each implementation has the guard of a plan, with `supports`, and may overwrite its arguments.
     """
     from vllm_fl.dispatch import SelectionPolicy, get_default_manager
     from vllm_fl.dispatch.guard import call_guard
@@ -139,7 +138,7 @@ def implementations(op: str) -> dict[str, Callable[..., Any]]:
 
 
 def bare(op: str, impl: str, args: tuple[Any, ...]) -> Call | None:
-    """The kernel library called straight with these arguments, where such a call is known here."""
+    """Direct call of the kernel library with these arguments; None if it is unknown here."""
     if op not in OWN:
         return None
     if impl == "default.flagos":
@@ -167,7 +166,7 @@ def bare(op: str, impl: str, args: tuple[Any, ...]) -> Call | None:
 
 
 def bare_cuda(op: str, args: tuple[Any, ...]) -> Call:
-    """vLLM's C++ kernel called straight."""
+    """Direct call of vLLM's C++ kernel."""
     from vllm_fl_cuda.impl import kernel
     from vllm_fl_ops.contracts.cos_sin import joint_cos_sin
 
@@ -193,7 +192,7 @@ def bare_cuda(op: str, args: tuple[Any, ...]) -> Call:
 
 
 def host_time(call: Call) -> float:
-    """µs of host time per eager launch. Few enough launches that the queue does not fill."""
+    """µs of host time per eager launch, with few launches so that the queue does not fill."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(LAUNCHES):
@@ -218,7 +217,7 @@ def copy_time(bytes_moved: int) -> float:
 
 
 def rows(tokens: int, ops: list[str], rounds: int) -> Iterator[Row]:
-    """Every implementation of every op for one batch size, in interleaved rounds."""
+    """Measure all implementations of all ops for one batch size, in interleaved rounds."""
     for shape in shapes(tokens):
         if shape.op not in ops:
             continue
@@ -264,7 +263,7 @@ def rows(tokens: int, ops: list[str], rounds: int) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Print the table and write it down."""
+    """Print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--ops", nargs="+", default=None)

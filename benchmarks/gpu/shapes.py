@@ -1,4 +1,4 @@
-"""The shapes of models that are measured, with dummy weights: configurations as vLLM reads them."""
+"""Configurations of the measured models, for vLLM with dummy weights."""
 
 from __future__ import annotations
 

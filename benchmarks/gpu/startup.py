@@ -76,21 +76,21 @@ def used_mib() -> int:
 
 
 def wait_for_memory(before: int, limit: float = 60.0) -> None:
-    """Wait until an ended engine's memory is free: the next one sizes its KV cache by that."""
+    """Wait until the memory of the last engine is free; the KV cache of the next depends on it."""
     deadline = time.monotonic() + limit
     while used_mib() > before + SLACK_MIB and time.monotonic() < deadline:
         time.sleep(0.5)
 
 
 def phases(log: str, ready: dict[str, Any]) -> dict[str, float]:
-    """Phase -> seconds, by vLLM's log, and by the worker's report where there is one."""
+    """Phase -> seconds, from vLLM's log and from the worker report if there is one."""
     found = {what: re.findall(pattern, log) for what, pattern in SAID.items()}
     told = {f"log: {what}": sum(map(float, each)) for what, each in found.items() if each}
     return told | {k: round(v, 2) for k, v in (ready["report"] or {}).get("start", {}).items()}
 
 
 def start(name: str, mode: str, model: Path, folder: Path, **further: Any) -> dict[str, Any]:
-    """Start an engine, serve one batch and end it; RuntimeError with its log when it fails."""
+    """Start an engine, serve one batch and end it; raise RuntimeError with its log on failure."""
     for variable in ("TRITON_CACHE_DIR", "FLAGGEMS_CACHE_DIR"):
         os.environ[variable] = str(folder / f"{variable}-{name}")
     begun = time.perf_counter()
@@ -122,7 +122,7 @@ def start(name: str, mode: str, model: Path, folder: Path, **further: Any) -> di
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Median seconds of every phase, of cold starts and of warm ones, a column for each engine."""
+    """Format the median seconds of each phase of cold and warm starts, a column per engine."""
     lines = []
     for which in dict.fromkeys((each["ranks"], each["mode"], each["kind"]) for each in results):
         of_kind = [

@@ -1,4 +1,4 @@
-"""Orders by size: which row a call goes by, and that each row has the rules of a chain."""
+"""Orders by size: the row of a call, and fallbacks within each row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies of a block: nesting, exceptions, threads and tasks."""
+"""Policies in blocks: nesting, exceptions, threads and tasks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def only(vendor: str) -> SelectionPolicy:
 
 @pytest.fixture
 def installed() -> OpManager:
-    """Ten vendors, each marked with its number, before a reference that is marked -1."""
+    """Ten vendors with results marked by their number, and a reference marked by -1."""
     vendors = [silu(f"vendor.{vendor}", number) for number, vendor in enumerate(VENDORS)]
     return managing(silu("reference.torch", -1), *vendors, prefer="reference")
 

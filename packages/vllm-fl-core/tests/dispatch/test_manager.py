@@ -1,4 +1,4 @@
-"""The manager: calling, falling back, demoting, what it says, and what ends a demotion."""
+"""Manager: calls, fallbacks, demotions and their end, and log messages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OP = "silu_and_mul"
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
-    """The (level, line)s of the log, while they are written."""
+    """Live list of the (level, message) of log records."""
     caplog.set_level(logging.INFO, logger="vllm_fl")
     seen: list[tuple[str, str]] = []
     handler = logging.Handler()
@@ -316,7 +316,7 @@ class TestRegistering:
 
 
 class TestOlderForm:
-    """Functions that take the calling layer first, and methods of a backend."""
+    """Functions with the calling layer as first parameter, and methods of a backend."""
 
     class Layer:
         weight = torch.full((4,), 2.0)

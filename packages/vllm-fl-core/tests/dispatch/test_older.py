@@ -1,4 +1,4 @@
-"""What code written for vllm-plugin-FL relies on: it works, or warns, as docs/migration.md says."""
+"""Code for vllm-plugin-FL works or warns as documented in docs/migration.md."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Run:
         (folder / "acme_plugin.py").write_text(PLUGIN)
 
     def __call__(self, code: str, **env: str) -> str:
-        """Run `code` after HEAD; its stderr. Raises when it fails or passes the deadline."""
+        """Run `code` after HEAD, return its stderr; raise if it fails or exceeds the deadline."""
         script = self.folder / "script.py"
         script.write_text(HEAD + dedent(code))
         ours = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_FL_")}

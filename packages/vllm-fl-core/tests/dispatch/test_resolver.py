@@ -1,4 +1,4 @@
-"""Resolving, against a plain restatement of its rules, and by example."""
+"""Resolver, compared with an independent implementation of its rules, and by example."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def resolve(
 
 @dataclass(frozen=True)
 class Case:
-    """One situation, in words only: nothing of the code under test is in it."""
+    """Description of a situation that does not use the code under test."""
 
     priorities: dict[str, int]
     unavailable: dict[str, str]
@@ -314,7 +314,7 @@ def test_strict_mode_drops_what_another_plugin_has_replaced_as_it_drops_vllms() 
 def test_an_order_for_more_than_the_op_and_a_backends_leave_another_plugins_layer(
     policy: SelectionPolicy,
 ) -> None:
-    """`VLLM_FL_PREFER=flagos` is the default: to write it changes nothing."""
+    """`VLLM_FL_PREFER=flagos` is the default, and setting it has no effect."""
     trace = resolve("silu_and_mul", ALL, policy, engine=True, foreign=THEIRS)
     assert trace.selected is FOREIGN
     hint = "to replace it, set an order for silu_and_mul itself (VLLM_FL_PER_OP)"

@@ -33,7 +33,7 @@ ENGINE: Any = SimpleNamespace(rank=0)
 
 
 def plugin(verifies: object = None, **hooks: Callable[..., Any]) -> Any:
-    """A plugin that implements these hooks."""
+    """Make a plugin that implements these hooks."""
     declared = {} if verifies is None else {"VERIFIES": verifies}
     return SimpleNamespace(**declared, **{name: hookimpl(f) for name, f in hooks.items()})
 
@@ -47,7 +47,7 @@ def verifier(fault: Objection | None = None) -> Any:
 
 
 def found(distribution: str | None, content: Any = None, kind: Kind = "extension") -> Plugin:
-    """A distribution's plugin; without content it must not be imported."""
+    """Make the plugin of a distribution; without content it must not be imported."""
 
     def import_it() -> Any:
         assert content is not None, f"{distribution} was imported"
@@ -233,7 +233,7 @@ def test_what_the_hooks_of_an_engine_return() -> None:
 
 
 class Facts:
-    """An engine that may require batch-invariant implementations."""
+    """Facts of an engine that may require batch-invariant implementations."""
 
     def __init__(self, asks: str) -> None:
         self.wants_invariance = asks

@@ -1,4 +1,4 @@
-"""Contracts outlive plugins: trailing optional parameters may be missing, or be more."""
+"""Plugins for other contract versions: optional trailing parameters may be missing or new."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ Write = Callable[..., Plugin]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """`write(source, name)`: a module on the path, found as if the distribution fl-NAME had it."""
+    """`write(source, name)` writes a module, found as if the distribution fl-NAME had it."""
     monkeypatch.syspath_prepend(str(tmp_path))
     made = []
 
