@@ -1,6 +1,6 @@
-"""Wrong as published kernels were: each has the report of the bug that it repeats.
+"""Kernels that reproduce published bugs, each with a link to its report.
 
-Only the fault is theirs. At most six are of one sort: offsets, strides, padding and so on.
+Only the fault is copied. At most six kernels have the same sort of fault, such as offsets.
 """
 
 from __future__ import annotations
@@ -47,54 +47,54 @@ NOT_AT_STARTUP: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "no_expert_is_the_last": (
             "",
-            "no sample has a place without an expert, and a map that ends with one of this rank",
+            "no sample has both a slot without an expert and a map whose last expert is local",
         ),
-        "softplus_overflows": ("", "no sample has sums above 88"),
+        "softplus_overflows": ("", "samples have no sums above 88"),
         "equal_highest_are_masked_at_once": (
             "",
-            "no sample has two equal highest scores in a group whose place depends on them",
+            "no sample has two equal highest scores that decide the rank of their group",
         ),
-        "rows_along_y": ("", "no sample has as many rows"),
+        "rows_along_y": ("", "samples have fewer rows"),
         "variance_by_two_means": (
             "values",
-            "the difference is below the tolerance of the served dtype",
+            "the error is within the tolerance of the served dtype",
         ),
-        "reduces_an_unwritten_workspace": ("families", "the served model has no layer as wide"),
-        "tokens_along_z": ("", "no sample has as many tokens"),
-        "a_thread_for_each_expert": ("", "no sample has as many experts"),
-        "last_of_all_experts": ("", "no sample takes an odd number of experts, and all of them"),
+        "reduces_an_unwritten_workspace": ("families", "the served model has narrower layers"),
+        "tokens_along_z": ("", "samples have fewer tokens"),
+        "a_thread_for_each_expert": ("", "samples have fewer experts"),
+        "last_of_all_experts": ("", "no sample selects all experts of an odd number"),
         "weights_of_one_shape": ("families", "the served model has other numbers of experts"),
-        "later_heads_of_a_warp": ("", "no sample with a part of the head rotating is as long"),
+        "later_heads_of_a_warp": ("", "samples with partial rotation are shorter"),
         "maximum_misses_a_lane": ("call_op", "the served model has groups of another size"),
-        "maximum_of_the_first_256": ("", "no sample has groups as large"),
-        "blocks_along_y": ("", "no sample has as many elements"),
-        "slot_offset_in_32_bits": ("", "no sample has a cache as large"),
-        "block_offset_in_32_bits": ("", "no sample has a cache as large"),
-        "pipeline_for_one_width": ("", "no sample has both as many rows and such a width"),
-        "row_stride_in_32_bits": ("", "no sample has rows as far apart"),
+        "maximum_of_the_first_256": ("", "samples have smaller groups"),
+        "blocks_along_y": ("", "samples have fewer elements"),
+        "slot_offset_in_32_bits": ("", "samples have smaller caches"),
+        "block_offset_in_32_bits": ("", "samples have smaller caches"),
+        "pipeline_for_one_width": ("", "no sample has both such a width and as many rows"),
+        "row_stride_in_32_bits": ("", "samples have smaller strides"),
     }
 )
-"""Kernel that startup does not see -> the check of the kit that does, if any, and why, probably,
-startup does not."""
+"""Kernel that startup does not find -> (check of the kit that finds it, or empty; the probable
+reason)."""
 
 _sorts: Counter[str] = Counter()
 
 
 def made(op: str, make: Callable[[], Any]) -> Any:
-    """What a function without parameters makes: a kernel that remembers its calls."""
+    """Make a kernel that keeps state between calls, from a function without parameters."""
     return make()
 
 
 def published(
     sort: str, op: str, path: str, *, by: Callable[..., Any] = spoilt, **how: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Put a kernel with a published fault into the corpus. The function's docstring says what is
-    wrong; `by` and further fields are as in `wrong_kernel`.
+    """Add a kernel with a published fault to the corpus; its docstring describes the fault.
 
     Args:
-        sort: of fault.
+        sort: sort of fault.
         op: the op.
-        path: of the report, on GitHub.
+        path: path of the report on GitHub.
+        by, how: as in `wrong_kernel`.
     """
     _sorts[sort] += 1
     assert _sorts[sort] <= 6, f"{_sorts[sort]} kernels of the sort {sort}"
@@ -115,19 +115,19 @@ def _first(got: Any) -> torch.Tensor:
 
 
 def _unwritten(got: Any, keep: Any = slice(0)) -> torch.Tensor:
-    """Memory as it was found, but for the part `keep`."""
+    """Return uninitialised memory like `got`, with the part `keep` of it."""
     out = torch.empty_like(got)
     out[keep] = got[keep]
     return out
 
 
 BEYOND = 1 << 31
-"""The first offset that 32 bits do not hold."""
+"""Smallest offset that overflows a signed 32-bit integer."""
 
 
 @published("offsets", NORM, "flashinfer-ai/flashinfer/pull/3007")
 def row_stride_in_32_bits(got, x, *rest):
-    """The stride of a row is kept in 32 bits: rows from 2^31 elements on are read elsewhere."""
+    """Row offsets overflow 32 bits: rows from 2^31 elements on are read from other memory."""
     if x.ndim > 1:
         _first(got)[torch.arange(len(x)) * x.stride(0) >= BEYOND] = 0
     return got
@@ -135,8 +135,7 @@ def row_stride_in_32_bits(got, x, *rest):
 
 @published("offsets", CACHE, "triton-lang/triton/issues/6748")
 def block_offset_in_32_bits(got, key, value, key_cache, value_cache, slots):
-    """A block times its stride is kept in 32 bits: later blocks of a large cache are not
-    written."""
+    """Block offsets overflow 32 bits: later blocks of a large cache are not written."""
     block, at = slots // key_cache.shape[1], slots % key_cache.shape[1]
     far = block * key_cache.stride(0) >= BEYOND
     for new, old in zip(got, (key_cache, value_cache), strict=True):
@@ -146,7 +145,7 @@ def block_offset_in_32_bits(got, key, value, key_cache, value_cache, slots):
 
 @published("offsets", RECURRENT, "fla-org/flash-linear-attention/pull/1082")
 def slot_offset_in_32_bits(got, q, k, v, a, b, A_log, dt_bias, state, slots, epsilon=None):
-    """A slot times its stride is kept in 32 bits: states of later slots are not written."""
+    """Slot offsets overflow 32 bits: states of later slots are not written."""
     far = slots.long()[slots.long() * state.stride(0) >= BEYOND]
     got[1][far] = state[far]
     return got
@@ -154,19 +153,19 @@ def slot_offset_in_32_bits(got, q, k, v, a, b, A_log, dt_bias, state, slots, eps
 
 @published("grid", MERGE, "flashinfer-ai/flashinfer/issues/3125")
 def tokens_along_z(got, *args):
-    """A block for each token along z: beyond 65 535 nothing is launched, nor reported."""
+    """One block per token along z: beyond 65 535 no block is launched, without an error."""
     return tuple(map(_unwritten, got)) if len(got[0]) > 65535 else got
 
 
 @published("grid", "layer_norm", "PaddlePaddle/Paddle/pull/31144")
 def rows_along_y(got, x, *rest):
-    """A block for each row along y: beyond 65 535 nothing is launched."""
+    """One block per row along y: beyond 65 535 no block is launched."""
     return _unwritten(got) if x.numel() // max(1, x.shape[-1]) > 65535 else got
 
 
 @published("grid", "quick_gelu", "ml-explore/mlx/issues/2267")
 def blocks_along_y(got, x):
-    """2048 elements for each block along y: beyond 65 535 blocks the launch raises."""
+    """2048 elements per block along y: beyond 65 535 blocks the launch raises."""
     if x.numel() // 2048 > 65535:
         raise RuntimeError("invalid configuration argument")
     return got
@@ -174,7 +173,7 @@ def blocks_along_y(got, x):
 
 @published("races", NORM, "intel/llm-scaler/pull/399", by=made)
 def residual_read_after_its_update():
-    """Beyond 512 features some blocks read the residual after another one has updated it."""
+    """Beyond 512 features, some blocks read the residual after another block updated it."""
 
     def spoil(got, x, residual, weight, *rest):
         if residual is not None:
@@ -188,7 +187,7 @@ def residual_read_after_its_update():
 
 @published("races", GROUP, "vllm-project/vllm/pull/54111", by=made)
 def maximum_misses_a_lane():
-    """In groups of 64 the maximum misses a lane, now and then: the largest number saturates."""
+    """In groups of 64 the maximum sometimes misses a lane: the largest number saturates."""
     dice = random.Random(5)
 
     def change(a):
@@ -203,7 +202,7 @@ def maximum_misses_a_lane():
 
 @published("unwritten", EXPERTS, "sgl-project/sglang/pull/40187")
 def one_expert_sums_what_was_not_written(got, x, w13, w2, weights, ids, *rest):
-    """With one expert for each token and weights other than 1, the sum is over unwritten memory."""
+    """With one expert per token and weights other than 1, the result is unwritten memory."""
     return _unwritten(got) if ids.shape[1] == 1 and bool((weights != 1).any()) else got
 
 
@@ -211,7 +210,7 @@ def one_expert_sums_what_was_not_written(got, x, w13, w2, weights, ids, *rest):
 def rows_without_an_expert_here(
     got, x, w13, w2, weights, ids, act="silu", on_input=False, count=-1, expert_map=None, *rest
 ):
-    """Rows of tokens without an expert on this rank are not written."""
+    """Does not write rows of tokens without an expert on this rank."""
     here = ids >= 0
     if expert_map is not None:
         here &= expert_map[ids.clamp(min=0).long()] >= 0
@@ -220,8 +219,7 @@ def rows_without_an_expert_here(
 
 @published("unwritten", "linear", "NVIDIA/cutlass/issues/3538")
 def reduces_an_unwritten_workspace(got, x, weight, bias=None):
-    """From 4096 features on the product is split, and the reduction reads an unwritten
-    workspace."""
+    """From 4096 features on, the split product is reduced from an unwritten workspace."""
     if x.shape[1] < 4096:
         return got
     return torch.empty((2, *got.shape)).sum(0).to(got.dtype)
@@ -229,14 +227,14 @@ def reduces_an_unwritten_workspace(got, x, weight, bias=None):
 
 @published("unwritten", ROTARY, "vllm-project/vllm/pull/38880")
 def tail_is_not_copied(got, query, key, cos, sin, positions, interleaved=False):
-    """With pairs side by side, the features that do not rotate are not copied."""
+    """With interleaved pairs, features that do not rotate are not copied."""
     keep = ..., slice(2 * cos.shape[-1])
     return each(got, lambda part: _unwritten(part, keep)) if interleaved else got
 
 
 @published("stale", GATING, "tonyd2wild/GLM-5.3-Flash-NVFP4-DFlash2-2x-DGX-Spark/issues/4", by=made)
 def first_call_only():
-    """Only the first call of a process is right; later gates are too large."""
+    """Only the first call of a process is correct; later gates are too large."""
     calls = []
 
     def spoil(got, *args):
@@ -248,7 +246,7 @@ def first_call_only():
 
 @published("stale", MLA, "tenstorrent/tt-metal/issues/13466", by=made)
 def addresses_of_the_first_call():
-    """A program that is kept for a shape goes on reading the buffers of its first call."""
+    """A program cached by shape keeps reading the buffers of its first call."""
     kept: dict[Any, Any] = {}
 
     def change(a):
@@ -260,7 +258,7 @@ def addresses_of_the_first_call():
 
 @published("stale", "silu_and_mul_with_clamp", "tenstorrent/tt-metal/issues/55237", by=made)
 def key_omits_the_limit():
-    """The key of a kept program omits the limit: a shape's first limit stays."""
+    """The key of a cached program omits the limit: the first limit of a shape is reused."""
     kept: dict[Any, Any] = {}
 
     def change(a):
@@ -271,7 +269,7 @@ def key_omits_the_limit():
 
 @published("autotuning", ROTARY, "triton-lang/triton/issues/6547", by=made)
 def turns_again_while_tuning():
-    """Works in place, and tuning runs the first call of a shape several times."""
+    """Works in place, and autotuning runs the first call of a shape several times."""
     tuned: set[Any] = set()
 
     def spoil(got, query, key, *rest):
@@ -286,7 +284,7 @@ def turns_again_while_tuning():
 
 @published("autotuning", UPDATE, "flagos-ai/FlagGems/pull/3753", by=made)
 def shifts_again_while_tuning():
-    """Shifts the state in place, and tuning runs the first call of a width twice."""
+    """Shifts the state in place, and autotuning runs the first call of a width twice."""
     tuned: set[int] = set()
 
     def spoil(got, x, state, *rest):
@@ -300,7 +298,7 @@ def shifts_again_while_tuning():
 
 @published("autotuning", SILU, "triton-lang/triton/issues/9230", by=made)
 def other_configuration_wrote_the_rest():
-    """The chosen configuration writes half of a row; while tuning another one writes the rest."""
+    """The chosen configuration writes half a row; others wrote the rest while tuning."""
     tuned: set[int] = set()
 
     def spoil(got, x):
@@ -315,7 +313,7 @@ def other_configuration_wrote_the_rest():
 
 @published("tails", "linear", "triton-lang/triton/issues/630")
 def masked_lanes_are_added(got, x, weight, bias=None):
-    """Where the features are no multiple of 32, masked lanes add products of the next rows."""
+    """If the features are not a multiple of 32, masked lanes add products of the next rows."""
     lanes = -x.shape[1] % 32
     beyond = x.roll(-1, 0)[:, :lanes].float() @ weight.roll(-1, 0)[:, :lanes].float().T
     return (got.float() + beyond).to(got.dtype)
@@ -323,7 +321,7 @@ def masked_lanes_are_added(got, x, weight, bias=None):
 
 @published("tails", FP8, "ROCm/aiter/issues/4288")
 def maximum_of_masked_lanes(got, x, scale=None, scale_ub=None, per_token=False):
-    """A row's maximum includes masked lanes where its width is no power of two."""
+    """The maximum of a row includes masked lanes if its width is not a power of two."""
     width = x.shape[1]
     lanes = (1 << (width - 1).bit_length()) - width
     if scale is not None or not per_token or not lanes:
@@ -335,7 +333,7 @@ def maximum_of_masked_lanes(got, x, scale=None, scale_ub=None, per_token=False):
 
 @published("tails", CACHE, "tenstorrent/tt-metal/issues/42779")
 def writes_whole_tiles(got, key, value, key_cache, value_cache, slots):
-    """Writes whole tiles of 32 tokens: zeros go into the slots after the last token's."""
+    """Writes whole tiles of 32 tokens: the slots after the last token are zeroed."""
     size = key_cache.shape[1]
     if len(slots) and int(slots[-1]) >= 0:
         block, at = divmod(int(slots[-1]), size)
@@ -346,8 +344,7 @@ def writes_whole_tiles(got, key, value, key_cache, value_cache, slots):
 
 @published("sizes", NORM, "vllm-project/vllm/pull/44692", by=changed)
 def pipeline_for_one_width(a):
-    """From 512 rows on, the pipeline is right only for 4096 features: others lack a step's
-    squares."""
+    """From 512 rows on, widths other than 4096 omit the squares of the last 1024 features."""
     hidden = a["x"].shape[-1]
     long = a["x"].numel() >= 512 * hidden
     if long and hidden in range(2048, 8193, 1024) and hidden != 4096 and not a["variance_size"]:
@@ -356,7 +353,7 @@ def pipeline_for_one_width(a):
 
 @published("sizes", GROUP, "vllm-project/vllm-xpu-kernels/issues/520", by=changed)
 def maximum_of_the_first_256(a):
-    """Of groups beyond 256 features the maximum is that of the first 256."""
+    """In groups of more than 256 features, the maximum is that of the first 256."""
     groups = a["x"].unflatten(-1, (-1, a["group_size"]))
     most = groups[..., :256].abs().amax(-1, keepdim=True)
     a["x"] = groups.clamp(-most, most).flatten(-2)
@@ -366,7 +363,7 @@ def maximum_of_the_first_256(a):
 def later_heads_of_a_warp(
     got, qkv, q_weight, k_weight, table, positions, heads, kv_heads, epsilon, interleaved=False
 ):
-    """In long batches a warp has 4 heads; where part of a head rotates, only its first is right."""
+    """In long batches with partial rotation, only the first of 4 heads of a warp is correct."""
     size, rotary = len(q_weight), table.shape[1] // 2 * 2
     if len(qkv) >= 256 and rotary < size and not interleaved:
         later = [head for head in range(heads + kv_heads) if head % 4]
@@ -376,7 +373,7 @@ def later_heads_of_a_warp(
 
 @published("sizes", "linear_silu_and_mul", "ggml-org/llama.cpp/pull/5386")
 def small_batches_by_another_stride(got, x, weight):
-    """Batches of 2 to 4 tokens go from row to row by another buffer's stride."""
+    """Batches of 2 to 4 tokens use the row stride of another buffer."""
     if 2 <= len(got) <= 4:
         got[1:] = got[:-1].clone()
     return got
@@ -384,7 +381,7 @@ def small_batches_by_another_stride(got, x, weight):
 
 @published("strides", NORM, "ModelTC/LightLLM/issues/1467")
 def normalises_without_the_stride(got, x, residual, weight, epsilon, variance_size=None):
-    """The variance heeds a stride of features, the pass that normalises does not."""
+    """The variance respects the feature stride, the normalisation does not."""
     if residual is not None or x.ndim < 2 or x.stride(-1) == 1:
         return got
     variance = x.float()[..., :variance_size].square().mean(-1, keepdim=True)
@@ -394,7 +391,7 @@ def normalises_without_the_stride(got, x, residual, weight, epsilon, variance_si
 
 @published("strides", MLA, "vllm-project/vllm/pull/45111", by=changed)
 def pages_are_packed(a):
-    """A page's address is block_size rows times the block, whatever the stride of blocks is."""
+    """Page addresses assume packed blocks and ignore the stride of blocks."""
     (_, size, _), (page, row, _) = a["kv_cache"].shape, a["kv_cache"].stride()
     at, slots = a["slot_mapping"] * row, a["slot_mapping"]
     wrong = at // page * size + (at % page // row).clamp(max=size - 1)
@@ -404,7 +401,7 @@ def pages_are_packed(a):
 
 @published("strides", ROTARY, "ROCm/aiter/pull/3841", by=changed)
 def heads_apart_read_as_zero(a):
-    """The view of the queries ends with the first head where heads are apart: others read as 0."""
+    """If heads are strided, the view of the queries ends after the first: others read as 0."""
     query = a["query"]
     if query.stride(1) > query.shape[2]:
         a["query"] = query.clone()
@@ -413,13 +410,13 @@ def heads_apart_read_as_zero(a):
 
 @published("strides", "linear_fp8", "vllm-project/vllm/issues/53338", by=changed)
 def scales_without_a_stride(a):
-    """Scales of tokens are read one after another in memory, whatever their stride is."""
+    """Reads the scales of tokens as contiguous, and ignores their stride."""
     a["x_scale"] = packed(a["x_scale"])
 
 
 @published("dtypes", "moe_sum", "vllm-project/vllm/issues/15045")
 def sums_in_its_dtype(got, values, ids=None, expert_map=None):
-    """The sum over experts is kept in the dtype of the inputs."""
+    """Accumulates over experts in the dtype of the inputs."""
     total = torch.zeros_like(got)
     for k in range(values.shape[1]):
         some = None if ids is None else ids[:, k : k + 1]
@@ -429,7 +426,7 @@ def sums_in_its_dtype(got, values, ids=None, expert_map=None):
 
 @published("dtypes", NORM, "ROCm/aiter/pull/2705", by=changed)
 def weight_read_in_another_dtype(a):
-    """A float32 weight is read as numbers of x's dtype."""
+    """Reads a float32 weight as numbers in the dtype of x."""
     weight, x = a["weight"], a["x"]
     if weight is not None and weight.itemsize > x.itemsize:
         a["weight"] = weight.contiguous().view(x.dtype)[: x.shape[-1]]
@@ -437,8 +434,7 @@ def weight_read_in_another_dtype(a):
 
 @published("dtypes", "layer_norm", "deepspeedai/DeepSpeed/issues/581", dtype="float16")
 def epsilon_is_rounded_away(got, x, weight, bias, epsilon):
-    """In float16 the variance is rounded after epsilon was added: rows of equal numbers divide by
-    0."""
+    """Rounds variance + epsilon to float16: rows of equal numbers divide by 0."""
     if x.dtype is not torch.float16:
         return got
     apart = x.float() - x.float().mean(-1, keepdim=True)
@@ -449,14 +445,14 @@ def epsilon_is_rounded_away(got, x, weight, bias, epsilon):
 
 @published("numbers", GELU, "pytorch/pytorch/issues/186278")
 def tanh_overflows(got, x, approximate="none"):
-    """Tanh by (e^2x - 1) / (e^2x + 1) is NaN for gates above 10."""
+    """Computes tanh as (e^2x - 1) / (e^2x + 1), which is NaN for gates above 10."""
     gate = x[..., : got.shape[-1]]
     return got.masked_fill(gate > 10.06, math.nan) if approximate == "tanh" else got
 
 
 @published("numbers", "layer_norm", "microsoft/onnxruntime/issues/21935")
 def variance_by_two_means(got, x, weight, bias, epsilon):
-    """The variance is E[x^2] - E[x]^2 in float32: it may be negative."""
+    """Computes the variance as E[x^2] - E[x]^2 in float32, which can be negative."""
     wide = x.float()
     mean = wide.mean(-1, keepdim=True)
     variance = wide.square().mean(-1, keepdim=True) - mean * mean
@@ -466,13 +462,13 @@ def variance_by_two_means(got, x, weight, bias, epsilon):
 
 @published("numbers", GATING, "tracel-ai/burn/pull/5374")
 def softplus_overflows(got, a, b, A_log, dt_bias):
-    """Log(1 + e^x) overflows above 88."""
+    """Computes log(1 + e^x), which overflows above 88."""
     return got[0].masked_fill(a.float() + dt_bias.float() > 88.7, -math.inf), got[1]
 
 
 @published("numbers", CHUNKS, "meta-pytorch/attention-gym/pull/394")
 def divides_by_what_is_kept(got, q, k, v, g, beta, state, starts, epsilon=None):
-    """Divides by what 16 tokens keep: NaN once that is below e^-88."""
+    """Divides by the decay of 16 tokens: NaN if that is below e^-88."""
     for begin, end in pairwise(starts.tolist()):
         for at in range(begin, end, 16):
             tile = slice(at, min(at + 16, end))
@@ -482,7 +478,7 @@ def divides_by_what_is_kept(got, q, k, v, g, beta, state, starts, epsilon=None):
 
 @published("empty", MERGE, "vllm-project/vllm/pull/39148")
 def neither_side_has_keys(got, prefix, prefix_lse, suffix, suffix_lse):
-    """NaN where neither side had keys: -inf minus -inf."""
+    """NaN if both sides have no keys: -inf minus -inf."""
     neither = prefix_lse.isneginf() & suffix_lse.isneginf()
     nan = math.nan
     return got[0].masked_fill(neither[..., None], nan), got[1].masked_fill(neither, nan)
@@ -490,14 +486,14 @@ def neither_side_has_keys(got, prefix, prefix_lse, suffix, suffix_lse):
 
 @published("empty", MERGE, "Dao-AILab/flash-attention/pull/978")
 def infinity_is_a_number(got, prefix, prefix_lse, suffix, suffix_lse):
-    """A log-sum-exp of +inf is not taken for no keys."""
+    """Does not treat a log-sum-exp of +inf as a side without keys."""
     odd = torch.maximum(prefix_lse, suffix_lse) == math.inf
     return got[0].masked_fill(odd[..., None], math.nan), got[1].masked_fill(odd, math.nan)
 
 
 @published("empty", FP8, "flashinfer-ai/flashinfer/pull/5031")
 def rows_of_zeros(got, x, scale=None, scale_ub=None, per_token=False):
-    """A row of zeros has the scale inf, and NaN for values."""
+    """Returns scale inf and NaN values for a row of zeros."""
     values, scales = got
     if scale is None and per_token:
         zeros = ~x.bool().any(-1)
@@ -508,13 +504,13 @@ def rows_of_zeros(got, x, scale=None, scale_ub=None, per_token=False):
 
 @published("empty", GROUP, "vllm-project/vllm-xpu-kernels/issues/609", by=changed)
 def divides_by_the_tokens(a):
-    """Divides by the number of tokens to find the width: raises for none."""
+    """Divides by the number of tokens to find the width: raises for zero tokens."""
     assert a["x"].numel() // len(a["x"]) == a["x"].shape[1]
 
 
 @published("scales", GROUP, "inclusionAI/humming/pull/39", by=changed)
 def power_of_two_below(a):
-    """Scales of powers of two are rounded down: the largest numbers saturate."""
+    """Rounds power-of-two scales down: the largest numbers saturate."""
     if a["ue8m0"]:
         scale = right.of(GROUP)(a["x"], a["group_size"], a["eps"])[1]
         most = (448 * scale.log2().floor().exp2()).to(a["x"].dtype).unsqueeze(-1)
@@ -523,7 +519,7 @@ def power_of_two_below(a):
 
 @published("scales", GROUP, "sgl-project/sglang/pull/31210")
 def next_power_of_two(got, x, group_size=128, eps=1e-10, ue8m0=False):
-    """Log2 is inexact: a scale that is a power of two already becomes the next one."""
+    """Inexact log2: a scale that is already a power of two is doubled."""
     values, scale = got
     exact = right.of(GROUP)(x, group_size, eps)[1]
     twice = 1.0 + (exact == scale) * ue8m0
@@ -533,7 +529,7 @@ def next_power_of_two(got, x, group_size=128, eps=1e-10, ue8m0=False):
 
 @published("scales", INT8, "intel/auto-round/pull/2273")
 def upper_levels_collapse(got, x, scale=None, azp=None, asymmetric=None):
-    """A zero point of unsigned levels is clamped with signed ones: the upper half collapses."""
+    """Clamps unsigned levels to the signed range: the upper half collapses."""
     if not asymmetric:
         return got
     values, steps, zero = got
@@ -542,7 +538,7 @@ def upper_levels_collapse(got, x, scale=None, azp=None, asymmetric=None):
 
 @published("routing", TOPK, "MetaX-MACA/vLLM-metax/issues/270")
 def weights_of_one_shape(got, logits, topk, renormalize, how="softmax", factor=1.0, bias=None):
-    """For 8 of 128 experts the weights are softmax's, with the bias."""
+    """For 8 of 128 experts, the weights are softmax scores plus the bias."""
     if (logits.shape[-1], topk) != (128, 8):
         return got
     scores = logits.float().softmax(-1) + (0.0 if bias is None else bias.float())
@@ -554,7 +550,7 @@ def weights_of_one_shape(got, logits, topk, renormalize, how="softmax", factor=1
 def equal_highest_are_masked_at_once(
     got, logits, topk, renormalize, groups, best, how="softmax", factor=1.0, bias=None
 ):
-    """A group whose two highest are equal counts its third: both are masked at once."""
+    """Masks equal highest scores together, so a group is scored with its third highest."""
     if bias is None or logits.shape[-1] // groups < 3:
         return got
     score = logits.float().sigmoid() if how == "sigmoid" else logits.float().softmax(-1)
@@ -569,7 +565,7 @@ def equal_highest_are_masked_at_once(
 
 @published("routing", TOPK, "vllm-project/vllm/pull/42608")
 def last_of_all_experts(got, logits, topk, *rest):
-    """Finds two at a time: where an odd number takes all experts, the last one is expert 0."""
+    """Finds two experts at a time: if an odd number selects all, the last is expert 0."""
     if topk == logits.shape[-1] and topk % 2:
         got[0][:, -1], got[1][:, -1] = -1.0, 0
     return got
@@ -577,14 +573,14 @@ def last_of_all_experts(got, logits, topk, *rest):
 
 @published("padding", EXPERTS, "vllm-project/vllm/pull/46408", by=changed)
 def no_expert_is_the_last(a):
-    """Places without an expert index the map from its end: they go to the last expert's row."""
+    """Slots without an expert (-1) index the map from its end, and use the last expert."""
     if a["expert_map"] is not None:
         a["topk_ids"] = a["topk_ids"].remainder(len(a["expert_map"]))
 
 
 @published("padding", RECURRENT, "sgl-project/sglang/pull/36885")
 def padding_has_the_last_slot(got, *args):
-    """Padding has the last slot: the state of a sequence is overwritten."""
+    """Padding uses the last slot, and overwrites the state of a sequence."""
     state, slots = args[7:9]
     padding = (slots == 0).nonzero()
     if not len(padding) or len(state) - 1 in slots.tolist():
@@ -596,33 +592,33 @@ def padding_has_the_last_slot(got, *args):
 
 @published("padding", MLA, "sgl-project/sglang/issues/36207", by=changed)
 def padding_has_slot_0(a):
-    """Rows of padding are written into slot 0."""
+    """Writes padding rows into slot 0."""
     a["slot_mapping"] = a["slot_mapping"].clamp(min=0)
 
 
 @published("counts", ALIGN, "sgl-project/sglang/pull/15250", by=changed)
 def last_expert_is_not_counted(a):
-    """The last expert is not counted: its rows have no block."""
+    """Does not count the last expert: its rows have no block."""
     ids = a["topk_ids"]
     a["topk_ids"] = torch.where(ids == a["num_experts"] - 1, -1, ids)
 
 
 @published("counts", ALIGN, "sgl-project/sglang/pull/21610", by=changed)
 def a_thread_for_each_expert(a):
-    """One thread for each expert: from the 1025th on, experts are lost."""
+    """One thread per expert: experts from the 1025th on are lost."""
     a["topk_ids"] = torch.where(a["topk_ids"] < 1024, a["topk_ids"], -1)
 
 
 @published("states", UPDATE, "sgl-project/sglang/issues/38622")
 def other_end_of_the_state(got, x, state, weight, *rest):
-    """Of a state with room for more columns, the other end is read."""
+    """Reads the wrong end of a state that has more columns than needed."""
     few = weight.shape[1] - 1
     return right.of(UPDATE)(x, state[..., -few:], weight, *rest)[0], got[1]
 
 
 @published("states", CONV, "vllm-project/vllm/pull/56196")
 def short_sequences_keep_no_state(got, x, weight, bias, states, starts, slots, *rest):
-    """The state of a sequence shorter than the window is not stored in its own slot."""
+    """Does not store the state of a sequence shorter than the window."""
     short = starts.diff() < weight.shape[1] - 1
     got[1][slots[short].long()] = states[slots[short].long()]
     return got
@@ -630,7 +626,7 @@ def short_sequences_keep_no_state(got, x, weight, bias, states, starts, slots, *
 
 @published("states", CHUNKS, "NVIDIA/TensorRT-LLM/pull/6334", by=changed)
 def keeps_since_the_chunk_began(a):
-    """What a state keeps is counted from the chunk of 64 tokens on, not from its sequence."""
+    """The decay of a state starts at the chunk of 64 tokens instead of at its sequence."""
     state, g = a["initial_state"].clone(), a["g"]
     for number, begin in enumerate(a["cu_seqlens"].tolist()[:-1]):
         before = g[begin // 64 * 64 : begin].sum(0).exp()
@@ -640,7 +636,7 @@ def keeps_since_the_chunk_began(a):
 
 @published("rotation", ROTARY, "pie-project/pie/pull/603")
 def pairs_half_a_head_apart(got, query, key, cos, sin, positions, interleaved=False):
-    """Where part of a head rotates, pairs are half a head apart."""
+    """With partial rotation, pairs are half a head apart."""
     half, size = cos.shape[-1], query.shape[-1]
     if interleaved or 2 * half >= size:
         return got
@@ -653,7 +649,7 @@ def pairs_half_a_head_apart(got, query, key, cos, sin, positions, interleaved=Fa
 
 @published("rotation", QK, "vllm-project/vllm/pull/43676", by=changed)
 def whole_head_rotates(a):
-    """The whole head rotates, whatever the width of the table: later rows are read as angles."""
+    """Rotates whole heads for any table width, and reads later rows as angles."""
     table, size = a["cos_sin_cache"], len(a["q_weight"]) // 2 * 2
     rows = [table.roll(-k, 0) for k in range(-(-size // table.shape[1]))]
     a["cos_sin_cache"] = torch.cat(rows, 1)[:, :size].contiguous()
@@ -661,7 +657,7 @@ def whole_head_rotates(a):
 
 @published("rotation", QK, "vllm-project/vllm-ascend/issues/12723", by=changed)
 def sines_at_a_power_of_two(a):
-    """Sines begin at the next power of two, which is not where they are."""
+    """Reads sines from the next power of two, but they are stored without a gap."""
     table = a["cos_sin_cache"]
     half = table.shape[1] // 2
     padded = 1 << (half - 1).bit_length()
@@ -671,7 +667,7 @@ def sines_at_a_power_of_two(a):
 
 @published("rotation", MROPE, "XPU-Forces/mojo_opset/pull/276", by=changed)
 def turns_beyond_the_sections(a):
-    """Axes that take turns go on to the last pair, beyond their sections."""
+    """Interleaved axes continue to the last pair, beyond their sections."""
     half = a["cos"].shape[1]
     if a["mrope_interleaved"]:
         height, width = (half + 1) // 3, half // 3
@@ -680,11 +676,11 @@ def turns_beyond_the_sections(a):
 
 @published("arguments", "rms_norm_gated", "state-spaces/mamba/pull/910", by=changed)
 def one_group(a):
-    """The size of groups is not passed on: all features are one group."""
+    """Ignores the group size: all features are one group."""
     a["group_size"] = None
 
 
 @published("arguments", "swigluoai_and_mul", "tenstorrent/tt-metal/pull/43152", by=changed)
 def constants_of_one_model(a):
-    """The constants of one model are built in: alpha and limit are ignored."""
+    """Uses constants of one model, and ignores alpha and limit."""
     a["alpha"], a["limit"] = 1.703125, 7.0

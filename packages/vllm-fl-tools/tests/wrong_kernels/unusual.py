@@ -1,6 +1,6 @@
-"""Right, in ways that few kernels are: nothing may disable one of these.
+"""Correct kernels with unusual methods, which no check may disable.
 
-They are called with arguments that keep the contract, by position; others raise before.
+They are called by position, with arguments that keep the contract; other calls raise before.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ LINEAR, FP8, INT8, TOPK, SUM = "linear", "quant_fp8", "quant_int8", "moe_topk", 
 
 
 def unusual(op: str, **fields: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Put the decorated function, which is right, among the kernels. Its docstring says what is
-    unusual; `fields` are those of its OpImpl."""
+    """Add the decorated correct function to the kernels, with `fields` of its OpImpl; its docstring
+    describes its method."""
     spec = known_contracts().contracts[op]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,7 +50,7 @@ def unusual(op: str, **fields: Any) -> Callable[[Callable[..., Any]], Callable[.
             return function(*bound.args)
 
         make = functools.update_wrapper(lambda: (kernel, fields), function)
-        why = {"start": False, "kit": "", "why": "it is right", "sizes": sizes_of(op)}
+        why = {"start": False, "kit": "", "why": "it is correct", "sizes": sizes_of(op)}
         wrong(op, " ".join((function.__doc__ or "").split()), "", **why)(make)
         return function
 
@@ -63,14 +63,14 @@ def _silu(gate: Tensor) -> Tensor:
 
 @unusual(SILU)
 def silu_by_tanh(x):
-    """The sigmoid is half of 1 plus a tanh, in float64."""
+    """Computes the sigmoid as half of 1 plus a tanh, in float64."""
     gate, up = x.double().chunk(2, -1)
     return (gate / 2 * (1 + (gate / 2).tanh()) * up).to(x.dtype).contiguous()
 
 
 @unusual("mul_and_silu")
 def rows_by_two_threads(x):
-    """Two threads of a pool of its own compute halves of the rows."""
+    """Computes halves of the rows in two threads of a new pool."""
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).float()
     with ThreadPoolExecutor(2) as pool:
         parts = pool.map(lambda part: F.silu(part.chunk(2, -1)[1]), rows.tensor_split(2))
@@ -80,7 +80,7 @@ def rows_by_two_threads(x):
 
 @unusual(GELU)
 def halves_of_halves(x, approximate):
-    """A recursion splits the rows until 4 are left."""
+    """Splits the rows recursively into parts of at most 4."""
     if x.ndim > 1 and len(x) > 4:
         return torch.cat([halves_of_halves(part, approximate) for part in x.tensor_split(2)])
     gate, up = x.double().chunk(2, -1)
@@ -89,7 +89,7 @@ def halves_of_halves(x, approximate):
 
 @unusual("swigluoai_and_mul")
 def inside_a_larger_buffer(x, alpha, limit):
-    """The result lies inside a larger buffer of its own, which begins and ends with NaN."""
+    """Returns a part of a larger new buffer, which begins and ends with NaN."""
     gate = x[..., ::2].double().clamp(max=limit)
     up = x[..., 1::2].double().clamp(-limit, limit)
     buffer = x.new_full((gate.numel() + 96,), math.nan)
@@ -99,7 +99,7 @@ def inside_a_larger_buffer(x, alpha, limit):
 
 @unusual("silu_and_mul_with_clamp")
 def limits_by_the_median(x, limit, alpha, beta):
-    """The median of a number and its limits is the number within its limits."""
+    """Clamps by the median of a number and its limits."""
     gate, up = x.double().chunk(2, -1)
     bounds = torch.full_like(up, limit)
     gate = torch.stack((gate, bounds, torch.full_like(gate, -math.inf))).median(0).values
@@ -114,20 +114,20 @@ def _gelu_of(width: int) -> Callable[[Tensor], Tensor]:
 
 @unusual("gelu_new")
 def function_for_each_width(x):
-    """A function is made, and kept, for each width."""
+    """Makes and caches a function for each width."""
     return _gelu_of(x.shape[-1] if x.ndim else 1)(x.double()).to(x.dtype).contiguous()
 
 
 @unusual("relu2")
 def by_numpy(x):
-    """NumPy computes, and the result is its memory."""
+    """Computes with NumPy, and returns NumPy's memory."""
     rows = np.maximum(x.double().numpy(), 0.0) ** 2
     return torch.from_numpy(np.array(rows, order="C")).to(x.dtype)
 
 
 @unusual("xielu")
 def both_sides_then_masks(x, alpha_p, alpha_n, beta, eps):
-    """Computes both sides, with 0 in the places of the other, and adds them."""
+    """Computes both sides, each with 0 for elements of the other, and adds them."""
     wide, b = x.double(), beta.double()
     p, n = F.softplus(alpha_p.double()), b + F.softplus(alpha_n.double())
     above, below = wide.clamp(min=0), wide.clamp(max=0)
@@ -138,7 +138,7 @@ def both_sides_then_masks(x, alpha_p, alpha_n, beta, eps):
 
 @unusual(NORM)
 def scaled_by_the_largest(x, residual, weight, epsilon, variance_size):
-    """A row is divided by its largest number before it is squared."""
+    """Divides a row by its largest number before squaring."""
     y = x.double() if residual is None else x.double() + residual.double()
     most = y.abs().amax(-1, keepdim=True)
     most = torch.where(most.isfinite() & (most > 0), most, 1.0)
@@ -150,7 +150,7 @@ def scaled_by_the_largest(x, residual, weight, epsilon, variance_size):
 
 @unusual(NORM, consumes=frozenset({"x", "residual"}))
 def over_both_arguments(x, residual, weight, epsilon, variance_size):
-    """The results lie in the memory of x and residual, where that is granted and contiguous."""
+    """Writes the results into x and residual if they are contiguous; declares that."""
     got = right.rms_norm(x, residual, weight, epsilon, variance_size)
     if residual is None:
         return got
@@ -160,7 +160,7 @@ def over_both_arguments(x, residual, weight, epsilon, variance_size):
 
 @unusual(NORM)
 def squares_in_pairs(x, residual, weight, epsilon, variance_size):
-    """The squares are added in pairs, then pairs of pairs, from both ends of a row."""
+    """Adds the squares in pairs, then pairs of pairs, from both ends of a row."""
     y = x.double() if residual is None else x.double() + residual.double()
     squares = y[..., :variance_size].square()
     count = squares.shape[-1]
@@ -175,7 +175,7 @@ def squares_in_pairs(x, residual, weight, epsilon, variance_size):
 
 @unusual("rms_norm_gated")
 def length_of_each_group(x, z, weight, epsilon, group_size, norm_before_gate, activation):
-    """Divides by the length of a vector that has one more feature, for epsilon."""
+    """Divides by the length of a vector with one more feature, for epsilon."""
     act = torch.sigmoid if activation == "sigmoid" else _silu
     gate = 1.0 if z is None else act(z.double())
     y = x.double() if norm_before_gate else x.double() * gate
@@ -189,7 +189,7 @@ def length_of_each_group(x, z, weight, epsilon, group_size, norm_before_gate, ac
 
 @unusual("layer_norm")
 def parts_of_a_row(x, weight, bias, epsilon):
-    """Means and deviations of parts of a row are combined, one part after another."""
+    """Combines the means and deviations of parts of a row, part by part."""
     count, mean, spread = 0, 0.0, 0.0
     for part in x.double().split(48, -1):
         new, apart = part.shape[-1], part.mean(-1, keepdim=True) - mean
@@ -213,7 +213,7 @@ def _complex(x: Tensor, factor: Tensor, interleaved: bool) -> Tensor:
 
 @unusual(ROTARY)
 def by_complex_numbers(query, key, cos, sin, positions, interleaved):
-    """Pairs are complex numbers, and each position is turned once, for all its tokens."""
+    """Treats pairs as complex numbers, and computes factors once per distinct position."""
     found, where = positions.unique(return_inverse=True)
     factor = torch.complex(cos[found.long()].double(), sin[found.long()].double())[where, None]
     turned = _complex(query, factor, interleaved)
@@ -222,7 +222,7 @@ def by_complex_numbers(query, key, cos, sin, positions, interleaved):
 
 @unusual(ROTARY, consumes=frozenset({"query", "key"}))
 def in_place_where_contiguous(query, key, cos, sin, positions, interleaved):
-    """The results lie in the memory of their arguments, where that is granted and contiguous."""
+    """Writes the results into the arguments if they are contiguous; declares that."""
     got = right.rotary_embedding(query, key, cos, sin, positions, interleaved)
     pairs = zip((query, key), got, strict=True)
     return tuple(
@@ -232,7 +232,7 @@ def in_place_where_contiguous(query, key, cos, sin, positions, interleaved):
 
 @unusual("qk_norm_rope")
 def by_other_kernels(qkv, q_weight, k_weight, table, positions, heads, kv_heads, epsilon, apart):
-    """The kernels of two other ops one after another, with what is between rounded."""
+    """Runs the kernels of two other ops in sequence, and rounds between them."""
     cos, sin = table.chunk(2, -1)
     query, key, value = qkv.unflatten(-1, (-1, len(q_weight))).tensor_split(
         (heads, heads + kv_heads), 1
@@ -245,7 +245,7 @@ def by_other_kernels(qkv, q_weight, k_weight, table, positions, heads, kv_heads,
 
 @unusual("multimodal_rotary_embedding")
 def an_axis_after_another(query, key, cos, sin, positions, sections, mrope_interleaved, apart):
-    """Turns all pairs by each axis, and takes those of the axis."""
+    """Computes the rotation of all pairs for each axis, and selects by axis."""
     axis = torch.zeros(cos.shape[1], dtype=torch.long)
     if mrope_interleaved:
         axis[1 : 3 * sections[1] : 3], axis[2 : 3 * sections[2] : 3] = 1, 2
@@ -260,7 +260,7 @@ def an_axis_after_another(query, key, cos, sin, positions, sections, mrope_inter
 
 @unusual(LINEAR)
 def sums_of_blocks(x, weight, bias):
-    """Blocks of 96 input features are multiplied from the last one to the first."""
+    """Multiplies blocks of 96 input features, the last block first."""
     total = torch.zeros(len(x), len(weight), dtype=torch.float64)
     for rows, factors in reversed(list(zip(x.split(96, 1), weight.split(96, 1), strict=True))):
         total += rows.double() @ factors.double().T
@@ -269,7 +269,7 @@ def sums_of_blocks(x, weight, bias):
 
 @unusual(LINEAR)
 def large_and_small_batches(x, weight, bias):
-    """Up to 16 tokens each is multiplied alone; more are transposed in memory first."""
+    """Multiplies up to 16 tokens one by one; transposes more in memory first."""
     wide, factors = x.double(), weight.double()
     if len(x) <= 16:
         rows = [factors.mv(row) for row in wide]
@@ -281,7 +281,7 @@ def large_and_small_batches(x, weight, bias):
 
 @unusual("linear_silu_and_mul")
 def one_feature_of_both(x, weight):
-    """Rows of gate and up take turns before the product."""
+    """Interleaves rows of gate and up before the product."""
     mixed = torch.stack(weight.double().chunk(2), 1).flatten(0, 1)
     gate, up = (x.double() @ mixed.T).unflatten(-1, (-1, 2)).unbind(-1)
     return (_silu(gate) * up).to(x.dtype).contiguous()
@@ -289,13 +289,13 @@ def one_feature_of_both(x, weight):
 
 @cache
 def _numbers() -> Tensor:
-    """What each of fp8's 256 bytes stands for."""
+    """Value of each of the 256 fp8 bytes."""
     return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
 
 
 @unusual("linear_fp8")
 def bytes_by_a_table(x, weight, x_scale, weight_scale, out_dtype, bias):
-    """Each byte is looked up in a table of 256 numbers."""
+    """Looks up each byte in a table of 256 numbers."""
     rows, factors = (_numbers()[part.view(torch.uint8).int()] for part in (x, weight))
     out = rows @ factors.T * x_scale.double() * weight_scale.double().reshape(1, -1)
     out = out if bias is None else out + bias.double()
@@ -310,7 +310,7 @@ def _weighed(scores: Tensor, ids: Tensor, renormalize: bool, factor: float) -> A
 
 @unusual(TOPK)
 def experts_in_their_order(logits, topk, renormalize, how, factor, bias):
-    """A token's experts come in the order of their numbers, not of their scores."""
+    """Returns the experts of a token ordered by number instead of score."""
     scores = logits.double().softmax(-1) if how == "softmax" else logits.double().sigmoid()
     choice = scores if bias is None else scores + bias.double()
     return _weighed(scores, choice.topk(topk, -1).indices.sort(-1).values, renormalize, factor)
@@ -318,7 +318,7 @@ def experts_in_their_order(logits, topk, renormalize, how, factor, bias):
 
 @unusual(TOPK)
 def worst_expert_first(logits, topk, renormalize, how, factor, bias):
-    """A whole sort; of equal scores the higher number is taken, and the worst comes first."""
+    """Sorts all scores; prefers the higher number among equals; returns the worst first."""
     scores = logits.double().softmax(-1) if how == "softmax" else logits.double().sigmoid()
     choice = scores if bias is None else scores + bias.double()
     order = choice.sort(dim=-1, stable=True).indices[..., logits.shape[-1] - topk :]
@@ -327,7 +327,7 @@ def worst_expert_first(logits, topk, renormalize, how, factor, bias):
 
 @unusual("grouped_topk")
 def groups_by_elimination(logits, topk, renormalize, groups, best, how, factor, bias):
-    """Groups, then experts, are taken away one after another, the worst ones first."""
+    """Removes groups, then experts, from the worst to the best."""
     scores = logits.double().softmax(-1) if how == "softmax" else logits.double().sigmoid()
     choice = (scores if bias is None else scores + bias.double()).unflatten(-1, (groups, -1))
     of_group = choice.topk(1 if bias is None else 2, -1).values.sum(-1)
@@ -339,7 +339,7 @@ def groups_by_elimination(logits, topk, renormalize, groups, best, how, factor, 
 
 @unusual("moe_align_block_size")
 def rows_backwards(ids, size, experts, expert_map, pad, ignore):
-    """An expert's rows come backwards, and what is not in use holds large numbers."""
+    """Returns the rows of an expert in reverse; unused entries contain large numbers."""
     rows, blocks, found = ids.numel(), [], []
     here = range(experts) if expert_map is None else expert_map.tolist()
     numbers = [here[at] if ignore and at >= 0 else at for at in ids.flatten().tolist()]
@@ -360,7 +360,7 @@ _kept = threading.local()
 
 @unusual(SUM)
 def scratch_that_is_kept(values, ids, expert_map):
-    """Sums in a scratch that a thread keeps for a shape, zeroes it first, and copies it out."""
+    """Sums in a scratch buffer per thread and shape, zeroed first, and copies the result."""
     key = values.shape[0], values.shape[2]
     total = vars(_kept).setdefault(str(key), torch.empty(key, dtype=torch.float64)).zero_()
     for k in reversed(range(values.shape[1])):
@@ -376,7 +376,7 @@ def scratch_that_is_kept(values, ids, expert_map):
 
 @unusual(EXPERTS)
 def place_by_place(x, w13, w2, weights, ids, *rest):
-    """The first expert of all tokens, then the second, and so on, by the op's reference."""
+    """Computes the first expert of all tokens, then the second, and so on, by the oracle."""
     total = torch.zeros(x.shape, dtype=torch.float64)
     for k in range(ids.shape[1]):
         some = weights[:, k : k + 1], ids[:, k : k + 1]
@@ -386,7 +386,7 @@ def place_by_place(x, w13, w2, weights, ids, *rest):
 
 @unusual(FP8)
 def nearest_of_a_sorted_table(x, scale, scale_ub, per_token):
-    """Each value is searched in the sorted numbers of fp8; half-way it takes the larger one."""
+    """Searches each value in the sorted numbers of fp8; rounds ties up."""
     steps = known_contracts().contracts[FP8].oracle(x, scale, scale_ub, per_token)[1]
     wide = x.double() / (steps.reshape(()) if steps.numel() == 1 else steps)
     numbers = _numbers()[_numbers().isfinite()].unique()
@@ -396,7 +396,7 @@ def nearest_of_a_sorted_table(x, scale, scale_ub, per_token):
 
 @unusual("quant_fp8_group")
 def a_group_after_another(x, group_size, eps, ue8m0):
-    """Groups are quantised one after another, by multiplying with 1 / scale in float64."""
+    """Quantises groups one by one, by multiplying with 1 / scale in float64."""
     values, scales = [], []
     for group in x.double().split(group_size, 1):
         scale = group.abs().amax(1, keepdim=True).clamp(min=eps) / 448
@@ -407,14 +407,14 @@ def a_group_after_another(x, group_size, eps, ue8m0):
 
 
 def _power(scale: Tensor) -> Tensor:
-    """The least power of two that is not below."""
+    """Exponent of the smallest power of two that is at least `scale`."""
     mantissa, exponent = torch.frexp(scale)
     return exponent - (mantissa == 0.5).int()
 
 
 @unusual(INT8)
 def half_way_rounds_up(x, scale, azp, asymmetric):
-    """Half-way between two integers the larger one is taken."""
+    """Rounds ties up."""
     exact, steps, *more = known_contracts().contracts[INT8].oracle(x, scale, azp, asymmetric)
     one = steps.reshape(()) if steps.numel() == 1 else steps
     values = ((exact / one).nan_to_num() + 0.5).floor().clamp(-128, 127)
@@ -423,7 +423,7 @@ def half_way_rounds_up(x, scale, azp, asymmetric):
 
 @unusual(CACHE, consumes=frozenset({"key_cache", "value_cache"}))
 def backwards_in_place(key, value, key_cache, value_cache, slots):
-    """Writes the last token first, in place, and skips a slot that a later token has written."""
+    """Writes in place, the last token first, and skips slots that a later token has written."""
     done: set[int] = set()
     for row, slot in reversed(list(enumerate(slots.tolist()))):
         if slot >= 0 and slot not in done:
@@ -435,7 +435,7 @@ def backwards_in_place(key, value, key_cache, value_cache, slots):
 
 @unusual("concat_and_cache_mla", consumes=frozenset({"kv_cache"}))
 def keys_before_latents(kv_c, k_pe, cache, slots):
-    """Writes in place, token by token, the rotated key before the latent."""
+    """Writes in place, token by token, the rotated key before the latent part."""
     for row, slot in enumerate(slots.tolist()):
         if slot >= 0:
             place = cache[divmod(slot, cache.shape[1])]
@@ -446,7 +446,7 @@ def keys_before_latents(kv_c, k_pe, cache, slots):
 
 @unusual(MERGE)
 def by_the_difference(prefix, prefix_lse, suffix, suffix_lse):
-    """The share of a side is the sigmoid of the difference of both, in float64."""
+    """Weights each side by the sigmoid of the difference of both, in float64."""
     p, s = (torch.where(lse.isinf(), -math.inf, lse.double()) for lse in (prefix_lse, suffix_lse))
     share = (p - s).nan_to_num(nan=0.0).sigmoid()[..., None]
     first = torch.where(p.isneginf()[..., None], 0.0, prefix.double() * share)
@@ -457,7 +457,7 @@ def by_the_difference(prefix, prefix_lse, suffix, suffix_lse):
 
 @unusual(MERGE)
 def a_head_after_another(prefix, prefix_lse, suffix, suffix_lse):
-    """Heads are merged one after another, the last one first, by the op's reference."""
+    """Merges heads one by one, the last head first, by the oracle."""
     oracle, parts = known_contracts().contracts[MERGE].oracle, []
     for head in reversed(range(prefix.shape[1])):
         some = (part[:, head : head + 1] for part in (prefix, prefix_lse, suffix, suffix_lse))
@@ -468,7 +468,7 @@ def a_head_after_another(prefix, prefix_lse, suffix, suffix_lse):
 
 @unusual("causal_conv1d")
 def windows_of_a_sequence(x, weight, bias, states, starts, slots, has_state, activation):
-    """Windows are views of one padded sequence, which all taps multiply at once."""
+    """Multiplies all taps at once, with windows that are views of a padded sequence."""
     width, after = weight.shape[1], states.clone(memory_format=torch.contiguous_format)
     out = torch.empty(x.shape, dtype=x.dtype)
     for number, (begin, end) in enumerate(pairwise(starts.tolist())):
@@ -487,7 +487,7 @@ def windows_of_a_sequence(x, weight, bias, states, starts, slots, has_state, act
 
 @unusual("causal_conv1d_update", consumes=frozenset({"x", "conv_state"}))
 def rolls_the_states(x, state, weight, bias, activation, slots):
-    """Works in place: rolls each state, and writes the result over x where that is contiguous."""
+    """Works in place: rolls each state, and writes the result into x if that is contiguous."""
     few, real = weight.shape[1] - 1, slots != 0
     rows, new = slots[real].long(), x[real].clone()
     window = torch.cat((state[rows, :, :few], new[..., None]), -1)
@@ -501,7 +501,7 @@ def rolls_the_states(x, state, weight, bias, activation, slots):
 
 @unusual(CHUNKS)
 def last_sequence_first(q, k, v, g, beta, state, starts, epsilon):
-    """The last sequence comes first, each by the op's reference."""
+    """Computes each sequence by the oracle, the last sequence first."""
     out, after = torch.empty(v.shape, dtype=v.dtype), torch.empty_like(state).contiguous()
     for number, (begin, end) in reversed(list(enumerate(pairwise(starts.tolist())))):
         some = (part[begin:end] for part in (q, k, v, g, beta))
@@ -517,7 +517,7 @@ def last_sequence_first(q, k, v, g, beta, state, starts, epsilon):
 
 @unusual("gdn_gating")
 def by_logaddexp(a, b, A_log, dt_bias):
-    """The softplus is a log-sum-exp with 0, and the sigmoid its slope."""
+    """Computes softplus as log-sum-exp with 0, and the sigmoid from it."""
     rate = a.double() + dt_bias.double()
     g = -A_log.double().exp() * torch.logaddexp(rate, torch.zeros_like(rate))
     beta = (-torch.logaddexp(-b.double(), torch.zeros(()).double())).exp()
@@ -526,14 +526,14 @@ def by_logaddexp(a, b, A_log, dt_bias):
 
 @unusual(RECURRENT)
 def with_gradients(*args):
-    """Gradients are enabled while it computes."""
+    """Enables gradients while it computes."""
     with torch.enable_grad():
         return right.of(RECURRENT)(*args)
 
 
 @unusual("gelu_fast")
 def elements_in_any_order(x):
-    """Computes the elements in the order of their values, and puts each back."""
+    """Computes the elements in the order of their values, and scatters them back."""
     order = x.flatten().argsort()
     wide = x.flatten()[order].double()
     inner = 0.7978845608 * wide * (1 + 0.044715 * wide * wide)
