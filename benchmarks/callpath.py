@@ -1,14 +1,7 @@
-<<<<<<< HEAD
-"""Overhead of a call through vllm-fl over a direct call of the same function, in nanoseconds.
-
-Each round calls all forms and the direct calls that they are compared with. A figure is the median
-of the differences within rounds. The implementation does nothing, so only the overhead counts.
-=======
 """Measure the overhead of a call compared with a direct call of the same function, in ns.
 
 Each round runs every case and its direct call; the figure is the median of the differences within
 a round. The implementation does nothing, so only the dispatch is measured.
->>>>>>> p-wrong
 """
 
 from __future__ import annotations
@@ -47,38 +40,24 @@ OP = "silu_and_mul"
 
 
 def silu_and_mul(x: Any) -> Any:
-<<<<<<< HEAD
-=======
     """Implementation that returns its input."""
->>>>>>> p-wrong
     return x
 
 
 def rms_norm(
     x: Any, residual: Any, weight: Any, epsilon: float, variance_size: int | None = None
 ) -> Any:
-<<<<<<< HEAD
-    """An implementation that gets half of its arguments from the layer."""
-=======
     """Implementation of an op whose layer provides half of the arguments."""
->>>>>>> p-wrong
     return x
 
 
 def supports(x: Any) -> bool:
-<<<<<<< HEAD
-=======
     """Predicate that only costs its call."""
->>>>>>> p-wrong
     return True
 
 
 class Case:
-<<<<<<< HEAD
-    """A timed statement.
-=======
     """Timed statement.
->>>>>>> p-wrong
 
     Args:
         stmt: one call.
@@ -86,15 +65,6 @@ class Case:
     """
 
     def __init__(self, stmt: str, **given: Any) -> None:
-<<<<<<< HEAD
-        # Local names, because looking up globals is not part of a call.
-        setup = f"{', '.join(given)}, = given"
-        # thread_time excludes the time that a shared machine gives to other processes.
-        self.timer = timeit.Timer(
-            stmt, setup, time.thread_time, globals={"given": tuple(given.values())}
-        )
-        self.context = copy_context()  # keeps a policy_context that is active now
-=======
         # Local names, so that the lookup of globals is not measured.
         setup = f"{', '.join(given)}, = given"
         # Thread time excludes other processes of a shared machine.
@@ -102,7 +72,6 @@ class Case:
             stmt, setup, time.thread_time, globals={"given": tuple(given.values())}
         )
         self.context = copy_context()  # keep the policy_context of its creation
->>>>>>> p-wrong
         self.times: list[float] = []
 
     def run(self, calls: int) -> None:
@@ -111,19 +80,11 @@ class Case:
 
 
 Comparison = tuple[str, Case, Case, float | None]
-<<<<<<< HEAD
-"""Description, the case, the case that it is compared with, and the limit in nanoseconds."""
-
-
-class Plain:
-    """A layer with the implementation as its method, stored like in vLLM's CustomOp."""
-=======
 """(description, case, baseline case, bar in nanoseconds)."""
 
 
 class Plain:
     """Layer whose method is the implementation, stored like in vLLM's CustomOp."""
->>>>>>> p-wrong
 
     def __init__(self) -> None:
         self._forward_method = self.forward_oot
@@ -133,22 +94,14 @@ class Plain:
 
 
 class Calling(Plain):
-<<<<<<< HEAD
-    """A layer that calls the implementation, like a hand-written `forward_oot`."""
-=======
     """Layer whose method calls the implementation, like a hand-written `forward_oot`."""
->>>>>>> p-wrong
 
     def forward_oot(self, x: Any) -> Any:
         return silu_and_mul(x)
 
 
 class Bound:
-<<<<<<< HEAD
-    """A layer with a method that is bound to the plan when the layer is built."""
-=======
     """Layer whose method is bound to the plan when it is built."""
->>>>>>> p-wrong
 
     forward_oot = dispatch_method(OP)
 
@@ -157,11 +110,8 @@ class Bound:
 
 
 class Norm:
-<<<<<<< HEAD
-=======
     """Attributes of a norm layer."""
 
->>>>>>> p-wrong
     weight: Any = type("Weight", (), {"data": object()})
     variance_epsilon = 1e-6
     variance_size_override = None
@@ -169,11 +119,7 @@ class Norm:
 
 
 class CallingNorm(Norm):
-<<<<<<< HEAD
-    """A norm that calls the implementation."""
-=======
     """Norm whose method calls the implementation."""
->>>>>>> p-wrong
 
     def __init__(self) -> None:
         self._forward_method = self.forward_oot
@@ -185,11 +131,7 @@ class CallingNorm(Norm):
 
 
 class BoundNorm(Norm):
-<<<<<<< HEAD
-    """A norm with a method that is bound to the plan."""
-=======
     """Norm whose method is bound to the plan."""
->>>>>>> p-wrong
 
     forward_oot = dispatch_method("rms_norm")
 
@@ -200,15 +142,6 @@ class BoundNorm(Norm):
 def manager(
     impls: int, policy: SelectionPolicy | None = None, *, others: int = 0, **options: Any
 ) -> OpManager:
-<<<<<<< HEAD
-    """Create a manager with `impls` implementations of the op, each from its own plugin.
-
-    Args:
-        impls: number of implementations of the op that is called.
-        policy: the global policy.
-        others: number of further ops, each with one implementation.
-        options: further arguments of the op's implementations.
-=======
     """Make a manager with `impls` implementations of the op, each from its own plugin.
 
     Args:
@@ -216,7 +149,6 @@ def manager(
         policy: the global policy.
         others: further ops, each with one implementation.
         options: fields of the implementations of the called op.
->>>>>>> p-wrong
     """
     registry = OpRegistry()
     for n in range(impls):
@@ -237,10 +169,7 @@ def manager(
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
-<<<<<<< HEAD
-=======
     """Measure the call path."""
->>>>>>> p-wrong
     set_log_level("WARNING")
     rounds = options.rounds or ROUNDS
     return [
@@ -252,11 +181,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
 
 
 def compare(comparisons: list[Comparison], rounds: int, calls: int) -> list[Figure]:
-<<<<<<< HEAD
-    """Run all cases in each round, starting with another case each time."""
-=======
     """Run all cases in each round; each round starts with another case."""
->>>>>>> p-wrong
     cases = list(dict.fromkeys(case for _, *pair, _ in comparisons for case in pair))
     for case in cases:
         case.run(calls)
@@ -272,19 +197,11 @@ def compare(comparisons: list[Comparison], rounds: int, calls: int) -> list[Figu
 
 
 def multiples(rounds: int) -> list[Figure]:
-<<<<<<< HEAD
-    """Script calls as multiples of a direct call, comparable between machines."""
-    x = object()
-    ten = manager(10)
-    direct = Case("f(x)", f=silu_and_mul, x=x)
-    # Lower bound of any guard: a wrapper that contains only its `try`.
-=======
     """Cost of calls from a script as multiples of a direct call, valid on any machine."""
     x = object()
     ten = manager(10)
     direct = Case("f(x)", f=silu_and_mul, x=x)
     # A wrapper with only a `try` is the lower bound of a guard.
->>>>>>> p-wrong
     least = Case("f(x)", f=trying, x=x)
     enter = {
         "entering and leaving with_strict_mode": with_strict_mode,
@@ -311,10 +228,7 @@ def multiples(rounds: int) -> list[Figure]:
 
 
 def trying(x: Any) -> Any:
-<<<<<<< HEAD
-=======
     """Call the implementation in a `try`."""
->>>>>>> p-wrong
     try:
         return silu_and_mul(x)
     except Exception:
@@ -377,11 +291,7 @@ def functions() -> list[Comparison]:
     ]
 
 
-<<<<<<< HEAD
-# v1, not v0: a process has one compiled operator per chain, and v0's belongs to another case.
-=======
 # Not v0 first: a compiled plan has one operator per process and chain, and v0 is used elsewhere.
->>>>>>> p-wrong
 ONE_ORDER = SelectionPolicy(per_op_order={OP: OpOrder.of("vendor:v1")})
 BY_SIZE = SelectionPolicy(
     per_op_order={OP: OpOrder.of({"<=4": "vendor:v0", "<=64": "vendor:v2", "rest": "vendor:v1"})}
@@ -389,11 +299,7 @@ BY_SIZE = SelectionPolicy(
 
 
 def by_size() -> list[Comparison]:
-<<<<<<< HEAD
-    """Measure the lookup in an order that depends on the size of the call."""
-=======
     """Cost of the table lookup if the order of an op depends on the size of the call."""
->>>>>>> p-wrong
     import torch
 
     def of(policy: SelectionPolicy, tokens: int) -> Case:
@@ -407,11 +313,7 @@ def by_size() -> list[Comparison]:
 
 
 def opaque() -> list[Comparison]:
-<<<<<<< HEAD
-    """Measure torch.library, through which compiled plans call opaque implementations."""
-=======
     """Cost of torch.library, which wraps an opaque implementation in a compiled plan."""
->>>>>>> p-wrong
     import torch
 
     out = torch.empty(1)
@@ -446,11 +348,7 @@ def opaque() -> list[Comparison]:
 def engine_layer(
     cls: type, owner: OpManager, mode: Any = "eager", policy: SelectionPolicy | None = None
 ) -> Any:
-<<<<<<< HEAD
-    """Create a layer as in an engine, with a plan."""
-=======
     """Build a layer of this class like an engine, with a plan."""
->>>>>>> p-wrong
     settings = load_settings({})
     if policy is not None:
         vars(settings)["policy"] = policy

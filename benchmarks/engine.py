@@ -1,20 +1,5 @@
 """Compare vllm-fl with stock on vLLM's CPU engine with Qwen3-0.6B's shapes, eager and compiled.
 
-<<<<<<< HEAD
-The engines of one mode run in separate processes, all loaded at once. Each round visits all of them
-with each workload, starting with another engine each time. Three measures against noise:
-
-- Ratios are computed within a round, so load from other processes affects both sides.
-- A process's memory layout changes its speed by some percent for its lifetime. The rounds are
-  therefore spread over several starts of the engines, in different orders.
-- Other load only makes steps slower, so only the fastest quarter of a visit's steps counts.
-
-Shapes: 28 layers, hidden 1024, intermediate 3072, 16 query and 8 key heads of 128, tied embeddings,
-random weights. The vocabulary has 32768 entries instead of 151936 to fit four engines into 24 GiB.
-`--real FOLDER` also measures the shipped order on that model, with its real weights. dtype:
-bfloat16 if the CPU has AVX-512, else float32 (without AVX-512, PyTorch multiplies bfloat16 several
-times more slowly than float32, which hides everything else). KV cache: 1 GiB.
-=======
 The engines of one mode are loaded together, each in its own process, and run one at a time: every
 round visits all of them with each workload, in rotating order. Ratios are computed within a round,
 so that other load on a shared machine affects both sides. The memory layout of a process changes
@@ -26,7 +11,6 @@ random weights. The vocabulary has 32768 entries instead of 151936, to fit four 
 With `--real FOLDER` the shipped order is also measured on that model, with its weights.
 dtype: bfloat16 if the CPU has AVX-512, else float32 (without AVX-512, bfloat16 products of PyTorch
 are several times slower than float32, and hide other costs). KV cache: 1 GiB.
->>>>>>> p-wrong
 """
 
 from __future__ import annotations
@@ -64,20 +48,12 @@ __all__ = [
 
 ROUNDS = 8
 STARTS = 2
-<<<<<<< HEAD
-"""Number of times the engines of a mode are started; the rounds are spread over them."""
-=======
 """Number of times that the engines of a mode are started; the rounds are spread over these."""
->>>>>>> p-wrong
 
 START_TIMEOUT, ANSWER_TIMEOUT = 600.0, 300.0
 VOCABULARY = 32_768
 VISIT = 2.0
-<<<<<<< HEAD
-"""Target duration of a decoding engine's visit, in seconds."""
-=======
 """Target duration of a visit of a decoding engine, in seconds."""
->>>>>>> p-wrong
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -102,11 +78,8 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Workload:
-<<<<<<< HEAD
-=======
     """Work of an engine in one visit."""
 
->>>>>>> p-wrong
     name: str
     batch: int
     prompt_tokens: int
@@ -114,19 +87,11 @@ class Workload:
 
     @property
     def counted(self) -> int:
-<<<<<<< HEAD
-        """Tokens counted per step: new tokens, or the prompt's tokens for a prefill."""
-        return self.batch * (self.prompt_tokens if self.new_tokens == 1 else 1)
-
-    def prompts(self, seed: int) -> list[list[int]]:
-        """Prompts of a round; they differ between rounds to avoid hits in the prefix cache."""
-=======
         """Tokens per step: new tokens, or prompt tokens for a prefill."""
         return self.batch * (self.prompt_tokens if self.new_tokens == 1 else 1)
 
     def prompts(self, seed: int) -> list[list[int]]:
         """Prompts of a round, which differ from earlier rounds because of the prefix cache."""
->>>>>>> p-wrong
         pick = random.Random(f"{self.name} {seed}")
         return [
             [pick.randrange(3, VOCABULARY) for _ in range(self.prompt_tokens)]
@@ -134,11 +99,7 @@ class Workload:
         ]
 
     def fitted(self, seconds: float) -> Workload:
-<<<<<<< HEAD
-        """Set the number of new tokens (4 to 64) to fill a visit with steps of `seconds`."""
-=======
         """Limit the new tokens to a visit, for a step of `seconds`."""
->>>>>>> p-wrong
         if self.new_tokens == 1:
             return self
         return dataclasses.replace(self, new_tokens=min(max(round(VISIT / seconds), 4), 64))
@@ -159,11 +120,7 @@ class Variant:
     Args:
         variables: environment variables.
         options: further arguments of `vllm.LLM`.
-<<<<<<< HEAD
-        ours: whether vllm-fl is active.
-=======
         ours: whether vllm-fl is enabled.
->>>>>>> p-wrong
     """
 
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -182,20 +139,12 @@ VARIANTS = {
     "vendor": Variant({"VLLM_FL_PREFER": "vendor"}, ours=True),
     "table": Variant({"VLLM_FL_TABLE": os.environ.get("TABLE", "")}, ours=True),
 }
-<<<<<<< HEAD
-"""`table` uses default settings and the tuning table in the file $TABLE."""
-=======
 """`table` uses default settings and the tuning table at the path in the variable TABLE."""
->>>>>>> p-wrong
 
 BY_DEFAULT = ("stock", "stock-none", "reference", "shipped")
 
 ON_REAL = ("stock", "shipped")
-<<<<<<< HEAD
-"""Variants measured on a model with real weights."""
-=======
 """Variants for a model with weights."""
->>>>>>> p-wrong
 
 MODES = {
     "eager": tuple(VARIANTS),
@@ -212,19 +161,11 @@ BARS = {
     ("compiled", "reference", "stock"): 0.98,
     ("compiled", "shipped", "stock"): 1.0,
 }
-<<<<<<< HEAD
-"""(mode, variant, baseline) -> the minimum ratio of tokens per second."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add options that select a part of the engine measurements."""
-=======
 """(mode, variant, baseline) -> smallest ratio of tokens per second."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add options that restrict the engine part."""
->>>>>>> p-wrong
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(BY_DEFAULT))
     parser.add_argument("--dtype", choices=("bfloat16", "float32"))
@@ -232,10 +173,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
-<<<<<<< HEAD
-=======
     """Measure the engines."""
->>>>>>> p-wrong
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         model.mkdir()
@@ -249,11 +187,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
 def _measured_on(
     model: Path, title: str, variants: Sequence[str], options: argparse.Namespace
 ) -> list[Figure]:
-<<<<<<< HEAD
-    """Measure one model; the names of its figures begin with `title`."""
-=======
     """Measure one model; the names of its figures start with `title`."""
->>>>>>> p-wrong
     rounds = -(-(options.rounds or ROUNDS) // STARTS)
     dtype = dtype_of(options)
     figures: list[Figure] = []
@@ -277,20 +211,12 @@ def _measured_on(
 
 
 def dtype_of(options: argparse.Namespace) -> str:
-<<<<<<< HEAD
-    """The requested dtype; by default the fastest for matrix products on this CPU."""
-=======
     """The dtype of the options, or the one with the fastest products on this CPU."""
->>>>>>> p-wrong
     return options.dtype or ("bfloat16" if "avx512f" in vector_extensions() else "float32")
 
 
 class Measured:
-<<<<<<< HEAD
-    """Measurements of the engines of one mode; the figures' names begin with `title`."""
-=======
     """Measurements of the engines of one mode; names of figures start with `title`."""
->>>>>>> p-wrong
 
     def __init__(self, title: str, mode: str) -> None:
         self.title, self.mode = title, mode
@@ -301,26 +227,16 @@ class Measured:
 
     @property
     def visits(self) -> str:
-<<<<<<< HEAD
-        """Describe the duration of the decoding engines' visits."""
-=======
         """Description of the number of new tokens in the visits of decoding engines."""
->>>>>>> p-wrong
         return (
             f"visits of {' and '.join(str(w.new_tokens) for w in self.workloads[:-1])} new tokens"
         )
 
     def add(self, engines: Mapping[str, Engine], rounds: int) -> None:
-<<<<<<< HEAD
-        names = list(engines)
-        fitted = warmed_up(engines)
-        self.workloads = self.workloads or fitted  # use the first engines' sizes for all
-=======
         """Run the engines one at a time."""
         names = list(engines)
         fitted = warmed_up(engines)
         self.workloads = self.workloads or fitted  # all engines use the visits of the first ones
->>>>>>> p-wrong
         self.idle += [engine.idle_share() for engine in engines.values()]
         self.blocks += [int(engine.ready["kv_blocks"]) for engine in engines.values()]
         for number in range(rounds):
@@ -328,13 +244,8 @@ class Measured:
                 prompts = workload.prompts(number)
                 turn = number % len(names)
                 for name in (*names[turn:], *names[:turn]):
-<<<<<<< HEAD
-                    # Not timed: if the system reclaimed memory of the idle process, its first
-                    # tokens take twice as long.
-=======
                     # The system may reclaim memory of an idle process: its first tokens take twice
                     # as long then, and are not timed.
->>>>>>> p-wrong
                     engines[name].generate(workload.prompts(number - 1000), 2)
                     seconds = engines[name].generate(prompts, workload.new_tokens)
                     speed = workload.counted / seconds
@@ -342,11 +253,7 @@ class Measured:
             print(f"  {self.title}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
 
     def figures(self, names: Sequence[str]) -> list[Figure]:
-<<<<<<< HEAD
-        """Speeds, ratios by round, KV blocks, and the CPU load of idle engines."""
-=======
         """Speeds, their ratios within rounds, KV blocks, and CPU use of idle engines."""
->>>>>>> p-wrong
         found = []
         for workload in self.workloads:
             title = f"{self.title}, {workload.name}:"
@@ -365,11 +272,7 @@ class Measured:
 
 
 def warmed_up(engines: Mapping[str, Engine]) -> list[Workload]:
-<<<<<<< HEAD
-    """Run each workload twice on every engine; return the workloads with adjusted lengths."""
-=======
     """Run each workload twice in every engine; return workloads with the size of a visit."""
->>>>>>> p-wrong
     workloads = []
     for workload in WORKLOADS:
         seconds = []
@@ -381,11 +284,7 @@ def warmed_up(engines: Mapping[str, Engine]) -> list[Workload]:
 
 
 class Engine:
-<<<<<<< HEAD
-    """A running engine that works only on request."""
-=======
     """Running engine, idle between jobs."""
->>>>>>> p-wrong
 
     def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
         self.name = name
@@ -394,11 +293,7 @@ class Engine:
         self.ready: dict[str, Any] = self._answer(START_TIMEOUT)
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> float:
-<<<<<<< HEAD
-        """Generate greedily; return the seconds per step of the fastest quarter of steps."""
-=======
         """Generate greedily; return the seconds of a step at the fastest quarter."""
->>>>>>> p-wrong
         steps = sorted(self.steps(prompts, new_tokens))
         return steps[len(steps) // 4]
 
@@ -427,11 +322,7 @@ class Engine:
         return answer
 
     def idle_share(self, seconds: float = 2.0) -> float:
-<<<<<<< HEAD
-        """Number of cores that all processes of the idle engine keep busy."""
-=======
         """Number of cores that the processes of the idle engine keep busy."""
->>>>>>> p-wrong
         before = self._cpu_seconds()
         time.sleep(seconds)
         return (self._cpu_seconds() - before) / seconds
@@ -453,15 +344,6 @@ def running(
     """Start an engine of this variant; kill all its processes on exit.
 
     Args:
-<<<<<<< HEAD
-        name: name in the output.
-        variant: the way to run it.
-        mode: `eager` or `compiled`.
-        model: folder of the model's configuration.
-        dtype: the model's dtype.
-        compiled: cache folder for compiled graphs. None uses an empty folder, to reuse no graph of
-            an earlier version.
-=======
         name: name of the engine in the output.
         variant: its settings.
         mode: `eager` or `compiled`.
@@ -469,7 +351,6 @@ def running(
         dtype: dtype of the model.
         compiled: folder of the compile cache. None: an empty one, so that graphs of earlier
             versions are not found.
->>>>>>> p-wrong
     """
     request = {
         "model": str(model),
@@ -522,10 +403,7 @@ def running(
 
 
 def _describe(engine: Engine) -> str:
-<<<<<<< HEAD
-=======
     """Describe an engine in one line."""
->>>>>>> p-wrong
     ready = engine.ready
     plan = ready["report"]["ops"] if ready["report"] else {}
     ops = " ".join(f"{op}={entry['impl']}" for op, entry in plan.items())

@@ -1,11 +1,3 @@
-<<<<<<< HEAD
-"""Measure all performance figures that this project promises, and print them with their limits.
-
-    python benchmarks/run.py [callpath] [operators] [startup] [ranks] [engine] [shadow] [--save] …
-
-By default all parts run, always in this order. A missed limit does not change the exit status,
-because a shared machine can cause it. A failed measurement does.
-=======
 """Measure all promised numbers, and print a table of figure, spread and bar.
 
     python benchmarks/run.py [callpath] [operators] [startup] [ranks] [engine] [shadow] [--save] …
@@ -13,7 +5,6 @@ because a shared machine can cause it. A failed measurement does.
 Parts run in the order callpath, operators, startup, ranks, engine, shadow; all of them by default.
 A missed bar does not change the exit status, because shared machines vary. A failed measurement
 does.
->>>>>>> p-wrong
 """
 
 from __future__ import annotations
@@ -47,11 +38,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[Figure]]] = {
 
 
 def main() -> int:
-<<<<<<< HEAD
-    """Measure and print. Exit status 1: a measurement failed."""
-=======
     """Measure and print. Exit status 0: all parts were measured; 1: a part failed."""
->>>>>>> p-wrong
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -90,11 +77,7 @@ def main() -> int:
 
 
 def _save(part: str, measured: list[Figure]) -> None:
-<<<<<<< HEAD
-    """Save the part in today's file; keep the parts measured earlier today."""
-=======
     """Write the part into the file of today, and keep parts of other runs."""
->>>>>>> p-wrong
     RESULTS.mkdir(exist_ok=True)
     file = RESULTS / f"cpu-{time.strftime('%Y-%m-%d')}.json"
     saved = json.loads(file.read_text()) if file.exists() else {}

@@ -1,16 +1,8 @@
-<<<<<<< HEAD
-"""Time of a process before its first call: `import vllm_fl`, discovery, plugins.
-
-Each round is a new interpreter with existing byte code. Plugins are generated as modules with the
-metadata of real distributions in a folder on the subprocess's path. The clock starts after their
-own imports.
-=======
 """Measure the time of a process before its first call: `import vllm_fl`, discovery, plugins.
 
 Each round is a new interpreter with existing byte code. Plugins are generated: a folder with
 modules and the metadata of distributions, on the path of the subprocess. Their imports are not
 measured.
->>>>>>> p-wrong
 """
 
 from __future__ import annotations
@@ -37,12 +29,7 @@ with open("/proc/self/status") as status:
     peak = next(line for line in status if line.startswith("VmHWM:"))
 print(int(peak.split()[1]) / 1024)
 """
-<<<<<<< HEAD
-"""Prints the process's peak resident memory in MiB. The kernel's ru_maxrss is unusable: it starts
-with the parent's peak."""
-=======
 """Print the peak resident memory of the process in MiB. ru_maxrss would start with the parent's."""
->>>>>>> p-wrong
 
 IMPORTED = f"""
 import sys, vllm_fl
@@ -131,10 +118,7 @@ class Interpreter:
         self.environment = {**kept, "PYTHONPYCACHEPREFIX": cache}
 
     def __call__(self, *args: str, **variables: str) -> str:
-<<<<<<< HEAD
-=======
         """Run the interpreter, and return its output."""
->>>>>>> p-wrong
         done = subprocess.run(
             [sys.executable, *args],
             env={**self.environment, **variables},
@@ -148,10 +132,7 @@ class Interpreter:
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
-<<<<<<< HEAD
-=======
     """Measure the startup of a process."""
->>>>>>> p-wrong
     rounds = options.rounds or ROUNDS
     with tempfile.TemporaryDirectory() as cache:
         python = Interpreter(cache)
@@ -164,11 +145,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
 
 
 def importing(python: Interpreter, rounds: int) -> list[Figure]:
-<<<<<<< HEAD
-    """Time, memory and imported modules of `import vllm_fl` over the bare interpreter."""
-=======
     """`import vllm_fl` compared with an empty program: time, memory, and heavy imports."""
->>>>>>> p-wrong
     bare: list[float] = []
     ours: list[float] = []
     for n in range(rounds + 1):
@@ -193,11 +170,7 @@ def importing(python: Interpreter, rounds: int) -> list[Figure]:
 
 
 def cold(python: Interpreter, rounds: int) -> list[Figure]:
-<<<<<<< HEAD
-    """Time until the first call is possible: interpreter, imports, plugins, settings."""
-=======
     """From the start of the interpreter until the first call is possible."""
->>>>>>> p-wrong
     bare: list[float] = []
     ours: list[float] = []
     for n in range(rounds + 1):
@@ -214,11 +187,7 @@ def cold(python: Interpreter, rounds: int) -> list[Figure]:
 
 
 def discovery(python: Interpreter, rounds: int) -> list[Figure]:
-<<<<<<< HEAD
-    """Discovery of five plugins with four ops among all installed distributions."""
-=======
     """Five plugins of four ops, found among all installed distributions."""
->>>>>>> p-wrong
     started, _ = start(python, plugins=5, ops=4, rounds=rounds)
     return [figure("discovery of 5 plugins beside their imports", "ms", started, at_most=100)]
 
@@ -235,11 +204,7 @@ def many_plugins(python: Interpreter, rounds: int) -> list[Figure]:
 def start(
     python: Interpreter, plugins: int, ops: int, rounds: int
 ) -> tuple[list[float], list[float]]:
-<<<<<<< HEAD
-    """Milliseconds from imported plugins to effective settings, and for resolving every op."""
-=======
     """Milliseconds from imported plugins to effective settings, and to resolve each op."""
->>>>>>> p-wrong
     starts, resolves = [], []
     with tempfile.TemporaryDirectory() as folder:
         names = [f"p{n:02}" for n in range(plugins)]
@@ -249,11 +214,7 @@ def start(
         resolved = ["silu_and_mul", "rms_norm", *(f"op_{n}" for n in range(ops - 2))]
         environment = {
             "PYTHONPATH": folder,
-<<<<<<< HEAD
-            # Other installed plugins are found but not loaded: their imports are not measured.
-=======
             # Find other installed plugins, but do not load them.
->>>>>>> p-wrong
             "VLLM_FL_PLUGINS": ",".join(f"bench-{name}" for name in names),
             "VLLM_FL_LOG_LEVEL": "WARNING",
         }
@@ -272,11 +233,7 @@ def start(
 
 
 def install(folder: Path, name: str, ops: int) -> None:
-<<<<<<< HEAD
-    """Create the distribution `bench-NAME` as pip would."""
-=======
     """Write the files of the distribution `bench-NAME`, like pip."""
->>>>>>> p-wrong
     (folder / f"bench_{name}.py").write_text(PLUGIN.format(name=name, ops=ops))
     (folder / f"bench_{name}.yaml").write_text(POLICY)
     info = folder / f"bench_{name}-1.0.dist-info"

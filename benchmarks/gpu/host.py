@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""The GPU and the software versions of the figures."""
-=======
 """GPU and versions of a measurement."""
->>>>>>> p-wrong
 
 from __future__ import annotations
 
@@ -28,11 +24,7 @@ DISTRIBUTIONS = (
 
 @cache
 def facts() -> dict[str, Any]:
-<<<<<<< HEAD
-    """GPU name, driver and clocks, and the installed releases. Does not initialise CUDA."""
-=======
     """Name, driver and clocks of the GPU, and installed releases; does not initialise CUDA."""
->>>>>>> p-wrong
     query = "name,driver_version,memory.total,clocks.max.sm,clocks.max.mem,power.limit"
     asked = subprocess.run(
         ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"],

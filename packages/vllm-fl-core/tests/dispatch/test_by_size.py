@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Orders by size: the row of a call, and the rules of a chain in each row."""
-=======
-"""Orders by size: the row of a call, and fallbacks within each row."""
->>>>>>> p-wrong
 
 from __future__ import annotations
 
@@ -32,11 +28,7 @@ def x(tokens: int) -> torch.Tensor:
 
 
 def three(**vendors: Any) -> tuple[OpImpl, ...]:
-<<<<<<< HEAD
     """First candidates of the rows; each adds another number."""
-=======
-    """Implementations of the rows, with different results."""
->>>>>>> p-wrong
     return silu("vendor.acme", 1, **vendors), silu("reference.torch", 2), silu("default.flagos", 3)
 
 
@@ -59,11 +51,7 @@ def chain(op: str, rest: str, *rows: tuple[int, str]) -> Chain:
     "spec", known_contracts().contracts.values(), ids=list(known_contracts().contracts)
 )
 def test_a_calls_size_is_that_of_the_first_argument_with_a_row_per_token(spec: OpSpec) -> None:
-<<<<<<< HEAD
     """Also if the call omits optional arguments."""
-=======
-    """Also if optional arguments are omitted."""
->>>>>>> p-wrong
     for sample in spec.samples(getattr(torch, spec.dtypes[0]), torch.device("cpu")):
         given = dict(zip(spec.parameters, sample.args, strict=True))
         tokens = next(len(a) for n, a in given.items() if n in spec.by_token and a is not None)

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Policy contexts: nesting, exceptions, threads and tasks."""
-=======
-"""Policies in blocks: nesting, exceptions, threads and tasks."""
->>>>>>> p-wrong
 
 from __future__ import annotations
 
@@ -33,11 +29,7 @@ def only(vendor: str) -> SelectionPolicy:
 
 @pytest.fixture
 def installed() -> OpManager:
-<<<<<<< HEAD
     """Ten vendors that add their number, and a preferred reference that adds -1."""
-=======
-    """Ten vendors with results marked by their number, and a reference marked by -1."""
->>>>>>> p-wrong
     vendors = [silu(f"vendor.{vendor}", number) for number, vendor in enumerate(VENDORS)]
     return managing(silu("reference.torch", -1), *vendors, prefer="reference")
 
@@ -93,11 +85,7 @@ class TestBlocks:
 
 
 def across_threads(installed: OpManager) -> None:
-<<<<<<< HEAD
     """Run eight threads in contexts with different vendors, and this thread without one."""
-=======
-    """Run eight threads with different vendors, and this thread without a policy."""
->>>>>>> p-wrong
     together = threading.Barrier(9, timeout=300)
     leaks: list[str] = []
 
@@ -124,11 +112,7 @@ def across_threads(installed: OpManager) -> None:
 
 
 def across_tasks(installed: OpManager) -> None:
-<<<<<<< HEAD
     """Run a hundred tasks that alternate inside their contexts."""
-=======
-    """Run a hundred tasks that alternate inside their policy blocks."""
->>>>>>> p-wrong
     leaks: list[str] = []
 
     async def work(number: int) -> None:

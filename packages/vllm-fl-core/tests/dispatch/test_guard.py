@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Guards: the contract's signature around an implementation, and the chain's fallback."""
-=======
-"""Guards: the signature of the contract, and the fallbacks of a chain."""
->>>>>>> p-wrong
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """The manager: calls, fallback, demotion, log messages, and the end of a demotion."""
-=======
-"""Manager: calls, fallbacks, demotions and their end, and log messages."""
->>>>>>> p-wrong
 
 from __future__ import annotations
 
@@ -37,11 +33,7 @@ OP = "silu_and_mul"
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
-<<<<<<< HEAD
     """The (level, line)s of the log, collected while they are written."""
-=======
-    """Live list of the (level, message) of log records."""
->>>>>>> p-wrong
     caplog.set_level(logging.INFO, logger="vllm_fl")
     seen: list[tuple[str, str]] = []
     handler = logging.Handler()
@@ -129,11 +121,7 @@ class TestFallback:
 
 
 class AcceleratorError(RuntimeError):
-<<<<<<< HEAD
     """Has the same name as torch's class."""
-=======
-    """Has the name of torch's exception."""
->>>>>>> p-wrong
 
 
 @pytest.mark.parametrize(
@@ -157,11 +145,7 @@ def test_device_errors_are_raised_and_nothing_is_demoted(error: Exception, stric
 
 
 class Unprintable(RuntimeError):
-<<<<<<< HEAD
     """An exception that cannot be printed."""
-=======
-    """Exception that raises when it is printed."""
->>>>>>> p-wrong
 
     def __str__(self) -> str:
         raise KeyError("no message")
@@ -257,11 +241,7 @@ class TestSeal:
     def test_it_ends_with_the_last_engine_that_relies_on_it(self) -> None:
         manager = managing(silu("vendor.acme"))
         end_first, end_second = manager.seal("the engine"), manager.seal("the engine")
-<<<<<<< HEAD
         for _ in range(2):  # an engine that shuts down twice does not end another engine's seal
-=======
-        for _ in range(2):  # shutting down an engine twice does not unseal another
->>>>>>> p-wrong
             end_first()
             with pytest.raises(PolicySealedError):
                 manager.reset()
@@ -286,11 +266,7 @@ class TestPolicies:
             managing().set_policy("vendor")  # type: ignore[arg-type]
         manager = managing(prefer="vendor")
         manager.set_policy(SelectionPolicy(prefer="reference"))
-<<<<<<< HEAD
         manager.set_policy(None)  # back to the constructor's policy
-=======
-        manager.set_policy(None)  # back to the given policy
->>>>>>> p-wrong
         assert manager.policy.prefer == "vendor"
 
     def test_one_that_is_set_before_the_first_use_stands_and_the_plugins_are_found(self) -> None:
@@ -383,11 +359,7 @@ class TestOlderForm:
     "op", [op for op, spec in known_contracts().contracts.items() if spec.consumable]
 )
 def test_of_what_is_overwritten_caches_alone_are_not_copied(op: str, place: int) -> None:
-<<<<<<< HEAD
     """A cache uses most of a device's memory, and a call changes only a few slots."""
-=======
-    """A cache fills most of the device memory, and a call changes only a few slots."""
->>>>>>> p-wrong
     spec, seen = known_contracts().contracts[op], dict[str, Any]()
     samples = [spec.named(s.args) for s in spec.samples(torch.float32, torch.device("cpu"))]
     given = next(

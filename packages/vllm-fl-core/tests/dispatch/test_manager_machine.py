@@ -1,14 +1,7 @@
-<<<<<<< HEAD
 """Test calls, fallback, demotion, clearing and policies against a model, with random failures.
 
 Each implementation returns its own multiple of its inputs, so a result shows which one ran and that
 its inputs were unmodified.
-=======
-"""Calls, fallbacks, demotions, clearing and policies against a model, with random failures.
-
-Each implementation returns a different multiple of its inputs, so a result shows which one ran, and
-that its inputs were not overwritten.
->>>>>>> p-wrong
 """
 
 from __future__ import annotations
@@ -50,11 +43,7 @@ GARBAGE = -1e30
 
 
 class Broken(Exception):
-<<<<<<< HEAD
     """The exception that implementations raise."""
-=======
-    """Raised by failing implementations."""
->>>>>>> p-wrong
 
 
 class Layer:
@@ -115,11 +104,7 @@ class Machine(RuleBasedStateMachine):
     # The model.
 
     def predict(self, mistaken: bool, fused: bool) -> tuple[str, Any]:
-<<<<<<< HEAD
         """Predict (outcome, implementation) of one call; update the demotions and counts."""
-=======
-        """Return (outcome, implementation) of a call, and update expected demotions and counts."""
->>>>>>> p-wrong
         policy = self.override or self.policy
         tried = [i for i in TRIED[policy.prefer] if i not in self.demoted]
         if not tried:
@@ -191,11 +176,7 @@ class Machine(RuleBasedStateMachine):
     def call(self, form: str, fused: bool, mistaken: bool, block: str | None, strict: bool) -> None:
         x = torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 2)
         if mistaken:
-<<<<<<< HEAD
             x = x.double()  # a dtype in which models are not served
-=======
-            x = x.double()  # not a served dtype
->>>>>>> p-wrong
         residual = x + 10 if fused else None
         inputs = (x.clone(), None if residual is None else residual.clone())
         self.errors.clear()

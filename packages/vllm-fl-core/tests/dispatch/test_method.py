@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """`dispatch_method`: when it resolves, what a layer stores, and the effect of the engine's plan."""
-=======
-"""`dispatch_method`: time of resolution, methods of a layer, and effect of the engine's plan."""
->>>>>>> p-wrong
 
 from __future__ import annotations
 
@@ -22,11 +18,7 @@ from vllm_fl.settings.policy import SelectionPolicy
 
 
 class Stock:
-<<<<<<< HEAD
     """A layer class that, as in vLLM, reads the method once and stores it."""
-=======
-    """Layer class like vLLM's: it reads the method once and keeps it."""
->>>>>>> p-wrong
 
     def __init__(self) -> None:
         self.forward = self.forward_oot

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """API of vllm-plugin-FL that code relies on: it works or warns, as docs/migration.md says."""
-=======
-"""Code for vllm-plugin-FL works or warns as documented in docs/migration.md."""
->>>>>>> p-wrong
 
 from __future__ import annotations
 
@@ -49,11 +45,7 @@ X = torch.ones(2, 8)
 
 @pytest.fixture
 def anew() -> Iterator[None]:
-<<<<<<< HEAD
     """A default manager before discovery; reset it afterwards."""
-=======
-    """Reset the default manager before and after the test."""
->>>>>>> p-wrong
     reset_default_manager()
     yield
     reset_default_manager()
@@ -81,11 +73,7 @@ def test_setting_the_global_policy_gives_back_the_one_before(
     assert before.prefer == "reference"
     assert set_global_policy(before) == SelectionPolicy(strict=True)
     assert get_policy() is before
-<<<<<<< HEAD
     monkeypatch.setenv("VLLM_FL_PREFER", "vendor")  # `set_global_policy` read no settings
-=======
-    monkeypatch.setenv("VLLM_FL_PREFER", "vendor")  # setting a policy did not read the settings
->>>>>>> p-wrong
     assert get_policy() is before
     reset_global_policy()
     assert get_policy().prefer == "vendor"

@@ -1,12 +1,6 @@
-<<<<<<< HEAD
 """Threads that start at once, forks during startup, forks of forks, and spawn.
 
 Each test runs in a separate interpreter with a deadline: a deadlock is a failure.
-=======
-"""Simultaneous threads, forks during startup, forks of forks, and spawn.
-
-Each runs in a new interpreter with a deadline, so that a hang fails the test.
->>>>>>> p-wrong
 """
 
 from __future__ import annotations
@@ -97,11 +91,7 @@ class Run:
         (folder / "acme_plugin.py").write_text(PLUGIN)
 
     def __call__(self, code: str, **env: str) -> str:
-<<<<<<< HEAD
         """Run `code` after HEAD and return its stderr; raise if it fails or times out."""
-=======
-        """Run `code` after HEAD, return its stderr; raise if it fails or exceeds the deadline."""
->>>>>>> p-wrong
         script = self.folder / "script.py"
         script.write_text(HEAD + dedent(code))
         ours = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_FL_")}

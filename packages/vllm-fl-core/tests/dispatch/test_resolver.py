@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Resolving, against a simple restatement of its rules, and by example."""
-=======
-"""Resolver, compared with an independent implementation of its rules, and by example."""
->>>>>>> p-wrong
 
 from __future__ import annotations
 
@@ -72,11 +68,7 @@ def resolve(
 
 @dataclass(frozen=True)
 class Case:
-<<<<<<< HEAD
     """A situation, described without the code under test."""
-=======
-    """Description of a situation that does not use the code under test."""
->>>>>>> p-wrong
 
     priorities: dict[str, int]
     unavailable: dict[str, str]
@@ -101,11 +93,7 @@ class Case:
         return self.eager if self.mode == "eager" else self.compiled
 
     def refused(self, impl_id: str) -> bool:
-<<<<<<< HEAD
         """Whether a filter, a rejection or availability excludes it, regardless of the order."""
-=======
-        """Whether a filter, a rejection or the machine excludes it, at any place of the order."""
->>>>>>> p-wrong
         head, name = impl_id.split(".")
         if head == "vendor":
             if name in self.deny:
@@ -115,11 +103,7 @@ class Case:
         return impl_id in self.rejections or impl_id in self.unavailable
 
     def expected(self) -> list[str]:
-<<<<<<< HEAD
         """Ids in the expected order."""
-=======
-        """Ids in the order of trial."""
->>>>>>> p-wrong
         is_foreign = self.engine and self.foreign
         unnamed = ["foreign.oot"] if is_foreign and "foreign" not in self.listed else []
         result = [] if self.written else [*unnamed]
@@ -330,11 +314,7 @@ def test_strict_mode_drops_what_another_plugin_has_replaced_as_it_drops_vllms() 
 def test_an_order_for_more_than_the_op_and_a_backends_leave_another_plugins_layer(
     policy: SelectionPolicy,
 ) -> None:
-<<<<<<< HEAD
     """`VLLM_FL_PREFER=flagos` is the default: setting it explicitly changes nothing."""
-=======
-    """`VLLM_FL_PREFER=flagos` is the default, and setting it has no effect."""
->>>>>>> p-wrong
     trace = resolve("silu_and_mul", ALL, policy, engine=True, foreign=THEIRS)
     assert trace.selected is FOREIGN
     hint = "to replace it, set an order for silu_and_mul itself (VLLM_FL_PER_OP)"

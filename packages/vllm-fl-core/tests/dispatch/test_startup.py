@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Startup of a process: number of plugin calls, and failing plugins."""
-=======
-"""Startup of a process: number of calls of plugin hooks, and failures of plugins."""
->>>>>>> p-wrong
 
 from __future__ import annotations
 
@@ -21,11 +17,7 @@ from vllm_fl.plugins.types import BackendImplKind, OpImpl, PolicyDefaults
 
 
 class Acme:
-<<<<<<< HEAD
     """A plugin that provides a device, and counts the calls of its hooks."""
-=======
-    """Plugin that provides a device, and counts the calls of its hook."""
->>>>>>> p-wrong
 
     def __init__(self, policy: Path | None = None) -> None:
         self.asked = self.detected = 0
@@ -46,11 +38,7 @@ class Acme:
 
 
 class Broken:
-<<<<<<< HEAD
     """A plugin with a device hook that raises."""
-=======
-    """Plugin with a failing device hook."""
->>>>>>> p-wrong
 
     @hookimpl
     def device(self) -> DeviceProfile:
@@ -62,11 +50,7 @@ Begin = Callable[..., Startup]
 
 @pytest.fixture
 def begin(monkeypatch: pytest.MonkeyPatch) -> Begin:
-<<<<<<< HEAD
     """`begin(env, plugin, …)`: run startup with these plugins installed."""
-=======
-    """`begin(env, plugin, …)` starts with these installed plugins."""
->>>>>>> p-wrong
 
     def begin(env: dict[str, str], *plugins: object, **arguments: object) -> Startup:
         found = [
@@ -115,11 +99,7 @@ def test_a_start_asks_for_devices_once_at_most_and_only_where_it_must(
 
 
 class Over(Acme):
-<<<<<<< HEAD
     """A plugin for a third-party platform: it provides a policy file, and no device."""
-=======
-    """Plugin for a third-party platform: it provides a policy file, but no device."""
->>>>>>> p-wrong
 
     device = None  # type: ignore[assignment]
 
@@ -172,11 +152,7 @@ def test_what_a_start_warns_of_has_the_code_of_doctor(
 
 
 class Absent:
-<<<<<<< HEAD
     """A plugin with an implementation that needs a missing library."""
-=======
-    """Plugin whose implementation needs a missing library."""
->>>>>>> p-wrong
 
     @hookimpl
     def register_ops(self) -> list[OpImpl]:

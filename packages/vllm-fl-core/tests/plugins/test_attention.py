@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Attention backends: candidates that are a class, in the plan next to the ops."""
-=======
-"""Attention backends: implementations that refer to a class, in the plan with the ops."""
->>>>>>> p-wrong
 
 from __future__ import annotations
 

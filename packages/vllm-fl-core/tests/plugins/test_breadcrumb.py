@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Notes of running steps: the next process finds only steps that ended a process."""
-=======
-"""Running kernels are recorded for the next process; only records of crashes remain."""
->>>>>>> p-wrong
 
 from __future__ import annotations
 
@@ -28,11 +24,7 @@ RUN = (
 
 @pytest.fixture(autouse=True)
 def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-<<<<<<< HEAD
     """The folder of this test's notes, with no notes cached from other tests."""
-=======
-    """Folder of the notes of this test; notes of other tests are forgotten."""
->>>>>>> p-wrong
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     breadcrumb._left.cache_clear()
     return tmp_path / "vllm-fl" / "running"

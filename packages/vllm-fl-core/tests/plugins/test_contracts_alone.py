@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Distributions with only contracts: which load, and what their failure means."""
-=======
-"""Distributions that provide only contracts: which are loaded, and effects of their failure."""
->>>>>>> p-wrong
 
 from __future__ import annotations
 
@@ -35,11 +31,6 @@ SPEC = known_contracts().contracts["silu_and_mul"]
 
 
 def contract(name: str) -> Contract:
-<<<<<<< HEAD
-=======
-    """Make a contract with this name."""
-
->>>>>>> p-wrong
     def oracle(x: Any) -> Any:
         return SPEC.oracle(x)
 
@@ -48,11 +39,6 @@ def contract(name: str) -> Contract:
 
 
 def bringing(*names: str) -> Any:
-<<<<<<< HEAD
-=======
-    """Make a plugin that provides these contracts."""
-
->>>>>>> p-wrong
     @hookimpl
     def brought() -> list[Contract]:
         return [contract(name) for name in names]
@@ -61,11 +47,7 @@ def bringing(*names: str) -> Any:
 
 
 def found(distribution: str | None, plugin: Any = None, *, data: bool = True) -> Plugin:
-<<<<<<< HEAD
     """A distribution's plugin; without `plugin` it must not be imported."""
-=======
-    """Make the plugin of a distribution; without `plugin` it must not be imported."""
->>>>>>> p-wrong
 
     def import_it() -> Any:
         assert plugin is not None, f"{distribution} was imported"
@@ -83,11 +65,6 @@ def found(distribution: str | None, plugin: Any = None, *, data: bool = True) ->
 
 
 def backend(distribution: str | None, op: str) -> Plugin:
-<<<<<<< HEAD
-=======
-    """Make the plugin of a distribution that provides an implementation of `op`."""
-
->>>>>>> p-wrong
     def implementation(x: torch.Tensor) -> torch.Tensor:
         return x
 

@@ -33,10 +33,6 @@ ENGINE: Any = SimpleNamespace(rank=0)
 
 
 def plugin(verifies: object = None, **hooks: Callable[..., Any]) -> Any:
-<<<<<<< HEAD
-=======
-    """Make a plugin that implements these hooks."""
->>>>>>> p-wrong
     declared = {} if verifies is None else {"VERIFIES": verifies}
     return SimpleNamespace(**declared, **{name: hookimpl(f) for name, f in hooks.items()})
 
@@ -80,11 +76,7 @@ def test_an_extension_of_ours_is_loaded_whatever_is_named(
     every = (
         found(distribution, verifier()),
         found("fl-other", named if only != [] else None, "backend"),
-<<<<<<< HEAD
         # Selecting only plugins without a backend needs no contracts, even with extensions.
-=======
-        # Contracts are not loaded if no backend is selected, even with extensions.
->>>>>>> p-wrong
         found(OPS, plugin(contracts=nothing) if only != [] else None, "contracts"),
     )
     mine, other, ops = load(registry, every, only=only)
@@ -103,11 +95,7 @@ def test_another_distributions_extension_is_refused_and_not_imported(
     told = str(refused.error)
     assert f"of {distribution} 1.0 is not imported: the group {EXTENSIONS} is only for" in told
     assert VERIFY in told
-<<<<<<< HEAD
     # Nor does it hide the module that it refers to if the user names that module.
-=======
-    # A user can still select its module by name.
->>>>>>> p-wrong
     module = found(None, verifier(), "backend")
     named = Plugin(module.owner, f"{distribution}.plugin", module.load)
     assert [each.status for each in loaded(found(distribution), named, only=[])] == ["failed", "ok"]
@@ -310,11 +298,7 @@ def test_an_engine_needs_none_if_the_user_or_the_plan_says_so() -> None:
 
 def test_a_verifier_cannot_be_blocked_by_leaving_it_out() -> None:
     assert refusal(BACKEND, found(VERIFY, verifier()), only=["fl-acme"]) is None
-<<<<<<< HEAD
     # Excluding any other verifier leaves the engine without verification.
-=======
-    # A third-party verifier may be omitted, and is then missing.
->>>>>>> p-wrong
     third = found("fl-verify", None, "backend")
     assert refusal(BACKEND, third, only=["fl-acme"]) == MISSING
 

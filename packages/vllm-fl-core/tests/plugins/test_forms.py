@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Contracts outlive plugins: trailing optional parameters may be missing or additional."""
-=======
-"""Plugins for other contract versions: optional trailing parameters may be missing or new."""
->>>>>>> p-wrong
 
 from __future__ import annotations
 
@@ -132,11 +128,7 @@ def test_inplace_is_off_unless_consumption_is_declared() -> None:
     held(of("rotary_embedding", shorter)).fn(*args)
     declared = held(of("rotary_embedding", rotary_embedding, consumes={"query", "key"}))
     declared.fn(*args)
-<<<<<<< HEAD
     assert query.eq(1).all()  # allowed: its caller makes the copies
-=======
-    assert query.eq(1).all()  # it may overwrite: the caller makes the copies
->>>>>>> p-wrong
     got, _ = managing(of("rotary_embedding", rotary_embedding, consumes={"query", "key"})).call(
         "rotary_embedding", *args
     )
@@ -163,13 +155,8 @@ X = torch.arange(16.0).view(2, 8)
 
 
 def answers(call: Callable[..., Any], spec: OpSpec, lacks: list[str]) -> None:
-<<<<<<< HEAD
     """`call` returns the oracle's result; only arguments in `lacks` are unsupported, by name."""
     for given in ((), ("none",), ("none", False, float("0.1"), None)):  # equal, but another object
-=======
-    """Check that `call` equals the oracle, and names each missing parameter that it declines."""
-    for given in ((), ("none",), ("none", False, float("0.1"), None)):  # equal, another object
->>>>>>> p-wrong
         torch.testing.assert_close(call(X, 1.0, *given).double(), spec.oracle(X, 1.0))
     for name, rest in REST.items():
         if name in lacks:

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Loading plugins with isolated failures: temporary modules represent distributions."""
-=======
-"""Loading of isolated plugins; temporary modules stand in for distributions."""
->>>>>>> p-wrong
 
 from __future__ import annotations
 
@@ -51,11 +47,7 @@ Write = Callable[..., Plugin]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-<<<<<<< HEAD
     """`write(source, name)`: a module on the path, found as the distribution fl-NAME's plugin."""
-=======
-    """`write(source, name)` writes a module, found as if the distribution fl-NAME had it."""
->>>>>>> p-wrong
     monkeypatch.syspath_prepend(str(tmp_path))
     made = []
 
@@ -475,15 +467,9 @@ def test_whatever_its_other_hooks_raise_is_one_error_with_its_name(
         assert (failure.plugin, failure.distribution) == ("acme", "fl-acme 1.0")
     with pytest.raises(VllmFLError) as worker:
         start_in_worker([plugin], None)  # type: ignore[arg-type]
-<<<<<<< HEAD
     if "forged" not in error:  # our own errors reach the user unchanged
         assert "fl-acme 1.0" in str(worker.value) and type(worker.value) is PluginError
     # A setting's error is one of that setting and its origin; a probe's is the reason.
-=======
-    if "forged" not in error:  # errors of vllm-fl are not wrapped
-        assert "fl-acme 1.0" in str(worker.value) and type(worker.value) is PluginError
-    # For a setting it is an error of that setting if it is set; for a probe, a reason.
->>>>>>> p-wrong
     with pytest.raises(SettingsError, match="environment ACME_READ: acme_read: "):
         load_settings({"ACME_READ": "1"}, platform="cpu", plugins=plugin.settings)
     impl = registry.get_implementation("silu_and_mul", "vendor.x")
@@ -727,11 +713,7 @@ def test_another_plugins_implementation_of_it_is_held_to_its_contract(write: Wri
 def register_ops():
     return [OpImpl("double", "vendor.other", BackendImplKind.VENDOR, lambda y: y, "other")]
 """
-<<<<<<< HEAD
     registry = OpRegistry()  # the plugin loaded first uses what the later one provides
-=======
-    registry = OpRegistry()  # the first uses a contract of the second
->>>>>>> p-wrong
     early, late = load(registry, [write(other, "aaa"), write(DOUBLE, "zzz")])
     assert late.status == "ok" and early.status == "failed"
     assert "takes (y), but the contract has (x)" in str(early.error)

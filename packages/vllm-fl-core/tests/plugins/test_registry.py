@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """The registry: all or nothing, both owners of duplicates, parameters match the contract."""
-=======
-"""Registry: atomic registration, errors for duplicates, parameters of the contract."""
->>>>>>> p-wrong
 
 from __future__ import annotations
 

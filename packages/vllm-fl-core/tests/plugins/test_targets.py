@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """A target in vLLM belongs to one op: a second plugin that declares it is rejected by name."""
-=======
-"""A target in vLLM belongs to one op: the second plugin with it is rejected by name."""
->>>>>>> p-wrong
 
 from __future__ import annotations
 
@@ -54,11 +50,7 @@ TWICE = {
     "IR op norm": (IrTarget("norm", same), IrTarget("norm", same)),
     "operator _C::norm": (operator("_C::norm"), operator("_C::norm")),
     "function vllm.a.f": (function("vllm.b.f", "vllm.a.f"), function("vllm.a.f")),
-<<<<<<< HEAD
     # vLLM's registry identifies a layer by its class's name, in any module.
-=======
-    # vLLM registers a layer by the name of its class, for any module.
->>>>>>> p-wrong
     "layer Norm": (LayerTarget("vllm.layers.Norm"), LayerTarget("acme.model.Norm")),
     "pass vllm.P": (FusionTarget("vllm.P", "p", ()), FusionTarget("vllm.P", "q", ())),
     "pass_config.p": (FusionTarget("vllm.P", "p", ()), FusionTarget("vllm.Q", "p", ())),
@@ -75,11 +67,7 @@ TWICE = {
 
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plugin]:
-<<<<<<< HEAD
     """`plugin(distribution, {op: its targets})`: a plugin with these ops."""
-=======
-    """`plugin(distribution, {op: its targets})` makes a plugin with these ops."""
->>>>>>> p-wrong
 
     def made(distribution: str, ops: dict[str, Any]) -> Plugin:
         brought = []

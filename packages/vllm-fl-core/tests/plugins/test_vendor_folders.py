@@ -1,12 +1,5 @@
-<<<<<<< HEAD
 """Unmodified vendors in vllm-plugin-FL's form: tests/plugins/fl-form-* load and compute. Their
 hardware is emulated on the CPU."""
-=======
-"""Unchanged vendor plugins of vllm-plugin-FL's form (tests/plugins/fl-form-*) load and compute.
-
-Their hardware is emulated on the CPU.
-"""
->>>>>>> p-wrong
 
 from __future__ import annotations
 
@@ -51,11 +44,7 @@ def loaded(vendor: str) -> tuple[Plugin, OpRegistry]:
 
 
 class Norm:
-<<<<<<< HEAD
     """The attributes of a norm's layer."""
-=======
-    """Attributes of a norm layer."""
->>>>>>> p-wrong
 
     variance_epsilon = 1e-5
     variance_size_override = None
