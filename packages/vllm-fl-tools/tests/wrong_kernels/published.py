@@ -68,8 +68,8 @@ NOT_AT_STARTUP: Mapping[str, tuple[str, str]] = MappingProxyType(
         "maximum_misses_a_lane": ("call_op", "the served model has groups of another size"),
         "maximum_of_the_first_256": ("", "samples have smaller groups"),
         "blocks_along_y": ("", "samples have fewer elements"),
-        "slot_offset_in_32_bits": ("", "samples have smaller caches"),
-        "block_offset_in_32_bits": ("", "samples have smaller caches"),
+        "slot_offset_in_32_bits": ("", "samples do not use the last slot"),
+        "block_offset_in_32_bits": ("large_pools", "the caches of a startup are small"),
         "pipeline_for_one_width": ("", "no sample has both such a width and as many rows"),
         "row_stride_in_32_bits": ("", "samples have smaller strides"),
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -102,32 +102,39 @@ def large_pools(subject: Subject, dtype: str, sample: str) -> None:
     """Entries of caches, state pools and expert weights beyond 2**31 elements are found.
 
     The entries are far apart in memory that is otherwise untouched, which a CPU does not allocate.
-    An offset that overflows 32 bits is within that memory.
+    An offset that overflows 32 bits is within that memory. Only one dtype is tried.
 
     Raises:
         Refused: the device has not enough memory.
     """
-    impl, spec, tried = subject.impl, subject.spec, set[str]()
-    for each in (each for kind in subject.dtypes for each in subject.samples(kind)):
-        for index, (name, arg) in enumerate(spec.named(each.args).items()):
-            is_pool = isinstance(arg, torch.Tensor) and arg.ndim >= 3 and len(arg) > 1
-            if name in tried or not is_pool or spec.has_rows(name, arg):
-                continue
-            try:
-                far = _far_apart(arg)
-            except RuntimeError as error:
-                raise Refused(f"no memory for {FAR} elements: {quote(error)}") from error
-            wanted = wanted_of(spec, each)
-            args = (*each.args[:index], far, *each.args[index + 1 :])
+    impl, spec = subject.impl, subject.spec
+    for kind in subject.dtypes:
+        calls = 0
+        for each, name, args in _with_large_pools(subject, kind):
             got, failure = answer(as_call(impl, spec), impl, spec, args)
             if failure is not None and failure.status == "refused":
                 continue
+            calls += 1
             if failure is None:
-                _, failure = compared(got, partial(_off, each, wanted))
+                _, failure = compared(got, partial(_off, each, wanted_of(spec, each)))
             where = f"{each.name}, the last entry of {name} beyond 2**31 elements"
             expect(failure is None, f"{where}: {failure}")
-            tried.add(name)
-            break  # the call may have overwritten the others
+        if calls:
+            return
+
+
+def _with_large_pools(subject: Subject, dtype: str) -> Iterator[tuple[Sample, str, list[Any]]]:
+    """Yield (sample, parameter, arguments with that pool in more memory)."""
+    for each in subject.samples(dtype):
+        for index, (name, arg) in enumerate(subject.spec.named(each.args).items()):
+            is_pool = isinstance(arg, torch.Tensor) and arg.ndim >= 3 and len(arg) > 1
+            if is_pool and not subject.spec.has_rows(name, arg):
+                args = [*fresh(each).args]  # the call may overwrite them
+                try:
+                    args[index] = _far_apart(arg)
+                except RuntimeError as error:
+                    raise Refused(f"no memory for {FAR} elements: {quote(error)}") from error
+                yield each, name, args
 
 
 def _off(sample: Sample, wanted: Sequence[Wanted | None], got: Any) -> Off:
