@@ -286,6 +286,7 @@ def test_one_named_like_vllms_own_is_said(
     assert record.levelname == "WARNING" and record.getMessage().endswith("[FL213]")
 
 
+@needs_vllm
 def test_two_that_answer_are_one_error_with_both(install: Install) -> None:
     install("return 'acme.platform.AcmePlatform'")
     install("return 'bolt.Platform'", "bolt")
@@ -296,6 +297,7 @@ def test_two_that_answer_are_one_error_with_both(install: Install) -> None:
     assert "uninstall" not in error.value.message
 
 
+@needs_vllm
 def test_a_device_of_ours_that_is_forced_beside_one_is_an_error(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:

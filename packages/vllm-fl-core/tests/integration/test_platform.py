@@ -106,6 +106,7 @@ def test_any_platform_of_vllms_own_is_laid_over(bare: SimpleNamespace, name: str
         _ = platform.Nothing  # type: ignore[attr-defined]
 
 
+@needs_vllm
 def test_a_device_brings_its_name_communicator_and_collectives(device: Callable[..., Any]) -> None:
     made = device(communicator_class="acme.Communicator", dist_backend="acmecl")
     assert made.vllm_fl_platform == "acme" and made.dist_backend == "acmecl"
