@@ -289,9 +289,9 @@ SPEC = contract(
         "float16": Tolerance(
             1e-3,
             5e-3,
-            "2 roundings of 2^-11 on the result; atol for the products, up to 5 each, "
-            "that vLLM's native rounds (2^-11 * 5 each, and as much again for fp32 tables that it "
-            "rounds first) before they cancel",
+            "2 roundings of 2^-11 on the result; atol for the products, up to 5 each, that vLLM's "
+            "native code rounds before they cancel (2^-11 * 5 each, doubled for fp32 tables, "
+            "which it rounds first)",
         ),
         "bfloat16": Tolerance(
             8e-3, 4e-2, "2 roundings of 2^-8 on the result; atol for the products as for float16"
