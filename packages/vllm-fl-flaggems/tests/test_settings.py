@@ -110,7 +110,7 @@ def test_what_has_no_effect_is_found(
     assert not list(settings.findings(read(**env)))
     (finding,) = settings.findings(read(USE_FLAGGEMS="0", **env))
     assert finding.what == f"{idle} has no effect."
-    assert finding.why == "USE_FLAGGEMS=false leaves FlagGems out."
+    assert finding.why == "USE_FLAGGEMS=false disables FlagGems."
     versions.clear()
     missing, finding = settings.findings(read(**env))
     assert missing.check == "flag-gems"
