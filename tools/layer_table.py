@@ -206,7 +206,7 @@ def read(archive: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("archives", nargs="*", type=Path, help="wheels or sdists of vLLM to read")
+    parser.add_argument("archives", nargs="*", type=Path, help="wheels or sdists of vLLM")
     for archive in parser.parse_args().archives:
         print(f"wrote {read(archive).relative_to(ROOT)}")
     PAGE.write_text(page(releases()))
