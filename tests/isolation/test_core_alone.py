@@ -112,11 +112,7 @@ def test_a_backend_without_the_ops_runs_nothing_unverified(install: Install) -> 
     installed = install("vllm-fl-reference", engine=True, without=(OPS,))
     done = installed.command("explain", "rms_norm")
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-2].endswith(
-        "has no contract, by which 'reference.torch' of vllm-fl-reference "
-        f"{installed.plugins()['vllm-fl-reference']['version']} would be verified: "
-        f"{MISSING}. [FL201]"
-    )
+    assert MISSING in done.stderr.splitlines()[-2]
     assert "FL217" in {f["code"] for f in installed.answer("doctor", status=1)["findings"]}
 
 
