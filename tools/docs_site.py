@@ -47,7 +47,7 @@ TABLE = "tune qwen3-8b's sizes, compiled, qk_norm_rope"
 """The entry of MEASURED that contains a tuning table of `vllm-fl tune`."""
 
 API = {
-    "vllm_fl": "What a plugin imports",
+    "vllm_fl": "Plugin API",
     "vllm_fl_tools.testing": "The conformance kit for backends",
     "vllm_fl_tools.testing.triton": "Triton without a GPU",
     "vllm_fl.dispatch": "Calling ops",
@@ -334,7 +334,7 @@ def api_pages() -> dict[str, str]:
         lines = [f"# {module}", "", f"{title}: everything in its `__all__`.", ""]
         if elsewhere:
             links = ", ".join(f"[`{name}`]({told[target.path]})" for name, target in elsewhere)
-            lines += [f"Also importable from here, and described there: {links}.", ""]
+            lines += [f"Also importable from here, documented there: {links}.", ""]
         for name, target in own:
             bare += undocumented(f"{module}.{name}", target)
             lines += [f"::: {module}.{name}", ""]

@@ -99,7 +99,7 @@ def test_nothing_is_replaced_where_only_what_is_measured_may_serve(
     asking = dataclasses.replace(context(tmp_path), wants_invariance="VLLM_BATCH_INVARIANT=1")
     report = aten.start(asking)
     assert report is not None and report.facts == {"aten": []}
-    assert "VLLM_BATCH_INVARIANT=1, and they are not verified" in report.lines[0]
+    assert "VLLM_BATCH_INVARIANT=1, and FlagGems's operators are not verified" in report.lines[0]
     assert gems.calls == [] and not (tmp_path / "list.txt").exists()
     aten.start(context(tmp_path, **ALL_BUT))
     with pytest.raises(RuntimeError, match="in its own process"):

@@ -53,7 +53,7 @@ def start(context: WorkerContext) -> WorkerReport | None:
                 "operators by FlagGems's. This cannot be undone, and they are not verified. Start "
                 "this engine in its own process"
             )
-        why = f"{context.wants_invariance}, and they are not verified"
+        why = f"{context.wants_invariance}, and FlagGems's operators are not verified"
         return WorkerReport((f"FlagGems: no PyTorch operator replaced: {why}",), {"aten": []})
     reason = NO_LIST if wanted == () and not _replaced else problem()
     if reason:

@@ -34,7 +34,7 @@ def refused(request: AttentionRequest, backend: str, *harmless: str) -> str | No
     if dtype not in HALVES:
         return f"{backend} does not support {dtype}"
     if request.kv_cache_dtype not in KV_CACHE_DTYPES:
-        return f"{backend} does not support a {request.kv_cache_dtype} KV cache"
+        return f"{backend} does not support KV cache dtype {request.kv_cache_dtype}"
     if request.kv_cache_dtype in HALVES and request.kv_cache_dtype != dtype:
         return f"the KV cache is {request.kv_cache_dtype}, but the model is {dtype}"
     if (kind := extras.get("attn_type", "decoder")) != "decoder":

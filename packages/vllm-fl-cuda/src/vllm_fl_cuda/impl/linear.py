@@ -37,7 +37,7 @@ def linear_fp8(
 
 
 def _has_products(x: torch.Tensor) -> Availability:
-    return capability(x.device) >= LEAST or "fp8 products need compute capability 8.9 or later"
+    return capability(x.device) >= LEAST or "fp8 products need compute capability 8.9 or higher"
 
 
 OPS = (

@@ -151,7 +151,9 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
             )
         if self.kv_cache_dtype not in AttentionFLBackend.supported_kv_cache_dtypes:
             raise NotImplementedError(
-                _instead(f"FlagGems's attention does not support a {self.kv_cache_dtype} KV cache")
+                _instead(
+                    f"FlagGems's attention does not support KV cache dtype {self.kv_cache_dtype}"
+                )
             )
         gems = flag_gems()
         self._attend = gems.flash_attn_varlen_func

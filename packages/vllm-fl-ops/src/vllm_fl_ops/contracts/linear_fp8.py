@@ -209,7 +209,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "a scale for each token without a dimension", {"x_scale": scale[:, 0]}
     yield "no scale", {"weight_scale": scale[:0, 0]}
     yield "out_dtype is float32", {"out_dtype": "float32", "bias": None}
-    yield "out_dtype is no word", {"out_dtype": torch.bfloat16}
+    yield "out_dtype is not a string", {"out_dtype": torch.bfloat16}
     yield "bias of another dtype than the result", {"out_dtype": other}
     yield "bias of a row for each token", {"bias": bias.expand(len(x), -1)}
 
