@@ -79,7 +79,7 @@ def test_the_plugin_declares_them() -> None:
 def test_a_name_that_flaggems_lacks_is_an_error(key: str) -> None:
     found = read(**{f"VLLM_FL_{key.upper()}": "mm,add_"})
     with pytest.raises(
-        SettingsError, match=r"no FlagGems op 'add_'\. Did you mean 'add'"
+        SettingsError, match=r"unknown FlagGems op 'add_'\. Did you mean 'add'"
     ) as caught:
         settings.check_names(found, {"add", "mm"})
     assert caught.value.key == key

@@ -279,10 +279,10 @@ SPEC = contract(
     tolerances={
         "float32": Tolerance(1e-4, 1e-5, "sums of 128 products in fp32, over up to 70 tokens"),
         "float16": Tolerance(
-            2e-3, 1e-3, "4 roundings of 2^-11; atol for chunks, whose products are rounded"
+            2e-3, 1e-3, "4 roundings of 2^-11; atol because products of chunks are rounded"
         ),
         "bfloat16": Tolerance(
-            1.6e-2, 8e-3, "4 roundings of 2^-8; atol for chunks, whose products are rounded"
+            1.6e-2, 8e-3, "4 roundings of 2^-8; atol because products of chunks are rounded"
         ),
     },
 )
