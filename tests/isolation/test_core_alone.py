@@ -1,4 +1,4 @@
-"""Core alone; without the ops; without verification; and everything without a backend."""
+"""Core only; without the ops; without verification; and everything without a backend."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ except EngineFailed as error:
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """`serve(installed, **variables)`: a tiny model in an engine, its log or why it failed."""
+    """`serve(installed, **variables)`: the log of an engine with a tiny model, or why it failed."""
 
     def run(installed: Installed, **variables: str) -> dict[str, Any]:
         tools = str(envs.ROOT / "tools")
