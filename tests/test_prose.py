@@ -70,5 +70,5 @@ def test_another_opinion_counts_where_the_lead_is_clear() -> None:
     found = prose.disagreements(said(), said(token=8))
     assert len(found) == TOKENS + 1  # of an answer, only the first token
     assert found[0] == "0:0: 8 for 7, which leads by 2.00"
-    with pytest.raises(ValueError, match="clear in 0 places only"):
+    with pytest.raises(ValueError, match="clear in only 0 positions"):
         prose.disagreements(said(lead=0.1), said(token=8, lead=0.1))

@@ -330,7 +330,7 @@ def test_a_quantised_output_is_refused() -> None:
     ],
 )
 def test_a_layer_that_asks_for_more_is_refused(asked: dict[str, Any], reason: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"has no {reason}"):
+    with pytest.raises(NotImplementedError, match=f"does not support {reason}"):
         layer(DECODE, **asked)
 
 

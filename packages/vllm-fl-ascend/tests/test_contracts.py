@@ -30,9 +30,9 @@ REFUSED = {
         "gelu_tanh, gates near -3": "w13_bias is None",
     },
     "multimodal_rotary_embedding": {
-        "axes take turns": "not mrope_interleaved",
-        "axes take turns, width ends first": "not mrope_interleaved",
-        "both take turns": "not mrope_interleaved",
+        "interleaved axes": "not mrope_interleaved",
+        "interleaved axes, width ends first": "not mrope_interleaved",
+        "interleaved axes and pairs": "not mrope_interleaved",
         "contiguous, cos and sin apart": "not the two halves of one cache",
         "fp32 tables": "cos.dtype == query.dtype",
         "heights and widths alone": "min(mrope_section)",

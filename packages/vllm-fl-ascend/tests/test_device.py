@@ -27,7 +27,7 @@ def test_what_does_not_run_is_refused_by_name(platform: Any) -> None:
     platform.check_if_supports_dtype(torch.bfloat16)
     with pytest.raises(ValueError, match="float64"):
         platform.check_if_supports_dtype(torch.float64)
-    with pytest.raises(ValueError, match="no kernels for fp8 quantization"):
+    with pytest.raises(ValueError, match="does not support fp8 quantization"):
         platform.verify_quantization("fp8")
     with pytest.raises(ValueError, match="vllm-fl explain attention_backend"):
         platform.get_attn_backend_cls(None, None)
@@ -105,11 +105,11 @@ def test_drafts_and_other_npus_than_the_rank_s_are_refused(platform: Any) -> Non
     for asked in others:
         changed = config()
         vars(changed.parallel_config).update(asked)
-        with pytest.raises(ValueError, match="choose these with ASCEND_RT_VISIBLE_DEVICES"):
+        with pytest.raises(ValueError, match="select the NPUs with ASCEND_RT_VISIBLE_DEVICES"):
             platform.check_and_update_config(changed)
     changed = config()
     changed.speculative_config = object()
-    with pytest.raises(ValueError, match="no speculative decoding"):
+    with pytest.raises(ValueError, match="not support speculative decoding"):
         platform.check_and_update_config(changed)
 
 

@@ -57,7 +57,7 @@ def test_where_cann_is_missing_the_reason_is_kept(
 
 def test_a_host_without_an_npu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(torch.npu), "is_available", lambda self: False)
-    assert "torch_npu 2.13.0 sees no NPU" in str(npu.available())
+    assert "torch_npu 2.13.0 finds no NPU" in str(npu.available())
 
 
 def test_with_an_npu_everything_is_available() -> None:

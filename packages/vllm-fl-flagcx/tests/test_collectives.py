@@ -120,7 +120,7 @@ def refuse(rank: int) -> list[str]:
 
 def test_what_is_refused_is_refused_by_name(tmp_path: Path, flagcx: Path) -> None:
     for said in on_two(tmp_path, flagcx, refuse).values():
-        words = "int16|3 rows do not make 2 equal|parts of [1, 1]|dimension 1|3 rows, where"
+        words = "int16|3 rows cannot be split into 2 equal|parts of [1, 1]|got 1|got 3 rows, but"
         words += "|contiguous|checkpoint_prepare|checkpoint_restore|without experts|True"
         assert len(said) == 10
         for text, word in zip(said, words.split("|"), strict=True):

@@ -84,25 +84,25 @@ def sizes_of(op: str) -> ModelSizes:
 
 KINDS = MappingProxyType(
     {
-        "sizes": "for some token counts, rows or widths only",
-        "memory": "what it writes, reads, keeps or hands out",
-        "numerics": "for some values only, or a little everywhere",
-        "strides": "for some layouts, positions or combinations of arguments only",
-        "state": "what it leaves changed in the process",
-        "process": "where, when and by whom it is called",
-        "exceptions": "what it raises instead of answering",
-        "compiled": "under inference mode or a compiler only",
-        "graph": "in a captured graph only",
-        "weights": "on the tensors of a loaded model only",
-        "others": "in routing, quantising, merging, or writing into a cache",
-        "batches": "in batches as engines make them: long, of runs, of repeats, one row shorter",
-        "served": "at sizes that served models have",
-        "hostile": "for what is odd and legal: NaN, padding, ties, nothing at all",
-        "layouts": "for features that lie apart, and in the layout of its result",
-        "updates": "after weights were updated, or memory was taken",
-        "rounding": "in how it rounds, saturates, or approximates",
-        "routing": "in whom it chooses, and by how much",
-        "published": "as published kernels were",
+        "sizes": "only for some token counts, rows or widths",
+        "memory": "in the memory that they write, read, keep or return",
+        "numerics": "only for some values, or slightly for all",
+        "strides": "only for some layouts, positions or combinations of arguments",
+        "state": "in what they leave changed in the process",
+        "process": "depending on where, when and by which caller they are called",
+        "exceptions": "because they raise an exception instead of returning a result",
+        "compiled": "only in inference mode or under a compiler",
+        "graph": "only in a captured graph",
+        "weights": "only on the tensors of a loaded model",
+        "others": "in routing, quantisation, merging or cache writes",
+        "batches": "in batches of engines: long, with runs, with repeats, one row shorter",
+        "served": "at sizes of served models",
+        "hostile": "for unusual valid inputs: NaN, padding, ties, empty tensors",
+        "layouts": "for strided features, or in the layout of the result",
+        "updates": "after weights were updated, or memory was allocated",
+        "rounding": "in how they round, saturate or approximate",
+        "routing": "in which experts they choose, or with which weights",
+        "published": "in ways that published kernels were",
     }
 )
 """Kind of fault, and module here -> in what the kernels of that kind are wrong."""
@@ -171,7 +171,7 @@ class Wrong:
         return OpImpl(self.op, f"vendor.{vendor}", BackendImplKind.VENDOR, fn, vendor, **fields)
 
 
-WHY_BEYOND = "the kit's own model makes no such call: it has fewer ops and tokens than a served one"
+WHY_BEYOND = "the kit's model makes no such call: it has fewer ops and tokens than a served model"
 
 BEYOND_THE_KIT = frozenset(
     (
