@@ -79,8 +79,11 @@ def test_the_table_stands_beside_the_step_s_time(profile: Any) -> None:
         lines = [line.split() for line in phase.splitlines()]
         assert ["rms_norm", "vendor.cpu", "25.0%", "20.0", "1.0", "yes"] in lines
         assert "_C::onednn_mm in QKVParallelLinear  stock" in phase
-        assert "Reached by a contract, by time: yes 25.0%, no 75.0%." in phase
-        assert "All operators: 80.0 µs a step in 2 calls." in phase
+        said = "Implementations run 25.0% of the operators' time and could run 0.0% more; "
+        assert f"\n{said}in this engine, vLLM's code always runs 75.0%.\n" in f"\n{phase}"
+        assert phase.index(said) < phase.index("share  ")
+        assert "No contract: 75.0%, in the rows without an op." in phase
+        assert "All operators: 80.0 µs per step in 2 calls." in phase
         assert "The step without the profiler: 100.0 µs." in phase
         assert "The remainder: 20.0 µs (20.0%): Python" in phase
 
@@ -112,12 +115,12 @@ def test_a_device_s_kernels(profile: Any) -> None:
     done = profile(told=told)
     assert done.status == 0, done.err
     assert "model: eager, GPU 3000, rank 0 of 2, digest 0123" in done.out
-    assert "All kernels: 50.0 µs a step in 1 calls, of which 5.0 beside others." in done.out
+    assert "All kernels: 50.0 µs per step in 1 calls, 5.0 of them in parallel." in done.out
     assert "The step without the profiler: 100.0 µs.\n" in done.out
     assert "The remainder: 55.0 µs (55.0%)" in done.out
     done = profile(told={**told, "seen": on_device(0.0)})
     assert done.status == 1
-    assert "Nothing is known of it: PyTorch's profiler saw no kernel of the device" in done.out
+    assert "Not profiled: PyTorch's profiler recorded no kernel of the device" in done.out
 
 
 @pytest.mark.parametrize(
@@ -125,7 +128,7 @@ def test_a_device_s_kernels(profile: Any) -> None:
     [
         (("--batch", "0"), "--batch 0: expected numbers"),
         (("--bad",), "vLLM does not take these arguments: unrecognized arguments: --bad"),
-        (("--worker_extension_cls=x.Y",), "--worker-extension-cls is set by --profile"),
+        (("--worker_extension_cls=x.Y",), "--profile sets --worker-extension-cls"),
         (("--model", "nowhere"), "--model nowhere: it is no folder"),
     ],
 )

@@ -41,7 +41,7 @@ def takes_vllms(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(takes_more=True)
     parser.allow_abbrev = False
     parser.epilog = (
-        "Any other argument is vLLM's, as `vllm serve` takes it: --enforce-eager, --dtype bfloat16"
+        "Other arguments are passed to vLLM, as for `vllm serve`: --enforce-eager, --dtype bfloat16"
     )
 
 
@@ -59,8 +59,9 @@ def asked_of(arguments: argparse.Namespace, *, offline: bool = False) -> list[De
         return []
     if model is None:
         return any_engines([mode] if mode else MODES)
-    is_told = any(word.replace("_", "-") == "--enforce-eager" for word in arguments.more)
-    eager = ["--enforce-eager"] * (mode == "eager" and not is_told)
+    given = {word.partition("=")[0].replace("_", "-") for word in arguments.more}
+    is_given = not given.isdisjoint(("--enforce-eager", "--no-enforce-eager"))
+    eager = ["--enforce-eager"] * (mode == "eager" and not is_given)
     engine = engine_of(model, [*arguments.more, *eager], offline=offline)
     if mode not in (None, engine.facts.mode):
         raise UsageError(f"--mode {mode}: with these arguments the engine is {engine.facts.mode}")

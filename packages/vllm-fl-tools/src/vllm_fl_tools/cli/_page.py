@@ -15,7 +15,7 @@ from vllm_fl.text import clean, quote
 
 from ..engine.tuned import DEFAULT, Figure, Tuned, TunedOp
 from . import _plots
-from ._coverage import named, sums
+from ._coverage import answers, named, sums
 from ._show import UsageError
 
 __all__ = ["Measured", "page"]
@@ -70,7 +70,7 @@ def page(measured: Sequence[Measured]) -> str:
         lstrip_blocks=True,
     )
     of_table = (impls_of, tokens_of, figure_of, why, not_chosen, versions)
-    asked = (*of_table, cells, findings, named, sums, microseconds)
+    asked = (*of_table, cells, findings, answers, named, sums, microseconds)
     environment.globals |= {each.__name__: each for each in asked}
     environment.globals |= {"looks": look, "plot": plot, "colours": _plots.COLOURS}
     made: Any = environment.get_template("page.html").module

@@ -1,6 +1,8 @@
-"""`vllm-fl bisect`: find the part that makes outputs less exact, or startup fail (--startup).
+"""`vllm-fl bisect`: find the op that makes outputs less exact or startup fail.
 
 Each trial is one engine in a separate process; they run one after the other.
+
+Example: vllm-fl bisect --model DIR --prompts prompts.txt
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`vllm-fl doctor`: check the installation and the settings, and suggest fixes."""
+"""`vllm-fl doctor`: check the installation and the settings, and suggest fixes.
+
+Example: vllm-fl doctor --bundle report.tar.gz
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`vllm-fl explain`: show the candidates of an op and the reasons, or explain an error code."""
+"""`vllm-fl explain`: explain why an implementation runs, or what an error code means.
+
+Example: vllm-fl explain rms_norm --mode eager
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`vllm-fl new`: create the package of a vendor's backend."""
+"""`vllm-fl new`: create the package of a backend, with tests that pass.
+
+Example: vllm-fl new acme --platform cuda --ops rms_norm,silu_and_mul
+"""
 
 from __future__ import annotations
 

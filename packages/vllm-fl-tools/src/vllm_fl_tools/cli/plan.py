@@ -1,6 +1,8 @@
-"""`vllm-fl plan`: show the implementation of each op in an engine, and what would change it.
+"""`vllm-fl plan`: show which implementations an engine would run, and compare plans.
 
 Nothing is started or verified: verification may still disable implementations.
+
+Example: vllm-fl plan --model DIR --diff stock
 """
 
 from __future__ import annotations

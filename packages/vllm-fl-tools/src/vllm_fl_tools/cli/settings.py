@@ -1,4 +1,7 @@
-"""`vllm-fl settings`: show every effective setting, its origin and the values that it overrides."""
+"""`vllm-fl settings`: show every effective setting, its origin and what it overrides.
+
+Example: vllm-fl settings --json
+"""
 
 from __future__ import annotations
 

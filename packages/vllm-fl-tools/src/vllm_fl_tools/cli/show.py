@@ -1,6 +1,8 @@
-"""`vllm-fl show`: print JSON files of engines and of this command, or write one HTML page.
+"""`vllm-fl show`: print worker reports and other results, or make an HTML page.
 
 It does not run an engine or need a device.
+
+Example: vllm-fl show chat.report.json
 """
 
 from __future__ import annotations

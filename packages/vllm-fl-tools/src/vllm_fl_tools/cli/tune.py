@@ -1,6 +1,8 @@
-"""`vllm-fl tune`: measure which implementation of each op is the fastest, and write a tuning table.
+"""`vllm-fl tune`: measure the fastest implementations, or profile a model.
 
-Only this verb measures: an engine reads a table, but never makes one.
+Only this verb measures: an engine reads a tuning table, but never makes one.
+
+Example: vllm-fl tune --model DIR --out table.yaml
 """
 
 from __future__ import annotations

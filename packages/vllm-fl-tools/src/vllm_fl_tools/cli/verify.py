@@ -1,6 +1,8 @@
-"""`vllm-fl verify`: verify every available implementation against its contract, on this device.
+"""`vllm-fl verify`: compare every implementation with the exact result, on this device.
 
 The policy is ignored: an implementation that is disabled today may be needed tomorrow.
+
+Example: vllm-fl verify --op rms_norm --dtype bfloat16
 """
 
 from __future__ import annotations
