@@ -203,18 +203,18 @@ def test_any_choice_of_ops_is_whole(
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("--ops", "silu_and_mlu"), "'silu_and_mlu' to start from. Did you mean 'silu_and_mul'?"),
-        (("--ops", ""), "no plain form of ''"),
-        (("--ops", "silu_and_mul,,rms_norm"), "no plain form of ''"),
+        (("--ops", "silu_and_mlu"), "'silu_and_mlu'. Did you mean 'silu_and_mul'?"),
+        (("--ops", ""), "no example of ''"),
+        (("--ops", "silu_and_mul,,rms_norm"), "no example of ''"),
         (
             ("--platform", "cdua"),
-            "or of an installed plugin's. Did you mean 'cuda'?",
+            "or of an installed plugin. Did you mean 'cuda'?",
         ),
         (("--platform", ""), "'' is not a platform"),
         (("--over", "amce"), "Did you mean 'acme'? Installed: acme (vllm-acme 1.0). Install it"),
         (("--over", ""), "--over ''"),
         (("--over", "fl"), "--over 'fl'"),
-        (("--over", "nvidia"), "--over 'cuda': it is vLLM's own, which no plugin brings"),
+        (("--over", "nvidia"), "--over 'cuda': it is part of vLLM"),
         (("--platform", "cuda", "--ops", "wiggle"), "'wiggle'"),
     ],
 )

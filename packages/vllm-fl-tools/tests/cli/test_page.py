@@ -249,12 +249,12 @@ def test_without_matplotlib_the_error_names_the_extra(
 
 BROKEN = {
     "no json": ("{", "not complete JSON"),
-    "a list": ("[]", "no file of vllm-fl"),
+    "a list": ("[]", "not a vllm-fl file"),
     "another schema": ('{"schema": 2, "results": []}', "schema 2"),
-    "no results": ('{"schema": 1}', "no file of vllm-fl"),
-    "no page": ('{"schema": 1, "plan": {}}', "there is no page of it"),
+    "no results": ('{"schema": 1}', "not a vllm-fl file"),
+    "no page": ('{"schema": 1, "plan": {}}', "which has no page"),
     "half a table": ('{"schema": 1, "table": {}}', "'ops'"),
-    "half a run": ('{"schema": 1, "results": [{}]}', "is not complete"),
+    "half a run": ('{"schema": 1, "results": [{}]}', ": incomplete"),
 }
 
 

@@ -127,9 +127,9 @@ def test_a_device_s_kernels(profile: Any) -> None:
     ("arguments", "said"),
     [
         (("--batch", "0"), "--batch 0: expected numbers"),
-        (("--bad",), "vLLM does not take these arguments: unrecognized arguments: --bad"),
+        (("--bad",), "vLLM rejects these arguments: unrecognized arguments: --bad"),
         (("--worker_extension_cls=x.Y",), "--profile sets --worker-extension-cls"),
-        (("--model", "nowhere"), "--model nowhere: it is no folder"),
+        (("--model", "nowhere"), "--model nowhere: it is not a folder"),
     ],
 )
 def test_one_clear_error(profile: Any, arguments: tuple[str, ...], said: str) -> None:
@@ -140,7 +140,7 @@ def test_one_clear_error(profile: Any, arguments: tuple[str, ...], said: str) ->
 
 def test_without_a_plan_there_is_nothing_to_look_at(profile: Any) -> None:
     done = profile(VLLM_FL_PREFER_ENABLED="0")
-    assert done.status == 2 and "VLLM_FL_PREFER_ENABLED is off" in done.err
+    assert done.status == 2 and "VLLM_FL_PREFER_ENABLED is set to off" in done.err
 
 
 def test_other_verbs_take_no_arguments_that_they_do_not_know(fl: Command) -> None:
@@ -163,4 +163,4 @@ def test_a_page_of_it(profile: Any, fl: Command, tmp_path: Path) -> None:
     told["phases"][0]["rows"][0]["us"] = "many"
     (tmp_path / "odd.json").write_text(json.dumps({"schema": 1, "coverage": told}))
     odd = fl("show", "odd.json", "--html", "page.html")
-    assert odd.status == 2 and "odd.json: is not complete" in odd.err
+    assert odd.status == 2 and "odd.json: incomplete" in odd.err

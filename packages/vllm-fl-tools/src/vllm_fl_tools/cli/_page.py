@@ -81,7 +81,7 @@ def page(measured: Sequence[Measured]) -> str:
             sections.append((one.kind, made.section(f"t{number}", one)))
         except (AttributeError, KeyError, TypeError, ValueError, TemplateError) as error:
             raise UsageError(
-                f"{one.name}: is not complete: {quote(error)}; write it again"
+                f"{one.name}: incomplete: {quote(error)}; write the file again"
             ) from error
     sections.sort(key=lambda section: KINDS.index(section[0]))
     return str(made.page(rows, sections))

@@ -139,11 +139,11 @@ class Startups:
 
     def _failed(self, error: EngineError) -> Verdict:
         raised, names = read_log(error.log)
-        why = raised or "it ended without an error message"
+        why = raised or "it crashed without an error message"
         if error.hung:
             why = "it did not answer" + (f" within {self._limit:.0f} s" if self._limit else "")
         if error.ran:
-            why += f", while it ran {error.ran}"
+            why += f", while running {error.ran}"
         how = "hung" if error.hung else "ended"
         return Verdict(how, why, self._parts.likely(f"{raised} {error.ran}", names))
 
@@ -169,6 +169,6 @@ def fault(stock: Score, other: Score) -> str:
     if median <= MEDIAN and share <= FAR_SHARE:
         return ""
     return (
-        f"the log-probabilities differ from stock's by {median:.2f} nats in the median, and "
+        f"the log-probabilities differ from stock vLLM's by {median:.2f} nats in the median, and "
         f"{share:.0%} of them by more than {FAR:.0f}"
     )
