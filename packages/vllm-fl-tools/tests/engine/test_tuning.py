@@ -192,14 +192,14 @@ class TestChoosing:
         ("us", "captured", "between", "where"),
         [
             pytest.param(10, 0, False, "", id="it saves more than its launch costs"),
-            pytest.param(25, 0, False, "no graph of 8 tokens", id="it saves less"),
+            pytest.param(25, 0, False, "without a graph of 8 tokens", id="it saves less"),
             pytest.param(25, 8, False, "", id="a graph launches it"),
             pytest.param(25, None, False, "", id="not known"),
             # A cache write stands in the graph of a decoding step, and in none of a prefill.
             pytest.param(10, 8, True, "", id="between graphs it saves more"),
             pytest.param(25, 8, True, BETWEEN, id="between graphs of that size"),
             pytest.param(25, None, True, BETWEEN, id="between graphs, not known of which sizes"),
-            pytest.param(25, 0, True, "no graph of 8 tokens", id="no graph to be between"),
+            pytest.param(25, 0, True, "without a graph of 8 tokens", id="no graph to be between"),
         ],
     )
     def test_where_no_graph_serves_the_launch_through_python_counts(

@@ -113,15 +113,17 @@ def why(op: TunedOp, tokens: int) -> str:
     if impl != op.default:
         figure = figure_of(op, tokens, impl)
         if figure is None or figure.ratio is None:
-            return "by the row of more tokens; not compared here"
+            return "by the row for more tokens; not compared here"
         return f"faster than the default: {_compared(figure)}"
     others = [f for f in op.figures if f.tokens == tokens and f.impl != op.default]
     best = max(others, key=lambda f: f.ratio or 0, default=None)
     if best is None:
-        return "no other was measured here"
+        return "no other implementation was measured here"
     told = []
     if best.ratio is not None:
-        lost = "slower in one of the op's calls, or to launch" if best.slower else "not by enough"
+        lost = (
+            "slower in one of the op's calls, or to launch" if best.slower else "not enough faster"
+        )
         told.append(f"the fastest other, {best.impl}, {lost}: {_compared(best)}")
     if wrong := sum(bool(f.rejected) for f in others):
         told.append(f"{wrong} rejected")
