@@ -81,7 +81,7 @@ def test_an_existing_folder_is_left_alone(
 ) -> None:
     (tmp_path / "vllm-fl-foo").mkdir()
     assert main(["new", "foo", "--dir", str(tmp_path)]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "exists: remove it" in capsys.readouterr().err
     assert list(tmp_path.rglob("*")) == [tmp_path / "vllm-fl-foo"]
 
 
@@ -145,7 +145,7 @@ def test_over_a_platform_plugin_what_is_not_listed_stays(
     assert set(settings.policy.per_op_order) == set(ops.split(","))
     code = (package / "plugin.py").read_text()
     assert 'with_name("acme.yaml")' in code and 'if platform == "acme"' in code
-    assert "It lies over `acme`" in (folder / "README.md").read_text()
+    assert "It extends `acme`" in (folder / "README.md").read_text()
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     assert project["description"].endswith(", over acme")
 

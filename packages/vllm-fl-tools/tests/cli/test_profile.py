@@ -158,7 +158,7 @@ def test_a_page_of_it(profile: Any, fl: Command, tmp_path: Path) -> None:
     assert page.status == 0, page.err
     assert page.json()["files"] == [{"name": "seen.json", "kind": "coverage"}]
     text = (tmp_path / "page.html").read_text()
-    assert "<h1>Coverage</h1>" in text and "decode, batch 1" in text
+    assert "<h1>Profile</h1>" in text and "decode, batch 1" in text
     assert "The remainder: 20.0 µs (20.0%)" in text and "--dtype bfloat16" in text
     told["phases"][0]["rows"][0]["us"] = "many"
     (tmp_path / "odd.json").write_text(json.dumps({"schema": 1, "coverage": told}))

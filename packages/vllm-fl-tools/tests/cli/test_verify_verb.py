@@ -138,7 +138,7 @@ def test_a_right_one_whose_bits_differ_by_batch_is_named_and_is_no_fault(
     other = found["vendor.bybatch"]["determinism"]
     assert (other["runs"], other["batches"]) == (True, False)
     printed = fl("verify", *QUICK).out
-    assert f"silu_and_mul vendor.bybatch: other bits: {other['reason']} (float32)" in printed
+    assert f"silu_and_mul vendor.bybatch: different bits: {other['reason']} (float32)" in printed
     assert "runs, batches" in printed
 
 

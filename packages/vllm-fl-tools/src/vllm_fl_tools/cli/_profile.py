@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     with (
         tempfile.TemporaryDirectory() as caches,
         running(
-            "that is profiled",
+            "for the profile",
             model,
             {"worker_extension_cls": EXTENSION},
             {**os.environ, **{name: f"{caches}/{folder}" for name, folder in CACHES.items()}},

@@ -92,10 +92,10 @@ class Startups:
             if bare.how:
                 return "stock", [Culprit((), bare)]
             return self._among(neighbours, {frozenset(): stock, neighbours: bare}, {OURS})
-        asked = self._try("as asked", ())
+        asked = self._try("as configured", ())
         if not asked.how:  # it may fail only if launches do not block
             self.blocking = False
-            asked = self._try("as asked", ())
+            asked = self._try("as configured", ())
         if not asked.how:
             return "right", []
         status, found = self._among(by_key, {frozenset(): asked})
@@ -116,7 +116,7 @@ class Startups:
         return search(parts, trial, beneath=self._parts.beneath)
 
     def _again(self) -> bool:
-        return bool(self._try("as asked, again", ()).how)
+        return bool(self._try("as configured, again", ()).how)
 
     def _try(self, name: str, off: Collection[str]) -> Verdict:
         """Start an engine without some parts, and return the verdict."""

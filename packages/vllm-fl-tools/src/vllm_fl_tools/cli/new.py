@@ -39,12 +39,12 @@ TEMPLATE = files("vllm_fl_tools") / "templates" / "backend"
 IMPL = "src/vllm_fl_acme/impl"
 """Its folder with one module for each op, named after the op."""
 
-STAYS = "prefer: stock  # what is not listed stays as it is, whatever is installed\n"
+STAYS = "prefer: stock  # ops that are not listed here do not change\n"
 """First line of the policy of a package for a third-party platform."""
 
 TODO = """\
-# TODO: what torch calls the device, such as "npu". Where this was written, the platform did not
-# answer, and its own name stands here.
+# TODO: torch's name of the device, such as "npu". The platform was not available when this file
+# was created, so this is the name of the platform.
 """
 """Comment above a DEVICE that is unknown."""
 
@@ -129,7 +129,7 @@ def _problem(name: str, parent: Path, folder: Path) -> str | None:
             "acme"
         )
     if name in RESERVED:
-        return f"{name!r} is reserved, like all of: {', '.join(RESERVED)}"
+        return f"{name!r} is reserved. Reserved names: {', '.join(RESERVED)}"
     if not parent.is_dir():
         return f"{parent} is not a folder: create it, or choose another with --dir"
     if folder.exists():
@@ -211,9 +211,9 @@ def _changes(name: str, platform: str | None, *, over: bool, is_known: bool) -> 
         f"{name.capitalize()}'s kernels": f"{name.capitalize()}'s kernels, over {platform}",
         "## Where it applies\n": f"""## Where it applies
 
-It lies over `{platform}`, the platform of a plugin of vLLM's. Keep that plugin as it is, and
-install this beside it. An op that `{platform}.yaml` does not list stays as it is there:
-`docs/platforms.md` of vllm-fl has the whole way.
+It extends `{platform}`, the platform of a plugin for vLLM. Keep that plugin, and install this
+package in the same environment. Ops that `{platform}.yaml` does not list do not change. See
+`docs/platforms.md` of vllm-fl.
 """,
     }
 

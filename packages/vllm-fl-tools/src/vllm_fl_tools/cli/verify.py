@@ -349,7 +349,7 @@ def _details(results: Sequence[dict[str, Any]]) -> Iterator[str]:
     for r in results:
         found = r["determinism"]
         if found and found["batches"] is not True:
-            what = "other bits" if found["batches"] is False else "bits not compared by batch"
+            what = "different bits" if found["batches"] is False else "bits not compared by batch"
             yield f"{r['op']} {r['impl_id']}: {what}: {found['reason']} ({r['dtype']})"
 
 
