@@ -142,10 +142,10 @@ def test_prose(bisect: Any) -> None:
     assert "the median error is 1.20 times as large as in the baseline, and 0 errors" in done.out
     assert "are above 0.013 nats (limit 9).\n3 engines" in done.out
     done = bisect(wrong=NORM)
-    assert done.status == 1 and "rms_norm (vendor.acme): is wrong, by itself" in done.out, done.out
+    assert done.status == 1 and "rms_norm (vendor.acme): is incorrect, on its own" in done.out, done.out
     assert "Settings that exclude it:\n  export VLLM_FL_PER_OP=rms_norm=stock" in done.out
     done = bisect("--startup", start=ENDS_IN_MM)
-    assert "operator mm: ends the startup, by itself: RuntimeError: no such kernel" in done.out
+    assert "operator mm: ends the startup, on its own: RuntimeError: no such kernel" in done.out
 
 
 def test_the_op_is_found(bisect: Any, tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_neighbour_that_ends_stock_vllm_is_found(bisect: Any, tmp_path: Path) 
     refuses = "raise RuntimeError('it refuses vLLM 0.32')"
     start = f"if 'bolt' in os.environ.get('VLLM_PLUGINS', 'bolt').split(','): {refuses}"
     done = bisect("--startup", start=start, real=True)
-    culprit = "vLLM's plugin 'bolt' of vllm-bolt 1.0: ends the startup, by itself: RuntimeError"
+    culprit = "vLLM's plugin 'bolt' of vllm-bolt 1.0: ends the startup, on its own: RuntimeError"
     assert f"{culprit}: it refuses vLLM 0.32" in done.out
     (line,) = [line for line in done.out.splitlines() if "VLLM_PLUGINS=" in line]
     left = line.partition("=")[2].split(",")

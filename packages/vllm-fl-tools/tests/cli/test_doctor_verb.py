@@ -232,7 +232,7 @@ class TestPluginsThatEndTheProcess:
         (row,) = [row for row in done.json()["plugins"] if row["status"] == "failed"]
         assert row["name"] == name and "did not return within" in row["error"]
         # the step of the child, if it has come to one
-        lines = r"vllm-fl doctor: (at work|the import of plugin '\S+' of \S+) \(\d+ s\)"
+        lines = r"vllm-fl doctor: (working|the import of plugin '\S+' of \S+) \(\d+ s\)"
         assert re.search(lines, done.err)
 
     def test_an_earlier_process(self, fl: Command, plugin: Plugin) -> None:
@@ -250,7 +250,7 @@ IDLE = """
 USE_FLAGGEMS=0 VLLM_FL_FLAGOS_BLACKLIST=mm | USE_FLAGGEMS=0 | No loaded plugin
 VLLM_FL_OOT_ENABLED=0 VLLM_FL_OOT_BLACKLIST=SiluAndMul | _BLACKLIST=SiluAndMul | _ENABLED=false
 VLLM_FL_PREFER_ENABLED=0 VLLM_FL_STRICT=1 | VLLM_FL_STRICT=true | VLLM_FL_PREFER_ENABLED=false
-VLLM_FL_ALLOW_VENDORS=acme VLLM_FL_DENY_VENDORS=acme | VLLM_FL_ALLOW_VENDORS=acme | deny beats allow
+VLLM_FL_ALLOW_VENDORS=acme VLLM_FL_DENY_VENDORS=acme | VLLM_FL_ALLOW_VENDORS=acme | takes precedence
 """
 """Variables, which of them has no effect, and why."""
 

@@ -203,7 +203,7 @@ def _threads(device: torch.device) -> Iterator[None]:
         import torch
 
         threads = torch.get_num_threads()
-        say(f"vllm-fl: using {threads} threads (set by OMP_NUM_THREADS)", error=True)
+        say(f"vllm-fl: using {threads} threads; OMP_NUM_THREADS changes that", error=True)
         yield
     else:
         with host_threads(device):
