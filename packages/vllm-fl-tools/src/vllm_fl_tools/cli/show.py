@@ -210,11 +210,11 @@ def _show_worker(told: Mapping[str, Any], silent: int | None) -> None:
     if disabled:
         say("Disabled or incorrect implementations:")
         print_table(["op", "implementation", "what", "why"], disabled)
-    not_covered = (report.get("not_reached") or {}).items()
+    unused = (report.get("not_reached") or {}).items()
     for title, lines in (
         ("Differs from the lock file", told.get("lock")),
         ("Setting", told.get("settings")),
-        ("Not covered", [f"{op}: {why}" for op, why in not_covered]),
+        ("Unused by this model", [f"{op}: {why}" for op, why in unused]),
     ):
         for line in lines or ():
             say(f"{title}: {line}")
