@@ -1,12 +1,12 @@
-"""Generate with stock vLLM and with vllm-fl, and compare the results.
+"""Generate with stock vLLM and with vllm-fl, and compare the answers.
 
-`nox -s quickstart` runs this with everything installed, on a real model, SmolLM2-135M-Instruct, and
-starts three engines: stock; vllm-fl as installed; and vllm-fl's reference plan, in plain PyTorch.
-It prints their answers, and the likelihood that each engine gives to a text. It fails if a planned
-implementation was neither called nor traced, or if two engines differ by more than the rounding of
-correct kernels explains.
+`nox -s quickstart` runs this with all dependencies and a real model, SmolLM2-135M-Instruct. It runs
+three engines: stock; vllm-fl with the installed backends; vllm-fl with the reference plan (plain
+PyTorch). It prints their answers and the log-probabilities that they assign to a text. It fails if
+the planned implementation of an op that the model uses was never called or traced, or if two
+engines differ by more than the rounding of correct kernels explains.
 
-Without `--model` it makes a tiny Qwen3 model with random weights, which answers random tokens.
+Without `--model` it creates a tiny Qwen3 model with random weights, which generates no language.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-import prose  # noqa: E402 (its folder is added to the path above)
+import prose  # noqa: E402 (found through the line above)
 import tiny_model  # noqa: E402
 from engine_run import STOCK, EngineFailed, Job, run  # noqa: E402
 
@@ -36,13 +36,13 @@ QUESTIONS = (
 )
 
 PROSE = ROOT / "LICENSE"
-"""The text whose words are scored."""
+"""The scored text."""
 
 SCORED = 1000
 """Number of scored tokens."""
 
 DEBUG = {"VLLM_FL_DISPATCH_DEBUG": "1"}
-"""Enables the counting of calls."""
+"""Makes vllm-fl count calls."""
 
 REFERENCE = {"VLLM_FL_PREFER": "reference"}
 
@@ -54,7 +54,7 @@ times the speed of stock vLLM, in eager mode (docs/measurements/engines.md). Nex
 
 
 def main() -> int:
-    """Return 0 if no finding was printed, otherwise 1."""
+    """Run the engines. Exit status 0: no findings; 1: findings, which are printed."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--model", type=Path, help="the folder of a model with a chat template")
     parser.add_argument("--compiled", action="store_true", help="use torch.compile")
@@ -86,7 +86,7 @@ def main() -> int:
 
 
 def _real(model: Path) -> tuple[Job, Callable[[list[int]], str]]:
-    """Return (the questions in the model's chat format, a function that decodes answers)."""
+    """Job with the questions in the model's chat template, and a function that decodes answers."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
@@ -109,7 +109,7 @@ def _real(model: Path) -> tuple[Job, Callable[[list[int]], str]]:
 
 
 def _tiny(folder: Path) -> tuple[Job, Callable[[list[int]], str]]:
-    """Return the same for a model with random weights."""
+    """Job with a tiny random model, and a function that formats answers as token ids."""
     print("A tiny model with random weights: its answers are random tokens.")
     model = tiny_model.make(folder)
     asked = [[(7 * i + 3 * j) % 500 + 3 for j in range(12 + i)] for i in range(len(QUESTIONS))]
@@ -119,7 +119,7 @@ def _tiny(folder: Path) -> tuple[Job, Callable[[list[int]], str]]:
 
 
 def _shown(job: Job, text_of: Callable[[list[int]], str], *, only_plan: bool) -> list[str]:
-    """Run the engines and print the comparison; return the findings."""
+    """Run the engines, print the comparison and return the findings."""
     print("Running stock vLLM …", flush=True)
     stock = run(job, **STOCK)
     print("Running vllm-fl with the installed backends …", flush=True)
@@ -138,7 +138,7 @@ def _shown(job: Job, text_of: Callable[[list[int]], str], *, only_plan: bool) ->
 
 
 def _show_plan(title: str, result: dict[str, Any]) -> list[str]:
-    """Print a plan with reasons and counts; return planned implementations that did not run."""
+    """Print a plan with reasons and call counts; return planned implementations never called."""
     report = result["report"][0]
     print(f"\n{title} ({report['mode']}):")
     findings, rows = [], [("op", "implementation", "reason", "calls")]
@@ -156,7 +156,7 @@ def _show_plan(title: str, result: dict[str, Any]) -> list[str]:
 
 
 def _show_answers(results: dict[str, dict[str, Any]], text_of: Callable[[list[int]], str]) -> None:
-    """Print the engines' answers, one below the other."""
+    """Print the answers of all engines to each question."""
     for i, question in enumerate(QUESTIONS):
         print(f"\n{question}")
         for name, result in results.items():
@@ -165,7 +165,7 @@ def _show_answers(results: dict[str, dict[str, Any]], text_of: Callable[[list[in
 
 
 def _show_scores(results: dict[str, dict[str, Any]]) -> list[str]:
-    """Print the likelihood of a text; return a finding for each difference that is too large."""
+    """Print each engine's log-probabilities of the text; return differences above the limits."""
     findings = []
     stock = prose.logps(results["stock"])
     print(f"\nLog-probabilities of {len(stock)} tokens, and the differences from stock, in nats:")
@@ -185,7 +185,6 @@ def _show_scores(results: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _show_speed(job: Job, results: dict[str, dict[str, Any]]) -> None:
-    """Print tokens per second."""
     tokens = len(job.batches[-1]) * job.new_tokens
     print(
         f"\nTokens per second, best of {job.rounds} rounds in one thread, with calls counted "

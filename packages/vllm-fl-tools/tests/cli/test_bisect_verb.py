@@ -88,7 +88,7 @@ for name in ("add", "mm", "sort", "topk"):
 with open(sys.argv[1], "w") as file:
     json.dump(told, file)
 """
-"""The result of `_listing` for the plugin: the real one imports torch, for seconds."""
+"""The result of `_listing` for the plugin; the real one takes seconds to import torch."""
 
 NORM = "ops['rms_norm'] == 'vendor.acme'"
 ENDS_IN_MM = "if 'mm' in on: raise RuntimeError('no such kernel')"
@@ -142,7 +142,9 @@ def test_prose(bisect: Any) -> None:
     assert "the median error is 1.20 times as large as in the baseline, and 0 errors" in done.out
     assert "are above 0.013 nats (limit 9).\n3 engines" in done.out
     done = bisect(wrong=NORM)
-    assert done.status == 1 and "rms_norm (vendor.acme): is incorrect, on its own" in done.out, done.out
+    assert done.status == 1 and "rms_norm (vendor.acme): is incorrect, on its own" in done.out, (
+        done.out
+    )
     assert "Settings that exclude it:\n  export VLLM_FL_PER_OP=rms_norm=stock" in done.out
     done = bisect("--startup", start=ENDS_IN_MM)
     assert "operator mm: ends the startup, on its own: RuntimeError: no such kernel" in done.out
