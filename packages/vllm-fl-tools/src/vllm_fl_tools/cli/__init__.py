@@ -95,9 +95,8 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     asked = words[0] if words and SHELL not in os.environ else ""
     for name in [asked] if asked in VERBS else VERBS:
         summary, example, verb = load(name)
-        sub = verbs.add_parser(
-            name, help=summary.replace("%", "%%"), description=f"{summary.capitalize()}."
-        )
+        sub = verbs.add_parser(name, help=summary.replace("%", "%%"))
+        sub.description = f"{summary[:1].upper()}{summary[1:]}."
         sub.formatter_class = argparse.RawDescriptionHelpFormatter
         sub.add_argument("--json", action="store_true", help="print JSON for programs")
         sub.set_defaults(takes_more=False)
