@@ -52,9 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ID",
         help="measure only these and the default (stock: vLLM's); may be repeated",
     )
-    parser.add_argument(
-        "--device", help="the device's name in torch; default: cuda or npu, else cpu"
-    )
+    parser.add_argument("--device", help="torch's device name; default: cuda or npu, else cpu")
     parser.add_argument(
         "--tokens",
         metavar="N,…",

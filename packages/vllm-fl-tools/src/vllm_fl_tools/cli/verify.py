@@ -59,9 +59,7 @@ HEADINGS = ("op", "implementation", "dtype", "samples", "worst", "same bits")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device", help="the device's name in torch; default: cuda or npu, else cpu"
-    )
+    parser.add_argument("--device", help="torch's device name; default: cuda or npu, else cpu")
     parser.add_argument("--dtype", action="append", metavar="DTYPE", help="may be repeated")
     parser.add_argument("--op", action="append", metavar="OP", help="may be repeated")
     parser.add_argument("--impl", action="append", metavar="ID", help="may be repeated")
