@@ -307,7 +307,7 @@ class TestWrongAtOneSizeOnly:
         )
         (found,) = everything(op, 8)
         assert found.winner == "default"
-        assert found.rejected["vendor.default"].startswith("wrong: ")
+        assert found.rejected["vendor.default"].startswith("incorrect: ")
         (fast, _) = found.figures()
         assert (fast.us, fast.ratio) == (pytest.approx(10), None)
 
@@ -331,7 +331,7 @@ class TestWhoDoesNotRun:
         op = machine.tuning(machine.kernel("vendor.default", 30), fast)
         found = everything(op, 8, 16, 32)
         assert [one.winner for one in found] == ["vendor.fast", "default", "vendor.fast"]
-        assert found[1].rejected["vendor.fast"].startswith("refused: not 16 rows")
+        assert found[1].rejected["vendor.fast"].startswith("unsupported: not 16 rows")
         assert machine.calls["vendor.fast", 16] <= 1
 
     @pytest.mark.parametrize("mode", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])

@@ -246,7 +246,7 @@ def test_a_weight_of_integers_is_a_bad_input() -> None:
     silent = with_signature(takes_them, right.rms_norm)
     wrong = dataclasses.replace(sound("rms_norm", supports=None), fn=silent)
     failed = found(wrong, "bad_inputs")
-    assert all("where 'weight' is wrong" in one.reason for one in failed)
+    assert all("although 'weight' is invalid" in one.reason for one in failed)
     told = [one.case for one in failed]
     dtypes = [case.dtype for case in told if case.sample == "weight: of int64"]
     assert dtypes == ["float32", "float16", "bfloat16"]
