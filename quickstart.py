@@ -73,7 +73,7 @@ def main() -> int:
     print("quickstart: " + (f"{len(findings)} finding(s)" if findings else "no findings"))
     if arguments.model and not findings:
         command = Path(sys.executable).parent / "vllm-fl"
-        model = f"--model {arguments.model} --enforce-eager"
+        model = f"--model {arguments.model.resolve()} --enforce-eager"
         print(
             f"{GAIN}"
             f"  {sys.executable} -m vllm.entrypoints.openai.api_server {model}\n"
