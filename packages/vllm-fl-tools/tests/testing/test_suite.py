@@ -85,7 +85,7 @@ def test_what_is_excepted_fails_as_it_should(run: Run) -> None:
 def test_a_failure_shows_the_finding_and_no_source_of_the_kit(run: Run) -> None:
     """`values` fails first, although the other checks fail too."""
     shown = run("", "-x", "-k", "test_values or test_determinism or test_preflight", mistake=" * 2")
-    shown.stdout.fnmatch_lines(["*TestToy.test_values*", "E*AssertionError: incorrect: the result: *"])
+    shown.stdout.fnmatch_lines(["*TestToy.test_values*", "E*Error: incorrect: the result: *"])
     shown.stdout.no_fnmatch_line("*checks.py*")
     shown.stdout.no_fnmatch_line("*cases.py*")
 
