@@ -98,7 +98,7 @@ def test_without_the_ops_each_verb_says_what_to_install(install: Install) -> Non
     )
     assert alone.script(asked) == 0
     listed = alone.command("plan")
-    assert f"No op has a contract here: {MISSING}." in listed.stdout
+    assert f"No op has a contract: {MISSING}." in listed.stdout
     explained = alone.command("explain", "rms_norm")
     assert explained.returncode == 2
     assert f"Contracts are missing here: {MISSING}. [FL301]" in explained.stderr

@@ -188,7 +188,7 @@ def test_a_traceback_says_how_to_read_the_page() -> None:
         ("torch", "torch is not installed.", "FL520"),
         ("settings", "fl.yaml:3: prefer: 'x' [FL102]", "FL102"),
         ("acme", "Acme's library is not installed.", None),
-        ("own", "The check 'own' could not be made. [FL702]", "FL702"),
+        ("own", "The check 'own' failed. [FL702]", "FL702"),
     ],
 )
 def test_a_finding_has_the_code_of_its_error_or_of_its_check(

@@ -88,7 +88,7 @@ def test_where_the_rounds_differ_too_much_to_be_sure_it_says_so() -> None:
     verdict = judged(replace(served(1.0), seconds=noisy))
     assert not verdict.accepted
     assert verdict.reason.startswith(f"slower: {SLOWEST}")
-    assert f"to be sure of it in {SLOWEST}: a quieter machine, or more --rounds" in verdict.reason
+    assert f"to be certain in {SLOWEST}: use an idle machine, or more --rounds" in verdict.reason
 
 
 @pytest.fixture
@@ -172,8 +172,8 @@ def test_a_table_without_effect_is_refused(accept: Any) -> None:
     for behaviour, words in (
         ({"acts": "False"}, "The table has no effect: device is H200"),
         ({"acts": "sys.exit('no engine')"}, "no engine"),
-        ({"file": "'another'", "acts": "False"}, "do not differ by the table: VLLM_FL_CONFIG"),
-        ({"both": "True"}, "do not differ by the table: VLLM_FL_CONFIG"),
+        ({"file": "'another'", "acts": "False"}, "The table is ignored: VLLM_FL_CONFIG"),
+        ({"both": "True"}, "The table is ignored: VLLM_FL_CONFIG"),
     ):
         path, done = accept(**behaviour)
         assert done.status == 1 and words in done.err

@@ -63,7 +63,7 @@ def test_it_has_everything_and_no_secret(
 
 @pytest.mark.parametrize(
     ("name", "problem"),
-    [("missing/bug.tar.gz", "cannot be written"), ("a.zip", "must end"), ("b.tar.gz", "exists")],
+    [("missing/bug.tar.gz", "cannot write"), ("a.zip", "must end"), ("b.tar.gz", "exists")],
 )
 def test_an_archive_that_cannot_be_written(
     fl: Command, tmp_path: Path, asked: list[tuple[str, ...]], name: str, problem: str

@@ -86,11 +86,11 @@ def test_what_only_vllm_knows_is_not_said_without_it(fl: Command, plugin: Plugin
     """tests/engine tests a real vLLM with layers replaced by other plugins."""
     plugin(TWO)
     replaced = fl("explain", "silu_and_mul", "--json").json()["replaced"]
-    assert replaced == {"layers": [], "error": "vLLM is not installed here"}
+    assert replaced == {"layers": [], "error": "vLLM is not installed"}
     script = fl("explain", "silu_and_mul", "--script", "--json").json()
     assert script["replaced"] == {"layers": [], "error": None}
     engine = fl("explain", "silu_and_mul", "--mode", "eager").out
-    inside = "Inside vLLM it runs in: layer SiluAndMul; operator _C::silu_and_mul."
+    inside = "Targets in vLLM: layer SiluAndMul; operator _C::silu_and_mul."
     assert inside in engine and inside not in fl("explain", "silu_and_mul", "--script").out
     for more in (["--model", "m"], ["--dtype", "half"], ["--script", "--model", "m"]):
         assert fl("explain", "silu_and_mul", *more).status == 2
@@ -145,7 +145,7 @@ def test_an_op_of_a_plugin_without_a_contract(fl: Command, plugin: Plugin) -> No
     done = fl("explain", "wiggle")
     assert done.status == 0
     assert "no contract" in done.out
-    assert "no engine runs it" in done.out
+    assert "Only scripts can call it" in done.out
     assert "In an engine" not in done.out  # as in the kit: an engine has no target for it
     assert [v["mode"] for v in fl("explain", "wiggle", "--json").json()["modes"]] == ["script"]
     done = fl("explain", "wiggle", "--mode", "eager")
@@ -173,7 +173,7 @@ def test_a_whole_layer_of_vllms(fl: Command, plugin: Plugin) -> None:
         assert view["selected"] == "vendor.acme"
         assert [c["impl_id"] for c in view["candidates"]] == ["vendor.acme", "stock.vllm"]
     shown = fl("explain", "RowParallelLinear").out
-    assert "a whole layer of vLLM's" in shown and "which is not verified" in shown
+    assert "a whole layer class of vLLM" in shown and "which is not verified" in shown
     orders = {"VLLM_FL_PER_OP": "RowParallelLinear=stock"}
     left = fl("explain", "RowParallelLinear", "--mode", "eager", "--json", **orders).json()
     assert left["modes"][0]["selected"] == "stock.vllm"

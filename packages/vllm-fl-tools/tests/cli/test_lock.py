@@ -42,7 +42,7 @@ def test_the_locked_plan_without_the_device(fl: Command) -> None:
     assert (file["kind"], file["content"]["result"]) == ("lock", CONTENTS["result"])
     shown = fl("show", "vllm-fl.lock").out
     assert "vendor.acme(<=16)|stock" in shown
-    assert "the plan of the lock vllm-fl.lock, verified on Acme 9000" in shown
+    assert "the plan of the lock file vllm-fl.lock, verified on Acme 9000" in shown
 
 
 def test_ops_that_would_change(fl: Command, plugin: Plugin) -> None:

@@ -13,7 +13,6 @@ from vllm_fl.errors import StartError
 from vllm_fl_tools.cli import plan
 
 WRONG = (
-    "",
     "nonsense",
     "plan --nonsense",
     "explain",
@@ -29,6 +28,12 @@ def test_wrong_usage_is_status_2_and_one_message(fl: Command, plugin: Plugin, wo
     done = fl(*words.split())
     assert (done.status, done.out) == (2, "")
     assert "Traceback" not in done.err and "vllm-fl" in done.err
+
+
+def test_without_words_the_command_prints_its_help(fl: Command) -> None:
+    done = fl()
+    assert (done.status, done.err) == (0, "")
+    assert done.out == fl("--help").out
 
 
 def test_what_libraries_print_is_no_part_of_an_answer(fl: Command, plugin: Plugin) -> None:
@@ -68,7 +73,7 @@ def test_a_full_disk_is_one_line() -> None:
         )
     assert done.returncode == 1
     *_, last = done.stderr.splitlines()  # a slow machine prints more
-    assert last == "vllm-fl: the answer cannot be written: No space left on device"
+    assert last == "vllm-fl: cannot write the output: No space left on device"
 
 
 def test_a_settings_file_that_does_not_exist(fl: Command) -> None:

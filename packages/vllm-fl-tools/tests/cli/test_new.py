@@ -81,7 +81,7 @@ def test_an_existing_folder_is_left_alone(
 ) -> None:
     (tmp_path / "vllm-fl-foo").mkdir()
     assert main(["new", "foo", "--dir", str(tmp_path)]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "exists: remove it" in capsys.readouterr().err
     assert list(tmp_path.rglob("*")) == [tmp_path / "vllm-fl-foo"]
 
 
@@ -145,7 +145,7 @@ def test_over_a_platform_plugin_what_is_not_listed_stays(
     assert set(settings.policy.per_op_order) == set(ops.split(","))
     code = (package / "plugin.py").read_text()
     assert 'with_name("acme.yaml")' in code and 'if platform == "acme"' in code
-    assert "It lies over `acme`" in (folder / "README.md").read_text()
+    assert "It extends `acme`" in (folder / "README.md").read_text()
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     assert project["description"].endswith(", over acme")
 
@@ -203,18 +203,18 @@ def test_any_choice_of_ops_is_whole(
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("--ops", "silu_and_mlu"), "'silu_and_mlu' to start from. Did you mean 'silu_and_mul'?"),
-        (("--ops", ""), "no plain form of ''"),
-        (("--ops", "silu_and_mul,,rms_norm"), "no plain form of ''"),
+        (("--ops", "silu_and_mlu"), "'silu_and_mlu'. Did you mean 'silu_and_mul'?"),
+        (("--ops", ""), "no example of ''"),
+        (("--ops", "silu_and_mul,,rms_norm"), "no example of ''"),
         (
             ("--platform", "cdua"),
-            "or of an installed plugin's. Did you mean 'cuda'?",
+            "or of an installed plugin. Did you mean 'cuda'?",
         ),
         (("--platform", ""), "'' is not a platform"),
         (("--over", "amce"), "Did you mean 'acme'? Installed: acme (vllm-acme 1.0). Install it"),
         (("--over", ""), "--over ''"),
         (("--over", "fl"), "--over 'fl'"),
-        (("--over", "nvidia"), "--over 'cuda': it is vLLM's own, which no plugin brings"),
+        (("--over", "nvidia"), "--over 'cuda': it is part of vLLM"),
         (("--platform", "cuda", "--ops", "wiggle"), "'wiggle'"),
     ],
 )

@@ -195,7 +195,7 @@ def test_values_that_are_not_finite_are_wrong(value: float) -> None:
                     }
                 },
             ),
-            r"orders op 'silu_and_mul' by size \(vendor.cpu",
+            r"chooses op 'silu_and_mul' by size \(vendor.cpu",
         ),
     ],
 )

@@ -16,7 +16,7 @@ from profiles import (
     report,
 )
 
-from vllm_fl_tools.cli._coverage import Owner, Whose, attribute
+from vllm_fl_tools.cli._coverage import Owner, Whose, answers, attribute
 
 
 def whose(tokens: int = 1, plan: dict[str, Any] | None = None, **fields: Any) -> Whose:
@@ -76,6 +76,31 @@ def test_code_without_a_contract() -> None:
         "", "stock", "_C::onednn_mm in QKVParallelLinear", "no"
     )
     assert owner("aten::copy_").name == "aten::copy_ outside of layers"
+
+
+def test_a_contract_may_cover_code_that_no_implementation_can_run_here() -> None:
+    """A product of a layer on vLLM's CPU platform is no code without a contract."""
+    there = {"products": {"QKVParallelLinear": "linear"}, "not_covered": {"linear": ["eager mode"]}}
+    plan = report()
+    del plan["ops"]["linear"]
+    seen = on_host(
+        (60.0, 2, (LINEAR, "_C::onednn_mm")),
+        (10.0, 2, (LINEAR, "aten::copy_")),
+        (10.0, 2, ("_C::silu_and_mul",)),
+        (20.0, 2, (NORM, NORM_OP)),
+    )
+    found = attribute(whose(plan=plan, **there), seen, on_host=True)
+    assert found["coverage"] == pytest.approx(
+        {"not here": 0.6, "runs": 0.2, "could run": 0.1, "no contract": 0.1}
+    )
+    first, *more = answers(found)
+    assert first.startswith("Implementations run 20.0% of the operators' time and could run 10.0%")
+    assert more == [
+        "Not here: linear 60.0%: not covered: eager mode.",
+        "Could run: silu_and_mul 10.0%: the order says stock.",
+        "No contract: 10.0%, in the rows without an op.",
+    ]
+    assert answers({**found, "coverage": {}}) == []
 
 
 def test_an_order_by_size_applies_to_the_tokens_of_the_step() -> None:
@@ -154,9 +179,9 @@ def test_a_launch_without_a_known_caller() -> None:
 @pytest.mark.parametrize(
     ("seen", "is_host", "problem"),
     [
-        (on_host(steps=0), True, "the engine took no such step"),
-        (on_host(), True, "saw no operator"),
-        (on_device(0.0), False, "saw no kernel of the device"),
+        (on_host(steps=0), True, "the engine ran no such step"),
+        (on_host(), True, "recorded no operator"),
+        (on_device(0.0), False, "recorded no kernel of the device"),
         ({"problem": "it failed", "steps": 0}, True, "it failed"),
     ],
 )

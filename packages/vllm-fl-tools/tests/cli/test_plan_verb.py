@@ -31,9 +31,9 @@ def test_each_op_with_its_implementation_and_reason(fl: Command, plugin: Plugin)
     plan = done.json()["plan"]
     assert (done.status, plan["mode"], plan["verified"]) == (0, "compiled", False)
     assert plan["ops"][OP] == {"impl": "vendor.acme", "reason": "the order says vendor", **ANY}
-    assert plan["unasked"] == "vLLM is not installed here" and plan["aside"] == ""
+    assert plan["unasked"] == "vLLM is not installed" and plan["aside"] == ""
     shown = fl("plan", VLLM_FL_PLATFORM="none").out
-    assert plan["unasked"] in shown and "may still take an implementation out" in shown
+    assert plan["unasked"] in shown and "may still disable an implementation" in shown
 
 
 def test_orders_by_size(fl: Command, plugin: Plugin) -> None:
@@ -69,7 +69,7 @@ def test_strict_mode_that_would_end_the_start(fl: Command, plugin: Plugin) -> No
     strict = {"VLLM_FL_STRICT": "1", "VLLM_FL_PER_OP": f"{OP}=vendor:cuda"}
     done = fl("plan", "--json", **strict)
     assert done.status == 1 and "vendor:cuda" in done.json()["plan"]["ends"][0]
-    assert "The start would end: strict mode" in fl("plan", **strict).out
+    assert "Startup would fail: strict mode" in fl("plan", **strict).out
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,10 @@ def test_plan_counters_what_was_taken_out_and_what_was_raised(fl: Command, tmp_p
 def test_a_process_that_was_killed_is_silent(
     fl: Command, tmp_path: Path, state: str, ago: float, is_silent: bool
 ) -> None:
-    (told,) = fl("show", left(tmp_path, ago, state=state), "--json").json()["files"]
+    path = left(tmp_path, ago, state=state)
+    (told,) = fl("show", path, "--json").json()["files"]
     assert (told["silent"] is not None) == is_silent
+    assert ("The process is gone without a last report" in fl("show", path).out) == is_silent
 
 
 @pytest.mark.parametrize("content", [

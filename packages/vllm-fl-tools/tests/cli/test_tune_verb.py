@@ -156,7 +156,7 @@ class TestTable:
             "[100 %] silu_and_mul, 16 tokens",
         ]
         assert "vendor.fast 10.0 µs, 3.00 times as fast as vendor.acme" in lines[0]
-        assert "left out: vendor.fast" in lines[1]
+        assert "rejected: vendor.fast" in lines[1]
 
     def test_the_default_name_is_not_replaced(self, fl: Command, clocked: Any, here: Path) -> None:
         name = "vllm-fl-table.yaml"
@@ -164,7 +164,7 @@ class TestTable:
         before = (here / name).read_text()
         done = fl("tune", *QUICK, "--tokens", "8")
         assert (done.status, done.out) == (2, "")
-        assert f"{name} is there already; --out {name} replaces it" in done.err
+        assert f"{name} exists: --out {name} overwrites it" in done.err
         assert (here / name).read_text() == before
         assert fl("tune", *QUICK, "--tokens", "16", "--out", name).status == 0
         assert (here / name).read_text() != before
@@ -215,13 +215,13 @@ class TestBadArguments:
     @pytest.mark.parametrize(
         ("arguments", "says"),
         [
-            (("--op", "silu_and_mull"), "--op silu_and_mull: no such op is installed"),
-            (("--impl", "vendor.acne"), "--impl vendor.acne: no such impl is installed"),
+            (("--op", "silu_and_mull"), "--op silu_and_mull: unknown op"),
+            (("--impl", "vendor.acne"), "--impl vendor.acne: unknown impl"),
             (("--tokens", "1,x"), "--tokens 1,x: expected numbers"),
             (("--tokens", "0"), "--tokens 0: expected numbers"),
             (("--tokens", "1,,2"), "--tokens 1,,2: expected numbers"),
             (("--device", "abacus"), "--device abacus: "),
-            (("--out", "absent/t.yaml"), "--out absent/t.yaml: cannot be written: "),
+            (("--out", "absent/t.yaml"), "--out: cannot write absent/t.yaml: "),
         ],
     )
     def test_one_line_and_nothing_is_written(
@@ -246,7 +246,7 @@ class TestBadArguments:
         only = ("--impl", "vendor.acme")
         done = fl("tune", *SIZES, *ONE_OP, *only, "--tokens", "8", "--out", "t.yaml")
         assert done.status == 1
-        assert "silu_and_mul: left out, since vendor.acme is its only candidate" in done.out
+        assert "silu_and_mul: skipped: vendor.acme is its only candidate" in done.out
 
 
 HANGS = """
@@ -275,7 +275,7 @@ def test_a_kernel_that_hangs_at_one_size(fl: Command, plugin: Plugin, here: Path
     figures = result(done).ops["silu_and_mul"].figures
     (rejected,) = [f for f in figures if f.rejected]
     assert (rejected.tokens, rejected.impl) == (16, "vendor.fast")
-    assert "given up after 0.5 s" in rejected.rejected
+    assert "timed out after 0.5 s" in rejected.rejected
 
 
 ENDS = """
@@ -313,6 +313,6 @@ def test_a_full_disk_keeps_the_former_table(
     monkeypatch.setattr(Draft, "put", full)
     done = fl("tune", *QUICK, "--tokens", "1,8", "--out", "t.yaml")
     assert (done.status, done.out) == (1, "")
-    assert "t.yaml cannot be written: No space left on device" in done.err
+    assert "t.yaml: No space left on device" in done.err
     assert (here / "t.yaml").read_text() == "the former one"
     assert os.listdir(here) == ["t.yaml"]

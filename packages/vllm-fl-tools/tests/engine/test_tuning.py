@@ -192,14 +192,14 @@ class TestChoosing:
         ("us", "captured", "between", "where"),
         [
             pytest.param(10, 0, False, "", id="it saves more than its launch costs"),
-            pytest.param(25, 0, False, "no graph of 8 tokens", id="it saves less"),
+            pytest.param(25, 0, False, "without a graph of 8 tokens", id="it saves less"),
             pytest.param(25, 8, False, "", id="a graph launches it"),
             pytest.param(25, None, False, "", id="not known"),
             # A cache write is in the graph of a decoding step, but not of a prefill.
             pytest.param(10, 8, True, "", id="between graphs it saves more"),
             pytest.param(25, 8, True, BETWEEN, id="between graphs of that size"),
             pytest.param(25, None, True, BETWEEN, id="between graphs, not known of which sizes"),
-            pytest.param(25, 0, True, "no graph of 8 tokens", id="no graph to be between"),
+            pytest.param(25, 0, True, "without a graph of 8 tokens", id="no graph to be between"),
         ],
     )
     def test_where_no_graph_serves_the_launch_through_python_counts(
@@ -307,7 +307,7 @@ class TestWrongAtOneSizeOnly:
         )
         (found,) = everything(op, 8)
         assert found.winner == "default"
-        assert found.rejected["vendor.default"].startswith("wrong: ")
+        assert found.rejected["vendor.default"].startswith("incorrect: ")
         (fast, _) = found.figures()
         assert (fast.us, fast.ratio) == (pytest.approx(10), None)
 
@@ -331,7 +331,7 @@ class TestWhoDoesNotRun:
         op = machine.tuning(machine.kernel("vendor.default", 30), fast)
         found = everything(op, 8, 16, 32)
         assert [one.winner for one in found] == ["vendor.fast", "default", "vendor.fast"]
-        assert found[1].rejected["vendor.fast"].startswith("refused: not 16 rows")
+        assert found[1].rejected["vendor.fast"].startswith("unsupported: not 16 rows")
         assert machine.calls["vendor.fast", 16] <= 1
 
     @pytest.mark.parametrize("mode", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])

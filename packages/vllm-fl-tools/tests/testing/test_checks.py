@@ -87,7 +87,7 @@ def test_a_dtype_that_is_refused_with_a_reason_is_no_failure() -> None:
 def test_it_is_skipped_with_its_reason(check: str) -> None:
     subject = Subject(sound("silu_and_mul", supports=only(torch.bfloat16)), torch.device("cpu"))
     for dtype in ("float32", "float16"):
-        with pytest.raises(Refused, match=f"{dtype} is refused: no kernel for torch.{dtype}"):
+        with pytest.raises(Refused, match=f"unsupported {dtype}: no kernel for torch.{dtype}"):
             CHECKS[check].function(subject, dtype, "")
     CHECKS[check].function(subject, "bfloat16", "")
 
@@ -96,13 +96,13 @@ def test_it_is_skipped_with_its_reason(check: str) -> None:
 def test_one_that_refuses_every_dtype_fails(check: str) -> None:
     told = found(sound("silu_and_mul", supports=only()), check)
     assert len(told) == 3
-    assert all("every dtype" in one.reason and "no kernel for" in one.reason for one in told)
+    assert all("any dtype" in one.reason and "no kernel for" in one.reason for one in told)
 
 
 @pytest.mark.parametrize("check", SERVING)
 def test_a_refusal_without_a_reason_fails(check: str) -> None:
     impl = sound("silu_and_mul", supports=lambda x: x.dtype != torch.float32 or "")
-    assert ["refused without a reason" in one.reason for one in found(impl, check)] == [True]
+    assert ["call without a reason" in one.reason for one in found(impl, check)] == [True]
 
 
 def test_a_dtype_that_is_accepted_and_wrong_still_fails_in_preflight() -> None:
@@ -195,7 +195,7 @@ def test_one_that_takes_a_layer_first_and_is_wrong_fails() -> None:
 @pytest.mark.parametrize("check", CALLED_PLAINLY)
 def test_what_has_no_layer_to_give_is_skipped_with_that_reason(check: str) -> None:
     subject = Subject(layer_first(), torch.device("cpu"))
-    with pytest.raises(Refused, match="takes a layer first"):
+    with pytest.raises(Refused, match="needs a layer"):
         CHECKS[check].function(subject, "float32", "")
 
 
@@ -246,7 +246,7 @@ def test_a_weight_of_integers_is_a_bad_input() -> None:
     silent = with_signature(takes_them, right.rms_norm)
     wrong = dataclasses.replace(sound("rms_norm", supports=None), fn=silent)
     failed = found(wrong, "bad_inputs")
-    assert all("where 'weight' is wrong" in one.reason for one in failed)
+    assert all("although 'weight' is invalid" in one.reason for one in failed)
     told = [one.case for one in failed]
     dtypes = [case.dtype for case in told if case.sample == "weight: of int64"]
     assert dtypes == ["float32", "float16", "bfloat16"]

@@ -138,7 +138,7 @@ def test_a_deadline_is_said_and_leaves_no_process(
     mishap = f"import time; from vllm_fl.plugins.breadcrumb import running\n            {noted}"
     result = run(sick="'silu_and_mul' in ops", mishap=mishap, deadline=2.0)
     assert result.parseoutcomes()["failed"] == 2
-    result.stdout.fnmatch_lines(["*gave no answer within 4 s*`deadline`*test class*"])
+    result.stdout.fnmatch_lines(["*did not answer within 4 s*`deadline`*test class*"])
     result.stdout.fnmatch_lines(["*line one of the log", "*a 'quoted' line"])
     assert left_behind(pytester.path) == []
     assert list((pytester.path / "vllm-fl" / "running").iterdir()) == [], "no note of what it ran"

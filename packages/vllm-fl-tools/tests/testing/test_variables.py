@@ -51,7 +51,7 @@ WAYS = {
 @pytest.mark.parametrize("how", WAYS)
 def test_a_variable_that_nobody_declares_is_named(how: str) -> None:
     (first, *_) = told(reads(WAYS[how]), traceable=True)
-    assert first.startswith("it reads ACME_FAST of the environment")
+    assert first.startswith("it reads the variable ACME_FAST while")
 
 
 def test_one_that_is_declared_is_in_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,7 @@
-"""`vllm-fl settings`: show every effective setting, its origin and the values that it overrides."""
+"""`vllm-fl settings`: show every effective setting, its origin and what it overrides.
+
+Example: vllm-fl settings --json
+"""
 
 from __future__ import annotations
 
@@ -83,9 +86,9 @@ def _show(facts: Mapping[str, Any]) -> None:
         ],
     )
     if facts["table"]:
-        say(f"Table: {facts['table']}")
+        say(f"Tuning table: {facts['table']}")
     for title, names in (
-        ("Settings without a loaded plugin, which have no effect", facts["unowned"]),
+        ("Ignored settings, because their plugin is not loaded", facts["unowned"]),
         ("Names that no installed distribution provides", facts["unchecked"]),
     ):
         if names:

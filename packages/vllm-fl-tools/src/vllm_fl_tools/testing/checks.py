@@ -157,16 +157,16 @@ def bad_inputs(subject: Subject, dtype: str, sample: str) -> None:
     try:
         result = manager.call(subject.spec.name, *copy.deepcopy(bad.args))
     except CallError as error:
-        expect(error.argument == bad.argument, f"it blames {error.argument!r}: {error}")
+        expect(error.argument == bad.argument, f"the error names {error.argument!r}: {error}")
     except (Exception, SystemExit) as error:
-        raise AssertionError(f"no CallError, but {quote(error)}") from error
+        raise AssertionError(f"expected a CallError, got {quote(error)}") from error
     else:
         kind = type(result).__name__
         raise AssertionError(
-            f"returned a {kind}, where {bad.argument!r} is wrong: a wrong result in silence. Have "
-            "`supports` give the reason, or the implementation raise"
+            f"returned a {kind} although {bad.argument!r} is invalid: incorrect result without an "
+            "error. Return the reason from `supports`, or raise an exception"
         )
-    expect(not manager.demotions, f"demoted: {dict(manager.demotions)}")
+    expect(not manager.demotions, f"disabled: {dict(manager.demotions)}")
 
 
 def call_op(subject: Subject, dtype: str, sample: str) -> None:
@@ -188,7 +188,7 @@ def determinism(subject: Subject, dtype: str, sample: str) -> None:
     for each in subject.samples(dtype):
         if subject.accepts(each):
             first, second = (subject.bits(fresh(each)) for _ in range(2))
-            expect(first == second, f"{each.name}: the same inputs gave other bits")
+            expect(first == second, f"{each.name}: equal inputs gave different bits")
 
 
 def refusals(subject: Subject, dtype: str, sample: str) -> None:
@@ -206,7 +206,7 @@ def refusals(subject: Subject, dtype: str, sample: str) -> None:
         away = dataclasses.replace(each, args=(each.args[0].to(device), *each.args[1:]))
         expect(
             impl.traceable or not _verdict(impl, away),
-            f"{each.name}: supports takes tensors on {device}, where its kernel cannot run",
+            f"{each.name}: `supports` accepts tensors on {device}, where its kernel cannot run",
         )
         for value in (0.0, 1e4, float("nan")):
             other = fresh(each)
@@ -215,12 +215,12 @@ def refusals(subject: Subject, dtype: str, sample: str) -> None:
                     is_float = arg.is_floating_point()
                     most = torch.finfo(arg.dtype).max if is_float else arg.max()
                     arg.fill_(min(value, most) if is_float else value and most)
-            expect(_verdict(impl, other) is verdict, f"{each.name}: supports looks at values")
+            expect(_verdict(impl, other) is verdict, f"{each.name}: `supports` depends on values")
     sizes = [subject.served(dtype, tokens) for tokens in (1, *subject.sizes.tokens)]
     for same in zip(*sizes, strict=True):
         verdicts = {each.name: _verdict(impl, each) for each in same}
         one = len(set(verdicts.values())) == 1
-        expect(one, f"supports looks at the batch size: {verdicts}")
+        expect(one, f"`supports` depends on the batch size: {verdicts}")
 
 
 def states_support(impl: OpImpl) -> bool:
@@ -235,9 +235,9 @@ def serving(subject: Subject, dtype: str, sample: str) -> None:
         return
     expect(
         any(not _refused_by(subject, other) for other in subject.dtypes if other != dtype),
-        f"it refuses every call of a served model, in every dtype: {reasons}",
+        f"it supports no call of a served model, in any dtype: {reasons}",
     )
-    raise Refused(f"{subject.spec.name}: {dtype} is refused: {'; '.join(set(reasons.values()))}")
+    raise Refused(f"{subject.spec.name}: unsupported {dtype}: {'; '.join(set(reasons.values()))}")
 
 
 def preflight(subject: Subject, dtype: str, sample: str) -> None:
@@ -250,7 +250,7 @@ def preflight(subject: Subject, dtype: str, sample: str) -> None:
     roles = [Role(subject.impl)]
     found = find_faults(Request(roles, _torch(dtype), subject.device, sizes, **options))
     reasons = {key: each.reason for key, each in found.objections.items()}
-    expect(not reasons, f"an engine would demote it at start: {reasons}")
+    expect(not reasons, f"an engine would disable it at startup: {reasons}")
 
 
 def _profiled(call: Callable[[], object], device: torch.device) -> Launched:
@@ -277,7 +277,7 @@ def _refused_by(subject: Subject, dtype: str) -> dict[str, str]:
 
 
 def _reason(refusal: Comparison) -> str:
-    expect(refusal.reason not in ("", "False", "None"), "refused without a reason")
+    expect(refusal.reason not in ("", "False", "None"), "unsupported call without a reason")
     return refusal.reason
 
 
@@ -289,14 +289,15 @@ def judge(result: Comparison, sample: Sample | None = None, *, skips: bool = Tru
             raise Refused(f"{result.op}: {reason}")
     elif result.status != "ok":
         where = f"{sample.name}: " if sample else ""
-        raise AssertionError(f"{where}{result.status}: {result.reason}") from result.error
+        status = "incorrect" if result.status == "wrong" else result.status
+        raise AssertionError(f"{where}{status}: {result.reason}") from result.error
 
 
 def _verdict(impl: OpImpl, sample: Sample) -> bool:
     verdict: object = True if impl.supports is None else impl.supports(*sample.args)
     expect(
         verdict is True or (isinstance(verdict, str) and verdict),
-        f"{sample.name}: supports answered {verdict!r}, neither True nor a reason",
+        f"{sample.name}: `supports` returned {verdict!r}, not True or a reason",
     )
     return verdict is True
 
