@@ -161,7 +161,7 @@ def serves(result: dict[str, Any]) -> str:
 
 def facts(result: dict[str, Any]) -> dict[str, Any]:
     """What an engine said of its start."""
-    planned, groups = of_log(result, " planned: "), of_log(result, "Groups of ranks")
+    planned, groups = of_log(result, " planned: "), of_log(result, "Rank groups")
     stamps = STAMP.findall(result["log"])
     to_plan = None
     if planned and stamps and (at := STAMP.search(planned[0])):

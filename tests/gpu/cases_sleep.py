@@ -19,7 +19,7 @@ PLANS = {
     "flagos": {"VLLM_FL_PREFER": "flagos"},
 }
 
-LATE = "After the weights were updated while it slept: "
+LATE = "After the weights were updated during sleep: "
 """What the log says when the look at the plan had to wait for the KV cache."""
 
 UPDATES: list[list[Any]] = [

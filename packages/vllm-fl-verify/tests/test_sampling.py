@@ -194,7 +194,7 @@ def test_an_error_is_said_at_once_with_its_name_and_then_once_a_minute(
     step(worker)
     (line,) = said(caplog)
     assert (
-        "'vendor.acme' of op 'silu_and_mul' is off in 1 of 1 compared calls of up to 4 tokens"
+        "'vendor.acme' of op 'silu_and_mul' is incorrect in 1 of 1 compared calls of up to 4 tokens"
         in line
     )
     for _ in range(2):

@@ -328,12 +328,12 @@ def test_further_parameters_with_defaults_are_vllms_where_they_say_something() -
     ("found", "why"),
     [
         (target("no_such_thing"), "this vLLM has no such operator"),
-        (target("without_kernel"), "this vLLM has no kernel of it for CPU"),
+        (target("without_kernel"), "this vLLM has no CPU kernel for it"),
         (target("demanding"), "it has further parameters without default: scale"),
-        (target("gated", "input", "out"), "its parameters are out, input; known are input, out"),
+        (target("gated", "input", "out"), "its parameters are out, input; expected: input, out"),
         (
             target("gated", "out", "input", "scale"),
-            "its parameters are out, input; known are out, input, scale",
+            "its parameters are out, input; expected: out, input, scale",
         ),
     ],
 )
@@ -346,7 +346,7 @@ def test_an_operator_that_does_not_fit_is_said_by_name(
         assert chosen.left == {"silu_and_mul": {found.name: why}}
         assert torch.equal(call("asking"), FIRST + 1), "the others are taken"
         assert PATCHER.told(engine_of(plan), chosen)["silu_and_mul"][found.name] == {"left": why}
-    assert f"{found.name} is left to vLLM: {why}" in caplog.text
+    assert f"{found.name} is not replaced: {why}" in caplog.text
 
 
 def test_a_layer_that_the_user_leaves_to_vllm_gets_nothing_through_its_operator() -> None:
@@ -354,7 +354,7 @@ def test_a_layer_that_the_user_leaves_to_vllm_gets_nothing_through_its_operator(
     bound = binding(layer, target())
     plan = plan_of(silu("vendor.a", 1.0), kept_layers=frozenset({"SiluAndMul"}))
     note = PATCHER.note(plan, "silu_and_mul")
-    assert "SiluAndMul is left to vLLM" in note
+    assert "SiluAndMul is not replaced" in note
     with engine(plan, bound) as chosen:
         assert chosen.names == {} and told(plan, chosen) == {"left": note}
         assert torch.equal(call(), STOCK)
@@ -372,7 +372,7 @@ def test_implementations_that_take_the_layer_are_passed_over() -> None:
         assert torch.equal(call(), FIRST + 2)
     alone = plan_of(first)
     with engine(alone) as chosen:
-        assert "take the calling layer" in told(alone, chosen)["left"]
+        assert "need the calling layer" in told(alone, chosen)["left"]
 
 
 # Compilers.

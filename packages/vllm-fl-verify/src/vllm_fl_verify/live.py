@@ -55,7 +55,7 @@ in float64 on the CPU."""
 ROWS_AGAIN, CALLS_AGAIN = 24, 200.0
 """The same when the model is run once more: what is new then is all of a call or none."""
 
-NO_MEMORY = "no memory was left for it"
+NO_MEMORY = "out of memory"
 """Why a call was not compared that has run out of memory, or whose copies have."""
 
 REAL = 1e9
@@ -257,7 +257,7 @@ class Live:
         self.drafted += any(self._layer.startswith(prefix) for prefix in filter(None, self.models))
         if failure is None:
             return result
-        where = f"in layer {self._layer or 'without a name'}, {_described(spec, args)}"
+        where = f"in layer {self._layer or '(unnamed)'}, {_described(spec, args)}"
         self.objections[key] = Objection(FAILED, f"{failure} (on live tensors {where})")
         # Numbers that are wrong, NaN above all, would hide what is wrong in the layers behind.
         return _zeros(spec.fake(*args))
@@ -271,7 +271,7 @@ class Live:
         """Copy what is needed to compare a call later; or return why it is not compared, or None if
         no model computes its activations."""
         if spec.check(*args) is not None:
-            return "a layer's call is not the contract's"
+            return "a layer's call does not match the contract"
         call = in_place(spec.named(args))
         rows = None if spec.whole_batch else _rows(spec, args, ROWS_AGAIN if self.again else ROWS)
         synchronise(self.device)  # what another stream still writes is not this call's
@@ -324,7 +324,7 @@ class Live:
             wanted = wanted_of(spec, before.sample)
         except Exception as error:  # a contract that does not know such a call
             log.debug("%s on live tensors: %s", spec.name, quote(error))
-            self.left_out.setdefault(spec.name, "its contract tells no result of a layer's call")
+            self.left_out.setdefault(spec.name, "its contract cannot compute a layer's call")
             return None
 
         def off(result: Any) -> Off:
@@ -356,7 +356,7 @@ def _part(spec: OpSpec, args: Sequence[Any]) -> tuple[torch.Tensor, tuple[Any, .
     """(some rows of a call, the call of these rows that holds no more than they read), or why
     there is none: even one row reads too much."""
     if spec.part is None or spec.whole_batch:
-        return "its arguments are too large to be copied"
+        return "its arguments are too large to copy"
     count = spec.tokens(args)
     few = min(count, PART_ROWS)
     while few:
@@ -366,7 +366,7 @@ def _part(spec: OpSpec, args: Sequence[Any]) -> tuple[torch.Tensor, tuple[Any, .
         if sum(arg.nbytes for arg in found if isinstance(arg, torch.Tensor)) <= PART:
             return rows, found
         few //= 2
-    return "what a row of it reads is too large to be copied"
+    return "the data that one token reads is too large to copy"
 
 
 def _on_host(value: Any, rows: torch.Tensor | None) -> Any:
@@ -389,7 +389,7 @@ def _growth(spec: OpSpec) -> int:
     try:
         samples = [*spec.served(small, dtype, torch.device("cpu"), True)]
     except Exception as error:  # a contract that is not for such sizes
-        log.debug("%s tells nothing of large values: %s", spec.name, quote(error))
+        log.debug("%s has no samples of large values: %s", spec.name, quote(error))
         samples = []
     if not samples:
         return 1

@@ -94,7 +94,7 @@ class Run:
         """Return in words what it has changed of the process."""
         with torch.inference_mode(False):
             problem = process_state.changed(self.before, self.trials.device, self._again)
-        return None if problem is None else f"it changed {problem} of the whole process"
+        return None if problem is None else f"it changed {problem} for the whole process"
 
     def _again(self) -> None:
         """Make some of its calls again, for what they change of the process; compare nothing."""
@@ -140,7 +140,7 @@ class Run:
             yield Objection(FAILED, f"{failure} ({where})")
         slow = watch.seconds > breadcrumb.SLOW and not compiles
         if slow and self.was_slow:
-            yield Objection(FAILED, f"takes {watch.seconds:.0f} s for one call ({where})")
+            yield Objection(FAILED, f"it takes {watch.seconds:.0f} s for one call ({where})")
         self.was_slow = slow
         return got
 
@@ -163,7 +163,7 @@ class Run:
     def judge(self, result: Comparison) -> Objections:
         """Object to a sample that raised, or that is wrong if results are compared."""
         if result.status == "raised" or (result.status == "wrong" and self.request.compares):
-            what = "it is wrong: " if result.status == "wrong" else ""
+            what = "it is incorrect: " if result.status == "wrong" else ""
             yield Objection(FAILED, f"{what}{result.reason} ({result.sample}, {result.dtype})")
 
     def compare(
@@ -174,7 +174,7 @@ class Run:
         where: str,
         *,
         large: bool = False,
-        wrong: str = "it is wrong",
+        wrong: str = "it is incorrect",
     ) -> Objections:
         """Object to a batch's results that are off, or cannot be compared."""
         if not self.request.compares:
@@ -266,7 +266,7 @@ class Run:
         consumed = self.spec.consumed(self.impl.consumes, form.samples[0].args)
         problem = misuse(form.static, consumed, self.impl, self.spec)
         if problem and self.request.compares:
-            yield Objection(FAILED, f"it is wrong: {problem} ({form.name})")
+            yield Objection(FAILED, f"it is incorrect: {problem} ({form.name})")
 
 
 def _kept(result: Any, laid: Guarded) -> Any:
