@@ -1,9 +1,9 @@
-"""How everything in this repository is run: `nox -l` lists the sessions, `nox -s NAME` runs one.
+"""nox sessions that run everything in this repository: `nox -l` lists them.
 
-`nox` runs each promise once: tests that are not marked `slow`, on the newest vLLM, cheap sessions
-first. `nox -s nightly` runs everything. Tests see built wheels, installed into a fresh environment
-over a shared one (tools/envs.py): entry points are real, and sessions do not affect each other.
-Arguments after `--` go to the session's command: `nox -s tests-core -- -k registry`.
+`nox` runs the tests that are not marked `slow`, on the newest supported vLLM, fast sessions first.
+`nox -s nightly` runs everything. Tests use built wheels in a new environment on top of a shared one
+(tools/envs.py), so entry points are real and sessions do not affect each other. Arguments after
+`--` are passed to the session's command: `nox -s tests-core -- -k registry`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import nox
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-import envs  # noqa: E402 (its folder is no package, and is on the path only from here on)
+import envs  # noqa: E402 (found through the line above)
 
 nox.needs_version = ">=2026.10.20"
 nox.options.default_venv_backend = "none"
-# A plain `nox` runs two sessions at a time, and prints the output of each when it ends. A session
-# that is named prints as it goes.
+# A plain `nox` runs two sessions at a time and prints the output of each at its end. With `-s`,
+# output is printed immediately.
 nox.options.parallel = 2 if len(sys.argv) == 1 else 1
-# nox looks for uv at the start of every session. Sessions here use the uv of tools/envs.py.
+# Silence nox's search for uv in every session: sessions use the uv of tools/envs.py.
 logging.getLogger("nox").addFilter(lambda record: record.msg != "uv binary not found.")
 
 CORE, REFERENCE, CPU = "vllm-fl-core", "vllm-fl-reference", "vllm-fl-cpu"
@@ -43,10 +43,10 @@ SMOLLM2, GEMMA, MINILM = "SmolLM2-135M-Instruct", "gemma-3-270m", "all-MiniLM-L6
 def timed(
     name: str, *, default: bool = True, exclusive: bool = False
 ) -> Callable[..., Callable[..., None]]:
-    """A nox session called `name` that prints its wall time, also when it fails.
+    """Decorate a nox session called `name`: log its wall time, even if it fails.
 
-    An exclusive session never runs next to another one: the threads of its engines wait for each
-    other, and would take several times as long.
+    An exclusive session runs without others in parallel. They would slow it down several times,
+    because the threads of its engines wait for each other.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -66,19 +66,19 @@ def timed(
 
 
 def python(session: nox.Session, env: envs.Env, *args: str, **variables: str) -> None:
-    """Run `env`'s Python, without the caller's VLLM_* and PYTHON* variables."""
+    """Run `env`'s Python without the caller's VLLM_* and PYTHON* variables."""
     environment = env.variables(**variables)
     session.run(env.python, *args, env=environment, include_outer_env=False, external=True)
 
 
 def over(session: nox.Session, base: envs.Env, *distributions: str) -> envs.Env:
-    """A fresh environment over `base` with the wheels of these distributions."""
+    """Create an environment on top of `base` with the wheels of these distributions."""
     path = envs.VENVS / "thin" / re.sub(r"[^\w.-]+", "-", session.name).strip("-")
     return envs.thin(base, envs.wheels(*distributions) if distributions else (), path)
 
 
 def with_vllm(session: nox.Session, vllm: str = envs.VLLM) -> envs.Env:
-    """The shared environment that holds vLLM; without one, the session ends and says why."""
+    """The shared environment with vLLM; fail with a reason if vLLM cannot run in it."""
     base = envs.engine(vllm)
     if problem := envs.cuda_build(base):
         session.error(problem)
@@ -86,7 +86,7 @@ def with_vllm(session: nox.Session, vllm: str = envs.VLLM) -> envs.Env:
 
 
 def with_torch(session: nox.Session, interpreter: str = sys.executable) -> envs.Env:
-    """The same environment for sessions that need torch only, be it a CUDA build."""
+    """The same environment for sessions that need only torch; accepts a CUDA build."""
     base = envs.engine(python=interpreter)
     if problem := envs.cuda_build(base):
         session.warn(f"Going on without vLLM: {problem}")
@@ -94,7 +94,7 @@ def with_torch(session: nox.Session, interpreter: str = sys.executable) -> envs.
 
 
 def real_model(session: nox.Session, name: str) -> Path | None:
-    """The folder of a real model; None, with a warning, where its package cannot be had."""
+    """The folder of a real model; None, with a warning, if its package is unavailable."""
     try:
         return envs.real_model(name)
     except envs.EnvironmentFailed as error:
@@ -103,23 +103,23 @@ def real_model(session: nox.Session, name: str) -> Path | None:
 
 
 def pytest(session: nox.Session, env: envs.Env, *args: str, **variables: str) -> None:
-    """Run pytest on `args`; finding no test at all is a failure."""
+    """Run pytest; it fails if no test is collected."""
     python(session, env, "-m", "pytest", *args, *session.posargs, **variables)
 
 
 def tests_in_parallel(session: nox.Session, env: envs.Env, *args: str, **variables: str) -> None:
-    """The same on up to four processes of one thread each."""
+    """Run pytest in up to four processes with one thread each."""
     parallel = ("-n", "auto", "--maxprocesses=4", "--dist=worksteal")
     pytest(session, env, *parallel, *args, OMP_NUM_THREADS="1", **variables)
 
 
 def engines_in_parallel(session: nox.Session, env: envs.Env, *args: str) -> None:
-    """The engine's tests. Those of one file share what they start, and have one worker."""
+    """Run the engine tests; each file has one worker, because its tests share engines."""
     tests_in_parallel(session, env, "tests/engine", "--dist=loadfile", *args, **ENGINE)
 
 
 def empty_builds(session: nox.Session, vllm: str, *args: str) -> None:
-    """The tests of a vLLM without compiled operators, beside stock on vLLM's CPU build."""
+    """Test vLLM without compiled operators against stock on vLLM's CPU build."""
     stock = with_vllm(session)
     env = over(session, envs.empty(vllm), CORE, OPS, VERIFY, REFERENCE, "fl-bare-cpu")
     tests = "tests/engine/test_empty_builds.py"
@@ -127,7 +127,7 @@ def empty_builds(session: nox.Session, vllm: str, *args: str) -> None:
 
 
 def standing_in(name: str, module: str, **variables: str) -> dict[str, str]:
-    """The variables with which a module of a backend's tests stands in for its hardware."""
+    """Variables that load a backend's test module as a stand-in for the hardware."""
     tests = envs.distributions()[name] / "tests"
     return {"VLLM_FL_PLUGIN_MODULES": module, "PYTHONPATH": str(tests), **variables}
 
@@ -137,29 +137,28 @@ ON_EMULATION = standing_in(ASCEND, "emulated.plugin")
 ON_INTERPRETER = standing_in(FLAGGEMS, "on_interpreter", TRITON_INTERPRET="1")
 
 BFLOAT16 = "(bfloat16 or not float)"
-"""Which tests of a backend further Pythons run: those in the dtype of most models."""
+"""pytest -k expression for further Pythons: tests in bfloat16, the dtype of most models."""
 
 NIGHTLY_RUN = "NIGHTLY_RUN"
-"""The variable under which sessions run their tests marked `slow`, too, and more examples of
-hypothesis."""
+"""Variable that enables tests marked `slow` and more hypothesis examples."""
 
 DAILY = ("-m", "not slow")
-"""The marks of tests that the default run has."""
+"""Marks of the default run."""
 
 MARKS = ("-m", "", "--hypothesis-profile=nightly") if NIGHTLY_RUN in os.environ else DAILY
 
 ENGINE = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-"""One GiB of KV cache, and nothing fetched from or reported to anywhere."""
+"""KV cache of 1 GiB; no downloads and no usage reports."""
 
 
 def marks(interpreter: str) -> tuple[str, ...]:
-    """Return the marks of a session: further Pythons run what the default run has."""
+    """Marks of a session; further Pythons run the tests of the default run."""
     return MARKS if interpreter == sys.executable else DAILY
 
 
 @timed("lint")
 def lint(session: nox.Session) -> None:
-    """Check the style and the size of all Python files, and which room of core imports which."""
+    """Check style and size of all Python files, and the import rules between folders of core."""
     tools = envs.tools()
     python(session, tools, "-m", "ruff", "check", ".")
     python(session, tools, "-m", "ruff", "format", "--check", ".")
@@ -170,9 +169,9 @@ def lint(session: nox.Session) -> None:
 
 @timed("docs")
 def docs(session: nox.Session) -> None:
-    """Build the documentation site into build/site/html, and say how much there is to read.
+    """Build the documentation site into build/site/html, and count its words.
 
-    A broken link ends it.
+    A broken link fails the session.
     """
     env = over(session, envs.site(), *KIT)
     python(session, env, "tools/docs_site.py", *session.posargs)
@@ -183,13 +182,13 @@ def docs(session: nox.Session) -> None:
 def typing(session: nox.Session) -> None:
     """Check the types of every distribution (mypy --strict)."""
     folders = (folder / "src" for folder in envs.distributions().values())
-    sources = [str(folder) for folder in folders if folder.exists()]  # vllm-fl has none
+    sources = [str(folder) for folder in folders if folder.exists()]  # vllm-fl has no src
     python(session, with_torch(session), "-m", "mypy", *sources, "tools", *session.posargs)
 
 
 @timed("quickstart", default=False, exclusive=True)
 def quickstart(session: nox.Session) -> None:
-    """Let a real model answer with stock vLLM and with vllm-fl; print plan, calls, difference."""
+    """Run a real model with stock vLLM and with vllm-fl; print plan, calls and differences."""
     env = over(session, with_vllm(session), *KIT, REFERENCE, CPU)
     model = real_model(session, SMOLLM2)
     options = ("--model", str(model.relative_to(ROOT))) if model else ()
@@ -206,7 +205,7 @@ def tests_core(session: nox.Session, interpreter: str = sys.executable) -> None:
 
 @timed("tests-tools")
 def tests_tools(session: nox.Session, interpreter: str = sys.executable) -> None:
-    """Test the conformance kit, and the verbs that run kernels, with no backend installed."""
+    """Test the conformance kit and the verbs that run kernels, with no backend installed."""
     with_torch(session, interpreter)  # warns of a CUDA build
     env = over(session, envs.report(interpreter), *KIT)
     tests_in_parallel(session, env, "packages/vllm-fl-tools/tests", *marks(interpreter))
@@ -214,7 +213,7 @@ def tests_tools(session: nox.Session, interpreter: str = sys.executable) -> None
 
 @timed("tests-ops")
 def tests_ops(session: nox.Session, interpreter: str = sys.executable) -> None:
-    """Test the contracts, by the kit too, and where vLLM runs each op, with no backend."""
+    """Test contracts (also with the kit) and bindings, with no backend installed."""
     env = over(session, with_torch(session, interpreter), *KIT)
     tests_in_parallel(session, env, "packages/vllm-fl-ops/tests", *marks(interpreter))
 
@@ -230,14 +229,14 @@ def tests_reference(
 
 @timed("tests-cpu", default=False)
 def tests_cpu(session: nox.Session) -> None:
-    """Test the example of a vendor's plugin on vLLM's own CPU kernels."""
+    """Test the example vendor plugin, on vLLM's CPU kernels."""
     env = over(session, with_vllm(session), *KIT, REFERENCE, CPU)
     tests_in_parallel(session, env, "examples/vllm-fl-cpu/tests", **ENGINE)
 
 
 @timed("tests-cuda", default=False)
 def tests_cuda(session: nox.Session) -> None:
-    """Test the NVIDIA CUDA backend, its calls on vLLM's CPU kernels."""
+    """Test the NVIDIA CUDA backend; its calls run vLLM's CPU kernels."""
     env = over(session, with_torch(session), *KIT, CUDA)
     tests = "packages/vllm-fl-cuda/tests"
     tests_in_parallel(session, env, tests, f"--ignore={tests}/test_conformance.py")
@@ -258,11 +257,11 @@ FAMILIES = (
     *("silu_and_mul", "rms_norm", "rotary_embedding", "linear", "quant_int8", "moe_topk"),
     *("fused_experts", "merge_attn_states", "reshape_and_cache", "gdn_gating"),
 )
-"""One op of each family, the cheapest for the kit."""
+"""One op per family, the fastest for the kit."""
 
 
 def kit_checks(test_class: str, ops: Iterable[str]) -> str:
-    """An expression for pytest's -k: the cheap checks of the kit on these ops."""
+    """Build a pytest -k expression for the fast checks of the kit on these ops."""
     cases = " or ".join(f"[{op}-bfloat16" for op in ops)
     checks = "not spawn and not families and not preflight and not tracing"
     return f"({test_class} and ({cases}) and {checks})"
@@ -270,9 +269,9 @@ def kit_checks(test_class: str, ops: Iterable[str]) -> str:
 
 @timed("kits")
 def kits(session: nox.Session) -> None:
-    """Test all backends: each family of ops by the kit with plain kernels, one op with stand-ins.
+    """Test all backends with the kit: each family of ops on plain PyTorch, one op on emulations.
 
-    Each backend's own session, such as `tests-reference`, runs its kit whole.
+    The session of a backend, such as `tests-reference`, runs its whole kit.
     """
     backends = (REFERENCE, CPU, CUDA, ASCEND, FLAGGEMS, FLAGCX)
     with_vllm(session)
@@ -299,7 +298,7 @@ def kits(session: nox.Session) -> None:
         f"{folder[CUDA]}/test_conformance.py",
         **ON_CPU_KERNELS,
     )
-    # The stand-in for CUDA's kernels switches off what CUDA's other tests look at.
+    # Separate run: ON_CPU_KERNELS disables what CUDA's other tests check.
     run(
         f"not test_conformance or {kit_checks('TestAscend', one)}",
         *(folder[name] for name in (ASCEND, CUDA)),
@@ -315,14 +314,14 @@ def kits(session: nox.Session) -> None:
 
 @timed("tests-flagcx", default=False)
 def tests_flagcx(session: nox.Session) -> None:
-    """Test the communicator on FlagCX, on a library with its interface that cc builds."""
+    """Test the FlagCX communicator, with a library of the same interface built by cc."""
     env = over(session, with_vllm(session), CORE, OPS, VERIFY, FLAGCX)
     tests_in_parallel(session, env, "packages/vllm-fl-flagcx/tests", **ENGINE)
 
 
 @timed("real", default=False, exclusive=True)
 def real(session: nox.Session) -> None:
-    """Run real models with each plan, in each mode and dtype, against stock and transformers."""
+    """Compare real models with stock and transformers, for each plan, mode and dtype."""
     for name in (SMOLLM2, GEMMA, MINILM):
         envs.real_model(name)
     flaggems = "tests/real/test_flaggems.py"
@@ -333,21 +332,21 @@ def real(session: nox.Session) -> None:
 
 
 def engines_on_real_models(session: nox.Session, *args: str) -> None:
-    """The tests on real models; those of one file share engines, and have one worker."""
+    """Run the tests on real models; each file has one worker, because its tests share engines."""
     env = over(session, with_vllm(session), *KIT, REFERENCE, CPU)
-    options = ("--dist=loadfile", "--timeout=3600")  # one test may start, and compile, two engines
+    options = ("--dist=loadfile", "--timeout=3600")  # a test may start and compile two engines
     tests_in_parallel(session, env, "tests/real", *options, *args, **ENGINE)
 
 
 @timed("tests-empty", default=False, exclusive=True)
 def tests_empty(session: nox.Session) -> None:
-    """Run vLLM without compiled operators, on a device that a plugin brings, beside stock."""
+    """Compare vLLM without compiled operators, on a plugin's device, with stock."""
     empty_builds(session, envs.EMPTY_RANGE[-1])
 
 
 @timed("oldest", default=False, exclusive=True)
 def oldest(session: nox.Session) -> None:
-    """Run a part of the engine's tests on the oldest release, and on its oldest empty build."""
+    """Run some engine tests on the oldest release and on its oldest empty build."""
     env = over(session, with_vllm(session, envs.VLLM_RANGE[0]), *KIT, REFERENCE, CPU)
     engines_in_parallel(session, env, "-m", "oldest")
     chosen = (*DAILY, "-k", "not gemma3 and not one_kernel and not second")
@@ -356,15 +355,15 @@ def oldest(session: nox.Session) -> None:
 
 @timed("ray", default=False, exclusive=True)
 def ray(session: nox.Session) -> None:
-    """Run vLLM's engine over two nodes of a Ray cluster on this machine."""
+    """Run a vLLM engine on two nodes of a Ray cluster on this machine."""
     env = over(session, envs.ray(), CORE, OPS, VERIFY, REFERENCE, CPU)
     pytest(session, env, "tests/nodes", **ENGINE)
 
 
 @timed("tests-flaggems", default=False)
 def tests_flaggems(session: nox.Session) -> None:
-    """Test the FlagGems backend, its kernels through Triton's interpreter."""
-    with_torch(session)  # warns of a CUDA build
+    """Test the FlagGems backend; its kernels run in Triton's interpreter."""
+    with_torch(session)  # warns about a CUDA build
     env = over(session, envs.flaggems(), *KIT, FLAGGEMS)
     cache = {"FLAGGEMS_CACHE_DIR": session.create_tmp()}
     tests = "packages/vllm-fl-flaggems/tests"
@@ -376,12 +375,12 @@ def tests_flaggems(session: nox.Session) -> None:
 
 @timed("isolation")
 def isolation(session: nox.Session) -> None:
-    """Install core alone, with one, all and broken plugins, and look at what the user sees."""
-    with_vllm(session)  # made here, so that a first run's minutes do not count in a test
+    """Install core without plugins and with one, all and broken plugins; check what users see."""
+    with_vllm(session)  # its creation must not count towards a test's timeout
     tests = ["tests/isolation"]
     tests += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/test_*.py"))
-    env = over(session, envs.light(), *KIT)  # what the tests of the documentation compare with
-    # Those of one file share the environments that they make, and have one worker.
+    env = over(session, envs.light(), *KIT)  # the documentation tests compare with this code
+    # Each file has one worker, because its tests share the environments that they create.
     tests_in_parallel(session, env, *tests, "--dist=loadfile", *MARKS)
 
 
@@ -416,14 +415,14 @@ NIGHTLY = (
     *("tests-flaggems", "tests-empty", "oldest", "ray", "rehearsal", "real", "engine"),
     *("pythons(version='3.12')", "pythons(version='3.13')"),
 )
-"""The sessions of the nightly run, each a job of .github/workflows/nightly.yml."""
+"""Sessions of the nightly run; each is a job of .github/workflows/nightly.yml."""
 
 
 @timed("nightly", default=False)
 def nightly(session: nox.Session) -> None:
-    """Run all tests: slow ones, all dtypes, further Pythons, the oldest vLLM, real models.
+    """Run all tests: slow ones, all dtypes, all Pythons, the oldest vLLM, real models.
 
-    `nox -s nightly -- tests-core ray` runs these two of its sessions.
+    `nox -s nightly -- tests-core ray` runs only these two sessions.
     """
     names = session.posargs or NIGHTLY
     for name in names:
@@ -435,9 +434,10 @@ def nightly(session: nox.Session) -> None:
 
 @timed("newest", default=False)
 def newest(session: nox.Session) -> None:
-    """Test on today's newest torch, and on today's newest vllm-cpu with the torch that it asks for.
+    """Test with the newest torch, and with the newest vllm-cpu and the torch that it requires.
 
-    What fails here and not in `nox` came with them: see docs/releases.md, "On a new vLLM".
+    Failures that `nox` does not show come from these releases: see docs/releases.md, "On a new
+    vLLM".
     """
     torch, vllm = envs.newest("torch")["torch"], envs.newest("vllm-cpu")
     session.log(f"torch {torch}; vllm-cpu {vllm['vllm-cpu']} with torch {vllm['torch']}")
@@ -463,7 +463,7 @@ def pythons(session: nox.Session, version: str) -> None:
 
 @timed("wrong-kernels", default=False)
 def wrong_kernels(session: nox.Session) -> None:
-    """Run each wrong kernel through all that may name it: start, kit, engines."""
+    """Run each wrong kernel through everything that should detect it: startup, kit, engines."""
     env = over(session, with_vllm(session), *KIT)
     homes = (envs.distributions()[name] / "tests" for name in (TOOLS, CORE))
     folders = (*homes, ROOT / "tools")
@@ -473,7 +473,7 @@ def wrong_kernels(session: nox.Session) -> None:
 
 @timed("support", default=False)
 def support(session: nox.Session) -> None:
-    """Run each kernel that runs here, or is emulated, into docs/support, and write the matrix."""
+    """Verify all kernels that run or are emulated here into docs/support; write the matrix."""
     runs = {"cpu": cpu_run, "ascend": ascend_run, "cuda": cuda_run, "flaggems": flaggems_run}
     for name in session.posargs or runs:
         env, options, variables = runs[name](session)
@@ -481,24 +481,24 @@ def support(session: nox.Session) -> None:
         with found.open("w") as out:
             session.run(
                 env.python, "-m", "vllm_fl_tools.cli", "verify", "--json", *options, stdout=out,
-                stderr=sys.stderr,  # or nox puts it into the file, too
+                stderr=sys.stderr,  # otherwise nox writes it into the file
                 env=env.variables(**variables), include_outer_env=False, external=True,
             )  # fmt: skip
-        shutil.copy(found, ROOT / "docs" / "support")  # only what a whole run has written
+        shutil.copy(found, ROOT / "docs" / "support")  # only reached if the run was complete
     python(session, with_torch(session), "tools/support_matrix.py")
 
 
 Run = tuple[envs.Env, tuple[str, ...], dict[str, str]]
-"""Where `vllm-fl verify` runs, its options, and the variables of its process."""
+"""Environment, options and environment variables of `vllm-fl verify`."""
 
 
 def cpu_run(session: nox.Session) -> Run:
-    """The CPU of this machine, with times: let nothing else run."""
+    """Kernels on this machine's CPU, with times: run nothing else on it."""
     return over(session, with_vllm(session), *KIT, REFERENCE, CPU), (), {}
 
 
 def ascend_run(session: nox.Session) -> Run:
-    """Ascend's emulation."""
+    """Emulated Ascend kernels."""
     wheel = {"TORCH_NPU_WHEEL": str(envs.torch_npu_wheel())}
     what = (
         f"Ascend by torch_npu {envs.TORCH_NPU}'s real schemas and meta functions, with numerics of "
@@ -510,14 +510,14 @@ def ascend_run(session: nox.Session) -> Run:
 
 
 def cuda_run(session: nox.Session) -> Run:
-    """The CUDA backend's calls."""
+    """The CUDA backend, emulated by vLLM's CPU kernels."""
     what = "NVIDIA CUDA by the kernels and layers of vLLM's CPU build, which the backend calls"
     options = ("--impl", "vendor.cuda", "--emulated", what)
     return over(session, with_vllm(session), *KIT, CUDA), options, ON_CPU_KERNELS
 
 
 def flaggems_run(session: nox.Session) -> Run:
-    """FlagGems's kernels, in one dtype: interpreted, each takes a good while."""
+    """FlagGems kernels in Triton's interpreter, in one dtype because they are slow."""
     what = "a GPU by Triton's interpreter on the CPU, which runs FlagGems's own kernels"
     options = ("--impl", "default.flagos", "--dtype", "bfloat16", "--emulated", what)
     cache = {"FLAGGEMS_CACHE_DIR": session.create_tmp()}
@@ -526,7 +526,7 @@ def flaggems_run(session: nox.Session) -> Run:
 
 
 def with_gpu(session: nox.Session) -> envs.Env:
-    """vLLM's CUDA build beside the Python that runs nox; without a GPU the session is skipped."""
+    """The Python that runs nox, with vLLM's CUDA build; skip the session without a GPU."""
     if shutil.which("nvidia-smi") is None:
         session.skip("no NVIDIA GPU here (there is no nvidia-smi)")
     return over(session, envs.Env(Path(sys.prefix)), *KIT, REFERENCE, CUDA, FLAGGEMS)
@@ -540,7 +540,7 @@ def tests_gpu(session: nox.Session) -> None:
 
 @timed("rehearsal", default=False, exclusive=True)
 def rehearsal(session: nox.Session) -> None:
-    """Run the GPU's cases for several ranks on the CPU: four, or `-- --ranks 8`."""
+    """Run the multi-rank GPU tests on the CPU with four ranks, or with `-- --ranks 8`."""
     env = over(session, with_vllm(session), *KIT, REFERENCE)
     python(session, env, "tests/gpu/run.py", "--cpu", "--ranks", "4", *session.posargs)
 
@@ -555,7 +555,7 @@ def bench_gpu(session: nox.Session) -> None:
 
 @timed("dev", default=False)
 def dev(session: nox.Session) -> None:
-    """Make .venvs/dev for work by hand: torch, vLLM, the test tools, and our sources, editable."""
+    """Create .venvs/dev for manual work: torch, vLLM, test tools, and our sources, editable."""
     env = envs.thin(with_torch(session), (), envs.VENVS / "dev")
     folders = envs.distributions()
     for name in session.posargs or (*KIT, REFERENCE):
@@ -567,7 +567,7 @@ def dev(session: nox.Session) -> None:
 
 @timed("wheels", default=False)
 def wheels(session: nox.Session) -> None:
-    """Build sdist and wheel of every distribution, or of those named after `--`, into dist/."""
+    """Build sdist and wheel of all distributions, or of those named after `--`, into dist/."""
     folders = envs.distributions()
     for name in session.posargs or folders:
         if name not in folders:
@@ -578,5 +578,5 @@ def wheels(session: nox.Session) -> None:
 
 @timed("release-check", default=False)
 def release_check(session: nox.Session) -> None:
-    """Build every distribution as for a release, and install it as users will."""
+    """Build all distributions as for a release and install them as users do."""
     python(session, envs.release(), "tools/release_check.py")

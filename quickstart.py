@@ -1,12 +1,12 @@
-"""The main job, shown: generate with stock vLLM and with vllm-fl, and compare.
+"""Generate with stock vLLM and with vllm-fl, and compare the answers.
 
-`nox -s quickstart` runs this with everything installed, on a real model, SmolLM2-135M-Instruct, and
-starts three engines: stock; vllm-fl as installed; and vllm-fl's reference plan, in plain PyTorch.
-It prints their answers side by side, and how likely each of them finds the words of a text.
-It fails when an op that the plan gives to an implementation was neither called nor traced, or when
-two engines differ by more than the rounding of right kernels explains.
+`nox -s quickstart` runs this with all dependencies and a real model, SmolLM2-135M-Instruct. It runs
+three engines: stock; vllm-fl with the installed backends; vllm-fl with the reference plan (plain
+PyTorch). It prints their answers and the log-probabilities that they assign to a text. It fails if
+the planned implementation of an op that the model uses was never called or traced, or if two
+engines differ by more than the rounding of correct kernels explains.
 
-Without `--model` it makes a tiny Qwen3 model with random weights, whose answers are no language.
+Without `--model` it creates a tiny Qwen3 model with random weights, which generates no language.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-import prose  # noqa: E402 (its folder is no package, and is on the path only from here on)
+import prose  # noqa: E402 (found through the line above)
 import tiny_model  # noqa: E402
 from engine_run import STOCK, EngineFailed, Job, run  # noqa: E402
 
@@ -36,19 +36,19 @@ QUESTIONS = (
 )
 
 PROSE = ROOT / "LICENSE"
-"""The text whose words are scored."""
+"""The scored text."""
 
 SCORED = 1000
-"""Tokens of it."""
+"""Number of scored tokens."""
 
 DEBUG = {"VLLM_FL_DISPATCH_DEBUG": "1"}
-"""Calls are counted under this."""
+"""Makes vllm-fl count calls."""
 
 REFERENCE = {"VLLM_FL_PREFER": "reference"}
 
 
 def main() -> int:
-    """Run it. Exit status 0: all is well; 1: a finding, printed."""
+    """Run the engines. Exit status 0: no findings; 1: findings, which are printed."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--model", type=Path, help="the folder of a model with a chat template")
     parser.add_argument("--compiled", action="store_true", help="with torch.compile, not eager")
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def _real(model: Path) -> tuple[Job, Callable[[list[int]], str]]:
-    """(questions in the form of the model's chat, what makes text of an answer's tokens)."""
+    """Job with the questions in the model's chat template, and a function that decodes answers."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
@@ -100,7 +100,7 @@ def _real(model: Path) -> tuple[Job, Callable[[list[int]], str]]:
 
 
 def _tiny(folder: Path) -> tuple[Job, Callable[[list[int]], str]]:
-    """The same of a model that knows no language."""
+    """Job with a tiny random model, and a function that formats answers as token ids."""
     print("A tiny model with random weights: its answers are no language.")
     model = tiny_model.make(folder)
     asked = [[(7 * i + 3 * j) % 500 + 3 for j in range(12 + i)] for i in range(len(QUESTIONS))]
@@ -110,7 +110,7 @@ def _tiny(folder: Path) -> tuple[Job, Callable[[list[int]], str]]:
 
 
 def _shown(job: Job, text_of: Callable[[list[int]], str], *, only_plan: bool) -> list[str]:
-    """Start the engines, print what they say; the findings."""
+    """Run the engines, print the comparison and return the findings."""
     print("Stock vLLM …", flush=True)
     stock = run(job, **STOCK)
     print("vllm-fl, the plan of what is installed …", flush=True)
@@ -129,7 +129,7 @@ def _shown(job: Job, text_of: Callable[[list[int]], str], *, only_plan: bool) ->
 
 
 def _show_plan(title: str, result: dict[str, Any]) -> list[str]:
-    """Print a plan with reasons and counts; say which op of the model was passed over."""
+    """Print a plan with reasons and call counts; return planned implementations never called."""
     report = result["report"][0]
     print(f"\n{title} ({report['mode']}):")
     findings = []
@@ -145,7 +145,7 @@ def _show_plan(title: str, result: dict[str, Any]) -> list[str]:
 
 
 def _show_answers(results: dict[str, dict[str, Any]], text_of: Callable[[list[int]], str]) -> None:
-    """Print what the engines answer, one under the other."""
+    """Print the answers of all engines to each question."""
     for i, question in enumerate(QUESTIONS):
         print(f"\n{question}")
         for name, result in results.items():
@@ -154,7 +154,7 @@ def _show_answers(results: dict[str, dict[str, Any]], text_of: Callable[[list[in
 
 
 def _show_scores(results: dict[str, dict[str, Any]]) -> list[str]:
-    """Print how likely the engines find a text; a finding where they differ by too much."""
+    """Print each engine's log-probabilities of the text; return differences above the limits."""
     findings = []
     stock = prose.logps(results["stock"])
     print(f"\nLog-probabilities of {len(stock)} tokens, and how they differ from stock's:")
@@ -174,7 +174,6 @@ def _show_scores(results: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _show_speed(job: Job, results: dict[str, dict[str, Any]]) -> None:
-    """Print tokens per second."""
     tokens = len(job.batches[-1]) * job.new_tokens
     print(
         f"\nTokens per second, best of {job.rounds} rounds in one thread (it shows that it runs; "

@@ -1,8 +1,7 @@
-"""What a call costs over a direct call of the same function, in nanoseconds.
+"""Overhead of a call through vllm-fl over a direct call of the same function, in nanoseconds.
 
-Every form is called in turn, round after round, beside the direct call that it is compared with;
-the figure is the median of the differences inside a round. The implementation does nothing, so
-that only the way to it counts.
+Each round calls all forms and the direct calls that they are compared with. A figure is the median
+of the differences within rounds. The implementation does nothing, so only the overhead counts.
 """
 
 from __future__ import annotations
@@ -41,24 +40,22 @@ OP = "silu_and_mul"
 
 
 def silu_and_mul(x: Any) -> Any:
-    """The implementation: what it gets, at once."""
     return x
 
 
 def rms_norm(
     x: Any, residual: Any, weight: Any, epsilon: float, variance_size: int | None = None
 ) -> Any:
-    """The same for an op whose layer provides half of the arguments."""
+    """An implementation that gets half of its arguments from the layer."""
     return x
 
 
 def supports(x: Any) -> bool:
-    """A predicate that costs nothing but its call."""
     return True
 
 
 class Case:
-    """A statement that is timed.
+    """A timed statement.
 
     Args:
         stmt: one call.
@@ -66,26 +63,26 @@ class Case:
     """
 
     def __init__(self, stmt: str, **given: Any) -> None:
-        # Local names: the look-up of a global is no part of any form of call.
+        # Local names, because looking up globals is not part of a call.
         setup = f"{', '.join(given)}, = given"
-        # The thread's own time: what a shared machine gives to others meanwhile does not count.
+        # thread_time excludes the time that a shared machine gives to other processes.
         self.timer = timeit.Timer(
             stmt, setup, time.thread_time, globals={"given": tuple(given.values())}
         )
-        self.context = copy_context()  # a case that is made inside a policy_context stays inside
+        self.context = copy_context()  # keeps a policy_context that is active now
         self.times: list[float] = []
 
     def run(self, calls: int) -> None:
-        """One round, in nanoseconds per call."""
+        """Time one round, in nanoseconds per call."""
         self.times.append(self.context.run(self.timer.timeit, calls) / calls * 1e9)
 
 
 Comparison = tuple[str, Case, Case, float | None]
-"""What is compared, the case, the case that it is compared with, and the bar in nanoseconds."""
+"""Description, the case, the case that it is compared with, and the limit in nanoseconds."""
 
 
 class Plain:
-    """A layer whose method is the implementation, kept as vLLM's CustomOp keeps it."""
+    """A layer with the implementation as its method, stored like in vLLM's CustomOp."""
 
     def __init__(self) -> None:
         self._forward_method = self.forward_oot
@@ -95,14 +92,14 @@ class Plain:
 
 
 class Calling(Plain):
-    """A layer whose method calls the implementation, as a hand-written `forward_oot` does."""
+    """A layer that calls the implementation, like a hand-written `forward_oot`."""
 
     def forward_oot(self, x: Any) -> Any:
         return silu_and_mul(x)
 
 
 class Bound:
-    """A layer whose method is bound to the plan while it is built."""
+    """A layer with a method that is bound to the plan when the layer is built."""
 
     forward_oot = dispatch_method(OP)
 
@@ -111,8 +108,6 @@ class Bound:
 
 
 class Norm:
-    """What a norm's layer provides."""
-
     weight: Any = type("Weight", (), {"data": object()})
     variance_epsilon = 1e-6
     variance_size_override = None
@@ -120,7 +115,7 @@ class Norm:
 
 
 class CallingNorm(Norm):
-    """A norm that calls the implementation by hand."""
+    """A norm that calls the implementation."""
 
     def __init__(self) -> None:
         self._forward_method = self.forward_oot
@@ -132,7 +127,7 @@ class CallingNorm(Norm):
 
 
 class BoundNorm(Norm):
-    """A norm bound to the plan."""
+    """A norm with a method that is bound to the plan."""
 
     forward_oot = dispatch_method("rms_norm")
 
@@ -143,13 +138,13 @@ class BoundNorm(Norm):
 def manager(
     impls: int, policy: SelectionPolicy | None = None, *, others: int = 0, **options: Any
 ) -> OpManager:
-    """A manager with so many implementations of the op, each from a plugin of its own.
+    """Create a manager with `impls` implementations of the op, each from its own plugin.
 
     Args:
-        impls: implementations of the op that is called.
+        impls: number of implementations of the op that is called.
         policy: the global policy.
-        others: further ops, each with one implementation.
-        options: of the implementations of the op.
+        others: number of further ops, each with one implementation.
+        options: further arguments of the op's implementations.
     """
     registry = OpRegistry()
     for n in range(impls):
@@ -170,7 +165,6 @@ def manager(
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
-    """The figures of the call path."""
     set_log_level("WARNING")
     rounds = options.rounds or ROUNDS
     return [
@@ -182,7 +176,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
 
 
 def compare(comparisons: list[Comparison], rounds: int, calls: int) -> list[Figure]:
-    """Run all cases in turn, round after round, each round from another one on."""
+    """Run all cases in each round, starting with another case each time."""
     cases = list(dict.fromkeys(case for _, *pair, _ in comparisons for case in pair))
     for case in cases:
         case.run(calls)
@@ -198,11 +192,11 @@ def compare(comparisons: list[Comparison], rounds: int, calls: int) -> list[Figu
 
 
 def multiples(rounds: int) -> list[Figure]:
-    """The forms of a script as multiples of a direct call: these hold on any machine."""
+    """Script calls as multiples of a direct call, comparable between machines."""
     x = object()
     ten = manager(10)
     direct = Case("f(x)", f=silu_and_mul, x=x)
-    # What a wrapper with the guards' `try` and nothing else costs: no guard can cost less.
+    # Lower bound of any guard: a wrapper that contains only its `try`.
     least = Case("f(x)", f=trying, x=x)
     enter = {
         "entering and leaving with_strict_mode": with_strict_mode,
@@ -229,7 +223,6 @@ def multiples(rounds: int) -> list[Figure]:
 
 
 def trying(x: Any) -> Any:
-    """The implementation behind a `try`."""
     try:
         return silu_and_mul(x)
     except Exception:
@@ -237,7 +230,7 @@ def trying(x: Any) -> Any:
 
 
 def layers() -> list[Comparison]:
-    """Calls of a layer's method, in an eager engine."""
+    """Compare calls of layer methods in an eager engine."""
     x = object()
 
     def method(layer: object) -> Case:
@@ -262,7 +255,7 @@ def layers() -> list[Comparison]:
 
 
 def functions() -> list[Comparison]:
-    """Calls from a script: `resolve_op` and `call_op`."""
+    """Compare calls from a script, with `resolve_op` and `call_op`."""
     x = object()
     direct = Case("f(x)", f=silu_and_mul, x=x)
 
@@ -292,7 +285,7 @@ def functions() -> list[Comparison]:
     ]
 
 
-# Not v0 first: a compiled plan's operator is one per process and chain, and that is another case's.
+# v1, not v0: a process has one compiled operator per chain, and v0's belongs to another case.
 ONE_ORDER = SelectionPolicy(per_op_order={OP: OpOrder.of("vendor:v1")})
 BY_SIZE = SelectionPolicy(
     per_op_order={OP: OpOrder.of({"<=4": "vendor:v0", "<=64": "vendor:v2", "rest": "vendor:v1"})}
@@ -300,7 +293,7 @@ BY_SIZE = SelectionPolicy(
 
 
 def by_size() -> list[Comparison]:
-    """What looking the row up costs, where the order of an op differs by the size of the call."""
+    """Measure the lookup in an order that depends on the size of the call."""
     import torch
 
     def of(policy: SelectionPolicy, tokens: int) -> Case:
@@ -314,7 +307,7 @@ def by_size() -> list[Comparison]:
 
 
 def opaque() -> list[Comparison]:
-    """What torch.library costs, which a compiled plan puts around an opaque implementation."""
+    """Measure torch.library, through which compiled plans call opaque implementations."""
     import torch
 
     out = torch.empty(1)
@@ -349,7 +342,7 @@ def opaque() -> list[Comparison]:
 def engine_layer(
     cls: type, owner: OpManager, mode: Any = "eager", policy: SelectionPolicy | None = None
 ) -> Any:
-    """A layer of this class, built as inside an engine: on a plan."""
+    """Create a layer as in an engine, with a plan."""
     settings = load_settings({})
     if policy is not None:
         vars(settings)["policy"] = policy

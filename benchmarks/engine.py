@@ -1,17 +1,18 @@
-"""vLLM's CPU engine on Qwen3-0.6B's shapes: stock against vllm-fl, eager and compiled.
+"""Compare vllm-fl with stock on vLLM's CPU engine with Qwen3-0.6B's shapes, eager and compiled.
 
-The engines of one mode are loaded side by side, each in a process of its own, and work in turn:
-every round visits all of them with each workload, beginning with another one each time. A ratio is
-taken inside a round, so that what a shared machine does meanwhile falls on both sides. Where a
-process happens to lie in memory makes it faster or slower for as long as it lives, by some percent:
-the rounds are spread over engines that are started anew, in another order. What else a machine does
-only ever makes a step longer: a visit's speed is that of the fastest quarter of its steps.
+The engines of one mode run in separate processes, all loaded at once. Each round visits all of them
+with each workload, starting with another engine each time. Three measures against noise:
+
+- Ratios are computed within a round, so load from other processes affects both sides.
+- A process's memory layout changes its speed by some percent for its lifetime. The rounds are
+  therefore spread over several starts of the engines, in different orders.
+- Other load only makes steps slower, so only the fastest quarter of a visit's steps counts.
 
 Shapes: 28 layers, hidden 1024, intermediate 3072, 16 query and 8 key heads of 128, tied embeddings,
-random weights. The vocabulary has 32768 entries instead of 151936: four engines fit into 24 GiB so.
-With `--real FOLDER` the shipped order is measured on that model, too, with its own weights.
-dtype: bfloat16 where the CPU has AVX-512, else float32 (without it PyTorch's bfloat16 products are
-several times slower than those in float32, and hide everything else). KV cache: 1 GiB.
+random weights. The vocabulary has 32768 entries instead of 151936 to fit four engines into 24 GiB.
+`--real FOLDER` also measures the shipped order on that model, with its real weights. dtype:
+bfloat16 if the CPU has AVX-512, else float32 (without AVX-512, PyTorch multiplies bfloat16 several
+times more slowly than float32, which hides everything else). KV cache: 1 GiB.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ __all__ = [
 
 ROUNDS = 8
 STARTS = 2
-"""How often the engines of a mode are started anew; the rounds are spread over them."""
+"""Number of times the engines of a mode are started; the rounds are spread over them."""
 
 START_TIMEOUT, ANSWER_TIMEOUT = 600.0, 300.0
 VOCABULARY = 32_768
 VISIT = 2.0
-"""Seconds that one visit of a decoding engine shall take."""
+"""Target duration of a decoding engine's visit, in seconds."""
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -79,8 +80,6 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Workload:
-    """What an engine does in one visit."""
-
     name: str
     batch: int
     prompt_tokens: int
@@ -88,11 +87,11 @@ class Workload:
 
     @property
     def counted(self) -> int:
-        """Tokens of a step: new ones; for a prefill those of the prompt."""
+        """Tokens counted per step: new tokens, or the prompt's tokens for a prefill."""
         return self.batch * (self.prompt_tokens if self.new_tokens == 1 else 1)
 
     def prompts(self, seed: int) -> list[list[int]]:
-        """The prompts of a round: no round finds those of an earlier one in the prefix cache."""
+        """Prompts of a round; they differ between rounds to avoid hits in the prefix cache."""
         pick = random.Random(f"{self.name} {seed}")
         return [
             [pick.randrange(3, VOCABULARY) for _ in range(self.prompt_tokens)]
@@ -100,14 +99,14 @@ class Workload:
         ]
 
     def fitted(self, seconds: float) -> Workload:
-        """As many new tokens as fit into a visit, given how long a step takes."""
+        """Set the number of new tokens (4 to 64) to fill a visit with steps of `seconds`."""
         if self.new_tokens == 1:
             return self
         return dataclasses.replace(self, new_tokens=min(max(round(VISIT / seconds), 4), 64))
 
 
 WORKLOADS = (
-    # A prompt of one token: every step has the shape of a decoding step.
+    # With prompts of one token, every step has the shape of a decoding step.
     Workload("decode, batch 1", 1, 1, 4),
     Workload("decode, batch 8", 8, 1, 4),
     Workload("prefill, 256 tokens", 1, 256, 1),
@@ -116,12 +115,12 @@ WORKLOADS = (
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run the engine.
+    """A way to run the engine.
 
     Args:
-        variables: what the environment says.
+        variables: environment variables.
         options: further arguments of `vllm.LLM`.
-        ours: whether vllm-fl takes part.
+        ours: whether vllm-fl is active.
     """
 
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -140,16 +139,16 @@ VARIANTS = {
     "vendor": Variant({"VLLM_FL_PREFER": "vendor"}, ours=True),
     "table": Variant({"VLLM_FL_TABLE": os.environ.get("TABLE", "")}, ours=True),
 }
-"""`table` is default settings with the table of `vllm-fl tune` that the variable TABLE names."""
+"""`table` uses default settings and the tuning table in the file $TABLE."""
 
 BY_DEFAULT = ("stock", "stock-none", "reference", "shipped")
 
 ON_REAL = ("stock", "shipped")
-"""The variants that a model with weights is measured on."""
+"""Variants measured on a model with real weights."""
 
 MODES = {
     "eager": tuple(VARIANTS),
-    # custom_ops=["none"] is the default there
+    # compiled engines have custom_ops=["none"] by default
     "compiled": tuple(name for name in VARIANTS if name != "stock-none"),
 }
 
@@ -162,11 +161,11 @@ BARS = {
     ("compiled", "reference", "stock"): 0.98,
     ("compiled", "shipped", "stock"): 1.0,
 }
-"""(mode, variant, what it is compared with) -> the smallest ratio of tokens per second."""
+"""(mode, variant, baseline) -> the minimum ratio of tokens per second."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the engine part, for a look at a piece of it."""
+    """Add options that select a part of the engine measurements."""
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(BY_DEFAULT))
     parser.add_argument("--dtype", choices=("bfloat16", "float32"))
@@ -174,7 +173,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
-    """The figures of the engine."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         model.mkdir()
@@ -188,7 +186,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
 def _measured_on(
     model: Path, title: str, variants: Sequence[str], options: argparse.Namespace
 ) -> list[Figure]:
-    """The figures of one model, whose names begin with `title`."""
+    """Measure one model; the names of its figures begin with `title`."""
     rounds = -(-(options.rounds or ROUNDS) // STARTS)
     dtype = dtype_of(options)
     figures: list[Figure] = []
@@ -212,12 +210,12 @@ def _measured_on(
 
 
 def dtype_of(options: argparse.Namespace) -> str:
-    """The one that was asked for, or that this CPU multiplies fastest."""
+    """The requested dtype; by default the fastest for matrix products on this CPU."""
     return options.dtype or ("bfloat16" if "avx512f" in vector_extensions() else "float32")
 
 
 class Measured:
-    """What the engines of one mode did; its figures' names begin with `title`."""
+    """Measurements of the engines of one mode; the figures' names begin with `title`."""
 
     def __init__(self, title: str, mode: str) -> None:
         self.title, self.mode = title, mode
@@ -228,16 +226,15 @@ class Measured:
 
     @property
     def visits(self) -> str:
-        """How long the visits of a decoding engine were."""
+        """Describe the duration of the decoding engines' visits."""
         return (
             f"visits of {' and '.join(str(w.new_tokens) for w in self.workloads[:-1])} new tokens"
         )
 
     def add(self, engines: Mapping[str, Engine], rounds: int) -> None:
-        """Let the engines work in turn."""
         names = list(engines)
         fitted = warmed_up(engines)
-        self.workloads = self.workloads or fitted  # the first engines' visits for all
+        self.workloads = self.workloads or fitted  # use the first engines' sizes for all
         self.idle += [engine.idle_share() for engine in engines.values()]
         self.blocks += [int(engine.ready["kv_blocks"]) for engine in engines.values()]
         for number in range(rounds):
@@ -245,8 +242,8 @@ class Measured:
                 prompts = workload.prompts(number)
                 turn = number % len(names)
                 for name in (*names[turn:], *names[:turn]):
-                    # A system may reclaim an idle process's memory: its first tokens take twice
-                    # as long then, and are not timed.
+                    # Not timed: if the system reclaimed memory of the idle process, its first
+                    # tokens take twice as long.
                     engines[name].generate(workload.prompts(number - 1000), 2)
                     seconds = engines[name].generate(prompts, workload.new_tokens)
                     speed = workload.counted / seconds
@@ -254,7 +251,7 @@ class Measured:
             print(f"  {self.title}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
 
     def figures(self, names: Sequence[str]) -> list[Figure]:
-        """Speeds, their ratios round by round, KV blocks and what idle engines take."""
+        """Speeds, ratios by round, KV blocks, and the CPU load of idle engines."""
         found = []
         for workload in self.workloads:
             title = f"{self.title}, {workload.name}:"
@@ -273,7 +270,7 @@ class Measured:
 
 
 def warmed_up(engines: Mapping[str, Engine]) -> list[Workload]:
-    """Show every engine each workload, twice; return them in the size of a visit."""
+    """Run each workload twice on every engine; return the workloads with adjusted lengths."""
     workloads = []
     for workload in WORKLOADS:
         seconds = []
@@ -285,7 +282,7 @@ def warmed_up(engines: Mapping[str, Engine]) -> list[Workload]:
 
 
 class Engine:
-    """A running engine, idle until it is asked."""
+    """A running engine that works only on request."""
 
     def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
         self.name = name
@@ -294,12 +291,12 @@ class Engine:
         self.ready: dict[str, Any] = self._answer(START_TIMEOUT)
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> float:
-        """Generate greedily; the seconds of a step in the fastest quarter of them."""
+        """Generate greedily; return the seconds per step of the fastest quarter of steps."""
         steps = sorted(self.steps(prompts, new_tokens))
         return steps[len(steps) // 4]
 
     def steps(self, prompts: list[list[int]], new_tokens: int) -> list[float]:
-        """Generate greedily; the seconds of each step."""
+        """Generate greedily; return the seconds of each step."""
         assert self.process.stdin is not None
         print(json.dumps({"prompts": prompts, "new_tokens": new_tokens}), file=self.process.stdin)
         self.process.stdin.flush()
@@ -323,7 +320,7 @@ class Engine:
         return answer
 
     def idle_share(self, seconds: float = 2.0) -> float:
-        """The cores that all processes of the engine keep busy while nobody asks it anything."""
+        """Number of cores that all processes of the idle engine keep busy."""
         before = self._cpu_seconds()
         time.sleep(seconds)
         return (self._cpu_seconds() - before) / seconds
@@ -331,9 +328,9 @@ class Engine:
     def _cpu_seconds(self) -> float:
         ticks = 0
         for stat in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # the process has ended
                 fields = stat.read_text().rpartition(")")[2].split()
-                if int(fields[3]) == self.process.pid:  # the session that it leads
+                if int(fields[3]) == self.process.pid:  # in the engine's session
                     ticks += int(fields[11]) + int(fields[12])
         return ticks / os.sysconf("SC_CLK_TCK")
 
@@ -342,16 +339,16 @@ class Engine:
 def running(
     name: str, variant: Variant, mode: str, model: Path, dtype: str, compiled: Path | None = None
 ) -> Iterator[Engine]:
-    """Start an engine of this variant; end all its processes at the end.
+    """Start an engine of this variant; kill all its processes on exit.
 
     Args:
-        name: what it is called in what is printed.
-        variant: how it is run.
+        name: name in the output.
+        variant: the way to run it.
         mode: `eager` or `compiled`.
-        model: the folder with the model's configuration.
-        dtype: the model's.
-        compiled: the folder of what engines have compiled. None: it compiles anew, so that no graph
-            of an earlier version of anything is found.
+        model: folder of the model's configuration.
+        dtype: the model's dtype.
+        compiled: cache folder for compiled graphs. None uses an empty folder, to reuse no graph of
+            an earlier version.
     """
     request = {
         "model": str(model),
@@ -404,7 +401,6 @@ def running(
 
 
 def _describe(engine: Engine) -> str:
-    """What an engine runs with, in one line."""
     ready = engine.ready
     plan = ready["report"]["ops"] if ready["report"] else {}
     ops = " ".join(f"{op}={entry['impl']}" for op, entry in plan.items())

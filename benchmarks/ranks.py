@@ -1,7 +1,7 @@
-"""What the agreement of an engine's ranks costs: seconds, and bytes over the network.
+"""Time and network traffic of the agreement between an engine's ranks.
 
-The ranks are processes without an engine, in a network of their own, whose loopback carries nothing
-else. Each hands in the verdict of a plan of what is installed, as at every start.
+The ranks are processes without an engine, in their own network namespace, so its loopback device
+counts only their traffic. Each submits the verdict on a plan of the installed backends.
 """
 
 from __future__ import annotations
@@ -92,7 +92,6 @@ sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in chi
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
-    """The figures of this part."""
     for tool in ("unshare", "ip"):
         if shutil.which(tool) is None:
             raise MeasurementFailed(f"there is no {tool}, which gives the ranks their own network")
@@ -113,7 +112,7 @@ def _run(ranks: int, rounds: int) -> dict[str, list[tuple[float, int]]]:
     try:
         done = subprocess.run(
             [*alone, *script],
-            env={**os.environ, "VLLM_FL_PREFER": "vendor"},  # a plan of which nothing is stock
+            env={**os.environ, "VLLM_FL_PREFER": "vendor"},  # a plan without stock
             capture_output=True,
             text=True,
             check=False,

@@ -1,10 +1,9 @@
-"""Every number that this project promises, measured: prints one table of figure, spread and bar.
+"""Measure all performance figures that this project promises, and print them with their limits.
 
     python benchmarks/run.py [callpath] [operators] [startup] [ranks] [engine] [shadow] [--save] …
 
-Parts run in the order callpath, operators, startup, ranks, engine, shadow; all of them by default.
-A bar that is missed does not change the exit status: a shared machine may do that. What cannot be
-measured does.
+By default all parts run, always in this order. A missed limit does not change the exit status,
+because a shared machine can cause it. A failed measurement does.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[Figure]]] = {
 
 
 def main() -> int:
-    """Measure and print. Exit status 0: all was measured; 1: something could not be."""
+    """Measure and print. Exit status 1: a measurement failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -53,7 +52,7 @@ def main() -> int:
     if options.rounds is not None and options.rounds < 1:
         parser.error("--rounds takes a positive number")
 
-    # Ended from outside, engines end too: their context managers run.
+    # On SIGTERM, exit through the context managers, which end the engines.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     figures: list[Figure] = []
     failures: list[str] = []
@@ -77,7 +76,7 @@ def main() -> int:
 
 
 def _save(part: str, measured: list[Figure]) -> None:
-    """Put the part into today's file; what other runs of today measured stays."""
+    """Save the part in today's file; keep the parts measured earlier today."""
     RESULTS.mkdir(exist_ok=True)
     file = RESULTS / f"cpu-{time.strftime('%Y-%m-%d')}.json"
     saved = json.loads(file.read_text()) if file.exists() else {}

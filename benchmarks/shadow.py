@@ -1,11 +1,10 @@
-"""What a shadow costs vLLM's CPU engine on Qwen3-0.6B's shapes, eager and compiled.
+"""Cost of shadow checks on vLLM's CPU engine with Qwen3-0.6B's shapes, eager and compiled.
 
-Engines of one plan, with VLLM_FL_SHADOW unset, 0, 0.01 and 1, are loaded side by side and decode in
-turn, as in engine.py, whose model they have. A hundred steps are one visit, of which a shadow of
-0.01 samples one; a visit's speed is that of all its steps, where engine.py takes the fastest
-quarter. `a step` compares the fastest quarters: of 0.01 those are steps that are not sampled. What
-a sampled one takes is seen in the engine that samples each; from it follows what 1 % costs where
-the machine's noise is larger than that.
+Engines with one plan, and VLLM_FL_SHADOW unset, 0, 0.01 and 1, are loaded at once and decode in
+turn like in engine.py, with the same model. A visit has a hundred steps; 0.01 samples one of them.
+The speed of a visit includes all steps; engine.py uses the fastest quarter. `a step` compares
+the fastest quarters, which with 0.01 are unsampled steps. The engine with 1 gives the time of a
+sampled step, from which the cost of 1 % follows even if it is smaller than the machine's noise.
 """
 
 from __future__ import annotations
@@ -33,11 +32,10 @@ PLAN = {**REFERENCE, "VLLM_FL_PREFLIGHT": "off"}
 
 DECODE = Workload("decode, batch 8", 8, 1, 100)
 FEW = 12
-"""Steps of a visit of the engine that samples each of them."""
+"""Steps per visit of the engine that samples every step."""
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
-    """The figures of a shadow."""
     found: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
@@ -49,7 +47,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
                 for rate in RATES:
                     sampling = {} if rate == UNSET else {"VLLM_FL_SHADOW": rate}
                     variant = Variant({**PLAN, **sampling}, ours=True)
-                    # One plan, one digest: what the first engine has compiled serves all.
+                    # The plan's digest is the same, so all engines reuse the first one's cache.
                     cache = Path(folder) / mode
                     start = running(
                         f"shadow {rate}", variant, mode, model, dtype_of(options), cache
@@ -60,7 +58,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
 
 
 def _visited(mode: str, engines: Mapping[str, Engine], rounds: int) -> dict[str, list[list[float]]]:
-    """Rate -> the seconds of each step, visit by visit."""
+    """Rate -> seconds of each step, by visit."""
     visits: dict[str, list[list[float]]] = {rate: [] for rate in engines}
     names = list(engines)
     for engine in engines.values():
@@ -73,7 +71,7 @@ def _visited(mode: str, engines: Mapping[str, Engine], rounds: int) -> dict[str,
             visits[rate].append(engines[rate].steps(DECODE.prompts(number), new))
         last = _figures(mode, {rate: found[-1:] for rate, found in visits.items()})
         said = ", ".join(f"{f.what.partition(': ')[2]}: {f.median:.3f}" for f in last)
-        # With its figures, for who ends a run before its last round.
+        # Print the figures of every round, in case the run is interrupted.
         print(f"  round {number + 1} of {rounds}: {said}", file=sys.stderr, flush=True)
     return visits
 

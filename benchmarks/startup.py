@@ -1,8 +1,8 @@
-"""What a process pays before its first call: `import vllm_fl`, discovery, plugins.
+"""Time of a process before its first call: `import vllm_fl`, discovery, plugins.
 
-Each round is a fresh interpreter that finds its byte code written. Plugins are generated: a folder
-with modules and the metadata of real distributions, on the path of the subprocess. Their own
-imports come before the clock starts.
+Each round is a new interpreter with existing byte code. Plugins are generated as modules with the
+metadata of real distributions in a folder on the subprocess's path. The clock starts after their
+own imports.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ with open("/proc/self/status") as status:
     peak = next(line for line in status if line.startswith("VmHWM:"))
 print(int(peak.split()[1]) / 1024)
 """
-"""Prints the peak of this process's resident memory in MiB. The kernel's ru_maxrss would begin with
-that of the parent."""
+"""Prints the process's peak resident memory in MiB. The kernel's ru_maxrss is unusable: it starts
+with the parent's peak."""
 
 IMPORTED = f"""
 import sys, vllm_fl
@@ -112,14 +112,13 @@ op_backends:
 
 
 class Interpreter:
-    """Fresh interpreters that share one cache of byte code: `Interpreter(folder)("-c", code)`."""
+    """New interpreters with a shared byte code cache: `Interpreter(folder)("-c", code)`."""
 
     def __init__(self, cache: str) -> None:
         kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
         self.environment = {**kept, "PYTHONPYCACHEPREFIX": cache}
 
     def __call__(self, *args: str, **variables: str) -> str:
-        """What it prints."""
         done = subprocess.run(
             [sys.executable, *args],
             env={**self.environment, **variables},
@@ -133,7 +132,6 @@ class Interpreter:
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
-    """The figures of the start."""
     rounds = options.rounds or ROUNDS
     with tempfile.TemporaryDirectory() as cache:
         python = Interpreter(cache)
@@ -146,7 +144,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
 
 
 def importing(python: Interpreter, rounds: int) -> list[Figure]:
-    """`import vllm_fl` over the bare interpreter: time, memory, and what it drags in."""
+    """Time, memory and imported modules of `import vllm_fl` over the bare interpreter."""
     bare: list[float] = []
     ours: list[float] = []
     for n in range(rounds + 1):
@@ -161,7 +159,7 @@ def importing(python: Interpreter, rounds: int) -> list[Figure]:
     }
     heavy = [float(python("-c", IMPORTED))]
     return [
-        # The first round of each fills the page cache.
+        # The first rounds fill the page cache.
         figure(
             "import vllm_fl over the bare interpreter", "ms", paired(ours[1:], bare[1:]), at_most=60
         ),
@@ -171,7 +169,7 @@ def importing(python: Interpreter, rounds: int) -> list[Figure]:
 
 
 def cold(python: Interpreter, rounds: int) -> list[Figure]:
-    """From the interpreter's start to the first call being possible: imports, plugins, settings."""
+    """Time until the first call is possible: interpreter, imports, plugins, settings."""
     bare: list[float] = []
     ours: list[float] = []
     for n in range(rounds + 1):
@@ -188,13 +186,13 @@ def cold(python: Interpreter, rounds: int) -> list[Figure]:
 
 
 def discovery(python: Interpreter, rounds: int) -> list[Figure]:
-    """Five plugins of four ops, found among everything that is installed."""
+    """Discovery of five plugins with four ops among all installed distributions."""
     started, _ = start(python, plugins=5, ops=4, rounds=rounds)
     return [figure("discovery of 5 plugins beside their imports", "ms", started, at_most=100)]
 
 
 def many_plugins(python: Interpreter, rounds: int) -> list[Figure]:
-    """Fifty plugins of twenty ops."""
+    """Discovery and resolution of fifty plugins with twenty ops."""
     started, resolved = start(python, plugins=50, ops=20, rounds=rounds)
     return [
         figure("start with 50 plugins of 20 ops beside their imports", "ms", started, at_most=500),
@@ -205,7 +203,7 @@ def many_plugins(python: Interpreter, rounds: int) -> list[Figure]:
 def start(
     python: Interpreter, plugins: int, ops: int, rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Milliseconds from the imported plugins to settings in force, and for resolving every op."""
+    """Milliseconds from imported plugins to effective settings, and for resolving every op."""
     starts, resolves = [], []
     with tempfile.TemporaryDirectory() as folder:
         names = [f"p{n:02}" for n in range(plugins)]
@@ -215,7 +213,7 @@ def start(
         resolved = ["silu_and_mul", "rms_norm", *(f"op_{n}" for n in range(ops - 2))]
         environment = {
             "PYTHONPATH": folder,
-            # What else is installed is found, but not loaded: its imports are not the question.
+            # Other installed plugins are found but not loaded: their imports are not measured.
             "VLLM_FL_PLUGINS": ",".join(f"bench-{name}" for name in names),
             "VLLM_FL_LOG_LEVEL": "WARNING",
         }
@@ -227,14 +225,14 @@ def start(
                     f"{answer['loaded']} of {plugins} plugins were loaded, with "
                     f"{answer['impls']} of {plugins * ops} implementations"
                 )
-            if n > 0:  # the first round fills the page cache and writes the byte code
+            if n > 0:  # the first round fills the page cache and compiles byte code
                 starts.append(answer["start"])
                 resolves.append(answer["resolve"])
     return starts, resolves
 
 
 def install(folder: Path, name: str, ops: int) -> None:
-    """Lay out the distribution `bench-NAME` as pip would."""
+    """Create the distribution `bench-NAME` as pip would."""
     (folder / f"bench_{name}.py").write_text(PLUGIN.format(name=name, ops=ops))
     (folder / f"bench_{name}.yaml").write_text(POLICY)
     info = folder / f"bench_{name}-1.0.dist-info"

@@ -1,7 +1,7 @@
-"""A plugin for one engine: it vetoes an implementation on one rank, and keeps a diary.
+"""A plugin that vetoes an implementation on one rank, and logs the phases of the engine.
 
-`VLLM_FL_PLUGIN_MODULES=veto` loads it if this folder is on PYTHONPATH. VETO_AT names the moment,
-VETO_RANK the rank, which is 0 by default.
+Put this folder on PYTHONPATH and set `VLLM_FL_PLUGIN_MODULES=veto` to load it. VETO_AT sets the
+moment of the veto, VETO_RANK the rank (default 0).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ log = get_logger("veto")
 
 @hookimpl
 def inspect_plan(engine: Engine, moment: Moment) -> Mapping[Key, Objection] | None:
-    """Object to one implementation, at one moment and on one rank."""
+    """Object to one implementation, at moment VETO_AT on rank VETO_RANK."""
     is_here = engine.rank == int(os.environ.get("VETO_RANK", "0"))
     if is_here and moment == os.environ.get("VETO_AT") and VETOED not in engine.disabled:
         return {VETOED: Objection("FL410", f"vetoed when it was {moment}")}
@@ -29,7 +29,7 @@ def inspect_plan(engine: Engine, moment: Moment) -> Mapping[Key, Objection] | No
 @hookimpl
 @contextmanager
 def engine_session(engine: Engine) -> Iterator[None]:
-    """Log when the engine begins, serves and ends, with the implementation that it has then."""
+    """Log when the engine begins, serves and ends, each with the planned implementation."""
 
     def note(what: str) -> None:
         log.info("Diary: %s with %s", what, engine.plan.entries[VETOED[0]].label)

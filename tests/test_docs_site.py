@@ -1,4 +1,4 @@
-"""The documentation site: where links lead, and what ends its build."""
+"""The documentation site: link targets, and errors that stop its build."""
 
 from __future__ import annotations
 

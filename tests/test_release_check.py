@@ -1,4 +1,4 @@
-"""What `nox -s release-check` finds before a release, on distributions that are made up here."""
+"""Findings of `nox -s release-check` on made-up distributions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from release_check import inconsistencies
 
 @pytest.fixture
 def folders(tmp_path: Path) -> dict[str, Path]:
-    """Core 0.10.0, released before, and its tools, ops and a backend that are not."""
+    """Core 0.10.0, already released, with unreleased tools, ops and a backend."""
     unreleased = "## {} (unreleased)\n".format
     core, ops = "vllm-fl-core>=0.10,<0.11", "vllm-fl-ops>=0.3,<0.4"
     texts = {

@@ -1,21 +1,21 @@
-"""Build the documentation site into build/site/html, from the pages that site.yml names.
+"""Build the documentation site into build/site/html, from the pages listed in site.yml.
 
     python tools/docs_site.py [--into FOLDER]
 
-The pages are read as they lie in the repository, where GitHub shows them. In copies of them links
-to other pages lead to those pages, and links to other files lead to GitHub. With `--into` the site
-is laid beside those of other versions in FOLDER, and a reader chooses between them. What is added:
+Copies the repository's pages. Links to other pages become links within the site; links to other
+files become links to GitHub. With `--into`, the site is added to FOLDER, which contains the sites
+of all versions and lets the reader choose one. Generated pages:
 
 - `ops`: the pages of docs/ops, each in the navigation;
-- the pages of the errors' codes, which are data of vllm-fl-core, and those of wrong kernels. They
-  are found by search and by links, and are not in the navigation;
-- `api`: the reference of what a plugin's author imports, from docstrings;
-- `options`: what each verb of the command says to `--help`;
-- `report`: the page of `vllm-fl show --html` of a table and of the matrix's runs.
+- the pages of error codes (data of vllm-fl-core) and of wrong kernels; they are linked and
+  searchable, but not in the navigation;
+- `api`: the API reference for plugin authors, from docstrings;
+- `options`: the output of each verb's `--help`;
+- `report`: the output of `vllm-fl show --html` for one tuning table and the support matrix's runs.
 
-Nothing broken is built: a link that leads nowhere, a page of docs/ that site.yml leaves out, a
-public name without a docstring, anything that a browser would fetch from elsewhere, and each
-warning of the generator end it.
+The build fails on a broken link, a page of docs/ that is missing from site.yml, a public name
+without a docstring, anything that a browser would load from another host, and each warning of the
+generator.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TOOLS = ROOT / "packages" / "vllm-fl-tools" / "src"
 CODES = CORE / "vllm_fl" / "codes"
 MEASURED = ROOT / "benchmarks" / "results" / "h200-2026-11-22.json"
 TABLE = "tune qwen3-8b's sizes, compiled, qk_norm_rope"
-"""The entry of MEASURED that is a table of `vllm-fl tune`."""
+"""The entry of MEASURED that contains a tuning table of `vllm-fl tune`."""
 
 API = {
     "vllm_fl": "What a plugin imports",
@@ -53,19 +53,18 @@ API = {
     "vllm_fl.dispatch": "Calling ops",
     "vllm_fl.errors": "Errors",
 }
-"""Module -> the title of its page. A name that several export is described where it comes first."""
+"""Module -> title of its page. A name that several modules export is described in the first."""
 
 
 OPTIONS = "api/options.md"
-"""The page of all verbs' options, as if it lay in the repository."""
+"""Source name of the page of all verbs' options, as if it were in the repository."""
 
 
 class SiteError(Exception):
-    """What is wrong with the pages, one line for each fault."""
+    """Faults of the pages, one line each."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build the site, and say how large it is."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--into", type=Path, metavar="FOLDER", help="also put it there, by version")
     into = parser.parse_args(arguments).into
@@ -87,16 +86,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def version() -> str:
-    """Core's, without its last number: what that changes, pages of an older one may say, too."""
+    """Return core's version without the patch number: a patch release keeps the pages valid."""
     project = tomllib.loads((CORE.parent / "pyproject.toml").read_text())["project"]
     return ".".join(project["version"].split(".")[:2])
 
 
 def put_into(folder: Path, site: Path, version: str) -> Path:
-    """Lay a built site into a folder of versions; the theme's choice reads `versions.json` there.
+    """Copy a built site into a folder of versions and update `versions.json` for the theme.
+
+    `index.html` in the folder redirects to the newest version.
 
     Returns:
-        The site's place. `index.html` in the folder leads to the newest version.
+        The folder of this version.
     """
     shutil.rmtree(folder / version, ignore_errors=True)
     shutil.copytree(site, folder / version)
@@ -112,10 +113,10 @@ def put_into(folder: Path, site: Path, version: str) -> Path:
 
 
 def write_pages(config: dict[str, Any]) -> None:
-    """Write what the generator reads: the pages, and a configuration of its own form.
+    """Write the pages and the configuration for the generator.
 
     Raises:
-        SiteError: `left_out`, `linked` or `api_pages` has found a fault.
+        SiteError: `left_out`, `linked` or `api_pages` found a fault.
     """
     config["nav"] = expanded(config["nav"])
     sources = {source: place(source) for source in (*named(config["nav"]), *unlisted())}
@@ -134,17 +135,17 @@ def write_pages(config: dict[str, Any]) -> None:
 
 
 def run(*arguments: str) -> None:
-    """Run this Python where the site is built, with the sources of what API names."""
+    """Run Python in the build folder, with the sources of core and tools on PYTHONPATH."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (CORE, TOOLS)))}
     subprocess.run([sys.executable, *arguments], cwd=BUILD, env=environment, check=True)
 
 
 # ---------------------------------------------------------------------------------------------
-# The navigation: titles and pages, by where they lie in the repository
+# The navigation: titles and pages, by their path in the repository
 
 
 def expanded(nav: Any) -> Any:
-    """The navigation with the pages that `ops` and `api` stand for."""
+    """Replace `ops`, `options` and `api` in the navigation by their pages."""
     if isinstance(nav, list):
         return [expanded(each) for each in nav]
     if isinstance(nav, dict):
@@ -160,7 +161,7 @@ def expanded(nav: Any) -> Any:
 
 
 def named(nav: Any) -> Iterator[str]:
-    """The pages of a navigation."""
+    """Yield all pages of a navigation."""
     for below in nav if isinstance(nav, list) else nav.values() if isinstance(nav, dict) else ():
         yield from named(below)
     if isinstance(nav, str) and nav.endswith(".md"):
@@ -168,19 +169,19 @@ def named(nav: Any) -> Iterator[str]:
 
 
 def unlisted() -> list[str]:
-    """The pages that search and links find, and that would bury others in the navigation."""
+    """Pages that are only linked and searchable: in the navigation they would hide the others."""
     kernels = (ROOT / "docs" / "wrong-kernels").glob("*.md")
     return [str(path.relative_to(ROOT)) for path in sorted([*CODES.glob("*.md"), *kernels])]
 
 
 def left_out(sources: Collection[str]) -> list[str]:
-    """The pages of docs/ that no reader of the site would find."""
+    """Pages of docs/ that are not part of the site."""
     pages = (ROOT / "docs").rglob("*.md")
     return sorted({str(path.relative_to(ROOT)) for path in pages}.difference(sources))
 
 
 def placed(nav: Any) -> Any:
-    """The navigation with each page where it lies in the site."""
+    """Replace each page of the navigation by its path in the site."""
     if isinstance(nav, list):
         return [placed(each) for each in nav]
     if isinstance(nav, dict):
@@ -189,7 +190,6 @@ def placed(nav: Any) -> Any:
 
 
 def title(source: str) -> str:
-    """The heading of a page."""
     heading = re.search(r"^# (.+)$", (ROOT / source).read_text(), re.M)
     if heading is None:
         raise SiteError(f"{source} has no heading")
@@ -197,7 +197,7 @@ def title(source: str) -> str:
 
 
 def place(source: str) -> str:
-    """Where a page of the repository lies in the site: docs/README.md is its first page."""
+    """Path of a repository page in the site; docs/README.md becomes the first page."""
     path = source.removeprefix("docs/")
     if (ROOT / source).parent == CODES:
         return f"errors/{Path(source).name.lower()}"
@@ -209,25 +209,25 @@ def place(source: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------
-# Pages that lie in the repository
+# Pages of the repository
 
 CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.M | re.S)
 LINK = re.compile(r'(?<=\]\()[^)\s]+(?=\))|(?<= src=")[^"]+|(?<= srcset=")[^"]+')
 NAMED = re.compile(r"\[[\w./-]+\.md\](?=\(([^)\s#]+))")
-"""A link whose text is the name of a file."""
+"""A link with a file name as its text."""
 BARE = re.compile(r"(?<![\w/(\[.-])docs/[\w-]+\.md")
-"""A page that the page of a code, which is read in a terminal, names without a link."""
+"""A page mentioned without a link. Pages of error codes do so because terminals print them."""
 PICTURE = re.compile(
     r'<picture>\s*<source media="[^"]*dark[^"]*" srcset="([^"]+)">\s*<img ([^>]*)>\s*</picture>'
 )
-"""A drawing that is dark where the reader's system is."""
+"""A drawing with a dark variant for dark colour schemes."""
 
 
 def linked(source: str, sources: Mapping[str, str], url: str) -> str:
-    """The text of a page with its links as they are in the site.
+    """Return the text of a page with the links of the site.
 
     Raises:
-        SiteError: a link leads to no file of the repository.
+        SiteError: a link has no target file in the repository.
     """
     text = (ROOT / source).read_text()
 
@@ -252,20 +252,20 @@ def linked(source: str, sources: Mapping[str, str], url: str) -> str:
         parts += [prose(text[end : code.start()]), _folded(code[0], source)]
         end = code.end()
     joined = "".join([*parts, prose(text[end:])])
-    if (ROOT / source).parent == CODES:  # no navigation leads back from it
+    if (ROOT / source).parent == CODES:  # it is not in the navigation
         joined = re.sub(r"(?m)^(# .+)$", r"\1\n\n[All codes](../errors.md)", joined, count=1)
-    # GitHub wants a bar in a table's code escaped; Markdown in Python shows the backslash.
+    # In table code, GitHub needs `|` escaped; Python-Markdown would show the backslash.
     return re.sub(r"^\|.*$", lambda row: re.sub(r"`[^`]+`", _bars, row[0]), joined, flags=re.M)
 
 
 def _folded(code: str, source: str) -> str:
-    """A contract's text is prose: site.css folds its lines. Tables and drawings scroll."""
+    """Mark a contract's text for line wrapping by site.css; tables and drawings scroll instead."""
     is_contract = source.startswith("docs/ops/") and code.startswith("```text\n")
     return code.replace("```text", "``` { .text .folded }", 1) if is_contract else code
 
 
 def _by_scheme(picture: re.Match[str]) -> str:
-    """Both drawings: site.css hides the one that does not fit what the reader has chosen here."""
+    """Return both drawings; site.css shows the drawing for the chosen colour scheme."""
     dark, attributes = picture.groups()
     other = re.sub(r' src="[^"]+"', f' src="{dark}"', attributes)
     return f'<img class="only-light" {attributes}><img class="only-dark" {other}>'
@@ -276,7 +276,7 @@ def _bars(code: re.Match[str]) -> str:
 
 
 def link(target: str, source: str, sources: Mapping[str, str], url: str) -> str:
-    """Where a page's link leads in the site; to GitHub, if not to one of its pages."""
+    """Return a link's target in the site; on GitHub if the site does not contain it."""
     path, hash_, anchor = target.partition("#")
     if urlsplit(target).scheme or not path:
         return target
@@ -295,19 +295,19 @@ def link(target: str, source: str, sources: Mapping[str, str], url: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------
-# The reference
+# The API reference
 
 
 def api_source(module: str) -> str:
-    """The name of a module's page, as if it lay in the repository."""
+    """Source name of a module's page, as if it were in the repository."""
     return f"api/{module}.md"
 
 
 def api_pages() -> dict[str, str]:
-    """Name of each page of the reference -> its text.
+    """Page name -> text, for each page of the API reference.
 
     Raises:
-        SiteError: `undocumented` names something.
+        SiteError: `undocumented` found a name.
     """
     import griffe
 
@@ -340,7 +340,7 @@ def api_pages() -> dict[str, str]:
 
 
 def undocumented(name: str, target: Any) -> Iterator[str]:
-    """What nothing is said of: the name itself, its public methods, parameters beside others."""
+    """Yield undocumented names: `name`, its public methods, and wrong or missing parameters."""
     if not target.has_docstring:
         yield name
         return
@@ -358,7 +358,7 @@ def undocumented(name: str, target: Any) -> Iterator[str]:
 
 
 def options_page() -> str:
-    """What each verb of our distributions says to `--help`."""
+    """Return the page with each verb's `--help`."""
     text = "# Options of each verb\n\nWhat `vllm-fl VERB --help` prints.\n"
     from vllm_fl_tools.cli._verbs import VERBS
 
@@ -370,11 +370,11 @@ def options_page() -> str:
 
 
 # ---------------------------------------------------------------------------------------------
-# The report, and what is built
+# The benchmark report, and checks of the result
 
 
 def stored_table() -> dict[str, Any]:
-    """The stored table, as `vllm-fl tune --json` prints one today."""
+    """Convert the stored table to the current format of `vllm-fl tune --json`."""
     stored: dict[str, Any] = json.loads(MEASURED.read_text())[TABLE]
     names = ("mode", "dtype", "sizes", "model", "date", "seconds")
     table: dict[str, Any] = {name: stored[name] for name in names}
@@ -388,7 +388,7 @@ def stored_table() -> dict[str, Any]:
 
 
 def write_report(path: Path) -> None:
-    """The page of `vllm-fl show --html`, of the table and of the runs behind the support matrix."""
+    """Write `vllm-fl show --html` of the stored table and of the support matrix's runs."""
     table = BUILD / "qk_norm_rope.json"
     table.write_text(json.dumps({"schema": 1, "table": stored_table()}))
     runs = sorted(map(str, (ROOT / "docs" / "support").glob("*.json")))
@@ -397,10 +397,10 @@ def write_report(path: Path) -> None:
 
 
 def with_a_way_back(report: str) -> str:
-    """A report with links to the site at its head.
+    """Add links to the site at the top of a report.
 
     Raises:
-        SiteError: it has no such place.
+        SiteError: the report has no `<body><main>`.
     """
     way = '<p><a href="index.html">vllm-fl documentation</a> › <a href="tuning.html">Tuning</a></p>'
     text, count = re.subn(r"(<body[^>]*>\s*<main>\n?)", rf"\g<1>{way}\n", report)
@@ -410,7 +410,7 @@ def with_a_way_back(report: str) -> str:
 
 
 class _Page(HTMLParser):
-    """What a page leads to, what it has anchors for, and what a browser fetches for it."""
+    """Links, anchors and browser-loaded resources of an HTML page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -422,7 +422,7 @@ class _Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:
         values = {key: value or "" for key, value in attrs}
         self.anchors |= {values[key] for key in ("id", "name") if key in values}
-        if values.get("data-md-component") == "source":  # whose script asks the host for stars
+        if values.get("data-md-component") == "source":  # its script loads the star count
             self.fetched.append(values.get("href", ""))
         if tag == "a" and "href" in values:
             self.links.append(values["href"])
@@ -432,10 +432,10 @@ class _Page(HTMLParser):
 
 
 def check(site: Path) -> None:
-    """Follow every link of every page.
+    """Check every link of every page.
 
     Raises:
-        SiteError: one leads to no page or to no anchor of it, or a page fetches from elsewhere.
+        SiteError: a link has no page or anchor, or a page loads a resource from another host.
     """
     pages = {path: _Page(path.read_text()) for path in sorted(site.rglob("*.html"))}
     faults = []
@@ -448,7 +448,7 @@ def check(site: Path) -> None:
                     faults.append(f"{where} fetches {target}")
                 continue
             if path.name == "404.html" and target.startswith("/"):
-                continue  # it is served for every missing address, so its own are absolute
+                continue  # served for every missing address, so it uses absolute links
             there = Path(os.path.normpath(path.parent / unquote(parts.path or path.name)))
             there = there / "index.html" if there.is_dir() else there
             if not there.exists():

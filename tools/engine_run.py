@@ -1,8 +1,8 @@
-"""One run of vLLM's engine in a process of its own: what it planned, counted, answered and took.
+"""Run vLLM's engine in a separate process and return its plan, call counts, answers and times.
 
     python engine_run.py '{"model": DIR, "out": FILE, ...}'
 
-The environment says whether and how vllm-fl takes part. `run()` starts such a process.
+Environment variables control vllm-fl. `run()` starts such a process.
 """
 
 from __future__ import annotations
@@ -24,46 +24,44 @@ import forked
 __all__ = ["BIND", "STOCK", "EngineFailed", "Job", "cores", "end_all", "largest_difference", "run"]
 
 STOCK = {"VLLM_FL_PREFER_ENABLED": "false"}
-"""The variables under which vllm-fl steps aside."""
+"""Variables that disable vllm-fl."""
 
 SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
-"""vLLM's variable for the cores of its CPU engine, `|` between those of different ranks."""
+"""vLLM's variable for the CPU cores of its engine; `|` separates ranks."""
 
 
 def cores() -> list[int]:
-    """The numbers of the cores that this process may use."""
     return sorted(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one engine does.
+    """Work for one engine.
 
     Args:
         model: the model's folder.
-        batches: prompts that run together, as token ids, one batch after the other. All of a
-            batch are there before its first step.
-        new_tokens: tokens generated for each, greedily.
+        batches: batches of prompts (token ids), run one after the other. All prompts of a batch
+            wait before its first step.
+        new_tokens: tokens generated per prompt, greedily.
         eager: whether vLLM runs without torch.compile.
         options: further arguments of `vllm.LLM`.
-        logits: whether to return the logits of prompt and answer.
-        prompt_logits: whether the prompt's are among them; asking for them turns vLLM's prefix
-            cache off.
-        rounds: timed repetitions of the last batch, after one that warms up.
-        scored: texts, as token ids, of which the log-probability of each token but the first is
-            returned; not with `logits`.
-        leads: whether to return which token was the likeliest, and by how much, of `scored` and of
-            the answers; not with `logits`.
-        adapter: the folder of a LoRA adapter that all of it goes through; empty for none.
-        updates: what all workers are asked behind the batches, [method, keyword arguments,
-            whether the batches run again afterwards], with nothing in vLLM's cache. A method
-            `LLM.sleep` is one of `vllm.LLM`.
-        midway: what they are asked while the last batch is under way, once more at the end.
-        meets: a folder in which the data-parallel engines of a model leave word of their end, each
-            told its number by VLLM_DP_RANK: none ends before all have answered, since a step of
-            one needs the others. Empty for an engine alone.
+        logits: whether to return the logits of prompts and answers.
+        prompt_logits: whether `logits` includes the prompts; this disables vLLM's prefix cache.
+        rounds: timed repetitions of the last batch, after one warm-up.
+        scored: texts (token ids); returns the log-probability of each token except the first. Not
+            with `logits`.
+        leads: whether to return the likeliest token and its lead for each token of `scored` and of
+            the answers. Not with `logits`.
+        adapter: the folder of a LoRA adapter that all requests use; empty for none.
+        updates: calls of all workers after the batches, each [method, keyword arguments, whether
+            the batches run again afterwards]; the prefix cache is reset after each call. `LLM.NAME`
+            calls a method of `vllm.LLM` instead.
+        midway: a method called on all workers during another run of the last batch, at the end.
+        meets: a folder in which data-parallel engines (numbered by VLLM_DP_RANK) create a file when
+            they have finished. They exit together, because each step of one needs the others.
+            Empty for a single engine.
     """
 
     model: str
@@ -83,7 +81,7 @@ class Job:
 
 
 class EngineFailed(RuntimeError):
-    """The engine's process ended with an error; `log` is what it printed."""
+    """The engine's process failed; `log` is its output."""
 
     def __init__(self, log: str) -> None:
         super().__init__(f"the engine failed; it printed:\n{log}")
@@ -98,24 +96,28 @@ def run(
     forks: bool = False,
     **variables: str,
 ) -> dict[str, Any]:
-    """Run a job in a fresh process of this Python with these environment variables added.
+    """Run a job in a new process with these environment variables added.
 
-    With `forks` it is a process of `forked`, as in tests, of the Python that runs.
+    With `forks` the process is forked by `forked` and `python` is ignored; tests use this.
 
-    An engine of one rank computes in one thread, on the first core that this process may use: so
-    engines on machines of any size add up in one order. VLLM_CPU_OMP_THREADS_BIND says otherwise.
+    A single-rank engine computes in one thread, on the first core that this process may use:
+    engines then sum in the same order on all machines. Set VLLM_CPU_OMP_THREADS_BIND to override.
 
     Returns:
-        `tokens`, `logits` and `cached` (tokens found in the cache) per prompt of all batches,
-        `logprobs` per text of `scored`; with `leads` also `leads` per text and `answer_leads` per
-        prompt, `[likeliest token, log-probability above the next]` for each token; `steps` (how
-        many forward passes the batches took), `seconds` per round, `kv_blocks`, `report` (None for
-        stock), `custom_ops`, and `log`, all that the process printed. Of each of `updates` what was
-        answered (`answers`), or raised (`error`), and the `tokens` afterwards; so of `midway`.
+        A dictionary with `log`, the output of the process, and
+
+        - per prompt of all batches: `tokens`, `logits`, `cached` (tokens found in the cache) and,
+          with `leads`, `answer_leads`;
+        - per text of `scored`: `logprobs` and, with `leads`, `leads`. Leads are `[likeliest token,
+          log-probability above the next]` for each token;
+        - `steps` (number of forward passes of the batches), `seconds` per round, `kv_blocks`,
+          `report` (None for stock) and `custom_ops`;
+        - `updates`, each with `answers` or `error`, and the `tokens` of the following batches;
+          `midway`, with the same keys.
 
     Raises:
-        EngineFailed: it did not end well, or not in time.
-        subprocess.TimeoutExpired: not in time, with `forks`.
+        EngineFailed: the process failed or, without `forks`, timed out.
+        subprocess.TimeoutExpired: it timed out, with `forks`.
     """
     alone = {} if "tensor_parallel_size" in job.options else {BIND: str(min(cores()))}
     with tempfile.TemporaryDirectory() as folder:
@@ -132,23 +134,23 @@ def run(
 
 
 def end_all() -> None:
-    """Kill every engine that runs, from a handler of a signal that ends this process."""
+    """Kill all running engines; for signal handlers that end this process."""
     for session in LIVE.copy():
         with suppress(ProcessLookupError):
             os.killpg(session, signal.SIGKILL)
 
 
 LIVE: set[int] = set()
-"""The sessions of the engines that run."""
+"""Session ids of the running engines."""
 
 
 def _fresh(
     command: list[str], env: dict[str, str], timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """A process with all that it starts, of which nothing is left behind.
+    """Run a command in a new session, and kill the session's remaining processes afterwards.
 
     Raises:
-        EngineFailed: it did not end in time.
+        EngineFailed: it timed out.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as printed:
         process = subprocess.Popen(
@@ -167,7 +169,7 @@ def _fresh(
             late = f"it did not end within {timeout:g} s, and was killed\n"
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # a worker that hangs, too
+                os.killpg(process.pid, signal.SIGKILL)  # also kills workers that hang
             process.wait()
             LIVE.discard(process.pid)
         printed.seek(0)
@@ -178,10 +180,10 @@ def _fresh(
 
 
 def largest_difference(a: dict[str, Any], b: dict[str, Any]) -> tuple[float, float]:
-    """(largest difference of two runs' logits, largest magnitude in the first).
+    """Return (largest difference of two runs' logits, largest magnitude in the first).
 
-    An answer's logits are compared up to and with the first token in which the two differ: after
-    it the runs see different inputs.
+    An answer's logits are compared up to and including the first token that differs: after it, the
+    runs have different inputs.
     """
     worst = magnitude = 0.0
     for i, prompt in enumerate(a["logits"]):
@@ -208,7 +210,7 @@ def _main(request: dict[str, Any]) -> None:
         enforce_eager=job.eager,
         logprobs_mode="raw_logits" if job.logits else "raw_logprobs",
         max_logprobs=-1,
-        disable_log_stats=False,  # which count the steps
+        disable_log_stats=False,  # `_steps` reads them
         **job.options,
     )
 
@@ -232,7 +234,7 @@ def _main(request: dict[str, Any]) -> None:
     outputs = []
     for batch in job.batches:
         prompts: Any = [{"prompt_token_ids": ids} for ids in batch]
-        if job.meets:  # whose schedulers cannot wait for their prompts
+        if job.meets:  # data-parallel schedulers cannot wait for all prompts
             outputs += llm.generate(prompts, sampling(job.logits), use_tqdm=False, **through)
         else:
             outputs += _together(llm, prompts, sampling(job.logits), **through)
@@ -250,7 +252,7 @@ def _main(request: dict[str, Any]) -> None:
             if own != method:
                 return {"answers": getattr(llm, own)(**kwargs)}
             return {"answers": llm.collective_rpc(method, kwargs=kwargs)}
-        except Exception as error:  # the engine's, or a worker's in its own words
+        except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
 
     updates = []
@@ -300,11 +302,11 @@ def _main(request: dict[str, Any]) -> None:
 
 
 def _together(llm: Any, prompts: Any, sampling: Any, **through: Any) -> list[Any]:
-    """Generate for a batch whose requests all wait before the engine takes its first step.
+    """Generate for a batch, and start only when all requests are in the engine's queue.
 
-    `LLM.generate` sends them one by one to the engine's process, which begins with what is there:
-    chance decides which prompts are prefilled together. The number of rows decides which kernel
-    a matrix product gets (on AMX another one up to four rows), and with it how a sum is rounded.
+    `LLM.generate` sends requests one by one to the engine's process, which starts immediately, so
+    chance decides which prompts are prefilled together. The number of tokens selects the matrix
+    product's kernel (on AMX, another kernel up to four tokens), and thus the rounding of sums.
     """
     llm.sleep(level=0)
     llm.enqueue(prompts, sampling, use_tqdm=False, **through)
@@ -314,7 +316,7 @@ def _together(llm: Any, prompts: Any, sampling: Any, **through: Any) -> list[Any
 
 
 def _scored(llm: Any, texts: list[list[int]], **through: Any) -> list[Any]:
-    """Of each text what vLLM tells of every token but the first, and of the two likeliest there."""
+    """Per text and token except the first: its log-probability, and those of the two likeliest."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=1, detokenize=False, prompt_logprobs=2)
@@ -323,7 +325,7 @@ def _scored(llm: Any, texts: list[list[int]], **through: Any) -> list[Any]:
 
 
 def _leads(rows: Any) -> list[tuple[int, float]]:
-    """At each place the likeliest token, and its log-probability above the next's."""
+    """Per position: the likeliest token, and its lead over the second in log-probability."""
     found = []
     for row in rows:
         first, second = sorted(row, key=lambda token: -row[token].logprob)[:2]
@@ -332,18 +334,16 @@ def _leads(rows: Any) -> list[tuple[int, float]]:
 
 
 def _steps(llm: Any) -> int:
-    """How many forward passes the engine has taken."""
     (tokens,) = [m for m in llm.get_metrics() if m.name == "vllm:iteration_tokens_total"]
     return int(tokens.count)
 
 
 def _tokens(outputs: list[Any]) -> list[list[int]]:
-    """The answers."""
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def _rows(output: Any) -> list[list[float]]:
-    """Logits over the vocabulary, of every prompt token but the first and every new one."""
+    """Logits over the vocabulary of each prompt token but the first, and of each new token."""
     rows = [row for row in (output.prompt_logprobs or []) if row is not None]
     rows += output.outputs[0].logprobs
     return [[row[token].logprob for token in sorted(row)] for row in rows]

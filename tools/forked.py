@@ -1,10 +1,9 @@
-"""Processes that begin where another one has imported torch, transformers and what else vLLM does.
+"""Fork processes that have already imported torch, transformers and other imports of vLLM.
 
-Those are most of what `import vllm` takes, ten seconds of a core. Python's fork server imports them
-once for each process of tests. What is forked from it imports vLLM, vllm-fl and plugins itself,
-under variables and a path of its own, and so finds them as a fresh process does. A fresh one is
-needed where an interpreter's start is looked at (`sitecustomize`, which modules are imported), and
-for variables that Triton or torch reads as it is imported.
+These imports are most of the ten CPU seconds of `import vllm`. Python's fork server performs them
+once per test process. A forked process imports vLLM, vllm-fl and plugins itself, with its own
+environment variables and path, like a new process. Use a new process to test interpreter startup
+(`sitecustomize`, imported modules) and variables that Triton or torch reads on import.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ MODULES = [
     "fastapi",
     "openai",
 ]
-"""What the fork server imports; what is not installed is passed over."""
+"""Imports of the fork server; missing modules are skipped."""
 
 ALONE = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-"""The fork server's variables: what is forked must have one thread, and no pool of compilers."""
+"""Variables of the fork server: with one thread and without a compiler pool, forking is safe."""
 
 
 def run(
     code: str, *arguments: str, env: Mapping[str, str], timeout: float = 600
 ) -> subprocess.CompletedProcess[str]:
-    """What `python -c CODE ARGUMENTS…` does, in a process of `call`."""
+    """Run `python -c CODE ARGUMENTS…` in a process of `call`."""
     return call(_execute, code, arguments, env=env, timeout=timeout)
 
 
@@ -59,17 +58,17 @@ def call(
     """Call a module's function in a forked process.
 
     Args:
-        function: one that can be pickled, as its arguments.
-        arguments: what it is called with.
-        env: all variables of the process. What PYTHONPATH names comes first on its path.
-        timeout: seconds after which it is killed.
-        merged: whether its stderr goes to where its stdout does.
+        function: a function that can be pickled.
+        arguments: its arguments, which can be pickled.
+        env: all environment variables of the process. PYTHONPATH is put first on its path.
+        timeout: seconds until it is killed.
+        merged: whether stderr is written to stdout.
 
     Returns:
-        Its status, negative for a signal, and what it and its own processes printed.
+        Its exit status, negative for a signal, and its output, including its child processes.
 
     Raises:
-        subprocess.TimeoutExpired: it took longer.
+        subprocess.TimeoutExpired: it timed out.
     """
     name = function.__qualname__
     with tempfile.TemporaryDirectory() as folder:
@@ -91,7 +90,7 @@ def call(
 
 @cache
 def _server() -> Any:
-    """The context of the fork server, which runs."""
+    """The context of the running fork server."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(MODULES)
     before = dict(os.environ)
@@ -115,15 +114,15 @@ def _begin(
     os.environ.clear()
     os.environ.update(env)
     sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
-    vars(process)["_parent_process"] = None  # else core takes it for one of an engine's own
-    gc.freeze()  # vLLM collects garbage many times: not among what was imported before
+    vars(process)["_parent_process"] = None  # otherwise core logs as in an engine's child process
+    gc.freeze()  # vLLM collects garbage often: exclude the objects of the preloaded modules
     try:
         function(*arguments)
-    except Exception:  # told, and its process ended, as an interpreter does
+    except Exception:  # print the traceback and exit with 1, like an interpreter
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
     finally:
-        atexit._run_exitfuncs()  # which a process that multiprocessing began leaves out
+        atexit._run_exitfuncs()  # processes of multiprocessing do not run them
 
 
 def _execute(code: str, arguments: tuple[str, ...]) -> None:

@@ -1,11 +1,11 @@
-"""Counts lines of code: of each distribution, and of each room of vllm-fl-core.
+"""Counts lines of code: of each distribution, and of each folder of vllm-fl-core.
 
     python tools/lines.py                     # of the working tree
     python tools/lines.py v0.2.0              # of a commit
     python tools/lines.py --against v0.2.0    # of both: before, after and the difference
-    python tools/lines.py --check             # what is beyond tools/limits.toml
+    python tools/lines.py --check             # sizes above the limits in tools/limits.toml
 
-Comments, docstrings and blank lines are left out, and so are tests.
+Ignores comments, docstrings, blank lines and tests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ IDLE = {COMMENT, DEDENT, ENCODING, ENDMARKER, INDENT, NEWLINE, NL}
 
 
 def code_lines(source: str) -> int:
-    """How many lines of a module have code on them."""
     texts = {
         (node.lineno, node.col_offset)
         for node in ast.walk(ast.parse(source))
@@ -51,7 +50,7 @@ def code_lines(source: str) -> int:
 
 
 def sources(commit: str = "") -> Iterator[tuple[str, str]]:
-    """(path below packages/, source) of all modules: of a commit, or else of the working tree."""
+    """Yield (path below packages/, source) of all modules of a commit, or of the working tree."""
     if not commit:
         for path in (envs.ROOT / "packages").glob("*/src/**/*.py"):
             yield path.relative_to(envs.ROOT / "packages").as_posix(), path.read_text("utf-8")
@@ -65,12 +64,12 @@ def sources(commit: str = "") -> Iterator[tuple[str, str]]:
             path = Path(member.name).relative_to("packages")
             if path.suffix == ".py" and "src" in path.parts[1:2] and member.isfile():
                 content = archive.extractfile(member)
-                assert content is not None  # a file has content
+                assert content is not None
                 yield path.as_posix(), content.read().decode()
 
 
 def counted(found: Iterable[tuple[str, str]]) -> Mapping[str, int]:
-    """Distribution, or core's room as `vllm-fl-core: ROOM` -> lines of code."""
+    """Distribution, or folder of core as `vllm-fl-core: FOLDER` -> lines of code."""
     counts: Counter[str] = Counter()
     for path, source in found:
         name, _, _, *inside = path.split("/")
@@ -82,14 +81,14 @@ def counted(found: Iterable[tuple[str, str]]) -> Mapping[str, int]:
 
 
 def test_lines() -> int:
-    """Lines of the Python files of all tests, as `wc -l` counts them."""
+    """Lines of all tests' Python files, as `wc -l` counts them."""
     homes = (envs.ROOT / home for home in ("packages", "examples", "tests"))
     files = (path for home in homes for path in home.rglob("*.py"))
     return sum(path.read_text("utf-8").count("\n") for path in files if "tests" in path.parts)
 
 
 def excesses() -> Iterator[str]:
-    """What is larger than tools/limits.toml allows: one sentence each."""
+    """Yield a sentence for each size above its limit in tools/limits.toml."""
     limits = tomllib.loads(LIMITS.read_text())
     found = dict(sources())
     counts = counted(found.items())
@@ -105,7 +104,6 @@ def excesses() -> Iterator[str]:
 
 
 def main() -> None:
-    """Print the counts, or what is beyond a limit."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("commit", nargs="?", default="", help="instead of the working tree")
     parser.add_argument("--against", metavar="COMMIT", help="print what that one had before it")

@@ -1,13 +1,13 @@
-"""What stock vLLM's CPU engine calls in a decode step of a tiny model, and which op of ours has it.
+"""Profile a decode step of stock vLLM's CPU engine by operator, and map operators to our ops.
 
     python tools/model_operators.py              # every family, eager
     python tools/model_operators.py qwen3_moe deepseek_v3
 
-Each family has an engine of its own, in a process of its own, that vllm-fl takes no part in. What
-PyTorch's profiler sees inside the model is told by operator: matrix products apart, the experts'
-kernel with them; of the rest, by self time and calls, that under a layer, a function or an operator
-which a binding names, or in attention, and what remains vLLM's own. Views and allocations, which
-compute nothing, do not count. The lines are those of the table in docs/measurements/models.md.
+Each family, a tiny model, runs in its own process without vllm-fl. The output has three groups of
+operators inside the model: matrix products, with the kernel of the experts; self time and calls in
+a layer, function or operator that a binding refers to, or in attention; and the rest, which is
+vLLM's. Views and allocations are ignored. Each line is a row of the table in
+docs/measurements/models.md.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ import tiny_model
 from engine_run import SMALL, STOCK
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "onednn_mm", "_scaled_mm")
-"""Ends of the names of operators that are matrix products and nothing more."""
+"""Last parts of the names of operators that are only matrix products."""
 
 ATTENTION = ("unified_attention", "unified_mla_attention", "unified_kv_cache_update")
-"""What the names of vLLM's operators for whole attention begin with: `attention_backend`."""
+"""Prefixes of vLLM's operators for whole attention (op `attention_backend`)."""
 
 TOKENS, BATCH, STEPS = 16, 8, 8
 
@@ -42,12 +42,12 @@ OURS = "vllm-fl: "
 
 
 def main() -> int:
-    """Profile the families that were asked for; 1 where an engine failed."""
+    """Profile the requested families; return 1 if an engine failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("families", nargs="*", metavar="family")
-    parser.add_argument("--into", help=argparse.SUPPRESS)  # the process with the engine
+    parser.add_argument("--into", help=argparse.SUPPRESS)  # used for the process of the engine
     options = parser.parse_args()
     if options.into:
         (family,) = options.families
@@ -73,10 +73,10 @@ def main() -> int:
 
 
 def row(family: str, found: dict[str, dict[str, list[float]]]) -> str:
-    """One line of the table.
+    """Format a row of the table.
 
-    Family; share that is ours to choose; op by op; what remains, by name; of the whole step the
-    matrix products, and the experts, which `fused_experts` has.
+    Columns: family; share of our ops; time and calls per op; the largest of the rest; share of the
+    whole step of matrix products, and of the experts (op `fused_experts`).
     """
     rest, products, experts = (found.pop(name, {}) for name in ("", "products", "fused_experts"))
     total_us = sum(us for names in (*found.values(), rest) for us, _ in names.values())
@@ -101,7 +101,7 @@ def row(family: str, found: dict[str, dict[str, list[float]]]) -> str:
 
 
 def profile(family: str) -> dict[str, dict[str, list[float]]]:
-    """op, `products`, or nothing for what is vLLM's own -> operator -> [µs, calls] of one step."""
+    """Op, `products` or "" (the rest) -> operator -> [µs, calls] of one decode step."""
     import torch
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
@@ -112,7 +112,7 @@ def profile(family: str) -> dict[str, dict[str, list[float]]]:
     load = CPUWorker.load_model
 
     def load_marked(*args: Any, **named: Any) -> Any:
-        # Not before: vLLM looks through all modules that there are when it starts a worker.
+        # Not earlier: vLLM inspects all loaded modules when it starts a worker.
         operators.update(mark_places())
         return load(*args, **named)
 
@@ -138,7 +138,7 @@ def profile(family: str) -> dict[str, dict[str, list[float]]]:
     generate(STEPS + 1)
     events = []
     with torch.inference_mode():
-        for new in (STEPS + 1, 1):  # the second one has the prefill alone
+        for new in (STEPS + 1, 1):  # the second run is only the prefill, which is subtracted
             with profiler(activities=[ProfilerActivity.CPU]) as seen:
                 generate(new)
             events.append(summed(seen.events(), operators))
@@ -152,7 +152,7 @@ def profile(family: str) -> dict[str, dict[str, list[float]]]:
 
 
 def summed(events: Any, operators: dict[str, str]) -> dict[tuple[str, str], tuple[float, float]]:
-    """(op, operator) -> (µs of its own, calls) of what ran inside the model."""
+    """(op, operator) -> (self time in µs, calls), for events inside the model."""
     us: Counter[tuple[str, str]] = Counter()
     calls: Counter[tuple[str, str]] = Counter()
     for event in events:
@@ -160,7 +160,7 @@ def summed(events: Any, operators: dict[str, str]) -> dict[tuple[str, str], tupl
         if "::" not in event.name or f"{OURS}model" not in {parent.name for parent in above}:
             continue
         op = next((op for parent in above if (op := op_of(parent.name, operators))), "")
-        # What the model calls, by its own name; vLLM's wrappers hold whole parts of a model.
+        # Use the outermost operator; vLLM's wrappers contain whole parts of a model.
         called = [e for e in above if "::" in e.name and not e.name.startswith("vllm::")]
         outermost = called[-1] if called else event
         if computes_nothing(outermost.name):
@@ -173,14 +173,14 @@ def summed(events: Any, operators: dict[str, str]) -> dict[tuple[str, str], tupl
 
 
 def ancestors(event: Any) -> Iterator[Any]:
-    """What an event ran in, the innermost first."""
+    """The enclosing events of an event, innermost first."""
     while event.cpu_parent is not None:
         event = event.cpu_parent
         yield event
 
 
 def op_of(name: str, operators: dict[str, str]) -> str:
-    """The op whose target a profiled range or operator is; empty where it is none."""
+    """Op of a profiled range or operator; "" if no binding refers to it."""
     if name.startswith(OURS) and name != f"{OURS}model":
         return name.removeprefix(OURS)
     if name.rpartition("::")[2].startswith(ATTENTION):
@@ -189,12 +189,11 @@ def op_of(name: str, operators: dict[str, str]) -> str:
 
 
 def is_product(name: str) -> bool:
-    """Whether an operator is a matrix product."""
     return name.rpartition("::")[2] in PRODUCTS or name.startswith("mkldnn::")
 
 
 def computes_nothing(name: str) -> bool:
-    """Whether an operator makes a view, or memory that holds nothing yet."""
+    """Whether an operator only creates a view or uninitialised memory."""
     import torch
 
     namespace, _, operator = name.partition("::")
@@ -209,9 +208,9 @@ def computes_nothing(name: str) -> bool:
 
 
 def mark_places() -> dict[str, str]:
-    """Name what runs in layers and functions of our bindings; return operator -> op.
+    """Add profiler ranges to the layers and functions of our bindings; return operator -> op.
 
-    To be called before the model is built: a layer keeps the method that it finds then.
+    Call it before the model is built: layers store the method that they find then.
     """
     from vllm_fl.contracts.binding import FunctionTarget, LayerTarget, OperatorTarget
     from vllm_fl.integration.patchers.layers import FORWARDS
@@ -228,7 +227,7 @@ def mark_places() -> dict[str, str]:
 
 
 def mark(op: str, path: str) -> None:
-    """Let the profiler see when what is at `path` runs; a release without it is let be."""
+    """Wrap the function at `path` in a profiler range; do nothing if this vLLM does not have it."""
     with suppress(ImportError, AttributeError):
         owner_path, _, name = path.rpartition(".")
         try:
@@ -248,7 +247,7 @@ def mark(op: str, path: str) -> None:
 
 
 def marked(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, its calls a range of the profiler's with the op's name."""
+    """Wrap `function` in a profiler range with the op's name."""
     from torch.profiler import record_function
 
     @wraps(function)

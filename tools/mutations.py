@@ -1,13 +1,13 @@
-"""Draws mutations of core and ops from a seed, and reports which session of tests sees each.
+"""Draws mutations of core and ops from a seed, and reports the test session that detects each.
 
     python tools/mutations.py 2026-11-29                              # list the thirty of this seed
     python tools/mutations.py 2026-11-29 tests-core tests-ops engine  # try each, session by session
 
-A mutation changes one operator, one constant or one branch of a module under
-packages/vllm-fl-core/src or packages/vllm-fl-ops/src; there are as many of each. With sessions, the
-change is written into the working tree, `nox -s SESSION -- -x` runs until one fails, and the file
-is restored. The tests of the changed distribution run first, then the others in the order given.
-Use a clean clone: the script refuses modified sources.
+A mutation changes one operator, one constant or one branch of a module in
+packages/vllm-fl-core/src or packages/vllm-fl-ops/src; each kind is drawn equally often. With
+sessions, the script writes the change into the working tree, runs `nox -s SESSION -- -x` until a
+session fails, and restores the file. The tests of the changed distribution run first, the others in
+the given order. Use a clean clone: the script rejects modified sources.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Mutation:
     Args:
         path: the module.
         kind: one of `KINDS`.
-        line: its line, from 1.
-        start, end: the bytes of the file that are replaced.
-        text: what replaces them.
+        line: line number, from 1.
+        start, end: byte range of the file to replace.
+        text: the replacement.
     """
 
     path: Path
@@ -76,13 +76,12 @@ class Mutation:
         return f"{where}: {self.kind}: {_short(before)!r} -> {_short(self.text)!r}"
 
     def applied(self) -> bytes:
-        """The content of the module after the change."""
         source = self.path.read_bytes()
         return source[: self.start] + self.text.encode() + source[self.end :]
 
 
 def candidates(path: Path) -> Iterator[Mutation]:
-    """Every mutation of a module; type annotations and docstrings have none."""
+    """Yield all mutations of a module; type annotations and docstrings are not changed."""
     source = path.read_bytes()
     starts = [0]
     for line in source.splitlines(keepends=True):
@@ -119,7 +118,7 @@ def candidates(path: Path) -> Iterator[Mutation]:
 
 
 def _code(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes that are run: no annotation, no f-string's parts, no Literal or type alias."""
+    """Yield all executed nodes: no annotations and no parts of f-strings."""
     for name, value in ast.iter_fields(tree):
         if name in ("annotation", "returns"):
             continue
@@ -131,7 +130,7 @@ def _code(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def drawn(seed: str, count: int = 30) -> list[Mutation]:
-    """As many mutations of each kind, in a random order that the seed determines."""
+    """Draw equally many mutations of each kind, in an order that depends only on the seed."""
     modules = sorted(path for folder in SOURCES for path in folder.rglob("*.py"))
     every = [each for path in modules for each in candidates(path)]
     order = random.Random(seed)
@@ -145,13 +144,13 @@ def drawn(seed: str, count: int = 30) -> list[Mutation]:
 
 
 def seen_by(mutation: Mutation, sessions: list[str]) -> str | None:
-    """The first of these sessions that fails under the mutation; None if all pass."""
+    """Return the first session that fails under the mutation; None if all pass."""
     before = mutation.path.read_bytes()
     mutation.path.write_bytes(mutation.applied())
     own = "tests-ops" if "vllm-fl-ops" in mutation.path.parts else "tests-core"
     try:
         for session in sorted(sessions, key=lambda session: session != own):
-            # mypy and ruff take no -x, and stop by themselves.
+            # mypy and ruff have no option -x.
             more = () if session in ("lint", "typing") else ("--", "-x")
             command = [sys.executable, "-m", "nox", "-s", session, *more]
             done = subprocess.run(

@@ -1,11 +1,11 @@
-"""Write core's table of what vLLM's operators look like, from the sdists of its releases.
+"""Write core's table of vLLM operator schemas, from the sdists of vLLM's releases.
 
     python tools/operator_schemas.py FOLDER
 
-FOLDER holds one sdist or more of every supported minor release (`pip download --no-deps
---no-binary vllm vllm==X`). In the table are the operators that bindings name, and those that
-vLLM reads wherever it compiles a model. The schemas are those of vLLM's CUDA build, which devices
-outside vLLM's tree mirror.
+FOLDER contains at least one sdist of every supported minor release (`pip download --no-deps
+--no-binary vllm vllm==X`). The table contains operators that bindings refer to, and operators that
+vLLM reads whenever it compiles a model. The schemas are those of vLLM's CUDA build, which
+out-of-tree devices mirror.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ SOURCES = Path(__file__).resolve().parents[1] / "packages" / "vllm-fl-core" / "s
 TABLE = SOURCES / "vllm_fl" / "integration" / "schemas.json"
 
 CUDA_BUILD = re.compile(r"csrc/(libtorch_stable/)?(moe/)?torch_bindings\.cpp")
-"""The files that define the CUDA build's operators."""
+"""Files that define the operators of the CUDA build."""
 
 PASS = "vllm/compilation/passes/utility/fix_functionalization.py"
-"""The pass over compiled graphs that runs on every platform and reads operators; the others that
-read some are imported for CUDA, ROCm and XPU alone."""
+"""The pass over compiled graphs that reads operators on every platform. Other passes that read
+operators are imported only for CUDA, ROCm and XPU."""
 
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _DEFINITION = re.compile(rf"\.def\(\s*((?:{_STRING}\s*)+)")
@@ -39,11 +39,11 @@ _PROBED = re.compile(r'hasattr\(\s*torch\.ops\.(\w+),\s*"(\w+)"')
 
 
 def defined(source: str, extension: str) -> Iterator[tuple[str, str]]:
-    """(operator, schema) of every definition in a C++ file.
+    """Yield (operator, schema) of each definition in a C++ file.
 
     Args:
-        source: the file's text.
-        extension: what the macro TORCH_EXTENSION_NAME stands for in it.
+        source: text of the file.
+        extension: value of the macro TORCH_EXTENSION_NAME.
     """
     source = _COMMENT.sub("", source)
     blocks = [
@@ -58,24 +58,25 @@ def defined(source: str, extension: str) -> Iterator[tuple[str, str]]:
 
 
 def probed(source: str) -> set[str]:
-    """The operators of which a Python file asks whether they are there."""
+    """Operators that a Python file tests with `hasattr`."""
     return {"::".join(names) for names in _PROBED.findall(source)}
 
 
 def read(source: str) -> set[str]:
-    """The operators that a Python file reads without asking whether they are there."""
+    """Operators that a Python file uses without testing whether they exist."""
     return {"::".join(names) for names in _READ.findall(source)} - probed(source)
 
 
 def facts(sdist: Path) -> tuple[dict[str, tuple[str, str]], set[str]]:
-    """What one release says.
+    """Read the operators of one release.
 
     Returns:
-        (operator -> its schema and the file that has it, the operators that `PASS` reads).
+        (operator -> its schema and source file, the operators that `PASS` reads).
 
     Raises:
-        ValueError: one operator has two schemas, or vLLM probes for one that `PASS` reads: where
-            it is defined without a kernel, that answer would be wrong.
+        ValueError: an operator has two schemas, or vLLM tests the existence of an operator that
+            `PASS` reads. core defines such operators without a kernel, so the test would succeed
+            wrongly.
     """
     schemas: dict[str, tuple[str, str]] = {}
     asked: set[str] = set()
@@ -102,15 +103,15 @@ def facts(sdist: Path) -> tuple[dict[str, tuple[str, str]], set[str]]:
 
 
 def table(found: Mapping[tuple[int, int], Iterable[Any]], names: Iterable[str]) -> dict[str, Any]:
-    """The table.
+    """Build the table.
 
     Args:
-        found: minor release -> what `facts` says of each of its sdists.
-        names: the operators that are wanted whether or not vLLM reads them.
+        found: minor release -> results of `facts`, one for each of its sdists.
+        names: operators to include even if `PASS` does not read them.
 
     Raises:
-        ValueError: two sdists of one minor release differ, or `PASS` reads an operator of vLLM's
-            that no file defines.
+        ValueError: two sdists of a minor release differ, or no file defines an operator of vLLM
+            that `PASS` reads.
     """
     spans: dict[tuple[str, str, bool], dict[str, Any]] = {}
     for minor, several in sorted(found.items()):
@@ -118,7 +119,7 @@ def table(found: Mapping[tuple[int, int], Iterable[Any]], names: Iterable[str]) 
         (schemas, wanted), *others = several
         if any(other != (schemas, wanted) for other in others):
             raise ValueError(f"the sdists of {release} differ")
-        wanted = {name for name in wanted if name.startswith("_")}  # torch's own are there
+        wanted = {name for name in wanted if name.startswith("_")}  # without torch's operators
         if lost := wanted - schemas.keys():
             raise ValueError(f"{release}: nothing defines {', '.join(sorted(lost))}")
         for name in sorted({*names, *wanted} & schemas.keys()):
@@ -139,7 +140,7 @@ def table(found: Mapping[tuple[int, int], Iterable[Any]], names: Iterable[str]) 
 
 
 def bound() -> set[str]:
-    """The operators that bindings name."""
+    """Operators that bindings refer to."""
     sys.path.insert(0, str(SOURCES))
     from vllm_fl.contracts.binding import OperatorTarget
     from vllm_fl.integration.targets import targets
@@ -149,7 +150,6 @@ def bound() -> set[str]:
 
 
 def main() -> None:
-    """Write the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="where the sdists lie")
     found: dict[tuple[int, int], list[Any]] = {}

@@ -1,10 +1,10 @@
-"""Draw docs/pictures: a plan, and a plot of a report, each for light and for dark pages.
+"""Draw docs/pictures: a plan and a plot of a benchmark report, for light and for dark pages.
 
     python tools/pictures.py
 
-Both show real output. The plan is what `vllm-fl explain` says of an eager engine here: run it where
-the example vllm-fl-cpu, vllm-fl-reference and `vllm-fl-tools[report]` are installed. The plot is
-taken from the page of `vllm-fl show --html`, of the table in benchmarks/results.
+Both show real output. The plan is that of `vllm-fl explain --mode eager`: run this in an
+environment with the example vllm-fl-cpu, vllm-fl-reference and `vllm-fl-tools[report]`. The plot is
+cut from `vllm-fl show --html` of the tuning table in benchmarks/results.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ WIDTH = 880
 
 
 def main() -> None:
-    """Write the four files."""
     pictures = {"plan": [*plan_picture(candidates())], "report": [*report_picture(*report_plot())]}
     for name, lines in pictures.items():
         text = "\n".join(lines) + "\n"
@@ -38,32 +37,31 @@ def main() -> None:
 
 
 def coloured(text: str, number: int) -> str:
-    """The picture with colours of one kind of page: an `<img>` cannot be handed any."""
+    """Replace CSS variables by their colours for light (0) or dark (1): `<img>` inherits none."""
     return re.sub(r"var\((--[\w-]+)\)", lambda found: COLOURS[found[1]][number], text)
 
 
 def vllm_fl(*arguments: str) -> str:
-    """What the command answers."""
     command = [sys.executable, "-m", "vllm_fl_tools.cli", *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def candidates() -> dict[str, tuple[list[str], str]]:
-    """Op -> its candidates for an eager engine, the chosen one first, and one of its layers."""
+    """Op -> its candidates for an eager engine in order, and the layer or operator it replaces."""
     found = {}
     for op in OPS:
         answer = json.loads(vllm_fl("explain", op, "--mode", "eager", "--json"))
         (mode,) = answer["modes"]
         taken = [each for each in mode["candidates"] if each["status"] != "rejected"]
         ids = [each["impl_id"].replace("stock.vllm", "stock") for each in taken]
-        ids = ids[: ids.index("stock") + 1]  # vLLM's own code refuses no call
+        ids = ids[: ids.index("stock") + 1]  # stock accepts every call
         layer = answer["places"][0].partition(",")[0].removeprefix("layer ")
         found[op] = ids, layer.removeprefix("operator ")
     return found
 
 
 def plan_picture(plan: Mapping[str, tuple[Sequence[str], str]]) -> Iterator[str]:
-    """A row for each op: what vLLM calls, and who may answer, in order."""
+    """Draw one row per op: the layer or operator, and its candidates in order."""
     top, step, left, first, chip = 84, 46, 20, 330, 150
     height = top + step * len(plan) + 56
     yield opening(WIDTH, height, "A plan: what vLLM runs, and who computes it")
@@ -101,7 +99,7 @@ def plan_picture(plan: Mapping[str, tuple[Sequence[str], str]]) -> Iterator[str]
 
 
 def report_plot() -> tuple[str, list[str]]:
-    """The first plot of the report's page, and the implementations of the table, by name."""
+    """The first plot of the HTML report, and the sorted names of its implementations."""
     table = stored_table()
     with tempfile.TemporaryDirectory() as folder:
         file, page = Path(folder) / "table.json", Path(folder) / "page.html"
@@ -114,7 +112,7 @@ def report_plot() -> tuple[str, list[str]]:
 
 
 def report_picture(plot: str, drawn: Sequence[str]) -> Iterator[str]:
-    """The plot, with its title and who is drawn how."""
+    """Draw the plot with a title and a legend."""
     look = looks(drawn)
     yield opening(600, 470, "A plot of vllm-fl show --html: µs of a call by tokens")
     yield words(24, 36, "qk_norm_rope of Qwen3-8B on one H200, 2026-11-22", weight=600)
@@ -133,7 +131,7 @@ def report_picture(plot: str, drawn: Sequence[str]) -> Iterator[str]:
 
 
 def opening(width: int, height: int, about: str) -> str:
-    """The beginning of a picture on ground of its own, so that it can be read on any page."""
+    """The start of an SVG with its own background, readable on pages of any colour."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
         f'xmlns:xlink="http://www.w3.org/1999/xlink" width="{width}" height="{height}" '
@@ -143,7 +141,6 @@ def opening(width: int, height: int, about: str) -> str:
 
 
 def arrow(x: float, y: float, length: float) -> str:
-    """An arrow to the right."""
     return f'<path d="M{x:g} {y:g}h{length:g}m-5 -4l5 4l-5 4" fill="none" stroke="var(--muted)"/>'
 
 
@@ -157,7 +154,6 @@ def words(
     anchor: str = "start",
     weight: int = 400,
 ) -> str:
-    """One line of text."""
     return (
         f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="var({fill})" '
         f'text-anchor="{anchor}" font-weight="{weight}">{escape(text)}</text>'

@@ -1,8 +1,8 @@
-"""How far an engine is from another, or from the truth, on prose that a real model can read.
+"""Compare an engine with stock, and with transformers in float32, on texts for real models.
 
-Two right engines round differently, and a perplexity hides that: errors of both signs cancel in it.
-So the differences of log-probabilities are looked at token by token, by quantiles, and what stock
-holds to be the likeliest token is compared where it is so by a clear lead.
+Correct engines round differently. Perplexity hides differences, because errors of both signs
+cancel. The log-probabilities are therefore compared per token, by quantiles. The likeliest tokens
+are compared at positions with a clear lead in stock.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ __all__ = [
 ]
 
 TEXT_TOKENS = 512
-"""Of each text."""
+"""Tokens per text."""
 
 NEW_TOKENS = 24
-"""Of each answer."""
+"""Tokens per answer."""
 
 CLEAR = 0.7
-"""A lead in nats that no rounding turns. In bfloat16 two right engines differed nowhere in the
-likeliest of 1 200 tokens where it led by 0.3."""
+"""A lead in nats that rounding does not reverse. Two correct bfloat16 engines agreed on the
+likeliest of 1 200 tokens wherever its lead was at least 0.3."""
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -70,7 +70,7 @@ OPENINGS = (
 
 
 def _texts(tokenizer: Any) -> list[list[int]]:
-    """The token ids of a licence and of documentation, that lie on every machine."""
+    """Token ids of a licence and of Python's documentation, which every machine has."""
     import argparse
     import decimal
     import logging
@@ -79,13 +79,13 @@ def _texts(tokenizer: Any) -> list[list[int]]:
     licence = (Path(__file__).resolve().parent.parent / "LICENSE").read_text()
     documented = (argparse, decimal, random, logging, argparse.ArgumentParser, logging.Logger)
     documentation = "\n\n".join(filter(None, map(inspect.getdoc, documented)))
-    # White space is most of a licence's layout, and each run of it has a token of its own.
+    # Collapse white space: a licence contains much, and each run of spaces is a token.
     flowing = (" ".join(text.split()) for text in (licence, documentation))
     return [tokenizer(text)["input_ids"][:TEXT_TOKENS] for text in flowing]
 
 
 def _prompts(tokenizer: Any) -> list[list[int]]:
-    """The token ids of questions, through the chat template where the model has one."""
+    """Token ids of questions, in the model's chat template if it has one."""
     if not tokenizer.chat_template:
         return [tokenizer(text)["input_ids"] for text in OPENINGS]
     asked = ([{"role": "user", "content": question}] for question in QUESTIONS)
@@ -105,7 +105,7 @@ def _read(folder: str) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def job(folder: Path, *, eager: bool = True, adapter: str = "", **options: Any) -> Job:
-    """The questions in one batch, then the texts."""
+    """Job with the questions as one batch, followed by the scored texts."""
     options = {"max_model_len": TEXT_TOKENS + NEW_TOKENS, "max_num_seqs": 16, **options}
     scored, asked = _read(str(folder))
     return Job(
@@ -122,14 +122,14 @@ def job(folder: Path, *, eager: bool = True, adapter: str = "", **options: Any) 
 
 
 def logps(told: dict[str, Any]) -> list[float]:
-    """The log-probability of each token of the texts but the first."""
+    """Log-probability of each token of the texts, except each first."""
     return [logp for text in told["logprobs"] for logp in text]
 
 
 def truth(folder: Path, change: Callable[[Any], None] | None = None) -> list[float]:
-    """The same by transformers, from the model's weights, computed in float32.
+    """Compute the same log-probabilities in transformers, in float32.
 
-    `change` is given transformers' model before it computes.
+    `change` can modify transformers' model first.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -141,7 +141,7 @@ def truth(folder: Path, change: Callable[[Any], None] | None = None) -> list[flo
             change(model)
         for ids in _read(str(folder))[0]:
             hidden = model.model(torch.tensor([ids])).last_hidden_state[0]
-            for first in range(0, len(ids) - 1, 64):  # whose logits fit in memory
+            for first in range(0, len(ids) - 1, 64):  # 64 rows of logits fit in memory
                 following = ids[first + 1 : first + 65]
                 rows = model.lm_head(hidden[first : first + len(following)]).log_softmax(-1)
                 found += [row[token].item() for row, token in zip(rows, following, strict=True)]
@@ -150,11 +150,11 @@ def truth(folder: Path, change: Callable[[Any], None] | None = None) -> list[flo
 
 @dataclass(frozen=True)
 class Distance:
-    """The differences of two sides' log-probabilities.
+    """Differences between log-probabilities of two engines.
 
     Args:
-        median, p99, largest: of their magnitudes.
-        mean: with their signs; what is wrong everywhere shows in it.
+        median, p99, largest: of the absolute differences.
+        mean: of the signed differences; shows systematic errors.
     """
 
     median: float
@@ -170,7 +170,7 @@ class Distance:
 
 
 def distance(mine: Sequence[float], other: Sequence[float]) -> Distance:
-    """How far `mine` is from `other`. What is not finite is infinitely far."""
+    """Differences of `mine` from `other`; infinite if any value is not finite."""
     differences = [a - b for a, b in zip(mine, other, strict=True)]
     if not all(map(math.isfinite, differences)):
         return Distance(math.inf, math.inf, math.inf, math.inf)
@@ -185,7 +185,7 @@ def distance(mine: Sequence[float], other: Sequence[float]) -> Distance:
 
 @dataclass(frozen=True)
 class Bars:
-    """What a `Distance` of a right engine stays below."""
+    """Limits of a `Distance` for a correct engine."""
 
     median: float
     p99: float
@@ -195,31 +195,31 @@ class Bars:
         return f"median {self.median:.2g}, p99 {self.p99:.2g}, mean {self.mean:.2g}"
 
     def exceeded(self, found: Distance) -> list[str]:
-        """What is above."""
+        """Describe each exceeded limit."""
         seen = {"median": found.median, "p99": found.p99, "mean": abs(found.mean)}
         above = ((name, value, getattr(self, name)) for name, value in seen.items())
         return [f"{name} {v:.2g} (at most {bar:.2g})" for name, v, bar in above if not v <= bar]
 
 
 RIGHT = Bars(median=0.05, p99=0.4, mean=0.02)
-"""Of a right engine in bfloat16 to stock. With 30 layers the rounding of both comes to 0.03 in the
-median and to 0.26 for one token in a hundred."""
+"""Limits of a correct bfloat16 engine's distance from stock. With 30 layers, the rounding of both
+engines amounts to a median of 0.03 and a p99 of 0.26."""
 
 APART = 2
-"""As far as two right engines may be from each other for one token in a hundred, in errors of
-stock's: a model that magnifies its own rounding magnifies both. Independent ones come to 1.41."""
+"""Limit of the p99 distance between two correct engines, as a multiple of stock's p99 error. A
+model that magnifies rounding magnifies the errors of both. Independent errors give 1.41."""
 
 WORSE = 1.5
-"""How many times stock's own error a right engine's may be in the median. What rounds twice where
-stock rounds once has 1.41 times its error."""
+"""Limit of a correct engine's median error, as a multiple of stock's median error. Rounding twice
+where stock rounds once gives 1.41."""
 
 EXACT = Bars(median=2e-5, p99=2e-4, mean=2e-5)
-"""Of a right engine in float32, where kernels add up in another order and round nothing else."""
+"""Limits of a correct float32 engine; its kernels differ from stock only in the order of sums."""
 
 
 def problems(stock: dict[str, Any], mine: dict[str, Any], true: Sequence[float]) -> list[str]:
-    """Why an engine in bfloat16 is not as right as stock: it is far from stock, or farther from the
-    truth than stock, or of another opinion where stock's is clear."""
+    """Explain why a bfloat16 engine is less accurate than stock: too far from stock, farther from
+    `true` than stock, or another likeliest token although stock's lead is clear. Empty if none."""
     of_stock, of_mine = logps(stock), logps(mine)
     own = distance(of_stock, true)
     apart = replace(RIGHT, p99=max(RIGHT.p99, APART * own.p99))
@@ -237,14 +237,14 @@ def disagreements(
     clear: float = CLEAR,
     true: Sequence[float] | None = None,
 ) -> list[str]:
-    """Where the likeliest tokens differ although stock's lead is clear.
+    """Describe the positions at which the likeliest tokens differ although stock's lead is clear.
 
-    In the texts every token is compared, and that `mine` differs counts where it is not nearer to
-    the truth than stock; in answers those up to the first that differs, since from there on the
-    engines see different inputs.
+    In texts, all tokens are compared; a difference is ignored if `mine` is nearer to `true` than
+    stock. Answers are compared up to the first token that differs, because afterwards the engines
+    have different inputs.
 
     Raises:
-        ValueError: stock's lead is clear in few places, so that nothing would be said.
+        ValueError: stock's lead is clear at fewer than 300 positions, too few for a conclusion.
     """
     places = [(text, at) for text, of in enumerate(stock["logprobs"]) for at in range(len(of))]
     told = zip(places, logps(stock), logps(mine), true or logps(stock), strict=True)

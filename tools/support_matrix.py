@@ -2,8 +2,8 @@
 
     python tools/support_matrix.py
 
-tests/test_docs.py compares the page with the runs. A new file in docs/support is a new section;
-nothing else has to be said here. `nox -s support` makes those that need no device.
+tests/test_docs.py compares the page with the runs. Each file in docs/support becomes a section of
+the page. `nox -s support` creates the files of all runs that do not need a device.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["PAGE", "RUNS", "page"]
 
 ROOT = Path(__file__).resolve().parent.parent
 SHOWN = 10
-"""Samples that a cell names; the run's file has the others."""
+"""Maximum sample names in a cell; the run's file lists all."""
 
 RUNS = ROOT / "docs" / "support"
 PAGE = ROOT / "docs" / "support-matrix.md"
 
 LAYOUT = re.compile(r", \w+ (numbers apart|transposed in memory)$")
-"""What a sample's name has besides where one of its arguments lies in memory otherwise."""
+"""Suffix of a sample's name for another memory layout of one of its arguments."""
 
 INTRODUCTION = """\
 # Support matrix
@@ -51,13 +51,13 @@ implementation that came later is missing there until the run is made again.
 
 
 def page(runs: Mapping[str, Mapping[str, Any]]) -> str:
-    """The page.
+    """Render the page.
 
     Args:
-        runs: file name -> what `vllm-fl verify --json` printed.
+        runs: file name -> output of `vllm-fl verify --json`.
 
     Raises:
-        ValueError: a file is of another schema, holds no result, or not all of a run.
+        ValueError: a file has another schema, lacks results, or contains only a part of a run.
     """
     lines = [INTRODUCTION]
     lines += [_row("run", "made on", "dtypes", "same bits in any batch"), _row(*["---"] * 4)]
@@ -73,10 +73,10 @@ def page(runs: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _summary(name: str, run: Mapping[str, Any]) -> str:
-    """Of how many rows of the run's table the bits are the same in any batch, in every dtype."""
+    """A table row: number of implementations with batch-independent bits in all dtypes."""
     same: dict[tuple[str, str], list[bool]] = {}
     for result in run["results"]:
-        found = result.get("determinism") or {}  # runs of before know nothing of it
+        found = result.get("determinism") or {}  # missing in older runs
         if found.get("batches") is not None:
             same.setdefault((result["op"], result["impl_id"]), []).append(found["batches"])
     said = f"{sum(map(all, same.values()))} of {len(same)}" if same else "not measured"
@@ -129,18 +129,18 @@ def _cell(result: Mapping[str, Any]) -> str:
     if not samples["ok"]:
         return "refused"
     parts = [f"{samples['ok']} of {total}", f"{result['worst']:.2f}"]
-    same = result.get("determinism") or {}  # runs of before know nothing of it
+    same = result.get("determinism") or {}  # missing in older runs
     if same.get("runs") is False:
         parts.append("other bits in each run")
     elif same.get("batches") is not None:
         parts.append("any batch" if same["batches"] else "bits differ by batch")
-    if result.get("call") is not None:  # runs of before have times
+    if result.get("call") is not None:  # older runs have times
         parts.append(f"{result['call']['microseconds']:.0f} µs")
     return ", ".join(parts)
 
 
 def _refusals(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Rows of op, implementation and the samples that it refuses, without their other layouts."""
+    """Table rows of refused samples; other layouts of a refused sample are omitted."""
     samples: dict[tuple[str, str], dict[str, None]] = {}
     for result in results:
         for finding in result["findings"]:
@@ -159,7 +159,6 @@ def _row(*cells: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Text that Markdown shows as it is."""
     text = " ".join(text.split())
     for mark in "\\`*_|<>[]":
         text = text.replace(mark, f"\\{mark}")

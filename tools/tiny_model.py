@@ -1,4 +1,4 @@
-"""Tiny models with random weights, for real engine runs; nothing comes from a model hub."""
+"""Create tiny models with random weights for engine tests; no model hub is used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMMON = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
-    # The default spread of 0.02 gives logits near zero, in which a wrong kernel would hide.
+    # The default of 0.02 gives logits near zero, which would hide incorrect kernels.
     "initializer_range": 0.1,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -75,7 +75,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
             "first_k_dense_replace": 1,
             "num_key_value_heads": 8,
             "q_lora_rank": 128,
-            "kv_lora_rank": 512,  # with 64 rotated ones what vLLM's kernels for the CPU take
+            "kv_lora_rank": 512,  # with 64 rotary dimensions: required by vLLM's CPU kernels
             "qk_nope_head_dim": 64,
             "qk_rope_head_dim": 64,
             "v_head_dim": 64,
@@ -123,15 +123,15 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
             "num_local_experts": 4,
             "intermediate_size_mlp": 512,
             "interleave_moe_layer_step": 2,
-            "no_rope_layers": [1, 0],  # 0: without rope and norms of heads
+            "no_rope_layers": [1, 0],  # 0: no rope and no head norms
         },
     ),
 }
-"""Name -> transformers' class prefix and what it has beside COMMON."""
+"""Name -> class prefix in transformers, and settings in addition to COMMON."""
 
 
 def make(folder: Path, family: str = "qwen3", *, seed: int = 0, **sizes: object) -> Path:
-    """Save a model of this family into `folder/family`, in bfloat16, and return that folder."""
+    """Save a bfloat16 model of `family` in `folder/family` unless it exists; return that path."""
     import torch
     import transformers
 
@@ -146,7 +146,7 @@ def make(folder: Path, family: str = "qwen3", *, seed: int = 0, **sizes: object)
     with torch.no_grad():
         model = model_cls(config)
         for name, parameter in model.named_parameters():
-            if "norm" in name:  # made as ones, which would hide how a norm uses its weight
+            if "norm" in name:  # initialised to ones, which hides how a norm uses its weight
                 parameter.add_(torch.rand_like(parameter) - 0.5)
         model = model.to(torch.bfloat16)
     model.save_pretrained(path)
@@ -155,7 +155,7 @@ def make(folder: Path, family: str = "qwen3", *, seed: int = 0, **sizes: object)
 
 
 def _named_for_vllm(path: Path) -> None:
-    """Add what a served checkpoint states and `save_pretrained` may leave out."""
+    """Add `torch_dtype`, which `save_pretrained` may omit, to the configuration."""
     file = path / "config.json"
     config = json.loads(file.read_text())
     config.setdefault("torch_dtype", "bfloat16")

@@ -1,9 +1,9 @@
-"""Count what a reader of docs/ has to read: words of each page, of a sentence, and for each reader.
+"""Count the words in docs/: by page, by sentence, and by kind of reader.
 
     python tools/words.py
 
-A reader's pages are those that the reader's section of docs/README.md names. What that section
-names under a heading of its own, as "To look up", is looked up and not read.
+The pages of a kind of reader are the first link in each table row of its section in docs/README.md.
+Pages below a subheading, such as "To look up", are not counted.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ DOCS = ROOT / "docs"
 
 
 def pages() -> list[Path]:
-    """Every page that somebody wrote: those of the ops and of wrong kernels are made by tools."""
+    """All pages except the generated ones (ops, wrong kernels)."""
     made = (DOCS / "ops", DOCS / "wrong-kernels")
     written = (path for path in DOCS.rglob("*.md") if path.parent not in made)
     return sorted([*written, *ROOT.glob("*.md")])
 
 
 def sentences(text: str) -> list[str]:
-    """Those of the prose, without drawings, tables and headings; code is one word."""
+    """Sentences of the prose, without code blocks, tables and headings; inline code is one word."""
     prose = re.sub(r"^```.*?^```|^[|#<].*?$", "", text, flags=re.M | re.S)
     prose = re.sub(r"`[^`]+`", "code", re.sub(r"\]\([^)]+\)", "]", prose))
     parts = re.split(r"\n\s*\n|\n\s*(?:-|\d+\.) |[.!?][*)\"]*\s", prose)
@@ -31,14 +31,14 @@ def sentences(text: str) -> list[str]:
 
 
 def longest_cell(text: str) -> int:
-    """The words of the longest cell of a table."""
+    """Words in the longest table cell."""
     rows = re.findall(r"^\|.*$", text, re.M)
     cells = (cell for row in rows for cell in re.split(r"(?<!\\)\|", row))
     return max((len(cell.split()) for cell in cells), default=0)
 
 
 def readers() -> dict[str, list[Path]]:
-    """Section of docs/README.md -> the pages that it leads to."""
+    """Section of docs/README.md -> its linked pages."""
     found = {}
     for section in re.split(r"^## ", (DOCS / "README.md").read_text(), flags=re.M)[1:]:
         title, _, text = section.partition("\n")
@@ -49,7 +49,6 @@ def readers() -> dict[str, list[Path]]:
 
 
 def main() -> None:
-    """Print the tables."""
     print("page                                words  a sentence  longest cell")
     for path in pages():
         text = path.read_text()

@@ -1,9 +1,9 @@
-"""The read bandwidth of a GPU's memory, by one named kernel: what decoding is limited by.
+"""Measure a GPU's memory read bandwidth, which limits decoding, with the kernel `read_kernel`.
 
     python benchmarks/gpu/bandwidth.py
 
-A decoding step of one token reads each weight once. `read_kernel` does nothing else: it adds up
-4 GiB of numbers, many times what caches hold. JSON goes to standard output, in bytes per second.
+A decoding step of one token reads each weight once. `read_kernel` only sums 4 GiB of numbers, many
+times the size of the caches. Prints JSON, in bytes per second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TIMES = 20
 
 @triton.jit
 def read_kernel(numbers, sums, length, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Each program adds up every so-many-th block of float32 numbers."""
+    """Sum float32 blocks, each program with a stride of the number of programs."""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(tl.program_id(0) * BLOCK, length, tl.num_programs(0) * BLOCK):
         total += tl.load(numbers + start + tl.arange(0, BLOCK))
@@ -29,7 +29,7 @@ def read_kernel(numbers, sums, length, BLOCK: tl.constexpr):  # type: ignore[no-
 
 
 def seconds_of(run) -> float:  # type: ignore[no-untyped-def]
-    """The least of several times, by the device's clock."""
+    """Minimum of several durations on the device's clock."""
     best = float("inf")
     for _ in range(TIMES):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -42,7 +42,6 @@ def seconds_of(run) -> float:  # type: ignore[no-untyped-def]
 
 
 def main() -> None:
-    """Measure reading, and copying for comparison."""
     numbers = torch.zeros(BYTES // 4, device="cuda")
     other = torch.empty_like(numbers)
     processors = torch.cuda.get_device_properties(0).multi_processor_count

@@ -1,7 +1,7 @@
-"""vLLM's layers on FlagGems with nothing between: what its kernels cost without any choosing.
+"""Replace forwards of vLLM layers by FlagGems functions, without dispatch, as a baseline.
 
-Every forward of RMSNorm, SiluAndMul and RotaryEmbedding is FlagGems's own function, in eager mode.
-The engine's processes are forked from one that has called `install`.
+Covers RMSNorm, SiluAndMul and RotaryEmbedding in eager mode. Call `install` in the process that
+forks the engine's processes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FORWARDS = ("forward_native", "forward_cuda")
 
 @functools.cache
 def gems() -> Any:
-    """FlagGems, imported behind vLLM's extension as it must be, by who computes first."""
+    """Import FlagGems, which must be imported after vLLM's extension."""
     import_module("vllm._C_stable_libtorch")
     return import_module("flag_gems")
 

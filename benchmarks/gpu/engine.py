@@ -1,18 +1,17 @@
-"""vLLM's engine on a GPU, a model's shapes with dummy weights: stock, shipped and FlagGems.
+"""Compare stock, shipped and FlagGems on vLLM's GPU engine, with dummy weights.
 
     python benchmarks/gpu/engine.py [--model qwen3-8b] [--modes compiled eager] [--variants …]
         [--rounds 6] [--kernels 5] [--ranks 2]
 
-The engines of one mode are loaded side by side, each in a process of its own with its part of the
-memory, and work in turn: every round visits all of them with each workload, in another
-order each time, since who comes after an idle moment finds the GPU cooler and its clocks higher. A
-ratio is taken inside a round; over twice as many rounds as engines, of each pair both have been
-first equally often. `steady` is the speed of the fastest quarter of a visit's decode steps: what
-else the host does only ever makes a step longer. JSON goes to $OUT/engine.json after every round,
-with the µs of each step.
+The engines of one mode run in separate processes, all loaded at once, each with a share of the
+memory. Each round visits all of them with each workload, in another order each time, because after
+an idle moment the GPU is cooler and its clocks are higher. Ratios are computed within a round; in
+twice as many rounds as engines, each engine of a pair is first equally often. `steady` is the speed
+of the fastest quarter of a visit's decode steps, because other load only makes steps slower.
+$OUT/engine.json is rewritten after each round, with the µs of each step.
 
-`--kernels` adds rounds in which PyTorch's profiler sees what the GPU does in single steps: the sum
-of all kernels' times, as a ratio inside a round, and the longest kernels.
+`--kernels` adds rounds that profile single steps with PyTorch's profiler: the total kernel time, as
+a ratio within a round, and the longest kernels.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ OPTIONS = {
     "max_num_batched_tokens": 16384,
     "enable_prefix_caching": False,
 }
-"""What every engine here is started with."""
+"""Options of all engines."""
 
 ALONE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-"""Nothing is fetched from or reported to anywhere."""
+"""No downloads and no usage reports."""
 
 WORKLOADS = {
     "batch 1": (1, 128, 128),
@@ -57,7 +56,7 @@ WORKLOADS = {
     "batch 64": (64, 128, 128),
     "prefill": (16, 1024, 1),
 }
-"""Name -> (prompts, tokens of each, new tokens of each)."""
+"""Name -> (number of prompts, tokens per prompt, new tokens per prompt)."""
 
 STEPS = {
     "decode, batch 1": (1, 1, 17),
@@ -66,13 +65,13 @@ STEPS = {
     "prefill of 1024": (1, 1024, 1),
     "prefill": (16, 1024, 1),
 }
-"""What is profiled: name -> (prompts, tokens of each, new tokens of each: as many steps)."""
+"""Profiled workloads: name -> (number of prompts, tokens per prompt, new tokens = steps)."""
 
 MEMORY_GIB = 35.0
-"""What an engine is given of a GPU's memory, or an equal part of it where that is less."""
+"""GPU memory per engine; less if equal shares are smaller."""
 
 SHOWN = 16
-"""How many of an engine's kernels are printed."""
+"""Number of kernels printed per engine."""
 
 STOCK = {"VLLM_PLUGINS": ""}
 ONLY_LAYERS = {"VLLM_FL_PREFER": "flagos", "VLLM_FL_PER_OP": "attention_backend=stock"}
@@ -91,16 +90,16 @@ VARIANTS: dict[str, tuple[dict[str, str], bool]] = {
     "flagos-attention": ({"VLLM_FL_PER_OP": "attention_backend=flagos"}, True),
     "table": ({"VLLM_FL_TABLE": os.environ.get("TABLE", "")}, True),
 }
-"""Name -> (what the environment says, whether vllm-fl takes part).
+"""Name -> (environment variables, whether vllm-fl is active).
 
-`table` is default settings with the table of `vllm-fl tune` that the variable TABLE names. In
-`shipped-early` kernels begin while the one before them ends.
+`stock-again` shows the difference between two engines with the same code; `stock-fusion` is stock
+with its pass for head norms and rope. `table` is default settings with the tuning table in the file
+$TABLE. In `shipped-early`, kernels start before the previous one ends.
 
-`stock-again` shows what two engines of one code differ by; `stock-fusion` is stock with its pass
-for norms of heads and rope. `flagos` is FlagGems for every layer but attention, `experts` for the
-experts alone; `direct` is what `flagos` does without vllm-fl, see direct.py: in eager mode only.
-`flagos-shadow-1` is `flagos` with 1 % of its steps sampled; `steady` shows those that are not, and
-of `flagos-shadow-100` what a sampled one takes.
+`flagos` uses FlagGems for all layers except attention, `experts` only for the experts. `direct`
+does the same as `flagos` without vllm-fl, only in eager mode (direct.py). `flagos-shadow-1` is
+`flagos` with 1 % of its steps sampled: its `steady` shows unsampled steps, that of
+`flagos-shadow-100` sampled ones.
 """
 
 FURTHER: dict[str, dict[str, Any]] = {
@@ -111,7 +110,7 @@ FURTHER: dict[str, dict[str, Any]] = {
         },
     },
 }
-"""Variant -> what vLLM is told beside OPTIONS."""
+"""Variant -> vLLM options in addition to OPTIONS."""
 
 BARS = {
     ("compiled", "shipped"): {"batch 1": 0.995, "batch 64": 0.995, "prefill": 0.995},
@@ -119,23 +118,23 @@ BARS = {
     ("compiled", "flagos"): {"batch 1": 0.88, "batch 64": 0.90, "prefill": 0.94},
     ("eager", "flagos"): {"batch 1": 0.48, "batch 64": 0.52, "prefill": 0.96},
 }
-"""(mode, variant) -> the smallest share of stock's tokens per second."""
+"""(mode, variant) -> the minimum share of stock's tokens per second."""
 
 OTHERS = ("stock", "direct", "flagos")
-"""The variants with which each of the others is compared."""
+"""Baselines for all variants."""
 
 Speeds = dict[str, dict[str, list[float]]]
-"""Engine -> workload -> tokens per second, round by round."""
+"""Engine -> workload -> tokens per second of each round."""
 
 
 def prompts(seed: str, batch: int, length: int, vocabulary: int) -> list[list[int]]:
-    """Random ones: no round finds an earlier one's prefix."""
+    """Random prompts (lists of token ids) that differ between seeds."""
     pick = random.Random(seed)
     return [[pick.randrange(3, vocabulary) for _ in range(length)] for _ in range(batch)]
 
 
 class Engine:
-    """A running engine, idle until it is asked."""
+    """A running engine that works only on request."""
 
     def __init__(
         self, name: str, process: subprocess.Popen[str], log: Path, vocabulary: int
@@ -144,12 +143,11 @@ class Engine:
         self.ready: dict[str, Any] = {}
 
     def wait(self) -> None:
-        """Wait until it is ready."""
         self.ready = self.answer(START_TIMEOUT)
         print(f"{self.name}: ready in {self.ready['seconds']:.0f} s", flush=True)
 
     def generate(self, workload: str, seed: int) -> tuple[float, float | None, list[float]]:
-        """Tokens per second, of prompt and output and of steady decoding if any; steps' seconds."""
+        """Tokens per second (in total, and of steady decoding if any), and seconds of each step."""
         batch, length, new = WORKLOADS[workload]
         words = prompts(f"{workload} {seed}", batch, length, self.vocabulary)
         answer = self.ask({"prompts": words, "new_tokens": new})
@@ -158,9 +156,9 @@ class Engine:
         return batch * (length + new) / float(answer["seconds"]), steady, answer["steps"]
 
     def kernels(self, step: str, seed: int) -> dict[str, list[float]]:
-        """Kernel -> its µs and calls in one step, the longest first."""
+        """Kernel -> its µs and calls in one step, longest first."""
         batch, length, new = STEPS[step]
-        for part in ("before", "seen"):  # what comes after an idle moment is slower at first
+        for part in ("before", "seen"):  # warm up: after an idle moment the GPU is slower
             words = prompts(f"{step} {seed} {part}", batch, length, self.vocabulary)
             job = {"prompts": words, "new_tokens": new}
             answer = self.ask({**job, "profile": True} if part == "seen" else job)
@@ -169,7 +167,7 @@ class Engine:
         return dict(sorted(per_step.items(), key=lambda item: -item[1][0]))
 
     def unprofiled(self, step: str) -> str:
-        """What its log says of a profile without kernels."""
+        """Log lines about a profile without kernels."""
         lines = self.log.read_text(errors="replace").splitlines()[-400:]
         words = ("cupti", "kineto", "profiler")
         about = [line for line in lines if any(word in line.lower() for word in words)]
@@ -177,18 +175,18 @@ class Engine:
         return f"the profile of {step!r} has no kernel: this round is left out ({why})"
 
     def peak_mib(self) -> float:
-        """The most device memory that its tensors have taken; the driver's count has slack, too."""
+        """Peak device memory of the engine's tensors; the driver's number includes slack."""
         return float(self.ask({"memory": True})["peak_mib"])
 
     def ask(self, job: dict[str, Any]) -> dict[str, Any]:
-        """What the engine answers to one job."""
+        """Send a job to the engine and return its answer."""
         assert self.process.stdin is not None
         print(json.dumps(job), file=self.process.stdin)
         self.process.stdin.flush()
         return self.answer(ANSWER_TIMEOUT)
 
     def answer(self, timeout: float) -> dict[str, Any]:
-        """The next line that the engine writes; RuntimeError with its log when there is none."""
+        """Read the next answer of the engine; RuntimeError with its log if it does not answer."""
         assert self.process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self.process.stdout, selectors.EVENT_READ)
@@ -210,10 +208,10 @@ def running(
     waits: bool = True,
     **further: Any,
 ) -> Iterator[Engine]:
-    """Start an engine and wait until it is ready; end all its processes at the end.
+    """Start an engine and wait until it is ready; kill all its processes on exit.
 
-    One after the other: an engine measures the free memory while it starts. Those that are told how
-    large their KV cache is may start at once: `waits` is false then.
+    Start engines one after the other, because an engine measures the free memory at startup.
+    Engines with a fixed KV cache size may start at once, with `waits=False`.
     """
     variables, ours = VARIANTS[name]
     request = {
@@ -232,9 +230,8 @@ def running(
     environment = {
         **os.environ,
         **ALONE,
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function is sent to the worker
-        # What two engines of one code differ by is not what they compiled, but where both start at
-        # once.
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions are sent to the worker
+        # `stock` and `stock-again` share compiled code, unless they start at once.
         "VLLM_CACHE_ROOT": str(folder / f"cache-{mode}-{name.removesuffix('-again' * waits)}"),
         **variables,
     }
@@ -261,7 +258,7 @@ def running(
 
 
 def memory_of(session: int) -> int | None:
-    """MiB of device memory of the processes of an engine; None where the driver does not tell."""
+    """Device memory of an engine's processes in MiB; None if the driver does not report it."""
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     asked = subprocess.run(query, capture_output=True, text=True, check=False).stdout
     used = None
@@ -274,7 +271,7 @@ def memory_of(session: int) -> int | None:
 
 
 def compare(mode: str, engines: Mapping[str, Engine], rounds: int) -> Iterator[dict[str, Any]]:
-    """What is known after each round: tokens per second, and ratios to stock, per workload."""
+    """Yield the results after each round: tokens per second and ratios to stock, per workload."""
     names = list(engines)
     speeds: Speeds = {n: {w: [] for w in WORKLOADS} for n in names}
     steady: Speeds = {n: {w: [] for w in WORKLOADS if WORKLOADS[w][2] > 1} for n in names}
@@ -320,15 +317,15 @@ def compare(mode: str, engines: Mapping[str, Engine], rounds: int) -> Iterator[d
 
 
 def profiled(engines: Mapping[str, Engine], rounds: int) -> Iterator[dict[str, Any]]:
-    """What is known of the GPU's kernels after each round.
+    """Yield the kernel times after each round.
 
-    A profile may lack its kernels, as one on an H100 did. It is asked for once more then; a round
-    in which an engine shows none in a step is left out for this step.
+    A profile may lack its kernels (seen on an H100). It is then repeated once; if the kernels of an
+    engine are missing again, the round is dropped for this step.
 
-    Returns:
-        Engine -> step -> `us`, the sum of all kernels' times, round by round; `of_stock`, the
-        quartiles of its ratio to stock's in the same round, None without a round; `kernels`,
-        name -> [µs, calls] of the last round.
+    Yields:
+        Engine -> step -> `us`, the total kernel time of each round; `of_stock`, the quartiles of
+        its ratio to stock in the same round, None without a round; `kernels`, name -> [µs, calls]
+        of the last round.
     """
     sums: dict[str, dict[str, list[float]]] = {name: {s: [] for s in STEPS} for name in engines}
     last: dict[str, dict[str, Any]] = {name: {s: {} for s in STEPS} for name in engines}
@@ -360,7 +357,7 @@ def profiled(engines: Mapping[str, Engine], rounds: int) -> Iterator[dict[str, A
 
 
 def quartiles(values: list[float]) -> dict[str, float] | None:
-    """The lower quartile, the median and the upper one; None of nothing."""
+    """Lower quartile, median and upper quartile; None for an empty list."""
     if not values:
         return None
     few = len(values) < 2
@@ -369,7 +366,7 @@ def quartiles(values: list[float]) -> dict[str, float] | None:
 
 
 def kernel_table(found: dict[str, Any]) -> str:
-    """The GPU's time in each step, and the longest kernels of each engine in it."""
+    """Format the GPU time of each step, and the longest kernels of each engine."""
     lines = []
     for step in STEPS:
         for name, of_engine in found.items():
@@ -387,19 +384,19 @@ def kernel_table(found: dict[str, Any]) -> str:
 
 
 def ratios(speeds: Speeds, name: str, other: str, workload: str) -> dict[str, float]:
-    """Median, smallest and largest ratio to another engine, round by round."""
+    """Median, minimum and maximum of the ratio to another engine in the same round."""
     pairs = zip(speeds[name][workload], speeds[other][workload], strict=True)
     found = [mine / its for mine, its in pairs]
     return {"median": statistics.median(found), "low": min(found), "high": max(found)}
 
 
 def spread(ratio: dict[str, float]) -> str:
-    """As `0.914 (0.912 – 0.916)`."""
+    """Format as `0.914 (0.912 – 0.916)`."""
     return f"{ratio['median']:.3f} ({ratio['low']:.3f} – {ratio['high']:.3f})"
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result of a mode, a line per engine and workload."""
+    """Format the result of a mode, a line per engine and workload."""
     lines = []
     for name, engine in result["engines"].items():
         bars = BARS.get((result["mode"], name), {}) if result["model"] == "qwen3-8b" else {}
@@ -423,13 +420,11 @@ def table(result: dict[str, Any]) -> str:
 
 
 def keep(out: Path, results: dict[str, Any]) -> None:
-    """Write what is known so far."""
     text = json.dumps({"host": facts(), "results": results}, indent=1)
     (out / "engine.json").write_text(text)
 
 
 def main() -> None:
-    """Measure the modes that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     modes, variants = ["compiled", "eager"], ["stock", "shipped", "flagos"]
     parser.add_argument("--model", default="qwen3-8b", choices=MODELS)
@@ -473,7 +468,7 @@ def main() -> None:
                         continue
                     engines[name] = engine
                 if "stock" not in engines or len(engines) < 2:
-                    continue  # nothing to compare: spend no more time on the device
+                    continue  # nothing to compare: save device time
                 for result in compare(mode, engines, options.rounds):
                     results[mode] = {"model": options.model, **result}
                     keep(out, results)

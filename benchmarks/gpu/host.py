@@ -1,4 +1,4 @@
-"""The GPU and the versions that figures hold for."""
+"""The GPU and the software versions of the figures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DISTRIBUTIONS = (
 
 @cache
 def facts() -> dict[str, Any]:
-    """Name, driver and clocks of the GPU, and the installed releases. Leaves CUDA alone."""
+    """GPU name, driver and clocks, and the installed releases. Does not initialise CUDA."""
     query = "name,driver_version,memory.total,clocks.max.sm,clocks.max.mem,power.limit"
     asked = subprocess.run(
         ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"],
@@ -40,7 +40,7 @@ def facts() -> dict[str, Any]:
 
 
 def memory_gib() -> float:
-    """The memory of the first GPU."""
+    """Memory of the first GPU in GiB."""
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     asked = subprocess.run(query, capture_output=True, text=True, check=True)
     return int(asked.stdout.splitlines()[0]) / 1024

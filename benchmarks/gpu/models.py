@@ -1,23 +1,22 @@
-"""Default settings beside stock vLLM on a GPU: several models' shapes, with dummy weights.
+"""Compare vllm-fl's default settings with stock on a GPU: several models, with dummy weights.
 
     python benchmarks/gpu/models.py [--models qwen3-8b llama-3.1-8b …] [--rounds 5] [--kernels 3]
         [--new-tokens 64] [--seconds 480] [--ranks 4]
 
-Of each model three engines work in turns: stock, stock once more, and vllm-fl as it is installed.
-They are told how large their KV cache is, and start at once. What is shown of the second and the
-third, beside the first:
+For each model three engines alternate: stock, stock again, and vllm-fl as installed. Their KV cache
+size is fixed, so they start at once. Results of the second and third, relative to the first:
 
-    tokens per second      of prompts and outputs, as a client sees it; median and range
+    tokens per second      of prompts and outputs, from the client's view; median and range
     steady decoding        steps per second of the fastest quarter of a visit's steps
-    kernels' time          the sum of all kernels' times of one step (less is faster)
-    of the read bandwidth  the bytes of the weights that a decoding step of one token reads, by its
-                           time, as a share of what `read_kernel` (bandwidth.py) reads there
+    kernels' time          total kernel time of one step (less is faster)
+    of the read bandwidth  bytes of weights that a decoding step of one token reads, divided by its
+                           time, relative to the bandwidth of `read_kernel` (bandwidth.py)
 
-With `--ranks` each engine has that many GPUs, tensor parallel, and shares them with the others; the
-weights, and what a GPU reads of them, are then those of one rank.
+`--ranks` gives each engine that many GPUs (tensor parallel), which the engines share; weights and
+read bandwidth are then per rank.
 
-One line of JSON for each model is appended to $OUT/models.jsonl. With `--seconds` it ends in time,
-and says what it left out: measure the others by another call, and append.
+Appends one JSON line per model to $OUT/models.jsonl. `--seconds` limits the time; the models that
+were not measured are printed, for another run.
 """
 
 from __future__ import annotations
@@ -44,17 +43,17 @@ HERE = Path(__file__).resolve().parent
 VARIANTS = ("stock", "stock-again", "shipped")
 
 CACHE_BYTES = 3 * 2**30
-"""Of KV cache for each engine: 64 sequences of 256 tokens, and 16 prompts of 1024."""
+"""KV cache per engine: 64 sequences of 256 tokens, and 16 prompts of 1024."""
 
 SHARE = 0.29
-"""Of the device's memory that must be free where an engine starts."""
+"""Share of the device's memory that must be free when an engine starts."""
 
 LEAST_SECONDS = 230.0
-"""Less time than this is none for another model."""
+"""No model is started with less time left."""
 
 
 def bandwidth() -> dict[str, Any]:
-    """What the device reads and copies, in bytes per second."""
+    """The device's read and copy bandwidth in bytes per second."""
     asked = [sys.executable, str(HERE / "bandwidth.py")]
     done = subprocess.run(asked, capture_output=True, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -64,7 +63,7 @@ def bandwidth() -> dict[str, Any]:
 def measure(
     name: str, options: argparse.Namespace, folder: Path, deadline: float
 ) -> dict[str, Any]:
-    """What is known of one model when its rounds, or the time, have ended."""
+    """Measure one model until its rounds or the time are used up."""
     config, further = MODELS[name]
     model = folder / name
     model.mkdir()
@@ -96,7 +95,7 @@ def measure(
 
 
 def shown(result: dict[str, Any], read: float) -> str:
-    """A model's figures, a line for each engine and workload."""
+    """Format a model's figures, a line per engine and workload."""
     lines = [
         f"{result['model']}, {result['layers']} layers, ranks: {result['ranks']}, "
         f"{result['weights'] / 1e9:.2f} GB of "
@@ -125,7 +124,6 @@ def shown(result: dict[str, Any], read: float) -> str:
 
 
 def main() -> None:
-    """Measure the models that were asked for."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=MODELS)
     parser.add_argument("--variants", nargs="+", default=[*VARIANTS], choices=engine.VARIANTS)
@@ -155,7 +153,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             try:
                 result = measure(name, options, Path(scratch), deadline - 20)
-            except RuntimeError as error:  # an engine's log is in it
+            except RuntimeError as error:  # it contains an engine's log
                 print(f"{name}: not measured: {error}", flush=True)
                 result = {"model": name, "failed": str(error)}
             for log in Path(scratch).glob("*shipped.log"):

@@ -1,10 +1,10 @@
-"""Times each op of every implementation on a GPU, inside a CUDA graph and launched eagerly.
+"""Time all implementations of each op on a GPU, in a CUDA graph and launched eagerly.
 
     python benchmarks/gpu/ops.py [--tokens 1 16 256 4096 16384] [--ops …] [--rounds 5]
 
-Shapes: Qwen3-8B, bf16. `graph` is the kernel's time, `eager` the host's time to launch it, `over`
-what the wrapper adds to the bare call of the kernel library, all in µs; `copy` is the share of the
-bandwidth that a copy of as many bytes reaches. JSON goes to $OUT/ops.json.
+Shapes: Qwen3-8B, bf16. In µs: `graph` is the kernel's time, `eager` the host's time to launch it,
+`over` the overhead of the wrapper over a direct call of the kernel library. `copy` is the share of
+the bandwidth of a copy of the same size. JSON goes to $OUT/ops.json.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Row:
-    """One implementation's figures for one op and shape; medians of `rounds`, µs."""
+    """Figures of one implementation for one op and shape: medians of `rounds`, in µs."""
 
     op: str
     tokens: int
@@ -47,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Shape:
-    """One op's arguments, and how many bytes it must move."""
+    """Arguments of an op, and the bytes that it must move."""
 
     op: str
     args: tuple[Any, ...]
@@ -55,7 +55,7 @@ class Shape:
 
 
 def shapes(tokens: int) -> Iterator[Shape]:
-    """The ops of one layer of Qwen3-8B."""
+    """Arguments for the ops of one Qwen3-8B layer."""
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda").to(DTYPE)
@@ -81,11 +81,11 @@ def shapes(tokens: int) -> Iterator[Shape]:
 
 
 OWN = ("gelu_and_mul", "rms_norm", "rotary_embedding", "silu_and_mul")
-"""The ops whose arguments `shapes` states; those of any other are its contract's samples."""
+"""Ops with arguments in `shapes`; other ops use their contract's samples."""
 
 
 def others(tokens: int) -> Iterator[Shape]:
-    """The ops that Qwen3-8B has no layer of, at its sizes."""
+    """Arguments, at Qwen3-8B's sizes, for ops that it does not use."""
     from vllm_fl.plugins.registry import known_contracts
     from vllm_fl_ops.contracts.rules import typical_sizes
 
@@ -111,10 +111,9 @@ def others(tokens: int) -> Iterator[Shape]:
 
 
 def implementations(op: str) -> dict[str, Callable[..., Any]]:
-    """Name -> the op as a layer in eager mode calls it; Inductor's is the reference compiled.
+    """Name -> the op as an eager layer calls it; for Inductor, the compiled reference.
 
-    That is: with the guard of a plan around each implementation, `supports` included, and leave to
-    overwrite its arguments.
+    Each implementation has its plan's guard, with `supports`, and may overwrite its arguments.
     """
     from vllm_fl.dispatch import SelectionPolicy, get_default_manager
     from vllm_fl.dispatch.guard import call_guard
@@ -139,7 +138,7 @@ def implementations(op: str) -> dict[str, Callable[..., Any]]:
 
 
 def bare(op: str, impl: str, args: tuple[Any, ...]) -> Call | None:
-    """The kernel library called straight with these arguments, where such a call is known here."""
+    """A direct call of the kernel library with these arguments; None if it is not known."""
     if op not in OWN:
         return None
     if impl == "default.flagos":
@@ -167,7 +166,7 @@ def bare(op: str, impl: str, args: tuple[Any, ...]) -> Call | None:
 
 
 def bare_cuda(op: str, args: tuple[Any, ...]) -> Call:
-    """vLLM's C++ kernel called straight."""
+    """A direct call of vLLM's C++ kernel."""
     from vllm_fl_cuda.impl import kernel
     from vllm_fl_ops.contracts.cos_sin import joint_cos_sin
 
@@ -193,7 +192,7 @@ def bare_cuda(op: str, args: tuple[Any, ...]) -> Call:
 
 
 def host_time(call: Call) -> float:
-    """µs of host time per eager launch. Few enough launches that the queue does not fill."""
+    """Host time per eager launch in µs, with few enough launches not to fill the queue."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(LAUNCHES):
@@ -204,21 +203,21 @@ def host_time(call: Call) -> float:
 
 
 def graph_time(call: Call) -> float:
-    """µs of the kernels inside a CUDA graph."""
+    """Time of the kernels in a CUDA graph, in µs."""
     import triton
 
     return float(triton.testing.do_bench_cudagraph(call, rep=20)) * 1e3
 
 
 def copy_time(bytes_moved: int) -> float:
-    """µs of a copy that reads half of these bytes and writes the other half."""
+    """Time in µs of a copy that reads half of these bytes and writes the other half."""
     source = torch.empty(max(bytes_moved // 2, 1), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return graph_time(lambda: target.copy_(source))
 
 
 def rows(tokens: int, ops: list[str], rounds: int) -> Iterator[Row]:
-    """Every implementation of every op for one batch size, in interleaved rounds."""
+    """Measure all implementations of the ops at one batch size, in interleaved rounds."""
     for shape in shapes(tokens):
         if shape.op not in ops:
             continue
@@ -264,7 +263,6 @@ def rows(tokens: int, ops: list[str], rounds: int) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Print the table and write it down."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--ops", nargs="+", default=None)

@@ -1,4 +1,4 @@
-"""The shapes of models that are measured, with dummy weights: configurations as vLLM reads them."""
+"""vLLM configurations of the measured models, for dummy weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODEL: Config = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-"""Qwen3-8B's."""
+"""Qwen3-8B."""
 
 EXPERTS: Config = {
     **MODEL,
@@ -42,7 +42,7 @@ EXPERTS: Config = {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
-    "num_hidden_layers": 12,  # of 48, so that engines fit side by side
+    "num_hidden_layers": 12,  # of 48, to fit several engines into memory
     "num_key_value_heads": 4,
 }
 
@@ -65,7 +65,7 @@ NEMO: Config = {
     "model_type": "mistral",
     "hidden_size": 5120,
     "intermediate_size": 14336,
-    "num_hidden_layers": 28,  # of 40, so that engines fit side by side
+    "num_hidden_layers": 28,  # of 40, to fit several engines into memory
     "vocab_size": 131_072,
     "rms_norm_eps": 1e-5,
     "sliding_window": None,
@@ -113,4 +113,4 @@ MODELS: dict[str, tuple[Config, dict[str, Any]]] = {
     "qwen3-30b-a3b": (EXPERTS, {}),
     "qwen3-8b-fp8": (MODEL, {"quantization": "fp8"}),
 }
-"""Name -> (its configuration, further arguments of vllm.LLM)."""
+"""Name -> (configuration, further arguments of vllm.LLM)."""

@@ -1,27 +1,27 @@
-"""What a start of vLLM costs with vllm-fl on a GPU, a model's shapes: stock and shipped.
+"""Measure vLLM's startup with vllm-fl on a GPU, with a model's shapes: stock and shipped.
 
     python benchmarks/gpu/startup.py [--model qwen3-8b] [--modes compiled eager] [--variants …]
         [--cold 2] [--warm 1] [--seconds 480] [--ranks 1 2 4]
 
-Engines start one after the other, each alone on the devices, in turns. With `--ranks` each has that
-many of them, tensor parallel, and there are starts of each number. A cold start finds every
-cache empty: vLLM's, Inductor's, Triton's and FlagGems's. Behind the last cold start of all variants
-the warm ones find them as it left them. JSON goes to $OUT/startup.json after every start:
+Engines start one after the other, each with exclusive use of the devices, alternating between
+variants. `--ranks` lists the numbers of devices per engine (tensor parallel). Cold starts have
+empty caches (vLLM, Inductor, Triton, FlagGems). Warm starts follow the last cold start of all
+variants and use its caches. $OUT/startup.json is rewritten after each start:
 
-    ranks               how many the engine has
-    phases              phase -> seconds; of stock vLLM what its log says, of vllm-fl what its
-                        report says, too (`vllm_fl_report`, `start`)
-    ranges              range of token counts -> seconds of compiling its graphs, by vLLM's log
-    preflight_seconds   what the start line says; null for stock
-    live_calls          calls compared on the loaded model's tensors, by the same line
-    live_seconds        how long that took, its forwards included
-    live_remarks        why there was no such run, and what was not compared in it
-    captured            implementation -> [graphs, seconds of capturing and replaying them]
-    engine_seconds      from vllm.LLM(…) to an engine that takes requests
-    total_seconds       the same from the start of the process, imports included
+    ranks               number of ranks of the engine
+    phases              phase -> seconds, from vLLM's log; for vllm-fl also from its report
+                        (`vllm_fl_report`, `start`)
+    ranges              range of token counts -> seconds to compile its graphs, from vLLM's log
+    preflight_seconds   from the start line; null for stock
+    live_calls          calls compared on the loaded model's tensors, from the same line
+    live_seconds        duration of that comparison, with its forward passes
+    live_remarks        why there was no comparison, and what it did not cover
+    captured            implementation -> [graphs, seconds to capture and replay them]
+    engine_seconds      from vllm.LLM(…) until the engine accepts requests
+    total_seconds       the same from the start of the process, with imports
     kv_blocks           vLLM's num_gpu_blocks
-    peak_mib            the most device memory of its tensors, after serving a batch
-    memory_mib          what the driver counts for its processes; null where it does not tell
+    peak_mib            peak device memory of its tensors, after serving a batch
+    memory_mib          memory of its processes by the driver; null if not reported
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ SAID = {
     "graphs": r"Graph capturing finished in (\d+) secs",
     "profile, cache and warm-up": r"init engine \(.*\) took ([\d.]+) s",
 }
-"""Phase -> what vLLM's log says of it. A release may say it otherwise: that phase is left out."""
+"""Phase -> pattern in vLLM's log. A phase is missing if the release logs it in other words."""
 
 RANGE = re.compile(r"Compiling a graph for compile range (\(.*?\)|\S+) takes ([\d.]+) s")
 
 SHARE = 0.9
-"""Of the device's memory, as vLLM takes by default."""
+"""Share of the device's memory, vLLM's default."""
 
 SLACK_MIB = 16
 
 
 def used_mib() -> int:
-    """The memory of the visible devices that is in use, by whomever."""
+    """Memory in use on the visible devices, by all processes."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     query += [f"--id={visible}"] if visible else []
@@ -76,21 +76,21 @@ def used_mib() -> int:
 
 
 def wait_for_memory(before: int, limit: float = 60.0) -> None:
-    """Wait until an ended engine's memory is free: the next one sizes its KV cache by that."""
+    """Wait until the memory of an ended engine is free: the next one's KV cache depends on it."""
     deadline = time.monotonic() + limit
     while used_mib() > before + SLACK_MIB and time.monotonic() < deadline:
         time.sleep(0.5)
 
 
 def phases(log: str, ready: dict[str, Any]) -> dict[str, float]:
-    """Phase -> seconds, by vLLM's log, and by the worker's report where there is one."""
+    """Phase -> seconds, from vLLM's log and, if present, the worker report."""
     found = {what: re.findall(pattern, log) for what, pattern in SAID.items()}
     told = {f"log: {what}": sum(map(float, each)) for what, each in found.items() if each}
     return told | {k: round(v, 2) for k, v in (ready["report"] or {}).get("start", {}).items()}
 
 
 def start(name: str, mode: str, model: Path, folder: Path, **further: Any) -> dict[str, Any]:
-    """Start an engine, serve one batch and end it; RuntimeError with its log when it fails."""
+    """Start an engine, serve one batch and end it; RuntimeError with its log if it fails."""
     for variable in ("TRITON_CACHE_DIR", "FLAGGEMS_CACHE_DIR"):
         os.environ[variable] = str(folder / f"{variable}-{name}")
     begun = time.perf_counter()
@@ -122,7 +122,7 @@ def start(name: str, mode: str, model: Path, folder: Path, **further: Any) -> di
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Median seconds of every phase, of cold starts and of warm ones, a column for each engine."""
+    """Format median seconds of each phase for cold and warm starts, a column per engine."""
     lines = []
     for which in dict.fromkeys((each["ranks"], each["mode"], each["kind"]) for each in results):
         of_kind = [
@@ -142,14 +142,13 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def flat(result: dict[str, Any]) -> dict[str, float]:
-    """What of a start is seconds."""
+    """All durations in a result, in seconds."""
     ranges = {f"log: range {where}": took for where, took in result["ranges"].items()}
     whole = {"from LLM(…)": result["engine_seconds"], "the whole": result["total_seconds"]}
     return whole | result["phases"] | ranges
 
 
 def main() -> None:
-    """Start what was asked for, and print a line of JSON for each start."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     modes, variants = ["compiled", "eager"], ["stock", "shipped"]
     parser.add_argument("--model", default="qwen3-8b", choices=MODELS)
@@ -167,7 +166,7 @@ def main() -> None:
         return
     deadline = time.monotonic() + options.seconds
     out = Path(os.environ.get("OUT", "."))
-    os.environ["VLLM_FL_LOG_LEVEL"] = "DEBUG"  # which names what is captured
+    os.environ["VLLM_FL_LOG_LEVEL"] = "DEBUG"  # logs the captured implementations
     config, further = MODELS[options.model]
     results: list[dict[str, Any]] = []
     before = used_mib()

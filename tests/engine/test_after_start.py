@@ -1,4 +1,4 @@
-"""After the start: less memory, updated weights, an engine that is longer than its model."""
+"""After startup: less memory, updated weights, an engine with more positions than its model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 def test_a_reload_of_equal_weights_changes_nothing_in_an_engine_longer_than_its_model(
     engine: Runner, model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The reference refuses positions beyond its table, so that none were made."""
+    """The reference does not support positions beyond its table, so none may be generated."""
     folder = model("qwen3")
     updates = [
         ["reload_weights", {}, True],

@@ -1,4 +1,4 @@
-"""The attention backend: the plan's is used; vLLM's own where it was told one, or none answers."""
+"""The attention backend: the plan's; or vLLM's, if set by the user or if no plugin provides one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies in an engine: a ban, a slip, strict mode, and batch-invariant implementations."""
+"""Policies in an engine: a ban, a typo, strict mode, and batch-invariant implementations."""
 
 from __future__ import annotations
 

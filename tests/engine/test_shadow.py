@@ -1,4 +1,4 @@
-"""A shadow in real engines: it names what drifts, and changes nothing that is served."""
+"""Shadow checks in real engines: they report drift and change no result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLANNED = ("rms_norm", "rotary_embedding", "silu_and_mul")
 
 
 def tallies(report: dict[str, Any], op: str) -> dict[str, list[dict[str, Any]]]:
-    """Implementation -> what was seen of it, one for each bucket."""
+    """Implementation -> its tallies, one for each bucket."""
     return {impl_id: [*by.values()] for impl_id, by in report["shadow"]["compared"][op].items()}
 
 

@@ -1,4 +1,4 @@
-"""The shared compiled engine, on a plugin's device: passes of ours put ops into vLLM's graphs."""
+"""The shared compiled engine, on a plugin's device: our passes insert ops into vLLM's graphs."""
 
 from __future__ import annotations
 

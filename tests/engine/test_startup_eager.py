@@ -1,4 +1,4 @@
-"""The shared eager engine: plugins' code serves in every kind of target that eager mode has."""
+"""The shared eager engine: plugins' code runs in every kind of target that eager mode has."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from engine_run import largest_difference
 from startups import OWN, Startup
 
 VENDOR_SHARE = 0.1
-"""Largest difference of logits, as a share of the largest logit, between two correct plans: see
-test_models."""
+"""Largest relative difference of logits between two correct plans: see test_models."""
 
 OF_CPU = ("rms_norm", "rotary_embedding", "silu_and_mul")
 

@@ -1,4 +1,4 @@
-"""The shared engine with wrong kernels, each seen at another moment: off by name, then stock."""
+"""The shared engine with wrong kernels, detected at different moments: disabled, then stock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shared engine of two ranks, through vLLM's own executor: one plan, agreed on by both."""
+"""The shared engine of two ranks, through vLLM's executor: both agree on one plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from engine_run import largest_difference
 from startups import Startup
 
 VENDOR_SHARE = 0.1
-"""As in test_startup_eager."""
+"""See test_startup_eager."""
 
 
 def test_a_kernel_that_is_wrong_on_one_rank_is_off_on_both(startup: Startup) -> None:

@@ -1,4 +1,4 @@
-"""Core alone; without the ops; without verification; and everything without a backend."""
+"""Core only; without the ops; without verification; and everything without a backend."""
 
 from __future__ import annotations
 
@@ -112,11 +112,7 @@ def test_a_backend_without_the_ops_runs_nothing_unverified(install: Install) -> 
     installed = install("vllm-fl-reference", engine=True, without=(OPS,))
     done = installed.command("explain", "rms_norm")
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-2].endswith(
-        "has no contract, by which 'reference.torch' of vllm-fl-reference "
-        f"{installed.plugins()['vllm-fl-reference']['version']} would be verified: "
-        f"{MISSING}. [FL201]"
-    )
+    assert MISSING in done.stderr.splitlines()[-2]
     assert "FL217" in {f["code"] for f in installed.answer("doctor", status=1)["findings"]}
 
 
@@ -147,7 +143,7 @@ except EngineFailed as error:
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """`serve(installed, **variables)`: a tiny model in an engine, its log or why it failed."""
+    """`serve(installed, **variables)`: the log of an engine with a tiny model, or why it failed."""
 
     def run(installed: Installed, **variables: str) -> dict[str, Any]:
         tools = str(envs.ROOT / "tools")

@@ -1,4 +1,4 @@
-"""A distribution of which a part is missing, next to a sound one: it is named, the other works."""
+"""A distribution with a missing part, next to a sound one: it is reported, the other works."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ NO_METADATA = "fl_twin_a-1.0.dist-info has no METADATA"
 
 
 def info(site: Path) -> Path:
-    """The folder of its metadata."""
     return next(site.glob("fl_twin_a-*.dist-info"))
 
 
@@ -48,7 +47,7 @@ REFUSED = {
     lose_module: "ModuleNotFoundError: No module named 'fl_twin_a'",
     lose_metadata: f"{NO_METADATA}: it is half uninstalled",
 }
-"""What is still found -> why it is refused; the others are no longer found as plugins."""
+"""Entry point that is still found -> why it is rejected; the other files are no longer found."""
 
 
 def findings(installed: Installed, check: str, **variables: str) -> list[dict[str, Any]]:

@@ -1,9 +1,9 @@
-"""Times vLLM's CPU kernels against PyTorch's form of each op, on the shapes of Qwen3-0.6B.
+"""Time vLLM's CPU kernels against PyTorch for each op, on the shapes of Qwen3-0.6B.
 
     python benchmarks/kernels.py [--threads 1 2] [--tokens 1 16 256] [--rounds 15]
 
-Prints the median µs per call of both, taken in interleaved rounds, and torch / kernel: above 1
-the kernel is faster. The torch form is vllm-fl-reference, which must be installed; in-place kernels
+Prints the median µs per call of both, in interleaved rounds, and torch / kernel (above 1 the kernel
+is faster). PyTorch's implementation is vllm-fl-reference, which must be installed. In-place kernels
 are timed in place, as layers call them.
 """
 
@@ -29,7 +29,7 @@ Call = Callable[[], Any]
 
 
 def cases(tokens: int, dtype: torch.dtype) -> Iterator[tuple[str, Call, Call]]:
-    """(name, torch's call, the kernel's call) for each op of one layer."""
+    """Yield (name, PyTorch's call, the kernel's call) for each op of one layer."""
     gated = torch.randn(tokens, 2 * INTERMEDIATE).to(dtype)
     yield (
         "silu_and_mul",
@@ -71,7 +71,7 @@ def cases(tokens: int, dtype: torch.dtype) -> Iterator[tuple[str, Call, Call]]:
 
 
 def medians(calls: tuple[Call, ...], repeats: int, rounds: int) -> list[float]:
-    """The median µs per call of each, over interleaved rounds."""
+    """Median µs per call of each, in interleaved rounds."""
     times: list[list[float]] = [[] for _ in calls]
     for call in calls:
         call()
@@ -85,7 +85,6 @@ def medians(calls: tuple[Call, ...], repeats: int, rounds: int) -> list[float]:
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 256])

@@ -1,4 +1,4 @@
-"""What the tests of this backend share."""
+"""Fixtures of this backend's tests."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
     ]
 )
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """Each dtype in which models are served."""
     return request.param
 
 
 @pytest.fixture(params=registered(register_ops()).values(), ids=lambda impl: impl.op_name)
 def impl(request: pytest.FixtureRequest) -> OpImpl:
-    """Each implementation of this backend."""
     return request.param

@@ -1,4 +1,4 @@
-"""The backend keeps every contract."""
+"""Run the conformance kit."""
 
 from __future__ import annotations
 

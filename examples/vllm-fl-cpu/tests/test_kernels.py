@@ -1,5 +1,5 @@
-"""What the conformance kit does not ask: which calls are not refused, and what only these kernels
-get wrong or end the process with."""
+"""Tests beyond the conformance kit: supported calls, and calls that these kernels get wrong or that
+crash the process."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ IMPLS = registered(register_ops())
 
 CPU = torch.device("cpu")
 ROUNDED = {"gelu_and_mul", "gelu_fast", "gelu_new", "quick_gelu", "rms_norm", "silu_and_mul"}
-"""The ops whose kernels get float32 where they would cut bfloat16 off."""
+"""Ops that pass float32 to kernels that truncate bfloat16."""
 
 CUTS_OFF = shared.cuts_off(torch.bfloat16)
 
 
 @pytest.fixture(autouse=True)
 def _as_where_kernels_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On any processor: those that do not round are as the others but for the last bit."""
+    """Assume kernels that round on all processors: others differ only in the last bit."""
     monkeypatch.setattr(shared, "_cuts_bfloat16_off", lambda: False)
 
 
 def leans(op: str) -> float:
-    """The median over the contract's samples in bfloat16, each of which is right; 0 where none
-    tells."""
+    """The median bias over the contract's bfloat16 samples, all of them correct; 0 if unknown."""
     spec = known_contracts().contracts[op]
     samples = spec.samples(torch.bfloat16, CPU)
     compared = [compare(IMPLS[op], spec, sample, torch.bfloat16) for sample in samples]
@@ -106,7 +105,7 @@ def test_pairs_that_would_end_the_process_are_refused() -> None:
 
 
 def _layouts(*shape: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """One tensor per layout that the kernels alone would get wrong, or crash on."""
+    """One tensor per layout that the kernels process incorrectly or crash on."""
     size = torch.Size(shape).numel()
     return {
         "unaligned": torch.randn(size + 1).to(dtype)[1:].view(shape),

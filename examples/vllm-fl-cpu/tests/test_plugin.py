@@ -1,4 +1,4 @@
-"""The plugin as core meets it: what it imports, when it is available, what its policy file says."""
+"""The plugin in core: its imports, its availability, and its policy file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ print({impl.availability() for impl in register_ops()})
 
 
 def python(code: str) -> str:
-    """What `code` prints in a new interpreter."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -86,7 +85,7 @@ def test_asking_does_not_settle_vllms_platform() -> None:
 
 
 def test_every_op_is_available(impl: OpImpl) -> None:
-    # Some kernels vLLM has for AVX-512 alone.
+    # vLLM has some kernels only for AVX-512.
     assert impl.availability() is True or not torch.cpu._is_avx512_supported()
 
 

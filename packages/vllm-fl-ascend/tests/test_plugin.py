@@ -1,4 +1,4 @@
-"""The plugin as core meets it: what it imports, when it is available, what its policy file says."""
+"""The plugin as core uses it: imports, availability, policy file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_without_torch_npu_everything_says_what_to_install() -> None:
 
 
 def without(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """`import torch_npu` fails so."""
+    """`import torch_npu` raises this error."""
     real = builtins.__import__
 
     def fail(name: str, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Implementations for tests: what they return says which one ran."""
+"""Implementations, managers, plans and engines for tests; results identify the implementation."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ PLUGIN_SETTINGS: tuple[SettingSpec[Any], ...] = (
     ),
     SettingSpec("oplist_path", "FLAGGEMS_ENABLE_OPLIST_PATH", "/tmp/flaggems_enable_oplist.txt"),
 )
-"""What a plugin that is not core's declares: those that users of FlagGems have."""
+"""Settings declared by a plugin other than core, as FlagGems users have them."""
 
 
 class _Settings:
-    """A plugin that has these settings and rejects by them."""
+    """A plugin that declares these settings and rejects implementations by them."""
 
     @hookimpl
     def settings(self) -> tuple[SettingSpec[Any], ...]:
@@ -73,7 +73,7 @@ class _Settings:
 
 
 def registry_with_settings(*impls: Impl) -> OpRegistry:
-    """A registry into which the plugin that declares `PLUGIN_SETTINGS` was loaded, and these."""
+    """A registry with `impls` and the plugin that declares `PLUGIN_SETTINGS`."""
     registry = OpRegistry()
     load(registry, [Plugin(Owner("settings"), "settings", _Settings)])
     registry.register_many(impls)
@@ -94,7 +94,7 @@ def kind_of(impl_id: str) -> tuple[BackendImplKind, str | None]:
 
 
 def silu(impl_id: str, mark: float = 0.0, **fields: Any) -> OpImpl:
-    """A `silu_and_mul` that returns half of x, plus its mark."""
+    """A `silu_and_mul` that returns half of x plus `mark`."""
 
     def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         return half(x) + mark
@@ -105,8 +105,6 @@ def silu(impl_id: str, mark: float = 0.0, **fields: Any) -> OpImpl:
 
 
 def failing(impl_id: str, error: BaseException, **fields: Any) -> OpImpl:
-    """A `silu_and_mul` that raises."""
-
     def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         raise error
 
@@ -114,7 +112,7 @@ def failing(impl_id: str, error: BaseException, **fields: Any) -> OpImpl:
 
 
 def refusing(impl_id: str, reason: str, **fields: Any) -> OpImpl:
-    """A `silu_and_mul` whose `supports` says no."""
+    """A `silu_and_mul` that supports no call, for `reason`."""
     return silu(impl_id, supports=lambda x: reason, **fields)
 
 
@@ -124,7 +122,7 @@ def norm(
     verdict: Callable[[], bool | str] = lambda: True,
     **fields: Any,
 ) -> OpImpl:
-    """A `rms_norm` made of fn(x, residual), whose `supports` gives `verdict()`."""
+    """A `rms_norm` that calls fn(x, residual); its `supports` returns `verdict()`."""
 
     def rms_norm(
         x: Any, residual: Any, weight: Any, epsilon: float, variance_size: Any = None
@@ -148,7 +146,7 @@ def planning(
     foreign: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     **fields: Any,
 ) -> Plan:
-    """The plan of an engine whose settings give the manager's policy."""
+    """Plan for an engine with the manager's policy."""
     settings = load_settings({})
     vars(settings)["policy"] = manager.policy
     facts = EngineFacts(settings, mode, sizes=sizes, foreign=foreign)
@@ -157,8 +155,7 @@ def planning(
 
 @cache
 def engine_of(plan: Plan, worker: Any = None) -> Any:
-    """The engine that serves with this plan, in this worker."""
-    from vllm_fl.integration.engines import Engine  # which import vLLM
+    from vllm_fl.integration.engines import Engine  # imports vLLM
 
     engine = Engine(EngineFacts(load_settings({}), plan.mode), 0, worker or SimpleNamespace())
     engine.plan, engine.device = plan, torch.device("cpu")
@@ -167,8 +164,8 @@ def engine_of(plan: Plan, worker: Any = None) -> Any:
 
 @contextmanager
 def taking(plan: Plan, bindings: Any, *patchers: Any, dtype: Any = torch.float32) -> Iterator[Any]:
-    """An engine that serves with this plan, in this thread; yields what each patcher has chosen."""
-    from vllm_fl.integration.engines import calling  # which imports vLLM
+    """Run an engine with this plan in this thread; yield each patcher's choice."""
+    from vllm_fl.integration.engines import calling  # imports vLLM
 
     engine = engine_of(plan)
     chosen = [patcher.choice(plan, bindings, engine.device, dtype) for patcher in patchers]
@@ -182,21 +179,20 @@ def taking(plan: Plan, bindings: Any, *patchers: Any, dtype: Any = torch.float32
 
 
 def extended(manager: OpManager) -> OpManager:
-    """The manager with the extensions that are installed, such as verification."""
+    """Load the installed extensions, such as verification, into the manager."""
     found = [each for each in discover() if each.kind == "extension"]
     load(manager.registry, found)
     return manager
 
 
 def managing(*impls: Impl, **policy: Any) -> OpManager:
-    """A manager that has these, under a policy with these fields."""
     registry = OpRegistry()
     registry.register_many(impls)
     return OpManager(registry, SelectionPolicy(**policy))
 
 
 def silu_kernel(op: Callable[..., torch.Tensor]) -> Callable[..., None]:
-    """`silu_and_mul` as a kernel of a test's operator, which writes its result."""
+    """Wrap `silu_and_mul` as a kernel of a test operator, which writes its result."""
 
     def kernel(out: torch.Tensor, input: torch.Tensor) -> None:
         put(out, op(input))
@@ -205,7 +201,7 @@ def silu_kernel(op: Callable[..., torch.Tensor]) -> Callable[..., None]:
 
 
 def silu_of_kernel(replaced: Callable[..., None]) -> Callable[..., torch.Tensor]:
-    """Such a kernel as `silu_and_mul`."""
+    """Wrap such a kernel as `silu_and_mul`."""
 
     def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))

@@ -1,4 +1,4 @@
-"""Scripts that import vLLM once, and run a part of theirs in one child for each case."""
+"""Run scripts that import vLLM once, and then a part of the script per forked child."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import forked
 __all__ = ["run_each"]
 
 Bodies = Mapping[str, tuple[str, Mapping[str, str]]]
-"""Name -> code, and the variables that its child has besides those of its parent."""
+"""Name -> code, and environment variables that the child gets in addition."""
 
 
 def run_each(head: str, bodies: Bodies, env: Mapping[str, str]) -> dict[str, str]:
-    """Run `head`, then each body in a child that is forked behind it; name -> what it printed."""
+    """Run `head`, then fork a child for each body; return name -> output."""
     with TemporaryDirectory() as folder:
         done = forked.call(_run, head, dict(bodies), folder, env=env)
         assert done.returncode == 0, done.stderr[-5000:]

@@ -1,4 +1,4 @@
-"""A VllmConfig as far as vllm-fl reads it, for tests that start no engine."""
+"""A stand-in for VllmConfig with the attributes that vllm-fl reads, for tests without an engine."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["engine_config"]
 def engine_config(
     entry: object = None, *, mode: object = None, head_size: int | Exception = 64, **fields: Any
 ) -> Any:
-    """The configuration of an engine for a model of 8 query heads.
+    """Configuration of an engine for a model with 8 query heads.
 
     Args:
-        entry: vllm-fl's entry in `additional_config`, where it has one.
-        mode: the compilation mode; None is eager.
-        head_size: the model's, or what it raises when it is asked for it.
+        entry: vllm-fl's entry in `additional_config`, if any.
+        mode: the compilation mode; None for eager.
+        head_size: the model's head size, or an exception raised when it is read.
         fields: `custom_ops`, `pass_config`, `ir_op_priority`, `backend` (of attention),
-            `tensor_parallel_size`; the others are those of the model's text configuration.
+            `tensor_parallel_size`; all others are fields of the model's text configuration.
     """
 
     def told() -> int:

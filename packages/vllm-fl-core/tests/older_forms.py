@@ -1,4 +1,4 @@
-"""Forms of implementations with fewer or more trailing parameters than their contract."""
+"""Implementations with fewer or more trailing parameters than their contract."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def of(op: str, fn: Callable[..., Any], name: str = "acme", **fields: Any) -> Op
 
 
 def held(impl: OpImpl) -> OpImpl:
-    """What the registry makes of it."""
+    """Register `impl` and return what the registry stores."""
     registry = OpRegistry()
     registry.register_impl(impl)
     found = registry.get_implementation(impl.op_name, impl.impl_id)
@@ -26,7 +26,7 @@ def held(impl: OpImpl) -> OpImpl:
     return found
 
 
-# As somebody writes them who has the documentation of the older plugin.
+# Signatures from the documentation of vllm-plugin-FL.
 
 
 def rms_norm(x: Any, residual: Any, weight: Any, epsilon: float) -> Any:
@@ -50,7 +50,7 @@ def rotary_embedding(query: Any, key: Any, cos: Any, sin: Any, position_ids: Any
     return rotate(query), rotate(key)
 
 
-# Of the contract `grown`, which has gained parameters of every kind.
+# Implementations of `grown`, a contract that gained parameters of every kind.
 
 
 def of_first(x: Tensor, shift: float) -> Tensor:

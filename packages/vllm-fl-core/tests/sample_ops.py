@@ -1,4 +1,4 @@
-"""Small ops with every kind of output: their contracts, right implementations, wrong ones."""
+"""Small ops with every kind of output: contracts, correct and incorrect implementations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOLDER = Path(__file__).with_name("sample_contracts")
 
 @contextmanager
 def sample_contracts() -> Iterator[None]:
-    """The contracts of `sample_contracts/` beside those of the distributions of contracts alone."""
+    """Install the contracts of `sample_contracts/` in addition to those of other distributions."""
     with TemporaryDirectory() as folder:
         metadata = Path(folder, "sample_ops-1.dist-info")
         metadata.mkdir()
@@ -48,7 +48,7 @@ def quantise(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
 
 
 def quantise_down(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
-    """Rounds towards zero, as some hardware does: within one step all the same."""
+    """Round towards zero, as some hardware does: still within one step of the reference result."""
     x = x.contiguous()
     wide = x.float() if group is None else x.float().unflatten(-1, (-1, group))
     scale = wide.abs().amax(-1).clamp(min=1e-10) / 127
@@ -70,7 +70,7 @@ def route(logits: Tensor, top_k: int, renormalise: bool = True) -> tuple[Tensor,
 
 
 def route_last_first(logits: Tensor, top_k: int, renormalise: bool = True) -> tuple[Tensor, Tensor]:
-    """Decides ties for the last expert, and gives the experts in ascending order of weight."""
+    """Break ties in favour of the last expert; return experts in ascending order of weight."""
     flipped = logits.float().softmax(-1).flip(-1)
     weights, places = flipped.sort(dim=-1, descending=True, stable=True)
     weights, ids = weights[:, :top_k], logits.shape[-1] - 1 - places[:, :top_k]
@@ -134,7 +134,7 @@ def _routed(change: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -
 
 
 def _next_best(logits: Tensor, top_k: int, renormalise: bool = True) -> tuple[Tensor, Tensor]:
-    """The (k+1)-th expert instead of the k-th."""
+    """Return the (k+1)-th expert instead of the k-th."""
     weights, ids = logits.float().softmax(-1).topk(min(top_k + 1, logits.shape[-1]), dim=-1)
     keep = [*range(top_k - 1), weights.shape[-1] - 1]
     weights, ids = weights[:, keep], ids[:, keep]
@@ -148,7 +148,7 @@ def _one_expert_for_all(logits: Tensor, weights: Tensor, ids: Tensor) -> tuple[T
 
 
 def _drops_the_best_of_ties(logits: Tensor, weights: Tensor, ids: Tensor) -> Any:
-    """Where two experts tie for the last place, both are taken and a surely chosen one is not."""
+    """If two experts tie for the last place, return both and drop a clearly chosen one."""
     order = logits.float().softmax(-1).topk(min(ids.shape[-1] + 1, logits.shape[-1])).values
     tied = (order[:, -1] == order[:, ids.shape[-1] - 1]) & (order.shape[-1] > ids.shape[-1])
     others = logits.float().topk(min(ids.shape[-1] + 1, logits.shape[-1])).indices[:, -1]
@@ -206,7 +206,7 @@ WRONG: dict[str, tuple[str, Callable[..., Any]]] = {
     "the next best expert": ("route", _next_best),
     "both of a tie and not the best": ("route", _routed(_drops_the_best_of_ties)),
 }
-"""What is wrong -> (op, an implementation that is)."""
+"""Fault -> (op, an implementation with this fault)."""
 
 
 def scaled(x: Tensor, group: int | None = None) -> Tensor:
@@ -214,7 +214,7 @@ def scaled(x: Tensor, group: int | None = None) -> Tensor:
 
 
 def impl_of(op: str, fn: Callable[..., Any], **fields: Any) -> OpImpl:
-    """An implementation that refuses what the contract does, and other devices than the CPU."""
+    """An implementation that supports the calls that the contract allows, on the CPU."""
 
     spec = import_module(f"sample_contracts.{op}").SPEC
 

@@ -1,4 +1,4 @@
-"""Code for children that start a worker on a model of two layers, without vLLM's own worker."""
+"""Code for child processes that start a two-layer model without vLLM's worker class."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Where the system in use today does other than its documentation says, ours does what it says.
+"""Behaviour in which vllm-plugin-FL contradicts its documentation, and vllm-fl follows it.
 
-One test for each number of the table in docs/migration.md.
+One test per number of the table in docs/migration.md.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def impl(impl_id: str, error: Exception | None = None, **fields: Any) -> OpImpl:
 
 
 def manager(settings: Settings, *impls: OpImpl) -> OpManager:
-    """A manager that started with these settings, and has these implementations."""
+    """A manager that started with these settings and implementations."""
     registry = registry_with_settings(*(impls or map(impl, KINDS)))
     made = OpManager()
     made.use_startup(Startup((), settings), registry)

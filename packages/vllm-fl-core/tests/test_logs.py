@@ -1,4 +1,4 @@
-"""Logging: visible on stderr where nobody configured it, and never twice where somebody did."""
+"""Logging: on stderr unless the user has configured it, and never twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Core knows no op by name: what it has to know of one stands in the op's contract or binding."""
+"""Core contains no op names: facts about an op belong in its contract or binding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLE = "an example, in words for a reader"
 EXCEPTIONS = {
     ("plugins/types.py", "rms_norm"): EXAMPLE,
 }
-"""(module, op) -> why its name may stand there. Docstrings and comments are not looked at."""
+"""(module, op) -> why its name is allowed. Docstrings and comments are not checked."""
 
 
 @cache
@@ -31,7 +31,7 @@ def core() -> dict[str, ast.Module]:
 
 
 def words(module: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, a name or a string) of a module, but for the strings that document it."""
+    """Yield (line, name or string) of a module, except docstrings."""
     documentation = {
         id(node.value)
         for node in ast.walk(module)
@@ -44,7 +44,7 @@ def words(module: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def named(word: str) -> set[str]:
-    """The ops that a word names, or a text: there a plain word, as `linear`, may mean itself."""
+    """Ops that a name or text contains; in a text, only names with `_`: `linear` is also a word."""
     parts = set(re.findall(r"\w+", word))
     return {op for op in OPS if op == word or (op in parts and "_" in op)}
 

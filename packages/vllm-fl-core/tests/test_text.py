@@ -1,4 +1,4 @@
-"""Foreign text: no secret, no escape sequence and no forged line comes through."""
+"""Foreign text: secrets, escape sequences and forged lines are removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs as vLLM's compiler hands them to passes."""
+"""Graphs like those that vLLM gives to its compiler passes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 def traced(
     function: Callable[..., Any], args: Sequence[torch.Tensor], unknown: Sequence[bool]
 ) -> Iterator[tuple[FakeTensorMode, Any]]:
-    """(the mode of its fake tensors, the module with the graph) of a function.
+    """Trace a function; yield (mode of its fake tensors, module with the graph).
 
     Args:
-        function: what is traced.
-        args: what it is called with.
-        unknown: of each argument whether the graph has its first size as an unknown.
+        function: the function to trace.
+        args: its arguments.
+        unknown: per argument, whether its first size is symbolic in the graph.
     """
     with FakeTensorMode(shape_env=ShapeEnv()) as mode, torch.no_grad():
         fakes = [

@@ -1,4 +1,4 @@
-"""FLAGCX_PATH and what lies there: what cannot be used is one line that says why."""
+"""FLAGCX_PATH and its contents: one line explains why they cannot be used."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_another_version_and_half_a_library_are_one_line(
     tmp_path: Path, flag: str, why: str
 ) -> None:
     folder = built(tmp_path, flag)
-    assert plugin.supports(asking(str(folder))) is True  # a look at files tells no more
+    assert plugin.supports(asking(str(folder))) is True  # files alone do not show it
     with pytest.raises(LibraryError, match=f"^{re.escape(str(folder))}.*{why}$"):
         plugin.class_path(asking(str(folder)))
     assert library.loaded() is None

@@ -1,4 +1,4 @@
-"""Which of PyTorch's operators are replaced, and the list that says so."""
+"""Which of PyTorch's operators are replaced, and the list file of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALL_BUT = {"VLLM_FL_FLAGOS_BLACKLIST": "copy_,mul"}
 
 
 class Gems(types.ModuleType):
-    """FlagGems's registration, with its own names and nothing behind them."""
+    """FlagGems's registration, with its own names and no kernels."""
 
     __version__ = "5.0.2"
     FULL_CONFIG_BY_FUNC = {  # noqa: RUF012
@@ -95,7 +95,7 @@ def test_a_whitelist_of_contracts_alone_touches_nothing(
 def test_nothing_is_replaced_where_only_what_is_measured_may_serve(
     gems: Gems, tmp_path: Path
 ) -> None:
-    """vLLM's batch-invariant mode has overridden operators itself: FlagGems would undo that."""
+    """vLLM's batch-invariant mode overrides operators itself; FlagGems would undo that."""
     asking = dataclasses.replace(context(tmp_path), wants_invariance="VLLM_BATCH_INVARIANT=1")
     report = aten.start(asking)
     assert report is not None and report.facts == {"aten": []}
@@ -125,7 +125,7 @@ def test_a_ban_covers_the_overloads_and_the_in_place_form_of_an_operator(
 def test_a_line_says_how_many_operators_are_replaced_by_which_list(
     gems: Gems, tmp_path: Path, kind: str, which: str
 ) -> None:
-    """A blacklist of PyTorch's operators turns the replacement of all others on."""
+    """A blacklist of PyTorch's operators enables the replacement of all other operators."""
     variable = f"VLLM_FL_FLAGOS_{kind.upper()}"
     report = aten.start(context(tmp_path, **{variable: "softmax"}))
     assert report is not None and report.lines[0] == (

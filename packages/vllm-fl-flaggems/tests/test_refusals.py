@@ -1,4 +1,4 @@
-"""What the ops refuse, and that they refuse nothing else."""
+"""The calls that the ops do not support, and no others."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ REFUSED = {
         "every group, plain",
         "every other row of a slice",
         "groups of two",
-        "many small groups",  # so far: without a bias
+        "many small groups",  # all above: without a bias
         "one group",  # 6 experts of a token
     },
 }
-"""What FlagGems has no kernel for."""
+"""Samples without a FlagGems kernel."""
 
 HALVES_ALONE = {"fused_experts", "linear", "linear_gelu_tanh_and_mul", "linear_silu_and_mul"}
-"""Ops whose kernels multiply float32 in TF32."""
+"""Ops without float32 support, because their kernels multiply float32 in TF32."""
 
 
 @pytest.mark.parametrize("op", IMPLS)

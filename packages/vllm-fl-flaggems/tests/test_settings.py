@@ -1,4 +1,4 @@
-"""What FlagGems's settings reject, and what the doctor says of them."""
+"""Values that FlagGems's settings reject, and the doctor's findings about them."""
 
 from __future__ import annotations
 

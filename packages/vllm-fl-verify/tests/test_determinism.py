@@ -1,4 +1,4 @@
-"""What is found of an implementation's bits: in another run, and in another batch."""
+"""Whether an implementation's bits stay equal in another run, and in another batch."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ CPU = torch.device("cpu")
 
 
 def sound(x: Tensor) -> Tensor:
-    """Row by row: whatever lies beside a row, its bits are its own."""
+    """Row by row, so a row's bits do not depend on its batch."""
     half = x.shape[-1] // 2
     rows = [F.silu(row[:half].double()) * row[half:] for row in x.reshape(-1, x.shape[-1])]
     return torch.stack(rows).to(x.dtype).reshape(*x.shape[:-1], half)
 
 
 def nudged(x: Tensor, where: Tensor | slice | int) -> Tensor:
-    """Within every tolerance, and not the same bits."""
+    """Within every tolerance, but not bitwise equal."""
     result = sound(x)
     if result.numel():
         result[where] = torch.nextafter(result[where], torch.tensor(torch.inf, dtype=x.dtype))
@@ -58,7 +58,7 @@ def alone(x: Tensor) -> Tensor:
 
 
 def the_last_row(x: Tensor) -> Tensor:
-    """A kernel's tail: a row's place in the batch is what decides."""
+    """Like a kernel's tail: a row's index in the batch decides."""
     return nudged(x, -1) if x.ndim == 2 else sound(x)
 
 
@@ -124,7 +124,7 @@ def oracle(spec: OpSpec) -> OpImpl:
 
 
 def test_one_scale_for_all_rows_can_never_be_batch_invariant() -> None:
-    """By the contract itself: the largest number of a batch is in every row's bits."""
+    """By the contract itself: a batch's largest number affects every row's bits."""
     found = told(oracle(known_contracts().contracts["quant_fp8"]))
     assert (found.runs, found.batches) == (True, False)
 
@@ -137,7 +137,7 @@ def test_where_rows_depend_on_each_other_only_runs_are_compared() -> None:
 
 
 def variant(request: Request) -> dict[tuple[str, str], str]:
-    """(op, impl id) -> why it may not serve."""
+    """(op, impl id) -> why it must be disabled."""
     with request.trials() as trials:
         told = {role.key: variance(request, role, trials[role.calls]) for role in request.roles}
     return {key: why for key, why in told.items() if why}

@@ -1,4 +1,4 @@
-"""Implementations beside the oracle on a model's own tensors: what is seen, and what is left."""
+"""Implementations compared with the oracle on a model's tensors: compared and skipped calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def right(x: torch.Tensor) -> torch.Tensor:
 
 
 class Act(nn.Module):
-    """A layer as vLLM's: it binds when it is built."""
+    """A layer that binds when it is built, like vLLM's layers."""
 
     def __init__(self, plan: Plan, op: str = "silu_and_mul") -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Act(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers one behind the other, each with a wide input made of the one before."""
+    """Consecutive layers, each with a wide input made from the previous output."""
 
     def __init__(self, plan: Plan, layers: int = 3, scale: float = 1.0) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def plan_of(*impls: OpImpl, mode: Any = "eager", **policy: Any) -> Plan:
 
 
 def acme(fn: Kernel, **fields: Any) -> OpImpl:
-    # Written out: a kernel's parameter has the contract's name.
+    # Not *args: the parameter must have the contract's name.
     return silu("vendor.acme", fn=fn, **fields)
 
 
@@ -103,7 +103,7 @@ def test_a_fault_names_the_layer_the_shape_and_the_worst_element() -> None:
 
 
 def test_a_fault_that_only_a_later_layer_brings_is_found() -> None:
-    """The layouts of all layers are alike: they are of two kinds by their names."""
+    """All layers have the same layouts; their names make two kinds of them."""
 
     def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         return right(x) if x.abs().max() < 100 else right(x) * 1.5
@@ -255,7 +255,7 @@ def test_nothing_is_left_on_the_path() -> None:
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_no_tensor_of_the_forward_is_kept(wrong: bool) -> None:
-    """vLLM sizes its KV cache by what is free afterwards."""
+    """vLLM sizes its KV cache by the memory that is free afterwards."""
     tensors: list[weakref.ref[torch.Tensor]] = []
 
     def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -277,7 +277,7 @@ def test_what_is_not_compared_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Experts(nn.Module):
-    """A layer whose weights are larger than what is copied."""
+    """A layer with more weights than the copy limit."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
@@ -371,7 +371,7 @@ def test_who_takes_none_of_its_calls_is_told_from_who_takes_some() -> None:
 def test_what_hangs_is_named_and_noted(
     where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also in a call that is not compared, and where it is asked whether it takes one."""
+    """Also in a call that is not compared, and in `supports`."""
     monkeypatch.setattr(breadcrumb, "SLOW", 0.3)
     noted: list[str] = []
 

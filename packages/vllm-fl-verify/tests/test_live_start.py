@@ -1,4 +1,4 @@
-"""A worker's start with a kernel that is wrong on the loaded model alone."""
+"""A worker's startup with a kernel that is incorrect only on the loaded model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from small_workers import HEAD, MODEL
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
 COUNTS = [256, 17, 16, 1]
-"""Tokens of the forwards of the loaded model."""
+"""Tokens of the loaded model's forward passes."""
 
 ENABLED = ["+gelu_and_mul", "+silu_and_mul"]
 
@@ -91,7 +91,7 @@ CASES = {
     "refuses all": {"REFUSED": "[0, 1000]"},
     "takes the largest batch": {"REFUSED": "[0, 400]"},
 }
-"""Name of a start -> the variables that its kernels and its other rank go by."""
+"""Case -> the variables that its kernels and its other rank read."""
 
 
 @cache
@@ -103,7 +103,7 @@ def starts() -> dict[str, str]:
 
 
 def start(name: str) -> tuple[Any, str]:
-    """(what a worker's start prints in a process of its own, its log)."""
+    """(output of a worker's startup in its own process, its log)."""
     log = starts()[name]
     return json.loads(log.splitlines()[-1]), log
 
@@ -151,7 +151,7 @@ def test_what_refuses_every_call_of_the_loaded_model_is_rejected_and_nothing_say
     assert why == "it supports no call of this model (rows of 1280)"
     assert report["demotions"] == {} and report["refusals"] == {} == report["fallbacks"]
     assert told["bound"] == [True, True] and told["right"]
-    # Tried at the largest batch, too, before it is out, then the model without it.
+    # Also tried at the largest batch before it is disabled; then the model without it.
     assert told["calls"] == [*COUNTS, 512, *COUNTS, *COUNTS]
     assert told["entry"] == {"plan": report["digest"], "enabled": ENABLED}
     (line,) = [line for line in log.splitlines() if " planned: " in line]

@@ -1,5 +1,4 @@
-"""Results that are tensors by name alone, and faults that come late, cost their kernel and no
-more."""
+"""Results that are tensors only by type, and late faults, disable only their kernel."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a kernel leaves changed of the process is named and put back, and what others change is
-theirs."""
+"""Process state changed by a kernel is reported and restored; changes by others stay."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def sound(x: Tensor) -> Tensor:
 
 
 def found_in(*changes: Callable[[], object], sizes: ModelSizes | None = None) -> Findings:
-    """What a start finds in kernels that are right, each of which does one of these, too."""
+    """Findings of startup for correct kernels, each with one of these changes."""
 
     def kernel(change: Callable[[], object], number: int) -> OpImpl:
         def fn(x: Tensor) -> Tensor:
@@ -53,7 +52,7 @@ def found_in(*changes: Callable[[], object], sizes: ModelSizes | None = None) ->
 
 
 def nothing() -> None:
-    """What a kernel does that does nothing else."""
+    """No change."""
 
 
 def fault_of(change: Callable[[], object]) -> str:
@@ -70,14 +69,14 @@ OLDER = "the precision of float32 products from highest to an unreadable value"
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No other thread changes anything, and none is waited for."""
+    """Do not wait for other threads, which change nothing here."""
     monkeypatch.setattr(process_state, "QUIET", 0.001)
 
 
 PRECISIONS: list[tuple[Callable[[], object], str]] = [
     (put(matmul, "fp32_precision", "tf32"), OLDER),
     (put(cudnn, "fp32_precision", "tf32"), OLDER),
-    # It is named by cuDNN's older switch, or by itself if the process has set the newer one before.
+    # Reported by cuDNN's older switch, or directly if the process has set the newer one before.
     (put(torch.backends, "fp32_precision", "ieee"), "it changed "),
     (put(cudnn.conv, "fp32_precision", "ieee"), "it changed "),
     (put(mkldnn.matmul, "fp32_precision", "bf16"), OLDER),
@@ -93,7 +92,7 @@ def test_a_precision_in_its_newer_form_is_named_and_put_back() -> None:
         assert torch.get_float32_matmul_precision() == "highest"
         assert process_state.changed(before, CPU) is None
     finally:
-        torch.set_float32_matmul_precision("highest")  # where it was not, other tests can go on
+        torch.set_float32_matmul_precision("highest")  # for other tests, if it was not restored
         set_as_at_first()
     assert len(found) == len(PRECISIONS), "the one that is right is tried, and has no fault"
     for (_, said), fault in zip(PRECISIONS, found.values(), strict=True):
@@ -101,7 +100,7 @@ def test_a_precision_in_its_newer_form_is_named_and_put_back() -> None:
 
 
 def set_as_at_first() -> None:
-    """Where the older setter was called there are precisions of its own that nobody else set."""
+    """Reset precisions that the older setter also sets."""
     matmul.fp32_precision = mkldnn.matmul.fp32_precision = "none"
 
 
@@ -189,7 +188,7 @@ def test_a_switch_of_the_process_is_named_and_put_back() -> None:
     try:
         found = found_in(*(change for change, _ in changes)).objections
         assert process_state.changed(before, CPU) is None
-    finally:  # where it was not
+    finally:  # if it was not restored
         process_state.restore(before, CPU)
     for number, (_, said) in enumerate(changes):
         key = ("silu_and_mul", f"vendor.acme{number or ''}")
@@ -197,7 +196,7 @@ def test_a_switch_of_the_process_is_named_and_put_back() -> None:
 
 
 def test_it_is_cheap_and_sets_nothing_that_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's worker on a CPU warns of each call of torch.set_num_threads."""
+    """vLLM's CPU worker warns of each call of torch.set_num_threads."""
     called: list[str] = []
     for name in ("set_num_threads", "use_deterministic_algorithms", "set_default_dtype"):
         monkeypatch.setattr(torch, name, lambda *_, name=name, **__: called.append(name))

@@ -1,4 +1,4 @@
-"""Sampled steps of a worker that is no engine: eager while they run, as before afterwards."""
+"""Sampled steps of a stand-in worker: eager while they run, unchanged afterwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def right(x: torch.Tensor) -> torch.Tensor:
 
 
 class Model(torch.nn.Module):
-    """Two modules that vLLM compiles, and one that it does not."""
+    """Two modules that vLLM compiles, and one excluded from compilation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Model(torch.nn.Module):
 
 
 class Worker:
-    """What a canary asks of vLLM's worker; each step calls the plan's function once."""
+    """The used part of vLLM's worker; each step calls the plan's function once."""
 
     def __init__(self, *, fn: Any = right, mode: Any = None, graphs: Any = None, **env: str):
         from vllm.config import CUDAGraphMode

@@ -1,4 +1,4 @@
-"""The example plugin `veto`: a third party's objections at each moment, and its session."""
+"""The example plugin `veto`: third-party objections at each moment, and its session."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ CASES = {
     "updated": {"VETO_RANK": "1"},
     "failing": {"VETO_RANK": "0", "VETO_AT": "loaded", "STRICT": "1"},
 }
-"""Name -> the rank that objects, and what is not usual: an eager engine, the moment of the name."""
+"""Name -> the rank that objects, and differences from the default: eager, at the moment `name`."""
 
 
 @cache
@@ -81,7 +81,7 @@ def engines() -> dict[str, str]:
 
 
 def engine(name: str) -> tuple[Any, str]:
-    """(what an engine of two ranks tells, its log)."""
+    """(output of an engine of two ranks, its log)."""
     log = engines()[name]
     return json.loads(log.splitlines()[-1]), log
 

@@ -1,4 +1,4 @@
-"""A startup that requires batch invariance, of a model with layers that no plan replaces."""
+"""Startup that requires batch invariance, with model layers that no plan replaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What results must be, output by output: edges that no op of a model shows."""
+"""Comparison of results, output by output: edge cases that no op of a model has."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def ops() -> Iterator[None]:
 
 
 def judged(got: Any, exact: Any, *outputs: Output, **options: Any) -> tuple[float, str]:
-    """What is made of `got`, where the oracle gives `exact`."""
+    """(error, problem) of `got` compared with the oracle's result `exact`."""
     return worst(got, wants(got, exact, *outputs, **options))
 
 
 def lean_of(got: Any, exact: Any) -> dict[str, float]:
-    """How `got` leans, where the oracle gives `exact`."""
+    """The bias of `got` compared with the oracle's result `exact`."""
     wanted = wants(got, exact, Within({str(got.dtype)[6:]: Tolerance(1.0, 1.0, "any")}))
     return measures(got, wanted, "leans")
 
 
 def wants(got: Any, exact: Any, *outputs: Output, **options: Any) -> Any:
-    """What is wanted of results like `got`, where the oracle gives `exact`."""
+    """The comparison of results like `got` with the oracle's result `exact`."""
 
     def op(x: object) -> Any:
         return exact
@@ -77,7 +77,7 @@ NAN, INF = math.nan, math.inf
     [
         (torch.tensor([1, 2]), torch.tensor([1, 2]), 0.0),
         (torch.tensor([1, 3], dtype=torch.int32), torch.tensor([1, 2]), INF),
-        (torch.tensor([2**53 + 1]), torch.tensor([2**53]), INF),  # fp64 takes them for one
+        (torch.tensor([2**53 + 1]), torch.tensor([2**53]), INF),  # equal in fp64
         (torch.tensor([255], dtype=torch.uint8), torch.tensor([-1]), INF),
         (torch.tensor([True, False]), torch.tensor([True, True]), INF),
         (torch.tensor([0.1]), torch.tensor([0.1000001], dtype=torch.float64), INF),
@@ -94,7 +94,7 @@ def test_exact(got: Tensor, exact: Tensor, share: float) -> None:
 
 
 LEANS = torch.linspace(-3, 5, 1000, dtype=torch.float64)
-"""Few of them are numbers of 16 bits."""
+"""Few of them are 16-bit numbers."""
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -107,7 +107,7 @@ def test_how_results_lean(dtype: torch.dtype) -> None:
     for got, lean in ((nearest, 0.0), (below, -0.5), (above, 0.5)):
         assert lean_of(got, LEANS) == {"the result": pytest.approx(lean, abs=0.05)}
     far = nearest.clone()
-    far[500] = 1e4  # one that is far off counts as one
+    far[500] = 1e4  # an outlier has the weight of one element
     assert lean_of(far, LEANS) == {"the result": pytest.approx(0.0, abs=0.05)}
 
 
@@ -237,10 +237,10 @@ SCORES = torch.tensor(
     [
         [0.9, 0.5, 0.1, 0.0],  # clear
         [0.9, 0.5, 0.5, 0.0],  # a tie for the second place
-        [0.5, 0.5, 0.5, 0.5],  # nothing but ties
-        [0.5, 0.5, 0.1, 0.0],  # a tie inside
+        [0.5, 0.5, 0.5, 0.5],  # only ties
+        [0.5, 0.5, 0.1, 0.0],  # a tie among the chosen
         [0.9, 0.5, 0.4999999, 0.0],  # a near tie
-        [0.9, 0.5, 0.4999, 0.0],  # none
+        [0.9, 0.5, 0.4999, 0.0],  # no tie
     ],
     dtype=torch.float64,
 )
@@ -298,7 +298,7 @@ def test_a_weight_belongs_to_its_expert() -> None:
         assert routed(RIGHT_IDS, off)[1].startswith("result 0:")
 
 
-# Blocks of 4 places: 6 rows of expert 1, 1 of expert 3, and room for one block more; 9 is padding.
+# Blocks of 4 places: 6 rows of expert 1, 1 of expert 3, and an unused block; 9 is padding.
 
 ROWS = [2, 3, 5, 7, 8, 0, 9, 9, 1, 9, 9, 9, 9, 9, 9, 9]
 OF_BLOCKS, IN_USE = [1, 1, 3, -1], [12]
@@ -314,7 +314,7 @@ def in_blocks(*got: list[int]) -> tuple[float, str]:
 
 
 def rows_with(**places: int) -> list[int]:
-    """Rows with others in places `p0`, `p1`, …"""
+    """ROWS with other values at places `p0`, `p1`, …"""
     return [places.get(f"p{place}", row) for place, row in enumerate(ROWS)]
 
 
@@ -324,7 +324,7 @@ def rows_with(**places: int) -> list[int]:
         (ROWS, OF_BLOCKS),
         (rows_with(p0=3, p1=2), OF_BLOCKS),
         (rows_with(p0=0, p5=2), OF_BLOCKS),  # from the expert's other block
-        (rows_with(p12=-7, p13=0, p14=0, p15=2**31 - 1), [1, 1, 3, 77]),  # behind those in use
+        (rows_with(p12=-7, p13=0, p14=0, p15=2**31 - 1), [1, 1, 3, 77]),  # in unused blocks
     ],
 )
 def test_blocks_of_rows_in_any_order(rows: list[int], experts: list[int]) -> None:
@@ -353,9 +353,6 @@ def test_other_blocks_of_rows_are_wrong(
     assert share == INF and problem.startswith(told)
 
 
-# At start.
-
-
 def form_of(spec: OpSpec, tokens: int) -> Form:
     sizes = ModelSizes(None, None, None, None, None, None, tokens=(tokens,))
     kinds = (list(spec.served(sizes, torch.float32, CPU, large)) for large in (False, True))
@@ -363,7 +360,7 @@ def form_of(spec: OpSpec, tokens: int) -> Form:
 
 
 def test_the_oracle_is_asked_about_the_smaller_call() -> None:
-    """Of weights that repeat their rows, whatever layers provide of them."""
+    """For weights with repeated rows, independent of what layers provide."""
     spec, columns = known_contracts().contracts["linear"], torch.tensor([2, 0, 0, 1])
     x, weight, bias = torch.randn(3, 8), torch.randn(3, 8), torch.randn(3)
     args = (x, weight[columns], bias[columns])

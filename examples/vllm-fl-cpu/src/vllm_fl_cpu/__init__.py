@@ -1,1 +1,1 @@
-"""A vendor backend of vllm-fl: the C++ kernels of vLLM's own CPU build."""
+"""A vendor backend for vllm-fl that uses the C++ kernels of vLLM's CPU build."""

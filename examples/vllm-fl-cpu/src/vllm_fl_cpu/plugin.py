@@ -1,4 +1,4 @@
-"""What this distribution brings: the plugin that the entry point `cpu` names."""
+"""The plugin of the entry point `cpu`: its implementations and its default orders."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ MODULES = (
     quantisation,
     rotary,
 )
-"""Those that bring ops, by theme."""
+"""Modules that define implementations, in `OPS`."""
 
 
 @hookimpl
 def register_ops() -> list[OpImpl]:
-    """The ops as `vendor.cpu`; they run where vLLM's CPU build is installed."""
+    """Return the `vendor.cpu` implementations, available with vLLM's CPU build."""
     return [impl for module in MODULES for impl in module.OPS]
 
 
 @hookimpl
 def policy(platform: str) -> PolicyDefaults | None:
-    """The measured order per op for the CPU; nothing for another platform."""
+    """Return the measured orders for the CPU; None for other platforms."""
     return PolicyDefaults(POLICY) if platform == "cpu" else None

@@ -1,4 +1,4 @@
-"""What Ascend's attention is asked for, and what of it the kernel cannot do."""
+"""Checks of an attention request against the limits of CANN's kernel."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 __all__ = ["BLOCK_SIZE", "HEAD_SIZES", "supports_attention"]
 
 BLOCK_SIZE = 128
-"""Tokens in a block of the KV cache: the kernel's smallest for prompts, and what it recommends."""
+"""Tokens in a block of the KV cache: the kernel's minimum for prompts, and recommended."""
 
 HEAD_SIZES = (64, 128, 192)
-"""What the kernel takes with packed sequences (input_layout TND); CANN's own error lists them."""
+"""Head sizes of the kernel for packed sequences (input_layout TND), from CANN's error message."""
 
 BACKEND = "AscendAttentionBackend"
 
 
 def supports_attention(request: AttentionRequest) -> Availability:
-    """True, or why the request must not go to AscendAttentionBackend."""
+    """Return True, or the reason why AscendAttentionBackend cannot compute the request."""
     reason = refused(request, BACKEND, "has_sliding_window", "use_non_causal")
     if reason:
         return reason

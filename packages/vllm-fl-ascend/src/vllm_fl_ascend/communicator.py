@@ -9,12 +9,12 @@ __all__ = ["AscendCommunicator"]
 
 
 class AscendCommunicator(DeviceCommunicatorBase):  # type: ignore[misc]
-    """vLLM's plain communicator, which calls torch.distributed, less what HCCL has not."""
+    """vLLM's plain communicator on torch.distributed, without operations that HCCL lacks."""
 
     def gather(self, input_: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor | None:
-        """Every rank's tensor along `dim` on rank `dst` of the group; None on the others.
+        """Gather tensors along `dim` on rank `dst` of the group; return None on other ranks.
 
-        By an all-gather: torch_npu's ProcessGroupHCCL has no gather.
+        Uses an all-gather, since torch_npu's ProcessGroupHCCL has no gather.
         """
         gathered: torch.Tensor = self.all_gather(input_, dim)
         return gathered if self.rank_in_group == dst else None

@@ -1,4 +1,4 @@
-"""Whether torch_npu and an NPU are here, found without loading CANN where it is not installed."""
+"""Availability of torch_npu and an NPU, determined without loading CANN if it is missing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["available"]
 
 
 def available() -> Availability:
-    """True, or why no NPU can be used from here and what to do.
+    """Return True, or why no NPU can be used and how to fix it.
 
-    Metadata comes first, so that nothing is imported on a machine that has no torch_npu. Where it
-    is installed torch has loaded it already, by its entry point, or could not be imported at all.
+    Metadata is read first, to import nothing on a machine without torch_npu. If it is installed,
+    `import torch` loads it through its entry point, or fails.
     """
     try:
         found = version("torch-npu")

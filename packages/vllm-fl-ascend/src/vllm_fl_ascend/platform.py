@@ -1,4 +1,4 @@
-"""vLLM's platform for Ascend NPUs: what vLLM asks of hardware that it has no platform for."""
+"""Platform for Ascend NPUs, which vLLM does not have."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 class AscendPlatform(Platform):  # type: ignore[misc]
-    """NPUs by torch_npu: eager, with HCCL between ranks, and 128 tokens in a KV-cache block."""
+    """NPUs with torch_npu: eager mode, HCCL between ranks, 128 tokens per KV cache block."""
 
     _enum = PlatformEnum.OOT
     device_name = "npu"
@@ -34,41 +34,39 @@ class AscendPlatform(Platform):  # type: ignore[misc]
     device_control_env_var = "ASCEND_RT_VISIBLE_DEVICES"
     ray_noset_device_env_vars = ["RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"]  # noqa: RUF012
     dist_backend = "hccl"
-    # What vLLM compiles on its own, such as its sampler: Inductor has no code for NPUs.
+    # For code that vLLM compiles separately, such as its sampler: Inductor does not support NPUs.
     simple_compile_backend = "eager"
 
     @classmethod
     def import_kernels(cls) -> None:
-        """Import nothing: vLLM's own kernels are for other hardware."""
+        """Import nothing: vLLM's kernels are for other hardware."""
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
-        """The chip's name, such as Ascend910B1."""
+        """Return the chip's name, such as Ascend910B1."""
         return str(torch_npu.npu.get_device_name(device_id))
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
-        """The device's memory in bytes."""
+        """Return the device's memory in bytes."""
         return int(torch_npu.npu.get_device_properties(device_id).total_memory)
 
     @classmethod
     def get_current_memory_usage(cls, device: torch.types.Device | None = None) -> float:
-        """The peak of allocated memory in bytes."""
+        """Return the peak of allocated memory in bytes."""
         return float(torch_npu.npu.max_memory_allocated(device))
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
-        """Make `device` the current one."""
         torch_npu.npu.set_device(device)
 
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
-        """Seed the generators of all devices."""
         torch_npu.npu.manual_seed_all(seed)
 
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
-        """Raise ValueError for a dtype in which no model runs here."""
+        """Raise ValueError for unsupported model dtypes."""
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ValueError(f"NPUs run models in bfloat16, float16 or float32, not in {dtype}")
 
@@ -83,7 +81,7 @@ class AscendPlatform(Platform):  # type: ignore[misc]
     def get_attn_backend_cls(
         cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
-        """Raise ValueError: this is asked only where no candidate of the plan takes the model."""
+        """Raise ValueError: called only if no attention backend of the plan supports the model."""
         raise ValueError(
             "No attention backend takes this model on an NPU, and vLLM has none of its own there; "
             "`vllm-fl explain attention_backend` says why each was left out"
@@ -92,12 +90,12 @@ class AscendPlatform(Platform):  # type: ignore[misc]
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
-        """Choose vLLM's first model runner: the second one is written in Triton."""
+        """Select vLLM's first model runner: the second is written in Triton."""
         os.environ.setdefault(RUNNER, "0")
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Take what is not proven on NPUs out of the configuration, and say so."""
+        """Disable features that are not proven on NPUs, or raise ValueError for them."""
         from vllm.config import CompilationMode, CUDAGraphMode
 
         model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -121,19 +119,19 @@ class AscendPlatform(Platform):  # type: ignore[misc]
                 "vllm-fl-ascend runs the model eagerly, without torch.compile and graphs: neither "
                 "is proven on NPUs yet (--enforce-eager is the same without this line)"
             )
-            # Not only here: vLLM's later steps decide by it.
+            # Set it in the model's configuration as well: later steps of vLLM read it.
             model.enforce_eager = True
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.cudagraph_capture_sizes = []
-        scheduler.async_scheduling = False  # its copies run on CUDA streams
+        scheduler.async_scheduling = False  # it copies on CUDA streams
         parallel.disable_custom_all_reduce = True
         if cache is not None and not cache.user_specified_block_size:
             cache.block_size = BLOCK_SIZE
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
-        """Where Triton is absent, compute with torch what vLLM's runner computes with Triton."""
+        """Without Triton, replace the only Triton kernel in vLLM's runner by PyTorch code."""
         from vllm.triton_utils import HAS_TRITON
 
         if HAS_TRITON:

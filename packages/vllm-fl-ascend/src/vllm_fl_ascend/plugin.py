@@ -1,4 +1,4 @@
-"""What this distribution brings: the plugin that the entry point `ascend` names."""
+"""The Ascend plugin: one function for each hook."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ MODULES = (
     rotary,
     routing,
 )
-"""Those that bring ops, by theme."""
+"""Modules with an `OPS` tuple."""
 
 
 @hookimpl
 def register_ops() -> list[OpImpl]:
-    """The ops as `vendor.ascend`; they run where torch_npu and an NPU are."""
+    """Ops as `vendor.ascend`, available with torch_npu and an NPU."""
     return [impl for module in MODULES for impl in module.OPS]
 
 
 @hookimpl
 def attention_backend() -> list[AttentionImpl]:
-    """The paged attention of CANN as `vendor.ascend`."""
+    """CANN's paged attention as `vendor.ascend`."""
     return [
         AttentionImpl(
             VENDOR[0],
@@ -68,11 +68,11 @@ def attention_backend() -> list[AttentionImpl]:
 
 @hookimpl
 def device() -> DeviceProfile:
-    """The NPU, which vLLM has no platform for."""
+    """NPU device profile; vLLM has no platform for NPUs."""
     return PROFILE
 
 
 @hookimpl
 def policy(platform: str) -> PolicyDefaults | None:
-    """The order per op for NPUs, and FlagGems's ops that fail there; nothing for others."""
+    """Default orders for NPUs and a blacklist of FlagGems ops; None for other platforms."""
     return PolicyDefaults(POLICY) if platform == "ascend" else None

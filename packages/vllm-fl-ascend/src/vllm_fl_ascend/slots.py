@@ -1,4 +1,4 @@
-"""The slots of the KV cache that new tokens go to, without Triton."""
+"""KV cache slots of new tokens, computed without Triton."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def compute_slot_mapping(
     PAD_ID: int,
     BLOCK_SIZE: int,
 ) -> None:
-    """Write the slot of each token; the parameters are those of vLLM's Triton kernel, by name.
+    """Write the slot of each token; the parameters are named as in vLLM's Triton kernel.
 
     Args:
-        num_tokens, max_num_tokens: tokens of this step, and the slots to write in all.
-        query_start_loc_ptr: (requests + 1,) int32, where each request's tokens begin.
-        positions_ptr: (>= num_tokens,) int64, each token's place in its request.
+        num_tokens, max_num_tokens: tokens of this step, and number of slots to write.
+        query_start_loc_ptr: (requests + 1,) int32, index of each request's first token.
+        positions_ptr: (>= num_tokens,) int64, each token's position in its request.
         block_table_ptr: (requests, blocks) int32.
-        slot_mapping_ptr: (>= max_num_tokens,) int64, written.
+        slot_mapping_ptr: (>= max_num_tokens,) int64, overwritten.
         KV_CACHE_BLOCK_SIZE: tokens in a block.
-        PAD_ID: what is written behind the last token.
+        PAD_ID: value after the last token.
 
     Raises:
         NotImplementedError: context parallelism.

@@ -17,14 +17,13 @@ __all__ = ["AscendWorker"]
 
 
 class AscendWorker(Worker):  # type: ignore[misc]
-    """vLLM's GPU worker, which asks torch.accelerator for nearly all that it needs.
+    """vLLM's GPU worker without its requirements for CUDA; the rest uses torch.accelerator.
 
-    What remains is where it insists on CUDA: taking the device, its memory pool for sleep mode,
-    and its newer model runner, which is written in Triton.
+    Overrides device initialisation, the memory pool for sleep mode, and the choice of the model
+    runner, since vLLM's second runner is written in Triton.
     """
 
     def init_device(self) -> None:
-        """Take this rank's NPU, join the other ranks, and make the model runner."""
         self.device = torch.device(current_platform.device_type, self.local_rank)
         current_platform.set_device(self.device)
         current_platform.check_if_supports_dtype(self.model_config.dtype)

@@ -1,4 +1,4 @@
-"""Variants: their schemas as torch reads them, and which of them a call takes. Dtypes, outputs."""
+"""Variants: their schemas as torch reads them, and which calls match them. Dtypes, outputs."""
 
 from __future__ import annotations
 
@@ -55,8 +55,6 @@ def test_parameters_of_awkward_schemas() -> None:
     assert Variant("", "() -> (Tensor, Tensor)").parameters == ()
 
 
-# Dtypes and outputs.
-
 SILU = known_contracts().contracts["silu_and_mul"]
 TIGHT = {"float32": Tolerance(1e-6, 0.0, "one rounding")}
 
@@ -96,7 +94,6 @@ def test_what_is_said_of_a_parameter_is_said_of_one_that_the_oracle_takes(
 
 
 def stepped(x: torch.Tensor, scale: torch.Tensor, dtype: str) -> torch.Tensor:
-    """x * scale."""
     return x.double() * scale.double()
 
 

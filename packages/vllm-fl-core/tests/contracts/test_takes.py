@@ -1,4 +1,4 @@
-"""What an implementation takes, compiled: the contract's declarations and rules."""
+"""Compiled `takes`: the contract's declarations and rules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_it_takes_each_call_that_keeps_the_contract_and_no_other(spec: OpSpec) -
     for sample in spec.samples(dtype, CPU):
         assert supports(*sample.args) is True, sample.name
     for bad in bad_inputs(spec, dtype, CPU):
-        is_read = spec.check(*map(on_meta, bad.args)) is None  # the values of a tensor
+        is_read = spec.check(*map(on_meta, bad.args)) is None  # only a tensor's values break it
         assert is_read or supports(*bad.args) == BROKEN, bad.name
 
 

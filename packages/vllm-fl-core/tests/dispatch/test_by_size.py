@@ -1,4 +1,4 @@
-"""Orders by size: which row a call goes by, and that each row has the rules of a chain."""
+"""Orders by size: the row of a call, and the rules of a chain in each row."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def x(tokens: int) -> torch.Tensor:
 
 
 def three(**vendors: Any) -> tuple[OpImpl, ...]:
-    """The rows' first candidates, told apart by what they add to one."""
+    """First candidates of the rows; each adds another number."""
     return silu("vendor.acme", 1, **vendors), silu("reference.torch", 2), silu("default.flagos", 3)
 
 
@@ -51,7 +51,7 @@ def chain(op: str, rest: str, *rows: tuple[int, str]) -> Chain:
     "spec", known_contracts().contracts.values(), ids=list(known_contracts().contracts)
 )
 def test_a_calls_size_is_that_of_the_first_argument_with_a_row_per_token(spec: OpSpec) -> None:
-    """Whatever the call leaves out."""
+    """Also if the call omits optional arguments."""
     for sample in spec.samples(getattr(torch, spec.dtypes[0]), torch.device("cpu")):
         given = dict(zip(spec.parameters, sample.args, strict=True))
         tokens = next(len(a) for n, a in given.items() if n in spec.by_token and a is not None)

@@ -1,4 +1,4 @@
-"""Policies of a block: nesting, exceptions, threads and tasks."""
+"""Policy contexts: nesting, exceptions, threads and tasks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def only(vendor: str) -> SelectionPolicy:
 
 @pytest.fixture
 def installed() -> OpManager:
-    """Ten vendors, each marked with its number, before a reference that is marked -1."""
+    """Ten vendors that add their number, and a preferred reference that adds -1."""
     vendors = [silu(f"vendor.{vendor}", number) for number, vendor in enumerate(VENDORS)]
     return managing(silu("reference.torch", -1), *vendors, prefer="reference")
 
@@ -85,7 +85,7 @@ class TestBlocks:
 
 
 def across_threads(installed: OpManager) -> None:
-    """Eight threads, each under its own vendor, and this one under none."""
+    """Run eight threads in contexts with different vendors, and this thread without one."""
     together = threading.Barrier(9, timeout=300)
     leaks: list[str] = []
 
@@ -112,7 +112,7 @@ def across_threads(installed: OpManager) -> None:
 
 
 def across_tasks(installed: OpManager) -> None:
-    """A hundred tasks that take turns inside their blocks."""
+    """Run a hundred tasks that alternate inside their contexts."""
     leaks: list[str] = []
 
     async def work(number: int) -> None:

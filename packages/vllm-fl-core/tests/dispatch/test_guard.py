@@ -1,4 +1,4 @@
-"""Guards: the contract's own signature around an implementation, and what a chain does after it."""
+"""Guards: the contract's signature around an implementation, and the chain's fallback."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_guard_with_supports_is_passed_over_unasked_and_taken_back() -> None:
     notes = record()
     guard = call_guard(chain(*impls, record=notes))
     notes.demote(OP, "default.flagos", "failed earlier")
-    late = call_guard(chain(*impls, record=notes))  # compiled when it was out already
+    late = call_guard(chain(*impls, record=notes))  # compiled after the demotion
     assert guard(X).eq(3).all() and late(X).eq(3).all() and asked == []
     notes.end_demotions()
     assert guard(X).eq(2).all() and late(X).eq(2).all() and asked == ["asked"] * 2

@@ -1,4 +1,4 @@
-"""The manager: calling, falling back, demoting, what it says, and what ends a demotion."""
+"""The manager: calls, fallback, demotion, log messages, and the end of a demotion."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OP = "silu_and_mul"
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
-    """The (level, line)s of the log, while they are written."""
+    """The (level, line)s of the log, collected while they are written."""
     caplog.set_level(logging.INFO, logger="vllm_fl")
     seen: list[tuple[str, str]] = []
     handler = logging.Handler()
@@ -121,7 +121,7 @@ class TestFallback:
 
 
 class AcceleratorError(RuntimeError):
-    """Named as torch's."""
+    """Has the same name as torch's class."""
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_device_errors_are_raised_and_nothing_is_demoted(error: Exception, stric
 
 
 class Unprintable(RuntimeError):
-    """What cannot be printed."""
+    """An exception that cannot be printed."""
 
     def __str__(self) -> str:
         raise KeyError("no message")
@@ -241,7 +241,7 @@ class TestSeal:
     def test_it_ends_with_the_last_engine_that_relies_on_it(self) -> None:
         manager = managing(silu("vendor.acme"))
         end_first, end_second = manager.seal("the engine"), manager.seal("the engine")
-        for _ in range(2):  # an engine that is shut down twice does not end another's
+        for _ in range(2):  # an engine that shuts down twice does not end another engine's seal
             end_first()
             with pytest.raises(PolicySealedError):
                 manager.reset()
@@ -266,7 +266,7 @@ class TestPolicies:
             managing().set_policy("vendor")  # type: ignore[arg-type]
         manager = managing(prefer="vendor")
         manager.set_policy(SelectionPolicy(prefer="reference"))
-        manager.set_policy(None)  # back to the one that was given
+        manager.set_policy(None)  # back to the constructor's policy
         assert manager.policy.prefer == "vendor"
 
     def test_one_that_is_set_before_the_first_use_stands_and_the_plugins_are_found(self) -> None:
@@ -359,7 +359,7 @@ class TestOlderForm:
     "op", [op for op, spec in known_contracts().contracts.items() if spec.consumable]
 )
 def test_of_what_is_overwritten_caches_alone_are_not_copied(op: str, place: int) -> None:
-    """A cache takes most of a device's memory, and a call changes a few slots of it."""
+    """A cache uses most of a device's memory, and a call changes only a few slots."""
     spec, seen = known_contracts().contracts[op], dict[str, Any]()
     samples = [spec.named(s.args) for s in spec.samples(torch.float32, torch.device("cpu"))]
     given = next(

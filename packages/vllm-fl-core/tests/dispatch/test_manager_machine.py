@@ -1,7 +1,7 @@
-"""Call, fallback, demotion, clearing and policies against a model, with what breaks at random.
+"""Test calls, fallback, demotion, clearing and policies against a model, with random failures.
 
-Each implementation returns its own multiple of its inputs, so that a result says which one ran and
-that nothing had been written into what it read.
+Each implementation returns its own multiple of its inputs, so a result shows which one ran and that
+its inputs were unmodified.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_fl.dispatch.context import policy_context
 from vllm_fl.errors import AllFailedError, CallError, NoImplementationError
 from vllm_fl.settings.policy import SelectionPolicy
 
-# impl id -> (what it multiplies with, whether it overwrites its inputs)
+# impl id -> (factor, whether it overwrites its inputs)
 IMPLS = {
     "default.flagos": (2.0, False),
     "reference.slow": (3.0, False),
@@ -43,7 +43,7 @@ GARBAGE = -1e30
 
 
 class Broken(Exception):
-    """What an implementation raises here."""
+    """The exception that implementations raise."""
 
 
 class Layer:
@@ -81,13 +81,13 @@ class Machine(RuleBasedStateMachine):
     def run(self, impl_id: str, x: Any, residual: Any) -> Any:
         self.ran.append(impl_id)
         factor, consumes = IMPLS[impl_id]
-        consumes = consumes and residual is not None  # without one, results have no place there
+        consumes = consumes and residual is not None  # otherwise there is no input to write into
         mood = self.moods[impl_id]
         if mood == "not implemented":
             raise NotImplementedError(f"{impl_id} has no kernel")
         whole = (x * factor).clone(), None if residual is None else (residual * factor).clone()
         if consumes:
-            x.view(-1)[: x.numel() // 2] = GARBAGE  # half written
+            x.view(-1)[: x.numel() // 2] = GARBAGE  # a partial write
         if mood == "raises":
             raise self.kept(Broken(f"{impl_id} broke"))
         if mood == "out of memory":
@@ -104,7 +104,7 @@ class Machine(RuleBasedStateMachine):
     # The model.
 
     def predict(self, mistaken: bool, fused: bool) -> tuple[str, Any]:
-        """(what happens, by whom) of one call, and its effect on the demotions and counts."""
+        """Predict (outcome, implementation) of one call; update the demotions and counts."""
         policy = self.override or self.policy
         tried = [i for i in TRIED[policy.prefer] if i not in self.demoted]
         if not tried:
@@ -176,7 +176,7 @@ class Machine(RuleBasedStateMachine):
     def call(self, form: str, fused: bool, mistaken: bool, block: str | None, strict: bool) -> None:
         x = torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 2)
         if mistaken:
-            x = x.double()  # not a dtype in which models are served
+            x = x.double()  # a dtype in which models are not served
         residual = x + 10 if fused else None
         inputs = (x.clone(), None if residual is None else residual.clone())
         self.errors.clear()

@@ -1,4 +1,4 @@
-"""`dispatch_method`: when it resolves, what a layer gets, and what the engine's plan changes."""
+"""`dispatch_method`: when it resolves, what a layer stores, and the effect of the engine's plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_fl.settings.policy import SelectionPolicy
 
 
 class Stock:
-    """A layer class of the engine, as vLLM's: it reads the method once and keeps it."""
+    """A layer class that, as in vLLM, reads the method once and stores it."""
 
     def __init__(self) -> None:
         self.forward = self.forward_oot

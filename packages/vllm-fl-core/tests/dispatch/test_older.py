@@ -1,4 +1,4 @@
-"""What code written for vllm-plugin-FL relies on: it works, or warns, as docs/migration.md says."""
+"""API of vllm-plugin-FL that code relies on: it works or warns, as docs/migration.md says."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ X = torch.ones(2, 8)
 
 @pytest.fixture
 def anew() -> Iterator[None]:
-    """A default manager that has found nothing yet, before and after."""
+    """A default manager before discovery; reset it afterwards."""
     reset_default_manager()
     yield
     reset_default_manager()
@@ -73,7 +73,7 @@ def test_setting_the_global_policy_gives_back_the_one_before(
     assert before.prefer == "reference"
     assert set_global_policy(before) == SelectionPolicy(strict=True)
     assert get_policy() is before
-    monkeypatch.setenv("VLLM_FL_PREFER", "vendor")  # setting it again read no settings
+    monkeypatch.setenv("VLLM_FL_PREFER", "vendor")  # `set_global_policy` read no settings
     assert get_policy() is before
     reset_global_policy()
     assert get_policy().prefer == "vendor"
@@ -101,7 +101,7 @@ def test_a_manager_of_ones_own_registry_goes_by_the_global_policy_and_the_settin
     assert older.get_selected_impl_id("silu_and_mul") == "reference.torch"
     assert OpManager(registry).get_selected_impl_id("silu_and_mul") == "reference.torch"
     own = OpManager(registry, SelectionPolicy())
-    assert own.get_selected_impl_id("silu_and_mul") == "default.flagos"  # its own stands
+    assert own.get_selected_impl_id("silu_and_mul") == "default.flagos"  # keeps its own policy
     reset_global_policy()
     assert older.get_selected_impl_id("silu_and_mul") == "default.flagos"
 
@@ -224,7 +224,7 @@ def test_layer_names_of_the_older_plugin_end_no_start(name: str, tmp_path: Path)
     assert any(f"no layer '{name}'" in warning for warning in checked.warnings)
     known = check_names(settings, op=(), layer=("rms_norm", name))
     assert known.unchecked == () and known.warnings == settings.warnings
-    path.write_text("oot_blacklist: [rms_nrom]\n")  # a slip is an error, as before
+    path.write_text("oot_blacklist: [rms_nrom]\n")  # a typo is still an error
     slip = load_settings({}, platform="metax", platform_files=[("older 1.0", str(path))])
     with pytest.raises(SettingsError, match="rms_norm"):
         check_names(slip, op=(), layer=("rms_norm",))

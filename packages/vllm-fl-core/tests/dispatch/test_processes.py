@@ -1,6 +1,6 @@
-"""Threads that start at once, forks in the middle of a start, forks of forks, and spawn.
+"""Threads that start at once, forks during startup, forks of forks, and spawn.
 
-Each runs in an interpreter of its own, with a deadline: what hangs fails.
+Each test runs in a separate interpreter with a deadline: a deadlock is a failure.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Run:
         (folder / "acme_plugin.py").write_text(PLUGIN)
 
     def __call__(self, code: str, **env: str) -> str:
-        """Run `code` after HEAD; its stderr. Raises when it fails or passes the deadline."""
+        """Run `code` after HEAD and return its stderr; raise if it fails or times out."""
         script = self.folder / "script.py"
         script.write_text(HEAD + dedent(code))
         ours = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_FL_")}

@@ -1,4 +1,4 @@
-"""Resolving, against a plain restatement of its rules, and by example."""
+"""Resolving, against a simple restatement of its rules, and by example."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def resolve(
 
 @dataclass(frozen=True)
 class Case:
-    """One situation, in words only: nothing of the code under test is in it."""
+    """A situation, described without the code under test."""
 
     priorities: dict[str, int]
     unavailable: dict[str, str]
@@ -93,7 +93,7 @@ class Case:
         return self.eager if self.mode == "eager" else self.compiled
 
     def refused(self, impl_id: str) -> bool:
-        """A filter, a bar or the machine keeps it out, wherever it is listed."""
+        """Whether a filter, a rejection or availability excludes it, regardless of the order."""
         head, name = impl_id.split(".")
         if head == "vendor":
             if name in self.deny:
@@ -103,7 +103,7 @@ class Case:
         return impl_id in self.rejections or impl_id in self.unavailable
 
     def expected(self) -> list[str]:
-        """The ids in the order in which they are tried."""
+        """Ids in the expected order."""
         is_foreign = self.engine and self.foreign
         unnamed = ["foreign.oot"] if is_foreign and "foreign" not in self.listed else []
         result = [] if self.written else [*unnamed]
@@ -117,7 +117,7 @@ class Case:
             group = [i for i in self.priorities if stands_under(i, token)]
             group = [i for i in group if not self.refused(i) and i not in result]
             result += sorted(group, key=lambda i: (-self.priorities[i], i))
-        # The user's list, alone.
+        # With strict, the user's order applies unchanged.
         forced = self.strict and self.written is not None and "foreign" not in self.listed
         if self.written is not None and not forced:
             result += unnamed
@@ -233,7 +233,7 @@ def test_a_higher_preference_sorts_a_platforms_list_stably_and_a_users_never(
     policy = SelectionPolicy(per_op_order={"silu_and_mul": order}).preferring(kind)
     got = [str(token) for token in policy.order("silu_and_mul")]
     if kind == "stock" and "stock" not in tokens and not written_by_the_user:
-        tokens = [*tokens, "stock"]  # which is the last of every list that does not name it
+        tokens = [*tokens, "stock"]  # implied at the end of every order without it
     assert sorted(got) == sorted(tokens)
     if written_by_the_user:
         assert got == tokens
@@ -314,7 +314,7 @@ def test_strict_mode_drops_what_another_plugin_has_replaced_as_it_drops_vllms() 
 def test_an_order_for_more_than_the_op_and_a_backends_leave_another_plugins_layer(
     policy: SelectionPolicy,
 ) -> None:
-    """`VLLM_FL_PREFER=flagos` is the default: to write it changes nothing."""
+    """`VLLM_FL_PREFER=flagos` is the default: setting it explicitly changes nothing."""
     trace = resolve("silu_and_mul", ALL, policy, engine=True, foreign=THEIRS)
     assert trace.selected is FOREIGN
     hint = "to replace it, set an order for silu_and_mul itself (VLLM_FL_PER_OP)"

@@ -1,4 +1,4 @@
-"""What a process starts with: how often plugins are asked, and what happens if they fail."""
+"""Startup of a process: number of plugin calls, and failing plugins."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_fl.plugins.types import BackendImplKind, OpImpl, PolicyDefaults
 
 
 class Acme:
-    """A plugin that brings a device; it counts how often it is asked for it."""
+    """A plugin that provides a device, and counts the calls of its hooks."""
 
     def __init__(self, policy: Path | None = None) -> None:
         self.asked = self.detected = 0
@@ -38,7 +38,7 @@ class Acme:
 
 
 class Broken:
-    """A plugin whose device hook raises."""
+    """A plugin with a device hook that raises."""
 
     @hookimpl
     def device(self) -> DeviceProfile:
@@ -50,7 +50,7 @@ Begin = Callable[..., Startup]
 
 @pytest.fixture
 def begin(monkeypatch: pytest.MonkeyPatch) -> Begin:
-    """`begin(env, plugin, …)`: a start at which these plugins are installed."""
+    """`begin(env, plugin, …)`: run startup with these plugins installed."""
 
     def begin(env: dict[str, str], *plugins: object, **arguments: object) -> Startup:
         found = [
@@ -59,7 +59,7 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Begin:
             )
             for each in plugins
         ]
-        registry = OpRegistry()  # it finds contracts
+        registry = OpRegistry()  # discovers contracts
         monkeypatch.setattr(startup.discovery, "discover", lambda modules: found)
         monkeypatch.setattr(startup, "vllms_own", lambda: None)
         return start(registry, env, **arguments)  # type: ignore[arg-type]
@@ -75,11 +75,11 @@ WRONG = {"VLLM_FL_PREFER": "no such kind"}
     [
         ({}, None, 1, 1, "acme"),
         (WRONG, None, 1, 1, "acme"),
-        ({}, "cuda", 0, 0, "cuda"),  # the caller knows
+        ({}, "cuda", 0, 0, "cuda"),  # passed by the caller
         ({"VLLM_FL_PLATFORM": "cpu"}, None, 0, 0, "cpu"),
         ({"VLLM_FL_PLATFORM": "npu"}, None, 0, 0, "ascend"),
         ({"VLLM_FL_PLATFORM": "cpu", **WRONG}, None, 0, 0, "cpu"),
-        ({"VLLM_FL_PLATFORM": "acme"}, None, 1, 0, "acme"),  # is there such a platform?
+        ({"VLLM_FL_PLATFORM": "acme"}, None, 1, 0, "acme"),  # ask whether it exists
     ],
 )
 def test_a_start_asks_for_devices_once_at_most_and_only_where_it_must(
@@ -99,7 +99,7 @@ def test_a_start_asks_for_devices_once_at_most_and_only_where_it_must(
 
 
 class Over(Acme):
-    """A plugin for somebody else's platform: it brings a policy file, and no device."""
+    """A plugin for a third-party platform: it provides a policy file, and no device."""
 
     device = None  # type: ignore[assignment]
 
@@ -152,7 +152,7 @@ def test_what_a_start_warns_of_has_the_code_of_doctor(
 
 
 class Absent:
-    """What it brings needs a library that is not here."""
+    """A plugin with an implementation that needs a missing library."""
 
     @hookimpl
     def register_ops(self) -> list[OpImpl]:

@@ -1,4 +1,4 @@
-"""What runs in the place of what is banned or fails: the table of docs/settings.md."""
+"""Fallback for banned or failing implementations: the table in docs/settings.md."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ORDERS: dict[str, tuple[dict[str, str], str | None, str, str]] = {
     "default": ({"VLLM_FL_PER_OP": "default=vendor|reference"}, None, "cpu", PLAIN),
     "VLLM_FL_PREFER=reference": ({"VLLM_FL_PREFER": "reference"}, None, "cpu", PLAIN),
 }
-"""Who wrote the order -> variables, platform file, platform, and what an engine falls to."""
+"""Source of the order -> variables, platform file, platform, and the engine's fallback."""
 
 BLACKLIST: SettingSpec[tuple[str, ...]] = SettingSpec(
     "vendor_acme_blacklist", "VLLM_FL_VENDOR_ACME_BLACKLIST", (), in_file=True, names="op"
@@ -50,13 +50,13 @@ BANS: dict[str, tuple[dict[str, str], str]] = {
     "the same in a file": ({}, f"{BLACKLIST.key}: [{OP}]"),
     "deny_vendors in a file": ({}, "deny_vendors: [acme]"),
 }
-"""What bans the vendor's -> variables, and what a platform file says."""
+"""Source of the ban of vendor.acme -> variables, and line of a platform file."""
 
 each_order = pytest.mark.parametrize("who", ORDERS)
 
 
 class Acme:
-    """The plugin with the blacklist."""
+    """The plugin that declares and applies the blacklist."""
 
     @hookimpl
     def settings(self) -> list[SettingSpec[Any]]:
@@ -68,7 +68,7 @@ class Acme:
 
 
 class Situation:
-    """An order, with what is installed and, maybe, what bans the vendor's."""
+    """An order, the installed implementations and, optionally, a ban of vendor.acme."""
 
     def __init__(self, folder: Path, who: str, first: OpImpl, ban: str = "", **env: str) -> None:
         given, shipped, platform, self.falls_to = ORDERS[who]

@@ -1,4 +1,4 @@
-"""Orders by size in a plan: what each size runs, in both modes, and what the plan says of it."""
+"""Orders by size in a plan: what runs at each size in both modes, and the plan's description."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def entry(order: Any, mode: Any = "eager", *impls: OpImpl, **fields: Any) -> Pla
 
 
 def stock(mark: float = 9) -> OpImpl:
-    """vLLM's own form of the op."""
+    """vLLM's implementation of the op."""
 
     def native(x: torch.Tensor) -> torch.Tensor:
         return half(x) + mark
@@ -62,10 +62,9 @@ def marks(bound: Any, *tokens: int) -> list[int]:
 
 
 def test_one_number_for_all_tokens_tells_no_count() -> None:
-    """It stands before the rows that do."""
+    """The next tensor, with a row per token, determines the count."""
 
     def scaled(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """x * scale."""
         return x.double() * scale.double()
 
     rows = {"scale": tensor("tokens, 1", "float32").or_one(), "x": tensor("tokens, d")}
@@ -80,7 +79,7 @@ def test_one_number_for_all_tokens_tells_no_count() -> None:
     assert [bound(torch.ones(1), x(n)) for n in (16, 17)] == ["few", "many"]
 
 
-# What is planned.
+# Planning.
 
 
 def test_an_entry_says_what_runs_at_which_size() -> None:
@@ -132,7 +131,7 @@ def test_strict_and_a_row_in_which_nothing_may_run() -> None:
     order = {"<=4": "vendor:none", "rest": "flagos"}
     assert "names (vendor:none) can run" in entry(order, strict=True).unmet
     assert entry(order).unmet == ""
-    # It is not taken for a row that is vLLM's own.
+    # Such a row is not treated as `stock`.
     also = {"<=4": "vendor:none", "rest": "stock"}
     assert "names (vendor:none) can run" in entry(also, strict=True).unmet
 
@@ -181,7 +180,7 @@ def test_a_stock_row_is_vllms_own_and_nothing_stands_before_it(row: Any) -> None
 
 
 def test_a_layers_own_method_stands_for_stock_as_it_is() -> None:
-    """Nothing catches what it raises: without us nothing would."""
+    """Without vllm-fl, its exceptions would not be caught; so they are not caught here."""
 
     def own(self: Any, x: torch.Tensor) -> torch.Tensor:
         if len(x) == 3:
@@ -196,7 +195,7 @@ def test_a_layers_own_method_stands_for_stock_as_it_is() -> None:
     with pytest.raises(ValueError, match="vLLM's own"):
         bounds[0](x(3))
     assert not plan.fallbacks and not plan.record.demotions
-    # Without rows it plays no part.
+    # Without rows it is not used.
     plan = planned(["vendor", "flagos"], "eager", refusing("vendor.acme", "no"))
     assert marks(plan.bind(OP, layers[0], NOTHING, last=stock(), own=candidate), 4) == [9]
 
@@ -217,7 +216,7 @@ def test_a_place_without_a_form_of_vllms_runs_the_next_and_says_so_once(
 
 
 def left_at(plan: Plan, *tokens: int) -> list[bool]:
-    """What `stock_at` says, which must be what a caller without a layer meets."""
+    """`stock_at` of each token count; it must match calls without a layer."""
     is_left = plan.stock_at(OP)
     assert is_left is not None
     told = [is_left(n) for n in tokens]
@@ -301,7 +300,7 @@ def test_the_operators_name_and_the_digest_are_those_of_the_rows() -> None:
 
 
 def test_an_operator_overwrites_what_the_largest_calls_overwrite() -> None:
-    """A row that does not is copied where the operator leaves its results."""
+    """Results of other rows are copied to where the operator writes them."""
 
     def made(name: str, writes: bool) -> OpImpl:
         def rms_norm(

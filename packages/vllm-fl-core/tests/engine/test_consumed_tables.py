@@ -1,4 +1,4 @@
-"""Arguments that a call consumes and that are no activations: the paged caches of attention."""
+"""Consumed arguments that are not activations: the paged caches of attention."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def in_place(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mappin
 
 
 def beside(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any) -> Any:
-    """One element behind the last one of the values' storage, too."""
+    """Also write one element after the end of the values' storage."""
     at = value_cache.as_strided((1,), (1,), value_cache[-1, -1, -1, -1:].storage_offset() + 1)
     at.fill_(1.0)
     return in_place(key, value, key_cache, value_cache, slot_mapping)

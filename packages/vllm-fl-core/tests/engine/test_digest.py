@@ -1,4 +1,4 @@
-"""The digest of a plan: the same plan has the same one, another plan or source another."""
+"""The digest of a plan: equal plans have equal digests; another plan or source changes it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SOURCE = "def silu_and_mul(x):\n    return x[..., : x.shape[-1] // 2] {operator}
 
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of a module `digest_kernel` that can be imported."""
+    """File of an importable module `digest_kernel`."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "digest_kernel", raising=False)
     file = tmp_path / "digest_kernel.py"
@@ -84,7 +84,7 @@ def test_what_does_not_change_the_plan_does_not_change_the_digest(kernel: Path) 
     module = importlib.import_module("digest_kernel")
     same = {digest_of(module), digest_of(module, VLLM_FL_LOG_LEVEL="DEBUG")}
     same.add(digest_of(module, VLLM_FL_DISPATCH_DEBUG="1"))
-    same.add(digest_of(module, VLLM_FL_PREFER="vendor"))  # the same choice, for another reason
+    same.add(digest_of(module, VLLM_FL_PREFER="vendor"))  # the same plan for another reason
     assert len(same) == 1
 
 
@@ -102,7 +102,7 @@ def test_an_edited_implementation_has_another_digest(kernel: Path) -> None:
 
 
 class TestCode:
-    """A distribution that is installed by its RECORD, as pip writes it."""
+    """A distribution with a RECORD, as pip installs it."""
 
     @pytest.fixture
     def site(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -194,7 +194,7 @@ class TestCode:
 
 
 def test_settings_that_a_planned_plugin_declares_count(kernel: Path, tmp_path: Path) -> None:
-    """A compiler makes what code reads of them a part of what it compiles."""
+    """Compiled code contains the values that the plugin's code reads."""
     fast = SettingSpec("vendor_acme_fast", "ACME_FAST", False, in_file=True)
     file = tmp_path / "fl.yaml"
     file.write_text("vendor_acme_fast: false\n")
@@ -209,7 +209,7 @@ def test_settings_that_a_planned_plugin_declares_count(kernel: Path, tmp_path: P
 
     assert told() == told(ACME_FAST="0") != told(ACME_FAST="1")
     assert told(False) == told(False, ACME_FAST="1")
-    # The file's value holds, and the code may have read the variable all the same.
+    # The file's value applies, but the code may have read the variable directly.
     overridden = {told(VLLM_FL_CONFIG=str(file), ACME_FAST=text) for text in "01"}
     assert len(overridden) == 2
 

@@ -1,4 +1,4 @@
-"""Opaque operators: torch's own checks, whole-graph compilation, and the chain that runs inside."""
+"""Opaque operators: torch's checks, whole-graph compilation, and the chain inside."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def honest(spec: OpSpec) -> OpImpl:
-    """The contract's own oracle, in the dtypes of its results: right by definition."""
+    """The contract's oracle, with results in the contract's dtypes: correct by definition."""
     names = ", ".join(
         str(p.replace(annotation=p.empty)) for p in spec.signature.parameters.values()
     )
@@ -51,7 +51,7 @@ def opaque(*impls: OpImpl, **policy: Any) -> Any:
 
 
 def kinds(spec: OpSpec) -> list[Sample]:
-    """One sample for each way to leave something out, and so for each variant."""
+    """One sample for each set of omitted arguments, and so for each variant."""
     found: dict[Any, Sample] = {}
     for sample in spec.samples(getattr(torch, spec.dtypes[0]), CPU):
         found.setdefault(tuple(isinstance(a, torch.Tensor) for a in sample.args), sample)
@@ -68,7 +68,7 @@ def each(ops: Callable[[OpSpec], Iterable[Sample]]) -> Any:
 
 
 def overload(spec: OpSpec, impl: Any, sample: Sample) -> tuple[Any, tuple[Any, ...]]:
-    """The torch.library operator that a call with this sample's arguments reaches."""
+    """The torch.library operator, and its arguments, of a call with this sample's arguments."""
     seen: list[tuple[Any, tuple[Any, ...]]] = []
     scope = impl.__globals__
     kept = {name: value for name, value in scope.items() if name.startswith("_op")}
@@ -84,11 +84,11 @@ def overload(spec: OpSpec, impl: Any, sample: Sample) -> tuple[Any, tuple[Any, .
 @each(kinds)
 def test_opcheck(spec: OpSpec, sample: Sample) -> None:
     operator, args = overload(spec, opaque(honest(spec)), sample)
-    # torch's own copy of a tensor without elements trips over strides.
+    # torch's clone of a tensor without elements fails for some strides.
     args = tuple(
         a.new_empty(a.shape) if isinstance(a, torch.Tensor) and not a.numel() else a for a in args
     )
-    # Which arguments were written over is asked with allclose, which knows no fp8.
+    # test_schema detects writes with allclose, which does not support fp8.
     schema = [] if args[0].dtype == torch.float8_e4m3fn else ["test_schema"]
     utils = (*schema, "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(operator, args, test_utils=utils)
@@ -143,7 +143,7 @@ BOTH = frozenset({"x", "residual"})
 
 
 def adding(write: Any) -> OpImpl:
-    """An rms_norm that gives (x + residual, x - residual) back, as `write` says."""
+    """An rms_norm that returns (x + residual, x - residual) through `write`."""
 
     def rms_norm(
         x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
@@ -211,7 +211,7 @@ def test_a_compiler_makes_the_copies_that_are_needed_and_no_more(backend: str) -
         return first * 1, second * 1
 
     torch._dynamo.reset()
-    x, residual = torch.randint(-8, 9, (2, 3, 4)).float()  # whose sums and differences are exact
+    x, residual = torch.randint(-8, 9, (2, 3, 4)).float()  # exact sums and differences
     got, untouched = torch.compile(kept, fullgraph=True, backend=backend)(x, residual)
     assert torch.equal(got, 4 * x) and torch.equal(untouched, residual)
     qkv = torch.randn(3, 8)
@@ -278,7 +278,7 @@ def test_a_traceable_one_stays_open_to_the_compiler() -> None:
 
 
 FOLDED = [f"vendor.{name}" for name in ("a-b", "a_b", "a.b", "A-B", "é", "华为", "_")]
-"""Ids that one spelling in ASCII would make one of."""
+"""Ids that would have the same spelling in ASCII."""
 
 
 def test_names_are_ascii_legible_and_never_folded() -> None:
@@ -326,7 +326,7 @@ def test_two_plans_that_serve_at_once_have_each_their_own_operators() -> None:
         assert first.calls == {("silu_and_mul", "vendor.acme"): 2}
         assert second.calls == {("silu_and_mul", "vendor.acme"): 1}
         leave_place(first)
-        third, run_third = engine()  # finds the operators of the first, and counts for itself
+        third, run_third = engine()  # reuses the first one's operators, with its own counts
         assert third.place == 1
         run_third(X), run_second(X)
         assert third.calls == {("silu_and_mul", "vendor.acme"): 1}

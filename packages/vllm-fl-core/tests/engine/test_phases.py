@@ -1,4 +1,4 @@
-"""What a start took, phase by phase: each second is in one of them."""
+"""Duration of startup by phase: each second belongs to one phase."""
 
 from __future__ import annotations
 

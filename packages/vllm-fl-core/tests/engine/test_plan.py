@@ -1,4 +1,4 @@
-"""The plan: what each op runs with, in one line and by reason; sealed against demotion."""
+"""The plan: each op's implementation, its description and reason; sealing against demotion."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_what_stands_after_stock_is_not_tried() -> None:
 
 
 def test_strict_and_a_backend_listed_alone_that_is_absent() -> None:
-    """docs/settings.md: vLLM's own code follows, unless VLLM_FL_STRICT=1."""
+    """docs/settings.md: vLLM's implementation follows, unless VLLM_FL_STRICT=1."""
     impls = silu("vendor.acme"), silu("vendor.cpu", available=lambda: "no AVX")
 
     def entry(*listed: str, strict: bool = True, **fields: Any) -> PlanEntry:
@@ -124,7 +124,7 @@ def test_strict_and_a_backend_listed_alone_that_is_absent() -> None:
     assert "impl:vendor.cup" in entry("impl:vendor.cup").unmet
     assert "vendor.cpu: not available: no AVX" in entry("vendor:cpu").unmet
     assert entry("vendor:cpu", "stock").unmet == ""
-    kept = {"silu_and_mul": "custom_ops has -silu_and_mul"}  # the user left it to vLLM
+    kept = {"silu_and_mul": "custom_ops has -silu_and_mul"}  # the user chose stock
     assert entry("vendor:cpu", notes=kept).unmet == ""
 
 

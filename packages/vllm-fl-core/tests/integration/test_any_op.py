@@ -1,4 +1,4 @@
-"""What core knows of one op alone stands in the op's binding: here in that of somebody's own op."""
+"""Core needs only an op's binding to plan it; tested with a third-party op."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Entries = Callable[..., dict[str, PlanEntry]]
 
 @pytest.fixture
 def entries(monkeypatch: pytest.MonkeyPatch) -> Entries:
-    """`entries(needs=(...))`: the plan of an engine where the op has such a binding."""
+    """`entries(needs=(...))`: the plan of an engine with such a binding for the op."""
     monkeypatch.setattr(layers, "foreign_ops", dict)
     platform = SimpleNamespace(vllm_fl_platform="cuda", device_type="cuda")
     monkeypatch.setattr(vllm.platforms, "_current_platform", platform)

@@ -1,4 +1,4 @@
-"""The attention patcher: what a backend says to a layer's request, and what may go wrong then."""
+"""The attention patcher: a backend's answers to a layer's request, and its faults."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ATTENTION = attention.Attention()
 
 
 class Request(NamedTuple):
-    """vLLM's request, of a release that has a field which we do not know."""
+    """vLLM's request, from a release with a field that we do not know."""
 
     head_size: int = 64
     dtype: str = "bfloat16"
@@ -43,7 +43,7 @@ class Request(NamedTuple):
 
 
 class Backend:
-    """As much of an AttentionBackend as is looked at."""
+    """The part of an AttentionBackend that core reads."""
 
     get_impl_cls = get_builder_cls = staticmethod(lambda: None)
 
@@ -69,7 +69,7 @@ PATH = f"{__name__}.Backend"
 
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
-    """`plan(class_path, …)`: one backend is installed, and planned."""
+    """`plan(class_path, …)`: the plan with one installed backend."""
     monkeypatch.setitem(__import__("sys").modules, __name__, SimpleNamespace(**globals()))
 
     def make(path: Any = PATH, strict: bool = False, **fields: Any) -> Plan:
@@ -130,7 +130,7 @@ def test_a_backend_that_refuses_the_model_says_so(plan: Callable[..., Plan]) -> 
 
 @pytest.mark.parametrize("order", ["stock", "stock|vendor"])
 def test_a_backend_behind_vllms_own_is_not_asked(plan: Callable[..., Plan], order: str) -> None:
-    """To answer, it may import the library of its kernels."""
+    """Its `supports` may import the library of its kernels."""
     plan(supports=lambda request: pytest.fail("it was asked"))
     named = {"VLLM_FL_PER_OP": f"attention_backend={order}"}
     facts = dataclasses.replace(FACTS, settings=load_settings(named, platform="cpu"))
@@ -138,7 +138,7 @@ def test_a_backend_behind_vllms_own_is_not_asked(plan: Callable[..., Plan], orde
 
 
 def test_what_of_a_plugin_runs_is_noted_while_it_runs(plan: Callable[..., Plan]) -> None:
-    """A class whose import ends the process must be named by the next one."""
+    """If a class's import ends the process, the next process must name it."""
     noted: list[str] = []
 
     def note(request: AttentionRequest) -> Any:

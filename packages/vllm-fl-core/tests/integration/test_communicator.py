@@ -1,4 +1,4 @@
-"""The communicator's patcher: vLLM's own groups on two processes, and candidates that are wrong."""
+"""The communicator's patcher: vLLM's groups on two processes, and incorrect candidates."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ from vllm_fl.settings.loading import load_settings
 KEY = ("communicator", "vendor.acme")
 CPU = torch.device("cpu")
 
-assert get_current_vllm_config_or_none() is None  # imported once, and not by each process
+assert get_current_vllm_config_or_none() is None  # imported once, not by each process
 
 
 class Sound(DeviceCommunicatorBase):
-    """vLLM's own over gloo, under another name."""
+    """vLLM's gloo communicator under another name."""
 
 
 class Doubling(Sound):
-    """Rank 1 reduces wrong."""
+    """Incorrect on rank 1."""
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         reduced = super().all_reduce(input_)
@@ -63,7 +63,7 @@ class Doubling(Sound):
 
 
 class Unmade(Sound):
-    """Rank 1 cannot be made."""
+    """Cannot be constructed on rank 1."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -72,7 +72,7 @@ class Unmade(Sound):
 
 
 class Late(Sound):
-    """Rank 1 never comes."""
+    """Rank 1 arrives after the limit."""
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         if self.rank == 1:
@@ -107,7 +107,7 @@ def facts(world: int = 2, **fields: Any) -> EngineFacts:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, *impls: CommunicatorImpl, **policy: Any) -> EngineFacts:
-    """These are installed; the facts of an engine of two ranks."""
+    """Install these and return the facts of an engine of two ranks."""
     monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(**globals()))
     manager = extended(managing(*impls, **policy))
     monkeypatch.setattr(vllm_fl.dispatch.manager, "manager", manager)
@@ -125,11 +125,11 @@ CASES: dict[str, tuple[tuple[CommunicatorImpl, ...], dict[str, Any]]] = {
     "late": ((acme(Late),), {}),
     "dies": ((acme(Dies),), {}),
 }
-"""What is installed, and the policy. The last ones leave ranks that serve no more."""
+"""(installed communicators, policy). Order matters: ranks are unusable after the last ones."""
 
 
 def _rank(rank: int, folder: Path, told: Any) -> None:
-    """One process: vLLM's groups, made as a worker makes them, for each case."""
+    """One process: for each case, vLLM's groups, made as a worker makes them."""
     torch.set_num_threads(1)
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(communicator, "stock_class", lambda: DeviceCommunicatorBase)
@@ -154,7 +154,7 @@ def _rank(rank: int, folder: Path, told: Any) -> None:
         except Exception as error:
             told.put((case, rank, type(error).__name__, str(error), 0.0))
         if case == "late":
-            time.sleep(2)  # until the late one has come
+            time.sleep(2)  # until the late rank has arrived
     told.close()
     told.join_thread()
     os._exit(0)
@@ -162,14 +162,14 @@ def _rank(rank: int, folder: Path, told: Any) -> None:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[Any, ...]]]:
-    """Case -> what each rank tells of it: what serves, the faults or the error, a sum."""
+    """Case -> each rank's result: the communicator in use, the faults or the error, a sum."""
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     folder = tmp_path_factory.mktemp("ranks")
     processes = [context.Process(target=_rank, args=(rank, folder, queue)) for rank in range(2)]
     for process in processes:
         process.start()
-    found = [queue.get(timeout=300) for _ in range(2 * len(CASES) - 1)]  # one has died
+    found = [queue.get(timeout=300) for _ in range(2 * len(CASES) - 1)]  # minus the dead rank
     for process in processes:
         process.join(300)
     assert [process.exitcode for process in processes] == [0, 7]
@@ -254,7 +254,7 @@ def test_a_refusal_is_told_and_is_no_candidate(monkeypatch: pytest.MonkeyPatch) 
 def test_where_batch_invariance_is_asked_for_the_groups_have_what_the_plan_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No measurement tells that of a communicator: vLLM's own serves."""
+    """A communicator's batch invariance cannot be measured, so vLLM's is used."""
     found = replace(use(monkeypatch, acme(Sound)), batch_invariant=True)
     assert communicator.Groups(Engine(found, 0)).communicators == ()
 

@@ -1,4 +1,4 @@
-"""The function patcher: Python functions of vLLM's that an engine's plan answers."""
+"""The function patcher: Python functions of vLLM that an engine's plan replaces."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ STATIC = FunctionTarget(
 
 @pytest.fixture(autouse=True)
 def home(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module of "vLLM's", and one that imports its function by name."""
+    """A stand-in for a vLLM module, and a module that imports its function by name."""
     module, caller = ModuleType("fl_home"), ModuleType("fl_caller")
 
     def gated(input: Tensor, quantised: bool = False, scale: float = 1.0) -> Tensor:
@@ -92,7 +92,6 @@ def binding(*targets: FunctionTarget) -> dict[str, Binding]:
 
 
 def engine(plan: Plan, bound: dict[str, Binding] | None = None) -> AbstractContextManager[Choice]:
-    """An engine that serves with this plan, in this thread."""
     return taking(plan, bound or binding(), PATCHER)
 
 

@@ -1,4 +1,4 @@
-"""From a configuration to facts and a plan: what is read, carried, and left to the user."""
+"""From a configuration to facts and a plan: what is read, carried, and kept of user settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 import vllm.envs
-import vllm.model_executor.layers.layernorm  # while the platform is still vLLM's own
+import vllm.model_executor.layers.layernorm  # before the platform is replaced
 import vllm.platforms
 from builders import extended, registry_with_settings, silu
 from configs import engine_config
@@ -48,7 +48,7 @@ VENDOR = {"VLLM_FL_PREFER": "vendor"}
 
 @pytest.fixture(autouse=True)
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpManager]:
-    """A process of an engine in which one implementation is installed."""
+    """A process of an engine with one installed implementation."""
     registry = OpRegistry()
     registry.register_impl(silu("vendor.acme"))
     manager = OpManager(registry)
@@ -89,7 +89,7 @@ def test_without_a_model_there_are_facts_too() -> None:
 
 
 def test_an_engine_that_nothing_verifies_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does anything serve that must be batch-invariant, whatever VLLM_FL_PREFLIGHT says."""
+    """The same if batch invariance is required, with any VLLM_FL_PREFLIGHT."""
 
     def set_to(**env: str) -> Any:
         monkeypatch.setattr(planning, "_settings_of", lambda config: load_settings(env))
@@ -143,7 +143,7 @@ def test_a_sealed_configuration_is_given_what_the_process_has(
     facts_of(config)
     carried.seal(config, "digest")
     assert config.additional_config == {"vllm_fl": {"plan": "digest"}}
-    monkeypatch.setenv("VLLM_FL_PREFER", "no such kind")  # nothing is read any more
+    monkeypatch.setenv("VLLM_FL_PREFER", "no such kind")  # settings are not read again
     assert process.settings is not None
     assert facts_of(config).settings == process.settings
 
@@ -158,7 +158,7 @@ def test_a_plugins_setting_leaves_vllms_compile_key_alone(
     plain = dict(vllm.envs.environment_variables)
 
     def factors() -> dict[str, object]:
-        """What a worker's environment brings to the key, its plugins loaded."""
+        """A worker's contribution to the compile key, with its plugins loaded."""
         monkeypatch.setattr(vllm.envs, "environment_variables", dict(plain))
         hide_our_variables()
         planning.load_plugins(engine_config())
@@ -181,7 +181,7 @@ def test_an_object_of_the_users_own_is_left_alone(monkeypatch: pytest.MonkeyPatc
 
 
 def reason(entry: Carried | None = None, **fields: Any) -> tuple[str, str]:
-    """What `silu_and_mul` runs with, and why."""
+    """(label, reason) of `silu_and_mul` in the plan."""
     config = engine_config(entry, **fields)
     note_user_priority(config)
     chosen = plan_for(facts_of(config)).entries["silu_and_mul"]
@@ -200,7 +200,7 @@ def reason(entry: Carried | None = None, **fields: Any) -> tuple[str, str]:
 )
 def test_custom_ops_of_the_user_stand(custom_ops: list[str], expected: tuple[str, str]) -> None:
     assert reason(custom_ops=custom_ops) == expected
-    if custom_ops == ["none"]:  # in compiled mode vLLM's default, and no wish of the user's
+    if custom_ops == ["none"]:  # in compiled mode this is vLLM's default, not the user's setting
         compiled = reason(custom_ops=custom_ops, mode=CompilationMode.VLLM_COMPILE)
         assert compiled[0] == "vendor.acme"
 
@@ -227,7 +227,7 @@ def test_layers_that_are_off_are_one_line(
 ) -> None:
     monkeypatch.setenv("VLLM_FL_OOT_ENABLED", "0")
     config = engine_config()
-    for _ in range(2):  # vLLM asks step by step
+    for _ in range(2):  # vLLM calls this repeatedly
         facts_of(config)
     (record,) = [each for each in caplog.records if "is disabled" in each.getMessage()]
     assert record.levelname == "INFO" and "VLLM_FL_OOT_ENABLED=false" in record.getMessage()
@@ -260,7 +260,7 @@ def test_what_the_user_told_vllm_is_the_reason(fields: Any, op: str, why: str) -
 
 
 def test_vllms_batch_invariant_mode_keeps_its_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The norms that it has for it; every other op of ours must have been measured."""
+    """vLLM has norms for this mode; our other ops must be measured."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     extended(vllm_fl.dispatch.get_default_manager())
     facts = facts_of(engine_config())
@@ -294,7 +294,7 @@ def test_only_what_we_turned_on_is_turned_off_again() -> None:
     apply(plan_for(facts), config)
     out = {("silu_and_mul", "vendor.acme"): "failed"}
     apply(plan_for(facts, out), config)
-    assert config.compilation_config.custom_ops == ["none", "+silu_and_mul"]  # the user's own
+    assert config.compilation_config.custom_ops == ["none", "+silu_and_mul"]  # user entries
     config = engine_config()
     apply(plan_for(facts_of(config)), config)
     assert config.compilation_config.custom_ops == ["+silu_and_mul"]
@@ -303,12 +303,12 @@ def test_only_what_we_turned_on_is_turned_off_again() -> None:
 
 
 def planned_norm(process: OpManager, **fields: Any) -> PlanEntry:
-    """What a compiled engine says of the norms; nothing is turned on for them."""
+    """The plan's entry for norms in a compiled engine; `custom_ops` must not enable them."""
     process.registry.register_impl(norm())
     config = engine_config(mode=CompilationMode.VLLM_COMPILE, custom_ops=["none"], **fields)
     plan = plan_for(facts_of(config))
     apply(plan, config)
-    assert "+rms_norm" not in config.compilation_config.custom_ops  # it changes vLLM's fusions
+    assert "+rms_norm" not in config.compilation_config.custom_ops  # it would change vLLM's fusions
     return plan.entries["rms_norm"]
 
 
@@ -331,7 +331,7 @@ def test_an_op_that_the_model_cannot_have_is_not_planned_unless_the_user_names_i
     assert "swigluoai_and_mul" not in planning.plan_for(facts).entries
     config.model_config.get_num_experts = lambda: 8
     assert not planning.facts_of(config).absent & {"swigluoai_and_mul"}
-    del config.model_config.get_num_experts  # nobody can tell
+    del config.model_config.get_num_experts  # unknown
     assert "swigluoai_and_mul" in planning.plan_for(planning.facts_of(config)).entries
     monkeypatch.setenv("VLLM_FL_PER_OP", "swigluoai_and_mul=stock")
     named = engine_config(Carried())

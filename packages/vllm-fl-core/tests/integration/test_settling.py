@@ -1,4 +1,4 @@
-"""Settling on a plan: an error of one rank reaches all, and each moment has its consequence."""
+"""Settling on a plan: a rank's error reaches all, and each moment has its consequence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEY = ("silu_and_mul", "vendor.acme")
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What this rank lets the others know about its failures."""
+    """The failures that this rank reports to the others."""
     found: list[str] = []
 
     def exchange(what: str, mine: Any, failure: str = "") -> list[Any]:
@@ -42,7 +42,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def inspecting(monkeypatch: pytest.MonkeyPatch, answer: Any, **policy: Any) -> Any:
-    """An engine whose verifier answers so, or raises it."""
+    """An engine with a verifier that returns or raises `answer`."""
 
     def inspect(engine: Any, moment: Moment, *, verifies: bool) -> Any:
         if isinstance(answer, BaseException):
@@ -143,7 +143,7 @@ def test_remarks_are_of_the_last_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_table_that_one_rank_cannot_use_is_dropped_on_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each rank decides by what all have, so that none verifies while another plans again."""
+    """Each rank decides by the tables of all, so none verifies while another plans again."""
     asked: list[bool] = []
 
     def exchange(what: str, mine: Any, failure: str = "") -> list[Any]:
@@ -169,13 +169,13 @@ def test_a_table_that_one_rank_cannot_use_is_dropped_on_all(
 def test_ranks_that_chose_differently_by_timing_are_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Their plans are equal, and so are the digests."""
+    """Their plans and digests are equal."""
     picks: dict[Any, Any] = {64: "tiles of 128", 512: "tiles of 64"}
     opinions: list[Any] = []
 
     def exchange(what: str, mine: Any, failure: str = "") -> list[Any]:
         opinions.append(mine)
-        return [mine, opinions[0]]  # the other rank has what this one had first
+        return [mine, opinions[0]]  # the other rank returns this rank's first choices
 
     impls = silu("vendor.acme", choices=lambda: picks), silu("vendor.broken", choices=lambda: 1 / 0)
     engine = engine_of(planning(managing(*impls, per_op_order={"silu_and_mul": ["vendor"]})))

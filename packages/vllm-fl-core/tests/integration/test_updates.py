@@ -1,4 +1,4 @@
-"""After the start: updates of weights, memory that sleeps and wakes, and the look at its end."""
+"""After startup: updates of weights, sleeping and waking memory, and verification afterwards."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Model(torch.nn.Module):
 
 
 class Runner:
-    """vLLM's model runner, as far as it is asked."""
+    """The used part of vLLM's model runner."""
 
     execute_model_state: object = None
 
@@ -74,7 +74,7 @@ Runner._dummy_run.__module__ = "vllm.stand_in"
 
 
 class Worker:
-    """vLLM's worker, as far as weights and memory are concerned."""
+    """The part of vLLM's worker for weights and memory."""
 
     model_runner: Runner
     seen: list[object]
@@ -103,7 +103,7 @@ Engine = Callable[..., Any]
 
 
 def alone(what: str, mine: Any, failure: str = "") -> list[Any]:
-    """What a single rank exchanges."""
+    """The exchange of a single rank."""
     if failure:
         raise StartError(
             "vllm-fl: engine startup failed: " + "; ".join([f"rank 0: {failure}"]),
@@ -114,7 +114,7 @@ def alone(what: str, mine: Any, failure: str = "") -> list[Any]:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """`engine(fn)`: a worker that serves with this kernel; `told` is what other ranks say."""
+    """`engine(fn)`: a worker with this kernel; `told` replaces the exchange with other ranks."""
 
     def made(fn: Callable[..., Any] = right, *, told: Any = None, mode: Any = "eager") -> Any:
         config = VllmConfig()
@@ -138,7 +138,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 def keeping() -> Callable[[torch.Tensor], torch.Tensor]:
-    """A kernel that has prepared something and gives it back, as of weights by their address."""
+    """A kernel that caches its first result, like one with a weight cache keyed by address."""
     kept: dict[int, torch.Tensor] = {}
 
     def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -178,7 +178,7 @@ def test_who_keeps_what_it_made_of_old_weights_is_named_to_who_updates_them(
 
 
 def test_of_several_ranks_the_last_one_tells_the_caller(engine: Engine) -> None:
-    """vLLM reads the ranks' answers in order, and leaves those behind an error unread."""
+    """vLLM reads the ranks' answers in order, and leaves those after an error unread."""
 
     def told(what: str, mine: Any, failure: str = "") -> list[Any]:
         theirs = Opinion({KEY: Objection(FAILED, "it is wrong there")})

@@ -1,4 +1,4 @@
-"""The patcher of whole layers: what stands in vLLM's table, when, and what is refused."""
+"""The patcher of whole layers: vLLM's table, timing and rejections."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PATCHER = whole_layers.WholeLayers()
 
 
 class Mixer(PluggableLayer):
-    """It stands for a layer of vLLM's."""
+    """Stand-in for a vLLM layer."""
 
     __module__ = "vllm.mixers"
     name = "test_mixer"
@@ -82,7 +82,7 @@ Make = Callable[..., Plan]
 
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """`plan(impl, …, strict=…)`: these are installed, and planned."""
+    """`plan(impl, …, strict=…)`: the plan with these installed."""
     monkeypatch.setitem(sys.modules, "acme", ACME)  # type: ignore[arg-type]
     whole_layers._chosen.cache_clear()
     before = dict(TABLE)
@@ -147,7 +147,7 @@ def test_another_plugins_entry_is_left_alone_or_taken(plan: Make) -> None:
 @pytest.mark.parametrize(
     ("layer", "name", "words"),
     [
-        ("Mixer", "OwnBig", None),  # a subclass of a subclass is one
+        ("Mixer", "OwnBig", None),  # subclasses count at any depth
         ("BigMixer", "OwnMixer", "acme.OwnMixer is not a subclass of vLLM's BigMixer"),
         ("Mixer", "number", "acme.number is not a class"),
         ("Mixer", "Absent", "its class acme.Absent failed: AttributeError"),
@@ -158,13 +158,10 @@ def test_another_plugins_entry_is_left_alone_or_taken(plan: Make) -> None:
 def test_a_class_that_cannot_be_used_is_a_fault_by_name(
     plan: Make, layer: str, name: str, words: str | None
 ) -> None:
-    import vllm.model_executor.layers.linear  # noqa: F401 (a worker has it)
+    import vllm.model_executor.layers.linear  # noqa: F401 (loaded in a worker)
 
     found = PATCHER.faults(plan(impl(layer, name)), facts())
     assert (words in found[layer, "vendor.acme"]) if words else not found
-
-
-# What a plugin says to an engine.
 
 
 @pytest.mark.parametrize(
@@ -192,10 +189,7 @@ def test_a_class_that_is_not_available_is_not_asked(plan: Make) -> None:
 def test_a_layer_of_an_op_is_the_ops(plan: Make) -> None:
     plan(impl("SiluAndMul"))
     (why,) = PATCHER.why_not(facts()).impls.values()
-    assert "through the op silu_and_mul" in why and "bring an OpImpl" in why
-
-
-# What the user says.
+    assert "through the op silu_and_mul" in why and "provide an OpImpl" in why
 
 
 @pytest.mark.parametrize(
@@ -231,12 +225,9 @@ def test_custom_ops_speaks_of_custom_ops(
     told = facts(mode, custom_ops=custom_ops)
     assert PATCHER.why_not(told).ops == ({"Plain": note} if note else {})
     assert PATCHER.configure(made, None, {}) == ["test_plain"]
-    rope = plan(impl("MRotaryEmbedding", "OwnRope"))  # its name is that of an op's layers, too
+    rope = plan(impl("MRotaryEmbedding", "OwnRope"))  # also the name of an op's layer
     assert PATCHER.configure(rope, None, {}) == []
     assert {"mamba_mixer2", "MambaMixer2"} <= PATCHER.layer_names(), "not imported yet"
-
-
-# After the build.
 
 
 def model(*layers: torch.nn.Module) -> torch.nn.Module:
@@ -244,7 +235,7 @@ def model(*layers: torch.nn.Module) -> torch.nn.Module:
 
 
 def loaded(made: Plan, *layers: torch.nn.Module) -> Any:
-    """How many layers of a model are the plan's."""
+    """How many layers of a model come from the plan."""
     worker = type("Worker", (), {"get_model": lambda self: model(*layers)})
     engine = engine_of(made, worker())
     PATCHER.loaded(engine)

@@ -1,4 +1,4 @@
-"""Attention backends: candidates that name a class, in the plan beside the ops."""
+"""Attention backends: candidates that are a class, in the plan next to the ops."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_plan_names_the_backend_and_counts_it() -> None:
     entry = plan.entries["attention_backend"]
     assert (entry.label, entry.reason) == ("vendor.acme", "the order says vendor")
     assert [i.impl_id for i in entry.classes(AttentionImpl)] == ["vendor.acme"]
-    assert entry.impls == ()  # nothing to call, nothing to run before the start
+    assert entry.impls == ()  # nothing to call or verify before startup
     assert line(plan).startswith("vllm-fl: 1 op planned:")
     assert "attention_backend=vendor.acme" in line(plan)
 

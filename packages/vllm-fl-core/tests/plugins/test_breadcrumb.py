@@ -1,4 +1,4 @@
-"""What runs is noted where the next process finds it, and only what no process survived is left."""
+"""Notes of running steps: the next process finds only steps that ended a process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RUN = (
 
 @pytest.fixture(autouse=True)
 def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of this test's notes; nothing of another's is remembered."""
+    """The folder of this test's notes, with no notes cached from other tests."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     breadcrumb._left.cache_clear()
     return tmp_path / "vllm-fl" / "running"

@@ -1,4 +1,4 @@
-"""Distributions that bring contracts and nothing else: which load, what their failure means."""
+"""Distributions with only contracts: which load, and what their failure means."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ SPEC = known_contracts().contracts["silu_and_mul"]
 
 
 def contract(name: str) -> Contract:
-    """A contract of this name, whatever it says."""
-
     def oracle(x: Any) -> Any:
         return SPEC.oracle(x)
 
@@ -41,8 +39,6 @@ def contract(name: str) -> Contract:
 
 
 def bringing(*names: str) -> Any:
-    """A plugin that brings these contracts."""
-
     @hookimpl
     def brought() -> list[Contract]:
         return [contract(name) for name in names]
@@ -51,7 +47,7 @@ def bringing(*names: str) -> Any:
 
 
 def found(distribution: str | None, plugin: Any = None, *, data: bool = True) -> Plugin:
-    """What a distribution has; without a plugin it must not be imported."""
+    """A distribution's plugin; without `plugin` it must not be imported."""
 
     def import_it() -> Any:
         assert plugin is not None, f"{distribution} was imported"
@@ -69,8 +65,6 @@ def found(distribution: str | None, plugin: Any = None, *, data: bool = True) ->
 
 
 def backend(distribution: str | None, op: str) -> Plugin:
-    """A distribution that brings an implementation of `op`."""
-
     def implementation(x: torch.Tensor) -> torch.Tensor:
         return x
 

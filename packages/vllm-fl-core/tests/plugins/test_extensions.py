@@ -33,7 +33,6 @@ ENGINE: Any = SimpleNamespace(rank=0)
 
 
 def plugin(verifies: object = None, **hooks: Callable[..., Any]) -> Any:
-    """A plugin that implements these hooks."""
     declared = {} if verifies is None else {"VERIFIES": verifies}
     return SimpleNamespace(**declared, **{name: hookimpl(f) for name, f in hooks.items()})
 
@@ -77,7 +76,7 @@ def test_an_extension_of_ours_is_loaded_whatever_is_named(
     every = (
         found(distribution, verifier()),
         found("fl-other", named if only != [] else None, "backend"),
-        # What names no backend needs no contracts, with extensions too.
+        # Selecting only plugins without a backend needs no contracts, even with extensions.
         found(OPS, plugin(contracts=nothing) if only != [] else None, "contracts"),
     )
     mine, other, ops = load(registry, every, only=only)
@@ -96,7 +95,7 @@ def test_another_distributions_extension_is_refused_and_not_imported(
     told = str(refused.error)
     assert f"of {distribution} 1.0 is not imported: the group {EXTENSIONS} is only for" in told
     assert VERIFY in told
-    # Nor does it hide the module that it points at from a user who names this one.
+    # Nor does it hide the module that it refers to if the user names that module.
     module = found(None, verifier(), "backend")
     named = Plugin(module.owner, f"{distribution}.plugin", module.load)
     assert [each.status for each in loaded(found(distribution), named, only=[])] == ["failed", "ok"]
@@ -299,7 +298,7 @@ def test_an_engine_needs_none_if_the_user_or_the_plan_says_so() -> None:
 
 def test_a_verifier_cannot_be_blocked_by_leaving_it_out() -> None:
     assert refusal(BACKEND, found(VERIFY, verifier()), only=["fl-acme"]) is None
-    # Another one may be left out, and then there is none.
+    # Excluding any other verifier leaves the engine without verification.
     third = found("fl-verify", None, "backend")
     assert refusal(BACKEND, third, only=["fl-acme"]) == MISSING
 

@@ -1,4 +1,4 @@
-"""Contracts outlive plugins: trailing optional parameters may be missing, or be more."""
+"""Contracts outlive plugins: trailing optional parameters may be missing or additional."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_inplace_is_off_unless_consumption_is_declared() -> None:
     held(of("rotary_embedding", shorter)).fn(*args)
     declared = held(of("rotary_embedding", rotary_embedding, consumes={"query", "key"}))
     declared.fn(*args)
-    assert query.eq(1).all()  # it may, and whoever calls it makes the copies
+    assert query.eq(1).all()  # allowed: its caller makes the copies
     got, _ = managing(of("rotary_embedding", rotary_embedding, consumes={"query", "key"})).call(
         "rotary_embedding", *args
     )
@@ -155,8 +155,8 @@ X = torch.arange(16.0).view(2, 8)
 
 
 def answers(call: Callable[..., Any], spec: OpSpec, lacks: list[str]) -> None:
-    """`call` gives what the oracle does, and refuses, by name, only what it lacks."""
-    for given in ((), ("none",), ("none", False, float("0.1"), None)):  # equal, another object
+    """`call` returns the oracle's result; only arguments in `lacks` are unsupported, by name."""
+    for given in ((), ("none",), ("none", False, float("0.1"), None)):  # equal, but another object
         torch.testing.assert_close(call(X, 1.0, *given).double(), spec.oracle(X, 1.0))
     for name, rest in REST.items():
         if name in lacks:

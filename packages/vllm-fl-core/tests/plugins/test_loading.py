@@ -1,4 +1,4 @@
-"""Loading plugins, each behind its own wall: temporary modules stand in for distributions."""
+"""Loading plugins with isolated failures: temporary modules represent distributions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Write = Callable[..., Plugin]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """`write(source, name)`: a module on the path, found as if the distribution fl-NAME had it."""
+    """`write(source, name)`: a module on the path, found as the distribution fl-NAME's plugin."""
     monkeypatch.syspath_prepend(str(tmp_path))
     made = []
 
@@ -117,7 +117,7 @@ def test_a_module_that_an_entry_point_leads_to_is_one_plugin(write: Write, attri
     (plugin,) = load(registry, [entry, named])
     assert (plugin.status, plugin.owner) == ("ok", entry.owner)
     assert set(registry.snapshot().owners.values()) == {entry.owner}
-    # Where the settings leave its distribution out the user has still named the module.
+    # If the settings exclude its distribution, the user has still named the module.
     left_out, loaded = load(OpRegistry(), [entry, named], only=[])
     assert (left_out.status, loaded.status) == ("disabled", "ok")
 
@@ -467,9 +467,9 @@ def test_whatever_its_other_hooks_raise_is_one_error_with_its_name(
         assert (failure.plugin, failure.distribution) == ("acme", "fl-acme 1.0")
     with pytest.raises(VllmFLError) as worker:
         start_in_worker([plugin], None)  # type: ignore[arg-type]
-    if "forged" not in error:  # an error of ours is for the user as it is
+    if "forged" not in error:  # our own errors reach the user unchanged
         assert "fl-acme 1.0" in str(worker.value) and type(worker.value) is PluginError
-    # Of a setting it is an error of that setting, where it is set, and of a probe a reason.
+    # A setting's error is one of that setting and its origin; a probe's is the reason.
     with pytest.raises(SettingsError, match="environment ACME_READ: acme_read: "):
         load_settings({"ACME_READ": "1"}, platform="cpu", plugins=plugin.settings)
     impl = registry.get_implementation("silu_and_mul", "vendor.x")
@@ -493,7 +493,7 @@ def settings():
         "5, 'ACME', True",
         "'acme', None, True",
         "'acme', 'ACME', 1.5",
-        "'acme', 'ACME', ('a',)",  # a list of what?
+        "'acme', 'ACME', ('a',)",  # a list of unknown items
         "'acme', 'ACME', True, names='op'",
         "'acme', 'ACME', 'a', choices=('b', 'c')",
         "'acme', 'ACME', True), SettingSpec('acme', 'ACME_2', False",
@@ -642,8 +642,6 @@ def test_a_device_profile_is_checked_when_it_is_made(fields: dict[str, str]) -> 
         DeviceProfile(**{**sound, **fields}, detect=lambda: True)
 
 
-# The hook layers.
-
 LAYERS = """
 from vllm_fl import LayerImpl
 
@@ -715,7 +713,7 @@ def test_another_plugins_implementation_of_it_is_held_to_its_contract(write: Wri
 def register_ops():
     return [OpImpl("double", "vendor.other", BackendImplKind.VENDOR, lambda y: y, "other")]
 """
-    registry = OpRegistry()  # the one that is loaded first uses what the later one brings
+    registry = OpRegistry()  # the plugin loaded first uses what the later one provides
     early, late = load(registry, [write(other, "aaa"), write(DOUBLE, "zzz")])
     assert late.status == "ok" and early.status == "failed"
     assert "takes (y), but the contract has (x)" in str(early.error)

@@ -1,4 +1,4 @@
-"""The registry: all or nothing, duplicates that name both, parameters that are the contract's."""
+"""The registry: all or nothing, both owners of duplicates, parameters match the contract."""
 
 from __future__ import annotations
 

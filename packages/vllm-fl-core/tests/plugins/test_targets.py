@@ -1,4 +1,4 @@
-"""A target in vLLM is one op's: the plugin that names it second is refused, by name."""
+"""A target in vLLM belongs to one op: a second plugin that declares it is rejected by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPEC = known_contracts().contracts["silu_and_mul"]
 
 
 def same(*args: Any) -> Any:
-    """Stands for a route, a native form or a find."""
+    """Stand-in for a route, a native form or a find."""
     return args[0]
 
 
@@ -50,7 +50,7 @@ TWICE = {
     "IR op norm": (IrTarget("norm", same), IrTarget("norm", same)),
     "operator _C::norm": (operator("_C::norm"), operator("_C::norm")),
     "function vllm.a.f": (function("vllm.b.f", "vllm.a.f"), function("vllm.a.f")),
-    # vLLM's registry knows a layer by its class's name, whatever module that is in.
+    # vLLM's registry identifies a layer by its class's name, in any module.
     "layer Norm": (LayerTarget("vllm.layers.Norm"), LayerTarget("acme.model.Norm")),
     "pass vllm.P": (FusionTarget("vllm.P", "p", ()), FusionTarget("vllm.P", "q", ())),
     "pass_config.p": (FusionTarget("vllm.P", "p", ()), FusionTarget("vllm.Q", "p", ())),
@@ -67,7 +67,7 @@ TWICE = {
 
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plugin]:
-    """`plugin(distribution, {op: its targets})`: what brings these ops."""
+    """`plugin(distribution, {op: its targets})`: a plugin with these ops."""
 
     def made(distribution: str, ops: dict[str, Any]) -> Plugin:
         brought = []

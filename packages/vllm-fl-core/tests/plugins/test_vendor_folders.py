@@ -1,7 +1,5 @@
-"""Vendors in vllm-plugin-FL's form, as they are: tests/plugins/fl-form-* load and compute.
-
-Their hardware is emulated on the CPU: only the form is theirs.
-"""
+"""Unmodified vendors in vllm-plugin-FL's form: tests/plugins/fl-form-* load and compute. Their
+hardware is emulated on the CPU."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ def loaded(vendor: str) -> tuple[Plugin, OpRegistry]:
 
 
 class Norm:
-    """What a norm's layer has."""
+    """The attributes of a norm's layer."""
 
     variance_epsilon = 1e-5
     variance_size_override = None

@@ -1,4 +1,4 @@
-"""Whole layers as plugins bring them: the values, the plan and the digest."""
+"""Whole layers from plugins: the values, the plan and the digest."""
 
 from __future__ import annotations
 
@@ -49,9 +49,6 @@ def test_a_name_is_an_op_or_a_layer() -> None:
         OpImpl(ROW, "vendor.zeta", VENDOR, print, "zeta")
     with pytest.raises(ValueError, match="a class name such as 'RowParallelLinear'"):
         LayerImpl("rms_norm", "a.B", VENDOR, "acme")
-
-
-# The plan.
 
 
 def test_the_plan_has_them_behind_the_ops_and_says_that_they_are_not_verified() -> None:

@@ -1,4 +1,4 @@
-"""Orders for some devices: what a file may say, what holds where, and what lies above it."""
+"""Orders for certain devices: file syntax, scope and precedence."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def section(order: Any = ORDER, **devices: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def read(tmp_path: Path) -> Read:
-    """`read(sections, others', lists=…, users=…, **variables)`: the settings on CUDA."""
+    """`read(sections, others', lists=…, users=…, **variables)`: load settings for CUDA."""
 
     def read(*each: Any, lists: Any = None, users: Any = None, **variables: str) -> Settings:
         files = []
@@ -52,7 +52,7 @@ def read(tmp_path: Path) -> Read:
 
 
 def order(settings: Settings, device: str = H100) -> str:
-    """The compiled order of `linear` on a device."""
+    """The compiled order of `linear` on `device`."""
     policy = settings.with_devices(device, "compiled").policy
     listed = policy.listed("linear", "compiled")
     return "" if listed is None else str(listed).partition("compiled ")[2] or str(listed)

@@ -1,4 +1,4 @@
-"""Files that extend the platform's, groups of ops, and switches that a file may not undo."""
+"""Files that extend the platform's file, groups of ops, and switches that files cannot undo."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write(tmp_path: Path) -> Write:
 
 @pytest.fixture
 def load(write: Write) -> Callable[..., Settings]:
-    """`load(text, NAME=value, …)`: the settings beside a platform's file, and that of a user."""
+    """`load(text, NAME=value, …)`: settings from a platform file and a user file with `text`."""
 
     def load(text: str, platform: str = PLATFORM, **env: str) -> Settings:
         shipped = [("acme 1", write("p.yaml", platform))] if platform else []
@@ -82,7 +82,7 @@ def test_a_file_beats_a_variable_beats_the_platform_for_what_each_names(load: An
     assert orders(settings) == {
         "a": "vendor",
         "b": "flagos",
-        "rms_norm": "reference|stock|vendor",  # re-sorted by what is above it
+        "rms_norm": "reference|stock|vendor",  # re-sorted by the user's `prefer`
         "silu_and_mul": "reference",
     }
     assert [value for value, _ in settings["prefer"].overrides] == ["flagos", "vendor", "flagos"]
@@ -103,12 +103,12 @@ def test_an_op_beats_its_group_beats_the_default_beats_the_preference(load: Any)
             ("layer_norm", "eager"),
             ("layer_norm", "compiled"),
             ("rms_norm", "eager"),
-            ("silu_and_mul", "eager"),  # a list of the platform's names it
+            ("silu_and_mul", "eager"),  # the platform's file lists it
             ("gelu_and_mul", "eager"),
         )
     ] == ["reference", "vendor|stock", "vendor|stock", "vendor|stock", "stock"]
     (of_group,) = settings["op_backends.layer_norm"].overrides
-    assert of_group[1] == f"{settings.config}:5 (group:norms)"  # the one line that says so
+    assert of_group[1] == f"{settings.config}:5 (group:norms)"  # the line of the group
     assert policy.names("rms_norm") and not policy.names("rms_norm", itself=True)
     assert policy.names("layer_norm", itself=True)
     assert not policy.names("gelu_and_mul")
@@ -167,7 +167,7 @@ def test_a_wrong_line_is_named(load: Any, text: str, key: str, line: int) -> Non
 def test_a_plugins_file_neither_extends_nor_orders_other_peoples_ops(
     write: Write, text: str
 ) -> None:
-    """So that nothing goes in a circle."""
+    """Otherwise files could extend each other in a circle."""
     with pytest.raises(SettingsError) as caught:
         load_settings({}, platform_files=[("acme 1", write("p.yaml", text))])
     assert caught.value.origin.endswith("p.yaml:1 (acme 1)")
@@ -182,9 +182,9 @@ IMPLS = {
 @pytest.mark.parametrize(
     ("orders", "said"),
     [
-        ("{group:norm: [stock]}", ["'norm'", "'norms'"]),  # a slip
-        ("{group:audio: [stock]}", ["'audio'", "norms, rope"]),  # whose ops are not installed
-        ("{group:norms: [vendor:acme, reference]}", None),  # each has something of the group
+        ("{group:norm: [stock]}", ["'norm'", "'norms'"]),  # a typo
+        ("{group:audio: [stock]}", ["'audio'", "norms, rope"]),  # its ops are not installed
+        ("{group:norms: [vendor:acme, reference]}", None),  # each matches an op of the group
         ("{default: [vendor:acme, reference]}", None),
         ("{group:norms: [vendor:acne, reference]}", ["group:norms", "'vendor:acme'"]),
         ("{default: [vendor:acne, reference]}", ["default", "'vendor:acme'"]),
@@ -204,7 +204,7 @@ def test_a_group_without_an_op_here_and_a_token_that_no_op_has_are_one_line(
     assert all(word in settings.warnings[0] for word in said or ())
 
 
-# What users set for safety.
+# Safety switches.
 
 
 @pytest.mark.parametrize("begin", ["", EXTENDS])
@@ -213,7 +213,7 @@ def test_a_group_without_an_op_here_and_a_token_that_no_op_has_are_one_line(
     [
         ("strict: false\n", "VLLM_FL_STRICT", "1", "strict"),
         ("deny_vendors: [a]\n", "VLLM_FL_DENY_VENDORS", "a,b", "deny_vendors"),
-        ("", "VLLM_FL_STRICT", "1", "strict"),  # a complete override that does not say so
+        ("", "VLLM_FL_STRICT", "1", "strict"),  # a complete override without `strict`
         ("prefer: vendor\n", "VLLM_FL_DENY_VENDORS", "b", "deny_vendors"),
     ],
 )
@@ -221,7 +221,7 @@ def test_a_switch_that_a_file_undoes_ends_the_start(
     load: Any, begin: str, text: str, variable: str, value: str, key: str
 ) -> None:
     if begin and key not in text:
-        assert load(begin + text, **{variable: value})  # the variable holds
+        assert load(begin + text, **{variable: value})  # the variable applies
         return
     with pytest.raises(IdleSwitchError) as caught:
         load(begin + text, **{variable: value})
@@ -236,7 +236,7 @@ def test_a_switch_that_a_file_undoes_ends_the_start(
         ("strict: true\n", {"VLLM_FL_STRICT": "0"}),
         ("strict: false\n", {"VLLM_FL_STRICT": "0"}),
         ("deny_vendors: [a, b]\n", {"VLLM_FL_DENY_VENDORS": "b"}),
-        ("allow_vendors: [a]\n", {"VLLM_FL_DENY_VENDORS": "b"}),  # which bars it as well
+        ("allow_vendors: [a]\n", {"VLLM_FL_DENY_VENDORS": "b"}),  # also excludes b
         ("", {"VLLM_FL_ALLOW_VENDORS": "b"}),
     ],
 )

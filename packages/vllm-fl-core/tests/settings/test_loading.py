@@ -1,4 +1,4 @@
-"""The four layers: what wins, what is refused and where it says so, and what travels."""
+"""The four layers of settings: precedence, errors with their origin, and pickling."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_vllm_fl_config_is_a_complete_override(write: Write) -> None:
     assert settings.policy.allow_vendors is None and settings.policy.deny_vendors == frozenset()
     assert settings["flagos_blacklist"].value == ("mm",)
     assert settings.oot_blacklist == ()
-    # No file can set these, so that no file overrides them.
+    # Files cannot set these, so a file does not override them.
     assert settings.preflight == "off"
     assert settings["use_flaggems"].value is settings.oot_enabled is False
     (warning,) = settings.warnings
@@ -214,7 +214,7 @@ def test_a_whitelist_a_blacklist_or_an_error(write: Write, prefix: str) -> None:
     refused({}, ("acme", path), key=key, origin=f"{path}:2 (acme)")
 
 
-# Several plugins' files.
+# Files of several plugins.
 
 
 @pytest.mark.parametrize(
@@ -510,7 +510,7 @@ def test_a_plugins_file_may_not_order_by_size(write: Write, under: str) -> None:
     path = write("p.yaml", text)
     said = refused({}, ("acme 1.0", path), key="op_backends.m", origin=f"{path}:2 (acme 1.0)")
     assert "may not order by size" in said
-    # Overridden, it harms nobody.
+    # No error if it is overridden.
     config = write("c.yaml", "op_backends: {m: {<=8: flagos, rest: vendor}}")
     env = {"VLLM_FL_CONFIG": config}
     assert load_settings(env, platform_files=[("acme 1.0", path)]).policy.ceilings("m") == (8,)
@@ -546,12 +546,12 @@ def test_each_owner_checks_its_names(write: Write) -> None:
     assert engine.policy == settings.policy
 
 
-# Settings of a plugin that is not here.
+# Settings of plugins that are not installed.
 
 
 def test_an_order_for_an_op_of_vllm_plugin_fl_says_what_has_its_place() -> None:
     settings = load_settings({"VLLM_FL_PER_OP": "topk_softmax=vendor;rms_norm=vendor"})
-    bindings = {"acme_topk": Binding(formerly=("topk_softmax",))}  # whoever's op it is
+    bindings = {"acme_topk": Binding(formerly=("topk_softmax",))}  # of any plugin
     (warning,) = check_names(settings, op=OPS, bindings=bindings).warnings
     assert warning.startswith("environment VLLM_FL_PER_OP: op_backends.topk_softmax: ")
     assert "'acme_topk'" in warning and "has no effect" in warning
@@ -590,7 +590,7 @@ def test_names_that_begin_as_an_installed_plugins_are_checked(write: Write) -> N
         load_settings({"VLLM_FL_CONFIG": write("c.yaml", "flagos_mode: fast")})
 
 
-# Travelling.
+# Pickling.
 
 
 def test_merged_settings_travel(write: Write) -> None:
@@ -603,7 +603,7 @@ def test_merged_settings_travel(write: Write) -> None:
     assert again == settings and again.policy == settings.policy
     assert again.warnings and again.unchecked
     assert str(again.policy.per_op_order["m"]) == "flagos|stock|impl:vendor.b"
-    # Still the platform's list: a block's preference re-sorts it there as here.
+    # It is still the platform's order: `prefer` of a policy context re-sorts it.
     moved = again.policy.preferring("vendor").per_op_order["n"]
     assert str(moved.eager[0][1][0]) == "vendor:acme"
 
@@ -618,7 +618,7 @@ def test_reading_no_file_imports_no_yaml() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-# Whatever the input: settings, or one SettingsError that says which and where.
+# For any input: settings, or one SettingsError with key and origin.
 
 FILE_KEYS = file_keys(DECLARED)
 SOME = ["flagos", "vendor:cuda", "eager", "compiled", "stock", "true", "rms_norm"]
@@ -691,6 +691,6 @@ def test_any_environment(env: dict[str, str]) -> None:
     settings = settings_or_one_error(env)
     if settings is None:
         return
-    for name, text in env.items():  # nothing that is set is silently without effect
+    for name, text in env.items():  # a variable without effect causes a warning
         if text.strip() and name not in VARIABLES:
             assert any(name in warning for warning in settings.warnings)

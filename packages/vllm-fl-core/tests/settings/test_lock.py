@@ -1,4 +1,4 @@
-"""The file of a lock: read whole, or one error that says what is wrong."""
+"""Lock files: complete, or one error with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens, orders and the policy: what they read, refuse, match, and how they re-sort."""
+"""Selectors, orders and policies: syntax, errors, matching and re-sorting."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_an_order_that_is_built_by_hand_is_checked_too(rows: Any) -> None:
 def test_orders_of_every_preference_are_the_documented_ones(
     prefer: str, script: str, engine: str
 ) -> None:
-    """The table in docs/settings.md, "Orders": a change here breaks what users rely on."""
+    """The table in docs/settings.md, "Orders": a change here breaks users' settings."""
     policy = SelectionPolicy(prefer=prefer)
     for mode in MODES:
         assert "|".join(map(str, policy.order("rms_norm", mode))) == script

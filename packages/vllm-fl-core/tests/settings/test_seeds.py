@@ -1,4 +1,4 @@
-"""The examples of the documentation that users have: every YAML and every shell line loads."""
+"""Examples in the documentation of vllm-plugin-FL: every YAML and every shell line loads."""
 
 from __future__ import annotations
 

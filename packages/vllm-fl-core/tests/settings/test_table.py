@@ -1,4 +1,4 @@
-"""The table that a setting names: a settings file between the user's lists and the platform's."""
+"""The tuning table of a setting: a settings file between the user's and the platform's orders."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def order(settings: Settings) -> str:
 
 def test_it_orders_on_its_device_wherever_it_was_read(path: Path) -> None:
     settings = load_settings({"VLLM_FL_TABLE": str(path)})
-    there = pickle.loads(pickle.dumps(settings))  # another process needs no file
+    there = pickle.loads(pickle.dumps(settings))  # another process does not read the file
     assert there == settings and there.tuned.distributions == {"fl-cpu": "1.0"}
     assert order(there) == (
         "<=16 impl:reference.torch|flagos|vendor|stock|reference, "

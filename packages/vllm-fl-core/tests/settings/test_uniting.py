@@ -1,4 +1,4 @@
-"""Merging platform files: each orders its own, and no installation order matters."""
+"""Merging platform files: each orders its own implementations; installation order is irrelevant."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BROUGHT = {
 
 
 def united(**orders: str) -> str:
-    """The order of the op `m` in these files, by distribution."""
+    """The order of the op `m` after merging these files (distribution -> order)."""
     files = [
         (
             f"fl-{name}",
@@ -56,17 +56,17 @@ def united(**orders: str) -> str:
     ("files", "order"),
     [
         ({"a": "vendor|stock"}, "vendor|stock"),
-        # Each has its own before or after `stock`, as it says.
+        # Each file places its own before or after `stock`.
         ({"a": "vendor:a|stock|vendor:b", "b": "stock|vendor:b"}, "vendor:a|stock|vendor:b"),
         ({"a": "stock|vendor:a", "b": "vendor:b|stock|vendor:a"}, "vendor:b|stock|vendor:a"),
-        # Files are taken by their kinds, in the default order, and then by name.
+        # Files are merged by kind in the default order, then by name.
         ({"b": "vendor:b", "a": "vendor:a", "gems": "flagos"}, "flagos|vendor:a|vendor:b"),
-        # A measured order of one file's stays, and what others own comes where they say.
+        # A measured order of one file is kept; implementations of other files go where those say.
         (
             {"a": "stock|vendor|flagos|reference", "torch": "stock|flagos|vendor|reference"},
             "stock|vendor|flagos|reference",
         ),
-        # What its own file does not name stays out; what has no file is for all to name.
+        # An implementation that its own file omits is excluded; without a file, all may list it.
         ({"a": "stock", "b": "vendor|flagos|stock"}, "impl:vendor.b|flagos|stock"),
     ],
 )

@@ -1,1 +1,1 @@
-"""A vendor backend of vllm-fl: the kernels of vLLM's own CUDA build."""
+"""The CUDA backend of vllm-fl, on the kernels in vLLM's CUDA build."""

@@ -1,4 +1,4 @@
-"""What this distribution brings: the plugin that the entry point `cuda` names."""
+"""The CUDA plugin: one function for each hook."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ MODULES = (
     rotary,
     routing,
 )
-"""Those that bring ops, by theme."""
+"""Modules with an `OPS` tuple."""
 
 
 @hookimpl
 def register_ops() -> list[OpImpl]:
-    """The ops as `vendor.cuda`; they run where vLLM's CUDA build and an NVIDIA GPU are."""
+    """Ops as `vendor.cuda`, available with vLLM's CUDA build and an NVIDIA GPU."""
     return [impl for module in MODULES for impl in module.OPS]
 
 
 @hookimpl
 def policy(platform: str) -> PolicyDefaults | None:
-    """The measured order per op for NVIDIA GPUs; nothing for another platform."""
+    """Default orders, measured on NVIDIA GPUs; None for other platforms."""
     return PolicyDefaults(POLICY) if platform == "cuda" else None

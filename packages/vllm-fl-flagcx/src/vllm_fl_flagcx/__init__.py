@@ -1,1 +1,1 @@
-"""FlagCX as what the ranks of a vLLM engine exchange tensors through."""
+"""The FlagCX backend of vllm-fl: communication between the ranks of a vLLM engine."""

@@ -1,7 +1,7 @@
-"""vLLM's collectives on FlagCX: what both communicators of this distribution have in common.
+"""vLLM's collectives on FlagCX, the code that both communicators share.
 
-Shapes are those of vLLM's `DeviceCommunicatorBase`; ranks are places in the group. Calls are put on
-the device's current stream. Reductions sum; what is only moved is moved as bytes, in any dtype.
+Shapes are those in vLLM's `DeviceCommunicatorBase`; ranks are positions in the group. Calls run on
+the current stream of the device. Reductions sum; other operations transfer bytes, for any dtype.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Collectives"]
 
 SUM = 0
 BYTES = 1
-"""flagcxSum, and flagcxUint8."""
+"""flagcxSum and flagcxUint8."""
 
 DTYPES = {
     torch.int8: 0,
@@ -35,11 +35,11 @@ DTYPES = {
     torch.float64: 8,
     torch.bfloat16: 9,
 }
-"""flagcxDataType_t: what FlagCX reduces."""
+"""flagcxDataType_t: dtypes that FlagCX can reduce."""
 
 
 class Collectives:
-    """Mixed in before vLLM's class, whose attributes of the group it uses."""
+    """Mixin to list before vLLM's class; uses the group attributes of that class."""
 
     cpu_group: Any
     device: torch.device
@@ -49,11 +49,11 @@ class Collectives:
     unique_name: str
 
     def flagcx_join(self) -> None:
-        """Join the group: every rank of it calls this at the same time.
+        """Join the group; all its ranks must call this at the same time.
 
         Raises:
             LibraryError: no library was loaded.
-            FlagcxError: it cannot be joined.
+            FlagcxError: joining failed.
         """
         library = loaded()
         if library is None:
@@ -70,30 +70,30 @@ class Collectives:
             unique_id, self.rank_in_group, self.world_size, self._where
         )
 
-    # Sums.
+    # Reductions.
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, in a tensor of its own."""
+        """Sum over the ranks into a new tensor."""
         given = input_.contiguous()
         result = torch.empty_like(given)
         self._call("flagcxAllReduce", given, result, given.numel(), _kind(given), SUM)
         return result
 
     def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """This rank's part, along `dim`, of the sum over the ranks.
+        """Return this rank's part, along `dim`, of the sum over the ranks.
 
         Raises:
-            ValueError: the ranks cannot share that dimension equally.
+            ValueError: the dimension is not divisible by the number of ranks.
         """
         return self.reduce_scatterv(input_, dim)
 
     def reduce_scatterv(
         self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
     ) -> torch.Tensor:
-        """The same in parts of `sizes`; None is equal parts.
+        """Like `reduce_scatter`, with parts of `sizes`; None for equal parts.
 
         Raises:
-            ValueError: the parts do not make up the dimension.
+            ValueError: the sum of the parts is not the size of the dimension.
         """
         given = input_.movedim(dim, 0).contiguous()
         sizes = self._parts(given.shape[0], sizes)
@@ -117,13 +117,13 @@ class Collectives:
         dim: int = -1,
         sizes: list[int] | None = None,
     ) -> torch.Tensor:
-        """The same, into `output`."""
+        """Like `reduce_scatterv`, into `output`."""
         return output.copy_(self.reduce_scatterv(input_, dim, sizes))
 
-    # What is only moved.
+    # Transfers.
 
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """The ranks' tensors, one after the other along `dim`."""
+        """Concatenate the ranks' tensors along `dim`."""
         given = input_.movedim(dim, 0).contiguous()
         return self._gathered(given).movedim(0, dim).contiguous()
 
@@ -133,11 +133,11 @@ class Collectives:
         dim: int = 0,
         sizes: list[int] | None = None,
     ) -> torch.Tensor | list[torch.Tensor]:
-        """The same of ranks that give unlike numbers of rows, `sizes`; of a list, of each tensor.
+        """Like `all_gather`, for different numbers of rows, `sizes`; for a list, each tensor.
 
         Raises:
             NotImplementedError: another dimension than the first.
-            ValueError: this rank gives another number of rows than `sizes` says.
+            ValueError: this rank's number of rows differs from `sizes`.
         """
         if dim != 0:
             raise NotImplementedError(f"all_gatherv along dimension {dim}: vLLM has it for 0 alone")
@@ -146,7 +146,7 @@ class Collectives:
         return self._gatheredv(input_, sizes)
 
     def gather(self, input_: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor | None:
-        """The ranks' tensors along `dim` on rank `dst`; None on the others."""
+        """Concatenate the ranks' tensors along `dim` on rank `dst`; return None on other ranks."""
         given = input_.contiguous()
         if self.rank_in_group != dst:
             self._move("flagcxSend", given, dst)
@@ -161,7 +161,7 @@ class Collectives:
         return torch.cat(parts, dim)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Rank `src`'s tensor, written into `tensor` on the others."""
+        """Copy rank `src`'s tensor into `tensor` on the other ranks."""
         whole = tensor.contiguous()
         self._call("flagcxBroadcast", whole, whole, whole.nbytes, BYTES, src)
         return tensor if whole is tensor else tensor.copy_(whole)
@@ -172,7 +172,7 @@ class Collectives:
         self._move("flagcxSend", tensor.contiguous(), to)
 
     def recv(self, size: torch.Size, dtype: torch.dtype, src: int | None = None) -> torch.Tensor:
-        """Receive from rank `src`, by default the one before."""
+        """Receive from rank `src`, by default the previous one."""
         result = torch.empty(size, dtype=dtype, device=self.device)
         self._move(
             "flagcxRecv", result, (self.rank_in_group - 1) % self.world_size if src is None else src
@@ -180,10 +180,10 @@ class Collectives:
         return result
 
     def batch_isend_irecv(self, p2p_ops: list[Any]) -> None:
-        """Run torch.distributed's `P2POp`s together.
+        """Run the `P2POp`s of torch.distributed as one group.
 
         Raises:
-            ValueError: what is received into is not contiguous, or an op is no isend or irecv.
+            ValueError: a receive buffer is not contiguous, or an op is something else.
         """
         with self._together():
             for each in p2p_ops:
@@ -197,22 +197,22 @@ class Collectives:
                 else:
                     self._move("flagcxRecv", each.tensor, each.group_peer)
 
-    # What FlagCX has not.
+    # Not supported by FlagCX.
 
     def get_symmetric_memory_buffer(self, *args: Any, **kwargs: Any) -> None:
-        """None: vLLM then allocates as usual. Symmetric memory is NCCL's."""
+        """Return None: vLLM then allocates as usual. Only NCCL has symmetric memory."""
         return None
 
     def checkpoint_prepare(self) -> None:
-        """Raises NotImplementedError: FlagCX's connections cannot be saved."""
+        """Raise NotImplementedError: FlagCX's connections cannot be saved."""
         raise NotImplementedError(f"checkpoint_prepare: FlagCX cannot be saved{self._where}")
 
     def checkpoint_restore(self) -> None:
-        """Raises NotImplementedError: FlagCX's connections cannot be saved."""
+        """Raise NotImplementedError: FlagCX's connections cannot be saved."""
         raise NotImplementedError(f"checkpoint_restore: FlagCX cannot be restored{self._where}")
 
     def destroy(self) -> None:
-        """Leave the group. A second call does nothing."""
+        """Leave the group. Further calls have no effect."""
         comm = getattr(self, "_comm", None)
         if comm is not None:
             self._comm = None
@@ -225,22 +225,22 @@ class Collectives:
     def _leave(self, comm: ctypes.c_void_p) -> None:
         self._flagcx.call("flagcxCommDestroy", comm, where=self._where)
 
-    # How it is called.
+    # Calls of the library.
 
     def _call(self, name: str, given: torch.Tensor, result: torch.Tensor, *numbers: int) -> None:
-        """A function that reads `given` and writes `result`."""
+        """Call a function that reads `given` and writes `result`."""
         pointers = given.data_ptr(), result.data_ptr()
         self._flagcx.call(name, *pointers, *numbers, self._comm, self._stream(), where=self._where)
         self._keep(given, result)
 
     def _move(self, name: str, tensor: torch.Tensor, peer: int) -> None:
-        """Send a tensor to a rank, or receive it."""
+        """Send a tensor to rank `peer`, or receive it."""
         numbers = tensor.data_ptr(), tensor.nbytes, BYTES, peer
         self._flagcx.call(name, *numbers, self._comm, self._stream(), where=self._where)
         self._keep(tensor)
 
     def _stream(self) -> ctypes.c_void_p:
-        """The device's current stream."""
+        """Return FlagCX's handle of the current stream."""
         raw = _current_stream(self.device)
         found = self._streams.get(raw)
         if found is None:
@@ -249,7 +249,7 @@ class Collectives:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """The block's calls run at its end, and what they read and write lives until then."""
+        """Run the block's calls together at its end; keep their tensors alive until then."""
         assert self._comm is not None
         self._kept: list[torch.Tensor] | None = []
         try:
@@ -265,7 +265,7 @@ class Collectives:
             self._kept += tensors
 
     def _gathered(self, given: torch.Tensor) -> torch.Tensor:
-        """The ranks' contiguous tensors, one after the other."""
+        """Concatenate the ranks' contiguous tensors."""
         rows = given.shape[0] * self.world_size
         result = torch.empty((rows, *given.shape[1:]), dtype=given.dtype, device=given.device)
         self._call("flagcxAllGather", given, result, given.nbytes, BYTES)
@@ -298,7 +298,7 @@ class Collectives:
 
 
 def _kind(tensor: torch.Tensor) -> int:
-    """FlagCX's number of the tensor's dtype, which it can add."""
+    """Return FlagCX's number of the tensor's dtype, for reductions."""
     kind = DTYPES.get(tensor.dtype)
     if kind is None:
         raise NotImplementedError(f"FlagCX adds no {tensor.dtype}")
@@ -306,7 +306,7 @@ def _kind(tensor: torch.Tensor) -> int:
 
 
 def _current_stream(device: torch.device) -> int | None:
-    """The device's handle of its current stream; None where memory is the host's."""
+    """Return the handle of the device's current stream; None on the CPU."""
     if device.type == "cpu":
         return None
     stream = torch.get_device_module(device.type).current_stream()

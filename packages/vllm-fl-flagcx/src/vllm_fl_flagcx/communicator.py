@@ -1,4 +1,4 @@
-"""The communicator on a device that a plugin brings."""
+"""The communicator for devices of plugins."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ __all__ = ["FlagcxCommunicator"]
 
 
 class FlagcxCommunicator(Collectives, DeviceCommunicatorBase):  # type: ignore[misc]
-    """vLLM's base with its collectives on FlagCX.
+    """vLLM's base communicator with its collectives on FlagCX.
 
-    Experts are spread over the ranks by gathering and reducing (`allgather_reducescatter`), vLLM's
-    own way that needs nothing beside these collectives.
+    Expert parallelism uses `allgather_reducescatter`, which needs only these collectives.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -32,15 +31,15 @@ class FlagcxCommunicator(Collectives, DeviceCommunicatorBase):  # type: ignore[m
             self.all2all_manager = AgRsAll2AllManager(self.cpu_group)
 
     def dispatch_router_logits(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's manager of the experts does it."""
+        """Delegate to vLLM's manager of the experts."""
         return self._experts.dispatch_router_logits(*args, **kwargs)
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's manager of the experts does it."""
+        """Delegate to vLLM's manager of the experts."""
         return self._experts.dispatch(*args, **kwargs)
 
     def combine(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's manager of the experts does it."""
+        """Delegate to vLLM's manager of the experts."""
         return self._experts.combine(*args, **kwargs)
 
     @property

@@ -1,4 +1,4 @@
-"""The communicator on CUDA, where vLLM captures graphs through its own class alone."""
+"""The communicator for CUDA; vLLM captures graphs only through its own class."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .collectives import Collectives
 __all__ = ["LEAVING", "FlagcxCudaCommunicator"]
 
 LEAVING = 5.0
-"""Seconds to wait for a group to be left; as long as vLLM waits for its own."""
+"""Seconds to wait when leaving a group; vLLM also waits 5 s for its groups."""
 
 
 class FlagcxCudaCommunicator(Collectives, CudaCommunicator):  # type: ignore[misc]
-    """vLLM's communicator for CUDA with every collective on FlagCX.
+    """vLLM's CUDA communicator with every collective on FlagCX.
 
-    What vLLM's class makes beside them stays: managers of experts, and what its own kernels use.
+    It keeps the managers of experts, and resources for other kernels in vLLM.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -27,13 +27,13 @@ class FlagcxCudaCommunicator(Collectives, CudaCommunicator):  # type: ignore[mis
         self.flagcx_join()
 
     def _log_all_reduce_backend_selection(self) -> None:
-        """Say nothing: vLLM's line names libraries that do not sum here."""
+        """Log nothing: vLLM's line lists libraries that are not used here."""
 
     def _leave(self, comm: Any) -> None:
-        """Leave the group, beside this thread.
+        """Leave the group in another thread.
 
-        NCCL waits until no graph is left that was captured with the group, and vLLM drops its
-        graphs after its groups, in this thread. What fails is said on standard error.
+        NCCL waits until all graphs that were captured with the group are deleted, and vLLM deletes
+        its graphs after its groups, in this thread. Errors are printed on standard error.
         """
 
         def leave() -> None:

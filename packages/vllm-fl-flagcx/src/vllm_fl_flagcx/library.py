@@ -1,7 +1,7 @@
-"""FlagCX's C library: where it lies, what it must have, and calls of it that raise.
+"""FlagCX's C library: finding, loading and checking it, and calls that raise on errors.
 
-The functions are bound here and not by FlagCX's Python wrapper, which swallows what goes wrong when
-the library is loaded, and starts groups without saying of which communicator.
+The functions are bound here, since FlagCX's Python wrapper ignores errors when it loads the library
+and starts groups without passing a communicator.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["FlagcxError", "Library", "LibraryError", "find", "load", "loaded"]
 
 FILE = "libflagcx.so"
 BELOW = ("build/lib", "lib")
-"""Where the file lies below FLAGCX_PATH: where it was built, and where it was installed."""
+"""Directories in FLAGCX_PATH: of a build, and of an installation."""
 
 ID_BYTES = 256
 
@@ -42,25 +42,25 @@ PROTOTYPES: dict[str, tuple[type, ...]] = {
     "flagcxGroupStart": (POINTER,),
     "flagcxGroupEnd": (POINTER,),
 }
-"""The functions that are called, as FlagCX 0.13's `flagcx.h` declares them."""
+"""The functions that are called, as declared in `flagcx.h` of FlagCX 0.13."""
 
 OLDER = "flagcxHandleInit"
-"""What a FlagCX before 0.13 has in the place of `flagcxDeviceHandleInit`."""
+"""Name of `flagcxDeviceHandleInit` before FlagCX 0.13."""
 
 STREAM_COPY, STREAM_FREE = 12, 13
-"""Their places among the functions of `flagcxDeviceHandle`."""
+"""Indices of these functions in `flagcxDeviceHandle`."""
 
 
 class LibraryError(Exception):
-    """There is no FlagCX that could be used: one line, which says where and why."""
+    """No usable FlagCX: a message of one line with path and reason."""
 
 
 class FlagcxError(RuntimeError):
-    """A call of FlagCX failed.
+    """A FlagCX call failed.
 
     Attributes:
         function: the C function's name.
-        code: its result.
+        code: its return value.
     """
 
     def __init__(self, message: str, function: str, code: int) -> None:
@@ -69,13 +69,13 @@ class FlagcxError(RuntimeError):
 
 
 def find(folder: str | None) -> Path:
-    """The library's file.
+    """Return the path of the library.
 
     Args:
-        folder: what FLAGCX_PATH says; None looks into the installed package `flagcx`.
+        folder: value of FLAGCX_PATH; None to search the installed package `flagcx`.
 
     Raises:
-        LibraryError: it is not there.
+        LibraryError: it was not found.
     """
     if folder is not None:
         for below in BELOW:
@@ -97,14 +97,11 @@ def find(folder: str | None) -> Path:
 class Library:
     """A loaded library.
 
-    Args:
-        path: its file.
-
     Attributes:
-        version: the number that it gives itself.
+        version: FlagCX's version number.
 
     Raises:
-        LibraryError: it cannot be loaded, is an older FlagCX, or lacks a function.
+        LibraryError: it cannot be loaded, is older than FlagCX 0.13, or lacks a function.
     """
 
     def __init__(self, path: Path) -> None:
@@ -135,7 +132,7 @@ class Library:
 
     @property
     def digest(self) -> str:
-        """A short hash of the file."""
+        """Return a short hash of the file."""
         with self.path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
@@ -143,12 +140,12 @@ class Library:
         """Call a function.
 
         Args:
-            name: the function's.
-            arguments: as its prototype has them.
-            where: who calls it, for the error.
+            name: name of the function.
+            arguments: according to its prototype.
+            where: group and rank, for the error message.
 
         Raises:
-            FlagcxError: it gave another result than success.
+            FlagcxError: it did not succeed.
         """
         code = getattr(self._lib, name)(*arguments)
         if code != 0:
@@ -161,13 +158,13 @@ class Library:
         return f"{(told or b'?').decode(errors='replace')} (result {code})"
 
     def unique_id(self) -> bytes:
-        """What the ranks of a new group find each other by."""
+        """Create the id for the ranks of a new group."""
         buffer = ctypes.create_string_buffer(ID_BYTES)
         self.call("flagcxGetUniqueId", buffer)
         return buffer.raw
 
     def join(self, unique_id: bytes, rank: int, size: int, where: str) -> ctypes.c_void_p:
-        """This rank's end of a group: all of its ranks call it at the same time."""
+        """Join a group; all its ranks must call this at the same time."""
         comm = POINTER()
         buffer = ctypes.create_string_buffer(unique_id, ID_BYTES)
         self.call("flagcxCommInitRank", ctypes.byref(comm), size, buffer, rank, where=where)
@@ -175,7 +172,7 @@ class Library:
 
     @contextmanager
     def group(self, comm: ctypes.c_void_p, where: str) -> Iterator[None]:
-        """While the block runs, calls are collected; at its end they run together."""
+        """Collect the block's calls and run them together at its end."""
         self.call("flagcxGroupStart", comm, where=where)
         try:
             yield
@@ -183,7 +180,7 @@ class Library:
             self.call("flagcxGroupEnd", comm, where=where)
 
     def stream(self, raw: int | None) -> ctypes.c_void_p:
-        """FlagCX's form of a device's stream, to be given back by `free_stream`."""
+        """Convert a device stream for FlagCX; release the result with `free_stream`."""
         copy = self._of_device(STREAM_COPY, POINTER, POINTER)
         found = POINTER()
         code = copy(ctypes.byref(found), POINTER(raw))
@@ -192,7 +189,7 @@ class Library:
         return found
 
     def free_stream(self, stream: ctypes.c_void_p) -> None:
-        """Give a stream's form back; the stream itself stays."""
+        """Release the result of `stream`; the device's stream is not affected."""
         self._of_device(STREAM_FREE, POINTER)(stream)
 
     def _of_device(self, place: int, *types: type) -> ctypes._CFunctionType:
@@ -205,10 +202,10 @@ _loading = threading.Lock()
 
 
 def load(path: Path) -> Library:
-    """The library at this path; a process has one.
+    """Return the library at this path; a process can load only one.
 
     Raises:
-        LibraryError: it cannot be used, or the process has loaded another.
+        LibraryError: it cannot be used, or the process has loaded another library.
     """
     path = Path(os.path.realpath(path))
     with _loading:
@@ -223,5 +220,5 @@ def load(path: Path) -> Library:
 
 
 def loaded() -> Library | None:
-    """The library that this process has loaded, or None."""
+    """Return the library that this process has loaded, or None."""
     return next(iter(_loaded.values()), None)

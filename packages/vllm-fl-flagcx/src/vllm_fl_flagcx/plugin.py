@@ -1,4 +1,4 @@
-"""What this distribution brings: the plugin that the entry point `flagcx` names."""
+"""The FlagCX plugin: one function for each hook."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from . import library
 
 
 def supports(request: CommunicatorRequest) -> Availability:
-    """Whether FlagCX's library lies here; it is not loaded."""
+    """Return True, or why FlagCX's library was not found; does not load it."""
     try:
         library.find(request.settings.flagcx_path)
     except library.LibraryError as error:
@@ -29,10 +29,10 @@ def supports(request: CommunicatorRequest) -> Availability:
 
 
 def class_path(request: CommunicatorRequest) -> str:
-    """The class for this device; the library is loaded.
+    """Load the library and return the communicator class for the device.
 
     Raises:
-        LibraryError: it cannot be, or is not what it should be.
+        LibraryError: the library cannot be loaded or is incompatible.
     """
     library.load(library.find(request.settings.flagcx_path))
     if request.device_type == "cuda":
@@ -42,7 +42,7 @@ def class_path(request: CommunicatorRequest) -> str:
 
 @hookimpl
 def communicator() -> list[CommunicatorImpl]:
-    """FlagCX as `default.flagcx`, where FLAGCX_PATH or an installed package has its library."""
+    """FlagCX as `default.flagcx`; the library is in FLAGCX_PATH or an installed package."""
     return [
         CommunicatorImpl("default.flagcx", class_path, BackendImplKind.DEFAULT, supports=supports)
     ]
@@ -50,7 +50,7 @@ def communicator() -> list[CommunicatorImpl]:
 
 @hookimpl
 def worker_start(context: WorkerContext) -> WorkerReport | None:
-    """Name the library that this worker's groups use. Its bytes enter the plan's digest."""
+    """Report the library that this worker uses. Its hash enters the plan's digest."""
     used = library.loaded()
     if used is None:
         return None
@@ -60,7 +60,7 @@ def worker_start(context: WorkerContext) -> WorkerReport | None:
 
 @hookimpl
 def doctor(settings: Any) -> Iterator[Finding]:
-    """A FLAGCX_PATH that leads to no library."""
+    """Report a FLAGCX_PATH without a library."""
     if "flagcx_path" not in settings.chosen:
         return
     try:

@@ -1,4 +1,4 @@
-"""PyTorch's own operators on FlagGems's kernels: which, and the list of what was replaced."""
+"""Replacement of PyTorch operators by FlagGems, and the list of replaced operators."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ __all__ = ["known_names", "replaceable", "start", "write_list"]
 NO_LIST = f"no list names one ({WHITELIST.variable}, {BLACKLIST.variable})"
 
 _replaced: list[tuple[str, ...]] = []
-"""The replaced operators of this process, once there are any: there is no way back."""
+"""The replaced operators of this process, if any: replacing cannot be undone."""
 
 
 def start(context: WorkerContext) -> WorkerReport | None:
-    """Replace PyTorch's operators as the settings say, once per process.
+    """Replace PyTorch operators as configured, once per process.
 
-    A whitelist has FlagGems's functions to use. A blacklist has the functions not to use, with the
-    overloads and in-place forms of their operators. Without such a list none is used: no contract
-    says what they compute, and vLLM does not start with all of them on every device. Rank 0 writes
-    the list of what was replaced to `oplist_path`.
+    A whitelist has the FlagGems functions to use. A blacklist has those not to use, and excludes
+    all overloads and in-place variants of their operators. Without a list no operator is replaced:
+    no contract defines what they compute, and vLLM does not start with all of them on every device.
+    Rank 0 writes the replaced operators to `oplist_path`.
 
     Args:
         context: the worker, its device and its settings.
 
     Returns:
-        What was done; None where the settings leave nothing to do.
+        A report; None if the settings replace nothing.
 
     Raises:
         SettingsError: a list has a name that FlagGems does not know.
-        RuntimeError: only batch-invariant kernels may serve, and this process has replaced
-            operators for an engine before.
+        RuntimeError: this engine requires batch-invariant kernels, and an earlier engine in this
+            process has replaced operators.
     """
     settings = context.settings
     wanted, is_listed = _wanted(settings), value(settings, WHITELIST) is not None
@@ -78,7 +78,7 @@ def start(context: WorkerContext) -> WorkerReport | None:
 
 
 def _wanted(settings: Any) -> tuple[str, ...] | None:
-    """The names that are to be used; None for all but those of the blacklist."""
+    """Return the selected names; None selects everything outside the blacklist."""
     planned, listed = _ops_of_the_plan(), value(settings, WHITELIST)
     if listed is not None:
         return tuple(name for name in listed if name not in planned)
@@ -86,12 +86,12 @@ def _wanted(settings: Any) -> tuple[str, ...] | None:
 
 
 def _ops_of_the_plan() -> frozenset[str]:
-    """Names in the lists that mean an op of the plan, not one of PyTorch's."""
+    """Names in the lists that refer to ops of the plan instead of PyTorch operators."""
     return frozenset({*get_default_manager().registry.snapshot().ops, "attention_backend"})
 
 
 def known_names(gems: Any) -> frozenset[str]:
-    """The names that FlagGems's functions have: those for PyTorch's operators, and fused ones."""
+    """Return the names of all functions in FlagGems, also of fused ones."""
     names = set(gems.FULL_CONFIG_BY_FUNC)
     for module in ("ops", "fused"):
         names.update(getattr(getattr(gems, module, None), "__all__", ()))
@@ -99,18 +99,20 @@ def known_names(gems: Any) -> frozenset[str]:
 
 
 def replaceable() -> Collection[str]:
-    """The names by which FlagGems's lists select PyTorch's operators; none where it cannot run, or
-    where the lists name none."""
+    """Return the names that select PyTorch operators in the lists.
+
+    Empty if FlagGems cannot run here or the lists select none.
+    """
     if _wanted(get_default_manager().settings or {}) == () or available() is not True or problem():
         return ()
     return tuple(flag_gems().FULL_CONFIG_BY_FUNC)
 
 
 def write_list(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
-    """Write `lines` to `path`, whole or not at all; a link that lies there is replaced.
+    """Write `lines` to `path` atomically. A symbolic link at `path` is replaced, not followed.
 
     Raises:
-        OSError: the folder does not exist or may not be written.
+        OSError: the directory does not exist or is not writable.
     """
     target = Path(path)
     scratch = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
@@ -126,7 +128,7 @@ def write_list(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
 
 
 def _replace(gems: Any, wanted: tuple[str, ...] | None, settings: Any) -> tuple[str, ...]:
-    """Register FlagGems's kernels with PyTorch; the operators that have one now."""
+    """Register FlagGems's kernels with PyTorch; return the replaced operators."""
     if wanted is None:
         gems.enable(unused=_banned(gems, blacklist(settings)))
     else:
@@ -138,14 +140,14 @@ def _replace(gems: Any, wanted: tuple[str, ...] | None, settings: Any) -> tuple[
 
 
 def _banned(gems: Any, names: Collection[str]) -> list[str]:
-    """Return these names, and the functions of all overloads and in-place forms."""
+    """Return `names` and the functions of all overloads and in-place variants."""
     table = gems.FULL_CONFIG_BY_FUNC
     families = {family for name in names for family in _families(table.get(name, ()))}
     return sorted({*names, *(name for name in table if _families(table[name]) & families)})
 
 
 def _families(entries: Iterable[Any]) -> set[str]:
-    """Return the operators of entries, without overload and in-place mark: `addmm`."""
+    """Return the operators without overload and in-place suffix, such as `addmm`."""
     return {operator.partition(".")[0].removesuffix("_") for operator, *_ in entries}
 
 

@@ -1,4 +1,4 @@
-"""What FlagGems's attention is asked for, and what of it comes out wrong or not at all."""
+"""Checks of an attention request against the limits of FlagGems."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ PLANES = "FlagGems's attention needs keys and values in one piece each, as LHBNC
 
 
 def supports_attention(request: AttentionRequest) -> Availability:
-    """True, or why the request must not go to FlagGems.
+    """Return True, or the reason why FlagGems cannot compute the request.
 
-    Its kernels check little: they ignore sinks, the type and scales of the KV cache and the order
-    of its dimensions, and give wrong numbers.
+    FlagGems checks little: its kernels ignore sinks, the dtype and scales of the KV cache and the
+    order of its dimensions, and then return incorrect results.
     """
     if reason := refused(request, BACKEND, "has_sliding_window"):
         return reason
@@ -34,7 +34,7 @@ def supports_attention(request: AttentionRequest) -> Availability:
 
 
 def _missing() -> str | None:
-    """Why it cannot run in this process; FlagGems is imported where the device exists already."""
+    """Return why FlagGems cannot run in this process; import it only if the device exists."""
     import torch
 
     if not torch.cuda.is_initialized():

@@ -1,9 +1,9 @@
-"""FlagGems's Triton kernels, launched as Triton launches them, on NVIDIA's GPUs.
+"""Direct launches of Triton kernels in FlagGems, on NVIDIA GPUs.
 
-FlagGems 5.0.2's own way to them takes 26 to 118 µs of an H200's host a call, and leaves no say in
-the number of warps; this one takes 20 to 60 with the plan's refusals. Only kernels whose parameters
-are known are launched: of another release, or on another vendor's device, FlagGems's public
-functions are called.
+A call through FlagGems 5.0.2 costs the host 26 to 118 µs on an H200 and does not let the caller
+choose the number of warps; a direct launch costs 20 to 60 µs, including the plan's checks for
+unsupported calls. Only kernels with known parameters are launched directly. For other releases and
+vendors, the public functions of FlagGems are called.
 """
 
 from __future__ import annotations
@@ -63,47 +63,44 @@ KERNELS: Final = {
     "gelu_none_and_mul_kernel": ("flag_gems.fused.gelu_and_mul", _POINTWISE),
     "gelu_tanh_and_mul_kernel": ("flag_gems.fused.gelu_and_mul", _POINTWISE),
 }
-"""Kernel -> the module that holds it, and its parameters as 5.0.2 has them."""
+"""Kernel -> (module, parameters in FlagGems 5.0.2)."""
 
 CUDA: Final = ("cuda", "cpu")
-"""Devices on which kernels of this package's own are launched: through CUDA, and on the CPU by
-Triton's interpreter alone."""
+"""Device types on which this package launches kernels; the CPU only with Triton's interpreter."""
 
 ELEMENTS: Final = 1024
 WARPS: Final = 4
-"""What one program of such a kernel takes, of all its heads together: 8 elements a thread, which of
-two bytes are one of the widest loads. For norms of heads with rope on an H200 it is fastest from
-8 tokens on, and against twice as many takes 5 % less at 16384 tokens, 20 % less at 1."""
+"""Elements and warps of one program (a group of heads): 8 elements a thread, which for 16-bit types
+is one load of the widest kind. For `qk_norm_rope` on an H200 this is the fastest size from 8 tokens
+on; compared with twice as many elements it takes 5 % less at 16384 tokens and 20 % less at 1."""
 
 ELEMENTS_A_WARP: Final = 512
-"""Of a row: more warps than that wait for each other, fewer wait for memory."""
-
+"""Elements of a row per warp: with more warps they wait for each other, with fewer for memory."""
 
 ALIGNED: Final = 16
-"""Bytes: a pointer that is a multiple of that is another case to Triton."""
+"""Bytes: Triton compiles separately for pointers that are a multiple of this."""
 
 MOST_COMPILED: Final = 64
-"""Kinds of calls that a `Launcher` knows: a model has a few."""
+"""Size of a `Launcher`'s cache; a model has a few kinds of calls."""
 
 
 @cache
 def launchable(name: str) -> Any | None:
-    """A kernel of `KERNELS`, to be called as `kernel[grid](..., num_warps=...)`.
+    """Return a kernel of `KERNELS`, to be called as `kernel[grid](..., num_warps=...)`.
 
-    Returns:
-        Triton's function, or None where it is not the known one: call FlagGems's public function.
+    None if its parameters differ from `KERNELS`; call FlagGems's public function then.
     """
     if getattr(flag_gems(), "vendor_name", None) != "nvidia":
-        return None  # grids and warps are another vendor's own
+        return None  # grids and numbers of warps differ between vendors
     module, parameters = KERNELS[name]
     try:
-        # Where the module's name is also a function's, only sys.modules has the module.
+        # A function may hide a module of the same name; sys.modules has the module.
         kernel = getattr(sys.modules[module], name)
         if parameters is _POINTWISE:
             kernel = _for_matrices(kernel)
         kernel = getattr(kernel, "jit_function", kernel)
         while hasattr(getattr(kernel, "fn", None), "arg_names"):
-            kernel = kernel.fn  # behind what would choose arguments for it
+            kernel = kernel.fn  # unwrap autotuners, which would choose arguments
         found = " ".join(kernel.arg_names)
     except (AttributeError, KeyError, TypeError) as error:
         found = f"{type(error).__name__}: {error}"
@@ -120,11 +117,12 @@ def launchable(name: str) -> Any | None:
 
 
 def _for_matrices(function: Any) -> Any:
-    """The kernel that FlagGems writes for two dimensions around a function of single elements.
+    """Return FlagGems's generated two-dimensional kernel for a pointwise function.
 
-    With plain pointers, which each Triton has and which reach beyond 2**31 elements. Its strides
-    are annotated as int; Triton then takes a stride of 1 for any number and loads element by
-    element: 371 instead of 276 µs for 16384 rows of 12288 columns on an H200. Here they are not.
+    With plain pointers, which every Triton supports and which work beyond 2**31 elements. FlagGems
+    annotates the strides as int, which keeps Triton from specialising on a stride of 1, and so it
+    loads element by element: 371 instead of 276 µs for 16384 rows of 12288 columns on an H200. The
+    returned kernel has no such annotations.
     """
     config = dataclasses.replace(function.config, prefer_block_pointer=False)
     own = type(function)(function.fx, function._scalar_fn, config)
@@ -136,15 +134,15 @@ def _for_matrices(function: Any) -> Any:
 
 
 class Launcher:
-    """Launches a kernel of this package's own for calls that are alike, again and again.
+    """Launch one of this package's kernels with less host time for repeated calls.
 
-    At each launch Triton works out anew for which dtypes, alignments and numbers it has compiled
-    the kernel. Here what it has compiled is found by these themselves, and called as Triton's
-    tutorial on softmax calls a kernel that was compiled beforehand. That is so for NVIDIA's GPUs
-    alone: for AMD's a kernel also depends on how large a tensor is, and others may have more.
+    At each launch, Triton determines whether it has compiled the kernel for these dtypes,
+    alignments and numbers. A `Launcher` looks the compiled kernel up by these values and calls it,
+    as in the softmax tutorial of Triton. Only for NVIDIA GPUs: on AMD a compiled kernel also
+    depends on tensor sizes, and other backends may have further conditions.
 
     Args:
-        kernel: a function of Triton's; its tensors come first, then numbers, then constants.
+        kernel: a Triton function; its parameters are tensors, then numbers, then constants.
         num_warps: warps of a program.
     """
 
@@ -159,11 +157,11 @@ class Launcher:
         numbers: tuple[float, ...],
         constants: tuple[Any, ...],
     ) -> None:
-        """Launch it on the current stream of the device where the first tensor lies.
+        """Launch on the current stream of the first tensor's device.
 
         Args:
-            grid: programs.
-            tensors, numbers, constants: the kernel's arguments. An argument is a number of one type
+            grid: number of programs.
+            tensors, numbers, constants: the kernel's arguments. A number must have the same type
                 in every call.
         """
         pointers = [x.data_ptr() for x in tensors]
@@ -182,32 +180,32 @@ class Launcher:
                 return
             given = (*tensors, *numbers, *constants)
             compiled = self.kernel[grid](*given, num_warps=self.num_warps)
-        # Triton's interpreter compiles nothing. Numbers that are ever new are Triton's to sort.
+        # Triton's interpreter returns no compiled kernel. Once the cache is full, Triton looks up.
         target = getattr(getattr(compiled, "metadata", None), "target", None)
         if getattr(target, "backend", "") == "cuda" and len(self.compiled) < MOST_COMPILED:
             self.compiled[key] = compiled
 
 
 def warps(elements: int) -> int:
-    """How many warps a row of `elements`, a power of two, is given: 1 to 16."""
+    """Return the number of warps, 1 to 16, for a row of `elements`, a power of two."""
     return min(max(elements // ELEMENTS_A_WARP, 1), 16)
 
 
 def heads_of_a_program(size: int, heads: int) -> int:
-    """How many heads of so many features one program takes: a power of two."""
+    """Return how many heads of `size` features one program computes: a power of two."""
     return min(max(ELEMENTS // power_of_two(size), 1), power_of_two(heads))
 
 
 def power_of_two(number: int) -> int:
-    """The least that is not below `number`; 0 stays 0."""
+    """Round `number` up to a power of two; 0 stays 0."""
     return 1 << (number - 1).bit_length() if number else 0
 
 
 def contiguous(x: torch.Tensor) -> torch.Tensor:
-    """`x` itself where it is contiguous, else a copy that is.
+    """Return `x` itself if it is contiguous, otherwise a contiguous copy.
 
-    Eight bytes at a time where its rows allow it: on an H200 the query heads of 16384 tokens take
-    71 µs then, and 155 in elements of two bytes, as PyTorch copies them.
+    Copies eight bytes at a time if the rows allow it. On an H200 the query heads of 16384 tokens
+    take 71 µs, against 155 with PyTorch's copy of two-byte elements.
     """
     if x.is_contiguous():
         return x

@@ -1,8 +1,8 @@
-"""Living with FlagGems: how it is installed, found, imported and repaired.
+"""Installation check, import and repairs of FlagGems.
 
-FlagGems 5.0.2 cannot simply be imported: the order of imports may end the process, a newer Triton
-breaks its cached launches, and without a device the import raises. Each trouble is met here, with
-its reason; a release that no longer has it is left as it is.
+FlagGems 5.0.2 cannot be imported without precautions: a wrong import order may crash the process, a
+newer Triton breaks its cached launches, and without a device the import raises. Each function
+explains the problem that it works around, and does nothing for releases that do not have it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 ACCELERATORS = ("cuda", "npu", "musa", "mlu", "gcu")
-"""torch's modules for devices that FlagGems has a backend for."""
+"""Modules of torch for the devices that FlagGems supports."""
 
 VLLM_EXTENSIONS = (
     "vllm._C_stable_libtorch",
@@ -45,17 +45,16 @@ VLLM_EXTENSIONS = (
     "vllm._moe_C",
     "vllm.vllm_flash_attn._vllm_fa3_C",
 )
-"""vLLM's C++ extensions. FlagGems 5.0.2 knows the older names only, takes their operators for
-missing and defines them itself; when the extension is loaded after that, its own definition ends
-the process ("Tried to register an operator with the same name"). In this order nothing is defined
-twice."""
+"""vLLM's C++ extensions. FlagGems 5.0.2 knows only older names; if their operators are missing it
+defines them itself, and when vLLM's extension is loaded later the process aborts ("Tried to
+register an operator with the same name"). Loading these first, in this order, avoids that."""
 
 
 def available() -> Availability:
-    """True, or why FlagGems cannot run here.
+    """Return True, or the reason why FlagGems cannot run here.
 
-    From metadata, without importing it: that takes seconds and initialises the device, after which
-    a process can no longer fork its workers. What only the import tells is told by `problem`.
+    Uses only metadata: importing FlagGems takes seconds and initialises the device, and then a
+    process can no longer fork its workers. `problem` reports failures of the import itself.
     """
     if loaded:
         return problem() or True
@@ -64,7 +63,7 @@ def available() -> Availability:
     except PackageNotFoundError:
         return f"FlagGems is not installed: {INSTALL}"
     if _vllm_for_cpu():
-        # FlagGems imports `vllm._C`, which there may be for another processor than this one.
+        # FlagGems imports `vllm._C`, which in a CPU build may be for another processor.
         return "this vLLM is a CPU build, beside which importing FlagGems may end the process"
     if find_spec("triton") is None:
         return "FlagGems needs triton, which is not installed"
@@ -90,14 +89,14 @@ def _devices(name: str) -> int:
 
 
 loaded: list[ModuleType | str] = []
-"""Empty until FlagGems was imported once: then the module, what stands in for it, or why it cannot
-be used."""
+"""Empty until the first import of FlagGems; then the module (or a replacement), or the reason why
+it cannot be used."""
 
 
 def problem() -> str | None:
-    """Import FlagGems, once per process; None, or why it cannot be used.
+    """Import FlagGems, once per process, and return None or the reason why it cannot be used.
 
-    Only for where the device exists: in a worker, or in a script that computes.
+    Call it only where the device exists: in a worker, or in a script that computes.
     """
     if not loaded:
         loaded.append(_load())
@@ -105,10 +104,10 @@ def problem() -> str | None:
 
 
 def flag_gems() -> Any:
-    """The module `flag_gems`.
+    """Return the module `flag_gems`.
 
     Raises:
-        NotImplementedError: it cannot be used; the next candidate is then taken.
+        NotImplementedError: FlagGems cannot be used; the next implementation runs instead.
     """
     if reason := problem():
         raise NotImplementedError(reason)
@@ -116,13 +115,10 @@ def flag_gems() -> Any:
 
 
 def flag_gems_module(name: str) -> Any:
-    """The module `flag_gems.NAME`.
-
-    Args:
-        name: below `flag_gems`, with dots.
+    """Return the module `flag_gems.NAME`; `name` may have dots.
 
     Raises:
-        NotImplementedError: FlagGems cannot be used; the next candidate is then taken.
+        NotImplementedError: FlagGems cannot be used; the next implementation runs instead.
     """
     flag_gems()
     return import_module(f"flag_gems.{name}")
@@ -130,7 +126,7 @@ def flag_gems_module(name: str) -> Any:
 
 @cache
 def block_pointers_work() -> Availability:
-    """True, or why FlagGems's attention does not compile: a Triton without `make_block_ptr`."""
+    """Return True, or why FlagGems's attention does not compile: Triton lacks `make_block_ptr`."""
     module = import_module("flag_gems.ops.flash_kernel")
     if _triton() < (3, 8) or "make_block_ptr" not in inspect.getsource(module):
         return True
@@ -147,8 +143,8 @@ def _load() -> ModuleType | str:
         _repair_cached_launches()
         _repair_block_pointers()
         _explain_flagtune()
-    # Seen: ImportError (a dependency), RuntimeError (no device found), AssertionError (a CPU build
-    # of torch), AttributeError (torch lacks the device), and the database's own errors.
+    # Observed: ImportError (a dependency), RuntimeError (no device), AssertionError (a CPU build of
+    # torch), AttributeError (torch lacks the device), and errors of its database.
     except Exception as error:
         hint = f"; {INSTALL}" if isinstance(error, ImportError) else ""
         return f"FlagGems does not import: {type(error).__name__}: {error}{hint}"
@@ -161,7 +157,7 @@ def _load_vllm_extensions() -> None:
     for name in VLLM_EXTENSIONS:
         try:
             import_module(name)
-        except (ImportError, OSError):  # this vLLM has no such extension, or not for this machine
+        except (ImportError, OSError):  # missing in this vLLM, or built for another machine
             continue
 
 
@@ -171,12 +167,13 @@ def _triton() -> tuple[int, int]:
 
 
 def _repair_cached_launches() -> None:
-    """FlagGems hands compile-time arguments to a cached kernel only on Triton 3.3 to 3.6.
+    """Make FlagGems pass compile-time arguments to cached kernels on Triton 3.7 and later.
 
-    Later ones take them too: without, the arguments behind them shift, and a kernel reads outside
-    its tensors. FlagGems compares this variable at each launch.
+    It does so only for Triton 3.3 to 3.6. Later releases need them too: otherwise the following
+    arguments shift and a kernel reads outside its tensors. FlagGems compares `minor_version` at
+    each launch.
     """
-    # The attribute `flag_gems.utils.libentry` is a function of that name: the module is here.
+    # `flag_gems.utils.libentry` as an attribute is a function; the module is in sys.modules.
     module: Any = sys.modules.get("flag_gems.utils.libentry")
     if module is None or _triton() < (3, 7):
         return
@@ -185,7 +182,7 @@ def _repair_cached_launches() -> None:
 
 
 def _repair_block_pointers() -> None:
-    """Triton 3.8 changes `make_block_ptr`, which pointwise kernels use unless told not to."""
+    """Disable block pointers in pointwise kernels: Triton 3.8 changes `make_block_ptr`."""
     if _triton() < (3, 8):
         return
     try:
@@ -197,10 +194,11 @@ def _repair_block_pointers() -> None:
 
 
 def _explain_flagtune() -> None:
-    """Releases after 5.0.2 may tune kernels by models of FlagTune's, and unless told not to.
+    """Explain errors of FlagTune, a default of FlagGems after 5.0.2 for tuning kernels.
 
-    Where FlagTune has none for a kernel, does not know the device or finds no list of its models,
-    its error ends the first call: `mm`'s in the start of an engine. Each says how to do without.
+    If FlagTune has no model for a kernel, does not know the device or finds no list of its models,
+    it raises in the first call, such as `mm` at engine startup. The new message explains how to
+    disable FlagTune.
     """
     tuner = getattr(sys.modules.get("flag_gems.utils.libentry"), "LibTuner", None)
     if not hasattr(tuner, "apply_flagtune"):
@@ -228,9 +226,9 @@ def _with_way_out(tune: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_flagtunes(error: BaseException) -> bool:
-    """Whether it comes from a module of FlagTune's, or names one that is missing.
+    """Return whether the error comes from FlagTune, or FlagTune is missing.
 
-    The same function also runs kernels to measure them, whose errors are not FlagTune's.
+    `apply_flagtune` also runs kernels to measure them; their errors are not FlagTune's fault.
     """
     told = f"{type(error).__module__} {getattr(error, 'name', None) or ''} {error}"
     return "flagtune" in told.lower()
@@ -241,5 +239,5 @@ def _forget_failure() -> None:
         loaded.clear()
 
 
-# A child has its own device: what failed in the parent may work there.
+# A forked child opens the device itself: an import that failed in the parent may succeed there.
 os.register_at_fork(after_in_child=_forget_failure)

@@ -1,4 +1,4 @@
-"""What this distribution brings: the plugin that the entry point `flaggems` names."""
+"""The FlagGems plugin: one function for each hook."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 KERNEL_DISTRIBUTIONS = ("flag-gems",)
-"""Whose code runs here: core puts it into the digest of an engine's plan."""
+"""pip distributions of the kernels' code; core hashes their versions into the plan's digest."""
 
 POLICY = Path(__file__).with_name("cuda.yaml")
 
@@ -68,18 +68,18 @@ MODULES = (
     rotary,
     routing,
 )
-"""Those that bring ops, by theme."""
+"""Modules with an `OPS` tuple."""
 
 
 @hookimpl
 def register_ops() -> list[OpImpl]:
-    """The ops as `default.flagos`; available with FlagGems and a device that it supports."""
+    """Ops as `default.flagos`, available if FlagGems and a device that it supports are present."""
     return [impl for module in MODULES for impl in module.OPS]
 
 
 @hookimpl
 def attention_backend() -> list[AttentionImpl]:
-    """FlagGems's attention, as a backend of vLLM's v1 engine."""
+    """FlagGems's attention backend for vLLM's v1 engine."""
     return [
         AttentionImpl(
             DEFAULT[0],
@@ -93,18 +93,18 @@ def attention_backend() -> list[AttentionImpl]:
 
 @hookimpl
 def policy(platform: str) -> PolicyDefaults | None:
-    """What was measured on classes of NVIDIA's devices."""
+    """Default orders, measured on NVIDIA GPUs."""
     return PolicyDefaults(POLICY) if platform == "cuda" else None
 
 
 @hookimpl
 def settings() -> tuple[SettingSpec[Any], ...]:
-    """Whether FlagGems is used, its two lists, and where its replaced operators are listed."""
+    """FlagGems's settings: on/off switch, whitelist, blacklists, path of the operator list."""
     return tuple(replace(spec, known=_known) if spec is BLACKLIST else spec for spec in SETTINGS)
 
 
 def _known() -> Collection[str]:
-    """What of the blacklist stands for operators of PyTorch's."""
+    """Return blacklist entries that are PyTorch operators."""
     from .aten import replaceable
 
     return replaceable()
@@ -114,22 +114,22 @@ def _known() -> Collection[str]:
 def rejections(
     settings: Any, op: str, impls: Sequence[OpImpl | AttentionImpl | CommunicatorImpl]
 ) -> dict[str, str] | None:
-    """The ops that the settings keep FlagGems out of."""
+    """Return the implementations that the settings disable for `op`, with the setting's name."""
     return rejected(settings, op, impls)
 
 
 @hookimpl
 def doctor(settings: Any) -> Iterator[Finding]:
-    """A FlagGems that is missing or lacks Triton, and settings of it without effect."""
+    """Report missing FlagGems or Triton, and FlagGems settings that have no effect."""
     return findings(settings)
 
 
 @hookimpl
 def worker_start(context: WorkerContext) -> WorkerReport | None:
-    """Replace PyTorch's operators by FlagGems's, as the settings say.
+    """Replace PyTorch operators by FlagGems, as configured.
 
-    Whether kernels begin early is reported, since code that was compiled for the one is not the
-    other's, and no cache of vLLM's knows the variable.
+    Reports whether kernels begin early (`begins_early`): compiled code depends on that variable,
+    but it is not in the key of vLLM's compile cache.
     """
     from .aten import start
     from .impl.linear import begins_early

@@ -1,4 +1,4 @@
-"""FlagGems's settings, what they reject, and what `vllm-fl doctor` says of them. Without torch."""
+"""FlagGems's settings, their checks, and findings for `vllm-fl doctor`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ __all__ = [
 ]
 
 INSTALL = 'pip install "vllm-fl-flaggems[beside-vllm]" && pip install --no-deps flag-gems==5.0.2'
-"""The release pins numpy 1.26.4 and others that no vLLM can meet, and runs without those pins."""
+"""flag-gems 5.0.2 pins numpy 1.26.4 and other releases that no vLLM accepts; it runs without them,
+hence --no-deps."""
 
 USE = SettingSpec("use_flaggems", "USE_FLAGGEMS", True)
-"""False: no FlagGems at all, neither ops nor PyTorch's operators."""
+"""False disables FlagGems completely: ops and PyTorch operators."""
 
 WHITELIST = SettingSpec[tuple[str, ...] | None](
     "flagos_whitelist",
@@ -47,7 +48,7 @@ WHITELIST = SettingSpec[tuple[str, ...] | None](
     names="FlagGems op",
     excludes="flagos_blacklist",
 )
-"""The only FlagGems ops that are used, or None."""
+"""FlagGems ops to use exclusively, or None."""
 
 BLACKLIST = SettingSpec[tuple[str, ...]](
     "flagos_blacklist",
@@ -56,31 +57,31 @@ BLACKLIST = SettingSpec[tuple[str, ...]](
     in_file=True,
     names="FlagGems op",
 )
-"""FlagGems ops that are not used."""
+"""FlagGems ops to disable."""
 
 APPEND = replace(
     BLACKLIST, key="flagos_blacklist_append", variable="VLLM_FL_FLAGOS_BLACKLIST_APPEND"
 )
-"""Further FlagGems ops that are not used."""
+"""FlagGems ops to disable in addition to the blacklist."""
 
 OPLIST = SettingSpec(
     "oplist_path", "FLAGGEMS_ENABLE_OPLIST_PATH", "/tmp/flaggems_enable_oplist.txt"
 )
-"""Where rank 0 lists the operators of PyTorch's that were replaced."""
+"""File for the replaced PyTorch operators, written by rank 0."""
 
 SETTINGS: tuple[SettingSpec[Any], ...] = (USE, WHITELIST, BLACKLIST, APPEND, OPLIST)
 
 
 def value(settings: Any, spec: SettingSpec[Any]) -> Any:
-    """The value in an engine's settings; the default where the engine's host has no FlagGems."""
+    """Return the value in an engine's settings; the default if the engine's host lacks FlagGems."""
     return settings[spec.key].value if spec.key in settings else spec.default
 
 
 def blacklist(settings: Any) -> tuple[str, ...]:
-    """The FlagGems ops that are not used.
+    """Return the disabled FlagGems ops.
 
     Raises:
-        SettingsError: names are added to the blacklist, and a whitelist excludes it.
+        SettingsError: the append list is set together with a whitelist, which excludes it.
     """
     more, white = value(settings, APPEND), value(settings, WHITELIST)
     if more and white is not None:
@@ -93,7 +94,7 @@ def blacklist(settings: Any) -> tuple[str, ...]:
 def rejected(
     settings: Any, op: str, impls: Sequence[OpImpl | AttentionImpl | CommunicatorImpl]
 ) -> dict[str, str] | None:
-    """impl id -> the setting that keeps FlagGems out of `op`."""
+    """Return impl id -> name of the setting that disables FlagGems for `op`."""
     listed, out = value(settings, WHITELIST), blacklist(settings)
     if not value(settings, USE):
         reason = "USE_FLAGGEMS=false"
@@ -103,7 +104,7 @@ def rejected(
         reason = BLACKLIST.key
     else:
         return None
-    # Communicators share the kind (FlagCX), but are none of FlagGems's.
+    # Communicators (FlagCX) have the same kind but do not belong to FlagGems.
     return {
         impl.impl_id: reason
         for impl in impls
@@ -115,7 +116,7 @@ def check_names(settings: Any, known: Collection[str]) -> None:
     """Check the names in the lists.
 
     Raises:
-        SettingsError: FlagGems does not know one; what was likely meant is said.
+        SettingsError: FlagGems does not know a name; the message suggests the closest known name.
     """
     for spec in (WHITELIST, BLACKLIST, APPEND):
         for name in value(settings, spec) or ():
@@ -132,7 +133,7 @@ def check_names(settings: Any, known: Collection[str]) -> None:
 
 
 def findings(settings: Any) -> Iterator[Finding]:
-    """FlagGems and what it needs, and settings of it that have no effect."""
+    """Report missing requirements of FlagGems, and FlagGems settings that have no effect."""
     gems = version_of("flag-gems")
     if gems is None:
         yield Finding(
@@ -175,7 +176,7 @@ def _idle(settings: Any, specs: Iterable[SettingSpec[Any]], why: str) -> Iterato
 
 
 def version_of(distribution: str) -> str | None:
-    """The installed version, or None."""
+    """Return the installed version, or None."""
     try:
         return version(distribution)
     except PackageNotFoundError:

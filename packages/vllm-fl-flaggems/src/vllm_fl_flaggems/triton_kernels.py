@@ -1,6 +1,6 @@
-"""Triton kernels of this package's own: what FlagGems has no kernel for.
+"""Triton kernels of this package, for ops that FlagGems has no kernel for.
 
-Imports Triton, and is imported only where one of them is launched.
+Imports Triton, so it is imported only when a kernel is launched.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def qk_norm_rope_kernel(
     REST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """One token's next GROUP query and key heads, in place; the first `heads` are queries.
+    """Normalise and rotate a token's next GROUP heads in place; the first `heads` are queries.
 
-    A head's features are held in two parts: those that rotate, and the rest. PAIRS and REST are
-    the pairs of the one and the features of the other, made powers of two; REST may be 0.
+    A head's features are in two parts: rotated pairs (PAIRS, a power of two) and the other features
+    (REST, a power of two or 0).
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
@@ -50,8 +50,8 @@ def qk_norm_rope_kernel(
     pair = tl.arange(0, PAIRS)
     is_pair = pair < HALF
     if INTERLEAVED:
-        # Neighbours are loaded together, 16 bytes at a time, and parted in registers: loaded as
-        # first and second ones, each element is an access of its own.
+        # Load pairs together, 16 bytes at a time, and split them in registers: separate loads of
+        # first and second elements would access single elements.
         turning = tl.arange(0, 2 * PAIRS)
         is_turning = turning < 2 * HALF
         here = is_head & is_turning[None, :]
@@ -76,7 +76,7 @@ def qk_norm_rope_kernel(
         there = is_head & is_rest[None, :]
         rest = tl.load(rows + beyond[None, :], mask=there, other=0.0).to(tl.float32)
         squares += tl.sum(rest * rest, axis=1)
-    # A graph's launch hands a number of Python's over as fp64.
+    # CUDA graph launches pass a Python number as fp64, hence the cast.
     norm = (1.0 / tl.sqrt(squares / SIZE + tl.cast(epsilon, tl.float32)))[:, None]
 
     position = tl.load(positions_ptr + token * position_step).to(tl.int64)
@@ -87,7 +87,7 @@ def qk_norm_rope_kernel(
     b = b * norm * tl.where(is_query, q_second[None, :], k_second[None, :])
     first, second = a * cos - b * sin, b * cos + a * sin
 
-    # Threads may hold the same features twice: all have read before one of them writes.
+    # Several threads may hold the same features: all must read before one writes.
     tl.debug_barrier()
     dtype = qkv_ptr.dtype.element_ty
     if INTERLEAVED:
@@ -126,16 +126,16 @@ def reshape_and_cache_kernel(
     GROUP: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
-    """One token's next GROUP key and value heads into its slot; FEATURES is SIZE or more."""
+    """Write a token's next GROUP keys and values into its slot; FEATURES is at least SIZE."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     block, within = slot // block_size, slot % block_size
-    # In 64 bits: where heads lie before blocks, a step is a good part of the cache.
+    # 64-bit: in layouts with heads before blocks, a head's stride is a large part of the cache.
     head = (tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]).to(tl.int64)
     feature = tl.arange(0, FEATURES)[None, :]
     here = (head < heads) & (feature < SIZE)
 
-    # Whether there is a slot is not waited for: a token without one is read and not written.
+    # Do not wait for the slot: a token without a slot is read, but not written.
     key = tl.load(key_ptr + token * key_token_step + head * key_head_step + feature, mask=here)
     value = tl.load(
         value_ptr + token * value_token_step + head * value_head_step + feature, mask=here
@@ -166,14 +166,14 @@ def linear_of_one_row_kernel(
     EARLY: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """The product of one token and the next ROWS rows of the weight, BLOCK features at a time.
+    """Multiply one token by the next ROWS rows of the weight, BLOCK features at a time.
 
-    Numbers in 8 bits have scales: one of the token, and one of the weight or, PER_OUTPUT, of each
+    8-bit numbers have scales: one for the token, and one for the weight or, if PER_OUTPUT, for each
     of its rows.
 
-    GATED by an activation, the weight has `outputs` rows of gates, then as many more. Half of the
-    ROWS are of the one part, half of the other, and the outputs are the gates' activations times
-    the others. Such a product has neither scales nor a bias.
+    If GATED by an activation, the weight has `outputs` rows of gates, then `outputs` of ups. The
+    program's ROWS alternate between both, and the result is activation(gate) * up, without scales
+    or a bias.
     """
     PARTS: tl.constexpr = 2 if GATED != "" else 1
     number = tl.arange(0, ROWS)
@@ -211,7 +211,7 @@ def linear_of_one_row_kernel(
 
 @triton.jit
 def _activated(gate, up, ACTIVATION: tl.constexpr):
-    """The gate by a sigmoid, times up. (1 + tanh(z)) / 2 is the sigmoid of 2 * z."""
+    """Return gate * sigmoid(inner) * up; gelu_tanh uses (1 + tanh(z)) / 2 = sigmoid(2 * z)."""
     inner = gate
     if ACTIVATION == "gelu_tanh":
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 * sqrt(2 / pi)
@@ -220,11 +220,11 @@ def _activated(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _begin_early(weight_ptr, rows, weight_step, features, LINES: tl.constexpr):
-    """Have LINES times 128 bytes of these rows brought to L2, then wait for the kernel before.
+    """Prefetch LINES * 128 bytes of each of these rows to L2, then wait for the previous kernel.
 
-    Before the wait nothing may be written, and nothing be read that a kernel writes. The kernel
-    behind this one may begin only after it: Inductor's take for granted that whatever is
-    older than the kernel before them has ended.
+    Before the wait, do not write, and do not read results of kernels. Do not let the next kernel
+    start before the wait: kernels of Inductor only wait for their predecessor, and assume that all
+    earlier kernels have finished.
     """
     line: tl.constexpr = 128 * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
     feature = tl.minimum(tl.arange(0, LINES) * line, features - 1)
@@ -263,18 +263,18 @@ def linear_kernel(
     EARLY: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """The next ROWS outputs of all tokens, of which there are at most TOKENS.
+    """Compute the next ROWS outputs of all tokens, at most TOKENS.
 
-    x and weight describe the same features in blocks of TOKENS and ROWS rows; beyond the matrices
-    they have zeros. weight_ptr is where the weight begins. The weight is the left factor: it has
-    the rows that an instruction of the tensor cores takes, and few tokens have not.
+    x and weight are tensor descriptors of blocks with TOKENS and ROWS rows; reads beyond the
+    matrices give zeros. weight_ptr is the address of the weight. The weight is the left factor: it
+    has enough rows for a tensor core instruction, unlike a few tokens.
 
-    Numbers in 8 bits have scales: one of x or, PER_TOKEN, of each of its rows; one of the weight
-    or, PER_OUTPUT, of each of its rows.
+    8-bit numbers have scales: one for x or, if PER_TOKEN, for each of its rows; one for the weight
+    or, if PER_OUTPUT, for each of its rows.
 
-    GATED by an activation, the weight has `outputs` rows of gates, then as many more, and the
-    outputs are the gates' activations times the others. The tokens are the left factor then: so
-    half as many rows of each part make a block. Such a product has neither scales nor a bias.
+    If GATED by an activation, the weight has `outputs` rows of gates, then `outputs` of ups, and
+    the result is activation(gate) * up, without scales or a bias. The tokens are the left factor
+    then, because a block then needs only half as many rows of each part.
     """
     row = tl.program_id(0) * ROWS
     rows = row + tl.arange(0, ROWS)
@@ -293,7 +293,7 @@ def linear_kernel(
             other = tl.dot(of_tokens, tl.trans(weight.load([outputs + row, start])), other)
         else:
             total = tl.dot(of_rows, tl.trans(of_tokens), total)
-    # Tokens come first, as in the result: stored the other way, each number is an access.
+    # Store with tokens first, like the result; otherwise each number would be a separate access.
     total = _activated(total, other, GATED) if GATED != "" else tl.trans(total)
     token = tl.arange(0, TOKENS)
     is_row = rows < outputs
@@ -309,5 +309,5 @@ def linear_kernel(
 
 @triton.jit
 def _scales(scale_ptr, at, count, EACH: tl.constexpr):
-    """The scales of these rows of a matrix of `count`: EACH its own, or one for all of them."""
+    """Load the scales of these rows, of `count`: one per row if EACH, otherwise a single one."""
     return tl.load(scale_ptr + (at if EACH else at * 0), mask=at < count, other=0.0)

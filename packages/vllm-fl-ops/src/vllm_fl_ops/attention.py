@@ -1,4 +1,4 @@
-"""Shared code of paged attention backends: refusals, and a cache of all keys, then all values."""
+"""Shared by paged attention backends: request checks, and a cache of all keys, then all values."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ KV_CACHE_DTYPES = (None, "auto", *HALVES)
 
 
 def refused(request: AttentionRequest, backend: str, *harmless: str) -> str | None:
-    """Return why a kernel for decoders in half precision cannot compute a request, or None.
+    """Return why a kernel for decoders in half precision does not support a request, or None.
 
-    Unknown flags, such as those that a newer vLLM adds, are refused.
+    Unknown flags, such as new flags of a newer vLLM, are unsupported.
 
     Args:
         request: the request.
-        backend: what the reason begins with.
-        harmless: the flags that the kernel can serve.
+        backend: how the reason begins.
+        harmless: the flags that the kernel supports.
     """
     extras, dtype = request.extras, str(request.dtype).removeprefix("torch.")
     own = {name: getattr(request, name) for name in ("use_mla", "use_sparse", "has_sink")}
@@ -45,16 +45,17 @@ def refused(request: AttentionRequest, backend: str, *harmless: str) -> str | No
 
 
 class InPlanes:
-    """The methods of vLLM's `AttentionBackend` for a cache of all keys, then all values."""
+    """Methods of vLLM's `AttentionBackend` for a cache of all keys, then all values."""
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """The same memory for a vLLM that shapes the cache: one head of keys and one of values.
+        """Return a spec of the same size, with a head slot for keys and a head slot for values.
 
-        Up to vLLM 0.28 a backend shapes the cache itself, by `get_kv_cache_shape`.
+        Up to vLLM 0.28 the backend shapes the cache in `get_kv_cache_shape`, and the spec is
+        unchanged.
 
         Raises:
-            ValueError: values have another size than keys.
+            ValueError: keys and values have different sizes.
         """
         from vllm.v1.attention.backend import AttentionBackend
 
@@ -70,19 +71,19 @@ class InPlanes:
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """Layers, keys and values, blocks, tokens: each plane of a layer in one piece."""
+        """(layers, keys and values, blocks, tokens): each plane of a layer is contiguous."""
         from vllm.v1.kv_cache_interface import KVCacheLayout
 
         return (KVCacheLayout.LHBNC,)
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        """Connectors move blocks, and expect a block's keys and values in one piece."""
+        """False: connectors move blocks, and expect a block's keys and values to be contiguous."""
         return False
 
 
 def planes_of(kv_cache: torch.Tensor, heads: int, size: int) -> list[torch.Tensor] | None:
-    """Return keys and values, each (blocks, block_size, heads, size) in one piece, or None.
+    """Return keys and values, each contiguous (blocks, block_size, heads, size), or None.
 
     Args:
         kv_cache: (2, blocks, block_size, heads, size), or (blocks, 2, block_size, heads * size).

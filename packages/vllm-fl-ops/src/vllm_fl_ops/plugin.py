@@ -1,4 +1,4 @@
-"""The plugin by which the ops come: through the hook of anybody's ops."""
+"""The plugin that registers the contracts of vllm-fl's ops, through the hook `contracts`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from . import bindings
 
 @hookimpl
 def contracts() -> list[Contract]:
-    """Every op, or family of ops, that has a module of one name in `contracts` and `bindings`."""
+    """Return the contracts of every module in `bindings`, from the module of the same name in
+    `contracts`."""
     names = [found.name for found in iter_modules(bindings.__path__) if found.name[0] != "_"]
     found = (
         Contract(spec, f"{bindings.__name__}.{name}") for name in names for spec in _specs(name)

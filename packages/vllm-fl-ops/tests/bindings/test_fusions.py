@@ -1,4 +1,4 @@
-"""Passes of vLLM's compiler that find an op: what the plan changes for them, what they found."""
+"""vLLM compiler passes that find an op: the plan's changes for them, and their finds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
-import vllm.model_executor.layers.layernorm  # while the platform is still vLLM's own
+import vllm.model_executor.layers.layernorm  # before the platform is replaced
 import vllm.model_executor.layers.rotary_embedding
 import vllm.platforms
 from configs import engine_config
@@ -49,7 +49,7 @@ def impl(op: str) -> OpImpl:
 
 @pytest.fixture(autouse=True)
 def process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process on a GPU of NVIDIA's or AMD's, with implementations of the op and of its parts."""
+    """A process on an NVIDIA or AMD GPU, with implementations of the op and of its parts."""
     registry = OpRegistry()
     registry.register_many([impl(op) for op in (OP, "rms_norm", "rotary_embedding")])
     monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
@@ -64,7 +64,7 @@ def on_platform(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
 
 
 def configured(**fields: Any) -> Any:
-    """A configuration as vLLM hands it over before its defaults, and again with them."""
+    """A configuration as vLLM passes it before its defaults, then with them."""
     passes = {FLAG: None, **fields.pop("pass_config", {})}
     fields = {"mode": CompilationMode.VLLM_COMPILE, "custom_ops": ["none"], **fields}
     config = engine_config(Carried(), pass_config=passes, **fields)

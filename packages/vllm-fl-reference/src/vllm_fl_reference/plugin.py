@@ -1,4 +1,4 @@
-"""What this distribution brings: the plugin that the entry point `reference` names."""
+"""The reference plugin: one function for each hook."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .impl import (
 
 POLICY = Path(__file__).with_name("reference.yaml")
 WITH_KERNELS = frozenset({"cpu", "cuda", "rocm", "xpu"})
-"""The platforms that vLLM itself has kernels for."""
+"""Platforms with kernels in vLLM."""
 
 MODULES = (
     activation,
@@ -39,16 +39,16 @@ MODULES = (
     rotary,
     routing,
 )
-"""Those that bring ops, by theme."""
+"""Modules with an `OPS` tuple."""
 
 
 @hookimpl
 def register_ops() -> list[OpImpl]:
-    """The ops as `reference.torch`; they run wherever PyTorch does."""
+    """Ops as `reference.torch`, available wherever PyTorch runs."""
     return [impl for module in MODULES for impl in module.OPS]
 
 
 @hookimpl
 def policy(platform: str) -> PolicyDefaults | None:
-    """vLLM's own code first for the ops that it has kernels of; nothing where it has none."""
+    """Orders with vLLM's code first for the ops that it has kernels for; None without kernels."""
     return PolicyDefaults(POLICY) if platform in WITH_KERNELS else None

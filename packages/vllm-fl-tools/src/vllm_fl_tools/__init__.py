@@ -1,1 +1,1 @@
-"""The command `vllm-fl`, the conformance kit, and what operators use: metrics, reports, locks."""
+"""The command `vllm-fl`, the conformance kit, and operators' files: metrics, reports, locks."""

@@ -1,4 +1,4 @@
-"""What torch calls the device of a platform."""
+"""Names of devices in torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from vllm_fl.dispatch.platforms import foreign_platform
 
 
 def torch_device(platform: str) -> str:
-    """torch's name of a platform's device: where another plugin brings it, what torch finds."""
+    """Return torch's device type of a platform; for a third-party platform, torch's accelerator."""
     foreign = foreign_platform()
     if foreign is None or foreign.name != platform:
         return {"ascend": "npu", "rocm": "cuda"}.get(platform, platform)

@@ -1,7 +1,6 @@
-"""The files that we write: whole or not at all, and never through a link that lies in their place.
+"""Writes files atomically, and never through a symbolic link at their path.
 
-A folder may be shared, as /tmp is. Whoever may write there may lay a link under a name that we are
-going to use, so that what we write would land in a file of the user's.
+In a shared directory such as /tmp, another user may have created a link to a file of the user.
 """
 
 from __future__ import annotations
@@ -13,15 +12,13 @@ from pathlib import Path
 
 
 class Draft:
-    """A new file beside its final place, where it is put when it is whole.
+    """A temporary file that replaces `path`, in the same directory, when it is complete.
 
-    Use as a context: leaving it without `put` leaves nothing behind.
-
-    Args:
-        path: the final place. What is there, a link too, is replaced.
+    Use as a context manager: without `put`, leaving it deletes the temporary file. If `path` is a
+    link, the link itself is replaced.
 
     Raises:
-        OSError: no file can be made there.
+        OSError: no file can be created in the directory.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,20 +31,16 @@ class Draft:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # a full disk, which `put` has told
+        with suppress(OSError):  # the disk is full, which `put` has already raised
             self._file.close()
         with suppress(OSError):
             self._beside.unlink(missing_ok=True)
 
     def put(self, data: bytes, *, lasting: bool = False) -> None:
-        """The file is this, and lies in its place.
-
-        Args:
-            data: all of it.
-            lasting: whether it is to outlive a failure of the power.
+        """Write the complete contents and replace `path`; with `lasting`, call fsync before.
 
         Raises:
-            OSError: as for a disk that is full.
+            OSError: for example, the disk is full.
         """
         self._file.write(data)
         self._file.flush()

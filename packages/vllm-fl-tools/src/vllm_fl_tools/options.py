@@ -1,4 +1,4 @@
-"""What pytest takes of us on its command line: imported wherever pytest runs, so nothing more."""
+"""Command-line options for pytest. Every run of pytest imports this module: keep imports few."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["pytest_addoption"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--require-available`: a conformance test fails where the implementation cannot run."""
+    """Add `--require-available`: a test fails if the implementation is not available."""
     parser.getgroup("vllm-fl").addoption(
         "--require-available",
         action="store_true",

@@ -16,7 +16,7 @@ SECRET = "hf_0123456789abcdefghij"
 
 @pytest.fixture(autouse=True)
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, ...]]:
-    """The verbs that were run; they answer at once."""
+    """The verbs that were run; each is stubbed."""
     words: list[tuple[str, ...]] = []
 
     def said(*each: str) -> str:

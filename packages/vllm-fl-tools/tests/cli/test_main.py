@@ -1,4 +1,4 @@
-"""What all verbs share: help, exit status, no traceback."""
+"""Behaviour of all verbs: help, exit status, no traceback."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_full_disk_is_one_line() -> None:
             check=False,
         )
     assert done.returncode == 1
-    *_, last = done.stderr.splitlines()  # on a slow machine there is more
+    *_, last = done.stderr.splitlines()  # a slow machine prints more
     assert last == "vllm-fl: the answer cannot be written: No space left on device"
 
 
@@ -84,7 +84,7 @@ def test_an_error_ends_with_its_code_and_the_command_that_explains_it(fl: Comman
     assert (done.status, done.out) == (2, "") and message.endswith("[FL102]")
     assert "VLLM_FL_PREFER" in message and "<redacted>" in message and "hf_0" not in message
     (command,) = re.findall(r"`vllm-fl ([^`]+)`", more)
-    # The setting that is wrong must not keep its own explanation away.
+    # A wrong setting must not prevent its own explanation.
     explained = fl(*command.split(), VLLM_FL_PREFER="vendr")
     assert explained.status == 0 and explained.err == ""
     assert explained.out.startswith("# FL102: ")

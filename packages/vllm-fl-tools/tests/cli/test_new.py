@@ -1,4 +1,4 @@
-"""`vllm-fl new`: what it writes, and that it writes nothing when it cannot."""
+"""`vllm-fl new`: the files it writes, and that it writes none when it fails."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_for_somebody_elses_device(tmp_path: Path) -> None:
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """A platform plugin of vLLM's is installed, `acme` of vllm-acme, which answers `param`."""
+    """Install a vLLM platform plugin, `acme` of vllm-acme, which returns `param`."""
     site = tmp_path.with_name(f"{tmp_path.name}-site")
     info = site / "vllm_acme-1.0.dist-info"
     info.mkdir(parents=True)
@@ -122,7 +122,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
 
 
 HERE, ELSEWHERE = "acme.platform.AcmePlatform", None
-"""What a platform plugin answers on a machine with its device, and on another."""
+"""A platform plugin's result on a machine with its device, and on another."""
 
 
 @pytest.mark.parametrize("plugin", [HERE, ELSEWHERE], indirect=True)
@@ -163,7 +163,7 @@ def test_over_a_plugin_that_does_not_answer_the_device_is_to_be_filled_in(
 
 
 def test_over_a_platform_that_we_know_needs_no_plugin(tmp_path: Path) -> None:
-    """`npu` is a name of `ascend`, whose plugin is nobody's on a laptop."""
+    """`npu` is a name of `ascend`; its plugin declines on a laptop."""
     package = new(tmp_path, "--over", "npu") / "src" / "vllm_fl_foo"
     assert (package / "ascend.yaml").exists()
     assert '\n\nDEVICE = "npu"\n' in (package / "impl" / "__init__.py").read_text()
@@ -188,7 +188,7 @@ def test_any_choice_of_ops_is_whole(
         monkeypatch.delitem(sys.modules, name)
     plugin = importlib.import_module("vllm_fl_foo.plugin")
     registry = OpRegistry()
-    registry.register_many(plugin.register_ops())  # its parameters are the contract's
+    registry.register_many(plugin.register_ops())  # parameters match the contract
     assert set(registry.snapshot().impls_by_op) == set(ops)
     assert plugin.policy(platform or "foo") and plugin.policy("vulkan") is None
     settings = load_settings({}, platform_files=[("foo 1", plugin.POLICY)])

@@ -1,4 +1,4 @@
-"""Whose a step's time is, by profiles that were recorded, without an engine."""
+"""Owners of a step's time, from recorded profiles, without an engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rows(phase: dict[str, Any]) -> dict[tuple[str, str], tuple[float, float]]:
 
 
 def test_an_implementation_owns_what_it_calls() -> None:
-    """vLLM's operator inside it, which a binding names, is its own time."""
+    """A vLLM operator inside it, although a binding has it, is part of its time."""
     found = owner(NORM, NORM_OP, "_C::rms_norm", "aten::empty")
     assert found == Owner("rms_norm", "vendor.cpu", "", "yes")
 
@@ -53,7 +53,7 @@ def test_no_time_is_counted_twice_and_a_call_is_one_of_the_op() -> None:
         ("aten::linear in QKVParallelLinear", "stock"): (35.0, 1.0),
         ("rms_norm", "vendor.cpu"): (14.0, 3.0),
     }
-    # What only labels and the compiler's own code took is the host's, and so in no row.
+    # Labels and the compiler's code only take host time, so they are in no row.
     assert found["total_us"] == found["busy_us"] == 49.0
     assert [row["share"] for row in found["rows"]] == pytest.approx([35 / 49, 14 / 49])
     assert found["rows"][1]["kernels"] == {
@@ -105,7 +105,7 @@ def test_what_is_fused_is_shown_under_the_kernel() -> None:
     found = owner(*path, kernels=both)
     assert (found.op, found.impl) == ("fused: rms_norm, silu_and_mul", "vendor.cpu, stock")
     assert found.reached == "partly" and found.name == "with LlamaDecoderLayer"
-    # A pass of ours has put code into the graph of some sizes, whatever the plan says of others.
+    # Our pass has put code into the graph of some sizes, independent of the plan at other sizes.
     assert owner(*path, kernels={FUSED_NORM: ["silu_and_mul/vendor.acme"]}) == Owner(
         "fused: silu_and_mul", "vendor.acme", "", "yes"
     )
@@ -135,7 +135,7 @@ def test_kernels_have_the_owners_of_their_launches() -> None:
 
 
 def test_a_launch_without_a_known_caller() -> None:
-    """As seen on an H100: of some launches of attention's kernel the profiler knew no operator."""
+    """Seen on an H100: the profiler had no operator for some launches of attention's kernel."""
     kernel = "void cutlass::device_kernel<flash::FlashAttnFwdSm90<cute::tuple<cute::C<1> > > >()"
     seen = on_device(
         9.0,

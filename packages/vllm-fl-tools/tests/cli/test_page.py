@@ -24,7 +24,7 @@ DRAWS = pytest.importorskip("matplotlib", reason="the pages' plots need the extr
 
 
 class Page(HTMLParser):
-    """A page that was parsed, and is well formed."""
+    """A parsed page, checked to be well formed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Page(HTMLParser):
 
 
 def verification(**environment: Any) -> dict[str, Any]:
-    """What `vllm-fl verify --json` prints of a right, a refusing and a wrong implementation."""
+    """`vllm-fl verify --json` of a correct, an unsupported and an incorrect implementation."""
 
     def result(impl: str, dtype: str, **fields: Any) -> dict[str, Any]:
         plain = {"ok": 0, "refused": 0, "wrong": 0, "raised": 0}
@@ -210,7 +210,7 @@ def test_nothing_is_fetched_and_nothing_runs(fl: Command, tmp_path: Path) -> Non
     ids=len,
 )
 def test_ids_and_looks_over_a_whole_page(fl: Command, tmp_path: Path, ops: Any) -> None:
-    """Every op, 14 token counts, 4 implementations: of a size that a mail takes."""
+    """Every op, 14 token counts, 4 implementations: small enough for an email."""
     page = made(fl, tmp_path, tables.table([*ops]))
     assert [i for i, n in Counter(page.attributes("id")).items() if n > 1] == []
     used = re.findall(r"url\(#([^)]+)\)", page.text)

@@ -1,4 +1,4 @@
-"""`vllm-fl plan`, without vLLM: tests/engine compares it with what an engine's worker plans."""
+"""`vllm-fl plan`, without vLLM: tests/engine compares it with an engine's worker."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ def register_ops():
 """
 OP = "silu_and_mul"
 ANY = {"layers": {}, "in_model": True}
-"""Of an engine of any model."""
+"""Plan fields of an engine with any model."""
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files lie in a folder of the test's own."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -54,7 +53,7 @@ def test_what_would_change(fl: Command, plugin: Plugin) -> None:
     assert [(op, d["now"]["impl"], d["then"]["impl"]) for op, d in diff["ops"].items()] == [
         (OP, "vendor.acme", "reference.torch")
     ]
-    assert any("fl.yaml" in warning for warning in diff["warnings"])  # what it overrides
+    assert any("fl.yaml" in warning for warning in diff["warnings"])  # lists what it overrides
     diff = fl("plan", "--diff", "stock", "--json").json()["diff"]
     assert [*diff["ops"]] == [OP] and diff["ops"][OP]["then"] == {"impl": "stock", "reason": ""}
     Path("then.json").write_text(fl("plan", "--json").out)
@@ -76,12 +75,12 @@ def test_strict_mode_that_would_end_the_start(fl: Command, plugin: Plugin) -> No
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--model", "m"),  # there is no vLLM
-        ("--dtype", "half"),  # vLLM's, without a model
+        ("--model", "m"),  # vLLM is missing
+        ("--dtype", "half"),  # vLLM's argument, without a model
         ("--mode", "script"),
         ("--diff", "absent.yaml"),
         ("--diff", "other.json"),
-        ("--diff", "settings.json"),  # by its name a plan
+        ("--diff", "settings.json"),  # a plan by its name
         ("--diff", "wrong.yaml"),
     ],
 )

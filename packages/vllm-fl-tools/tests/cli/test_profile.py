@@ -51,7 +51,7 @@ HOST = {
 
 @pytest.fixture
 def profile(fl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`profile(…)`: the command, with an engine that has seen what is told."""
+    """`profile(…)`: the command, with an engine that returns the given profile."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     script = tmp_path / "engine.py"

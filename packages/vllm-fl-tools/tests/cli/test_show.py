@@ -1,4 +1,4 @@
-"""Tables fold and never cut; secrets stay out."""
+"""Tables wrap and never truncate; secrets are not printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vllm-fl show`: files of engines and of the command, by their content."""
+"""`vllm-fl show`: files of engines and of the command, recognised by their content."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REPORT = {
 
 
 def left(folder: Path, ago: float = 1, **changes: Any) -> str:
-    """A report that was written so many seconds ago."""
+    """A report that was written `ago` seconds ago."""
     told = {
         "schema": 1,
         "written": (datetime.now(UTC) - timedelta(seconds=ago)).isoformat(timespec="seconds"),

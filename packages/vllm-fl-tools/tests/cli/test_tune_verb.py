@@ -48,7 +48,7 @@ QUICK = (*SIZES, *ONE_OP, *BESIDE, "--json")
 def subject(
     arguments: Any, asked: tuple[int, ...], bindings: Any, device: torch.device, **more: int
 ) -> Subject:
-    """A model of these sizes, which vLLM would read from its folder."""
+    """A model of these sizes; normally vLLM reads them from its folder."""
     tokens = asked or tuple(1 << n for n in range(10))
     sizes = ModelSizes(**(more or {"intermediate": 8}), tokens=(1, tokens[-1]))
     dtype = torch.float32
@@ -57,7 +57,7 @@ def subject(
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory, and caches that are cold at once."""
+    """An empty working directory, and small caches that are flushed at once."""
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
@@ -69,14 +69,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def clocked(plugin: Plugin, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A plugin whose kernels alone move the clock; gives its module, once it is loaded."""
+    """A plugin with kernels that advance the clock; returns its module, once loaded."""
     name = plugin(CLOCKED)
     monkeypatch.setattr(_tuning, "CLOCK", lambda: sys.modules[name].NOW[0])
     return lambda: sys.modules[name]
 
 
 def result(done: Any) -> Tuned:
-    """What the command printed."""
     return Tuned.of(done.json()["table"])
 
 
@@ -96,7 +95,7 @@ class TestTable:
         (rejected,) = [f for f in tuned.figures if f.rejected]
         assert (rejected.tokens, rejected.impl, rejected.us) == (16, "vendor.fast", None)
         assert "1 of 128 elements exceed the tolerance; worst at" in rejected.rejected
-        assert clocked().CALLS.count(("fast", 16)) == 1  # by the check, and never timed
+        assert clocked().CALLS.count(("fast", 16)) == 1  # by the check, not timed
         assert rejected.rejected in done.out
 
     def test_what_it_says_of_the_machine_and_the_model(
@@ -188,11 +187,11 @@ def register_ops():
 
 
 class TestWithoutSizesOfTheUser:
-    """What is measured where nobody says at which sizes, and how often."""
+    """Sizes and repetitions without user settings."""
 
     @pytest.fixture
     def run(self, fl: Command, plugin: Plugin, monkeypatch: pytest.MonkeyPatch) -> Any:
-        """`run(*more)`: (what the command says, its table, the plugin's module)."""
+        """`run(*more)`: (the command's JSON, its table, the plugin's module)."""
         name = plugin(CHANGES)
         monkeypatch.setattr(_tuning, "CLOCK", lambda: sys.modules[name].NOW[0])
 

@@ -1,4 +1,4 @@
-"""The verbs as they are listed."""
+"""The list of verbs."""
 
 from __future__ import annotations
 

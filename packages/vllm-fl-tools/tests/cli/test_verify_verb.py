@@ -174,7 +174,7 @@ def test_each_is_judged_on_its_own_and_says_why(fl: Command, plugin: Plugin) -> 
     states = {name: set(+Counter(r["samples"])) for name, r in results.items()}
     assert states == {
         "vendor.acme": {"ok"},
-        "vendor.off": {"ok", "wrong"},  # of 0 tokens nothing can be wrong
+        "vendor.off": {"ok", "wrong"},  # with 0 tokens no result can be incorrect
         "vendor.infinite": {"ok", "wrong"},
         "vendor.broken": {"raised"},
         "vendor.picky": {"ok", "refused"},
@@ -273,7 +273,7 @@ def test_one_that_takes_a_layer_first_is_judged(
     wrong = [finding for finding in result["findings"] if finding["status"] != "refused"]
     assert (wrong == []) is (status == 0)
     refused = {found["sample"] for found in result["findings"] if found["status"] == "refused"}
-    assert {"weight=None", "variance_size"} <= refused  # only plain layers are given to it
+    assert {"weight=None", "variance_size"} <= refused  # it only gets plain layers
 
 
 @pytest.mark.parametrize(
@@ -302,8 +302,6 @@ def test_a_shell_is_offered_ops(tmp_path: Path) -> None:
 
 
 class TestALongRun:
-    """What it says meanwhile, and what it gives up."""
-
     def test_ctrl_c_leaves_what_was_done(self, fl: Command, plugin: Plugin) -> None:
         plugin(INTERRUPTED)
         done = fl("verify", *QUICK)
@@ -334,7 +332,7 @@ class TestALongRun:
     def test_a_call_that_never_comes_back_ends_the_run_by_name(
         self, plugin: Plugin, tmp_path: Path
     ) -> None:
-        """Native code sees no signal: here, a thread that only the operating system can end."""
+        """Native code ignores signals: here a thread that only the operating system can end."""
         plugin(SLOW.replace("time.sleep(0.01)", "signal.pthread_sigmask(*BLOCKED); time.sleep(99)"))
         (source,) = tmp_path.glob("fl_plugin_*.py")
         head = "import signal\nBLOCKED = signal.SIG_BLOCK, [signal.SIGALRM]\n"
@@ -364,7 +362,7 @@ class TestALongRun:
 
 
 def by_itself(path: Path, *args: str, settings: str = "") -> subprocess.CompletedProcess[bytes]:
-    """`vllm-fl verify` in a process of its own, with other `settings` of the progress."""
+    """`vllm-fl verify` in its own process, with other `settings` of the progress."""
     script = "import sys\nfrom vllm_fl_tools.cli import _progress as it, main\n"
     script += "from vllm_fl_tools.cli import _watch\n"
     script += f"it.QUIET = 3600.0\n{settings}\n"  # a busy machine is slow to import a plugin

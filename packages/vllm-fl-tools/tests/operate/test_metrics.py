@@ -1,4 +1,4 @@
-"""The file of counters: its format, one for each rank, whole when it is read, never in the way."""
+"""The metrics file: its format, one per rank, written atomically, never blocking."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ needs_parser = pytest.mark.skipif(
 
 
 def planned() -> Any:
-    """A plan whose first choice refuses every call, and its bound function."""
+    """A plan with a first choice that never supports a call, and its bound function."""
     impls = refusing("vendor.acme", "no"), silu("reference.torch")
     plan = planning(managing(*impls, per_op_order=ORDERED), "eager")
     return plan, plan.bind(OP, object(), frozenset())
 
 
 def read(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-    """Sample's name -> labels -> value, as Prometheus' own client reads them; no sample twice."""
+    """Sample's name -> labels -> value, by Prometheus' own client; each sample occurs once."""
     from prometheus_client.parser import text_string_to_metric_families
 
     found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
@@ -63,7 +63,7 @@ def read(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
 
 
 def value(text: str, name: str, **labels: str) -> float:
-    """The one sample of this name with these labels."""
+    """The only sample of this name with these labels."""
     series = read(text)[name]
     (found,) = (v for key, v in series.items() if labels.items() <= dict(key).items())
     return found
@@ -140,7 +140,7 @@ def test_the_documentation_and_its_alerts_name_what_is_written() -> None:
     assert watched <= written and shown <= written
     assert all(f"| `{rule['alert']}` |" in page for rule in group["rules"])
     assert all(set(rule["annotations"]) == {"summary", "description"} for rule in group["rules"])
-    # A board without data must not look as one on which all is well.
+    # A dashboard without data must not look healthy.
     assert "vector(" not in json.dumps(board)
 
 

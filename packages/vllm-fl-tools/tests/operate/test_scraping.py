@@ -1,4 +1,4 @@
-"""The workers' metrics on `/metrics`: with vLLM's own there, whatever becomes of the files."""
+"""The workers' metrics on `/metrics`, with vLLM's metrics, even if files change or disappear."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What single checks let pass, and what they skip with a reason."""
+"""What single checks accept, or skip with a reason."""
 
 from __future__ import annotations
 
@@ -44,14 +44,13 @@ def on_cpu(*args: Any) -> bool | str:
 
 
 def sound(op: str, **fields: Any) -> OpImpl:
-    """A right implementation."""
     fn = right.of(op)
     fields = {"fn": fn, "supports": with_signature(on_cpu, fn)} | fields
     return OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, vendor="acme", **fields)
 
 
 def with_signature(fn: Any, other: Any) -> Any:
-    """A function like `fn` with the parameters of another, by which a registry takes it."""
+    """`fn` with the signature of another function, for the registry's check."""
 
     def same(*args: Any) -> Any:
         return fn(*args)
@@ -156,7 +155,7 @@ def test_a_kernel_that_ends_or_hangs_in_a_child_fails(in_child: Any) -> None:
 
 
 def norm(self: Any, x: torch.Tensor, residual: Any = None) -> Any:
-    """RMSNorm as the older form has it: the layer first, which holds the weight."""
+    """RMSNorm in the older form: the first argument is the layer, with the weight."""
     total = x.double() if residual is None else x.double() + residual.double()
     size = self.variance_size_override or x.shape[-1]
     scale = (total[..., :size].pow(2).mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
@@ -265,7 +264,7 @@ def test_an_op_that_asks_for_what_no_public_model_has_is_of_none() -> None:
 
 def test_numbers_that_are_right_are_packed_too() -> None:
     def silu(x: torch.Tensor) -> torch.Tensor:
-        """In plain PyTorch, which gives a transposed x's product its strides."""
+        """In plain PyTorch, so the product has the strides of a transposed x."""
         gate, up = x.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
 
@@ -275,7 +274,7 @@ def test_numbers_that_are_right_are_packed_too() -> None:
 
 
 def test_no_check_is_an_assert() -> None:
-    """The kit says the same under `python -O`."""
+    """The kit's results are the same under `python -O`."""
     found = [
         f"{path.name}:{node.lineno}"
         for path in Path(testing.__file__).parent.glob("*.py")

@@ -1,4 +1,4 @@
-"""The check on the engine, with a vLLM that a test makes: what is started, told and left behind."""
+"""The engine check, with a fake vLLM: started, reported and remaining engines."""
 
 from __future__ import annotations
 
@@ -74,8 +74,6 @@ Run = Callable[..., pytest.RunResult]
 
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run the kit's test of the engine on a backend with two ops."""
-
     def run(
         sick: str = "False",
         mishap: str = "raise RuntimeError('no kernel image')",
@@ -98,7 +96,7 @@ def starts(folder: Path) -> list[str]:
 
 
 def left_behind(folder: Path) -> list[str]:
-    """The processes of the engines that still live."""
+    """The engine processes that still live."""
     pids = [line.rpartition(" ")[2] for line in (folder / "starts.txt").read_text().splitlines()]
     return [pid for pid in pids if lives(pid)]
 

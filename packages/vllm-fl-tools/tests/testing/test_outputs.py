@@ -1,4 +1,4 @@
-"""Every kind of output through comparison, start and kit: right ones pass, wrong ones do not."""
+"""Every kind of output through comparison, startup and kit: only correct ones pass."""
 
 from __future__ import annotations
 

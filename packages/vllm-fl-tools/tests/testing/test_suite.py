@@ -1,4 +1,4 @@
-"""The test class, as a vendor's pytest run sees it: exceptions, unavailability, mistakes in use."""
+"""The test class in a vendor's pytest run: exceptions, unavailability, incorrect use."""
 
 from __future__ import annotations
 
@@ -45,8 +45,6 @@ WRONG = '[[xfail]]\nop = "silu_and_mul"\nreason = "twice too large"\n'
 
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """Run the kit on a toy backend."""
-
     def run(
         xfails: str = "", *args: str, mistake: str = "", available: str = "True"
     ) -> pytest.RunResult:
@@ -56,7 +54,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         (pytester.path / "xfails.toml").write_text(xfails)
         monkeypatch.setenv("VLLM_FL_PLUGIN_MODULES", "toy_plugin")
         options = ("-q", "-rs", "-p", "no:cacheprovider", *args)
-        if not args:  # compiling imports what cannot be imported twice: not in this process
+        if not args:  # compiling imports modules that one process cannot import twice
             monkeypatch.setenv("PYTHONPATH", str(pytester.path), prepend=":")
             return pytester.runpytest_subprocess(*options)
         monkeypatch.syspath_prepend(pytester.path)
@@ -80,12 +78,12 @@ def test_what_is_excepted_fails_as_it_should(run: Run) -> None:
     result = run(WRONG, "-k", "values or exceptions", mistake=" * 2")
     outcomes = result.parseoutcomes()
     assert outcomes["xfailed"] > 30
-    assert outcomes["failed"] == 3  # 0 tokens are right all the same, in each dtype
+    assert outcomes["failed"] == 3  # 0 tokens are correct despite the mistake, in each dtype
     result.stdout.fnmatch_lines(["*xfails.toml excepts silu_and_mul / values: remove it*"])
 
 
 def test_a_failure_shows_the_finding_and_no_source_of_the_kit(run: Run) -> None:
-    """The first is of `values`, though the other checks fail, too."""
+    """`values` fails first, although the other checks fail too."""
     shown = run("", "-x", "-k", "test_values or test_determinism or test_preflight", mistake=" * 2")
     shown.stdout.fnmatch_lines(["*TestToy.test_values*", "E*AssertionError: wrong: the result: *"])
     shown.stdout.no_fnmatch_line("*checks.py*")

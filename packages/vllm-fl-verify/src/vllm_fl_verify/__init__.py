@@ -1,1 +1,1 @@
-"""Verification, as a plugin: whatever an engine compares at startup and while it serves."""
+"""Verification of implementations at startup and while serving: a plugin of vllm-fl."""

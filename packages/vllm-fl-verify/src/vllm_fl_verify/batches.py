@@ -1,7 +1,6 @@
-"""Batches of tokens as vLLM makes them: prompts one behind another, decoding in step, repeats.
+"""Batches of tokens as vLLM makes them: consecutive prompts, decoding sequences, repeats.
 
-What verification makes up has to be regular where vLLM's batches are, and irregular where they are:
-positions run and jump back, tokens repeat, and no two rows of a batch lie a power of two apart.
+Positions increase and jump back, tokens repeat, and rows at distances of a power of two differ.
 """
 
 from __future__ import annotations
@@ -14,30 +13,32 @@ if TYPE_CHECKING:
 __all__ = ["POOL", "STANDING_COUNTS", "Order", "rows", "tokens"]
 
 POOL = 251
-"""Rows of which batches consist. A prime: a kernel whose grid wraps at a power of two then takes
-another row than its own."""
+"""Number of distinct rows in batches. A prime, so that a kernel with a grid that wraps at a power
+of two reads another row."""
 
 STANDING_COUNTS = (1, 5, 17, 300)
-"""Token counts of calls whose batches cannot be made of a pool (`OpSpec.stands`): the last has
-sequences beyond a second chunk of 64 tokens, and more than 16 sequences."""
+"""Token counts of calls with fixed batches (`OpSpec.stands`). The last batch has more than 16
+sequences, and sequences beyond a second chunk of 64 tokens."""
 
 Order = Literal["standing", "drawn", "repeated", "alike"]
-"""How a batch takes the rows of a pool: one behind another as they stand there, from a drawn one
-on, which is how vLLM would place them; in drawn order; drawn, each several times in a row, the
-first of them twice; or one drawn row alone, as many times as there are tokens."""
+"""Order of a batch's rows: `standing`, consecutive from a random row on, as in vLLM; `drawn`, in
+random order; `repeated`, in random order, each several times, the first one twice;
+`alike`, one random row for all tokens."""
 
 _RUNS = (2, 1, 3, 8, 1, 1)
-"""How often repeated rows follow themselves, in turn."""
+"""Numbers of consecutive repetitions, cyclic."""
 
 
 def rows(count: int, pool: int, generator: torch.Generator, order: Order = "drawn") -> torch.Tensor:
-    """The rows of a pool that make a batch.
+    """Return the rows of a pool that make a batch.
+
+    A drawn batch has every row once before any row twice.
 
     Args:
         count: tokens of the batch.
-        pool: how many rows the pool has.
-        generator: what draws; on the CPU.
-        order: see `Order`. A drawn batch holds every row once before it holds one twice.
+        pool: number of rows in the pool.
+        generator: random generator on the CPU.
+        order: see `Order`.
 
     Returns:
         (count,), int64, on the CPU: numbers from 0 to pool - 1.
@@ -60,12 +61,12 @@ def rows(count: int, pool: int, generator: torch.Generator, order: Order = "draw
 
 
 def tokens(count: int, vocabulary: int, generator: torch.Generator) -> torch.Tensor:
-    """The ids of the tokens of one batch: drawn, every other stretch of them with repeats.
+    """Return random token ids of a batch, with repeats in every other stretch.
 
     Args:
         count: tokens of the batch.
-        vocabulary: how many ids there are.
-        generator: what draws; on the CPU.
+        vocabulary: number of ids.
+        generator: random generator on the CPU.
 
     Returns:
         (count,), int64, on the CPU.
@@ -74,6 +75,6 @@ def tokens(count: int, vocabulary: int, generator: torch.Generator) -> torch.Ten
 
     ids = torch.randint(vocabulary, (count,), generator=generator, device="cpu")
     for begin in range(0, count, 32):
-        stretch = ids[begin : begin + 16]  # eight of one, eight of another, as in "aaaabbbb"
+        stretch = ids[begin : begin + 16]  # eight of one id, eight of another, like "aaaabbbb"
         stretch[:8], stretch[8:] = stretch[0].clone(), stretch[-1].clone()
     return ids

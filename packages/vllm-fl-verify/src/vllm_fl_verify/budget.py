@@ -1,8 +1,7 @@
-"""How much a verification tries: numbers of calls, not seconds.
+"""Limits of verification as numbers of calls instead of seconds.
 
-A call of many bytes is several calls, and is made fewer times for it. So the model, the seed and
-the kind of device decide what is tried, and the speed of the machine does not. Only the `Valve` has
-a clock.
+A call of many bytes weighs several calls. So model, seed and kind of device determine what is
+verified, and the machine's speed does not. Only `Valve` uses a clock.
 """
 
 from __future__ import annotations
@@ -18,23 +17,19 @@ from vllm_fl.logs import get_logger
 log = get_logger("engine")
 
 ON_CPU, ELSEWHERE = 2**20, 2**26
-"""Bytes of one call, on a CPU and on other devices, which are faster by about this factor."""
+"""Bytes of one call on a CPU and on other devices, which are faster by about this factor."""
 
 SECONDS = 600.0
-"""How long one startup may verify before its valve closes. Usual startups take some seconds."""
+"""Limit of one startup's verification, which usually takes a few seconds."""
 
 
 def as_calls(nbytes: float, device: torch.device) -> float:
-    """How many calls a call of this many bytes is: at least one."""
+    """Return the weight of `nbytes` in calls, at least 1."""
     return max(1.0, nbytes / (ON_CPU if device.type == "cpu" else ELSEWHERE))
 
 
 class Valve:
-    """Closes all budgets of a startup that has verified for too long.
-
-    Args:
-        seconds: how long it may verify.
-    """
+    """Closes all budgets of a startup when its verification takes longer than `seconds`."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self.seconds = seconds
@@ -44,8 +39,7 @@ class Valve:
 
     @contextmanager
     def verifying(self) -> Iterator[None]:
-        """Count the seconds of the block. If the valve has closed, one warning at its end lists
-        what was left out."""
+        """Count the seconds of the block. If the valve has closed, log what was omitted."""
         self._since = time.monotonic()
         try:
             yield
@@ -58,7 +52,7 @@ class Valve:
                 self._left_out.clear()
 
     def is_closed(self, what: str) -> bool:
-        """Whether `what` must be left out, which is noted."""
+        """Return whether `what` must be omitted, and remember it for the warning."""
         closed = self._elapsed() > self.seconds
         if closed:
             self._left_out[what] = None
@@ -69,22 +63,15 @@ class Valve:
 
 
 class Budget:
-    """A number of calls.
-
-    Args:
-        calls: how many may be made.
-        valve: of the startup.
-    """
+    """A number of available calls, under the valve of the startup."""
 
     def __init__(self, calls: float, valve: Valve) -> None:
         self.left, self.valve = calls, valve
 
     def takes(self, what: str, calls: float = 1.0) -> bool:
-        """Whether calls are left. If so, subtract this many, which may be more than are left.
+        """If calls are left, subtract `calls`, even if that is more than are left, and return True.
 
-        Args:
-            what: what is left out otherwise, for the valve's warning.
-            calls: how many calls it is, by its bytes.
+        Otherwise the valve's warning may include `what`.
         """
         if self.left <= 0 or self.valve.is_closed(what):
             return False

@@ -1,4 +1,4 @@
-"""The checks of verification. Each yields objections, and the first one ends the run."""
+"""The checks of verification. Each yields objections; the first objection ends the run."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ log = get_logger("engine")
 
 
 LARGE_COUNTS = (1, 7, 64, 256)
-"""Token counts of the large values, beside the largest batch: what they show lies in the numbers,
-and in the tiles that a kernel takes for many rows."""
+"""Token counts for large values, in addition to the largest batch. Large values reveal errors in
+numbers, and in the tiles of a kernel for many rows."""
 
 ORDERS: tuple[Order, ...] = ("standing", "drawn", "repeated", "alike")
-"""The batches of so many tokens that are tried one after the other in the same memory. Of more than
-64, only the first two are, and the third with one row less."""
+"""Batches per token count, tried one after the other in the same memory. Above 64 tokens only the
+first two, and the third with one row less."""
 
 TOGETHER = 8
-"""How many further batches are tried in the same memory, and compared at once."""
+"""Number of further batches that share memory and are compared at once."""
 
 COMPILED_COUNTS = (5, 7, 33, 300)
-"""Token counts of the compiled form. One graph serves them all, as in vLLM; a graph of its own,
-which 0 and 1 would have, is not what serves."""
+"""Token counts of the compiled form, which has one graph for all counts, as in vLLM. Without 0
+and 1, because torch would create separate graphs for them."""
 
 
 def _samples(run: Run) -> Objections:
-    """Compare the contract's own samples, and calls whose batches cannot be rearranged."""
+    """Compare the contract's samples, and calls with batches that cannot be rearranged."""
     trials, refused, results = run.trials, [], []
     memories = trials.shared()
     for index, (sample, wanted) in enumerate(zip(trials.samples, trials.wanted, strict=True)):
@@ -68,13 +68,13 @@ def _refuses_all(why: str) -> Objection:
 
 
 def _process(run: Run) -> Objections:
-    """Object if the state of the process has changed."""
+    """Object to changes of the process's state."""
     if problem := run.changed():
         yield Objection(FAILED, problem)
 
 
 def _batches(run: Run) -> Objections:
-    """Compare the served model's calls with the token counts that are always tried."""
+    """Compare the served model's calls at the token counts that are always tried."""
     smallest, largest = run.trials.smallest, run.trials.largest
     always, _ = token_counts(largest, run.trials.seed, smallest)
     for form in run.forms:
@@ -94,7 +94,7 @@ def _batches(run: Run) -> Objections:
 
 
 def _in_another_thread(run: Run, form: Form) -> Objections:
-    """Compare a batch in another thread, since micro-batches run in their own."""
+    """Compare a batch in another thread, because vLLM runs micro-batches in threads."""
 
     def look() -> Objection | None:
         device = run.trials.device
@@ -111,7 +111,7 @@ def _in_another_thread(run: Run, form: Form) -> Objections:
 
 
 def _dirty_memory(run: Run) -> Objections:
-    """Compare calls that find NaN in memory which nothing has written."""
+    """Compare calls that find NaN in uninitialised memory."""
     counts = {run.trials.few, *run.trials.among(LARGE_COUNTS)}
     for form in () if run.spec.caches else run.forms:
         form.switch(large=False)
@@ -120,7 +120,7 @@ def _dirty_memory(run: Run) -> Objections:
 
 
 def _further_batches(run: Run) -> Objections:
-    """Compare further token counts while calls are left, first those with other kernels."""
+    """Compare further token counts within the budget, starting where other kernels run."""
     trials = run.trials
     _, further = token_counts(trials.largest, trials.seed, trials.smallest)
     budget, what = run.request.share(), f"further batches of {run.name}"
@@ -154,19 +154,19 @@ def _further_batches(run: Run) -> Objections:
 
 
 def _in_turn(counts: Iterable[int]) -> list[tuple[int, Order]]:
-    """A series of batches, the largest first: with drawn rows and with rows in order, in turn."""
+    """Return a series of batches, the largest first, alternating drawn rows and rows in order."""
     return [(n, ORDERS[1 - i % 2]) for i, n in enumerate(sorted(counts, reverse=True))]
 
 
 def _takes_some(run: Run) -> Objections:
-    """Object if it refuses all calls of the served model."""
+    """Object to an implementation that supports no call of the served model."""
     if run.forms and not run.served:
         yield from _process(run)
         yield _refuses_all(run.refusals[0])
 
 
 def _warm_up(run: Run) -> Objections:
-    """Compare it at the token counts of the warm-up. There it compiles its kernels."""
+    """Compare at the token counts of the warm-up, which compiles the kernels."""
     budget, what = Budget(run.warm_calls, run.request.valve), f"the warm-up of {run.name}"
     warm = run.role.warm
     for form in run.forms if warm else ():
@@ -182,7 +182,7 @@ def _warm_up(run: Run) -> Objections:
 
 
 def _captured(run: Run) -> Objections:
-    """Capture it in a graph, and replay that with other values in the same memory."""
+    """Capture a call in a CUDA graph, and replay it with other values in the same memory."""
     count, trials = run.role.captured, run.trials
     for form in run.forms if count else ():
         form.switch(large=False)
@@ -220,9 +220,9 @@ def _capture(run: Run, args: tuple[Any, ...]) -> Outcome:
 def _compiled(run: Run) -> Objections:
     """Compile the form that the compiler will get, in one graph for all batches.
 
-    Of an opaque operator the compiler sees only the arguments' presence and strides: calls of
-    contiguous ones are the same in all sizes. An operator that overwrites nothing is only traced,
-    since Inductor lowers its call to itself.
+    For an opaque operator the compiler sees only which arguments are present and their strides, so
+    contiguous calls of all sizes are the same to it. An operator that overwrites nothing is only
+    traced, since Inductor lowers it to a call of itself.
     """
     startup, backend = run.startup, run.request.backend
     is_operator = is_opaque(run.impl)
@@ -279,7 +279,7 @@ def _in_one_graph(run: Run, form: Form, backend: str) -> Objections:
 
 
 def _with_nan(run: Run, form: Form, count: int) -> tuple[Any, ...]:
-    """The arguments of a call with one NaN, in the last row."""
+    """Return a call's arguments with one NaN, in the last row."""
     args = run.arguments(form, run.trials.rows(count))
     rows = (x for x in run.spec.with_rows(args).values() if x.is_floating_point())
     for x in islice(rows, 1):
@@ -288,7 +288,7 @@ def _with_nan(run: Run, form: Form, count: int) -> tuple[Any, ...]:
 
 
 def _as_compiled(run: Run, call: Any, args: Sequence[Any], where: str, *, again: bool) -> Found:
-    """Call the compiled form, which must not be compiled again for another batch."""
+    """Call the compiled form, which must not be recompiled for another batch."""
     lowering = partial(attempt, "it cannot be compiled:", call, *args, refuses=BY_CHAIN)
     with torch._dynamo.config.patch(error_on_recompile=again):
         return (yield from run.at(where, lowering, compiles=True))
@@ -306,15 +306,15 @@ CHECKS: tuple[Callable[[Run], Objections], ...] = (
     _compiled,
     _process,
 )
-"""In this order. The first objection ends the run."""
+"""In order of execution; the first objection ends the run."""
 
 
 def _apart(spec: OpSpec, args: Sequence[Any]) -> tuple[Any, ...]:
-    """The arguments, each activation in memory of its own, of the same strides.
+    """Return the arguments with each activation in its own memory, with unchanged strides.
 
-    Heads of one projection are views that a model's graph makes itself. As inputs of a graph that
-    writes into them they are another case: torch makes one input of their memory then, whose size
-    it does not keep dynamic.
+    Heads of one projection are views that the model's graph creates. torch treats them differently
+    as inputs of a graph that writes into them: their memory becomes one input without a dynamic
+    size.
     """
 
     def place(arg: Any) -> int:

@@ -1,7 +1,6 @@
 """Verifies a communicator: every collective on known values, on all ranks of a group.
 
-The values are small whole numbers, so that a sum has one right result in every dtype, whatever the
-order in which the ranks are added.
+The values are small integers, so a sum has one correct result in every dtype and order of ranks.
 """
 
 from __future__ import annotations
@@ -17,34 +16,34 @@ import torch
 from vllm_fl.text import quote
 
 MANY = 64
-"""Up to so many ranks the sums are exact in float16 and bfloat16."""
+"""Maximum ranks for exact sums in float16 and bfloat16."""
 
 SHAPES = ((1, 1), (7, 33), (64, 1030))
-"""Of what each rank gives: one element, odd sizes, and more than a small buffer holds."""
+"""Shapes of each rank's tensor: one element, odd sizes, and more than a small buffer's size."""
 
 OPTIONAL = ("all_gatherv", "reduce_scatterv")
-"""What vLLM's own base refuses, too."""
+"""Collectives that vLLM's base class does not support either."""
 
 Shape = Sequence[int]
 
 Step = Callable[[], str]
-"""Empty, or the first thing that is wrong."""
+"""Returns the first error, or an empty string."""
 
 
 def steps(
     communicator: Any, rank: int, size: int, device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[str, Step]]:
-    """(dtype, step), in the same order on every rank. A step runs every collective.
+    """Yield (dtype, step) in the same order on every rank. A step runs every collective.
 
-    Every rank must run each step to its end before any rank runs the next one. A fault does not end
-    a step, since the other ranks would wait for this one in what comes next.
+    Every rank must finish a step before any rank starts the next step. A step continues after an
+    error, since the other ranks would wait in the next collective.
 
     Args:
         communicator: an object with the methods of vLLM's `DeviceCommunicatorBase`.
-        rank: this rank's place in the group.
-        size: how many ranks the group has.
-        device: where the tensors are.
-        dtype: the model's; beside it float32 and int64 are tried, which vLLM exchanges too.
+        rank: this rank's position in the group.
+        size: number of ranks in the group.
+        device: device of the tensors.
+        dtype: the model's dtype; vLLM also exchanges float32 and int64, which are verified as well.
     """
     for kind in dict.fromkeys((torch.float32, dtype, torch.int64)):
         if size <= MANY or kind.itemsize > 2:
@@ -54,8 +53,7 @@ def steps(
 
 @dataclass(frozen=True)
 class _Collectives:
-    """Those of one communicator, by the names of vLLM's `DeviceCommunicatorBase`, on tensors of
-    one dtype."""
+    """The collectives of one communicator on tensors of one dtype."""
 
     it: Any
     rank: int
@@ -64,7 +62,7 @@ class _Collectives:
     dtype: torch.dtype
 
     def fault(self) -> str:
-        """The first thing that is wrong with a collective, or nothing."""
+        """Return the first error of a collective, or an empty string."""
         faults = []
         for shape in SHAPES:
             of = f" of {self.dtype} {[*shape]}".replace("torch.", "")
@@ -83,7 +81,7 @@ class _Collectives:
     def calls(
         self, shape: Shape
     ) -> Iterator[tuple[str, str | Callable[[], Any], tuple[Any, ...], Any]]:
-        """(name, method, arguments, right result) of each collective."""
+        """Yield (name, method, arguments, correct result) of each collective."""
         own, size, rank = partial(self.given, self.rank), self.size, self.rank
         every = [self.given(r, shape) for r in range(size)]
         yield "all_reduce", "all_reduce", (own(shape),), self.total(shape)
@@ -99,7 +97,7 @@ class _Collectives:
         gathered = torch.cat(every, -1) if rank == 0 else None
         yield "gather", "gather", (own(shape), 0, -1), gathered
         yield "send and recv", partial(self.ring, shape), (), every[rank - 1]
-        # Ranks give unlike numbers of rows, as replicas with unlike batches do.
+        # Ranks have different numbers of rows, as replicas with different batches do.
         sizes = [1 + r % 3 for r in range(size)]
         parts = [self.given(r, (rows, *shape[1:])) for r, rows in enumerate(sizes)]
         both = torch.cat(parts)
@@ -110,21 +108,21 @@ class _Collectives:
         yield "reduce_scatterv", "reduce_scatterv", (own(whole), 0, sizes), mine
 
     def given(self, rank: int, shape: Shape) -> torch.Tensor:
-        """What a rank gives: -1 to 4, which differs between neighbours."""
+        """Return a rank's tensor: numbers from -1 to 4 that differ between neighbours."""
         count = int(torch.Size(shape).numel())
         whole = torch.arange(count, device=self.device) % 3 - 1 + rank % 4
         return whole.to(self.dtype).reshape(*shape)
 
     def total(self, shape: Shape) -> torch.Tensor:
-        """The sum of what all ranks give."""
+        """Return the sum of all ranks' tensors."""
         return torch.stack([self.given(r, shape) for r in range(self.size)]).sum(
             0, dtype=self.dtype
         )
 
     def ring(self, shape: Shape) -> Any:
-        """What comes from the rank before, while the next one is sent to.
+        """Send to the next rank and return what the previous rank sent.
 
-        Even ranks send first, as both calls block.
+        Even ranks send first, since both calls block.
         """
         received = None
         for sends in (True, False) if self.rank % 2 == 0 else (False, True):
@@ -137,7 +135,7 @@ class _Collectives:
 
 
 def _compare(got: Any, wanted: Any) -> str:
-    """What is wrong with a result: what it is, its shape, dtype, or the number of elements."""
+    """Return what is wrong with a result: type, shape, dtype, or number of wrong elements."""
     if isinstance(wanted, list):
         return next(filter(None, starmap(_compare, zip(got, wanted, strict=True))), "")
     if wanted is None:

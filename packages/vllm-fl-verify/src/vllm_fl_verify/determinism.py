@@ -1,7 +1,6 @@
-"""Whether an implementation gives the same bits again: in another run, and in another batch.
+"""Measurement of determinism: are the bits of a row the same in another run or another batch?
 
-Nothing here is declared by who wrote it. Both are measured, on the device that serves, at the
-served model's own sizes.
+Authors declare nothing: both are measured on the engine's device at the served model's sizes.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ T = TypeVar("T")
 log = get_logger("engine")
 
 BY_CONTRACT = "its contract determines every bit"
-"""Why an op that only moves numbers needs no measuring beyond its comparison with the oracle."""
+"""Why an op that only moves numbers is not measured, only compared with the oracle."""
 
 NO_ROWS = (
     "its contract has no result that belongs to one token only, so batch invariance cannot be "
@@ -40,27 +39,26 @@ NO_ROWS = (
 )
 
 STANDS = "its batches cannot be rearranged, so no token occurs in two of them"
-"""Why an op is not measured of which the tokens of a batch belong together."""
+"""Why an op with fixed batches is not measured."""
 
 VARIANT = "not batch-invariant"
-"""How `variance` begins if other bits were measured."""
+"""Prefix of the result of `variance` if it measured a difference."""
 
 UNKNOWN = "the sizes of its calls are unknown"
-"""Why an op is not measured of which the model tells too little."""
+"""Why an op is not measured if the model's configuration does not define its sizes."""
 
 Bits = Sequence[torch.Tensor | None]
 
 
 @dataclass(frozen=True)
 class Determinism:
-    """What an implementation was found to be, in one dtype on one device.
+    """Determinism of an implementation in one dtype on one device.
 
     Args:
-        runs: whether two calls with the same inputs give the same bits; None where it was not
-            measured.
-        batches: whether a row gives the same bits in every batch: alone, among others, in another
-            place. None where it was not measured.
-        reason: the first difference, or why one of the two was not measured; else empty.
+        runs: whether two equal calls have equal bits; None if not measured.
+        batches: whether a row has equal bits in every batch: alone, with others, at another
+            position; None if not measured.
+        reason: the first difference, or why one of the two was not measured; otherwise empty.
     """
 
     runs: bool | None
@@ -69,14 +67,9 @@ class Determinism:
 
 
 def unmeasured(facts: EngineFacts, impls: Iterable[Impl], spec: OpSpec | None) -> dict[str, str]:
-    """Return impl id -> why it may not serve, of implementations that nothing measures.
+    """Return impl id -> why it must not run, for implementations that cannot be measured.
 
-    Empty if the engine does not ask for batch-invariant implementations.
-
-    Args:
-        facts: what the engine's configuration says.
-        impls: the implementations of one op.
-        spec: its contract, if it has one.
+    Empty if the engine does not require batch-invariant implementations.
     """
     asks, how = facts.wants_invariance, facts.settings.preflight
     found: dict[str, str] = {}
@@ -94,11 +87,11 @@ def unmeasured(facts: EngineFacts, impls: Iterable[Impl], spec: OpSpec | None) -
 
 
 def _has_no_rows(spec: OpSpec) -> bool:
-    """Whether no measurement tells if an implementation of the op is batch-invariant.
+    """Return whether no measurement can show that an implementation of the op is batch-invariant.
 
-    Where a row of a result depends on other rows by the contract, another batch is another call.
-    What moves numbers has no bits of its own. Where repeated rows change nothing, rows can be
-    compared.
+    That is the case if by contract a row of a result depends on other rows, because another batch
+    is then another call. Ops that only move numbers, and ops that ignore repeated rows, can be
+    measured nevertheless.
     """
     return spec.whole_batch and not (spec.ignores_repeats or _is_exact(spec))
 
@@ -115,18 +108,18 @@ def determinism_of(
     layer_for: LayerFactory | None = None,
     budget: Budget | None = None,
 ) -> Determinism:
-    """Call it with the same rows in many batches, and compare the bits of each row.
+    """Call an implementation with the same rows in many batches, and compare each row's bits.
 
-    It must be right. What it raises all the same is the reason for which it was not measured.
+    The implementation must have passed verification. If it still raises, `reason` has the
+    exception.
 
     Args:
         impl: the implementation.
         trials: the served model's calls of its op.
-        call: the implementation as a compiler has it, which is then called with two tokens at
-            least: a graph of its own, which one token would have, is not what serves. By default
-            the implementation as it is.
+        call: the compiled form, called with two or more tokens (torch would compile another graph
+            for one token, which the engine does not use). By default the implementation itself.
         layer_for: as for `as_call`.
-        budget: of calls with further token counts; without one there are none.
+        budget: calls at further token counts; None for none.
     """
     spec = trials.spec
     if not trials.forms:
@@ -141,11 +134,11 @@ def determinism_of(
 
 
 Verdicts = Generator[Determinism, None, T]
-"""The results of a measurement. The caller stops at the first one."""
+"""Results of a measurement. The caller stops at the first one."""
 
 
 class _Measured:
-    """One implementation, and what it gave for each pool of rows, whole and in order."""
+    """One implementation, and its results for each pool of rows, in one batch in order."""
 
     def __init__(
         self,
@@ -157,12 +150,12 @@ class _Measured:
         self.impl, self.trials, self.call, self.watch = impl, trials, call, watch
         self.pool = torch.arange(min(POOL, trials.largest), device=trials.device)
         self.whole: dict[str, Bits | None] = {}
-        """The bits of every row of a form's pool, in one batch; None where it refuses that."""
+        """Form's name -> bits of its pool's rows in one batch; None if that is not supported."""
 
     def verdicts(
         self, always: Sequence[int], further: Sequence[int], budget: Budget
     ) -> Verdicts[None]:
-        """What it is by batches of so many tokens: of `further` ones while calls are left."""
+        """Yield the verdict; try `further` token counts within the budget."""
         spec, forms = self.trials.spec, self.trials.forms
         for form in forms:
             form.switch(large=False)
@@ -188,14 +181,14 @@ class _Measured:
         yield Determinism(True, True)
 
     def other_run(self, form: Form) -> Verdicts[str]:
-        """What differs between two calls of one batch, or nothing."""
+        """Return the difference between two calls of one batch, or an empty string."""
         again, whole = (yield from self.bits(form, self.pool)), self.whole[form.name]
         if again is not None and whole is not None and not any(map(_differing, again, whole)):
             return ""
         return f"the same call returned different bits ({self._where(form, len(self.pool))})"
 
     def other_batch(self, form: Form, count: int) -> Verdicts[str]:
-        """What differs between rows in batches of `count` and those of the pool, or nothing."""
+        """Return a difference between rows in batches of `count` and in the pool, if any."""
         whole, where = self.whole[form.name], self._where(form, count)
         size = len(self.pool)
         for salt in range(4 if count <= 4 else 2):
@@ -219,7 +212,7 @@ class _Measured:
         return ""
 
     def bits(self, form: Form, rows: torch.Tensor) -> Verdicts[Bits | None]:
-        """The bits of the results for these rows of the pool; None where they are refused."""
+        """Return the bits of the results for these rows of the pool; None if not supported."""
         spec = self.trials.spec
         laid = form.call(rows_of(form.pool(False), rows))
         form.static.restore(spec.consumed(self.impl.consumes, laid.args))
@@ -244,12 +237,12 @@ class _Measured:
 
 
 def _bits(result: torch.Tensor) -> torch.Tensor:
-    """A copy of the result, as integers."""
+    """Return a copy of the result as integers."""
     return bits(result.detach().clone(memory_format=torch.contiguous_format))
 
 
 def _differing(mine: torch.Tensor | None, base: torch.Tensor | None) -> int:
-    """In how many rows two results differ."""
+    """Return the number of different rows."""
     if mine is None or base is None:
         return int(mine is not base)
     if mine.shape != base.shape:
@@ -259,12 +252,9 @@ def _differing(mine: torch.Tensor | None, base: torch.Tensor | None) -> int:
 
 
 def variance(request: Request, role: Role, trials: Sequence[Trials]) -> str:
-    """Why it may not serve where only batch-invariant implementations may, or nothing.
+    """Return why a role must not run if batch invariance is required, or an empty string.
 
-    Args:
-        request: what is verified.
-        role: a right implementation of it. Its compiled form is measured, too.
-        trials: those of its op, one for each dtype.
+    `role` must be correct; its compiled form is measured as well. `trials` has one entry per dtype.
     """
     forms: list[tuple[str, Callable[..., Any] | None]] = [("", None)]
     if role.compiled is not None:

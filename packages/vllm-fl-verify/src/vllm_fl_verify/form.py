@@ -1,4 +1,4 @@
-"""One kind of call of the served model, of which batches are made, and how far off results are."""
+"""One kind of call of the served model: its batches, and the comparison of their results."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from .wanted import Off, Wanted
 
 
 class Form:
-    """One kind of call of the served model: a pool of rows with ordinary values, and one with large
-    ones, in one layout."""
+    """One kind of call of the served model, in one layout.
+
+    It has a pool of rows with ordinary values and a pool with large values.
+    """
 
     def __init__(self, spec: OpSpec, ordinary: Sample, large: Sample) -> None:
         self.spec = spec
@@ -31,9 +33,9 @@ class Form:
         self._wanted: dict[bool, list[Wanted | None]] = {}
 
     def _put_zeros(self, sample: Sample) -> None:
-        """Make one row of the activations zero: a kernel may leave its results unwritten.
+        """Set one row of the activations to zero, because a kernel may skip such a row.
 
-        Not where ids are results: a row of equal numbers has no order.
+        Not if results are ids: the order of equal numbers is undefined.
         """
         has_ids = not all(isinstance(o, Within | QuantisedPair) for o in self.spec.outputs)
         rows = () if has_ids else self.spec.with_rows(sample.args).values()
@@ -47,29 +49,29 @@ class Form:
         return {n: a for n, a in given if not self.spec.has_rows(n, a)}
 
     def switch(self, large: bool) -> None:
-        """Write the weights and tables of the ordinary or the large values, in place."""
+        """Write the weights and tables for ordinary or large values, in place."""
         for name, value in self._others(self.samples[large]).items():
             if isinstance(value, torch.Tensor):
                 self.static.arguments[name].copy_(value)
         self.static.remember()
 
     def pool(self, large: bool) -> Guarded:
-        """The rows of the activations."""
+        """Return the rows of the activations, on guarded memory."""
         if large not in self._pools:
             rows = self.spec.with_rows(self.samples[large].args)
             self._pools[large] = guarded(rows, rows.keys())
         return self._pools[large]
 
     def off(self, large: bool, rows: torch.Tensor, got: Any) -> Off:
-        """How far off a batch's results are.
+        """Return the error of a batch's results.
 
-        Where they have a row per token, or repeated rows change nothing, the oracle is asked once,
-        about the pool. Of equal rows the first is compared with it, and of those with other bits
-        the first again.
+        If results have a row per token, or repeated rows change nothing, the oracle computes only
+        the pool, once. Of equal rows in a batch only the first is compared with it; rows with other
+        bits are compared in further rounds.
 
         Args:
             large: which of the two pools.
-            rows: those of the pool that the batch has.
+            rows: the batch's rows of the pool.
             got: the results.
         """
         spec = self.spec
@@ -94,14 +96,14 @@ class Form:
         return off
 
     def calls(self, count: int) -> float:
-        """How many calls a batch of this many tokens is, by its bytes."""
+        """Return the weight of a batch of this many tokens, in calls."""
         of_token = self.pool(False).nbytes / self._rows
         device = next(iter(self.pool(False).storages)).memory.device
         return as_calls(self.static.nbytes + count * of_token, device)
 
     @cached_property
     def _rows(self) -> int:
-        """How many rows the pool has."""
+        """Number of rows of the pool."""
         return int(self.spec.tokens(self.samples[0].args))
 
     def _of(self, sample: Sample, device: torch.device) -> list[Wanted | None]:
@@ -111,22 +113,22 @@ class Form:
         return [want and want.on(device) for want in wanted_of(self.spec, sample, tokens=tokens)]
 
     def _batch(self, large: bool, rows: torch.Tensor) -> Sample:
-        """The call with these rows of the pool."""
+        """Return the call with these rows of the pool."""
         sample = self.samples[large]
         given = self.spec.with_changed_rows(sample.args, partial(taken, rows=rows))
         return dataclasses.replace(sample, args=given, repeats=None)
 
     def call(self, activations: Guarded) -> Guarded:
-        """The whole call: activations, weights and tables, in the contract's order."""
+        """Return the whole call: activations, weights and tables, in the contract's order."""
         both = {**handed_over(self.static.arguments), **activations.arguments}
         ordered = {name: both[name] for name in self.spec.parameters}
         return Guarded(ordered, (*activations.storages, *self.static.storages))
 
 
 def _differing(got: Any, tokens: torch.Tensor, others: torch.Tensor, count: int) -> torch.Tensor:
-    """Find out which of these tokens of a batch have other bits than the tokens that they equal.
+    """Return a mask of tokens with bits that differ from those of the equal tokens `others`.
 
-    A correct kernel may give other bits: at an edge it uses other tiles.
+    That may be correct: at an edge a kernel uses other tiles.
     """
     found = torch.zeros_like(tokens, dtype=torch.bool)
     for part in parts(got):
@@ -138,10 +140,10 @@ def _differing(got: Any, tokens: torch.Tensor, others: torch.Tensor, count: int)
 
 
 def _has_rows(part: torch.Tensor, count: int) -> bool:
-    """Whether it has a row per token, and is no one number for all of them."""
+    """Return whether a result has a row per token instead of one number for all tokens."""
     return part.ndim > 0 and len(part) == count and (part.numel() > 1 or count == 1)
 
 
 def _of_tokens(got: Any, tokens: torch.Tensor, count: int) -> Any:
-    """The results of these tokens, of a batch of `count`."""
+    """Return the results of these tokens, from a batch of `count`."""
     return each_part(got, lambda part: taken(part, tokens) if _has_rows(part, count) else part)

@@ -1,4 +1,4 @@
-"""A call in a captured graph: its Python runs once, and its kernels run at each replay."""
+"""Capture of a call in a CUDA graph: its Python code runs once, its kernels at each replay."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ def captured(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
     """Capture a call as vLLM captures a model: after it has run once on another stream.
 
     Args:
-        run: the call; its arguments stay where they are.
+        run: the call; its arguments must keep their memory.
         device: a CUDA device.
 
     Returns:
-        (what replays the call, its result). Each replay writes the result anew, and has done so
-        when it returns. The memory of the result is the graph's.
+        (function that replays the call and waits for it, its result). The result is in memory of
+            the graph, and each replay overwrites it.
 
     Raises:
-        Exception: the call cannot be captured; what it raised itself, where it did.
+        Exception: the call cannot be captured; its own exception if it raised one.
     """
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()
@@ -34,9 +34,9 @@ def captured(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
         raised: list[Exception] = []
         collects = gc.isenabled()
         gc.collect()
-        gc.disable()  # an older graph that is freed meanwhile spoils the capture
+        gc.disable()  # freeing an older graph would invalidate the capture
         try:
-            # In a block of its own, since the graph's does not leave the stream when it fails.
+            # In its own block, since the graph's does not leave the stream when it fails.
             with torch.cuda.stream(stream), torch.cuda.graph(graph, pool=pool, stream=stream):
                 try:
                     result = run()
@@ -59,14 +59,14 @@ def captured(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
 
 
 def _recover(pool: Any) -> None:
-    """Let the device be used again after a capture that CUDA has ended with an error.
+    """Make the device usable again after a capture that failed with a CUDA error.
 
-    Before 2.12 torch's allocator still counts the capture then, and raises when it is told to free
-    memory (pytorch/pytorch#180395); and the device's generator, which a capture switches over,
-    refuses to draw numbers until another capture has ended well.
+    Before 2.12 torch's allocator still counts the capture, and raises when it frees memory
+    (pytorch/pytorch#180395). The device's generator stays in the mode of a capture, and draws no
+    numbers until another capture has succeeded.
     """
     device = torch.cuda.current_device()
-    with contextlib.suppress(RuntimeError):  # torch has ended it itself
+    with contextlib.suppress(RuntimeError):  # torch has ended the capture itself
         torch._C._cuda_endAllocateToPool(device, pool)
     torch.cuda.synchronize()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):

@@ -1,7 +1,7 @@
-"""Arguments on guarded memory: what a call writes beside its views, or over an argument, is seen.
+"""Arguments on guarded memory, to detect writes outside their views or over an argument.
 
-Each storage is copied between two guards. What no view covers, the guards and the gaps of strided
-views, holds NaN (0 in integers), so that a kernel that reads it computes NaN.
+Each storage is copied between two guards. Guards and gaps of strided views contain NaN (0 in
+integers), so a kernel that reads them computes NaN.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ from typing import Any
 import torch
 
 GUARD = 256
-"""Elements before and after each storage; a multiple of every usual alignment."""
+"""Elements before and after each storage; a multiple of all usual alignments."""
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
 class _Storage:
-    """One storage: its memory with the guards, and the arguments that are views of it."""
+    """Memory with guards, and the arguments that are views of it."""
 
     memory: torch.Tensor
     views: dict[str, torch.Tensor] = field(default_factory=dict)
     before: torch.Tensor = field(init=False)
 
     def poison(self) -> None:
-        """Fill everything that no view covers."""
+        """Fill the memory that no view covers."""
         uncovered = torch.ones_like(self.memory, dtype=torch.bool)
         for view in self.views.values():
             _same_place(view, uncovered).fill_(False)
         poison = bits(torch.full((), _poison(self.memory.dtype), dtype=self.memory.dtype))
-        bits(self.memory).masked_fill_(uncovered, poison.item())  # some dtypes cannot be filled
+        bits(self.memory).masked_fill_(uncovered, poison.item())  # some dtypes have no fill
 
     def remember(self) -> None:
-        """Take what is there now for what must be there after a call."""
+        """Save the current content."""
         self.before = bits(self.memory).clone()
 
     def restore(self, consumed: Collection[str]) -> None:
-        """Put back what these arguments held; what was written beside them stays, to be seen."""
+        """Restore the content of these arguments; writes outside them stay, to be detected."""
         for name in consumed:
             if name in self.views:
                 now = _same_place(self.views[name], bits(self.memory))
                 now.copy_(_same_place(self.views[name], self.before))
 
     def disturbance(self, consumed: Collection[str]) -> tuple[str, int] | None:
-        """(the argument that was overwritten, or empty; how many elements); None for nothing."""
+        """Return (overwritten argument or empty, number of elements), or None."""
         now = bits(self.memory)
         if torch.equal(words(now), words(self.before)):
             return None
@@ -70,8 +70,8 @@ class Guarded:
     """The arguments of one call, on guarded memory.
 
     Args:
-        arguments: by parameter, in the contract's order.
-        storages: what the tensors among them lie in.
+        arguments: parameter -> argument, in the contract's order.
+        storages: storages of the tensors among them.
     """
 
     arguments: Mapping[str, Any]
@@ -79,15 +79,10 @@ class Guarded:
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """The arguments, in order."""
         return tuple(self.arguments.values())
 
     def rewritten(self, arguments: Mapping[str, Any]) -> Guarded:
-        """The same call with the numbers of another one of equal shapes, in the same memory.
-
-        Args:
-            arguments: the other call's, by parameter.
-        """
+        """Return the call with the numbers of another call of equal shapes, in the same memory."""
         for name, mine in self.arguments.items():
             if isinstance(mine, torch.Tensor):
                 mine.copy_(arguments[name])
@@ -95,33 +90,29 @@ class Guarded:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory that the arguments lie in."""
+        """Bytes of the arguments' memory."""
         return sum(storage.memory.nbytes for storage in self.storages)
 
     def below(self, most: int) -> Guarded:
-        """The same call without the storages of more bytes: what is written there is not seen."""
+        """Return the call without larger storages; writes to those are not detected."""
         kept = [storage for storage in self.storages if storage.memory.nbytes <= most]
         return Guarded(self.arguments, kept)
 
     def remember(self) -> None:
-        """Note what the memory holds, before a call."""
+        """Save the content of the memory, before a call."""
         for storage in self.storages:
             storage.remember()
 
     def restore(self, consumed: Collection[str]) -> None:
-        """Give a call's consumed arguments back what they held, for the next one."""
+        """Restore the content of a call's consumed arguments, for the next call."""
         for storage in self.storages:
             storage.restore(consumed)
 
     def disturbance(self, consumed: Collection[str]) -> tuple[str, str, int] | None:
-        """What a call has written and had no right to.
-
-        Args:
-            consumed: the arguments that it may overwrite.
+        """Return what a call wrote but must not change, except for `consumed` arguments.
 
         Returns:
-            (the overwritten argument or empty, the arguments in that storage, how many elements),
-            or None.
+            (overwritten argument or empty, arguments in that storage, number of elements), or None.
         """
         for storage in self.storages:
             found = storage.disturbance(consumed)
@@ -133,13 +124,13 @@ class Guarded:
 def guarded(
     arguments: Mapping[str, Any], by_token: Collection[str] = (), poisons: bool = True
 ) -> Guarded:
-    """Copy the arguments onto guarded memory; views of one storage stay that, strides included.
+    """Copy arguments onto guarded memory, with the strides and shared storages of views.
 
     Args:
-        arguments: by parameter, in the contract's order.
-        by_token: the activations. The others, weights and tables, are made outside inference mode
-            as a model's are, whatever mode is on.
-        poisons: whether gaps of strided views get NaN; otherwise they are copied.
+        arguments: parameter -> argument, in the contract's order.
+        by_token: the activations. Weights and tables are created outside inference mode, like those
+            of models.
+        poisons: whether to fill gaps of strided views with NaN; otherwise they are copied.
     """
     storages: dict[int, _Storage] = {}
     activations = {
@@ -168,13 +159,9 @@ def guarded(
 
 
 def in_place(arguments: Mapping[str, Any]) -> Guarded:
-    """The arguments where they lie, with all of the memory that they are views of; nothing is put
-    around it.
+    """Return the arguments with the memory that they are views of, without copies or guards.
 
-    Of memory that is viewed in several dtypes nothing is told.
-
-    Args:
-        arguments: by parameter, in the contract's order.
+    Writes to memory with views of several dtypes are not detected.
     """
     storages: dict[int, _Storage] = {}
     mixed: set[int] = set()
@@ -192,20 +179,20 @@ def in_place(arguments: Mapping[str, Any]) -> Guarded:
 
 
 def rows_of(pool: Guarded, rows: torch.Tensor, into: Guarded | None = None) -> Guarded:
-    """Rows of the activations `pool`, in its layout, on guarded memory.
+    """Copy rows of the activations `pool`, in its layout, onto guarded memory.
 
     Args:
-        pool: each has one row per token in its first dimension.
-        rows: which of its rows, in order; (tokens,), int64, on the pool's device.
-        into: arguments that an earlier call gave for as many rows or more: their memory is written
-            anew. Behind fewer rows, those of before stay, as in a buffer of vLLM's.
+        pool: activations, each with one row per token in its first dimension.
+        rows: row numbers; (tokens,), int64, on the pool's device.
+        into: result of an earlier call with as many or more rows, to overwrite. Rows after the new
+            ones stay, as in buffers of vLLM.
     """
     written = iter(into.storages) if into is not None else None
     storages: list[_Storage] = []
     laid: dict[str, torch.Tensor] = {}
     for source in pool.storages:
         first = next(iter(source.views.values()))
-        # The step to a next row that is not there may be any number.
+        # With a single row the stride may be any number.
         width = first.stride(0) if len(first) > 1 else len(source.memory) - 2 * GUARD
         whole = source.memory.as_strided((len(first), width), (width, 1), GUARD)
         if written is None:
@@ -215,7 +202,7 @@ def rows_of(pool: Guarded, rows: torch.Tensor, into: Guarded | None = None) -> G
         else:
             storage = next(written)
         inner = storage.memory[GUARD : GUARD + len(rows) * width].view(len(rows), width)
-        torch.index_select(bits(whole), 0, rows, out=bits(inner))  # no device indexes every fp8
+        torch.index_select(bits(whole), 0, rows, out=bits(inner))  # some devices cannot index fp8
         for name, view in source.views.items():
             storage.views[name] = laid[name] = storage.memory.as_strided(
                 (len(rows), *view.shape[1:]), view.stride(), view.storage_offset()
@@ -225,7 +212,7 @@ def rows_of(pool: Guarded, rows: torch.Tensor, into: Guarded | None = None) -> G
 
 
 def _copied(arg: torch.Tensor) -> torch.Tensor:
-    """The whole storage of `arg` between two guards, and its last row to that row's end."""
+    """Copy the storage of `arg` between two guards, and complete its last row."""
     size = arg.untyped_storage().nbytes() // arg.element_size()
     whole = max(size, len(arg) * arg.stride(0)) if arg.ndim else size
     memory = torch.empty(whole + 2 * GUARD, dtype=arg.dtype, device=arg.device)
@@ -234,19 +221,19 @@ def _copied(arg: torch.Tensor) -> torch.Tensor:
 
 
 def _same_place(view: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """The elements of `memory` at which `view` has its own."""
+    """Return the elements of `memory` at the addresses of `view`."""
     return memory.as_strided(view.shape, view.stride(), view.storage_offset())
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bits as integers: NaN equals itself then, and 0.0 is not -0.0."""
+    """Return the tensor's bits as integers: NaN equals itself, and 0.0 differs from -0.0."""
     if tensor.is_floating_point():
         return tensor.view(_BITS[tensor.element_size()])
     return tensor
 
 
 def words(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bits in integers of 64 bits, if its rows divide into them: faster to compare."""
+    """Return the tensor's bits as 64-bit integers if rows are divisible: faster to compare."""
     try:
         return bits(tensor).view(torch.int64)
     except RuntimeError:
@@ -254,29 +241,27 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def handed_over(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The same as layers hand over weights: each tensor anew at each call, with a version that does
-    not tell that its numbers have changed."""
+    """Return new tensors, like layers that pass `.data`: its version counts no changes."""
     return {
         name: arg.data if isinstance(arg, torch.Tensor) else arg for name, arg in arguments.items()
     }
 
 
 def taken(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """These rows of a tensor."""
     rows = rows.to(tensor.device)
-    if tensor.element_size() == 1:  # not every device indexes float8
+    if tensor.element_size() == 1:  # some devices cannot index float8
         return tensor.view(torch.uint8).index_select(0, rows).view(tensor.dtype)
-    return tensor.index_select(0, rows)  # on a CPU several times as fast as `tensor[rows]`
+    return tensor.index_select(0, rows)  # on a CPU several times faster than `tensor[rows]`
 
 
 @contextlib.contextmanager
 def dirty_memory() -> Iterator[None]:
-    """In the block, what `torch.empty` and its like return is full of NaN."""
+    """Fill uninitialised memory, such as from `torch.empty`, with NaN inside the block."""
     fills: Any = torch.utils.deterministic
     mode = torch.get_deterministic_debug_mode()
     before = fills.fill_uninitialized_memory
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of operators without a deterministic form
+        warnings.simplefilter("ignore")  # about operators without a deterministic variant
         torch.set_deterministic_debug_mode("warn")
         fills.fill_uninitialized_memory = True
         try:
@@ -287,7 +272,7 @@ def dirty_memory() -> Iterator[None]:
 
 
 def joined_rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The rows of several tensors of one dtype, one after the other."""
+    """Concatenate the rows of several tensors of one dtype."""
     return torch.cat([bits(tensor.detach()) for tensor in tensors]).view(tensors[0].dtype)
 
 

@@ -1,9 +1,8 @@
-"""At how many tokens a call launches other kernels: what is right on one side may be wrong on the
-other.
+"""Token counts at which a call launches other kernels, with possible errors on one side.
 
-Triton tells which compiled variant of a kernel it launches. Kernels of other compilers are told
-apart by their names in a profile, which leaves the driver's tracing on: an engine must not have
-that, and the kit's check of a start has it (`Request.launched`).
+Triton reports the compiled variant of each launched kernel. Kernels of other compilers can only be
+distinguished by name in a profile, which leaves the driver's tracing enabled. The kit's check of a
+startup does that; an engine must not (`Request.launched`).
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from typing import Any
 import torch
 
 Launched = frozenset[tuple[str, int]]
-"""What one call has launched: names, and of Triton's kernels the compiled variants."""
+"""Kernels of one call: names, and Triton's compiled variants."""
 
 
 def edges(
     kernels: Callable[[int], Launched], smallest: int, largest: int, goes_on: Callable[[], bool]
 ) -> Iterator[int]:
-    """The smallest numbers of tokens from which on other kernels are launched than for one less.
+    """Yield the smallest token counts above which a call launches other kernels than below.
 
     Args:
-        kernels: what a call of so many tokens launches.
+        kernels: token count -> kernels that a call launches.
         smallest, largest: the smallest and the largest batch, in tokens.
-        goes_on: whether the search goes on, before each call of `kernels`.
+        goes_on: whether to continue; called before each call of `kernels`.
     """
     known: dict[int, Launched] = {}
 
@@ -55,12 +54,7 @@ def edges(
 
 
 def launched(call: Callable[[], object], device: torch.device) -> Launched:
-    """What a call launches of Triton's kernels; on a CPU it launches nothing, and is not made.
-
-    Args:
-        call: the call.
-        device: where it runs.
-    """
+    """Make a call and return the Triton kernels that it launches; on a CPU none, without a call."""
     found: set[tuple[str, int]] = set()
     if device.type != "cpu":
         with _told_by_triton(found):
@@ -70,10 +64,10 @@ def launched(call: Callable[[], object], device: torch.device) -> Launched:
 
 @contextmanager
 def _told_by_triton(found: set[tuple[str, int]]) -> Iterator[None]:
-    """Inside the block, what Triton launches is added to `found`."""
+    """Add Triton's launches inside the block to `found`."""
     knobs = sys.modules.get("triton.knobs")
     hooks: Any = getattr(getattr(knobs, "runtime", None), "launch_enter_hook", None)
-    if not hasattr(hooks, "add"):  # nobody has loaded Triton, or it has no chain of hooks
+    if not hasattr(hooks, "add"):  # Triton is not loaded, or has no chain of hooks
         yield
         return
 

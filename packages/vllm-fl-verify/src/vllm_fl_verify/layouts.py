@@ -1,4 +1,4 @@
-"""Other layouts and sizes of a call's activations: the same numbers, otherwise in memory."""
+"""Variants of a call with other layouts and sizes of its activations."""
 
 from __future__ import annotations
 
@@ -19,19 +19,15 @@ ROWS = 300
 """Rows of an enlarged sample: more than a tile of 256."""
 
 MOST = 2**19
-"""Numbers of an enlarged sample's activations, at most."""
+"""Maximum numbers in an enlarged sample's activations."""
 
 
 def relaid(spec: OpSpec, samples: Iterable[Sample]) -> Iterator[Sample]:
-    """Calls of which one activation lies otherwise: with gaps between its numbers, or transposed.
+    """Yield calls with one activation in another layout: with gaps between numbers, or transposed.
 
-    Of each set of arguments that are not None they are made of the first sample with two tokens or
-    more, whose first activation has two features or more. What the contract's `check` refuses is
-    left out.
-
-    Args:
-        spec: the contract. Its activations are the arguments of `by_token`.
-        samples: its samples.
+    They are made from the first sample for each set of present arguments that has two or more
+    tokens and two or more features in its first activation. Layouts that the contract's `check`
+    rejects are omitted.
     """
     seen = set()
     for sample in samples:
@@ -51,14 +47,11 @@ def relaid(spec: OpSpec, samples: Iterable[Sample]) -> Iterator[Sample]:
 
 
 def enlarged(spec: OpSpec, samples: Iterable[Sample]) -> Iterator[Sample]:
-    """Samples of few rows, with rows drawn to 300 and the same strides.
+    """Yield samples with few rows, extended to 300 rows by random repetition, with equal strides.
 
-    An option or a layout that only small samples have may be wrong for more rows. Each set of these
-    has one: its first sample that is not too large.
-
-    Args:
-        spec: the contract; one whose batches cannot be rearranged has no such samples.
-        samples: its samples.
+    An option or a layout that only small samples have may be incorrect for more rows. For each set
+    of options and layouts the first sample that is not too large is used. Contracts with fixed
+    batches have none.
     """
     seen = set()
     for sample in () if spec.stands else samples:
@@ -80,14 +73,14 @@ def enlarged(spec: OpSpec, samples: Iterable[Sample]) -> Iterator[Sample]:
 
 
 def _option(arg: Any) -> Any:
-    """A scalar, or the dtype and the kind of layout of a tensor."""
+    """Return a scalar as text, or the dtype and kind of layout of a tensor."""
     if not hasattr(arg, "stride"):
         return str(arg)
     return arg.dtype, arg.ndim, arg.is_contiguous(), arg.stride()[-1:]
 
 
 def _stretched(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """These rows of a tensor, in its strides if its rows do not overlap."""
+    """Return these rows of a tensor, with its strides if its rows do not overlap."""
     drawn = taken(x, rows)
     ends = 1 + sum((n - 1) * step for n, step in zip(x.shape[1:], x.stride()[1:], strict=True))
     if not x.numel() or x.stride(0) < ends:
@@ -97,12 +90,12 @@ def _stretched(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _apart(x: torch.Tensor) -> torch.Tensor:
-    """Every other number of a tensor that is twice as wide."""
+    """Return a copy that uses every other number of a tensor twice as wide."""
     gap = torch.full_like(x, float("nan") if x.is_floating_point() else 0)
     return torch.stack((x, gap), dim=-1)[..., 0]
 
 
 def _turned(x: torch.Tensor) -> torch.Tensor:
-    """With the tokens of a feature side by side."""
+    """Return a copy in transposed memory, with the tokens of a feature adjacent."""
     dims = tuple(range(x.ndim))[::-1]
     return x.permute(dims).contiguous().permute(dims)

@@ -1,8 +1,8 @@
-"""Implementations beside the oracle on live tensors: the model's own weights, strides and values.
+"""Comparison with the oracle on live tensors: weights, strides and values of the model.
 
-While a forward of the loaded model runs inside `Live.watching`, the guards of its plan hand each
-call to us. The first call of an implementation in each kind of layer, and of each layout, is
-compared with the contract's oracle. Afterwards the guards hold what they held before.
+While a forward of the loaded model runs inside `Live.watching`, the guards of its plan pass each
+call to `Live`. The first call of an implementation in each kind of layer, and with each layout, is
+compared. Afterwards the guards are restored.
 """
 
 from __future__ import annotations
@@ -45,42 +45,41 @@ from .wanted import Off
 log = get_logger("engine")
 
 ROWS = 64
-"""Rows of a call that are compared where each depends on itself alone: the oracle computes in
-float64 on the CPU."""
+"""Compared rows of a call if each row is independent: the oracle computes in float64 on the CPU."""
 
 CALLS = 2000.0
-"""How many calls are compared at startup, scaled by the bytes that are copied: the oracle computes
-in float64 on the CPU."""
+"""Compared calls at startup, weighted by the bytes that are copied: the oracle computes in float64
+on the CPU."""
 
 ROWS_AGAIN, CALLS_AGAIN = 24, 200.0
-"""The same when the model is run once more: what is new then is all of a call or none."""
+"""The same when the model is run again: new errors then affect a whole call or none."""
 
 NO_MEMORY = "out of memory"
-"""Why a call was not compared that has run out of memory, or whose copies have."""
+"""Why a call was not compared: the call, or copying its arguments, ran out of memory."""
 
 REAL = 1e9
-"""The largest magnitude of an activation that a model computes, with room. What is above, NaN or
-infinite is memory that nothing wrote, and a call of it shows nothing."""
+"""Maximum magnitude of activations that a model computes, with a margin. Larger numbers, NaN and
+infinity are uninitialised memory; calls with them are not compared."""
 
 LARGEST = 2**28
-"""Bytes of the memory that a call's arguments lie in: of more no copies are made. Experts' weights
-are larger: whether a call writes into them is not seen, and of their values only those are read
-that some of its rows take (`OpSpec.part`). A call whose contract has no such part is left out."""
+"""Bytes of a call's arguments above which they are not copied. Experts' weights are larger: writes
+to them are not detected, and only values that some rows read are copied (`OpSpec.part`). Without
+such a part in the contract the call is not compared."""
 
 PART = 2**30
-"""Bytes of the largest such part: as many rows are compared as have one."""
+"""Maximum bytes of such a part; it determines how many rows are compared."""
 
 PART_ROWS = 8
-"""The most rows of such a part: the experts of each are computed in float64."""
+"""Maximum rows of such a part: the experts of each are computed in float64."""
 
 
 @dataclass
 class _Before:
-    """What is known of a call before it is made.
+    """A call's state before it is made.
 
     Args:
-        call: the arguments where they lie, remembered.
-        rows: the rows that are compared, in ascending order; None for all.
+        call: the arguments in place, remembered.
+        rows: compared rows, ascending; None for all.
         sample: the call of these rows, on the CPU.
     """
 
@@ -91,27 +90,25 @@ class _Before:
 
 @dataclass
 class Live:
-    """What is seen of a plan's implementations while a model runs.
+    """Observations of a plan's implementations while a model runs.
 
     Args:
         plan: the plan that the model's layers are bound to.
-        models: the model, and its draft model where it has one, by what their layers' names begin
-            with.
-        device: where they are.
-        owners: (op, impl id) -> who brought it, for the note that a process leaves which a kernel
-            ends.
-        again: whether the model was run before: fewer rows and calls are compared, and a call that
-            runs out of memory, which may be used up, is left out.
-        valve: of the startup.
-        objections: (op, impl id) -> why it must not serve.
+        models: prefix of layer names -> the model, and its draft model if there is one.
+        device: the models' device.
+        owners: (op, impl id) -> package, for the note of a process that a kernel crashes.
+        again: whether the model was run before: fewer rows and calls are compared, and calls that
+            run out of memory are skipped.
+        valve: the startup's valve.
+        objections: (op, impl id) -> why it must not run.
         left_out: op -> why some of its calls were not compared.
-        compared: how many calls were compared.
-        drafted: how many of them were of another model than the first: of the draft model.
-        skipped: how many calls were not compared, since their activations are not a model's.
-        refused: (op, impl id) -> why it took none of the calls of which it is the first candidate.
-        served: (op, impl id) of those that computed a call.
-        reached: the ops that were called, compared or not.
-        entered: the layers that ran, by their names.
+        compared: number of compared calls.
+        drafted: number of compared calls in the draft model.
+        skipped: calls that were not compared because of unrealistic activations.
+        refused: (op, impl id) -> why it supports no call, though it is their first candidate.
+        served: (op, impl id) of implementations that computed a call.
+        reached: ops that were called, compared or not.
+        entered: names of the layers that ran.
     """
 
     plan: Plan
@@ -142,7 +139,7 @@ class Live:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside the block, calls of the plan's implementations are compared."""
+        """Compare calls of the plan's implementations inside the block."""
         handles: list[Any] = []
         record = self.plan.record
         record.begin()
@@ -166,7 +163,7 @@ class Live:
             self.refused |= record.passed_over()
             for key in self.served | self.objections.keys():
                 self.refused.pop(key, None)
-            record.begin()  # of serving, which has not begun
+            record.begin()  # discard the counts, since serving has not begun
 
     def _enter(self, name: str, *_: Any) -> None:
         self._inside.append(name)
@@ -176,7 +173,7 @@ class Live:
         self._inside.pop()
 
     def _instead(self, impl: OpImpl) -> Callable[..., Any]:
-        """What the guards call in the place of `impl`."""
+        """Return the function that guards call instead of `impl`."""
         if not computes(self.plan, impl):
             return impl.fn
         spec = self.plan.contracts[impl.op_name]
@@ -190,11 +187,11 @@ class Live:
         return noting
 
     def _asking(self, impl: OpImpl) -> Callable[..., Any] | None:
-        """What the guards ask in the place of the `supports` of `impl`."""
+        """Return the function that guards call instead of the `supports` of `impl`."""
         entry, supports = self.plan.entries.get(impl.op_name), impl.supports
         planned = {i.impl_id for i in entry.impls} if entry else set()
         if supports is None or impl.impl_id not in planned:
-            return supports  # there is none, or it is that of vLLM's own form
+            return supports  # None, or for an implementation outside the plan
 
         def asked(*args: Any) -> Any:
             with self._watched(impl):
@@ -204,8 +201,7 @@ class Live:
 
     @contextmanager
     def _watched(self, impl: OpImpl) -> Iterator[None]:
-        """The block runs an implementation's code: noted for the next process, and named in the log
-        while it takes long."""
+        """Note for the next process that the block runs the implementation; log it if slow."""
         owner = self.owners.get((impl.op_name, impl.impl_id))
         whose = owner.name if owner else ""
         where = f"on live tensors in layer {self._layer}{whose and f' of {whose}'}"
@@ -214,7 +210,7 @@ class Live:
             yield
 
     def _call(self, spec: OpSpec, impl: OpImpl, given: tuple[Any, ...]) -> Any:
-        """One call of `impl`, compared if it is the first of its kind."""
+        """Call `impl`, and compare the call if it is the first of its kind."""
         key = spec.name, impl.impl_id
         args = contract_args(spec, impl, given)
         if key in self.objections or key in self._short:
@@ -231,7 +227,7 @@ class Live:
             if not self._lacked_memory(error):
                 raise
             before = NO_MEMORY
-        if before is None:  # another call of this kind may show more
+        if before is None:  # another call of this kind may have usable activations
             self.skipped += 1
         else:
             self._seen.add(kind)
@@ -244,13 +240,13 @@ class Live:
         if failure is None:
             failure = self._compared(spec, result, before)
         if failure is not None and failure.status == "refused":
-            assert failure.error is not None  # whether it takes the call was asked before
+            assert failure.error is not None  # `supports` has accepted the call
             raise failure.error from None
         if failure is not None and self._lacked_memory(failure.error):
             self.left_out.setdefault(spec.name, NO_MEMORY)
             if result is not None:
                 return result
-            # The other ranks wait for this forward, so that it goes on.
+            # Continue the forward, since the other ranks wait for it.
             self._short.add(key)
             return _zeros(spec.fake(*args))
         self.compared += 1
@@ -259,22 +255,24 @@ class Live:
             return result
         where = f"in layer {self._layer or '(unnamed)'}, {_described(spec, args)}"
         self.objections[key] = Objection(FAILED, f"{failure} (on live tensors {where})")
-        # Numbers that are wrong, NaN above all, would hide what is wrong in the layers behind.
+        # Incorrect numbers, especially NaN, would hide errors in later layers.
         return _zeros(spec.fake(*args))
 
     @property
     def _layer(self) -> str:
-        """The innermost module that is running."""
+        """Name of the innermost running module."""
         return self._inside[-1] if self._inside else ""
 
     def _before(self, spec: OpSpec, impl: OpImpl, args: tuple[Any, ...]) -> _Before | str | None:
-        """Copy what is needed to compare a call later; or return why it is not compared, or None if
-        no model computes its activations."""
+        """Copy what is needed to compare a call later.
+
+        Returns a text if it will not be compared, and None if no model computes its activations.
+        """
         if spec.check(*args) is not None:
             return "a layer's call does not match the contract"
         call = in_place(spec.named(args))
         rows = None if spec.whole_batch else _rows(spec, args, ROWS_AGAIN if self.again else ROWS)
-        synchronise(self.device)  # what another stream still writes is not this call's
+        synchronise(self.device)  # wait for writes of other streams
         if call.nbytes > LARGEST:
             part = _part(spec, args)
             if isinstance(part, str):
@@ -297,13 +295,12 @@ class Live:
         return _Before(call, rows, sample)
 
     def _scale(self, spec: OpSpec, args: Sequence[Any]) -> float:
-        """The magnitude of a call's values, where the contract's errors grow with it."""
+        """Return the magnitude of a call's values, raised to the power of `_growth`."""
         if spec.name not in self._growth:
             self._growth[spec.name] = _growth(spec)
         return float(_largest(spec, args) ** self._growth[spec.name])
 
     def _run(self, impl: OpImpl, given: tuple[Any, ...]) -> Outcome:
-        """Make a call."""
         self._running = True
         try:
             with self._watched(impl):
@@ -319,10 +316,9 @@ class Live:
         )
 
     def _compared(self, spec: OpSpec, result: Any, before: _Before) -> Failure | None:
-        """Compare the numbers of a result."""
         try:
             wanted = wanted_of(spec, before.sample)
-        except Exception as error:  # a contract that does not know such a call
+        except Exception as error:  # the contract does not support such a call
             log.debug("%s on live tensors: %s", spec.name, quote(error))
             self.left_out.setdefault(spec.name, "its contract cannot compute a layer's call")
             return None
@@ -336,10 +332,10 @@ class Live:
 
 
 def _rows(spec: OpSpec, args: Sequence[Any], at_most: int) -> torch.Tensor | None:
-    """Some rows of a call, in ascending order; None for all.
+    """Return some rows of a call, ascending; None for all.
 
-    The first and the last are among them, and those on both sides of each power of two, where grids
-    and tiles begin.
+    Includes the first and the last row, and both sides of each power of two, because grids and
+    tiles begin there.
     """
     count = spec.tokens(args)
     if count <= at_most:
@@ -348,13 +344,15 @@ def _rows(spec: OpSpec, args: Sequence[Any], at_most: int) -> torch.Tensor | Non
     edges = torch.tensor([0, count - 1, *(n + d for n in reversed(powers) for d in (-1, 0))])
     drawn = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(count))
     wanted = torch.cat((edges[edges < count], drawn))
-    first = {int(row): None for row in wanted}  # each once, the edges before what is drawn
+    first = {int(row): None for row in wanted}  # distinct, edges first
     return torch.tensor(list(first)[:at_most]).sort().values
 
 
 def _part(spec: OpSpec, args: Sequence[Any]) -> tuple[torch.Tensor, tuple[Any, ...]] | str:
-    """(some rows of a call, the call of these rows that holds no more than they read), or why
-    there is none: even one row reads too much."""
+    """Return (some rows of a call, the call of these rows with only the values that they read).
+
+    If even one row reads too much, return the reason instead.
+    """
     if spec.part is None or spec.whole_batch:
         return "its arguments are too large to copy"
     count = spec.tokens(args)
@@ -370,7 +368,7 @@ def _part(spec: OpSpec, args: Sequence[Any]) -> tuple[torch.Tensor, tuple[Any, .
 
 
 def _on_host(value: Any, rows: torch.Tensor | None) -> Any:
-    """These rows of a tensor, copied to the CPU; what is no tensor stays."""
+    """Copy these rows of a tensor to the CPU; other values stay."""
     if not isinstance(value, torch.Tensor):
         return value
     value = value.detach()
@@ -380,15 +378,17 @@ def _on_host(value: Any, rows: torch.Tensor | None) -> Any:
 
 
 def _growth(spec: OpSpec) -> int:
-    """With which power of the values' magnitude errors grow, as the contract's samples of large
-    ones say. Those of norms do not, and with a scale an activation's one large feature would hide
-    what is wrong in the others; those of products may grow with the square."""
+    """Return the power with which errors grow with the magnitude of values.
+
+    It is derived from the contract's samples of large values. It is 0 for norms: a larger tolerance
+    because of one large feature would hide errors in the others. It may be 2 for products.
+    """
     more = defaultdict[str, float | None](lambda: 64)
     small = ModelSizes(64, 64, heads=2, kv_heads=1, head_size=64, rotary=64, more=more)
     dtype = getattr(torch, spec.dtypes[-1])
     try:
         samples = [*spec.served(small, dtype, torch.device("cpu"), True)]
-    except Exception as error:  # a contract that is not for such sizes
+    except Exception as error:  # the contract does not support such sizes
         log.debug("%s has no samples of large values: %s", spec.name, quote(error))
         samples = []
     if not samples:
@@ -399,12 +399,12 @@ def _growth(spec: OpSpec) -> int:
 
 
 def _largest(spec: OpSpec, args: Sequence[Any]) -> float:
-    """The largest magnitude of the finite numbers in a call's activations, at least 1."""
+    """Return the maximum magnitude of the finite activations of a call, at least 1."""
     return float(torch.as_tensor(magnitudes(spec, args)).max())
 
 
 def _is_real(spec: OpSpec, args: Sequence[Any]) -> bool:
-    """Return whether a model computes such activations. -inf masks, and is one of them."""
+    """Return whether a model may compute such activations. They may include -inf, for masks."""
     return all(
         float(arg.float().nan_to_num(torch.inf, torch.inf, 0.0).abs().amax()) <= REAL
         for name, arg in spec.named(args).items()
@@ -416,7 +416,7 @@ def _is_real(spec: OpSpec, args: Sequence[Any]) -> bool:
 
 
 def _kind_of(layer: str) -> str:
-    """Layers of one kind differ in their numbers: `model.layers.*.mlp`."""
+    """Replace numbers in a layer's name: `model.layers.*.mlp`."""
     return re.sub(r"\d+", "*", layer)
 
 
@@ -428,7 +428,7 @@ def _layout(args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _described(spec: OpSpec, args: Sequence[Any]) -> str:
-    """The tensors of a call: `x (256, 512) bfloat16, weight (512,) bfloat16`."""
+    """Describe the tensors of a call: `x (256, 512) bfloat16, weight (512,) bfloat16`."""
     return ", ".join(
         f"{name} {tuple(arg.shape)} {dtype_name(arg.dtype)}"
         for name, arg in spec.named(args).items()
@@ -437,5 +437,5 @@ def _described(spec: OpSpec, args: Sequence[Any]) -> str:
 
 
 def _zeros(shapes: Any) -> Any:
-    """Results of these shapes that no layer behind stumbles over."""
+    """Return results of zeros, which do not disturb later layers."""
     return each_part(shapes, torch.zeros_like)

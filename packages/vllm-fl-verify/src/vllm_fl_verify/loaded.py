@@ -34,14 +34,13 @@ log = get_logger("engine")
 
 @dataclass(frozen=True)
 class Ran:
-    """What a rank saw of the implementations while it ran its part of the loaded model.
+    """Observations of a rank while it ran its part of the loaded model.
 
     Args:
-        refused: (op, impl id) -> a reason, of those that took none of the calls of which they are
-            the first candidate.
-        served: (op, impl id) of those that computed a call.
-        reached: the ops that were called.
-        untold: the ops of which such a run does not tell whether this engine calls them.
+        refused: (op, impl id) -> why it supports no call, though it is their first candidate.
+        served: (op, impl id) of implementations that computed a call.
+        reached: ops that were called.
+        untold: ops that the engine may call although this run did not.
     """
 
     refused: dict[tuple[str, str], str]
@@ -51,7 +50,7 @@ class Ran:
 
 
 def compare(engine: Engine) -> dict[Key, Objection]:
-    """Compare the plan in the loaded model. Nothing of it stays: neither in calls nor in memory."""
+    """Compare the plan in the loaded model, without lasting changes to calls or memory."""
     checks, began = checks_of(engine), time.monotonic()
     counts = checks.live_counts
     if not counts or engine.joins:
@@ -67,7 +66,7 @@ def compare(engine: Engine) -> dict[Key, Objection]:
         further = _further_counts(engine, refused) - counts
         if not further:
             break
-        # It may take calls of other sizes: what the plan has it for, and the largest batch.
+        # They may support other sizes: those in the tuning table, and the largest batch.
         counts |= further
     if refused:
         return {
@@ -97,9 +96,9 @@ def compare(engine: Engine) -> dict[Key, Objection]:
 
 
 def measure_stock(engine: Engine) -> None:
-    """Report vLLM's layers that are not batch-invariant, if that is required. They serve anyway.
+    """If required, report vLLM's layers that are not batch-invariant. They are used nevertheless.
 
-    They are called without a compiler. Layers with other parameters than the contract are left out.
+    They are called uncompiled. Layers with other parameters than the contract are omitted.
     """
     required, plan = engine.facts.wants_invariance, engine.plan
     modules = [each for model in engine.models.values() for each in model.modules()]
@@ -123,10 +122,10 @@ def measure_stock(engine: Engine) -> None:
 def _fitting(
     layer: Layer, modules: Iterable[torch.nn.Module], spec: OpSpec, provided: Mapping[str, Any]
 ) -> torch.nn.Module:
-    """Return the first of these layers that provides tensors of these shapes and dtypes.
+    """Return the first layer that provides tensors of these shapes and dtypes.
 
     Raises:
-        NotImplementedError: the model has no such layer, so this call is not made.
+        NotImplementedError: the model has no such layer; the call is skipped.
     """
     for module in modules:
         held = layer.target.stand_in(module) if layer.target.stand_in else module
@@ -140,7 +139,7 @@ def _kind(value: Any) -> object:
 
 
 def compare_with_cache(engine: Engine) -> dict[Key, Objection]:
-    """Compare the plan once more with vLLM's KV cache in memory: there is less of it now."""
+    """Compare the plan again with vLLM's KV cache allocated, since less memory is free."""
     checks, began = checks_of(engine), time.monotonic()
     if not checks.live_counts or engine.joins:
         return {}
@@ -159,8 +158,10 @@ def compare_with_cache(engine: Engine) -> dict[Key, Objection]:
 
 
 def compare_again(engine: Engine) -> dict[Key, Objection]:
-    """Compare the plan once while the engine serves. Requests under way are not disturbed: no
-    cache is written, and nothing is counted."""
+    """Compare the plan once while the engine serves, without disturbing its requests.
+
+    No cache is written and no call is counted.
+    """
     checks, remarks = checks_of(engine), engine.remarks[Moment.UPDATED]
     if not checks.live_counts:
         return {}
@@ -178,13 +179,13 @@ def compare_again(engine: Engine) -> dict[Key, Objection]:
 
 
 def _compared(engine: Engine, live: Live, began: float, where: str = "") -> str:
-    """What one line says of a look at the model.
+    """Summarise a comparison in one line.
 
     Args:
         engine: the engine.
-        live: what was seen.
-        began: when, by `time.monotonic`.
-        where: what stands between the calls and the seconds.
+        live: the findings.
+        began: start, by `time.monotonic`.
+        where: text between the number of calls and the seconds.
     """
     seconds = f"{time.monotonic() - began:.1f} s"
     found = f"{live.compared} calls on live tensors{where} in {seconds}"
@@ -199,17 +200,13 @@ def _compared(engine: Engine, live: Live, began: float, where: str = "") -> str:
 
 
 def _seen_again(engine: Engine, counts: frozenset[int], valve: Valve) -> tuple[Live, str]:
-    """Run a model briefly that was run before: return `Live`, and why there was no run.
-
-    Args:
-        engine: the engine, whose plan serves in the model. Nothing is counted meanwhile.
-        counts: the token counts of the runs.
-        valve: the startup's, or a new one.
+    """Run a model briefly again, with paused counters; return `Live`, and the problem if it did not
+    run.
     """
     with engine.plan.record.aside():
         found = _seen_live(engine, counts, valve, again=True)
     device = engine.device
-    if device.type != "cpu":  # vLLM has sized its KV cache: what is cached is not ours
+    if device.type != "cpu":  # vLLM has sized its KV cache, so cached memory must be freed
         torch.get_device_module(device).empty_cache()
     return found
 
@@ -217,7 +214,7 @@ def _seen_again(engine: Engine, counts: frozenset[int], valve: Valve) -> tuple[L
 def _seen_live(
     engine: Engine, counts: frozenset[int], valve: Valve, *, again: bool = False
 ) -> tuple[Live, str]:
-    """(what forwards of so many tokens each showed, why there was none or nothing)."""
+    """Run forwards with these token counts; return `Live`, and the problem if it did not run."""
     owners, models = get_default_manager().registry.snapshot().owners, engine.models
     live = Live(engine.plan, models, engine.device, owners, again, valve)
     if "" not in models:
@@ -228,20 +225,20 @@ def _seen_live(
                 not_run = probe.forward(engine.runner, models, engine.config, tokens)
                 if not_run:
                     return live, not_run
-    except Exception as error:  # vLLM's own, for a model that its dummy run does not fit
+    except Exception as error:  # of vLLM, for a model that its dummy run does not support
         log.warning("No verification on live tensors: the forward pass failed", exc_info=True)
         return live, f"the forward pass failed: {quote(error)}"
     return live, ""
 
 
 def _ran(live: Live) -> Ran:
-    """What a rank saw in runs of its part of the model that came to their end."""
+    """Return what a rank observed in completed runs of its part of the model."""
     table = installed_bindings()
     untold = {
         op
         for op in live.plan.entries
         if (binding := table.get(op)) is None
-        or binding.between_graphs  # attention does not run, nor what stands in its place
+        or binding.between_graphs  # attention and its replacements do not run
         or not all(target.seen_live for target in binding.targets)
         or _has_more_than_ran(live, op)
     }
@@ -249,7 +246,7 @@ def _ran(live: Live) -> Ran:
 
 
 def _has_more_than_ran(live: Live, op: str) -> bool:
-    """Whether the op has layers in a part of the model that such a run leaves out: encoders."""
+    """Return whether the op has layers in parts of the model that do not run, such as encoders."""
     bases = tuple(layer.base for layer in layer_table() if layer.op == op)
     return any(
         isinstance(module, bases) and prefix + name.rpartition(".")[0] not in live.entered
@@ -259,9 +256,9 @@ def _has_more_than_ran(live: Live, op: str) -> bool:
 
 
 def _refused(runs: Sequence[Ran]) -> dict[Key, str]:
-    """Return what took no call of the loaded model on any rank, with a reason.
+    """Return implementations that support no call of the loaded model on any rank, with a reason.
 
-    A rank of a pipeline refuses what other ranks have: there it may serve.
+    In a pipeline another rank may have calls that an implementation supports.
     """
     served = frozenset[Key]().union(*(ran.served for ran in runs))
     return {
@@ -270,7 +267,7 @@ def _refused(runs: Sequence[Ran]) -> dict[Key, str]:
 
 
 def _not_called(plan: Plan, runs: Sequence[Ran]) -> dict[str, str]:
-    """Return op -> that no rank called it, if a run shows that."""
+    """Return op -> reason, for ops that no rank called, if the runs show that."""
     known = frozenset[str]().union(*(ran.reached | ran.untold for ran in runs))
     why = "a run of the model did not call it"
     planned = (op for op, entry in plan.entries.items() if entry.impls)
@@ -278,7 +275,7 @@ def _not_called(plan: Plan, runs: Sequence[Ran]) -> dict[str, str]:
 
 
 def _further_counts(engine: Engine, refused: Iterable[tuple[str, str]]) -> frozenset[int]:
-    """At how many tokens those that refused everything so far may yet take a call."""
+    """Return further token counts that the refusing implementations may support."""
     sizes = engine.facts.sizes
     if sizes is None or not refused:
         return frozenset()
@@ -288,7 +285,7 @@ def _further_counts(engine: Engine, refused: Iterable[tuple[str, str]]) -> froze
 
 
 def _obstacle(engine: Engine) -> str:
-    """Why the model cannot be run now, or nothing."""
+    """Return why the model cannot be run now, or an empty string."""
     runner = engine.runner
     run = getattr(type(runner), "_dummy_run", None)
     if run is not None and not run.__module__.startswith("vllm."):

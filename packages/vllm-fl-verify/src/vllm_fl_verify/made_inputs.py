@@ -1,4 +1,4 @@
-"""Verification on made inputs: before the model is built, each implementation of the plan once."""
+"""Verification on generated inputs: once per implementation, before the model is built."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from .warmup import warm_counts
 
 @dataclass
 class Checks:
-    """What verification keeps of one engine, and runs when it starts: each implementation once.
+    """Verification state of one engine; verifies each implementation once.
 
     Args:
         engine: the engine.
-        live_counts: the token counts at which all ranks run the loaded model.
-        smaller: op -> the calls of it that were tried in a smaller size than the model's.
-        remarks: what could not be verified, a phrase each.
+        live_counts: token counts of all ranks for runs of the loaded model.
+        smaller: op -> calls that were verified at smaller sizes than in the model.
+        remarks: what could not be verified, one phrase each.
         seen: the plan that was last compared in the loaded model.
     """
 
@@ -57,7 +57,7 @@ class Checks:
         self._passed: set[tuple[object, ...]] = set()
 
     def objections(self, plan: Plan) -> dict[Key, Objection]:
-        """Return why candidates that may take over a call must not serve."""
+        """Return (op, impl id) -> why it must not run, for candidates that may run a call."""
         roles: list[Role] = []
         owners = get_default_manager().registry.snapshot().owners
         table = installed_bindings()
@@ -84,7 +84,7 @@ class Checks:
         return found.objections
 
     def request(self, plan: Plan, roles: Sequence[Role]) -> Request:
-        """Return what a verification of these roles is to try."""
+        """Return the request to verify these roles."""
         assert self.facts.dtype is not None  # a worker has a model
         return Request(
             roles,
@@ -102,9 +102,9 @@ class Checks:
         )
 
     def _warm_counts(self, entry: PlanEntry, impl: OpImpl) -> list[int]:
-        """The token counts at which `impl` must have run before it serves: none for a later choice.
+        """Return the token counts for the warm-up of `impl`; empty for later choices.
 
-        Plain PyTorch compiles nothing when it is called, and what is traced is part of a graph.
+        Plain PyTorch compiles nothing when called, and traced code is part of the model's graph.
         """
         sizes = self.facts.sizes
         if sizes is None or not is_opaque(impl):
@@ -117,10 +117,10 @@ class Checks:
         ]
 
     def _captured_tokens(self, plan: Plan, impl: OpImpl, least: int, most: float) -> int:
-        """How many tokens of `impl`, which serves in layers, to capture in a graph; 0 for none.
+        """Return the token count for capturing `impl` in a graph, or 0.
 
-        A compiler's own code takes the place of what it traces. What operators and functions reach
-        may run between graphs, as caches and prompts do: that it cannot be captured is no fault.
+        The compiler replaces traced code. Operators and functions outside layers, such as cache
+        writes, may run between graphs, so they need not be capturable.
         """
         if self.device.type != "cuda" or (plan.mode == "compiled" and not is_opaque(impl)):
             return 0
@@ -128,8 +128,10 @@ class Checks:
         return max(known, default=0)
 
     def counts(self, plan: Plan) -> frozenset[int]:
-        """How many tokens this rank wants the loaded model run with, one run each: none where it
-        has nothing to compare, and with orders by size also as many as a row is for."""
+        """Return the token counts of this rank for runs of the loaded model, if it has to compare.
+
+        They include the maximum tokens of rows in tuning tables.
+        """
         entries = [entry for entry in plan.entries.values() if entry.impls]
         if self.how != "verify" or not entries:
             return frozenset()
@@ -138,7 +140,7 @@ class Checks:
         return frozenset(min(n, largest, probe.TOKENS) for n in counts)
 
     def limits(self, plan: Plan) -> list[str]:
-        """What the start could not look at, one phrase each, and the seed of what it drew."""
+        """Return what startup could not verify, one phrase each, and the seed."""
         if not any(entry.impls for entry in plan.entries.values()):
             return []
         sizes, table = self.facts.sizes, installed_bindings()
@@ -165,7 +167,7 @@ def checks_of(engine: Engine) -> Checks:
 
 
 def compare(engine: Engine) -> dict[Key, Objection]:
-    """Compare the implementations of the plan that were not compared before."""
+    """Compare the plan's implementations that were not compared before."""
     checks = checks_of(engine)
     found = checks.objections(engine.plan)
     counts = engine.gather("report token counts of model runs", checks.counts(engine.plan))
@@ -179,7 +181,7 @@ def compare(engine: Engine) -> dict[Key, Objection]:
 
 
 def _bounds(entry: PlanEntry, impl: OpImpl) -> tuple[int, float]:
-    """The fewest and the most tokens of a call that `impl` may serve, by the rows of its op."""
+    """Return the minimum and maximum tokens of `impl`'s calls, from its op's rows."""
     ends = [math.inf if n is None else n for n, _ in entry.candidates]
     begins = [1, *(int(end) + 1 for end in ends[:-1])]
     serving = [number for number, (_, impls) in enumerate(entry.candidates) if impl in impls]
@@ -187,14 +189,10 @@ def _bounds(entry: PlanEntry, impl: OpImpl) -> tuple[int, float]:
 
 
 def layer_for(spec: OpSpec, provided: Mapping[str, Any]) -> object:
-    """Return a layer of vLLM's own class that provides what a contract takes from its layer.
+    """Return a layer of a vLLM class with the values `provided` for `spec.from_layer`.
 
-    It is for an implementation that takes the layer. The class's constructor, which would choose an
-    implementation, does not run.
-
-    Args:
-        spec: the contract.
-        provided: the parameters of `spec.from_layer`, by name.
+    For implementations that need a layer. The class's constructor, which would choose an
+    implementation, is not called.
     """
     stand_in = spec.layer(**provided)
     base = next((layer.base for layer in layer_table() if layer.op == spec.name), None)

@@ -1,4 +1,4 @@
-"""Asking the oracle what the results of a call must be, and comparing results with that."""
+"""Calls of the oracle for expected outputs, and comparison of results with them."""
 
 from __future__ import annotations
 
@@ -29,38 +29,35 @@ from .wanted import (
 )
 
 MEASURED = (Within, Exact, QuantisedPair)
-"""The kinds of outputs that `Wanted.measured` can compare."""
+"""Kinds of outputs that `Wanted.measured` supports."""
 
 
 def wanted_here(
     spec: OpSpec, args: Sequence[Any], scale: torch.Tensor | float
 ) -> list[Wanted | None]:
-    """What a call's results must be: the oracle is asked in fp64 on the device of the arguments.
+    """Compute expected outputs in fp64 on the device of the arguments, like `wanted_of`.
 
     Args:
-        spec: the contract; of outputs in `MEASURED`.
-        args: the call's.
-        scale: as `Sample.scale`, or one number for each row of the results.
-
-    Returns:
-        As `wanted_of`.
+        spec: the contract; its outputs must be in `MEASURED`.
+        args: the arguments.
+        scale: as `Sample.scale`, or one number per row of the results.
     """
     return _each_wanted(spec, args, scale, "a call")[1]
 
 
 def wanted_of(spec: OpSpec, sample: Sample, *, tokens: int | None = None) -> list[Wanted | None]:
-    """What a call's results must be: the oracle is asked, in fp64 on the CPU.
+    """Compute expected outputs in fp64 on the CPU.
 
     Args:
         spec: the contract.
         sample: the call.
-        tokens: how many rows every result must have; None where it may have others.
+        tokens: required number of rows of every result; None if results may have others.
 
     Returns:
-        One for each output; for one that the call does not have, None for each of its results.
+        One per output; for an output that is missing in this call, None per result.
 
     Raises:
-        ValueError: the contract contradicts itself; the message says which part of it.
+        ValueError: the contract contradicts itself; the message explains how.
     """
     args, columns = sample.repeats or (sample.args, None)
     on_host = [a.detach().cpu() if isinstance(a, torch.Tensor) else a for a in args]
@@ -87,7 +84,7 @@ def wanted_of(spec: OpSpec, sample: Sample, *, tokens: int | None = None) -> lis
 
 
 def closed(got: Any, sample: Sample) -> Any:
-    """Results without the rows that the sample leaves open."""
+    """Remove the sample's open rows, which have no defined values, from results."""
     if not sample.open_rows:
         return got
     kept = _kept(sample, max(len(part) for part in parts(got) if part is not None))
@@ -101,10 +98,10 @@ def _kept(sample: Sample, rows: int) -> torch.Tensor:
 def _each_wanted(
     spec: OpSpec, args: Sequence[Any], scale: torch.Tensor | float, where: str
 ) -> tuple[Sequence[Any], list[Wanted | None]]:
-    """The oracle's results where the arguments lie, and what each output must be."""
+    """Return the oracle's results on the arguments' device, and the expected outputs."""
     try:
         exact, shapes = parts(spec.oracle(*args)), parts(spec.fake(*args))
-    except Exception as error:  # not the implementation's, beside whose name this is told
+    except Exception as error:  # report as an error of the contract, not of the implementation
         raise ValueError(f"{where}: its oracle or its fake raised {quote(error)}") from error
     if [_shape(part) for part in exact] != [_shape(part) for part in shapes]:
         raise ValueError(
@@ -133,7 +130,7 @@ def _each_wanted(
 
 
 def _given(spec: OpSpec, args: Sequence[Any]) -> int:
-    """How many results the variant has that compiled code calls; 0 where none takes these."""
+    """Return the number of results of the variant for compiled code, or 0."""
     absent = {name for name, arg in spec.named(args).items() if arg is None}
     takes = [v for v in spec.variants if absent.issuperset({*spec.parameters} - {*v.parameters})]
     fewest = min(takes, key=lambda v: len(v.parameters), default=None)
@@ -148,7 +145,7 @@ def _wanted(
     scale: Any,
     args: Sequence[Any],
 ) -> Wanted:
-    """What the results of one output must be; `args` are the call's."""
+    """Return the expected output for its exact results; `args` are the call's arguments."""
     match output:
         case Exact():
             return Same(comparable(exact[0], like[0].dtype))
@@ -181,12 +178,12 @@ def _near(
 
 
 def worst(got: Any, wanted: Iterable[Wanted | None], places: Tokens = None) -> Off:
-    """How far off the results of a call are.
+    """Return the error of a call's results.
 
     Args:
-        got: one result or several, of the shapes and dtypes that the contract says.
-        wanted: what each output must be.
-        places: which tokens of a batch their rows are, for the message; None for all.
+        got: one result or several, with the contract's shapes and dtypes.
+        wanted: expected outputs.
+        places: token numbers of their rows, for the message; None for all rows.
     """
     largest = 0.0
     for want, mine, names in paired(got, wanted):
@@ -200,7 +197,7 @@ def worst(got: Any, wanted: Iterable[Wanted | None], places: Tokens = None) -> O
 def measures(
     got: Any, wanted: Iterable[Wanted | None], what: Literal["leans", "slope"]
 ) -> dict[str, float]:
-    """Result -> a measure of its errors, if it has enough elements; arguments as for `worst`."""
+    """Return result -> measure of its errors, if it has enough elements; args as for `worst`."""
     found = {names[0]: getattr(want, what)(mine) for want, mine, names in paired(got, wanted)}
     return {name: number for name, number in found.items() if not math.isnan(number)}
 
@@ -208,8 +205,7 @@ def measures(
 def paired(
     got: Any, wanted: Iterable[Wanted | None]
 ) -> Iterator[tuple[Wanted, list[torch.Tensor], list[str]]]:
-    """What each output must be, its results and what messages call them, where there is something
-    to compare."""
+    """Yield (expected output, its results, their names for messages), without empty ones."""
     at, results = 0, parts(got)
     for want in wanted:
         end = at + (want.results if want is not None else 1)
@@ -222,20 +218,20 @@ def paired(
 
 
 def parts(result: Any) -> tuple[Any, ...]:
-    """The results of a call, one or several."""
+    """Return the results of a call as a tuple."""
     return result if isinstance(result, tuple) else (result,)
 
 
 def each_part(result: Any, change: Callable[[Any], Any]) -> Any:
-    """The results of a call as `change` makes each of them; None stays."""
+    """Apply `change` to each result of a call; None stays."""
     changed = tuple(part if part is None else change(part) for part in parts(result))
     return changed if isinstance(result, tuple) else changed[0]
 
 
 def magnitudes(spec: OpSpec, args: Sequence[Any]) -> torch.Tensor | float:
-    """The magnitude of the finite numbers in each row of a call's activations, at least 1.
+    """Return the maximum magnitude of the finite activations in each row of a call, at least 1.
 
-    That of numbers in 8 bits is theirs times that of the other activations: their scales.
+    Magnitudes of 8-bit activations are multiplied by those of their scales.
     """
     wide, is_scaled = [], False
     for name, arg in spec.named(args).items():

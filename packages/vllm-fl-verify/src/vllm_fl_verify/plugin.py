@@ -1,4 +1,4 @@
-"""Verification as a plugin: it objects to implementations that are wrong."""
+"""The verification plugin: hooks that object to incorrect implementations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VERIFIES = True
 
 @hookimpl
 def inspect_plan(engine: Any, moment: Moment) -> Mapping[Key, Objection] | None:
-    """Run the plan's implementations, and compare them with their contracts."""
+    """Run the plan's implementations and compare them with their contracts."""
     how = engine.facts.settings.preflight
     if moment is Moment.GROUPED or how == "off":
         return None
@@ -36,7 +36,7 @@ def inspect_plan(engine: Any, moment: Moment) -> Mapping[Key, Objection] | None:
 
 @hookimpl
 def communicator_checks(engine: Any, communicator: Any, group: GroupFacts) -> Iterator[Check]:
-    """Compare every collective on known values."""
+    """Compare every collective of the group on known values."""
     if engine.facts.settings.preflight != "off":
         from .collectives import steps
 
@@ -46,7 +46,7 @@ def communicator_checks(engine: Any, communicator: Any, group: GroupFacts) -> It
 
 @hookimpl
 def rejections(op: str, impls: Sequence[Any], facts: Any, contract: Any) -> Mapping[str, str]:
-    """Reject what nothing measures, if an engine asks for batch-invariant implementations."""
+    """Reject implementations that cannot be measured, if batch invariance is required."""
     from .determinism import unmeasured
 
     return unmeasured(facts, impls, contract)
@@ -64,7 +64,7 @@ def engine_session(engine: Any) -> AbstractContextManager[object] | None:
 
 @hookimpl
 def worker_report(engine: Any) -> Mapping[str, object]:
-    """Report what was tried in smaller sizes, and what sampled steps have shown."""
+    """Report the seed, calls that were verified at smaller sizes, and the shadow check."""
     from .made_inputs import Checks
     from .sampling import Canary
 

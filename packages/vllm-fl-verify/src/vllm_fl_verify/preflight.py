@@ -1,10 +1,10 @@
-"""Running a plan's implementations as they will serve: a wrong kernel is caught by name, at start.
+"""Runs a plan's implementations at startup to find incorrect kernels.
 
 Every candidate is called on the contract's samples and on the served model's sizes, in inference
-mode, with many token counts, on guarded memory, twice on the same buffers, with values as large
-as activations get; in compiled mode the first choice also as the compiler will have it. What will
-serve is then called at further token counts, so that nothing of it is left to compile, and where
-vLLM will capture graphs it is captured in one, which is replayed with other values.
+mode, with many token counts, on guarded memory, twice on the same buffers, and with values as large
+as activations get; in compiled mode the first choice also in the compiler's form. Implementations
+that will run are then called at further token counts, to compile all their kernels, and if vLLM
+captures graphs they are captured in one, which is replayed with other values.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from .verification import dtype_name
 log = get_logger("engine")
 
 HOST_THREADS = 8
-"""How many threads of the host compute the oracle at most: with the 64 of a large one small sums
+"""Maximum threads of the host for computing the oracle: with the 64 of a large host, small sums
 take several times as long."""
 
 
 @dataclass
 class Findings:
-    """What was found.
+    """Result of a verification.
 
     Args:
-        objections: (op, impl id) -> why it must not serve.
-        remarks: what was not looked at, one phrase each, for the report.
-        smaller: op -> what of its calls was tried in a smaller size than the model's, one phrase
-            each; empty where none of them was.
+        objections: (op, impl id) -> why it must not run.
+        remarks: what was not verified, one phrase each, for the report.
+        smaller: op -> calls that were verified at smaller sizes than in the model; without ops
+            that have none.
     """
 
     objections: dict[Key, Objection] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Findings:
 
 
 def find_faults(request: Request) -> Findings:
-    """Run each implementation on its contract's samples and on the model's own sizes."""
+    """Run each implementation on its contract's samples and on the model's sizes."""
     log.debug("verifying with seed %d", request.seed)
     found = Findings()
     threads = host_threads(request.device)
@@ -88,10 +88,9 @@ def find_faults(request: Request) -> Findings:
 
 @contextmanager
 def host_threads(device: torch.device) -> Iterator[None]:
-    """In the block the host of a device computes with few threads.
+    """Limit the host's threads inside the block, if the device is not the CPU.
 
-    Where it serves itself, it does with as many as it will then: vLLM's worker on a CPU warns of
-    each setting.
+    On the CPU the number stays as when serving; vLLM's CPU worker also warns of each change.
     """
     before = torch.get_num_threads()
     if device.type == "cpu" or before <= HOST_THREADS:
@@ -105,7 +104,7 @@ def host_threads(device: torch.device) -> Iterator[None]:
 
 
 def _look(startup: Startup, role: Role, trials: Sequence[Trials]) -> Objection | None:
-    """Run one implementation in each dtype of its op, and return why it must not serve."""
+    """Run one implementation in each dtype of its op; return why it must not run, or None."""
     request = startup.request
     if not trials:
         known, dtype = request.specs[role.impl.op_name].dtypes, dtype_name(request.dtype)
@@ -127,7 +126,7 @@ def _look(startup: Startup, role: Role, trials: Sequence[Trials]) -> Objection |
 
 
 def _check(run: Run) -> Objection | None:
-    """Run the checks, and return the first objection."""
+    """Run the checks and return the first objection."""
     seconds = Phases()
     try:
         with torch.inference_mode():
@@ -136,7 +135,7 @@ def _check(run: Run) -> Objection | None:
                     if (objection := next(check(run), None)) is not None:
                         return objection
         return None
-    except Exception:  # of ours, where the implementation has spoiled what we rely on
+    except Exception:  # of verification itself, if the implementation changed state that it needs
         if (problem := run.changed()) is None:
             raise
         return Objection(FAILED, problem)
@@ -149,6 +148,6 @@ def _check(run: Run) -> Objection | None:
 
 
 def _few(names: Collection[str], at_most: int = 3) -> str:
-    """The first of these names, sorted, and how many more there are."""
+    """Join the first names, sorted, and the number of others."""
     further = f" and {len(names) - at_most} more" if len(names) > at_most else ""
     return ", ".join(sorted(names)[:at_most]) + further

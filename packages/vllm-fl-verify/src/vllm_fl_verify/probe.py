@@ -1,7 +1,7 @@
-"""One forward of our own over the loaded model, uncompiled: a batch of tokens as vLLM makes them.
+"""One uncompiled forward of the loaded model with a realistic batch of tokens.
 
-It is vLLM's dummy run with other inputs. vLLM's own gives every token the id 0 and the position 0,
-and runs no attention, whose result is then 0 or whatever the memory held.
+It is vLLM's dummy run with other inputs: vLLM passes id 0 and position 0 for every token, and
+attention does not run, so its result is 0 or uninitialised memory.
 """
 
 from __future__ import annotations
@@ -24,45 +24,38 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 TOKENS = 256
-"""Tokens of the largest forward. What is compared are some rows of each call."""
+"""Tokens of the largest forward. Only some rows of each call are compared."""
 
 COUNTS = (TOKENS, 17, 16, 1)
-"""Tokens of the forwards: some prompts', those of a step in which some sequences decode, of the one
-after it when a request has ended, and of one. Kernels choose by size, and one that is compiled when
-it is called is so at start."""
+"""Tokens of the forwards: prompts, a step with some decoding sequences, the step after a request
+has finished, and one token. Kernels are chosen by size, and just-in-time compilation happens at
+startup."""
 
 SEED = 20261122
-"""All ranks of an engine must be given the same tokens."""
+"""All ranks of an engine must use the same tokens."""
 
 
 _NAMES_OF_POSITIONS = re.compile(r"wpe|pos_emb.*|.*position.*")
-"""What the models call a learned table with a row for each position."""
+"""Names of a learned table with a row for each position, in the models."""
 
 
 def positions_of(model: torch.nn.Module, length: int) -> int:
-    """How many positions every table of the model has a row for.
+    """Return the number of positions in every table of the model, at most `length`.
 
-    With VLLM_ALLOW_LONG_MAX_MODEL_LEN an engine's length may go beyond what its model was made for.
-    vLLM serves all the same, and its kernels then read what lies behind a table.
-
-    Args:
-        model: the loaded model.
-        length: the engine's.
-
-    Returns:
-        At most `length`, and at least 1.
+    With VLLM_ALLOW_LONG_MAX_MODEL_LEN an engine's length may exceed that of its model. Kernels of
+    vLLM then read beyond a table.
     """
     rows = [length]
     for module in _text_part(model).modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name.endswith("cos_sin_cache") and buffer.ndim > 1:
-                # Of two tables in one, the second is for as many positions as are left.
+                # Of two tables in one, the second has the remaining rows.
                 first = getattr(module, "original_max_position_embeddings", 0)
                 rows.append(len(buffer) - (first if "long_short" in name else 0))
         for name, child in module.named_children():
             table = getattr(child, "num_embeddings", None)
             if isinstance(table, int) and _NAMES_OF_POSITIONS.fullmatch(name):
-                # Some begin behind what stands for padding.
+                # Some begin after the row for padding.
                 padding = getattr(module, "padding_idx", None)
                 begin = padding + 1 if isinstance(padding, int) else getattr(child, "offset", 0)
                 rows.append(table - begin)
@@ -70,10 +63,10 @@ def positions_of(model: torch.nn.Module, length: int) -> int:
 
 
 def _text_part(model: torch.nn.Module) -> torch.nn.Module:
-    """The part that is given positions of tokens: encoders of images have tables of their own."""
+    """Return the language model, since encoders of images have their own tables."""
     try:
         part = model.get_language_model()  # type: ignore[operator]
-    except Exception:  # most models have none, and some raise where they have one
+    except Exception:  # most models do not support it, and some that have one raise
         return model
     return part if isinstance(part, torch.nn.Module) else model
 
@@ -84,13 +77,13 @@ def forward(
     """Run the loaded models once, eagerly, without attention and without a cache.
 
     Args:
-        runner: vLLM's model runner, the newer or the older one.
+        runner: the newer or the older model runner of vLLM.
         models: `Engine.models`: the model, and its draft model, which the same dummy run calls.
-        vllm_config: the engine's.
-        tokens: how many; not more than the engine's largest batch.
+        vllm_config: the engine's configuration.
+        tokens: number of tokens, at most the engine's largest batch.
 
     Returns:
-        Why there was no forward, or nothing.
+        The problem if there was no forward, or an empty string.
     """
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
@@ -117,7 +110,7 @@ def forward(
 
 
 class _Inputs:
-    """Inputs of one model, in the place of vLLM's zeros and of memory that nothing wrote."""
+    """Inputs of one model that replace zeros and uninitialised memory."""
 
     def __init__(self, model: torch.nn.Module, vllm_config: VllmConfig) -> None:
         config, drafting = vllm_config.model_config, vllm_config.speculative_config
@@ -130,7 +123,7 @@ class _Inputs:
 
     @contextmanager
     def given(self) -> Iterator[None]:
-        """Inside the block, whoever runs the model gives it these."""
+        """Replace the inputs of the model's `forward` inside the block."""
         own: Callable[..., Any] = self.model.forward
         held = vars(self.model)
         before = held.get("forward")
@@ -148,7 +141,7 @@ class _Inputs:
                 held["forward"] = before
 
     def _varied(self, named: dict[str, Any]) -> dict[str, Any]:
-        """The model's arguments, which vLLM passes by name."""
+        """Replace the keyword arguments that vLLM passes to the model."""
         varied = dict(named)
         ids, embeds, positions = (
             named.get(name) for name in ("input_ids", "inputs_embeds", "positions")
@@ -159,16 +152,16 @@ class _Inputs:
             varied["inputs_embeds"] = self._embedded(embeds)
         if positions is not None:
             varied["positions"] = self._positions(positions)
-        if (hidden := named.get("hidden_states")) is not None:  # of the target, for its draft model
+        if (hidden := named.get("hidden_states")) is not None:  # of the target, for the draft model
             varied["hidden_states"] = self._normal(hidden)
         between = named.get("intermediate_tensors")
-        if between is not None:  # of the pipeline's rank before
+        if between is not None:  # of the pipeline's previous rank
             tensors = {name: self._normal(tensor) for name, tensor in between.tensors.items()}
             varied["intermediate_tensors"] = type(between)(tensors)
         return varied
 
     def _embedded(self, like: torch.Tensor) -> torch.Tensor:
-        """Embeddings of such tokens, where the model makes them beforehand."""
+        """Return embeddings of random tokens, if the model computes them beforehand."""
         embed = getattr(self.model, "embed_input_ids", None)
         if embed is None:
             return self._normal(like)
@@ -179,13 +172,13 @@ class _Inputs:
         return tokens(count, self.vocabulary, self._generator)
 
     def _positions(self, like: torch.Tensor) -> torch.Tensor:
-        """One for each token; of models with several axes, those of each axis."""
+        """Return a position for each token, for each axis."""
         count, axes = like.shape[-1], like.shape[:-1].numel()
         drawn = [positions(count, self.length, self._generator) for _ in range(axes)]
         return torch.stack(drawn).view(like.shape).to(like)
 
     def _normal(self, like: torch.Tensor) -> torch.Tensor:
-        """Normal numbers; those of one shape are the same in all layers."""
+        """Return normal numbers, which are equal in all layers with this shape."""
         shape = tuple(like.shape)
         if shape not in self._noise:
             drawn = torch.randn(shape, generator=self._generator, dtype=torch.float32)
@@ -193,7 +186,7 @@ class _Inputs:
         return self._noise[shape].to(like).clone()
 
     def attended(self, _: torch.nn.Module, args: tuple[Any, ...], result: Any) -> Any:
-        """Stands for a layer's attention, which does not run: noise as large as its last input."""
+        """Replace the result of attention, which does not run, by noise of its input's size."""
         given = [arg for arg in args if isinstance(arg, torch.Tensor)]
         if not isinstance(result, torch.Tensor) or not result.is_floating_point() or not given:
             return None

@@ -1,12 +1,13 @@
-"""What of the whole process a kernel must leave as it was: torch's modes, switches and random
-numbers, the working directory, signal handlers and limits, Python's garbage collector and logging.
+"""State of the process that a kernel must not change.
 
-A change is the kernel's unless it is seen to be another thread's: what changes while nobody calls
-the kernel is not. Random numbers move on whoever draws them, and they are the kernel's only where
-they are moved on by each of some further calls, before which we draw one: a kernel that seeds them
-sets them to the same each time. What is another thread's is left as that thread has it.
+That is torch's modes, switches and random numbers, the working directory, signal handlers and
+limits, Python's garbage collector and logging. Not the grad mode: kernels are called in inference
+mode, which restores it.
 
-The grad mode is none of it: a kernel is called in inference mode, which puts it back.
+A change is attributed to the kernel unless it also happens while the kernel is not called; then it
+is another thread's, and is not restored. Any thread may advance the random number generators. The
+kernel is blamed for them only if each of some further calls changes them. A number is drawn before
+each of these calls, because a kernel that seeds a generator sets the same state in every call.
 """
 
 from __future__ import annotations
@@ -38,31 +39,31 @@ from vllm_fl.logs import get_logger
 log = get_logger("engine")
 
 ROUNDS = 6
-"""How often we look at what was changed, without a call and after one. A thread that draws random
-numbers half of the time is taken for the kernel in one of 4 ** ROUNDS times."""
+"""How often state is observed, without a call and after one. A thread that draws random numbers
+half of the time is mistaken for the kernel with probability 1 / 4 ** ROUNDS."""
 
 QUIET = 0.03
-"""Seconds without a call, at least; a call that takes longer is followed by as long a time."""
+"""Minimum seconds without a call; after a longer call, its duration."""
 
 LONGEST = 0.5
-"""Seconds without a call, at most."""
+"""Maximum seconds without a call."""
 
 LONG = (torch.Tensor, dict, tuple, set)
-"""The types of values that are too long for a message."""
+"""Types of values that are too long for a message."""
 
 LOOKS = 20
-"""How often we look in that time: another thread may set a thing and put it back in it."""
+"""Observations in that time: another thread may set state and restore it."""
 
 
 class _Piece(NamedTuple):
-    """One thing that is compared.
+    """One compared piece of state.
 
     Args:
-        name: what a person would call it.
-        get: reads it. Where it raises, that is what is compared: torch cannot tell the older form
-            of a precision which was set in the newer form.
-        set: sets it. It is not called for what could not be read.
-        draw: moves it on, of what moves on whoever uses it.
+        name: name for messages.
+        get: reads it. If it raises, that itself is compared: torch cannot report the older form of
+            a precision that was set in the newer form.
+        set: sets it. Not called for state that could not be read.
+        draw: advances it, for random number generators.
     """
 
     name: str
@@ -72,7 +73,7 @@ class _Piece(NamedTuple):
 
 
 class _Untold(str):
-    """In the place of a value whose getter raised."""
+    """Value of state that cannot be read."""
 
 
 UNTOLD = _Untold("an unreadable value")
@@ -80,12 +81,12 @@ UNTOLD = _Untold("an unreadable value")
 
 @dataclass
 class State:
-    """What was set at one time, and who has changed it since.
+    """State at one time, and the origin of later changes.
 
     Args:
-        values: what was set, by the name that a person would use for it.
-        others: the names of what other threads were seen to change.
-        blamed: the names of what the kernel changed that was called since.
+        values: name -> value.
+        others: names of state that other threads were seen to change.
+        blamed: names of state that the kernel has changed.
     """
 
     values: dict[str, Any]
@@ -94,20 +95,20 @@ class State:
 
 
 def state_of(device: torch.device) -> State:
-    """What is set now."""
+    """Read the current state."""
     return State({piece.name: _read(piece) for piece in _pieces(device)})
 
 
 def changed(
     before: State, device: torch.device, again: Callable[[], object] | None = None
 ) -> str | None:
-    """The first thing that a kernel has set otherwise than `before`, with both values; or None.
+    """Return the first state that a kernel changed, with both values, or None.
 
     Args:
-        before: what was set before its calls.
-        device: where it ran.
-        again: calls it once more. Without, nobody can tell whether it draws random numbers, and it
-            is not blamed for that.
+        before: state before its calls.
+        device: the kernel's device.
+        again: repeats calls. Without it, changes of random numbers cannot be attributed to the
+            kernel and are ignored.
     """
     _judge(before, device, again)
     for piece, now in _otherwise(before, device):
@@ -119,26 +120,26 @@ def changed(
 
 
 def restore(before: State, device: torch.device) -> None:
-    """Set as it was what is set otherwise now, and touch nothing else, nor what is others'.
+    """Restore the state that the kernel has changed, and touch nothing else.
 
-    A server may watch a setter, or have taken it away: vLLM's worker on a CPU warns of each call
-    of `torch.set_num_threads`.
+    A server may watch or replace a setter: vLLM's CPU worker warns of each call of
+    `torch.set_num_threads`.
     """
     _judge(before, device, None)
-    # One after the other, each read when those before are set: some are defaults of others.
+    # One by one, reading each after the previous ones are set: some are defaults of others.
     for piece, _ in _otherwise(before, device):
         then, name = before.values[piece.name], piece.name
         is_others = name in before.others or (piece.draw and name not in before.blamed)
-        if is_others or isinstance(then, _Untold):  # what that was made of, other pieces tell
+        if is_others or isinstance(then, _Untold):  # other pieces have the values of the latter
             continue
         try:
             piece.set(then)
-        except Exception as error:  # a limit that only root raises
+        except Exception as error:  # for example a limit that only root can raise
             log.warning("A kernel changed %s, and restoring it failed: %s", name, error)
 
 
 def _judge(before: State, device: torch.device, again: Callable[[], object] | None) -> None:
-    """Note whose work each change is that nobody was found for yet."""
+    """Attribute each new change to the kernel or to other threads."""
     known = before.others | before.blamed
     suspects = {piece for piece, _ in _otherwise(before, device) if piece.name not in known}
     if again is None:
@@ -151,7 +152,7 @@ def _judge(before: State, device: torch.device, again: Callable[[], object] | No
 
 
 def _of_others(suspects: set[_Piece], again: Callable[[], object] | None) -> set[_Piece]:
-    """Those of `suspects` that are not the kernel's doing, by the rule of this module."""
+    """Return the pieces that other threads change, by the rule in the module docstring."""
     found: set[_Piece] = set()
     quiet = QUIET
     for _ in range(ROUNDS):
@@ -160,7 +161,7 @@ def _of_others(suspects: set[_Piece], again: Callable[[], object] | None) -> set
             break
         then = {piece: _read(piece) for piece in left}
         for _ in range(LOOKS):
-            # a length of its own each time: not in step with what others do
+            # Random intervals, to avoid a rhythm in step with other threads.
             time.sleep(quiet / LOOKS * random.SystemRandom().uniform(1, 2))
             found |= {piece for piece in left if not _same(then[piece], _read(piece))}
         moving = {piece: _read(piece) for piece in left - found if piece.draw}
@@ -168,21 +169,21 @@ def _of_others(suspects: set[_Piece], again: Callable[[], object] | None) -> set
             continue
         drawn = {}
         for piece in moving:
-            with suppress(Exception):  # modes that a kernel left on
+            with suppress(Exception):  # because of modes that a kernel left enabled
                 piece.draw and piece.draw()
             drawn[piece] = _read(piece)
         begun = time.monotonic()
-        with suppress(Exception):  # what is wrong with a call is found elsewhere
+        with suppress(Exception):  # errors of calls are reported elsewhere
             again()
         quiet = min(max(QUIET, time.monotonic() - begun), LONGEST)
         for piece in {piece for piece, was in drawn.items() if _same(was, _read(piece))}:
-            piece.set(moving[piece])  # nobody has drawn: they go on as if we had not either
+            piece.set(moving[piece])  # only our draw has changed it: undo that
             found.add(piece)
     return found
 
 
 def _otherwise(before: State, device: torch.device) -> Iterator[tuple[_Piece, Any]]:
-    """What is set otherwise than `before`, each with its value now, read one after the other."""
+    """Yield changed state with its current value, reading one after the other."""
     for piece in _pieces(device):
         now = _read(piece)
         if not _same(before.values[piece.name], now):
@@ -199,13 +200,13 @@ def _read(piece: _Piece) -> Any:
 def _same(then: Any, now: Any) -> bool:
     if isinstance(then, torch.Tensor) and isinstance(now, torch.Tensor):
         return torch.equal(then, now)
-    if isinstance(then, dict) and isinstance(now, dict):  # what came in addition is no change
+    if isinstance(then, dict) and isinstance(now, dict):  # additional entries do not count
         return all(now.get(key) == value for key, value in then.items())
     return bool(type(then) is type(now) and then == now)
 
 
 DETERMINISTIC = ("off", "on, with warnings", "on")
-"""torch's modes, by the number that it has for each."""
+"""Names of torch's modes, indexed by torch's number."""
 
 
 def _deterministic() -> str:
@@ -213,16 +214,16 @@ def _deterministic() -> str:
 
 
 def _set_deterministic(mode: str) -> None:
-    # set_deterministic_debug_mode would leave the compiler's own switch as it is
+    # set_deterministic_debug_mode would not change the compiler's switch
     torch.use_deterministic_algorithms(mode != DETERMINISTIC[0], warn_only=mode == DETERMINISTIC[1])
 
 
 def _set_threads(number: int) -> None:
-    torch.set_num_threads(number)  # looked up here: a server may have put its own in its place
+    torch.set_num_threads(number)  # read now: a server may have replaced it
 
 
 def _set_device(place: torch.device) -> None:
-    # first what came in addition, as of a `with torch.device(...)` that was not left
+    # First leave additional modes, as of a `with torch.device(...)` that was not exited.
     while torch.get_default_device() != place and any(map(_is_left_on, modes := _modes())):
         last = next(mode for mode in reversed(modes) if _is_left_on(mode))
         for _ in modes:
@@ -231,18 +232,18 @@ def _set_device(place: torch.device) -> None:
             if mode is not last:
                 _push_mode(mode)
     if torch.get_default_device() != place:
-        # None: without the mode that another default costs at every call
+        # None avoids the mode of another default, which slows down every call.
         torch.set_default_device(None if place == torch.device("cpu") else place)
 
 
 def _is_left_on(mode: object) -> bool:
-    """Whether it is the device of a block, and not that of `torch.set_default_device`."""
+    """Return whether it is the device of a block instead of `torch.set_default_device`."""
     default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     return isinstance(mode, DeviceContext) and mode is not default
 
 
 def _function_modes() -> tuple[Any, ...]:
-    """Those that are on in this thread, without the default device."""
+    """Return this thread's active modes, without the default device."""
     return tuple(mode for mode in _modes() if not isinstance(mode, DeviceContext))
 
 
@@ -251,7 +252,7 @@ def _dispatch_modes() -> tuple[Any, ...]:
 
 
 def _set_modes(now: Callable[[], tuple[Any, ...]], then: tuple[Any, ...]) -> None:
-    """Leave the modes that came in addition, and enter again those that were left."""
+    """Exit additional modes, and enter missing ones again."""
     on = now()
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(on, then, strict=False)))
     for mode in reversed(on[shared:]):
@@ -269,15 +270,15 @@ def _handlers() -> dict[int, Any]:
 
 def _set_handlers(handlers: dict[int, Any]) -> None:
     if threading.current_thread() is not threading.main_thread():
-        return  # Python allows it there only
+        return  # Python allows it in the main thread only
     for number, handler in handlers.items():
-        # None: it was not installed by Python, which therefore cannot put it back
+        # None: not installed by Python, which therefore cannot restore it
         if handler is not None and signal.getsignal(number) is not handler:
             signal.signal(number, handler)
 
 
 def _loggers() -> dict[logging.Logger, Any]:
-    """How vLLM's loggers, ours and the root are set: whether they log, what, and to whom."""
+    """Return the configuration of the loggers of vLLM and vllm-fl, and of the root logger."""
     known = logging.root.manager.loggerDict.copy().items()
     ours = [each for name, each in known if name.startswith("vllm")]
     return {
@@ -297,13 +298,13 @@ def _set_loggers(loggers: dict[logging.Logger, Any]) -> None:
 
 
 def _umask() -> str:
-    """Without setting it, as os.umask does: a file of another thread would have the wrong mode."""
+    """Read the umask without setting it, as os.umask would: files of other threads would use it."""
     lines = Path("/proc/self/status").read_text("ascii", errors="replace").splitlines()
     return next(line.split()[1] for line in lines if line.startswith("Umask:"))
 
 
 def _of_torch_c(name: str, get: str, put: str = "") -> Iterator[_Piece]:
-    """A switch of torch's, where this release has it; some have several values in newer ones."""
+    """Yield a switch of torch, if this release has it; some have several values in newer ones."""
     getter = getattr(torch._C, f"_get_{get}", None)
     setter = getattr(torch._C, f"_set_{put or get}", None)
     if getter and setter:
@@ -311,7 +312,7 @@ def _of_torch_c(name: str, get: str, put: str = "") -> Iterator[_Piece]:
 
 
 def _reduced(kind: str) -> Iterator[_Piece]:
-    """Whether sums of products may be made in less precision."""
+    """Yield the switch for reduced precision in sums of products."""
     name = f"reduced precision in sums of {kind} products"
     return _of_torch_c(name, f"cublas_allow_{kind}_reduced_precision_reduction")
 
@@ -326,11 +327,11 @@ PRECISIONS = (
     ("mkldnn", "all"),
     *((backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")),
 )
-"""What has an `fp32_precision`; those that have none of their own have that of `all`."""
+"""Names with an `fp32_precision`; names without a value use the value of `all`."""
 
 
 def _precisions() -> Iterator[_Piece]:
-    """torch's precisions in their newer form, `torch.backends.cuda.matmul.fp32_precision`."""
+    """Yield torch's precisions in their newer form, `torch.backends.cuda.matmul.fp32_precision`."""
     get: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
     put: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
     for backend, op in PRECISIONS if get and put else ():
@@ -340,14 +341,14 @@ def _precisions() -> Iterator[_Piece]:
 
 
 _PIECES: tuple[_Piece, ...] = (
-    # modes first: they see, and may spoil, all that is asked of torch afterwards
+    # Modes first, because they intercept all later calls of torch.
     _Piece("torch's function modes", _function_modes, partial(_set_modes, _function_modes)),
     _Piece("torch's dispatch modes", _dispatch_modes, partial(_set_modes, _dispatch_modes)),
     _Piece("the default device", torch.get_default_device, _set_device),
     _Piece("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
     _Piece("the number of threads", torch.get_num_threads, _set_threads),
     _Piece("the deterministic mode", _deterministic, _set_deterministic),
-    # the older form before the newer one, of which it sets some
+    # The older form first, because it sets some values of the newer form.
     _Piece(
         "the precision of float32 products",
         torch.get_float32_matmul_precision,
@@ -369,7 +370,7 @@ _PIECES: tuple[_Piece, ...] = (
         "sdp_use_mem_efficient",
     ),
     *_of_torch_c("whether math attention is enabled", "math_sdp_enabled", "sdp_use_math"),
-    # Not cuDNN's: vLLM itself turns that off when its platform for CUDA is imported.
+    # Not cuDNN's attention: vLLM disables it when it imports its platform for CUDA.
     _Piece(
         "torch's anomaly mode",
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
@@ -414,7 +415,7 @@ _PIECES: tuple[_Piece, ...] = (
 
 
 def _pieces(device: torch.device) -> Iterator[_Piece]:
-    """All that is compared, in the order in which it is set."""
+    """Yield all compared state in the order for restoring it."""
     yield from _PIECES
     module: Any = None if device.type == "cpu" else torch.get_device_module(device)
     if hasattr(module, "get_rng_state"):

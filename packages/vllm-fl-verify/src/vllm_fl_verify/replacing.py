@@ -1,4 +1,4 @@
-"""Call other functions instead of the candidates of a plan, for as long as a block runs."""
+"""Temporary replacement of the functions that the guards of a plan call."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def replacing(
 ) -> Iterator[None]:
     """Let every guard of a record call `instead(impl)` for each candidate inside the block.
 
-    Afterwards the guards are what they were. Inside, nothing may be demoted, and no other
-    thread may call them.
+    Afterwards the guards are restored. Inside the block nothing may be disabled, and no other
+    thread may call the guards.
 
     Args:
         record: the record of a plan, or of a manager.
-        instead: a candidate -> a function of the parameters that the candidate's has.
-        asking: a candidate -> the function that replaces its `supports`.
-        at_most: how many of the first candidates are replaced; None: all.
+        instead: candidate -> function with the same parameters.
+        asking: candidate -> function that replaces its `supports`.
+        at_most: number of first candidates to replace; None for all.
     """
     guards = [guard for guard in list(record.guards) if isinstance(guard, Guard)]
     try:
@@ -48,8 +48,7 @@ def replacing(
 
 
 def _calling(impl: OpImpl, fn: Callable[..., Any], supports: Callable[..., Any] | None) -> OpImpl:
-    """`impl` with other functions, its own under its signature, which tells whether a layer is
-    taken."""
+    """Return `impl` with other functions and its own signature, which determines `needs_layer`."""
     if fn is impl.fn and supports is impl.supports:
         return impl
     fn = fn if fn is impl.fn else functools.wraps(impl.fn)(fn)
@@ -57,9 +56,9 @@ def _calling(impl: OpImpl, fn: Callable[..., Any], supports: Callable[..., Any] 
 
 
 def computes(plan: Plan, impl: OpImpl) -> bool:
-    """Return whether a guard's candidate computes its op for a plan in the call itself.
+    """Return whether a guard's candidate itself computes its op for a plan.
 
-    vLLM's implementation is not of the plan, and inside an operator another guard computes.
+    vLLM's implementation is not part of the plan, and inside an operator another guard computes.
     """
     entry = plan.entries.get(impl.op_name)
     own = next((i for i in entry.impls if i.impl_id == impl.impl_id), None) if entry else None

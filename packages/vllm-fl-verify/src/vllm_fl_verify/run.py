@@ -1,4 +1,4 @@
-"""One implementation in one dtype, and how verification calls it."""
+"""Calls of one implementation in one dtype during verification."""
 
 from __future__ import annotations
 
@@ -36,46 +36,41 @@ from .verification import (
 from .wanted import Off
 
 ONCE = 32.0
-"""A batch of more tokens than the pool has rows is tried a second time in the same memory if it is
-at most this many calls by its bytes: on a CPU that takes much of a startup."""
+"""Maximum weight, in calls, for repeating a batch with more tokens than the pool has rows: on a CPU
+larger batches take much of the startup time."""
 
 WARM_CALLS = 4000.0
-"""How many calls the warm-ups of all implementations have, with token counts that were not tried
-before; each has an equal share."""
+"""Calls of all warm-ups at token counts that were not tried before; shared equally between the
+implementations."""
 
 LOWERED = 3
-"""How many forms are lowered for one request; the later ones are only traced. A compiler of C++
-takes seconds for each when its cache is cold."""
+"""Forms that are lowered per request; later ones are only traced. A C++ compiler takes seconds for
+each with a cold cache."""
 
 TRACED = 12
-"""How many further forms are traced. An implementation's first form is traced in any case."""
+"""Further forms that are traced. An implementation's first form is always traced."""
 
 Objections = Generator[Objection, None, None]
-"""The objections of a check. The caller stops at the first one."""
+"""Objections of a check. The caller stops at the first one."""
 
 Found = Generator[Objection, None, Any]
-"""The objections to a call, which returns its result; None if it was refused."""
+"""Objections to a call; returns the call's result, or None if the call is not supported."""
 
 
 class Startup:
-    """What the runs of one request share.
-
-    Args:
-        request: what is asked.
-        watch: names in the log what takes long.
-    """
+    """State that the runs of one request share; `watch` logs slow calls."""
 
     def __init__(self, request: Request, watch: breadcrumb.Watchdog) -> None:
         self.request, self.watch = request, watch
         self.left_out: dict[str, set[str]] = defaultdict(set)
-        """What was not looked at -> of whom."""
+        """Description of an omitted check -> implementations."""
         self.warmed = sum(1 for role in request.roles if role.warm)
         self.lowered = Budget(LOWERED, request.valve)
         self.traced = Budget(TRACED, request.valve)
 
 
 class Run:
-    """One implementation in one dtype: what is known of it, and how it is called."""
+    """One implementation in one dtype: its calls and their findings."""
 
     def __init__(self, startup: Startup, role: Role, trials: Trials, dtypes: int) -> None:
         self.startup, self.request, self.role, self.trials = startup, startup.request, role, trials
@@ -85,19 +80,19 @@ class Run:
         self.before = process_state.state_of(trials.device)
         self.refusals: list[str] = []
         self.served: set[str] = set()
-        """The forms of which it has taken a call."""
+        """Names of forms with a supported call."""
         self.tried: set[tuple[str, int]] = set()
-        """(form, token count) of the batches that were compared."""
+        """(form, token count) of compared batches."""
         self.was_slow = False
 
     def changed(self) -> str | None:
-        """Return in words what it has changed of the process."""
+        """Return a description of the process state that the implementation changed, or None."""
         with torch.inference_mode(False):
             problem = process_state.changed(self.before, self.trials.device, self._again)
         return None if problem is None else f"it changed {problem} for the whole process"
 
     def _again(self) -> None:
-        """Make some of its calls again, for what they change of the process; compare nothing."""
+        """Repeat some calls without comparison, to attribute changes of the process state."""
         with torch.inference_mode():
             for sample in self.trials.samples:
                 self.compared(self.impl, sample, wanted=())
@@ -107,28 +102,28 @@ class Run:
 
     @property
     def name(self) -> str:
-        """`rms_norm=vendor.acme`."""
+        """Name such as `rms_norm=vendor.acme`."""
         return f"{self.impl.op_name}={self.impl.impl_id}"
 
     @property
     def forms(self) -> list[Form]:
-        """The served model's calls."""
+        """Forms of the served model's calls."""
         return self.trials.forms
 
     @property
     def forms_served(self) -> list[Form]:
-        """The calls that it does not refuse, which are the ones to capture and compile."""
+        """Supported forms, which are captured and compiled."""
         return [form for form in self.forms if form.name in self.served]
 
     def leave_out(self, what: str, further: str = "") -> None:
-        """Note for the report what was not tried."""
+        """Record an omitted check for the report."""
         self.startup.left_out[what].add(f"{self.spec.name} of {self.impl.impl_id}{further}")
 
     def at(self, where: str, call: Callable[[], Outcome], *, compiles: bool = False) -> Found:
-        """Make one call. A refusal is noted, a failure is an objection that names the call.
+        """Make one call; record an unsupported call, and object to a failure.
 
-        It is named in the log while it takes long. Two slow calls in a row are a failure: it would
-        stall the engine. One that `compiles` may take as long as it likes.
+        A call that takes long is logged. Two slow calls in a row would stall the engine and are a
+        failure, unless the call `compiles`.
         """
         watch = self.startup.watch
         with watch.over(f"one call of {self.name} ({where})"):
@@ -145,7 +140,6 @@ class Run:
         return got
 
     def where(self, form: Form, count: int, more: str = "") -> str:
-        """A batch in words."""
         return f"{count} x {form.name}, {dtype_name(self.trials.dtype)}{more}"
 
     def compared(self, impl: OpImpl, sample: Sample, **how: Any) -> Comparison:
@@ -154,14 +148,13 @@ class Run:
         return compare(impl, self.spec, sample, self.trials.dtype, layer_for=layer_for, **how)
 
     def sampled(self, sample: Sample, **how: Any) -> Found:
-        """Compare one sample, and return its `Comparison`."""
         run = partial(self.compared, self.impl, sample, **how)
         result = yield from self.at(sample.name, lambda: (run(), None))
         yield from self.judge(result)
         return result
 
     def judge(self, result: Comparison) -> Objections:
-        """Object to a sample that raised, or that is wrong if results are compared."""
+        """Object to a sample that raised, or that is incorrect if results are compared."""
         if result.status == "raised" or (result.status == "wrong" and self.request.compares):
             what = "it is incorrect: " if result.status == "wrong" else ""
             yield Objection(FAILED, f"{what}{result.reason} ({result.sample}, {result.dtype})")
@@ -176,7 +169,7 @@ class Run:
         large: bool = False,
         wrong: str = "it is incorrect",
     ) -> Objections:
-        """Object to a batch's results that are off, or cannot be compared."""
+        """Object to a batch's results if they are incorrect or cannot be compared."""
         if not self.request.compares:
             return
         _, failure = compared(got, partial(form.off, large, rows))
@@ -187,19 +180,19 @@ class Run:
     def batches(
         self, form: Form, series: Sequence[tuple[int, Order]], *, large: bool = False
     ) -> Objections:
-        """Compare batches one after the other in the same memory, their results kept to the end.
+        """Compare batches one after the other in the same memory; keep all results to the end.
 
         Args:
-            form: the call.
-            series: (tokens, how the batch takes its rows) of each, none larger than the first.
-            large: whether its values are.
+            form: kind of the calls.
+            series: (tokens, order of the rows) of each batch; the first batch is the largest.
+            large: whether to use the large values.
         """
         laid: Guarded | None = None
         results: list[tuple[str, torch.Tensor, Any]] = []
         first = series[0][0]
         is_large = first > POOL and form.calls(first) > ONCE
         for number, (tokens, order) in enumerate(series):
-            # What stalls is called again.
+            # A slow call is repeated, to see whether it stalls.
             if number and is_large and tokens >= first - 1 and not self.was_slow:
                 self.leave_out("fewer batches than usual")
                 continue
@@ -218,7 +211,7 @@ class Run:
             yield from self.compare(form, rows, got, where, large=large)
 
     def _together(self, form: Form, large: bool, results: Sequence[tuple[str, Any, Any]]) -> bool:
-        """Whether one comparison shows that the results of several batches are correct."""
+        """Return whether one comparison shows that the results of several batches are correct."""
         if self.spec.whole_batch or len(results) < 2:
             return False
 
@@ -231,10 +224,10 @@ class Run:
         return compared(None, off)[1] is None
 
     def result(self, form: Form, laid: Guarded, where: str) -> Found:
-        """Make one call in the memory `laid`."""
+        """Make one call in the memory `laid` and return its result."""
         call = form.call(laid)
         consumed = self.spec.consumed(self.impl.consumes, call.args)
-        form.static.restore(consumed)  # a cache: the call before has written into it
+        form.static.restore(consumed)  # the previous call wrote into a cache
 
         def run() -> Outcome:
             making = partial(answer, self.call, self.impl, self.spec, call.args)
@@ -250,7 +243,7 @@ class Run:
         return (yield from self.at(where, run))
 
     def call_at(self, form: Form, count: int) -> Objections:
-        """Make one call with this many tokens, without a comparison."""
+        """Make one call with this many tokens without comparing its result."""
         args = self.arguments(form, self.trials.rows(count))
         where = self.where(form, count)
         yield from self.at(where, partial(answer, self.call, self.impl, self.spec, args))
@@ -262,7 +255,7 @@ class Run:
         return args
 
     def intact(self, form: Form) -> Objections:
-        """Object if weights and tables are not as before all calls, but for consumed ones."""
+        """Object to changed weights and tables, unless they are consumed."""
         consumed = self.spec.consumed(self.impl.consumes, form.samples[0].args)
         problem = misuse(form.static, consumed, self.impl, self.spec)
         if problem and self.request.compares:
@@ -270,7 +263,7 @@ class Run:
 
 
 def _kept(result: Any, laid: Guarded) -> Any:
-    """Copy the parts of a result that are in the memory of the arguments `laid`."""
+    """Copy the parts of a result that share memory with the arguments `laid`."""
 
     def kept(part: torch.Tensor) -> torch.Tensor:
         lies_there = any(shares(part, storage.memory) for storage in laid.storages)

@@ -1,5 +1,7 @@
-"""A canary's steps: some run eagerly, with the reference beside the plan's calls; what is wrong is
-said at once, and what was seen once a minute."""
+"""The shadow check: some steps run eagerly, and their calls are compared with the reference result.
+
+Incorrect calls are logged at once, a summary once a minute.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,15 @@ from vllm_fl.text import quote
 from .shadow import Shadow, Tally
 
 EVERY = 60.0
-"""Seconds from one line to the next, where nothing new is wrong."""
+"""Seconds between log lines without new errors."""
 
 log = get_logger("engine")
 
 
 @contextmanager
 def session(engine: Engine) -> Iterator[None]:
-    """Sample steps of an engine from the first request on, until it ends."""
-    engine.on_serving(lambda: watch(engine))  # its warm-up takes steps, too
+    """Sample steps of an engine from the first request on."""
+    engine.on_serving(lambda: watch(engine))  # not earlier: the warm-up also runs steps
     try:
         yield
     finally:
@@ -36,12 +38,9 @@ def session(engine: Engine) -> Iterator[None]:
 
 
 def watch(engine: Engine) -> Canary | None:
-    """Sample steps of an engine from now on, where its settings say so and it can be done.
+    """Start to sample steps of an engine after its warm-up, if configured and possible.
 
-    The method of its model runner is replaced, on the object alone: Ray's executor calls that one.
-
-    Args:
-        engine: an engine that has warmed up.
+    Replaces the method on the model runner object, which Ray's executor also calls.
     """
     settings, worker, model = engine.facts.settings, engine.worker, engine.model
     if settings.shadow is None:
@@ -69,7 +68,7 @@ def watch(engine: Engine) -> Canary | None:
 
     runner.execute_model = execute_model
     dummy = getattr(worker, "execute_dummy_batch", None)
-    if dummy is not None:  # another replica of data parallelism has a real step
+    if dummy is not None:  # another data-parallel replica runs a real step
 
         def execute_dummy_batch(*args: Any, **kwargs: Any) -> Any:
             shadow.steps += 1
@@ -80,7 +79,7 @@ def watch(engine: Engine) -> Canary | None:
 
 
 def _obstacle(engine: Engine, model: torch.nn.Module | None) -> str:
-    """Why a step of this engine cannot be made eager, or nothing."""
+    """Return why a step of this engine cannot run eagerly, or an empty string."""
     from vllm.config import CompilationMode, CUDAGraphMode
 
     config, runner, device = engine.config, engine.runner, engine.device
@@ -96,13 +95,13 @@ def _obstacle(engine: Engine, model: torch.nn.Module | None) -> str:
         return f"{type(runner).__name__} has no known switch for captured graphs"
     try:
         torch.zeros(1, dtype=torch.float64, device=device).sum()
-    except Exception as error:  # devices have errors of their own
+    except Exception as error:  # devices raise various errors
         return f"{device} does not support float64: {quote(error)}"
     return ""
 
 
 def _graph_switch(runner: Any) -> tuple[Any, str, object] | None:
-    """(object, attribute, value) by which a model runner of vLLM's takes no captured graph."""
+    """Return (object, attribute, value) that makes vLLM's model runner use no captured graph."""
     from vllm.config import CUDAGraphMode
 
     dispatcher = getattr(runner, "cudagraph_dispatcher", None)
@@ -111,20 +110,16 @@ def _graph_switch(runner: Any) -> tuple[Any, str, object] | None:
     manager = getattr(runner, "cudagraph_manager", None)
     if hasattr(manager, "_graphs_captured"):
         return manager, "_graphs_captured", False
-    # Its second model runner makes its manager when the KV cache is known.
+    # vLLM's second model runner creates its manager after the KV cache.
     return (runner, "cudagraph_manager", None) if hasattr(runner, "cudagraph_manager") else None
 
 
 @contextmanager
 def _eager(runner: Any, compiled: list[torch.nn.Module]) -> Iterator[None]:
-    """Inside the block the model runs without graphs and uncompiled.
+    """Run the model uncompiled and without graphs inside the block.
 
-    vLLM's own switch, `skip_compiled` of its forward context, does the same, but is set inside its
-    model runners.
-
-    Args:
-        runner: vLLM's model runner.
-        compiled: the modules of the model that vLLM compiles.
+    `compiled` are the modules that vLLM compiles. vLLM's switch for this, `skip_compiled` of its
+    forward context, is set inside its model runners.
     """
     switches = [_graph_switch(runner), *((module, "do_not_compile", True) for module in compiled)]
     with ExitStack() as back:
@@ -135,7 +130,7 @@ def _eager(runner: Any, compiled: list[torch.nn.Module]) -> Iterator[None]:
 
 
 def _out_of_sight(plan: Plan) -> dict[str, str]:
-    """Op -> why no eager step calls it."""
+    """Return op -> why eager steps do not call it."""
     table = installed_bindings()
     found = {}
     for op in plan.entries:
@@ -146,12 +141,7 @@ def _out_of_sight(plan: Plan) -> dict[str, str]:
 
 
 class Canary:
-    """Logs the results of a shadow.
-
-    Args:
-        shadow: samples and compares.
-        rank: the worker's.
-    """
+    """Logs the results of the shadow check."""
 
     def __init__(self, shadow: Shadow, rank: int) -> None:
         self.shadow, self._rank = shadow, rank
@@ -159,8 +149,10 @@ class Canary:
         self._named: set[tuple[str, str]] = set()
 
     def look(self) -> None:
-        """Say what was seen, if a minute has passed or an implementation is wrong for the first
-        time: no step need follow, and nobody would say it then."""
+        """Log after a minute, or at once when an implementation is first found incorrect.
+
+        The latter must not wait for another step, since there may be none.
+        """
         now = time.monotonic()
         wrong = {(op, impl_id) for (op, impl_id, _), t in self.shadow.new.items() if t.wrong}
         if now >= self._due or not wrong <= self._named:
@@ -169,7 +161,7 @@ class Canary:
             self.say()
 
     def say(self) -> None:
-        """Say what was seen since the last time."""
+        """Log the results since the last call."""
         found = self.shadow.collect()
         wrong = {key: tally for key, tally in found.items() if tally.wrong}
         for (op, impl_id, tokens), tally in wrong.items():

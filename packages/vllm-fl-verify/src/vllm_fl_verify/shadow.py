@@ -1,11 +1,10 @@
-"""The reference beside the calls of a few steps of a serving engine: drift, with a name.
+"""Comparison of sampled steps with the reference result while an engine serves (shadow check).
 
-The plan, its guards and what was compiled of them are those of an engine without it. For a sampled
-step the guards are given another function to call, which calls the implementation and compares, as
-a demotion gives them one; afterwards they have their own again.
+Plan, guards and compiled code do not change. For a sampled step the guards get another function,
+which calls the implementation and compares its result; afterwards they are restored.
 
-Of a sampled step's calls some are compared, and others of them in the next one: the step takes no
-longer for a model that is deeper.
+A sampled step compares only some of its calls, and the next one others, so the additional time does
+not grow with the depth of the model.
 """
 
 from __future__ import annotations
@@ -32,41 +31,42 @@ from .replacing import computes, replacing
 from .verification import contract_args
 
 CALLS = 48
-"""Calls of a sampled step that are compared, give or take one for each `Key`. A comparison is a
-hundred small operations on the device, which the step waits for; Qwen3-8B makes 217 calls."""
+"""Compared calls of a sampled step, approximately (up to one more per `Key`). A comparison is about
+a hundred small operations on the device; Qwen3-8B makes 217 calls per step."""
 
 ROWS = 256
-"""Rows of a call that are compared at most; over the sampled steps every row has its turn."""
+"""Maximum compared rows of a call; over several sampled steps all rows are compared."""
 
 LARGEST = 1 << 28
-"""Bytes, in fp64, of a call's arguments that are compared at most: vLLM has most of the device."""
+"""Maximum bytes, in fp64, of a compared call's arguments: vLLM uses most of the device's memory."""
 
 TURN = (5**0.5 - 1) / 2
-"""The golden ratio's: multiples of it, without their whole part, fall evenly and meet no period."""
+"""The golden ratio minus 1: fractional parts of its multiples are evenly distributed, without a
+period."""
 
 MOST = sys.float_info.max
-"""Stands for infinity, for which JSON has no number: a wrong id, or NaN."""
+"""Replaces infinity, which JSON cannot represent: a wrong id, or NaN."""
 
 SMALLEST = sys.float_info.min
-"""Stands for zero as a divisor."""
+"""Replaces zero as a divisor."""
 
 log = get_logger("engine")
 
 Key = tuple[str, str, int]
-"""(op, impl id, the largest number of tokens of the bucket, a power of two)."""
+"""(op, impl id, maximum tokens of the bucket, a power of two)."""
 
 
 @dataclass(frozen=True)
 class Tally:
-    """What was seen of one implementation's calls in one bucket of sizes.
+    """Counts and errors of one implementation's calls in one bucket of sizes.
 
     Args:
-        seen: how many there were in sampled steps.
-        calls: how many of them were compared.
-        share: the worst error as a share of the tolerance; 1 is the limit.
-        relative: the worst call's norm of the differences over that of the exact result.
-        wrong: calls beyond the tolerance.
-        nan, inf: elements that are NaN or infinite without right.
+        seen: calls in sampled steps.
+        calls: compared calls.
+        share: maximum error relative to the tolerance; the limit is 1.
+        relative: maximum relative error of a call, using norms over all elements.
+        wrong: incorrect calls.
+        nan, inf: incorrect elements that are NaN or infinite.
     """
 
     seen: int = 0
@@ -78,16 +78,15 @@ class Tally:
     inf: int = 0
 
     def plus(self, other: Tally) -> Tally:
-        """Both together: of errors the worst, and the sums of what is counted."""
+        """Return the sum of the counts and the maximum of the errors."""
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
         return Tally(*(max(a, b) if isinstance(a, float) else a + b for a, b in pairs))
 
     @classmethod
     def of_call(cls, figures: Iterable[Sequence[float]]) -> Tally:
-        """One call that was compared: it is wrong once, however many of its outputs are.
+        """Return the tally of one compared call, from `Wanted.measured` of its outputs.
 
-        Args:
-            figures: what `Wanted.measured` gave for its outputs.
+        The call is counted as incorrect once, for any number of incorrect outputs.
         """
         shares, off, exact, nan, inf = zip(*figures, strict=True)
         squares = max(o / max(e, SMALLEST) for o, e in zip(off, exact, strict=True))
@@ -96,45 +95,45 @@ class Tally:
 
 
 class Shadow:
-    """Which steps are sampled, and what was seen in them.
+    """Samples steps and compares their calls.
 
     Args:
-        plan: what serves.
-        rate: the share of steps that is sampled, above 0, at most 1.
-        left: op -> why its calls cannot be compared, where its place in vLLM says so.
+        plan: the active plan.
+        rate: share of sampled steps, above 0, at most 1.
+        left: op -> why its calls cannot be compared at its targets in vLLM.
     """
 
     def __init__(self, plan: Plan, rate: float, left: Mapping[str, str] | None = None) -> None:
         self.plan, self.rate = plan, rate
         self.steps = 0
-        """Steps until now."""
+        """Number of steps."""
         self.sampled = 0
-        """Those that were sampled."""
+        """Number of sampled steps."""
         self.seen: dict[Key, Tally] = {}
-        """What was seen until now."""
+        """Tallies of all sampled steps."""
         self.new: dict[Key, Tally] = {}
-        """What of it `collect` has not taken yet."""
+        """Tallies since the last `collect`."""
         self.left: dict[str, str] = {}
         """Op -> why its calls are not compared."""
         self.too_large: Counter[str] = Counter()
-        """Op -> calls that were too large to be compared when they had their turn."""
+        """Op -> number of calls that were due but too large to compare."""
         self._turns: Counter[Key] = Counter()
-        """Sampled steps in which it was called."""
+        """Number of sampled steps with calls of a key."""
         self._most = 0
-        """Calls of the sampled step that had the most of them."""
+        """Maximum calls of a sampled step."""
         self._every = 1
-        """Of a step's calls that have one key, every n-th is compared."""
+        """Compare every n-th call of a key in a step."""
         self._at: Counter[Key] = Counter()
-        """Calls of this step."""
+        """Number of this step's calls per key."""
         self._on_device: list[tuple[Key, list[torch.Tensor]]] = []
-        """What this step's comparisons gave."""
+        """Errors of this step's compared calls."""
         for op, entry in plan.entries.items():
             why = (left or {}).get(op) or _left(plan.contracts[op]) if entry.impls else ""
             if why:
                 self.left[op] = why
 
     def takes_step(self) -> bool:
-        """Count one step, and whether it is sampled: the same on every rank that counts alike."""
+        """Count one step and return whether to sample it, equally on ranks with equal counts."""
         self.steps += 1
         taken = (self.steps * TURN) % 1.0 < self.rate
         self.sampled += taken
@@ -142,10 +141,10 @@ class Shadow:
 
     @contextmanager
     def comparing(self) -> Iterator[None]:
-        """Inside the block, one step, the plan's bound functions compare what they compute when it
-        is their turn: the same calls on every rank that makes the same ones.
+        """Compare due calls of the plan's implementations inside the block, which runs one step.
 
-        At its end the figures are read, which waits for the device, once.
+        Ranks that make the same calls compare the same ones. At the end the errors are read, with
+        one synchronisation of the device.
         """
         self._at.clear()
         self._on_device.clear()
@@ -159,7 +158,7 @@ class Shadow:
         self._read()
 
     def collect(self) -> dict[Key, Tally]:
-        """What was seen since the last time, by op, implementation and bucket."""
+        """Return the tallies since the last call of `collect`."""
         found, self.new = self.new, {}
         return found
 
@@ -169,7 +168,7 @@ class Shadow:
             return
         try:
             rows = iter(torch.stack([row for _, found in on_device for row in found]).tolist())
-        except Exception as error:  # as in a comparison: the engine serves on
+        except Exception as error:  # the engine continues to serve
             for op in {op for (op, _, _), _ in on_device}:
                 self._leave(op, error)
             return
@@ -181,9 +180,11 @@ class Shadow:
             table[key] = table.get(key, Tally()).plus(tally)
 
     def report(self) -> dict[str, Any]:
-        """All of it, JSON-able: `rate`, `steps`, `sampled`, `compared` {op: {impl id: {tokens:
-        {seen, calls, share, relative, wrong, nan, inf}}}}, `left` {op: why it is not compared},
-        `too_large` {op: calls}."""
+        """Return everything as JSON-able values.
+
+        Keys: `rate`, `steps`, `sampled`, `compared` {op: {impl id: {tokens: {seen, calls, share,
+        relative, wrong, nan, inf}}}}, `left` {op: why it is not compared}, `too_large` {op: calls}.
+        """
         compared: dict[str, dict[str, dict[str, Any]]] = {}
         for (op, impl_id, tokens), tally in sorted(self.seen.items()):
             of_impl = compared.setdefault(op, {}).setdefault(impl_id, {})
@@ -198,7 +199,7 @@ class Shadow:
         }
 
     def _beside(self, impl: OpImpl) -> Callable[..., Any]:
-        """What the guards call in the place of `impl`."""
+        """Return the function that guards call instead of `impl`."""
         op = impl.op_name
         if op in self.left or not computes(self.plan, impl):
             return impl.fn
@@ -213,11 +214,10 @@ class Shadow:
 
         return compared
 
-    # An engine serves on whatever becomes of a comparison, out of memory included.
+    # Errors of comparisons, including lack of memory, must not stop the engine.
 
     def _kept(self, impl: OpImpl, spec: OpSpec, args: tuple[Any, ...]) -> _Call | None:
-        """What is needed to compare a call later, of many rows those whose turn it is; None where
-        it is not compared."""
+        """Copy the due rows of a call, to compare it later; None if it is not compared."""
         try:
             whole = contract_args(spec, impl, args)
             tokens = spec.tokens(whole)
@@ -240,11 +240,10 @@ class Shadow:
         return None
 
     def _turn(self, key: Key) -> int | None:
-        """Count a call: the how many-th time its place among the step's calls has its turn, or None
-        where it is another's."""
+        """Count a call; return the running number of its turn, or None if it is not due."""
         at = self._turns[key] + self._at[key]
         self._at[key] += 1
-        # What a step has beyond that, it has more than any before it.
+        # Also skip excess calls of a step that has more than any previous one.
         too_many = len(self._on_device) >= 2 * CALLS
         return None if at % self._every or too_many else at // self._every
 
@@ -263,12 +262,12 @@ class Shadow:
 
 @dataclass(frozen=True)
 class _Call:
-    """What is kept of one call before the implementation may overwrite it.
+    """Copy of one call, made before the implementation may overwrite its arguments.
 
     Args:
-        key: what it counts for.
-        args: the contract's, by_token ones as far as they are compared.
-        rows: which rows that are.
+        key: key of its tally.
+        args: arguments of the contract, with compared rows only.
+        rows: the compared rows.
     """
 
     key: Key
@@ -276,14 +275,14 @@ class _Call:
     rows: slice
 
     def measured(self, spec: OpSpec, result: Any) -> list[torch.Tensor]:
-        """As `Wanted.measured`, of all outputs; nothing where there is nothing to compare."""
+        """Return `Wanted.measured` of all outputs; empty if there is nothing to compare."""
         rows = tuple(r if r is None or not r.ndim else r[self.rows] for r in parts(result))
         wanted = wanted_here(spec, self.args, magnitudes(spec, self.args))
         return [each for want, mine, _ in paired(rows, wanted) for each in want.measured(mine)]
 
 
 def _left(spec: OpSpec) -> str:
-    """Why calls of an op cannot be compared while it serves, or nothing."""
+    """Return why an op's calls cannot be compared while serving, or an empty string."""
     if spec.whole_batch and (spec.caches or not spec.ignores_repeats):
         return "its result for a token depends on other tokens or a cache"
     outputs = spec.outputs or ()

@@ -1,7 +1,7 @@
-"""What implementations are verified with: calls of the served model, in batches of many sizes.
+"""Inputs of verification: calls of the served model in batches of many sizes.
 
-A `Request` says what is verified and for which model. It makes the `Trials` of each op: the
-contract's own samples, and a `Form` for each kind of call that the model makes.
+A `Request` defines the verification for one model. It creates the `Trials` of each op: samples of
+the contract, and a `Form` for each kind of call of the model.
 """
 
 from __future__ import annotations
@@ -36,29 +36,26 @@ from .wanted import Wanted
 from .warmup import warm_counts
 
 CALLS = 400.0
-"""How many calls all implementations of a request may have beyond the token counts that are always
-tried; each has an equal share."""
+"""Calls at further token counts, shared equally by all implementations of a request."""
 
 Launches = Callable[[Callable[[], object], torch.device], launches.Launched]
 
 Provided = Sequence[Mapping[str, torch.dtype]]
-"""The dtypes of what layers provide, by parameter: each set of them once."""
+"""Dtypes of what layers provide, by parameter; each combination once."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """One implementation, and how it will serve.
+    """One implementation, and how the engine will use it.
 
     Args:
         impl: the implementation.
-        owner: who brought it, for the note that is left by a process which a kernel ends.
-        compiled: the implementation as it is handed to the compiler, a function of the contract's
-            parameters; None where the model will not be compiled with it.
-        warm: the token counts at which it must have run once before it serves, in the order of
-            their weight.
-        captured: the token count at which vLLM will capture it in a graph; 0 for none.
-        least, most: the fewest and the most tokens of a call that it may serve: where the op is
-            ordered by size, those of its rows.
+        owner: the package that provides it, for the note of a process that a kernel crashes.
+        compiled: the form for the compiler, a function of the parameters of the contract; None if
+            the model is not compiled with it.
+        warm: token counts to run before the engine serves, the most important first.
+        captured: token count that vLLM will capture in a graph; 0 for none.
+        least, most: minimum and maximum tokens of its calls, from a tuning table if there is one.
     """
 
     impl: OpImpl
@@ -71,16 +68,15 @@ class Role:
 
     @property
     def key(self) -> tuple[str, str]:
-        """(op, impl id)."""
         return self.impl.op_name, self.impl.impl_id
 
     @property
     def calls(self) -> tuple[str, int, float]:
-        """Of which op, and of how many tokens, the calls are that it may serve."""
+        """(op, minimum tokens, maximum tokens) of its calls."""
         return self.impl.op_name, self.least, self.most
 
     def running(self, what: str) -> AbstractContextManager[None]:
-        """The block runs its code for `what`, which is noted for the next process."""
+        """Note for the next process that the block runs the implementation's code for `what`."""
         whose = self.owner and f" of {self.owner}"
         noted = f"{what} of {self.impl.op_name}={self.impl.impl_id}{whose}"
         return breadcrumb.running(noted, named=False)
@@ -88,27 +84,25 @@ class Role:
 
 @dataclass(frozen=True)
 class Request:
-    """What is verified, and for which model.
+    """Verification of implementations for one model.
 
     Args:
-        roles: every implementation that may take over a call.
+        roles: all implementations that may run.
         dtype: the model's dtype.
         device: the worker's device.
-        sizes: the model's sizes; None where its configuration does not tell them.
-        compares: whether results are compared with the oracle; otherwise they must only run.
-        backend: what lowers compiled forms: `inductor`, or `aot_eager`, which traces only.
-        layer_for: who makes the layer for an implementation that needs one; None takes the
-            contract's stand-in.
-        seed: for what is drawn; it is logged.
-        specs: the contracts by op; by default those of the distributions that bring contracts and
-            nothing else.
-        calls: how many calls with further token counts are made, for all implementations together.
-        provided: op -> the dtypes of what the model's layers provide (`EngineFacts.provided`).
-        launched: what a call launches on a device, as `launches.launched`, which knows Triton's
-            kernels alone.
-        requires: the setting that allows only batch-invariant implementations, for messages; empty
-            if there is none.
-        valve: the limit in seconds of the whole startup.
+        sizes: the model's sizes; None if they cannot be determined from its configuration.
+        compares: whether results are compared with the oracle; otherwise calls only have to run.
+        backend: lowers compiled forms: `inductor`, or `aot_eager`, which only traces.
+        layer_for: creates the layer for an implementation that needs a layer; None for the stand-in
+            of the contract.
+        seed: for random choices; it is logged.
+        specs: op -> contract; by default from distributions that provide only contracts.
+        calls: calls at further token counts, for all implementations together.
+        provided: op -> dtypes of the values that layers provide (`EngineFacts.provided`).
+        launched: returns the kernels of a call; by default `launches.launched`, only for Triton.
+        requires: the setting that allows only batch-invariant implementations, for messages, or
+            empty.
+        valve: limits the seconds of the whole startup.
     """
 
     roles: Sequence[Role]
@@ -127,14 +121,14 @@ class Request:
     valve: Valve = field(default_factory=Valve)
 
     def share(self) -> Budget:
-        """The calls of one implementation with further token counts."""
+        """Return one implementation's budget of calls at further token counts."""
         return Budget(self.calls / max(1, len(self.roles)), self.valve)
 
     @contextmanager
     def trials(self) -> Iterator[dict[tuple[str, int, float], list[Trials]]]:
-        """Inside the block, `Role.calls` -> what is tried with them, in each dtype of the op.
+        """Provide `Role.calls` -> trials in each dtype of the op, inside the block.
 
-        Nothing of them is left afterwards, nor of what was compiled.
+        Their memory and compiled code are released afterwards.
         """
         made = {}
         for op, least, most in dict.fromkeys(role.calls for role in self.roles):
@@ -144,27 +138,28 @@ class Request:
             made[op, least, most] = [Trials(self.specs[op], kind, *fixed, given) for kind in kinds]
         yield made
         if any(role.compiled for role in self.roles):
-            torch._dynamo.reset()  # vLLM compiles the model afterwards, and finds nothing of this
+            torch._dynamo.reset()  # vLLM compiles the model later, in a clean state
         made.clear()
         release(self.device)
 
 
 def _within(least: int, most: float, sizes: ModelSizes) -> ModelSizes:
-    """The sizes with batches of so many tokens."""
+    """Return the sizes with token counts limited to this range."""
     counts = {int(max(least, min(n, most))) for n in sizes.tokens}
     return dataclasses.replace(sizes, tokens=tuple(sorted(counts)))
 
 
 def lowered(fn: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """The function as this backend compiles it: one graph for every number of tokens."""
+    """Compile the function with this backend: one graph for all token counts."""
     torch._dynamo.reset()
     return torch.compile(fn, fullgraph=True, dynamic=True, backend=backend)
 
 
 def dtypes_of(spec: OpSpec, dtype: torch.dtype) -> list[torch.dtype]:
-    """In which an op is run for a model of `dtype`: that, or every one of an op of integers alone.
+    """Return the dtypes for verifying an op in a model of `dtype`.
 
-    None where the op has other floating dtypes only: the model's calls are none of its contract.
+    That dtype, or all dtypes of an op with integers only. Empty if the op has other floating dtypes
+    only, since the contract does not cover the calls of the model.
     """
     if dtype_name(dtype) in spec.dtypes:
         return [dtype]
@@ -173,20 +168,15 @@ def dtypes_of(spec: OpSpec, dtype: torch.dtype) -> list[torch.dtype]:
 
 
 def token_counts(largest: int, seed: int, smallest: int = 1) -> tuple[list[int], list[int]]:
-    """(counts that are always tried, further ones that are tried while calls are left).
+    """Return (token counts that are always tried, further ones to try within the budget).
 
-    Those that are always tried are tried with one row less, too. The further ones are those around
-    each power of two, then, in drawn order, the small ones and five between two powers of two.
-
-    Args:
-        largest: the largest batch, in tokens.
-        seed: for those that are drawn anew.
-        smallest: the smallest batch, in tokens.
+    The former are also tried with one row less. The latter are those around each power of two, then
+    in random order the small ones and five per interval of powers of two.
     """
     rng = random.Random(seed)
     always = {1, 2, 3, 4, 8, 12, 16, 17, 32, 33, 64, 65, 100, 256, 257, smallest, largest}
     always.add(rng.randint(smallest, largest))
-    # Behind whole tiles, too, a few rows are left in turn: 8, 16 or 32.
+    # Also leave a few rows after whole tiles: 8, 16 or 32.
     edges = [
         (1 << n) + d
         for n in range(6, largest.bit_length() + 1)
@@ -201,17 +191,17 @@ def token_counts(largest: int, seed: int, smallest: int = 1) -> tuple[list[int],
 
 @dataclass
 class Trials:
-    """What the implementations of one op are tried with that serve the same sizes. The oracle is
-    asked once.
+    """Calls for the implementations of one op with the same range of sizes.
+
+    The oracle computes their results once.
 
     Args:
         spec: the op's contract.
-        dtype: the model's.
-        device: where it runs.
-        sizes: the model's; None where its configuration does not tell them.
-        seed: for what is drawn.
-        provided: the dtypes of what the model's layers provide; none where nothing is known of
-            them: then all is of the contract's own choice.
+        dtype: the model's dtype.
+        device: device of the calls.
+        sizes: the model's sizes; None if they cannot be determined from its configuration.
+        seed: for random choices.
+        provided: dtypes of the values that layers provide; empty for the choice of the contract.
     """
 
     spec: OpSpec
@@ -223,13 +213,12 @@ class Trials:
 
     @cached_property
     def samples(self) -> list[Sample]:
-        """The contract's own samples, some of them laid out otherwise, and the served model's
-        calls that stand."""
+        """The contract's samples, their variants, and the served model's fixed batches."""
         return [*tried(self.spec, self.dtype, self.device), *self.standing]
 
     @cached_property
     def standing(self) -> list[Sample]:
-        """The served model's calls of a contract whose batches cannot be rearranged."""
+        """Calls of the served model for a contract with fixed batches."""
         if self.sizes is None or not self.spec.stands:
             return []
         counts = self.among(STANDING_COUNTS)
@@ -240,8 +229,10 @@ class Trials:
         ]
 
     def shared(self) -> dict[int, Guarded]:
-        """Index of a standing call -> memory, one for all of equal shapes: what is written anew
-        there are weights, too, as after an update."""
+        """Return index of a fixed batch -> memory, shared by batches of equal shapes.
+
+        This overwrites weights as well, like a weight update.
+        """
         found: dict[Any, Guarded] = {}
         memories = {}
         for index in range(len(self.samples) - len(self.standing), len(self.samples)):
@@ -256,12 +247,12 @@ class Trials:
 
     @cached_property
     def wanted(self) -> list[list[Wanted | None]]:
-        """What each of the samples must give."""
+        """Expected outputs of each sample."""
         return [wanted_of(self.spec, sample) for sample in self.samples]
 
     @cached_property
     def forms(self) -> list[Form]:
-        """The calls of the served model."""
+        """Forms of the served model's calls."""
         if self.sizes is None or self.spec.stands:
             return []
         pool = dataclasses.replace(self.sizes, tokens=(min(POOL, self.largest),))
@@ -271,14 +262,14 @@ class Trials:
         for dtypes in self.provided:
             for number, pair in enumerate(pairs):
                 given = [as_provided(self.spec, sample, dtypes) for sample in pair]
-                # A layer may pass what is no call of the op; two may make the same calls.
+                # A layer's dtypes may not be valid for the op; two layers may make equal calls.
                 if self.spec.check(*given[0].args) is None:
                     passed.setdefault((number, given[0].name), given)
         return [Form(self.spec, *pair) for pair in (passed.values() or pairs)]
 
     @cached_property
     def promises_nan(self) -> bool:
-        """Whether the contract says what a row with NaN gives."""
+        """Whether the contract defines the result of a row with NaN."""
         named = (
             each
             for each in self.samples
@@ -289,37 +280,35 @@ class Trials:
 
     @property
     def calls(self) -> list[Sample]:
-        """The served model's calls, one of each form."""
+        """Calls of the served model: a sample of each form, and fixed batches."""
         return [*(form.samples[0] for form in self.forms), *self.standing]
 
     @property
     def smallest(self) -> int:
-        """The smallest batch, in tokens."""
         return self.sizes.tokens[0] if self.sizes else 1
 
     @property
     def largest(self) -> int:
-        """The largest batch, in tokens."""
         return self.sizes.tokens[-1] if self.sizes else 1
 
     @property
     def few(self) -> int:
-        """A batch of a few tokens, where there is one."""
+        """A batch of 7 tokens, or the nearest possible number."""
         return min(max(7, self.smallest), self.largest)
 
     def among(self, counts: Iterable[int]) -> list[int]:
-        """Those of the token counts that batches have; the smallest batch where there is none."""
+        """Return the possible token counts among these; the smallest batch if there are none."""
         return [n for n in counts if self.smallest <= n <= self.largest] or [self.smallest]
 
     def rows(self, count: int, salt: int = 0, order: Order = "drawn") -> torch.Tensor:
-        """The rows of the pool that make a batch of `count` tokens, in this order, drawn for it."""
+        """Return random rows of the pool for a batch of `count` tokens, in this order."""
         generator = torch.Generator("cpu").manual_seed(self.seed + 2 * count + salt)
         pool = min(POOL, self.largest)
         return drawn_rows(count, pool, generator, order).to(self.device)
 
 
 def as_provided(spec: OpSpec, sample: Sample, dtypes: Mapping[str, torch.dtype]) -> Sample:
-    """A call with what layers provide in the dtypes that theirs has."""
+    """Convert a call's arguments to the dtypes that layers provide."""
     others = {
         name: dtypes[name]
         for name, arg in spec.named(sample.args).items()
@@ -339,10 +328,10 @@ def as_provided(spec: OpSpec, sample: Sample, dtypes: Mapping[str, torch.dtype])
 
 @contextmanager
 def without_old_objects() -> Iterator[None]:
-    """In the block the collector of garbage looks at new objects alone.
+    """Limit the garbage collector to new objects inside the block.
 
-    Each capture of a graph and each end of a verification calls it. A process that has imported
-    vLLM has a million objects, and one that was forked copies the memory in which they lie.
+    Each graph capture and each end of a verification calls it. A process that has imported vLLM has
+    a million objects, and a forked process copies their memory.
     """
     gc.freeze()
     try:
@@ -352,12 +341,12 @@ def without_old_objects() -> Iterator[None]:
 
 
 def release(device: torch.device) -> None:
-    """Leave nothing allocated: vLLM sizes its KV cache by what is free afterwards."""
+    """Release memory, since vLLM sizes its KV cache by the memory that is free afterwards."""
     gc.collect()
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
         return
-    # Of the CPU's memory it is what the process holds, and glibc keeps what is given back.
+    # On a CPU the process's memory counts, and glibc keeps freed memory.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""Comparing an implementation with the oracle: shared by start-up, `vllm-fl verify` and the kit."""
+"""Comparison of an implementation with the oracle, for startup, `vllm-fl verify` and the kit."""
 
 from __future__ import annotations
 
@@ -26,43 +26,43 @@ from .wanted import Off, Wanted
 T = TypeVar("T")
 
 LayerFactory = Callable[[OpSpec, Mapping[str, Any]], object]
-"""(contract, the arguments that its layer provides) -> a layer that provides them."""
+"""(contract, arguments that a layer provides) -> a layer that provides them."""
 
 
 REFUSED_LATE = (
     "it reports an unsupported call after writing into its arguments, which the fallback gets"
 )
-"""Why a refusal is a fault."""
+"""Why a late refusal is an error: the fallback would compute with changed arguments."""
 
 COMPARING = "comparing its result raised"
-"""What an exception means of a result that cannot even be looked at."""
+"""Meaning of an exception while a result is compared."""
 
 
 BY_CHAIN = (NotImplementedError, AllFailedError)
-"""By which exceptions a chain of candidates refuses a call, as which a form is compiled."""
+"""Exceptions of a chain of candidates, which is the compiled form, for an unsupported call."""
 
 
 LEANING, SAMPLES = 0.3, 5
-"""By how many steps of its dtype a result may err to one side, in each of so many samples or more:
-rounded to nearest it errs by about 0, and cut off by half a step."""
+"""A result is biased if in each of at least `SAMPLES` samples its average error exceeds `LEANING`
+steps of its dtype in the same direction. Rounding to nearest has about 0, truncation 0.5."""
 
 SLOPES = {"bfloat16": 2e-3, "float16": 6e-4}
-"""By which factor, less 1, results may be too large in the median over samples: that of 70 correct
-implementations was at most 1.2e-3 and 2.2e-4. Single samples exceed it, where values cluster."""
+"""Limit of the median over samples of a result's factor minus 1. For 70 correct implementations it
+was at most 1.2e-3 and 2.2e-4. Single samples with clustered values exceed the limit."""
 
 NEARLY_ALL = 0.8
-"""The share of samples that must be too large, or too small, together."""
+"""Share of samples that must deviate in the same direction."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a call has no correct result; as text, what it did in full.
+    """Why a call has no correct result; `str` gives a full sentence.
 
     Args:
-        status: `refused` (by `supports` or NotImplementedError); `wrong` (the result, or memory
-            that was written without right); `raised`.
-        reason: what it did.
-        error: what it raised, if it did.
+        status: `refused` (by `supports` or NotImplementedError); `wrong` (the result, or a write to
+            memory that the call must not change); `raised`.
+        reason: description.
+        error: the exception, if it raised one.
     """
 
     status: Literal["refused", "wrong", "raised"]
@@ -79,14 +79,14 @@ def attempt(
     *args: Any,
     refuses: type[BaseException] | tuple[type[BaseException], ...] = NotImplementedError,
 ) -> tuple[T | None, Failure | None]:
-    """Call foreign code. Here what it raises becomes a value; only an interrupt is raised.
+    """Call third-party code and return its exceptions as values; only an interrupt is raised.
 
     Args:
-        did: what an exception means, before its text: `it raised`.
+        did: prefix for the text of an exception, such as `it raised`.
         fn: the code.
-        args: what it is called with. The devices of tensors among them are waited for, so that a
-            fault there is this call's.
-        refuses: by which exceptions it refuses the call.
+        args: its arguments. Their devices are synchronised, to attribute device faults to this
+            call.
+        refuses: exceptions that mean an unsupported call.
     """
     try:
         got = fn(*args)
@@ -94,7 +94,7 @@ def attempt(
             synchronise(device)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a plugin may raise anything, SystemExit and panics included
+    except BaseException as error:  # plugins may raise anything, including SystemExit and panics
         if isinstance(error, refuses) and (why := refusal_of(error)):
             return None, Failure("refused", why, error)
         return None, Failure("raised", f"{did} {quote(error)}", error)
@@ -102,24 +102,24 @@ def attempt(
 
 
 Outcome = tuple[Any, Failure | None]
-"""What a call gave, None if it failed, and why it failed."""
+"""(result or None, failure or None)."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One sample run through one implementation.
+    """Comparison of one sample computed by one implementation.
 
     Args:
         op, impl_id, sample, dtype: what was run.
-        status: `ok`; `refused` (by `supports` or NotImplementedError); `wrong` (the result, or
-            memory that was written without right); `raised`.
-        share: the worst error as a share of the tolerance; 1 is the limit, and infinity stands for
-            a wrong id or another number that has no tolerance. NaN unless compared.
+        status: `ok`; `refused` (by `supports` or NotImplementedError); `wrong` (the result, or a
+            write to memory that the call must not change); `raised`.
+        share: the maximum error relative to the tolerance; the limit is 1. Infinity for a wrong id
+            or another number without a tolerance. NaN if not compared.
         reason: why it is not `ok`, or empty.
-        error: the exception, when it raised.
-        leans: result -> how many steps of its dtype it errs away from zero on average; of samples
-            that are right, of those results that tell.
-        slopes: result -> by which factor it is too large, less 1; as for `leans`.
+        error: the exception, if it raised one.
+        leans: result -> average error away from zero in steps of its dtype; only of correct samples
+            and results with enough elements.
+        slopes: result -> factor relative to the exact result, minus 1; like `leans`.
     """
 
     op: str
@@ -135,12 +135,10 @@ class Comparison:
 
 
 def leaning(compared: Sequence[Comparison]) -> str:
-    """Why results that are each right are wrong together: all err to one side, or by one factor.
+    """Return how results that are each within the tolerance are biased, or an empty string.
 
-    Empty if they are not. A model adds such errors up, layer by layer.
-
-    Args:
-        compared: the samples of one implementation in one dtype.
+    Biased means that all samples deviate in the same direction or by the same factor. Layers of a
+    model accumulate such errors. `compared` are the samples of one implementation in one dtype.
     """
     for name, some in _by_result(each.leans for each in compared):
         if len(some) >= SAMPLES and (min(some) > LEANING or max(some) < -LEANING):
@@ -169,19 +167,17 @@ def _by_result(samples: Iterable[Mapping[str, float]]) -> Iterable[tuple[str, li
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`bfloat16` for torch.bfloat16."""
+    """Return `bfloat16` for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 def as_call(
     impl: OpImpl, spec: OpSpec, layer_for: LayerFactory | None = None
 ) -> Callable[..., Any]:
-    """The implementation as a function of the contract's parameters.
+    """Return the implementation as a function of the parameters of its contract.
 
-    Args:
-        impl: the implementation; one that needs a layer is given one.
-        spec: its op's contract.
-        layer_for: who makes the layer; None takes the contract's own stand-in.
+    `layer_for` creates a layer for implementations that need it; None for the stand-in of the
+    contract.
     """
     if not impl.needs_layer:
         return impl.fn
@@ -195,7 +191,7 @@ def as_call(
 
 
 def contract_args(spec: OpSpec, impl: OpImpl, given: Sequence[Any]) -> tuple[Any, ...]:
-    """The contract's arguments of a call; what a layer provides is read from it."""
+    """Return a call's arguments in the contract's order, reading some of them from the layer."""
     if not impl.needs_layer:
         return tuple(given)
     layer, rest = given[0], iter(given[1:])
@@ -217,31 +213,29 @@ def compare(
     packed: bool | None = None,
     memory: Guarded | None = None,
 ) -> Comparison:
-    """Run one sample on guarded memory and compare the results with the oracle's, on the CPU.
+    """Run one sample on guarded memory and compare the results with the oracle, on the CPU.
 
-    Whatever the implementation raises, or its `supports`, is the comparison's result; only an
-    interrupt is passed on.
+    Exceptions of the implementation and its `supports` are part of the result; only an interrupt is
+    raised.
 
     Args:
         impl: the implementation.
         spec: its op's contract.
-        sample: the arguments, on the implementation's device. They are left as they are.
-        dtype: the dtype that the sample was made for.
-        off: how far off results are; None compares them with `wanted`.
-        wanted: what each output must be; none of them (`()`) compares nothing, and None asks the
-            oracle.
+        sample: the arguments, on the implementation's device. They are not changed.
+        dtype: dtype of the sample.
+        off: computes the error of results; None to compare them with `wanted`.
+        wanted: expected outputs; empty for no comparison, None to call the oracle.
         layer_for: as for `as_call`.
-        packed: whether results must be contiguous. None: not of a sample whose activations lie as
-            no layer of vLLM's has them, since plain PyTorch often keeps their layout.
-        memory: that of an earlier call of equal shapes, which the numbers are written into; None
-            takes new memory.
+        packed: whether results must be contiguous. None: unless the sample's activations have a
+            layout that no vLLM layer has, since plain PyTorch often keeps the layout.
+        memory: memory of an earlier call with the same shapes, to overwrite; None for new memory.
     """
     fixed = (impl.op_name, impl.impl_id, sample.name, dtype_name(dtype))
     if wanted is None:
         wanted = () if off else wanted_of(spec, sample)
     judged = off or partial(worst, wanted=wanted)
     given = spec.named(sample.args)
-    poisons = not sample.enlarged  # PyTorch's products of many rows add 0 times what is in gaps
+    poisons = not sample.enlarged  # PyTorch's products of many rows add 0 times values in gaps
     call = guarded(given, spec.by_token, poisons) if memory is None else memory.rewritten(given)
     packed = not sample.relaid if packed is None else packed
     call.remember()
@@ -252,7 +246,7 @@ def compare(
         share, failure = compared(got, lambda results: judged(closed(results, sample)))
     if failure is not None:
         return Comparison(*fixed, failure.status, share, failure.reason, failure.error)
-    if sample.relaid or sample.enlarged:  # with the numbers of another sample
+    if sample.relaid or sample.enlarged:  # its numbers were measured in the original sample
         return Comparison(*fixed, "ok", share)
     kept = closed(got, sample)
     leans, slopes = measures(kept, wanted, "leans"), measures(kept, wanted, "slope")
@@ -268,21 +262,20 @@ def called(
     looked_at: Guarded | None = None,
     packed: bool = True,
 ) -> Outcome:
-    """Make one call and check everything but its numbers.
+    """Make one call and check everything except its numbers.
 
     Args:
         run: makes the call.
         impl: the implementation.
         spec: its op's contract.
         call: the arguments.
-        looked_at: those of the arguments that were remembered just before, whose memory is looked
-            at after the call; None for all. A call that is refused must not have written into the
-            others either.
+        looked_at: arguments that were just remembered, to check their memory after the call; None
+            for all. For an unsupported call all arguments are checked.
         packed: whether results must be contiguous.
 
     Returns:
-        The result, and why the call fails: it was refused, raised, wrote what it must not, or its
-        result has another form.
+        (result, failure): the call was not supported, raised, wrote to memory that it must not
+            change, or returned a result of another form.
     """
     got, failure = run()
     if failure is not None:
@@ -293,7 +286,7 @@ def called(
     consumed = spec.consumed(impl.consumes, call.args)
 
     def look() -> str:
-        shapes = spec.fake(*call.args)  # not before: its memory would be missing in the call
+        shapes = spec.fake(*call.args)  # not earlier: the call may need the memory
         problem = misplaced(got, shapes, call, consumed, packed)
         return problem or misuse(looked_at or call, consumed, impl, spec)
 
@@ -304,12 +297,8 @@ def called(
 def compared(got: Any, off: Callable[[Any], Off]) -> tuple[float, Failure | None]:
     """Compare the numbers of a result.
 
-    Args:
-        got: the result.
-        off: how far off it is.
-
     Returns:
-        The worst error as a share of the tolerance, NaN if it cannot be compared; and why it fails.
+        (maximum error relative to the tolerance, failure); NaN if it cannot be compared.
     """
     found, failure = attempt(COMPARING, off, got, refuses=())
     share, problem = found or (math.nan, "")
@@ -319,21 +308,13 @@ def compared(got: Any, off: Callable[[Any], Off]) -> tuple[float, Failure | None
 def answer(
     fn: Callable[..., Any], impl: OpImpl, spec: OpSpec, args: Sequence[Any], **how: Any
 ) -> Outcome:
-    """Call `fn` if the implementation's `supports` takes the call.
-
-    Args:
-        fn: the implementation as a function of the contract's parameters.
-        impl: the implementation.
-        spec: its op's contract.
-        args: the call's.
-        how: as for `attempt`.
-    """
+    """Call `fn`, a function of the parameters of the contract, if `supports` accepts the call."""
     failure = accept(impl, spec, args)
     return attempt("it raised", fn, *args, **how) if failure is None else (None, failure)
 
 
 def accept(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> Failure | None:
-    """Ask the implementation's `supports` about a call: why it does not take it, or None."""
+    """Evaluate the implementation's `supports`: return why it does not support a call, or None."""
     verdict, failure = attempt("its supports raised", verdict_of, impl, spec, args)
     if failure is None and verdict is not True:
         failure = Failure("refused", str(verdict))
@@ -341,7 +322,7 @@ def accept(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> Failure | None:
 
 
 def tried(spec: OpSpec, dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """The contract's own samples that a startup tries, in other layouts and with more rows too."""
+    """Yield the contract's samples for startup, then variants with other layouts and more rows."""
     own = []
     for sample in spec.samples(dtype, device):
         if not sample.kit_only:
@@ -354,14 +335,14 @@ def tried(spec: OpSpec, dtype: torch.dtype, device: torch.device) -> Iterator[Sa
 def misplaced(
     got: Any, shapes: Any, call: Guarded, consumed: Iterable[str], packed: bool = True
 ) -> str:
-    """What is wrong with a result before its numbers are looked at, or nothing.
+    """Return what is wrong with the form of a result, or an empty string.
 
     Args:
-        got: what the implementation returned.
-        shapes: what the contract's fake returns for the same call.
+        got: result of the implementation.
+        shapes: result of the fake of the contract for the same call.
         call: the arguments.
-        consumed: those that may be overwritten, and so returned.
-        packed: whether it must be contiguous.
+        consumed: arguments that may be overwritten and therefore returned.
+        packed: whether results must be contiguous.
     """
     if isinstance(shapes, tuple) != isinstance(got, tuple) or len(parts(got)) != len(parts(shapes)):
         return f"returned {_kind(got)}, expected {_kind(shapes)}"
@@ -386,7 +367,7 @@ def misplaced(
             return f"{where} is on {mine.device}, not {shape.device}"
         shared = [n for n, arg in call.arguments.items() if shares(mine, arg)]
         if set(consumed).intersection(shared):
-            continue  # written in place: its memory and layout are the argument's
+            continue  # written in place, with the memory and layout of the argument
         if shared:
             return f"{where} shares memory with {shared[0]!r}"
         if any(shares(mine, other) for other in own):
@@ -398,7 +379,7 @@ def misplaced(
 
 
 def _oddity(result: torch.Tensor) -> str:
-    """Why its memory does not hold its numbers, or nothing: vLLM's kernels read memory."""
+    """Return why a tensor's memory does not contain its numbers (vLLM's kernels read memory)."""
     if type(result) not in (torch.Tensor, torch.nn.Parameter):
         return f"a {type(result).__name__}"
     wrapped: Callable[..., bool] = torch._C._functorch.is_functorch_wrapped_tensor
@@ -413,7 +394,7 @@ def _oddity(result: torch.Tensor) -> str:
 
 
 def misuse(call: Guarded, consumed: Iterable[str], impl: OpImpl, spec: OpSpec) -> str:
-    """What a call has written without right, or nothing."""
+    """Return a description of memory that a call must not change but did, or an empty string."""
     found = call.disturbance(frozenset(consumed))
     if found is None:
         return ""
@@ -427,7 +408,7 @@ def misuse(call: Guarded, consumed: Iterable[str], impl: OpImpl, spec: OpSpec) -
 
 
 def shares(a: torch.Tensor, b: Any) -> bool:
-    """Whether two tensors lie in one storage; empty ones share nothing."""
+    """Return whether two tensors share a storage; empty tensors share nothing."""
     if not isinstance(b, torch.Tensor) or not a.numel() or not b.numel():
         return False
     return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
@@ -440,22 +421,20 @@ def _kind(result: Any) -> str:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
     if device.type == "cpu":
         return
     module = torch.get_device_module(device)
     if device.index is None or device.index == module.current_device():
-        module.synchronize()  # not every device's takes which
+        module.synchronize()  # some devices' function has no parameter
     else:
         module.synchronize(device)
 
 
 def refusal_of(error: BaseException) -> str:
-    """Why a call was refused, where this is what `error` says; empty where it is another.
+    """Return why a call was not supported; empty if `error` means something else.
 
-    Args:
-        error: what a call raised: NotImplementedError of one implementation, or AllFailedError of a
-            chain of them, where each refused, or the first did in strict mode.
+    `error` is NotImplementedError of an implementation, or AllFailedError of a chain if no
+    candidate supports the call (in strict mode, the first candidate does not).
     """
     causes = [c for _, c in error.causes] if isinstance(error, AllFailedError) else [error]
     if not all(isinstance(cause, str | NotImplementedError) for cause in causes):

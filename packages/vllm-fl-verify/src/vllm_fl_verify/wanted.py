@@ -1,4 +1,4 @@
-"""What one output of a call must be, and how far off results are."""
+"""Expected outputs of a call, and the error of results relative to them."""
 
 from __future__ import annotations
 
@@ -12,102 +12,93 @@ import torch
 from .guarded import taken
 
 Off = tuple[float, str]
-"""The worst error as a share of the tolerance, and what is wrong or nothing."""
+"""(maximum error relative to the tolerance, description of the problem or an empty string)."""
 
 Results = Sequence[torch.Tensor]
-"""Those of one output."""
+"""The results that belong to one output."""
 
 COARSE = frozenset({torch.float16, torch.bfloat16})
-"""The dtypes whose rounding stands out from the errors of computing in float32."""
+"""Dtypes with a rounding error that dominates the error of float32 arithmetic."""
 
 TELLING, LOOKED_AT = 64, 4096
-"""How many elements that had to be rounded tell to which side they were, and about how many are
-looked at."""
+"""Minimum number of rounded elements to determine a bias, and approximate number of sampled
+elements."""
 
 SLOPING = 1024
-"""How many elements tell a factor."""
+"""Minimum number of elements to determine a factor."""
 
 WITHIN_A_STEP = 0.95
-"""The share of elements that must be a neighbour of the exact number, for the side to be that of
-their last rounding. Errors of several steps come from numbers that a row shares, and may lean."""
+"""Required share of elements that are a neighbour of the exact number; then a bias comes from their
+last rounding. Larger errors come from numbers that a row shares, and may have a direction."""
 
 Tokens = torch.Tensor | None
-"""Which tokens of a batch some rows are; None for all."""
+"""Token numbers of some rows in their batch; None for all rows."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What one output of a contract must be: one result of a call, or several that belong together.
+    """Expected output of a contract: one result of a call, or several that belong together.
 
-    Its tensors have a row per token where the contract's results have.
+    Its tensors have a row per token if the contract's results do.
     """
 
     results: ClassVar[int] = 1
 
     def off(self, results: Results, names: Sequence[str], tokens: Tokens) -> Off:
-        """How far off results are.
+        """Return the error of results.
 
         Args:
-            results: what an implementation returned, as many rows, on the device of these tensors
-                or another.
-            names: what messages call them.
-            tokens: which of a batch these rows are, for messages.
+            results: results of an implementation with as many rows, on any device.
+            names: names of the results, for messages.
+            tokens: token numbers of these rows, for messages.
         """
         raise NotImplementedError
 
     def measured(self, results: Results) -> list[torch.Tensor]:
-        """How far off the results are, in numbers that stay on the device; it waits for nothing.
+        """Return the errors of results as numbers on the device, without synchronisation.
 
         Args:
-            results: what an implementation returned, where these tensors lie, as many rows.
+            results: results of an implementation with as many rows, on the device of these tensors.
 
         Returns:
-            One tensor for each of what is compared, fp64: the worst share of the tolerance; the
-            sums of the squares of the differences and of the exact numbers, those that are finite;
-            how many elements are NaN without right; how many are infinite.
+            One float64 tensor per compared quantity: maximum error relative to the tolerance; sums
+                of squares of the finite differences and of the exact numbers; numbers of incorrect
+                NaN and of incorrect infinite elements.
 
         Raises:
-            NotImplementedError: results of this kind cannot be compared so (`MEASURED`).
+            NotImplementedError: not possible for this kind of output (see `MEASURED`).
         """
         raise NotImplementedError
 
     def leans(self, results: Results) -> float:
-        """How far results lie beyond the exact numbers, away from zero, on average.
+        """Return the average bias of results, away from zero, in steps of their dtype.
 
-        Args:
-            results: as for `off`.
-
-        Returns:
-            Steps of their dtype: about 0 where they are rounded to nearest, and -0.5 where they are
-            cut off. NaN where too few of them tell, or are within a step.
+        About 0 for rounding to nearest, -0.5 for truncation. NaN if too few elements are rounded,
+        or too few are within a step.
         """
         return math.nan
 
     def slope(self, results: Results) -> float:
-        """By which factor results are larger than the exact numbers, less 1.
+        """Return the factor of results relative to the exact numbers, minus 1.
 
-        Args:
-            results: as for `off`.
-
-        Returns:
-            That of the line through 0 that fits best. NaN for few elements or a fine dtype.
+        It is the least-squares fit of a line through 0. NaN for few elements or a fine dtype.
         """
         return math.nan
 
     def is_empty(self, results: Results) -> bool:
-        """Whether there is nothing to compare in results of these sizes."""
+        """Return whether results of these sizes have nothing to compare."""
         return not results[0].numel()
 
     def rows(self, order: torch.Tensor) -> Self:
-        """What a batch of these rows must be; a number that belongs to all rows stays."""
+        """Select rows, in this order; a single number for all rows stays."""
         return self._each(lambda tensor: tensor if tensor.numel() == 1 else taken(tensor, order))
 
     def columns(self, order: torch.Tensor) -> Self:
-        """What results must be whose last dimension has these columns."""
+        """Select columns of the last dimension, in this order."""
         return self._each(lambda tensor: tensor.index_select(-1, order))
 
     def on(self, device: torch.device) -> Self:
-        """The same on `device`, in a dtype that is fast there and exact enough."""
+        """Move to `device`, in a dtype that is fast there and exact enough."""
         wide = torch.float64 if device.type == "cpu" and self._is_fine() else torch.float32
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -116,7 +107,7 @@ class Wanted:
         return self._each(moved)
 
     def _is_fine(self) -> bool:
-        """Whether results have as many digits as float32."""
+        """Return whether results have the precision of float32."""
         return True
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
@@ -133,15 +124,15 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Near(Wanted):
-    """Each element within its room of the exact one.
+    """Output with a tolerance for each element.
 
-    NaN is right where the oracle gives NaN, and infinity where it does or where the exact number
-    is beyond the dtype.
+    NaN is correct if the oracle has NaN; infinity if it has infinity, or if the exact number
+    exceeds the range of the dtype.
 
     Args:
         exact: the oracle's result.
-        allowed: how far from it each element may lie; of its shape.
-        dtype: the result's.
+        allowed: tolerance of each element; of the same shape.
+        dtype: dtype of the result.
     """
 
     exact: torch.Tensor
@@ -157,11 +148,11 @@ class Near(Wanted):
     def leans(self, results: Results) -> float:
         if self.dtype not in COARSE:
             return math.nan
-        every = max(1, self.exact.numel() // LOOKED_AT) | 1  # odd: of vectors, each place
+        every = max(1, self.exact.numel() // LOOKED_AT) | 1  # odd, to sample all columns
         exact = self.exact.reshape(-1)[::every]
         mine = results[0].reshape(-1)[::every].to(exact)
         step = step_of(exact, exact.new_ones(()), self.dtype)
-        # What lies on a number of the dtype is not rounded, and between two both are nearest.
+        # Not for numbers that need no rounding, or midpoints, which have two nearest numbers.
         told = exact.isfinite() & mine.isfinite() & ((2 * exact / step) % 1 != 0)
         told &= exact.abs() >= torch.finfo(self.dtype).smallest_normal
         beyond = ((mine - exact) * exact.sign() / step)[told]
@@ -177,7 +168,7 @@ class Near(Wanted):
         return float((mine * exact).sum() / exact.square().sum()) - 1
 
     def _farthest(self, mine: torch.Tensor, tokens: Tokens) -> str:
-        """The element that is farthest off, in words."""
+        """Describe the element with the largest error."""
         shares = self.shares(mine)
         at = tuple(int(n) for n in torch.unravel_index(shares.argmax(), shares.shape))
         got, exact = (float(each[at]) for each in (mine.to(self.exact.dtype), self.exact))
@@ -185,16 +176,16 @@ class Near(Wanted):
         return f"{place}: got {got:.6g}, expected {exact:.6g} ({float(shares[at]):.3g}x tolerance)"
 
     def share(self, mine: torch.Tensor) -> tuple[float, int]:
-        """(worst share, elements beyond the tolerance)."""
+        """Return (maximum error relative to the tolerance, number of incorrect elements)."""
         top = float((mine.to(self.exact.dtype) - self.exact).abs_().div_(self.allowed).max())
         if top <= 1.0:
             return top, 0
-        # Only now is it worth a second look at NaN, infinity, and zero where there is no room.
+        # Only now look at NaN, infinity, and elements with tolerance 0, which is slower.
         shares = self.shares(mine)
         return float(shares.max()), int((shares > 1.0).sum())
 
     def shares(self, mine: torch.Tensor) -> torch.Tensor:
-        """How far off each element is; NaN and infinity only where they are wrong."""
+        """Return each element's error relative to the tolerance, 0 for correct NaN and infinity."""
         off = (mine.to(self.exact.dtype) - self.exact).abs_().div_(self.allowed)
         return off.nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(self._same(mine), 0.0)
 
@@ -207,7 +198,7 @@ class Near(Wanted):
             numbers.nan_to_num(0.0, 0.0, 0.0).square().sum(dtype=torch.float64)
             for numbers in (mine.to(exact.dtype) - exact, exact)
         )
-        # Greater, of truth values: the first and not the second.
+        # `>` of booleans: the first and not the second.
         wrong = (which > self._same(mine) for which in (mine.isnan(), mine.isinf()))
         worst, counts = self.shares(mine).amax().double(), (each.sum().double() for each in wrong)
         return [torch.stack([worst, *squared, *counts])]
@@ -218,10 +209,10 @@ class Near(Wanted):
 
 @dataclass(frozen=True)
 class Same(Wanted):
-    """Each element equal to the oracle's.
+    """Output without a tolerance.
 
     Args:
-        exact: int64, or floating and of the result's dtype.
+        exact: int64, or floating in the result's dtype.
     """
 
     exact: torch.Tensor
@@ -247,7 +238,7 @@ class Same(Wanted):
         return [torch.stack([worst, nothing, nothing, *wrong])]
 
     def _differs(self, mine: torch.Tensor) -> torch.Tensor:
-        return (mine != self.exact) & ~((mine != mine) & (self.exact != self.exact))  # NaN is NaN
+        return (mine != self.exact) & ~((mine != mine) & (self.exact != self.exact))  # NaN == NaN
 
     def on(self, device: torch.device) -> Self:
         return self._each(lambda tensor: tensor.to(device))
@@ -255,11 +246,11 @@ class Same(Wanted):
 
 @dataclass(frozen=True)
 class Pair(Wanted):
-    """A quantised value and its scale.
+    """Quantised values with their scale.
 
     Args:
-        number: what value * scale must be, and the room of its rounding.
-        scale: what the scale must be.
+        number: expected value * scale, with the tolerance of its rounding.
+        scale: expected scale.
     """
 
     number: Near
@@ -284,13 +275,13 @@ class Pair(Wanted):
 
 @dataclass(frozen=True)
 class Routed(Wanted):
-    """The weights and ids of the experts that each token takes.
+    """Weights and ids of each token's experts.
 
     Args:
-        weights: the oracle's, in the order of `ids`.
-        ids: the oracle's in ascending order, int64.
-        scores: by which they were chosen; (tokens, experts).
-        margin: how far apart two scores must be for their order to be certain.
+        weights: the oracle's weights, in the order of `ids`.
+        ids: the oracle's ids, ascending, int64.
+        scores: scores for choosing experts; (tokens, experts).
+        margin: minimum difference of two scores for their order to be certain.
     """
 
     weights: Near
@@ -316,7 +307,7 @@ class Routed(Wanted):
         return weights_off[0], problem and f"{problem}; worst: {weights_off[0]:.3g}x tolerance"
 
     def unfit(self, ids: torch.Tensor) -> torch.Tensor:
-        """The tokens that cannot have these experts; `ids` are in ascending order."""
+        """Return a mask of tokens with incorrect experts; `ids` are ascending."""
         known = self.scores.shape[-1]
         wrong = ((ids < 0) | (ids >= known)).any(-1) | (ids.diff(dim=-1) == 0).any(-1)
         others = (ids != self.ids).any(-1)
@@ -327,7 +318,7 @@ class Routed(Wanted):
         last, next_one = highest[:, k - 1, None], highest[:, -1, None]
         chosen = torch.zeros_like(self.scores, dtype=torch.bool)
         chosen.scatter_(-1, ids.clamp(0, known - 1), True)
-        # Whoever is not surely behind the k-th may be chosen; who is surely before the next must.
+        # Allowed: not certainly after the k-th. Required: certainly before the (k + 1)-th.
         may = self.scores >= last - self.margin
         must = self.scores > next_one + self.margin
         untied = (chosen & ~may).any(-1) | (must & ~chosen).any(-1)
@@ -335,7 +326,7 @@ class Routed(Wanted):
         return wrong | (others & untied & ~no_order)
 
     def _weights_off(self, weights: torch.Tensor, ids: torch.Tensor) -> tuple[float, int]:
-        """As `Near.share`; `weights` are in the order of `ids`, which are ascending."""
+        """Return `Near.share` of weights in the order of `ids`, ascending."""
         want = self.weights
         others = (ids != self.ids).any(-1, keepdim=True)
         if bool(others.any()):
@@ -351,14 +342,14 @@ class Routed(Wanted):
 
 @dataclass(frozen=True)
 class Blocks(Wanted):
-    """Rows sorted by expert in blocks, the expert of each block, and how many places are in use.
+    """Rows sorted by expert in blocks, the expert of each block, and the number of used positions.
 
     Args:
         rows_of: the oracle's rows and padding, int64.
-        experts: the oracle's, int64.
-        used: how many places are in use; of one element, int64.
-        size: places of a block.
-        padding: what stands for no row; above all rows.
+        experts: the oracle's experts, int64.
+        used: number of used positions; one element, int64.
+        size: positions of a block.
+        padding: row number of padding; greater than all rows.
     """
 
     rows_of: torch.Tensor
@@ -370,7 +361,7 @@ class Blocks(Wanted):
     results: ClassVar[int] = 3
 
     def is_empty(self, results: Results) -> bool:
-        return False  # without any row, the number of places in use must still be 0
+        return False  # without rows, the number of used positions must still be 0
 
     def off(self, results: Results, names: Sequence[str], tokens: Tokens) -> Off:
         rows, experts, used = (result.to(self.used.device, torch.int64) for result in results)
@@ -391,7 +382,7 @@ class Blocks(Wanted):
 
 
 def ascending(rows: torch.Tensor, experts: torch.Tensor, size: int) -> torch.Tensor:
-    """Rows in blocks of this size, in ascending order over the blocks of one expert."""
+    """Sort the rows of each expert's blocks, of `size` positions each."""
     run = experts.diff(prepend=experts[:1]).ne(0).cumsum(0).repeat_interleave(size)
     order = rows.argsort(stable=True)
     order = order[run[order].argsort(stable=True)]
@@ -399,7 +390,7 @@ def ascending(rows: torch.Tensor, experts: torch.Tensor, size: int) -> torch.Ten
 
 
 def _token(row: int, places: Tokens) -> int:
-    """Which token of a batch a row is."""
+    """Return the token number of a row in its batch."""
     return row if places is None else int(places[row])
 
 
@@ -408,7 +399,7 @@ def _problem(name: str, share: float, count: int, total: int) -> str:
 
 
 def comparable(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """In a dtype in which it can be compared with others: int64, or floating as `dtype` rounds."""
+    """Convert to a comparable dtype: int64, or floating after rounding to `dtype`."""
     if not (dtype or tensor.dtype).is_floating_point:
         return tensor.to(torch.int64)
     tensor = tensor.to(dtype or tensor.dtype)
@@ -416,7 +407,7 @@ def comparable(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.
 
 
 def spread(scale: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A scale for each element of a value of this shape; ValueError where it does not divide."""
+    """Expand a scale to a value of this shape; raise ValueError if the shapes do not fit."""
     if scale.numel() == 1:
         return scale.reshape(())
     if tuple(scale.shape) == tuple(shape[:-1]):
@@ -436,7 +427,7 @@ def spread(scale: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def step_of(exact: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The distance of two neighbours of `dtype`, times `scale`, at each exact number."""
+    """Return the distance of neighbouring numbers of `dtype` at exact / scale, times |scale|."""
     if not dtype.is_floating_point:
         return scale.abs().expand(exact.shape)
     info = torch.finfo(dtype)

@@ -1,8 +1,8 @@
-"""The token counts of the warm-up: no kernel is left to compile while the engine serves.
+"""Token counts of the warm-up, which compiles all kernels before the engine serves.
 
-A kernel that is compiled when it is called is compiled anew for another kind of number among its
-arguments. Triton's kinds are 1, the multiples of 16, and all others; libraries around it choose
-between kernels by size, mostly at powers of two.
+Just-in-time compilers compile a kernel for each kind of number among its arguments. Triton's kinds
+are 1, multiples of 16, and all others. Libraries choose between kernels by size, mostly at powers
+of two.
 """
 
 from __future__ import annotations
@@ -12,31 +12,29 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 KINDS = (16, 8, 4, 2, 1)
-"""What divides a number, and no larger one does but multiples of 16: Triton asks of an integer
-whether 16 divides it."""
+"""The largest power of two up to 16 that divides a number; Triton checks for multiples of 16."""
 
 
 def warm_counts(
     largest: int, sizes: Iterable[int] = (), ceilings: Iterable[int] = (), seed: int = 0
 ) -> list[int]:
-    """Token counts of every kind of number in every bucket, spread over the bucket.
+    """Return token counts of every kind in every bucket, distributed over the bucket.
 
-    What a kernel is passed is seldom the count itself: it may be the count times heads, or groups,
-    or a row's features. Whether 16 divides that depends on how often 2 divides the count. So each
-    bucket has an odd count, and one that 2, 4, 8 and 16 divide, where it is wide enough. Each is
-    drawn from another fifth of the bucket: an implementation that is wrong in a third of it is
-    called there. The end of each bucket is among them.
+    A kernel's argument is seldom the token count itself; it may be the count times heads, groups or
+    features. Whether 16 divides it depends on how often 2 divides the count. So each bucket has an
+    odd count and counts that are divisible by 2, 4, 8 and 16, if it is wide enough. Each is drawn
+    from another fifth of the bucket, to find implementations with errors in a third of the bucket.
+    The end of each bucket is included.
 
     Args:
         largest: the largest batch, in tokens.
-        sizes: batches that are run at exactly this size, as captured graphs are.
-        ceilings: counts up to which something else is chosen. They end buckets, as powers of two
-            and the largest batch do.
-        seed: for the draw.
+        sizes: batches of exactly this size, such as captured graphs.
+        ceilings: maximum tokens of table rows. They end buckets, as do powers of two and the
+            largest batch.
+        seed: for random choices.
 
     Returns:
-        Counts from 1 to `largest`, each once: those of the buckets, ascending, then those of
-        `sizes`, which bring no further kind.
+        Distinct counts from 1 to `largest`: those in buckets, ascending, then those in `sizes`.
     """
     rng = random.Random(seed)
     powers = (1 << bits for bits in range(largest.bit_length()))
@@ -48,7 +46,7 @@ def warm_counts(
 
 
 def _kinds(below: int, end: int, rng: random.Random) -> set[int]:
-    """Counts in a bucket: one that 16 divides, and others that 8, 4, 2 and 1 divide and no more."""
+    """Return counts in a bucket: a multiple of 16, and odd multiples of 8, 4, 2 and 1."""
     found, width = set(), end - below
     for part, step in enumerate(rng.sample(KINDS, len(KINDS))):
         fifth = below + width * part // 5, below + width * (part + 1) // 5
@@ -58,6 +56,6 @@ def _kinds(below: int, end: int, rng: random.Random) -> set[int]:
 
 
 def _of_kind(step: int, below: int, end: int) -> range:
-    """The numbers of a kind that are above `below`, up to `end`."""
+    """Return the numbers of a kind above `below`, up to `end`."""
     period = step if step == KINDS[0] else 2 * step
     return range(below + 1 + (step - below - 1) % period, end + 1, period)

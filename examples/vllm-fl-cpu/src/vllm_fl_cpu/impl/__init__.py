@@ -1,4 +1,4 @@
-"""The operators, and what they share: vLLM's library of kernels and its demands on tensors."""
+"""Implementations, and their shared code: vLLM's kernel library and its requirements on tensors."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = [
 
 
 LANES = 8
-"""Elements of one vector of the kernels; the innermost size must be a multiple of it."""
+"""Elements per vector of the kernels; the innermost size must be a multiple of this."""
 
 ALIGNMENT = 16
-"""Bytes. The AVX2 kernels store bf16 vectors with an aligned instruction: a pointer that is not
-a multiple of this ends the process (vLLM 0.32)."""
+"""Bytes. The AVX2 kernels store bf16 vectors with an aligned instruction: other addresses crash the
+process (vLLM 0.32)."""
 
 
 @cache
 def kernel(name: str) -> Callable[..., Any]:
-    """vLLM's C++ kernel `torch.ops._C.<name>`.
+    """Return vLLM's C++ kernel `torch.ops._C.<name>`.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -39,8 +39,8 @@ def kernel(name: str) -> Callable[..., Any]:
     """
     from vllm.platforms.cpu import CpuPlatform
 
-    # The class, not `current_platform`: that one asks every platform plugin, and a platform plugin
-    # may be what asks here. The class method picks the library for this processor.
+    # Not `current_platform`, which queries all platform plugins and may be what is calling this.
+    # The class method loads the library for this processor.
     CpuPlatform.import_kernels()
     overload: Callable[..., Any] = getattr(torch.ops._C, name).default
     return overload
@@ -52,13 +52,13 @@ def implementation(
     takes: Sequence[str | Callable[..., Availability]] = (),
     consumes: Iterable[str] = (),
 ) -> OpImpl:
-    """The function, named after its op, as `vendor.cpu`.
+    """Declare `fn`, which is named like its op, as implementation `vendor.cpu`.
 
     Args:
-        fn: its first argument is a tensor, which must be on the CPU.
-        kernels: without one of these it is not available.
-        takes: rules for the calls it supports (`OpImpl.takes`).
-        consumes: the arguments that it overwrites.
+        fn: the function; its first argument is a tensor, which must be on the CPU.
+        kernels: the kernels that it requires.
+        takes: rules for supported calls (`OpImpl.takes`).
+        consumes: names of the arguments that it overwrites.
     """
     first = fn.__code__.co_varnames[0]
     return OpImpl(
@@ -74,9 +74,9 @@ def implementation(
 
 
 def provides(*names: str) -> Callable[[], Availability]:
-    """An availability check: True, or why one of the kernels `names` cannot be called here.
+    """Build an availability check: True, or the reason why a kernel is unavailable.
 
-    vLLM is imported only if the metadata of what is installed does not settle it.
+    The check imports vLLM only if package metadata is not sufficient.
     """
 
     def available() -> Availability:
@@ -108,9 +108,9 @@ def _not_a_cpu_build() -> str | None:
 
 
 def cuts_off(dtype: torch.dtype) -> bool:
-    """Whether the kernels cut results of this dtype off, where they should round to nearest.
+    """Whether the kernels truncate results of this dtype instead of rounding to nearest.
 
-    All err towards zero then, which adds up over the layers of a model.
+    Truncation biases results towards zero, which adds up over the layers of a model.
     """
     return dtype == torch.bfloat16 and _cuts_bfloat16_off()
 
@@ -120,17 +120,19 @@ def _cuts_bfloat16_off() -> bool:
     x = torch.ones(1, LANES, dtype=torch.bfloat16, device="cpu")
     out = torch.empty_like(x)
     kernel("rms_norm")(out, x, None, 1e-6)
-    return bool((out != 1).any())  # 1 / sqrt(1 + 1e-6) is nearest to 1
+    return bool((out != 1).any())  # 1 / sqrt(1 + 1e-6) rounds to 1
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or where the kernels would cut results off a copy in float32, whose results PyTorch
-    rounds."""
+    """Return `x`, or a float32 copy if the kernels would truncate.
+
+    The caller converts the results back to x's dtype, and PyTorch rounds them.
+    """
     return x.float() if cuts_off(x.dtype) else x
 
 
 def writable(x: torch.Tensor) -> torch.Tensor:
-    """`x` itself where a kernel may work in place on it, else a contiguous, aligned copy."""
+    """Return `x` if a kernel can work on it in place, else a contiguous, aligned copy."""
     if not x.is_contiguous():
         return x.contiguous()
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()

@@ -19,84 +19,84 @@ GELU = {"none": "gelu_and_mul", "tanh": "gelu_tanh_and_mul"}
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """silu(x[..., :d]) * x[..., d:] in fp32, rounded once.
+    """Compute silu(x[..., :d]) * x[..., d:] in fp32, rounded once.
 
     Args:
-        x: (..., 2 * d), float32, float16 or bfloat16, of any layout; d a multiple of 8.
+        x: (..., 2 * d), float32, float16 or bfloat16, any layout; d a multiple of 8.
 
     Returns:
-        (..., d), of x's dtype.
+        (..., d), with x's dtype.
 
     Raises:
-        RuntimeError: the kernel refuses d.
+        RuntimeError: the kernel rejects d.
     """
     return _filled("silu_and_mul", x, x.shape[-1] // 2)
 
 
 def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
-    """gelu(x[..., :d]) * x[..., d:] in fp32, rounded once.
+    """Compute gelu(x[..., :d]) * x[..., d:] in fp32, rounded once.
 
     Args:
-        x: (..., 2 * d), float32, float16 or bfloat16, of any layout; d a multiple of 8.
+        x: (..., 2 * d), float32, float16 or bfloat16, any layout; d a multiple of 8.
         approximate: "none" (erf) or "tanh".
 
     Returns:
-        (..., d), of x's dtype.
+        (..., d), with x's dtype.
 
     Raises:
-        KeyError: `approximate` is another word.
-        RuntimeError: the kernel refuses d.
+        KeyError: `approximate` has another value.
+        RuntimeError: the kernel rejects d.
     """
     return _filled(GELU[approximate], x, x.shape[-1] // 2)
 
 
 def gelu_new(x: torch.Tensor) -> torch.Tensor:
-    """GELU by tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)) in fp32, rounded once.
+    """Compute GELU as x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) in fp32.
 
     Args:
-        x: (..., d), float32, float16 or bfloat16, of any layout; d a multiple of 8.
+        x: (..., d), float32, float16 or bfloat16, any layout; d a multiple of 8.
 
     Returns:
-        x's shape and dtype.
+        A tensor with x's shape and dtype, rounded once.
 
     Raises:
-        RuntimeError: the kernel refuses d.
+        RuntimeError: the kernel rejects d.
     """
     return _filled("gelu_new", x, x.shape[-1])
 
 
 def gelu_fast(x: torch.Tensor) -> torch.Tensor:
-    """GELU by tanh(0.79788456 * x * (1 + 0.044715 * x**2)) in fp32, rounded once.
+    """Compute GELU as x / 2 * (1 + tanh(0.79788456 * x * (1 + 0.044715 * x**2))) in fp32.
 
     Args:
-        x: (..., d), float32, float16 or bfloat16, of any layout; d a multiple of 8.
+        x: (..., d), float32, float16 or bfloat16, any layout; d a multiple of 8.
 
     Returns:
-        x's shape and dtype.
+        A tensor with x's shape and dtype, rounded once.
 
     Raises:
-        RuntimeError: the kernel refuses d.
+        RuntimeError: the kernel rejects d.
     """
     return _filled("gelu_fast", x, x.shape[-1])
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(1.702 * x) in fp32, rounded once, by the kernel `gelu_quick`.
+    """Compute x * sigmoid(1.702 * x) in fp32, rounded once, with the kernel `gelu_quick`.
 
     Args:
-        x: (..., d), float32, float16 or bfloat16, of any layout; d a multiple of 8.
+        x: (..., d), float32, float16 or bfloat16, any layout; d a multiple of 8.
 
     Returns:
-        x's shape and dtype.
+        A tensor with x's shape and dtype.
 
     Raises:
-        RuntimeError: the kernel refuses d.
+        RuntimeError: the kernel rejects d.
     """
     return _filled("gelu_quick", x, x.shape[-1])
 
 
 def _filled(name: str, x: torch.Tensor, features: int) -> torch.Tensor:
-    # The kernels read x as if it were contiguous, whatever its strides.
+    # The kernels ignore strides and read x as contiguous.
     read = rounded(x).contiguous()
     out = read.new_empty((*x.shape[:-1], features))
     kernel(name)(out, read)

@@ -11,10 +11,10 @@ from . import cuts_off, implementation, kernel
 __all__ = ["OPS", "fused_experts"]
 
 TILE = 32
-"""Features of one tile of the kernel, which has no code for a part of one."""
+"""Features per tile of the kernel, which cannot process partial tiles."""
 
 ISA = "vec"
-"""The kernel that every processor has. Those with matrix units serve bf16 faster by another."""
+"""The kernel variant for any processor. With matrix units, a faster one for bf16 exists."""
 
 
 def fused_experts(
@@ -30,41 +30,40 @@ def fused_experts(
     w13_bias: torch.Tensor | None = None,
     w2_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Packs the weights for the kernel and calls it.
+    """Pack the weights for the kernel and call it.
 
-    Packing takes longer than the kernel does for a few tokens, and is done in every call. An engine
-    that has this implementation first does not call it: vLLM packs the weights once, when they are
-    loaded, and calls the same kernel itself.
+    Every call packs the weights, which takes longer than the kernel for a few tokens. An engine
+    that plans this implementation does not call it: vLLM packs the weights once on loading and
+    calls the same kernel itself.
 
     Args:
         hidden_states: (tokens, hidden), float32, float16 or bfloat16; hidden a multiple of 32.
-        w13: (experts, 2 * intermediate, hidden), of the same dtype; intermediate a multiple of 32.
-        w2: (experts, hidden, intermediate), of the same dtype.
-        topk_weights: (tokens, k), floating.
-        topk_ids: (tokens, k), int32 or int64, negative in a place without an expert.
+        w13: (experts, 2 * intermediate, hidden), same dtype; intermediate a multiple of 32.
+        w2: (experts, hidden, intermediate), same dtype.
+        topk_weights: (tokens, k), floating point.
+        topk_ids: (tokens, k), int32 or int64; negative for a missing expert.
         activation: "silu", "gelu", "gelu_tanh" or "swigluoai".
-        apply_router_weight_on_input: whether the weight multiplies the input; for k = 1.
-        global_num_experts: not read.
+        apply_router_weight_on_input: whether the weight multiplies the input; only for k = 1.
+        global_num_experts: ignored.
         expert_map: None.
-        w13_bias: (experts, 2 * intermediate), of the same dtype.
-        w2_bias: (experts, hidden), of the same dtype.
+        w13_bias: (experts, 2 * intermediate), same dtype.
+        w2_bias: (experts, hidden), same dtype.
 
     Returns:
-        (tokens, hidden), of hidden_states' dtype.
+        (tokens, hidden), with hidden_states' dtype.
 
     Raises:
-        RuntimeError: the kernel refuses its arguments.
-        IndexError: an id beyond the experts.
+        RuntimeError: the kernel rejects its arguments.
+        IndexError: an id is too large.
     """
-    # Whatever an id is, the kernel reads weights there: a place without an expert counts nothing of
-    # another one.
+    # The kernel reads the weights of every id: replace missing experts by expert 0 with weight 0.
     if topk_ids.numel() and int(topk_ids.max()) >= len(w13):
         raise IndexError(f"topk_ids must be below {len(w13)}, got {int(topk_ids.max())}")
     absent = topk_ids < 0
     ids = topk_ids.clamp(min=0).to(torch.int32).contiguous()
     x, weights = hidden_states.contiguous(), topk_weights.masked_fill(absent, 0.0).contiguous()
     if apply_router_weight_on_input:
-        # Told so, the kernel would overwrite the weights.
+        # Scale here: if the kernel did it, it would overwrite the weights.
         x, weights = x * weights.to(x.dtype), torch.ones_like(weights).masked_fill(absent, 0.0)
     out = torch.empty_like(x)
     kernel("cpu_fused_moe")(

@@ -15,27 +15,27 @@ __all__ = [
 
 
 CHUNKED_SIZES = (64, 128)
-"""Features of a head for which there is a chunked kernel."""
+"""Head sizes of the chunked kernel."""
 
 RECURRENT_EPSILONS = (None, 1e-5, 1e-6)
-"""The kernel adds 1e-5 to a squared length; beside such of trained models 1e-6 is the same."""
+"""The kernel adds 1e-5 to a squared length; for trained models 1e-6 gives the same result."""
 
 ANY_EPSILON = 1e-6
-"""Given where nothing is normed, and nothing reads it."""
+"""Passed if nothing is normed; the kernel then ignores it."""
 
 
 def gdn_gating(
     a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(-exp(A_log) * softplus(a + dt_bias), sigmoid(b)).
+    """Compute (-exp(A_log) * softplus(a + dt_bias), sigmoid(b)).
 
     Args:
-        a, b: (tokens, heads), float16 or bfloat16, of any layout.
-        A_log: (heads,), of a's dtype or float32.
-        dt_bias: (heads,), of a's dtype.
+        a, b: (tokens, heads), float16 or bfloat16, any layout.
+        A_log: (heads,), with a's dtype or float32.
+        dt_bias: (heads,), with a's dtype.
 
     Returns:
-        (g, beta), both (tokens, heads): g in float32, beta in b's dtype.
+        (g, beta), both (tokens, heads): g in float32, beta with b's dtype.
     """
     g, beta = kernel("fused_gdn_gating_cpu")(
         A_log.contiguous(), a.contiguous(), b.contiguous(), dt_bias.contiguous()
@@ -53,27 +53,27 @@ def chunk_gated_delta_rule(
     cu_seqlens: torch.Tensor,
     epsilon: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chunks of 64 tokens as products of matrices, rounded to bfloat16 before each.
+    """Compute chunks of 64 tokens as matrix products, rounding to bfloat16 before each.
 
-    The kernel keeps states of keys by values, in a cache that it overwrites: here a copy.
+    The kernel expects states as (keys, values) in a cache that it overwrites: it gets a copy.
 
     Args:
-        q, k: (tokens, heads, size), bfloat16, of any layout; size 64 or 128.
+        q, k: (tokens, heads, size), bfloat16, any layout; size 64 or 128.
         v: (tokens, value_heads, size), likewise.
         g, beta: (tokens, value_heads), g in float32; beta is rounded to bfloat16.
         initial_state: (sequences, value_heads, size, size), bfloat16 or float32.
         cu_seqlens: (sequences + 1,), int32 or int64.
-        epsilon: None, or what the squared length of each q and k has added.
+        epsilon: added to the squared length of each q and k; None for no normalisation.
 
     Returns:
-        (out, final_state), of the shapes and dtypes of v and initial_state.
+        (out, final_state), with the shapes and dtypes of v and initial_state.
 
     Raises:
         ValueError: cu_seqlens does not rise from 0 to the number of tokens.
-        RuntimeError: the kernel refuses its arguments.
+        RuntimeError: the kernel rejects its arguments.
     """
     ends = cu_seqlens.tolist()
-    # The kernel looks at none of these numbers before it follows them.
+    # The kernel uses these numbers as indices without checking them.
     if [0, *sorted(ends[1:-1]), len(q)] != ends:
         raise ValueError(f"cu_seqlens must rise from 0 to {len(q)}, got {ends}")
     states = initial_state.transpose(2, 3).to(
@@ -104,28 +104,29 @@ def recurrent_gated_delta_rule(
     state_indices: torch.Tensor,
     epsilon: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gates and rule in fp32.
+    """Compute gates and rule in fp32.
 
-    The kernel keeps states of keys by values, and knows no padding: it works on copies of the
-    states that the tokens name.
+    The kernel expects states as (keys, values) and does not support padding: it gets a copy of the
+    tokens' states.
 
     Args:
-        q, k: (tokens, heads, key_size), float16 or bfloat16, of any layout.
+        q, k: (tokens, heads, key_size), float16 or bfloat16, any layout.
         v: (tokens, value_heads, value_size), likewise.
-        a, b: (tokens, value_heads), of q's dtype.
-        A_log: (value_heads,), of q's dtype or float32.
-        dt_bias: (value_heads,), of q's dtype.
+        a, b: (tokens, value_heads), with q's dtype.
+        A_log: (value_heads,), with q's dtype or float32.
+        dt_bias: (value_heads,), with q's dtype.
         state: (slots, value_heads, value_size, key_size), overwritten.
         state_indices: (tokens,), int32 or int64; 0 is padding.
-        epsilon: None, or what the squared length of each q and k has added: 1e-6 or 1e-5.
+        epsilon: added to the squared length of each q and k, 1e-6 or 1e-5; None for no
+            normalisation.
 
     Returns:
-        (out, state): out of v's shape and dtype, 0 for padding; and the same state.
+        (out, state): out with v's shape and dtype, 0 for padding; the argument state.
 
     Raises:
         ValueError: an index is negative.
-        IndexError: a slot that state does not have.
-        RuntimeError: the kernel refuses the sizes.
+        IndexError: an index is outside state.
+        RuntimeError: the kernel rejects the sizes.
     """
     rows, tokens = state_indices.long(), len(q)
     if bool((rows < 0).any()):

@@ -16,26 +16,26 @@ def rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """y / sqrt(mean(y**2) + epsilon) * weight in fp32, where y = x + residual.
+    """Compute y / sqrt(mean(y**2) + epsilon) * weight in fp32, with y = x + residual.
 
-    With a residual the kernel works in place: x and residual may be overwritten. Without one,
-    x is left as it was.
+    With a residual, the kernel works in place and may overwrite x and residual. Without one, x is
+    unchanged.
 
     Args:
-        x: (..., hidden), float32, float16 or bfloat16, of any layout; hidden a multiple of 8.
-        residual: of x's shape and dtype, or None.
-        weight: (hidden,), contiguous, of x's dtype, or None for 1.
+        x: (..., hidden), float32, float16 or bfloat16, any layout; hidden a multiple of 8.
+        residual: with x's shape and dtype, or None.
+        weight: (hidden,), contiguous, with x's dtype, or None for 1.
         epsilon: added to the mean of squares.
-        variance_size: None, which `supports` sees to; the kernels know no other mean.
+        variance_size: must be None (ensured by `takes`): the kernel averages over all features.
 
     Returns:
         The normed tensor; with a residual the pair (normed, y).
 
     Raises:
-        RuntimeError: the kernel refuses a dtype or a size.
+        RuntimeError: the kernel rejects a dtype or a size.
     """
-    # The kernels take x and residual for contiguous, whatever their strides: the heads of a qkv
-    # buffer would come out wrong without an error. Copy and kernel beat PyTorch all the same.
+    # The kernels ignore strides: heads of a qkv buffer would give incorrect results without an
+    # error. Copy and kernel together are still faster than PyTorch.
     scale = None if weight is None else rounded(weight)
     if residual is None:
         read = rounded(x).contiguous()

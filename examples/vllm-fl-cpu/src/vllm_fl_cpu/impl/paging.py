@@ -15,18 +15,18 @@ def concat_and_cache_mla(
     """Write each token's kv_c, then k_pe, into its slot, in place.
 
     Args:
-        kv_c: (tokens, kv_lora_rank), float32, float16 or bfloat16, of any layout.
-        k_pe: (tokens, rope_size), of kv_c's dtype and any layout.
-        kv_cache: (blocks, block_size, kv_lora_rank + rope_size), of kv_c's dtype, its slots evenly
-            spaced. It is overwritten.
-        slot_mapping: (tokens,), int64; negative ones are skipped. A slot beyond the cache is not
-            looked for.
+        kv_c: (tokens, kv_lora_rank), float32, float16 or bfloat16, any layout.
+        k_pe: (tokens, rope_size), with kv_c's dtype, any layout.
+        kv_cache: (blocks, block_size, kv_lora_rank + rope_size), with kv_c's dtype and evenly
+            spaced slots; overwritten.
+        slot_mapping: (tokens,), int64; negative slots are skipped. Not checked against the size of
+            the cache.
 
     Returns:
-        kv_cache, the argument itself.
+        The argument kv_cache.
     """
     rows = (x if x.stride(1) == 1 else x.contiguous() for x in (kv_c, k_pe))
-    # The kernel moves 16 bits at a time; float32 is two of them.
+    # The kernel copies 16-bit elements: pass float32 as pairs of them.
     halves = [x.view(torch.bfloat16) for x in (*rows, kv_cache)]
     kernel("concat_and_cache_mla_cpu")(*halves, slot_mapping.contiguous())
     return kv_cache
@@ -36,7 +36,7 @@ OPS = (
     implementation(
         concat_and_cache_mla,
         "concat_and_cache_mla_cpu",
-        takes=(  # the kernel knows the stride of rows alone
+        takes=(  # the kernel gets only the stride of slots
             "kv_cache.stride(2) == 1 and kv_cache.stride(0) == block_size * kv_cache.stride(1)",
         ),
         consumes=("kv_cache",),

@@ -1,4 +1,4 @@
-"""Activations to int8, on vLLM's C++ CPU kernels."""
+"""Quantisation of activations to int8, on vLLM's C++ CPU kernels."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ def quant_int8(
     azp: torch.Tensor | None = None,
     asymmetric: bool | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """The nearest int8 to x / scale + azp, saturating, computed in fp32; halves go to even.
+    """Round x / scale + azp to int8 with saturation, in fp32; halves round to even.
 
     Args:
-        x: (tokens, hidden), float32, float16 or bfloat16, of any layout.
-        scale: one float32 number; None for a scale for each token.
-        azp: one int32 number with `scale`; None for 0.
-        asymmetric: True for a zero point for each token; not with `scale`.
+        x: (tokens, hidden), float32, float16 or bfloat16, any layout.
+        scale: one float32 number; None to compute a scale per token.
+        azp: one int32 number, with `scale`; None for 0.
+        asymmetric: True to compute a zero point per token; not with `scale`.
 
     Returns:
         (value, scale), or (value, scale, azp) with `asymmetric`.
 
     Raises:
-        RuntimeError: the kernel refuses x or scale.
+        RuntimeError: the kernel rejects x or scale.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     value = torch.empty(x.shape, dtype=torch.int8)

@@ -19,23 +19,23 @@ def rotary_embedding(
     position_ids: torch.Tensor,
     rotary_interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Turn the first 2 * cos.shape[-1] features of each head in fp32, rounded once.
+    """Rotate the first 2 * cos.shape[-1] features of each head in fp32, rounded once.
 
-    Where `cuts_off` says so, bfloat16 is cut off instead, as stock vLLM has it there. The kernel
-    works in place: query and key may be overwritten.
+    bfloat16 results are truncated if `cuts_off` is true, like those of stock. The kernel works in
+    place: query and key may be overwritten.
 
     Args:
-        query: (tokens, heads, head_size), float32, float16 or bfloat16, of any layout.
-        key: (tokens, kv_heads, head_size), of query's dtype, or None.
-        cos, sin: (max_position, half) of query's dtype, adjacent halves of one cache.
-        position_ids: (tokens,), int64 or int32. A position outside the cache is not looked for.
+        query: (tokens, heads, head_size), float32, float16 or bfloat16, any layout.
+        key: (tokens, kv_heads, head_size), with query's dtype, or None.
+        cos, sin: (max_position, half) with query's dtype, adjacent halves of one cache.
+        position_ids: (tokens,), int64 or int32. Not checked against the size of the cache.
         rotary_interleaved: pairs are (2 * i, 2 * i + 1) instead of (i, i + half).
 
     Returns:
-        (query, key) of the shapes and dtypes of the arguments; None for a key of None.
+        (query, key) with the shapes and dtypes of the arguments; key is None if it was None.
 
     Raises:
-        RuntimeError: cos and sin are not adjacent, or the kernel refuses a dtype.
+        RuntimeError: cos and sin are not adjacent, or the kernel rejects a dtype.
     """
     cache = joint_cos_sin(cos, sin)
     query, rows = _rows(query)
@@ -52,10 +52,10 @@ def rotary_embedding(
 
 
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x, rows): x, or a packed copy of it, and a view of that as (tokens, heads * head_size).
+    """Return (x or a packed copy, its view as (tokens, heads * head_size)).
 
-    The kernel minds the stride of tokens and takes all else for packed. With three dimensions it
-    would count one token per head, and read positions beyond the end.
+    The kernel uses the token stride and assumes that heads are packed. With three dimensions it
+    would count one token per head, and read positions past the end.
     """
     tokens, heads, head_size = x.shape
     width = heads * head_size
@@ -63,7 +63,7 @@ def _rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     in_place = (
         feature_step == 1
         and head_step == head_size
-        and step >= width  # less: tokens share memory, as an expanded tensor's do
+        and step >= width  # otherwise tokens share memory (expanded tensors)
         and (step * x.itemsize) % ALIGNMENT == 0
         and x.data_ptr() % ALIGNMENT == 0
     )
@@ -79,7 +79,7 @@ OPS = (
         takes=(
             "cos.dtype == query.dtype",
             adjacent,
-            # The kernel's stores of such heads are aligned.
+            # The kernel stores such heads with aligned instructions.
             "query.dtype != torch.bfloat16 or rotary_interleaved"
             f" or (half % {LANES} == 0 and head_size % {LANES} == 0)",
         ),

@@ -1,4 +1,8 @@
-"""The operators, and what they share: the demands of torch_npu's kernels on tensors."""
+"""Ops on torch_npu's kernels, one module per family.
+
+Arguments and results are those in the op's contract (`vllm_fl_ops.contracts`); docstrings describe
+the operators and unsupported calls. RuntimeError means that a kernel in CANN failed.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +16,18 @@ from ..npu import available
 __all__ = ["DIMENSIONS", "VENDOR", "implementation"]
 
 VENDOR = ("vendor.ascend", BackendImplKind.VENDOR)
-"""Identity and kind of every implementation here, attention included."""
+"""Id and kind of every implementation in this package, attention included."""
 
 DIMENSIONS = "1 <= x.ndim <= 8"
-"""Of any tensor on an NPU (CANN's aclTensor)."""
+"""Limits of tensors on an NPU (CANN's aclTensor)."""
 
 
 def implementation(fn: Callable[..., Any], *takes: str | Callable[..., Availability]) -> OpImpl:
-    """The function, named after its op, as `vendor.ascend`.
+    """Return `fn` as the implementation `vendor.ascend` of the op with the function's name.
 
     Args:
         fn: its first argument is a tensor, which must be on an NPU.
-        takes: rules for the calls it supports (`OpImpl.takes`).
+        takes: conditions for supported calls (`OpImpl.takes`).
     """
     device = f"{fn.__code__.co_varnames[0]}.device.type == 'npu'"
     rules: Sequence[Any] = (device, *takes)

@@ -16,21 +16,11 @@ __all__ = [
 ]
 
 GELU = {"none": 0, "tanh": 1}
-"""How `npu_geglu` numbers the two forms."""
+"""Numbers of the approximations in `npu_geglu`."""
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """silu(x[..., :d]) * x[..., d:], by `npu_swiglu`.
-
-    Args:
-        x: (..., 2 * d) of 1 to 8 dimensions, float32, float16 or bfloat16, of any layout.
-
-    Returns:
-        (..., d), of x's dtype.
-
-    Raises:
-        RuntimeError: CANN's kernel fails.
-    """
+    """silu(x[..., :d]) * x[..., d:], by `npu_swiglu`."""
     if not x.numel():
         return _nothing(x)
     out: torch.Tensor = torch.ops.npu.npu_swiglu.default(x, dim=-1)
@@ -40,18 +30,8 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     """gelu(x[..., :d]) * x[..., d:], by `npu_geglu`, which also returns the gelu.
 
-    `npu_gelu_mul` would return no more than the product, but takes at most 1024 features.
-
-    Args:
-        x: (..., 2 * d) of 1 to 8 dimensions, float32, float16 or bfloat16, of any layout.
-        approximate: "none" (erf) or "tanh".
-
-    Returns:
-        (..., d), of x's dtype.
-
-    Raises:
-        KeyError: `approximate` is another word, which the contract calls the caller's mistake.
-        RuntimeError: CANN's kernel fails.
+    `npu_gelu_mul` would return only the product, but supports at most 1024 features. An unknown
+    `approximate`, the caller's error by contract, raises KeyError.
     """
     form = GELU[approximate]
     if not x.numel():
@@ -62,56 +42,19 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
 
 
 def swigluoai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0) -> torch.Tensor:
-    """(up + 1) * gate * sigmoid(alpha * gate) of clamped pairs, by `npu_clipped_swiglu`.
-
-    Args:
-        x: (..., 2 * d) of 1 to 8 dimensions, float32, float16 or bfloat16, of any layout: gate and
-            up projection take turns.
-        alpha: a finite number.
-        limit: a finite number above 0.
-
-    Returns:
-        (..., d), of x's dtype.
-
-    Raises:
-        RuntimeError: CANN's kernel fails.
-    """
+    """(up + 1) * gate * sigmoid(alpha * gate) of clamped pairs, by `npu_clipped_swiglu`."""
     return _clipped(x, alpha=alpha, limit=limit, bias=1.0, interleaved=True)
 
 
 def silu_and_mul_with_clamp(
     x: torch.Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0
 ) -> torch.Tensor:
-    """gate * sigmoid(alpha * gate) * (up + beta) of clamped halves, by `npu_clipped_swiglu`.
-
-    Args:
-        x: (..., 2 * d) of 1 to 8 dimensions, float32, float16 or bfloat16, of any layout: gate,
-            then up projection.
-        limit: a finite number above 0.
-        alpha: a finite number.
-        beta: a finite number.
-
-    Returns:
-        (..., d), of x's dtype.
-
-    Raises:
-        RuntimeError: CANN's kernel fails.
-    """
+    """gate * sigmoid(alpha * gate) * (up + beta) of clamped halves, by `npu_clipped_swiglu`."""
     return _clipped(x, alpha=alpha, limit=limit, bias=beta, interleaved=False)
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(1.702 * x), by `npu_fast_gelu`.
-
-    Args:
-        x: of 1 to 8 dimensions, float32, float16 or bfloat16, of any layout.
-
-    Returns:
-        x's shape and dtype.
-
-    Raises:
-        RuntimeError: CANN's kernel fails.
-    """
+    """x * sigmoid(1.702 * x), by `npu_fast_gelu`."""
     if not x.numel():
         return x.new_empty(x.shape)
     out: torch.Tensor = torch.ops.npu.npu_fast_gelu.default(x)
@@ -121,8 +64,7 @@ def quick_gelu(x: torch.Tensor) -> torch.Tensor:
 def _clipped(
     x: torch.Tensor, *, alpha: float, limit: float, bias: float, interleaved: bool
 ) -> torch.Tensor:
-    """`npu_clipped_swiglu`, which takes two dimensions or more, contiguous: other tensors are
-    viewed or copied so."""
+    """Call `npu_clipped_swiglu`, which requires two or more dimensions and contiguous tensors."""
     if not x.numel():
         return _nothing(x)
     rows = x[None] if x.ndim == 1 else x
@@ -133,7 +75,7 @@ def _clipped(
 
 
 def _nothing(x: torch.Tensor) -> torch.Tensor:
-    """The result without elements: that the kernels take empty tensors is documented nowhere."""
+    """Return an empty result; whether the kernels support empty tensors is not documented."""
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 

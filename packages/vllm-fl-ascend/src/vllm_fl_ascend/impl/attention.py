@@ -1,10 +1,10 @@
 """Attention for vLLM's v1 engine, on `npu_fused_infer_attention_score`.
 
-One call serves a batch that mixes prompts, chunks of prompts, prompts behind a cached prefix and
+One call computes a batch that mixes prompts, chunks of prompts, prompts after a cached prefix and
 decoded tokens: this step's keys are written to the cache first, and a step's queries are the last
-tokens of their sequence. It takes a CANN whose kernel reads packed sequences from a paged cache; an
-older one says "When layout is TND, not support Page Attention". Imported only where the plan chose
-it: it needs vLLM, and torch_npu when a layer is built.
+tokens of their sequence. Requires a CANN release with a kernel that reads packed sequences from a
+paged cache; others report "When layout is TND, not support Page Attention". Requires vLLM, so it is
+imported only if the plan chooses it; torch_npu is needed when a layer is built.
 """
 
 from __future__ import annotations
@@ -36,37 +36,34 @@ __all__ = [
 
 
 class AscendAttentionBackend(InPlanes, AttentionBackend):  # type: ignore[misc]
-    """What vLLM asks a backend about. Its name must be one that vLLM knows."""
+    """The attention backend, under a name that vLLM knows."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
 
-    # The cache is written in `forward`, where the number of tokens is known without their padding.
+    # `forward` knows the number of tokens without padding, so it writes the cache.
     forward_includes_kv_cache_update = True
 
     @staticmethod
     def get_name() -> str:
-        """vLLM's name for what is not its own."""
         return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[AscendAttentionImpl]:
-        """The computation."""
         return AscendAttentionImpl
 
     @staticmethod
     def get_builder_cls() -> type[AscendMetadataBuilder]:
-        """What makes the metadata of a step."""
         return AscendMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int]:
-        """128 tokens; vLLM takes the block size from here where the user sets none."""
+        """Return 128, which is vLLM's block size then unless the user sets one."""
         return [BLOCK_SIZE]
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
-        """128 and no multiple of it: the planes of the cache cannot be cut into smaller blocks."""
+        """Accept only 128: the cache cannot be split into smaller blocks."""
         return block_size in (None, BLOCK_SIZE)
 
     @staticmethod
@@ -77,7 +74,7 @@ class AscendAttentionBackend(InPlanes, AttentionBackend):  # type: ignore[misc]
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        """(2, blocks, block_size, heads, head_size): all keys, then all values.
+        """Return (2, blocks, block_size, heads, head_size): all keys, then all values.
 
         Raises:
             ValueError: block_size is not 128.
@@ -91,37 +88,34 @@ class AscendAttentionBackend(InPlanes, AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """What the kernel takes with packed sequences."""
         return list(HEAD_SIZES)
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """The kernel has a band."""
+        """Return True: the kernel has a band mask."""
         return True
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        """The kernel runs without a mask."""
+        """Return True: the kernel can run without a mask."""
         return True
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """The kernel takes the lengths from the host."""
+        """Return False: the kernel reads the lengths from the host."""
         return False
 
 
 @dataclasses.dataclass(frozen=True)
 class AscendMetadata(AttentionMetadata):  # type: ignore[misc]
-    """One step, as all layers of a group see it.
+    """Metadata of one step for all layers of a group.
 
     Args:
-        query_ends: where each sequence's queries end among the step's tokens; the last is their
-            number.
-        seq_lens: tokens of each sequence that are in the cache after this step.
+        query_ends: end of each sequence's queries among the step's tokens.
+        seq_lens: tokens of each sequence in the cache after this step.
         block_table: (sequences, blocks) int32: the blocks of each sequence, in order.
-        slot_mapping: (tokens,) int32 or int64: where in the cache each token's key and value go,
-            counted in tokens.
-        causal: a query sees no later key.
+        slot_mapping: (tokens,) int32 or int64: cache slot of each token's key and value, in tokens.
+        causal: whether later keys are hidden.
     """
 
     query_ends: list[int]
@@ -132,10 +126,10 @@ class AscendMetadata(AttentionMetadata):  # type: ignore[misc]
 
 
 class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):  # type: ignore[misc]
-    """Makes the metadata of a step, once for all layers: the kernel takes lengths as Python lists.
+    """Builds the metadata of a step, for all layers: the kernel needs lengths as Python lists.
 
-    Where vLLM drafts tokens ahead, only the device knows how many were kept, and the lengths are
-    copied from it: one wait a step. Elsewhere the host knows them.
+    With speculative decoding only the device knows how many draft tokens were accepted, so the
+    lengths are copied from it, one synchronisation per step.
     """
 
     def __init__(
@@ -154,11 +148,7 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):  # type: 
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> AscendMetadata:
-        """The metadata of one step.
-
-        Raises:
-            NotImplementedError: sequences of one batch differ in causality.
-        """
+        """Build the metadata; NotImplementedError if sequences of one batch differ in causality."""
         common = common_attn_metadata
         if not isinstance(common.causal, bool):
             raise NotImplementedError(
@@ -173,18 +163,18 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):  # type: 
             query_ends=query_ends,
             seq_lens=lengths[:sequences].tolist(),
             block_table=common.block_table_tensor[:sequences],
-            # The kernel wants slots that exist. A padded one is -1; slot 0 lies in block 0, which
-            # vLLM gives to no sequence.
+            # The kernel requires valid slots. Padding has -1 and gets slot 0: vLLM assigns block 0
+            # to no sequence.
             slot_mapping=common.slot_mapping[: query_ends[-1]].clamp_min(0),
             causal=common.causal,
         )
 
 
 class AscendAttentionImpl(AttentionImpl[AscendMetadata]):  # type: ignore[misc]
-    """One layer's attention.
+    """The attention of one layer.
 
     Raises:
-        NotImplementedError: ALiBi, a soft cap, sinks, a quantised cache, or no decoder.
+        NotImplementedError: ALiBi, a soft cap, sinks, a quantised cache, or not a decoder.
     """
 
     def __init__(
@@ -235,25 +225,22 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):  # type: ignore[misc]
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write this step's keys and values to the cache, and attend to all that is in it.
+        """Write this step's keys and values to the cache, and attend to the whole cache.
 
         Args:
-            layer: vLLM's attention layer; not read.
+            layer: ignored.
             query: (tokens, heads, head_size), float16 or bfloat16.
-            key, value: (tokens, kv_heads, head_size); None, or not written, where the layer
-                shares the cache of an earlier one.
-            kv_cache: (2, blocks, 128, kv_heads, head_size), as `get_kv_cache_shape` says, or
-                (blocks, 2, 128, kv_heads * head_size) with each plane in one piece.
+            key, value: (tokens, kv_heads, head_size); None, or not written, if the layer shares the
+                cache of another layer.
+            kv_cache: (2, blocks, 128, kv_heads, head_size), or (blocks, 2, 128, kv_heads *
+                head_size) with contiguous keys and contiguous values.
             attn_metadata: None while vLLM measures memory.
-            output: (tokens, heads, head_size), written here; rows of padding stay as they are.
-            output_scale, output_block_scale: None; there is no quantised output.
-
-        Returns:
-            output.
+            output: (tokens, heads, head_size), overwritten except for padding, and returned.
+            output_scale, output_block_scale: None.
 
         Raises:
             NotImplementedError: a quantised output.
-            RuntimeError: the KV cache is not as this backend shapes it.
+            RuntimeError: the KV cache has another shape.
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("AscendAttentionBackend has no quantised output")
@@ -288,7 +275,7 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):  # type: ignore[misc]
         return output
 
     def _planes(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(keys, values), each (blocks, 128, kv_heads, head_size); looked at once per cache."""
+        """Return (keys, values), each (blocks, 128, kv_heads, head_size); cached."""
         if kv_cache is self._cache:
             return self._keys_and_values
         heads, size = self.num_kv_heads, self.head_size

@@ -1,4 +1,4 @@
-"""Mixtures of experts, on torch_npu's operators for grouped tokens."""
+"""Mixtures of experts, on torch_npu's operators for grouped rows."""
 
 from __future__ import annotations
 
@@ -32,39 +32,23 @@ def fused_experts(
     w13_bias: torch.Tensor | None = None,
     w2_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sorts tokens by expert, multiplies in groups, and sums what belongs to one token.
+    """Sort tokens by expert, multiply in groups, and sum the results of each token.
 
-    That is `npu_moe_init_routing_v2`, `npu_grouped_matmul`, the activation's operator,
-    `npu_grouped_matmul` and `npu_moe_token_unpermute`, between which results are rounded. The
-    weights of the routing are rounded to hidden_states' dtype.
-
-    Args:
-        hidden_states: (tokens, hidden), bfloat16, of any layout.
-        w13: (experts, 2 * intermediate, hidden), bfloat16.
-        w2: (experts, hidden, intermediate), bfloat16.
-        topk_weights: (tokens, k), floating.
-        topk_ids: (tokens, k), int32 or int64, negative in a place without an expert.
-        activation: "silu", "gelu", "gelu_tanh" or "swigluoai".
-        apply_router_weight_on_input: whether the weight multiplies the input; for k = 1.
-        global_num_experts: not read.
-        expert_map: None.
-        w13_bias: None.
-        w2_bias: None.
-
-    Returns:
-        (tokens, hidden), bfloat16.
+    Operators: `npu_moe_init_routing_v2`, `npu_grouped_matmul`, that of the activation,
+    `npu_grouped_matmul`, `npu_moe_token_unpermute`. Intermediate results and routing weights are
+    rounded to bfloat16, the only supported dtype. Not supported: `expert_map`, biases.
 
     Raises:
-        KeyError: `activation` is none of these.
-        RuntimeError: one of CANN's kernels fails.
-        IndexError: an id beyond the experts, on a CPU.
+        KeyError: `activation` is unknown.
+        IndexError: an id is invalid; on the CPU only.
     """
     if not hidden_states.numel():
         return hidden_states.new_empty(hidden_states.shape)
     experts = w13.shape[0]
-    if topk_ids.is_cpu and int(topk_ids.max()) >= experts:  # a device would have to be waited for
+    if topk_ids.is_cpu and int(topk_ids.max()) >= experts:  # would synchronise a device
         raise IndexError(f"topk_ids must be below {experts}, got {int(topk_ids.max())}")
-    # A place without an expert counts nothing of another one: the kernels know no such place.
+    # The kernels require valid ids. Positions without an expert get expert 0 or the last one, with
+    # weight 0.
     ids = topk_ids.clamp(0, experts - 1)
     absent = ids != topk_ids
     x, weights = hidden_states, topk_weights.to(hidden_states.dtype).masked_fill(absent, 0.0)
@@ -75,7 +59,7 @@ def fused_experts(
         ids.to(torch.int32).contiguous(),
         active_num=topk_ids.numel(),
         expert_num=experts,
-        expert_tokens_num_type=1,  # a number for each expert, as `_multiplied` says
+        expert_tokens_num_type=1,  # counts per expert, for `_multiplied`
         expert_tokens_num_flag=True,
         quant_mode=-1,
         active_expert_range=[0, experts],
@@ -89,14 +73,14 @@ def fused_experts(
 
 
 def _multiplied(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Each expert's rows by its matrix. Rows are sorted by expert, `counts` of each."""
+    """Multiply each expert's rows by its matrix; rows are sorted by expert, `counts` per expert."""
     (product,) = torch.ops.npu.npu_grouped_matmul.default(
         [rows],
         [weight.transpose(1, 2)],
         group_list=counts,
-        split_item=2,  # one tensor of all results
+        split_item=2,  # one tensor with all results
         group_type=0,  # groups of rows
-        group_list_type=1,  # by their counts
+        group_list_type=1,  # given by counts
     )
     result: torch.Tensor = product
     return result

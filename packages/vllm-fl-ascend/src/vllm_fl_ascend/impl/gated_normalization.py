@@ -1,4 +1,4 @@
-"""RMS normalisation with a gate, on torch_npu's kernel of the norm."""
+"""RMS normalisation with a gate, on torch_npu's norm kernel."""
 
 from __future__ import annotations
 
@@ -29,22 +29,7 @@ def rms_norm_gated(
 ) -> torch.Tensor:
     """norm(x) * act(z), or norm(x * act(z)), by `npu_rms_norm` in fp32, rounded once.
 
-    In fp32 since the product of large features with their gate is beyond float16's range.
-
-    Args:
-        x: (..., hidden) of 1 to 8 dimensions, float32, float16 or bfloat16, of any layout.
-        z: of x's shape and dtype, or None.
-        weight: (hidden,), of x's dtype or float32.
-        epsilon: added to the mean of squares, above 0.
-        group_size: how many features have a mean in common, a divisor of hidden; None for all.
-        norm_before_gate: whether x alone is normed, or its product with the gate.
-        activation: `silu`, `swish` or `sigmoid`.
-
-    Returns:
-        (..., hidden), contiguous, of x's dtype.
-
-    Raises:
-        RuntimeError: CANN's kernel fails.
+    In fp32, since the product of large features with their gate overflows float16.
     """
     if not x.numel():
         return x.new_empty(x.shape)
@@ -53,7 +38,7 @@ def rms_norm_gated(
     if gate is not None and not norm_before_gate:
         y = y * gate
     size = x.shape[-1] if group_size is None else group_size
-    # One group takes its weight in the kernel. Several have one each, and the kernel knows one.
+    # The kernel applies one weight, so for several groups the weight is applied afterwards.
     alone = size == x.shape[-1]
     scale = weight.float() if alone else y.new_ones(size)
     normed: torch.Tensor

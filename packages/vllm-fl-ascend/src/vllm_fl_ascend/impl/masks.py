@@ -1,4 +1,4 @@
-"""Which keys a query sees, in the terms of `npu_fused_infer_attention_score`."""
+"""Mask arguments of `npu_fused_infer_attention_score`."""
 
 from __future__ import annotations
 
@@ -10,30 +10,26 @@ import torch
 __all__ = ["EDGE", "sight", "template"]
 
 EDGE = 2048
-"""The size of the one mask that `sparse_mode` 3 and 4 read, however long the sequences are."""
+"""Size of the mask that `sparse_mode` 3 and 4 read, independent of sequence lengths."""
 
 
 @functools.cache
 def template(device: torch.device) -> torch.Tensor:
-    """The causal mask that the kernel lays over any sequence, made once for a device.
-
-    Returns:
-        (2048, 2048) int8: 1, above the diagonal, hides a key.
-    """
+    """Return the kernel's causal mask: (2048, 2048) int8, where 1 hides a key."""
     return torch.ones(EDGE, EDGE, dtype=torch.int8, device=device).triu_(1)
 
 
 def sight(causal: bool, window: int | None, device: torch.device) -> dict[str, Any]:
-    """The arguments of the kernel that say which keys a query sees.
+    """Return the kernel arguments that define which keys a query can attend to.
 
-    The diagonal of the kernel's modes 3 and 4 ends in the lower right corner: the last query of a
-    sequence is at its last key. So one set of arguments serves a prompt, its later chunks, a
-    prompt behind a cached prefix, and a decoded token.
+    In the kernel's modes 3 and 4 the diagonal ends in the lower right corner: the last query of a
+    sequence is at its last key. So the same arguments are correct for a prompt, its later chunks, a
+    prompt after a cached prefix, and a decoded token.
 
     Args:
-        causal: a query sees no later key.
-        window: how many keys it sees at most, its own included, as vLLM counts; None for all.
-        device: where the mask lies.
+        causal: whether later keys are hidden.
+        window: maximum number of visible keys, including that of the query; None for all.
+        device: device of the mask.
 
     Raises:
         NotImplementedError: a window without causality.
@@ -47,5 +43,5 @@ def sight(causal: bool, window: int | None, device: torch.device) -> dict[str, A
     mask = template(device)
     if window is None:
         return {"atten_mask": mask, "sparse_mode": 3}
-    # The kernel does not count the query's own key.
+    # The kernel's window excludes the key of the query.
     return {"atten_mask": mask, "sparse_mode": 4, "pre_tokens": window - 1, "next_tokens": 0}

@@ -1,4 +1,4 @@
-"""Attention over parts of the keys, merged by torch_npu's kernel for sequence parallelism."""
+"""Merging of attention results for two sets of keys, on torch_npu's kernel."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from . import implementation
 __all__ = ["OPS", "merge_attn_states"]
 
 MULTIPLE, LARGEST = 8, 512
-"""Of a head's features (CANN, aclnnAttentionUpdate)."""
+"""Limits of a head's number of features (CANN, aclnnAttentionUpdate)."""
 
 NOTHING = -1e4
-"""A log-sum-exp, beside 0, whose exp is 0 in fp32. The kernel's documentation knows no infinity."""
+"""A log-sum-exp with weight 0 in fp32 (against 0), since the kernel may not support infinity."""
 
 
 def merge_attn_states(
@@ -23,21 +23,10 @@ def merge_attn_states(
     suffix_output: torch.Tensor,
     suffix_lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The outputs' mean, weighted with exp(lse), by `npu_attention_update`.
+    """Average both outputs with weights exp(lse), with `npu_attention_update`.
 
-    The kernel takes what exceeds the larger log-sum-exp, so that its weights are as exact for large
-    ones; both are natural logarithms.
-
-    Args:
-        prefix_output, suffix_output: (tokens, heads, head_size), float32, float16 or bfloat16, of
-            any layout; head_size a multiple of 8 up to 512.
-        prefix_lse, suffix_lse: (tokens, heads), float32; infinite ones are of no keys.
-
-    Returns:
-        (output, lse); 0 and -inf where neither had keys.
-
-    Raises:
-        RuntimeError: CANN's kernel fails.
+    The larger log-sum-exp (natural logarithms) is subtracted first, for exact weights at large
+    values.
     """
     if not prefix_output.numel():
         return prefix_output.new_empty(prefix_output.shape), prefix_lse.new_empty(prefix_lse.shape)
@@ -48,7 +37,7 @@ def merge_attn_states(
     no_keys = most == -math.inf
     most = most.masked_fill(no_keys, 0.0)
     sums = [(lse - most).clamp(min=NOTHING).flatten() for lse in (prefix, suffix)]
-    # Nobody may have written what a side without keys holds, and the kernel would add 0 times that.
+    # The output of a side without keys may be uninitialised, and the kernel would add 0 times it.
     outputs = [
         x.masked_fill((lse == -math.inf)[..., None], 0.0).flatten(0, 1).contiguous()
         for x, lse in ((prefix_output, prefix), (suffix_output, suffix))

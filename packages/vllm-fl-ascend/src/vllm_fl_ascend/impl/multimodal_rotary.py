@@ -1,4 +1,4 @@
-"""Rotary position embedding by three positions, on torch_npu's kernel."""
+"""Rotary position embedding with three positions per token, on torch_npu's kernel."""
 
 from __future__ import annotations
 
@@ -22,24 +22,9 @@ def multimodal_rotary_embedding(
     mrope_interleaved: bool = False,
     rotary_interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn the first 2 * cos.shape[-1] features of each head, by `npu_mrope`; out of place.
+    """Rotate the first 2 * cos.shape[-1] features of each head, by `npu_mrope`; out of place.
 
-    Args:
-        query: (tokens, heads, head_size), float32, float16 or bfloat16, of any layout.
-        key: (tokens, kv_heads, head_size), of query's dtype.
-        cos, sin: (max_position, half), of query's dtype, adjacent halves of one cache, which
-            `supports` sees to.
-        position_ids: (tokens, 3), int64 or int32, in [0, max_position).
-        mrope_section: how many pairs each axis has; their sum is half.
-        mrope_interleaved: False, which `supports` sees to: older releases of CANN deal the axes
-            out in sections alone.
-        rotary_interleaved: pairs are (2 * i, 2 * i + 1) instead of (i, i + half).
-
-    Returns:
-        (query, key) turned.
-
-    Raises:
-        RuntimeError: CANN's kernel fails.
+    Not supported: interleaved axes, which older releases of CANN lack; see also `TURNABLE`.
     """
     if not query.numel():
         return query.new_empty(query.shape), key.new_empty(key.shape)
@@ -59,7 +44,7 @@ OPS = (
     implementation(
         multimodal_rotary_embedding,
         "not mrope_interleaved",
-        # Without a first part CANN turns by one position alone (aclnnRopeWithSinCosCache).
+        # Without pairs for the first axis CANN uses one position only (aclnnRopeWithSinCosCache).
         "min(mrope_section) >= 1",
         *TURNABLE,
     ),

@@ -16,22 +16,10 @@ def rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """y / sqrt(mean(y**2) + epsilon) * weight, where y = x + residual; out of place.
+    """y / sqrt(mean(y**2) + epsilon) * weight, with y = x + residual; out of place.
 
-    By `npu_rms_norm`, or with a residual by `npu_add_rms_norm`.
-
-    Args:
-        x: (..., hidden), float32, float16 or bfloat16, of any layout.
-        residual: of x's shape and dtype, or None.
-        weight: (hidden,), of x's dtype, or None for 1. The kernels need one: None makes it.
-        epsilon: added to the mean of squares.
-        variance_size: None, which `supports` sees to; the kernels know no other mean.
-
-    Returns:
-        The normed tensor; with a residual the pair (normed, y).
-
-    Raises:
-        RuntimeError: CANN's kernel fails.
+    Uses `npu_rms_norm`, or `npu_add_rms_norm` with a residual. Without a weight a tensor of ones is
+    created. Not supported: `variance_size`, a weight of another dtype.
     """
     if not x.numel():
         empty = x.new_empty(x.shape)
@@ -50,7 +38,7 @@ def rms_norm(
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """`x` as two dimensions or more, which the kernels want."""
+    """Return `x` with at least two dimensions, which the kernels require."""
     return x[None] if x.ndim == 1 else x
 
 

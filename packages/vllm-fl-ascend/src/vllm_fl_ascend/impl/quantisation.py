@@ -1,4 +1,4 @@
-"""Activations to int8, on CANN's kernels through torch_npu."""
+"""Quantisation of activations to int8, on CANN's kernels through torch_npu."""
 
 from __future__ import annotations
 
@@ -15,17 +15,9 @@ def quant_int8(
     azp: torch.Tensor | None = None,
     asymmetric: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The nearest int8 to x / scale, a scale for each token, by `npu_dynamic_quant`.
+    """Round x / scale to int8 with a scale per token, by `npu_dynamic_quant`.
 
-    Args:
-        x: (tokens, hidden), float16 or bfloat16, of any layout.
-        scale, azp, asymmetric: None.
-
-    Returns:
-        (value, scale).
-
-    Raises:
-        RuntimeError: CANN's kernel fails.
+    Not supported: float32, a given scale, zero points.
     """
     if not x.numel():
         steps = x.new_empty((x.shape[0], 1), dtype=torch.float32)
@@ -34,8 +26,8 @@ def quant_int8(
     return value.contiguous(), steps.unsqueeze(-1)
 
 
-# `npu_quantize` takes a given scale, but its documentation does not say which shapes and dtypes may
-# be mixed, nor how it rounds; zero points of `npu_dynamic_quant_asymmetric` are fractions.
+# `npu_quantize` accepts a given scale, but its documentation does not define the combinations of
+# shapes and dtypes or the rounding; zero points of `npu_dynamic_quant_asymmetric` are fractions.
 OPS = (
     implementation(quant_int8, "x.dtype != torch.float32", "scale is None and asymmetric is None"),
 )

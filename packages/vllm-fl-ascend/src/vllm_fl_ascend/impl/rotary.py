@@ -19,25 +19,10 @@ def rotary_embedding(
     position_ids: torch.Tensor,
     rotary_interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Turn the first 2 * cos.shape[-1] features of each head, by `npu_mrope`; out of place.
-
-    Args:
-        query: (tokens, heads, head_size), float32, float16 or bfloat16, of any layout.
-        key: (tokens, kv_heads, head_size), of query's dtype, or None.
-        cos, sin: (max_position, half), of query's dtype, adjacent halves of one cache, which
-            `supports` sees to.
-        position_ids: (tokens,), int64 or int32, in [0, max_position).
-        rotary_interleaved: pairs are (2 * i, 2 * i + 1) instead of (i, i + half).
-
-    Returns:
-        (query, key) turned; None for a key of None.
-
-    Raises:
-        RuntimeError: CANN's kernel fails.
-    """
+    """Rotate the first 2 * cos.shape[-1] features of each head, by `npu_mrope`; out of place."""
     if not query.numel():
         return query.new_empty(query.shape), None if key is None else key.new_empty(key.shape)
-    # The kernel turns two tensors. Without a key the second is one head, whose result is dropped.
+    # The kernel requires two tensors. Without a key, rotate one query head again, unused.
     second = query[:, :1] if key is None else key
     turned, other = torch.ops.npu.npu_mrope.default(
         position_ids.long(),
@@ -52,10 +37,10 @@ def rotary_embedding(
 
 TURNABLE = (
     "cos.dtype == query.dtype and sin.dtype == query.dtype",
-    # CANN's aclnnRopeWithSinCosCache takes heads and rotating parts of whole 64 bytes.
+    # CANN's aclnnRopeWithSinCosCache requires heads and rotated parts in multiples of 64 bytes.
     "head_size * query.itemsize % 64 == 0 and 2 * half * query.itemsize % 64 == 0",
     adjacent,
 )
-"""The calls that `npu_mrope` supports."""
+"""Conditions for calls that `npu_mrope` supports."""
 
 OPS = (implementation(rotary_embedding, *TURNABLE),)

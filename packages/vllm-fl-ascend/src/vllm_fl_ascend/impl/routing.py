@@ -1,4 +1,4 @@
-"""The routing of mixtures of experts, on torch_npu's kernels."""
+"""Routing of mixtures of experts, on torch_npu's kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from . import implementation
 __all__ = ["OPS", "grouped_topk", "moe_topk"]
 
 SCORING = {"softmax": 0, "sigmoid": 1}
-"""How `npu_moe_gating_top_k` numbers the functions."""
+"""Numbers of the functions in `npu_moe_gating_top_k`."""
 
 
 def moe_topk(
@@ -20,24 +20,10 @@ def moe_topk(
     routed_scaling_factor: float = 1.0,
     e_score_correction_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts of each token with the highest scores, by `npu_moe_gating_top_k`, in fp32.
+    """Return each token's experts with the highest scores, by `npu_moe_gating_top_k`, in fp32.
 
-    Args:
-        gating_output: (tokens, experts), float32, float16 or bfloat16, of any layout; from 3 to
-            2048 experts.
-        topk: from 1 to experts.
-        renormalize: whether a token's weights are divided by their sum; of a sigmoid's the kernel
-            knows no others.
-        scoring_func: "softmax" or "sigmoid".
-        routed_scaling_factor: a finite number.
-        e_score_correction_bias: (experts,), floating, or None.
-
-    Returns:
-        (weights, float32; ids, int32), both (tokens, topk).
-
-    Raises:
-        KeyError: `scoring_func` is none of these.
-        RuntimeError: CANN's kernel fails.
+    From 3 to 2048 experts. Sigmoid is supported only with `renormalize`; an unknown score raises
+    KeyError.
     """
     groups = (1, 1, 0)
     scale = (renormalize, scoring_func, routed_scaling_factor)
@@ -54,26 +40,10 @@ def grouped_topk(
     routed_scaling_factor: float = 1.0,
     e_score_correction_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best experts of the best groups of each token, by `npu_moe_gating_top_k`, in fp32.
+    """Return the best experts of each token's best groups, by `npu_moe_gating_top_k`, in fp32.
 
-    Args:
-        gating_output: (tokens, experts), float32, float16 or bfloat16, of any layout.
-        topk: from 1 to the experts of topk_group groups.
-        renormalize: whether a token's weights are divided by their sum; of a sigmoid's the kernel
-            knows no others.
-        num_expert_group: a divisor of experts that leaves 3 or more for each group, at most 2048
-            together with each group counted as a multiple of 32.
-        topk_group: from 1 to num_expert_group.
-        scoring_func: "softmax" or "sigmoid".
-        routed_scaling_factor: a finite number.
-        e_score_correction_bias: (experts,), floating, or None.
-
-    Returns:
-        (weights, float32; ids, int32), both (tokens, topk).
-
-    Raises:
-        KeyError: `scoring_func` is none of these.
-        RuntimeError: CANN's kernel fails.
+    Groups must have 3 or more experts; with their sizes rounded up to multiples of 32, at most 2048
+    experts. Sigmoid is supported only with `renormalize`; an unknown score raises KeyError.
     """
     by_two = e_score_correction_bias is not None
     groups = (num_expert_group, topk_group, int(by_two))
@@ -90,7 +60,7 @@ def _route(
     factor: float,
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = gating_output.float()  # weights are of the logits' dtype
+    logits = gating_output.float()  # the weights have the logits' dtype
     if not logits.numel():
         shape = (logits.shape[0], topk)
         return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int32)
@@ -107,15 +77,15 @@ def _route(
         norm_type=SCORING[scoring_func],
         routed_scaling_factor=1.0 if of_softmax else factor,
     )
-    if of_softmax and renormalize:  # the kernel divides a sigmoid's weights alone
+    if of_softmax and renormalize:  # the kernel renormalises for sigmoid only
         weights = weights / weights.sum(-1, keepdim=True)
     return weights * factor if of_softmax and factor != 1.0 else weights, ids
 
 
 SCALED = "scoring_func == 'softmax' or renormalize"
-"""The kernel always renormalises a sigmoid's weights."""
+"""The kernel always renormalises the weights of a sigmoid."""
 
-# The kernel counts each group as a multiple of 32 experts.
+# The kernel rounds group sizes up to multiples of 32 experts.
 OPS = (
     implementation(moe_topk, SCALED, "3 <= experts <= 2048"),
     implementation(

@@ -1,4 +1,8 @@
-"""The operators, and what they share: vLLM's library of kernels and its demands on tensors."""
+"""Ops on vLLM's CUDA kernels, one module per family, and shared code.
+
+Arguments and results are those in the op's contract (`vllm_fl_ops.contracts`); docstrings describe
+rounding and unsupported calls.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ __all__ = ["ALIGNMENT", "capability", "implementation", "kernel", "packed"]
 
 ALIGNMENT = 32
 """Bytes of the widest vector that the kernels load (16 before Blackwell). They choose vectors by
-the innermost size alone: an address that is no multiple ends the process's CUDA context."""
+the innermost size only; an unaligned address destroys the process's CUDA context."""
 
 EXTENSIONS = (
     "vllm._C_stable_libtorch",
@@ -25,16 +29,12 @@ EXTENSIONS = (
     "vllm._C",
     "vllm._moe_C",
 )
-"""The modules whose import registers vLLM's operators: no release has all of them."""
+"""Modules that register vLLM's operators on import; no release has all of them."""
 
 
 @cache
 def load_kernels() -> None:
-    """Import the extension modules that this vLLM has.
-
-    Raises:
-        ImportError: none of them can be imported.
-    """
+    """Import the extension modules of this vLLM; ImportError if none can be imported."""
     failures = []
     for name in EXTENSIONS:
         try:
@@ -47,10 +47,9 @@ def load_kernels() -> None:
 
 @cache
 def kernel(name: str) -> Callable[..., Any]:
-    """vLLM's CUDA kernel of this name, in `torch.ops._C` unless the name has another namespace.
+    """Return the kernel `name` of vLLM, such as `rms_norm` or `_moe_C::moe_sum`.
 
-    Args:
-        name: `rms_norm`, or with its namespace `_moe_C::moe_sum`.
+    The default namespace is `_C`.
 
     Raises:
         ImportError: vLLM or its extension is not installed.
@@ -68,13 +67,13 @@ def implementation(
     takes: Sequence[str | Callable[..., Availability]] = (),
     consumes: Iterable[str] = (),
 ) -> OpImpl:
-    """The function, named after its op, as `vendor.cuda`.
+    """Return `fn` as the implementation `vendor.cuda` of the op with the function's name.
 
     Args:
         fn: its first argument is a tensor, which must be on a CUDA device.
-        kernels: without one of these it is not available.
-        takes: rules for the calls it supports (`OpImpl.takes`).
-        consumes: the arguments that it overwrites.
+        kernels: required kernels of vLLM.
+        takes: conditions for supported calls (`OpImpl.takes`).
+        consumes: arguments that it overwrites.
     """
     first = fn.__code__.co_varnames[0]
     return OpImpl(
@@ -90,10 +89,10 @@ def implementation(
 
 
 def provides(*names: str) -> Callable[[], Availability]:
-    """An availability check: True, or why one of the kernels `names` cannot be called here.
+    """Return an availability check: True, or why one of the kernels `names` cannot be called.
 
-    CUDA is not initialised, since a process that forks workers may ask; and vLLM is imported only
-    where metadata and the driver say that its kernels can run.
+    The check does not initialise CUDA, since its process may fork workers. It imports vLLM only if
+    metadata and the driver indicate that its kernels can run.
     """
 
     def available() -> Availability:
@@ -127,19 +126,18 @@ def _no_cuda_build() -> str | None:
 def _no_device() -> str | None:
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is not a CUDA build"
-    if torch.cuda.device_count() == 0:  # asks NVML, which leaves CUDA alone
+    if torch.cuda.device_count() == 0:  # uses NVML, which does not initialise CUDA
         return "no NVIDIA GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES)"
     return None
 
 
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a GPU."""
     return torch.cuda.get_device_capability(device)
 
 
 def packed(x: torch.Tensor) -> torch.Tensor:
-    """`x` itself where it is contiguous and aligned, else a copy that is."""
+    """Return `x`, or a copy if it is not contiguous and aligned."""
     if not x.is_contiguous():
         return x.contiguous()
     return x.clone() if x.data_ptr() % ALIGNMENT else x

@@ -26,29 +26,14 @@ GELU = {"none": "gelu_and_mul", "tanh": "gelu_tanh_and_mul"}
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """silu(x[..., :d]) * x[..., d:] in fp32; silu is rounded before the product.
-
-    Args:
-        x: (..., 2 * d), float32, float16 or bfloat16, of any layout.
-
-    Returns:
-        (..., d), of x's dtype.
-    """
+    """silu(x[..., :d]) * x[..., d:] in fp32; silu is rounded before the product."""
     return _gated("silu_and_mul", x)
 
 
 def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     """gelu(x[..., :d]) * x[..., d:] in fp32; gelu is rounded before the product.
 
-    Args:
-        x: (..., 2 * d), float32, float16 or bfloat16, of any layout.
-        approximate: "none" (erf) or "tanh".
-
-    Returns:
-        (..., d), of x's dtype.
-
-    Raises:
-        KeyError: `approximate` is another word.
+    An unknown `approximate` raises KeyError.
     """
     return _gated(GELU[approximate], x)
 
@@ -56,14 +41,7 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
 def swigluoai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0) -> torch.Tensor:
     """(up + 1) * gate * sigmoid(alpha * gate) of clamped pairs in fp32, rounded once.
 
-    Args:
-        x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate and up projection take
-            turns. Some releases of the kernel take a NaN for `limit`.
-        alpha: a finite number.
-        limit: a finite number above 0.
-
-    Returns:
-        (..., d), of x's dtype.
+    Some releases of the kernel replace NaN by `limit`.
     """
     return _gated("swigluoai_and_mul", x, alpha, limit)
 
@@ -71,98 +49,48 @@ def swigluoai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0)
 def silu_and_mul_with_clamp(
     x: torch.Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0
 ) -> torch.Tensor:
-    """gate * sigmoid(alpha * gate) * (up + beta) of clamped halves in fp32; the first product is
-    rounded.
+    """gate * sigmoid(alpha * gate) * (up + beta) of clamped halves in fp32.
 
-    Args:
-        x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate, then up projection. The
-            kernel takes a NaN for `limit`.
-        limit: a finite number above 0.
-        alpha: a finite number.
-        beta: a finite number.
-
-    Returns:
-        (..., d), of x's dtype.
+    The first product is rounded. The kernel replaces NaN by `limit`.
     """
     return _gated("silu_and_mul_with_clamp", x, limit, alpha, beta)
 
 
 def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
-    """x[..., :d] * silu(x[..., d:]) in fp32; silu is rounded before the product.
-
-    Args:
-        x: (..., 2 * d), float32, float16 or bfloat16, of any layout.
-
-    Returns:
-        (..., d), of x's dtype.
-    """
+    """x[..., :d] * silu(x[..., d:]) in fp32; silu is rounded before the product."""
     return _gated("mul_and_silu", x)
 
 
 def fatrelu_and_mul(x: torch.Tensor, threshold: float = 0.0) -> torch.Tensor:
-    """gate * x[..., d:], where gate is x[..., :d] above the threshold and 0 elsewhere.
+    """gate * x[..., d:]; gate is x[..., :d] if above the threshold, otherwise 0.
 
-    Args:
-        x: (..., 2 * d), float32, float16 or bfloat16, of any layout. The kernel takes a NaN in the
-            gate for 0.
-        threshold: a finite number, compared in fp32.
-
-    Returns:
-        (..., d), of x's dtype.
+    The kernel compares in fp32, and replaces NaN in the gate by 0.
     """
     return _gated("fatrelu_and_mul", x, threshold)
 
 
 def gelu_new(x: torch.Tensor) -> torch.Tensor:
-    """GELU by tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)); every step but tanh is rounded.
-
-    Args:
-        x: (..., d), float32, float16 or bfloat16, of any layout.
-
-    Returns:
-        x's shape and dtype.
-    """
+    """GELU with tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)); every step but tanh is rounded."""
     return _elementwise("gelu_new", x)
 
 
 def gelu_fast(x: torch.Tensor) -> torch.Tensor:
-    """GELU by tanh(0.79788456 * x * (1 + 0.044715 * x**2)); every step but tanh is rounded.
-
-    Args:
-        x: (..., d), float32, float16 or bfloat16, of any layout.
-
-    Returns:
-        x's shape and dtype.
-    """
+    """GELU with tanh(0.79788456 * x * (1 + 0.044715 * x**2)); every step but tanh is rounded."""
     return _elementwise("gelu_fast", x)
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(1.702 * x) in fp32, rounded once, by the kernel `gelu_quick`.
-
-    Args:
-        x: (..., d), float32, float16 or bfloat16, of any layout.
-
-    Returns:
-        x's shape and dtype.
-    """
+    """x * sigmoid(1.702 * x) in fp32, rounded once (kernel `gelu_quick`)."""
     return _elementwise("gelu_quick", x)
 
 
 def relu2(x: torch.Tensor) -> torch.Tensor:
-    """max(x, 0)**2 in fp32, rounded once, by the kernel `relu_squared`.
-
-    Args:
-        x: (..., d), float32, float16 or bfloat16, of any layout. The kernel takes a NaN for 0.
-
-    Returns:
-        x's shape and dtype.
-    """
+    """max(x, 0)**2 in fp32, rounded once (kernel `relu_squared`). The kernel replaces NaN by 0."""
     return _elementwise("relu_squared", x)
 
 
 def _gated(name: str, x: torch.Tensor, *numbers: float) -> torch.Tensor:
-    # The kernels read x as if it were contiguous, whatever its strides.
+    # The kernels ignore strides.
     x = packed(x)
     out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
     if out.numel():  # an empty grid is a launch error
@@ -171,7 +99,7 @@ def _gated(name: str, x: torch.Tensor, *numbers: float) -> torch.Tensor:
 
 
 def _elementwise(name: str, x: torch.Tensor) -> torch.Tensor:
-    # The kernels read x as if it were contiguous, whatever its strides.
+    # The kernels ignore strides.
     x = packed(x)
     out = x.new_empty(x.shape)
     if out.numel():  # an empty grid is a launch error

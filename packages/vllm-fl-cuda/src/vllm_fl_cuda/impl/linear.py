@@ -1,4 +1,4 @@
-"""Products of fp8, on vLLM's CUTLASS kernels."""
+"""Products of fp8 matrices, on vLLM's CUTLASS kernels."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["OPS", "linear_fp8"]
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 LEAST = (8, 9)
-"""The compute capability of the first GPUs with products of fp8."""
+"""Lowest compute capability with fp8 products."""
 
 PIECE = 16
-"""Features of both sides come in so many at once."""
+"""The numbers of input and output features must be multiples of this."""
 
 
 def linear_fp8(
@@ -27,19 +27,7 @@ def linear_fp8(
     out_dtype: str,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(x * x_scale) @ (weight * weight_scale).T + bias, rounded once.
-
-    Args:
-        x: (tokens, in_features), float8_e4m3fn, of any layout.
-        weight: (out_features, in_features), float8_e4m3fn, of any layout.
-        x_scale: float32, (tokens, 1), or one number.
-        weight_scale: float32, (out_features, 1), or one number.
-        out_dtype: float16 or bfloat16.
-        bias: (out_features,), of out_dtype, or None for 0.
-
-    Returns:
-        (tokens, out_features), of out_dtype.
-    """
+    """(x * x_scale) @ (weight * weight_scale).T + bias, rounded once."""
     result = x.new_empty((x.shape[0], weight.shape[0]), dtype=DTYPES[out_dtype])
     if result.numel():  # an empty grid is a launch error
         scales = x_scale.contiguous(), weight_scale.contiguous()

@@ -1,4 +1,4 @@
-"""Attention over parts of the keys, merged by vLLM's CUDA kernel."""
+"""Merging of attention results for two sets of keys, on vLLM's CUDA kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from . import implementation, kernel
 __all__ = ["OPS", "merge_attn_states"]
 
 VECTOR = 16
-"""Bytes that the kernel loads at once; an address between two ends the process's CUDA context."""
+"""Bytes of one load; an unaligned address destroys the process's CUDA context."""
 
 
 def merge_attn_states(
@@ -18,18 +18,12 @@ def merge_attn_states(
     suffix_output: torch.Tensor,
     suffix_lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The outputs' mean, weighted with exp(lse), in fp32, rounded once.
+    """Average both outputs with weights exp(lse), in fp32, rounded once.
 
-    Args:
-        prefix_output, suffix_output: (tokens, heads, head_size), float32, float16 or bfloat16, of
-            any layout.
-        prefix_lse, suffix_lse: (tokens, heads), float32; infinite ones are of no keys.
-
-    Returns:
-        (output, lse). Where neither had keys, output is prefix_output.
+    If neither side had keys, output is prefix_output.
     """
     output = prefix_output.new_empty(prefix_output.shape)
-    # Heads first, without gaps: the kernel of vLLM 0.26 minds no strides of log-sum-exps.
+    # Heads first, without gaps: the kernel of vLLM 0.26 ignores strides of the log-sum-exps.
     sums = prefix_lse.new_empty(prefix_lse.shape[::-1])
     if output.numel():  # an empty grid is a launch error
         if not _one_grid(prefix_output, suffix_output):
@@ -47,7 +41,7 @@ def merge_attn_states(
 
 
 def _one_grid(prefix: torch.Tensor, suffix: torch.Tensor) -> bool:
-    """Whether the kernel finds both by the stride of the prefix's heads, at whole vectors."""
+    """Return whether both tensors have the head stride of the prefix, at aligned addresses."""
     side = prefix.stride(1)
     wanted = (prefix.shape[1] * side, side, 1)
     return (

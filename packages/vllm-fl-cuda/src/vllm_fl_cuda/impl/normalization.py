@@ -16,23 +16,11 @@ def rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """y / sqrt(mean(y**2) + epsilon) * weight in fp32, where y = x + residual in x's dtype.
+    """y / sqrt(mean(y**2) + epsilon) * weight in fp32, with y = x + residual in x's dtype.
 
-    With a residual the kernel works in place: x and residual may be overwritten. Without one,
-    x is left as it was, and read where it lies: the heads of a qkv buffer are not copied.
-
-    Args:
-        x: (..., hidden), float32, float16 or bfloat16, of any layout.
-        residual: of x's shape and dtype, or None.
-        weight: (hidden,), contiguous, of x's dtype, or None for 1.
-        epsilon: added to the mean of squares.
-        variance_size: None, which `supports` sees to; the kernels know no other mean.
-
-    Returns:
-        The normed tensor; with a residual the pair (normed, y).
-
-    Raises:
-        RuntimeError: the kernel refuses a dtype or a size.
+    With a residual the kernel works in place: x and residual may be overwritten. Without one, x is
+    read with its strides: the heads of a qkv buffer are not copied. Not supported: `variance_size`,
+    a weight of another dtype. RuntimeError if the kernel rejects a dtype or a size.
     """
     if residual is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -52,13 +40,13 @@ def _aligned(weight: torch.Tensor | None) -> torch.Tensor | None:
 def _fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, epsilon: float
 ) -> None:
-    if x.ndim != 2:  # the kernel looks at the stride of the last but one
+    if x.ndim != 2:  # the kernel reads the stride of the last dimension but one
         x, residual = x.view(-1, x.shape[-1]), residual.view(-1, x.shape[-1])
     kernel("fused_add_rms_norm")(x, residual, weight, epsilon)
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a copy, as rows that `rms_norm` finds: two to four dimensions, whole vectors."""
+    """Return `x` or a copy in a layout that `rms_norm` supports: 2 to 4 dimensions, aligned."""
     aligned = 2 <= x.ndim <= 4 and not x.data_ptr() % ALIGNMENT
     if aligned and (x.is_contiguous() or _in_step(x)):
         return x

@@ -20,8 +20,8 @@ RESHAPE = "_C_cache_ops::reshape_and_cache_flash"
 CONCAT = "_C_cache_ops::concat_and_cache_mla"
 
 VECTOR = 16
-"""Bytes that the kernel for keys and values moves at once. In vLLM 0.26 it asks for the address of
-what it reads alone: a row of the cache that begins between two vectors ends the CUDA context."""
+"""Bytes that the kernel for keys and values moves at once. In vLLM 0.26 it checks only the address
+that it reads: an unaligned row of the cache destroys the CUDA context."""
 
 
 def reshape_and_cache(
@@ -33,15 +33,8 @@ def reshape_and_cache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write each token's key and value into its slot, in place.
 
-    Args:
-        key, value: (tokens, kv_heads, head_size), float32, float16 or bfloat16, of any layout.
-        key_cache, value_cache: (blocks, block_size, kv_heads, head_size), of key's dtype, both of
-            one layout, heads before or behind slots. They are overwritten.
-        slot_mapping: (tokens,), int64; negative ones are skipped. A slot beyond the caches is not
-            looked for.
-
-    Returns:
-        (key_cache, value_cache), the arguments themselves.
+    Both caches must have the same layout, with heads before or after slots. Slots beyond the caches
+    are not detected.
     """
     if key.numel():  # an empty grid is a launch error
         one = _one(key.device)
@@ -55,16 +48,7 @@ def concat_and_cache_mla(
 ) -> torch.Tensor:
     """Write each token's kv_c, then k_pe, into its slot, in place.
 
-    Args:
-        kv_c: (tokens, kv_lora_rank), float32, float16 or bfloat16, of any layout.
-        k_pe: (tokens, rope_size), of kv_c's dtype and any layout.
-        kv_cache: (blocks, block_size, kv_lora_rank + rope_size), of kv_c's dtype, with rows in one
-            piece. It is overwritten.
-        slot_mapping: (tokens,), int64; negative ones are skipped. A slot beyond the cache is not
-            looked for.
-
-    Returns:
-        kv_cache, the argument itself.
+    The cache must have contiguous rows. Slots beyond the cache are not detected.
     """
     if slot_mapping.numel():  # an empty grid is a launch error
         rows = [x if x.stride(1) == 1 else x.contiguous() for x in (kv_c, k_pe)]
@@ -75,13 +59,13 @@ def concat_and_cache_mla(
 
 @cache
 def _one(device: torch.device) -> torch.Tensor:
-    """A scale, which the kernels demand and do not read where nothing is quantised."""
+    """Return a scale of 1, which the kernels require and do not read without quantisation."""
     with torch.inference_mode(False):
         return torch.ones(1, dtype=torch.float32, device=device)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """`x` itself where a token's heads lie side by side and begin at a vector, else a copy."""
+    """Return `x`, or a copy if a token's heads are not contiguous and aligned."""
     step, side, inner = x.stride()
     if inner != 1 or side != x.shape[2] or (step * x.itemsize) % VECTOR:
         x = x.contiguous()

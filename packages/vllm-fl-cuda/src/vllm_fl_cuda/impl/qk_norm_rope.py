@@ -1,7 +1,7 @@
 """Norms of query and key heads with rotary embedding, on vLLM's CUDA kernel.
 
-vLLM's pass also finds heads whose weights are float32, as GemmaRMSNorm's are. The kernel raises
-there; refused here, such a call goes to the next candidate.
+The pass in vLLM also matches heads with float32 weights, such as in GemmaRMSNorm, but the kernel
+raises for them. Here the next implementation computes them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["OPS", "qk_norm_rope"]
 HEAD_SIZES = (64, 128, 256)
 
 LANES = 32
-"""Threads that share a head: each holds head_size / 32 features, one behind the other."""
+"""Threads that share a head; each has head_size / 32 consecutive features."""
 
 HOPPER = (9, 0)
-"""The compute capability for which the kernel takes several heads a warp."""
+"""Compute capability with several heads per warp of the kernel."""
 
 MOST_ELEMENTS = 2**31 - 1
-"""The kernel counts the elements of qkv in 32 bits."""
+"""The kernel indexes qkv with 32-bit integers."""
 
 
 def qk_norm_rope(
@@ -37,24 +37,10 @@ def qk_norm_rope(
     epsilon: float,
     rotary_interleaved: bool = False,
 ) -> torch.Tensor:
-    """Norm and turn the query and key heads of qkv in fp32, rounded once.
+    """Normalise and rotate the query and key heads of qkv in fp32, rounded once.
 
-    The kernel works in place: qkv may be overwritten.
-
-    Args:
-        qkv: (tokens, (heads + kv_heads + n) * head_size), float16 or bfloat16, of any layout.
-        q_weight, k_weight: (head_size,), of qkv's dtype; head_size 64, 128 or 256.
-        cos_sin_cache: (max_position, 2 * half), contiguous, float32, float16 or bfloat16.
-        position_ids: (tokens,), int64 or int32. A position outside the table is not looked for.
-        heads, kv_heads: how many query and key heads there are.
-        epsilon: added to the mean of squares.
-        rotary_interleaved: pairs are (2 * i, 2 * i + 1) instead of (i, i + half).
-
-    Returns:
-        A tensor of qkv's shape and dtype.
-
-    Raises:
-        RuntimeError: the kernel refuses a dtype or a layout.
+    The kernel works in place. Positions outside the table are not detected. RuntimeError if the
+    kernel rejects a dtype or a layout.
     """
     qkv = packed(qkv)
     if len(qkv):  # a grid of no programs is an error
@@ -79,10 +65,10 @@ def qk_norm_rope(
 
 
 def _turns_whole_threads(head_size: int, half: int, rotary_interleaved: bool) -> Availability:
-    """A thread's features rotate all or none.
+    """Require that either all or none of a thread's features rotate.
 
-    Unless interleaved, it finds the partners of its own in the thread whose number differs in one
-    bit: those between two halves must be a power of two.
+    Unless interleaved, threads exchange features with the thread number that differs in one bit, so
+    the number of threads per half must be a power of two.
     """
     each = head_size // LANES
     whole = 2 * half % (each if rotary_interleaved else 2 * each) == 0
@@ -94,9 +80,11 @@ def _turns_whole_threads(head_size: int, half: int, rotary_interleaved: bool) ->
 def _turns_part(
     qkv: torch.Tensor, head_size: int, half: int, rotary_interleaved: bool
 ) -> Availability:
-    """Where a head's features do not all rotate, some threads take no part in the exchange between
-    its halves (vllm#51049). On Hopper a warp takes several heads in turn, from 10 240 query and
-    key heads in a batch on: all but its first are wrong then. On other GPUs each has one.
+    """Reject partial rotation on Hopper: incorrect in large batches (vllm#51049).
+
+    If only a part of a head rotates, some threads do not take part in the exchange between halves.
+    From 10 240 query and key heads in a batch on, a warp on Hopper computes several heads, and all
+    but the first are incorrect. On other GPUs a warp has one head.
     """
     if 2 * half == head_size or rotary_interleaved or capability(qkv.device) != HOPPER:
         return True
@@ -107,7 +95,7 @@ def _turns_part(
 
 
 def _has_code(qkv: torch.Tensor, cos_sin_cache: torch.Tensor) -> Availability:
-    """Compiled for a GPU before Ampere, the kernel returns at once where it meets bfloat16."""
+    """Reject bfloat16 before Ampere: the kernel would return without a result."""
     has_it = torch.bfloat16 in (qkv.dtype, cos_sin_cache.dtype)
     if has_it and capability(qkv.device) < (8, 0):
         return "the kernel has no bfloat16 on GPUs before compute capability 8.0"

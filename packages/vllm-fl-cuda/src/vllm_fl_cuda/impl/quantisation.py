@@ -1,4 +1,4 @@
-"""Activations to eight bits, on vLLM's CUDA kernels."""
+"""Quantisation of activations to 8 bits, on vLLM's CUDA kernels."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = [
 ]
 
 MOST = 448.0
-"""The largest number of float8_e4m3fn."""
+"""Largest float8_e4m3fn."""
 
 SHARED_MEMORY = 48 * 1024
-"""Bytes that a kernel has without asking for more."""
+"""Bytes available to a kernel by default."""
 
 GROUPS_A_BLOCK = 16
-"""At most; each lies in shared memory."""
+"""Maximum groups per thread block; each is in shared memory."""
 
 
 def quant_fp8(
@@ -31,17 +31,7 @@ def quant_fp8(
     scale_ub: torch.Tensor | None = None,
     per_token: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The nearest float8_e4m3fn to x / scale, saturating, computed in fp32.
-
-    Args:
-        x: (tokens, hidden), float32, float16 or bfloat16, of any layout.
-        scale: one float32 number; None for max |x| / 448.
-        scale_ub: what |x| is taken for at most, one float32 number; with `per_token` alone.
-        per_token: a scale for each token; not with `scale`.
-
-    Returns:
-        (value, scale).
-    """
+    """Round x / scale to float8_e4m3fn, saturating, computed in fp32."""
     x = packed(x)
     value = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     if scale is not None:
@@ -63,30 +53,23 @@ def quant_fp8(
 def quant_fp8_group(
     x: torch.Tensor, group_size: int = 128, eps: float = 1e-10, ue8m0: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The nearest float8_e4m3fn to x / scale of its group, computed in fp32.
+    """Round x / scale of its group to float8_e4m3fn, computed in fp32.
 
-    Args:
-        x: (tokens, hidden), float32, float16 or bfloat16, of any layout.
-        group_size: features of a group; divides hidden.
-        eps: the least of what counts as a group's largest |x|; above 0.
-        ue8m0: scales are powers of two, 2^-33 at least.
-
-    Returns:
-        (value, scale).
+    Scales that are powers of two (ue8m0) are at least 2^-33.
     """
     x = packed(x)
     value = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     steps = x.new_empty((x.shape[0], x.shape[1] // group_size), dtype=torch.float32)
     if x.numel():
         run = kernel("per_token_group_fp8_quant")
-        flags = (False,) * _layout_flags()  # the kernel reads the layout off the scales' strides
+        flags = (False,) * _layout_flags()  # the kernel derives the layout from the scales' strides
         run(x, value, steps, group_size, eps, -MOST, MOST, ue8m0, *flags)
     return value, steps
 
 
 @cache
 def _layout_flags() -> int:
-    """How many flags of the layout this release's operator has: two, or none in older ones."""
+    """Return the number of layout flags of this release's operator: 2, or 0 in older releases."""
     return len(kernel("per_token_group_fp8_quant")._schema.arguments) - 8  # type: ignore[attr-defined]
 
 
@@ -96,17 +79,7 @@ def quant_int8(
     azp: torch.Tensor | None = None,
     asymmetric: bool | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """The nearest int8 to x / scale + azp, saturating, computed in fp32; halves go to even.
-
-    Args:
-        x: (tokens, hidden), float32, float16 or bfloat16, of any layout.
-        scale: one float32 number; None for a scale for each token.
-        azp: one int32 number with `scale`; None for 0.
-        asymmetric: True for a zero point for each token; not with `scale`.
-
-    Returns:
-        (value, scale), or (value, scale, azp) with `asymmetric`.
-    """
+    """Round x / scale + azp to int8, saturating, computed in fp32; ties go to even."""
     x = packed(x)
     value = torch.empty_like(x, dtype=torch.int8)
     if scale is not None:

@@ -19,27 +19,15 @@ def rotary_embedding(
     position_ids: torch.Tensor,
     rotary_interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Turn the first 2 * cos.shape[-1] features of each head in fp32, rounded once.
+    """Rotate the first 2 * cos.shape[-1] features of each head in fp32, rounded once.
 
-    The kernel works in place: query and key may be overwritten.
-
-    Args:
-        query: (tokens, heads, head_size), float32, float16 or bfloat16, of any layout.
-        key: (tokens, kv_heads, head_size), of query's dtype, kv_heads a divisor of heads, or None.
-        cos, sin: (max_position, half), adjacent halves of one cache.
-        position_ids: (tokens,), int64 or int32. A position outside the cache is not looked for.
-        rotary_interleaved: pairs are (2 * i, 2 * i + 1) instead of (i, i + half).
-
-    Returns:
-        (query, key) of the shapes and dtypes of the arguments; None for a key of None.
-
-    Raises:
-        RuntimeError: cos and sin are not adjacent, or the kernel refuses a dtype.
+    The kernel works in place. Positions outside the cache are not detected. RuntimeError if cos and
+    sin are not adjacent halves of one cache, or the kernel rejects a dtype.
     """
     tokens, _, head_size = query.shape
     query, rows = _rows(query)
     key, key_rows = (None, None) if key is None else _rows(key)
-    if tokens:  # the kernel divides by it
+    if tokens:  # the kernel divides by the number of tokens
         if position_ids.dtype is not torch.int64 or not position_ids.is_contiguous():
             position_ids = position_ids.long().contiguous()
         cache = joint_cos_sin(cos, sin)
@@ -50,15 +38,15 @@ def rotary_embedding(
 
 
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x, rows): x, or a packed copy of it, and a view of that as (tokens, heads * head_size).
+    """Return (x or a packed copy, its view as (tokens, heads * head_size)).
 
-    The kernel minds the stride of tokens. The stride of heads it takes from query for key too, or
-    with two dimensions from the head's size: that is the form in which both are right.
+    The kernel supports any token stride. For key it uses the head stride of query; with two
+    dimensions it uses the head's size for both, which is correct.
     """
     tokens, heads, head_size = x.shape
     width = heads * head_size
     step, head_step, feature_step = x.stride()
-    # A step below the width: tokens share memory, as an expanded tensor's do.
+    # A step below the width means that tokens share memory, as in an expanded tensor.
     if feature_step != 1 or head_step != head_size or step < width:
         x = x.clone(memory_format=torch.contiguous_format)
     return x, x.view(tokens, width)

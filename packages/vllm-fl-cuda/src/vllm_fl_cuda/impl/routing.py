@@ -1,4 +1,4 @@
-"""Around the experts of a mixture: routing, blocks and the sum, on vLLM's CUDA kernels."""
+"""Routing, block alignment and sum of a mixture of experts, on vLLM's CUDA kernels."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = [
 
 
 SPECIAL_SIZES = frozenset({1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 576})
-"""Numbers of experts for which there is a kernel of their own. The one for other numbers looks for
-a score above -1, and takes expert 0 again where a bias leaves none."""
+"""Numbers of experts with a specialised kernel. The general kernel searches for a score above -1,
+and chooses expert 0 again if a bias leaves none."""
 
 MOST = 32
-"""Groups, and experts of a token, that the grouped kernel takes."""
+"""Maximum groups, and experts per token, of the grouped kernel."""
 
 MOST_ALIGNED = 992
-"""Experts whose rows one block of 1024 threads can count."""
+"""Maximum experts that one block of 1024 threads can count rows for."""
 
 
 def moe_topk(
@@ -36,18 +36,9 @@ def moe_topk(
     routed_scaling_factor: float = 1.0,
     e_score_correction_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts of each token with the highest scores, and their weights, in fp32.
+    """Return each token's experts with the highest scores, and their weights, in fp32.
 
-    Args:
-        gating_output: (tokens, experts), float32, float16 or bfloat16, of any layout.
-        topk: from 1 to experts.
-        renormalize: whether a token's weights are divided by their sum.
-        scoring_func: "softmax" or "sigmoid".
-        routed_scaling_factor: a finite number.
-        e_score_correction_bias: (experts,), floating, or None.
-
-    Returns:
-        (weights, float32; ids, int32), both (tokens, topk).
+    With a bias, only numbers of experts in `SPECIAL_SIZES` are supported.
     """
     logits = packed(gating_output)
     shape = (logits.shape[0], topk)
@@ -60,7 +51,7 @@ def moe_topk(
         bias = bias.float().contiguous()
     name = f"_moe_C::topk_{scoring_func}"
     factor = () if scoring_func == "softmax" else (routed_scaling_factor,)
-    rows = torch.empty_like(ids)  # which row of a permutation each pair takes: read by nobody
+    rows = torch.empty_like(ids)  # an output of the kernel that is not used
     last = _left_out(name, "is_padding")  # no token is padding
     kernel(name)(weights, ids, rows, logits, renormalize, bias, *factor, *last)
     if not factor and routed_scaling_factor != 1.0:
@@ -69,7 +60,7 @@ def moe_topk(
 
 
 def _left_out(name: str, last: str) -> tuple[None, ...]:
-    """None for the `last` argument of a kernel, to a release that has it."""
+    """Return None for the argument `last` if this release's kernel has it."""
     arguments = kernel(name)._schema.arguments  # type: ignore[attr-defined]
     return (None,) if arguments[-1].name == last else ()
 
@@ -84,20 +75,10 @@ def grouped_topk(
     routed_scaling_factor: float = 1.0,
     e_score_correction_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best experts of the best groups of each token, and their weights, in fp32.
+    """Return the best experts of each token's best groups, and their weights, in fp32.
 
-    Args:
-        gating_output: (tokens, experts), float32, float16 or bfloat16, of any layout.
-        topk: from 1 to 32, and to the experts of topk_group groups.
-        renormalize: whether a token's weights are divided by their sum.
-        num_expert_group: a divisor of experts, at most 32, that leaves two or more for each group.
-        topk_group: from 1 to num_expert_group.
-        scoring_func: "softmax", which PyTorch computes before the kernel, or "sigmoid".
-        routed_scaling_factor: a finite number.
-        e_score_correction_bias: (experts,), floating.
-
-    Returns:
-        (weights, float32; ids, int32), both (tokens, topk).
+    PyTorch computes a softmax before the kernel. Not supported: no bias, more than 32 groups or
+    experts per token.
     """
     logits = packed(gating_output.float())  # the kernel rounds scores to the logits' dtype
     if not logits.numel():
@@ -126,20 +107,7 @@ def moe_align_block_size(
     pad_sorted_ids: bool = False,
     ignore_invalid_experts: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The rows of each expert in the order in which threads come, filled up to whole blocks.
-
-    Args:
-        topk_ids: (tokens, topk), int32 or int64, of any layout, negative in a place without an
-            expert.
-        block_size: places of a block, at least 1.
-        num_experts: experts of all ranks together, from 1 to 992.
-        expert_map: (num_experts,) or longer, int32, -1 for an expert elsewhere, or None.
-        pad_sorted_ids: whether the first result is as long as whole blocks are.
-        ignore_invalid_experts: whether experts elsewhere have no rows.
-
-    Returns:
-        (rows and padding; the expert of each block; how many places are in use), int32.
-    """
+    """Sort rows by expert, in arbitrary order within an expert, and pad them to whole blocks."""
     ids, rows = topk_ids.contiguous(), topk_ids.numel()
     most = rows + num_experts * (block_size - 1)
     if pad_sorted_ids:
@@ -163,7 +131,7 @@ def moe_align_block_size(
         *_left_out(name, "scatter_idx"),
     )
     if expert_map is not None and where is None:
-        expert_ids = expert_map[expert_ids]  # behind the blocks in use there is -1, or 0
+        expert_ids = expert_map[expert_ids]  # -1 or 0 after the used blocks
     return sorted_token_ids, expert_ids, used
 
 
@@ -172,17 +140,9 @@ def moe_sum(
     topk_ids: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The sum over each token's experts that are on this rank, in fp32, rounded once.
+    """Sum over each token's experts on this rank, in fp32, rounded once.
 
-    The kernel minds the strides of input and ids.
-
-    Args:
-        input: (tokens, topk, hidden), float32, float16 or bfloat16, of any layout.
-        topk_ids: (tokens, topk), int32 or int64, negative in a place without an expert, or None.
-        expert_map: (experts,), int32, negative for an expert that is elsewhere, or None.
-
-    Returns:
-        (tokens, hidden), of input's dtype.
+    The kernel supports strides of input and ids.
     """
     out = input.new_empty((input.shape[0], input.shape[2]))
     if out.numel():

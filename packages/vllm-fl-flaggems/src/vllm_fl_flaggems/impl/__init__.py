@@ -1,4 +1,8 @@
-"""The operators on FlagGems's Triton kernels, one module per family."""
+"""Ops on FlagGems's Triton kernels, one module per family.
+
+Arguments and results are those in the op's contract (`vllm_fl_ops.contracts`); docstrings describe
+rounding and unsupported calls. Calls raise NotImplementedError if FlagGems cannot be imported.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from ..loading import available, flag_gems, problem
 __all__ = ["DEFAULT", "implementation", "lies_on"]
 
 DEFAULT = ("default.flagos", BackendImplKind.DEFAULT)
-"""Identity and kind of every implementation here, attention included."""
+"""Id and kind of every implementation in this package, attention included."""
 
 
 def implementation(
@@ -23,14 +27,14 @@ def implementation(
     own: bool = False,
     **more: Any,
 ) -> OpImpl:
-    """The function, named after its op, as `default.flagos`.
+    """Return `fn` as the implementation `default.flagos` of the op with the function's name.
 
     Args:
         fn: its first argument is a tensor on the kernels' device.
-        takes: rules for the calls it supports (`OpImpl.takes`).
-        own: whether this package has the kernels itself. FlagGems, which is imported in seconds, is
-            not looked for then.
-        more: as of `OpImpl`.
+        takes: conditions for supported calls (`OpImpl.takes`).
+        own: True if the kernels are in this package. It skips the import of FlagGems,
+            which takes seconds.
+        more: other fields of `OpImpl`.
     """
     name = fn.__code__.co_varnames[0]
     device: Any = f"{name}.device.type in {CUDA}" if own else lies_on(name)
@@ -38,11 +42,7 @@ def implementation(
 
 
 def lies_on(name: str) -> Callable[..., Availability]:
-    """The rule that a tensor is on FlagGems's device, and that FlagGems can be imported.
-
-    Args:
-        name: the parameter.
-    """
+    """Return the condition that FlagGems can be imported and tensor `name` is on its device."""
 
     def rule(**given: Any) -> Availability:
         if reason := problem():

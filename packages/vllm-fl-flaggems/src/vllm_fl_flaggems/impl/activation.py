@@ -18,24 +18,14 @@ __all__ = [
 ]
 
 TILE = 1024
-"""Elements of a row that one program takes: sixteen a thread, two of the widest loads."""
+"""Elements of a row per program: sixteen a thread, loaded with two of the widest instructions."""
 
 GELU = {"none": "gelu_none_and_mul_kernel", "tanh": "gelu_tanh_and_mul_kernel"}
 """Approximation -> kernel."""
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """silu(x[..., :d]) * x[..., d:] in fp32, rounded once.
-
-    Args:
-        x: (..., 2 * d), float32, float16 or bfloat16, of any layout.
-
-    Returns:
-        (..., d), of x's dtype.
-
-    Raises:
-        NotImplementedError: FlagGems does not load.
-    """
+    """silu(x[..., :d]) * x[..., d:] in fp32, rounded once."""
     kernel = launchable("silu_and_mul_kernel")
     return _public_silu_and_mul(x) if kernel is None else _launch(kernel, x)
 
@@ -43,33 +33,14 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     """gelu(x[..., :d]) * x[..., d:] in fp32, rounded once.
 
-    Args:
-        x: (..., 2 * d), float32, float16 or bfloat16, of any layout.
-        approximate: "none" (erf) or "tanh".
-
-    Returns:
-        (..., d), of x's dtype.
-
-    Raises:
-        NotImplementedError: FlagGems does not load.
-        ValueError: `approximate` is another word.
+    An unknown `approximate` raises ValueError.
     """
     kernel = launchable(GELU[approximate]) if approximate in GELU else None
     return _public_gelu_and_mul(x, approximate) if kernel is None else _launch(kernel, x)
 
 
 def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
-    """x[..., :d] * silu(x[..., d:]) in fp32, rounded once: `silu_and_mul` of the halves swapped.
-
-    Args:
-        x: (..., 2 * d), float32, float16 or bfloat16, of any layout.
-
-    Returns:
-        (..., d), of x's dtype.
-
-    Raises:
-        NotImplementedError: FlagGems does not load.
-    """
+    """x[..., :d] * silu(x[..., d:]) in fp32, rounded once: `silu_and_mul` of the swapped halves."""
     kernel = launchable("silu_and_mul_kernel")
     return (
         _public_silu_and_mul(x, gate_first=False)

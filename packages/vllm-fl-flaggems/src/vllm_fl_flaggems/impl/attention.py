@@ -1,8 +1,7 @@
 """Attention for vLLM's v1 engine, on FlagGems's `flash_attn_varlen_func`.
 
-vLLM's FlashAttention backend with four things changed: the kernels, the shape of the KV cache, what
-is refused, and what has run before the first request. Imported only where the plan chose it: it
-needs vLLM.
+vLLM's FlashAttention backend with other kernels, cache shape and limits, and with a warm-up before
+the first request. Requires vLLM; imported only if the plan chooses it.
 """
 
 from __future__ import annotations
@@ -30,41 +29,39 @@ from ..loading import flag_gems
 __all__ = ["AttentionFLBackend", "AttentionFLImpl", "AttentionFLMetadataBuilder"]
 
 MOST_ELEMENTS = 2**31 - 1
-"""FlagGems's kernel counts the elements of a layer's keys, and those of its values, in 32 bits."""
+"""FlagGems's kernel indexes the keys of a layer, and the values, with 32-bit integers."""
 
 log = get_logger("flaggems")
 
 
 class AttentionFLMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
-    """vLLM's metadata, without what only FlashAttention's own kernels read."""
+    """vLLM's metadata builder without the parts that only FlashAttention's kernels read."""
 
-    # One-token batches take another path, with the query heads of a group side by side: a graph
-    # of it holds for batches of that kind only, as with FlashAttention 2.
+    # One-token batches use another kernel, which packs the query heads of a group: as with
+    # FlashAttention 2, a captured graph is valid only for such batches.
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.aot_schedule = False  # FlashAttention 3's scheduler: a kernel per step, unread here
+        self.aot_schedule = False  # FlashAttention 3's scheduler: an unused kernel per step
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-        """FlagGems has no attention over a shared prefix."""
+        """Return False: FlagGems has no attention over a shared prefix."""
         return False
 
 
 class AttentionFLBackend(InPlanes, FlashAttentionBackend):  # type: ignore[misc]
-    """vLLM's name for it stays FLASH_ATTN: the name must be one that vLLM knows."""
+    """The attention backend; it keeps a name that vLLM knows, FLASH_ATTN."""
 
-    # No FP8: FlagGems ignores the type and the scales of the cache.
+    # No FP8: FlagGems ignores the dtype and the scales of the cache.
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
 
     @staticmethod
     def get_impl_cls() -> type[AttentionFLImpl]:
-        """The computation."""
         return AttentionFLImpl
 
     @staticmethod
     def get_builder_cls() -> type[AttentionFLMetadataBuilder]:
-        """What makes the metadata of a step."""
         return AttentionFLMetadataBuilder
 
     @staticmethod
@@ -75,14 +72,14 @@ class AttentionFLBackend(InPlanes, FlashAttentionBackend):  # type: ignore[misc]
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        """(2, blocks, block_size, heads, head_size): all keys, then all values.
+        """Return (2, blocks, block_size, heads, head_size): all keys, then all values.
 
-        vLLM puts a token's key and value side by side. FlagGems writes a token's heads one behind
-        the other whatever the strides, and reads a layer's blocks as one run of tokens: only a
-        contiguous tensor of keys, and one of values, comes out right.
+        The shape in vLLM interleaves keys and values. FlagGems ignores some strides: it writes a
+        token with contiguous heads and reads a layer's blocks as one run of tokens. Only contiguous
+        keys and contiguous values give correct results.
 
         Raises:
-            ValueError: block_size is no multiple of 16.
+            ValueError: block_size is not a multiple of 16.
         """
         if block_size % 16:
             raise ValueError(f"block_size must be a multiple of 16, got {block_size}")
@@ -90,61 +87,61 @@ class AttentionFLBackend(InPlanes, FlashAttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """None of its own: memory follows the shape."""
+        """Raise NotImplementedError: the memory layout follows the shape."""
         raise NotImplementedError
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Multiples of 8 up to 256."""
+        """Accept multiples of 8 up to 256."""
         return head_size % 8 == 0 and head_size <= 256
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
-        """Only the model's own type."""
+        """Accept the model's dtype only."""
         return kv_cache_dtype is None or kv_cache_dtype in cls.supported_kv_cache_dtypes
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Decoders only."""
+        """Accept decoders only."""
         return bool(attn_type == AttentionType.DECODER)
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """FlagGems ignores sinks."""
+        """Return False: FlagGems ignores sinks."""
         return False
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """FlagGems has no mask for a bidirectional prefix."""
+        """Return False: FlagGems has no mask for a bidirectional prefix."""
         return False
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        """Not tried."""
+        """Return False: not tested."""
         return False
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """The kernel's block sizes depend on the batch."""
+        """Return False: the kernel's block sizes depend on the batch."""
         return False
 
     @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
-        """FlagGems ignores scales."""
+        """Return False: FlagGems ignores scales."""
         return False
 
 
 class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
-    """One layer's attention.
+    """Attention of one layer.
 
     Raises:
-        NotImplementedError: sinks, ALiBi or a quantised cache; or FlagGems does not load.
+        NotImplementedError: sinks, ALiBi or a quantised cache; or FlagGems cannot be imported.
     """
 
-    can_return_lse_for_decode = False  # so that vLLM refuses decode context parallelism itself
+    can_return_lse_for_decode = False  # makes vLLM reject decode context parallelism
 
     _warm: ClassVar[set[tuple[Any, ...]]] = set()
-    """For which layers each kernel has run."""
+    """Kinds of layers with compiled kernels."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -176,24 +173,21 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend to the cache, which holds this step's keys and values already.
+        """Attend to the cache, which already has this step's keys and values.
 
         Args:
-            layer: vLLM's attention layer.
+            layer: ignored.
             query: (tokens, heads, head_size), float16 or bfloat16.
-            key, value: (tokens, kv_heads, head_size); not read.
-            kv_cache: as `get_kv_cache_shape` says, or (blocks, 2, block_size, kv_heads *
-                head_size) with each plane in one piece.
+            key, value: ignored.
+            kv_cache: as from `get_kv_cache_shape`, or (blocks, 2, block_size, kv_heads * head_size)
+                with contiguous keys and contiguous values.
             attn_metadata: None while vLLM measures memory.
-            output: (tokens, heads, head_size), written here.
-            output_scale, output_block_scale: None; there is no quantised output.
-
-        Returns:
-            output.
+            output: (tokens, heads, head_size), overwritten and returned.
+            output_scale, output_block_scale: None.
 
         Raises:
             NotImplementedError: a quantised output, or attention that is not causal.
-            RuntimeError: the KV cache is not as this backend shapes it, or too large.
+            RuntimeError: the KV cache is too large or has another shape.
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("FlagGems's attention has no quantised output")
@@ -232,11 +226,11 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
         table: torch.Tensor,
         window: tuple[int, int],
     ) -> None:
-        """Run each kernel that a batch of this engine may need, once for all layers like this one.
+        """Compile each kernel that a batch of this engine may need, once per kind of layer.
 
-        FlagGems compiles its kernel anew for a batch that only decodes, for another size of tiles,
-        and where a sequence outgrows a layer's window. A start runs few of these. Arguments are as
-        this call has them, since constants of the kernel are made from their strides.
+        FlagGems compiles another kernel for decoding batches, for each tile size, and for sequences
+        longer than the window; engine startup runs few of these. The arguments have the strides of
+        this call, because the kernel derives constants from them.
         """
         assert self._limits is not None
         tokens, requests, length = self._limits
@@ -248,7 +242,7 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
             return
         self._warm.add((*form, *kind))
         began = time.monotonic()
-        # Where no sequence is longer than the window, the kernel is that of a layer without one.
+        # Sequences within the window use the kernel without a window.
         longest = [length] if window[0] < 0 else sorted({1, length})
         made: dict[str, Any] = {"dtype": query.dtype, "device": query.device}
         counts: dict[str, Any] = {"dtype": torch.int32, "device": query.device}
@@ -271,7 +265,7 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
                     block_table=pages.zero_(),
                     out=torch.empty_strided(shape, output.stride(), **made),
                 )
-            except torch.OutOfMemoryError:  # what vLLM has left beside its cache
+            except torch.OutOfMemoryError:  # vLLM left too little memory next to its cache
                 break
         log.debug("FlagGems's attention is warm after %.1f s", time.monotonic() - began)
 
@@ -283,20 +277,20 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write this step's keys and values into the cache; a slot below 0 is left out.
+        """Write this step's keys and values into the cache; slots below 0 are skipped.
 
         Raises:
-            RuntimeError: the KV cache is not as this backend shapes it, or too large.
+            RuntimeError: the KV cache is too large or has another shape.
         """
         keys, values = self._planes(kv_cache)
-        # The kernel takes a token's heads for packed, as a projection leaves them.
+        # The kernel assumes that a token's heads are contiguous, as projections write them.
         if key.stride(1) != self.head_size or value.stride(1) != self.head_size:
             key, value = key.contiguous(), value.contiguous()
-        scales = (layer._k_scale, layer._v_scale)  # handed on, and ignored by the kernel
+        scales = (layer._k_scale, layer._v_scale)  # required, but ignored by the kernel
         self._store(key, value, keys, values, slot_mapping, self.kv_cache_dtype, *scales)
 
     def _planes(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and the values of the cache; looked at once, since the cache stays."""
+        """Return the keys and the values of the cache."""
         if kv_cache is self._cache:
             return self._keys_and_values
         planes = planes_of(kv_cache, self.num_kv_heads, self.head_size)
@@ -321,22 +315,22 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
 
 
 def _limits(config: Any) -> tuple[int, int, int]:
-    """The most tokens of a batch, its most sequences, and the tokens of the longest one."""
+    """Return maximum tokens of a batch, maximum sequences, maximum tokens of a sequence."""
     scheduler = config.scheduler_config
     most = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     return (*most, config.model_config.max_model_len)
 
 
 def _is_capturing(query: torch.Tensor) -> bool:
-    """Whether what is launched goes into a graph, where nothing may be compiled."""
+    """Return whether a CUDA graph is being captured, during which nothing may be compiled."""
     return query.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _batches(tokens: int, requests: int, length: int) -> Iterator[tuple[int, int]]:
-    """(sequences, tokens of each) of batches that bring each of FlagGems's sizes of tiles.
+    """Yield (sequences, tokens of each) of batches for all tile sizes of FlagGems.
 
-    It chooses by the tokens of a sequence and by those of a processor, at powers of two. Batches of
-    one token a sequence have a kernel of their own.
+    The size depends on tokens per sequence and per multiprocessor, and changes at powers of two.
+    Batches with one token per sequence have a separate kernel.
     """
     for sequences in _doubled(1, requests):
         yield sequences, 1
@@ -347,7 +341,7 @@ def _batches(tokens: int, requests: int, length: int) -> Iterator[tuple[int, int
 
 
 def _doubled(first: int, last: int) -> Iterator[int]:
-    """From the first on, each twice the one before, and the last."""
+    """Yield `first`, doubled while below `last`, then `last`."""
     while first < last:
         yield first
         first *= 2

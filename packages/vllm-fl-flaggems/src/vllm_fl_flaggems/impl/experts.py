@@ -28,27 +28,10 @@ def fused_experts(
     w13_bias: torch.Tensor | None = None,
     w2_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """By `fused_experts_impl`: what comes between its kernels is rounded, the sum is in fp32.
+    """Run FlagGems's `fused_experts_impl`: intermediates are rounded, the sum is in fp32.
 
-    Args:
-        hidden_states: (tokens, hidden), float16 or bfloat16, of any layout.
-        w13: (experts, 2 * intermediate, hidden), of the same dtype.
-        w2: (experts, hidden, intermediate), of the same dtype.
-        topk_weights: (tokens, k), floating.
-        topk_ids: (tokens, k), int32 or int64, negative in a place without an expert.
-        activation: "silu", the only one that the kernels have.
-        apply_router_weight_on_input: whether the weight multiplies the input; for k = 1.
-        global_num_experts: not read: it is expert_map's length, or w13's.
-        expert_map: expert -> row of w13 and w2, or -1 for one of another rank, which adds nothing.
-        w13_bias: (experts, 2 * intermediate), of the same dtype.
-        w2_bias: (experts, hidden), of the same dtype.
-
-    Returns:
-        (tokens, hidden), of hidden_states' dtype.
-
-    Raises:
-        NotImplementedError: FlagGems does not load.
-        IndexError: an id beyond the experts, on a CPU.
+    Not supported: float32, activations other than "silu", biases together with weights on the
+    input. `global_num_experts` is ignored. An invalid id raises IndexError on the CPU only.
     """
     count = len(w13) if expert_map is None else len(expert_map)
     ids, absent = of_experts(topk_ids, count)
@@ -56,8 +39,8 @@ def fused_experts(
         hidden_states.contiguous(),
         w13.contiguous(),
         w2.contiguous(),
-        # The kernels know no strides of the routing, and write beside their memory for an id that
-        # no expert has: such a place counts nothing of another one.
+        # The kernels ignore strides of the routing, and write outside their memory for an invalid
+        # id. Such a position gets a valid id with weight 0.
         topk_weights.masked_fill(absent, 0.0).contiguous(),
         ids.contiguous(),
         activation=activation,
@@ -72,7 +55,7 @@ def fused_experts(
 
 @cache
 def _kernels() -> Any:
-    """FlagGems's module, of whose warnings each is said once: it gives them in every call."""
+    """Return FlagGems's module; log its warnings, which repeat in every call, only once."""
     module = flag_gems_module("fused.fused_moe")
     said: set[str] = set()
 
@@ -87,9 +70,9 @@ def _kernels() -> Any:
 OPS = (
     implementation(
         fused_experts,
-        "hidden_states.dtype != torch.float32",  # which the kernels multiply in TF32, with 10 bits
+        "hidden_states.dtype != torch.float32",  # the kernels would use TF32, with 10 bits
         "activation == 'silu'",
-        # The kernels multiply the bias by the weight, too, that belongs on the input.
+        # The kernels multiply the bias by the weight as well, which belongs only to the input.
         "not apply_router_weight_on_input or w13_bias is None",
     ),
 )

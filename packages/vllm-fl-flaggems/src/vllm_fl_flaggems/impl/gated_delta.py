@@ -1,9 +1,9 @@
 """The gated delta rule in decode, on FlagGems's Triton kernels.
 
-Its chunked rule, for prefill, is not brought. The kernel of FlagGems 5.0.2 that solves the triangle
-of each chunk stores a matrix to global memory and loads it again in other threads, with no barrier
-between, as compiled for compute capability 9.0 with 2, 4 and 8 warps: what a thread reads may not
-be written yet, and no test would see that for certain.
+Without the chunked rule for prefill: the kernel of FlagGems 5.0.2 that solves the triangle of each
+chunk stores a matrix to global memory and loads it in other threads without a barrier (seen in the
+code for compute capability 9.0 with 2, 4 and 8 warps). A thread may read values that are not
+written yet, and no test would find that reliably.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from . import implementation
 __all__ = ["OPS", "recurrent_gated_delta_rule"]
 
 EPSILON = 1e-6
-"""What the kernels add to the squared length of a head, where they norm it."""
+"""Added by the kernels to the squared length of a head when they normalise it."""
 
 MOST_WITH_KEYS_FIRST = 64
-"""FlagGems 5.0.2 has states of keys by values up to so many tokens, of values by keys beyond."""
+"""FlagGems 5.0.2 has (key, value) states up to this number of tokens, (value, key) above."""
 
 
 def recurrent_gated_delta_rule(
@@ -35,25 +35,10 @@ def recurrent_gated_delta_rule(
     state_indices: torch.Tensor,
     epsilon: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gates by PyTorch and the rule by a kernel, both in fp32; results are rounded once.
+    """Compute the gates with PyTorch and the rule with a kernel, both in fp32; round once.
 
-    The kernel works on copies of the states that the tokens name: it knows no padding, and which
-    way it lays out a state depends on the number of tokens.
-
-    Args:
-        q, k: (tokens, heads, key_size), float32, float16 or bfloat16, of any layout.
-        v: (tokens, value_heads, value_size), of q's dtype.
-        a, b: (tokens, value_heads), of q's dtype, of any layout.
-        A_log, dt_bias: (value_heads,), of q's dtype or float32.
-        state: (slots, value_heads, value_size, key_size), overwritten.
-        state_indices: (tokens,), int32 or int64; 0 is padding.
-        epsilon: None or 1e-6, which `supports` sees to.
-
-    Returns:
-        (out, state): out of v's shape and dtype, 0 for padding; and the same state.
-
-    Raises:
-        NotImplementedError: FlagGems does not load.
+    The kernel works on copies of the states: it does not support padding, and its state layout
+    depends on the number of tokens. Epsilon must be None or 1e-6.
     """
     tokens = len(q)
     if not tokens:
@@ -66,7 +51,7 @@ def recurrent_gated_delta_rule(
     after = before.mT.contiguous() if keys_first else before.clone()
     out, _ = kernels.fused_recurrent_gated_delta_rule_fwd(
         *(x.contiguous()[None] for x in (q, k, v)),
-        g.contiguous()[None],  # the kernel knows no strides of the gates
+        g.contiguous()[None],  # the kernel ignores strides of the gates
         b.float().sigmoid().contiguous()[None],
         q.shape[-1] ** -0.5,
         after,
@@ -75,7 +60,7 @@ def recurrent_gated_delta_rule(
         use_qk_l2norm_in_kernel=epsilon is not None,
     )
     real = (rows != 0)[:, None, None]
-    # Of padding all are what slot 0 has been: which of them is written does not matter.
+    # All rows of padding restore slot 0's old value, so the order of the writes does not matter.
     kept = torch.where(real[..., None], after.mT if keys_first else after, before)
     state.index_copy_(0, rows, kept)
     return out[0].masked_fill(~real, 0.0), state

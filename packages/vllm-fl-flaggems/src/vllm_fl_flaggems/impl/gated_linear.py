@@ -1,8 +1,8 @@
-"""Gate and up product of an MLP with its activation for few tokens, on this package's own kernels.
+"""Gate and up product of an MLP with its activation for few tokens, on this package's kernels.
 
-They are those of `linear`: each program has rows of both halves of the weight, and writes what they
-make. So the products do not go to memory and back, and one kernel less is launched. For more
-tokens, and where the kernels cannot copy blocks, both are PyTorch's.
+The kernels of `linear`: each program computes rows of both halves of the weight and stores only the
+activated result. That saves a round trip through memory and a launch. For more than 64 tokens, and
+for more than one if the kernels cannot copy blocks (see `prepared`), PyTorch computes both.
 """
 
 from __future__ import annotations
@@ -28,22 +28,16 @@ __all__ = ["OPS", "linear_gelu_tanh_and_mul", "linear_silu_and_mul"]
 
 
 def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """silu(x @ gate.T) * (x @ up.T), where weight has gate's rows, then up's.
+    """silu(x @ gate.T) * (x @ up.T), with gate the first half of weight's rows and up the second.
 
-    For up to 64 tokens it is summed and computed in fp32 and rounded once.
-
-    Args:
-        x: (tokens, in_features), float16 or bfloat16, of any layout.
-        weight: (2 * out_features, in_features), of x's dtype, with rows in one piece.
-
-    Returns:
-        (tokens, out_features), contiguous, of x's dtype.
+    Up to 64 tokens are summed and activated in fp32 and rounded once. Not supported: float32,
+    weights with non-contiguous rows.
     """
     return _gated(x, weight, "silu", silu)
 
 
 def linear_gelu_tanh_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """gelu(x @ gate.T) * (x @ up.T), with gelu's approximation by tanh; all else is as for silu."""
+    """gelu(x @ gate.T) * (x @ up.T) with the tanh approximation; otherwise like the op for silu."""
     return _gated(x, weight, "gelu_tanh", lambda gate: gelu(gate, approximate="tanh"))
 
 
@@ -53,7 +47,7 @@ def _gated(
     name: str,
     activation: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """The op of an activation, which the kernels know by its name."""
+    """Compute the op; `name` selects the activation in the kernels."""
     tokens, outputs = len(x), len(weight) // 2
     ready = prepared(x, weight)
     if ready is None:
@@ -68,9 +62,10 @@ def _gated(
 
 
 def _tile(outputs: int, tokens: int) -> Tile:
-    """The fastest tile, by ten models' shapes on an H100 (2026-11-27).
+    """Return the fastest tile for the shapes of ten models on an H100 (2026-11-27).
 
-    Three programs share a multiprocessor where all of them run at once then.
+    A multiprocessor runs three programs with Tile(32, 128, 4), which is used if all programs then
+    run at once.
     """
     programs = -(-outputs // 32)
     if programs <= PROCESSORS:

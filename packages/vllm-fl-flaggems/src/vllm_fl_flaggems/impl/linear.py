@@ -1,9 +1,8 @@
-"""Linear layers' products for few tokens, on Triton kernels of this package's own.
+"""Linear layers' products for few tokens, on this package's Triton kernels.
 
-Such a product reads each weight once, and how fast that goes decides. For more tokens PyTorch's own
-is called, which is FlagGems's where its `mm` replaces ATen's; and for two tokens and more
-where its product is the faster one, where rows do not begin at multiples of 16 bytes, or the GPU
-is older than Hopper.
+Such a product reads each weight once, so memory bandwidth limits it. PyTorch (or FlagGems, if it
+replaces `mm` in ATen) computes products of more than 64 tokens, and of several tokens if it is
+faster, if rows do not begin at multiples of 16 bytes, or on a GPU older than Hopper.
 """
 
 from __future__ import annotations
@@ -34,34 +33,33 @@ __all__ = [
 ]
 
 MOST_TOKENS = 64
-"""Beyond that PyTorch's product is the faster one, or as fast."""
-
+"""For more tokens PyTorch's product is as fast or faster."""
 
 ROWS = 64
-"""Of the weight, which one instruction of Hopper's tensor cores takes, and a program has."""
+"""Weight rows of a program: as many as one instruction of Hopper's tensor cores multiplies."""
 
 FEWEST_TOKENS = 16
-"""As few as an instruction of the tensor cores takes; blocks are longer for them."""
+"""The minimum of a tensor core instruction; up to here, blocks are longer."""
 
 LINES = 4
-"""Of 128 bytes of each row of the weight, which a program has brought to L2 before it waits."""
+"""Lines of 128 bytes of each weight row that a program prefetches to L2 before it waits."""
 
 PROCESSORS, SHARED_BYTES = 132, 227 * 1024
-"""A Hopper GPU's multiprocessors, and the shared memory that a program may have there."""
+"""Multiprocessors of a Hopper GPU, and the shared memory available to a program there."""
 
 FEW_TOKENS = 32
 
 ALIGNED = 16
-"""Bytes: where tensors and their rows must begin for Hopper's copies of blocks."""
+"""Bytes: alignment of tensors and of their rows for Hopper's copies of blocks."""
 
 
 class Tile(NamedTuple):
-    """What a program of several tokens takes.
+    """Tile of a program for several tokens.
 
     Args:
-        rows: of the weight; of a gated product, of each of its parts.
-        features: of a block.
-        stages: how many blocks are in flight.
+        rows: weight rows; in a gated product, of each half.
+        features: features of a block.
+        stages: blocks in flight.
     """
 
     rows: int
@@ -70,12 +68,7 @@ class Tile(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Of numbers in 8 bits: float32, contiguous, each one number or one for each row.
-
-    Args:
-        x: of the tokens.
-        weight: of the outputs.
-    """
+    """Scales of 8-bit numbers: float32, contiguous, one number or one per row."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -84,18 +77,10 @@ class Scales(NamedTuple):
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x @ weight.T + bias, summed in fp32 and rounded once.
 
-    The sizes of blocks are those that were the fastest at the shapes of Qwen3-8B: for up to 16
-    tokens on an H100, for more on an H200, there at Qwen3-30B-A3B's and at those of two ranks as
-    well. They, and who computes, depend on the shapes alone, so that equal calls have equal
-    results.
-
-    Args:
-        x: (tokens, in_features), float16 or bfloat16, of any layout.
-        weight: (out_features, in_features), of x's dtype, with rows in one piece.
-        bias: (out_features,), of x's dtype, or None.
-
-    Returns:
-        (tokens, out_features), contiguous, of x's dtype.
+    The block sizes were the fastest for Qwen3-8B: on an H100 up to 16 tokens, on an H200 for more,
+    there also for Qwen3-30B-A3B and for two ranks. Block size and choice of kernel depend only on
+    shapes, so equal calls have equal results. Not supported: float32, weights with non-contiguous
+    rows.
     """
     tokens, outputs = len(x), len(weight)
     ready = prepared(x, weight)
@@ -111,7 +96,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def prepared(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-    """x as the kernels take it; None where they cannot compute the product."""
+    """Return x in a layout that the kernels support; None if they cannot compute the product."""
     if not 0 < len(x) <= MOST_TOKENS:
         return None
     plain = x if x.stride(1) == 1 and is_aligned(x) else x.contiguous()
@@ -121,20 +106,19 @@ def prepared(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
 
 @cache
 def copies_blocks(device: torch.device) -> bool:
-    """Whether it is a Hopper GPU or a later one, whose copies the kernel for several tokens needs.
+    """Return whether the kernel for several tokens can copy blocks: on Hopper and later GPUs.
 
-    Elsewhere Triton would load the blocks one after the other. The interpreter knows them, too.
+    Elsewhere Triton would load the blocks one after the other. Its interpreter supports them.
     """
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def _is_faster(tokens: int, outputs: int, features: int) -> bool:
-    """Whether the kernel takes no longer than PyTorch's for two tokens and more.
+    """Return whether the kernel is as fast as PyTorch for two or more tokens.
 
-    So it was on an H100 at 41 shapes of nine models' layers, but for 2 to 5 % at a few narrow ones
-    (2026-11-27). A program reads all features of 64 outputs. cuBLAS divides the features where the
-    outputs are few and the way is long, and has smaller tiles where the tokens are many: then it
-    wins.
+    Measured on an H100 at 41 shapes of nine models (2026-11-27), with errors of 2 to 5 % at a few
+    narrow shapes. A program reads all features of 64 outputs. cuBLAS is faster if it can split many
+    features over few outputs, and for many tokens, because of its smaller tiles.
     """
     programs = -(-outputs // ROWS)
     if tokens > FEW_TOKENS:
@@ -146,26 +130,27 @@ def _is_faster(tokens: int, outputs: int, features: int) -> bool:
 
 
 def is_aligned(matrix: torch.Tensor) -> bool:
-    """Whether each row begins where the copies of blocks may."""
+    """Return whether all rows begin at addresses that block copies support."""
     step = matrix.stride(0) * matrix.itemsize
     return matrix.data_ptr() % ALIGNED == 0 and step % ALIGNED == 0
 
 
 def begins_early(device: torch.device) -> bool:
-    """Whether products begin while the kernel before them ends: where Inductor's kernels do.
+    """Return whether products begin while the previous kernel ends, as Inductor's kernels then do.
 
-    Alone they would lose. On an H100 the layers of Qwen3-8B without attention took 4 % less for one
-    token where all their kernels began early, and 1.5 % more where the products alone did.
+    If only the products did, they would be slower: on an H100 the layers of Qwen3-8B without
+    attention took 4 % less for one token if all kernels began early, 1.5 % more if only the
+    products did.
     """
     if device.type != "cuda" or not copies_blocks(device):
         return False
     from torch._inductor import config
 
-    return bool(getattr(config.triton, "enable_pdl", False))  # older releases have none
+    return bool(getattr(config.triton, "enable_pdl", False))  # missing in older releases
 
 
 def _early(device: torch.device) -> dict[str, Any]:
-    """What a kernel is launched with, so that it begins early or behind the one before it."""
+    """Return the launch options for `begins_early`."""
     return {"EARLY": LINES, "launch_pdl": True} if begins_early(device) else {"EARLY": 0}
 
 
@@ -178,12 +163,15 @@ def of_one_row(
     warps: int = 4,
     gated: str = "",
 ) -> None:
-    """Write the product of one token into `out`; of numbers in 8 bits, by their scales; or, gated,
-    the activation of its first half times the second: `silu` or `gelu_tanh`."""
+    """Write the product of one token into `out`.
+
+    `scales` are for 8-bit numbers. If gated ("silu" or "gelu_tanh"), write the activation of the
+    product's first half times the second half.
+    """
     from ..triton_kernels import linear_of_one_row_kernel as kernel
 
     outputs, features = out.shape[1], weight.shape[1]
-    rows, block = 2, 1024  # the fastest for every number of outputs
+    rows, block = 2, 1024  # the fastest for all numbers of outputs
     of_x, of_weight = scales or (None, None)
     with torch.cuda.device(x.device):
         kernel[(-(-len(weight) // rows),)](
@@ -216,13 +204,9 @@ def of_rows(
     scales: Scales | None = None,
     gated: str = "",
 ) -> None:
-    """Write the product of a few tokens into `out`; of numbers in 8 bits, by their scales; or,
-    gated, the activation of its first half times the second.
+    """Write the product of a few tokens into `out`, see `of_one_row`.
 
-    Args:
-        x, weight, bias, out, scales: rows of x and weight begin where copies of blocks may.
-        tile: what a program takes.
-        gated: the activation, `silu` or `gelu_tanh`, of a weight that has two parts.
+    Rows of x and weight must be aligned (`is_aligned`).
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -258,16 +242,15 @@ def of_rows(
 
 
 def _held(tokens: int) -> int:
-    """How many tokens a program holds."""
+    """Return the number of tokens in a program's block."""
     return max(FEWEST_TOKENS, power_of_two(tokens))
 
 
 def _tile(outputs: int, tokens: int) -> Tile:
-    """The fastest tile of a product, on an H100 (2026-11-27).
+    """Return the fastest tile of a product on an H100 (2026-11-27).
 
-    For few tokens blocks are twice as long. For more as many of them are in flight as a
-    multiprocessor's memory holds, or, where there are more programs than multiprocessors, three, so
-    that several programs share one.
+    Blocks are twice as long for few tokens. For more tokens, as many blocks are in flight as fit
+    into a multiprocessor's memory; only three if several programs have to share a multiprocessor.
     """
     if tokens <= FEWEST_TOKENS:
         return Tile(ROWS, 256, 4)
@@ -277,7 +260,7 @@ def _tile(outputs: int, tokens: int) -> Tile:
 
 @cache
 def _most_stages(device: torch.device, size: int) -> int:
-    """How many blocks of so many bytes the shared memory of a device's processor holds."""
+    """Return how many blocks of `size` bytes fit into the device's shared memory."""
     held = SHARED_BYTES
     if device.type == "cuda":
         properties: Any = torch.cuda.get_device_properties(device)
@@ -287,6 +270,6 @@ def _most_stages(device: torch.device, size: int) -> int:
 
 
 PRODUCT = ("x.dtype != torch.float32", "weight.stride(1) == 1")
-"""The calls that the kernels of products support."""
+"""Conditions for calls that the product kernels support."""
 
 OPS = (implementation(linear, *PRODUCT, own=True),)

@@ -1,7 +1,7 @@
-"""Linear layers' products of numbers in 8 bits for few tokens, on this package's own kernels.
+"""Linear layers' products of 8-bit numbers for few tokens: the kernels of `linear`, with scales.
 
-They are those of `linear`, with scales. vLLM's own product, where it is there, is called for more
-tokens, and for two and more at layers where it is the faster one.
+If available, the product in vLLM computes more tokens, and several tokens of layers for which it is
+faster.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from .linear import ALIGNED, ROWS, Scales, Tile, copies_blocks, is_aligned, of_o
 __all__ = ["MOST_TOKENS", "OPS", "linear_fp8"]
 
 MOST_TOKENS = 32
-"""Beyond that vLLM's product is the faster one, or as fast."""
+"""For more tokens vLLM's product is as fast or faster."""
 
 MANY_OUTPUTS = 10_240
-"""From so many on each multiprocessor has more than one program at a time, of shorter blocks."""
+"""From this number on a multiprocessor runs several programs at a time, with shorter blocks."""
 
 FEW_OUTPUTS, MANY_FEATURES = 3072, 4096
-"""Of fewer outputs and more features vLLM's product of several tokens is the faster one: it divides
-the features."""
-
+"""With fewer outputs and more features, vLLM's product of several tokens is faster: it splits the
+features."""
 
 RESULTS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -41,24 +40,13 @@ def linear_fp8(
 ) -> torch.Tensor:
     """(x * x_scale) @ (weight * weight_scale).T + bias, rounded once.
 
-    One token is summed in fp32, several on the tensor cores, whose sums of numbers in 8 bits have
-    about 14 bits; those of vLLM's kernels have as many. The sizes of blocks are those that were the
-    fastest on an H100 by the mean of 16 shapes of eight models' layers (2026-11-27).
-
-    Args:
-        x: (tokens, in_features), float8_e4m3fn, of any layout.
-        weight: (out_features, in_features), float8_e4m3fn, with rows in one piece.
-        x_scale: float32, (tokens, 1) or one number.
-        weight_scale: float32, (out_features, 1) or one number.
-        out_dtype: "bfloat16" or "float16".
-        bias: (out_features,), of out_dtype, or None.
-
-    Returns:
-        (tokens, out_features), contiguous, of out_dtype.
+    One token is summed in fp32. The tensor cores sum several tokens with about 14 bits, like vLLM.
+    The block sizes were the fastest on an H100 by the mean of 16 shapes of eight models
+    (2026-11-27).
 
     Raises:
-        NotImplementedError: there are more than `MOST_TOKENS` tokens, or the weight begins
-            anywhere, and vLLM's operator is not there.
+        NotImplementedError: there are more than `MOST_TOKENS` tokens or the weight is not aligned,
+            and vLLM's operator cannot be used.
     """
     (tokens, features), outputs = x.shape, weight.shape[0]
     out = x.new_empty((tokens, outputs), dtype=RESULTS[out_dtype])
@@ -87,9 +75,9 @@ def linear_fp8(
 
 
 def _by_vllm(device: torch.device) -> Callable[..., None] | None:
-    """vLLM's operator, which writes into its first argument; None where it has no kernel.
+    """Return vLLM's operator, which writes into its first argument; None if it has no kernel.
 
-    Without vLLM's extension FlagGems defines an operator of that name.
+    Without vLLM's extension, FlagGems may define an operator of the same name.
     """
     found: Callable[..., None] | None = getattr(torch.ops._C, "cutlass_scaled_mm", None)
     key = torch._C._dispatch_key_for_device(device.type)

@@ -13,10 +13,10 @@ from . import implementation
 __all__ = ["OPS", "layer_norm", "rms_norm"]
 
 LONGEST_ROW = 4096
-"""FlagGems norms a longer row in several steps, with kernels that it tunes."""
+"""Longer rows need kernels with a loop, which FlagGems tunes."""
 
 MOST_ELEMENTS = 2**31 - 1
-"""The kernel for rows up to that counts a tensor's elements in 32 bits."""
+"""The kernel for rows up to `LONGEST_ROW` indexes a tensor with 32-bit integers."""
 
 
 def rms_norm(
@@ -26,23 +26,10 @@ def rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """y / sqrt(mean(y**2) + epsilon) * weight in fp32, rounded once, where y = x + residual.
+    """y / sqrt(mean(y**2) + epsilon) * weight in fp32, rounded once, with y = x + residual.
 
-    With a residual the kernel works in place where a tensor is contiguous: x and residual may be
-    overwritten. Without one, x is left as it was.
-
-    Args:
-        x: (..., hidden), float32, float16 or bfloat16, of any layout.
-        residual: of x's shape and dtype, or None.
-        weight: (hidden,), of x's dtype or float32; None is refused by `supports`.
-        epsilon: added to the mean of squares.
-        variance_size: None, which `supports` sees to; the kernels know no other mean.
-
-    Returns:
-        The normed tensor; with a residual the pair (normed, y).
-
-    Raises:
-        NotImplementedError: FlagGems does not load.
+    With a residual the kernel works in place on contiguous tensors. Not supported: no weight,
+    `variance_size`.
     """
     if residual is None:
         return _norm(x, weight, epsilon)
@@ -57,12 +44,12 @@ def _norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torch
         return _norm_in_parts(x, weight, epsilon)
     kernel = launchable("rms_norm_kernel") if hidden <= LONGEST_ROW else None
     if kernel is None:
-        # Below its `rms_norm`, whose bookkeeping for gradients takes 10 of 43 µs of the host.
+        # `rms_norm` itself spends 10 of 43 µs of host time on bookkeeping for gradients.
         normed: torch.Tensor = flag_gems().rms_norm_forward(x, x.shape[-1:], weight, epsilon)[0]
         return normed
     x = contiguous(x)
     normed = x.new_empty(x.shape)
-    # For gradients: the kernel writes it.
+    # For gradients: the kernel always writes it.
     inverse = x.new_empty(x.shape[:-1], dtype=torch.float32)
     _launch(kernel, (normed, inverse, x), weight, epsilon)
     return normed
@@ -98,10 +85,10 @@ def _public_add_and_norm(
 def _launch(
     kernel: Any,
     tensors: tuple[torch.Tensor, ...],
-    weight: Any,  # a tensor: `supports` sees to it
+    weight: Any,  # never None: `takes` requires a tensor
     epsilon: float,
 ) -> None:
-    """A program for each row. Both kernels count strides for two contiguous tensors."""
+    """Launch a program per row. Both kernels expect the strides of two contiguous tensors."""
     hidden = weight.shape[0]
     rows = tensors[0].shape[:-1].numel()
     block = 1 << max(hidden - 1, 0).bit_length()
@@ -124,20 +111,7 @@ def layer_norm(
     bias: torch.Tensor | None,
     epsilon: float,
 ) -> torch.Tensor:
-    """(x - mean) / sqrt(variance + epsilon) * weight + bias in fp32, rounded once.
-
-    Args:
-        x: (..., hidden), float32, float16 or bfloat16, of any layout.
-        weight: (hidden,), of x's dtype or float32, or None for 1.
-        bias: (hidden,), of x's dtype or float32, or None for 0.
-        epsilon: added to the variance.
-
-    Returns:
-        (..., hidden), contiguous, of x's dtype.
-
-    Raises:
-        NotImplementedError: FlagGems does not load.
-    """
+    """(x - mean) / sqrt(variance + epsilon) * weight + bias in fp32, rounded once."""
     if not x.numel():  # not every device's driver may run an empty grid
         return x.new_empty(x.shape)
     hidden = x.shape[-1]
@@ -151,7 +125,7 @@ def layer_norm(
 def _public_layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: float
 ) -> torch.Tensor:
-    # The mean and the spread, for gradients, come back too.
+    # The function also returns the mean and the deviation, for gradients.
     normed: torch.Tensor = flag_gems().layer_norm(x, x.shape[-1:], weight, bias, epsilon)[0]
     return normed
 
@@ -163,16 +137,16 @@ def _launch_layer_norm(
     bias: torch.Tensor | None,
     epsilon: float,
 ) -> torch.Tensor:
-    """A program for each row of x, which is contiguous.
+    """Launch a program for each row of x, which must be contiguous.
 
-    FlagGems's public function tunes the kernels anew for each number of rows, which takes tenths of
-    a second: with a server's batches nearly every prefill would wait for that.
+    FlagGems's public function tunes the kernels again for each number of rows. That takes tenths of
+    a second, in nearly every prefill of a server.
     """
     hidden = x.shape[-1]
     rows = x.shape[:-1].numel()
     block = min(1 << (hidden - 1).bit_length(), LONGEST_ROW)
     normed = x.new_empty(x.shape)
-    # For gradients: the kernels write them.
+    # For gradients: the kernels always write them.
     mean, spread = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
     weight, bias = (None if each is None else each.contiguous() for each in (weight, bias))
     with torch.cuda.device(x.device):

@@ -1,8 +1,7 @@
 """Paged caches, on FlagGems's Triton kernels.
 
-FlagGems writes keys and values into caches whose slots lie before heads, each head's features
-behind the last one's. vLLM lays them out otherwise: since 0.26 a key and its value are side by
-side. So a kernel of this package's own serves wherever it can be launched.
+FlagGems writes only into caches with slots before heads and contiguous heads. Since vLLM 0.26 keys
+and values are interleaved, so this package's kernel is used if it can be launched.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ __all__ = [
 ]
 
 LONGEST_PIECE = 512
-"""Elements of a latent that FlagGems's kernel copies at once, or the whole of a shorter one. Triton
-has no ranges but those of powers of two."""
+"""Elements of a latent that FlagGems copies at once, or all elements of a shorter latent. Ranges in
+Triton must be powers of two."""
 
 
 def reshape_and_cache(
@@ -37,19 +36,7 @@ def reshape_and_cache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write each token's key and value into its slot, in place.
 
-    Args:
-        key, value: (tokens, kv_heads, head_size), float32, float16 or bfloat16, of any layout.
-        key_cache, value_cache: (blocks, block_size, kv_heads, head_size), of key's dtype, with the
-            features of a head in one piece. They are overwritten.
-        slot_mapping: (tokens,), int64; negative ones are skipped. A slot beyond the caches is not
-            looked for.
-
-    Returns:
-        (key_cache, value_cache), the arguments themselves.
-
-    Raises:
-        NotImplementedError: FlagGems, whose kernel it is where none of this package's own can be
-            launched, does not load.
+    Slots beyond the caches are not detected. Not supported: non-contiguous heads in the caches.
     """
     if key.numel():  # not every device's driver may run an empty grid
         slots = slot_mapping.contiguous()
@@ -62,10 +49,7 @@ def reshape_and_cache(
 
 
 def _in_rows(key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
-    """Whether FlagGems's kernel writes into the right places.
-
-    It asks for the stride of blocks alone, and takes that of the first cache.
-    """
+    """Return whether FlagGems can write into the caches; it reads only the first block stride."""
     *_, heads, size = key_cache.shape
     steps = (key_cache.stride(0), heads * size, size, 1)
     return key_cache.stride() == steps == value_cache.stride()
@@ -78,7 +62,7 @@ def _scatter(
     value_cache: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """The same into caches of any layout, on a kernel of this package's own."""
+    """Write into caches of any layout with this package's kernel."""
     key, value = (x if x.stride(2) == 1 else contiguous(x) for x in (key, value))
     tokens, heads, size = key.shape
     group = heads_of_a_program(size, heads)
@@ -108,19 +92,7 @@ def concat_and_cache_mla(
 ) -> torch.Tensor:
     """Write each token's kv_c, then k_pe, into its slot, in place.
 
-    Args:
-        kv_c: (tokens, kv_lora_rank), float32, float16 or bfloat16, of any layout.
-        k_pe: (tokens, rope_size), of kv_c's dtype and any layout.
-        kv_cache: (blocks, block_size, kv_lora_rank + rope_size), of kv_c's dtype, with rows in one
-            piece. It is overwritten.
-        slot_mapping: (tokens,), int64; negative ones are skipped. A slot beyond the cache is not
-            looked for.
-
-    Returns:
-        kv_cache, the argument itself.
-
-    Raises:
-        NotImplementedError: FlagGems does not load.
+    Slots beyond the cache are not detected. Not supported: non-contiguous rows in the cache.
     """
     store = flag_gems().concat_and_cache_mla
     if slot_mapping.numel():  # not every device's driver may run an empty grid
@@ -131,13 +103,13 @@ def concat_and_cache_mla(
 
 @cache
 def _one(device: torch.device) -> torch.Tensor:
-    """A scale, which FlagGems demands and does not read where nothing is quantised."""
+    """Return a scale of 1, which FlagGems requires and does not read without quantisation."""
     with torch.inference_mode(False):
         return torch.ones(1, dtype=torch.float32, device=device)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """`x` itself where a token's heads lie side by side, else a copy."""
+    """Return `x`, or a copy if a token's heads are not contiguous."""
     return x if x.stride()[1:] == (x.shape[2], 1) else contiguous(x)
 
 

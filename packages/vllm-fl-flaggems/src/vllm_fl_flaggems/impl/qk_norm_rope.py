@@ -1,4 +1,4 @@
-"""Norms of query and key heads with rotary embedding, on a Triton kernel of this package's own."""
+"""Norms of query and key heads with rotary embedding, on this package's Triton kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import implementation
 __all__ = ["OPS", "qk_norm_rope"]
 
 LARGEST_HEAD = 1024
-"""Features of a head that one program holds."""
+"""Features of a head that fit into one program."""
 
 
 def qk_norm_rope(
@@ -26,22 +26,10 @@ def qk_norm_rope(
     epsilon: float,
     rotary_interleaved: bool = False,
 ) -> torch.Tensor:
-    """Norm and turn the query and key heads of qkv in fp32, rounded once.
+    """Normalise and rotate the query and key heads of qkv in fp32, rounded once.
 
-    The kernel works in place: a contiguous qkv is overwritten, and its values are not read.
-
-    Args:
-        qkv: (tokens, (heads + kv_heads + n) * head_size), float32, float16 or bfloat16, of any
-            layout.
-        q_weight, k_weight: (head_size,), contiguous, of qkv's dtype or float32.
-        cos_sin_cache: (max_position, 2 * half), with contiguous rows, of any floating dtype.
-        position_ids: (tokens,), int64 or int32. A position outside the table is not looked for.
-        heads, kv_heads: how many query and key heads there are.
-        epsilon: added to the mean of squares.
-        rotary_interleaved: pairs are (2 * i, 2 * i + 1) instead of (i, i + half).
-
-    Returns:
-        A tensor of qkv's shape and dtype.
+    The kernel works in place and does not read the values. Positions outside the table are not
+    detected. Not supported: non-contiguous weights or rows of the table.
     """
     qkv = contiguous(qkv)
     size, half = q_weight.shape[0], cos_sin_cache.shape[1] // 2

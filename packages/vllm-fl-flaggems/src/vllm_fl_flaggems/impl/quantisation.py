@@ -1,4 +1,4 @@
-"""Activations to eight bits, on FlagGems's Triton kernels."""
+"""Quantisation of activations to 8 bits, on FlagGems's Triton kernels."""
 
 from __future__ import annotations
 
@@ -12,35 +12,25 @@ from . import implementation
 __all__ = ["OPS", "quant_fp8_group"]
 
 FP8_CAPABILITY = (8, 9)
-"""Of the first NVIDIA GPUs for which Triton compiles float8_e4m3fn."""
+"""Lowest compute capability with float8_e4m3fn in Triton."""
 
 MOST_ELEMENTS = 2**31 - 1
-"""The kernel counts them in 32 bits, gaps between rows included."""
+"""The kernel uses 32-bit indices, which include gaps between rows."""
 
 
 def quant_fp8_group(
     x: torch.Tensor, group_size: int = 128, eps: float = 1e-10, ue8m0: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The nearest float8_e4m3fn to x / scale of its group, computed in fp32.
+    """Round x / scale of its group to float8_e4m3fn, computed in fp32.
 
-    Args:
-        x: (tokens, hidden), float32, float16 or bfloat16, of any layout.
-        group_size: features of a group; divides hidden.
-        eps: the least of what counts as a group's largest |x|; above 0.
-        ue8m0: scales are powers of two, 2^-33 at least.
-
-    Returns:
-        (value, scale).
-
-    Raises:
-        NotImplementedError: FlagGems does not load.
+    Scales that are powers of two (ue8m0) are at least 2^-33.
     """
     if not x.numel():
         steps = x.new_empty((x.shape[0], x.shape[1] // group_size), dtype=torch.float32)
         return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), steps
     x = x if x.stride(1) == 1 else x.contiguous()
-    # Left to itself it takes float32 for fp8 on GPUs before Hopper. Triton's interpreter takes no
-    # bool for the flag.
+    # By default FlagGems uses float32 instead of fp8 on GPUs before Hopper. Triton's interpreter
+    # does not accept a bool for the flag.
     pair: tuple[torch.Tensor, torch.Tensor] = flag_gems().per_token_group_quant_fp8(
         x, group_size, eps, dtype=torch.float8_e4m3fn, scale_ue8m0=int(ue8m0)
     )

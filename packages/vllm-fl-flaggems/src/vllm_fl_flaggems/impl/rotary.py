@@ -14,10 +14,10 @@ from . import implementation
 __all__ = ["OPS", "rotary_embedding"]
 
 FEW_TOKENS = 512
-"""Up to here the heads of a token are turned side by side, see `_side_by_side`."""
+"""Up to this number of tokens several programs share a token's heads, see `_side_by_side`."""
 
 SMALLEST_BLOCK = 16
-"""Features that FlagGems's kernel takes at least; those beyond the head are masked."""
+"""Minimum block size of the kernel; features beyond the head are masked."""
 
 
 def rotary_embedding(
@@ -28,20 +28,9 @@ def rotary_embedding(
     position_ids: torch.Tensor,
     rotary_interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Turn the first 2 * cos.shape[-1] features of each head in fp32, rounded once.
+    """Rotate the first 2 * cos.shape[-1] features of each head in fp32, rounded once.
 
-    Args:
-        query: (tokens, heads, head_size), float32, float16 or bfloat16, of any layout.
-        key: (tokens, kv_heads, head_size), of query's dtype, or None.
-        cos, sin: (max_position, half), with contiguous rows.
-        position_ids: (tokens,), int64 or int32. A position outside the tables is not looked for.
-        rotary_interleaved: pairs are (2 * i, 2 * i + 1) instead of (i, i + half).
-
-    Returns:
-        (query, key) of the shapes and dtypes of the arguments; None for a key of None.
-
-    Raises:
-        NotImplementedError: FlagGems does not load.
+    Positions outside the tables are not detected. Not supported: non-contiguous rows of the tables.
     """
     kernel = launchable("apply_rotary_pos_emb_kernel")
     args = (query, key, cos, sin, position_ids, rotary_interleaved)
@@ -57,7 +46,7 @@ def _launch(
     positions: torch.Tensor,
     rotary_interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    k = q[:, :0] if key is None else key  # without a key, no head of it
+    k = q[:, :0] if key is None else key  # without a key, zero heads
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
     rotary = 2 * cos.shape[-1]
     if rotary < q.shape[-1]:
@@ -83,7 +72,7 @@ def _launch(
             positions.stride(0),
             cos.stride(0),
             sin.stride(0),
-            None,  # the length of a sequence, where there are no positions
+            None,  # the sequence length, required only without positions
             q.shape[1] // aside,
             k.shape[1] // aside,
             rotary,
@@ -103,13 +92,13 @@ def _public(
     positions: torch.Tensor,
     rotary_interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """By the public function, which turns two tensors, and whole heads of each."""
+    """Call the public function, which requires two tensors and rotates whole heads."""
     if not len(query):  # not every device's driver may run an empty grid
         return query.clone(), None if key is None else key.clone()
     rotary = 2 * cos.shape[-1]
-    # Without a key, one head a second time, which nobody reads.
+    # Without a key, rotate one query head again and ignore the result.
     both = (query, query[:, :1] if key is None else key)
-    # Not in place: there a thread may read features that another one has turned already.
+    # Not in place: a thread may read features that another thread has rotated already.
     turned = flag_gems().apply_rotary_pos_emb(
         *(x[..., :rotary] for x in both), cos, sin, positions, rotary_interleaved
     )
@@ -122,7 +111,7 @@ def _public(
 
 
 def _strides(x: torch.Tensor, aside: int) -> tuple[int, ...]:
-    """Of rows, of which a token has `aside`, of heads and of features."""
+    """Return the strides of rows (a token has `aside`), heads and features."""
     if aside == 1:
         return x.stride()
     _, heads, head_size = x.shape
@@ -130,11 +119,11 @@ def _strides(x: torch.Tensor, aside: int) -> tuple[int, ...]:
 
 
 def _side_by_side(q: torch.Tensor, k: torch.Tensor) -> int:
-    """Into how many rows a token's heads are divided, each turned by a program of its own.
+    """Return into how many rows, each with its own program, a token's heads are divided.
 
-    FlagGems's program turns all heads of a token one after the other: 8 µs on an H200 however few
-    tokens there are, where 8 rows a token take 2 to 6. Many tokens fill the GPU as they are, and
-    tensors with gaps between their tokens would have to be copied.
+    FlagGems's program rotates a token's heads in sequence: at least 8 µs on an H200, against 2 to 6
+    µs with 8 rows. Many tokens fill the GPU without it, and tensors with gaps between tokens would
+    have to be copied.
     """
     if len(q) > FEW_TOKENS or not (q.is_contiguous() and k.is_contiguous()):
         return 1

@@ -1,4 +1,4 @@
-"""Around the experts of a mixture: routing, blocks and the sum, on FlagGems's Triton kernels."""
+"""Routing, block alignment and sum of a mixture of experts, on FlagGems's Triton kernels."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = [
 ]
 
 MOST = 32
-"""Experts of a token, and groups, that the kernels take."""
+"""Maximum experts per token, and maximum groups, of the kernels."""
 
 MOST_EXPERTS = 1024
-"""The kernel without groups reads no more of a token's logits, and does not say so."""
+"""The kernel without groups silently ignores a token's logits beyond this number."""
 
 
 def moe_topk(
@@ -32,23 +32,10 @@ def moe_topk(
     routed_scaling_factor: float = 1.0,
     e_score_correction_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts of each token with the highest softmax, and their weights, in fp32.
+    """Return each token's experts with the highest softmax, and their weights, in fp32.
 
-    The kernel adds 1e-8 to each sum by which it divides.
-
-    Args:
-        gating_output: (tokens, experts), float32, float16 or bfloat16, of any layout.
-        topk: from 1 to 32, and to experts.
-        renormalize: whether a token's weights are divided by their sum.
-        scoring_func: "softmax"; the kernel has no other.
-        routed_scaling_factor: a finite number.
-        e_score_correction_bias: None; the kernel knows no bias.
-
-    Returns:
-        (weights, float32; ids, int32), both (tokens, topk).
-
-    Raises:
-        NotImplementedError: FlagGems does not load.
+    The kernel adds 1e-8 to each divisor. Not supported: other scores, a bias, more than 32 experts
+    per token, more than 1024 experts.
     """
     gems = flag_gems()
     shape = (gating_output.shape[0], topk)
@@ -71,23 +58,10 @@ def grouped_topk(
     routed_scaling_factor: float = 1.0,
     e_score_correction_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best experts of the best groups of each token, and their weights, in fp32.
+    """Return the best experts of each token's best groups, and their weights, in fp32.
 
-    Args:
-        gating_output: (tokens, experts), float32, float16 or bfloat16, of any layout.
-        topk: a power of two from 1 to 32, at most the experts of topk_group groups.
-        renormalize: whether a token's weights are divided by their sum.
-        num_expert_group: a divisor of experts, at most 32, that leaves two or more for each group.
-        topk_group: from 1 to num_expert_group.
-        scoring_func: "softmax" or "sigmoid", which PyTorch computes before the kernels.
-        routed_scaling_factor: a finite number.
-        e_score_correction_bias: (experts,), floating.
-
-    Returns:
-        (weights, float32; ids, int32), both (tokens, topk).
-
-    Raises:
-        NotImplementedError: FlagGems does not load.
+    PyTorch computes the scores. `topk` must be a power of two up to 32; not supported: no bias,
+    more than 32 groups.
     """
     gems = flag_gems()
     logits = contiguous(gating_output).float()  # the kernels round scores to the logits' dtype
@@ -114,26 +88,11 @@ def moe_align_block_size(
     pad_sorted_ids: bool = False,
     ignore_invalid_experts: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The rows of each expert in the order in which programs come, filled up to whole blocks.
+    """Sort rows by expert and pad each expert's rows to whole blocks.
 
-    The kernels write outside of their memory for an id that no expert has. What has no expert here
-    is given to one more, behind all others, whose blocks are cut off.
-
-    Args:
-        topk_ids: (tokens, topk), int32 or int64, of any layout, negative in a place without an
-            expert.
-        block_size: places of a block, at least 1.
-        num_experts: experts of all ranks together, at least 1.
-        expert_map: (num_experts,) or longer, int32, negative for an expert elsewhere, or None.
-        pad_sorted_ids: whether the first result is as long as whole blocks are.
-        ignore_invalid_experts: whether experts elsewhere have no rows.
-
-    Returns:
-        (rows and padding; the expert of each block; how many places are in use), int32.
-
-    Raises:
-        NotImplementedError: FlagGems does not load.
-        IndexError: an id beyond the experts, on a CPU.
+    The kernels write outside their memory for an invalid id, so rows without an expert on this rank
+    are assigned to an extra expert after all others, and its blocks are removed. Invalid ids raise
+    IndexError on the CPU only.
     """
     gems = flag_gems()
     rows = topk_ids.numel()
@@ -153,7 +112,7 @@ def moe_align_block_size(
     used -= (absent.sum() + block_size - 1) // block_size * block_size
     expert_ids = expert_ids[: -(-length // block_size)]
     if expert_map is not None and not ignore_invalid_experts:
-        # The blocks of the expert that is none are behind those in use.
+        # The extra expert's blocks are after the used blocks, so their result is not read.
         expert_ids = expert_map[expert_ids.clamp(max=num_experts - 1)]
     return sorted_token_ids[:length], expert_ids, used
 
@@ -163,31 +122,19 @@ def moe_sum(
     topk_ids: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The sum over each token's experts in fp32, rounded once.
-
-    Args:
-        input: (tokens, topk, hidden), float32, float16 or bfloat16, of any layout.
-        topk_ids, expert_map: None; the kernel adds whatever there is.
-
-    Returns:
-        (tokens, hidden), of input's dtype.
-
-    Raises:
-        NotImplementedError: FlagGems does not load.
-    """
+    """Sum over each token's experts in fp32, rounded once. Not supported: `topk_ids`."""
     gems = flag_gems()
     out = input.new_empty((input.shape[0], input.shape[2]))
     if out.numel():
-        # The kernel takes features for neighbours, whatever their stride.
+        # The kernel assumes contiguous features.
         gems.moe_sum(input if input.stride(-1) == 1 else input.contiguous(), out)
     return out
 
 
 def of_experts(topk_ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids that all are some expert's, the places where they are not those of topk_ids).
+    """Return (ids clamped to valid experts, mask of the changed positions).
 
-    Raises:
-        IndexError: an id beyond the experts, on a CPU. To look for it on a device would stop it.
+    An invalid id raises IndexError on the CPU only; on a device the check would wait for it.
     """
     if topk_ids.is_cpu and topk_ids.numel() and int(topk_ids.max()) >= count:
         raise IndexError(f"topk_ids must be below {count}, got {int(topk_ids.max())}")

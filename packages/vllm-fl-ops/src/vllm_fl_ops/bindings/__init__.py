@@ -1,1 +1,2 @@
-"""Where vLLM runs each op: one module per op, named after it, with its `BINDING`."""
+"""Bindings of the ops to vLLM: a module for each op or family, named after it, with its
+`BINDING`."""

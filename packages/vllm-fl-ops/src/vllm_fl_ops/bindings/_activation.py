@@ -1,4 +1,4 @@
-"""Where vLLM runs activations: layers, and operators that leave one in a tensor of the caller's."""
+"""Builders of the bindings of activations: layers, and operators that write to a given tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHARED = tuple(
     f"vllm.model_executor.layers.activation:{registry}._dict"
     for registry in ("_ACTIVATION_REGISTRY", "_ACTIVATION_AND_MUL_REGISTRY")
 )
-"""Where vLLM keeps activations by their names."""
+"""vLLM's registries of activations by name."""
 
 
 def activation(
@@ -28,14 +28,14 @@ def activation(
     sizes: tuple[SizeRule, ...] = (),
     **more: Any,
 ) -> Binding:
-    """The binding of an activation.
+    """Return the binding of an activation.
 
     Args:
-        layer: the class of vLLM's layer, as `SiluAndMul`.
-        native: vLLM's own form, by the contract's parameters.
-        more_places: those in vLLM's operators, and its hardware-agnostic layer.
-        not_reached, when, more: as for a `Binding`.
-        sizes: those beside the width of an MLP.
+        layer: the name of vLLM's class, such as `SiluAndMul`.
+        native: vLLM's implementation, by the contract's parameters.
+        more_targets: operators of vLLM, and its hardware-agnostic layer.
+        not_reached, when, more: see `Binding`.
+        sizes: in addition to the width of an MLP.
     """
     is_everywhere = any(target.needs_layer for target in more_targets)
     in_tree = LayerTarget(f"vllm.model_executor.layers.activation.{layer}", native)
@@ -50,7 +50,7 @@ def activation(
 
 
 def operator(name: str, *numbers: str, out: str = "out", **constants: Any) -> OperatorTarget:
-    """The target of an op (x, numbers) in an operator (out, input, numbers).
+    """Return the target of an op (x, numbers) in an operator (out, input, numbers).
 
     Args:
         name: the operator, such as `_C::silu_and_mul`.

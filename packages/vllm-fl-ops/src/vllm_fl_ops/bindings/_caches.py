@@ -1,4 +1,4 @@
-"""What the bindings of paged caches share: which calls are of an unquantised cache."""
+"""Helpers for the bindings of paged caches: which calls have an unquantised cache."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ if TYPE_CHECKING:
 __all__ = ["BLOCK_SIZE", "holds_as_is", "no_scale", "without_padding"]
 
 AS_IS = frozenset({"auto", "float16", "half", "bfloat16", "float", "float32"})
-"""Values of kv_cache_dtype with which nothing is scaled. All others are quantised."""
+"""Values of kv_cache_dtype without scaling. All others are quantised."""
 
 
 BLOCK_SIZE = SizeRule("block_size", lambda config: int(config.cache_config.block_size), 16)
-"""Tokens of a block of the cache, as the engine has chosen it: 16 on most devices, 64 for latent
-attention, 128 on CPUs, several hundred beside states of linear attention."""
+"""Tokens of a block of the cache, as chosen by the engine: 16 on most devices, 64 for latent
+attention, 128 on CPUs, several hundred with states of linear attention."""
 
 
 def holds_as_is(kv_cache_dtype: str, cache: Tensor, rows: Tensor) -> bool:
-    """Whether a cache takes the rows as they are, without a scale or a cast."""
+    """Return whether a cache stores the rows unchanged, without a scale or a cast."""
     return kv_cache_dtype in AS_IS and cache.dtype == rows.dtype
 
 
 def without_padding(rows: Tensor, tokens: int) -> Tensor:
-    """The rows that have a slot: vLLM's CUDA graphs need them padded, and the slots are not."""
+    """Return the rows with a slot: vLLM's CUDA graphs pad rows, but not slots."""
     return rows if rows.shape[0] == tokens else rows[:tokens]
 
 
 def no_scale(slot_mapping: Tensor) -> Tensor:
-    """What kernels demand, and do not read where nothing is scaled: to write it would be a launch
-    in each layer."""
+    """An uninitialised scale, which kernels require but do not read: writing it would be a launch
+    per layer."""
     import torch
 
     return torch.empty(1, dtype=torch.float32, device=slot_mapping.device)

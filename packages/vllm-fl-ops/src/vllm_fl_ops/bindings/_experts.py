@@ -1,4 +1,4 @@
-"""What a configuration says of a model's routed experts."""
+"""Sizes of a model's routed experts, from its configuration."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = [
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TAKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 _WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size")
-"""What configurations call these numbers."""
+"""Configuration names of these numbers."""
 
 
 def may_have_experts(config: Any) -> bool:
-    """Whether anything in the model's configuration names experts; vLLM's VllmConfig is asked."""
+    """Return whether a setting of the model with "expert" or "moe" in its name has a value."""
     named = _named(config.model_config.hf_config.to_dict())
     return any(("expert" in name or "moe" in name) and value for name, value in named)
 
@@ -38,7 +38,11 @@ def _named(told: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def first(config: Any, names: tuple[str, ...]) -> int:
-    """The first of these numbers that the configuration tells; that of the first layer."""
+    """The first of these numbers in the configuration; of a list, the number of the first layer.
+
+    Raises:
+        StopIteration: the configuration does not have them.
+    """
     text = config.model_config.hf_text_config
     value = next(v for name in names if (v := getattr(text, name, None)))
     return int(value[0] if isinstance(value, list | tuple) else value)
@@ -49,7 +53,7 @@ def _intermediate(config: Any) -> int:
     parallel = config.parallel_config
     try:
         width = first(config, _WIDTHS)
-    except StopIteration:  # Mixtral's experts have the width of an MLP, which is divided already
+    except StopIteration:  # Mixtral's experts have the width of an MLP, already divided
         if not parallel.enable_expert_parallel:
             return int(INTERMEDIATE.ask(config))
         return int(INTERMEDIATE.ask(config)) * int(parallel.tensor_parallel_size)
@@ -59,7 +63,7 @@ def _intermediate(config: Any) -> int:
 
 
 def _shared(config: Any) -> int:
-    """Features of one half of the experts that every token takes, on one rank; 0 without any."""
+    """Features of one half of the shared experts on one rank; 0 without shared experts."""
     text = config.model_config.hf_text_config
     width = getattr(text, "shared_expert_intermediate_size", None)
     if not width:

@@ -1,4 +1,4 @@
-"""What the bindings of linear attention share: when a model has it, and its sizes."""
+"""Sizes of linear attention, Mamba and short convolutions, and which models have them."""
 
 from __future__ import annotations
 
@@ -41,30 +41,27 @@ CONVOLVING = (
 """The modules that import vLLM's short convolutions by name."""
 
 NULL_BLOCK = 0
-"""The block of vLLM's caches that no sequence has."""
+"""The block in vLLM's caches that no sequence uses."""
 
 FLA_EPSILON = 1e-6
-"""What vLLM's Triton kernels add to the squared length of a head before they divide by its root."""
+"""Added by vLLM's Triton kernels to a head's squared length, before they divide by its root."""
 
 CPU_EPSILON = 1e-5
-"""What the recurrent kernel of its CPU build adds; the chunked one is told."""
+"""Added by the CPU build's recurrent kernel; the chunked kernel has a parameter for it."""
 
 
 def has_states(config: Any) -> bool:
-    """Whether a model keeps states beside its KV cache, or instead of one.
+    """Return whether a model keeps states, with or without a KV cache.
 
-    vLLM knows it by the model's class. Which kind of state it is, configurations say in words of
-    their own.
-
-    Args:
-        config: vLLM's VllmConfig.
+    vLLM determines this from the model's class. Configurations name the kinds of states
+    differently.
     """
     model = config.model_config
     return bool(model.is_hybrid or model.is_attention_free)
 
 
 def activation_of(activation: bool | str | None) -> str | None:
-    """What the contracts call an activation of vLLM's short convolutions."""
+    """The contracts' name for an activation in vLLM's short convolutions."""
     return "silu" if activation in (True, "silu", "swish") else None
 
 
@@ -79,7 +76,7 @@ _KERNELS = (
 _STATES = ("mamba_d_state", "ssm_state_size", "state_size", "mamba_state_dim")
 _GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
 _BIASES = ("mamba_conv_bias", "use_conv_bias", "conv_bias")
-"""What configurations call the numbers of Mamba and of other short convolutions."""
+"""Configuration names of the sizes of Mamba and of other short convolutions."""
 
 
 def _text(config: Any) -> Any:
@@ -102,12 +99,12 @@ def mamba_width(config: Any) -> int:
 
 
 def _kimi(config: Any) -> Any:
-    """Kimi's delta attention in words of its own, or nothing."""
+    """The configuration of Kimi's delta attention, or an empty dictionary."""
     return getattr(_text(config), "linear_attn_config", None) or {}
 
 
 def _conv_features(config: Any) -> int:
-    """Features that a short convolution has on one rank."""
+    """Features of a short convolution on one rank."""
     text, ranks = _text(config), _ranks(config)
     if getattr(text, "linear_num_value_heads", None):
         keys = int(text.linear_num_key_heads) * int(text.linear_key_head_dim)
@@ -127,7 +124,7 @@ def _conv_taps(config: Any) -> int:
 
 
 def _linear(name: str, typical: int, *, shared: bool = False) -> SizeRule:
-    """A size of linear attention; `shared` out among the ranks."""
+    """Rule for a size of linear attention; a `shared` size is divided among the ranks."""
 
     def ask(config: Any) -> int:
         value = int(getattr(_text(config), name.replace("linear_", "linear_num_", shared)))

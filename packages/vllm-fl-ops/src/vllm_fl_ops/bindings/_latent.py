@@ -1,4 +1,4 @@
-"""The sizes of latent attention (MLA), as configurations tell them; 0 for other models."""
+"""Sizes of latent attention (MLA) from the configuration; 0 for other models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the bindings' `when` asks of a served model. Each takes vLLM's VllmConfig."""
+"""Conditions on a served model, for a binding's `when`. Each takes vLLM's VllmConfig."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ __all__ = ["has_experts", "has_paged_attention", "is_multimodal", "is_quantised"
 
 
 def has_experts(config: Any) -> bool:
-    """Whether the model is a mixture of experts."""
     return bool(config.model_config.get_num_experts())
 
 
 def has_paged_attention(config: Any) -> bool:
-    """Whether attention writes and reads caches by the functions of vLLM's GPU backends: on a CPU
-    it has operators of its own."""
+    """Return whether attention uses vLLM's cache functions for GPUs: on a CPU, it has other
+    operators."""
     from vllm.platforms import current_platform
 
     return not current_platform.is_cpu()
 
 
 def is_multimodal(config: Any) -> bool:
-    """Whether the model takes images or sound: the encoders' activations are often told nowhere."""
+    """Return whether the model takes images or sound. Configurations often omit its encoders'
+    activations."""
     return bool(config.model_config.is_multimodal_model)
 
 
 def mentions(word: str, *, or_multimodal: bool = False) -> Callable[[Any], bool]:
-    """Whether the model's own configuration has `word` in a setting's name, or in its value.
+    """Return the condition that `word` is in the name or the value of a setting of the model.
 
     Activations have many such names: `hidden_act`, `activation_function`, `projector_hidden_act`.
 
     Args:
         word: in lower case.
-        or_multimodal: whether a multimodal model counts in any case.
+        or_multimodal: whether any multimodal model meets the condition.
     """
 
     def when(config: Any) -> bool:
@@ -45,7 +45,7 @@ def mentions(word: str, *, or_multimodal: bool = False) -> Callable[[Any], bool]
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every name and every word in a configuration, those of the ones inside it included."""
+    """Yield every name and every string in a configuration, including nested ones."""
     if isinstance(value, str):
         yield value.lower()
     elif isinstance(value, Mapping):
@@ -58,6 +58,8 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def is_quantised(config: Any) -> bool:
-    """Whether the model's weights are quantised, by whatever scheme: which of its layers quantise
-    their activations, too, and how, is decided where they are built."""
+    """Return whether the model's weights are quantised, by any scheme.
+
+    Which layers also quantise their activations, and how, is decided when they are built.
+    """
     return config.model_config.quantization is not None

@@ -1,4 +1,4 @@
-"""Text that several bindings share, and names written as text."""
+"""Phrases that several bindings share, and names written as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the bindings of the rotary embeddings share: a layer's cache as two tables."""
+"""Helpers for the bindings of rotary embeddings: a layer's cache as two tables."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ if TYPE_CHECKING:
 __all__ = ["LAYER", "ROTATION", "SHARED", "halves"]
 
 SHARED = ("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT",)
-"""Where vLLM keeps ropes by their sizes."""
+"""vLLM's table of rotary embeddings by their sizes."""
 
 _BASE = "vllm.model_executor.layers.rotary_embedding.base"
 LAYER = tuple(
     f"{_BASE}:RotaryEmbeddingBase.{name}"
     for name in ("_match_cos_sin_cache_dtype", "head_size", "is_neox_style")
 )
-"""What is read of a layer."""
+"""The attributes of a layer that are read."""
 
 ROTATION = f"{_BASE}:RotaryEmbedding.forward_static"
-"""vLLM's own form, in plain PyTorch."""
+"""vLLM's implementation in plain PyTorch."""
 
 
 def halves() -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """A function: a layer's cache -> its views (cos, sin), the same ones at every step."""
+    """Return a function from a layer's cache to its views (cos, sin), the same objects at every
+    step."""
     from torch.compiler import is_compiling
 
     known: Tensor | None = None
@@ -33,7 +34,7 @@ def halves() -> Callable[[Tensor], tuple[Tensor, ...]]:
 
     def of(cache: Tensor) -> tuple[Tensor, ...]:
         nonlocal known, views
-        if is_compiling():  # there views cost nothing
+        if is_compiling():  # views are free there
             return cache.chunk(2, dim=-1)
         if known is not cache:
             known, views = cache, cache.chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""The sizes of a routing by groups of experts, as a model's configuration tells them."""
+"""Sizes of routing by groups of experts, from a model's configuration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["EXPERT_GROUPS", "GROUPS_OF_A_TOKEN"]
 
 _GROUPS = ("n_group", "num_expert_group", "moe_n_group")
 _TAKEN = ("topk_group", "num_limited_groups", "moe_topk_group")
-"""What configurations call these numbers."""
+"""Configuration names of these numbers."""
 
 
 EXPERT_GROUPS = SizeRule("expert_groups", lambda config: first(config, _GROUPS), 8, in_kit=False)

@@ -1,4 +1,4 @@
-"""Where vLLM runs `causal_conv1d`: linear attention, Mamba and short convolutions, in prefill."""
+"""Binding of `causal_conv1d`: linear attention, Mamba and short convolutions, in prefill."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["BINDING"]
 
 PAD_SLOT = -1
-"""What vLLM's function takes for padding beside its null block, unless it is told otherwise."""
+"""Padding in vLLM's function by default, in addition to its null block."""
 
 TAKEN = names(
     "x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state, activation, "
@@ -25,7 +25,7 @@ PER_BLOCK = names(
     "block_idx_first_scheduled_token, block_idx_last_scheduled_token, initial_state_idx, "
     "num_computed_tokens"
 )
-"""What releases up to 0.32 are told where states are cached per block of a sequence."""
+"""Parameters of releases up to 0.32 for states that are cached per block of a sequence."""
 
 
 def _is_plain(
@@ -60,13 +60,13 @@ def _left(results: tuple[Tensor, Tensor], conv_states: Tensor) -> Tensor:
 
 
 def _target(paths: tuple[str, ...], *further: str) -> FunctionTarget:
-    """The function in one release: `further` is what it knows of states beyond a block of each."""
+    """The target of one release; `further` are its parameters after `TAKEN`."""
     return FunctionTarget(
         paths,
         (*TAKEN, *further),
         Route(
             args={
-                "x": lambda x: x.T,  # x and the result are features by tokens there
+                "x": lambda x: x.T,  # vLLM's x and result are (features, tokens)
                 "has_initial_state": _has_initial_state,
                 "activation": activation_of,
             },

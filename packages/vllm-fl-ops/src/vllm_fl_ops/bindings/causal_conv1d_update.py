@@ -1,5 +1,4 @@
-"""Where vLLM runs `causal_conv1d_update`: linear attention, Mamba and short convolutions, in
-decode."""
+"""Binding of `causal_conv1d_update`: linear attention, Mamba and short convolutions, in decode."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def _is_one_each(
     bias: Tensor | None,
     conv_state_indices: Tensor | None,
 ) -> bool:
-    """Whether a call has one token of each sequence."""
+    """Return whether a call has one token of each sequence."""
     return (
         x.ndim == 2
         and conv_state_indices is not None
@@ -36,13 +35,13 @@ def _is_one_each(
 
 
 def _over_x(results: tuple[Tensor, Tensor], x: Tensor, conv_state: Tensor) -> Tensor:
-    """vLLM's function overwrites x, too."""
+    """Write the result over x, like vLLM's function."""
     put((x, conv_state), results)
     return x
 
 
 def _beside_x(results: tuple[Tensor, Tensor], conv_state: Tensor) -> Tensor:
-    """The CPU build's operator leaves x as it is, whatever its schema says."""
+    """Return the result without changing x, like the CPU build's operator, despite its schema."""
     out, after = results
     put(conv_state, after)
     return out
@@ -70,7 +69,7 @@ _TAKEN = names(
 
 BINDING = Binding(
     targets=(
-        # Releases up to 0.32, which may cache states per block of a sequence, and later ones.
+        # Releases up to 0.32, which may cache states per block of a sequence, and later releases.
         *(
             FunctionTarget(
                 _PATHS,

@@ -1,4 +1,4 @@
-"""Where vLLM runs `chunk_gated_delta_rule`: Qwen's linear attention, in prefill."""
+"""Binding of `chunk_gated_delta_rule`: Qwen's linear attention, in prefill."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _native(
     cu_seqlens: Tensor,
     epsilon: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """By vLLM's Triton kernels, which take the state in float32."""
+    """vLLM's Triton kernels, which take the state in float32."""
     from vllm.third_party.flash_linear_attention.ops import chunk_gated_delta_rule
 
     if epsilon not in (None, FLA_EPSILON):
@@ -44,7 +44,7 @@ def _native(
 
 
 def _as_layer(layer: Any, op: Bound) -> Bound:
-    """vLLM's layer (a dimension of 1 before the tokens, and flags) over the contract's."""
+    """Adapt the op to vLLM's layer, with a batch dimension before the tokens, and flags."""
 
     def forward(
         q: Tensor,
@@ -77,7 +77,8 @@ def _as_layer(layer: Any, op: Bound) -> Bound:
 
 
 def _into(op: Bound) -> Bound:
-    """The CPU build's operator: states of keys by values in a cache, which it overwrites."""
+    """Adapt the op to the CPU build's operator, which overwrites (key_size, value_size) states in a
+    cache."""
 
     def kernel(*call: Any) -> Any:
         *tensors, cache, _, cu_seqlens, head_first, is_normed, indices, epsilon = call

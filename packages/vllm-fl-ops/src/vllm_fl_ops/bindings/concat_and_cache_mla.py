@@ -1,4 +1,4 @@
-"""Where vLLM runs `concat_and_cache_mla`: latent attention writes its cache with it."""
+"""Binding of `concat_and_cache_mla`: latent attention writes its cache with it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ def _fits(k_pe: Tensor, slot_mapping: Tensor) -> bool:
 
 
 def _is_written(kv_cache_dtype: str, kv_cache: Tensor, kv_c_normed: Tensor) -> bool:
-    """Whether there is a cache yet: vLLM runs the model for its memory before, and then returns."""
+    """Return whether a cache exists, and stores the rows unchanged.
+
+    vLLM runs the model before there is a cache, to measure memory: its function then returns at
+    once.
+    """
     return bool(kv_cache.numel()) and holds_as_is(kv_cache_dtype, kv_cache, kv_c_normed)
 
 
@@ -62,7 +66,7 @@ BINDING = Binding(
                 },
                 only=_is_written,
                 out="kv_cache",
-                own_args={  # neither the attention itself nor a scale is looked at
+                own_args={  # the function ignores the attention object and the scale
                     "self": lambda: None,
                     "k_pe": lambda k_pe: k_pe.unsqueeze(1),
                     "slot_mapping": lambda slot_mapping: slot_mapping,

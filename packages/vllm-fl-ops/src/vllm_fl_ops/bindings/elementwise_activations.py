@@ -1,4 +1,4 @@
-"""Where vLLM runs activations of every feature."""
+"""Bindings of elementwise activations."""
 
 from __future__ import annotations
 
@@ -85,4 +85,3 @@ BINDING: Mapping[str, Binding] = {
     ),
     "xielu": activation("XIELU", _xielu_native, when=mentions("xielu")),
 }
-"""Op -> its binding."""

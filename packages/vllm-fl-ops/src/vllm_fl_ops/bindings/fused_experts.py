@@ -1,11 +1,10 @@
-"""Where vLLM runs `fused_experts`.
+"""Binding of `fused_experts`.
 
-On CUDA that is one method of the experts of vLLM's Triton backend. On the CPU it is one operator,
-to which weights come as another operator has packed them, once, after they were loaded. Where the
-op is planned, that one leaves them as they are: each is there once, as the contract has it.
+On CUDA the target is a method in vLLM's Triton backend for experts. On the CPU it is an operator
+with weights that another operator packs once, after loading. If the op is planned, the other
+operator leaves them unpacked: there is one copy, in the contract's layout.
 
-A device of a plugin has no experts in vLLM at all: where the op is planned, it is given those of
-the Triton backend.
+On a plugin's device vLLM has no experts: if the op is planned, the Triton backend is used there.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ ALONE = "vLLM's own experts run inside a call of their layer's only"
 
 
 class _Thread(threading.local):
-    """The call of vLLM's that a thread is answering, by the parameters of its target."""
+    """The arguments of the call by vLLM that a thread is computing."""
 
     call: tuple[Any, ...] | None = None
 
@@ -51,7 +50,7 @@ def _answering(call: tuple[Any, ...]) -> Iterator[None]:
 
 
 def _weights(topk_weights: Tensor, on_input: bool) -> Tensor:
-    """The op's weights. Those that belong on the input are in it when vLLM calls its kernels."""
+    """The op's weights. vLLM applies weights on the input before it calls its kernels."""
     return topk_weights.new_ones(topk_weights.shape) if on_input else topk_weights
 
 
@@ -81,7 +80,8 @@ def _from_triton(op: Bound) -> Bound:
 
 
 def _is_plain(experts: Any, x: Tensor, w1: Tensor, activation: Any) -> bool:
-    """Whether these experts compute the op and nothing more: no LoRA, no scales, plain numbers."""
+    """Return whether these experts compute only the op: no LoRA, quantisation, limit or other
+    activation."""
     quantised = experts.quant_config
     more = getattr(experts, "activation_config", quantised)
     limit = getattr(more, "clamp_limit", None) or getattr(quantised, "gemm1_clamp_limit", None)
@@ -97,7 +97,7 @@ def _is_plain(experts: Any, x: Tensor, w1: Tensor, activation: Any) -> bool:
 
 
 def _of_tokens(topk_weights: Tensor, topk_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The routing without the id -1, which routers may give the tokens that pad a batch."""
+    """The routing without the id -1, which routers may assign to padding tokens."""
     import vllm.envs
     from vllm.forward_context import get_forward_context, is_forward_context_available
 
@@ -164,7 +164,7 @@ def _in_cpu(replaced: Bound) -> Bound:
 
 def _unpacked(_: Bound) -> Bound:
     def prepack_moe_weight(weight: Tensor, packed_weight: Tensor, isa: str) -> Any:
-        if _thread.call is not None:  # what answers packs for a kernel that it calls
+        if _thread.call is not None:  # an implementation packs for its kernel
             return NotImplemented
         _refuse_expert_parallelism()
         packed_weight.copy_(weight)
@@ -187,7 +187,7 @@ def _refuse_expert_parallelism() -> None:
 
 def _prepares(_: Bound) -> Bound:
     def op(*_: Any) -> Tensor:
-        raise NotImplementedError(ALONE)  # packing and choosing are no calls of the op
+        raise NotImplementedError(ALONE)  # packing and selection do not call the op
 
     return op
 
@@ -222,8 +222,8 @@ BINDING = Binding(
             _prepares,
             within=True,
         ),
-        # It names no `tokens`: the replaced kernel wants packed weights, and no call brings them
-        # while the op is planned.
+        # Without `tokens`: the replaced kernel needs packed weights, which calls do not have while
+        # the op is planned.
         OperatorTarget(
             "_C::cpu_fused_moe",
             names(

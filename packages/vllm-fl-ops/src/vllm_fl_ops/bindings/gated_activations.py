@@ -1,4 +1,4 @@
-"""Where vLLM runs gated activations."""
+"""Bindings of gated activations."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ BINDING: Mapping[str, Binding] = {
     "silu_and_mul": activation(
         "SiluAndMul",
         _silu_native,
-        # What mixtures of experts call: the parameters of vLLM's CUDA build, and of its CPU one.
+        # Called by mixtures of experts: the parameters of the CUDA build, then of the CPU build.
         operator("_C::silu_and_mul", out="result"),
         operator("_C::silu_and_mul"),
         LayerTarget("vllm.model_executor.hw_agnostic.layers.activation.SiluAndMul", _silu_native),
@@ -113,27 +113,26 @@ BINDING: Mapping[str, Binding] = {
     "swigluoai_and_mul": activation(
         "SwigluOAIAndMul",
         _swigluoai_native,
-        # What gpt-oss's experts call where they are not one kernel; in CUDA builds.
+        # Called by gpt-oss's experts unless they are a single kernel, in CUDA builds.
         operator("_C::swigluoai_and_mul", "alpha", "limit"),
         not_reached=(
             EXPERTS,
             "experts whose gates all come before their up projections (`swigluoai_uninterleave`): "
             "another op",
         ),
-        when=has_experts,  # in gpt-oss and MiniMax's models: experts alone
+        when=has_experts,  # only the experts of gpt-oss and MiniMax's models
     ),
     "silu_and_mul_with_clamp": activation(
         "SiluAndMulWithClamp",
         _clamped_native,
-        # What experts call where they are not one kernel; in CUDA builds.
+        # Called by experts unless they are a single kernel, in CUDA builds.
         operator("_C::silu_and_mul_with_clamp", "limit", "alpha", "beta", out="result"),
         not_reached=(
             EXPERTS,
             "routed experts under expert parallelism: vLLM's own kernel for them leaves out what "
             "other ranks compute",
         ),
-        when=mentions("swiglu"),  # as `swiglu_limit`
+        when=mentions("swiglu"),  # such as `swiglu_limit`
         former_layers=("silu_and_mul_with_clamp",),
     ),
 }
-"""Op -> its binding."""

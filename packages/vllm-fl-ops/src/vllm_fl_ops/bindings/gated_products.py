@@ -1,4 +1,4 @@
-"""Where an MLP's first product and its activation stand in the graphs that vLLM compiles."""
+"""Bindings of an MLP's first product with its activation, in the graphs that vLLM compiles."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["BINDING"]
 
 GATE = "gate"
-"""Stands for the gate in a formula. That is an operator and its arguments, each a number, the gate
-or a formula, and last those by name, if there are some."""
+"""The gate in a formula: an operator and its arguments, each a number, the gate or a formula, and
+last a dictionary of arguments by name, if any."""
 
 CONVERTED = "prims.convert_element_type.default"
 
@@ -32,14 +32,14 @@ def _gated_product(
     formulas: tuple[Any, ...],
     has_it: Callable[[Any], bool],
 ) -> Binding:
-    """The binding of such a product.
+    """Return the binding of a product with an activation.
 
     Args:
-        part: the op of its activation, which is left to vLLM where this one is planned.
+        part: the activation's op, which stays vLLM's if this op is planned.
         activation: of the gate, by PyTorch.
-        formulas: the forms that graphs have of it: as Inductor decomposes it, and as one operator.
-            Of half precision, the first is computed in float32 and converted back.
-        has_it: whether the model has an MLP with this activation, by vLLM's VllmConfig.
+        formulas: its forms in graphs: decomposed by Inductor (in half precision computed in float32
+            and converted back), and as one operator.
+        has_it: VllmConfig -> whether the model has an MLP with this activation.
     """
 
     def native(x: Tensor, weight: Tensor) -> Tensor:
@@ -70,8 +70,8 @@ def _gated_product(
 
 
 def _find(formulas: tuple[Any, ...], node: Any) -> tuple[Any, ...] | None:
-    """x and weight of activation(gate) * up, the halves of one product, of which nothing else is
-    read."""
+    """x and weight of activation(gate) * up, if both are halves of a product that nothing else
+    reads, or None."""
     for activated, up in (node.args, node.args[::-1]):
         gate = next(filter(None, (_gate_of(activated, each) for each in formulas)), None)
         product = _whole_of(gate, first=True)
@@ -85,7 +85,8 @@ def _find(formulas: tuple[Any, ...], node: Any) -> tuple[Any, ...] | None:
 
 
 def _is_read_by(node: Any, product: Any) -> bool:
-    """Whether what is made of a product on the way to a node is read there alone."""
+    """Return whether a product, and each node between it and `node`, is read only on the way
+    there."""
     between = [node]
     for of in between:
         between += [each for each in of.all_input_nodes if each not in (product, *between)]
@@ -93,7 +94,7 @@ def _is_read_by(node: Any, product: Any) -> bool:
 
 
 def _gate_of(activated: Any, formula: Any) -> Any:
-    """What a node is the activation of; None if it is of nothing."""
+    """The gate of an activation, or None."""
     result = activated.args[0] if _target(activated) == CONVERTED else activated
     gates: dict[Any, None] = {}
     if not _is(result, formula, gates) or len(gates) != 1:
@@ -104,7 +105,7 @@ def _gate_of(activated: Any, formula: Any) -> Any:
 
 
 def _is(part: Any, formula: Any, gates: dict[Any, None]) -> bool:
-    """Whether a node computes a formula of gates, or a number is its."""
+    """Return whether a node computes a formula, or a number equals it; add its gates to `gates`."""
     if formula is GATE:
         gates[part] = None
         return True
@@ -118,7 +119,7 @@ def _is(part: Any, formula: Any, gates: dict[Any, None]) -> bool:
 
 
 def _whole_of(half: Any, first: bool) -> Any:
-    """The matrix whose first or second half of columns a node is; None if it is none."""
+    """The matrix that has a node as its first or second half of columns, or None."""
     match _target(half):
         case "aten.slice.Tensor":
             whole, begins, ends = _sliced(*half.args)
@@ -128,26 +129,26 @@ def _whole_of(half: Any, first: bool) -> Any:
             return None
     if not (begins if first else ends):
         return None
-    # A part of the rows is as wide as the whole.
+    # A slice of the rows would be as wide as the whole.
     return whole if 0 < 2 * _width(half) == _width(whole) else None
 
 
 def _sliced(
     whole: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> tuple[Any, bool, bool]:
-    """(of what, whether it begins where that begins, whether it ends where that ends)."""
+    """(sliced node, whether the slice has its first column, whether it has its last)."""
     to_end = end is None or (isinstance(end, int) and end >= _width(whole))
     return whole, step == 1 and start in (0, None), step == 1 and to_end
 
 
 def _split(parts: Any, at: int) -> tuple[Any, bool, bool]:
-    """The same of a part."""
+    """Like `_sliced`, for a part of a split."""
     is_split = _target(parts) in ("aten.split.Tensor", "aten.split_with_sizes.default")
     return parts.args[0] if is_split else None, is_split and at == 0, is_split and at == 1
 
 
 def _width(matrix: Any) -> int:
-    """How many columns it has; 0 where that is not known, or it is no matrix."""
+    """Columns of a matrix; 0 if unknown, or if it is not a matrix."""
     match [*getattr(matrix.meta["val"], "shape", ())]:
         case [_, int(columns)]:
             return columns
@@ -159,7 +160,8 @@ def _target(node: Any) -> str:
 
 
 def _has_silu(config: Any) -> bool:
-    """Whether the configuration says so, or names no activation, as ChatGLM's and LFM2's."""
+    """Return whether the configuration names silu, or no activation, such as for ChatGLM and
+    LFM2."""
     named = [word for word in ("silu", "swiglu", "_act", "activation") if mentions(word)(config)]
     return not named or named[0] in ("silu", "swiglu")
 
@@ -187,4 +189,3 @@ BINDING: Mapping[str, Binding] = {
         "gelu_and_mul", gelu_tanh, GELU, mentions("gelu_pytorch_tanh")
     ),
 }
-"""Op -> its binding."""

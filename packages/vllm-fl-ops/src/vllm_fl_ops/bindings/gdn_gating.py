@@ -1,4 +1,4 @@
-"""Where vLLM runs `gdn_gating`: before the chunked delta rule of its CPU build."""
+"""Binding of `gdn_gating`: before the chunked delta rule, in vLLM's CPU build."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where vLLM runs `grouped_topk`."""
+"""Binding of `grouped_topk`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def _native(
     from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import grouped_topk
 
     own = getattr(grouped_topk, "__wrapped__", grouped_topk)  # vLLM compiles it at its first call
-    logits = gating_output.float()  # as the CPU build does: scores of 16 bits tie
+    logits = gating_output.float()  # like the CPU build: 16-bit scores tie
     routing: tuple[Tensor, Tensor] = own(
-        logits,  # stands for hidden states: only their number is looked at
+        logits,  # as hidden states: only their number is read
         logits,
         topk,
         renormalize,
@@ -69,14 +69,14 @@ BINDING = Binding(
         LayerTarget(
             f"{_ROUTER}.grouped_topk_router.GroupedTopk", _native, adapt=_from_hidden_states
         ),
-        # What vLLM's router calls, and what calls `_moe_C::grouped_topk`; it makes no layer.
+        # vLLM's router calls it without a layer; it calls `_moe_C::grouped_topk`.
         FunctionTarget(
             (f"{_ROUTER}.grouped_topk_router.grouped_topk",),
             ("hidden_states", *_CPU),
             Route(own_args={"hidden_states": lambda gating_output: gating_output}),
             tokens="gating_output",
         ),
-        # The CPU build, from the release that has this module on.
+        # The CPU build, since the first release with this module.
         FunctionTarget(
             (f"{_ROUTER}.cpu_router._grouped_topk",), _CPU, Route(), tokens="gating_output"
         ),

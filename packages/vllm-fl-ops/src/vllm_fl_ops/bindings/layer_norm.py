@@ -1,4 +1,4 @@
-"""Where vLLM runs `layer_norm`."""
+"""Binding of `layer_norm`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["BINDING"]
 
 
 def _native(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
-    """In the wider of the dtypes of x and weight, as vLLM's layer computes it."""
+    """Compute in the wider of the dtypes of x and weight, like vLLM's layer."""
     import torch
 
     wide = x if weight is None else x.to(torch.promote_types(x.dtype, weight.dtype))

@@ -1,4 +1,4 @@
-"""Where vLLM runs `linear`: products with unquantised weights, in the graphs that it compiles."""
+"""Binding of `linear`: products with unquantised weights, in the graphs that vLLM compiles."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["BINDING", "DENSE_INTERMEDIATE", "OPERATORS", "may_have", "product_of"]
 
 OPERATORS = ("aten.mm.default", "aten.addmm.default", "aten.sum.dim_IntList")
-"""The last one is what Inductor makes of one row's product where vLLM compiles for that size alone:
-the sum of products of all its factors."""
+"""The last is Inductor's form of a product of one row, compiled for that size only: a sum of
+products."""
 
 
 def _native(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -27,8 +27,9 @@ def _native(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def product_of(node: Any) -> tuple[Any, ...] | None:
-    """x, weight and bias of a product with a transposed weight that is an input of the graph."""
-    if node.kwargs:  # factors of a sum, or another dtype of the result
+    """x, weight and bias of a product with a transposed weight that is an input of the graph, or
+    None."""
+    if node.kwargs:  # factors of a sum, or another result dtype
         return None
     x: Any
     bias = None
@@ -46,7 +47,7 @@ def product_of(node: Any) -> tuple[Any, ...] | None:
 
 
 def _factors(product: Any, dims: list[int], keepdim: bool = False) -> tuple[Any, Any]:
-    """x and the turned weight of `(x.unsqueeze(2) * turned.unsqueeze(0)).sum(1)`; else nothing."""
+    """x and the turned weight of `(x.unsqueeze(2) * turned.unsqueeze(0)).sum(1)`, or two None."""
     if dims == [1] and not keepdim and str(product.target) == "aten.mul.Tensor":
         match [(str(getattr(part, "target", "")), part) for part in product.args]:
             case [("aten.unsqueeze.default", x), ("aten.unsqueeze.default", turned)]:
@@ -56,7 +57,7 @@ def _factors(product: Any, dims: list[int], keepdim: bool = False) -> tuple[Any,
 
 
 def _transposed(turned: Any) -> Any:
-    """The matrix that is transposed, where that is an input of the graph with rows in one piece."""
+    """The transposed matrix, if it is an input of the graph with contiguous rows, or None."""
     match str(getattr(turned, "target", "")):
         case "aten.permute.default" if list(turned.args[1]) == [1, 0]:
             weight = turned.args[0]
@@ -70,8 +71,8 @@ def _transposed(turned: Any) -> Any:
 
 
 def _dense_intermediate(config: Any) -> int:
-    """Features of one half of the MLP; 0 where experts, beside which some layers may have an MLP,
-    take its place."""
+    """Features of one half of the MLP; 0 for a mixture of experts, even if some layers have an
+    MLP."""
     return 0 if may_have_experts(config) else int(INTERMEDIATE.ask(config))
 
 
@@ -81,19 +82,19 @@ DENSE_INTERMEDIATE = SizeRule(
 
 
 def _router_experts(config: Any) -> int:
-    """Among how many experts a router chooses; 0 for a model without any."""
+    """The number of experts that a router chooses from; 0 without experts."""
     return int(EXPERT_COUNT.ask(config)) if may_have_experts(config) else 0
 
 
 def _biased(config: Any) -> int:
-    """Which products have a bias, as a sum: 1 for queries, keys and values; 2 for the attention's
-    result; 4 for the MLP's."""
+    """Products with a bias, as a sum: 1 for queries, keys and values; 2 for the attention's output;
+    4 for the MLP."""
     text = config.model_config.hf_text_config
 
     def told(*names: str) -> bool:
         return any(getattr(text, name, None) is True for name in names)
 
-    # Qwen2's configuration has no word for it: its class says so.
+    # Qwen2's configuration has no setting for it: the model's class has the bias.
     is_qwen2 = str(getattr(text, "model_type", "")).startswith("qwen2")
     whole = told("attention_bias", "bias", "use_bias")
     own = whole or is_qwen2 or told("qkv_bias", "add_qkv_bias")
@@ -101,7 +102,7 @@ def _biased(config: Any) -> int:
 
 
 def may_have(config: Any) -> bool:
-    """Whether the model has weights as they were loaded: vLLM's CPU platform packs them."""
+    """Return whether the model has weights as loaded: not quantised, and not packed, as on CPUs."""
     from vllm.platforms import current_platform
 
     return not is_quantised(config) and not current_platform.is_cpu()

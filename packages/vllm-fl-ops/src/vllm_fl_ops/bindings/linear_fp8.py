@@ -1,4 +1,4 @@
-"""Where vLLM runs `linear_fp8`: products of fp8 layers, in the graphs that it compiles."""
+"""Binding of `linear_fp8`: products of fp8 layers, in the graphs that vLLM compiles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["BINDING"]
 
 W8A8 = ("fp8", "fbgemm_fp8", "ptpc_fp8", "fp8_per_tensor", "fp8_per_channel", "online")
-"""vLLM's names of what makes all linear layers so. The last three quantise while they load."""
+"""vLLM's names of methods that make all linear layers fp8. The last three quantise while
+loading."""
 
 
 def _native(
@@ -34,7 +35,7 @@ def _native(
 
 
 def _find(node: Any) -> tuple[Any, ...] | None:
-    """The contract's arguments of a product of fp8 that has no scales of blocks."""
+    """The contract's arguments of an fp8 product without block scales, or None."""
     import torch
 
     given = node.kwargs
@@ -42,19 +43,18 @@ def _find(node: Any) -> tuple[Any, ...] | None:
     scales = given["a_scales"], given["b_scales"]
     is_fp8 = all(of.meta["val"].dtype == torch.float8_e4m3fn for of in (x, turned))
     if not is_fp8 or any(len(sizes := _sizes(of)) > 1 and sizes[1] != 1 for of in scales):
-        return None  # int8 has the same operator
+        return None  # the operator also computes int8
     weight = new_node(node.graph, torch.ops.aten.permute.default, turned, [1, 0])
     dtype = str(result.meta["val"].dtype).removeprefix("torch.")
     return x, weight, *map(_scale, scales), dtype, given.get("bias")
 
 
 def _sizes(scale: Any) -> list[Any]:
-    """Those of a scale; of what is not known before the call is made, 0."""
+    """The sizes of a scale; 0 for a size that is unknown before the call."""
     return [size if isinstance(size, int) else 0 for size in scale.meta["val"].shape]
 
 
 def _scale(scale: Any) -> Any:
-    """A scale as the contract has it."""
     import torch
 
     match _sizes(scale):
@@ -66,7 +66,7 @@ def _scale(scale: Any) -> Any:
 
 
 def _may_have(config: Any) -> bool:
-    """Whether linear layers may be of fp8, activations too, with scales that are not of blocks."""
+    """Return whether linear layers may have fp8 weights and activations, without block scales."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -84,7 +84,7 @@ def _may_have(config: Any) -> bool:
 
 
 def _is_w8a8(group: Any) -> bool:
-    """Whether a group of layers is so, as compressed-tensors describes it."""
+    """Return whether a compressed-tensors group of layers has such weights and activations."""
     weights, activations = group["weights"], group.get("input_activations") or {}
     is_fp8 = all(
         (part.get("type"), part.get("num_bits")) == ("float", 8) for part in (weights, activations)

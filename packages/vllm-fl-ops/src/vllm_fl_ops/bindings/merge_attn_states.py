@@ -1,4 +1,4 @@
-"""Where vLLM runs `merge_attn_states`: attention over a prefix that was computed apart."""
+"""Binding of `merge_attn_states`: attention over a prefix that is computed separately."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _is_plain(
     suffix_lse: Tensor,
     prefill_tokens_with_context: int | None,
 ) -> bool:
-    """Whether nothing is quantised, no other tokens are copied, and no sums are padded."""
+    """Return whether nothing is quantised, no other tokens are copied, and no sums are padded."""
     tokens = output.shape[0]
     return (
         output.dtype == prefix_output.dtype
@@ -34,7 +34,7 @@ def _is_plain(
 
 
 def _heads_first(results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """vLLM has heads before tokens in log-sum-exps."""
+    """The results with heads before tokens in log-sum-exps, for vLLM."""
     output, sums = results
     return output, sums.T
 
@@ -48,7 +48,7 @@ ROUTE = Route(
     only=_is_plain,
     out=("output", "output_lse"),
     results=_heads_first,
-    # The kernels read both outputs by the strides of one; vLLM 0.26's read sums without any.
+    # The kernels use one output's strides for both; vLLM 0.26's ignore the strides of sums.
     own_args={
         "prefix_output": lambda prefix_output: prefix_output.contiguous(),
         "suffix_output": lambda suffix_output: suffix_output.contiguous(),
@@ -78,7 +78,7 @@ BINDING = Binding(
             ROUTE,
             tokens="prefix_output",
         ),
-        # What `merge_attn_states` calls where that operator does not serve: Triton, or PyTorch.
+        # Called by `merge_attn_states` if it cannot use that operator: Triton, or PyTorch.
         *(
             FunctionTarget((path,), FUNCTION, ROUTE, tokens="prefix_output")
             for path in (
@@ -94,7 +94,7 @@ BINDING = Binding(
         "merging inside a kernel: cascade attention of FlashInfer, attention that splits its keys",
         "attention backends of plugins",
     ),
-    # Latent attention merges the pieces of a prompt on CPUs, too.
+    # Latent attention also merges the chunks of a prompt on CPUs.
     when=lambda config: config.model_config.use_mla or has_paged_attention(config),
     between_graphs=True,
 )

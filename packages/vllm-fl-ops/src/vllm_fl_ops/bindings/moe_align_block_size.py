@@ -1,4 +1,4 @@
-"""Where vLLM runs `moe_align_block_size`."""
+"""Binding of `moe_align_block_size`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _CALLERS = (
 
 
 def _has_signed_ids(topk_ids: Tensor) -> bool:
-    """Whether ids are of the dtypes of the contract: some all-to-all kernels give unsigned ones."""
+    """Return whether ids have a dtype of the contract: some all-to-all kernels return unsigned
+    ids."""
     import torch
 
     return topk_ids.ndim == 2 and topk_ids.dtype in (torch.int32, torch.int64)

@@ -1,4 +1,4 @@
-"""Where vLLM runs `moe_sum`."""
+"""Binding of `moe_sum`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _adds_experts(input: Tensor, output: Tensor) -> bool:
 
 
 def _map_of_ids(topk_ids: Tensor | None, expert_map: Tensor | None) -> Tensor | None:
-    """vLLM's kernel looks at the map for the sake of ids alone."""
+    """None without ids: vLLM's kernel reads the map only for ids."""
     return None if topk_ids is None else expert_map
 
 

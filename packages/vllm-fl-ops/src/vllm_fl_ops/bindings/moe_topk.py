@@ -1,4 +1,4 @@
-"""Where vLLM runs `moe_topk`."""
+"""Binding of `moe_topk`."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = ["BINDING"]
 
 
 def _marked(routing: tuple[Tensor, Tensor], is_padding: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Weights and ids as vLLM's kernels leave them: tokens of padding have no expert there."""
+    """Weights and ids as in vLLM's kernels: padding tokens have no expert."""
     weights, ids = routing
     return weights, ids if is_padding is None else ids.masked_fill(is_padding.unsqueeze(-1), -1)
 
 
 def _rows(gating_output: Tensor, topk: int) -> Tensor:
-    """A kernel writes more into it, which no release that we support reads."""
+    """A tensor that a kernel also writes to, and that no supported release reads."""
     from torch import int32
 
     return gating_output.new_empty((gating_output.shape[0], topk), dtype=int32)
 
 
 def _operator(scores: str, *further: str) -> OperatorTarget:
-    """The operator that has these scores, and so many parameters in a release."""
+    """The operator with these scores; `further` are a release's other parameters."""
     pads = "is_padding" in further
     return OperatorTarget(
         f"_moe_C::topk_{scores}",
@@ -57,12 +57,12 @@ def _operator(scores: str, *further: str) -> OperatorTarget:
 
 BINDING = Binding(
     targets=(
-        # The second one of each is vLLM 0.26's, whose operators know no padding.
+        # The second of each pair is for vLLM 0.26, without `is_padding`.
         _operator("softmax", "is_padding"),
         _operator("softmax"),
         _operator("sigmoid", "routed_scaling_factor", "is_padding"),
         _operator("sigmoid", "routed_scaling_factor"),
-        # The CPU build, from the release that has this module on.
+        # The CPU build, since the first release with this module.
         FunctionTarget(
             ("vllm.model_executor.layers.fused_moe.router.cpu_router._softmax_topk",),
             ("router_logits", "top_k", "renormalize"),

@@ -1,4 +1,4 @@
-"""Where vLLM runs `multimodal_rotary_embedding`."""
+"""Binding of `multimodal_rotary_embedding`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _native(
     mrope_interleaved: bool = False,
     rotary_interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As vLLM's layer computes it: every product is rounded."""
+    """Compute like vLLM's layer, which rounds every product."""
     import torch
 
     half, (_time, height, width) = cos.shape[-1], mrope_section
@@ -58,9 +58,9 @@ def _native(
 
 
 def _by_axes(layer: Any, rotate: Bound) -> Bound:
-    """vLLM's rope (positions, flat query, flat key) over the contract's (heads apart, cos, sin)."""
+    """Adapt the op (separate heads, cos, sin) to vLLM's layer (positions, flat query, flat key)."""
     tables = halves()
-    # A layer without sections turns text alone, whose one position is that of every axis.
+    # A layer without sections rotates only text, with one position for all axes.
     section = list(layer.mrope_section or (layer.rotary_dim // 2, 0, 0))
 
     def forward(positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,7 +68,7 @@ def _by_axes(layer: Any, rotate: Bound) -> Bound:
         cos, sin = tables(layer._match_cos_sin_cache_dtype(query))
         heads = (at.shape[0], -1, layer.head_size)
         q_out, k_out = rotate(
-            query.reshape(heads),  # views, but for odd layouts
+            query.reshape(heads),  # views, except for odd layouts
             key.reshape(heads),
             cos,
             sin,

@@ -1,4 +1,4 @@
-"""Where vLLM runs `qk_norm_rope`: an operator that one pass of its compiler puts into graphs."""
+"""Binding of `qk_norm_rope`: an operator that a compiler pass of vLLM inserts into graphs."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ def _apart(
     epsilon: float,
     rotary_interleaved: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Query and key after the norms and the rope, each as vLLM's layers compute it."""
+    """Query and key after the norms and the rope, computed like vLLM's layers."""
     size = q_weight.shape[0]
     query, key = (heads * size, kv_heads * size)
     q = qkv[:, :query].reshape(-1, heads, size)
     k = qkv[:, query : query + key].reshape(-1, kv_heads, size)
     q = rms_norm.native(q, None, q_weight, epsilon)
     k = rms_norm.native(k, None, k_weight, epsilon)
-    # With the whole table, as layers have it: rows gathered first are kernels of their own.
+    # Pass the whole table, like layers: gathering rows first would take separate kernels.
     return _rope(position_ids, q, k, size, cos_sin_cache, not rotary_interleaved)
 
 
 def _native(qkv: Tensor, *rest: Any) -> Tensor:
-    """The same, put back into the projection: more than twice the bytes of it in compiled code."""
+    """Write the results of `_apart` into the projection: more than twice their bytes in compiled
+    code."""
     start = 0
     for heads_of in _apart(qkv, *rest):
         if heads_of is not None:
@@ -58,10 +59,10 @@ def _rope(
     cos_sin_cache: Tensor,
     is_neox: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """What vLLM compiles in the place of the operator that its rope calls as a custom op."""
+    """The code that vLLM compiles instead of the operator that its rope calls as a custom op."""
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
-    # In a graph the two token counts may be two unknowns, which the layer's own code has as one.
+    # In a graph the two token counts may be two unknowns; the layer's code has only one.
     positions = positions.flatten().view(query.shape[0])
     rotary = cos_sin_cache.shape[-1]
     turned: tuple[Tensor, Tensor | None] = RotaryEmbedding.forward_static(
@@ -71,7 +72,7 @@ def _rope(
 
 
 def _norms_heads(layer: Any, config: Any) -> bool:
-    """Whether a layer is a norm as wide as a head: queries and keys are normed by such ones."""
+    """Return whether a layer is a norm as wide as a head, like the norms of queries and keys."""
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
     model = config.model_config
@@ -108,8 +109,8 @@ BINDING = Binding(
             ),
             tokens="qkv",
         ),
-        # It finds norms with float32 weights, too, as GemmaRMSNorm's are in a graph (Gemma 3);
-        # vLLM's own kernel raises there, so that some candidate must take them.
+        # It also finds norms with float32 weights, such as GemmaRMSNorm's in a graph (Gemma 3).
+        # vLLM's kernel raises an error for them, hence an implementation must support them.
         FusionTarget(
             "vllm.compilation.passes.fusion.qk_norm_rope_fusion.QKNormRoPEFusionPass",
             "enable_qk_norm_rope_fusion",

@@ -1,4 +1,4 @@
-"""Where vLLM runs `quant_fp8`."""
+"""Binding of `quant_fp8`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _native(
     scale_ub: Tensor | None = None,
     per_token: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As the layer's own, in its order of operations."""
+    """Compute like the layer, in its order of operations."""
     import torch
 
     if scale is not None:
@@ -45,7 +45,7 @@ def _native(
 
 
 def _of_layer(layer: Any, op: Bound) -> Bound:
-    """A QuantFP8, which has other layouts of scales, too: these stay vLLM's."""
+    """Adapt the op to a QuantFP8. vLLM's code computes its other layouts of scales."""
     own = _own_forward(layer)
 
     def forward(
@@ -76,7 +76,7 @@ def _is_one(scale: Tensor) -> bool:
 
 
 def _has_e4m3fn() -> bool:
-    """Whether this platform's fp8 is float8_e4m3fn: MI300's is another format."""
+    """Return whether this platform's fp8 is float8_e4m3fn: MI300's is another format."""
     import torch
     from vllm.platforms import current_platform
 
@@ -84,7 +84,7 @@ def _has_e4m3fn() -> bool:
 
 
 def _own_forward(layer: Any) -> Bound:
-    """The forward of vLLM's class that this platform would have taken of it."""
+    """vLLM's forward that this platform would use without the op."""
     from vllm.platforms import current_platform
 
     name = "forward_native"
@@ -101,7 +101,7 @@ def _own_forward(layer: Any) -> Bound:
 
 
 def _fits(result: Tensor, input: Tensor) -> bool:
-    """Whether an operator's call is the op: two dimensions, no rows of padding, and E4M3."""
+    """Return whether an operator's call is the op: two dimensions, no rows of padding, and E4M3."""
     import torch
 
     return input.ndim == 2 and result.shape == input.shape and result.dtype == torch.float8_e4m3fn
@@ -122,7 +122,7 @@ def _steps(x: Tensor, per_token: bool) -> Tensor:
 
 
 def _static(*further: str) -> OperatorTarget:
-    """`further`: a given scale's layout, in the releases that tell it."""
+    """The target for given scales; `further` is their layout, in releases that have it."""
     return OperatorTarget(
         "_C::static_scaled_fp8_quant",
         ("result", "input", "scale", *further),
@@ -139,7 +139,7 @@ def _static(*further: str) -> OperatorTarget:
 
 
 def _dynamic(name: str, only: Selection, *further: str, per_token: bool) -> OperatorTarget:
-    """`further`: the bound of a scale, which one of the two operators takes."""
+    """The target for computed scales; `further` is their bound, which one operator has."""
     return OperatorTarget(
         f"_C::{name}",
         ("result", "input", "scale", *further),
@@ -156,7 +156,7 @@ def _dynamic(name: str, only: Selection, *further: str, per_token: bool) -> Oper
 
 
 def _may_have(config: Any) -> bool:
-    """Attention quantises its queries for an fp8 cache, and vision encoders may theirs."""
+    """Return whether layers, queries for an fp8 cache, or vision encoders may be quantised."""
     return (
         is_quantised(config)
         or str(config.cache_config.cache_dtype).startswith("fp8")
@@ -166,7 +166,7 @@ def _may_have(config: Any) -> bool:
 
 BINDING = Binding(
     targets=(
-        # Whether vLLM is told that it is on decides what vLLM fuses with norms and activations.
+        # Enabling it in vLLM would change what vLLM fuses with norms and activations.
         LayerTarget(LAYER, _native, adapt=_of_layer, enabled=False),
         _static("group_shape"),
         _static(),

@@ -1,4 +1,4 @@
-"""Where vLLM runs `quant_fp8_group`."""
+"""Binding of `quant_fp8_group`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ __all__ = ["BINDING"]
 
 
 def _is_plain(input: Tensor, output_q: Tensor, output_s: Tensor, group_size: int) -> bool:
-    """Whether the format is E4M3, and scales lie in rows: else their layout would be a guess."""
+    """Return whether the format is E4M3, and scales are in rows: any other layout would be a
+    guess."""
     import torch
 
     rows, groups = input.shape[:-1].numel(), input.shape[-1] // group_size
@@ -25,7 +26,7 @@ def _is_plain(input: Tensor, output_q: Tensor, output_s: Tensor, group_size: int
 
 
 def _operator(*layout: str) -> OperatorTarget:
-    """`layout`: flags that one release has, and its kernel does not read."""
+    """The target in one release; `layout` are flags that its kernel does not read."""
     return OperatorTarget(
         "_C::per_token_group_fp8_quant",
         (
@@ -62,7 +63,7 @@ def _in_powers_of_two(use_ue8m0: bool | None) -> bool:
 def _shaped(
     results: tuple[Tensor, Tensor], x: Tensor, column_major_scales: bool
 ) -> tuple[Tensor, Tensor]:
-    """The results in the shapes and the layout of the function's."""
+    """The results in the function's shapes and layout."""
     value, steps = results
     steps = steps.view(*x.shape[:-1], steps.shape[-1])
     if column_major_scales:
@@ -76,7 +77,7 @@ BINDING = Binding(
     targets=(
         FunctionTarget(
             (
-                # The layer QuantFP8 with groups calls it by its module, on CUDA and XPU.
+                # The layer QuantFP8 with groups calls it through its module, on CUDA and XPU.
                 f"{_LAYERS}.quantization.utils.fp8_utils.per_token_group_quant_fp8",
                 f"{_LAYERS}.fused_moe.utils.per_token_group_quant_fp8",
                 f"{_LAYERS}.fused_moe.experts.deep_gemm_moe.per_token_group_quant_fp8",
@@ -100,7 +101,7 @@ BINDING = Binding(
                 },
             ),
         ),
-        # What that function calls on CUDA, in compiled code, too.
+        # Called by that function on CUDA, also in compiled code.
         _operator("dummy_is_scale_transposed", "dummy_is_tma_aligned"),
         _operator(),
     ),

@@ -1,4 +1,4 @@
-"""Where vLLM runs `quant_int8`."""
+"""Binding of `quant_int8`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _zero_points(x: Tensor, asymmetric: bool | None) -> Tensor | None:
 def _shaped(
     results: tuple[Tensor, ...], input: Tensor, scale: Tensor, azp: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """The results in the shapes of the operator's."""
+    """The results in the operator's shapes."""
     value, steps, *zero = results
     zero_points = [] if azp is None else [zero[0].view(azp.shape)]
     return value.view(input.shape), steps.view(scale.shape), *zero_points
@@ -75,9 +75,9 @@ _LAYERS = "vllm.model_executor.layers"
 
 BINDING = Binding(
     targets=(
-        # vLLM's CUDA build calls what is written `result`, its CPU build `out`.
+        # The output parameter is `result` in vLLM's CUDA build, and `out` in its CPU build.
         *(made(out) for made in (_static, _dynamic) for out in ("result", "out")),
-        # Triton's, of int8 experts and of Marlin with int8 activations.
+        # The Triton kernel of int8 experts, and of Marlin with int8 activations.
         FunctionTarget(
             (
                 f"{_LAYERS}.quantization.utils.int8_utils.per_token_quant_int8",

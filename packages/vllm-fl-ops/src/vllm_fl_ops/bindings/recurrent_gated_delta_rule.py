@@ -1,4 +1,4 @@
-"""Where vLLM runs `recurrent_gated_delta_rule`: Qwen's linear attention, in decode."""
+"""Binding of `recurrent_gated_delta_rule`: Qwen's linear attention, in decode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["BINDING"]
 
 
 def _one_each(tokens: int, cu_seqlens: Tensor | None, indices: Tensor | None) -> bool:
-    """Whether each token is another sequence's: plain decode."""
+    """Return whether each token is from a different sequence: plain decode."""
     return (
         cu_seqlens is not None
         and indices is not None
@@ -90,7 +90,7 @@ UPDATE = Route(
 
 
 def _as_packed(op: Bound) -> Bound:
-    """q, k and v side by side in the convolution's result."""
+    """Adapt the op to q, k and v that are adjacent in the convolution's result."""
 
     def function(*call: Any) -> Any:
         mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, indices, is_normed = call
@@ -130,7 +130,7 @@ BY_PACKED = Route(
 
 
 def _into(op: Bound) -> Bound:
-    """The CPU build's operator: states of keys by values."""
+    """Adapt the op to the CPU build's operator, with states of (key_size, value_size)."""
 
     def kernel(*call: Any) -> Any:
         A_log, dt_bias, q, k, v, a, b, source, indices, cu_seqlens, is_normed, *softplus = call

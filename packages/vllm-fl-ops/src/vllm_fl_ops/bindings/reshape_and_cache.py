@@ -1,4 +1,4 @@
-"""Where vLLM runs `reshape_and_cache`: the attention backends write their caches with it."""
+"""Binding of `reshape_and_cache`: attention backends write their caches with it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARAMETERS = names(
 
 
 def _holds_as_is(key: Tensor, key_cache: Tensor, kv_cache_dtype: str) -> bool:
-    # The Triton function knows a layout of five dimensions, too.
+    # The Triton function also supports a layout of five dimensions.
     return key_cache.ndim == 4 and holds_as_is(kv_cache_dtype, key_cache, key)
 
 

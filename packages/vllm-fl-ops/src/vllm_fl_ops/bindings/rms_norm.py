@@ -1,4 +1,4 @@
-"""Where vLLM runs `rms_norm`: layers, two ops of vLLM's IR, and operators."""
+"""Binding of `rms_norm`: layers, two ops in vLLM's IR, and operators."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def native(
     epsilon: float,
     variance_size: int | None = None,
 ) -> Any:
-    """As vLLM's layers compute it, in its order of operations and casts; its IR's native too."""
+    """Like vLLM's layers and the native implementation of its IR, in their order of operations and
+    casts."""
     import torch
 
     wide = x.float()
@@ -37,26 +38,26 @@ def native(
 
 
 class StandIn:
-    """A layer of another class as the one that it computes."""
+    """A layer with the attributes of another class of layers that computes the same op."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked of a copy that is not filled yet
+        if name.startswith("__"):  # read of a copy without attributes yet
             raise AttributeError(name)
         return getattr(self.layer, name)
 
 
 class _GemmaAsRMSNorm(StandIn):
-    """A GemmaRMSNorm as the RMSNorm that it computes: its weight is 1 + w, in float32."""
+    """A GemmaRMSNorm with the attributes of an RMSNorm: its weight is 1 + w, in float32."""
 
     has_weight = True
     variance_size_override = None
 
     @property
     def weight(self) -> Tensor:
-        """What the normed x is multiplied with; made at each call, as vLLM does."""
+        """The factor of the normalised x, computed at each call like in vLLM."""
         weight: Tensor = self.layer.weight.float() + 1.0
         return weight
 
@@ -65,7 +66,7 @@ _NORMS = "vllm.model_executor.layers.layernorm"
 
 BINDING = Binding(
     targets=(
-        # vLLM's fused_add_rms_norm writes over both, too.
+        # vLLM's fused_add_rms_norm also overwrites both.
         LayerTarget(f"{_NORMS}.RMSNorm", native, grants=("x", "residual"), enabled=False),
         LayerTarget(f"{_NORMS}.GemmaRMSNorm", native, stand_in=_GemmaAsRMSNorm, enabled=False),
         IrTarget(
@@ -79,7 +80,7 @@ BINDING = Binding(
             grants=("x", "residual"),
             parameters=("x", "x_residual", "weight", "epsilon", "variance_size"),
         ),
-        # The parameters of vLLM's CUDA build, and of its CPU one.
+        # With the parameters of the CUDA build, and of the CPU build.
         *(
             OperatorTarget(
                 "_C::rms_norm",

@@ -1,4 +1,4 @@
-"""Where vLLM runs `rms_norm_gated`."""
+"""Binding of `rms_norm_gated`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _native(
     norm_before_gate: bool = True,
     activation: str = "swish",
 ) -> Tensor:
-    """In fp32, as vLLM's `RMSNormGated` computes it."""
+    """Compute in fp32, like vLLM's `RMSNormGated`."""
     import torch
 
     act = torch.sigmoid if activation == "sigmoid" else torch.nn.functional.silu
@@ -43,7 +43,7 @@ def _native(
 
 
 class _Mamba2AsRMSNormGated(StandIn):
-    """A Mixer2RMSNormGated, whose groups all lie on this rank."""
+    """A Mixer2RMSNormGated with all its groups on this rank."""
 
     norm_before_gate = False
     activation = "silu"
@@ -55,14 +55,15 @@ class _Mamba2AsRMSNormGated(StandIn):
 
 
 class _FusedAsRMSNormGated(StandIn):
-    """A FusedRMSNormGated, which norms all features before the gate."""
+    """A FusedRMSNormGated, which normalises all features before the gate."""
 
     norm_before_gate = True
     group_size = None
 
 
 def _on_this_rank(layer: Any, norm: Bound) -> Bound:
-    """Mamba 2's norm: vLLM's own form where it norms nothing, or groups reach beyond this rank."""
+    """Adapt the op to Mamba 2's norm. vLLM's method stays for layers without a norm, or with groups
+    that span ranks."""
     if not layer.use_rms_norm or layer.n_groups % layer.tp_size:
         return partial(_vllms(layer).forward_native, layer)
 
@@ -73,7 +74,8 @@ def _on_this_rank(layer: Any, norm: Bound) -> Bound:
 
 
 def _without_residual(layer: Any, norm: Bound) -> Bound:
-    """Kimi's norm: vLLM's own kernel for calls that add a residual, too, and without a weight."""
+    """Adapt the op to Kimi's norm. vLLM's kernel stays for calls with a residual or without a
+    weight."""
 
     def forward(
         x: Tensor,
@@ -90,12 +92,12 @@ def _without_residual(layer: Any, norm: Bound) -> Bound:
 
 
 def _vllms(layer: Any) -> Any:
-    """vLLM's class of a layer whose class may be ours."""
+    """vLLM's class of a layer: the layer may be an instance of our subclass."""
     return next(cls for cls in type(layer).__mro__ if cls.__module__.startswith("vllm."))
 
 
 def _width(config: Any) -> int:
-    """Features of one row: a head's in linear attention, all of this rank's in Mamba 2."""
+    """Features of a row: of a head in linear attention, of this rank in Mamba 2."""
     text = config.model_config.hf_text_config
     head = getattr(text, "linear_value_head_dim", None)
     if head is None:
@@ -106,7 +108,7 @@ def _width(config: Any) -> int:
 
 
 def _groups(config: Any) -> int:
-    """Groups of features with one mean, of those on this rank; 1 where a head is a row."""
+    """Groups of features with one mean on this rank; 1 if a row is a head."""
     text = config.model_config.hf_text_config
     if getattr(text, "linear_value_head_dim", None) or getattr(text, "linear_attn_config", None):
         return 1
@@ -115,7 +117,7 @@ def _groups(config: Any) -> int:
 
 
 def _keeps_a_state(config: Any) -> bool:
-    """Whether the model has linear attention or Mamba: each such layer keeps a state."""
+    """Return whether the model has linear attention or Mamba: each such layer keeps a state."""
     model = config.model_config
     return any(getattr(model, name, True) for name in ("has_inner_state", "is_hybrid"))
 

@@ -1,4 +1,4 @@
-"""Where vLLM runs `rotary_embedding`."""
+"""Binding of `rotary_embedding`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def native(
     position_ids: Tensor,
     rotary_interleaved: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """As vLLM's layers compute it."""
+    """Compute like vLLM's layers."""
     import torch
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
-    # The rows of these positions alone: the whole table may have a hundred thousand.
+    # Only the rows of these positions: the whole table may have a hundred thousand.
     rows = torch.cat((cos[position_ids], sin[position_ids]), dim=-1)
     at = torch.arange(rows.shape[0], device=rows.device)
     rotated: tuple[Tensor, Tensor | None] = RotaryEmbedding.forward_static(
@@ -40,7 +40,7 @@ def native(
 
 
 def _from_positions(layer: Any, rotate: Bound) -> Bound:
-    """vLLM's rope (positions, flat query, flat key) over the contract's (heads apart, cos, sin)."""
+    """Adapt the op (separate heads, cos, sin) to vLLM's layer (positions, flat query, flat key)."""
     tables = halves()
 
     def forward(
@@ -52,10 +52,10 @@ def _from_positions(layer: Any, rotate: Bound) -> Bound:
         try:
             q = query.view(heads)
             k = None if key is None else key.view(heads)
-        except RuntimeError:  # what made them gave another layout than its contract promises
+        except RuntimeError:  # a layout that the producer's contract forbids
             return forward(positions, query.contiguous(), None if key is None else key.contiguous())
         q_out, k_out = rotate(q, k, cos, sin, positions, not layer.is_neox_style)
-        # What was turned in place is there already.
+        # Do not copy results that were rotated in place.
         return (
             query if q_out is q else q_out.reshape(query.shape),
             key if key is None or k_out is k else k_out.reshape(key.shape),
@@ -65,7 +65,8 @@ def _from_positions(layer: Any, rotate: Bound) -> Bound:
 
 
 def _of_heads(layer: Any, rotate: Bound) -> Bound:
-    """DeepSeek's rope, whose query and key have their heads apart, and whose table may be fp32."""
+    """Adapt the op to DeepSeek's rope: query and key have separate heads, and the table may be
+    fp32."""
     tables = halves()
 
     def forward(
@@ -85,9 +86,10 @@ def _of_heads(layer: Any, rotate: Bound) -> Bound:
 
 
 def _by_rows(layer: Any, rotate: Bound) -> Bound:
-    """Ernie 4.5's and Bailing's rope: each token's own row of cos and sin, made of three.
+    """Adapt the op to the rope of Ernie 4.5 and Bailing: a token's cos and sin come from three
+    rows.
 
-    The first pairs take turns between height and width, and the last ones have the time.
+    The first pairs alternate between height and width, and the last have the time.
     """
     section = layer.mrope_section or (0, 0, 0)
     first_of_time = getattr(layer, "spatial_size", section[0] + section[1])
@@ -118,7 +120,8 @@ def _by_rows(layer: Any, rotate: Bound) -> Bound:
 
 
 def _of_patches(layer: Any, rotate: Bound) -> Bound:
-    """Llama 4's vision encoder's rope, in float32: a row of a complex table for each patch."""
+    """Adapt the op to Llama 4's vision encoder, in float32: a row of a complex table for each
+    patch."""
     known: Tensor | None = None
     cos_sin: tuple[Tensor, ...] = ()
 
@@ -140,7 +143,7 @@ def _of_patches(layer: Any, rotate: Bound) -> Bound:
 
 
 def _to_operator(op: Bound) -> Bound:
-    """(positions, flat projections, one cache) over the contract's (heads apart, cos, sin)."""
+    """Adapt the op (separate heads, cos, sin) to (positions, flat projections, one cache)."""
     tables = halves()
 
     def kernel(
@@ -156,7 +159,7 @@ def _to_operator(op: Bound) -> Bound:
         cos, sin = tables(cos_sin_cache)
         positions = positions.flatten()
         heads = (positions.shape[0], -1, head_size)
-        q = query.reshape(heads)  # a view, but for layouts that allow none
+        q = query.reshape(heads)  # a view, if the layout allows it
         k = None if key is None else key.reshape(heads)
         q_out, k_out = op(q, k, cos, sin, positions, not is_neox)
         k_out = None if key is None else k_out.reshape(key.shape)
@@ -186,7 +189,7 @@ BINDING = Binding(
         LayerTarget(
             f"{_ROPES}.RotaryEmbedding",
             native,
-            grants=("query", "key"),  # vLLM's own kernels write into the projections too
+            grants=("query", "key"),  # vLLM's kernels also write into the projections
             adapt=_from_positions,
             subclasses=True,
         ),
@@ -201,7 +204,7 @@ BINDING = Binding(
             Route(
                 args={"position_ids": "positions"},
                 out=("query", "key"),
-                # Flat projections are what every build's kernel reads: a view, but for odd layouts.
+                # The kernel of every build reads flat projections: views, except for odd layouts.
                 own_args={
                     "query": lambda query: query.flatten(1),
                     "key": lambda key: None if key is None else key.flatten(1),

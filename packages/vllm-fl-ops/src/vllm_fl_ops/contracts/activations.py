@@ -1,5 +1,4 @@
-"""What the contracts of activations have in common: checks and inputs of x, and most of the
-contract: all of it where x is the only parameter."""
+"""Builder of the contracts of activations, with their samples."""
 
 from __future__ import annotations
 
@@ -42,21 +41,22 @@ def activation(
     power: int = 1,
     **more: Any,
 ) -> OpSpec:
-    """The contract of an activation.
+    """Return the contract of an activation.
 
     Args:
-        oracle: the op of (x), or of (x, further arguments), in fp64.
+        oracle: (x, further arguments) -> the result in fp64.
         second_form: the same by another formula.
         tolerances: by dtype.
-        gated: whether x has two halves, (..., 2 * d), and the result one, (..., d).
-        special: whether NaN must give NaN, and infinity infinity. Otherwise the row is open that
-            has one.
+        gated: whether x is two halves, (..., 2 * d), and the result (..., d).
+        special: whether NaN must give NaN, and infinity infinity; otherwise the result of a row
+            with either is unspecified.
         beside: the further arguments.
-        samples: the calls that every implementation must get right; None: of `activation_inputs`.
-        further: more of these.
+        samples: calls that every implementation must compute correctly; None: made from
+            `activation_inputs`.
+        further: more calls.
         call: x -> the arguments of a call.
-        power: with which power of x's magnitude results grow there.
-        more: as of `contract`.
+        power: results of a served model's calls grow with this power of x's magnitude.
+        more: see `contract`.
     """
     parts = 2 if gated else 1
     served_inputs = served_gated_inputs if gated else served_activation_inputs
@@ -89,7 +89,7 @@ def activation(
 
 
 def gated_inputs(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, x) for an op of the form act(x[..., :d]) * x[..., d:]."""
+    """Yield (name, x) for an op of the form act(x[..., :d]) * x[..., d:]."""
     yield "1 token", source.normal(1, 2 * 3072)
     yield "16 tokens", source.normal(16, 2 * 3072)
     yield "0 tokens", source.normal(0, 2 * 3072)
@@ -113,16 +113,16 @@ def gated_inputs(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
 def served_gated_inputs(
     sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool
 ) -> Iterator[tuple[str, torch.Tensor, float]]:
-    """(name, x, scale) of the gated MLP of a served model."""
+    """Yield (name, x, scale) for the gated MLP of a served model."""
     if sizes.intermediate is None:
         return
     source = Source(dtype, device, large)
-    shared = int(sizes.more.get("shared_intermediate") or 0)  # beside experts
+    shared = int(sizes.more.get("shared_intermediate") or 0)  # of shared experts
     for tokens in sizes.tokens:
         for d in dict.fromkeys((sizes.intermediate, shared or sizes.intermediate)):
             x, scale = source.normal(tokens, 2 * d), 1.0
             if large:
-                # The products stay below fp16's 65504; in wider dtypes they go beyond it.
+                # The products stay below fp16's 65504; in wider dtypes they exceed it.
                 most = 100.0 if str(dtype) == "torch.float16" else 1e3
                 scale = 3 * most
                 x[:, :d] = source.spiked(tokens, d, scale=4.0, peak=most)
@@ -131,7 +131,7 @@ def served_gated_inputs(
 
 
 def activation_inputs(source: Source, parts: int = 1) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, x) for an activation of every feature, or of `parts` features that lie d apart."""
+    """Yield (name, x) for an activation of x, or of `parts` equal parts of x."""
     yield "1 token", source.normal(1, parts * 512)
     yield "16 tokens", source.normal(16, parts * 512)
     yield "0 tokens", source.normal(0, parts * 512)
@@ -146,7 +146,7 @@ def activation_inputs(source: Source, parts: int = 1) -> Iterator[tuple[str, tor
 
 
 def broken_row(source: Source, parts: int = 1) -> torch.Tensor:
-    """x whose row 1 alone has a NaN and an infinity, in each of its parts."""
+    """Return x with a NaN and an infinity in each part of row 1, and in no other row."""
     x = source.normal(5, parts * 256)
     x[1, 7::256], x[1, 200::256] = float("nan"), float("inf")
     return x
@@ -155,7 +155,7 @@ def broken_row(source: Source, parts: int = 1) -> torch.Tensor:
 def served_activation_inputs(
     sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool
 ) -> Iterator[tuple[str, torch.Tensor, float]]:
-    """(name, x, scale) of the MLP of a served model that has no gate."""
+    """Yield (name, x, scale) for an MLP without a gate of a served model."""
     if sizes.intermediate is None:
         return
     source = Source(dtype, device, large)

@@ -1,4 +1,4 @@
-"""The short convolution over whole sequences: before linear attention and Mamba, in prefill."""
+"""The short convolution over whole sequences, in prefill of linear attention and Mamba."""
 
 from __future__ import annotations
 
@@ -32,38 +32,38 @@ def causal_conv1d(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t] = act(bias + sum of weight[:, i] * x[t - width + 1 + i] for i from 0 to width - 1).
 
-    Each feature by itself. What lies before the first token of a sequence is in its state, or 0
-    where it has none. Afterwards the state holds the last width - 1 inputs of the sequence, the
-    newest last, those of the state before among them where the sequence is shorter.
+    Each feature is convolved separately. The inputs before the first token of a sequence are its
+    state, or 0 without a state. Afterwards the state is the last width - 1 inputs of the sequence,
+    newest last; for a shorter sequence it includes inputs of the previous state.
 
     Args:
-        x: (tokens, dim), float32, float16 or bfloat16, of any layout: one sequence after the other.
-            A NaN spoils its own feature of its own sequence alone.
+        x: (tokens, dim), float32, float16 or bfloat16, of any layout: one sequence after another. A
+            NaN affects only its feature of its sequence.
         weight: (dim, width), of x's dtype, width from 2 to 5.
         bias: (dim,), of x's dtype, or None for 0.
         conv_states: (slots, dim, state_len), of x's dtype, of any layout, state_len at least
-            width - 1. The first width - 1 columns are the state; further ones are for speculative
-            decoding, and stay as they are.
-        query_start_loc: (sequences + 1,), int32 or int64: where each sequence begins, and where the
-            last one ends. The state of an empty sequence stays as it is.
-        cache_indices: (sequences,), int32 or int64, from 1: which slot has the state of each
-            sequence, none of them twice. Slot 0 is vLLM's null block, which no sequence has.
-        has_initial_state: (sequences,), bool. What the state of one without holds, NaN among it, is
-            not read.
-        activation: "silu", or None for none.
+            width - 1. The first width - 1 columns are the state; further columns, for speculative
+            decoding, are unchanged.
+        query_start_loc: (sequences + 1,), int32 or int64: the first token of each sequence, then
+            the number of tokens. The state of an empty sequence is unchanged.
+        cache_indices: (sequences,), int32 or int64, from 1, distinct: the slots of the sequences.
+            Slot 0 is vLLM's null block: no sequence uses it.
+        has_initial_state: (sequences,), bool. If it is False, the contents of the state are not
+            read, and may be NaN.
+        activation: "silu", or None for no activation.
 
     Returns:
-        (out, conv_states): out of x's shape and dtype, contiguous; conv_states of its own, with the
-        states of the sequences written. No input is changed, except conv_states if the
-        implementation consumes it: it returns the same tensor then.
+        (out, conv_states): out of x's shape and dtype, contiguous; conv_states like the argument,
+        with the states of the sequences written. The inputs are not modified, except conv_states if
+        the implementation consumes it: it then returns the same tensor.
 
     Raises:
-        CallError: an argument is not as said here. The numbers of query_start_loc and cache_indices
-            are not looked at before the call: on an accelerator wrong ones are the device's own
-            error, or undefined.
+        CallError: an argument violates this contract. The values of query_start_loc and
+            cache_indices are not checked before the call: on an accelerator, incorrect values are a
+            device error or undefined.
 
-    Source: Gu and Dao, "Mamba" (arXiv:2312.00752), its depthwise convolution; the states are those
-    of vLLM's `causal_conv1d_fn`.
+    Source: Gu and Dao, "Mamba" (arXiv:2312.00752), its depthwise convolution; states: vLLM's
+    `causal_conv1d_fn`.
     """
     import torch
 
@@ -85,7 +85,7 @@ def causal_conv1d(
 
 
 def _by_torch(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """PyTorch's own convolution over a padded sequence."""
+    """PyTorch's convolution over each padded sequence."""
     import torch
     import torch.nn.functional as F
 
@@ -110,9 +110,9 @@ def _by_torch(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _call(
     source: Source, ends: tuple[int, ...], dim: int = 64, width: int = 4, more: int = 0
 ) -> dict[str, Any]:
-    """A call over sequences that end so, of which every other one has a state before.
+    """A call over sequences with these ends; every other sequence, from the first, has a state.
 
-    The states have room for `more` columns.
+    The states have `more` further columns.
     """
     import torch
 
@@ -147,8 +147,8 @@ def _samples(source: Source) -> Iterator[Sample]:
     indices = {name: views[name].long() for name in ("query_start_loc", "cache_indices")}
     yield sample("a strided x, int64 indices", views, **indices)
     stale = _call(source, (5, 7, 12), dim=32)
-    stale["conv_states"][:2] = float("nan")  # the null block's, and one that nobody has
-    stale["conv_states"][3] = float("nan")  # that of the one without a state before
+    stale["conv_states"][:2] = float("nan")  # the null block, and an unused slot
+    stale["conv_states"][3] = float("nan")  # of the sequence without a state
     yield sample("NaN in states that are not read", stale)
     broken = _call(source, (5, 9), dim=32)
     broken["x"][2, 7] = float("nan")
@@ -156,8 +156,8 @@ def _samples(source: Source) -> Iterator[Sample]:
 
 
 def served_features(made: Callable[..., dict[str, Any]]) -> Callable[..., Iterator[Sample]]:
-    """`served` of a convolution whose calls `made` makes: (source, tokens, dim, width) -> arguments
-    by parameter."""
+    """`served` of a convolution, from `made`: (source, tokens, dim, width) -> arguments by
+    parameter."""
 
     def served(
         source: Source, sizes: ModelSizes, conv_features: int, conv_taps: int
@@ -184,12 +184,12 @@ TOLERANCES = {
         1.6e-2, 1.6e-2, "4 roundings of 2^-8; atol for products of magnitude 1 that are rounded"
     ),
 }
-"""Of the outputs; states are moved, and must be exact."""
+"""Tolerances of the outputs. States are copied, and must be exact."""
 
 WEIGHT = tensor("dim, width", "x", where="2 <= width <= 5")
 BIAS = tensor("dim", "x").optional()
 STATES = tensor("slots, dim, state_len", "x", where="state_len >= width - 1")
-"""Of a short convolution beside x of (tokens, dim)."""
+"""Arguments of a short convolution with x of (tokens, dim)."""
 
 
 def _also(
@@ -202,7 +202,7 @@ def _also(
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield from outside(good, "cache_indices", len(good["conv_states"]))
     at = good["query_start_loc"]
-    if at.device.type == "cpu":  # an accelerator would be unusable after it
+    if at.device.type == "cpu":  # it would make an accelerator unusable
         yield "query_start_loc beyond the tokens", {"query_start_loc": at * 2}
         yield (
             "query_start_loc before the last token",

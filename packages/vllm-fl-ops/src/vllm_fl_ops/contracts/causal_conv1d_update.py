@@ -1,4 +1,4 @@
-"""The short convolution for one token of each sequence: linear attention and Mamba in decode."""
+"""The short convolution for one token of each sequence, in decode of linear attention and Mamba."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ def causal_conv1d_update(
     activation: str | None,
     conv_state_indices: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out = act(bias + weight[:, -1] * x + sum of weight[:, i] * state[:, i] for the taps before).
+    """out = act(bias + weight[:, -1] * x + sum of weight[:, i] * state[:, i] for the other taps).
 
-    Each feature by itself. The state holds the last width - 1 inputs of a token's sequence, the
-    newest last; afterwards x is the newest of them, and the oldest is gone.
+    Each feature is convolved separately. The state is the last width - 1 inputs of the sequence,
+    newest last; afterwards x is the newest, and the oldest is dropped.
 
     Args:
-        x: (tokens, dim), float32, float16 or bfloat16, of any layout. Each token is another
-            sequence's.
+        x: (tokens, dim), float32, float16 or bfloat16, of any layout. Each token is from a
+            different sequence.
         conv_state: (slots, dim, state_len), of x's dtype, of any layout, state_len at least
-            width - 1. The first width - 1 columns are the state; further ones are for speculative
-            decoding, and stay as they are.
+            width - 1. The first width - 1 columns are the state; further columns, for speculative
+            decoding, are unchanged.
         weight: (dim, width), of x's dtype, width from 2 to 5.
         bias: (dim,), of x's dtype, or None for 0.
-        activation: "silu", or None for none.
-        conv_state_indices: (tokens,), int32 or int64: which slot has the state of each token's
-            sequence, none of them twice. 0 is padding: vLLM's null block, which no sequence has.
-            What padding and the null block hold, NaN among it, spoils nothing else.
+        activation: "silu", or None for no activation.
+        conv_state_indices: (tokens,), int32 or int64, distinct except 0: the slots of the tokens'
+            sequences. 0 is padding: vLLM's null block, not used by a sequence. The contents of
+            padding and of the null block may be NaN, and affect nothing else.
 
     Returns:
-        (out, conv_state): out of x's shape and dtype, contiguous, x itself where a token is
-        padding; conv_state of its own, with the slots of the tokens written and the others, slot 0
-        among them, as they were. No input is changed, except conv_state if the
-        implementation consumes it, and x if it was granted that: it returns the same tensors then.
+        (out, conv_state): out of x's shape and dtype, contiguous, equal to x for a padding token;
+        conv_state like the argument, with the slots of the tokens written and all others, including
+        slot 0, unchanged. The inputs are not modified, except conv_state if the implementation
+        consumes it, and x if it may consume x: it then returns the same tensors.
 
     Raises:
-        CallError: an argument is not as said here. The numbers of conv_state_indices are not looked
-            at before the call: on an accelerator wrong ones are the device's own error, or
+        CallError: an argument violates this contract. The values of conv_state_indices are not
+            checked before the call: on an accelerator, incorrect values are a device error or
             undefined.
 
-    Source: Gu and Dao, "Mamba" (arXiv:2312.00752), its depthwise convolution; states and padding
-    are those of vLLM's `causal_conv1d_update`.
+    Source: Gu and Dao, "Mamba" (arXiv:2312.00752), its depthwise convolution; states and padding:
+    vLLM's `causal_conv1d_update`.
     """
     import torch
 
@@ -76,7 +76,7 @@ def causal_conv1d_update(
 
 
 def _by_taps(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token by token and tap by tap, the state rolled."""
+    """Token by token and tap by tap, rolling the state."""
     x, conv_state, weight, bias, activation, conv_state_indices = call
     import torch.nn.functional as F
 

@@ -30,32 +30,32 @@ def chunk_gated_delta_rule(
     cu_seqlens: torch.Tensor,
     epsilon: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The outputs of each token, and the state of each sequence after its last token.
+    """The output of each token, and the state of each sequence after its last token.
 
-    For each token in turn, with its sequence's state S of (value_size, key_size) for each head:
+    For each token in order, with its sequence's state S of (value_size, key_size) for each head:
     S = exp(g) * S; S = S + beta * (v - S k) k^T; out = S q / sqrt(key_size).
 
     Args:
-        q, k: (tokens, heads, key_size), float32, float16 or bfloat16, of any layout. A NaN spoils
-            nothing of another sequence.
+        q, k: (tokens, heads, key_size), float32, float16 or bfloat16, of any layout. A NaN affects
+            no other sequence.
         v: (tokens, value_heads, value_size), of q's dtype, of any layout; value_heads is a multiple
-            of heads, and so many neighbours share a head of q and k.
-        g: (tokens, value_heads), float32, of any layout, at most 0: the logarithm of what a state
-            keeps.
+            of heads, and value_heads / heads consecutive heads share a head of q and k.
+        g: (tokens, value_heads), float32, of any layout, at most 0: the logarithm of the share that
+            a state keeps.
         beta: (tokens, value_heads), of q's dtype or float32, of any layout, from 0 to 1.
         initial_state: (sequences, value_heads, value_size, key_size), of q's dtype or float32.
-        cu_seqlens: (sequences + 1,), int32 or int64: where each sequence begins, and where the last
-            one ends. A sequence may be empty: its state comes back as it was.
-        epsilon: None takes q and k as they are, k of length 1 at most, or the state grows without
-            bound; a number above 0 divides each first by sqrt(sum(x**2) + epsilon).
+        cu_seqlens: (sequences + 1,), int32 or int64: the first token of each sequence, then the
+            number of tokens. The state of an empty sequence is returned unchanged.
+        epsilon: None to use q and k unchanged: with a k longer than 1, the state grows without
+            bound. A number above 0 to divide each by sqrt(sum(x**2) + epsilon) first.
 
     Returns:
-        (out, final_state), contiguous: out of v's shape and dtype, final_state of initial_state's.
-        The inputs are left as they were.
+        (out, final_state), contiguous: out of v's shape and dtype, final_state like initial_state.
+        The inputs are not modified.
 
     Raises:
-        CallError: an argument is not as said here. cu_seqlens is not looked at before the call: on
-            an accelerator wrong ones are the device's own error, or undefined.
+        CallError: an argument violates this contract. cu_seqlens is not checked before the call: on
+            an accelerator, incorrect values are a device error or undefined.
 
     Source: Yang et al., "Gated Delta Networks" (arXiv:2412.06464), equation 10.
     """
@@ -81,7 +81,7 @@ def _widened(
     beta: torch.Tensor,
     epsilon: float | None,
 ) -> tuple[torch.Tensor, ...]:
-    """All in fp64, q and k normed, one for each head of v, and q scaled."""
+    """All in fp64, q and k normalised and repeated for each head of v, and q scaled."""
     q, k = q.double(), k.double()
     if epsilon is not None:
         q, k = (x * (x.pow(2).sum(-1, keepdim=True) + epsilon).rsqrt() for x in (q, k))
@@ -91,7 +91,7 @@ def _widened(
 
 
 def _by_triangular_systems(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A whole sequence as one chunk: what its tokens add to the state solves a linear system."""
+    """A sequence as one chunk: the additions of its tokens to the state solve a linear system."""
     import torch
 
     q, k, v, g, beta, initial_state, cu_seqlens, epsilon = call
@@ -126,7 +126,7 @@ def _call(
     value_size: int = 64,
     strength: float = 1.0,
 ) -> dict[str, Any]:
-    """A call over sequences that end so; `strength` is how fast states fade."""
+    """A call over sequences with these ends; states fade faster with a larger `strength`."""
     import torch
     import torch.nn.functional as F
 
@@ -154,7 +154,7 @@ def qkv(
 
 
 def normed(call: dict[str, Any]) -> dict[str, Any]:
-    """The call with q and k that were normed before."""
+    """The call with q and k already normalised, and no epsilon."""
     import torch.nn.functional as F
 
     turned = {name: F.normalize(call[name].float(), dim=-1).to(call[name].dtype) for name in "qk"}
@@ -168,7 +168,7 @@ def _samples(source: Source) -> Iterator[Sample]:
         name = f"{tokens} token{'s' * (tokens != 1)}"
         yield Sample(name, (*_call(source, (tokens,)).values(),))
     two = _call(source, (67, 70), value_heads=4)
-    two["initial_state"][0] = 0  # a sequence that begins
+    two["initial_state"][0] = 0  # a new sequence
     yield Sample("two sequences, the first beyond 64 tokens", (*two.values(),))
     # The last sequence is one whole chunk.
     yield Sample("an empty sequence between", (*_call(source, (5, 5, 69)).values(),))
@@ -190,8 +190,8 @@ def _samples(source: Source) -> Iterator[Sample]:
 
 
 def served_heads(made: Callable[..., dict[str, Any]]) -> Callable[..., Iterator[Sample]]:
-    """`served` of a delta rule whose calls `made` makes: (source, tokens, heads, value_heads,
-    key_size, value_size) -> arguments by parameter."""
+    """`served` of a delta rule, from `made`: (source, tokens, heads, value_heads, key_size,
+    value_size) -> arguments by parameter."""
 
     def served(
         source: Source,
@@ -229,7 +229,7 @@ OUTPUTS = (
         }
     ),
 )
-"""How the results of a delta rule are compared, its outputs and its states."""
+"""How to compare the results of a delta rule: its outputs and its states."""
 
 
 def _also(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, begins: Any, *_: Any) -> Problem:
@@ -239,7 +239,7 @@ def _also(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, begins: Any, *_
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     at = good["cu_seqlens"]
     yield "states of integers", {"initial_state": good["initial_state"].long()}
-    if at.device.type == "cpu":  # an accelerator would be unusable after it
+    if at.device.type == "cpu":  # they would make an accelerator unusable
         yield "cu_seqlens beyond the tokens", {"cu_seqlens": at * 2}
         yield "cu_seqlens before the last token", {"cu_seqlens": at.clamp(max=len(good["q"]) - 1)}
         yield "cu_seqlens that fall", {"cu_seqlens": at.flip(0)}

@@ -1,4 +1,4 @@
-"""What contracts of several families have in common."""
+"""Helpers for the contracts of several families of ops."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ def contract(
     served: Callable[..., Iterable[Sample]],
     **more: Any,
 ) -> OpSpec:
-    """The contract of an op whose inputs are drawn from a source.
+    """Return the contract of an op with inputs from a `Source`.
 
     Args:
-        oracle, arguments, results, more: as of `declared`.
-        samples: a source -> the calls that every implementation must get right.
-        served: (a source, a model's sizes, further sizes that it names as its parameters) -> the
-            same for that model; there are none where one of these is not told.
+        oracle, arguments, results, more: see `declared`.
+        samples: source -> the calls that every implementation must compute correctly.
+        served: (source, model sizes, size, ...) -> the calls of a served model. The name of each
+            `size` is a field of `ModelSizes`, or a key of its `more`. No calls if such a size is
+            unknown.
     """
     asked = list(inspect.signature(served).parameters)[2:]
 
@@ -56,14 +57,14 @@ ROUNDED = {
     "float16": (2e-3, "4 roundings of 2^-11"),
     "bfloat16": (1.6e-2, "4 roundings of 2^-8, as vLLM's bf16 default"),
 }
-"""The relative tolerances of results that were rounded a few times, and why."""
+"""Relative tolerances of results that were rounded a few times, with reasons."""
 
 
 def rounded(**beside: tuple[float, str]) -> dict[str, Tolerance]:
-    """Tolerances of results that were rounded a few times.
+    """Return tolerances of results that were rounded a few times.
 
     Args:
-        beside: dtype -> (atol, what is said behind the reason of `ROUNDED`).
+        beside: dtype -> (atol, text after the reason in `ROUNDED`).
     """
     return {
         dtype: Tolerance(ROUNDED[dtype][0], atol, ROUNDED[dtype][1] + why)
@@ -72,18 +73,16 @@ def rounded(**beside: tuple[float, str]) -> dict[str, Tolerance]:
 
 
 class OfLayer(TypedDict):
-    """Fields of an `OpSpec`."""
-
     from_layer: Mapping[str, Callable[[Any], Any]]
     layer: Callable[..., object]
 
 
 def of_layer(*same: str, **other: str) -> OfLayer:
-    """How a layer provides parameters, and such a layer.
+    """Return the `OpSpec` fields of parameters that are attributes of a layer.
 
     Args:
-        same: parameters that are attributes of the layer.
-        other: parameter -> the attribute, as `weight.data`.
+        same: parameters with the attribute's name.
+        other: parameter -> attribute, such as `weight.data`.
     """
     attributes = {**dict(zip(same, same, strict=True)), **other}
 
@@ -96,7 +95,7 @@ def of_layer(*same: str, **other: str) -> OfLayer:
 
 
 def _reader(attribute: str) -> Callable[[Any], Any]:
-    """A function that PyTorch's compiler can trace, which it cannot do with an `attrgetter`."""
+    """Return a function that PyTorch's compiler can trace, unlike an `attrgetter`."""
     first, _, second = attribute.partition(".")
     if second:
         return lambda layer: getattr(getattr(layer, first), second)
@@ -104,14 +103,14 @@ def _reader(attribute: str) -> Callable[[Any], Any]:
 
 
 def activations(source: Source, *shape: int, scale: float) -> torch.Tensor:
-    """Normal numbers; with large values others, some as large as activations get."""
+    """Normal numbers; with `source.large`, some features are as large as activations get."""
     x = source.normal(*shape)
     return source.spiked(*shape, scale=scale, peak=peak(source.dtype)) if source.large else x
 
 
 def outside(good: Mapping[str, Any], name: str, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Bad inputs of indices beyond `count` and below 0; an accelerator would be unusable after
-    them."""
+    """Yield bad inputs with indices from `count` on, and below 0; none on an accelerator, which
+    they would make unusable."""
     at = good[name]
     if at.device.type == "cpu":
         yield f"{name} beyond the last one", {name: at + count}
@@ -119,6 +118,7 @@ def outside(good: Mapping[str, Any], name: str, count: int) -> Iterator[tuple[st
 
 
 def not_finite(*names: str) -> Iterator[tuple[str, dict[str, float]]]:
-    """Bad inputs of numbers that implementations look at before they compute."""
+    """Yield bad inputs with NaN and infinity in numbers that implementations read before they
+    compute."""
     for name in names:
         yield from ((f"{name}: {value}", {name: value}) for value in (math.nan, math.inf))

@@ -31,31 +31,32 @@ __all__ = ["SPEC"]
 def concat_and_cache_mla(
     kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> torch.Tensor:
-    """The cache with each token's latent and rotated key in the token's slot, all else as it was.
+    """The cache with each token's latent and rotated key in its slot; all other slots are
+    unchanged.
 
-    Slot s is row (s // block_size, s % block_size) of the cache; it holds kv_c, then k_pe. Numbers
-    are moved, not changed.
+    Slot s is row (s // block_size, s % block_size) of the cache; it has kv_c, then k_pe. Numbers
+    are copied exactly.
 
     Args:
-        kv_c: (tokens, kv_lora_rank), float32, float16 or bfloat16, of any layout: the normed
+        kv_c: (tokens, kv_lora_rank), float32, float16 or bfloat16, of any layout: the normalised
             latent of keys and values.
-        k_pe: (tokens, rope_size), of kv_c's dtype and device, of any layout: the part of the key
-            that was rotated.
-        kv_cache: (blocks, block_size, kv_lora_rank + rope_size), of kv_c's dtype and on its device,
-            of any layout: rows and blocks may be farther apart than they are long.
-        slot_mapping: (tokens,), int64, of any layout, below blocks * block_size. A token whose slot
-            is negative (vLLM's -1, for padding) is not written, whatever its row holds. Where two
-            tokens have one slot, it is open whose numbers stay there.
+        k_pe: (tokens, rope_size), of kv_c's dtype and device, of any layout: the rotated part of
+            the key.
+        kv_cache: (blocks, block_size, kv_lora_rank + rope_size), of kv_c's dtype and device, of any
+            layout: there may be gaps between rows and between blocks.
+        slot_mapping: (tokens,), int64, of any layout, below blocks * block_size. A token with a
+            negative slot (vLLM's -1, for padding) is not written, and its row may hold anything. If
+            two tokens have the same slot, either may remain there.
 
     Returns:
-        kv_cache after the writes. An implementation that consumes it writes into it and returns
-        the same tensor, in an engine and by `call_op`.
+        kv_cache after the writes. An implementation that consumes it writes into it and returns the
+        same tensor, in an engine and in `call_op`.
 
     Raises:
-        CallError: an argument is not as said here. A slot beyond the cache is not looked for before
-            the call: on an accelerator it is the device's own error, or undefined.
+        CallError: an argument violates this contract. A slot beyond the cache is not checked before
+            the call: on an accelerator, it is a device error or undefined.
 
-    Source: DeepSeek-AI, "DeepSeek-V2" (arXiv:2405.04434), section 2.1.3, which says what is cached;
+    Source: DeepSeek-AI, "DeepSeek-V2" (arXiv:2405.04434), section 2.1.3, on the cached numbers;
     vLLM's `concat_and_cache_mla` with kv_cache_dtype "auto".
     """
     import torch
@@ -135,7 +136,7 @@ def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
     rank, rope = sizes.more.get("kv_lora_rank", 0), sizes.more.get("qk_rope_head_dim", 0)
     if rank is None or rope is None:
         return
-    rank, rope = int(rank) or 512, int(rope) or 64  # as all models have it, where none is told
+    rank, rope = int(rank) or 512, int(rope) or 64  # if absent, the sizes of all models
     block = int(sizes.more.get("block_size") or BLOCK_SIZE)
     for tokens in sizes.tokens:
         kv_c = activations(source, tokens, rank, scale=30.0)

@@ -1,4 +1,4 @@
-"""Two tables that are halves of one, as kernels take them: for rotary embeddings of any op."""
+"""Cosine and sine tables that are the two halves of one cache, for kernels of any rotary op."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ __all__ = ["adjacent", "joint_cos_sin"]
 
 
 def joint_cos_sin(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
-    """The cache whose left half is `cos` and whose right half is `sin`, without a copy.
+    """Return the cache with `cos` as left half and `sin` as right half, without a copy.
 
-    For kernels that take one table. It compares addresses, so it is not for traced code.
+    For kernels that need a single table. It compares addresses: do not call it in traced code.
 
     Args:
         cos, sin: (max_position, half) tables.
 
     Returns:
-        The contiguous (max_position, 2 * half) tensor in the storage of both, or None when they
-        are not adjacent halves of its rows.
+        Contiguous (max_position, 2 * half), or None if the two are not adjacent halves of its rows.
     """
     key = id(cos), id(sin)
     known = _joint.get(key)
@@ -40,7 +39,7 @@ def joint_cos_sin(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
 
 
 def adjacent(cos: torch.Tensor, sin: torch.Tensor) -> Availability:
-    """True, or the reason why a kernel cannot take the two as one table: a rule of `OpImpl`."""
+    """True, or why a kernel cannot read both as one table: a rule for `OpImpl`."""
     return joint_cos_sin(cos, sin) is not None or "cos and sin are not the two halves of one cache"
 
 
@@ -48,7 +47,7 @@ _joint: dict[
     tuple[int, int],
     tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], torch.Tensor],
 ] = {}
-"""Pairs of tables that are alive, and their cache: a layer passes the same pair at every step."""
+"""The caches of live pairs: a layer passes the same pair at every step."""
 
 
 def _as_one(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""Activations of every feature by itself."""
+"""Elementwise activations."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ __all__ = ["SPECS"]
 
 
 def gelu_new(x: torch.Tensor) -> torch.Tensor:
-    """x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2, of every element.
+    """x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2, elementwise.
 
     Args:
         x: float32, float16 or bfloat16, of any shape and layout.
 
     Returns:
-        x's shape, contiguous, of its dtype and on its device. x is left as it was. A value below
-        -3 may come out as 0: vLLM's native form and its CUDA kernels round 1 + tanh to x's dtype.
+        Contiguous, of x's shape, dtype and device. x is not modified. The result for a value below
+        -3 may be 0: vLLM's implementation and its CUDA kernels round 1 + tanh to x's dtype.
 
     Raises:
-        CallError: x is not a tensor of such a dtype.
+        CallError: an argument violates this contract.
 
     Source: Hendrycks and Gimpel, "Gaussian Error Linear Units" (arXiv:1606.08415), section 2, the
     approximation by tanh; `gelu_new` of Hugging Face Transformers, GPT-2's activation.
@@ -49,19 +49,19 @@ def _new_by_torch(x: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_fast(x: torch.Tensor) -> torch.Tensor:
-    """x * (1 + tanh(0.7978845608 * x * (1 + 0.044715 * x**2))) / 2, of every element.
+    """x * (1 + tanh(0.7978845608 * x * (1 + 0.044715 * x**2))) / 2, elementwise.
 
-    `gelu_new` with sqrt(2 / pi) to ten digits, and the tanh's argument by other roundings.
+    This is `gelu_new` with sqrt(2 / pi) to ten digits, and other roundings of the tanh's argument.
 
     Args:
         x: float32, float16 or bfloat16, of any shape and layout.
 
     Returns:
-        x's shape, contiguous, of its dtype and on its device. x is left as it was. A value below
-        -3 may come out as 0: vLLM's native form and its CUDA kernels round 1 + tanh to x's dtype.
+        Contiguous, of x's shape, dtype and device. x is not modified. The result for a value below
+        -3 may be 0: vLLM's implementation and its CUDA kernels round 1 + tanh to x's dtype.
 
     Raises:
-        CallError: x is not a tensor of such a dtype.
+        CallError: an argument violates this contract.
 
     Source: Hendrycks and Gimpel, "Gaussian Error Linear Units" (arXiv:1606.08415), section 2, the
     approximation by tanh; `gelu_fast` of Hugging Face Transformers.
@@ -78,16 +78,16 @@ def _fast_by_tanh(x: torch.Tensor) -> torch.Tensor:
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(1.702 * x), of every element.
+    """x * sigmoid(1.702 * x), elementwise.
 
     Args:
         x: float32, float16 or bfloat16, of any shape and layout.
 
     Returns:
-        x's shape, contiguous, of its dtype and on its device. x is left as it was.
+        Contiguous, of x's shape, dtype and device. x is not modified.
 
     Raises:
-        CallError: x is not a tensor of such a dtype.
+        CallError: an argument violates this contract.
 
     Source: Hendrycks and Gimpel, "Gaussian Error Linear Units" (arXiv:1606.08415), section 2, the
     approximation by a sigmoid; `QuickGELU` of OpenAI's CLIP.
@@ -102,17 +102,17 @@ def _quick_by_tanh(x: torch.Tensor) -> torch.Tensor:
 
 
 def relu2(x: torch.Tensor) -> torch.Tensor:
-    """max(x, 0)**2, of every element.
+    """max(x, 0)**2, elementwise.
 
     Args:
-        x: float32, float16 or bfloat16, of any shape and layout. Nothing is promised for a NaN
-            itself: vLLM's CUDA kernel takes it for 0.
+        x: float32, float16 or bfloat16, of any shape and layout. The result for a NaN is
+            unspecified: vLLM's CUDA kernel reads it as 0.
 
     Returns:
-        x's shape, contiguous, of its dtype and on its device. x is left as it was.
+        Contiguous, of x's shape, dtype and device. x is not modified.
 
     Raises:
-        CallError: x is not a tensor of such a dtype.
+        CallError: an argument violates this contract.
 
     Source: So et al., "Primer: Searching for Efficient Transformers for Language Modeling"
     (arXiv:2109.08668).
@@ -126,7 +126,7 @@ def _relu2_by_sign(x: torch.Tensor) -> torch.Tensor:
 
 
 LEARNED = ("alpha_p", "alpha_n", "beta", "eps")
-"""The other arguments, which are attributes of the layer with these names."""
+"""The other arguments, and the layer's attributes of the same names."""
 
 
 def xielu(
@@ -142,21 +142,20 @@ def xielu(
 
     Args:
         x: float32, float16 or bfloat16, of any shape and layout.
-        alpha_p: one element, of x's dtype, as the model has learned it. vLLM keeps it in bfloat16,
-            whatever x is: softplus may then be rounded to that.
-        alpha_n: the same.
+        alpha_p: one element, of x's dtype or bfloat16, as learned. vLLM keeps it in bfloat16 for
+            any dtype of x: softplus may then be rounded to bfloat16.
+        alpha_n: like alpha_p.
         beta: one element, of x's dtype or bfloat16: the slope at 0.
         eps: one element, of x's dtype or bfloat16, at most 0: where expm1 begins.
 
     Returns:
-        x's shape, contiguous, of its dtype and on its device. Nothing is overwritten.
+        Contiguous, of x's shape, dtype and device. The inputs are not modified.
 
     Raises:
-        CallError: x is not a tensor of such a dtype, or another argument is no tensor of one
-            element, of such a dtype and on x's device.
+        CallError: an argument violates this contract.
 
-    Source: Huang, "Deriving Activation Functions Using Integration" (arXiv:2411.13010), xIELU, as
-    vLLM's `XIELU` computes it.
+    Source: Huang, "Deriving Activation Functions Using Integration" (arXiv:2411.13010), xIELU,
+    computed as in vLLM's `XIELU`.
     """
     wide = x.double()
     a, b = beta.double(), eps.double()
@@ -187,7 +186,7 @@ def _xielu_by_torch(
 def _learned(
     x: torch.Tensor, alpha_p: float = 0.2, alpha_n: float = -1.05, beta: float = 0.5
 ) -> tuple[torch.Tensor, ...]:
-    """The arguments of a call: a model starts at softplus of 0.8 and 0.3, and a slope of 0.5."""
+    """Arguments of a call. A model starts with a softplus of 0.8 and 0.3, and a slope of 0.5."""
     return (
         x,
         x.new_full((1,), alpha_p),
@@ -269,7 +268,7 @@ SPECS = (
         call=_learned,
         bad=lambda good: ((f"{name} of more", {name: good["x"]}) for name in LEARNED),
         from_layer=of_layer(*LEARNED)["from_layer"],
-        # vLLM's layer asks whether the package xielu has given it a kernel.
+        # vLLM's layer checks whether the package xielu provides its kernel.
         layer=lambda **learned: SimpleNamespace(**learned, _xielu_cuda_obj=None),
     ),
 )

@@ -1,4 +1,4 @@
-"""The routed experts of a mixture, not quantised: each token through the experts that it takes."""
+"""The routed experts of a mixture, not quantised."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ __all__ = ["SPEC"]
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 
 ALPHA, LIMIT = 1.702, 7.0
-"""The numbers of gpt-oss's activation."""
+"""Constants of gpt-oss's activation."""
 
 ALL_EXPERTS, ONE_EXPERT = 1 << 22, 5 << 20
-"""Weights of all experts with which a served model's call is tried as it is; and of one."""
+"""Limits of numbers of weights: of all experts at the model's size, and of one with all
+features."""
 
 FEW_EXPERTS, NARROW = 4, (128, 64)
-"""Of a larger model: how many experts have all features, and the features of all experts."""
+"""Of a larger model's calls: the experts with all features, and the features of all experts."""
 
 
 def fused_experts(
@@ -45,42 +46,44 @@ def fused_experts(
 ) -> torch.Tensor:
     """The sum, over a token's experts, of weight * (act(x @ w13.T + w13_bias) @ w2.T + w2_bias).
 
-    act of a gate and an up projection is silu(gate) * up, gelu(gate) * up with the error function
-    ("gelu") or with its tanh form ("gelu_tanh"), or gpt-oss's activation ("swigluoai"):
-    (up + 1) * gate * sigmoid(1.702 * gate), the gate at most 7 and up from -7 to 7.
+    act of a gate and an up projection is silu(gate) * up ("silu"), gelu(gate) * up with the error
+    function ("gelu") or with the approximation by tanh ("gelu_tanh"), or gpt-oss's activation
+    ("swigluoai"): (up + 1) * gate * sigmoid(1.702 * gate), with gate at most 7 and up from -7 to 7.
 
     Args:
         hidden_states: (tokens, hidden), float32, float16 or bfloat16, of any layout. A row with NaN
-            spoils no other; its own is open where a place of it has no expert.
-        w13: (experts, 2 * intermediate, hidden), of hidden_states' dtype and on its device: the
-            rows of the gate, then those of up. For "swigluoai" they take turns.
-        w2: (experts, hidden, intermediate), of the same dtype.
-        topk_weights: (tokens, k), floating, without unit, of any layout: how much each expert
-            counts.
+            affects no other row; its own result is unspecified if one of its positions has no
+            expert.
+        w13: (experts, 2 * intermediate, hidden), of hidden_states' dtype and device: the rows of
+            the gate, then of up. For "swigluoai" they alternate.
+        w2: (experts, hidden, intermediate), of w13's dtype.
+        topk_weights: (tokens, k), floating point, without unit, of any layout: the weights of the
+            experts.
         topk_ids: (tokens, k), int32 or int64, of any layout: the token's experts, numbered over all
-            ranks, below global_num_experts. A negative number (vLLM's -1, for padding) stands for
-            no expert: the place adds nothing, whatever its weight is.
+            ranks, below global_num_experts. A negative number (vLLM's -1, for padding) is not an
+            expert, and adds nothing even with a weight of NaN.
         activation: "silu", "gelu", "gelu_tanh" or "swigluoai".
-        apply_router_weight_on_input: the weight multiplies x in place of the result. Only with
-            k = 1.
-        global_num_experts: how many experts the model has; -1 stands for as many as w13 has. It is
-            another number only beside an expert_map.
-        expert_map: (global_num_experts,), int32: an expert's row in w13 and w2, or -1 for one that
-            another rank has: it adds nothing here. None: all experts are here, in order.
+        apply_router_weight_on_input: whether the weight multiplies x instead of the result. Only
+            with k = 1.
+        global_num_experts: the number of the model's experts: the length of expert_map, or without
+            a map the number in w13, or -1 for that number.
+        expert_map: (global_num_experts,), int32: the index of each expert in w13 and w2, or -1 for
+            an expert on another rank, which adds nothing. None: all experts are on this rank, in
+            order.
         w13_bias: (experts, 2 * intermediate), of hidden_states' dtype.
         w2_bias: (experts, hidden), of hidden_states' dtype.
 
     Returns:
-        (tokens, hidden), contiguous, of hidden_states' dtype and on its device: the share of this
-        rank's experts. No argument is overwritten.
+        (tokens, hidden), contiguous, of hidden_states' dtype and device: the sum over this rank's
+        experts. The inputs are not modified.
 
     Raises:
-        CallError: an argument is not as said here. An id beyond the experts is an error on a CPU;
-            an accelerator does not look for it, and it is the device's own error, or undefined.
+        CallError: an argument violates this contract. An id beyond the experts is an error on a
+            CPU. An accelerator does not check it: it is a device error or undefined.
 
     Source: Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated
     Mixture-of-Experts Layer" (arXiv:1701.06538), with the gated experts of Jiang et al., "Mixtral
-    of Experts" (arXiv:2401.04088); "swigluoai" as OpenAI, gpt-oss (arXiv:2508.10925).
+    of Experts" (arXiv:2401.04088); "swigluoai": OpenAI, gpt-oss (arXiv:2508.10925).
     """
     import torch
 
@@ -118,7 +121,7 @@ def _activated(inner: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def _dense(*call: Any) -> torch.Tensor:
-    """Every token through every expert of the model; those that are not here are zeros."""
+    """Every token through every expert of the model; experts on other ranks are zeros."""
     import torch
 
     hidden_states, w13, w2, topk_weights, topk_ids, *rest = call
@@ -163,7 +166,7 @@ def _dense(*call: Any) -> torch.Tensor:
 def _routing(
     source: Source, tokens: int, experts: int, k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights, ids) of a router: k experts of each token, no two the same."""
+    """(weights, ids) of a router: k distinct experts for each token."""
     import torch
 
     ids = taken_ids(source, tokens, k, experts)
@@ -174,7 +177,7 @@ def _routing(
 def _weights(
     source: Source, experts: int, hidden: int, inner: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(w13, w2) with which results are of the magnitude of the inputs."""
+    """(w13, w2) that keep the magnitude of the inputs."""
     w13 = source.normal(experts * 2 * inner, hidden, scale=hidden**-0.5)
     w2 = source.normal(experts * hidden, inner, scale=inner**-0.5)
     return w13.view(experts, 2 * inner, hidden), w2.view(experts, hidden, inner)
@@ -217,7 +220,7 @@ def _samples(source: Source) -> Iterator[Sample]:
     both = source.normal(12, 64), w13, w2, *_routing(source, 12, 8, 3)
     yield Sample("biases", (*both, "silu", False, -1, None, *biases), 2.0)
 
-    # The two forms of gelu differ by a tenth where the gate is near -3, and hardly elsewhere.
+    # The two forms of gelu differ by a tenth for a gate near -3, and hardly elsewhere.
     low = source.normal(8, 64, scale=0.1)
     low[:, :32] -= 3.0
     near = source.normal(80, 64, scale=0.5), w13 * 0.2, w2
@@ -231,7 +234,7 @@ def _samples(source: Source) -> Iterator[Sample]:
     yield Sample("beyond the limit of swigluoai", (*far, "swigluoai", *plain[1:]), 10.0)
 
     def padded(k: int) -> tuple[torch.Tensor, ...]:
-        """(x, weights, ids): places without an expert, and two stale rows that have none at all."""
+        """(x, weights, ids): one position has no expert, and two stale rows have no experts."""
         x, (weights, ids) = source.normal(9, 64), _routing(source, 9, 8, k)
         ids[2, 0], ids[7] = -1, -1
         weights[2, 0], weights[7] = math.nan, math.inf
@@ -277,10 +280,10 @@ def _served(
 def _shapes(
     experts: int, k: int, hidden: int, inner: int
 ) -> Iterator[tuple[tuple[int, int, int], int, str]]:
-    """((experts, hidden, intermediate), experts of a token, in what it is smaller) of the calls.
+    """Yield ((experts, hidden, intermediate), experts of a token, how it is reduced) of the calls.
 
-    All experts with few features, and all features with few experts: of both at once the oracle
-    would take seconds. Live verification has the model's own weights.
+    A large model has calls of all experts with few features, and of few experts with all features:
+    for all of both, the oracle would take seconds. Live verification has the model's weights.
     """
     if 3 * experts * hidden * inner <= ALL_EXPERTS:
         yield (experts, hidden, inner), k, ""
@@ -304,7 +307,7 @@ def _shapes(
 
 
 def _part(*call: Any) -> tuple[Any, ...]:
-    """The same call with the experts alone that its tokens take on this rank."""
+    """Return the call with only the experts that its tokens use on this rank."""
     import torch
 
     x, w13, w2, weights, topk_ids, activation, on_input, _, expert_map, *biases = call
@@ -314,7 +317,7 @@ def _part(*call: Any) -> tuple[Any, ...]:
     taken = here[known].unique()
     taken = taken[taken >= 0]
     if not taken.numel():
-        taken = taken.new_zeros(1)  # of which nothing is read
+        taken = taken.new_zeros(1)  # never read
     places = torch.full((count,), -1, dtype=torch.int32, device=ids.device)
     places[taken] = torch.arange(len(taken), dtype=torch.int32, device=ids.device)
     left = torch.where(here >= 0, places[here.clamp(min=0)], -1).to(torch.int32)
@@ -331,7 +334,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "weights on the input, for two experts", {"apply_router_weight_on_input": True}
     here = torch.arange(count, dtype=torch.int32, device=x.device)
     mapped = {"expert_map": here, "global_num_experts": count}
-    if x.device.type == "cpu":  # an accelerator would be unusable after it
+    if x.device.type == "cpu":  # it would make an accelerator unusable
         yield "an id beyond the experts", {"topk_ids": ids + count}
         yield "an id beyond the map", mapped | {"topk_ids": ids + count}
     yield "a list of experts", mapped | {"expert_map": [*range(count)]}

@@ -1,4 +1,4 @@
-"""Activations of an MLP with a gate: of two halves of the features."""
+"""Activations of an MLP with a gate: functions of two halves of the features."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate, then up projection.
 
     Returns:
-        (..., d), contiguous, of x's dtype and on its device. x is left as it was.
+        (..., d), contiguous, of x's dtype and device. x is not modified.
 
     Raises:
-        CallError: x is not a tensor of such a dtype, or its last dimension is odd.
+        CallError: an argument violates this contract.
 
     Source: Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202), SwiGLU.
     """
@@ -57,13 +57,13 @@ def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
         x: (..., 2 * d), float32, float16 or bfloat16, of any layout: up, then gate projection.
 
     Returns:
-        (..., d), contiguous, of x's dtype and on its device. x is left as it was.
+        (..., d), contiguous, of x's dtype and device. x is not modified.
 
     Raises:
-        CallError: x is not a tensor of such a dtype, or its last dimension is odd.
+        CallError: an argument violates this contract.
 
     Source: Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202), SwiGLU; the order of the
-    halves is that of Molmo and Ultravox.
+    halves as in Molmo and Ultravox.
     """
     up, gate = x.double().chunk(2, dim=-1)
     return up * gate * gate.sigmoid()
@@ -90,11 +90,10 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
         approximate: "none" or "tanh".
 
     Returns:
-        (..., d), contiguous, of x's dtype and on its device. x is left as it was.
+        (..., d), contiguous, of x's dtype and device. x is not modified.
 
     Raises:
-        CallError: x is not a tensor of such a dtype, its last dimension is odd, or `approximate`
-            is another word.
+        CallError: an argument violates this contract.
 
     Source: Hendrycks and Gimpel, "Gaussian Error Linear Units" (arXiv:1606.08415); Shazeer, "GLU
     Variants Improve Transformer" (arXiv:2002.05202), GEGLU.
@@ -133,27 +132,25 @@ def gelu_and_mul_sparse(
 ) -> torch.Tensor:
     """gelu(max(gate - cutoff, 0)) * x[..., d:], where d = x.shape[-1] // 2.
 
-    gate is x[..., :d]; cutoff is mean(gate) + std_multiplier * std(gate) of its row, std being that
-    of the d gates themselves (divided by d, not by d - 1). gelu is as in `gelu_and_mul`.
+    gate is x[..., :d], and cutoff is mean(gate) + std_multiplier * std(gate), over the d gates of a
+    row; std divides by d, not by d - 1. gelu is as in `gelu_and_mul`.
 
     Args:
-        x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate, then up projection; d is
-            1 or more, unless there are no rows. It is this rank's part of a layer. Nothing is
-            promised of a row with NaN or infinity, whose mean is none.
-        std_multiplier: how many deviations above the mean the cutoff lies; a finite number, or a
-            tensor with one, as layers before vLLM 0.30 have it. The normal distribution's quantile
-            of the share of gates that shall be 0.
+        x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate, then up projection, of
+            this rank's part of a layer; d is at least 1, unless there are no rows. The result of a
+            row with NaN or infinity is unspecified.
+        std_multiplier: the distance of cutoff and mean in standard deviations: the normal
+            distribution's quantile of the share of gates to set to 0. A finite number, or a tensor
+            with one, which layers before vLLM 0.30 have.
         approximate: "none" or "tanh".
 
     Returns:
-        (..., d), contiguous, of x's dtype and on its device. x is left as it was.
+        (..., d), contiguous, of x's dtype and device. x is not modified.
 
     Raises:
-        CallError: x is not a tensor of such a dtype, its last dimension is odd, std_multiplier is
-            not such a number, or `approximate` is another word.
+        CallError: an argument violates this contract.
 
-    Source: Gemma 3n, as `Gemma3nTextMLP` of Hugging Face Transformers 4.53 computes it
-    (`_gaussian_topk`).
+    Source: Gemma 3n, as in `Gemma3nTextMLP` of Hugging Face Transformers 4.53 (`_gaussian_topk`).
     """
     if approximate not in APPROXIMATIONS:
         raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
@@ -180,12 +177,12 @@ def _sparse_by_torch(
 
 
 GEMMA = 1.6448536
-"""Of a share of 0.95, which Gemma 3n has in its first layers."""
+"""The multiplier for a share of 0.95, which Gemma 3n's first layers use."""
 
 
 def _sparse_samples(source: Source) -> Iterator[Sample]:
     for name, x in activation_inputs(source, 2):
-        # Far ones are products of about 40 * 40.
+        # Results far from zero are products of about 40 * 40.
         yield Sample(name, (x, GEMMA, "tanh"), 1600.0 if name == "far from zero" else 1.0)
     shifted = source.normal(6, 2 * 128)
     shifted[:, :128] += 1.0
@@ -195,7 +192,7 @@ def _sparse_samples(source: Source) -> Iterator[Sample]:
 
 
 class Multiplier(Argument):
-    """A number, or a tensor with one."""
+    """A number, or a tensor, which is taken to have one element."""
 
     def problem(self, name: str, value: Any, call: dict[str, Any]) -> Problem:
         return None if hasattr(value, "numel") else super().problem(name, value, call)
@@ -204,20 +201,19 @@ class Multiplier(Argument):
 def fatrelu_and_mul(x: torch.Tensor, threshold: float = 0.0) -> torch.Tensor:
     """gate * x[..., d:], where d = x.shape[-1] // 2.
 
-    gate is x[..., :d] where that is above `threshold`, and 0 elsewhere.
+    gate is x[..., :d] above `threshold`, and 0 elsewhere.
 
     Args:
-        x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate, then up projection.
-            Nothing is promised for a NaN in the gate itself: vLLM's CUDA kernel takes it for 0.
-        threshold: in the units of x; finite. Where x's dtype cannot represent it, it may be rounded
-            to that before it is compared.
+        x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate, then up projection. The
+            result for a NaN in the gate is unspecified: vLLM's CUDA kernel reads it as 0.
+        threshold: in the units of x; finite. If x's dtype cannot represent it, it may be rounded to
+            that dtype before the comparison.
 
     Returns:
-        (..., d), contiguous, of x's dtype and on its device. x is left as it was.
+        (..., d), contiguous, of x's dtype and device. x is not modified.
 
     Raises:
-        CallError: x is not a tensor of such a dtype, its last dimension is odd, or `threshold` is
-            not such a number.
+        CallError: an argument violates this contract.
 
     Source: Song et al., "ProSparse: Introducing and Enhancing Intrinsic Activation Sparsity within
     Large Language Models" (arXiv:2402.13516), FATReLU.
@@ -245,22 +241,21 @@ def swigluoai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0)
     gate is x[..., ::2], at most `limit`; up is x[..., 1::2], from -limit to limit.
 
     Args:
-        x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate and up projection take
-            turns. Nothing is promised for a NaN itself: some of vLLM's CUDA kernels clamp it to
-            `limit`.
+        x: (..., 2 * d), float32, float16 or bfloat16, of any layout: features of the gate and the
+            up projection alternate. The result for a NaN is unspecified: some of vLLM's CUDA
+            kernels clamp it to `limit`.
         alpha: how steep the sigmoid is; finite.
-        limit: in the units of x; finite and above 0. One that x's dtype cannot represent may be
-            rounded to it.
+        limit: in the units of x; finite and above 0. If x's dtype cannot represent it, it may be
+            rounded to that dtype.
 
     Returns:
-        (..., d), contiguous, of x's dtype and on its device. x is left as it was.
+        (..., d), contiguous, of x's dtype and device. x is not modified.
 
     Raises:
-        CallError: x is not a tensor of such a dtype, its last dimension is odd, or alpha or limit
-            is not such a number.
+        CallError: an argument violates this contract.
 
-    Source: OpenAI, gpt-oss (arXiv:2508.10925), the activation of its experts, as
-    `GptOssExperts` of Hugging Face Transformers 4.55 computes it.
+    Source: OpenAI, gpt-oss (arXiv:2508.10925), the activation of its experts, computed as in
+    `GptOssExperts` of Hugging Face Transformers 4.55.
     """
     wide = x.double()
     gate, up = wide[..., ::2].clamp(max=limit), wide[..., 1::2].clamp(-limit, limit)
@@ -304,25 +299,24 @@ def silu_and_mul_with_clamp(
     """gate * sigmoid(alpha * gate) * (up + beta), of clamped halves, where d = x.shape[-1] // 2.
 
     gate is x[..., :d], at most `limit`; up is x[..., d:], from -limit to limit. `swigluoai_and_mul`
-    is the same of pairs, with alpha of 1.702 and beta of 1.
+    is the same function of pairs, with alpha 1.702 and beta 1.
 
     Args:
-        x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate, then up projection.
-            Nothing is promised for a NaN itself: vLLM's CUDA kernel clamps it to `limit`.
-        limit: in the units of x; finite and above 0. One that x's dtype cannot represent may be
-            rounded to it.
+        x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate, then up projection. The
+            result for a NaN is unspecified: vLLM's CUDA kernel clamps it to `limit`.
+        limit: in the units of x; finite and above 0. If x's dtype cannot represent it, it may be
+            rounded to that dtype.
         alpha: how steep the sigmoid is; finite.
-        beta: what is added to up, in the units of x; finite.
+        beta: added to up, in the units of x; finite.
 
     Returns:
-        (..., d), contiguous, of x's dtype and on its device. x is left as it was.
+        (..., d), contiguous, of x's dtype and device. x is not modified.
 
     Raises:
-        CallError: x is not a tensor of such a dtype, its last dimension is odd, or limit, alpha or
-            beta is not such a number.
+        CallError: an argument violates this contract.
 
-    Source: the `swiglu_limit` of DeepSeek-V4's experts, as vLLM's `SiluAndMulWithClamp` computes
-    it; alpha and beta are those of gpt-oss (arXiv:2508.10925).
+    Source: the `swiglu_limit` of DeepSeek-V4's experts, computed as in vLLM's
+    `SiluAndMulWithClamp`; alpha and beta as in gpt-oss (arXiv:2508.10925).
     """
     gate, up = x.double().chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -411,7 +405,7 @@ SPECS = (
         },
         samples=_sparse_samples,
         call=lambda x: (x, GEMMA, "tanh"),
-        power=2,  # of a product
+        power=2,  # results are products
         bad=lambda good: not_finite("std_multiplier"),
         **of_layer("std_multiplier", "approximate"),
     ),
@@ -451,7 +445,7 @@ SPECS = (
         beside={"alpha": scalar(), "limit": scalar("value > 0")},
         samples=_swigluoai_samples,
         call=_in_pairs,
-        power=0,  # clamped: results are of magnitude 1 all the same
+        power=0,  # clamped: results have magnitude 1 for any x
         bad=lambda good: not_finite("alpha", "limit"),
         **of_layer("alpha", "limit"),
     ),
@@ -476,7 +470,7 @@ SPECS = (
         special=False,
         further=_beyond_limits,
         call=lambda x: (x, 7.0, 1.0, 0.0),
-        power=0,  # clamped: results are below 50 all the same
+        power=0,  # clamped: results are below 50 for any x
         bad=lambda good: not_finite("limit", "alpha", "beta"),
         **of_layer(limit="swiglu_limit", alpha="alpha", beta="beta"),
     ),

@@ -1,4 +1,4 @@
-"""The gate-and-up product of an MLP and its activation, in one."""
+"""The gate-and-up product of an MLP, fused with its activation."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """silu(x @ gate.T) * (x @ up.T), where silu(g) = g * sigmoid(g).
 
     Args:
-        x: (tokens, in_features), float32, float16 or bfloat16, of any layout. in_features is 1 or
-            more. NaN and infinity spoil their own row alone.
-        weight: (2 * out_features, in_features), of x's dtype and on its device, of any layout: the
-            rows of gate, then those of up.
+        x: (tokens, in_features), float32, float16 or bfloat16, of any layout; in_features is at
+            least 1. NaN and infinity affect only their row.
+        weight: (2 * out_features, in_features), of x's dtype and device, of any layout: the rows of
+            gate, then of up.
 
     Returns:
-        (tokens, out_features), contiguous, of x's dtype and on its device. Both products and silu
-        may be rounded to that dtype on the way, or be kept in a wider one. The inputs are left as
-        they were.
+        (tokens, out_features), contiguous, of x's dtype and device. Both products and silu may be
+        rounded to that dtype, or kept in a wider dtype. The inputs are not modified.
 
     Raises:
-        CallError: an argument is not as said here.
+        CallError: an argument violates this contract.
 
-    Source: Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202), SwiGLU; of vLLM's layers
-    `MergedColumnParallelLinear` and `SiluAndMul` behind it.
+    Source: Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202), SwiGLU; in vLLM,
+    `MergedColumnParallelLinear` followed by `SiluAndMul`.
     """
     gate, up = product(x, weight).chunk(2, dim=-1)
     return gate * gate.sigmoid() * up
@@ -49,22 +48,21 @@ def linear_gelu_tanh_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Ten
     gelu(g) is g * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 * g**3))) / 2.
 
     Args:
-        x: (tokens, in_features), float32, float16 or bfloat16, of any layout. in_features is 1 or
-            more. NaN and infinity spoil their own row alone.
-        weight: (2 * out_features, in_features), of x's dtype and on its device, of any layout: the
-            rows of gate, then those of up.
+        x: (tokens, in_features), float32, float16 or bfloat16, of any layout; in_features is at
+            least 1. NaN and infinity affect only their row.
+        weight: (2 * out_features, in_features), of x's dtype and device, of any layout: the rows of
+            gate, then of up.
 
     Returns:
-        (tokens, out_features), contiguous, of x's dtype and on its device. Both products and gelu
-        may be rounded to that dtype on the way, or be kept in a wider one. The inputs are left as
-        they were.
+        (tokens, out_features), contiguous, of x's dtype and device. Both products and gelu may be
+        rounded to that dtype, or kept in a wider dtype. The inputs are not modified.
 
     Raises:
-        CallError: an argument is not as said here.
+        CallError: an argument violates this contract.
 
     Source: Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202), GEGLU; Hendrycks and
-    Gimpel, "Gaussian Error Linear Units" (arXiv:1606.08415); of vLLM's layers
-    `MergedColumnParallelLinear` and `GeluAndMul` with approximate="tanh" behind it.
+    Gimpel, "Gaussian Error Linear Units" (arXiv:1606.08415); in vLLM, `MergedColumnParallelLinear`
+    followed by `GeluAndMul` with approximate="tanh".
     """
     gate, up = product(x, weight).chunk(2, dim=-1)
     inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
@@ -72,14 +70,12 @@ def linear_gelu_tanh_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Ten
 
 
 def gelu_tanh(gate: torch.Tensor) -> torch.Tensor:
-    """gelu's approximation by tanh, as PyTorch has it."""
     from torch.nn.functional import gelu
 
     return gelu(gate, approximate="tanh")
 
 
 def silu(gate: torch.Tensor) -> torch.Tensor:
-    """silu, as PyTorch has it."""
     from torch.nn.functional import silu as by_torch
 
     return by_torch(gate)
@@ -89,11 +85,11 @@ def _gated_product(
     oracle: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     activation: Callable[[torch.Tensor], torch.Tensor],
 ) -> OpSpec:
-    """The contract of such a product, of which the weight has gate's rows and then up's.
+    """Return the contract of a product with an activation; the weight has rows of gate, then of up.
 
     Args:
         oracle: the op, in fp64.
-        activation: of the gate, by another formula than the oracle's.
+        activation: of the gate, by another formula.
     """
 
     def by_other_formulas(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -133,13 +129,12 @@ def _samples(source: Source) -> Iterator[Sample]:
     far = _of("gates far from zero", source, source.normal(6, 256), 64, scale=300.0)
     far.args[1][:64] *= 300.0  # an activation is g or 0 here; exp(g) overflows
     yield far
-    # Here are gates of 4 to 16, between which and zero an activation may be cut, and up beyond any
-    # limit.
+    # Gates reach 4 to 16, to find an activation that is cut nearer to zero; up is beyond any limit.
     far = _of("up far from zero", source, source.normal(6, 256), 64, scale=4 * 300.0)
     far.args[1][:64] *= 4.0
     far.args[1][64:] *= 300.0
     yield far
-    # All results are 0, beside which it is seen what a limit of gate or of its sigmoid leaves.
+    # All results are 0, which shows the remainder that a limit of gate or its sigmoid leaves.
     below = _of("gates far below zero", source, source.normal(6, 256).abs(), 64)
     below.args[1][:64] = -30.0 * below.args[1][:64].abs()
     below.args[1][64:] *= 300.0
@@ -157,12 +152,12 @@ def _served(
 ) -> Iterator[Sample]:
     if not dense_intermediate:
         return
-    # Of float16 the products stay below 65504; in wider dtypes they go beyond it.
+    # In float16 the products stay below 65504; in wider dtypes they exceed it.
     most = 320.0 if str(source.dtype) == "torch.float16" else peak(source.dtype)
     for tokens in sizes.tokens:
         x, scale = source.normal(tokens, hidden), 1.0
         if source.large:
-            # As for `linear`, both products are of the magnitude of an eighth of `most`.
+            # Both products have the magnitude most / 8, as in `linear`.
             x = source.spiked(tokens, hidden, scale=most / 32, peak=most)
             scale = (most / 8) ** 2
         name = f"{tokens} x {hidden} -> 2*{dense_intermediate}{', large' * source.large}"

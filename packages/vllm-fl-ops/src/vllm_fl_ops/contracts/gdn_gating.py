@@ -1,4 +1,4 @@
-"""The gates of a gated delta rule: how fast a state fades, and how much of a token it takes up."""
+"""The gates of a gated delta rule: how fast a state fades, and the strength of a token's update."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def gdn_gating(
     """g = -exp(A_log) * log(1 + exp(a + dt_bias)), and beta = sigmoid(b).
 
     Args:
-        a: (tokens, heads), float32, float16 or bfloat16, of any layout: it usually is one half of
-            a projection's result, of which b is the other. NaN and infinity in a or b give what the
-            formula says, and in their own place alone.
+        a: (tokens, heads), float32, float16 or bfloat16, of any layout: usually one half of a
+            projection's result, with b as the other half. NaN and infinity in a or b give the
+            result of the formula, and affect only their element.
         b: of a's shape, dtype and device, of any layout.
         A_log: (heads,), the logarithm of each head's rate, of a's dtype or float32.
         dt_bias: (heads,), added to every row of a, of a's dtype or float32.
 
     Returns:
-        (g, beta): both (tokens, heads) and contiguous; g is float32 and at most 0, the logarithm
-        of the share of its state that a head keeps; beta is of b's dtype, from 0 to 1. The inputs
-        are left as they were.
+        (g, beta): both (tokens, heads) and contiguous; g is float32 and at most 0, the logarithm of
+        the share of its state that a head keeps; beta is of b's dtype, from 0 to 1. The inputs are
+        not modified.
 
     Raises:
-        CallError: an argument is not as said here.
+        CallError: an argument violates this contract.
 
     Source: Yang et al., "Gated Delta Networks" (arXiv:2412.06464), with the parameters of Mamba 2
     (Dao and Gu, arXiv:2405.21060).

@@ -1,4 +1,4 @@
-"""DeepSeek's routing: a token takes the best experts of its best groups of experts."""
+"""DeepSeek's routing: the best experts of each token, from its best groups of experts."""
 
 from __future__ import annotations
 
@@ -41,35 +41,35 @@ def grouped_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `topk` best experts of the `topk_group` best groups of each token, and their weights.
 
-    Scores are softmax(gating_output) or sigmoid(gating_output) over all experts, in fp32. Groups
-    are neighbouring experts. With a bias, score + bias decides: a group counts as much as its two
-    highest together. Without one the score decides, and a group counts as its highest. Weights are
-    the scores without the bias.
+    Scores are softmax(gating_output) or sigmoid(gating_output) over all experts, in fp32. A group
+    is a range of consecutive experts. With a bias, experts are chosen by score + bias, and groups
+    by the sum of their two highest. Without a bias, experts are chosen by score, and groups by
+    their highest. Weights are the scores without the bias.
 
     Args:
         gating_output: (tokens, experts), the router's logits without unit: float32, float16 or
-            bfloat16, of any layout. Nothing is promised for a token with a logit that is not
-            finite; it changes nothing for another token.
-        topk: how many experts a token takes, from 1 to those of topk_group groups.
-        renormalize: whether a token's weights are divided by their sum. Nothing is promised for
-            the weights of a token whose chosen scores are all below 1e-6 then: kernels add small
-            numbers to the sum.
-        num_expert_group: how many groups there are, of equal size; with a bias of two or more.
-        topk_group: how many groups a token takes experts of, from 1 to num_expert_group.
+            bfloat16, of any layout. The result of a token with a logit that is not finite is
+            unspecified, and affects no other token.
+        topk: the number of experts of a token, from 1 to the number in topk_group groups.
+        renormalize: whether to divide a token's weights by their sum. The weights of a token with
+            all chosen scores below 1e-6 are then unspecified: kernels add small numbers to the sum.
+        num_expert_group: the number of groups, of equal size; with a bias, of at least two experts.
+        topk_group: the number of groups to choose a token's experts from, 1 to num_expert_group.
         scoring_func: "softmax" or "sigmoid".
-        routed_scaling_factor: a finite number that multiplies the weights last.
+        routed_scaling_factor: a finite factor of the weights, applied last.
         e_score_correction_bias: (experts,), finite, float32, float16 or bfloat16, or None.
 
     Returns:
         (weights, ids), both (tokens, topk) and contiguous, on gating_output's device: float32, and
-        int32 from 0 to experts - 1, no expert twice. The order of a token's experts is free, and
-        so is which of equal scores, or equal groups, is taken. The inputs are left as they were.
+        int32 from 0 to experts - 1, distinct for each token. The order of a token's experts is
+        free, and so is the choice between equal scores, or equal groups. The inputs are not
+        modified.
 
     Raises:
-        CallError: an argument is not as said here.
+        CallError: an argument violates this contract.
 
-    Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2, and its published code; as
-    `grouped_topk` of vLLM.
+    Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2, and its published code; vLLM's
+    `grouped_topk`.
     """
     scores = scored(gating_output, scoring_func)
     allowed = _allowed(scores, num_expert_group, topk_group, e_score_correction_bias)
@@ -83,7 +83,7 @@ def grouped_topk(
 def _allowed(
     scores: torch.Tensor, groups: int, topk_group: int, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """What decides between experts; -inf for those of the other groups."""
+    """Return the numbers that decide between experts: -inf for experts of other groups."""
     import torch
 
     choice = (scores if bias is None else scores + bias.double()).unflatten(-1, (groups, -1))
@@ -170,7 +170,7 @@ def _samples(source: Source) -> Iterator[Sample]:
     small = router_logits(source, 4, 195)
     yield Sample("many small groups", (small, 6, True, 65, 3, "softmax", 1.0, None))
     ties = router_logits(source, 6, 16)
-    ties[:, 3] = ties[:, 8] = ties[:, 12] = 4.5  # three for the last two places, in three groups
+    ties[:, 3] = ties[:, 8] = ties[:, 12] = 4.5  # three groups' equal scores for two choices
     ties[:, 5] = 6.0
     yield Sample("ties", (ties, 3, True, 4, 4, "softmax", 1.0, None))
     bias = bias_for_choice(source, 64, 0.1)
@@ -193,7 +193,7 @@ def _served(
     topk, groups, best = experts_per_token, expert_groups, expert_groups_per_token
     large = ", large" * source.large
     bias = bias_for_choice(source, experts, 0.1)
-    # Routers with a bias give their logits in fp32.
+    # Routers with a bias return logits in fp32.
     kinds = {"sigmoid": torch.float32, "softmax": source.dtype}
     for how in ("sigmoid", "softmax"):
         for tokens in sizes.tokens:
@@ -202,9 +202,7 @@ def _served(
             rest = ("sigmoid", 2.5, bias) if how == "sigmoid" else ("softmax", 1.0, None)
             name = f"{topk} of {tokens} x {experts} in {best} of {groups}, {how}{large}"
             args = (logits, topk, True, groups, best, *rest)
-            if (
-                SPEC.check(*args) is None
-            ):  # a model with sizes that make no groups has other routing
+            if SPEC.check(*args) is None:  # otherwise the model's experts are not in groups
                 yield Sample(name, args)
 
 

@@ -1,4 +1,4 @@
-"""Layer normalisation: the mean is taken away, and the spread made 1."""
+"""Layer normalisation: mean 0 and spread 1 over the features, then weight and bias."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def layer_norm(
 ) -> torch.Tensor:
     """(x - mean(x)) / sqrt(variance(x) + epsilon) * weight + bias, over the last dimension.
 
-    The variance is the mean of the squared deviations: it is divided by the number of features.
+    The variance is the mean of the squared deviations: the divisor is the number of features.
 
     Args:
         x: (..., hidden), float32, float16 or bfloat16, of any layout. A row with NaN or infinity
-            gives NaN alone, and no other row does.
+            gives only NaN, and affects no other row.
         weight: (hidden,), of x's dtype or float32, on x's device, or None for 1.
         bias: (hidden,), in the units of the result, of weight's dtype and on x's device, or None
-            for 0. Without a weight there is none.
+            for 0. Must be None if weight is None.
         epsilon: added to the variance, in its units; finite and above 0.
 
     Returns:
-        (..., hidden), contiguous, of x's dtype and on its device. x is left as it was.
+        (..., hidden), contiguous, of x's dtype and device. x is not modified.
 
     Raises:
-        CallError: an argument is not as said here.
+        CallError: an argument violates this contract.
 
     Source: Ba, Kiros and Hinton, "Layer Normalization" (arXiv:1607.06450), equation 4, with the
     epsilon of `torch.nn.LayerNorm`.

@@ -1,4 +1,4 @@
-"""A projection: every token's features, weighed and summed anew for each output feature."""
+"""A linear projection of each token's features."""
 
 from __future__ import annotations
 
@@ -41,11 +41,13 @@ SHAPES = (
     ("1 feature", 5, 1, 259),
     ("1 output feature", 7, 2063, 1),
 )
-"""(name, tokens, in_features, out_features) of samples: where kernels of products change. The first
-is small: checks that take one call of each kind take that one."""
+"""(name, tokens, in_features, out_features) of samples, at sizes where kernels of products change.
+
+The first is small: checks that make one call of each kind use it.
+"""
 
 ROWS_AT_ONCE = 256
-"""Of a weight, which the oracle makes float64."""
+"""How many rows of a weight the oracle converts to float64 at a time."""
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -53,19 +55,18 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
     Args:
         x: (tokens, in_features), float32, float16 or bfloat16, of any layout: a part of a wider
-            projection is a strided view of it. in_features is 1 or more. NaN and infinity spoil
-            their own row alone.
-        weight: (out_features, in_features), of x's dtype and on its device, of any layout.
-        bias: (out_features,), of x's dtype and on its device, of any layout, or None for 0.
+            projection is a strided view. in_features is at least 1. NaN and infinity affect only
+            their row.
+        weight: (out_features, in_features), of x's dtype and device, of any layout.
+        bias: (out_features,), of x's dtype and device, of any layout, or None for 0.
 
     Returns:
-        (tokens, out_features), contiguous, of x's dtype and on its device. The inputs are left as
-        they were.
+        (tokens, out_features), contiguous, of x's dtype and device. The inputs are not modified.
 
     Raises:
-        CallError: an argument is not as said here.
+        CallError: an argument violates this contract.
 
-    Source: `torch.nn.functional.linear`; of vLLM's layers those with `UnquantizedLinearMethod`.
+    Source: `torch.nn.functional.linear`; vLLM's layers with `UnquantizedLinearMethod`.
     """
     result = product(x, weight)
     return result if bias is None else result + bias.double()
@@ -74,9 +75,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def product(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x @ (weight * scale).T in float64, with a scale for each row or one for all.
+    """x @ (weight * scale).T in float64, with a scale per row or one for all rows.
 
-    In float64 a few rows at a time stay in a processor's cache. All of a large weight at once take
+    Rows are converted a few at a time, to stay in a processor's cache: a large weight at once takes
     a host two to five times as long.
     """
     import torch
@@ -93,7 +94,7 @@ def product(
 def by_features(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """A sum over blocks of input features, of the products of each."""
+    """x @ weight.T + bias, summed over blocks of input features."""
     result = x.new_zeros(x.shape[0], weight.shape[0]).double()
     if bias is not None:
         result += bias.double()
@@ -127,7 +128,7 @@ def _samples(source: Source) -> Iterator[Sample]:
 
 
 def layouts(source: Source) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """(name, x, out_features) of samples whose x lies otherwise in memory."""
+    """Yield (name, x, out_features) of samples with other memory layouts of x."""
     wide = source.normal(6, 129 + 32)
     yield "slice of a wider buffer", wide[:, 16 : 16 + 129], 37
     yield "every other row", source.normal(8, 192)[::2], 64
@@ -136,7 +137,7 @@ def layouts(source: Source) -> Iterator[tuple[str, torch.Tensor, int]]:
 
 
 def broken_rows(source: Source) -> torch.Tensor:
-    """x whose row 1 has a NaN, and row 3 an infinity."""
+    """x with a NaN in row 1, and an infinity in row 3."""
     x = source.normal(5, 256)
     x[1, 7], x[3, 200] = float("nan"), float("inf")
     return x
@@ -157,31 +158,32 @@ def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
             weight = source.normal(few, features, scale=features**-0.5)
             x, scale = source.normal(tokens, features), 1.0
             if source.large:
-                # One feature of 61 is `most`, so that sums are of the magnitude of an eighth of
-                # it, and the largest of them within fp16's 65504.
+                # One feature in 61 is `most`: sums have the magnitude most / 8, and the largest
+                # is within fp16's 65504.
                 x, scale = source.spiked(tokens, features, scale=most / 32, peak=most), most / 8
-            # A bias of magnitude 1 would not be seen beside such sums.
+            # The effect of a bias of magnitude 1 would vanish in such sums.
             bias = source.normal(few, scale=scale / 4 if source.large else 1.0) if biased else None
             name = f"{tokens} x {features} -> {out}{', bias' * biased}{', large' * source.large}"
             yield repeated(Sample(name, (x, weight, bias), scale), columns, 1, 2)
 
 
 def repeated(few: Sample, columns: torch.Tensor, *places: int, parts: int = 1) -> Sample:
-    """The call whose weights have these rows of a smaller call's, which tells what it gives.
+    """Return a call with weights that repeat the rows of a smaller call, which determines its
+    results.
 
     Args:
         few: the smaller call.
-        columns: which of its output features each of the call's is.
-        places: those of its arguments that have a row for each output feature, or for each of every
-            part. None, and one number for all rows, stay.
-        parts: of the weights.
+        columns: for each output feature, its number in the smaller call.
+        places: positions of arguments with a row per output feature, or per output feature of each
+            part. None, and one number for all rows, are kept.
+        parts: of these arguments.
     """
     import torch
 
     def rows(arg: torch.Tensor | None) -> torch.Tensor | None:
         if arg is None or arg.numel() == 1:
             return arg
-        plain = arg.view(torch.uint8) if arg.itemsize == 1 else arg  # no device indexes every fp8
+        plain = arg.view(torch.uint8) if arg.itemsize == 1 else arg  # no device can index every fp8
         taken: torch.Tensor = plain.unflatten(0, (parts, -1)).index_select(1, columns).flatten(0, 1)
         return taken.view(arg.dtype)
 
@@ -190,12 +192,12 @@ def repeated(few: Sample, columns: torch.Tensor, *places: int, parts: int = 1) -
 
 
 def projections(sizes: ModelSizes, router: bool = True) -> Iterator[tuple[int, int, bool]]:
-    """(in_features, out_features, whether it has a bias) of a layer's projections, as far as they
-    are told, each once.
+    """Yield (in_features, out_features, has a bias) of a layer's projections of known size, each
+    once.
 
     Args:
-        sizes: the model's.
-        router: with that of a router of experts, which checkpoints do not quantise.
+        sizes: of the model.
+        router: whether to include the router of experts, which checkpoints do not quantise.
     """
     hidden, size = sizes.hidden, sizes.head_size
     dense, experts = (sizes.more.get(name) for name in ("dense_intermediate", "router_experts"))
@@ -210,7 +212,7 @@ def projections(sizes: ModelSizes, router: bool = True) -> Iterator[tuple[int, i
     if router:
         found.append((hidden, experts, 0))
     for features, out, bias in dict.fromkeys(found):
-        if features and out:  # told, and there
+        if features and out:  # known, and not 0
             yield int(features), int(out), bool(bias)
 
 

@@ -1,4 +1,4 @@
-"""A projection of fp8 activations by fp8 weights, whose scales the product gets back."""
+"""A projection of fp8 activations by fp8 weights, each with scales."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def linear_fp8(
     """(x * x_scale) @ (weight * weight_scale).T + bias, rounded once.
 
     Args:
-        x: (tokens, in_features), float8_e4m3fn, of any layout. in_features is 1 or more. NaN spoils
-            its own row alone.
+        x: (tokens, in_features), float8_e4m3fn, of any layout; in_features is at least 1. NaN
+            affects only its row.
         weight: (out_features, in_features), float8_e4m3fn, on x's device, of any layout.
-        x_scale: float32, on x's device, of any layout, finite: (tokens, 1), or one number for all
+        x_scale: float32, finite, on x's device, of any layout: (tokens, 1), or one number for all
             tokens, as (1,) or ().
-        weight_scale: the same for output features: (out_features, 1), or one number.
+        weight_scale: like x_scale, for output features: (out_features, 1), or one number.
         out_dtype: float16 or bfloat16, the dtype of the result.
         bias: (out_features,), of out_dtype, on x's device, of any layout, or None for 0.
 
     Returns:
-        (tokens, out_features), contiguous, of out_dtype, on x's device. The inputs are left as they
-        were.
+        (tokens, out_features), contiguous, of out_dtype, on x's device. The inputs are not
+        modified.
 
     Raises:
-        CallError: an argument is not as said here.
+        CallError: an argument violates this contract.
 
     Source: vLLM's `cutlass_scaled_mm`, with scales for a tensor, a token or an output channel;
     `torch._scaled_mm` with row-wise scales.
@@ -64,7 +64,7 @@ def _by_features(
     out_dtype: str,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A sum over blocks of input features, of the products of each; the scales come last."""
+    """Sum over blocks of input features, and apply the scales last."""
     result = x_scale.new_zeros(x.shape[0], weight.shape[0]).double()
     for some, factors in zip(x.split(64, dim=1), weight.split(64, dim=1), strict=True):
         result += (some.double()[:, None, :] * factors.double()[None]).sum(dim=-1)
@@ -73,7 +73,7 @@ def _by_features(
 
 
 def _eight_bits(values: torch.Tensor, *, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(numbers, scale) of float32 values: a scale for each row, (rows, 1), or one, (1,)."""
+    """(fp8 values, scale) of float32 values: scale is (rows, 1) with `by_row`, else (1,)."""
     import torch
 
     size = values.abs()
@@ -86,14 +86,14 @@ def _eight_bits(values: torch.Tensor, *, by_row: bool) -> tuple[torch.Tensor, to
 
 
 def _rows(source: Source, count: int, features: int, scale: float = 1.0) -> torch.Tensor:
-    """Normal numbers, in float32 and uneven."""
+    """Normal numbers in float32, uneven."""
     import torch
 
     return _uneven(source.normal(count, features, scale=scale, dtype=torch.float32))
 
 
 def _uneven(rows: torch.Tensor) -> torch.Tensor:
-    """Some rows half or a quarter as large as the others, so that their scales differ."""
+    """Multiply rows by 1, 1/2, 1/4, 1, ..., to make their scales differ."""
     import torch
 
     power = torch.arange(len(rows), device=rows.device) % 3
@@ -103,7 +103,7 @@ def _uneven(rows: torch.Tensor) -> torch.Tensor:
 def _call(
     source: Source, values: torch.Tensor, out: int, *, token: bool, channel: bool, bias: bool
 ) -> tuple[Any, ...]:
-    """A call for float32 activations, with scales for each token and channel or for all."""
+    """A call for float32 activations, with scales per token and per channel, or one for all."""
     x, x_scale = _eight_bits(values, by_row=token)
     features = values.shape[1]
     weight = _rows(source, out, features, features**-0.5)
@@ -161,7 +161,7 @@ def _samples(source: Source) -> Iterator[Sample]:
     yield Sample("a row of zeros", call(values))
     x, *more = call(_rows(source, 5, 256))
     bits = x.view(torch.uint8)
-    bits[1, 7], bits[3, 200] = 0x7F, 0xFF  # the two that are no numbers
+    bits[1, 7], bits[3, 200] = 0x7F, 0xFF  # both encodings of NaN
     yield Sample("NaN", (x, *more))
     yield Sample("as many tokens as output features", call(_rows(source, 32, 192), 32))
     most = peak(source.dtype) / (8 if source.dtype == torch.float16 else 1)  # results are finite
@@ -175,8 +175,8 @@ def _samples(source: Source) -> Iterator[Sample]:
 
 def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
     most = peak(source.dtype)
-    # As vLLM quantises an unquantised checkpoint; as a checkpoint of scales for whole tensors has
-    # them; and one of scales for channels.
+    # Scales of an unquantised checkpoint that vLLM quantises; of a checkpoint with a scale per
+    # tensor; and of a checkpoint with a scale per channel.
     kinds = (
         ("each token and one", True, False),
         ("one and one", False, False),

@@ -1,4 +1,4 @@
-"""One attention out of two: over the prefix of the keys, and over the rest of them."""
+"""Merging attention over a prefix of the keys with attention over the remaining keys."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ def merge_attn_states(
     suffix_output: torch.Tensor,
     suffix_lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention over all keys, out of those over a prefix and over the suffix of them.
+    """The attention over all keys, merged from the attention over a prefix and over the suffix.
 
-    With weights p = exp(prefix_lse) and s = exp(suffix_lse) of each token and head, the output is
-    (p * prefix_output + s * suffix_output) / (p + s), and its log-sum-exp log(p + s). A log-sum-exp
-    of -inf says that there were no keys; so does +inf, which FlashAttention 2 gives there. The
-    result is the other side's then, whatever this side's output holds: nobody may have written it.
+    With the weights p = exp(prefix_lse) and s = exp(suffix_lse) of each token and head, the output
+    is (p * prefix_output + s * suffix_output) / (p + s), and its log-sum-exp log(p + s). A
+    log-sum-exp of -inf, or of +inf as in FlashAttention 2, means that a side has no keys. The other
+    side is then the result, and this side's output is ignored: it may be uninitialised memory.
 
     Args:
         prefix_output: (tokens, heads, head_size), float32, float16 or bfloat16, of any layout: a
-            head may be the first columns of a wider one.
+            head may be the first columns of a wider head.
         prefix_lse: (tokens, heads), float32, on prefix_output's device, of any layout: natural
-            logarithms. vLLM has heads first, and passes the transposed view. Not NaN.
+            logarithms, not NaN. vLLM stores heads first, and passes the transposed view.
         suffix_output: of prefix_output's shape, dtype and device, of any layout.
-        suffix_lse: as prefix_lse.
+        suffix_lse: like prefix_lse.
 
     Returns:
-        (output, lse), contiguous: output of prefix_output's shape, dtype and device, lse (tokens,
-        heads), float32. Where neither had keys, lse is -inf, and output 0 if both outputs are
-        0; if they are not, it is open whether it is 0 or prefix_output.
+        (output, lse), contiguous: output of prefix_output's shape, dtype and device, lse
+        (tokens, heads), float32. If both sides have no keys, lse is -inf, and output is 0 if both
+        outputs are 0; otherwise output is either 0 or prefix_output.
 
     Raises:
-        CallError: an argument is not as said here.
+        CallError: an argument violates this contract.
 
-    Source: Ye et al., "FlashInfer" (arXiv:2501.01005), section 2.2; what stands for no keys: vLLM's
+    Source: Ye et al., "FlashInfer" (arXiv:2501.01005), section 2.2; no keys: vLLM's
     `merge_attn_states`.
     """
     import torch
@@ -96,7 +96,7 @@ def _samples(source: Source) -> Iterator[Sample]:
     import torch
 
     def lse(tokens: int, heads: int, scale: float = 2.0) -> torch.Tensor:
-        """As vLLM has it: heads first in memory."""
+        """Log-sum-exps with heads first in memory, as in vLLM."""
         return source.normal(heads, tokens, scale=scale, dtype=torch.float32).T
 
     def call(tokens: int, heads: int, width: int, scale: float = 2.0) -> list[torch.Tensor]:
@@ -143,7 +143,7 @@ def _samples(source: Source) -> Iterator[Sample]:
 def _served(source: Source, sizes: ModelSizes, heads: int) -> Iterator[Sample]:
     import torch
 
-    width = int(sizes.more.get("v_head_dim") or 0) or sizes.head_size  # of latent attention first
+    width = int(sizes.more.get("v_head_dim") or 0) or sizes.head_size  # of latent attention, if any
     if width is None:
         return
     scale = 30.0 if source.large else 1.0

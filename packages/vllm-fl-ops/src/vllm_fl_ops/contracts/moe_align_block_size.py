@@ -1,4 +1,4 @@
-"""Before the experts of a mixture: the tokens of each in blocks, as matrix products take them."""
+"""Sorting of tokens by expert into blocks, for the matrix products of a mixture of experts."""
 
 from __future__ import annotations
 
@@ -27,37 +27,37 @@ def moe_align_block_size(
     pad_sorted_ids: bool = False,
     ignore_invalid_experts: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The rows of each expert, one expert after the other, each filled up to whole blocks.
+    """The rows of all experts, sorted by expert, with the rows of each padded to whole blocks.
 
-    A row is a place in topk_ids: token * topk + k. Experts come in ascending order, and those
-    without a row have no block.
+    A row is a position in topk_ids: token * topk + k. Experts are in ascending order, and an expert
+    without rows has no block.
 
     Args:
         topk_ids: (tokens, topk), int32 or int64, of any layout: the experts of each token, from 0
-            to num_experts - 1, or a negative number in a place without one, which has no row.
-        block_size: places of a block, at least 1.
-        num_experts: experts of all ranks together, at least 1.
+            to num_experts - 1. A position with a negative number has no expert, and is omitted.
+        block_size: rows of a block, at least 1.
+        num_experts: the number of experts on all ranks together, at least 1.
         expert_map: (num_experts,) or longer, int32, on topk_ids' device: the number of each expert
-            on this rank, from 0 to num_experts - 1, or -1 for one that is elsewhere. None: the
-            experts' own numbers.
-        pad_sorted_ids: whether the first result is as long as whole blocks are.
-        ignore_invalid_experts: with a map, whether experts elsewhere have no rows, and the others
-            come in the order of their numbers on this rank. Otherwise the map is applied to the
-            blocks alone, and those of experts elsewhere have the expert -1.
+            on this rank, from 0 to num_experts - 1, or -1 for an expert on another rank. None:
+            experts keep their numbers.
+        pad_sorted_ids: whether to round the length of sorted_token_ids up to whole blocks.
+        ignore_invalid_experts: with a map, whether to omit rows of experts on other ranks and to
+            sort by the numbers on this rank. Otherwise the map is applied only to expert_ids: the
+            block of an expert on another rank has -1.
 
     Returns:
         (sorted_token_ids, expert_ids, num_tokens_post_padded), int32, contiguous, on topk_ids'
-        device. The first has room for the worst case: the lesser of numel * block_size and
-        numel + num_experts * (block_size - 1), where numel is that of topk_ids, and the latter is
-        rounded up to whole blocks with pad_sorted_ids. It holds rows, and numel for padding, which
-        is behind the rows of its expert. The second has one expert for each block of the first, a
-        broken one included. The third, of shape (1,), is how many places of the first are in use:
-        what is behind them, there and in the second, is anything. The order of an expert's rows is
-        free. The inputs are left as they were.
+        device. sorted_token_ids has room for the worst case: the smaller of numel * block_size and
+        numel + num_experts * (block_size - 1), with numel = topk_ids.numel(), and the second
+        rounded up to whole blocks with pad_sorted_ids. The rows of each expert are padded with
+        numel. expert_ids has the expert of each block of sorted_token_ids, including an incomplete
+        last block. num_tokens_post_padded, of shape (1,), is the used length of sorted_token_ids;
+        the contents after it, in both, are unspecified. The order of an expert's rows is free. The
+        inputs are not modified.
 
     Raises:
-        CallError: an argument is not as said here. An id above num_experts - 1 is an error on a
-            CPU; an accelerator does not look for it: it is the device's own error, or undefined.
+        CallError: an argument violates this contract. An id above num_experts - 1 is an error on a
+            CPU. An accelerator does not check it: it is a device error or undefined.
 
     Source: block-sparse products of experts, Gale et al., "MegaBlocks" (arXiv:2211.15841), section
     5.2; the results: vLLM's `moe_align_block_size`, as of 0.26.
@@ -89,7 +89,7 @@ def moe_align_block_size(
 
 
 def places(numel: Any, block_size: int, num_experts: int, pad_sorted_ids: bool) -> Any:
-    """How long `sorted_token_ids` is; `numel` is that of topk_ids, and may be symbolic."""
+    """The length of `sorted_token_ids`. `numel`, of topk_ids, may be symbolic."""
     import torch
 
     most = numel + num_experts * (block_size - 1)
@@ -99,12 +99,12 @@ def places(numel: Any, block_size: int, num_experts: int, pad_sorted_ids: bool) 
 
 
 def round_up(number: Any, block_size: int) -> Any:
-    """The least multiple of block_size that is not below `number`."""
+    """The smallest multiple of block_size that is at least `number`."""
     return (number + block_size - 1) // block_size * block_size
 
 
 def _one_by_one(*call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A list of rows for each expert, put one behind the other."""
+    """Append the rows of each expert to a list, and join the lists."""
     import torch
 
     topk_ids, block_size, num_experts, expert_map, pad_sorted_ids, ignore_invalid_experts = call
@@ -136,7 +136,7 @@ def _one_by_one(*call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def _on_this_rank(source: Source, experts: int) -> torch.Tensor:
-    """A map of a rank that has every third expert, the last one first."""
+    """The map of a rank that has every third expert, in descending order."""
     import torch
 
     number = torch.arange(experts, dtype=torch.int32, device=source.device)
@@ -152,7 +152,7 @@ def _samples(source: Source) -> Iterator[Sample]:
     yield Sample("0 tokens", (ids(0, 4, 24), 16, 24, None, False, False))
     yield Sample("odd sizes", (ids(7, 3, 31), 5, 31, None, False, False))
     yield Sample("blocks of 1", (ids(5, 4, 16), 1, 16, None, False, False))
-    for size in (32, 64, 128, 256):  # as the tiles of vLLM's kernels
+    for size in (32, 64, 128, 256):  # tile sizes in vLLM
         yield Sample(f"blocks of {size}", (ids(300, 2, 5), size, 5, None, False, False))
     yield Sample("one expert", (ids(19, 1, 1), 8, 1, None, False, False))
     yield Sample("many blocks of an expert", (ids(40, 2, 4), 16, 4, None, False, False))
@@ -195,7 +195,7 @@ def _fake(
 
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     ids = good["topk_ids"]
-    if ids.device.type == "cpu":  # an accelerator would be unusable after it
+    if ids.device.type == "cpu":  # it would make an accelerator unusable
         here = ids.new_zeros(good["num_experts"]).int()
         yield "an id beyond the experts", {"topk_ids": ids + len(here)}
         yield "an id beyond the map", {"topk_ids": ids + len(here), "expert_map": here}

@@ -1,4 +1,4 @@
-"""The end of a mixture of experts: what a token's experts gave, added up."""
+"""The sum of the results of a token's experts."""
 
 from __future__ import annotations
 
@@ -24,29 +24,28 @@ def moe_sum(
     topk_ids: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The sum over each token's experts, of those that are on this rank.
+    """The sum of the results of each token's experts on this rank.
 
     Args:
-        input: (tokens, topk, hidden), float32, float16 or bfloat16, of any layout: what each of a
-            token's experts gave, times its weight. NaN and infinity in a place that counts are
-            added as any number is.
+        input: (tokens, topk, hidden), float32, float16 or bfloat16, of any layout: the result of
+            each of a token's experts, times its weight. NaN and infinity at a position that is
+            added are added like any number.
         topk_ids: (tokens, topk), int32 or int64, on input's device, of any layout: the experts, or
-            a negative
-            number for a place without one. What input has in such a place is not added, whatever
-            it is; memory that nobody wrote, for example. None: every place counts.
-        expert_map: (experts,), int32, on input's device: the number of each expert on this rank,
-            or -1 for one that is elsewhere, whose places are not added either. With topk_ids alone.
+            a negative number for a position without an expert. The input at such a position is not
+            added: it may be NaN, or uninitialised memory. None: every position is added.
+        expert_map: (experts,), int32, on input's device: the number of each expert on this rank, or
+            -1 for an expert on another rank, which is not added either. Only with topk_ids.
 
     Returns:
-        (tokens, hidden), contiguous, of input's dtype and on its device; 0 where no place counts.
-        The inputs are left as they were.
+        (tokens, hidden), contiguous, of input's dtype and device; 0 if nothing is added. The inputs
+        are not modified.
 
     Raises:
-        CallError: an argument is not as said here. An id beyond expert_map is an error on a CPU; an
-            accelerator does not look for it, and it is the device's own error, or undefined.
+        CallError: an argument violates this contract. An id beyond expert_map is an error on a CPU.
+            An accelerator does not check it: it is a device error or undefined.
 
-    Source: Shazeer et al., "Outrageously Large Neural Networks" (arXiv:1701.06538), equation 1;
-    the places without an expert: vLLM's `moe_sum`, as of 0.26.
+    Source: Shazeer et al., "Outrageously Large Neural Networks" (arXiv:1701.06538), equation 1; the
+    positions without an expert: vLLM's `moe_sum`, as of 0.26.
     """
     wide = input.double()
     if topk_ids is not None:
@@ -82,7 +81,7 @@ def _one_by_one(
 
 
 def _every_third(source: Source, experts: int) -> torch.Tensor:
-    """A map of a rank that has the experts 0, 3, 6, ..."""
+    """The map of a rank that has the experts 0, 3, 6, ..."""
     import torch
 
     number = torch.arange(experts, dtype=torch.int32, device=source.device)
@@ -139,7 +138,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "four dimensions, no feature", {"input": input[..., None, :][..., :0]}
     here = input.new_zeros(4).int()
     yield "a map without ids", {"expert_map": here}
-    if input.device.type == "cpu":  # an accelerator would be unusable after it
+    if input.device.type == "cpu":  # it would make an accelerator unusable
         beyond = input.new_full(input.shape[:2], 4).int()
         yield "an id beyond the map", {"topk_ids": beyond, "expert_map": here}
 

@@ -1,4 +1,4 @@
-"""The routing of a mixture of experts: which experts a token takes, and with which weights."""
+"""Routing of a mixture of experts: the experts of each token, and their weights."""
 
 from __future__ import annotations
 
@@ -39,31 +39,31 @@ def moe_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `topk` experts of each token with the highest scores, and their weights.
 
-    Scores are softmax(gating_output) or sigmoid(gating_output), in fp32. With a bias the experts
-    are those of the highest score + bias; their weights are the scores without it.
+    Scores are softmax(gating_output) or sigmoid(gating_output), in fp32. With a bias, experts are
+    chosen by score + bias; their weights are the scores without the bias.
 
     Args:
         gating_output: (tokens, experts), the router's logits without unit: float32, float16 or
-            bfloat16, of any layout. Nothing is promised for a token with a logit that is not
-            finite; it changes nothing for another token.
-        topk: how many experts a token takes, from 1 to experts.
-        renormalize: whether a token's weights are divided by their sum. Nothing is promised for
-            the weights of a token whose chosen scores are all below 1e-6 then: kernels add numbers
-            of up to 1e-8 to the sum.
+            bfloat16, of any layout. The result of a token with a logit that is not finite is
+            unspecified, and affects no other token.
+        topk: the number of experts of a token, from 1 to experts.
+        renormalize: whether to divide a token's weights by their sum. The weights of a token with
+            all chosen scores below 1e-6 are then unspecified: kernels add numbers of up to 1e-8 to
+            the sum.
         scoring_func: "softmax" or "sigmoid".
-        routed_scaling_factor: a finite number that multiplies the weights last.
+        routed_scaling_factor: a finite factor of the weights, applied last.
         e_score_correction_bias: (experts,), finite, float32, float16 or bfloat16, or None.
 
     Returns:
         (weights, ids), both (tokens, topk) and contiguous, on gating_output's device: float32, and
-        int32 from 0 to experts - 1, no expert twice. The order of a token's experts is free, and
-        so is which of equal scores is taken. The inputs are left as they were.
+        int32 from 0 to experts - 1, distinct for each token. The order of a token's experts is
+        free, and so is the choice between equal scores. The inputs are not modified.
 
     Raises:
-        CallError: an argument is not as said here.
+        CallError: an argument violates this contract.
 
     Source: Shazeer et al., "Outrageously Large Neural Networks" (arXiv:1701.06538); the bias:
-    DeepSeek-V3 (arXiv:2412.19437), equation 16; as vLLM's `topk_softmax` and `topk_sigmoid`.
+    DeepSeek-V3 (arXiv:2412.19437), equation 16; vLLM's `topk_softmax` and `topk_sigmoid`.
     """
     scores = scored(gating_output, scoring_func)
     ids = highest(_choice(scores, e_score_correction_bias), topk)
@@ -113,7 +113,7 @@ def _samples(source: Source) -> Iterator[Sample]:
     every = router_logits(source, 5, 8)
     yield Sample("every expert, plain", (every, 8, False, "softmax", 1.0, None))
     ties = router_logits(source, 6, 16)
-    ties[:, 3] = ties[:, 8] = ties[:, 12] = 4.5  # three for the last two places
+    ties[:, 3] = ties[:, 8] = ties[:, 12] = 4.5  # three equal scores for two choices
     ties[:, 5] = 6.0
     yield Sample("ties", (ties, 3, True, "softmax", 1.0, None))
     many = router_logits(source, 3, 384)
@@ -146,7 +146,7 @@ def _served(
 
     topk = experts_per_token
     how = ", large" * source.large
-    wide = Source(torch.float32, source.device, source.large)  # as routers with a bias give them
+    wide = Source(torch.float32, source.device, source.large)  # for routers with a bias
     for tokens in sizes.tokens:
         logits = router_logits(source, tokens, experts, spread=16.0 if source.large else 1.0)
         name = f"{topk} of {tokens} x {experts}, "

@@ -1,4 +1,4 @@
-"""Rotary position embedding by three positions: in time, height and width."""
+"""Rotary position embedding with three positions: in time, height and width."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ def multimodal_rotary_embedding(
     mrope_interleaved: bool = False,
     rotary_interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn pairs of features (a, b) of each head to (a*c - b*s, b*c + a*s).
+    """Rotate pairs of features (a, b) of each head to (a*c - b*s, b*c + a*s), with three positions.
 
-    c and s of pair i are those at the token's position along the pair's axis. With the sections
-    (t, h, w) the first t pairs have axis 0, the next h axis 1, and the last w axis 2. With
-    mrope_interleaved=True pair i has axis 1 where i % 3 is 1 and i < 3 * h, axis 2 where i % 3 is 2
-    and i < 3 * w, and else axis 0. With half = cos.shape[-1], the first 2 * half features of a head
-    rotate and the rest pass. Pair i is the features (i, i + half) as in GPT-NeoX, or with
-    rotary_interleaved=True (2 * i, 2 * i + 1) as in GPT-J.
+    c and s of pair i are read at the token's position along the pair's axis. With the sections
+    (t, h, w), the first t pairs have axis 0, the next h axis 1, and the last w axis 2. With
+    mrope_interleaved=True, pair i has axis 1 if i % 3 is 1 and i < 3 * h, axis 2 if i % 3 is 2 and
+    i < 3 * w, and otherwise axis 0. With half = cos.shape[-1], the first 2 * half features of a
+    head rotate and the others are unchanged. Pair i is the features (i, i + half) as in GPT-NeoX,
+    or with rotary_interleaved=True (2 * i, 2 * i + 1) as in GPT-J.
 
     Args:
-        query: (tokens, heads, head_size), float32, float16 or bfloat16. Its layout is any: it
-            usually is a strided view of the qkv buffer. A NaN spoils its own pair alone.
+        query: (tokens, heads, head_size), float32, float16 or bfloat16, of any layout, such as a
+            strided view of qkv. A NaN affects only its pair.
         key: (tokens, kv_heads, head_size), of query's dtype and device, of any layout.
         cos, sin: (max_position, half) tables without unit, of query's dtype or float32, on its
-            device, 2 * half <= head_size. A layer passes views of its one (max_position, 2 * half)
-            cache; `joint_cos_sin` gives that cache back.
-        position_ids: (tokens, 3), int64 or int32, in [0, max_position), in any order: those along
-            the axes 0 (time), 1 (height) and 2 (width). A layer passes a transposed (3, tokens).
-        mrope_section: three numbers of pairs, whose sum is half.
-        mrope_interleaved: how the axes are dealt out to the pairs.
+            device, 2 * half <= head_size. A layer passes views of its single
+            (max_position, 2 * half) cache, which `joint_cos_sin` returns.
+        position_ids: (tokens, 3), int64 or int32, in [0, max_position), in any order: the positions
+            along the axes 0 (time), 1 (height) and 2 (width). A layer passes a transposed
+            (3, tokens).
+        mrope_section: three numbers of pairs, which add up to half.
+        mrope_interleaved: how the axes are assigned to the pairs.
         rotary_interleaved: which features make a pair.
 
     Returns:
-        (query, key) turned, contiguous, of their own shapes and dtype. The inputs are left as they
-        were.
+        (query, key) rotated, contiguous, of their shapes and dtype. The inputs are not modified.
 
     Raises:
-        CallError: an argument is not as said here. A position outside the tables is not looked
-            for before the call: on an accelerator it is the device's own error, or undefined.
+        CallError: an argument violates this contract. A position outside the tables is not checked
+            before the call: on an accelerator, it is a device error or undefined.
 
     Source: Wang et al., "Qwen2-VL" (arXiv:2409.12191), section 2.1, multimodal rotary position
     embedding; the interleaved axes: vLLM's `MRotaryEmbedding`.
@@ -111,7 +111,7 @@ def _by_complex_numbers(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _positions(source: Source, tokens: int, max_position: int) -> torch.Tensor:
-    """(tokens, 3), each axis in another order, as a layer passes them: transposed."""
+    """(tokens, 3) positions, each axis in another order; a transposed view, as layers pass it."""
     import torch
 
     ids = torch.arange(tokens, device=source.device)
@@ -173,7 +173,7 @@ def _served(
     section = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
     for tokens in sizes.tokens:
         one = served_positions(source, tokens, sizes.max_position, source.large)
-        # Not transposed as a layer's: verification takes rows of memory for tokens.
+        # A layer's is transposed; this is not, because verification takes rows in memory as tokens.
         at = torch.stack([one, one // 2, one // 3], dim=-1)
         for interleaved in (False, True):
             q, k = heads_of_qkv(source, tokens, heads, kv_heads, head_size, scale)

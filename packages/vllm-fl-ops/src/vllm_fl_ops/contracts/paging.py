@@ -1,7 +1,7 @@
-"""What the contracts of paged caches share: slots, and writing rows into them.
+"""Slots of paged caches, and writes into them, for the cache contracts.
 
-A cache is (blocks, block_size, ...). Slot s is its row (s // block_size, s % block_size); a token
-whose slot is negative (vLLM's -1, for padding) is not written.
+A cache is (blocks, block_size, ...). Slot s is its row (s // block_size, s % block_size). A token
+with a negative slot (vLLM's -1, for padding) is not written.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ __all__ = [
 ]
 
 SLOTS = tensor("tokens", "int64", values="high < blocks * block_size")
-"""The argument `slot_mapping`, beside a cache of (blocks, block_size, ...)."""
+"""The argument `slot_mapping` of an op with a cache of (blocks, block_size, ...)."""
 
 BLOCK_SIZE = 16
-"""Tokens of a block in samples, which is what vLLM takes on most devices."""
+"""Tokens of a block in samples: vLLM's value on most devices."""
 
 
 def blocks_for(tokens: int, block_size: int = BLOCK_SIZE) -> int:
-    """So many blocks that the tokens of a sample have a slot each, and some slots are left over.
+    """Return enough blocks to give each token of a sample a slot, and leave some slots unused.
 
-    The same for all small batches, as a model's cache is the same for all batches.
+    All small batches get the same number, since all batches of a model share a cache.
     """
     return max(320 // block_size, 3, tokens // block_size + 2)
 
 
 def served_slots(tokens: int, blocks: int, block_size: int, device: torch.device) -> torch.Tensor:
-    """(tokens,), int64: slots as vLLM gives them: runs within blocks that lie anywhere.
+    """(tokens,) slots as vLLM assigns them, int64: consecutive within blocks, which are scattered.
 
     Every thirteenth token is padding and has the slot -1.
     """
@@ -58,11 +58,11 @@ def served_slots(tokens: int, blocks: int, block_size: int, device: torch.device
 
 
 FAR_SLOTS = 2**16
-"""Numbers of slots that 16 bits do not hold begin here."""
+"""The first slot number that does not fit into 16 bits."""
 
 
 def far_slots(source: Source, tokens: int, block_size: int) -> tuple[int, torch.Tensor]:
-    """(blocks of a cache, slots of tokens on both sides of `FAR_SLOTS`)."""
+    """Return (blocks of a cache, (tokens,) slots on both sides of `FAR_SLOTS`)."""
     import torch
 
     blocks = FAR_SLOTS // block_size + 4
@@ -73,13 +73,13 @@ def far_slots(source: Source, tokens: int, block_size: int) -> tuple[int, torch.
 
 
 def slots(tokens: int, capacity: int, device: torch.device, *, skipped: int = 0) -> torch.Tensor:
-    """(tokens,), int64: slots of their own below `capacity`, scattered over all of it.
+    """(tokens,) distinct slots, int64, scattered over a cache.
 
     Args:
         tokens: at most `capacity`.
-        capacity: how many slots there are.
-        device: where they are put.
-        skipped: of so many tokens one has the slot -1, beginning with the last of each; 0: none.
+        capacity: the number of slots of the cache.
+        device: of the result.
+        skipped: every `skipped`-th token has the slot -1; 0: no token.
     """
     import torch
 
@@ -93,9 +93,9 @@ def slots(tokens: int, capacity: int, device: torch.device, *, skipped: int = 0)
 
 
 def written(cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy of `cache` with these rows in their slots, in its own dtype.
+    """A contiguous copy of `cache` with `rows` in their slots.
 
-    Nothing is computed: no number would be any more exact in fp64.
+    It has the cache's dtype: fp64 would not be more exact.
     """
     import torch
 
@@ -108,7 +108,7 @@ def written(cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor)
 def written_one_by_one(
     cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor
 ) -> torch.Tensor:
-    """The same, by block and by token: for `second_form`."""
+    """`written`, token by token: for `second_form`."""
     import torch
 
     blocks = [block.clone() for block in cache.unbind(0)]

@@ -1,4 +1,4 @@
-"""RMS norms of query and key heads with their rotary position embedding, in one."""
+"""RMS norms of query and key heads, fused with their rotary position embedding."""
 
 from __future__ import annotations
 
@@ -29,34 +29,32 @@ def qk_norm_rope(
     epsilon: float,
     rotary_interleaved: bool = False,
 ) -> torch.Tensor:
-    """The projection qkv with each query and key head normed, then turned; its values pass.
+    """Normalise, then rotate, the query and key heads of the projection qkv; values are unchanged.
 
     A head x becomes y = x / sqrt(mean(x**2) + epsilon) * weight, and pairs of features (a, b) of y
-    become (a*c - b*s, b*c + a*s). c and s are the left and the right half of the table's row at
-    the token's position. With half as many features as that row has, the first 2 * half of y
-    rotate and the rest pass. Pair i is (i, i + half) as in GPT-NeoX, or with
-    rotary_interleaved=True (2 * i, 2 * i + 1) as in GPT-J.
+    become (a*c - b*s, b*c + a*s). c and s are the two halves of the table's row at the token's
+    position. The first 2 * half features of y rotate, the others do not. Pair i is (i, i + half) as
+    in GPT-NeoX, or with rotary_interleaved=True (2 * i, 2 * i + 1) as in GPT-J.
 
     Args:
         qkv: (tokens, (heads + kv_heads + n) * head_size), float32, float16 or bfloat16, of any
-            layout: the query heads, the key heads, and n heads more, the values, which pass. A NaN
-            spoils its own head alone.
+            layout: the query heads, the key heads, and n more heads, the values. A NaN affects only
+            its head.
         q_weight, k_weight: (head_size,), of qkv's dtype or float32, on its device.
         cos_sin_cache: (max_position, 2 * half) table without unit, of qkv's dtype or float32, on
             its device, 2 <= 2 * half <= head_size: the cosines of a position, then its sines.
         position_ids: (tokens,), int64 or int32, in [0, max_position), in any order.
-        heads, kv_heads: how many query and key heads there are, at least 1 each.
+        heads, kv_heads: the number of query and key heads, at least 1 each.
         epsilon: added to the mean of squares, in its units; finite and not negative.
         rotary_interleaved: which features make a pair.
 
     Returns:
-        A tensor of qkv's shape and dtype, on its device, contiguous. qkv is left as it was, unless
-        the implementation was granted to consume it. Whether what is between norm and rotation is
-        rounded to qkv's dtype is left open.
+        Contiguous, of qkv's shape, dtype and device. qkv is not modified, unless the implementation
+        may consume it. Rounding to qkv's dtype between norm and rotation is allowed.
 
     Raises:
-        CallError: an argument is not as said here. A position outside the table is not looked
-            for before the call: on an accelerator it is the device's own error, or undefined.
+        CallError: an argument violates this contract. A position outside the table is not checked
+            before the call: on an accelerator, it is a device error or undefined.
 
     Source: query-key norm as in Henry et al. (arXiv:2010.04245), with the RMS norm of Zhang and
     Sennrich (arXiv:1910.07467) and the embedding of Su et al. (arXiv:2104.09864), equation 34; in
@@ -86,7 +84,7 @@ def qk_norm_rope(
 
 
 def _by_parts(*call: Any) -> torch.Tensor:
-    """Heads apart, each divided by its norm, and the rotation as a product of complex numbers."""
+    """Heads separately, divided by their norms, and rotated by a product of complex numbers."""
     import torch
 
     qkv, q_weight, k_weight, cos_sin_cache, position_ids, *rest = call
@@ -118,7 +116,7 @@ def _by_parts(*call: Any) -> torch.Tensor:
 def _weights(
     source: Source, head_size: int, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of query and key, near 1 as in trained models, and not the same."""
+    """Weights of query and key: near 1 as in trained models, and different."""
     query, key = source.normal(head_size, scale=0.25), source.normal(head_size, scale=0.25)
     return (query + 1).to(dtype or source.dtype), (key + 0.75).to(dtype or source.dtype)
 
@@ -189,12 +187,12 @@ def _served(
                 qkv = source.spiked(tokens, columns, scale=30.0, peak=peak(source.dtype))
             else:
                 qkv = source.normal(tokens, columns)
-                qkv[5::16] *= 1e-3  # there epsilon matters
+                qkv[5::16] *= 1e-3  # epsilon matters in these rows
             at = served_positions(source, tokens, sizes.max_position, source.large)
             name = f"{tokens} x {heads}+{kv_heads} heads of {head_size}"
             name += ", interleaved" * interleaved + ", large" * source.large
             args = (qkv, *weights, angles, at, heads, kv_heads, sizes.epsilon, interleaved)
-            # A peak among features near 0 comes out of its norm as sqrt(head_size) at most.
+            # The norm turns a peak among features near 0 into sqrt(head_size) at most.
             yield Sample(name, args, head_size**0.5 if source.large else 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Activations to fp8: by one scale for all, or one for each token."""
+"""Quantisation of activations to fp8, with one scale, or a scale per token."""
 
 from __future__ import annotations
 
@@ -30,35 +30,33 @@ def quant_fp8(
     scale_ub: torch.Tensor | None = None,
     per_token: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The nearest float8_e4m3fn to x / scale, saturating at 448; x is near value * scale.
+    """The nearest float8_e4m3fn to x / scale, saturating at 448: x is close to value * scale.
 
-    Without `scale` it is max |x| / 448: of all of x, or with `per_token` of each row, where |x| is
-    taken for `scale_ub` at most. It is 1 / (448 * 512) at least.
+    Without `scale`, the scale is max |x| / 448 over all of x, or with `per_token` over each row,
+    with |x| limited to `scale_ub`. It is at least 1 / (448 * 512).
 
     Args:
-        x: (tokens, hidden), float32, float16 or bfloat16, of any layout; hidden is 1 or more.
-            Nothing is promised for a row with NaN or infinity; it changes nothing for another row
-            where scales are the rows' own, or given. Without scale and per_token all of x must be
-            finite, and nothing is promised where all numbers of x are below 1 / 512: some kernels
-            have no least scale there.
-        scale: one float32 number, in any shape, in the units of x, above 0 and no subnormal; None
-            for a scale of x's own.
+        x: (tokens, hidden), float32, float16 or bfloat16, of any layout; hidden is at least 1. The
+            result of a row with NaN or infinity is unspecified; other rows are not affected if each
+            row has its own scale, or the scale is given. Without scale and per_token, all of x must
+            be finite, and the result is unspecified if all |x| are below 1 / 512: some kernels have
+            no minimum scale in that case.
+        scale: one float32 number, in any shape, in the units of x, above 0 and not subnormal; None
+            to compute it from x.
         scale_ub: one float32 number, in any shape, in the units of x, above 0. Only with
             `per_token`; None for no bound.
-        per_token: a scale for each token. Only without `scale`.
+        per_token: whether to compute a scale for each token. Only without `scale`.
 
     Returns:
         (value, scale): contiguous, on x's device, sharing no memory with an argument. value:
-        float8_e4m3fn, (tokens, hidden). Which neighbour is taken half-way between two is left open.
-        scale: float32, (1,), or (tokens, 1) with `per_token`, or a copy of the argument in its
-        shape. x is left as it was.
+        float8_e4m3fn, (tokens, hidden); ties may round either way. scale: float32, (1,), or
+        (tokens, 1) with `per_token`, or a copy of the argument in its shape. x is not modified.
 
     Raises:
-        CallError: x is not such a tensor, scale or scale_ub not one float32 number on x's device,
-            or an argument is given that another one rules out.
+        CallError: an argument violates this contract.
 
-    Source: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433), E4M3; the
-    scales are those of vLLM's `QuantFP8`.
+    Source: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433), E4M3; scales as
+    in vLLM's `QuantFP8`.
     """
     wide = x.double()
     if scale is not None:
@@ -82,7 +80,7 @@ def _by_limits(
     scale_ub: torch.Tensor | None = None,
     per_token: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What stands for the largest value is looked for first, and x is cut off there."""
+    """Find the x that maps to the largest value first, and clamp x to it."""
     import torch
 
     wide = x.to(torch.float64)
@@ -143,7 +141,7 @@ def _served(source: Source, sizes: ModelSizes, hidden: int) -> Iterator[Sample]:
         step = most / 400 if source.large else 0.01
         scale = torch.full((1,), step, dtype=torch.float32, device=source.device)
         yield Sample(f"{size}, static", (x, scale, None, False))
-        if inner := sizes.intermediate:  # what goes into the MLP's second product
+        if inner := sizes.intermediate:  # the input of the MLP's second product
             x = activations(source, tokens, inner, scale=1.0)
             size = f"{tokens} x {inner}{', large' * source.large}"
             yield Sample(f"{size}, per token", (x, None, None, True))
@@ -195,5 +193,5 @@ SPEC = contract(
     },
     outputs=(QuantisedPair(steps=0.5),),
     whole_batch=True,  # one scale for all rows,
-    ignores_repeats=True,  # of their largest number
+    ignores_repeats=True,  # from their largest number
 )

@@ -1,4 +1,4 @@
-"""Activations to fp8: by a scale for each group of a token's features."""
+"""Quantisation of activations to fp8, with a scale for each group of a token's features."""
 
 from __future__ import annotations
 
@@ -25,30 +25,29 @@ MOST = 448.0
 def quant_fp8_group(
     x: torch.Tensor, group_size: int = 128, eps: float = 1e-10, ue8m0: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The nearest float8_e4m3fn to x / scale; x is near value * scale of its group.
+    """The nearest float8_e4m3fn to x / scale: x is close to value * scale of its group.
 
-    A scale is the largest |x| of `group_size` features of a token, `eps` at least, over 448. With
-    `ue8m0` it is the next power of two that is not below that.
+    The scale is the largest |x| of `group_size` features of a token, at least `eps`, divided by
+    448. With `ue8m0` it is rounded up to a power of two.
 
     Args:
-        x: (tokens, hidden), float32, float16 or bfloat16, of any layout; hidden is 1 or more.
-            Nothing is promised for a row with NaN or infinity; it changes nothing for another row.
-        group_size: features of a group, 1 or more; divides hidden.
+        x: (tokens, hidden), float32, float16 or bfloat16, of any layout; hidden is at least 1. The
+            result of a row with NaN or infinity is unspecified, and affects no other row.
+        group_size: features of a group, at least 1; divides hidden.
         eps: in the units of x; finite and above 0.
-        ue8m0: powers of two alone. Then nothing is promised of groups whose scale is below 1e-10,
-            since some kernels have a least scale there.
+        ue8m0: whether scales are powers of two. The result of a group with a scale below 1e-10 is
+            then unspecified, because some kernels have a minimum scale of that size.
 
     Returns:
-        (value, scale): contiguous, on x's device. value: float8_e4m3fn, (tokens, hidden). Which
-        neighbour is taken half-way between two is left open. scale: float32, (tokens, hidden /
-        group_size). x is left as it was.
+        (value, scale): contiguous, on x's device. value: float8_e4m3fn, (tokens, hidden); ties may
+        round either way. scale: float32, (tokens, hidden / group_size). x is not modified.
 
     Raises:
-        CallError: x is not such a tensor, or group_size, eps or ue8m0 not such a number.
+        CallError: an argument violates this contract.
 
     Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (arXiv:2412.19437), section 3.3.2: tiles of
-    1 x 128; powers of two are the scales of the Open Compute Project's "Microscaling Formats (MX)
-    v1.0" (E8M0).
+    1 x 128; the powers of two are the scales of the Open Compute Project's "Microscaling Formats
+    (MX) v1.0" (E8M0).
     """
     groups = x.double().unflatten(-1, (-1, group_size))
     steps = groups.abs().amax(-1).clamp(min=eps) / MOST
@@ -61,7 +60,7 @@ def quant_fp8_group(
 def _by_frexp(
     x: torch.Tensor, group_size: int = 128, eps: float = 1e-10, ue8m0: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Group by group; a power of two is read off the number's exponent. Nothing saturates."""
+    """Compute group by group, with powers of two from the number's exponent. Nothing saturates."""
     import torch
 
     wide = x.to(torch.float64)
@@ -113,7 +112,7 @@ def _served(source: Source, sizes: ModelSizes, hidden: int) -> Iterator[Sample]:
         for ue8m0 in (False, True):
             how = f"{', powers of two' * ue8m0}{', large' * source.large}"
             yield Sample(f"{tokens} x {width} by 128{how}", (x, 128, 1e-10, ue8m0))
-        if inner := (sizes.intermediate or 0) // 128 * 128:  # into the MLP's second product
+        if inner := (sizes.intermediate or 0) // 128 * 128:  # the input of the MLP's second product
             x = activations(source, tokens, inner, scale=1.0)
             name = f"{tokens} x {inner} by 128{', large' * source.large}"
             yield Sample(name, (x, 128, 1e-10, False))

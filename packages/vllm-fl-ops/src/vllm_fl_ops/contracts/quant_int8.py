@@ -1,4 +1,4 @@
-"""Activations to int8: by a scale for each token, or by one that the checkpoint gives."""
+"""Quantisation of activations to int8, with a scale per token, or a scale from the checkpoint."""
 
 from __future__ import annotations
 
@@ -27,37 +27,35 @@ def quant_int8(
     azp: torch.Tensor | None = None,
     asymmetric: bool | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """The nearest int8 to x / scale + azp, saturating; x is near (value - azp) * scale.
+    """The nearest int8 to x / scale + azp, saturating: x is close to (value - azp) * scale.
 
-    Without `scale` each token has its own: max |x| / 127 of its row, and no zero point; or, with
-    `asymmetric`, (max x - min x) / 255 and the integer that is nearest to -128 - min x / scale.
-    There a row of equal numbers counts 0 as one of them, so that it comes back as it was; of zeros
-    alone the zero point is -128.
+    Without `scale`, each row has its own: max |x| / 127, without a zero point; or with
+    `asymmetric`, (max x - min x) / 255, and as zero point the integer nearest to -128 - min
+    x / scale. In a row of equal numbers, min and max include 0, which makes the result exact; the
+    zero point of a row of zeros is -128.
 
     Args:
-        x: (tokens, hidden), float32, float16 or bfloat16, of any layout; hidden is 1 or more.
-            Nothing is promised for a row with NaN or infinity; it changes nothing for another row.
-        scale: one float32 number, in any shape, in the units of x, above 0 and no subnormal; None
-            for a scale for each token.
-        azp: one int32 number, in any shape: the value that stands for x = 0. Only with `scale`;
+        x: (tokens, hidden), float32, float16 or bfloat16, of any layout; hidden is at least 1. The
+            result of a row with NaN or infinity is unspecified, and affects no other row.
+        scale: one float32 number, in any shape, in the units of x, above 0 and not subnormal; None
+            for a scale per token.
+        azp: one int32 number, in any shape: the value that represents x = 0. Only with `scale`;
             None for 0.
-        asymmetric: True for zero points of the tokens' own, which are a third result. None for
-            none, rather than False, since it says how many results there are. Only without `scale`.
+        asymmetric: True for a zero point per token, the third result; otherwise None, not False,
+            because it determines the number of results. Only without `scale`.
 
     Returns:
-        (value, scale), or (value, scale, azp) with `asymmetric`; contiguous, on x's device, and
-        sharing no memory with an argument. value: int8, (tokens, hidden). Which neighbour is taken
-        half-way between two is left open. scale: float32, (tokens, 1), or a copy of the argument in
-        its shape. A row of zeros has a scale of at most 1e-12. azp: int32, (tokens, 1). x is left
-        as it was.
+        (value, scale), or (value, scale, azp) with `asymmetric`; contiguous, on x's device, sharing
+        no memory with an argument. value: int8, (tokens, hidden); ties may round either way. scale:
+        float32, (tokens, 1), or a copy of the argument in its shape. A row of zeros has a scale of
+        at most 1e-12. azp: int32, (tokens, 1). x is not modified.
 
     Raises:
-        CallError: x is not such a tensor, scale or azp not one number of its dtype on x's device,
-            azp is given without scale, or asymmetric with it or neither True nor None.
+        CallError: an argument violates this contract.
 
     Source: Jacob et al., "Quantization and Training of Neural Networks for Efficient
-    Integer-Arithmetic-Only Inference" (arXiv:1712.05877), section 2.1; the ranges are those of
-    vLLM's `scaled_int8_quant`.
+    Integer-Arithmetic-Only Inference" (arXiv:1712.05877), section 2.1; ranges as in vLLM's
+    `scaled_int8_quant`.
     """
     import torch
 
@@ -84,7 +82,7 @@ def _by_limits(
     azp: torch.Tensor | None = None,
     asymmetric: bool | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """The limits are moved to x's side, instead of x to the side of the values."""
+    """Clamp x to the limits in its units, instead of the quantised values."""
     import torch
 
     wide = x.to(torch.float64)
@@ -107,7 +105,7 @@ def _by_limits(
 
 
 def _uneven(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """x with these limits in every row, by which no zero point lies half-way between two."""
+    """x with these limits in every row: no zero point is half-way between two integers."""
     x = x.clamp(low, high)
     x[:, 0], x[:, -1] = low, high
     return x
@@ -160,7 +158,7 @@ def _served(source: Source, sizes: ModelSizes, hidden: int) -> Iterator[Sample]:
         step = most / 100 if source.large else 0.03
         scale = torch.full((1,), step, dtype=torch.float32, device=source.device)
         yield Sample(f"{size}, static", (x, scale, None, None))
-        if inner := sizes.intermediate:  # what goes into the MLP's second product
+        if inner := sizes.intermediate:  # the input of the MLP's second product
             x = activations(source, tokens, inner, scale=1.0)
             yield Sample(f"{tokens} x {inner}{', large' * source.large}", (x, None, None, None))
 
@@ -221,5 +219,5 @@ SPEC = contract(
     },
     outputs=(QuantisedPair(steps=0.5), Exact()),
     whole_batch=True,  # a given scale is one number for all rows,
-    ignores_repeats=True,  # and a row has no part in it
+    ignores_repeats=True,  # which no row influences
 )

@@ -33,36 +33,36 @@ def recurrent_gated_delta_rule(
     state_indices: torch.Tensor,
     epsilon: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output of each token, and the cache of states after it.
+    """The output of each token, and the cache with the states after the tokens.
 
-    With S the state of the token's sequence, of (value_size, key_size) for each head, and g and
-    beta the gates as `gdn_gating` gives them of a, b, A_log and dt_bias, but not rounded:
-    S = exp(g) * S; S = S + beta * (v - S k) k^T; out = S q / sqrt(key_size).
+    S is the state of the token's sequence, (value_size, key_size) for each head; g and beta are the
+    gates that `gdn_gating` computes from a, b, A_log and dt_bias, but not rounded: S = exp(g) * S;
+    S = S + beta * (v - S k) k^T; out = S q / sqrt(key_size).
 
     Args:
         q, k: (tokens, heads, key_size), float32, float16 or bfloat16, of any layout. Each token is
-            another sequence's.
+            from a different sequence.
         v: (tokens, value_heads, value_size), of q's dtype, of any layout; value_heads is a multiple
-            of heads, and so many neighbours share a head of q and k.
+            of heads, and value_heads / heads consecutive heads share a head of q and k.
         a, b: (tokens, value_heads), of q's dtype, of any layout.
         A_log, dt_bias: (value_heads,), of q's dtype or float32.
         state: (slots, value_heads, value_size, key_size), of q's dtype or float32. Each slot is
-            contiguous; there may be gaps between them.
-        state_indices: (tokens,), int32 or int64: which slot has the state of each token's sequence,
-            none of them twice. 0 is padding: vLLM's null block, which no sequence has. What padding
-            and the null block hold, NaN among it, spoils nothing else.
-        epsilon: None takes q and k as they are, k of length 1 at most, or the state grows without
-            bound; a number above 0 divides each first by sqrt(sum(x**2) + epsilon).
+            contiguous; there may be gaps between slots.
+        state_indices: (tokens,), int32 or int64, distinct except 0: the slots of the tokens'
+            sequences. 0 is padding: vLLM's null block, not used by a sequence. The contents of
+            padding and of the null block may be NaN, and affect nothing else.
+        epsilon: None to use q and k unchanged: with a k longer than 1, the state grows without
+            bound. A number above 0 to divide each by sqrt(sum(x**2) + epsilon) first.
 
     Returns:
-        (out, state): out of v's shape and dtype, contiguous, 0 where a token is padding; state of
-        its own shape and dtype, with the slots of the tokens written and the others, slot 0 among
-        them, as they were. No input is changed, except state if the implementation
-        consumes it: it returns the same tensor then.
+        (out, state): out of v's shape and dtype, contiguous, 0 for a padding token; state of the
+        argument's shape and dtype, with the slots of the tokens written and all others, including
+        slot 0, unchanged. The inputs are not modified, except state if the implementation consumes
+        it: it then returns the same tensor.
 
     Raises:
-        CallError: an argument is not as said here. state_indices is not looked at before the call:
-            on an accelerator wrong ones are the device's own error, or undefined.
+        CallError: an argument violates this contract. state_indices is not checked before the call:
+            on an accelerator, incorrect values are a device error or undefined.
 
     Source: Yang et al., "Gated Delta Networks" (arXiv:2412.06464), equation 10.
     """
@@ -84,7 +84,7 @@ def recurrent_gated_delta_rule(
 def _normed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, epsilon: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k in fp64, one for each head of v; q is scaled."""
+    """q and k in fp64, repeated for each head of v; q is scaled."""
     q, k = q.double(), k.double()
     if epsilon is not None:
         q, k = (x / (x.pow(2).sum(-1, keepdim=True) + epsilon).sqrt() for x in (q, k))
@@ -125,7 +125,7 @@ def _call(
 
     fp32 = torch.float32
     heads_of_qkv = qkv(source, tokens, heads, value_heads, key_size, value_size)
-    b, a = source.normal(tokens, 2 * value_heads).chunk(2, dim=-1)  # as of one projection
+    b, a = source.normal(tokens, 2 * value_heads).chunk(2, dim=-1)  # views of one projection
     slots = tokens + 3
     return {
         **heads_of_qkv,

@@ -35,30 +35,30 @@ def reshape_and_cache(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The caches with each token's key and value in the token's slot, all else as it was.
+    """The caches with each token's key and value in its slot; all other slots are unchanged.
 
-    Slot s is row (s // block_size, s % block_size) of a cache. Numbers are moved, not changed.
+    Slot s is row (s // block_size, s % block_size) of a cache. Numbers are copied exactly.
 
     Args:
         key: (tokens, kv_heads, head_size), float32, float16 or bfloat16, of any layout: usually a
             view of the qkv buffer.
         value: of key's shape, dtype and device, of any layout.
-        key_cache: (blocks, block_size, kv_heads, head_size), of key's dtype and on its device. Its
-            layout is any: one that has heads before slots in memory (HND) is passed as a view, and
-            so is one half of a tensor that has keys and values side by side.
+        key_cache: (blocks, block_size, kv_heads, head_size), of key's dtype and device, of any
+            layout. A cache with heads before slots in memory (HND) is passed as a view, and so is
+            one half of a tensor with keys and values next to each other.
         value_cache: of key_cache's shape, dtype and device, of any layout, without an element in
             common with it.
-        slot_mapping: (tokens,), int64, of any layout, below blocks * block_size. A token whose slot
-            is negative (vLLM's -1, for padding) is not written, whatever its row holds. Where two
-            tokens have one slot, it is open whose key and value stay there.
+        slot_mapping: (tokens,), int64, of any layout, below blocks * block_size. A token with a
+            negative slot (vLLM's -1, for padding) is not written, and its row may hold anything. If
+            two tokens have the same slot, either may remain there.
 
     Returns:
-        (key_cache, value_cache) after the writes. An implementation that consumes the caches
-        writes into them and returns the same tensors, in an engine and by `call_op`.
+        (key_cache, value_cache) after the writes. An implementation that consumes the caches writes
+        into them and returns the same tensors, in an engine and in `call_op`.
 
     Raises:
-        CallError: an argument is not as said here. A slot beyond the cache is not looked for before
-            the call: on an accelerator it is the device's own error, or undefined.
+        CallError: an argument violates this contract. A slot beyond the cache is not checked before
+            the call: on an accelerator, it is a device error or undefined.
 
     Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
     PagedAttention" (arXiv:2309.06180), section 4.2; vLLM's `reshape_and_cache_flash` with
@@ -81,32 +81,34 @@ def _one_by_one(
 
 
 def _separate(source: Source, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two caches with storages of their own, slots before heads (NHD)."""
+    """Two caches with separate storages, slots before heads (NHD)."""
     return source.normal(*shape), source.normal(*shape)
 
 
 def _of_one_tensor(source: Source, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each block of keys before its block of values: (blocks, 2, block_size, heads, head_size)."""
+    """Views of (blocks, 2, block_size, heads, head_size): keys before values in each block."""
     both = source.normal(shape[0], 2, *shape[1:])
     return both[:, 0], both[:, 1]
 
 
 def _heads_first(source: Source, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Heads before slots (HND), each key beside its value: vLLM 0.32's (blocks, heads, block_size,
-    2 * head_size)."""
+    """Views of vLLM 0.32's (blocks, heads, block_size, 2 * head_size): heads before slots (HND),
+    each key next to its value."""
     blocks, size, heads, width = shape
     both = source.normal(blocks, heads, size, 2 * width).transpose(1, 2)
     return both[..., :width], both[..., width:]
 
 
 def _slots_first(source: Source, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots before heads (NHD), each key beside its value: vLLM 0.33's LBNHC, its first choice."""
+    """Views of vLLM 0.33's LBNHC, its first choice: slots before heads (NHD), each key next to its
+    value."""
     both = source.normal(*shape[:3], 2 * shape[3])
     return both[..., : shape[3]], both[..., shape[3] :]
 
 
 def _of_the_second_layer(source: Source, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same where each block holds all layers' pages, here of two: vLLM 0.33's BLNHC."""
+    """Like `_slots_first`, with the pages of all layers, here two, in each block: vLLM 0.33's
+    BLNHC."""
     both = source.normal(shape[0], 2, *shape[1:3], 2 * shape[3])[:, 1]
     return both[..., : shape[3]], both[..., shape[3] :]
 
@@ -148,14 +150,14 @@ def _samples(source: Source) -> Iterator[Sample]:
     key, value = key[..., :32], value[..., :32]
     caches = _separate(source, 4, 8, 2, 32)
     yield Sample("padded heads", (key, value, *caches, slots(7, 32, source.device)))
-    key, value = source.normal(7, 2, 32, 2).unbind(-1)  # features apart, too
+    key, value = source.normal(7, 2, 32, 2).unbind(-1)  # and features apart
     caches = source.normal(4, 8, 2, 32), source.normal(4, 2, 8, 32).transpose(1, 2)
     yield Sample("two layouts", (key, value, *caches, slots(7, 32, source.device)))
     key, value = source.normal(7, 2, 32), source.normal(7, 2, 32)
     sparse = source.normal(4, 8, 2, 32, 2).unbind(-1)
     yield Sample("features apart", (key, value, *sparse, slots(7, 32, source.device)))
 
-    for size in (32, 64, 128, 528):  # the last as beside states of linear attention
+    for size in (32, 64, 128, 528):  # 528 with states of linear attention
         key, value = source.normal(9, 2, 32), source.normal(9, 2, 32)
         caches = _separate(source, 3, size, 2, 32)
         mapping = slots(9, 3 * size, source.device, skipped=4)
@@ -189,7 +191,7 @@ def _samples(source: Source) -> Iterator[Sample]:
 def _served(source: Source, sizes: ModelSizes, kv_heads: int, head_size: int) -> Iterator[Sample]:
     heads, width = kv_heads, head_size
     if sizes.more.get("kv_lora_rank"):
-        return  # latent attention has a cache of another form
+        return  # latent attention has a cache of another shape
     block = int(sizes.more.get("block_size") or BLOCK_SIZE)
     for tokens in sizes.tokens:
         shape = blocks_for(tokens, block), block, heads, width

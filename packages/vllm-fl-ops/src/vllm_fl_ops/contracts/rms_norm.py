@@ -1,4 +1,4 @@
-"""Root-mean-square layer normalisation, with or without the residual addition before it."""
+"""Root-mean-square normalisation, with or without a residual addition before it."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ def rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """y / sqrt(mean(y**2) + epsilon) * weight, where y = x + residual, or x without one.
+    """y / sqrt(mean(y**2) + epsilon) * weight, where y = x + residual, or x without a residual.
 
-    The mean goes over the last dimension. y is computed in fp32, and the norm is that of the fp32
-    sum, not of the sum rounded to x's dtype.
+    The mean is over the last dimension. y is computed in fp32, and the fp32 sum is normalised, not
+    the sum rounded to x's dtype.
 
     Args:
-        x: (..., hidden), float32, float16 or bfloat16. Its layout is any: the heads of a q
-            projection are a strided (tokens, heads, head_size) view of the qkv buffer. A row with
-            NaN gives NaN, one with infinity 0 and NaN, and no other row does.
+        x: (..., hidden), float32, float16 or bfloat16, of any layout: the heads of a q projection
+            are a strided (tokens, heads, head_size) view of the qkv buffer. A row with NaN gives
+            NaN, a row with infinity gives 0 and NaN, and other rows are not affected.
         residual: of x's shape, dtype and device, of any layout, or None.
         weight: (hidden,), of x's dtype or float32, on x's device, or None for 1.
         epsilon: added to the mean of squares, in its units; finite and not negative.
-        variance_size: the mean goes over the first `variance_size` features only; None for all.
+        variance_size: take the mean over the first `variance_size` features only; None for all.
 
     Returns:
-        Without residual the normed tensor; with one (normed, y), y being the next residual, in
-        x's dtype. Both are contiguous, of x's shape, dtype and device. The inputs are left as
-        they were, unless there is a residual and the implementation was granted to consume it or x.
+        The normalised tensor; with a residual, (normalised, y): y, in x's dtype, is the next
+        residual. Both are contiguous, of x's shape, dtype and device. The inputs are not modified,
+        unless there is a residual and the implementation may consume it or x.
 
     Raises:
-        CallError: an argument is not as said here.
+        CallError: an argument violates this contract.
 
-    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467); order
-    of the casts: `vllm.ir.ops.rms_norm` and `fused_add_rms_norm`.
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467); order of
+    the casts: `vllm.ir.ops.rms_norm` and `fused_add_rms_norm`.
     """
     y = x.double() if residual is None else x.double() + residual.double()
     variance = y[..., :variance_size].square().mean(dim=-1, keepdim=True)
@@ -140,7 +140,7 @@ def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
             name = f"{tokens} x {sizes.hidden}{', large' * source.large}"
             yield Sample(name, (x, None, weight, eps, None))
             yield Sample(f"{name}, residual", (x.clone(), residual, weight, eps, None))
-        is_latent = bool(sizes.more.get("kv_lora_rank"))  # attention, which norms no heads
+        is_latent = bool(sizes.more.get("kv_lora_rank"))  # attention: norms no heads
         if heads is not None and kv_heads is not None and size is not None and not is_latent:
             qkv = _activations(source, tokens, (heads + 2 * kv_heads) * size)
             query = qkv[:, : heads * size].view(tokens, heads, size)
@@ -156,7 +156,8 @@ def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
 
 
 def _activations(source: Source, *shape: int) -> torch.Tensor:
-    """Rows of a residual stream; in every 16th one epsilon matters, and one of 64 is zero."""
+    """Rows of a residual stream. Unless large, epsilon matters in every 16th row, and every 64th is
+    zero."""
     if source.large:
         return source.spiked(*shape, scale=30.0, peak=peak(source.dtype))
     x = source.normal(*shape)

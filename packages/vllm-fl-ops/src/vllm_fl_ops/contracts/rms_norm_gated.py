@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation with a gate, as linear attention and Mamba 2 have it."""
+"""Root-mean-square normalisation with a gate, for linear attention and Mamba 2."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["SPEC"]
 
 ACTIVATIONS = ("silu", "swish", "sigmoid")
-"""Of the gate. The first two are two names of z * sigmoid(z)."""
+"""Activations of the gate. The first two are names of the same function, z * sigmoid(z)."""
 
 
 def rms_norm_gated(
@@ -32,27 +32,27 @@ def rms_norm_gated(
 ) -> torch.Tensor:
     """norm(x) * act(z), or norm(x * act(z)).
 
-    norm(y) = y / sqrt(mean(y**2) + epsilon) * weight. The mean goes over each group of
-    `group_size` features of the last dimension.
+    norm(y) = y / sqrt(mean(y**2) + epsilon) * weight. The mean is over each group of `group_size`
+    features of the last dimension.
 
     Args:
         x: (..., hidden), float32, float16 or bfloat16, of any layout. A NaN in a group of x or z
-            gives NaN wherever the formula does, and in no other row.
-        z: the gate, of x's shape, dtype and device, of any layout; None for norm(x) alone.
+            gives NaN wherever the formula does, and affects no other row.
+        z: the gate, of x's shape, dtype and device, of any layout; None for norm(x) without a gate.
         weight: (hidden,), of x's dtype or float32, on x's device.
         epsilon: added to the mean of squares, in its units; finite and above 0.
-        group_size: how many features have a mean in common; it divides hidden. None for all.
-        norm_before_gate: whether x alone is normed, or its product with the gate.
+        group_size: features of a group, a divisor of hidden; None for all.
+        norm_before_gate: True for norm(x) * act(z), False for norm(x * act(z)).
         activation: act: `silu` or `swish` for z * sigmoid(z), `sigmoid` for sigmoid(z).
 
     Returns:
-        (..., hidden), contiguous, of x's dtype and on its device. x and z are left as they were.
+        (..., hidden), contiguous, of x's dtype and device. x and z are not modified.
 
     Raises:
-        CallError: an argument is not as said here.
+        CallError: an argument violates this contract.
 
-    Source: Dao and Gu, "Transformers are SSMs" (arXiv:2405.21060), section 7.2, the norm before
-    the last projection; forms: vLLM's `RMSNormGated`.
+    Source: Dao and Gu, "Transformers are SSMs" (arXiv:2405.21060), section 7.2, the norm before the
+    last projection; variants: vLLM's `RMSNormGated`.
     """
     import torch
 

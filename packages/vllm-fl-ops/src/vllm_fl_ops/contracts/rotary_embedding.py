@@ -33,30 +33,29 @@ def rotary_embedding(
     position_ids: torch.Tensor,
     rotary_interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Turn pairs of features (a, b) of each head to (a*c - b*s, b*c + a*s).
+    """Rotate pairs of features (a, b) of each head to (a*c - b*s, b*c + a*s).
 
     c and s are the rows of cos and sin at the token's position. With half = cos.shape[-1], the
-    first 2 * half features of a head rotate and the rest pass. Pair i is (i, i + half) as in
-    GPT-NeoX, or with rotary_interleaved=True (2 * i, 2 * i + 1) as in GPT-J.
+    first 2 * half features of a head rotate and the others are unchanged. Pair i is (i, i + half)
+    as in GPT-NeoX, or with rotary_interleaved=True (2 * i, 2 * i + 1) as in GPT-J.
 
     Args:
-        query: (tokens, heads, head_size), float32, float16 or bfloat16. Its layout is any: it
-            usually is a strided view of the qkv buffer. A NaN spoils its own pair alone.
+        query: (tokens, heads, head_size), float32, float16 or bfloat16, of any layout, such as a
+            strided view of qkv. A NaN affects only its pair.
         key: (tokens, kv_heads, head_size), of query's dtype and device, of any layout, or None.
         cos, sin: (max_position, half) tables without unit, of query's dtype or float32, on its
-            device, 2 * half <= head_size. A layer passes views of its one (max_position, 2 * half)
-            cache; `joint_cos_sin` gives that cache back.
+            device, 2 * half <= head_size. A layer passes views of its single
+            (max_position, 2 * half) cache, which `joint_cos_sin` returns.
         position_ids: (tokens,), int64 or int32, in [0, max_position), in any order.
         rotary_interleaved: which features make a pair.
 
     Returns:
-        (query, key) turned, contiguous, of their own shapes and dtype; None for a key of None.
-        The inputs are left as they were, unless the implementation was granted to consume query
-        or key.
+        (query, key) rotated, contiguous, of their shapes and dtype; None for a key of None. The
+        inputs are not modified, unless the implementation may consume query or key.
 
     Raises:
-        CallError: an argument is not as said here. A position outside the tables is not looked
-            for before the call: on an accelerator it is the device's own error, or undefined.
+        CallError: an argument violates this contract. A position outside the tables is not checked
+            before the call: on an accelerator, it is a device error or undefined.
 
     Source: Su et al., "RoFormer" (arXiv:2104.09864), equation 34; pairings: vLLM's
     `ApplyRotaryEmb`.
@@ -90,7 +89,7 @@ def _by_complex_numbers(*call: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def by_complex_numbers(x: torch.Tensor, factor: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Heads whose pairs are multiplied by a number for each token and pair: for `second_form`."""
+    """x, with pairs multiplied by a number for each token and pair: for `second_form`."""
     import torch
 
     rotary = 2 * factor.shape[-1]
@@ -105,7 +104,7 @@ def by_complex_numbers(x: torch.Tensor, factor: torch.Tensor, interleaved: bool)
 def tables(
     source: Source, max_position: int, rotary: int, *rest: Any, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin as a vLLM layer passes them: views of one cache, which `table` makes."""
+    """cos and sin as a vLLM layer passes them: views of a cache made by `table`."""
     cache = table(source, max_position, rotary, *rest, **named)
     return cache[:, : rotary // 2], cache[:, rotary // 2 :]
 
@@ -130,7 +129,7 @@ def table(
 def _positions(
     source: Source, tokens: int, max_position: int, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Positions out of order; repeated once there are more than `max_position` of them."""
+    """Positions out of order, repeated after `max_position` tokens."""
     import torch
 
     ids = torch.arange(tokens, device=source.device) * 31 + 7
@@ -227,19 +226,19 @@ def _of_latent(
 
 
 def served_positions(source: Source, tokens: int, max_position: int, large: bool) -> torch.Tensor:
-    """Positions of one batch as vLLM makes it, the ends of the model's length among them."""
+    """Positions of a batch as vLLM makes it, including both ends of the model's length."""
     import torch
 
-    before = 5  # one token alone is in the middle of its prompt
+    before = 5  # a single token is in the middle of its prompt
     generator = torch.Generator("cpu").manual_seed(20240302 + large)
     found = positions(tokens + before, max_position, generator)
-    return found[before:].clone().to(source.device)  # in memory of its own
+    return found[before:].clone().to(source.device)  # a separate storage
 
 
 TABLE = tensor(
     "max_position, half", "query", "float32", where="half >= 1 and 2 * half <= head_size"
 )
-"""cos or sin, of some of the pairs of a head."""
+"""cos or sin, for some or all of the pairs of a head."""
 
 
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

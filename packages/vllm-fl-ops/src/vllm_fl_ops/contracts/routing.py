@@ -1,4 +1,4 @@
-"""What the contracts of routing share: scores, and inputs without chance ties."""
+"""Scores, and inputs without accidental ties, for the routing contracts."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ __all__ = [
 ]
 
 SCORING = ("softmax", "sigmoid")
-"""How a router turns logits into scores."""
+"""The functions from a router's logits to scores."""
 
 MARGIN = 5e-7
-"""How far apart two scores, which are at most 1 before a bias, must be for their order to be
-certain: fp32's rounding of a score and of its sum with a bias, several times."""
+"""The smallest difference of two scores, of at most 1 before a bias, with a certain order: several
+times the fp32 rounding of a score and of its sum with a bias."""
 
 RESULTS = (tensor("tokens, topk", "float32"), tensor("tokens, topk", "int32"))
-"""The weights of a token's experts, and their ids."""
+"""The weights of each token's experts, and their ids."""
 
 _GRID = 1024
-"""Different numbers of 8 significant bits from 1/8 to 2 and from -2 to -1/8."""
+"""How many numbers with 8 significant bits are from 1/8 to 2 and from -2 to -1/8."""
 
 
 def scored(logits: torch.Tensor, scoring_func: str) -> torch.Tensor:
-    """The scores of every expert, in fp64; ValueError for an unknown function."""
+    """The scores of all experts in fp64; ValueError for an unknown function."""
     if scoring_func not in SCORING:
         raise ValueError(f"scoring_func must be one of {', '.join(SCORING)}, got {scoring_func!r}")
     wide = logits.double()
@@ -46,12 +46,12 @@ def scored(logits: torch.Tensor, scoring_func: str) -> torch.Tensor:
 
 
 def highest(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """The ids of the `count` highest scores, the highest first; of equal ones the lower id."""
+    """The ids of the `count` highest scores, highest first; of equal scores, the lower id first."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def by_argmax(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """The same, found one after the other."""
+    """`highest`, found one at a time: for `second_form`."""
     import torch
 
     left, found = scores.clone(), []
@@ -62,22 +62,22 @@ def by_argmax(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def router_logits(source: Source, tokens: int, experts: int, spread: float = 1.0) -> torch.Tensor:
-    """(tokens, experts), the numbers of a token in random order and all different.
+    """(tokens, experts) logits, in random order and distinct within each token.
 
-    Random numbers are equal often when they are rounded to 16 bits, and whoever breaks a tie in
-    another way would choose other experts. Up to 1024 experts these are exact in every dtype.
+    Random numbers rounded to 16 bits often tie, and an implementation that breaks ties differently
+    would choose other experts. Up to 1024 experts, these are exact in every dtype.
 
     Args:
-        source: where the order comes from.
+        source: of the order.
         tokens, experts: the sizes.
-        spread: a power of two that multiplies the numbers, which lie between -4 and 4.
+        spread: a power of two, the factor of numbers between -4 and 4.
     """
     import torch
 
     rows = min(tokens, UNIQUE_ROWS)
     order = source.normal(rows, experts, dtype=torch.float32).argsort(-1).argsort(-1)
     steps = torch.arange(_GRID // 2, device=source.device)
-    # Written by their bits, as fp32 numbers whose lower 16 bits are 0.
+    # Made from their bits: fp32 numbers with 0 in the lower 16 bits.
     bits = ((124 << 7) + steps).to(torch.int32) << 16
     positive = bits.view(torch.float32)
     grid = torch.cat((-positive.flip(0), positive)) * spread
@@ -88,14 +88,14 @@ def router_logits(source: Source, tokens: int, experts: int, spread: float = 1.0
 
 
 def taken_ids(source: Source, tokens: int, topk: int, experts: int) -> torch.Tensor:
-    """(tokens, topk): experts of each token, no expert twice, and some experts without a token."""
+    """(tokens, topk) expert ids, distinct within each token; some experts have no token."""
     import torch
 
     return source.normal(tokens, experts, dtype=torch.float32).argsort(-1)[:, :topk]
 
 
 def bias_for_choice(source: Source, experts: int, scale: float) -> torch.Tensor:
-    """(experts,) in float32, as models keep it."""
+    """(experts,) biases in float32, the dtype of models."""
     import torch
 
     return source.normal(experts, scale=scale, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The rules by which bindings ask the sizes that many models have, and their typical values."""
+"""Rules that read the sizes common to many models from vLLM's configuration, and typical values."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ __all__ = [
 ]
 
 _WIDTHS = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "d_ff")
-"""What configurations call the width of the MLP. The last four are older models' names."""
+"""Configuration names of the MLP's width. The last four are from older models."""
 
 _ROTARY_SHARES = ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction")
 _EPSILONS = ("rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon", "norm_eps")
 
 _HALF_ROTARY = frozenset({"chatglm", "glm4", "glm"})
-"""Model types whose code in vLLM turns half of each head, whatever their configuration says."""
+"""Model types for which vLLM rotates half of each head by default, without a configured share."""
 
 
 def _intermediate(config: Any) -> int:
-    """Features of one half of the MLP. Models with one width per layer give a list: the first."""
+    """Features of one half of the MLP. In a list with a width per layer, the first counts."""
     value = first_told(config.model_config.hf_text_config, _WIDTHS)
     width = int(value[0] if isinstance(value, list | tuple) else value)
     return max(1, width // int(config.parallel_config.tensor_parallel_size))
 
 
 def _rotary(config: Any) -> int:
-    """How many features of a head rotate, as `vllm.model_executor.layers.rotary_embedding` says."""
+    """Rotated features of a head, computed like `vllm.model_executor.layers.rotary_embedding`."""
     text = config.model_config.hf_text_config
     parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     if not isinstance(parameters, dict):
@@ -55,7 +55,7 @@ def _rotary(config: Any) -> int:
 
 
 def first_told(text: Any, names: tuple[str, ...]) -> Any:
-    """The first of these attributes that is told."""
+    """The value of the first of these attributes with a value, or None."""
     return next((v for name in names if (v := getattr(text, name, None)) is not None), None)
 
 
@@ -74,14 +74,14 @@ EPSILON = SizeRule(
 )
 
 RULES = (HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_SIZE, ROTARY, EPSILON)
-"""The rules behind the fields of `ModelSizes`."""
+"""The rules for the fields of `ModelSizes`."""
 
 
 def typical_sizes(bindings: Iterable[Binding] = ()) -> ModelSizes:
-    """The sizes of no model in particular: each rule's typical one.
+    """Return the typical values of all rules, for use without a model.
 
     Args:
-        bindings: those whose rules of their own count, too.
+        bindings: bindings that add rules.
     """
     rules = by_name((*RULES, *(rule for binding in bindings for rule in binding.sizes)))
     return with_values({name: rule.typical for name, rule in rules.items()})

@@ -1,4 +1,4 @@
-"""Checks of what says which token belongs to which sequence, and which state to which."""
+"""Sequences and state slots: samples and checks for linear attention and convolutions."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ __all__ = ["boundaries", "ends", "fitting_features", "fitting_heads", "slots", "
 
 
 _LENGTHS = (1, 2, 1, 3, 1, 8, 1, 5, 1, 2, 1, 3, 1, 1, 1, 2, 1, 17, 64)
-"""How long the sequences after the first are, in turn: in 300 tokens there are more than 16."""
+"""Lengths of the sequences after the first, repeated: 300 tokens have more than 16 sequences."""
 
 LONG = 257
-"""Tokens of the first sequence in a batch of 300: one more than four chunks of 64."""
+"""Tokens of the first sequence in a batch of 300 or more: one more than four chunks of 64."""
 
 STATES, INPUTS = 256, 2**20
-"""States of single heads, and numbers of a convolution, that the oracle of linear attention goes
-through in a call."""
+"""The most head states (tokens x heads), and inputs of a convolution (tokens x features), of a call
+that the oracle computes."""
 
 
 def ends(tokens: int, turned: bool = False) -> tuple[int, ...]:
-    """Where the sequences of a batch end: a long prompt, short ones, and some that decode.
+    """Ends of the sequences of a batch: a long prompt, short prompts, and decode tokens.
 
     Args:
         tokens: of the batch.
-        turned: whether the long prompt is the last one, and a token shorter: a call of the same
-            shapes with other ends.
+        turned: whether the long prompt is last, and a token shorter: the same shapes, with other
+            ends.
     """
     first, others = (LONG if tokens >= 300 else -(-tokens // 2)), cycle(_LENGTHS)
     lengths = [first]
@@ -42,9 +42,9 @@ def ends(tokens: int, turned: bool = False) -> tuple[int, ...]:
 
 
 def state_slots(count: int, device: torch.device) -> torch.Tensor:
-    """(count,), int32: slots of states, neither the first two of a cache nor its last one.
+    """(count,) slots of states, int32, from 2 to count + 1.
 
-    The first two follow each other, as of requests that came together; the others do not.
+    The first two are consecutive, as for requests that arrived together; the rest descend.
     """
     import torch
 
@@ -53,10 +53,11 @@ def state_slots(count: int, device: torch.device) -> torch.Tensor:
 
 
 def fitting_heads(tokens: int, heads: int, value_heads: int) -> tuple[int, int, str]:
-    """(heads of keys, heads of values, in what the call is smaller) of a call with so many tokens.
+    """Return (key heads, value heads, how the call is reduced) for a call with this number of
+    tokens.
 
-    Heads are independent, and the oracle is dear: few tokens have all heads, and many have those
-    of one head of keys, or one.
+    Heads are independent and the oracle is slow. Calls with few tokens have all heads; longer calls
+    have one key head with its value heads, or one of each.
     """
     share = value_heads // heads
     choices = ((heads, value_heads), (1, share), (1, 1))
@@ -66,14 +67,15 @@ def fitting_heads(tokens: int, heads: int, value_heads: int) -> tuple[int, int, 
 
 
 def fitting_features(tokens: int, features: int) -> tuple[int, str]:
-    """(features, in what the call is smaller) of a convolution, for which features are alike."""
+    """Return (features, how the call is reduced) of a convolution, which treats all features
+    alike."""
     fitting = min(features, max(64, INPUTS // tokens // 64 * 64))
     is_smaller = fitting < features
     return fitting, f"{fitting} of {features} features from {tokens} tokens on" * is_smaller
 
 
 def boundaries(name: str, value: torch.Tensor, tokens: int) -> Problem:
-    """`value` must be where each sequence begins, and where the last one ends."""
+    """Check that `value` has the first token of each sequence, then the number of tokens."""
     at = [0, tokens] if value.is_meta else value.tolist()
     if at[0] != 0 or at[-1] != tokens or at != sorted(at):
         return name, f"must rise from 0 to the {tokens} tokens, got {at}"
@@ -81,12 +83,12 @@ def boundaries(name: str, value: torch.Tensor, tokens: int) -> Problem:
 
 
 def slots(name: str, value: torch.Tensor, of: int, *, padding: bool = True) -> Problem:
-    """`value` must be states of a cache of so many, none of them twice but slot 0.
+    """Check that `value` has distinct states of a cache of `of` states; only slot 0 may repeat.
 
     Args:
         name, value: the argument.
-        of: how many states the cache has.
-        padding: whether it may name slot 0, which is vLLM's null block.
+        of: the number of states of the cache.
+        padding: whether slot 0, vLLM's null block, is allowed.
     """
     named = [] if value.is_meta else [at for at in value.tolist() if at or not padding]
     if any(not 0 < at < of for at in named):

@@ -1,4 +1,8 @@
-"""The operators, each with its contract's parameters."""
+"""Ops in plain PyTorch, one module per family.
+
+Arguments and results are those in the op's contract (`vllm_fl_ops.contracts`); docstrings describe
+the computation and its rounding.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,12 @@ __all__ = ["implementations"]
 def implementations(
     *functions: Callable[..., Any], consumes: Iterable[str] = (), traceable: bool = True
 ) -> tuple[OpImpl, ...]:
-    """The functions, each named after its op, as `reference.torch`, with contiguous results.
+    """Return each function as `reference.torch` of the op with its name, with contiguous results.
 
     Args:
-        functions: each an op.
-        consumes: the arguments that each of them overwrites.
-        traceable: whether a compiler may look inside.
+        functions: one per op.
+        consumes: arguments that each of them overwrites.
+        traceable: whether a compiler can trace into them.
     """
     return tuple(
         OpImpl(
@@ -29,14 +33,14 @@ def implementations(
             fn if consumes else _packed(fn),
             consumes=frozenset(consumes),
             traceable=traceable,
-            takes=(),  # PyTorch would broadcast, promote or truncate in silence
+            takes=(),  # the contract's checks only: PyTorch would silently broadcast or promote
         )
         for fn in functions
     )
 
 
 def _packed(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with contiguous results: PyTorch gives many the strides of a dense argument."""
+    """Make results contiguous: PyTorch often keeps the strides of a dense argument."""
 
     @wraps(fn)
     def packed(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Activations, as vLLM's layers compute them in PyTorch."""
+"""Activations, equal to the PyTorch code in vLLM's layers."""
 
 from __future__ import annotations
 
@@ -27,43 +27,19 @@ __all__ = [
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """silu(x[..., :d]) * x[..., d:]; silu is rounded to x's dtype before the product.
-
-    Args:
-        x: (..., 2 * d), floating.
-
-    Returns:
-        (..., d), of x's dtype.
-    """
+    """silu(x[..., :d]) * x[..., d:]; silu is rounded to x's dtype before the product."""
     d = x.shape[-1] // 2
     return F.silu(x[..., :d]) * x[..., d:]
 
 
 def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
-    """gelu(x[..., :d]) * x[..., d:]; gelu is rounded to x's dtype before the product.
-
-    Args:
-        x: (..., 2 * d), floating.
-        approximate: "none" (erf) or "tanh".
-
-    Returns:
-        (..., d), of x's dtype.
-    """
+    """gelu(x[..., :d]) * x[..., d:]; gelu is rounded to x's dtype before the product."""
     d = x.shape[-1] // 2
     return F.gelu(x[..., :d], approximate=approximate) * x[..., d:]
 
 
 def swigluoai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0) -> torch.Tensor:
-    """(up + 1) * gate * sigmoid(alpha * gate) of clamped pairs; every step is rounded.
-
-    Args:
-        x: (..., 2 * d), floating: gate and up projection take turns.
-        alpha: a finite number.
-        limit: a finite number above 0: the largest gate, and how far up lies from 0 at most.
-
-    Returns:
-        (..., d), of x's dtype.
-    """
+    """(up + 1) * gate * sigmoid(alpha * gate) of clamped pairs; every step is rounded."""
     gate, up = x[..., ::2], x[..., 1::2]
     gate = gate.clamp(max=limit)
     up = up.clamp(min=-limit, max=limit)
@@ -73,17 +49,7 @@ def swigluoai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0)
 def silu_and_mul_with_clamp(
     x: torch.Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0
 ) -> torch.Tensor:
-    """gate * sigmoid(alpha * gate) * (up + beta) of clamped halves; every step is rounded.
-
-    Args:
-        x: (..., 2 * d), floating: gate, then up projection.
-        limit: a finite number above 0: the largest gate, and how far up lies from 0 at most.
-        alpha: a finite number.
-        beta: a finite number.
-
-    Returns:
-        (..., d), of x's dtype.
-    """
+    """gate * sigmoid(alpha * gate) * (up + beta) of clamped halves; every step is rounded."""
     d = x.shape[-1] // 2
     gate = x[..., :d].clamp(max=limit)
     up = x[..., d:].clamp(min=-limit, max=limit)
@@ -91,95 +57,44 @@ def silu_and_mul_with_clamp(
 
 
 def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
-    """x[..., :d] * silu(x[..., d:]); silu is rounded to x's dtype before the product.
-
-    Args:
-        x: (..., 2 * d), floating.
-
-    Returns:
-        (..., d), of x's dtype.
-    """
+    """x[..., :d] * silu(x[..., d:]); silu is rounded to x's dtype before the product."""
     d = x.shape[-1] // 2
     return x[..., :d] * F.silu(x[..., d:])
 
 
 def fatrelu_and_mul(x: torch.Tensor, threshold: float = 0.0) -> torch.Tensor:
-    """gate * x[..., d:], where gate is x[..., :d] above the threshold and 0 elsewhere.
-
-    Args:
-        x: (..., 2 * d), floating.
-        threshold: a finite number.
-
-    Returns:
-        (..., d), of x's dtype.
-    """
+    """gate * x[..., d:]; gate is x[..., :d] if above the threshold, otherwise 0."""
     d = x.shape[-1] // 2
     return F.threshold(x[..., :d], threshold, 0.0) * x[..., d:]
 
 
 def gelu_new(x: torch.Tensor) -> torch.Tensor:
-    """GELU by tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)); every step is rounded.
-
-    Args:
-        x: floating, of any shape.
-
-    Returns:
-        x's shape and dtype.
-    """
+    """GELU with tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)); every step is rounded."""
     c = math.sqrt(2.0 / math.pi)
     return 0.5 * x * (1.0 + torch.tanh(c * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
 def gelu_fast(x: torch.Tensor) -> torch.Tensor:
-    """GELU by tanh(0.7978845608 * x * (1 + 0.044715 * x**2)); every step is rounded.
-
-    Args:
-        x: floating, of any shape.
-
-    Returns:
-        x's shape and dtype.
-    """
+    """GELU with tanh(0.7978845608 * x * (1 + 0.044715 * x**2)); every step is rounded."""
     return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(1.702 * x); every step is rounded.
-
-    Args:
-        x: floating, of any shape.
-
-    Returns:
-        x's shape and dtype.
-    """
+    """x * sigmoid(1.702 * x); every step is rounded."""
     return x * torch.sigmoid(1.702 * x)
 
 
 def relu2(x: torch.Tensor) -> torch.Tensor:
-    """max(x, 0)**2, rounded once.
-
-    Args:
-        x: floating, of any shape.
-
-    Returns:
-        x's shape and dtype.
-    """
+    """max(x, 0)**2, rounded once."""
     return torch.square(F.relu(x))
 
 
 def gelu_and_mul_sparse(
     x: torch.Tensor, std_multiplier: float, approximate: str = "none"
 ) -> torch.Tensor:
-    """gelu of what of x[..., :d] lies above a cutoff, times x[..., d:]; every step is rounded.
+    """gelu(relu(x[..., :d] - cutoff)) * x[..., d:]; every step is rounded.
 
-    The cutoff is the row's mean and `std_multiplier` times its deviation.
-
-    Args:
-        x: (..., 2 * d), floating.
-        std_multiplier: a finite number, or a tensor with one.
-        approximate: "none" (erf) or "tanh".
-
-    Returns:
-        (..., d), of x's dtype.
+    The cutoff is mean + std_multiplier * standard deviation of the row x[..., :d].
     """
     d = x.shape[-1] // 2
     gate = x[..., :d]
@@ -196,19 +111,9 @@ def xielu(
     beta: torch.Tensor,
     eps: torch.Tensor,
 ) -> torch.Tensor:
-    """p * x**2 + beta * x above 0, n * (expm1(min(x, eps)) - x) + beta * x elsewhere.
+    """p * x**2 + beta * x if x > 0, otherwise n * (expm1(min(x, eps)) - x) + beta * x.
 
     p is softplus(alpha_p), n is beta + softplus(alpha_n); every step is rounded.
-
-    Args:
-        x: floating, of any shape.
-        alpha_p: one element, of x's dtype or bfloat16.
-        alpha_n: the same.
-        beta: the same.
-        eps: the same.
-
-    Returns:
-        x's shape and dtype.
     """
     positive, negative = F.softplus(alpha_p), beta + F.softplus(alpha_n)
     result = torch.where(
@@ -216,7 +121,7 @@ def xielu(
         positive * x * x + beta * x,
         (torch.expm1(torch.min(x, eps)) - x) * negative + beta * x,
     )
-    return result.to(x.dtype)  # of fp16 and bf16 together float32 has come
+    return result.to(x.dtype)  # fp16 with bf16 promotes to float32
 
 
 OPS = implementations(

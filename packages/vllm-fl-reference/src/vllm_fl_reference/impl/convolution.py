@@ -1,4 +1,4 @@
-"""Short convolutions, as vLLM's CPU build computes them in PyTorch."""
+"""Short convolutions, equal to the PyTorch code in vLLM's CPU build."""
 
 from __future__ import annotations
 
@@ -22,24 +22,12 @@ def causal_conv1d(
     has_initial_state: torch.Tensor,
     activation: str | None = "silu",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequence by sequence; what is convolved is rounded before the activation.
-
-    Args:
-        x: (tokens, dim), floating.
-        weight: (dim, width), of x's dtype.
-        bias: (dim,), of x's dtype, or None.
-        conv_states: (slots, dim, width - 1 or more), of x's dtype; overwritten.
-        query_start_loc: (sequences + 1,), int32 or int64, from 0 to the number of tokens.
-        cache_indices: (sequences,), int32 or int64, from 1.
-        has_initial_state: (sequences,), bool.
-        activation: "silu" or None.
-
-    Returns:
-        (out, conv_states): out of x's shape and dtype, and the same conv_states.
+    """Convolve sequence by sequence; the convolution is rounded before the activation.
 
     Raises:
-        ValueError: PyTorch would have counted from the end in silence.
-        IndexError: a slot that conv_states does not have.
+        ValueError: a slot is below 1 (PyTorch would silently count from the end), or
+            query_start_loc does not rise from 0 to tokens.
+        IndexError: conv_states does not have a slot.
     """
     _refuse_strange_slots(cache_indices, 1)
     at, slots = query_start_loc.tolist(), cache_indices.tolist()
@@ -66,22 +54,11 @@ def causal_conv1d_update(
     activation: str | None,
     conv_state_indices: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All tokens at once; what is convolved is rounded before the activation.
-
-    Args:
-        x: (tokens, dim), floating.
-        conv_state: (slots, dim, width - 1 or more), of x's dtype; overwritten.
-        weight: (dim, width), of x's dtype.
-        bias: (dim,), of x's dtype, or None.
-        activation: "silu" or None.
-        conv_state_indices: (tokens,), int32 or int64; 0 is padding.
-
-    Returns:
-        (out, conv_state): out of x's shape and dtype, x itself for padding; the same conv_state.
+    """Convolve all tokens at once; the convolution is rounded before the activation.
 
     Raises:
-        ValueError: PyTorch would have counted from the end in silence.
-        IndexError: a slot that conv_state does not have.
+        ValueError: a slot is negative; PyTorch would silently count from the end.
+        IndexError: conv_state does not have a slot.
     """
     _refuse_strange_slots(conv_state_indices, 0)
     taps, real = weight.shape[1] - 1, conv_state_indices != 0

@@ -33,37 +33,19 @@ def fused_experts(
     w13_bias: torch.Tensor | None = None,
     w2_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The tokens of one expert after another; an expert's result is rounded, their sum in fp32.
+    """Compute expert by expert; each expert's result is rounded, their sum is in fp32.
 
-    Every expert's tokens are counted on the host, for which a device waits. While a CUDA graph is
-    captured nothing can be counted, and every expert computes all tokens: in the graph, this takes
-    as many times as long as there are experts for one that a token takes.
+    The host counts the tokens of each expert, which synchronises with the device. During CUDA graph
+    capture this is impossible, so every expert computes all tokens: experts / k times the work.
 
-    Args:
-        hidden_states: (tokens, hidden), floating.
-        w13: (experts, 2 * intermediate, hidden), of the same dtype.
-        w2: (experts, hidden, intermediate), of the same dtype.
-        topk_weights: (tokens, k), floating.
-        topk_ids: (tokens, k), int32 or int64, negative in a place without an expert.
-        activation: "silu", "gelu", "gelu_tanh" or "swigluoai".
-        apply_router_weight_on_input: whether the weight multiplies the input; for k = 1.
-        global_num_experts: the length of expert_map, or -1 or w13's experts without one.
-        expert_map: expert -> row of w13 and w2, or -1 for one of another rank, which adds nothing.
-        w13_bias: (experts, 2 * intermediate).
-        w2_bias: (experts, hidden).
-
-    Returns:
-        (tokens, hidden), of hidden_states' dtype.
-
-    Raises:
-        IndexError: an id beyond the experts, on a CPU.
+    An invalid id raises IndexError on the CPU only.
     """
     act = ACTIVATIONS[activation]
     x = hidden_states
     if apply_router_weight_on_input:
         x = x * topk_weights.to(x.dtype)
     rows, count = topk_ids.long(), w13.shape[0] if expert_map is None else len(expert_map)
-    if rows.is_cpu and rows.numel() and int(rows.max()) >= count:  # a device would wait for that
+    if rows.is_cpu and rows.numel() and int(rows.max()) >= count:  # would synchronise a device
         raise IndexError(f"topk_ids must be below {count}, got {int(rows.max())}")
     if expert_map is not None:
         rows = torch.where(rows < 0, rows, expert_map.long()[rows.clamp(min=0)])
@@ -91,9 +73,9 @@ def fused_experts(
 
 
 def _is_captured(x: torch.Tensor) -> bool:
-    """Whether kernels on its device go into a CUDA graph now."""
+    """Return whether a CUDA graph is being captured on x's device."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-# Not traceable: how many tokens an expert has is known once the routing is.
+# Not traceable: the number of tokens per expert depends on the routing.
 OPS = implementations(fused_experts, traceable=False)

@@ -1,4 +1,4 @@
-"""Gated delta rules and their gates. vLLM has kernels alone; these follow the formula in fp32."""
+"""Gated delta rules and their gates by the formula, in fp32. vLLM has only kernels for them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,7 @@ __all__ = ["OPS", "chunk_gated_delta_rule", "gdn_gating", "recurrent_gated_delta
 def gdn_gating(
     a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(-exp(A_log) * softplus(a + dt_bias), sigmoid(b)), computed in fp32.
-
-    Args:
-        a, b: (tokens, heads), floating.
-        A_log, dt_bias: (heads,), floating.
-
-    Returns:
-        (g, beta), both (tokens, heads): g in float32, beta in b's dtype.
-    """
+    """(-exp(A_log) * softplus(a + dt_bias), sigmoid(b)), computed in fp32."""
     g = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
     return g, b.float().sigmoid().to(b.dtype)
 
@@ -38,21 +30,10 @@ def chunk_gated_delta_rule(
     cu_seqlens: torch.Tensor,
     epsilon: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token by token in fp32; results are rounded once.
-
-    Args:
-        q, k: (tokens, heads, key_size), floating.
-        v: (tokens, value_heads, value_size), of q's dtype.
-        g, beta: (tokens, value_heads), g in float32.
-        initial_state: (sequences, value_heads, value_size, key_size), floating.
-        cu_seqlens: (sequences + 1,), int32 or int64, from 0 to the number of tokens.
-        epsilon: None, or what the squared length of each q and k has added.
-
-    Returns:
-        (out, final_state), of the shapes and dtypes of v and initial_state.
+    """Compute token by token in fp32; results are rounded once.
 
     Raises:
-        ValueError: PyTorch would have read past a sequence in silence.
+        ValueError: cu_seqlens does not rise from 0 to tokens; PyTorch would not detect that.
     """
     q, k, v32 = _heads(q, k, v, epsilon)
     at = cu_seqlens.tolist()
@@ -79,23 +60,11 @@ def recurrent_gated_delta_rule(
     state_indices: torch.Tensor,
     epsilon: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All tokens at once in fp32; results are rounded once.
-
-    Args:
-        q, k: (tokens, heads, key_size), floating.
-        v: (tokens, value_heads, value_size), of q's dtype.
-        a, b: (tokens, value_heads), floating.
-        A_log, dt_bias: (value_heads,), floating.
-        state: (slots, value_heads, value_size, key_size), floating; overwritten.
-        state_indices: (tokens,), int32 or int64; 0 is padding.
-        epsilon: None, or what the squared length of each q and k has added.
-
-    Returns:
-        (out, state): out of v's shape and dtype, 0 for padding; and the same state.
+    """Compute all tokens at once in fp32; results are rounded once.
 
     Raises:
-        ValueError: PyTorch would have counted from the end in silence.
-        IndexError: a slot that state does not have.
+        ValueError: a slot is negative; PyTorch would silently count from the end.
+        IndexError: state does not have a slot.
     """
     dtype = v.dtype
     q, k, v = _heads(q, k, v, epsilon)
@@ -113,7 +82,7 @@ def recurrent_gated_delta_rule(
 def _heads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, epsilon: float | None
 ) -> tuple[torch.Tensor, ...]:
-    """q, k, v in fp32; q and k normed, one for each head of v, and q scaled."""
+    """Return q, k, v in fp32; q and k normalised and repeated for each head of v, q scaled."""
     q, k = q.float(), k.float()
     if epsilon is not None:
         q, k = (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + epsilon) for x in (q, k))
@@ -130,7 +99,7 @@ def _step(
     kept: torch.Tensor,
     strength: torch.Tensor,
 ) -> torch.Tensor:
-    """What `state` (..., value_size, key_size) answers, after it has taken a token up in place."""
+    """Update `state` (..., value_size, key_size) in place with one token; return the output."""
     state *= kept
     learnt = strength * (v - (state * k.unsqueeze(-2)).sum(-1))
     state += learnt.unsqueeze(-1) * k.unsqueeze(-2)

@@ -1,4 +1,4 @@
-"""Attention over parts of the keys, merged as vLLM does it in PyTorch."""
+"""Merging of attention results for two sets of keys, equal to the PyTorch code in vLLM."""
 
 from __future__ import annotations
 
@@ -17,14 +17,9 @@ def merge_attn_states(
     suffix_output: torch.Tensor,
     suffix_lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The outputs' mean, weighted with exp(lse), in fp32, rounded once.
+    """Average both outputs with weights exp(lse), in fp32, rounded once.
 
-    Args:
-        prefix_output, suffix_output: (tokens, heads, head_size), of one floating dtype.
-        prefix_lse, suffix_lse: (tokens, heads), float32; infinite ones are of no keys.
-
-    Returns:
-        (output, lse); 0 and -inf where neither had keys.
+    If neither side had keys, the result is (0, -inf).
     """
     prefix_lse = prefix_lse.masked_fill(prefix_lse == math.inf, -math.inf)
     suffix_lse = suffix_lse.masked_fill(suffix_lse == math.inf, -math.inf)
@@ -32,7 +27,7 @@ def merge_attn_states(
     no_keys = most == -math.inf
     prefix, suffix = torch.exp(prefix_lse - most), torch.exp(suffix_lse - most)
     total = prefix + suffix
-    # What a side without keys holds may be NaN, which no weight of 0 would remove.
+    # The output of a side without keys may be NaN, and NaN times a weight of 0 is NaN.
     prefix_part = prefix_output.float() * (prefix / total)[..., None]
     suffix_part = suffix_output.float() * (suffix / total)[..., None]
     output = prefix_part.masked_fill((prefix_lse == -math.inf)[..., None], 0.0)

@@ -1,4 +1,4 @@
-"""Normalisations, as vLLM's layers and its IR's `rms_norm` compute them in PyTorch."""
+"""Normalisations, equal to the PyTorch code in vLLM's layers and in its IR (`rms_norm`)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,7 @@ def layer_norm(
     bias: torch.Tensor | None,
     epsilon: float,
 ) -> torch.Tensor:
-    """(x - mean) / sqrt(variance + epsilon) * weight + bias, in the wider dtype of x and weight.
-
-    Args:
-        x: (..., hidden), floating.
-        weight: (hidden,), of x's dtype or float32, or None for 1.
-        bias: (hidden,), of weight's dtype, or None for 0.
-        epsilon: added to the variance, above 0.
-
-    Returns:
-        (..., hidden), contiguous, of x's dtype.
-    """
+    """(x - mean) / sqrt(variance + epsilon) * weight + bias, in the wider dtype of x and weight."""
     wide = x if weight is None else x.to(torch.promote_types(x.dtype, weight.dtype))
     return F.layer_norm(wide, x.shape[-1:], weight, bias, epsilon).to(x.dtype)
 
@@ -40,19 +30,9 @@ def rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """y * rsqrt(mean(y**2) + epsilon) * weight in fp32, where y = x + residual.
+    """y * rsqrt(mean(y**2) + epsilon) * weight in fp32, with y = x + residual.
 
     The normed fp32 value is rounded to weight's dtype before the product with the weight.
-
-    Args:
-        x: (..., hidden), floating.
-        residual: of x's shape, dtype and device, or None.
-        weight: (hidden,), of x's dtype or float32, or None for 1.
-        epsilon: added to the mean of squares, not negative.
-        variance_size: the mean goes over this many first features; None for all.
-
-    Returns:
-        The normed tensor; with a residual the pair (normed, y), both in x's dtype.
     """
     dtype = x.dtype
     y = x.to(torch.float32)
@@ -77,20 +57,7 @@ def rms_norm_gated(
     norm_before_gate: bool = True,
     activation: str = "swish",
 ) -> torch.Tensor:
-    """norm(x) * act(z), or norm(x * act(z)), in fp32, rounded once.
-
-    Args:
-        x: (..., hidden), floating.
-        z: the gate, of x's shape and dtype, or None.
-        weight: (hidden,), of x's dtype or float32.
-        epsilon: added to the mean of squares, above 0.
-        group_size: each mean goes over this many features; None for all.
-        norm_before_gate: whether x alone is normed, or its product with the gate.
-        activation: `silu`, `swish` or `sigmoid`.
-
-    Returns:
-        (..., hidden), contiguous, of x's dtype.
-    """
+    """norm(x) * act(z), or norm(x * act(z)), in fp32, rounded once."""
     gate = None if z is None else ACTIVATIONS[activation](z.float())
     y = x.float()
     if gate is not None and not norm_before_gate:

@@ -18,17 +18,7 @@ def reshape_and_cache(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write each token's key and value into its slot, in place.
-
-    Args:
-        key, value: (tokens, kv_heads, head_size), of one dtype.
-        key_cache, value_cache: (blocks, block_size, kv_heads, head_size), of that dtype and any
-            layout. They are overwritten.
-        slot_mapping: (tokens,), int64, below blocks * block_size; negative ones are skipped.
-
-    Returns:
-        (key_cache, value_cache), the arguments themselves.
-    """
+    """Write each token's key and value into its slot, in place; caches may have any layout."""
     _write(key_cache, key, slot_mapping)
     _write(value_cache, value, slot_mapping)
     return key_cache, value_cache
@@ -37,28 +27,17 @@ def reshape_and_cache(
 def concat_and_cache_mla(
     kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> torch.Tensor:
-    """Write each token's kv_c, then k_pe, into its slot, in place.
-
-    Args:
-        kv_c: (tokens, kv_lora_rank).
-        k_pe: (tokens, rope_size), of kv_c's dtype.
-        kv_cache: (blocks, block_size, kv_lora_rank + rope_size), of kv_c's dtype and any layout.
-            It is overwritten.
-        slot_mapping: (tokens,), int64, below blocks * block_size; negative ones are skipped.
-
-    Returns:
-        kv_cache, the argument itself.
-    """
+    """Write each token's kv_c, then k_pe, into its slot, in place, in any layout."""
     rows = torch.cat((kv_c, k_pe), dim=-1)
     _write(kv_cache, rows, slot_mapping)
     return kv_cache
 
 
 def _write(cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Write rows into their slots, without asking the device how many have one.
+    """Write rows into their slots without synchronising with the device.
 
-    A token without a slot writes what the first one with a slot does; if there is none, all write
-    back what slot 0 holds.
+    A token without a slot repeats the write of the first token that has a slot. If no token has a
+    slot, all write back the value of slot 0.
     """
     tokens = slot_mapping.shape[0]
     if not tokens:

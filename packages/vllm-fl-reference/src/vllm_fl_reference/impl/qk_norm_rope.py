@@ -1,4 +1,4 @@
-"""Norms of query and key heads with rotary embedding, by the two layers' own arithmetic."""
+"""Norms of query and key heads with rotary embedding."""
 
 from __future__ import annotations
 
@@ -24,19 +24,9 @@ def qk_norm_rope(
     epsilon: float,
     rotary_interleaved: bool = False,
 ) -> torch.Tensor:
-    """Norm and turn the query and key heads of qkv; rounded as vLLM's two layers round.
+    """Normalise and rotate the query and key heads of qkv; rounded as in vLLM's two layers.
 
-    Args:
-        qkv: (tokens, (heads + kv_heads + n) * head_size), floating; the last n heads pass.
-        q_weight, k_weight: (head_size,), of qkv's dtype or float32.
-        cos_sin_cache: (max_position, 2 * half), rounded to qkv's dtype after the look-up.
-        position_ids: (tokens,), int64 or int32.
-        heads, kv_heads: how many query and key heads there are.
-        epsilon: added to the mean of squares, not negative.
-        rotary_interleaved: pairs are (2 * i, 2 * i + 1) instead of (i, i + half).
-
-    Returns:
-        A new tensor of qkv's shape and dtype.
+    The table is rounded to qkv's dtype after the look-up.
     """
     head_size = q_weight.shape[0]
     query, key, value = qkv.tensor_split((heads * head_size, (heads + kv_heads) * head_size), -1)

@@ -1,4 +1,4 @@
-"""Activations to eight bits, in PyTorch."""
+"""Quantisation of activations to 8 bits, in PyTorch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from . import implementations
 __all__ = ["OPS", "quant_fp8", "quant_fp8_group", "quant_int8"]
 
 MOST = 448.0
-"""The largest number of float8_e4m3fn."""
+"""Largest float8_e4m3fn."""
 
 LEAST_SCALE = 1.0 / (MOST * 512.0)
 
@@ -20,17 +20,7 @@ def quant_int8(
     azp: torch.Tensor | None = None,
     asymmetric: bool | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """The nearest int8 to x / scale + azp, saturating, computed in fp32; halves go to even.
-
-    Args:
-        x: (tokens, hidden), floating.
-        scale: one float32 number; None for a scale for each token.
-        azp: one int32 number with `scale`; None for 0.
-        asymmetric: True for a zero point for each token; not with `scale`.
-
-    Returns:
-        (value, scale), or (value, scale, azp) with `asymmetric`.
-    """
+    """Round x / scale + azp to int8, saturating, computed in fp32; ties go to even."""
     wide = x.float()
     if scale is not None:
         value = (wide / scale.reshape(())).round()
@@ -39,7 +29,7 @@ def quant_int8(
         return value.clamp(-128, 127).to(torch.int8), scale.clone()
     if asymmetric:
         low, high = wide.aminmax(dim=-1, keepdim=True)
-        equal = low == high  # of a row of equal numbers 0 is another one
+        equal = low == high  # a row of equal numbers needs 0 as its other bound
         low = low.clamp(max=0).where(equal, low)
         steps = (high.clamp(min=0).where(equal, high) - low) / 255
         least = steps.clamp(min=torch.finfo(torch.float32).tiny)  # a row of zeros has no scale
@@ -58,16 +48,9 @@ def quant_fp8(
     scale_ub: torch.Tensor | None = None,
     per_token: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The nearest float8_e4m3fn to x / scale, saturating, by fp32's reciprocal of the scale.
+    """Round x * (1 / scale) to float8_e4m3fn, saturating; the reciprocal is in fp32.
 
-    Args:
-        x: (tokens, hidden), floating, finite.
-        scale: one float32 number; None for max |x| / 448, 1 / (448 * 512) at least.
-        scale_ub: what |x| is taken for at most, one number; with `per_token` alone.
-        per_token: a scale for each token; not with `scale`.
-
-    Returns:
-        (value, scale).
+    A scale that is not given is at least 1 / (448 * 512).
     """
     if scale is not None:
         steps = scale.clone()
@@ -89,17 +72,7 @@ def quant_fp8(
 def quant_fp8_group(
     x: torch.Tensor, group_size: int = 128, eps: float = 1e-10, ue8m0: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The nearest float8_e4m3fn to x / scale of its group, computed in fp32.
-
-    Args:
-        x: (tokens, hidden), floating, finite.
-        group_size: features of a group; divides hidden.
-        eps: the least of what counts as a group's largest |x|; above 0.
-        ue8m0: scales are powers of two.
-
-    Returns:
-        (value, scale).
-    """
+    """Round x / scale of its group to float8_e4m3fn, computed in fp32."""
     groups = x.to(torch.float32).unflatten(-1, (x.shape[1] // group_size, group_size))
     steps = groups.abs().amax(dim=-1).clamp(min=eps) / MOST
     if ue8m0:

@@ -1,4 +1,4 @@
-"""Rotary embeddings, with the arithmetic of the native forms of vLLM's layers."""
+"""Rotary embeddings, with the arithmetic of the native methods in vLLM."""
 
 from __future__ import annotations
 
@@ -17,17 +17,9 @@ def rotary_embedding(
     position_ids: torch.Tensor,
     rotary_interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Turn the first 2 * cos.shape[-1] features of each head; each product is rounded.
+    """Rotate the first 2 * cos.shape[-1] features of each head; each product is rounded.
 
-    Args:
-        query: (tokens, heads, head_size), floating.
-        key: (tokens, kv_heads, head_size), of query's dtype, or None.
-        cos, sin: (max_position, half) tables, rounded to query's dtype after the look-up.
-        position_ids: (tokens,), int64 or int32.
-        rotary_interleaved: pairs are (2 * i, 2 * i + 1) instead of (i, i + half).
-
-    Returns:
-        New tensors of the shapes and dtypes of query and key; None for a key of None.
+    Tables are rounded to query's dtype after the look-up.
     """
     cos = cos.index_select(0, position_ids).unsqueeze(1).to(query.dtype)
     sin = sin.index_select(0, position_ids).unsqueeze(1).to(query.dtype)
@@ -47,19 +39,9 @@ def multimodal_rotary_embedding(
     mrope_interleaved: bool = False,
     rotary_interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn the first 2 * cos.shape[-1] features of each head; each product is rounded.
+    """Rotate the first 2 * cos.shape[-1] features of each head; each product is rounded.
 
-    Args:
-        query: (tokens, heads, head_size), floating.
-        key: (tokens, kv_heads, head_size), of query's dtype.
-        cos, sin: (max_position, half) tables, rounded to query's dtype after the look-up.
-        position_ids: (tokens, 3), int64 or int32: along the axes time, height and width.
-        mrope_section: how many pairs each axis has; their sum is half.
-        mrope_interleaved: the axes take turns instead.
-        rotary_interleaved: pairs are (2 * i, 2 * i + 1) instead of (i, i + half).
-
-    Returns:
-        New tensors of the shapes and dtypes of query and key.
+    Tables are rounded to query's dtype after the look-up.
     """
 
     def dealt_out(table: torch.Tensor) -> torch.Tensor:
@@ -97,7 +79,7 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bo
         parts = [turned_a, turned_b]
     if rotary < x.shape[-1]:
         parts.append(x[..., rotary:])
-    # one copy: vLLM's form joins the halves first and the passing features after, even if none
+    # One copy: vLLM's method joins the halves first and then the other features, even if none.
     return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
 
 

@@ -1,4 +1,4 @@
-"""Around the experts of a mixture: routing, as vLLM's CPU build computes it, blocks and the sum."""
+"""Routing (as in vLLM's CPU build), block alignment and sum of a mixture of experts."""
 
 from __future__ import annotations
 
@@ -19,19 +19,7 @@ def moe_topk(
     routed_scaling_factor: float = 1.0,
     e_score_correction_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts of each token with the highest scores, and their weights.
-
-    Args:
-        gating_output: (tokens, experts), floating.
-        topk: from 1 to experts.
-        renormalize: whether a token's weights are divided by their sum.
-        scoring_func: "softmax" or "sigmoid".
-        routed_scaling_factor: a finite number.
-        e_score_correction_bias: (experts,), floating, or None.
-
-    Returns:
-        (weights, float32; ids, int32), both (tokens, topk).
-    """
+    """Return the experts with the highest scores of each token, and their weights."""
     logits = gating_output.float()
     if scoring_func == "softmax" and e_score_correction_bias is None:
         chosen, ids = logits.topk(topk, dim=-1, sorted=False)
@@ -61,21 +49,7 @@ def grouped_topk(
     routed_scaling_factor: float = 1.0,
     e_score_correction_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best experts of the best groups of each token, and their weights.
-
-    Args:
-        gating_output: (tokens, experts), floating.
-        topk: from 1 to the experts of topk_group groups.
-        renormalize: whether a token's weights are divided by their sum.
-        num_expert_group: a divisor of experts; with a bias, groups have two experts or more.
-        topk_group: from 1 to num_expert_group.
-        scoring_func: "softmax" or "sigmoid".
-        routed_scaling_factor: a finite number.
-        e_score_correction_bias: (experts,), floating, or None.
-
-    Returns:
-        (weights, float32; ids, int32), both (tokens, topk).
-    """
+    """Return the best experts of each token's best groups, and their weights."""
     logits = gating_output.float()
     experts = logits.shape[-1]
     scores = _scores(logits, scoring_func)
@@ -103,19 +77,7 @@ def moe_align_block_size(
     pad_sorted_ids: bool = False,
     ignore_invalid_experts: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The rows of each expert in ascending order, filled up to whole blocks.
-
-    Args:
-        topk_ids: (tokens, topk), int32 or int64, negative in a place without an expert.
-        block_size: places of a block, at least 1.
-        num_experts: experts of all ranks together, at least 1.
-        expert_map: (num_experts,) or longer, int32, negative for an expert elsewhere, or None.
-        pad_sorted_ids: whether the first result is as long as whole blocks are.
-        ignore_invalid_experts: whether experts elsewhere have no rows.
-
-    Returns:
-        (rows and padding; the expert of each block; how many places are in use), int32.
-    """
+    """Sort rows by expert, ascending, and pad each expert's rows to whole blocks."""
     rows = topk_ids.numel()
     most = rows + num_experts * (block_size - 1)
     if pad_sorted_ids:
@@ -132,7 +94,7 @@ def moe_align_block_size(
     starts = torch.cat((ends.new_zeros(1), ends)) * block_size
     rank = torch.arange(rows, device=experts.device) - (counts.cumsum(0) - counts)[experts]
 
-    # What has no expert is put behind everything else, and cut off.
+    # Rows without an expert are written after all others and removed.
     place = torch.where(experts < num_experts, starts[experts] + rank, length)
     padding = torch.full((length + 1,), rows, dtype=torch.int32, device=experts.device)
     sorted_token_ids = padding.scatter(0, place, order.int())[:length]
@@ -150,16 +112,7 @@ def moe_sum(
     topk_ids: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The sum over each token's experts that are on this rank; PyTorch adds in fp32.
-
-    Args:
-        input: (tokens, topk, hidden), floating.
-        topk_ids: (tokens, topk), int32 or int64, negative in a place without an expert, or None.
-        expert_map: (experts,), int32, negative for an expert that is elsewhere, or None.
-
-    Returns:
-        (tokens, hidden), of input's dtype.
-    """
+    """Sum over each token's experts on this rank; PyTorch adds in fp32."""
     if topk_ids is None:
         return input.sum(dim=1)
     here = topk_ids >= 0

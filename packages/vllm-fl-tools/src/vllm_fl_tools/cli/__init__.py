@@ -1,4 +1,4 @@
-"""The command `vllm-fl`: what is installed, what is chosen, and why. One file per verb."""
+"""The command `vllm-fl`: shows what is installed and chosen, and why. One module per verb."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TOOLS = "vllm-fl-tools"
 GOOD, FINDING, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 SHELL = "_ARGCOMPLETE"
-"""The variable by which a shell asks for completions."""
+"""Variable that a shell sets to request completions."""
 
 
 class _Version(argparse.Action):
-    """Print whose command this is: the distribution, its version, where it lies."""
+    """Print the distribution, its version and its path."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from vllm_fl.plugins.installed import installed_version
@@ -36,7 +36,7 @@ class _Version(argparse.Action):
 
 
 class NoTemporaryFolderError(VllmFLError):
-    """There is no folder for temporary files, without which torch cannot be imported."""
+    """torch cannot be imported without a folder for temporary files."""
 
     code = "FL520"
 
@@ -45,21 +45,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb.
 
     Returns:
-        0: good. 1: a finding (a plugin that failed, an op without implementation). 2: usage, or
-        a setting that is wrong. 130: Ctrl-C.
+        0 for success; 1 for a finding, such as a failed plugin or an op without implementation; 2
+        for invalid usage or an invalid setting; 130 for Ctrl-C.
     """
     return _status_of(lambda: _answer(sys.argv[1:] if argv is None else [*argv]))
 
 
 def _answer(words: Sequence[str]) -> int:
-    """Run the verb that the words of a command line name."""
     parser = _parser(words)
     _complete(parser)
     arguments, more = parser.parse_known_args(words)
     if more and not arguments.takes_more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     arguments.more = more
-    if arguments.verb != "explain":  # which has the page of what is said here
+    if arguments.verb != "explain":  # it prints the page of this error
         _check_temporary_folder()
     with answering(), progress(arguments.verb, forks=arguments.verb == "doctor"):
         status: int = arguments.run(arguments)
@@ -68,11 +67,7 @@ def _answer(words: Sequence[str]) -> int:
 
 
 def _check_temporary_folder() -> None:
-    """torch and plugins fail without one, each in words of its own, and a second try may crash.
-
-    Raises:
-        NoTemporaryFolderError: there is none.
-    """
+    """Raise NoTemporaryFolderError early: torch and plugins would fail with misleading errors."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError as error:
@@ -83,10 +78,9 @@ def _check_temporary_folder() -> None:
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """What reads these words.
+    """Return the parser of a command line.
 
-    Where they begin with a verb, no other is imported. Else all are, since each is to be shown with
-    its summary.
+    If it begins with a verb, only that verb is imported; otherwise all, to show their summaries.
     """
     parser = argparse.ArgumentParser(
         prog="vllm-fl",
@@ -107,23 +101,23 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _status_of(answer: Callable[[], int]) -> int:
-    """The exit status: the answer's own, or that of what ended it, which is told."""
+    """Return the exit status of `answer`, or of its exception, after printing it."""
     try:
         return answer()
     except BrokenPipeError:  # `vllm-fl plan | head`
         sys.stderr.close()
         return GOOD
-    except VllmFLError as error:  # a missing file is an OSError, too
+    except VllmFLError as error:  # before OSError, because some errors are both
         say(f"vllm-fl: {clean(str(error), INDENTED)}", error=True)
-        if isinstance(error, UsageError):  # all that there is to say is in the message
+        if isinstance(error, UsageError):  # the message is sufficient
             return USAGE
         say(error.more, error=True)
         return USAGE if isinstance(error, SettingsError | UnknownOpError) else FINDING
-    except OSError as error:  # a full disk, where the answer goes
+    except OSError as error:  # for example, the disk of the output is full
         if error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG):
             raise
         say(f"vllm-fl: the answer cannot be written: {error.strerror}", error=True)
-        # What is left in the buffer would be tried again when the interpreter ends.
+        # The interpreter would write the rest of the buffer again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FINDING
     except KeyboardInterrupt:
@@ -132,8 +126,8 @@ def _status_of(answer: Callable[[], int]) -> int:
 
 
 def _complete(parser: argparse.ArgumentParser) -> None:
-    """Answer the shell and end the process, if it was the shell that asked."""
-    if SHELL not in os.environ:  # spares every other run the import
+    """Print completions and exit, if a shell requests them."""
+    if SHELL not in os.environ:  # avoids the import in other runs
         return
     import argcomplete
 
@@ -152,5 +146,5 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _ops(**_: object) -> list[str]:
-    """Return the ops of distributions that have only contracts: no plugin is loaded for this."""
+    """Return the ops of contract distributions, which does not load plugins."""
     return [*known_contracts().contracts]

@@ -1,4 +1,4 @@
-"""`python -m vllm_fl_tools.cli`: the command, where no console script was installed."""
+"""`python -m vllm_fl_tools.cli`: the command, if its console script is not installed."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""`vllm-fl tune --accept`: a model served with a table and without it, in turns.
+"""`vllm-fl tune --accept`: compares a model's speed with a tuning table and without it.
 
-Two engines lie side by side, each in a process of its own, and one of them works at a time. Every
-round visits both with each phase, in short turns, beginning with the other one each time. A ratio
-is taken inside a round, so that what else the machine does meanwhile falls on both sides. While
-they are timed, both decode the same tokens, and so compute the same steps. Where a process happens
-to lie in memory makes it faster or slower for as long as it lives: half of the rounds are those of
-a second pair of engines, which also shows whether the table gives the same plan and the same tokens
-again.
+Two engines run in separate processes, and only one works at a time. Every round runs each phase on
+both, in short alternating turns; the engine that begins also alternates. Ratios are taken within a
+round, since other load on the machine affects both. While they are timed, both decode the same
+tokens, and thus compute the same steps. The memory layout of a process makes it faster or slower
+for its whole life: half of the rounds use a second pair of engines, which also shows whether the
+table reproduces its plan and its tokens.
 """
 
 from __future__ import annotations
@@ -37,19 +36,18 @@ ROUNDS = 10
 STARTS = 2
 
 LEAST = 0.98
-"""The smallest share of the default's speed at which a table is not slower: engines of one kind
-differ by a percent or two from start to start."""
+"""Minimum speed relative to the default of a table that is not slower: identical engines differ by
+one or two percent between startups."""
 
 ROUND = 1.0
-"""Seconds that an engine shall work in a round of a phase, where so many steps are not too few or
-too many."""
+"""Target seconds of an engine's work in a round of a phase; the number of steps is limited."""
 
 TURNS = 4
-"""Visits of a round and phase that are timed. A machine's speed may change within a second: each
-engine's visits stand between the other's."""
+"""Timed visits in a round of a phase. They alternate between the engines, since the speed of a
+machine may change within a second."""
 
 LENGTH = 2048
-"""The longest prompt, with one token more for the answer; of a model that takes less, its own."""
+"""Maximum tokens of a sequence: the longest prompt and one new token; a model may limit it."""
 
 PHASES = {
     # A prompt of one token: every step has the shape of a decoding step.
@@ -58,25 +56,25 @@ PHASES = {
     "prefill, 32 tokens": Visit("", 1, 32, 1),
     "prefill, 256 tokens": Visit("", 1, 256, 1),
 }
-"""On every machine, where the model takes so many tokens; `_beyond_graphs` adds one."""
+"""The phases on every machine, if the model's length permits; `_beyond_graphs` adds one."""
 
 TABLED, DEFAULT = "with the table", "without it"
 
 
 class AcceptError(VllmFLError):
-    """A table cannot be judged: the engines do not run with it as they should."""
+    """A table cannot be judged: the engines do not use it as expected."""
 
     code = "FL602"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a table is worth serving with.
+    """The decision whether to serve with a table.
 
     Args:
-        accepted: whether it is.
-        reason: why, in one sentence.
-        figures: the measurements, by name: `rounds`, and of each phase the ratio and its quartiles.
+        accepted: the decision.
+        reason: one sentence.
+        figures: measurements by name: `rounds`, and the ratio of each phase, with quartiles.
     """
 
     accepted: bool
@@ -86,13 +84,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Served:
-    """What the engines did.
+    """The results of the engines.
 
     Args:
-        seconds: (engine, phase) -> the seconds of a step, for each round.
-        tokens: for each start of the engine with the table, what it answered freely in each round.
-        digests: for each start of it, the digest of its plan.
-        phases: what they were asked to do, by name.
+        seconds: (engine, phase) -> seconds of a step, for each round.
+        tokens: for each startup with the table, the greedy answers of each round.
+        digests: for each startup with the table, the digest of the plan.
+        phases: name -> visit.
     """
 
     seconds: Mapping[tuple[str, str], Sequence[float]]
@@ -102,7 +100,6 @@ class Served:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `vllm-fl tune` takes for it."""
     parser.add_argument(
         "--accept",
         metavar="FILE",
@@ -152,7 +149,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def judged(served: Served) -> Verdict:
-    """The verdict on what the engines did."""
     of_phase = {phase: quartiles(_ratios(served, phase)) for phase in served.phases}
     figures: dict[str, float] = {"rounds": len(next(iter(served.seconds.values())))}
     for phase, (low, median, high) in of_phase.items():
@@ -165,7 +161,7 @@ def judged(served: Served) -> Verdict:
 
 
 def _fault(served: Served, of_phase: Mapping[str, tuple[float, float, float]]) -> str | None:
-    """Why the table is not accepted, if it is not."""
+    """Return why the table is not accepted, or None."""
     if len({*served.digests}) > 1:
         return f"two starts made different plans ({', '.join(served.digests)})"
     if any(tokens != served.tokens[0] for tokens in served.tokens):
@@ -205,13 +201,9 @@ def _show(served: Served, verdict: Verdict) -> None:
 
 
 def compare_engines(path: str, model: str, more: Sequence[str], rounds: int) -> Served:
-    """Serve a model with a table and without it, in turns.
+    """Serve a model with a table and without it, alternately.
 
-    Args:
-        path: the table's file.
-        model: the model's folder.
-        more: vLLM's arguments.
-        rounds: of each pair of engines.
+    `more` are arguments for vLLM; each pair of engines runs `rounds`.
 
     Raises:
         EngineError: an engine failed.
@@ -222,7 +214,7 @@ def compare_engines(path: str, model: str, more: Sequence[str], rounds: int) -> 
     phases: Mapping[str, Visit] = {}
     for start in range(STARTS):
         with contextlib.ExitStack() as stack:
-            # A table without effect is reported after one engine, not after two.
+            # A table without effect is reported after the startup of one engine, not of two.
             order = (TABLED, DEFAULT) if start % 2 == 0 else (DEFAULT, TABLED)
             engines: dict[str, Engine] = {}
             for name in order:
@@ -237,8 +229,9 @@ def compare_engines(path: str, model: str, more: Sequence[str], rounds: int) -> 
             digests.append(digest)
             if start == 0:
                 length = min(engine.length for engine in engines.values())
-                every = {**PHASES, **_beyond_graphs(engines)}  # those whose prompt, and a token
-                phases = {n: v for n, v in every.items() if v.prompt_tokens < length}  # more, fit
+                # A phase's prompt and one new token must fit.
+                every = {**PHASES, **_beyond_graphs(engines)}
+                phases = {n: v for n, v in every.items() if v.prompt_tokens < length}
                 warm = {name: _warmed_up(engine, phases) for name, engine in engines.items()}
                 phases = _fitted(phases, warm)
             for engine in engines.values():
@@ -246,8 +239,8 @@ def compare_engines(path: str, model: str, more: Sequence[str], rounds: int) -> 
             answered = []
             for number in range(rounds):
                 for phase, visit in phases.items():
-                    # An idle process's memory may have been reclaimed: its first tokens take
-                    # longer, and are not timed. They are the likeliest, as in service.
+                    # The memory of an idle process may have been reclaimed, which slows its first
+                    # tokens. They are greedy and not timed.
                     again = f"again {number}"
                     free = dataclasses.replace(visit, seed=again, repeated=False, times=1)
                     for name in order:
@@ -267,16 +260,16 @@ def compare_engines(path: str, model: str, more: Sequence[str], rounds: int) -> 
 
 
 def _part(visit: Visit) -> Visit:
-    """What one of a round's turns does of it."""
+    """Return the part of a visit for one of a round's turns."""
     new, times = -(-visit.new_tokens // TURNS), -(-visit.times // TURNS)
     return dataclasses.replace(visit, new_tokens=new, times=times)
 
 
 def _beyond_graphs(engines: Mapping[str, Engine]) -> dict[str, Visit]:
-    """A prefill that is larger than every captured graph; none where no graphs are captured.
+    """Return a prefill that is larger than every captured graph; empty without graphs.
 
-    In such a step the host launches each kernel, and one that is faster on the device may be slower
-    to launch.
+    The host launches each kernel of such a step, and an implementation that is faster on the device
+    may be slower to launch.
     """
     largest = max(engine.graph_tokens for engine in engines.values())
     tokens = min(2 * largest, *(engine.length - 1 for engine in engines.values()))
@@ -284,7 +277,7 @@ def _beyond_graphs(engines: Mapping[str, Engine]) -> dict[str, Visit]:
 
 
 def _check(engine: Engine, path: str | None) -> None:
-    """Raise AcceptError if an engine does not have this table."""
+    """Raise AcceptError if an engine does not use this table."""
     told = engine.report["table"]
     if (told and told["file"]) != path:
         raise AcceptError(
@@ -296,7 +289,7 @@ def _check(engine: Engine, path: str | None) -> None:
 
 
 def _warmed_up(engine: Engine, phases: Mapping[str, Visit]) -> dict[str, float]:
-    """Show an engine each phase, twice; the seconds of a step by phase."""
+    """Run each phase twice on an engine; return the seconds of a step by phase."""
     found = {}
     for phase, visit in phases.items():
         for number in range(2):
@@ -308,7 +301,7 @@ def _warmed_up(engine: Engine, phases: Mapping[str, Visit]) -> dict[str, float]:
 def _fitted(
     phases: Mapping[str, Visit], warm: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Visit]:
-    """The phases with as many steps as a round has time for: new tokens, or prompts in a row."""
+    """Return the phases with the steps of a round: new tokens, or consecutive prompts."""
     fitted = {}
     for phase, visit in phases.items():
         step = min(of_engine[phase] for of_engine in warm.values())
@@ -322,14 +315,13 @@ def _fitted(
 
 
 def _of_steps(steps: Sequence[float]) -> float:
-    """The seconds of a step: what else a machine does only ever makes one longer."""
+    """Return the lower quartile of the steps: other load only makes steps longer."""
     ordered = sorted(steps)
     return ordered[len(ordered) // 4]
 
 
 @contextlib.contextmanager
 def _running(name: str, path: str, model: str, more: Sequence[str]) -> Iterator[Engine]:
-    """One of the two engines."""
     options = {"gpu_memory_utilization": 0.45}  # two engines on one device
     variable = Settings.table.variable
     environment = {key: value for key, value in os.environ.items() if key != variable}
@@ -340,5 +332,5 @@ def _running(name: str, path: str, model: str, more: Sequence[str]) -> Iterator[
 
 
 def _visit(engine: Engine, visit: Visit) -> dict[str, Any]:
-    """Let it generate: `tokens` per prompt, and the seconds of each of its `steps`."""
+    """Run a visit; return `tokens` by prompt, and the seconds of its `steps`."""
     return engine.ask("visit", **vars(visit))

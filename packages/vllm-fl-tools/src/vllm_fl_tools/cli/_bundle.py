@@ -25,23 +25,23 @@ from ._progress import doing
 from ._show import UsageError, say
 
 PATIENCE = 600.0
-"""Seconds for one verb, which imports torch and vLLM, perhaps from a network disk."""
+"""Time limit of one verb in seconds; it imports torch and vLLM, perhaps from a network disk."""
 
 LARGEST = 4 << 20
-"""Bytes that are taken of one file."""
+"""Maximum bytes of one file."""
 
 VARIABLES = re.compile(
     r"(VLLM|FL|FLAG\w*|TORCH\w*|TRITON|CUDA|HIP|ROCR|ASCEND\w*|NCCL|HCCL|GLOO|OMP|MKL|LD|PYTHON"
     r"|PROMETHEUS|RAY|HF|TRANSFORMERS)_|PATH$|HOME$|TMPDIR$|VIRTUAL_ENV$|PYTHON\w*$"
 )
-"""The variables that matter to an engine."""
+"""Environment variables that affect an engine."""
 
 
 def archive_of(path: str) -> Draft:
-    """The archive before it is written.
+    """Return a draft of the archive.
 
     Raises:
-        UsageError: it cannot be written there.
+        UsageError: the name is invalid, the file exists, or it cannot be written.
     """
     out = Path(path)
     if not out.name.endswith(".tar.gz"):
@@ -52,12 +52,9 @@ def archive_of(path: str) -> Draft:
 
 
 def write(draft: Draft, found: Mapping[str, Any], model: str | None, more: Sequence[str]) -> None:
-    """Write the archive.
+    """Write the archive, with the doctor's answer `found`, to the draft of `archive_of`.
 
-    Args:
-        draft: of `archive_of`.
-        found: the doctor's answer.
-        model, more: the engine whose plan it has, and vLLM's arguments.
+    `model` and `more`, arguments for vLLM, determine the plan in it.
     """
     secrets = _secrets(more)
     parts = {name: _clean(text, secrets).encode() for name, text in _parts(found, model, more)}
@@ -79,7 +76,7 @@ def write(draft: Draft, found: Mapping[str, Any], model: str | None, more: Seque
 
 
 def _secrets(more: Sequence[str]) -> list[str]:
-    """The values of secret arguments of vLLM, such as `--api-key`."""
+    """Return the values of secret arguments (`--api-key`) for vLLM."""
     pairs = zip(more, [*more, ""][1:], strict=True)
     split = [word.partition("=")[::2] if "=" in word else (word, after) for word, after in pairs]
     return [value for name, value in split if name.startswith("--") and is_secret(name) and value]
@@ -94,7 +91,7 @@ def _clean(text: str, secrets: list[str]) -> str:
 def _parts(
     found: Mapping[str, Any], model: str | None, more: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """(name within the archive, text) of all parts."""
+    """Yield (name in the archive, text) of each part."""
     yield "versions.txt", "".join(f"{line}\n" for line in _versions())
     yield "environment.txt", "".join(f"{line}\n" for line in _environment())
     yield "doctor.json", json.dumps(found, indent=2)
@@ -121,7 +118,7 @@ def _environment() -> Iterator[str]:
 
 
 def _said(*words: str) -> str:
-    """The output of a verb, in a process of its own, which may crash."""
+    """Return a verb's output. It runs in a separate process because it may crash."""
     command = [sys.executable, "-m", "vllm_fl_tools.cli", *words]
     with doing(f"asking `vllm-fl {words[0]}`"):
         try:
@@ -141,7 +138,7 @@ def _said(*words: str) -> str:
 
 
 def _left() -> list[Path]:
-    """The reports and the metrics that workers of all ranks have left."""
+    """Return the existing reports and metrics of workers, of all ranks."""
     metrics = os.environ.get(Settings.metrics.variable)
     named = [Path(metrics), Path(metrics).with_suffix(".report.json")] if metrics else []
     found = {

@@ -31,13 +31,13 @@ from vllm_fl.settings.schema import CONFIG, Settings, overridden, undo
 from ._environment import SHOWN, torch_build, torch_facts
 
 VLLMS = " for vLLM's platform of "
-"""What is in the name of a platform plugin of vLLM's, before its distribution."""
+"""Substring of vLLM platform plugins in `ENDED`, followed by their distribution."""
 
 Problem = tuple[str, str, str]
 """`what`, `why` and `todo` of a `Finding`."""
 
 IMPORTS = ("vllm_fl", "vllm", "torch", "torch_npu", "triton")
-"""The import names that one distribution each must own."""
+"""Import names that must each belong to only one distribution."""
 
 
 MOVED = {
@@ -73,14 +73,14 @@ CODES: Mapping[str, str] = MappingProxyType(
         "table": "FL610",
     }
 )
-"""Check -> the code of its findings. A plugin's own check has none, unless it has such a name."""
+"""Check -> code of its findings. A plugin's check has no code, unless its name is listed here."""
 
 BROKEN = "FL702"
-"""The code of a check that could not be made."""
+"""Code of a check that failed."""
 
 
 def entry_point() -> Iterator[Problem]:
-    """vLLM finds us by metadata: a copy on PYTHONPATH without it is never called."""
+    """Find a missing entry point: vLLM ignores a copy on PYTHONPATH without metadata."""
     for group in ENGINE_GROUPS:
         if not metadata.entry_points(group=group, name="fl"):
             yield (
@@ -92,7 +92,7 @@ def entry_point() -> Iterator[Problem]:
 
 
 def halves() -> Iterator[Problem]:
-    """Find distributions that are installed in part, as after an interruption."""
+    """Find partly installed distributions, such as after an interrupted installation."""
     for dist in metadata.distributions():
         name, version, problem = identity(dist)
         if problem:
@@ -119,7 +119,7 @@ def twice() -> Iterator[Problem]:
             folder = os.path.realpath(str(dist.locate_file("")))
             found.setdefault((canonical(name), folder), {})[str(version)] = None
     for (name, folder), versions in found.items():
-        if len(versions) > 1:  # which of them counts is not defined
+        if len(versions) > 1:  # it is undefined which version is used
             yield (
                 f"{name} is installed {len(versions)} times in {folder}: {', '.join(versions)}.",
                 "An update was interrupted. The order of the folder decides which version and "
@@ -129,7 +129,7 @@ def twice() -> Iterator[Problem]:
 
 
 def _is_ours(dist: Any) -> bool:
-    """Whether it is core, or a plugin for it: by its name, entry points, or what it depends on."""
+    """Return whether it is core or a plugin for core, by name, entry points or requirements."""
     names = [dist.name, *(requirement.partition(";")[0] for requirement in dist.requires or ())]
     ours = any(canonical(name).startswith("vllm-fl-") for name in names)
     return ours or any(dist.entry_points.select(group=group) for group in KINDS)
@@ -141,8 +141,8 @@ def _missing(dist: Any) -> str:
     if record is None:
         return "it has no RECORD"
     files = [row[0] for row in csv.reader(record.splitlines()) if row]
-    # Byte code is anybody's to remove: Python writes it again. What lies outside of the folder,
-    # console scripts and data, is not imported, and `pip install --target` puts it elsewhere.
+    # Byte code may be removed: Python recreates it. Files outside of the folder (console scripts
+    # and data) are not imported, and `pip install --target` puts them elsewhere.
     files = [file for file in files if not file.endswith(".pyc") and not file.startswith("..")]
     gone = [file for file in files if not os.path.exists(str(dist.locate_file(file)))]
     if not gone:
@@ -151,7 +151,7 @@ def _missing(dist: Any) -> str:
 
 
 def owners() -> Iterator[Problem]:
-    """Two distributions that install the same package: whose files are there is not defined."""
+    """Find distributions that install the same package and overwrite each other's files."""
     ours = rivals()
     for text in ours:
         what, _, todo = text.partition(": ")
@@ -170,7 +170,7 @@ def owners() -> Iterator[Problem]:
 
 
 def platforms() -> Iterator[Problem]:
-    """Find platform plugins: broken ones, two active ones, ones with a platform's name."""
+    """Find platform plugins that fail, are active together, or use a platform name of vLLM."""
     others = foreign_platforms()
     if len(others) > 1:
         what, _, choose = too_many(others).message.partition(". ")
@@ -193,7 +193,7 @@ def platforms() -> Iterator[Problem]:
 
 
 def vllm_range() -> Iterator[Problem]:
-    """The release of vLLM that is installed against those that are supported."""
+    """Find an installed vLLM that is not supported."""
     if vllm_release() is None:
         return
     from vllm_fl.integration.compat import obstacle
@@ -208,7 +208,7 @@ def vllm_range() -> Iterator[Problem]:
 
 
 def vllm_plugins() -> Iterator[Problem]:
-    """Find VLLM_PLUGINS without us."""
+    """Find a VLLM_PLUGINS that excludes vllm-fl."""
     text = os.environ.get("VLLM_PLUGINS")
     if text is not None and "fl" not in text.split(","):  # as vLLM splits it
         names = dict.fromkeys([*filter(None, map(str.strip, text.split(","))), "fl"])
@@ -237,7 +237,7 @@ def moved_variables() -> Iterator[Problem]:
 
 
 def target_device() -> Iterator[Problem]:
-    """Find the variable that keeps vLLM from another platform."""
+    """Find the variable that makes vLLM ignore other platforms."""
     for left in foreign_platforms() if targets_cpu() else ():
         yield (
             f"VLLM_TARGET_DEVICE=cpu is set, and the platform {left.entry!r} of {left.release} is "
@@ -249,7 +249,7 @@ def target_device() -> Iterator[Problem]:
 
 
 def torch_builds() -> Iterator[Problem]:
-    """CPU and CUDA builds that do not go together."""
+    """Find CPU and CUDA builds that are incompatible."""
     build = torch_build()
     name, version = vllm_release() or ("", "")
     if build is None:
@@ -272,7 +272,7 @@ def torch_builds() -> Iterator[Problem]:
 
 
 def torch_itself() -> Iterator[Problem]:
-    """Find out whether torch can be imported."""
+    """Find a torch that is missing or cannot be imported."""
     if find_spec("torch") is None:
         why = "Every backend computes with it, in the build for this machine."
         yield "torch is not installed.", why, "pip install torch"
@@ -307,12 +307,7 @@ def driver() -> Iterator[Problem]:
 
 
 def find_idle(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[Problem]:
-    """Find settings of the user without effect.
-
-    Args:
-        settings: the effective settings.
-        plugins: the plugins that were found.
-    """
+    """Find user settings without effect."""
     chosen = settings.chosen
 
     def idle(keys: Collection[str], why: str) -> Iterator[Problem]:
@@ -354,16 +349,16 @@ def find_idle(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[Problem
 
 
 def warned(settings: Settings, env: Mapping[str, str]) -> Iterator[Problem]:
-    """Return the warnings that reading the settings gave."""
+    """Yield the warnings of the settings."""
     has_others = any(env.get(name, "").strip() for name in overridden(settings.declared))
     for warning in settings.warnings:
         if warning.startswith(f"{CONFIG}=") and not has_others:
-            continue  # it replaces what a plugin ships, which is what it is for
+            continue  # replacing the file of a plugin is its purpose
         yield warning, "This setting has no effect.", undo(warning)
 
 
 def exported(variable: str, text: str) -> str:
-    """The command that sets a variable, or takes it away where nothing is left of it."""
+    """Return the command that sets a variable, or unsets it if `text` is empty."""
     return f"export {variable}={quote(text)}" if text else f"unset {variable}"
 
 
@@ -372,7 +367,7 @@ def open_to_all(paths: Sequence[str]) -> Iterator[Problem]:
     for path in dict.fromkeys(paths):
         try:
             mode = os.stat(path).st_mode
-        except OSError:  # reading the settings says it
+        except OSError:  # reading the settings reports it
             continue
         if mode & stat.S_IWOTH:
             yield (
@@ -397,4 +392,4 @@ CHECKS: Sequence[tuple[str, Callable[[], Iterator[Problem]]]] = (
     ("torch-companions", companions),
     ("driver", driver),
 )
-"""Checks of what is installed with their names, in the order of the report."""
+"""(name, check) of the installation, in the order of the report."""

@@ -1,4 +1,4 @@
-"""Runs code that imports plugins in a child process, so that a plugin that exits ends only that."""
+"""Runs code that imports plugins in a child process, because a plugin may end the process."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ PATIENCE = 120.0
 """Seconds for one import or hook; the first import of torch from a network disk takes a minute."""
 
 BEAT = 0.2
-"""Seconds between two looks at the child."""
+"""Seconds between two checks of the child."""
 
 
 class LoadingError(VllmFLError):
-    """The process in which plugins are loaded ended without an answer."""
+    """The process that loads plugins ended without an answer."""
 
     code = "FL205"
 
@@ -42,12 +42,10 @@ def surviving(
     If a plugin ends the child (`os._exit`, an abort) or hangs, `work` is repeated without it, and
     the plugin is shown as failed.
 
-    Args:
-        work: the function.
-        ended: plugin -> how it has ended an earlier child; extended by those that end this one.
+    `ended` has plugin -> how it ended a child, and is extended by plugins that end this child.
 
     Raises:
-        LoadingError: the child ended, and no named plugin was running.
+        LoadingError: the child ended while no known plugin was running.
         VllmFLError: `work` raised.
     """
     ended = {} if ended is None else ended
@@ -67,7 +65,7 @@ def surviving(
 
 
 def _once(work: Callable[[], dict[str, Any]], ended: dict[str, str]) -> tuple[bytes, str, str]:
-    """Run one child: (its answer, how it ended if that is empty, what ran then)."""
+    """Run one child; return (its answer, how it ended, what it was running)."""
     fork = multiprocessing.get_context("fork")
     reader, writer = fork.Pipe(duplex=False)
     answer, is_late = b"", False
@@ -77,7 +75,7 @@ def _once(work: Callable[[], dict[str, Any]], ended: dict[str, str]) -> tuple[by
         writer.close()
         before, since = None, time.monotonic()
         try:
-            # A process that a plugin started may hold the pipe open: EOF may never come.
+            # EOF may never come: a process that a plugin started may keep the pipe open.
             while not reader.poll(BEAT) and child.exitcode is None:
                 crumb = breadcrumb.last(Path(notes))
                 if crumb != before:
@@ -106,9 +104,9 @@ def _once(work: Callable[[], dict[str, Any]], ended: dict[str, str]) -> tuple[by
 def _answer(
     work: Callable[[], dict[str, Any]], writer: Connection, notes: str, ended: dict[str, str]
 ) -> NoReturn:
-    """In the child: send the answer, and end without running plugins' exit handlers."""
+    """Send the answer from the child, and exit without running plugins' exit handlers."""
     os.environ[breadcrumb.FOLDER] = notes
-    gc.disable()  # it ends soon
+    gc.disable()  # the process ends soon
     calling.ENDED.update(ended)
     try:
         try:

@@ -1,6 +1,6 @@
-"""Whose code a step's time belongs to: from what a profile saw, and what an engine says of itself.
+"""Attributes a step's time to code, from a profile and an engine's reports.
 
-Nothing here imports torch or vLLM. What profiles look like is in `integration/profiling.py`.
+It does not import torch or vLLM; `integration/profiling.py` makes the profiles.
 """
 
 from __future__ import annotations
@@ -15,37 +15,38 @@ __all__ = ["Owner", "Whose", "attribute", "named", "sums"]
 
 OP_LABEL, LAYER_LABEL = "vllm-fl/op/", "vllm-fl/layer/"
 
-STOCK, OWN_FORMS = "stock", ("stock.vllm", "foreign.oot")  # another plugin's is none of ours
-"""What a plan calls vLLM's own code, and its id where a plan's guard calls it."""
+STOCK, OWN_FORMS = "stock", ("stock.vllm", "foreign.oot")  # includes another plugin's code
+"""A plan's name for vLLM's code, and ids of implementations that mean it."""
 
 ATTENTION = "attention_backend"
 
 ATTENDS = re.compile(r"vllm::unified_(?:mla_)?(?:attention|kv_cache)|vllm::mla_attention")
-"""vLLM's operators around attention and the writes to its cache."""
+"""vLLM's operators of attention and of writes to its cache."""
 
 ATTENTION_LAYER = re.compile(r"(?:Attention|MLAAttention)$")
 
 INDUCTOR = re.compile(r"triton_(?:poi|red|per|tem|mix|unk|for)_fused_|graph_\d+_cpp_fused_")
-"""Kernels that PyTorch's compiler wrote."""
+"""Kernels that Inductor generated."""
 
 OPERATOR = re.compile(r"\w+::[\w.]+")
-"""Operators of torch. Kernels may have the signature of a C++ function for a name."""
+"""Operators of torch. The name of a kernel may be the signature of a C++ function."""
 
 MOVES = re.compile(r"Mem(?:cpy|set)\b")
 
 YES, PARTLY, NO, UNKNOWN = "yes", "partly", "no", "?"
-"""Whether a contract reaches the code: for `fused`, of all that is fused that has a contract."""
+"""Whether an implementation of the plan runs; `partly` if it is fused with code from vLLM."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Whose code it is.
+    """The owner of the code in a row of a profile.
 
     Args:
-        op: the op with a contract, or several where they are fused; empty for none.
-        impl: the implementation's id; `stock` for vLLM's own code.
-        name: what the code is called where no contract names an op: an operator, a layer.
-        reached: `yes` where a contract reaches it, `no`, `partly`, or `?` where it is not known.
+        op: the op with a contract, or several if they are fused; empty without a contract.
+        impl: the implementation's id; `stock` for vLLM's code.
+        name: of code without an op: an operator or a layer.
+        reached: `yes` if an implementation of the plan runs, `no` for vLLM's code, `partly` for a
+            mixture, or `?` if unknown.
     """
 
     op: str
@@ -55,17 +56,17 @@ class Owner:
 
 
 KERNELS = 5
-"""How many kernels of a row are named."""
+"""Maximum number of kernels that a row lists."""
 
 
 @dataclass(frozen=True)
 class Whose:
-    """Finds the owner of what stands in a profile.
+    """Finds the owners of names in a profile.
 
     Args:
-        places: as `vllm_fl_places` says.
-        report: as `vllm_fl_report` says.
-        tokens: of the step: what an op that is ordered by size goes by.
+        places: the result of `vllm_fl_places`.
+        report: the result of `vllm_fl_report`.
+        tokens: of the step, for ops with an order by size.
     """
 
     places: Mapping[str, Any]
@@ -73,9 +74,9 @@ class Whose:
     tokens: int
 
     def of(self, path: Sequence[str]) -> Owner:
-        """The owner of the last of these names, which is called from those before it."""
+        """Return the owner of the last name of a path; the names before it are its callers."""
         inner = [*reversed(path)]
-        for name in inner:  # an implementation owns all that it calls
+        for name in inner:  # an implementation owns everything that it calls
             if name.startswith(OP_LABEL):
                 op, _, impl = name.removeprefix(OP_LABEL).partition("/")
                 return self._stock(op) if impl in OWN_FORMS else Owner(op, impl, "", YES)
@@ -96,11 +97,9 @@ class Whose:
         return self._uncovered(path)
 
     def _stock(self, op: str) -> Owner:
-        """vLLM's code for an op with a contract."""
         return Owner(op, STOCK, "", NO)
 
     def _planned(self, op: str) -> str:
-        """The implementation that is planned for this many tokens."""
         told = self.report["ops"].get(op, {"impl": STOCK})
         rows = [row for row in told.get("rows", ()) if self.tokens <= row["up_to"]]
         impl: str = (rows[0] if rows else told)["impl"]
@@ -111,7 +110,7 @@ class Whose:
         return Owner(ATTENTION, impl, backend, NO if impl == STOCK else YES)
 
     def _fused(self, kernel: str) -> Owner:
-        """A kernel of the compiler: the ops whose code is in it, by implementation."""
+        """Return the owner of a compiler's kernel, from the ops and implementations in it."""
         parts: Sequence[str] = self.places["kernels"].get(kernel, ())
         impls: dict[str, str] = {}
         others: dict[str, None] = {}
@@ -135,7 +134,7 @@ class Whose:
         return Owner(f"fused: {', '.join(ops)}", run_by, name, reached)
 
     def _uncovered(self, path: Sequence[str]) -> Owner:
-        """What no contract names: by the outermost operator of the innermost layer."""
+        """Return an owner without an op: the innermost layer's outermost operator."""
         last = max((n for n, name in enumerate(path) if _layer(name)), default=-1)
         called = [name for name in path[last + 1 :] if OPERATOR.fullmatch(name)]
         where = f"in {_layer(path[last])}" if last >= 0 else "outside of layers"
@@ -151,19 +150,18 @@ def _layer(name: str) -> str:
 
 
 def attribute(whose: Whose, seen: Mapping[str, Any], *, on_host: bool) -> dict[str, Any]:
-    """The owners of the time of one kind of step, as JSON data.
+    """Return the owners of the time of one kind of step, as JSON data.
 
     Args:
-        whose: finds owners.
-        seen: the profile of labelled steps.
-        on_host: whether the device is the host itself, and operators are counted, not kernels.
+        whose, seen: the finder of owners, and the profile of labelled steps.
+        on_host: whether the device is the host. Then operators count instead of kernels.
 
     Returns:
-        `of`: operators or kernels; `steps`, how many were profiled; `rows`, the longest first, each
-        the fields of an `Owner`, `us` and `calls` of a step, its `share` of all rows, and the
-        longest `kernels` {name: µs of a step}; `total_us`, of a step in all rows; `busy_us`, in
-        which the device ran at least one kernel, on a CPU as `total_us`; `reached`, the share by
-        whether a contract reaches it; `problem`, why there is nothing.
+        `of`: operators or kernels; `steps`: number of profiled steps; `rows`, longest first: the
+        fields of an `Owner`, `us` and `calls` per step, the `share` of all rows, and the longest
+        `kernels` {name: µs per step}; `total_us`: sum of the rows per step; `busy_us`: time with at
+        least one kernel on the device, on a CPU `total_us`; `reached`: share by `Owner.reached`;
+        `problem`: reason for an empty result.
     """
     problem = seen["problem"]
     steps = 0 if problem else seen["steps"]
@@ -204,9 +202,9 @@ Found = Iterator[tuple[Owner, str, float, float]]
 
 
 def _on_host(whose: Whose, seen: Mapping[str, Any]) -> Found:
-    """Operators' own times. What only labels, or the compiler's own code, took is the host's.
+    """Yield the times of operators, without layers' labels and the compiler's wrappers.
 
-    A call is one that comes from what has another owner.
+    Times exclude callees. A call counts if its caller has another owner.
     """
     known = whose.places["kernels"]
     for number, us, calls in seen["host"]:
@@ -219,7 +217,7 @@ def _on_host(whose: Whose, seen: Mapping[str, Any]) -> Found:
 
 
 def _on_device(whose: Whose, seen: Mapping[str, Any]) -> Found:
-    """Kernels' times. A launch whose caller is unknown has the owner of the kernel's others."""
+    """Yield kernels' times. An unattributed launch gets the owner of other launches, if unique."""
     owners: dict[str, dict[Owner, None]] = {}
     unknown = []
     for number, name, us, calls in seen["kernels"]:
@@ -236,25 +234,23 @@ def _on_device(whose: Whose, seen: Mapping[str, Any]) -> Found:
 
 
 def _tells(name: str) -> bool:
-    """Whether what a call comes from is known by this name: a label of ours, or an operator."""
+    """Return whether this name of a caller identifies an owner: vllm-fl's label, or an operator."""
     return name.startswith((OP_LABEL, LAYER_LABEL)) or bool(OPERATOR.fullmatch(name))
 
 
 def _by_name(whose: Whose, kernel: str) -> Owner:
-    """The owner of a kernel whose caller is unknown."""
     if kernel in whose.places["kernels"] or INDUCTOR.match(kernel) or MOVES.match(kernel):
         return whose.of([kernel])
     return Owner("", "", "unattributed", UNKNOWN)
 
 
 def named(row: Mapping[str, Any]) -> str:
-    """What a row is called."""
     op, name = row["op"], row["name"]
     return f"{op} ({name})" if op and name else op or name
 
 
 def sums(phase: Mapping[str, Any]) -> list[str]:
-    """What stands beneath a phase's table: its sum beside the step's time."""
+    """Return the lines below the table of a phase, which compare its sum with the step's time."""
     step, busy, total = phase["step_us"], phase["busy_us"], phase["total_us"]
     of = phase["of"]
     calls = sum(row["calls"] for row in phase["rows"])

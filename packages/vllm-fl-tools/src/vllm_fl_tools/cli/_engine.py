@@ -1,4 +1,4 @@
-"""What an engine of this environment would run, as verbs ask for it."""
+"""Descriptions of the engines of this environment, for the verbs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOT_INSTALLED = "vLLM is not installed here"
 
 
 def takes_engine(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a verb about engines: of any model or of one, in one mode."""
+    """Add the options of a verb about engines: their model and their mode."""
     takes_vllms(parser)
     parser.add_argument(
         "--model", metavar="DIR", help="the model's folder, read as vLLM does; weights are not"
@@ -37,7 +37,7 @@ def takes_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def takes_vllms(parser: argparse.ArgumentParser) -> None:
-    """Let a verb take vLLM's arguments beside its own: they are its `more`."""
+    """Make a verb accept arguments for vLLM, in its `more`."""
     parser.set_defaults(takes_more=True)
     parser.allow_abbrev = False
     parser.epilog = (
@@ -46,16 +46,12 @@ def takes_vllms(parser: argparse.ArgumentParser) -> None:
 
 
 def asked_of(arguments: argparse.Namespace, *, offline: bool = False) -> list[Described]:
-    """The engines that a verb's `--mode`, `--model` and other arguments ask for.
+    """Return the engines that a verb's `--mode`, `--model` and other arguments describe.
 
-    None for a script's; of any model one for each mode.
-
-    Args:
-        arguments: the verb's.
-        offline: as for `engine_of`.
+    Empty for a script; without a model, one engine for each mode. `offline` is for `engine_of`.
 
     Raises:
-        UsageError, VllmFLError: as below.
+        UsageError, VllmFLError: like `check_words`, `engine_of` and `any_engines`.
     """
     check_words(arguments)
     mode, model = arguments.mode, arguments.model
@@ -72,11 +68,7 @@ def asked_of(arguments: argparse.Namespace, *, offline: bool = False) -> list[De
 
 
 def check_words(arguments: argparse.Namespace) -> None:
-    """Check that a verb's arguments may stand beside each other.
-
-    Raises:
-        UsageError: they may not.
-    """
+    """Raise UsageError if arguments of a verb are incompatible."""
     if arguments.mode == "script" and arguments.model is not None:
         raise UsageError("--script is what is called outside of an engine: without --model")
     if arguments.model is None and arguments.more:
@@ -85,21 +77,21 @@ def check_words(arguments: argparse.Namespace) -> None:
 
 
 def engine_of(model: str, words: Sequence[str], *, offline: bool = False) -> Described:
-    """What an engine of these arguments would run on this machine.
+    """Describe the engine that these arguments would start on this machine.
 
     Args:
-        model: the model's folder, or what else vLLM takes for a model.
-        words: the other arguments, as `vllm serve` takes them.
-        offline: whether it is one of `vllm.LLM`, whose largest batch is the larger one by default.
+        model: the model's folder, or another name that vLLM accepts.
+        words: the other arguments of `vllm serve`.
+        offline: whether `vllm.LLM` starts it, with a larger default for the largest batch.
 
     Raises:
-        UsageError: vLLM is not here, finds no device, or cannot serve this model so.
+        UsageError: vLLM is not installed, finds no device, or cannot serve this model.
         VllmFLError: the engine would not start.
     """
     if find_spec("vllm") is None:
         raise UsageError(f"--model {model}: {NOT_INSTALLED}")
     is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
-    if is_path and not os.path.exists(model):  # vLLM takes it for a name
+    if is_path and not os.path.exists(model):  # vLLM would look for it on a hub
         raise UsageError(f"--model {model}: it is not there")
     try:
         with _asking("reading the model as vLLM does"):
@@ -119,14 +111,14 @@ def engine_of(model: str, words: Sequence[str], *, offline: bool = False) -> Des
         raise
     except WrongArguments as error:
         raise UsageError(f"vLLM does not take these arguments: {clean(str(error))}") from error
-    except Exception as error:  # whatever vLLM raises for a model that it cannot serve
+    except Exception as error:  # vLLM raises any exception for unsupported models
         raise UsageError(f"--model {model}: vLLM cannot serve it: {quote(error)}") from error
 
 
 def any_engines(modes: Sequence[Mode] = MODES) -> list[Described]:
-    """What engines of any model would run, one for each mode.
+    """Describe the engines of any model, one for each mode.
 
-    Where vLLM is not here, or cannot be asked, settings and plugins alone are.
+    If vLLM is not installed or fails, only settings and plugins are considered.
 
     Raises:
         VllmFLError: an engine would not start.
@@ -140,10 +132,10 @@ def any_engines(modes: Sequence[Mode] = MODES) -> list[Described]:
                 return [describe_any(mode) for mode in modes]
         except VllmFLError:
             raise
-        except Exception as error:  # vLLM, and plugins of it, may be broken in any way
+        except Exception as error:  # vLLM and its plugins may be broken in any way
             unasked = f"vLLM cannot be asked: {quote(error)}"
     manager = get_default_manager()
-    settings = read_settings(manager.registry)  # again: `plan --diff FILE` asks so
+    settings = read_settings(manager.registry)  # not cached: `plan --diff FILE` changes them
     found = []
     for facts in (EngineFacts(settings, mode) for mode in modes):
         found.append(Described(facts, make_plan(manager, facts), unasked=unasked))
@@ -151,11 +143,11 @@ def any_engines(modes: Sequence[Mode] = MODES) -> list[Described]:
 
 
 def entry_of(engine: Described, op: str) -> PlanEntry | None:
-    """What an engine plans for an op; None where it runs vLLM's own, or has no such op."""
+    """Return an engine's plan for an op; None if it runs vLLM's code, or does not have the op."""
     found = engine.plan.entries.get(op)
     if found is not None or engine.aside or engine.has_model:
         return found
-    # Only several ranks have a communicator, and of any engine it is not known how many it has.
+    # A communicator needs several ranks; their number is unknown without a model.
     facts = engine.facts
     rows = get_default_manager().rows(op, mode=facts.mode, engine=True, settings=facts.settings)
     return PlanEntry(op, rows)
@@ -163,9 +155,9 @@ def entry_of(engine: Described, op: str) -> PlanEntry | None:
 
 @contextmanager
 def _asking(what: str) -> Iterator[None]:
-    """In the block this is what the verb is at, and vLLM says no more than errors.
+    """Show progress during the block, log only errors of vLLM, and collect no garbage.
 
-    What it imports stays: to look through that for garbage takes a second of CPU.
+    The search for garbage in imported modules takes a second of CPU time.
     """
     level = "VLLM_LOGGING_LEVEL"
     is_set = level in os.environ

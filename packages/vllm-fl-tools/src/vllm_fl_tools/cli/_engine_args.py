@@ -1,6 +1,6 @@
-"""vLLM's arguments of an engine, read from a command line as `vllm serve` reads them.
+"""Parses engine arguments for vLLM from a command line, like `vllm serve`.
 
-Imports vLLM only when it is asked: verbs import this module, and may run where there is none.
+It imports vLLM on demand, because verbs import this module and may run without vLLM.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 
 class WrongArguments(ValueError):
-    """vLLM does not take the arguments that the user gave; its text says why."""
+    """vLLM rejects the user's arguments; the text is the reason."""
 
 
 def arguments_of(model: str, words: Sequence[str]) -> EngineArgs:
-    """The arguments of an engine that serves `model`.
+    """Return the engine arguments of a command line.
 
-    Those of the server alone, such as `--port`, are read and change nothing.
+    Arguments of only the server, such as `--port`, are accepted and ignored.
 
     Args:
-        model: the model's folder, or what else vLLM takes for a model.
-        words: what else stands on the command line.
+        model: the model's folder, or another name that vLLM accepts.
+        words: the other arguments.
 
     Raises:
-        WrongArguments: vLLM knows one of them not, or not with this value.
+        WrongArguments: vLLM does not know an argument, or rejects its value.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -38,14 +38,14 @@ def arguments_of(model: str, words: Sequence[str]) -> EngineArgs:
         except WrongArguments as error:
             if not str(error).startswith("unrecognized arguments"):
                 raise
-            try:  # slow: it has the server, too
+            try:  # slow: it imports the server
                 from vllm.entrypoints.cli.serve import ServeSubcommand
             except ImportError:
                 raise error from None
             verbs = FlexibleArgumentParser().add_subparsers()
             read = _read(ServeSubcommand().subparser_init(verbs), words)
         return EngineArgs.from_cli_args(read)
-    except (ValueError, TypeError) as error:  # what a value's own type raises
+    except (ValueError, TypeError) as error:  # from the type of a value
         raise WrongArguments(str(error)) from error
 
 

@@ -1,4 +1,4 @@
-"""Engines in processes of their own, which a verb starts, asks and ends."""
+"""Engines in separate processes, for verbs."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ __all__ = [
 COMMAND = (sys.executable, "-P", "-m", "vllm_fl_tools.integration.workload")
 
 START_TIMEOUT, ANSWER_TIMEOUT = 1800.0, 600.0
-"""Seconds until an engine that says nothing is given up; a large model is read for minutes."""
+"""Time limits in seconds for the startup and for an answer; large models load for minutes."""
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONFAULTHANDLER": "1"}
-"""Little memory, and stacks in the log of a process that is ended by a signal."""
+"""Little memory, and stacks in the log of a process that a signal ends."""
 
 LEFT_ALONE = {Settings.metrics.variable: ""}
-"""What a server writes, as its variables say: an engine that a verb starts leaves it alone."""
+"""Disables a server's output files in engines of verbs."""
 
 LAST_WORDS = 10.0
-"""Seconds for the processes of an engine that hangs to write their stacks."""
+"""Seconds for the processes of a hanging engine to write their stacks."""
 
 SHOWN, LONGEST = 4000, 200_000
-"""Characters of a log's end: those that an error shows, and those that it holds."""
+"""Characters of a log's end in an error message, and in `EngineError.log`."""
 
 
 class EngineError(VllmFLError):
@@ -63,7 +63,7 @@ class EngineError(VllmFLError):
     Attributes:
         log: the end of its log.
         hung: whether it did not answer in time.
-        ran: what one of its processes noted last that it was running; or nothing.
+        ran: the last note by one of its processes about its work, or empty.
     """
 
     code = "FL601"
@@ -74,17 +74,17 @@ class EngineError(VllmFLError):
 
 
 class Engine:
-    """A running engine, idle until it is asked.
+    """A running engine, idle between requests.
 
     Args:
-        name: what it is, for people.
-        process: which answers on its standard output.
+        name: for messages.
+        process: answers on its standard output.
         log: the file of its standard error, in the folder of its notes.
-        limits: seconds until it is given up, while it starts and while it answers.
+        limits: time limits in seconds of its startup and of an answer.
 
     Raises:
         EngineError: it does not start.
-        UsageError: vLLM does not take the user's arguments.
+        UsageError: vLLM rejects the user's arguments.
     """
 
     def __init__(
@@ -105,13 +105,13 @@ class Engine:
         self.graph_tokens: int = ready["graph_tokens"]
 
     def ask(self, kind: str, **what: Any) -> dict[str, Any]:
-        """Let it do something that `integration.workload` knows by name, and wait for the answer.
+        """Send a request for `integration.workload`, and wait for the answer.
 
         Raises:
-            EngineError: it failed, or did not answer in time; with the end of its log.
+            EngineError: the engine failed, or did not answer in time; with the end of its log.
         """
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # its log says why
+        with contextlib.suppress(BrokenPipeError):  # the engine's log has the reason
             print(json.dumps({kind: what}), file=self.process.stdin, flush=True)
         return self._answer(self._timeout, "works")
 
@@ -141,7 +141,7 @@ class Engine:
 
 
 def takes_model(parser: argparse.ArgumentParser) -> None:
-    """Let a verb start engines of one model, with vLLM's arguments beside its own."""
+    """Make a verb accept a model and arguments for vLLM."""
     takes_vllms(parser)
     parser.usage = "%(prog)s [options] --model DIR [vLLM's arguments]"
     parser.add_argument(
@@ -150,17 +150,17 @@ def takes_model(parser: argparse.ArgumentParser) -> None:
 
 
 def check_model(model: str) -> None:
-    """Raise UsageError where a folder holds no model."""
+    """Raise UsageError if the folder has no model."""
     if not (Path(model) / "config.json").is_file():
         what = "has no config.json" if Path(model).is_dir() else "is no folder"
         raise UsageError(f"--model {model}: it {what}")
 
 
 def planned() -> Startup:
-    """What an engine would start with here.
+    """Return the startup of an engine in this environment.
 
     Raises:
-        UsageError: vllm-fl steps aside: there is no plan.
+        UsageError: vllm-fl is switched off.
     """
     manager = get_default_manager()
     manager.ensure_initialized()
@@ -170,7 +170,6 @@ def planned() -> Startup:
 
 
 def has_weights(model: str) -> bool:
-    """Whether a model's folder has its weights in it."""
     return any(next(Path(model).glob(kind), None) for kind in WEIGHTS)
 
 
@@ -187,24 +186,24 @@ def running(
     arguments: Sequence[str] = (),
     limits: tuple[float, float] = (START_TIMEOUT, ANSWER_TIMEOUT),
 ) -> Iterator[Engine]:
-    """Start an engine, and end all its processes at the end.
+    """Start an engine, and kill all its processes at the end.
 
     Args:
-        name: what it is, for people.
-        model: the model's folder; one without weights gets random ones.
+        name: for messages.
+        model: the model's folder; missing weights are random.
         options: further arguments of `vllm.LLM`.
         environment: all variables of its processes.
-        steps_aside: whether they make vllm-fl step aside: the engine's report is empty.
-        as_served: whether it has what `vllm serve` gives an engine of these arguments, and nothing
-            of `options`; its report is then what each of the `ranks` has for a lock.
-        longest: the most tokens of a sequence, where the model does not take fewer; None leaves it
-            to `options`.
-        arguments: the user's own, as `vllm serve` takes them.
-        limits: as `Engine` has them.
+        steps_aside: whether the environment switches vllm-fl off: the engine's report is empty.
+        as_served: whether to start it like `vllm serve`, without `options`; its report then has the
+            facts of all `ranks` for a lock file.
+        longest: maximum tokens of a sequence, also limited by the model; None for the value in
+            `options`.
+        arguments: the user's arguments of `vllm serve`.
+        limits: for `Engine`.
 
     Raises:
         EngineError: it does not start.
-        UsageError: vLLM does not take the `arguments`.
+        UsageError: vLLM rejects the `arguments`.
     """
     say(f"starting an engine {name}", error=True)
     options = {**({} if has_weights(model) else {"load_format": "dummy"}), **options}
@@ -230,8 +229,7 @@ def running(
 
 
 def _end(leader: subprocess.Popen[str]) -> None:
-    """End all processes of a session, and wait: one that holds a device's memory would end the
-    next engine."""
+    """Kill the processes of a session, and wait: the next engine needs their device memory."""
     end = time.monotonic() + LAST_WORDS
     while living := _living(leader.pid):
         for pid in living:
@@ -245,8 +243,8 @@ def _end(leader: subprocess.Popen[str]) -> None:
 
 
 def _end_with_stacks(leader: subprocess.Popen[str]) -> None:
-    """End a session's processes so that each writes its stacks, one after the other."""
-    for pid in sorted(_living(leader.pid), reverse=True):  # the leader, which waits, is the last
+    """Abort a session's processes one after the other: each writes its stacks."""
+    for pid in sorted(_living(leader.pid), reverse=True):  # the leader, which waits, comes last
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGABRT)
         end = time.monotonic() + LAST_WORDS
@@ -255,12 +253,12 @@ def _end_with_stacks(leader: subprocess.Popen[str]) -> None:
 
 
 def _living(session: int) -> list[int]:
-    """The living processes of a session, those that left its process group included."""
+    """Return the living processes of a session, in all process groups."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             state, _, _, of = (process / "stat").read_text().rpartition(")")[2].split()[:4]
-        except (OSError, ValueError):  # it has ended
+        except (OSError, ValueError):  # the process has ended
             continue
         if int(of) == session and state != "Z":
             found.append(int(process.name))

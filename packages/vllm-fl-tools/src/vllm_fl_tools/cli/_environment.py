@@ -1,4 +1,4 @@
-"""Describe this environment: versions by metadata, torch as seen by a child process."""
+"""Describes this environment: versions from metadata, and torch as a child process sees it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ SHOWN = (
     "triton",
     "triton-ascend",
 )
-"""The distributions whose versions decide what works, beside our own."""
+"""Important distributions that are not part of vllm-fl."""
 
 PATIENCE = 120
-"""Seconds for torch to be imported; on a cold network disk it takes a minute."""
+"""Seconds for the import of torch, which takes a minute from a cold network disk."""
 
 WITH_TORCH = ("torchvision", "torchaudio", "torchcodec")
-"""Packages that are built for one build of torch, and that transformers imports where they are."""
+"""Packages that are built for one build of torch, and that transformers imports if installed."""
 
 PROBE = """
 import importlib, json, sys, warnings
@@ -57,14 +57,13 @@ for name in sys.argv[1:]:
         facts["broken"][name] = f"{type(error).__name__}: {error}"
 print("\\n" + json.dumps(facts))
 """
-"""A broken torch may raise anything, hang, or end its process: it is imported in another one."""
+"""Imports torch in a child process: a broken torch may raise, hang, or end its process."""
 
 
 def distributions(kernels: Collection[str] = ()) -> dict[str, str]:
-    """Distribution -> version, of ours and of those that decide what works. Imports nothing.
+    """Return distribution -> version, for vllm-fl, `SHOWN` and `kernels`, without importing them.
 
-    Args:
-        kernels: the distributions whose code the loaded plugins run.
+    `kernels` are the distributions with code that the loaded plugins run.
     """
     from importlib_metadata import distributions
 
@@ -74,16 +73,16 @@ def distributions(kernels: Collection[str] = ()) -> dict[str, str]:
         name, version, _ = identity(dist)
         name = canonical(name)
         if name in shown or name.startswith("vllm-fl"):
-            # The first on the path is the one that counts.
+            # Python imports the first on the path.
             found.setdefault(name, version or "(no metadata)")
     return dict(sorted(found.items()))
 
 
 def torch_build() -> str | None:
-    """`CPU`, `CUDA 13.0`, `ROCm 6.4`, by torch's version file without the rest; None without torch.
+    """Return the kind of build in torch's version file: `CPU`, `CUDA 13.0`; None without torch.
 
     Raises:
-        Exception: the file is not as torch writes it; whatever it raises.
+        Exception: the file is not in torch's format; its error is not caught.
     """
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
@@ -96,11 +95,11 @@ def torch_build() -> str | None:
 
 @cache
 def torch_facts() -> dict[str, Any]:
-    """Return what torch reports of itself and its devices, in a process of its own.
+    """Return what torch reports about itself and its devices, from a separate process.
 
     Returns:
         `version`, `cuda`, `warnings`, `broken` {a package of WITH_TORCH: its error}, and `devices`
-        if there is one; or only `error`.
+        if there are any; or only `error`.
     """
     names = [name for name in WITH_TORCH if find_spec(name) is not None]
     try:
@@ -125,11 +124,7 @@ def torch_facts() -> dict[str, Any]:
 
 
 def describe(kernels: Collection[str] = ()) -> dict[str, str]:
-    """Return versions and devices, as text.
-
-    Args:
-        kernels: as for `distributions`.
-    """
+    """Return versions and devices, as text. `kernels` is for `distributions`."""
     facts = {"python": f"{platform.python_version()} ({sys.executable})", "cpu": cpu_name()}
     try:
         facts |= distributions(kernels)

@@ -1,4 +1,4 @@
-"""Read from an engine's log how it ended: the exception, and the functions of its stacks."""
+"""Reads from an engine's log how it ended: the exception, and the functions of its stacks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ PREFIX = re.compile(
     r"^(?:\[rank\d+\]: ?)?(?:\([^)]*pid=\d+\) ?)?"
     r"(?:(DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:.]+ (?:\[[^\]]*\] ?)?)?"
 )
-"""The rank, process, level, time and source that PyTorch and vLLM write before a line."""
+"""Rank, process, level, time and source before a line from PyTorch or vLLM."""
 
 SURVIVED = ("DEBUG", "INFO", "WARNING")
-"""Levels of exceptions that ended no process."""
+"""Levels of exceptions that did not end a process."""
 
 TRACEBACK = "Traceback (most recent call last):"
 
@@ -25,15 +25,15 @@ FATAL = re.compile(r"(?:Fatal Python error: .*|.*terminate called.*|Segmentation
 FRAME = re.compile(r'^ *File "([^"]+)", line \d+,? in (\S+)')
 
 GENERIC = re.compile(r"Engine core initialization failed|EngineDeadError|WorkerProc initialization")
-"""Exceptions of a parent process whose child failed."""
+"""Exceptions in the parent of a failed process."""
 
 OTHERS = re.compile(
     r"/(?:torch|vllm|vllm_fl|vllm_fl_tools|triton|pluggy)/|/lib/python3[.\d]*/(?!site-)"
 )
-"""Files whose functions may have the name of an operator, and belong to no plugin."""
+"""Files that belong to no plugin, but may have functions named like an operator."""
 
 Names = list[str]
-"""Functions and modules of a stack, the innermost first."""
+"""Functions and modules of a stack, innermost first."""
 
 
 def read_log(text: str) -> tuple[str, Names]:
@@ -41,7 +41,7 @@ def read_log(text: str) -> tuple[str, Names]:
 
     Returns:
         The exception or the signal, empty if the log has neither; and the functions and modules of
-        all stacks without those of vLLM and PyTorch, the innermost first.
+        all stacks, innermost first, without vLLM and PyTorch.
     """
     every = [(PREFIX.match(line), line) for line in text.splitlines()]
     lines = [
@@ -51,14 +51,13 @@ def read_log(text: str) -> tuple[str, Names]:
     ]
     dumps = _dumps(lines)
     raised = [each for each in _tracebacks(lines) if not GENERIC.search(each[0])][::-1]
-    # A process that only waited for another one has no frame of a plugin.
+    # A process that only waited for another process has no frame from a plugin.
     ends = [*(each for each in dumps if each[1]), *dumps, *raised]
     names = [name for _, found in (*dumps, *raised) for name in found]
     return clean(ends[0][0]) if ends else "", [*dict.fromkeys(names)]
 
 
 def _tracebacks(lines: list[str]) -> list[tuple[str, Names]]:
-    """(exception, names) of each traceback."""
     found = []
     for start, line in enumerate(lines):
         if line.strip() != TRACEBACK:
@@ -72,7 +71,7 @@ def _tracebacks(lines: list[str]) -> list[tuple[str, Names]]:
 
 
 def _dumps(lines: list[str]) -> list[tuple[str, Names]]:
-    """(signal, names) of each process that a signal ended."""
+    """Return (signal, names) of each process that a signal ended."""
     found = []
     for start, line in enumerate(lines):
         if not FATAL.fullmatch(line):

@@ -1,9 +1,9 @@
-"""List the parts of which an engine of this environment is made, in a process of its own.
+"""Lists the parts of an engine of this environment, in a separate process.
 
     python -m vllm_fl_tools.cli._listing FILE [PLUGIN…]
 
-The plugins of the command line ended a process before, and are not loaded. FILE gets the result of
-`listing` as JSON, or `{"problem": …, "code": …}` if a setting is wrong.
+Plugins on the command line ended an earlier process, and are not loaded. FILE gets the result of
+`listing` as JSON, or `{"problem": …, "code": …}` if a setting is invalid.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from ._neighbours import neighbours
 __all__ = ["listing"]
 
 ORDERING = frozenset({"config", "platform", "prefer", "table"})
-"""Settings that are no parts: an op whose order is at fault is a part itself."""
+"""Settings that are not parts. An op with a faulty order is a part itself."""
 
 
 def listing() -> dict[str, Any]:
-    """List what an engine of this environment is made of.
+    """Return the parts of an engine of this environment.
 
     Returns:
-        `enabled`; `remarks`, for people; `plugins` {plugin: its `release`, whether it is a
-        `module`}; `lists` {key of a setting that lists what is left out: its `variable`, `names`
-        and whether the list `allows`}; `parts`, each a `Part` by field.
+        `enabled`; `remarks` for the user; `plugins` {plugin: its `release`, whether it is a
+        `module`}; `lists` {key of a setting that excludes names: its `variable`, its `names`, and
+        whether the list `allows` names instead}; `parts`, each the fields of a `Part`.
 
     Raises:
-        VllmFLError: a setting is wrong.
+        VllmFLError: a setting is invalid.
     """
     manager = get_default_manager()
     manager.ensure_initialized()
@@ -67,7 +67,7 @@ def listing() -> dict[str, Any]:
 
 
 def _settings(settings: Settings, owners: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """The user's settings whose defaults ask for less than they do."""
+    """Yield the user's settings that do more than their defaults."""
     for key, setting in settings.chosen.items():
         spec = settings.declared.get(key)
         if spec is None or key in ORDERING or isinstance(setting.value, OpOrder):
@@ -78,14 +78,14 @@ def _settings(settings: Settings, owners: dict[str, str]) -> Iterator[dict[str, 
 
 
 def _op(manager: OpManager, op: str) -> dict[str, Any] | None:
-    """The part of an op; None if it runs vLLM's implementation in both modes and at all sizes."""
+    """Return the part of an op; None if it runs vLLM's code in both modes and at all sizes."""
     owners = manager.registry.snapshot().owners
     found: dict[str, None] = {}
     is_stock = True
     for mode in MODES:
         try:
             traces = [trace for _, trace in manager.rows(op, mode=mode, engine=True)]
-        except VllmFLError:  # this ends the startup, too
+        except VllmFLError:  # this also fails the startup
             is_stock = False
             continue
         for trace in traces:
@@ -100,14 +100,14 @@ def _op(manager: OpManager, op: str) -> dict[str, Any] | None:
 
 
 def _add_lists(found: dict[str, Any], plugin: Plugin, settings: Settings, ops: set[str]) -> None:
-    """Add the names that a plugin's lists of what is left out take, and do not have."""
+    """Add the names that a plugin's lists can exclude but do not."""
     label = plugin.owner.label
     for spec in plugin.settings:
         if spec.known is None or not spec.in_file:
             continue
         try:
             known = {*map(str, spec.known())} - {*ops, *NAMED_CLASSES}
-        except Exception as error:  # of the import of its library
+        except Exception as error:  # from the import of its library
             found["remarks"].append(
                 f"{plugin.owner.name} cannot list the names of {spec.key}: {quote(error)}"
             )

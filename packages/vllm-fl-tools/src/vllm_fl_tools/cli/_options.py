@@ -1,4 +1,4 @@
-"""Options that several verbs have: a device, a file, names of what is installed, seconds."""
+"""Options of several verbs: a device, a file, names of installed objects, seconds."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ MOST = 2**20
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device that was asked for, or this machine's accelerator, or the CPU.
+    """Return the device with this name, by default this machine's accelerator or the CPU.
 
     Raises:
-        UsageError: it cannot be used, or torch cannot.
+        UsageError: the device or torch cannot be used.
     """
     try:
         import torch
@@ -48,16 +48,12 @@ def device_of(name: str | None) -> torch.device:
 
 
 def draft_of(path: str, option: str) -> Draft:
-    """Return a draft of a file that an option names, before anything runs.
-
-    Args:
-        path: the file; an older one is replaced.
-        option: the option, for errors.
+    """Return a draft of an option's file, before anything runs. An existing file is replaced.
 
     Raises:
-        UsageError: it cannot be written there.
+        UsageError: the file cannot be written.
     """
-    target = Path(os.path.realpath(path))  # a link's target is replaced, not the link
+    target = Path(os.path.realpath(path))  # replaces the target of a link, not the link
     try:
         if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
             raise UsageError(f"{option} {path}: is not a regular file, or may not be written")
@@ -69,13 +65,7 @@ def draft_of(path: str, option: str) -> Draft:
 
 
 def check_known(what: str, asked: Sequence[str] | None, known: Collection[str]) -> None:
-    """Raise UsageError where something that was asked for is not installed.
-
-    Args:
-        what: what it is, as its option has it: "op" of `--op`.
-        asked: the names, or None.
-        known: those that there are.
-    """
+    """Raise UsageError if a name is not installed. `what` is the kind: "op" for `--op`."""
     for name in asked or ():
         if name not in known:
             listed = ", ".join(sorted(known)) or "none"
@@ -86,10 +76,10 @@ def check_known(what: str, asked: Sequence[str] | None, known: Collection[str]) 
 
 
 def counts(option: str, text: str) -> tuple[int, ...]:
-    """The numbers of an option such as `--batch 1,8`, each once.
+    """Return the unique numbers of an option such as `--batch 1,8`.
 
     Raises:
-        UsageError: one is not a number from 1 to 2**20.
+        UsageError: a number is not between 1 and 2**20.
     """
     try:
         found = dict.fromkeys(int(part) for part in text.split(","))
@@ -101,7 +91,6 @@ def counts(option: str, text: str) -> tuple[int, ...]:
 
 
 def positive_seconds(text: str) -> float:
-    """A positive number of seconds."""
     try:
         seconds = float(text)
     except ValueError:

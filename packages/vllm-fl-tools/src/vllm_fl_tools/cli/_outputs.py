@@ -1,12 +1,12 @@
-"""Find the operator that makes a plan less exact than a baseline.
+"""Finds the operator that makes a plan less exact than a baseline.
 
 All engines get the same tokens, the answers of a float32 engine, and report the log-probability of
-each. The differences from the float32 engine are an engine's errors. A correct plan has errors,
-too, since it computes in the model's dtype: it is measured by a baseline in the same dtype.
+each. Errors are the differences from the float32 engine. A correct plan also has errors, because it
+computes in the model's dtype: a baseline in the same dtype has comparable errors.
 
-A correct plan that rounds more often has larger errors at all tokens, by one factor. So the sizes
-of the errors are compared after division by that factor, above every threshold: low thresholds
-find an error of all tokens, and high thresholds an error of a few.
+A correct plan that rounds more often has larger errors at all tokens, by one factor. The sizes of
+the errors are therefore compared after division by that factor, above every threshold: low
+thresholds find an error of all tokens, and high thresholds an error of a few.
 """
 
 from __future__ import annotations
@@ -27,32 +27,31 @@ from ._search import Culprit, Verdict, search
 __all__ = ["BASELINE", "EXACT", "NEW_TOKENS", "PLAN", "PROMPTS", "Outputs", "Start"]
 
 EXACT, BASELINE, PLAN = "float32", "baseline", "plan"
-"""The kinds of engines."""
 
 PHASES = ("prefill", "decode")
 
 LIMIT = 1.5
-"""The median error of a correct plan, as a multiple of the baseline's.
+"""Maximum ratio of a correct plan's median error to the baseline's.
 
-A plan that rounds twice where the baseline rounds once has about sqrt(2) = 1.41 times its error,
+A plan that rounds twice for each rounding of the baseline has about sqrt(2) = 1.41 times its error,
 and is correct. docs/measurements/verbs.md has the measurements of all limits.
 """
 
 MARGIN = 1.25
-"""The margin of a correct plan, for the sizes and for the numbers of its errors.
+"""Margin of a correct plan, for the sizes and for the numbers of its errors.
 
-In a mixture of experts, more rounding gives other experts to more tokens.
+In a mixture of experts, more rounding changes the experts of more tokens.
 """
 
 CHANCE = 3
-"""The margin of the numbers in addition, in standard deviations."""
+"""Additional margin of the numbers, in standard deviations."""
 
 FLOOR = 1e-4
-"""The least error of a baseline: a baseline in float32 has no error of its own, and sums of float32
-in another order differ by less."""
+"""Minimum error of a baseline: a float32 baseline has no error, and float32 sums in another order
+differ by less."""
 
 PROMPTS, NEW_TOKENS = 16, 32
-"""The number of prompts that the limits need, and of tokens that are forced after each."""
+"""Number of prompts that the limits need, and of tokens that are forced after each."""
 
 STOCK = "stock"
 
@@ -73,10 +72,10 @@ class Running(Protocol):
 
 
 Start = Callable[[str, Changes], AbstractContextManager[Running]]
-"""(kind, changes of the user's settings) -> the engine."""
+"""(kind, changes of user settings) -> the engine."""
 
 Draw = Callable[[int], list[list[int]]]
-"""The size of the vocabulary -> the prompts, as token ids."""
+"""Size of the vocabulary -> the prompts, as token ids."""
 
 Scores = dict[str, list[list[float]]]
 
@@ -87,15 +86,14 @@ class Outputs:
     Args:
         start: starts an engine.
         draw: makes the prompts.
-        listed: lists the parts of the plan's engine; only if the plan is wrong.
+        listed: lists the parts of the plan's engine; called only if the plan is incorrect.
 
     Attributes:
-        differing: op -> the plan's implementation, of the ops in which plan and baseline differ.
-        what: part -> its description: of these ops, and of operators replaced outside the plan.
-        errors: kind of engine -> phase -> the median of its errors, in nats; None if one is not
-            finite.
+        differing: op -> implementation of the plan, for ops that the baseline implements otherwise.
+        what: part -> description, for these ops and for operators replaced outside the plan.
+        errors: kind of engine -> phase -> median error, in nats; None if an error is not finite.
         plan: the verdict on the whole plan.
-        count: the engines that have answered.
+        count: number of engines that have answered.
     """
 
     def __init__(self, start: Start, draw: Draw, listed: Callable[[], Parts]) -> None:
@@ -110,14 +108,14 @@ class Outputs:
         self._baseline: Scores = {}
 
     def search(self) -> tuple[str, list[Culprit]]:
-        """Compare plan and baseline, and search for the ops that make the difference.
+        """Compare plan and baseline, and search for the ops that cause the difference.
 
         Returns:
-            The status and the culprits, as `_search.search`.
+            The result of `_search.search`.
 
         Raises:
             EngineError: an engine failed.
-            BisectError: nothing can be measured by the baseline.
+            BisectError: the baseline cannot be used for comparison.
         """
         with self._start(EXACT, Changes()) as engine:
             self._asked = {"prompts": self._draw(engine.vocabulary), "new_tokens": NEW_TOKENS}
@@ -145,7 +143,7 @@ class Outputs:
         return search(self.what, self._trial)
 
     def changes(self, parts: Collection[str]) -> Changes:
-        """The changes of settings that give these parts the implementations of the baseline."""
+        """Return the settings that give these parts the baseline's implementations."""
         changes = self._parts.changes({*parts} - self.differing.keys())
         for op in (part for part in parts if part in self.differing):
             label = self._theirs.get(op, STOCK)
@@ -158,7 +156,7 @@ class Outputs:
         return changes
 
     def _trial(self, on: tuple[str, ...]) -> Verdict:
-        """An engine with these parts of the plan, and the baseline's instead of the others."""
+        """Judge an engine with these parts of the plan, and the others from the baseline."""
         left = [op for op in self.what if op not in on]
         if not left:
             return self.plan
@@ -191,7 +189,7 @@ class Outputs:
         return Verdict("wrong" if far > allowed or most == math.inf else "", why, facts=facts)
 
     def _errors(self, scores: Scores, phase: str) -> list[float]:
-        """The difference of each token's log-probability from the float32 engine's, in nats."""
+        """Return each token's difference in log-probability from the float32 engine, in nats."""
         pairs = zip(chain(*self._exact[phase]), chain(*scores[phase]), strict=True)
         return [abs(a - b) for a, b in pairs]
 
@@ -202,7 +200,7 @@ class Outputs:
 def excess(base: Collection[float], plan: Collection[float]) -> tuple[float, float, int, int]:
     """Find the threshold above which a plan has the most errors, relative to the limit.
 
-    If two counts are independent and have one mean, their difference has their sum as its variance.
+    The difference of two independent counts with the same mean has their sum as its variance.
 
     Args:
         base, plan: the errors of both at the same tokens.
@@ -225,7 +223,7 @@ def excess(base: Collection[float], plan: Collection[float]) -> tuple[float, flo
 
 
 def _implementations(engine: Running) -> dict[str, str]:
-    """Op -> what runs it, of a worker's report; by size, `vendor.cpu(<=16)|stock`."""
+    """Return op -> implementation from a worker report; by size, `vendor.cpu(<=16)|stock`."""
     found = {}
     for op, entry in engine.report.get("ops", {}).items():
         rows = [f"{row['impl']}(<={row['up_to']})" for row in entry.get("rows", ())]
@@ -235,7 +233,7 @@ def _implementations(engine: Running) -> dict[str, str]:
 
 
 def _median(errors: Collection[float]) -> float:
-    """Infinite if an error is not finite, 0 if there is none."""
+    """Return the median: infinite if an error is not finite, 0 without errors."""
     if not all(map(math.isfinite, errors)):
         return math.inf
     return statistics.median(errors) if errors else 0.0

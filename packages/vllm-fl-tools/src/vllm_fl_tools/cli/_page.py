@@ -1,6 +1,6 @@
-"""The page that `vllm-fl show --html` writes: one file, without scripts, of tables and plots.
+"""The page of `vllm-fl show --html`: one file of tables and plots, without scripts.
 
-`page.html` beside this module says how it looks. Here is what it asks of a table.
+`page.html` in this folder is its template, which calls the functions of this module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ._show import UsageError
 __all__ = ["Measured", "page"]
 
 KINDS = ("table", "verification", "coverage")
-"""In the page's order."""
+"""Kinds in the order of the page."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Measured:
     Args:
         name: the file's name.
         kind: `table`, `verification` or `coverage`.
-        content: a `Tuned`, or what `verify --json` or `coverage --json` printed.
+        content: a `Tuned`, or the output of `verify --json` or `tune --profile --json`.
     """
 
     name: str
@@ -40,10 +40,10 @@ class Measured:
 
 
 def page(measured: Sequence[Measured]) -> str:
-    """The page of these files, those of one kind together; the same for the same files.
+    """Return the page of these files, grouped by kind; equal for the same files.
 
     Raises:
-        UsageError: one is not whole; or there is something to draw, and matplotlib is missing.
+        UsageError: a file is incomplete, or a plot needs matplotlib, which is not installed.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
     from markupsafe import Markup
@@ -58,7 +58,7 @@ def page(measured: Sequence[Measured]) -> str:
         return Markup(_plots.drawing(key, op.figures, serving, look))
 
     def text(value: Any) -> Any:
-        """What a file says is shown without what acts on a terminal or a log."""
+        """Remove characters of a file that affect a terminal or a log."""
         return value if isinstance(value, Markup | int) else clean(value)
 
     environment = Environment(
@@ -87,12 +87,11 @@ def page(measured: Sequence[Measured]) -> str:
     return str(made.page(rows, sections))
 
 
-# ---------------------------------------------------------------------------------------------
-# What the page asks of a table
+# Functions of a table, for the template.
 
 
 def impls_of(ops: Iterable[TunedOp]) -> list[str]:
-    """Every implementation that they name."""
+    """Return every implementation in these results."""
     found = set()
     for op in ops:
         found |= {op.default, *(f.impl for f in op.figures), *(row.impl for row in op.rows)}
@@ -100,17 +99,16 @@ def impls_of(ops: Iterable[TunedOp]) -> list[str]:
 
 
 def tokens_of(op: TunedOp) -> list[int]:
-    """Where it was measured, and where its rows end."""
+    """Return the measured numbers of tokens, and the ends of rows."""
     return sorted({f.tokens for f in op.figures} | {row.up_to for row in op.rows})
 
 
 def figure_of(op: TunedOp, tokens: int, impl: str) -> Figure | None:
-    """What one implementation gave there."""
     return next((f for f in op.figures if (f.tokens, f.impl) == (tokens, impl)), None)
 
 
 def why(op: TunedOp, tokens: int) -> str:
-    """Why it serves who does, with the ratio that says so."""
+    """Return the reason for the choice at this number of tokens, with its ratio."""
     impl = op.chosen(tokens)
     if impl != op.default:
         figure = figure_of(op, tokens, impl)
@@ -136,7 +134,7 @@ def _compared(figure: Figure) -> str:
 
 
 def not_chosen(op: TunedOp) -> list[tuple[str, str, str]]:
-    """(implementation, tokens, reason) of what may not serve: each reason once."""
+    """Return (implementation, tokens, reason) of rejected and slower ones, each reason once."""
     found: dict[tuple[str, str], list[int]] = {}
     for figure in op.figures:
         for said, reason in (("rejected", figure.rejected), ("slower", figure.slower)):
@@ -149,19 +147,17 @@ def not_chosen(op: TunedOp) -> list[tuple[str, str, str]]:
 
 
 def versions(table: Tuned) -> dict[str, str]:
-    """What it was measured with, by name."""
     holds = table.holds
     return {"device": holds["device"], "vllm": holds.get("vllm") or "–", **holds["distributions"]}
 
 
-# ---------------------------------------------------------------------------------------------
-# What it asks of a verification
+# Functions of a verification, for the template.
 
 
 def cells(
     results: Iterable[Mapping[str, Any]],
 ) -> Iterator[tuple[tuple[str, str], dict[str, Mapping[str, Any]]]]:
-    """(op, implementation) and its results by dtype."""
+    """Yield (op, implementation) and its results by dtype."""
     for pair, of_pair in groupby(sorted(results, key=_pair), _pair):
         yield pair, {result["dtype"]: result for result in of_pair}
 
@@ -171,8 +167,8 @@ def _pair(result: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def findings(results: Iterable[Mapping[str, Any]]) -> list[tuple[tuple[str, ...], dict[str, Any]]]:
-    """(op, implementation, status, reason) of what was not ok, what is wrong first; and its dtypes,
-    samples, and shares of the tolerance."""
+    """Return (op, implementation, status, reason) of samples that are not ok, unsupported last,
+    with their dtypes, samples and errors (x tolerance)."""
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     for result in sorted(results, key=_pair):
         for finding in result["findings"]:
@@ -184,7 +180,7 @@ def findings(results: Iterable[Mapping[str, Any]]) -> list[tuple[tuple[str, ...]
 
 
 def microseconds(value: float) -> str:
-    """Three digits that tell something."""
+    """Format a time with about three significant digits."""
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -1,9 +1,9 @@
-"""The parts that an engine can be started without, and the settings that leave them out.
+"""The parts that an engine can start without, and the settings that disable them.
 
-A part is an op that an implementation of a plugin runs, an operator that a backend replaces outside
-the plan (as FlagGems replaces PyTorch's), a plugin, or a setting of the user. A plugin is loaded
-while it or any part of it is on: a trial of one of its ops is no trial of two parts. A neighbour,
-which is another distribution's general plugin of vLLM, is a part as well.
+A part is an op that a plugin's implementation runs, an operator that a backend replaces outside the
+plan (FlagGems replaces operators of PyTorch), a plugin, or a setting of the user. A plugin is
+loaded while it or any of its parts is on: a trial of one op does not become a trial of two parts.
+Another distribution's general plugin for vLLM, a neighbour, is also a part.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ __all__ = ["Changes", "Part", "Parts", "listed"]
 COMMAND = (sys.executable, "-P", "-m", "vllm_fl_tools.cli._listing")
 
 PATIENCE = 600.0
-"""Seconds for the import of all plugins and of their libraries."""
+"""Time limit in seconds for the import of all plugins and of their libraries."""
 
 SETTING, PLUGIN, OP, NAME, NEIGHBOUR = "setting", "plugin", "op", "name", "neighbour"
 
 LIKELY = 4
-"""The most parts of a log that are suspected first."""
+"""Maximum number of parts from a log that are suspected first."""
 
 
 Values = dict[str, str | None]
 """Variable -> its value; None unsets it."""
 
 Content = dict[str, Any]
-"""Of a settings file."""
+"""Content of a settings file."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Part:
             neighbour's entry point.
         what: a description.
         of: the plugin that it belongs to.
-        order: of an OP, its order without plugins' implementations.
-        variable: of a SETTING, its variable.
-        setting: of a NAME, the key of the list that leaves it out.
+        order: for an OP, its order without implementations from plugins.
+        variable: for a SETTING, its variable.
+        setting: for a NAME, the key of the list that can exclude it.
     """
 
     kind: str
@@ -90,11 +90,11 @@ class Changes:
     values: dict[str, tuple[str, Any]] = field(default_factory=dict)
 
     def made(self, environment: Mapping[str, str]) -> tuple[Values, str, Content, Content]:
-        """Make the changes.
+        """Return the changes for an environment.
 
         Returns:
-            The variables that change; the variable of a file that overrides such variables, or
-            nothing; the content of that file, before and after.
+            The variables that change; the variable of a settings file that overrides such
+            variables, or an empty string; the content of that file, before and after.
         """
         names = (CONFIG, OP_CONFIG) if self.orders else (CONFIG,)
         file = next((name for name in names if environment.get(name, "").strip()), "")
@@ -121,17 +121,17 @@ class Changes:
         return variables, file, before, after
 
     def applied(self, environment: Mapping[str, str], folder: str) -> dict[str, str]:
-        """The variables of an engine with these changes; a changed file is written to `folder`."""
+        """Return the changed environment; write a changed file to `folder`."""
         variables, file, before, after = self.made(environment)
         if after != before:
             path = Path(folder) / "settings.yaml"
-            path.write_text(json.dumps(after), encoding="utf-8")  # JSON is YAML, too
+            path.write_text(json.dumps(after), encoding="utf-8")  # JSON is also YAML
             variables[file] = str(path)
         every = {**environment, **variables}
         return {name: value for name, value in every.items() if value is not None}
 
     def described(self, environment: Mapping[str, str]) -> list[str]:
-        """The changes as lines of a shell, and of the user's file."""
+        """Return the changes as shell commands, and as lines for the user's file."""
         variables, file, before, after = self.made(environment)
         lines = []
         for name, value in variables.items():
@@ -157,10 +157,9 @@ def _read(path: str, variable: str) -> Content:
 
 
 class Parts:
-    """The parts of an engine of this environment, a plugin before the parts that belong to it.
+    """The parts of an engine of this environment, each plugin before its parts.
 
-    Args:
-        told: the result of `_listing.listing`.
+    `told` is the result of `_listing.listing`.
     """
 
     def __init__(self, told: Mapping[str, Any]) -> None:
@@ -179,7 +178,7 @@ class Parts:
 
     @cached_property
     def beneath(self) -> dict[str, list[str]]:
-        """Plugin -> the parts that belong to it."""
+        """Plugin -> its parts."""
         found: dict[str, list[str]] = {}
         for part in self.by_key.values():
             if part.of is not None:
@@ -187,12 +186,12 @@ class Parts:
         return found
 
     def without(self, on: Iterable[str]) -> frozenset[str]:
-        """The parts that are left out if only these are on; plugins of one of them are on, too."""
+        """Return the disabled parts if only these and their plugins are on."""
         needed = {f"{PLUGIN} {of}" for key in on if (of := self.by_key[key].of) is not None}
         return frozenset(self.by_key) - needed - {*on}
 
     def changes(self, off: Collection[str]) -> Changes:
-        """The changes of settings that leave these parts out."""
+        """Return the settings that disable these parts."""
         changes = Changes()
         parts = [part for key, part in self.by_key.items() if key in off]
         unloaded = {part.name for part in parts if part.kind == PLUGIN}
@@ -218,11 +217,11 @@ class Parts:
         return changes
 
     def likely(self, text: str, names: Sequence[str] = ()) -> tuple[str, ...]:
-        """The parts that a failure refers to by their names, each after its plugin.
+        """Return the parts with names that occur in a failure, and their plugins.
 
         Args:
-            text: the exception, and what the processes noted that they were running.
-            names: of the functions and modules of the stacks, the innermost first.
+            text: the exception, and notes of the processes about their work.
+            names: functions and modules of the stacks, innermost first.
         """
         words = [*re.findall(r"[\w.-]+", text), *names]
         first = {word.strip("."): number for number, word in [*enumerate(words)][::-1]}
@@ -239,10 +238,10 @@ class Parts:
 def listed(environment: Mapping[str, str]) -> Parts:
     """List the parts of an engine of this environment.
 
-    A plugin that ends the process that loads it, or hangs, is a part without parts of its own.
+    A plugin that hangs or ends the process that loads it is a part without further parts.
 
     Raises:
-        UsageError: a setting is wrong, or vllm-fl is disabled.
+        UsageError: a setting is invalid, or vllm-fl is disabled.
     """
     ended: list[str] = []
     told = None
@@ -267,11 +266,9 @@ def listed(environment: Mapping[str, str]) -> Parts:
 def _asked(
     environment: Mapping[str, str], ended: Sequence[str]
 ) -> tuple[dict[str, Any] | None, str]:
-    """The listing of a process, or None and the plugin that ended it.
+    """Return the listing from a process, or None and the plugin that ended it.
 
-    Args:
-        environment: its variables.
-        ended: plugins that are not loaded.
+    Plugins in `ended` are not loaded.
     """
     with tempfile.TemporaryDirectory() as folder, doing("the plugins load"):
         file = Path(folder) / "parts"

@@ -1,7 +1,7 @@
-"""The plots of a report's page: SVG that takes its colours from the page, by matplotlib.
+"""The plots of the benchmark report: SVG by matplotlib, with colours from the page.
 
-Colours are CSS variables (`--ink`, `--s0`, …), which the page sets for light and for dark: one
-drawing serves both. Words stay words, and ids are unique on the page.
+Colours are CSS variables (`--ink`, `--s0`, …), which the page sets for light and dark mode: both
+use the same drawing. Text is not converted to paths, and ids are unique on the page.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ COLOURS = {
     "--s4": ("#af8e21", "#ffff32"),
     "--s5": ("#3b1a56", "#b3d99f"),
 }
-"""Colours in light and in dark: text on its ground has a contrast of 4.5 or more, lines of plots of
-3 or more. The series `--s…` are far apart also for readers who see no red or no green."""
+"""Colours in light and dark mode: text has a contrast of at least 4.5 to its background, lines of
+plots of at least 3. The series `--s…` also differ clearly with red-green blindness."""
 
 SERIES = 6
-"""Colours that implementations take. A later one repeats a colour with another marker and dash."""
+"""Number of colours for implementations. Further ones repeat them with other markers and dashes."""
 
 MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"))
-"""matplotlib's name, and the character that the page shows."""
+"""(matplotlib's name, character on the page)."""
 
 DASHES = ("-", "--", ":", "-.")
 
 STAND_INS = {f"#fd00{number:02x}": name for number, name in enumerate(COLOURS)}
-"""What stands for the variables while matplotlib draws, which knows none."""
+"""Colours that represent the variables while matplotlib draws, which does not know variables."""
 
 OF = {name: colour for colour, name in STAND_INS.items()}
 
@@ -69,17 +69,14 @@ STYLE = {
 }
 
 SIZE = 4.5, 3.0
-"""Inches of 72 CSS pixels: on a phone it is scaled down by little, and its words stay readable."""
+"""Inches of 72 CSS pixels: on a phone, the plot is scaled down a little and remains readable."""
 
 
 class Look(NamedTuple):
-    """How one implementation looks, in every plot of the page.
+    """The look of one implementation in all plots of the page.
 
-    Args:
-        colour: the number of the CSS variable `--s…`.
-        marker: matplotlib's name of it.
-        sign: the marker as a character.
-        dash: matplotlib's name of the line.
+    `colour` is the number of the CSS variable `--s…`; `marker` and `dash` are names in matplotlib;
+    `sign` is the marker as a character.
     """
 
     colour: int
@@ -92,12 +89,12 @@ LOOKS = tuple(Look(n % SERIES, *MARKERS[n % 5], DASHES[n // SERIES % 4]) for n i
 
 
 def looks(impls: Sequence[str]) -> Mapping[str, Look]:
-    """A look for each implementation of the page, by the order of their ids."""
+    """Return a look for each implementation of the page, assigned in the order of ids."""
     return {impl: LOOKS[n % len(LOOKS)] for n, impl in enumerate(sorted({*impls}))}
 
 
 def require() -> None:
-    """Raise UsageError where matplotlib is missing or does not work."""
+    """Raise UsageError if matplotlib cannot be imported."""
     try:
         import matplotlib.backends.backend_svg  # noqa: F401
     except Exception as error:
@@ -113,17 +110,14 @@ def drawing(
     serving: Mapping[int, str],
     look: Mapping[str, Look],
 ) -> str:
-    """One plot as the text of an `<svg>` element, the same for the same arguments.
+    """Return one plot as the text of an `<svg>` element, empty without values; deterministic.
 
     Args:
-        key: no other plot of the page has it.
-        figures: what is drawn, a line for each implementation; who was rejected is marked at the
-            bottom. At the tokens of other lines that it has no value for, a line is interrupted.
-        serving: tokens -> who serves there, which is marked.
-        look: implementation -> how it is drawn.
-
-    Returns:
-        Nothing where there is nothing to draw.
+        key: unique on the page.
+        figures: the measurements, with a line for each implementation, interrupted at missing
+            numbers of tokens; rejections are marked at the bottom.
+        serving: tokens -> the chosen implementation, which is marked.
+        look: implementation -> its look.
     """
     lines: dict[str, dict[int, Figure]] = {}
     for figure in figures:
@@ -137,7 +131,7 @@ def drawing(
     from matplotlib.ticker import LogLocator
 
     with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # a matplotlibrc of the user's would change pages
+        matplotlib.rcdefaults()  # the user's matplotlibrc would change pages
         matplotlib.rcParams.update({**STYLE, "svg.hashsalt": key})
         sheet = Sheet(figsize=SIZE, layout="constrained")
         axes = sheet.add_subplot(xlabel="tokens", ylabel=TIME)
@@ -166,11 +160,11 @@ def drawing(
 
 
 TIME = "µs per call"
-"""The axis of a plot."""
+"""Label of an axis."""
 
 
 def _value(figure: Figure) -> float:
-    """What is drawn of it; 0 where a logarithmic axis has no place for it."""
+    """Return the value to draw; 0 if a logarithmic axis cannot show it."""
     value = figure.us
     return value if value is not None and 0 < value < math.inf else 0.0
 
@@ -193,7 +187,7 @@ def _draw(axes, line: Sequence[Figure], look: Look) -> None:  # type: ignore[no-
 
 
 def _embedded(svg: str) -> str:
-    """The `<svg>` element alone, with variables for colours, and without ids that others have."""
+    """Return only the `<svg>` element, with variables as colours, and without duplicate ids."""
     svg = svg[svg.index("<svg") :].strip()
     svg = re.sub(r' id="[\w.]+_\d+"', "", svg)
     svg = re.sub(r"\d+\.\d{2,}", lambda found: f"{float(found[0]):.1f}", svg)

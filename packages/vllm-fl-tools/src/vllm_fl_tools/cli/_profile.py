@@ -1,6 +1,6 @@
-"""`vllm-fl tune --profile`: the time of a model's steps by op, and which of it contracts cover.
+"""`vllm-fl tune --profile`: the time of a model's steps by op and implementation.
 
-One engine runs some steps under PyTorch's profiler.
+One engine runs some steps with PyTorch's profiler.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from ._show import UsageError, answer, print_table, say
 EXTENSION = "vllm_fl_tools.integration.profiling.Profiling"
 
 CACHES = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-"""Variable -> the folder of a cache that the engine gets empty: what is fused in code that an
-earlier engine compiled is unknown. Layers of one model share what is compiled."""
+"""Variable -> folder of a cache, empty for the engine: it is unknown what an earlier engine fused.
+Layers of one model share compiled code."""
 
 EXTENSION_OPTION = "--worker-extension-cls"
-"""vLLM's argument by which the worker profiles."""
+"""The argument that makes a worker of vLLM profile."""
 
 SHOWN = 0.002
-"""The share of a row that has a line of its own in the table for people."""
+"""Minimum share of a row that has its own line in the printed table."""
 
 PROMPT_TOKENS, STEPS = 256, 16
-"""The tokens of each prompt, and the steps of each kind that are profiled."""
+"""Tokens of each prompt, and number of profiled steps of each kind."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit 1 if nothing was seen of a kind of step, or the engine fails."""
+    """Profile a model; return the exit status, 1 if a kind of step could not be profiled."""
     model = arguments.model
     if model is None:
         raise UsageError("--profile needs --model DIR")
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _phase(engine: Engine, decode: bool, batch: int, prompt: int) -> dict[str, Any]:
-    """Let the engine take steps of one kind: timed, profiled, and timed again."""
+    """Run steps of one kind: timed, profiled, and timed again."""
     name = f"decode, batch {batch}" if decode else f"prefill, {prompt} tokens"
 
     def visit(what: str, count: int) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _phase(engine: Engine, decode: bool, batch: int, prompt: int) -> dict[str, A
 
 
 def _usual(seconds: Sequence[float]) -> float:
-    """The mean of the middle half: a busy machine makes some steps much longer."""
+    """Return the mean of the middle half: a busy machine makes some steps much longer."""
     ordered, cut = sorted(seconds), len(seconds) // 4
     return statistics.fmean(ordered[cut : len(ordered) - cut])
 
@@ -115,7 +115,7 @@ def _usual(seconds: Sequence[float]) -> float:
 def _judged(
     phase: dict[str, Any], places: Mapping[str, Any], report: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The phase as it is told: its rows in the place of what the profiler saw."""
+    """Return the phase with rows instead of the profile."""
     told = dict(phase)
     seen = told.pop("seen")
     tokens = phase["batch"] if phase["kind"] == "decode" else phase["prompt_tokens"]
@@ -124,7 +124,6 @@ def _judged(
 
 
 def show(facts: Mapping[str, Any]) -> None:
-    """Print the phases."""
     told = facts["coverage"]
     ranks = f", rank 0 of {told['ranks']}" if told["ranks"] > 1 else ""
     say(f"{told['model']}: {told['mode']}, {told['device']}{ranks}, digest {told['digest']}")

@@ -1,4 +1,4 @@
-"""Reports on stderr what a verb does, if it has printed nothing for two seconds."""
+"""Reports a verb's progress on stderr if it has printed nothing for two seconds."""
 
 from __future__ import annotations
 
@@ -12,19 +12,14 @@ from vllm_fl.plugins import breadcrumb
 from ._show import last_said, say
 
 QUIET, EVERY = 2.0, 30.0
-"""Seconds of silence before the first line, and between two."""
+"""Seconds of silence before the first line, and between two lines."""
 
 BEAT = 0.25
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 
 
 class Progress:
-    """The progress of the verb that runs.
-
-    Attributes:
-        verb: its name.
-        doing: what it does; empty if unknown.
-    """
+    """The progress of the running verb; `doing` is its current work, empty if unknown."""
 
     def __init__(self) -> None:
         self.begin("")
@@ -34,17 +29,13 @@ class Progress:
         self._start, self._is_told = time.monotonic(), False
 
     def tick(self, elsewhere: str = "") -> None:
-        """Print a line if it is time.
-
-        Args:
-            elsewhere: the plugin's code that another process runs, if that is waited for.
-        """
+        """Print a line if it is due. `elsewhere` is a plugin's code in another process."""
         silence = time.monotonic() - max(last_said(), self._start)
         if silence >= (EVERY if self._is_told else QUIET):
             self.tell(elsewhere)
 
     def tell(self, elsewhere: str = "") -> None:
-        """Print a line, but not in the first seconds of a run."""
+        """Print a line, unless the run has only started."""
         seconds = time.monotonic() - self._start
         if seconds < QUIET:
             return
@@ -59,12 +50,10 @@ current = Progress()
 
 @contextmanager
 def progress(verb: str, *, forks: bool = False) -> Iterator[None]:
-    """Report the progress of a verb in the block.
+    """Report the progress of a verb during the block.
 
-    Args:
-        verb: its name.
-        forks: whether the verb forks this process, which then has no second thread: the verb calls
-            `current.tick` itself.
+    With `forks`, the verb forks this process, which must then have no second thread: the verb calls
+    `current.tick` itself.
     """
     current.begin(verb)
     ended = threading.Event()
@@ -86,7 +75,7 @@ def progress(verb: str, *, forks: bool = False) -> Iterator[None]:
 
 @contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Report `what` as the verb's work in the block."""
+    """Report `what` as the verb's work during the block."""
     before, current.doing = current.doing, what
     try:
         yield

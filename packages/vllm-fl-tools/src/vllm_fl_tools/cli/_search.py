@@ -1,4 +1,4 @@
-"""The search for the parts of a whole that make it wrong, with as few trials as possible."""
+"""Searches for the parts that make a whole fail, with as few trials as possible."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 __all__ = ["Culprit", "Trial", "UnsettledError", "Verdict", "culprits", "search"]
 
 MOST = 4
-"""The most parts that can be found to be wrong only together."""
+"""Maximum number of parts of a culprit."""
 
 NOTHING: Mapping[str, Sequence[str]] = {}
 
@@ -19,8 +19,8 @@ class Verdict:
     """The result of one trial.
 
     Args:
-        how: `ended`, `hung` or `wrong`; empty if it is right.
-        why: the exception, or the error that was measured.
+        how: `ended`, `hung` or `wrong`; empty if it is correct.
+        why: the exception, or the measured error.
         likely: parts to suspect first.
         facts: further results, as JSON data.
     """
@@ -32,12 +32,12 @@ class Verdict:
 
 
 Trial = Callable[[tuple[str, ...]], Verdict]
-"""Try some parts, without all others."""
+"""Runs a trial with only these parts."""
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """Parts that are wrong without the others: one, or several that are wrong only together."""
+    """Parts that fail without the others: one, or several that fail only together."""
 
     parts: tuple[str, ...]
     verdict: Verdict
@@ -50,14 +50,11 @@ class UnsettledError(Exception):
 def search(
     parts: Iterable[str], trial: Trial, *, beneath: Mapping[str, Sequence[str]] = NOTHING
 ) -> tuple[str, list[Culprit]]:
-    """Search for culprits.
-
-    Args:
-        parts, trial, beneath: as for `culprits`.
+    """Search for culprits, with the arguments of `culprits`.
 
     Returns:
-        `right`, `found`, `elsewhere`: the whole is wrong without any part, or `unsteady`: trials
-        contradict each other. And the culprits; of the last two statuses one without parts.
+        `right`; `found`; `elsewhere`: it also fails without any part; or `unsteady`: trials
+        contradict each other. And the culprits; for the last two statuses, one with an empty set.
     """
     parts = tuple(parts)
     try:
@@ -72,22 +69,22 @@ def search(
 def culprits(
     parts: Iterable[str], trial: Trial, *, beneath: Mapping[str, Sequence[str]] = NOTHING
 ) -> list[Culprit]:
-    """The smallest sets of parts that are wrong by themselves.
+    """Return the smallest sets of parts that fail by themselves.
 
-    Adding parts to a wrong set is taken to keep it wrong: two errors that cancel each other are not
-    found. One culprit among n parts takes about log2(n) + 3 trials.
+    Assumes that adding parts to a failing set keeps it failing: two errors that cancel each other
+    are not found. One culprit among n parts needs about log2(n) + 3 trials.
 
     Args:
-        parts: all of them, each once.
+        parts: all parts, without duplicates.
         trial: called once for each set. An exception ends the search.
-        beneath: part -> the parts that exist only with it.
+        beneath: part -> its dependent parts.
 
     Returns:
-        Sets without a common part, in the order in which they were found. No set if the whole is
-        right, and one empty set if the whole is wrong without any part.
+        Disjoint sets, in the order of the search. No set if all parts together are correct, and one
+        empty set for a failure without any part.
 
     Raises:
-        UnsettledError: the whole is wrong, and no few parts of it are.
+        UnsettledError: all parts together fail, but no set of at most `MOST` parts does.
     """
     verdicts: dict[frozenset[str], Verdict] = {}
     likely: Sequence[str] = ()
@@ -111,7 +108,7 @@ def culprits(
         gone = {*least, *(below for part in least for below in beneath.get(part, ()))}
         rest = [part for part in rest if part not in gone]
         if is_wrong(rest) and is_wrong([]):
-            return [Culprit((), verdict([]))]  # the set that was found is not the cause
+            return [Culprit((), verdict([]))]  # the set is not the cause
         found.append(Culprit(least, verdict(least)))
     return found
 
@@ -119,18 +116,18 @@ def culprits(
 def _least(
     parts: Sequence[str], is_wrong: Callable[[Sequence[str]], bool], likely: int
 ) -> tuple[str, ...]:
-    """The parts without which `parts`, which are wrong together, are right.
+    """Return a minimal failing subset of `parts`, which fail together.
 
-    The shortest wrong beginning of the list ends with a part that is needed. If that part is right
-    by itself, the next one is found in the same way among those before it. The first trial is of
-    the first `likely` parts.
+    The shortest failing prefix of the list ends with a needed part. If that part does not fail by
+    itself, search the parts before it for the next needed part. The first trial has the first
+    `likely` parts.
     """
     needed: list[str] = []
     rest = list(parts)
     while not needed or not is_wrong(needed):
         if not rest or len(needed) == MOST:
             raise UnsettledError
-        right, wrong = 0, len(rest)  # lengths of beginnings of `rest`
+        right, wrong = 0, len(rest)  # lengths of prefixes of `rest`
         middle = likely
         while wrong - right > 1:
             if not right < middle < wrong:

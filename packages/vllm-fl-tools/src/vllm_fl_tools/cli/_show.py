@@ -1,4 +1,4 @@
-"""Tables for people, JSON for programs. Neither prints a secret."""
+"""Prints tables for people and JSON for programs, without secrets."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from vllm_fl.text import clean, scrub
 SCHEMA = 1
 
 _answers: TextIO | None = None
-"""Where answers go; None: to standard output as it is."""
+"""Output for answers; None for the current standard output."""
 
 _last_said = 0.0
 
 
 class UsageError(VllmFLError):
-    """The command line asks for something that does not exist or cannot be done: exit status 2."""
+    """The command line names something that does not exist or cannot be done: exit status 2."""
 
     code = "FL701"
 
 
 @contextlib.contextmanager
 def answering(to: TextIO | None = None) -> Iterator[None]:
-    """In the block, only our answers go to standard output; logs of vLLM or a compiler do not.
+    """Use standard output only for answers in the block: logs of vLLM or a compiler go to stderr.
 
-    Args:
-        to: where answers go; None: to standard output.
+    `to` is the output for answers; None for standard output.
     """
     global _answers
     before, _answers = _answers, to or sys.stdout
@@ -46,7 +45,7 @@ def answering(to: TextIO | None = None) -> Iterator[None]:
 def answer(
     facts: Mapping[str, Any], show: Callable[[Mapping[str, Any]], None], *, as_json: bool
 ) -> None:
-    """The answer of a verb, from one value: as JSON, or as `show` prints it for people."""
+    """Print the answer of a verb: as JSON, or with `show`."""
     if as_json:
         print_json(**facts)
     else:
@@ -54,15 +53,15 @@ def answer(
 
 
 def print_json(**content: Any) -> None:
-    """One JSON object with the schema's number."""
+    """Print one JSON object with the schema's number."""
     text = json.dumps(_scrubbed({"schema": SCHEMA, **content}), indent=2, allow_nan=False)
     print(text, file=_answers)
 
 
 def say(text: str = "", *, error: bool = False) -> None:
-    """Print our own text without control characters; to stderr with `error`.
+    """Print text without control characters; to stderr with `error`.
 
-    Foreign text that may hold line breaks is passed through `clean` before.
+    Pass third-party text that may have line breaks through `clean` before.
     """
     global _last_said
     _last_said = time.monotonic()
@@ -71,14 +70,14 @@ def say(text: str = "", *, error: bool = False) -> None:
 
 
 def last_said() -> float:
-    """Return the time of the last `say`, by `time.monotonic`; 0 if there was none."""
+    """Return the time of the last `say`, by `time.monotonic`; 0 without one."""
     return _last_said
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print a plain table. Cells are text, never markup; wide ones are folded, never cut.
+    """Print a plain table. Cells are text, not markup; long cells are wrapped, not truncated.
 
-    It is as wide as the terminal, or COLUMNS; 200 characters without both.
+    It is as wide as the terminal or COLUMNS, or else 200 characters.
     """
     from rich import box
     from rich.console import Console

@@ -1,7 +1,7 @@
-"""Find the part that ends, hangs or corrupts a startup.
+"""Finds the part that ends, hangs or corrupts a startup.
 
-The order takes the fewest startups: vLLM without vllm-fl, since a failure of it says nothing about
-parts; the startup as the user has it; the parts that the failure names; halves of the parts.
+The order needs the fewest startups: vLLM without vllm-fl, because its failure would not depend on
+parts; the startup as configured; the parts in the text of the failure; halves of the parts.
 """
 
 from __future__ import annotations
@@ -25,39 +25,36 @@ OURS = "vllm-fl"
 """A part of every engine except stock vLLM: vllm-fl itself."""
 
 MEDIAN = 0.2
-"""Nats: the median difference from the log-probabilities of stock vLLM from which a startup is
-wrong. Rounding to bfloat16 makes up 0.03. Smaller errors are found by comparing outputs."""
+"""Median difference in log-probability from stock vLLM, in nats, above which a startup is wrong.
+Rounding to bfloat16 accounts for 0.03. The comparison of outputs finds smaller errors."""
 
 FAR, FAR_SHARE = 1.0, 0.1
-"""Nats, and the share of tokens that may differ by more: other experts are chosen for a few."""
+"""Nats, and the share of tokens that may differ by more: a few may use other experts."""
 
 TIMES, LEAST_LIMIT = 5, 60.0
-"""The time limit of a startup: a multiple of the seconds of stock vLLM, and the least seconds."""
+"""Time limit of a startup: a multiple of the time of stock vLLM, and the minimum in seconds."""
 
 REPEATS = 2
-"""Startups with all parts that show whether a failure comes and goes."""
+"""Startups with all parts that show whether a failure is reproducible."""
 
 Result = tuple[str, list[Culprit]]
 """The status of a search and the culprits."""
 
 Tried = dict[frozenset[str], Verdict]
-"""The parts that a startup left out -> its verdict."""
+"""Disabled parts -> verdict of the startup."""
 
 Score = Mapping[str, Any]
 """The result of `integration.workload`'s `score`."""
 
 Start = Callable[[str, Collection[str], bool, float | None], Score]
-"""(description, parts that are left out, whether launches block, time limit in seconds) -> score.
-Without vllm-fl if OURS is one of the parts. It raises EngineError or UsageError."""
+"""(description, disabled parts, whether launches block, time limit in seconds) -> score. Without
+vllm-fl if OURS is one of the parts. Raises EngineError or UsageError."""
 
 
 class Startups:
     """The startups of one search.
 
-    Args:
-        parts: all of them.
-        start: starts an engine.
-        limit: seconds that a startup may take; None for a multiple of those of stock vLLM.
+    `limit` is the seconds of a startup; None for a multiple of the time of stock vLLM.
     """
 
     def __init__(self, parts: Parts, start: Start, limit: float | None = None) -> None:
@@ -71,7 +68,7 @@ class Startups:
         return {key: part.what for key, part in self._parts.by_key.items()}
 
     def changes(self, off: Collection[str]) -> Changes:
-        """The changes of settings that leave these parts out, and those that need one of them."""
+        """Return the settings that disable these parts, and parts that need one."""
         gone = {*off, *(below for key in off for below in self._parts.beneath.get(key, ()))}
         return self._parts.changes(gone)
 
@@ -80,11 +77,11 @@ class Startups:
 
         Returns:
             `right`; `stock`: vLLM fails without vllm-fl and neighbours; `found`; `elsewhere`:
-            vllm-fl fails without any part; `unsteady`: the failure comes and goes. And the
+            vllm-fl fails without any part; `unsteady`: the failure is not reproducible. And the
             culprits, without parts unless the status is `found`.
 
         Raises:
-            UsageError: vLLM does not accept the user's arguments.
+            UsageError: vLLM rejects the user's arguments.
         """
         by_key = self._parts.by_key
         stock = bare = self._try("stock", {OURS})
@@ -107,13 +104,7 @@ class Startups:
         return status, found
 
     def _among(self, parts: Collection[str], tried: Tried, off: Collection[str] = ()) -> Result:
-        """Search among these parts.
-
-        Args:
-            parts: the parts.
-            tried: the earlier startups.
-            off: further parts that no startup has.
-        """
+        """Search among these parts, without the parts in `off`; `tried` has earlier startups."""
 
         def trial(on: tuple[str, ...]) -> Verdict:
             gone = self._parts.without(on) & {*parts}
@@ -125,11 +116,10 @@ class Startups:
         return search(parts, trial, beneath=self._parts.beneath)
 
     def _again(self) -> bool:
-        """Whether the startup with all parts fails again."""
         return bool(self._try("as asked, again", ()).how)
 
     def _try(self, name: str, off: Collection[str]) -> Verdict:
-        """Start an engine without some parts."""
+        """Start an engine without some parts, and return the verdict."""
         self.count += 1
         started = time.monotonic()
         try:
@@ -162,11 +152,11 @@ class Startups:
 
 
 def fault(stock: Score, other: Score) -> str:
-    """The error of an engine's log-probabilities; empty if they are like those of stock vLLM."""
+    """Return the error of log-probabilities compared with stock vLLM; empty if similar."""
     theirs, ours = [*chain(*stock["prefill"])], [*chain(*other["prefill"])]
     for number, tokens in enumerate(stock["tokens"]):
         pairs = zip(tokens, other["tokens"][number], strict=False)
-        # The tokens after the first difference follow other ones.
+        # Tokens after the first difference are conditioned on different tokens.
         same = next((n for n, (a, b) in enumerate(pairs) if a != b), len(tokens) - 1)
         theirs += stock["decode"][number][: same + 1]
         ours += other["decode"][number][: same + 1]

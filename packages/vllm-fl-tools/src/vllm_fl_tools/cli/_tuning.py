@@ -1,4 +1,4 @@
-"""The work of `vllm-fl tune`: every op at every number of tokens."""
+"""The work of `vllm-fl tune`: measures every op at every number of tokens."""
 
 from __future__ import annotations
 
@@ -51,24 +51,24 @@ __all__ = [
 ]
 
 CLOCK = time.perf_counter
-"""What calls are timed with, seconds."""
+"""Clock of calls, in seconds."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is tuned for.
+    """The model and the engine to tune for.
 
     Args:
-        name: the model, as the user named it.
-        sizes: on one rank; the last of `tokens` is the largest number that is measured.
-        tokens: the numbers of tokens at which every op is measured, in ascending order.
-        mode: how the engine will run it.
+        name: the user's name of the model.
+        sizes: on one rank; the last of `tokens` is the largest measured number.
+        tokens: numbers of tokens to measure, in ascending order.
+        mode: how the engine will run the model.
         dtype, device: of the model.
-        absent: the ops that it cannot have.
-        captured: the tokens of the largest batch of which it will capture a graph, 0 where it will
-            capture none; None where that is not known.
-        plan: the engine's, without a table; None where only its sizes are known.
-        ordered: the ops that an engine without a table orders for its device; the default does not.
+        absent: ops that the model does not have.
+        captured: tokens of the largest captured graph; 0 without graphs, None if unknown.
+        plan: of the engine, without a table; None if only sizes are known.
+        ordered: ops with a device-specific order in an engine without a table, which the default
+            does not use.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Subject:
 
     @property
     def told(self) -> dict[str, float]:
-        """The sizes that are known, by name."""
+        """The known sizes, by name."""
         sizes = self.sizes
         own = {f.name: getattr(sizes, f.name) for f in fields(sizes)}
         own = {name: value for name, value in own.items() if name not in ("more", "tokens")}
@@ -93,14 +93,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class InGraphs:
-    """Where the calls of one op stand in the graphs that an engine compiles.
-
-    Args:
-        subject: what the engine serves.
-        bindings: of every op.
-        op: its name.
-        contenders: who is compared.
-    """
+    """The position of one op's calls in the graphs that an engine compiles."""
 
     subject: Subject
     bindings: Mapping[str, Binding]
@@ -109,16 +102,15 @@ class InGraphs:
 
     @property
     def binding(self) -> Binding:
-        """The op's own."""
         return self.bindings.get(self.op, Binding())
 
     @property
     def traced(self) -> frozenset[str]:
-        """Whose calls stand in the graph that a compiler traces of the model.
+        """Candidates with calls in the graph that a compiler traces of the model.
 
-        What a layer runs does, and what stands for an operator of a graph. Operators and
-        functions that vLLM's own code calls inside an operator do not, nor do layers that it calls
-        there. Of an op that one of vLLM's passes finds, vLLM's form without that pass does.
+        It has calls from layers and of graph operators. It does not have operators, functions and
+        layers that vLLM calls inside an operator. For an op that a pass of vLLM finds, it has
+        vLLM's implementation without the pass.
         """
         if self.binding.between_graphs:
             return frozenset()
@@ -128,13 +120,14 @@ class InGraphs:
 
     @property
     def bound_to_all(self) -> frozenset[str]:
-        """Who serves every size or none, where a graph is compiled for all sizes.
+        """Candidates that run at all sizes or none if a graph is compiled for all sizes.
 
-        That is whose code a compiler takes into the model's graph, and not as one operator; and
-        vLLM's own form where the graph has it, by whatever kernel. It is that form, too, where a
-        target of the op does not tell a call's size (`tokens`): at the sizes that a row leaves to
-        vLLM, each call would be converted to the contract's and back for nothing. Where it does, a
-        call that is left to vLLM costs the host a few microseconds, in which Python is asked.
+        These are candidates that the compiler inlines into the model's graph, instead of calling
+        one operator; and vLLM's implementation if it is in the graph, with any kernel. It is also
+        vLLM's implementation if some target of the op does not define the size of a call
+        (`tokens`): the arguments would be converted to the contract and back at sizes that a row
+        assigns to vLLM. If all targets define it, a call that is assigned to vLLM only costs the
+        host a few microseconds of Python.
         """
         from vllm_fl.engine.opaque import is_opaque
 
@@ -146,11 +139,11 @@ class InGraphs:
 
     @property
     def is_by_range(self) -> bool:
-        """Whether an engine inlines the op by range of sizes, or a pass finds it so.
+        """Whether an engine inlines the op by range of sizes, or a pass finds it by range.
 
-        Not on a CPU, whose model vLLM traces and compiles once; nor where an operator writes over
-        its arguments, but in vLLM's IR; nor where another op's own form, as that of experts, may
-        call the op's operator.
+        Not on a CPU, because vLLM traces and compiles its model once; not if an operator outside of
+        vLLM's IR overwrites its arguments; and not if vLLM's code for another op, such as the
+        experts, may call the op's operator.
         """
         if self.subject.mode != "compiled" or self.subject.device.type != "cuda":
             return False
@@ -173,12 +166,12 @@ class InGraphs:
 
 
 Found = Sequence[tuple[InGraphs, Sequence["Measured"]]]
-"""What was found about each op, by size."""
+"""The measurements of each op, by size."""
 
 
 def edges_by_op(found: Found) -> Iterator[tuple[int, ...]]:
-    """Where the ranges of sizes end that are compiled apart, for each op: all ops stand in the same
-    graphs, which are split at the same sizes. None for an op that is not inlined by range."""
+    """Yield the ends of separately compiled ranges of sizes for each op, empty for ops that are not
+    inlined by range. All ops are in the same graphs, which are split at the same sizes."""
     from vllm_fl.engine.ranges import MOST
 
     from ..engine.timing import best_edges
@@ -190,7 +183,7 @@ def edges_by_op(found: Found) -> Iterator[tuple[int, ...]]:
 
 
 def rows_by_op(found: Found) -> Iterator[tuple[Row, ...]]:
-    """The rows of each op. One that another takes in has the default, where that one wins."""
+    """Yield the rows of each op. An op that a winning op fuses keeps the default."""
     from ..engine.timing import rows_of
 
     every = [
@@ -204,13 +197,9 @@ def rows_by_op(found: Found) -> Iterator[tuple[Row, ...]]:
 
 
 class Work:
-    """The ops of a subject that have more than one candidate, and what came of them.
+    """The ops of a subject that have more than one candidate, and their results.
 
-    Args:
-        manager: knows the implementations and the policy.
-        subject: what is tuned for.
-        bindings: of every op.
-        ops, impls: which; None for all. The default is always among the candidates.
+    `ops` and `impls` restrict the measurement; None for all. The default is always a candidate.
     """
 
     def __init__(
@@ -232,7 +221,7 @@ class Work:
         specs = manager.registry.snapshot().contracts
         self._tunings = {
             op: tuning
-            # What the products take says where launches cost nothing.
+            # Products come first, because their time decides if launches matter.
             for op in sorted(specs, key=lambda op: not self._binding(op).products)
             if (not ops or op in ops) and (tuning := self._tuning(op, explicit=bool(ops)))
         }
@@ -246,13 +235,12 @@ class Work:
 
     @property
     def done(self) -> int:
-        """How many are there."""
         return len(self._found)
 
-    # Who is compared.
+    # Candidates.
 
     def _tuning(self, op: str, *, explicit: bool) -> OpTuning | None:
-        """How an op is measured; None, with a remark where it is worth one, where it is not."""
+        """Return the measurement of an op, or None, with a remark if it is useful."""
         from vllm_fl_verify.verification import dtype_name
 
         from ..engine.tuning import OpTuning
@@ -289,7 +277,7 @@ class Work:
                 traced=graphs.traced,
                 between_graphs=graphs.binding.between_graphs,
                 once=graphs.binding.products,
-                # Their own launches count, since something must keep the device busy before them.
+                # Launches of the products count, because only earlier work could hide them.
                 products=(lambda _: 0.0) if graphs.binding.products else self._products,
             )
             if tuning.forms:
@@ -305,7 +293,7 @@ class Work:
         return None
 
     def _default(self, op: str) -> str | None:
-        """What serves the largest calls of the op without a table."""
+        """Return the implementation for the op's largest calls without a table."""
         subject = self.subject
         entry = subject.plan.entries.get(op) if subject.plan is not None else None
         if entry is not None and entry.note:
@@ -319,11 +307,9 @@ class Work:
         return STOCK if isinstance(selected, Stock) else selected.impl_id if selected else None
 
     def _contenders(self, op: str, names: set[str | None] | None) -> list[Contender]:
-        """Every implementation that can run and that nobody denies, and vLLM's own form.
+        """Return vLLM's code and every available implementation that is not denied.
 
-        Args:
-            op: the op.
-            names: only these; None for all.
+        `names` restricts them; None for all.
         """
         from ..engine.tuning import Contender
 
@@ -331,7 +317,7 @@ class Work:
         installed = manager.registry.snapshot().impls_by_op.get(op, ())
         denied = rejections(manager.registry.plugins, manager.settings, op, installed)
         subject, default = self.subject, self._default(op)
-        # On a GPU it is several kernels, or what the compiler makes of vLLM's own form, too.
+        # On a GPU, plain PyTorch runs several kernels, or the same compiled code as stock vLLM.
         without_plain = subject.device.type == "cuda" and names is None
         found = [
             Contender(impl.impl_id, (impl,))
@@ -360,25 +346,18 @@ class Work:
             from ..integration.stock import stock_forms
 
             return stock_forms(op, self._bindings[op], self.subject.mode, self.subject.device)
-        except Exception as error:  # no vLLM here, or one that cannot be imported
+        except Exception as error:  # vLLM is not installed, or cannot be imported
             self._without_stock = quote(error)
             return ()
 
     # Measuring.
 
     def run(self, limit: float) -> None:
-        """Measure everything.
-
-        Args:
-            limit: seconds that one call may take.
-
-        Raises:
-            KeyboardInterrupt: the user wants no more.
-        """
+        """Measure everything. Calls are limited to `limit` seconds. Raises KeyboardInterrupt."""
         running = ["", 0, ""]
 
         def stuck() -> None:
-            """A call is in native code and ends by no signal: the process must go."""
+            """Report a call in native code that no signal ends, before the process ends."""
             op, tokens, name = running
             told = f"{op}, {tokens} tokens: {name} does not come back and cannot be given up"
             say(f"vllm-fl: {told}; name the others with --impl", error=True)
@@ -412,10 +391,9 @@ class Work:
         if self.subject.mode == "compiled":
             torch._dynamo.reset()
 
-    # At which sizes.
+    # Sizes.
 
     def _of(self, op: str) -> list[Measured]:
-        """What was found about an op, by size."""
         found = [one for (of, _), one in self._found.items() if of == op]
         return sorted(found, key=lambda one: one.tokens)
 
@@ -433,9 +411,11 @@ class Work:
         return found
 
     def _products(self, tokens: int) -> float:
-        """How long the device takes for the matrix products of a layer, µs: at the least what it
-        does at the next smaller size that was measured; 0 where none was. Each is a form of the
-        op, and stands in a layer once."""
+        """Return a lower bound of the device time of matrix products in a layer, µs; 0 if unknown.
+
+        It is the time at the next smaller measured size. Each product is a form of its op, and
+        occurs once in a layer.
+        """
         return sum(
             max((one.fastest for one in self._of(op) if one.tokens <= tokens), default=0.0)
             for op in self._tunings
@@ -446,7 +426,6 @@ class Work:
         return self._bindings.get(op, Binding())
 
     def table(self) -> Tuned:
-        """What came of it."""
         from vllm_fl_verify.verification import dtype_name
 
         from ..operate.identity import device_name
@@ -479,7 +458,7 @@ class Work:
 
 @contextmanager
 def _limited(watch: Watch, limit: float, name: str) -> Iterator[None]:
-    """In the block somebody's code runs, for so many seconds at most. Raises TimeoutError."""
+    """Limit the duration of an implementation's code in the block. Raises TimeoutError."""
     try:
         with watch.call(name):
             yield
@@ -489,7 +468,7 @@ def _limited(watch: Watch, limit: float, name: str) -> Iterator[None]:
 
 @contextmanager
 def _without_old_objects(mode: Mode) -> Iterator[None]:
-    """`without_old_objects`, of which the compiler's modules are then, too."""
+    """Exclude existing objects from garbage collection, including the compiler's modules."""
     from vllm_fl_verify.trials import without_old_objects
 
     if mode == "compiled":

@@ -1,4 +1,4 @@
-"""A long run: which unit of it is at work, and giving up a call that takes too long."""
+"""The progress of a long run, and time limits of its calls."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from ._progress import current
 __all__ = ["INTERRUPTED", "TookTooLong", "Watch", "ended_by_signal"]
 
 INTERRUPTED = 130
-"""The exit status after Ctrl-C, as shells have it."""
+"""Exit status of shells after Ctrl-C."""
 
 GRACE = 10.0
-"""Seconds that a call may take, beyond its limit, to come back from native code to Python, where
-it is given up. One that does not come back cannot be given up alone: the run ends with it."""
+"""Seconds after its time limit in which a call may return from native code to Python, where it can
+be interrupted. Otherwise the whole run ends."""
 
 
 class TookTooLong(KeyboardInterrupt):
-    """A call was given up. As a KeyboardInterrupt it is not taken for a kernel's own error."""
+    """A call exceeded its time limit. A KeyboardInterrupt is not mistaken for a kernel's error."""
 
 
 class Watch:
-    """Says which unit of a long run is at work, and gives up a call that takes too long.
+    """Reports the current unit of a long run, and interrupts calls that take too long.
 
     Args:
-        units: how many units of work there are.
-        limit: seconds that one call may take.
-        stuck: called, in another thread, when a call takes longer than that and is in native code,
-            where nothing can end it. The process ends with it.
+        units: number of units of work.
+        limit: time limit of one call in seconds.
+        stuck: called in another thread before the process ends, if a call exceeds the limit in
+            native code, which cannot be interrupted.
     """
 
     def __init__(self, units: int, limit: float, stuck: Callable[[], None]) -> None:
@@ -50,14 +50,10 @@ class Watch:
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """One call, which is given up after the limit.
-
-        Raises:
-            TookTooLong: it was.
-        """
+        """Limit the duration of one call. Raises TookTooLong."""
         self._note(f"{self._unit}, {name}")
         if threading.current_thread() is not threading.main_thread():
-            yield  # signals are the main thread's
+            yield  # only the main thread gets signals
             return
         overdue = threading.Timer(self.limit + GRACE, self._end)
         overdue.daemon = True
@@ -69,7 +65,7 @@ class Watch:
             overdue.cancel()
 
     def _end(self) -> None:
-        """End the process, whose main thread is inside of a call."""
+        """End the process during a call in the main thread."""
         self._stuck()
         for stream in filter(None, (sys.__stdout__, sys.__stderr__)):
             stream.flush()
@@ -78,7 +74,7 @@ class Watch:
 
 @contextmanager
 def ended_by_signal() -> Iterator[None]:
-    """In the block, SIGTERM ends the run as Ctrl-C does."""
+    """During the block, handle SIGTERM like Ctrl-C."""
 
     def end(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -92,7 +88,7 @@ def ended_by_signal() -> Iterator[None]:
 
 @contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
-    """Raise TookTooLong here after `seconds`, and every second again, since it may be swallowed."""
+    """Raise TookTooLong after `seconds`, and again every second, since code may swallow it."""
     armed = True
 
     def ring(number: int, frame: object) -> None:
@@ -104,7 +100,7 @@ def _alarm(seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
-        while armed:  # it may ring right here
+        while armed:  # the signal may arrive here
             with suppress(TookTooLong):
                 armed = False
         signal.setitimer(signal.ITIMER_REAL, left, interval)

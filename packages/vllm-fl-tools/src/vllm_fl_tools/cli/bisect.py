@@ -1,6 +1,6 @@
-"""`vllm-fl bisect`: find the part that makes outputs less exact, or a startup fail (--startup).
+"""`vllm-fl bisect`: find the part that makes outputs less exact, or startup fail (--startup).
 
-Each trial is an engine in a process of its own, one after the other.
+Each trial is one engine in a separate process; they run one after the other.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from ._watch import INTERRUPTED, ended_by_signal
 STOCK, REFERENCE = "stock", "reference"
 
 PROMPT_TOKENS = 96
-"""Of each random prompt."""
+"""Tokens of each random prompt."""
 
 ALIKE = {
-    Settings.preflight.variable: "off",  # verification would disable what is searched for
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # its logits processors have another form
+    Settings.preflight.variable: "off",  # verification would disable the parts at fault
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # its logits processors have another interface
 }
 """Variables of every engine that compares outputs."""
 
@@ -63,7 +63,7 @@ BLOCKING = {
     "ASCEND_LAUNCH_BLOCKING": "1",
     "MUSA_LAUNCH_BLOCKING": "1",
 }
-"""Variables under which the call that causes a device's fault raises it, and not a later one."""
+"""Variables that make the call with a device's fault raise it, instead of a later call."""
 
 HOW = {"ended": "ends the startup", "hung": "hangs", "wrong": "is wrong"}
 
@@ -75,7 +75,6 @@ STATUS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model, and the comparison."""
     takes_model(parser)
     parser.add_argument(
         "--startup",
@@ -104,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit 0 if nothing is wrong, 1 otherwise."""
+    """Return 0 if nothing is wrong, 130 after an interruption, otherwise 1."""
     check_model(arguments.model)
     started = time.monotonic()
     with ExitStack() as stack:
@@ -120,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _finding(search: Startups | Outputs) -> dict[str, Any] | None:
-    """The result of a search as JSON data; None if it was interrupted."""
+    """Return the result of a search as JSON data; None after an interruption."""
     try:
         status, found = search.search()
     except KeyboardInterrupt:
@@ -148,7 +147,6 @@ def _culprit(culprit: Culprit, what: Mapping[str, str]) -> dict[str, Any]:
 
 
 def show(facts: Mapping[str, Any]) -> None:
-    """Print the answer."""
     if facts.get("errors"):
         _show_errors(facts)
     if facts["status"] == "right":
@@ -188,7 +186,7 @@ def _startups(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | No
             arguments.model,
             {},
             environment,
-            steps_aside=True,  # no plan of the worker is needed
+            steps_aside=True,  # the worker's plan is not needed
             arguments=arguments.more,
             limits=(limit or START_TIMEOUT, limit or ANSWER_TIMEOUT),
         ) as engine:
@@ -278,7 +276,6 @@ def _outputs(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | Non
 
 
 def _prompts(model: str, path: str) -> list[list[int]]:
-    """The prompts of a file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -306,7 +303,7 @@ def _encoded(model: str, texts: list[str]) -> list[list[int]]:
 
             tokenizer = get_tokenizer(model)
             return [list(tokenizer.encode(text)) for text in texts]
-    except Exception as error:  # a tokenizer that is missing or broken may raise anything
+    except Exception as error:  # a missing or broken tokenizer may raise anything
         why = clean(str(error)) or type(error).__name__
         raise UsageError(f"--model {model}: its tokenizer cannot be used: {why}") from error
 
@@ -317,7 +314,7 @@ def _name(kind: str, against: str, left: Collection[str]) -> str:
 
 
 def _baseline(against: str) -> dict[str, str]:
-    """The environment of a plan without the orders of the user's settings."""
+    """Return the environment of a plan without user orders."""
     orders = (CONFIG, PER_OP, OP_CONFIG, Settings.table.variable)
     environment = {name: value for name, value in os.environ.items() if name not in orders}
     if against == REFERENCE:

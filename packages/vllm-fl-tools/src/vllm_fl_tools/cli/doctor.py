@@ -1,4 +1,4 @@
-"""`vllm-fl doctor`: what is installed and set here that does not work, and what to do."""
+"""`vllm-fl doctor`: check the installation and the settings, and suggest fixes."""
 
 from __future__ import annotations
 
@@ -63,11 +63,10 @@ from ._show import answer, print_table, say
 _CODE = re.compile(r"\[(FL\d{3})\]")
 
 _WITHOUT = re.compile(rf"export {VARIABLE}=\S*[^\s.]")
-"""The command that excludes a plugin of vLLM, in an error of `_neighbours`."""
+"""The command in an error of `_neighbours` that excludes a plugin of vLLM."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which engine is looked at; of any model without one."""
     takes_engine(parser)
     parser.add_argument(
         "--bundle",
@@ -78,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit 1 with findings. All checks run, however broken the environment is."""
+    """Run all checks, also in a broken environment. Return 1 with findings."""
     check_words(arguments)
     with ExitStack() as stack:
         draft = arguments.bundle and stack.enter_context(_bundle.archive_of(arguments.bundle))
@@ -91,13 +90,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _examine(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Make all checks."""
     findings = [_lost_finding(crumb) for crumb in breadcrumb.lost()]
     ended: dict[str, str] = {}
     try:
         try:
             found = surviving(partial(_look, arguments), ended)
-        except LoadingError as error:  # importing vLLM may end a process: once more without
+        except LoadingError as error:  # importing vLLM may end the process: repeat without it
             found = surviving(_look, ended)
             found["findings"].append(vars(_ending(str(error))))
     except VllmFLError as error:
@@ -133,15 +131,15 @@ def _show(facts: Mapping[str, Any]) -> None:
 
 
 def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
-    """Run the checks that run plugins' code, and those of the engine of these arguments."""
+    """Run the checks that call plugins, and checks of the engine that `arguments` describe."""
     examined = _Examined()
-    with quiet(logging.CRITICAL), redirect_stdout(sys.stderr):  # plugins may print as they load
+    with quiet(logging.CRITICAL), redirect_stdout(sys.stderr):  # plugins may print when loaded
         findings = [
             finding
             for check, find in (*CHECKS, *examined.checks)
             for finding in contained(check, find)
         ]
-        if arguments is not None and examined.settings is not None:  # else it would say the same
+        if arguments is not None and examined.settings is not None:  # otherwise already reported
             findings += _of_engine(arguments, examined, examined.settings)
     facts = describe({name for plugin in examined.plugins for name in plugin.owner.kernels})
     for owner, why in examined.unused.items():
@@ -175,9 +173,9 @@ def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
 def _of_engine(
     arguments: argparse.Namespace, examined: _Examined, settings: Settings
 ) -> list[Finding]:
-    """Return why the engine would end before it verifies, and its warnings.
+    """Return the findings of an engine's startup before verification, and its warnings.
 
-    It has the plugins that were examined; if one has failed, they are loaded again.
+    It uses the examined plugins, or loads all again after a failure.
     """
     failed = [*examined.failing, *(each.error for each in examined.plugins if each.error)]
     if not failed:
@@ -207,24 +205,24 @@ def _ending(why: str) -> Finding:
 
 
 def _page_of(error: str, code: str) -> str:
-    """Return the command that explains an error: by the code that it ends with, or by this one."""
+    """Return the command that explains an error: by the code at its end, or else by `code`."""
     told = _CODE.search(error)
     return f"vllm-fl explain {told[1] if told else code}"
 
 
 def code_of(finding: Finding) -> str | None:
-    """Return the code of the error in a finding, or of its check; None for a plugin's check."""
+    """Return the code of a finding's error or check; None for a plugin's check."""
     told = _CODE.search(finding.what)
     return told[1] if told else CODES.get(finding.check)
 
 
 def contained(check: str, find: Callable[[], Iterable[Finding | Problem]]) -> list[Finding]:
-    """Return the findings of one check. If it breaks, that is a finding too."""
+    """Return the findings of one check. An exception in it is a finding."""
     findings = []
     try:
         for found in find():
             findings.append(found if isinstance(found, Finding) else Finding(check, *found))
-    # Metadata, drivers and packages may be broken in any way: that is what doctor is for.
+    # doctor must also work if metadata, drivers or packages are broken in any way.
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -234,7 +232,7 @@ def contained(check: str, find: Callable[[], Iterable[Finding | Problem]]) -> li
 
 
 class _Examined:
-    """What a process would start with, found step by step so that each may fail on its own."""
+    """The startup of a process, in steps that may fail independently."""
 
     def __init__(self) -> None:
         self.registry = OpRegistry(EMPTY)
@@ -258,11 +256,11 @@ class _Examined:
         )
 
     def load_plugins(self) -> Iterator[Finding | Problem]:
-        """Load every plugin; one that fails is a finding."""
+        """Load every plugin; a failure is a finding."""
         try:
             early = load_startup(os.environ)
             modules, only, self.forced = early.plugin_modules, early.plugins, early.platform
-        except SettingsError:  # a later check has it; until it is fixed nothing is imported
+        except SettingsError:  # a later check reports it; nothing is imported until then
             modules, only = (), ()
         self.found = found = discover(modules)
         self.plugins = plugin_loader.load(self.registry, found, only=only, variables=TAKEN)
@@ -277,7 +275,7 @@ class _Examined:
             )
 
     def find_contracts(self) -> Iterator[Finding | Problem]:
-        """The contracts of our ops, where they are missing, or will be once core brings none."""
+        """Find missing contracts, and backends that do not require their contracts."""
         if not any(each.owner.is_of(OPS) for each in self.found):
             yield (
                 f"{OPS} is not installed.",
@@ -294,7 +292,7 @@ class _Examined:
             if owner.distribution is None:
                 continue
             needed = [canonical(owner.distribution)]
-            for name in needed:  # grows while it is walked
+            for name in needed:  # grows during the iteration
                 others = requires.get(name, frozenset()) - {*needed, CORE}
                 needed += sorted(others)
             if OPS not in needed:
@@ -306,7 +304,7 @@ class _Examined:
                 )
 
     def find_device(self) -> Iterator[Finding | Problem]:
-        """The hardware that a plugin brings for this machine; two that claim it are a finding."""
+        """Find the device that a plugin provides on this machine; a conflict is a finding."""
         if self.forced in IN_TREE or (self.forced and is_foreign(self.forced)):
             return
         known, self.failing = devices(self.plugins)
@@ -324,7 +322,7 @@ class _Examined:
             self.absent = [f"not {each.name}: {each.detection()}" for _, each in known]
 
     def read_settings(self) -> Iterator[Finding | Problem]:
-        """Read the settings; a wrong one is a finding, and so is each warning."""
+        """Read the settings; an invalid setting is a finding, and so is each warning."""
         try:
             forced = load_startup(os.environ).platform
             where = forced or detect_platform(self.plugins)
@@ -344,13 +342,13 @@ class _Examined:
         yield from warned(self.settings, os.environ)
 
     def find_idle(self) -> Iterator[Finding | Problem]:
-        """Settings without effect, and names that nobody knows."""
+        """Find settings without effect, and unknown names."""
         if self.settings is None:
             return
         yield from find_idle(self.settings, self.plugins)
 
     def find_table(self) -> Iterator[Finding | Problem]:
-        """A table that does not hold on this machine."""
+        """Find a tuning table that does not apply to this machine."""
         table = self.settings.tuned if self.settings is not None else None
         if table is None or self.settings is None:
             return
@@ -362,7 +360,7 @@ class _Examined:
     def find_idle_ops(self) -> Iterator[Finding | Problem]:
         """Find ops with an available implementation that the settings reject.
 
-        Hardware that is absent is a note: an image for several machines has backends for each.
+        Missing hardware is only noted: an image for several machines has backends for each.
         """
         if self.settings is None or not any(p.status == "ok" for p in self.plugins):
             return
@@ -390,7 +388,7 @@ class _Examined:
                 )
 
     def ask_plugins(self) -> Iterator[Finding | Problem]:
-        """What the plugins report of themselves; one that fails to is a finding."""
+        """Yield the findings that plugins report; a plugin's failure to report is a finding."""
         for plugin in self.plugins if self.settings is not None else ():
             try:
                 yield from calling.findings(plugin, self.settings)
@@ -404,20 +402,20 @@ def _lost_finding(crumb: Crumb) -> Finding:
         "(killed, out of memory); nothing else was left to say so."
     )
     again = "reinstall it, or leave it out with VLLM_FL_PLUGINS or VLLM_FL_PLUGIN_MODULES"
-    if "vLLM" in crumb.what:  # it called the plugin
+    if "vLLM" in crumb.what:  # vLLM called the plugin
         again = "reinstall it, or leave it out with VLLM_PLUGINS"
     why = f"{why} If it comes again, {again}. This forgets it:"
     return Finding("ended", f"An earlier {crumb}.", why, f"rm {quoted(str(crumb.file))}")
 
 
 def _modules() -> list[str]:
-    """The modules that the user names as plugins."""
+    """Return the modules that the user configured as plugins."""
     return [*map(str.strip, os.environ.get(Settings.plugin_modules.variable, "").split(","))]
 
 
 def _plugin_finding(name: str, error: PluginError) -> Finding:
     todo = f"pip install --force-reinstall --no-deps {error.distribution}"
-    if not error.distribution:  # its module is its name
+    if not error.distribution:  # the plugin's name is its module
         rest = [each for each in _modules() if each and each.partition(":")[0] != name]
         todo = exported(Settings.plugin_modules.variable, ",".join(rest))
     return Finding("plugins", f"The plugin {name!r} failed.", str(error), todo)

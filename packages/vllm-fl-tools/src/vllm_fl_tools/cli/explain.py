@@ -1,4 +1,4 @@
-"""`vllm-fl explain`: every candidate of one op and why it was chosen; or an error's code."""
+"""`vllm-fl explain`: show the candidates of an op and the reasons, or explain an error code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ._engine import any_engines, asked_of, entry_of, takes_engine
 from ._show import UsageError, answer, print_table, say
 
 PAGES = files("vllm_fl") / "codes"
-"""One file for each code, in Markdown: the documentation site has the same ones."""
+"""One Markdown file for each code, which the documentation site also uses."""
 
 NAMED = {
     ATTENTION: "the class that vLLM's attention layers use",
@@ -45,7 +45,6 @@ WHERE = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The op, and the engine's mode."""
     parser.add_argument(
         "op",
         metavar="OP",
@@ -67,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit 1 when nothing may run."""
-    if re.fullmatch(r"FL\d{3}", arguments.op, re.IGNORECASE):  # no op is called so
+    """Return 1 if no implementation can run."""
+    if re.fullmatch(r"FL\d{3}", arguments.op, re.IGNORECASE):  # no op has such a name
         return _show_code(arguments.op.upper(), as_json=arguments.json)
     if arguments.contract:
         return _show_contract(arguments.op, as_json=arguments.json)
@@ -80,13 +79,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _facts(op: str, engines: Sequence[Described], mode: str | None) -> dict[str, Any]:
-    """What is told of an op, as JSON data."""
     manager = get_default_manager()
     snapshot = manager.registry.snapshot()
     engines = _engines_of(manager, op, engines, mode)
     settings = engines[0].facts.settings if engines else manager.settings
-    assert settings is not None  # the default manager finds its own plugins
-    # A script may have a policy of its own.
+    assert settings is not None  # the default manager always loads settings
+    # A script may have its own policy.
     rows = () if engines else manager.rows(op, without_layer=True)
     is_script = not engines and mode == "script"
     binding = Binding() if is_script else all_bindings(snapshot).get(op, Binding())
@@ -113,7 +111,7 @@ def _facts(op: str, engines: Sequence[Described], mode: str | None) -> dict[str,
 
 
 def _unused_table(engines: Sequence[Described]) -> str | None:
-    """Return why the table that the settings name has no effect, unless it has in an engine."""
+    """Return why the configured tuning table has no effect; None if some engine uses it."""
     tables = [table for each in engines if (table := each.facts.settings.tuned) is not None]
     return tables[0].reason if tables and all(table.unused for table in tables) else None
 
@@ -121,13 +119,13 @@ def _unused_table(engines: Sequence[Described]) -> str | None:
 def _engines_of(
     manager: OpManager, op: str, engines: Sequence[Described], mode: str | None
 ) -> Sequence[Described]:
-    """The engines that may have the op; none where a script alone calls it, or is asked for."""
+    """Return the engines that may have the op; empty if only scripts call it, or for a script."""
     snapshot = manager.registry.snapshot()
-    if op in NAMED_CLASSES or op in snapshot.layers:  # a class for vLLM: no script calls it
+    if op in NAMED_CLASSES or op in snapshot.layers:  # a class for vLLM, not for scripts
         return engines or any_engines()
     why = _for_scripts_alone(op, snapshot)
     if why and mode != "script":
-        manager.trace(op)  # one that nobody knows is another mistake
+        manager.trace(op)  # raises UnknownOpError for an unknown op
         if mode:
             raise UsageError(f"{op}: {why}, so that no engine runs it.")
         return ()
@@ -135,7 +133,7 @@ def _engines_of(
 
 
 def _for_scripts_alone(op: str, snapshot: RegistrySnapshot) -> str:
-    """Why no engine of any vLLM runs the op, or nothing."""
+    """Return why the op cannot run in an engine, with any vLLM; empty if it can."""
     if op not in snapshot.contracts:
         return "no contract names it"
     binding = snapshot.bindings.get(op)
@@ -143,7 +141,6 @@ def _for_scripts_alone(op: str, snapshot: RegistrySnapshot) -> str:
 
 
 def _engine_view(manager: OpManager, op: str, engine: Described) -> dict[str, Any]:
-    """Return what an engine gets."""
     entry, facts = entry_of(engine, op), engine.facts.ordered
     note = entry.note if entry else "this engine has none of it"
     told = _view(manager, op, entry.rows if entry else (), facts.settings, facts.mode)
@@ -157,7 +154,6 @@ def _engine_view(manager: OpManager, op: str, engine: Described) -> dict[str, An
 def _view(
     manager: OpManager, op: str, rows: Rows[Trace], settings: Settings, mode: Mode
 ) -> dict[str, Any]:
-    """Return the traces of an op, by size."""
     owners = manager.registry.snapshot().owners
 
     def told(trace: Trace) -> dict[str, Any]:
@@ -179,7 +175,7 @@ def _view(
 
 
 def _origin(settings: Settings, op: str, mode: Mode) -> str:
-    """Return where the order comes from: the op's own list, or the preference."""
+    """Return the origin of the order: a list for the op, or the preference."""
     for name in (op, DEFAULT):
         listed = settings.get(f"{ORDER_PREFIX}{name}")
         order = listed and listed.value
@@ -204,23 +200,21 @@ def _candidate(candidate: Candidate, owner: Owner) -> dict[str, Any]:
 
 
 def codes() -> list[str]:
-    """Every code that has a page, in order."""
     names = (path.name for path in PAGES.iterdir() if path.name.endswith(".md"))
     return sorted(name.removesuffix(".md") for name in names)
 
 
 def page(code: str) -> str | None:
-    """The page of a code; None where there is no such code."""
     return (PAGES / f"{code}.md").read_text("utf-8") if code in codes() else None
 
 
 def title(text: str) -> str:
-    """What a page is about: its heading, without the code."""
+    """Return the heading of a page, without the code."""
     return text.splitlines()[0].partition(": ")[2]
 
 
 def _show_code(code: str, *, as_json: bool) -> int:
-    """The page of a code. It needs no plugin and no settings, which may be what is wrong."""
+    """Show the page of a code. It loads no plugins and settings, since these may be at fault."""
     text = page(code)
     if text is None:
         raise UsageError(f"{code}: there is no such code. Known: {', '.join(codes())}")
@@ -230,16 +224,14 @@ def _show_code(code: str, *, as_json: bool) -> int:
 
 
 def targets_of(binding: Binding) -> list[str]:
-    """Where vLLM runs the op and the plan reaches it, one phrase each; not of which release."""
+    """Return the targets of the op, one phrase each, without the releases that have them."""
     return list(dict.fromkeys(target.describe() for target in binding.targets))
 
 
 def signature_of(spec: OpSpec | None, width: int = 0) -> str | None:
-    """The contract's parameters; None for an op without a contract.
+    """Return the contract's signature; None for an op without a contract.
 
-    Args:
-        spec: the contract.
-        width: how long a line may be before each parameter has one of its own; 0: any.
+    Parameters get their own lines if the signature is longer than `width`; 0 is no limit.
     """
     if spec is None:
         return None
@@ -284,7 +276,6 @@ def _show(facts: Mapping[str, Any]) -> None:
 
 
 def _show_heading(op: str) -> None:
-    """Print what the op is."""
     snapshot = get_default_manager().registry.snapshot()
     if op in NAMED_CLASSES or op in snapshot.layers:
         what = NAMED.get(op, "a whole layer of vLLM's, by its class, which is not verified")
@@ -302,7 +293,7 @@ def _show_heading(op: str) -> None:
 
 
 def _show_view(view: Mapping[str, Any]) -> None:
-    """Print the selected implementation and every candidate in one mode, by size if it matters."""
+    """Print a mode's selected implementation and candidates, by size if they differ."""
     where = WHERE[view["mode"]].capitalize()
     if view["rows"]:
         say(f"\n{where}, by the size of a call  ({view['origin']}):")
@@ -314,7 +305,7 @@ def _show_view(view: Mapping[str, Any]) -> None:
 
 
 def _show_order(what: str, view: Mapping[str, Any], note: str = "", origin: str = "") -> None:
-    """Print the selected implementation and every candidate of a mode, or of one size in it."""
+    """Print the selected implementation and the candidates in a mode, or at one size."""
     say(f"{what}: {view['selected'] or 'nothing'}")
     if note:
         say(note)
@@ -340,11 +331,11 @@ def _show_order(what: str, view: Mapping[str, Any], note: str = "", origin: str 
 
 
 def _show_contract(op: str, *, as_json: bool) -> int:
-    """What a caller and the author of an implementation must know of one op."""
+    """Show the contract of an op, for its callers and for authors of implementations."""
     manager = get_default_manager()
     spec = manager.registry.snapshot().contracts.get(op)
     if spec is None:
-        manager.trace(op)  # one that nobody knows is another mistake
+        manager.trace(op)  # raises UnknownOpError for an unknown op
         raise UsageError(f"{op}: no contract names it.")
     named = [("results", spec.tolerances)] if spec.tolerances else []
     for number, output in enumerate(spec.outputs):
@@ -385,5 +376,5 @@ def _show_contract(op: str, *, as_json: bool) -> int:
 
 
 def documentation_of(spec: OpSpec) -> str:
-    """What the contract says of the op, in its own words."""
+    """Return the contract's description of the op."""
     return inspect.getdoc(spec.oracle) or ""

@@ -1,4 +1,4 @@
-"""`vllm-fl new`: write a vendor's package to start from."""
+"""`vllm-fl new`: create the package of a vendor's backend."""
 
 from __future__ import annotations
 
@@ -28,35 +28,34 @@ RESERVED = (
     *("core", "default", "fl", "vllm"),
     *("flagos", "foreign", "impl", "reference", "stock", "vendor"),
 )
-"""Names of our own, and tokens of the policy."""
+"""Names of vllm-fl itself, and selectors of orders."""
 
 TEMPLATE = files("vllm_fl_tools") / "templates" / "backend"
-"""A whole package of the vendor `acme`, for a device of its own."""
+"""A complete package of the vendor `acme`, for its own device."""
 
 IMPL = "src/vllm_fl_acme/impl"
-"""The folder of it that has a module for each op, of the op's name."""
+"""Its folder with one module for each op, named after the op."""
 
 STAYS = "prefer: stock  # what is not listed stays as it is, whatever is installed\n"
-"""What the policy of a package over somebody's platform says first."""
+"""First line of the policy of a package for a third-party platform."""
 
 TODO = """\
 # TODO: what torch calls the device, such as "npu". Where this was written, the platform did not
 # answer, and its own name stands here.
 """
-"""What stands above a DEVICE that is not known."""
+"""Comment above a DEVICE that is unknown."""
 
 EACH = re.compile(r".*\beach_op\b.*\n")
-"""A line of the template that is there once for each op."""
+"""A line of the template that is repeated for each op."""
 
 
 def template_ops() -> list[str]:
-    """The ops that the template has in plain PyTorch."""
+    """Return the ops that the template implements in plain PyTorch."""
     names = (path.name for path in (TEMPLATE / IMPL).iterdir())
     return sorted(name.removesuffix(".py") for name in names if name[0] != "_")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The vendor's name, what it brings for which device, and where the package goes."""
     parser.add_argument("name", metavar="NAME", help="the vendor: one lower-case word (acme)")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
@@ -88,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """UsageError, and nothing is written, when the name or the folder will not do."""
+    """Write the package. Raises UsageError, and writes nothing, for invalid arguments."""
     name, parent = arguments.name, arguments.dir
     folder = parent / f"vllm-fl-{name}"
     ops = list(dict.fromkeys(map(str.strip, arguments.ops.split(","))))
@@ -161,7 +160,7 @@ def _no_platform(platform: str) -> str | None:
 
 
 def _no_plugin(platform: str) -> str | None:
-    """Whether its device is here does not matter: packages are written on any machine."""
+    """Return the problem of `--over`. The device may be absent: packages are written anywhere."""
     if platform in IN_TREE:
         return f"--over {platform!r}: it is vLLM's own, which no plugin brings; use --platform"
     found = {}
@@ -181,13 +180,13 @@ def _no_plugin(platform: str) -> str | None:
 
 
 def _changes(name: str, platform: str | None, *, over: bool, is_known: bool) -> Mapping[str, str]:
-    """What the package says otherwise where its platform is not called as its vendor is.
+    """Return the replacements in the template for a platform that is not named like its vendor.
 
     Args:
         name: the vendor.
-        platform: the platform; None for the vendor's own.
-        over: whether the platform is a plugin's that stays as it is.
-        is_known: whether torch's name of the device is.
+        platform: None for a new platform of the vendor.
+        over: whether a third-party plugin provides the platform, and stays installed.
+        is_known: whether torch's name of the device is known.
     """
     if platform is None:
         return {}
@@ -218,7 +217,7 @@ install this beside it. An op that `{platform}.yaml` does not list stays as it i
 
 
 def _write(name: str, ops: Sequence[str], changes: Mapping[str, str], folder: Path) -> None:
-    """Write all of it beside its place, then rename: a failure leaves nothing behind."""
+    """Write the package to a temporary folder and rename it: a failure leaves no files."""
     with tempfile.TemporaryDirectory(prefix=".vllm-fl-new-", dir=folder.parent) as scratch:
         written = Path(scratch) / "package"
         left_out = {f"{IMPL}/{op}.py" for op in template_ops() if op not in ops}
@@ -240,7 +239,7 @@ def _each(text: str, ops: Sequence[str]) -> str:
 
 
 def _tailored(text: str, name: str, changes: Mapping[str, str]) -> str:
-    """The template is a whole package of the vendor `acme`; this is `name`'s, with the changes."""
+    """Replace the template's vendor `acme` with `name`, and apply the changes."""
     text = text.replace("acme", name).replace("Acme", name.capitalize())
     for old, new in changes.items():
         text = text.replace(old, new)

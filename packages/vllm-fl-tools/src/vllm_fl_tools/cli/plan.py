@@ -1,6 +1,6 @@
-"""`vllm-fl plan`: what an engine of this model would run, op by op, and what would change it.
+"""`vllm-fl plan`: show the implementation of each op in an engine, and what would change it.
 
-Nothing is started or verified: it is what an engine's start line says before it takes somebody out.
+Nothing is started or verified: verification may still disable implementations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ STOCK = "stock"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which engine, and what its plan is compared with."""
     takes_engine(parser)
     parser.usage = "%(prog)s [options] [--model DIR [vLLM's arguments]]"
     parser.add_argument(
@@ -47,15 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit 1 when strict mode would end the start."""
+    """Return 1 if the engine would not start."""
     if arguments.save is not None:
         if arguments.diff is not None or arguments.mode is not None:
             raise UsageError("--save takes --model and vLLM's arguments: without --diff and --mode")
         return save(arguments)
     if arguments.model is None and arguments.mode is None:
-        arguments.mode = "compiled"  # as vLLM's is
+        arguments.mode = "compiled"  # vLLM's default
     other = _given(arguments.diff) if arguments.diff is not None else None
-    with quiet(logging.WARNING):  # the warnings are shown below
+    with quiet(logging.WARNING):  # `show` prints the warnings
         facts: dict[str, Any] = {"plan": _as_json(_engine(arguments), arguments)}
         if arguments.diff is not None:
             if other is None:
@@ -63,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
             elif "lock" in other:
                 locked = _engine(arguments, **{Settings.lock.variable: arguments.diff})
                 other["differs"] = list(locked.differs)
-                mine = facts["plan"]["ops"]  # a lock has what serves, in this model or not
+                mine = facts["plan"]["ops"]  # a lock file may have ops that the model lacks
                 lacks = mine.keys() - _in_model(mine).keys()
                 other["ops"] = {op: each for op, each in other["ops"].items() if op not in lacks}
             facts["diff"] = {
@@ -77,7 +76,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _engine(arguments: argparse.Namespace, **variables: str) -> Described:
-    """Return the engine under these variables."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -89,7 +87,6 @@ def _engine(arguments: argparse.Namespace, **variables: str) -> Described:
 
 
 def _as_json(engine: Described, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The plan as JSON data."""
     facts, settings = engine.facts, engine.facts.settings
     manager = get_default_manager()
     snapshot = manager.registry.snapshot()
@@ -136,7 +133,7 @@ def _as_json(engine: Described, arguments: argparse.Namespace) -> dict[str, Any]
 
 
 def _given(what: str) -> dict[str, Any] | None:
-    """Return the plan that `--diff` names; None for a settings file.
+    """Return the plan that `--diff` refers to; None for a settings file.
 
     Raises:
         UsageError: the file cannot be read.
@@ -151,7 +148,7 @@ def _given(what: str) -> dict[str, Any] | None:
         raise UsageError(wrong) from error
     try:
         told = json.loads(text)
-    except ValueError:  # as YAML is
+    except ValueError:  # for example, YAML
         told = None
     keys = {*told} if isinstance(told, dict) else set()
     if what.endswith(".lock") or MARK in keys:
@@ -168,26 +165,24 @@ def _given(what: str) -> dict[str, Any] | None:
 
 
 def _of_lock(lock: Locked, ops: Mapping[str, Any]) -> dict[str, Any]:
-    """A plan that a lock has, as JSON data."""
     told = {op: {**_of_label(label), "reason": "locked", "layers": {}} for op, label in ops.items()}
     return {"lock": lock.file, "ops": told, "aside": ""}
 
 
 def _of_label(label: str) -> dict[str, Any]:
-    """An op's entry of what `_label` says of it."""
+    """Parse an op's `_label`."""
     *rows, rest = label.split("|")
     found = [row.removesuffix(")").partition("(<=") for row in rows]
     return {"impl": rest, "rows": [{"up_to": int(n), "impl": impl} for impl, _, n in found]}
 
 
 def show_lock(lock: Locked) -> None:
-    """Print the plan of a lock."""
     _show_ops(_of_lock(lock, lock.result["ops"])["ops"])
     say(f"This is the plan of the lock {lock.file}, verified on {lock.facts['device']}.")
 
 
 def _differences(now: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """op -> what runs now, and what would, of the ops of which these differ."""
+    """Return op -> what runs now and what would run, for ops that differ."""
 
     def of(plan: Mapping[str, Any], op: str) -> Any:
         return plan["ops"].get(op, {"impl": STOCK, "reason": plan["aside"]})
@@ -202,7 +197,7 @@ def _differences(now: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
 
 
 def _in_model(ops: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the ops that the model has; of a plan of an earlier release, all."""
+    """Return the ops that the model has; all of them for a plan of an older release."""
     return {op: entry for op, entry in ops.items() if entry.get("in_model", True)}
 
 
@@ -211,13 +206,12 @@ def _told(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _runs(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What of an entry decides who runs."""
+    """Return the part of an entry that decides what runs."""
     rows = [{"up_to": row["up_to"], "impl": row["impl"]} for row in entry.get("rows", ())]
     return {"impl": entry["impl"], **({"rows": rows} if rows else {})}
 
 
 def show(facts: Mapping[str, Any]) -> None:
-    """Print the answer."""
     plan = facts["plan"]
     told = [plan["mode"], plan["dtype"], plan["platform"]]
     if plan["tokens"] is not None:
@@ -272,12 +266,12 @@ def _show_diff(plan: Mapping[str, Any], diff: Mapping[str, Any]) -> None:
 
 
 def _why(entry: Mapping[str, Any]) -> str:
-    """Why it runs. Why each other one is out is what `explain` and --json are for."""
+    """Return why it runs. `explain` and --json have the reasons against other candidates."""
     return str(entry["reason"]).partition(" (")[0]
 
 
 def _label(entry: Mapping[str, Any]) -> str:
-    """Whose implementation runs; by size, as `vendor.cpu(<=16)|stock`."""
+    """Return the implementation that runs; by size, `vendor.cpu(<=16)|stock`."""
     rows = (f"{row['impl']}(<={row['up_to']})" for row in entry.get("rows", ()))
     return "|".join([*rows, entry["impl"]])
 

@@ -1,4 +1,4 @@
-"""`vllm-fl settings`: every effective setting, where it comes from and what it overrides."""
+"""`vllm-fl settings`: show every effective setting, its origin and the values that it overrides."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ._show import answer, print_table, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add no options: the settings are those of this environment."""
+    """Add no options."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit 2 if a setting is wrong. A warning is no finding here; `doctor` has those."""
-    with quiet(logging.WARNING):  # the warnings are shown below
+    """Print the settings. Warnings do not change the exit status; `doctor` has them as findings."""
+    with quiet(logging.WARNING):  # `_show` prints the warnings
         settings = _settings()
     facts = {
         "platform": settings.platform,
@@ -42,17 +42,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _settings() -> Settings:
-    """An engine's own: vLLM knows its platform and its layers. Broken plugins are others' matter.
+    """Return an engine's settings. vLLM determines their platform and layers.
+
+    Broken plugins are ignored.
 
     Raises:
-        SettingsError: one is wrong.
+        SettingsError: a setting is invalid.
     """
     try:
         (engine,) = any_engines(["compiled"])
         return engine.facts.settings
     except PluginError:
         settings = get_default_manager().settings
-        assert settings is not None  # the default manager finds its own plugins
+        assert settings is not None  # the default manager always loads settings
         return settings
 
 
@@ -87,7 +89,7 @@ def _show(facts: Mapping[str, Any]) -> None:
 
 
 def as_rows(settings: Settings) -> list[dict[str, Any]]:
-    """Return every setting as JSON data, with what it replaced or was merged from."""
+    """Return every setting as JSON data, with the replaced or merged values."""
     return [
         {
             "key": key,

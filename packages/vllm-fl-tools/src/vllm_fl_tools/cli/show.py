@@ -1,6 +1,6 @@
-"""`vllm-fl show`: the JSON files of engines and of this command, for people or as one HTML page.
+"""`vllm-fl show`: print JSON files of engines and of this command, or write one HTML page.
 
-It runs no engine, and needs no device.
+It does not run an engine or need a device.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ CONTENTS = {
     "plan": "plan",
     MARK: "lock",
 }
-"""Key of a file's object -> its kind."""
+"""Key of a file's object -> the kind of file."""
 
 SHOWN = {"coverage": "_profile", "verification": "verify", "plan": "plan", "bisection": "bisect"}
-"""Kind -> the module that prints such an answer."""
+"""Kind -> the module that prints it."""
 
 MEASURED = ("table", "coverage", "verification")
 """The kinds that a page can have."""
@@ -51,11 +51,10 @@ STATES = {
 }
 
 SILENT = 3 * EVERY
-"""Seconds without a new state after which a process is reported to be gone."""
+"""Maximum seconds between two states of a living process."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The files, and a page."""
     parser.add_argument(
         "files",
         metavar="FILE",
@@ -69,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit 0; 2 if a file is of no known kind."""
+    """Return 0. Raises UsageError if a file's kind is unknown."""
     files = [_read(path) for path in arguments.files]
     if arguments.html is None:
         answer(
@@ -96,12 +95,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read(path: str) -> dict[str, Any]:
-    """A file with its `kind` and `content`; of a process that seems to be gone, with `silent`, the
-    seconds since its last state.
+    """Return a file's `kind` and `content`; for a worker also `silent`, the result of `_silent`.
 
     Raises:
-        SettingsError: it cannot be read.
-        UsageError: it is of no known kind, or incomplete.
+        SettingsError: the file cannot be read.
+        UsageError: its kind is unknown, or it is incomplete.
     """
     text = read_text(path, "show", path, most=MAX_BYTES)
     try:
@@ -134,7 +132,7 @@ def _as_json(file: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _silent(path: str, data: Mapping[str, Any]) -> int | None:
-    """The seconds since the last state of a worker that seems to be gone."""
+    """Return the seconds since the last state of a worker that seems to be gone, or None."""
     try:
         age = (datetime.now(UTC) - datetime.fromisoformat(data["written"])).total_seconds()
         if not all(isinstance(data["report"][key], dict) for key in ("ops", "demotions")):

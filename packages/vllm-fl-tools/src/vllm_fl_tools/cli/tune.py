@@ -1,6 +1,6 @@
-"""`vllm-fl tune`: measure which implementation of each op is the fastest, and write a table.
+"""`vllm-fl tune`: measure which implementation of each op is the fastest, and write a tuning table.
 
-Nothing else measures: an engine reads a table, and never makes one.
+Only this verb measures: an engine reads a table, but never makes one.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ if TYPE_CHECKING:
 DEFAULT_FILE = "vllm-fl-table.yaml"
 
 TIMEOUT = 300.0
-"""Seconds that one call may take, with what is compiled for it."""
+"""Time limit of one call in seconds, including its compilation."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """For which model, what of it, where, and where the table goes."""
     takes_vllms(parser)
     parser.add_argument(
         "--model", metavar="DIR", help="the model's folder, read as vLLM does; weights are not"
@@ -83,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit 1 when the table cannot be written, nothing was measured, or it is not accepted."""
+    """Return 1 if the table cannot be written or is not accepted, or nothing was measured."""
     if arguments.profile:
         return _profile.run(arguments)
     if arguments.accept is not None:
@@ -108,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         stack.enter_context(ended_by_signal())
         work = Work(manager, subject, bindings, ops=arguments.op, impls=arguments.impl)
         try:
-            with redirect_stdout(sys.stderr):  # a kernel's own output is no result
+            with redirect_stdout(sys.stderr):  # output of a kernel is not a result
                 work.run(arguments.timeout)
             table = work.table()
             with draft_of(str(out), "--out") as file:
@@ -135,7 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _out(path: str | None) -> Path:
-    """Where the table goes; known to be writable before the work starts."""
+    """Return the table's path, after checking that it can be written."""
     if path is None and os.path.lexists(DEFAULT_FILE):
         raise UsageError(
             f"{DEFAULT_FILE} is there already; --out {DEFAULT_FILE} replaces it, and --out with "
@@ -151,16 +150,16 @@ def _subject(
     bindings: Mapping[str, Binding],
     device: torch.device,
 ) -> Subject:
-    """The model, from its folder."""
+    """Return the model in a folder, with the engine that would serve it."""
     if arguments.model is None:
         raise UsageError("tune needs --model DIR")
-    # Its sizes reach what either way of serving takes at once.
+    # `offline` has the larger default of the largest batch: the sizes cover both ways of serving.
     engine = engine_of(arguments.model, arguments.more, offline=True)
     if engine.aside:
         raise UsageError(f"vLLM runs without vllm-fl: {engine.aside}")
     from vllm_fl.integration.planning import plan_for
 
-    # The default is without a table, and without what is measured for such devices already.
+    # The default excludes a table, and the orders that are shipped for the device.
     facts = engine.facts
     facts = replace(facts, settings=facts.settings.without_table("it is measured"))
     ordered = (*facts.ordered.settings.held_by_device,)
@@ -183,7 +182,7 @@ def _subject(
 
 
 def _of_device(subject: Subject, table: Tuned) -> Iterator[str]:
-    """What the reader must know of a default that an engine on this device does not have."""
+    """Yield a remark if engines on this device have another default."""
     if ops := [op for op in subject.ordered if op in table.ops]:
         yield (
             f"Without a table, engines on this device run orders that are shipped for it, of "
@@ -193,7 +192,7 @@ def _of_device(subject: Subject, table: Tuned) -> Iterator[str]:
 
 @contextmanager
 def _threads(device: torch.device) -> Iterator[None]:
-    """In the block, the host of a device other than a CPU computes with few threads."""
+    """Limit the host's threads during the block, unless the device is a CPU."""
     from vllm_fl_verify.preflight import host_threads
 
     if device.type == "cpu":
@@ -208,14 +207,12 @@ def _threads(device: torch.device) -> Iterator[None]:
 
 
 def _sizes(largest: int, captured: int) -> tuple[int, ...]:
-    """The powers of two up to the largest batch, that batch, and the largest of which a graph is
-    captured."""
+    """Return the powers of two up to the largest batch, and the largest and the captured batch."""
     powers = {1 << n for n in range(largest.bit_length())}
     return tuple(sorted(powers | {largest} | ({captured} & {*range(1, largest)})))
 
 
 def show(path: str, table: Tuned, remarks: Iterable[str] = ()) -> None:
-    """Print the result of a run."""
     say(path)
     if table.ops:
         say(f"{table.mode}, {table.dtype}, {table.holds['device']}; {table.seconds:.0f} s")

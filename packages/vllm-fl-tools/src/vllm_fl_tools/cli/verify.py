@@ -1,7 +1,6 @@
-"""`vllm-fl verify`: every available implementation against its contract's oracle, on this device.
+"""`vllm-fl verify`: verify every available implementation against its contract, on this device.
 
-The implementations run whatever the policy says of them: a kernel that is switched off today may be
-wanted tomorrow.
+The policy is ignored: an implementation that is disabled today may be needed tomorrow.
 """
 
 from __future__ import annotations
@@ -39,20 +38,19 @@ if TYPE_CHECKING:
     from vllm_fl_verify.verification import Comparison
 
 BATCH = 300
-"""The largest batch in which the bits of rows are compared: beyond the pool of verification."""
+"""The largest batch for comparing the bits of rows, larger than the pool of verification."""
 
 TIMEOUT = 120.0
-"""Seconds that one sample may take: room for a kernel that is compiled, or built, at its first."""
+"""Time limit of one sample in seconds, enough to compile or build a kernel at its first call."""
 
 GIVEN_UP = 2
-"""Samples of one implementation that may take longer, before the rest of them is left out."""
+"""Samples of one implementation that may time out before its other samples are skipped."""
 
 STATES = ("ok", "refused", "wrong", "raised")
 HEADINGS = ("op", "implementation", "dtype", "samples", "worst", "same bits")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The implementations, and the device."""
     parser.add_argument("--device", help="as torch names it; default: cuda or npu, else cpu")
     parser.add_argument("--dtype", action="append", metavar="DTYPE", help="may be repeated")
     parser.add_argument("--op", action="append", metavar="OP", help="may be repeated")
@@ -72,15 +70,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit 1 if a result is wrong, one raised or was given up, or nothing could be run."""
+    """Return 1 if a result is incorrect, a sample raised or timed out, or nothing was run."""
     manager = get_default_manager()
-    manager.ensure_initialized(defer_errors=True)  # everything is run, whatever the policy says
+    manager.ensure_initialized(defer_errors=True)  # the policy does not matter
     kernels = {name for each in manager.registry.plugins for name in each.owner.kernels}
     runnable, not_run = _choose(manager, arguments.op, arguments.impl)
     specs = manager.registry.snapshot().contracts.values()
     check_known("dtype", arguments.dtype, {dtype for spec in specs for dtype in spec.dtypes})
     device = device_of(arguments.device)
-    # Before anything runs: a kernel may break the device.
+    # Read it first: a kernel may break the device.
     name = cpu_name() if device.type == "cpu" else device_name(device)
     work = _Work(manager, runnable, arguments.dtype, device)
     found = {
@@ -98,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
 
     def end(why: str) -> None:
-        """Print the results of an incomplete run."""
+        """Print the incomplete results."""
         found["complete"] = False
         answer(found, show, as_json=arguments.json)
         say(f"vllm-fl: {why}: {len(work.results)} of {len(work.units)} done", error=True)
@@ -108,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     watch = Watch(len(work.units), arguments.timeout, stuck)
     try:
-        with redirect_stdout(sys.stderr):  # a kernel's own output is no result
+        with redirect_stdout(sys.stderr):  # output of a kernel is not a result
             work.run(watch)
     except KeyboardInterrupt:
         end("interrupted")
@@ -121,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _choose(
     manager: OpManager, ops: Sequence[str] | None, impls: Sequence[str] | None
 ) -> tuple[list[OpImpl], list[dict[str, Any]]]:
-    """The implementations to run, and those that cannot be, each with its reason."""
+    """Return the implementations to run, and the others, each with its reason."""
     snapshot = manager.registry.snapshot()
     installed = [impl for found in snapshot.impls_by_op.values() for impl in found]
     check_known("op", ops, {*snapshot.ops})
@@ -157,11 +155,9 @@ def _identity(manager: OpManager, impl: Impl) -> dict[str, Any]:
 
 
 class _Work:
-    """The units of a run, each an implementation in a dtype, and what came of those that are done.
+    """The units of a run, each an implementation in a dtype, and the results of finished units.
 
-    Args:
-        manager: knows whose the implementations are.
-        impls, dtypes, device: what is run, and where; None for every dtype of a contract.
+    `dtypes` is None for every dtype of a contract.
     """
 
     def __init__(
@@ -190,12 +186,11 @@ class _Work:
         self._given_up: Counter[tuple[str, str]] = Counter()
 
     def run(self, watch: Watch) -> None:
-        """Run every unit, one after the other."""
         for number, (impl, dtype) in enumerate(self.units, 1):
             spec = self.specs[impl.op_name]
             unit = f"{impl.op_name} {impl.impl_id} {dtype}"
             watch.begin(unit, number)
-            # If a kernel ends the process, the last line says which.
+            # If a kernel ends the process, the last line identifies it.
             say(f"[{number}/{len(self.units)}] {unit}", error=True)
             start = time.perf_counter()
             trials = self._trials(spec, dtype)
@@ -221,7 +216,7 @@ class _Work:
         return Trials(spec, getattr(torch, dtype), self.device, self.sizes, seed=0)
 
     def _same_bits(self, impl: OpImpl, trials: Trials, watch: Watch) -> dict[str, Any]:
-        """Whether it gives the same bits in another run, and in another batch, as JSON data."""
+        """Return whether results are bitwise equal in other runs and batches, as JSON data."""
         from vllm_fl_verify.determinism import Determinism, determinism_of
 
         try:
@@ -234,7 +229,7 @@ class _Work:
     def _compare_all(
         self, impl: OpImpl, dtype_name: str, trials: Trials, watch: Watch
     ) -> Iterator[Comparison]:
-        """Every sample; what breaks around one is that sample's result, and the rest goes on."""
+        """Yield the comparison of every sample. An error only affects the result of its sample."""
         import torch
 
         from vllm_fl_verify.verification import Comparison, compare, leaning, tried
@@ -256,7 +251,7 @@ class _Work:
                 sample = next(samples)
             except StopIteration:
                 break
-            except Exception as error:  # after a device error nothing can be made any more
+            except Exception as error:  # after a device error nothing can be allocated
                 yield raised("(making the samples)", quote(error), error)
                 return
             try:
@@ -276,12 +271,12 @@ class _Work:
             yield Comparison(*key, "(all samples)", dtype_name, "wrong", share, problem)
         try:
             _ = trials.forms
-        except Exception as error:  # the contract's own: what follows calls these
+        except Exception as error:  # from the contract; `_same_bits` needs the forms
             yield raised("(making the calls of a served model)", quote(error), error)
 
 
 def _summary(comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """Counts per status, the worst share, and each sample that was not ok."""
+    """Return the count of each status, the largest error, and each sample that is not ok."""
     shares = [
         (math.inf if math.isnan(c.share) else c.share, c.sample)
         for c in comparisons
@@ -301,7 +296,7 @@ def _summary(comparisons: Sequence[Comparison]) -> dict[str, Any]:
 
 
 def _finite(share: float | None) -> float | None:
-    """A share for JSON, which has no infinity: the finding's reason tells of it."""
+    """Return an error for JSON; None if infinite, which the finding's reason states."""
     return round(share, 4) if share is not None and math.isfinite(share) else None
 
 
@@ -320,7 +315,7 @@ def _rows(results: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _same(found: dict[str, Any] | None) -> str:
-    """In which other calls the same bits were found."""
+    """Return which other calls have equal bits."""
     if found is None or (found["runs"] is None and found["batches"] is None):
         return "-"
     if not found["runs"]:
@@ -329,7 +324,7 @@ def _same(found: dict[str, Any] | None) -> str:
 
 
 def _details(results: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """One line for each reason of each implementation: first what is wrong, then refusals."""
+    """Yield a line for each reason of each implementation: faults, then unsupported calls."""
     for wanted in (("wrong", "raised"), ("refused",)):
         reasons: dict[str, list[str]] = {}
         for r in results:
@@ -376,7 +371,6 @@ def _heading(found: Mapping[str, Any]) -> str:
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """Print the answer."""
     say(_heading(found))
     if found["results"]:
         print_table(HEADINGS, _rows(found["results"]))

@@ -1,1 +1,1 @@
-"""Measuring implementations as they serve, without vLLM."""
+"""Measures implementations without vLLM, called as an engine calls them."""

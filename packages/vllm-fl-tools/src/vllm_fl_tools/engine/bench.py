@@ -1,6 +1,6 @@
-"""How long calls take: on a device as the replay of a graph, elsewhere by the host's clock.
+"""Times calls: by graph replay in compiled mode on CUDA, otherwise by the host's clock.
 
-For `vllm-fl tune` alone, as `tuning.py`.
+Only for `vllm-fl tune`, like `tuning.py`.
 """
 
 from __future__ import annotations
@@ -20,29 +20,24 @@ from .timing import Timer
 __all__ = ["Bench", "cold_bytes"]
 
 LONGEST = 10e-3
-"""Seconds after which a round on a CPU makes no further call: on a busy one a call that takes
-microseconds may take milliseconds, many times over."""
+"""Limit in seconds for the calls of a round on a CPU: calls of microseconds can take milliseconds
+each on a busy CPU."""
 
 WARM_UP = 3
 
 LAUNCHES = 50
-"""How many launches are timed, at least."""
+"""Minimum number of timed launches."""
 
 Timed = tuple[Callable[..., Any], Sequence[tuple[Any, ...]], Callable[[], None]]
-"""(a call, its arguments each time, what gives those that it overwrites back what they held)."""
+"""(call, arguments of each call, function that restores the arguments that calls overwrite)."""
 
 
 class Bench:
-    """Times calls on a device with cold caches, as the mode serves them.
+    """Times calls with cold caches, in the way that the mode runs them. `clock` returns seconds.
 
-    On a CPU, and in eager mode on a device, a call's time is from Python until the device is done,
-    the host's work included. In compiled mode on CUDA the calls are captured in a graph, and their
-    time is the device's when it is replayed.
-
-    Args:
-        device: where.
-        mode: how the engine runs the model.
-        clock: seconds.
+    On a CPU, and in eager mode on a device, a call's time is from Python until the device has
+    finished, including the host's work. In compiled mode on CUDA the calls are captured in a graph,
+    and their time is the device time of its replay.
     """
 
     def __init__(self, device: torch.device, mode: Mode, clock: Callable[[], float]) -> None:
@@ -52,12 +47,12 @@ class Bench:
         self.parts: dict[str, list[list[float]]] = {}
         self.launches: dict[str, Callable[[], list[float]]] = {}
         if self.captures:
-            gc.collect()  # an older graph that is freed during a capture spoils it
+            gc.collect()  # an older graph that is freed during a capture would break it
         self._wait = getattr(torch.get_device_module(device), "synchronize", lambda: None)
         self._flushed = torch.zeros(cold_bytes(device), dtype=torch.uint8, device=device)
 
     def seconds_of(self, call: Callable[..., Any], args: tuple[Any, ...]) -> float:
-        """Roughly, after what it compiles and allocates at its first calls."""
+        """Return a rough duration, after the calls that compile and allocate."""
         seconds = 0.0
         for _ in range(WARM_UP + 1):
             self._wait()
@@ -68,11 +63,11 @@ class Bench:
         return seconds
 
     def timer(self, forms: Sequence[Timed]) -> Callable[[], list[float]]:
-        """The times of the forms of an op, each from one call with each of its arguments.
+        """Return a function that times the forms of an op once, in µs per call.
 
-        On a CPU it is the median: another process may take the CPU away in the middle of one. A
-        device that the calls are queued for gives their mean. No form has arguments of another, so
-        that caches which are cold for the first one are cold for all.
+        Each form is called once with each of its arguments. On a CPU the result is the median,
+        since another process may interrupt a call; on a device with a queue it is the mean. Forms
+        share no arguments: caches that are cold for the first form are cold for all.
         """
         parts = [(self._timed(call, sets), renew) for call, sets, renew in forms]
 
@@ -132,9 +127,9 @@ class Bench:
     def launch(
         self, forms: Sequence[tuple[Callable[..., Any], Sequence[tuple[Any, ...]]]]
     ) -> list[float]:
-        """How long the host takes to launch a call, the median of each form, µs.
+        """Return the host's median time to launch a call of each form, µs.
 
-        Nobody waits for the device meanwhile. What the calls overwrite is not renewed.
+        It does not wait for the device between calls, and does not restore overwritten arguments.
         """
         medians = []
         for call, sets in forms:
@@ -150,19 +145,19 @@ class Bench:
         return medians
 
     def launch_of_pytorch(self) -> float:
-        """The same of an operator of PyTorch's that has little to do."""
+        """Return the launch time of a small PyTorch operator."""
         one = torch.zeros(1, device=self.device)
         (median,) = self.launch([(one.add_, [(1,)])])
         return median
 
     def _cool(self) -> None:
-        """Fill the caches with something else."""
+        """Fill the caches with other data."""
         self._flushed.add_(1)
         self._wait()
 
 
 def cold_bytes(device: torch.device) -> int:
-    """The size of a buffer that displaces what a device's caches hold."""
+    """Return the size of a buffer that displaces a device's caches."""
     if device.type == "cuda":
         return 2 * int(torch.cuda.get_device_properties(device).L2_cache_size)
     caches = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")

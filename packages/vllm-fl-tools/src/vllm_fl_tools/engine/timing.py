@@ -1,8 +1,7 @@
-"""Times of several functions that are measured in turn, and what follows from them.
+"""Interleaved timing of several functions, and choices from the results.
 
-A machine's speed drifts while it is measured: what is compared is measured next to each other, once
-in every round, in an order that changes from round to round, and the ratios of a round are what
-counts.
+The speed of a machine drifts. Functions are therefore timed next to each other, once per round, in
+an order that changes between rounds, and only ratios within a round are compared.
 """
 
 from __future__ import annotations
@@ -29,25 +28,20 @@ __all__ = [
 ]
 
 Timer = Callable[[], float]
-"""Measures once. Gives the µs of a call."""
+"""Measures once, and returns the µs of a call."""
 
 ROOM = 1.02
-"""What the default's time by a winner's must be at least, in the middle of the rounds: below that,
-another implementation is not worth it."""
+"""Minimum speed-up over the default (median of the rounds' ratios) of a winner."""
 
 
 def in_turn(
     timers: Mapping[str, Timer], rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Call every timer once a round, in an order that rotates and is reversed every other time.
-
-    Args:
-        timers: by name.
-        rounds: how many.
+    """Call every timer once per round, in an order that rotates and is reversed every other round.
 
     Returns:
-        (name -> its times, as many as rounds; name -> why it was dropped). One that raises is
-        dropped with all its times.
+        (name -> one time per round; name -> why it was dropped). A timer that raises is dropped
+        with all its times.
     """
     times: dict[str, list[float]] = {name: [] for name in timers}
     dropped: dict[str, str] = {}
@@ -62,14 +56,14 @@ def in_turn(
 
 
 def _order(names: list[str], number: int) -> Iterator[str]:
-    """Every two rounds the same rotation, forwards and then backwards."""
+    """Return the order of a round: each rotation runs forwards and then backwards."""
     start = (number // 2) % len(names) if names else 0
     turned = [*names[start:], *names[:start]]
     return reversed(turned) if number % 2 else iter(turned)
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """The lower quartile, the median and the upper quartile; the value itself where it is one."""
+    """Return the lower quartile, the median and the upper quartile; a single value three times."""
     if len(values) == 1:
         return (values[0],) * 3
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -78,15 +72,15 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 @dataclass
 class Measured:
-    """What was found about one op at one number of tokens.
+    """The measurements of one op at one number of tokens.
 
     Args:
-        tokens: rows of the calls.
-        default: what runs without a table: an implementation's id, or `stock`.
-        rejected: who was not timed -> why.
+        tokens: of the calls.
+        default: the implementation's id without a tuning table, or `stock`.
+        rejected: name -> why it was not timed to the end.
         times: name -> its time in each round, µs.
-        slower: who is slower than the default in a form of the op -> in which, and the ratio; or to
-            launch, where no graph serves -> by what.
+        slower: name -> the form in which it is slower than the default, and the ratio; or how much
+            longer its launch takes, at sizes without a captured graph.
     """
 
     tokens: int
@@ -97,17 +91,17 @@ class Measured:
 
     @property
     def winner(self) -> str:
-        """The fastest of those that beat the default; else `default`."""
+        """The fastest implementation that beats the default, or `default`."""
         winners = [name for name in self.times if self._beats(name)]
         return min(winners, key=lambda name: quartiles(self.times[name])[1], default=DEFAULT)
 
     @property
     def fastest(self) -> float:
-        """The least median, µs; or 0."""
+        """The smallest median, µs; 0 without times."""
         return min((quartiles(of)[1] for of in self.times.values()), default=0.0)
 
     def ratio(self, name: str) -> float | None:
-        """The default's time by `name`'s, the median of pairs; None where it may not serve."""
+        """Return the median speed-up over the default; None if `name` is not usable."""
         found = self._ratios(name)
         return statistics.median(found) if found else None
 
@@ -119,13 +113,13 @@ class Measured:
         return median >= ROOM and low > 1.0
 
     def _ratios(self, name: str) -> list[float]:
-        """None if it may not serve, or was not timed."""
+        """Return the ratios of all rounds; empty if `name` is rejected, slower or not timed."""
         if name in self.rejected or name in self.slower or name not in self.times:
             return []
         return ratios(self.times.get(self.default, ()), self.times[name])
 
     def figures(self) -> Iterator[Figure]:
-        """What a table says of everybody: first who was timed, the fastest before the others."""
+        """Yield the figures of the table: timed implementations, fastest first, then rejected."""
         figures = [self._figure(name) for name in self.times if name not in self.rejected]
         yield from sorted(figures, key=lambda figure: figure.us or 0.0)
         for name, why in self.rejected.items():
@@ -151,7 +145,6 @@ class Measured:
 
 
 def ratios(defaults: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Round by round, the default's time by the other's."""
     return [
         default / other if other > 0 else 1.0
         for default, other in zip(defaults, others, strict=False)
@@ -163,16 +156,16 @@ def rows_of(
     inlined: Container[str] = frozenset(),
     edges: Sequence[int] = (),
 ) -> tuple[Row, ...]:
-    """Who serves up to which number of tokens; neighbours with one winner are one row.
+    """Return the choice for each range of tokens; neighbours with the same choice are merged.
 
     Args:
-        measured: what was found, at each number of tokens.
-        inlined: whose code the compiler takes into the graph around it. In graphs that are compiled
-            for a range of sizes such a one serves every size or none: where the winners differ and
-            one of them is inlined, a range has one row, of who is nowhere slower than the default,
-            or `default`.
-        edges: the last number of tokens of each range but the last; none where vLLM traces and
-            compiles a model once.
+        measured: the measurements, one for each number of tokens.
+        inlined: implementations that the compiler inlines. A graph that is compiled for a range of
+            sizes has such an implementation at all sizes or at none. If winners differ and include
+            an inlined implementation, a range therefore has one row: an implementation that is
+            nowhere slower than the default, or `default`.
+        edges: the last number of tokens of each range except the last; empty if vLLM compiles the
+            model once for all sizes.
     """
     ones = sorted(measured, key=lambda one: one.tokens)
     if not is_limited(ones, inlined):
@@ -196,17 +189,17 @@ def rows_of(
 def best_edges(
     ops: Iterable[tuple[Sequence[Measured], Container[str]]], most: int
 ) -> tuple[int, ...]:
-    """Where to split the numbers of tokens into ranges that are compiled apart, by what it gains.
+    """Choose how to split numbers of tokens into separately compiled ranges, for the largest gain.
 
-    What a way to split gains is the product of the ratios by which the rows of all ops are then
-    faster than the default, at every number of tokens.
+    The gain of a split is the product, over all ops and numbers of tokens, of the speed-ups of the
+    resulting rows over the default.
 
     Args:
-        ops: (what was found, whose code is inlined) of each op.
-        most: how many ranges there may be.
+        ops: (measurements, inlined implementations) of each op.
+        most: maximum number of ranges.
 
     Returns:
-        The last number of tokens of each range but the last, as `rows_of` takes them.
+        The `edges` of `rows_of`.
     """
     limited = [(ones, inlined) for ones, inlined in ops if is_limited(ones, inlined)]
     largest = max((one.tokens for ones, _ in limited for one in ones), default=0)
@@ -227,14 +220,14 @@ def best_edges(
 
 
 def is_limited(measured: Iterable[Measured], inlined: Container[str]) -> bool:
-    """Whether winners differ, and one of them is inlined."""
+    """Return whether the winners differ and include an inlined implementation."""
     winners = [(one.winner, one.default) for one in measured]
     serving = {default if winner == DEFAULT else winner for winner, default in winners}
     return len(serving) > 1 and any(name in inlined for name in serving)
 
 
 def _everywhere(ones: Sequence[Measured]) -> str:
-    """The fastest of those who win somewhere and lose nowhere; else `default`."""
+    """Return the fastest winner that is nowhere slower than the default, or `default`."""
     speeds = {}
     for name in {one.winner for one in ones} - {DEFAULT}:
         ratios_of = [one.ratio(name) for one in ones]

@@ -9,10 +9,10 @@ from typing import Any
 from vllm_fl.settings.policy import REST, Mode, Token
 
 DEFAULT = "default"
-"""In a row: the default stays, since nothing was faster."""
+"""Value in a row without a faster implementation: the default stays."""
 
 STOCK = "stock"
-"""vLLM's own implementation of an op, in results and options."""
+"""Name of vLLM's implementation of an op, in results and options."""
 
 
 @dataclass(frozen=True)
@@ -23,19 +23,19 @@ class Figure:
     each; times are their sum.
 
     Args:
-        tokens: the number of tokens of the call.
-        impl: its id, or `stock`.
-        us: the median time of a call, µs; None if it was not timed.
-        low, high: the quartiles, µs.
-        n: how many times it was timed.
-        ratio: the default's time by this one's, the median of pairs measured next to each other;
-            above 1 it is faster than the default.
-        ratio_low: the lower quartile of those.
-        slower: in which of the forms it is slower than the default, and the ratio there, since how
-            often a model calls each form is not known; or that it is slower to launch, at sizes
-            without a captured graph. A slower implementation gets no row. Empty otherwise.
-        rejected: why it was not timed: incorrect, with its worst element, or it does not support
-            the call; empty otherwise.
+        tokens: of the call.
+        impl: the implementation's id, or `stock`.
+        us: median time of a call, µs; None if it was not timed.
+        low, high: quartiles, µs.
+        n: number of timings.
+        ratio: the default's time divided by this time, the median of pairs measured next to each
+            other; above 1 the implementation is faster than the default.
+        ratio_low: the lower quartile of these ratios.
+        slower: the form in which it is slower than the default, and the ratio (how often a model
+            calls each form is not known); or a longer launch, at sizes without a captured graph. A
+            slower implementation gets no row. Empty otherwise.
+        rejected: why it was not timed: incorrect, with its worst element, or an unsupported call;
+            empty otherwise.
     """
 
     tokens: int
@@ -52,11 +52,9 @@ class Figure:
 
 @dataclass(frozen=True)
 class Row:
-    """The choice for calls of more tokens than the row before, and at most `up_to`.
+    """The choice for calls of more tokens than in the previous row, and at most `up_to`.
 
-    Args:
-        up_to: the largest number of tokens.
-        impl: an implementation's id, `stock`, or `default`.
+    `impl` is an implementation's id, `stock`, or `default`.
     """
 
     up_to: int
@@ -68,9 +66,9 @@ class TunedOp:
     """The result for one op.
 
     Args:
-        default: what runs without a table: an implementation's id, or `stock`.
-        rows: in ascending order. Calls of more tokens than the last one has take the default.
-        figures: the measurements behind the rows.
+        default: the implementation's id without a tuning table, or `stock`.
+        rows: in ascending order. Calls of more tokens than in the last row use the default.
+        figures: the measurements.
     """
 
     default: str
@@ -83,7 +81,6 @@ class TunedOp:
         return {row.impl for row in self.rows} - {DEFAULT}
 
     def chosen(self, tokens: int) -> str:
-        """Return the implementation for a call of this size."""
         impl = next((row.impl for row in self.rows if tokens <= row.up_to), DEFAULT)
         return self.default if impl == DEFAULT else impl
 
@@ -100,12 +97,12 @@ class Tuned:
 
     Args:
         mode: how the engine runs the model.
-        dtype: the model's, as torch names it.
-        sizes: the model's sizes on one rank, by name.
-        model: as the user named it.
-        date: when it was written, ISO 8601, UTC.
-        seconds: how long measuring took.
-        holds: `vllm`, `device` and `distributions`, as the settings file has them.
+        dtype: torch's name of the model's dtype.
+        sizes: the model's, on one rank.
+        model: the user's name of the model.
+        date: ISO 8601, UTC.
+        seconds: duration of the measurement.
+        holds: contains `vllm`, `device` and `distributions`, as in the settings file.
         ops: op -> its result.
     """
 
@@ -123,7 +120,7 @@ class Tuned:
         """Read the `table` that `vllm-fl tune --json` printed.
 
         Raises:
-            AttributeError, KeyError, TypeError, ValueError: it is of another form.
+            AttributeError, KeyError, TypeError, ValueError: the data has another structure.
         """
         ops = {}
         for op, told in data["ops"].items():

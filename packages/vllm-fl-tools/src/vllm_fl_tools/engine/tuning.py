@@ -1,7 +1,7 @@
-"""Measuring the candidates of an op as they serve: at one number of tokens, all of them in turn.
+"""Measures the candidates of an op in the way that an engine calls them, interleaved.
 
-For `vllm-fl tune` alone. No engine imports it: a choice that is measured at every start may be
-another one at every start.
+Only for `vllm-fl tune`. Engines do not import it: a choice that is measured at startup could differ
+between startups.
 """
 
 from __future__ import annotations
@@ -41,39 +41,38 @@ from .timing import ROOM, Measured, in_turn, ratios
 __all__ = ["Contender", "OpTuning"]
 
 ROUNDS = 11
-"""Rounds in which all are timed."""
 
 ROUND = 400e-6
-"""Seconds that a round of one form lasts at least: a clock's own noise must not count."""
+"""Minimum seconds of a round of one form, above the noise of the clock."""
 
 MOST_CALLS, MOST_BYTES = 64, 512 * 2**20
-"""Calls in one round, each with arguments of its own, and what these may occupy."""
+"""Maximum number of calls in a round, each with its own arguments, and bytes of the arguments."""
 
 HOST_OF_A_LAYER = 2000.0
-"""µs within which the host is through with a layer of a model: where the device works longer on
-one, what a launch costs the host delays nothing. On an H200's host vLLM took 770 for a layer of
-Qwen3-8B in a prefill of 1024 tokens, whose kernels took 580."""
+"""µs within which the host launches a layer of a model. Launches delay nothing if the device needs
+longer for a layer. On an H200's host, vLLM needed 770 µs for a layer of Qwen3-8B in a prefill of
+1024 tokens; its kernels took 580 µs."""
 
 LOWERED_BY = "inductor"
 
 Over = Callable[[str], AbstractContextManager[None]]
-"""(whose code runs) -> a block that raises TimeoutError where it takes too long."""
+"""(candidate's name) -> a context manager that raises TimeoutError if its block takes too long."""
 
 _Ways = tuple[Callable[..., Any], Callable[..., Any]]
-"""(an op as it is timed, the same as the host launches it)."""
+"""(function for timing, function for timing launches)."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Somebody who is compared.
+    """A candidate: an implementation, or vLLM's code.
 
     Args:
         name: an implementation's id, or `stock`.
-        impls: the implementation. vLLM may have several functions for one op, each for some calls:
-            of these the first that gets a call right is what is timed.
-        bare: whether the caller calls it without a guard, as vLLM does its own.
-        apart: impl id -> what is timed in its place: the same without what nobody needs but a
-            comparison, as results that are put together.
+        impls: the implementation; for vLLM several functions, each for some calls: for each call
+            the first correct function is timed.
+        bare: whether it is called without a guard, like vLLM's functions.
+        apart: impl id -> function that is timed instead, without work that only the comparison
+            needs, such as joining results.
     """
 
     name: str
@@ -84,15 +83,15 @@ class Contender:
 
 @dataclass(frozen=True)
 class _Served:
-    """What is timed for one form of the op.
+    """The functions of a candidate for one form of the op.
 
     Args:
         impl: the implementation.
-        call: the same as it serves, by the contract's parameters.
-        timed: what is timed of it; `call`, unless the contender says otherwise.
-        launched: the same as the host launches it, where the call stands in a compiled graph: a
-            graph that holds this call alone costs the host more than the call does.
-        bare: whether it is vLLM's own, whose callers take its results in any layout.
+        call: the function that an engine calls, with the contract's parameters.
+        timed: the timed function: `call`, or the replacement in the candidate's `apart`.
+        launched: the function that the host launches in a compiled graph, because a graph of only
+            this call costs the host more than the call.
+        bare: whether it is vLLM's code: its callers accept results in any layout.
     """
 
     impl: OpImpl
@@ -104,29 +103,27 @@ class _Served:
 
 @dataclass
 class OpTuning:
-    """One op of a model on a device.
+    """Measures one op of a model on a device.
 
     Args:
         spec: its contract.
-        contenders: who is compared, the default among them.
-        default: the name of what runs without a table.
+        contenders: the candidates, including the default.
+        default: the candidate that runs without a tuning table.
         mode: how the engine runs the model.
-        dtype, device: the model's.
-        sizes: the model's, on one rank; `tokens` ends with the largest batch.
+        dtype, device: of the model.
+        sizes: of the model, on one rank; `tokens` ends with the largest batch.
         seed: for the inputs.
-        clock: seconds; a test has one of its own.
-        over: who limits how long a call may take.
-        captured: the tokens of the largest batch of which the engine captures a graph, 0 where it
-            captures none; None where that is not known.
-        traced: the names of those that stand in the graph which a compiled engine traces, as code
-            or as an operator; None for all. The others are called when that graph runs, as in eager
-            mode, since vLLM's own code calls the op inside an operator.
+        clock: returns seconds; tests pass their own.
+        over: limits the duration of calls.
+        captured: tokens of the largest captured graph; 0 without graphs, None if unknown.
+        traced: candidates in the graph that a compiled engine traces, inlined or as an operator;
+            None for all. The others are called when that graph runs, like in eager mode, because
+            vLLM calls the op inside an operator.
         between_graphs: whether vLLM calls the op between the pieces of its piecewise graphs
             (`Binding.between_graphs`).
-        once: whether a layer makes each of the op's calls once: what they take together decides
-            then, and otherwise each of them, too.
-        products: the tokens of a step -> how long the device takes for the matrix products of a
-            layer, µs; 0 where that is not known.
+        once: whether a layer makes each call of the op exactly once. Then only the sum of the calls
+            decides; otherwise a winner must not be slower in any of them.
+        products: tokens of a step -> device time of matrix products in a layer, µs; 0 if unknown.
     """
 
     spec: OpSpec
@@ -155,11 +152,11 @@ class OpTuning:
 
     @property
     def forms(self) -> list[Form]:
-        """The calls that the model makes of the op; none where its sizes are not told."""
+        """The model's calls of the op; empty if its sizes are unknown."""
         return self._trials.forms
 
     def measure(self, tokens: int) -> Measured:
-        """Check everybody at this number of tokens, and time who is right."""
+        """Verify all candidates at this number of tokens, and time the correct ones."""
         found = Measured(tokens, self.default)
         self._wholes.clear()
         with torch.inference_mode():
@@ -176,16 +173,16 @@ class OpTuning:
         return found
 
     def forget(self) -> None:
-        """Free what was made for measuring; it is made again where it is needed."""
+        """Free the measurement's data, which is recreated on demand."""
         self._functions.clear()
         self._wholes.clear()
         vars(self).pop("_trials", None)
 
     def _slower(self, parts: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, str]:
-        """Who is slower than the default in a form of the op -> in which, and by what.
+        """Return candidate -> a form in which it is slower than the default, and the ratio.
 
-        How often a model makes which of the calls is not known: of norms with and without a
-        residual, and of heads, another op may take one kind away altogether.
+        How often a model makes each call is unknown: another op may replace all calls of a form,
+        such as norms with a residual, norms without it, or norms of heads.
         """
         found = {}
         for name, rounds in parts.items():
@@ -201,17 +198,15 @@ class OpTuning:
         return found
 
     def _beyond_graphs(self, tokens: int) -> bool:
-        """Whether the engine is known to capture no graph of so many tokens."""
+        """Return whether the engine is known to capture no graph of this size."""
         return self.captured is not None and tokens > self.captured
 
     def _slower_to_launch(self, bench: Bench, found: Measured) -> dict[str, str]:
-        """Who saves the device less than its launch costs the host, where no graph serves, or not
-        in every step, and the device is not known to be what limits a step.
+        """Return candidate -> why its launch costs the host more than it saves on the device.
 
-        What limits such a step may be the host. It launches a kernel that stands in a compiled
-        graph as fast as an operator of PyTorch's, and what the compiler takes whole through Python.
-        Each form is held to that by itself: what is saved in one that the model has not is worth
-        nothing to it.
+        Only for steps that no graph covers completely, and that the host may limit. The host
+        launches a kernel in a compiled graph as fast as a PyTorch operator, and an opaque operator
+        through Python. Forms are compared separately, because a model may not call each of them.
         """
         inlined = {
             c.name
@@ -241,15 +236,14 @@ class OpTuning:
                     break
         return slower
 
-    # Whether it is right.
+    # Verification.
 
     def _all_sound(
         self, asked: Sequence[Contender], found: Measured
     ) -> dict[str, Sequence[_Served]]:
-        """Name -> what serves each form. Who must not serve is put with the reason into `found`.
+        """Return candidate -> its functions for each form; add rejected candidates to `found`.
 
-        Where somebody refuses some of the forms, the default serves those in his place, as it does
-        in an engine: a model may make no such call.
+        The default runs forms that a candidate does not support, like in an engine.
         """
         sound: dict[str, Sequence[_Served]] = {}
         partly: dict[str, Sequence[_Served | str]] = {}
@@ -269,9 +263,10 @@ class OpTuning:
         return sound
 
     def _sound(self, contender: Contender, tokens: int) -> list[_Served | str] | str:
-        """For each form what serves it, or its refusal; or why the contender must not serve.
+        """Return each form's functions, or why it is unsupported; or the reason for rejection.
 
-        That is a wrong result or an exception in one of the forms, or a refusal of all.
+        A candidate is rejected for an incorrect result or an exception in any form, or if it
+        supports no form.
         """
         served: list[_Served | str] = []
         for number, form in enumerate(self.forms):
@@ -306,7 +301,7 @@ class OpTuning:
         return _Served(impl, call, timed, launched, contender.bare)
 
     def _fault(self, served: _Served, form: Form, tokens: int) -> str:
-        """What is wrong with its results for fresh inputs, ordinary and large; or nothing."""
+        """Return the fault of the results for new inputs, ordinary and large; empty if correct."""
         impl = dataclasses.replace(
             served.impl,
             fn=self._poisoning(served),
@@ -326,7 +321,7 @@ class OpTuning:
         return ""
 
     def _poisoning(self, served: _Served) -> Callable[..., Any]:
-        """Its call, with NaN where an allocator is likely to give it the memory of its results."""
+        """Wrap the call: fill memory that the allocator probably reuses for results with NaN."""
 
         def poisoned(*args: Any) -> Any:
             shapes = parts(self.spec.fake(*args))
@@ -344,8 +339,7 @@ class OpTuning:
         return poisoned
 
     def _function(self, contender: Contender, impl: OpImpl, form: int) -> _Ways:
-        """The op as a layer of this mode calls the implementation in one form, and as the host
-        launches such a call; made once."""
+        """Return the function that a layer calls in this mode, and the launched function."""
         key = contender.name, impl.fn, form
         if key not in self._functions:
             try:
@@ -365,7 +359,7 @@ class OpTuning:
         if self.mode == "compiled" and self._is_traced(contender):
             function = plan.as_compiled(op, impl)
             if self._captures and is_opaque(impl):
-                return function, function  # a compiler would take it whole
+                return function, function  # compiling does not change an opaque operator
             return self._compiled(function, form), function
         if contender.bare or impl.needs_layer:
             function = as_call(impl, self.spec)
@@ -375,17 +369,17 @@ class OpTuning:
 
     @property
     def _captures(self) -> bool:
-        """Whether calls are timed as the replay of a graph, of which Python is no part."""
+        """Whether calls are timed as the replay of a graph, which excludes Python."""
         return self.mode == "compiled" and self.device.type == "cuda"
 
     def _is_traced(self, contender: Contender) -> bool:
         return self.traced is None or contender.name in self.traced
 
     def _compiled(self, function: Callable[..., Any], form: Form) -> Callable[..., Any]:
-        """One graph for every number of tokens, without guards: that is how vLLM compiles.
+        """Compile like vLLM: one graph for every number of tokens, without guards.
 
-        Heads of one projection are views that the graph makes of it, as a model does: two inputs of
-        a graph that share memory are another case to a compiler.
+        The graph makes the views of heads from their projection, like a model's graph: compilers
+        treat inputs that share memory differently.
         """
         slices = _slices(self.spec, self.spec.with_rows(form.samples[0].args))
         places = {name: self.spec.parameters.index(name) for name in slices}
@@ -399,7 +393,7 @@ class OpTuning:
                 own[places[name]] = part.unflatten(1, piece.tail)
             return function(*own)
 
-        # Dynamo keeps what it has compiled with the code object; every graph needs its own.
+        # Dynamo stores compiled code with the code object; every graph needs its own.
         code = traced.__code__.replace(co_name=self.spec.name)
         compiled = torch.compile(
             FunctionType(code, globals(), None, None, traced.__closure__),
@@ -417,7 +411,7 @@ class OpTuning:
             return own
 
         form.switch(large=False)
-        # vLLM compiles with its largest batch, and Inductor chooses its tiles by the first call.
+        # vLLM compiles with its largest batch, and Inductor chooses tile sizes at the first call.
         own = inputs(self._laid(form, self.sizes.tokens[-1], 0).args)
         for name, arg in zip(self.spec.parameters, own, strict=True):
             if self.spec.has_rows(name, arg):
@@ -427,10 +421,10 @@ class OpTuning:
         return (lambda *args: compiled(*inputs(args))) if slices else compiled
 
     def _whole(self, view: torch.Tensor, piece: _Piece) -> torch.Tensor:
-        """The projection of which `view` is a part, as one that begins where its storage does.
+        """Return the projection that contains `view`, as a tensor with offset 0 in its storage.
 
-        What torch makes of an operator that writes into two views of an input reads the views from
-        the beginning of the storage.
+        torch's functional form of an operator that writes to two views of an input reads these
+        views at offset 0 of the storage.
         """
         key = view.data_ptr(), view.shape[0]
         if key not in self._wholes:
@@ -439,13 +433,11 @@ class OpTuning:
             self._wholes[key] = torch.utils.dlpack.from_dlpack(whole)
         return self._wholes[key]
 
-    # How long it takes.
+    # Timing.
 
     def _bench(self, tokens: int, sound: Mapping[str, Sequence[_Served]], found: Measured) -> Bench:
-        """Timers for everybody who is right, with arguments that they share.
-
-        Who raises meanwhile is rejected.
-        """
+        """Return timers for the correct candidates, with shared arguments; reject candidates that
+        raise."""
         bench = Bench(self.device, self.mode, self.clock)
         first = [self._laid(form, tokens, 0) for form in self.forms]
         least = math.inf
@@ -481,8 +473,10 @@ class OpTuning:
         bench.launches[name] = partial(bench.launch, calls)
 
     def _with_own(self, sets: Sequence[_Laid]) -> list[_Laid]:
-        """The calls, with weights of their own in turn, so many that caches hold none of them until
-        it is its turn again: in a model each layer has another one."""
+        """Return the calls with weights that rotate between copies.
+
+        Layers of a model have different weights: no cache must keep a copy until it is used again.
+        """
         given = zip(self.spec.parameters, sets[0].args, strict=True)
         places = [
             place
@@ -504,7 +498,7 @@ class OpTuning:
 
     @contextmanager
     def _rejecting(self, name: str, tokens: int, found: Measured, when: str) -> Iterator[None]:
-        """What is raised in the block is why `name` is rejected."""
+        """Reject `name` if the block raises."""
         try:
             with self.over(name):
                 yield
@@ -518,7 +512,6 @@ class OpTuning:
         return sum(times)
 
     def _laid(self, form: Form, tokens: int, salt: int) -> _Laid:
-        """Arguments of a call, with activations of its own."""
         activations = rows_of(form.pool(False), self._trials.rows(tokens, salt))
         activations.remember()
         return _Laid(form, activations, form.call(activations).args)
@@ -539,9 +532,9 @@ class _Piece:
     """A view of consecutive features in each row of a projection.
 
     Args:
-        first: the parameter that stands for the projection.
+        first: the parameter that represents the projection.
         width: features of a row.
-        start: the view's first one.
+        start: the view's first feature.
         tail: the view's shape without its first dimension.
     """
 
@@ -552,7 +545,7 @@ class _Piece:
 
 
 def _slices(spec: OpSpec, pool: Mapping[str, torch.Tensor]) -> dict[str, _Piece]:
-    """The activations that are views of one projection with others, by parameter."""
+    """Return the activations that are views of one projection: parameter -> piece."""
     storages: dict[int, list[str]] = {}
     for name in spec.parameters:
         if name in pool:
@@ -570,14 +563,14 @@ def _slices(spec: OpSpec, pool: Mapping[str, torch.Tensor]) -> dict[str, _Piece]
 
 
 def _is_slice(view: torch.Tensor, width: int) -> bool:
-    """Whether it has consecutive features of each row of so many."""
+    """Return whether the view has consecutive features of each row of `width` features."""
     inner = view.ndim > 1 and view.stride(0) == width and view[0].is_contiguous()
     return inner and view.storage_offset() + view[0].numel() <= width
 
 
 @dataclass(frozen=True)
 class _Laid:
-    """The arguments of one call, and how to give those that it consumes back what they held."""
+    """The arguments of one call; `form` and `activations` can restore consumed arguments."""
 
     form: Form
     activations: Guarded
@@ -585,14 +578,13 @@ class _Laid:
 
 
 def _put(args: Sequence[Any], others: Sequence[Any], places: Sequence[int]) -> tuple[Any, ...]:
-    """`args` with those of `others` at these places."""
     return tuple(others[n] if n in places else arg for n, arg in enumerate(args))
 
 
 def _within(args: Sequence[Any], result: Any) -> Any:
-    """`result`, as a view of an argument if it lies in its memory.
+    """Return `result`, as a view of an argument that has the same memory.
 
-    One that is a view of `OpTuning._whole` has the memory of an argument, and another storage.
+    A view of `OpTuning._whole` has an argument's memory, but another storage object.
     """
     for arg in args:
         if not isinstance(arg, torch.Tensor) or not isinstance(result, torch.Tensor):
@@ -607,7 +599,7 @@ def _within(args: Sequence[Any], result: Any) -> Any:
 
 
 def _laid_out(args: Sequence[Any], result: Any) -> Any:
-    """`result`, contiguous if it is not memory of an argument."""
+    """Return `result`, made contiguous unless it uses an argument's memory."""
     aliases: Callable[[Any, Any], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
     if not isinstance(result, torch.Tensor):
         return result
@@ -616,7 +608,6 @@ def _laid_out(args: Sequence[Any], result: Any) -> Any:
 
 
 def _of_forms(rounds: Sequence[Sequence[float]]) -> list[float]:
-    """The median time of each form, of rounds with a time for each."""
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 

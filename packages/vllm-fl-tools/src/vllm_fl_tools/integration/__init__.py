@@ -1,1 +1,1 @@
-"""What the engines run that the verbs start: the only folder that imports vLLM."""
+"""Code for the verbs that uses vLLM's layers and functions, or runs in engines."""

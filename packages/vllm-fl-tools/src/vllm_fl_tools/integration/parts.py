@@ -1,4 +1,4 @@
-"""What of the ops a model has, by the layers that vLLM builds for it."""
+"""Finds the ops that a model has from the layers that vLLM builds for it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ __all__ = ["taken_in", "without"]
 
 
 def without(engine: Described, bindings: Mapping[str, Binding]) -> frozenset[str]:
-    """The ops of layers of which the model makes none, but the activation that its experts call
-    (`Binding.calls_operators`); and what takes in one of these. None where it is not known which
-    layers it makes.
+    """Return the ops that the model does not have; empty if its layers are unknown.
 
-    Args:
-        engine: its engine.
-        bindings: of every op.
+    These are the ops of layers that the model does not build, except the activation that its
+    experts call (`Binding.calls_operators`), and ops that fuse such an op.
     """
     absent, layers = engine.facts.absent, engine.layers
     is_called = any(b.calls_operators and op not in absent for op, b in bindings.items())
@@ -37,12 +34,12 @@ def without(engine: Described, bindings: Mapping[str, Binding]) -> frozenset[str
 
 
 def taken_in(binding: Binding) -> frozenset[str]:
-    """The ops that an op takes in: while one of them is planned, a graph has that op nowhere."""
+    """Return the ops that an op fuses. While a fused op is planned, no graph has the op."""
     targets = (target for target in binding.targets if isinstance(target, GraphTarget))
     return frozenset(part for target in targets for part in target.parts)
 
 
 def _activation(engine: Described) -> str:
-    """How the names of ops begin that are the model's activation; nothing where it is not told."""
+    """Return the prefix of the ops of the model's activation; empty if unknown."""
     config = engine.config.model_config.hf_text_config if engine.config else None
     return str(getattr(config, "hidden_act", None) or "").partition("_")[0]

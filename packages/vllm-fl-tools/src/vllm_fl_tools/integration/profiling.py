@@ -1,11 +1,10 @@
-"""Sees what a worker's steps spend the device's time on, under PyTorch's profiler.
+"""Profiles a worker's steps with PyTorch's profiler.
 
-For `vllm-fl tune --profile` only, by vLLM's argument `worker_extension_cls`.
-What is seen goes to the command as names and times; whose they are is found there
-(`cli/_coverage.py`).
+Only for `vllm-fl tune --profile`, with vLLM's argument `worker_extension_cls`. The worker returns
+names and times; the verb attributes them to ops (`cli/_coverage.py`).
 
-The steps run with a label around each implementation and each layer, and without captured graphs: a
-kernel in a captured graph has no caller.
+The steps run with a label around each implementation and layer, and without captured graphs, since
+a kernel in a captured graph has no caller.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ from ..operate.identity import device_name
 __all__ = ["AMBIGUOUS", "Profiling", "device_times", "watch_compiler"]
 
 LABEL = "vllm-fl"
-"""What labels begin with: `vllm-fl/op/rms_norm/vendor.cpu`, `vllm-fl/layer/RMSNorm`."""
+"""Prefix of labels: `vllm-fl/op/rms_norm/vendor.cpu`, `vllm-fl/layer/RMSNorm`."""
 
 AMBIGUOUS = frozenset({"aten::sum"})
-"""Operators of PyTorch's that a binding names for one form of theirs alone, and that many call. So
-are those of ops that take in other parts."""
+"""PyTorch operators that a binding lists for only one form, but that other code often calls.
+`GraphTarget.profiled` excludes more."""
 
 _kernels: dict[str, dict[str, None]] = {}
-"""A kernel that Inductor wrote -> what is fused in it: classes of layers, and `op/impl id` where a
-pass of ours put an implementation's code into the graph."""
+"""Inductor's kernel -> its parts: classes of layers, and `op/impl id` if a pass of vllm-fl put the
+implementation into the graph."""
 
 
 def watch_compiler() -> None:
-    """Note from now on, in this process, what Inductor fuses into each kernel that it writes.
+    """Record what Inductor fuses into each kernel that it will generate in this process.
 
-    On a CPU such kernels are also made to show in profiles.
+    Also make kernels on a CPU visible in profiles.
     """
     name = "set_kernel_post_grad_provenance_tracing"
     from torch._inductor import config, debug
@@ -63,7 +62,7 @@ def watch_compiler() -> None:
         _note(schedule, kernel)
         return told(schedule, kernel, *args, **more)
 
-    # Who writes kernels imports the function by its name, now or later.
+    # Modules that generate kernels import the function by name, before or after this.
     for module in list(sys.modules.values()):
         is_inductor = getattr(module, "__name__", "").startswith("torch._inductor")
         if is_inductor and vars(module).get(name) is told:
@@ -71,7 +70,7 @@ def watch_compiler() -> None:
 
 
 def _note(schedule: Any, kernel: str) -> None:
-    """Note what a kernel is made of: of Inductor's own, or of Triton's that a graph launches."""
+    """Record the parts of a kernel, from Inductor or from a graph's launch of a Triton kernel."""
     from torch._inductor.virtualized import V
 
     fused = isinstance(schedule, list)
@@ -82,20 +81,20 @@ def _note(schedule: Any, kernel: str) -> None:
             if (part := _part_of(origin, fused)) is not None:
                 parts[part] = None
     if not (fused or parts):
-        return  # an operator is called, which profiles show
-    graph = getattr(V.graph, "graph_id", None)  # C++ kernels are shown with their graph's number
+        return  # a call of an operator, which profiles show
+    graph = getattr(V.graph, "graph_id", None)  # profiles show C++ kernels with their graph's id
     for name in (kernel, f"graph_{graph}_{kernel}") if fused else (kernel, kernel.rstrip(DIGITS)):
         _kernels.setdefault(name, {}).update(parts)
 
 
 DIGITS = "_0123456789"
-"""What Inductor numbers kernels with that it has not written."""
+"""Suffix characters of Inductor's numbers for kernels that it has not generated."""
 
 
 def _part_of(node: torch.fx.Node, fused: bool) -> str | None:
-    """The layer, or the op and implementation, that a node of a graph computes for.
+    """Return the layer, or the op and implementation, of a node in a graph.
 
-    An operator that a kernel reads from is among its origins, too: it is no part of the kernel.
+    The origins of a kernel also include operators that only provide its inputs.
     """
     stack = node.meta.get("nn_module_stack") or {}
     namespaces = ("aten", "prims") if fused else ("higher_order",)
@@ -110,36 +109,34 @@ def _part_of(node: torch.fx.Node, fused: bool) -> str | None:
 
 
 def _named(cls: type) -> str:
-    """A layer's class as vLLM calls it: ours are subclasses."""
+    """Return vLLM's name of a layer's class: vllm-fl replaces layers by subclasses."""
     return next(c.__name__ for c in cls.__mro__ if c.__module__ != layers.__name__)
 
 
 class Profiling:
-    """Methods that vLLM adds to the worker's."""
+    """Methods that vLLM adds to its worker."""
 
     vllm_fl_window: _Window
 
     def vllm_fl_profile(self, decode: bool, steps: int) -> None:
-        """Profile the next steps of one kind.
+        """Profile the next `steps` steps of one kind, or until a step of the other kind.
 
-        Args:
-            decode: steps in which every sequence decodes; otherwise those with a prompt in them.
-            steps: how many, at most: the first that is of the other kind ends it.
+        `decode` selects steps that only decode; otherwise steps with a prompt.
         """
         self.vllm_fl_window = _Window(self, decode, steps)
 
     def vllm_fl_profiled(self) -> dict[str, Any]:
-        """What was seen since `vllm_fl_profile`, as `_seen` says."""
+        """Return the profile since `vllm_fl_profile`, from `_seen`."""
         return self.vllm_fl_window.close()
 
     def vllm_fl_places(self) -> dict[str, Any]:
-        """The meaning of names in a profile.
+        """Return the meaning of names in a profile.
 
         Returns:
             `layers` {class: op}; `operators` {operator of vLLM or PyTorch: op}; `ours` {operator of
-            ours: [op, impl id]}; `kernels` {kernel of Inductor: its parts}; `attention`, names of
-            backends; `left`, classes whose layers the plan does not replace; `device`, its name;
-            `ranks`.
+            vllm-fl: [op, impl id]}; `kernels` {kernel of Inductor: its parts}; `attention`, names
+            of backends; `left`, classes of layers that the plan does not replace; `device`, its
+            name; `ranks`.
         """
         worker: Any = self
         table = installed_bindings()
@@ -160,7 +157,6 @@ class Profiling:
 
 
 def _attention(worker: Any) -> list[str]:
-    """The names of the attention backends that the model's layers have."""
     held = worker.vllm_config.compilation_config.static_forward_context.values()
     found: dict[str, None] = {}
     for layer in held:
@@ -171,11 +167,9 @@ def _attention(worker: Any) -> list[str]:
 
 
 class _Window:
-    """Profiles some of a worker's steps, from the beginning of the first to that of the next one.
+    """Profiles some of a worker's steps, until the next step begins or `close` is called.
 
-    Args:
-        worker: whose `execute_model` is told when a step begins.
-        decode, steps: as for `Profiling.vllm_fl_profile`.
+    It replaces the worker's `execute_model`. Args: as for `Profiling.vllm_fl_profile`.
     """
 
     def __init__(self, worker: Any, decode: bool, steps: int) -> None:
@@ -199,7 +193,7 @@ class _Window:
         return self._run(scheduled, *args, **more)
 
     def close(self) -> dict[str, Any]:
-        """Give the worker its own method back, and say what was seen."""
+        """Restore the worker's method, and return the profile."""
         if self.profile is not None and self.result is None:
             self._stop()
         vars(self.worker).pop("execute_model", None)
@@ -222,13 +216,13 @@ class _Window:
             self._stack.close()
         try:
             seen = _seen(self.profile.events())
-        except Exception as error:  # what a profiler raises whose library is not the device's
+        except Exception as error:  # for example, the profiler's library does not fit the device
             seen = {"problem": f"PyTorch's profiler failed: {quote(error)}"}
         self.result = {"steps": self.seen, "problem": "", **seen}
 
 
 def _decodes(scheduled: Any) -> bool:
-    """Whether every sequence of a step decodes, drafted tokens included."""
+    """Return whether every sequence decodes in a step, including drafted tokens."""
     if scheduled.scheduled_new_reqs:
         return False
     drafted: Mapping[str, Any] = getattr(scheduled, "scheduled_spec_decode_tokens", None) or {}
@@ -242,14 +236,13 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _seen(events: Iterable[Any]) -> dict[str, Any]:
-    """What a profile has, JSON-able.
+    """Return a profile as JSON-able data.
 
     Returns:
-        `paths`: lists of names, each of an operator or a label and what it is called from, the
-        outermost first. `host` [[path, µs, calls]]: the time of the host in each, without what it
-        calls. `kernels` [[path, kernel, µs, calls]]: the time of the device in kernels that were
-        launched there; the path is None if the profiler does not know it. `busy`, the µs in which
-        at least one kernel ran.
+        `paths`: lists of names, each of an operator or label after its callers, outermost first.
+        `host` [[path, µs, calls]]: host time, without the callees of the path. `kernels` [[path,
+        kernel, µs, calls]]: device time of kernels that the path launches; the path is None if
+        unknown. `busy`: µs with at least one running kernel.
     """
     ordered = sorted(events, key=lambda event: event.time_range.start)
     times, busy = device_times(ordered)
@@ -269,7 +262,7 @@ def _seen(events: Iterable[Any]) -> dict[str, Any]:
         figures = host.setdefault(number, [0.0, 0])
         figures[0] += event.self_cpu_time_total
         figures[1] += 1
-        if not getattr(event, "is_user_annotation", False):  # shown as if it were a kernel, too
+        if not getattr(event, "is_user_annotation", False):  # labels also appear as kernels
             for kernel in event.kernels:
                 figures = kernels.setdefault((number, kernel.name), [0.0, 0])
                 figures[0] += kernel.duration
@@ -291,7 +284,7 @@ def _is_on_device(event: Any) -> bool:
 
 
 def device_times(events: Iterable[Any]) -> tuple[dict[str, list[float]], float]:
-    """Of a profile's events: kernel -> the µs of each call; the µs in which at least one ran."""
+    """Return (kernel -> µs of each call, µs with at least one running kernel)."""
     times: dict[str, list[float]] = {}
     busy, until = 0.0, float("-inf")
     for event in sorted(events, key=lambda event: event.time_range.start):
@@ -305,17 +298,17 @@ def device_times(events: Iterable[Any]) -> tuple[dict[str, list[float]], float]:
 
 
 def _label(name: str) -> Any:
-    """What a profile shows by this name while it is entered; cheaper than `record_function`."""
+    """Return a context manager that labels a profile; cheaper than `record_function`."""
     return torch._C._profiler._RecordFunctionFast(name)
 
 
 @contextmanager
 def _labels(worker: Any) -> Iterator[None]:
-    """Inside the block each implementation of the plan, and each layer, is labelled."""
+    """Label the plan's implementations and all layers during the block."""
     inside: list[Any] = []
 
     def enter(name: str, *_: Any) -> None:
-        if is_compiling():  # a compiler traces anew what has hooks now
+        if is_compiling():  # a compiler retraces modules with new hooks
             return
         inside.append(_label(name))
         inside[-1].__enter__()
@@ -348,7 +341,7 @@ def _labels(worker: Any) -> Iterator[None]:
 
 
 def _roots(worker: Any) -> Iterator[torch.nn.Module]:
-    """The model, its draft model, and what samples."""
+    """Yield the model, its draft model and its sampler."""
     runner = getattr(worker, "model_runner", None)
     draft = getattr(runner, "get_draft_model", lambda: None)
     for found in (worker.get_model(), draft(), getattr(runner, "sampler", None)):
@@ -358,10 +351,10 @@ def _roots(worker: Any) -> Iterator[torch.nn.Module]:
 
 @contextmanager
 def _without_graphs(worker: Any) -> Iterator[None]:
-    """Inside the block vLLM runs no captured graph; padding stays what the graphs ask for."""
+    """Run no captured graphs during the block; batches are still padded for them."""
     runner = getattr(worker, "model_runner", None)
     with ExitStack() as stack:
-        for name in ("cudagraph_dispatcher", "cudagraph_manager"):  # of the older runner, the newer
+        for name in ("cudagraph_dispatcher", "cudagraph_manager"):  # older and newer runner
             dispatcher: Any = getattr(runner, name, None)
             if hasattr(dispatcher, "dispatch"):
                 vars(dispatcher)["dispatch"] = functools.partial(_uncaptured, dispatcher.dispatch)
@@ -378,5 +371,5 @@ def _uncaptured(dispatch: Callable[..., Any], *args: Any, **more: Any) -> Any:
     return dataclasses.replace(chosen, cg_mode=CUDAGraphMode.NONE)
 
 
-# A worker's process imports this module before it loads and compiles the model.
+# A worker imports this module before it loads and compiles the model.
 watch_compiler()

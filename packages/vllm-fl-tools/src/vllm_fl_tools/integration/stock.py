@@ -1,4 +1,4 @@
-"""vLLM's own forms of an op, called without an engine: what a user has where nothing is planned."""
+"""Calls vLLM's implementations of an op without an engine, for comparisons."""
 
 from __future__ import annotations
 
@@ -22,19 +22,12 @@ __all__ = ["apart", "stock_forms"]
 
 
 def stock_forms(op: str, binding: Binding, mode: Mode, device: torch.device) -> tuple[OpImpl, ...]:
-    """vLLM's own forms of `op`, by the contract's parameters: first what its layers run.
+    """Return vLLM's implementations of `op`, with the contract's parameters; layers' code first.
 
-    There may be several, since vLLM has a kernel for each kind of call; who calls one that is not
-    for its call gets a wrong result, or an exception. None where vLLM runs the op nowhere in this
-    mode, or has no function for it alone.
+    vLLM may have a kernel for each kind of call: each returns incorrect results or raises for other
+    calls. Empty if vLLM does not run the op in this mode, or has no separate function for it.
 
-    Compiled, a layer's own form is what Inductor makes of its plain PyTorch.
-
-    Args:
-        op: the op.
-        binding: its targets.
-        mode: how the engine runs the model.
-        device: the engine's.
+    In compiled mode, Inductor compiles a layer's PyTorch code.
     """
     _import_kernels()
     granted = frozenset(
@@ -60,7 +53,7 @@ def stock_forms(op: str, binding: Binding, mode: Mode, device: torch.device) -> 
     found: dict[Callable[..., object], OpImpl] = {}
     for form in ordered:
         if form is not None:
-            # Torch's operators are named after ids: two forms must not share one.
+            # torch names operators after ids, which must therefore be unique.
             number = f".{len(found)}" if found else ""
             named = dataclasses.replace(form, impl_id=form.impl_id + number)
             found.setdefault(form.fn, named)
@@ -68,10 +61,9 @@ def stock_forms(op: str, binding: Binding, mode: Mode, device: torch.device) -> 
 
 
 def _called(op: str, target: Target, device: torch.device) -> OpImpl | None:
-    """Return vLLM's kernel or function at a target, which no compiler traces.
+    """Return vLLM's kernel or function at a target that no compiler traces.
 
-    Returns:
-        None if this vLLM lacks it, or if it can only be called inside a call of the target.
+    None if this vLLM does not have it, or if it can only be called within a call of the target.
     """
     own: Callable[..., object] | None = None
     if isinstance(target, OperatorTarget) and not Operators().misfit(target, device):
@@ -84,18 +76,12 @@ def _called(op: str, target: Target, device: torch.device) -> OpImpl | None:
 
 
 def apart(binding: Binding, forms: Sequence[OpImpl]) -> dict[str, Callable[..., object]]:
-    """Id of a form of vLLM's -> what vLLM's graph has in its place, where that is less.
-
-    Args:
-        binding: the op's.
-        forms: what `stock_forms` gave for it.
-    """
+    """Return impl id -> the cheaper function in vLLM's graph, for results of `stock_forms`."""
     less = {target.plain: target.apart for target in binding.targets if target.apart is not None}
     return {form.impl_id: less[form.fn] for form in forms if form.fn in less}
 
 
 def _import_kernels() -> None:
-    """Load vLLM's compiled operators, as its workers do."""
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()

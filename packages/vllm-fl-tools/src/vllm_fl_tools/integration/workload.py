@@ -1,16 +1,16 @@
-"""One engine in a process of its own, which is told over its pipes what to generate.
+"""Runs one engine in a separate process, which answers requests over its pipes.
 
     python -m vllm_fl_tools.integration.workload '{"model": DIR, "options": {…}}'
 
-`arguments` in it are further ones as `vllm serve` takes them; of wrong ones it answers once, with
-`usage`, and ends. With `longest` in it, the engine takes sequences of so many tokens, or of as many
-as the model does where these are fewer. With `as_served`, it has what `vllm serve` gives it, and no
-`options`: its report is what its `ranks` say for a lock, and it ends then. Answers are lines of
-JSON on what was its standard output, and logs go to standard error. It answers once when it is
-ready: `report`, what the worker runs with, or null where vllm-fl steps aside; `vocabulary`, how
-many tokens there are; `length`, of how many a sequence may be; and `graph_tokens`, those of the
-largest graph that was captured, 0 where none was. Then it answers each line that it reads: an
-object whose one key is a method of `_Served`, and whose value has that method's arguments.
+Optional keys: `arguments`, as for `vllm serve` (if they are invalid, the only answer has `usage`);
+`longest`, the maximum tokens of a sequence, also limited by the model; `as_served`, which starts
+the engine like `vllm serve`, without `options`, reports its `ranks` for a lock file, and exits.
+
+Answers are lines of JSON on the original standard output; logs go to standard error. When the
+engine is ready, it writes the first answer: `report`, the worker report, or null without vllm-fl;
+`vocabulary`, the number of tokens; `length`, the maximum tokens of a sequence; `graph_tokens`, the
+tokens of the largest captured graph, 0 without graphs. Then it answers each line of input, an
+object with one key, a method of `_Served`, and the method's arguments as its value.
 """
 
 from __future__ import annotations
@@ -31,26 +31,25 @@ from ..cli._neighbours import attributed
 __all__ = ["FORCED", "Visit"]
 
 FORCED = "vllm_fl_forced"
-"""The key of a request's `extra_args` under which `integration.forcing` finds its tokens."""
+"""Key of a request's `extra_args` with the tokens for `integration.forcing`."""
 
 CERTAIN = 1e6
-"""What is added to a token's logit so that no other is the likeliest."""
+"""Added to a token's logit to make it the most likely token."""
 
 
 @dataclass(frozen=True)
 class Visit:
-    """What an engine does at one time: prompts of random tokens, each answered greedily, or with
-    its own last token again and again.
+    """Prompts of random tokens, answered greedily or by repeating their last token.
 
     Args:
-        seed: of the prompts, which are the same in every engine.
-        batch: prompts that run together.
-        prompt_tokens: of each prompt.
-        new_tokens: that are generated for each.
-        repeated: whether a prompt is answered with its last token. Engines that differ by a
-            rounding then compute the same steps; otherwise one of them may be sent tokens whose
-            steps take another time, as they do where experts are chosen by token.
-        times: how often in a row, each time with other prompts.
+        seed: of the prompts, equal in every engine.
+        batch: number of prompts that run together.
+        prompt_tokens: tokens of each prompt.
+        new_tokens: generated tokens for each prompt.
+        repeated: whether a prompt is answered with its last token. Engines with rounding
+            differences then compute the same steps. Otherwise they may generate different tokens,
+            and for example experts make the duration of a step depend on its tokens.
+        times: number of consecutive batches, each with other prompts.
     """
 
     seed: str
@@ -61,7 +60,7 @@ class Visit:
     times: int = 1
 
     def batches(self, vocabulary: int) -> list[list[list[int]]]:
-        """The token ids by prompt, each time. The first three ids often have a meaning."""
+        """Return the token ids of all prompts, without the often special ids 0 to 2."""
         pick = random.Random(self.seed)
         return [
             [
@@ -73,7 +72,7 @@ class Visit:
 
 
 class _Served:
-    """The engine, with what it can be asked: each public method's name is a kind of request."""
+    """The engine. The names of its public methods are the kinds of requests."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -88,10 +87,10 @@ class _Served:
         llm.llm_engine.step = step
 
     def visit(self, **told: Any) -> dict[str, Any]:
-        """A `Visit`: `tokens` per prompt, and the seconds of each of the engine's `steps`.
+        """Run a `Visit`; return `tokens` by prompt, and the seconds of the engine's `steps`.
 
         Raises:
-            RuntimeError: vLLM answered with other tokens than those that shall be repeated.
+            RuntimeError: vLLM did not repeat the tokens.
         """
         visit = Visit(**told)
         answers: list[list[int]] = []
@@ -111,16 +110,19 @@ class _Served:
     def score(
         self, prompts: list[list[int]], new_tokens: int, forced: list[list[int]] | None = None
     ) -> dict[str, Any]:
-        """How likely the engine holds tokens to be, with all prompts in one batch.
+        """Return the log-probabilities of tokens, with all prompts in one batch.
 
         Args:
             prompts: token ids.
-            new_tokens: that follow each prompt.
-            forced: those tokens, by prompt; None for the likeliest.
+            new_tokens: number of tokens after each prompt.
+            forced: these tokens, by prompt; None for the most likely ones.
 
         Returns:
-            By prompt `tokens`, those that followed; `prefill`, the log-probability of each of the
-            prompt's but the first; `decode`, of each of those that followed.
+            By prompt: `tokens`, the tokens after it; `prefill`, the log-probability of each token
+            of the prompt except the first; `decode`, of each token after it.
+
+        Raises:
+            RuntimeError: vLLM sampled tokens other than `forced`.
         """
         told = [{"extra_args": {FORCED: ids}} for ids in forced or ()] or [{}] * len(prompts)
         sampling = [_sampling(new_tokens, logprobs=0, prompt_logprobs=0, **more) for more in told]
@@ -141,14 +143,9 @@ class _Served:
         }
 
     def profile(self, visit: dict[str, Any], decode: bool, steps: int) -> dict[str, Any]:
-        """The profile of the first rank's steps of one kind, during a visit.
+        """Profile the first rank's steps during a visit, by `profiling.Profiling.vllm_fl_profile`.
 
-        Args:
-            visit: a `Visit`, by field.
-            decode, steps: as for `profiling.Profiling.vllm_fl_profile`.
-
-        Returns:
-            As `vllm_fl_profiled`.
+        `visit` has the fields of a `Visit`.
         """
         self._llm.collective_rpc("vllm_fl_profile", args=(decode, steps))
         try:
@@ -158,15 +155,15 @@ class _Served:
         return seen[0]
 
     def places(self) -> dict[str, Any]:
-        """What names in a profile stand for, as `profiling.Profiling.vllm_fl_places` says."""
+        """Return the result of `profiling.Profiling.vllm_fl_places`."""
         told: list[dict[str, Any]] = self._llm.collective_rpc("vllm_fl_places")
         return told[0]
 
     def _generate(self, prompts: list[list[int]], sampling: list[Any]) -> list[Any]:
-        """Generate for a batch whose requests all wait before the engine takes its first step.
+        """Generate for a batch; all requests wait before the engine's first step.
 
-        `LLM.generate` sends them one by one to the engine's process, which begins with what is
-        there: chance decides which are computed together, and with it how a sum is rounded.
+        `LLM.generate` sends them one by one to the engine's process, which starts with the first to
+        arrive: chance would decide which are computed together, and how sums are rounded.
         """
         llm, asked = self._llm, [{"prompt_token_ids": ids} for ids in prompts]
         if len(asked) == 1:
@@ -188,12 +185,11 @@ def _sampling(new_tokens: int, **more: Any) -> Any:
 
 
 def _of_tokens(by_position: Any, tokens: list[int]) -> list[float]:
-    """The log-probability of each token, out of what vLLM tells for its position."""
     return [told[token].logprob for told, token in zip(by_position, tokens, strict=True)]
 
 
 def _length(options: dict[str, Any]) -> int:
-    """How many tokens a sequence of the model may have; vLLM refuses to be asked for more."""
+    """Return the model's maximum tokens of a sequence; vLLM rejects requests for more."""
     from vllm.engine.arg_utils import EngineArgs
 
     length: int = EngineArgs(**options).create_model_config().max_model_len
@@ -201,17 +197,17 @@ def _length(options: dict[str, Any]) -> int:
 
 
 def _parsed(model: str, arguments: list[str]) -> dict[str, Any]:
-    """The fields of vLLM's EngineArgs that arguments of a command line give other values to.
+    """Return the EngineArgs fields that the command line changes.
 
     Raises:
-        WrongArguments: vLLM knows one of them not, or not with this value.
+        WrongArguments: vLLM rejects an argument.
     """
     plain, given = vars(arguments_of(model, ())), vars(arguments_of(model, arguments))
     return {name: value for name, value in given.items() if value != plain[name]}
 
 
 def _as_served(model: str, arguments: list[str]) -> dict[str, Any]:
-    """The answer of an engine as `vllm serve` starts one."""
+    """Start an engine like `vllm serve`, and return its answer."""
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -227,8 +223,8 @@ def _as_served(model: str, arguments: list[str]) -> dict[str, Any]:
 
 
 def _main(request: dict[str, Any]) -> None:
-    """Serve until standard input ends."""
-    # What an engine starts inherits descriptor 1 and prints there: keep the answers apart.
+    """Answer requests until standard input ends."""
+    # An engine's processes inherit descriptor 1 and print there: separate the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -250,7 +246,7 @@ def _main(request: dict[str, Any]) -> None:
         llm = LLM(**options)
     except WrongArguments as error:
         return answer(usage=str(error))
-    except ValueError as error:  # vLLM's configuration, whose parts contradict each other
+    except ValueError as error:  # contradictions in vLLM's configuration
         if not given:
             raise
         traceback.print_exc()

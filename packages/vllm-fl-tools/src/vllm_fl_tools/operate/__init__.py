@@ -1,1 +1,1 @@
-"""Files that operators read, as a plugin: metrics, the report, and the lock."""
+"""Plugin for operators: metrics, worker reports, and the comparison with a lock file."""

@@ -1,4 +1,4 @@
-"""An engine that nobody has started: what it would run, before it verifies anything."""
+"""Description of an engine that has not started, with its unverified plan."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Described:
-    """What an engine would run.
+    """The plan that an engine would start with.
 
     Args:
-        facts: what its configuration says.
-        plan: its plan. Verification may still take somebody out.
-        layers: op -> class of vLLM's -> how many layers of it the model has.
-        aside: why vLLM runs without vllm-fl, with an empty plan; empty where it does not.
-        differs: what differs from the lock that its settings name, a sentence each.
-        unasked: why vLLM was not asked; what it alone knows is missing then.
-        config: vLLM's configuration of it; None where vLLM was not asked.
+        facts: from its configuration.
+        plan: its plan. Verification may still disable implementations.
+        layers: op -> class of vLLM -> number of such layers in the model.
+        aside: why the engine runs stock vLLM, with an empty plan; empty if vllm-fl is active.
+        differs: differences from the lock file of the settings, one sentence each.
+        unasked: why vLLM could not be queried; the description is then incomplete.
+        config: vLLM's configuration; None if vLLM could not be queried.
     """
 
     facts: EngineFacts
@@ -37,7 +37,7 @@ class Described:
 
     @property
     def ends(self) -> list[str]:
-        """Why the start would end before it verifies anything."""
+        """The reasons why startup would fail before verification."""
         found = [entry.unmet for entry in self.plan.entries.values()]
         table = self.facts.settings.tuned
         if table is not None and table.unused and self.plan.strict:
@@ -46,5 +46,5 @@ class Described:
 
     @property
     def has_model(self) -> bool:
-        """Whether it is known which model it serves; of any other, every op is planned."""
+        """Whether the model is known. Otherwise every op is planned."""
         return self.facts.dtype is not None

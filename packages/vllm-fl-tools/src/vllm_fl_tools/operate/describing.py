@@ -1,7 +1,7 @@
-"""What an engine would run, before it verifies anything: the one answer for engines and verbs.
+"""Describes what an engine would run, before verification.
 
-A worker asks for the facts of its configuration, and for the plan of these. The command line makes
-the same configuration, from the same arguments, and asks for the same.
+Workers and verbs use the same functions: a worker on its configuration, a verb on the configuration
+that vLLM makes of the same arguments.
 """
 
 from __future__ import annotations
@@ -28,29 +28,22 @@ if TYPE_CHECKING:
 
 
 def describe(arguments: EngineArgs, usage_context: UsageContext | None) -> Described:
-    """What an engine of these arguments would run on this machine.
+    """Describe the engine that these arguments would start on this machine.
 
     Args:
-        arguments: the engine's, as `vllm serve` or `vllm.LLM` makes them.
-        usage_context: which of the two: vLLM's largest batch depends on it.
+        arguments: as made by `vllm serve` or `vllm.LLM`.
+        usage_context: which of the two made them: vLLM's largest batch depends on it.
 
     Raises:
-        SettingsError: a setting is wrong, and the engine would not start.
-        PluginError: as in a start.
-        Exception: vLLM cannot serve the model with these arguments; whatever it raises.
+        SettingsError: a setting is invalid, and the engine would not start.
+        PluginError: as at startup.
+        Exception: from vLLM, if it cannot serve the model with these arguments.
     """
     return _described(arguments.create_engine_config(usage_context))
 
 
 def describe_any(mode: Mode) -> Described:
-    """The same of an engine of which no model is known: every op, in its order.
-
-    Args:
-        mode: how the engine runs its model.
-
-    Raises:
-        SettingsError, PluginError: as in `describe`.
-    """
+    """Describe an engine of an unknown model: every op is planned. Raises like `describe`."""
     from vllm.config import CompilationConfig, CompilationMode, VllmConfig
     from vllm.plugins import load_general_plugins
 
@@ -60,10 +53,12 @@ def describe_any(mode: Mode) -> Described:
 
 
 def stands_aside() -> str:
-    """Why engines of this process run vLLM as it is, once vLLM has loaded its plugins; or nothing.
+    """Return why engines of this process run stock vLLM; empty if they use vllm-fl.
+
+    Call it after vLLM has loaded its plugins.
 
     Raises:
-        SettingsError: a variable that says how to start is wrong.
+        SettingsError: a startup variable is invalid.
     """
     from vllm.platforms import current_platform
 
@@ -86,7 +81,7 @@ def _described(config: VllmConfig) -> Described:
         compiled = config.compilation_config.mode not in (None, CompilationMode.NONE)
         mode: Mode = "compiled" if compiled else "eager"
         settings = get_default_manager().settings
-        assert settings is not None  # the default manager finds its own plugins
+        assert settings is not None  # the default manager always loads settings
         model = config.model_config
         facts = EngineFacts(settings, mode, dtype=model.dtype if model else None)
         return Described(facts, Plan(mode, {}), aside=aside, config=config)

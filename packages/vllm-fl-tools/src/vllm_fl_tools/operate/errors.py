@@ -1,4 +1,4 @@
-"""The error of an engine that differs from its lock."""
+"""Error of an engine that differs from its lock file."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["LockError"]
 
 
 class LockError(StartError):
-    """An engine differs from what its lock has.
+    """The engine differs from its lock file.
 
     Attributes:
-        file: the lock.
-        differences: what differs, one sentence without a full stop each.
+        file: path of the lock file.
+        differences: one sentence each, without a full stop.
     """
 
     code = "FL505"

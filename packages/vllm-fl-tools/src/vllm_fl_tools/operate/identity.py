@@ -1,4 +1,4 @@
-"""The machine and the code that runs on it, by name and version."""
+"""Names and versions of the machine and of the code that runs on it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def identity(device: torch.device, owners: Iterable[Owner]) -> dict[str, str]:
-    """Return the device, its driver, and version and code of what computes on it, by name.
+    """Return the device, the driver, and the versions and code hashes of packages, by name.
 
     Args:
         device: the device that the ops run on.
-        owners: the owners of implementations and ops, and of the libraries that these call.
+        owners: of implementations and ops, and of the libraries that these call.
     """
     import torch
 
@@ -31,7 +31,7 @@ def identity(device: torch.device, owners: Iterable[Owner]) -> dict[str, str]:
         facts["driver"] = driver
     facts |= versions()
     for owner in owners:
-        # The name of an entry point is no module's; that of a module which the user named is.
+        # `plugin` is the name of an entry point, unless the user set a module.
         of_code = code_facts(owner, "" if owner.distribution else owner.plugin)
         name = owner.distribution or owner.plugin
         facts[name] = f"{owner.version} {of_code['source']}"
@@ -40,7 +40,6 @@ def identity(device: torch.device, owners: Iterable[Owner]) -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """The processor's name."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -51,7 +50,7 @@ def cpu_name() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device, as vLLM's platform has it."""
+    """Return torch's name of a device; without one, the device's type."""
     import torch
 
     named = getattr(getattr(torch, device.type, None), "get_device_name", None)
@@ -60,7 +59,7 @@ def device_name(device: torch.device) -> str:
 
 @cache
 def _driver(device: torch.device) -> str | None:
-    """The version of the device's driver, where torch or its vendor's tool tells it."""
+    """Return the version of the NVIDIA driver; None if unknown, or if the device is not CUDA."""
     import subprocess
 
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Compares an engine, or its preview, with a lock: JSON of what it is made of, and of its plan."""
+"""Compares an engine, or its description, with a lock file: its facts and its plan, as JSON."""
 
 from __future__ import annotations
 
@@ -34,35 +34,32 @@ if TYPE_CHECKING:
 log = get_logger("engine")
 
 FREE = re.compile("config|platform_files|table|lock|log_level|debug|metrics|shadow")
-"""Settings without effect on results, and those that name files, which are compared instead."""
+"""Settings that do not affect results, and settings of files, which are compared by content."""
 
 ALIASES = re.compile(
     "cache_dtype|policy|mode|backend|splitting_ops|compile_sizes|use_inductor_graph_partition"
 )
-"""Fields of vLLM's configuration that arguments of other names set."""
+"""Fields of vLLM's configuration that are set by arguments with other names."""
 
 OF_HOST = re.compile(
     r"(?i)^_|(^|_)(rank|ports?|addr|address|host|ip|ids?|dir|path|root|endpoint|url|cls|name"
     r"|tokenizer|memory_bytes|bind)$|^(model|model_weights|shutdown_timeout)$|^VLLM_DP_"
     r"|^(compilation|additional)_config$|^ir_op_priority$|logging|observability|profiler"
 )
-"""Names of what differs between hosts and startups without effect on results, and of fields that
-have our own changes: `EngineFacts` has what the user wrote there."""
+"""Names that differ between hosts and startups without effect on results, and fields that vllm-fl
+changes itself: `EngineFacts` has the user's values of these."""
 
 OF_MODEL = ("argument", "model configuration", "plan")
-"""The facts that only an engine of a known model has."""
+"""Facts that only an engine with a model has."""
 
 SHOWN = 12
-"""Differences that are reported at most."""
+"""Maximum number of reported differences."""
 
 
 def facts_of_lock(facts: EngineFacts, config: VllmConfig, device: torch.device) -> dict[str, Any]:
-    """Return what an engine is made of, as JSON without paths and secrets.
+    """Return the facts that a lock file records, as JSON without paths and secrets.
 
-    Args:
-        facts: the engine's facts.
-        config: vLLM's configuration, as a worker begins with it.
-        device: the device that the engine runs on.
+    `config` is vLLM's configuration as the worker received it.
     """
     import torch
 
@@ -89,12 +86,9 @@ def facts_of_lock(facts: EngineFacts, config: VllmConfig, device: torch.device) 
 
 @dataclasses.dataclass
 class Lock:
-    """The lock of an engine.
+    """Compares an engine, and its facts before verification, with its lock file.
 
-    Args:
-        engine: the engine; its settings name a lock.
-        facts: what it is made of, before verification.
-        differs: what differs on any rank, one line each.
+    `differs` has the differences on any rank, one line each.
     """
 
     engine: Engine
@@ -102,7 +96,7 @@ class Lock:
     differs: list[str] = dataclasses.field(default_factory=list)
 
     def compare_facts(self) -> None:
-        """Compare what the ranks are made of, before anything runs. Raises LockError."""
+        """Compare the facts of all ranks, before anything runs. Raises LockError."""
         mine = differences(self._locked, self.facts)
         for rank, lines in enumerate(self.engine.gather("compare with the lock", mine)):
             new = [line for line in lines if line not in self.differs]
@@ -110,11 +104,11 @@ class Lock:
         self._end_or_warn(self.differs)
 
     def compare_plan(self) -> None:
-        """Compare the verified plan, which all ranks share. Raises LockError, on rank 0."""
+        """Compare the verified plan, which all ranks share. Raises LockError on rank 0."""
         engine, locked = self.engine, self._locked
         if engine.rank == 0 and locked.facts:
             lines = _lines(labels(engine.plan), locked.result["ops"], "plan ")
-            if engine.plan.place <= 1:  # the operators of a process's second engine are renamed
+            if engine.plan.place <= 1:  # operators of a second engine in a process have other names
                 lines = lines or _lines(engine.digest, locked.result["digest"], "digest ")
             self.differs += lines
             self._end_or_warn(lines)
@@ -141,7 +135,7 @@ class Lock:
             log.warning("This engine differs from the lock %s [%s]%s", file, LockError.code, each)
 
     def told(self) -> dict[str, Any]:
-        """Return what a lock file has."""
+        """Return the contents of a lock file."""
         disabled: dict[str, dict[str, str]] = {}
         for (op, impl_id), each in sorted(self.engine.disabled.items()):
             disabled.setdefault(op, {})[impl_id] = each.reason
@@ -151,18 +145,15 @@ class Lock:
 
 
 def labels(plan: Plan) -> dict[str, str]:
-    """Op -> its implementation, as `PlanEntry.label` has it."""
+    """Return the plan's ops with the labels of their implementations."""
     return {op: entry.label for op, entry in plan.entries.items()}
 
 
 def differences(locked: Locked, now: Mapping[str, Any]) -> list[str]:
-    """Return the differences between an engine's facts and a lock's, one line each.
+    """Return the differences between an engine's facts and a lock file, one line each.
 
-    The plan follows from the other facts: it is compared only if these are equal.
-
-    Args:
-        locked: the lock.
-        now: the engine's facts. Without a model, the lock's facts of a model are ignored.
+    The plan follows from the other facts, so it is compared only if these are equal. If the engine
+    has no model, the lock file's facts of a model are ignored.
     """
     if not locked.facts:
         return []
@@ -178,7 +169,6 @@ def differences(locked: Locked, now: Mapping[str, Any]) -> list[str]:
 
 
 def _lines(now: Any, then: Any, name: str = "") -> list[str]:
-    """Return a line for each value that differs between two JSON values."""
     if isinstance(now, Mapping) or isinstance(then, Mapping):
         ours, theirs = now or {}, then or {}
         keys = sorted({*ours, *theirs})
@@ -190,7 +180,7 @@ def _lines(now: Any, then: Any, name: str = "") -> list[str]:
 
 
 def _settings(settings: Settings) -> dict[str, Any]:
-    """Return what the user set."""
+    """Return the user's settings that affect results, and the tuning table's choices."""
     found: dict[str, Any] = {
         key: _plain(setting.value, is_secret(key))
         for key, setting in settings.chosen.items()
@@ -205,7 +195,7 @@ def _settings(settings: Settings) -> dict[str, Any]:
 
 
 def _variables() -> dict[str, Any]:
-    """Return the variables on which code that vLLM compiles depends."""
+    """Return the environment variables that affect the code that vLLM compiles."""
     from vllm import envs
 
     factors: dict[str, Any] = getattr(envs, "compile_factors", dict)()
@@ -217,7 +207,7 @@ def _variables() -> dict[str, Any]:
 
 
 def _arguments(facts: EngineFacts, config: VllmConfig) -> dict[str, Any]:
-    """Return vLLM's arguments, and what it has made of those that were not given."""
+    """Return vLLM's arguments, including the values that vLLM chose itself."""
     from vllm.engine.arg_utils import EngineArgs
 
     added = {*entry_of(config).get("enabled", ())}
@@ -238,7 +228,7 @@ def _arguments(facts: EngineFacts, config: VllmConfig) -> dict[str, Any]:
 
 
 def _plain(value: Any, hides: bool = False) -> Any:
-    """Return a value as JSON, without paths, and without the texts of a secret (`hides`)."""
+    """Return a value as JSON, without paths, and without texts if it is a secret (`hides`)."""
     if isinstance(value, str):
         return HIDDEN if hides else "(a path)" if os.path.isabs(value) else scrub(value)
     if isinstance(value, Enum):

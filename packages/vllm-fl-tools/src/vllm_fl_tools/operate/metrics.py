@@ -1,4 +1,4 @@
-"""A plan's counters as a file for Prometheus, by node_exporter's textfile collector."""
+"""A plan's counters as a file for Prometheus (node_exporter's textfile collector)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FAMILIES = {
     "vllm_fl_shadow_wrong_total": "Compared calls beyond the tolerance.",
     "vllm_fl_shadow_worst_share": "The worst error, over the tolerance.",
 }
-"""Metric -> its help. A total is a counter, the others are gauges."""
+"""Metric -> its help. Names that end in `_total` are counters, the others gauges."""
 
 
 def exposition(
@@ -41,20 +41,19 @@ def exposition(
     """Return a plan and its counters in Prometheus' text format.
 
     prometheus_client's Counter and Gauge are not used: under PROMETHEUS_MULTIPROC_DIR they map
-    files into memory, and a full disk then ends the worker.
+    files into memory, and a full disk then kills the worker.
 
     Args:
-        plan: the plan that serves.
-        digest: the plan's.
-        worker: labels of every sample, which differ between workers.
-        shadow: the shadow's part of the worker's report; None without one.
-        lock_differs: whether the engine differs from its lock.
+        plan, digest: the current plan.
+        worker: labels that identify the worker, for every sample.
+        shadow: the shadow check's part of the worker report; None without it.
+        lock_differs: whether the engine differs from its lock file.
     """
     from prometheus_client import generate_latest
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     record = plan.record
-    # A counter that exists from the start lets Prometheus see its first step.
+    # Counters start at 0: Prometheus cannot see the first increment otherwise.
     zero = {(op, i.impl_id): 0 for op, entry in plan.entries.items() for i in entry.impls}
     plan_info = {(op, e.label, plan.mode, digest): 1 for op, e in plan.entries.items()}
     samples: dict[str, Mapping[Any, float]] = {
@@ -99,9 +98,9 @@ def metrics_file(
 
     Args:
         engine: the engine.
-        named: the file that the user names. Each worker has one of its own in the same directory
-            (`of_worker`). The label `engine` is its name without the ending.
-        lock: returns the differences from the lock.
+        named: the user's path. Its name without suffix is the label `engine`, and its directory
+            gets the file of each worker (`of_worker`).
+        lock: returns the differences from the lock file.
         every: seconds between two writes.
     """
     path = Path(named)

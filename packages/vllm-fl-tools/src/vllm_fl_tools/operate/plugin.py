@@ -1,4 +1,4 @@
-"""The lock, the metrics and the report of an engine, as a plugin."""
+"""Plugin for the lock file, the metrics and the worker report of an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_fl.settings.schema import Settings
 
 @hookimpl
 def process_start() -> None:
-    """Show the workers' metrics on vLLM's own `/metrics`."""
+    """Add the workers' metrics to vLLM's `/metrics`."""
     if file := os.environ.get(Settings.metrics.variable):
         from .scraping import show
 
@@ -23,7 +23,7 @@ def process_start() -> None:
 
 @hookimpl
 def inspect_plan(engine: Any, moment: Moment) -> Mapping[Key, Objection] | None:
-    """End the startup of an engine that differs from its lock."""
+    """Fail the startup of an engine that differs from its lock file."""
     from .locking import Lock, facts_of_lock
 
     is_first = moment is Moment.PLANNED and Lock not in engine.state
@@ -37,14 +37,14 @@ def inspect_plan(engine: Any, moment: Moment) -> Mapping[Key, Objection] | None:
 
 @hookimpl
 def engine_session(engine: Any) -> AbstractContextManager[object] | None:
-    """Write the engine's metrics and its report to files."""
+    """Write the engine's metrics and its worker report to files."""
     metrics = engine.facts.settings.metrics
     return None if metrics is None else _files(engine, metrics)
 
 
 @hookimpl
 def worker_report(engine: Any) -> Mapping[str, object] | None:
-    """Report what `vllm-fl plan --save` writes."""
+    """Report the contents of the lock file that `vllm-fl plan --save` writes."""
     from .locking import Lock
 
     return {"lock": engine.state[Lock].told()} if Lock in engine.state else None

@@ -1,4 +1,4 @@
-"""The report that outlives an engine: what a worker ran with, counted and died of, as a file."""
+"""Worker report as a file that outlives the engine: its plan, counters and failure."""
 
 from __future__ import annotations
 
@@ -24,15 +24,11 @@ SCHEMA = 1
 
 @contextmanager
 def session(engine: Engine, metrics: str, lock: Callable[[], Sequence[str]]) -> Iterator[None]:
-    """Write the engine's report to a file until it ends. The file stays.
+    """Write the worker report to a file until the engine ends, and keep the file.
 
-    It is in the directory of the metrics. Each rank and replica but the first has its number in the
-    name of its file.
-
-    Args:
-        engine: the engine.
-        metrics: the metrics file that the user names.
-        lock: returns the differences from the lock.
+    The file is in the directory of `metrics`, the user's path of the metrics file. Its name has the
+    rank and the replica, except for rank 0 of the first replica. `lock` returns the differences
+    from the lock file.
     """
     settings = engine.facts.settings
     rank, replica = engine.rank, engine.replica
@@ -52,7 +48,7 @@ def session(engine: Engine, metrics: str, lock: Callable[[], Sequence[str]]) -> 
     }
 
     def text() -> str | None:
-        if engine.plan.record.is_aside:  # its counters are not those of the engine's calls
+        if engine.plan.record.is_aside:  # the current calls are not counted
             return None
         failures = [
             {"op": op, "impl": impl_id, "why": scrub(why)}
@@ -88,7 +84,7 @@ def session(engine: Engine, metrics: str, lock: Callable[[], Sequence[str]]) -> 
 
 
 def _set(settings: Settings) -> Iterator[Setting]:
-    """What the user has set, or was detected; not the orders of plugins' files."""
+    """Yield settings that are not defaults, except orders from plugins' files."""
     for setting in settings.values():
         is_plugins = not getattr(setting.value, "pinned", True) or setting.key == "platform_files"
         if setting.origin != "default" and not is_plugins:

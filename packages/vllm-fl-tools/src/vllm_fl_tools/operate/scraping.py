@@ -1,9 +1,9 @@
-"""The workers' metrics on vLLM's own `/metrics`: the API server's process reads their files.
+"""Adds the workers' metrics to vLLM's `/metrics`: the API server reads the workers' files.
 
-vLLM shows prometheus_client's registry there. Where there are several API servers, or the user sets
-PROMETHEUS_MULTIPROC_DIR, it shows another one, which has a `MultiProcessCollector` alone. Both get
-what the files say. A worker writes nothing but its file: prometheus_client's own files are mapped
-into memory, and a disk that is full would end the process that writes them.
+vLLM serves prometheus_client's registry. With several API servers or PROMETHEUS_MULTIPROC_DIR, it
+serves another registry, with only a `MultiProcessCollector`. This module adds the metrics to both.
+Workers do not use the files of prometheus_client: these are mapped into memory, and a full disk
+kills the process that writes them.
 """
 
 from __future__ import annotations
@@ -21,26 +21,23 @@ from vllm_fl.logs import get_logger
 from vllm_fl.text import quote
 
 PATIENCE = 1.0
-"""Seconds that a scrape waits for the files: the server answers no request meanwhile."""
+"""Seconds that a scrape waits for the files: the server does not answer requests in this time."""
 
 OURS = "vllm_fl_"
 
 Written = tuple[str, int, int]
-"""A file as it was written once: its path, its number and its time."""
+"""A version of a file: (path, inode, modification time in ns)."""
 
 log = get_logger("engine")
 
 _shown: dict[str, Scraped] = {}
-"""What the user has named -> what this process shows of it."""
+"""The user's path -> the collector of this process for it."""
 
 
 def show(named: str) -> None:
-    """Let whatever this process shows of prometheus_client have the workers' metrics; once.
+    """Add the workers' metrics to the output of prometheus_client in this process; once.
 
-    Without prometheus_client nothing is shown, nor where it is another than we know.
-
-    Args:
-        named: the file of VLLM_FL_METRICS.
+    Has no effect if prometheus_client is missing or unsupported. `named` is VLLM_FL_METRICS.
     """
     if named in _shown:
         return
@@ -59,16 +56,12 @@ def show(named: str) -> None:
 
         REGISTRY.register(scraped)
         collector.collect = collect
-    except Exception as error:  # vLLM dies of what a general plugin raises
+    except Exception as error:  # an exception from a general plugin would stop vLLM
         log.debug("VLLM_FL_METRICS: not on /metrics: %s", quote(error))
 
 
 class Scraped:
-    """A collector of what the workers of this machine have written.
-
-    Args:
-        named: the file that the user names.
-    """
+    """A collector of the metrics that workers on this machine have written to the user's path."""
 
     def __init__(self, named: str) -> None:
         path = Path(named)
@@ -82,8 +75,11 @@ class Scraped:
         self._read: dict[str, Any] = {}
 
     def collect(self) -> Iterable[Any]:
-        """The families of all workers' files. It never raises, since vLLM's own would be lost:
-        a file that cannot be read gives none, nor does a file system that does not answer."""
+        """Return the metric families of all workers' files.
+
+        An exception would hide vLLM's metrics. Unreadable files are therefore skipped, and the
+        result is empty if the file system does not respond within `PATIENCE`.
+        """
         try:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._reread, daemon=True)
@@ -97,7 +93,7 @@ class Scraped:
     def _reread(self) -> None:
         families: dict[str, Any] = {}
         with suppress(OSError):
-            # What lay there before this process is of an engine that was killed.
+            # Earlier files are from engines that were killed.
             for written in sorted(set(self._written()) - self._left):
                 try:
                     found = _families(Path(written[0]).read_text(encoding="utf-8"))
@@ -121,10 +117,10 @@ class Scraped:
 
 
 def _families(text: str) -> dict[str, Any]:
-    """A worker's file by the names of its metrics, all of which are ours.
+    """Parse a worker's file: metric name -> family.
 
     Raises:
-        ValueError: it is no worker's.
+        ValueError: the file has a metric of another program.
     """
     from prometheus_client.parser import text_string_to_metric_families
 

@@ -1,4 +1,4 @@
-"""Files with the current state of a worker, written by a thread again and again."""
+"""State of a worker in a file that a thread rewrites periodically."""
 
 from __future__ import annotations
 
@@ -14,23 +14,20 @@ from vllm_fl.text import quote
 from vllm_fl_tools.files import Draft
 
 EVERY = 20.0
-"""Seconds from one writing to the next: collectors read every 15 to 60."""
+"""Seconds between two writes: collectors usually read every 15 to 60 s."""
 
 PATIENCE = 1.0
-"""Seconds that `close` waits for a file system that does not answer; three times as long where the
-file stays, whose last state counts."""
+"""Seconds that `close` waits for a file system that does not respond; three times as long if the
+file is kept, because its last state matters."""
 
 log = get_logger("engine")
 
 
 def of_worker(named: str | Path, rank: int | str, replica: int) -> Path:
-    """Return the path of a worker's file, made from the one that the user sets.
+    """Return the path of a worker's file, from the user's path `named`.
 
-    Args:
-        named: `vllm.prom` becomes `vllm.rank0.prom`, and `vllm.dp1.rank0.prom` for the second
-            replica of data parallelism.
-        rank: the worker's, within its replica.
-        replica: which one, from 0.
+    `vllm.prom` becomes `vllm.rank0.prom`, and `vllm.dp1.rank0.prom` for the second replica of data
+    parallelism. Replicas are numbered from 0.
     """
     path = Path(named)
     of_replica = f".dp{replica}" if replica else ""
@@ -38,18 +35,18 @@ def of_worker(named: str | Path, rank: int | str, replica: int) -> Path:
 
 
 class StateFile:
-    """Writes what is so now to a file until it is closed, from a thread of its own.
+    """Writes the current state to a file from a thread, until it is closed.
 
-    The file is written beside its place and then put there, so that who reads it finds it whole.
-    One that cannot be written is said once and tried again.
+    The text replaces the file atomically: readers never see an incomplete file. Only the first
+    failure is logged; every failure is retried.
 
     Args:
-        variable: the setting that names it, for the log.
-        named: the file that the user names.
-        path: the worker's own.
-        text: what is so now; None where that is not to be told, or changes at this moment.
-        stays: whether it is written once more when it is closed, and stays. Else it goes.
-        every: seconds from one writing to the next.
+        variable: the setting that enables the file, for the log.
+        named: the user's path.
+        path: the worker's path.
+        text: returns the current state; None to skip this write.
+        stays: whether `close` writes the file a last time and keeps it, instead of deleting it.
+        every: seconds between two writes.
     """
 
     def __init__(
@@ -70,11 +67,11 @@ class StateFile:
         self._thread.start()
 
     def renew(self) -> None:
-        """Let the thread write it at once: what is so has become another thing."""
+        """Wake the thread to write now: the state has changed."""
         self._woken.set()
 
     def close(self) -> None:
-        """End the thread, and leave the file as it is then or take it away; again does nothing."""
+        """Stop the thread and write the last state or delete the file. May be called repeatedly."""
         self._is_closed = True
         self._woken.set()
         self._thread.join(3 * PATIENCE if self._stays else PATIENCE)
@@ -99,7 +96,7 @@ class StateFile:
                 return
             with Draft(self.path) as draft:
                 draft.put(text.encode(errors="replace"))
-        except Exception as error:  # whatever it is, the engine serves on
+        except Exception as error:  # the engine must continue to serve
             if not self._is_said:
                 self._is_said = True
                 log.warning(

@@ -1,4 +1,4 @@
-"""The list of checks, the cases that they make of an implementation, and running them."""
+"""The checks, and the test cases that they make for an implementation."""
 
 from __future__ import annotations
 
@@ -23,22 +23,18 @@ __tracebackhide__ = HIDDEN
 
 @dataclass(frozen=True)
 class Check:
-    """One property that every implementation must have.
+    """A property that every implementation must have.
 
     Args:
-        function: raises AssertionError where an implementation lacks it.
-        each: what it is run on: each sample, each bad input, each family of models, each dtype, or
-            once for the op.
+        function: raises AssertionError without it.
+        each: its unit: a sample, bad input, family of models, dtype, or the op.
     """
 
     function: Callable[[Subject, str, str], None]
     each: Literal["sample", "bad input", "family", "dtype", "op"]
 
     def run(self, subject: Subject, dtype: str, sample: str) -> None:
-        """Run it, and set the state of the process as it was.
-
-        What one check's calls leave changed, the next one would take for the state to compare with.
-        """
+        """Run it, and restore the state of the process for the next check."""
         before = process_state.state_of(subject.device)
         try:
             self.function(subject, dtype, sample)
@@ -63,12 +59,12 @@ CHECKS: dict[str, Check] = {
     "spawn": Check(processes.spawn, "dtype"),
     "engine": Check(engine.engine, "op"),
 }
-"""Every check by name, the quick ones first."""
+"""Check by name, the fast ones first."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One test: a check on an op, in a dtype and with a sample where the check has them."""
+    """One test: a check of an op, with a dtype and a sample if the check uses them."""
 
     op: str
     check: str
@@ -81,14 +77,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Failure:
-    """A case that did not pass, and why."""
+    """A case that did not pass, and the reason."""
 
     case: Case
     reason: str
 
 
 def cases_of(subject: Subject) -> Iterator[Case]:
-    """The tests of an implementation; where it is not available, the one that says so."""
+    """Yield the cases of an implementation; only `availability` if it is not available."""
     op = subject.impl.op_name
     available = subject.impl.availability() is True
     for name, check in CHECKS.items() if available else [("availability", CHECKS["availability"])]:
@@ -96,7 +92,7 @@ def cases_of(subject: Subject) -> Iterator[Case]:
             yield Case(op, name)
             continue
         if check.each == "family":
-            if subject.sizes != SIZES:  # its test has named the model to try
+            if subject.sizes != SIZES:  # the test sets its own model
                 continue
             dtype = served_dtype(subject.spec)
             yield from (Case(op, name, dtype, family) for family in families_of(subject.spec))
@@ -117,15 +113,15 @@ def failures(
     without: Collection[str] = ("spawn", "engine"),
     deadline: float = 120.0,
 ) -> Iterator[Failure]:
-    """Run the checks on one implementation, installed or not, and give what does not pass.
+    """Run the checks on one implementation, installed or not, and yield the failures.
 
-    Lazy: `next(failures(impl), None)` stops at the first. What the implementation refuses passes.
+    It is lazy: `next(failures(impl), None)` stops at the first failure. Unsupported calls pass.
 
     Args:
-        impl: the implementation of a contract's op.
-        device: where it runs.
-        without: the checks to leave out; `spawn` and `engine` need an installed backend.
-        deadline: seconds that a child process may take.
+        impl: an implementation of an op with a contract.
+        device: to run on.
+        without: checks to omit; `spawn` and `engine` need an installed backend.
+        deadline: time limit of a child process, in seconds.
     """
     subject = Subject(impl, torch.device(device), deadline=deadline)
     for case in cases_of(subject):

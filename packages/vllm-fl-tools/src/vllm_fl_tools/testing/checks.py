@@ -1,7 +1,7 @@
-"""The checks on calls: values, memory, bad inputs, refusals, repetition.
+"""Checks of calls: values, memory, bad inputs, unsupported calls, determinism.
 
-Each takes the subject, a dtype and a sample's name (empty where the check takes all of them), and
-raises AssertionError that says what is wrong, or Refused.
+Arguments are the subject, a dtype and a sample's name (empty if the check uses all samples). Checks
+raise AssertionError for a fault, and Refused for an unsupported call.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ __tracebackhide__ = HIDDEN
 
 
 def availability(subject: Subject, dtype: str, sample: str) -> None:
-    """It runs on this machine."""
+    """It is available on this machine."""
     verdict = subject.impl.availability()
     if verdict is not True:
         raise Refused(f"{subject.impl.impl_id} is not available: {verdict}")
 
 
 def declaration(subject: Subject, dtype: str, sample: str) -> None:
-    """A registry takes it: parameters and consumed arguments are the contract's."""
+    """Its parameters and consumed arguments match the contract, so it can be registered."""
     try:
         subject.registry()
     except PluginError as error:
@@ -61,10 +61,9 @@ def declaration(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def values(subject: Subject, dtype: str, sample: str) -> None:
-    """The result is the oracle's, its memory its own, and all else is as it was: other memory, and
-    the state of the process."""
+    """The result is correct, in its own memory; other memory and process state are unchanged."""
     run = partial(compare, subject.impl, subject.spec, subject.sample(dtype, sample), _torch(dtype))
-    torch.rand((), device=subject.device)  # earlier calls of a kernel that seeds left its own state
+    torch.rand((), device=subject.device)  # reveals a kernel that always sets the same seed
     before = process_state.state_of(subject.device)
     judge(run(packed=True))
     again = partial(run, wanted=())
@@ -73,7 +72,7 @@ def values(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def families(subject: Subject, dtype: str, sample: str) -> None:
-    """The calls of a public model, with few tokens; what is refused of them is left out."""
+    """The supported calls of a public model, with few tokens, are correct."""
     refused: Refused | None = None
     taken = False
     for call in calls_of(subject.spec, sample, subject.device):
@@ -87,7 +86,7 @@ def families(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def bad_inputs(subject: Subject, dtype: str, sample: str) -> None:
-    """`call_op` blames the caller, by argument, and not the implementation."""
+    """The error of `call_op` names the invalid argument, and does not blame the implementation."""
     subject.needs_no_layer()
     bad = next(b for b in subject.bad_inputs(dtype) if b.name == sample)
     manager = subject.manager()
@@ -107,7 +106,7 @@ def bad_inputs(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def call_op(subject: Subject, dtype: str, sample: str) -> None:
-    """`call_op` changes no argument, also if it is consumed, except caches."""
+    """`call_op` changes no argument except caches, not even consumed arguments."""
     subject.needs_no_layer()
     manager, op = subject.manager(), subject.spec.name
     caches = subject.impl.consumes & subject.spec.caches
@@ -116,12 +115,12 @@ def call_op(subject: Subject, dtype: str, sample: str) -> None:
     )
     for each in subject.samples(dtype):
         result = compare(through, subject.spec, each, _torch(dtype))
-        if not isinstance(result.error, AllFailedError):  # it refused inside: nothing was run
+        if not isinstance(result.error, AllFailedError):  # unsupported: nothing ran
             judge(result, each, skips=False)
 
 
 def determinism(subject: Subject, dtype: str, sample: str) -> None:
-    """Two calls with the same inputs give the same bits."""
+    """Two calls with equal inputs give identical bits."""
     for each in subject.samples(dtype):
         if subject.accepts(each):
             first, second = (subject.bits(fresh(each)) for _ in range(2))
@@ -129,13 +128,13 @@ def determinism(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def refusals(subject: Subject, dtype: str, sample: str) -> None:
-    """`supports` answers True or a reason; other values or another batch change nothing.
+    """`supports` returns True or a reason, independently of values and batch size.
 
-    Another device does: a kernel would read memory that is not its own. What a compiler looks into
-    is not asked, since PyTorch runs anywhere.
+    It must reject tensors on another device, because its kernel cannot run there. Traceable
+    implementations may accept them, since PyTorch runs anywhere.
     """
     impl = subject.impl
-    if not states_support(impl) or impl.needs_layer:  # the older form is not asked
+    if not states_support(impl) or impl.needs_layer:  # `supports` is missing or unused
         return
     device = "meta" if subject.device.type == "cpu" else "cpu"
     for each in subject.samples(dtype):
@@ -161,12 +160,12 @@ def refusals(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def states_support(impl: OpImpl) -> bool:
-    """Whether `impl` brought a `supports`, beside what registering gave it."""
+    """Return whether `impl` has its own `supports`; registering adds one otherwise."""
     return impl.supports is not None and inspect.unwrap(impl.supports) is not nothing
 
 
 def serving(subject: Subject, dtype: str, sample: str) -> None:
-    """At least one call of a served model is accepted; whole dtypes may be refused, but not all."""
+    """It supports a call of a served model; some dtypes may be unsupported, but not all."""
     reasons = _refused_by(subject, dtype)
     if not reasons:
         return
@@ -178,10 +177,10 @@ def serving(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def preflight(subject: Subject, dtype: str, sample: str) -> None:
-    """What an engine runs before it serves finds no fault."""
+    """Verification at engine startup finds no fault."""
     from vllm_fl_verify.preflight import find_faults
 
-    serving(subject, dtype, sample)  # of a dtype that is refused, an engine leaves it out
+    serving(subject, dtype, sample)  # an engine does not use it with an unsupported dtype
     sizes, specs = subject.all_sizes, {subject.spec.name: subject.spec}
     options: dict[str, Any] = {"seed": 0, "specs": specs, "calls": 200.0, "launched": _profiled}
     roles = [Role(subject.impl)]
@@ -191,7 +190,7 @@ def preflight(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def _profiled(call: Callable[[], object], device: torch.device) -> Launched:
-    """What a call launches, of whatever compiler: a profile has the names of all kernels."""
+    """Return what a call launches, with any compiler: a profile has the names of all kernels."""
     if device.type == "cpu":
         return frozenset()
     kinds = torch.profiler.ProfilerActivity
@@ -203,7 +202,7 @@ def _profiled(call: Callable[[], object], device: torch.device) -> Launched:
 
 
 def _refused_by(subject: Subject, dtype: str) -> dict[str, str]:
-    """The reason of each call of a served model, where all are refused; else nothing."""
+    """Return the reason for each call of a served model if all are unsupported, or empty."""
     reasons = {}
     for each in subject.served(dtype, subject.sizes.tokens[0]):
         result = compare(subject.impl, subject.spec, each, _torch(dtype))
@@ -214,13 +213,12 @@ def _refused_by(subject: Subject, dtype: str) -> dict[str, str]:
 
 
 def _reason(refusal: Comparison) -> str:
-    """Why a call was refused."""
     expect(refusal.reason not in ("", "False", "None"), "refused without a reason")
     return refusal.reason
 
 
 def judge(result: Comparison, sample: Sample | None = None, *, skips: bool = True) -> None:
-    """Turn a comparison into what a check raises."""
+    """Raise the error for this comparison, if any."""
     if result.status == "refused":
         reason = _reason(result)
         if skips:

@@ -1,4 +1,4 @@
-"""The checks on compilation: a compiler takes the implementation whole, once, and right."""
+"""Checks of compilation: the implementation compiles to one graph, with correct results."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["opcheck", "tracing"]
 __tracebackhide__ = HIDDEN
 
 BATCHES = (5, 7)
-"""Two batch sizes that a compiler does not treat as special, as it does 0 and 1."""
+"""Two batch sizes that compilers do not specialise, unlike 0 and 1."""
 
 
 def tracing(subject: Subject, dtype: str, sample: str) -> None:
-    """One graph without a break, the same for another batch size, with the oracle's numbers.
+    """It compiles to one graph for two batch sizes, with correct results.
 
-    Of what a compiler looks into, the variables that it reads are declared.
+    A traceable implementation declares the variables that it reads.
     """
     subject.needs_no_layer()
     if problem := undeclared(subject, dtype):
@@ -55,11 +55,11 @@ def tracing(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def opcheck(subject: Subject, dtype: str, sample: str) -> None:
-    """Wrapped for a compiler, it keeps its operator's schema and fake (torch.library.opcheck)."""
+    """As an opaque operator it matches its schema and fake kernel (torch.library.opcheck)."""
     subject.needs_no_layer()
     if not is_opaque(subject.impl):
         raise Refused("traceable: a compiler looks inside, and nothing is wrapped")
-    # opcheck copies each argument by itself; an implementation may refuse such copies.
+    # opcheck copies arguments separately, and an implementation may not support such copies.
     oracle = _oracle(subject)
     intact = _wrapped(subject, frozenset(), last=oracle).fn
     granted = _wrapped(subject, subject.spec.consumable, last=oracle).fn
@@ -69,7 +69,7 @@ def opcheck(subject: Subject, dtype: str, sample: str) -> None:
             if subject.impl.consumes:
                 granted(*fresh(each).args)
         for operator, args, kwargs in watched.calls:
-            # Torch compares arguments before and after, which it cannot with fp8; `values` does.
+            # torch cannot compare fp8 arguments before and after; `values` checks them.
             has_fp8 = any(str(getattr(arg, "dtype", "")).startswith("torch.float8") for arg in args)
             utils = ("test_faketensor",) if has_fp8 else ("test_schema", "test_faketensor")
             try:
@@ -81,13 +81,11 @@ def opcheck(subject: Subject, dtype: str, sample: str) -> None:
 def _compiled(
     subject: Subject, varying: Sequence[tuple[int, int]] = ()
 ) -> tuple[OpImpl, list[torch.fx.GraphModule]]:
-    """The implementation as compiled code calls it, and the graphs that it was compiled to.
+    """Return the implementation as compiled code calls it, and the graphs that are compiled.
 
-    Args:
-        subject: the implementation.
-        varying: (argument, dimension) of the sizes that the compiler is told to vary.
+    `varying` has (argument, dimension) of the sizes that the compiler must treat as dynamic.
     """
-    torch._dynamo.reset()  # another implementation's code may have been compiled before
+    torch._dynamo.reset()  # code of another implementation may be compiled already
     graphs: list[torch.fx.GraphModule] = []
     lower = torch._dynamo.lookup_backend("aot_eager")
 
@@ -110,14 +108,14 @@ def _compiled(
 
 
 def _wrapped(subject: Subject, grants: frozenset[str], last: OpImpl | None = None) -> OpImpl:
-    """The implementation as operators of torch.library, as a compiled plan has it."""
+    """Return the implementation as an operator of torch.library, like in a compiled plan."""
     op, specs = subject.spec.name, {subject.spec.name: subject.spec}
     plan = Plan("compiled", {op: PlanEntry(op, subject.manager().rows(op))}, contracts=specs)
     return opaque_op(plan.chain(op, grants, last=last))
 
 
 def _oracle(subject: Subject) -> OpImpl:
-    """The oracle, rounded to the contract's dtypes, as the candidate after a refusal."""
+    """Return an implementation from the oracle, rounded to the contract's dtypes."""
     spec = subject.spec
 
     def fn(*args: Any) -> Any:
@@ -131,7 +129,7 @@ def _oracle(subject: Subject) -> OpImpl:
 
 
 def _varying(small: Sample, large: Sample) -> list[tuple[int, int]]:
-    """(argument, dimension) of the sizes in which the two samples differ."""
+    """Return (argument, dimension) of the sizes that differ between two samples."""
     return [
         (index, dim)
         for index, (a, b) in enumerate(zip(small.args, large.args, strict=True))

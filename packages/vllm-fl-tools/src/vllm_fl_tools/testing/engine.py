@@ -1,7 +1,7 @@
-"""The check on the engine: vLLM, in processes of its own, serves a tiny model with the backend.
+"""The engine check: vLLM serves a tiny model with the backend, in separate processes.
 
-One engine serves with all ops of the backend at once, and its report tells which op is not planned
-as it should be.
+One engine serves with all ops of the backend, and its report shows which ops are not planned as
+expected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .subject import Refused, Subject, expect
 __all__ = ["engine"]
 
 SHOWN = 80
-"""Lines of a log's end that are shown: vLLM's own traceback and, above it, the cause."""
+"""Lines from the end of a log to show: vLLM's traceback and, before it, the cause."""
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -41,13 +41,13 @@ CONFIG = {
     "hidden_act": "silu",
     "eos_token_id": 2,
 }
-"""A model of two layers. It has no weights: vLLM makes them up (`load_format="dummy"`)."""
+"""A model of two layers, with vLLM's dummy weights (`load_format="dummy"`)."""
 
 OPTIONS = {"enforce_eager": True, "max_model_len": 256}
 
 
 def engine(subject: Subject, dtype: str, sample: str) -> None:
-    """The plan has the implementation for its op, and tokens come out."""
+    """The implementation is planned, and the engine generates tokens."""
     if find_spec("vllm") is None:
         raise Refused("vLLM is not installed")
     op, impl_id, deadline = subject.impl.op_name, subject.impl.impl_id, subject.deadline
@@ -63,7 +63,7 @@ def engine(subject: Subject, dtype: str, sample: str) -> None:
 
 @dataclass(frozen=True)
 class _Served:
-    """The report of an engine, or the problem and the end of its log."""
+    """The report of an engine, or the problem with the end of its log."""
 
     report: dict[str, Any] | None
     problem: str = ""
@@ -71,7 +71,7 @@ class _Served:
 
 @cache
 def _served(ops: tuple[str, ...], impl_id: str, deadline: float) -> _Served:
-    """One engine with the implementation for each of these ops."""
+    """Run one engine with the implementation for all these ops."""
     limit = deadline * len(ops)
     variables = {
         "VLLM_FL_PER_OP": ";".join(f"{op}=impl:{impl_id}|stock" for op in ops),

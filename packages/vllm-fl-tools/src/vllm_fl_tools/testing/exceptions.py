@@ -1,4 +1,4 @@
-"""Known deviations of a backend: `xfails.toml`, read strictly."""
+"""Known deviations of a backend, from `xfails.toml`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["Xfail", "read_xfails"]
 
 @dataclass(frozen=True)
 class Xfail:
-    """One `[[xfail]]` of xfails.toml: tests that must fail, and why they may.
+    """One `[[xfail]]` of xfails.toml: tests that must fail, with the reason.
 
-    A sample that is excepted from `values` is left out of every other check.
+    A sample with an exception for `values` is omitted from every other check.
 
     Args:
         op: the op.
-        reason: why the backend does otherwise.
-        dtype: `float32`, `float16` or `bfloat16`; empty for every one.
+        reason: why the backend deviates.
+        dtype: `float32`, `float16` or `bfloat16`; empty for all.
         check: the test without its `test_`.
-        sample: the sample or bad input by name; empty for every one.
-        run: false for what would end the process: it is not run.
+        sample: name of the sample or bad input; empty for all.
+        run: false for a test that would end the process: it does not run.
     """
 
     op: str
@@ -36,7 +36,6 @@ class Xfail:
     run: bool = True
 
     def matches(self, case: Case) -> bool:
-        """Whether it speaks of this test."""
         return (
             self.op == case.op
             and self.check == case.check
@@ -50,15 +49,11 @@ class Xfail:
 
 
 def read_xfails(path: Path, checks: Collection[str]) -> tuple[Xfail, ...]:
-    """The exceptions in a file; none where there is no file.
-
-    Args:
-        path: the TOML file.
-        checks: the names that `check` may have.
+    """Return the exceptions in a TOML file; empty without the file. `checks` are the valid checks.
 
     Raises:
-        ValueError: it is no TOML, or an entry has an unknown key, check or type, or lacks its op
-            or reason.
+        ValueError: the file is not TOML, or an entry has an unknown key, check or type, or has no
+            op or reason.
     """
     if not path.exists():
         return ()
@@ -79,7 +74,7 @@ def _entry(where: str, entry: dict[str, Any], checks: Collection[str]) -> Xfail:
             raise ValueError(f"{where}: {key} must be a {wanted.__name__}, got {value!r}")
     try:
         xfail = Xfail(**entry)
-    except TypeError as error:  # a key is unknown, or missing
+    except TypeError as error:  # an unknown or missing key
         raise ValueError(f"{where}: {str(error).partition(' ')[2]}") from error
     if xfail.check not in checks:
         raise ValueError(f"{where}: no check {xfail.check!r}; there are {', '.join(checks)}")

@@ -1,7 +1,7 @@
-"""Typical sizes of public models, of which the kit tries the calls of each op.
+"""Typical sizes of public models, for the calls that the kit tests.
 
-Plain data, as the models' own configurations tell it, on one rank. What a model does not have is
-left out, so that an op has the calls of those models alone that use it.
+The sizes are from the models' configurations, for one rank. Sizes that a model does not have are
+omitted: the model does not call ops that need them.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = [
 log = get_logger("testing")
 
 COUNTS = (1, 5, 17, 130)
-"""Token counts of a family's calls: decoding, and beyond tiles of 16 and 128 rows."""
+"""Numbers of tokens of a family's calls: decoding, and more than tiles of 16 and 128 rows."""
 
 MOST = 2**26
-"""Elements of all calls of a family with one token, beyond which an op leaves it out: products of
-the largest models take seconds, and smaller models show the same."""
+"""Maximum elements of a family's calls with one token; an op skips larger families. Products of the
+largest models take seconds, and smaller models show the same."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,10 @@ class Family:
     """One public model.
 
     Args:
-        name: its configuration's, on the Hugging Face hub.
+        name: on the Hugging Face hub.
         sizes: of one rank.
-        provided: op -> the dtypes in which its layers provide weights, where that is not its own.
+        provided: op -> parameter -> dtype of layers' weights that have another dtype than the
+            model.
     """
 
     name: str
@@ -90,14 +91,13 @@ nvidia/NVIDIA-Nemotron-Nano-9B-v2 4480 15680 40 8 128 128 131072 1e-5 conv_featu
     conv_taps=4 conv_bias=1 gated_norm=10240 gated_norm_groups=8
 LiquidAI/LFM2-1.2B 2048 8192 32 8 64 64 128000 1e-5 conv_features=2048 conv_taps=3
 """
-"""A model with its sizes, the epsilon of its norms, and further sizes. `experts=8,2,14336`: their
-number, those of a token, and their width. `linear=16,32`: gated delta rules with this many heads of
-keys and of values. `fp32_norms`: norms have weights in float32. Llama-3.1-70B and Kimi-K2 are one
-of 8 ranks, Qwen3.5-397B is one of 4."""
+"""Each entry: a model, its sizes, the epsilon of its norms, and further sizes. `experts=8,2,14336`:
+experts, experts per token, and their width. `linear=16,32`: gated delta rules with this many key
+and value heads. `fp32_norms`: norms have float32 weights. Llama-3.1-70B and Kimi-K2 are one of 8
+ranks, Qwen3.5-397B is one of 4."""
 
 
 def _family(words: Sequence[str]) -> Family:
-    """The family of an entry of the table."""
     name, *numbers = words[: len(_SIZES) + 2]
     sizes: dict[str, Any] = dict(zip(_SIZES, map(int, numbers), strict=False))
     more, provided = {"dense_intermediate": sizes["intermediate"]}, {}
@@ -121,20 +121,19 @@ def _family(words: Sequence[str]) -> Family:
 
 
 FAMILIES = tuple(_family(entry.split()) for entry in re.split(r"\n(?! )", TABLE.strip()))
-"""The models, by their configurations."""
 
 
 LENGTH = 32768
-"""The longest a family's model is taken to be: tables of positions are made for each call."""
+"""Maximum sequence length of a model, because each call makes tables of positions."""
 
 
 def served_dtype(spec: OpSpec) -> str:
-    """In which dtype the families' calls are tried: the models', or an op's first of integers."""
+    """Return the dtype of the families' calls: bfloat16, or an op's first dtype without it."""
     return "bfloat16" if "bfloat16" in spec.dtypes else spec.dtypes[0]
 
 
 def families_of(spec: OpSpec) -> list[str]:
-    """The families that use the op; of those that make the same calls the first."""
+    """Return the families that use the op, one for each set of identical calls."""
     found, dtype = [], getattr(torch, served_dtype(spec))
     seen: set[tuple[str, ...]] = set()
     for family in FAMILIES:
@@ -149,8 +148,10 @@ def families_of(spec: OpSpec) -> list[str]:
 
 
 def _made(spec: OpSpec, sizes: ModelSizes, dtype: Any) -> list[Sample]:
-    """The calls of a model of these sizes, without their numbers; none of an op of its author's own
-    that asks for what these configurations do not have, or makes no call without numbers."""
+    """Return a model's calls on the meta device, without values.
+
+    Empty for a third-party op that needs other sizes, or cannot make calls without values.
+    """
     try:
         return list(spec.served(sizes, dtype, torch.device("meta")))
     except Exception as error:
@@ -159,7 +160,7 @@ def _made(spec: OpSpec, sizes: ModelSizes, dtype: Any) -> list[Sample]:
 
 
 def calls_of(spec: OpSpec, name: str, device: Any) -> Iterator[Sample]:
-    """The calls of the family of this name with each number of tokens."""
+    """Yield the calls of a family, with each number of tokens."""
     dtype = getattr(torch, served_dtype(spec))
     family = next(each for each in FAMILIES if each.name == name)
     told = family.provided.get(spec.name, {})
@@ -172,11 +173,7 @@ def calls_of(spec: OpSpec, name: str, device: Any) -> Iterator[Sample]:
 
 
 def smaller(specs: Mapping[str, OpSpec]) -> dict[str, str]:
-    """Op -> what of the families' calls a start and the kit try in a smaller size than the model's.
-
-    Args:
-        specs: the contracts by op.
-    """
+    """Return op -> how startup verification and the kit reduce the size of its calls."""
     found: dict[str, str] = {}
     for op, spec in specs.items():
         dtype = getattr(torch, served_dtype(spec))

@@ -1,4 +1,4 @@
-"""Calls that break a contract: its own, and those that follow from what its arguments must be."""
+"""Calls that violate a contract: its own, and others derived from its argument declarations."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ __all__ = ["bad_inputs"]
 
 
 def bad_inputs(spec: OpSpec, dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    """Calls that `check` must refuse: the contract's own, and one mistake in each argument.
+    """Yield calls that `check` must reject: `spec.bad_inputs`, and a mistake in each argument.
 
-    Args:
-        spec: the contract.
-        dtype: that of the samples from which calls are made.
-        device: where these lie.
+    `dtype` and `device` belong to the samples that are changed.
     """
     yield from spec.bad_inputs(dtype, device)
     missing = dict(spec.arguments)
@@ -31,7 +28,7 @@ def bad_inputs(spec: OpSpec, dtype: torch.dtype, device: torch.device) -> Iterat
             of = _of_tensors if isinstance(missing.pop(name), Tensor) else _of_values
             for what, value in of(name, spec.arguments[name], good[name]):
                 args = tuple((good | {name: value}).values())
-                # Not what only its values tell: a device would be unusable after such a call.
+                # Skip mistakes that only values show: such a call can make a device unusable.
                 if problem := spec.check(*map(_valueless, args)):
                     yield BadInput(f"{name}: {what}", args, problem[0])
 
@@ -41,8 +38,8 @@ def _valueless(argument: Any) -> Any:
 
 
 def _of_values(_: str, __: object, value: Any) -> Iterator[tuple[str, Any]]:
-    """(what it is, a value that a caller may give by mistake); some of them may be legal."""
-    if isinstance(value, bool):  # anything is true or false
+    """Yield (description, value that a caller may pass by mistake); some may be valid."""
+    if isinstance(value, bool):  # any value is true or false
         return
     wrong: tuple[Any, ...] = None, "another", True
     if isinstance(value, int | float):
@@ -51,10 +48,10 @@ def _of_values(_: str, __: object, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _of_tensors(name: str, argument: Tensor, value: torch.Tensor) -> Iterator[tuple[str, Any]]:
-    """The same in the place of a tensor.
+    """Yield mistakes for a tensor, like `_of_values`.
 
-    Integers are a mistake in place of floats of one dtype; and for a weight, whose bytes a kernel
-    would take for numbers. Other arguments of several dtypes may be computed with.
+    Integers are a mistake for a float argument of one dtype, and for a weight, because a kernel
+    would read their bytes as floats. Other arguments of several dtypes may be integers.
     """
     yield from (("None", None), ("a list", [1.0]))
     others = [] if value.is_floating_point() else ["float32"]

@@ -1,4 +1,4 @@
-"""Checks in child processes, since vLLM's workers are such."""
+"""Checks in child processes, since vLLM's workers are child processes."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ THREADS = (
 )
 
 Answers = dict[str, str]
-"""`op, dtype, sample` -> the digest of the result, for each sample that is not refused."""
+"""`op, dtype, sample` -> the digest of the result, for each supported sample."""
 
 
 def installed(backend: str) -> tuple[OpImpl, ...]:
-    """The implementations that the installed backend brings for contracts, by op name.
+    """Return an installed backend's implementations of ops with a contract.
 
     Raises:
-        LookupError: no plugin brings it, or for ops without a contract only, by which nothing can
-            be judged; the message says what there is, or why it failed.
+        LookupError: no plugin provides the backend, or only for ops without a contract; the message
+            lists the installed backends, or has the backend's error.
     """
     from vllm_fl.dispatch import get_default_manager
 
@@ -72,10 +72,10 @@ def installed(backend: str) -> tuple[OpImpl, ...]:
 
 
 def installed_with(impl: OpImpl) -> tuple[OpImpl, ...]:
-    """What the installed backend of this implementation brings.
+    """Return the implementations of the installed backend that provides this implementation.
 
     Raises:
-        Refused: no installed backend brings this implementation.
+        Refused: no installed backend provides it.
     """
     try:
         found = installed(impl.impl_id)
@@ -87,14 +87,14 @@ def installed_with(impl: OpImpl) -> tuple[OpImpl, ...]:
 
 
 def fork(subject: Subject, dtype: str, sample: str) -> None:
-    """A forked child gives the same bits."""
+    """A forked child gives identical bits."""
     if subject.device.type != "cpu":
         raise Refused(f"{subject.device.type} cannot be used in a fork of a process that used it")
     _compare("fork", subject, dtype, _run("fork", _answers, (subject, dtype), subject.deadline))
 
 
 def spawn(subject: Subject, dtype: str, sample: str) -> None:
-    """A fresh process that finds the installed backend gives the same bits."""
+    """A new process that loads the installed backend gives identical bits."""
     found = installed_with(subject.impl)
     place = (subject.impl.impl_id, str(subject.device), subject.sizes, subject.left_out, dtype)
     there = _spawned(place, subject.deadline * len(found))
@@ -104,10 +104,9 @@ def spawn(subject: Subject, dtype: str, sample: str) -> None:
 
 @cache
 def _spawned(place: tuple[Any, ...], deadline: float) -> dict[str, Answers | str] | str:
-    """By op, the answers of one fresh process for all of them, or how the op failed there.
+    """Return op -> answers of one new process for all ops, or how the op failed there.
 
-    One process for a dtype, since a start takes seconds. Where it ended early, that is the answer
-    for all.
+    Each dtype has one process, which takes seconds to start. If it ended early, return the reason.
     """
     return _run("spawn", _answer_installed, place, deadline)
 
@@ -127,13 +126,13 @@ def _run(
     args: tuple[Any, ...],
     deadline: float,
 ) -> dict[str, Any] | str:
-    """What `target` returns in a child process, or how that process ended."""
+    """Return the result of `target` in a child process, or how the process ended."""
     context: Any = multiprocessing.get_context(method)
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(theirs, target, args), daemon=True)
     with warnings.catch_warnings():
-        # Python 3.12 warns of every fork beside threads, and torch has some: vLLM forks its workers
-        # all the same, and a child that hangs for it is what this check is there to name.
+        # Python 3.12 warns about every fork with threads, and torch has threads. vLLM forks its
+        # workers nevertheless, and this check exists to find children that hang.
         warnings.filterwarnings("ignore", ".* is multi-threaded, use of fork", DeprecationWarning)
         child.start()
     theirs.close()
@@ -153,7 +152,7 @@ def _run(
 
 def _child(out: Connection, target: Callable[..., object], args: tuple[Any, ...]) -> None:
     os.environ[FOLDER] = ""
-    torch.set_num_threads(1)  # as in vLLM's workers; a fork cannot use its parent's threads anyway
+    torch.set_num_threads(1)  # as in vLLM's workers; a fork cannot use its parent's threads
     try:
         out.send(target(*args))
     except Exception as error:
@@ -165,13 +164,13 @@ def _answer_installed(
 ) -> dict[str, Answers | str]:
     answers: dict[str, Answers | str] = {}
     for impl in installed(backend):
-        if impl.availability() is not True:  # a build may have kernels of some ops alone
+        if impl.availability() is not True:  # a build may have kernels of only some ops
             answers[impl.op_name] = "finds it not available"
             continue
         try:
             subject = Subject(impl, torch.device(device), sizes, left_out)
             answers[impl.op_name] = _answers(subject, dtype)
-        except Exception as error:  # it is this op's alone: the others are asked all the same
+        except Exception as error:  # affects only this op: continue with the others
             answers[impl.op_name] = f"raised {quote(error)}"
     return answers
 

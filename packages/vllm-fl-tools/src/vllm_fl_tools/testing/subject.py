@@ -1,4 +1,4 @@
-"""What is tested: one implementation on one device, and fresh inputs for it."""
+"""The subject of the checks: one implementation on one device, with its inputs."""
 
 from __future__ import annotations
 
@@ -43,25 +43,21 @@ __all__ = [
 ]
 
 HIDDEN = methodcaller("errisinstance", AssertionError)
-"""Of which errors pytest shows no frames of a module or function that has this as
-`__tracebackhide__`: of findings, whose message is all that a backend's author needs."""
+"""For `__tracebackhide__`: pytest hides a function's frames from AssertionErrors, since their
+message is sufficient for a backend's author."""
 
 __tracebackhide__ = HIDDEN
 
 SIZES = dataclasses.replace(typical_sizes(), tokens=(1, 7, 300))
-"""The largest batch is beyond one block of rows of any usual kernel."""
+"""The largest batch exceeds one block of rows of all usual kernels."""
 
 
 class Refused(Exception):
-    """The implementation refused a call, with a reason: neither a pass nor a failure."""
+    """An unsupported call, with a reason: neither a pass nor a failure."""
 
 
 def expect(holds: object, why: str) -> None:
-    """Fail the check unless this holds. An `assert` would be nothing under `python -O`.
-
-    Raises:
-        AssertionError: it does not; with why that is a fault.
-    """
+    """Raise AssertionError with `why` unless this is true. `python -O` would skip an `assert`."""
     if not holds:
         raise AssertionError(why)
 
@@ -71,13 +67,11 @@ class Subject:
     """One implementation under test.
 
     Args:
-        impl: the implementation; it takes the contract's parameters, or a layer first and then
-            those that the layer does not provide.
-        device: where the inputs lie.
-        sizes: the served model's sizes. Those that a plugin's binding asks beyond them are the
-            binding's typical ones, unless they are given.
-        left_out: (op, dtype, sample) that are known to be wrong: only `values` looks at them.
-        deadline: seconds that a child process may take.
+        impl: with the contract's parameters, or with a layer and the other parameters.
+        device: of the inputs.
+        sizes: of the model. A plugin's binding provides typical values for missing sizes.
+        left_out: (op, dtype, sample) with known deviations: only `values` uses them.
+        deadline: time limit of a child process, in seconds.
     """
 
     impl: OpImpl
@@ -88,18 +82,17 @@ class Subject:
 
     @property
     def spec(self) -> OpSpec:
-        """The contract."""
         return contract_of(self.impl.op_name)
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """What the contract's inputs may be, by name."""
+        """The dtypes that the contract supports."""
         return self.spec.dtypes
 
     def all_samples(self, dtype: str) -> tuple[Sample, ...]:
-        """The contract's samples, some of them laid out otherwise, and the served model's.
+        """Return the contract's samples, some also in other layouts, and the model's calls.
 
-        Shared: copy before use.
+        They are shared: copy before use.
         """
         op = self.spec.name
         own = _samples(op, None, dtype, self.device)
@@ -107,17 +100,17 @@ class Subject:
         return own + others + _samples(op, self.all_sizes, dtype, self.device)
 
     def sample(self, dtype: str, name: str) -> Sample:
-        """A fresh copy of one sample, with its layout: views of one buffer stay that."""
+        """Return a copy of one sample with its layout: views of one buffer remain views."""
         return fresh(next(s for s in self.all_samples(dtype) if s.name == name))
 
     def samples(self, dtype: str) -> Iterator[Sample]:
-        """Fresh copies of the contract's own samples, without those that are left out."""
+        """Yield copies of samples from the contract, without `left_out`."""
         for sample in _samples(self.spec.name, None, dtype, self.device):
             if (self.spec.name, dtype, sample.name) not in self.left_out:
                 yield fresh(sample)
 
     def patterns(self, dtype: str) -> Iterator[Sample]:
-        """Fresh copies of samples: the first of each pattern of None, flags and dimensions."""
+        """Yield copies of supported samples, one for each pattern of None, flags and dimensions."""
         seen = set()
         for sample in self.samples(dtype):
             found = pattern(sample)
@@ -126,24 +119,21 @@ class Subject:
                 yield sample
 
     def served(self, dtype: str, tokens: int) -> tuple[Sample, ...]:
-        """The served model's calls with this many tokens."""
         sizes = dataclasses.replace(self.all_sizes, tokens=(tokens,))
         return tuple(self.spec.served(sizes, getattr(torch, dtype), self.device))
 
     @property
     def all_sizes(self) -> ModelSizes:
-        """The served model's sizes, with those that the op's own binding asks."""
+        """The model's sizes, including sizes that the op's binding needs."""
         binding = _installed(self.impl.op_name).bindings[self.impl.op_name]
         rules = tuple(rule for rule in binding.sizes if rule.in_kit)
         own = typical_sizes([dataclasses.replace(binding, sizes=rules)]).more
         return dataclasses.replace(self.sizes, more={**own, **self.sizes.more})
 
     def bad_inputs(self, dtype: str) -> tuple[BadInput, ...]:
-        """The calls that break the contract."""
         return tuple(bad_inputs(self.spec, getattr(torch, dtype), self.device))
 
     def accepts(self, sample: Sample) -> bool:
-        """Whether the implementation does not refuse `sample`."""
         each = fresh(sample)
         if verdict_of(self.impl, self.spec, each.args) is not True:
             return False
@@ -154,34 +144,33 @@ class Subject:
         return True
 
     def call(self, sample: Sample) -> Any:
-        """What the implementation gives for `sample`, whose tensors are used up.
+        """Return the implementation's result. The call may overwrite tensors of `sample`.
 
-        One that takes a layer first is given one of the contract's.
+        An implementation that takes a layer gets one from the contract.
         """
         return as_call(self.impl, self.spec)(*sample.args)
 
     def bits(self, sample: Sample) -> str:
-        """A hash of the result for `sample`, whose tensors are used up: of what is promised of it.
+        """Return a hash of the result. The call may overwrite tensors of `sample`.
 
-        What the contract leaves free, the order of an expert's rows, counts as one order.
+        The contract leaves the order of an expert's rows open: the hash does not depend on it.
         """
-        args = fresh(sample).args  # an implementation may overwrite its own
+        args = fresh(sample).args  # the call may overwrite the sample
         return digest(_promised(self.spec, self.call(sample), args))
 
     def needs_no_layer(self) -> None:
-        """Raise Refused for an implementation that takes a layer first."""
+        """Raise Refused for an implementation that takes a layer."""
         if self.impl.needs_layer:
             raise Refused("it takes a layer first: call_op and compiled mode leave it out")
 
     def manager(self) -> OpManager:
-        """A manager that has this implementation and no other."""
         return OpManager(self.registry(), SelectionPolicy())
 
     def registry(self) -> OpRegistry:
-        """A registry that has this implementation and its contract.
+        """Return a registry with only this implementation and its contract.
 
         Raises:
-            PluginError: it does not take the implementation.
+            PluginError: the registry rejects the implementation.
         """
         registry = OpRegistry(EMPTY)
         registry.add_contract(Contract(self.spec), Binding(), SCRIPT)
@@ -190,27 +179,23 @@ class Subject:
 
 
 def contract_of(op: str) -> OpSpec:
-    """The contract of an op.
-
-    Raises:
-        KeyError: there is none.
-    """
+    """Return the contract of an op, or raise KeyError."""
     return _installed(op).contracts[op]
 
 
 def _installed(op: str) -> RegistrySnapshot:
-    """Where the contract of `op` is: in a distribution of contracts alone, or among plugins."""
+    """Return the snapshot with the contract of `op`: of only contracts, or of all plugins."""
     known = known_contracts()
     return known if op in known.contracts else get_default_manager().registry.snapshot()
 
 
 def fresh(sample: Sample) -> Sample:
-    """A copy whose tensors share memory among themselves as the sample's do, and with no others."""
+    """Copy a sample. Its tensors share memory like the originals, but not with the originals."""
     return dataclasses.replace(sample, args=copy.deepcopy(sample.args))
 
 
 def pattern(sample: Sample) -> tuple[object, ...]:
-    """What a program may branch on: dimensions, dtypes, None and flags; no sizes, no numbers."""
+    """Return what a program may branch on: dimensions, dtypes, None, flags; no sizes or values."""
     return tuple(
         (arg.ndim, arg.dtype)
         if isinstance(arg, torch.Tensor)
@@ -222,7 +207,6 @@ def pattern(sample: Sample) -> tuple[object, ...]:
 
 
 def digest(result: Any) -> str:
-    """A hash of a result's bits."""
     hashed = hashlib.sha256()
     for part in parts(result):
         if not isinstance(part, torch.Tensor):
@@ -238,24 +222,20 @@ def digest(result: Any) -> str:
 def _samples(
     op: str, sizes: ModelSizes | None, dtype: str, device: torch.device
 ) -> tuple[Sample, ...]:
-    """A contract's own samples, or those of a served model."""
+    """Return a contract's samples, or the calls of a model with these sizes."""
     spec, kind = contract_of(op), getattr(torch, dtype)
     return tuple(spec.samples(kind, device) if sizes is None else spec.served(sizes, kind, device))
 
 
 @cache
 def _relaid(op: str, dtype: str, device: torch.device) -> tuple[Sample, ...]:
-    """A contract's own samples, laid out otherwise."""
     return tuple(relaid(contract_of(op), _samples(op, None, dtype, device)))
 
 
 def _promised(spec: OpSpec, got: Any, args: Sequence[Any]) -> Any:
-    """The results of a call in the one form that all have which are the same to the contract.
+    """Return the results in a normal form, identical for results that the contract equates.
 
-    Args:
-        spec: the contract.
-        got: the results, as its fake shapes them.
-        args: the call's.
+    `got` is structured like a result of `spec.fake`.
     """
     results, at = list(parts(got)), 0
     for output in spec.outputs_of(len(results)):

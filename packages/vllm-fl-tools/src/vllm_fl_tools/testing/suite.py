@@ -1,4 +1,4 @@
-"""The test class that a backend's author derives from."""
+"""The base class for a backend's tests."""
 
 from __future__ import annotations
 
@@ -25,17 +25,16 @@ __all__ = ["OpConformance"]
 
 
 class OpConformance:
-    """Every op of one installed backend, against its contract.
+    """Tests every op of one installed backend against its contract.
 
-    Derive from it in a test file; exceptions stand in `xfails.toml` beside that file.
+    Derive from it in a test file; exceptions are in `xfails.toml` in the same directory.
 
     Attributes:
         backend: the implementations' id (`vendor.acme`).
-        device: torch's name of the device; None takes the platform's.
-        sizes: the served model whose calls are tried, in tokens and features; where you say other
-            ones than Qwen3-0.6B's, no public models are tried beside it.
-        deadline: seconds that a child process may take for one op: `test_fork`, `test_spawn`,
-            and vLLM in `test_engine`.
+        device: torch's name of the device; None for the platform's device.
+        sizes: the model for the tested calls, in tokens and features; by default Qwen3-0.6B and
+            additional public models, otherwise only this model.
+        deadline: seconds for one op in `test_fork`, `test_spawn` and vLLM in `test_engine`.
     """
 
     backend: ClassVar[str]
@@ -44,7 +43,7 @@ class OpConformance:
     deadline: ClassVar[float] = 120.0
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Give each test method the cases of its check."""
+        """Parametrize each test method with the cases of its check."""
         if "case" not in metafunc.fixturenames:
             return
         metafunc.config.addinivalue_line(
@@ -54,7 +53,7 @@ class OpConformance:
             suite = _suite(type(self))
         except (LookupError, ValueError) as error:
             raise pytest.Collector.CollectError(str(error)) from error
-        # Where the tools were installed before they had the option, pytest does not know it.
+        # Older tools in the environment may not have added the option.
         suite.requires = metafunc.config.getoption("require_available", default=False)
         check = metafunc.definition.originalname.removeprefix("test_")
         without = "engine" not in metafunc.config.option.markexpr
@@ -67,7 +66,7 @@ class OpConformance:
         )
 
     def test_exceptions(self) -> None:
-        """Every entry of xfails.toml names a test."""
+        """Every entry of xfails.toml matches a test."""
         suite = _suite(type(self))
         if any(subject.impl.availability() is not True for subject in suite.subjects.values()):
             pytest.skip("not every op is available here")
@@ -106,12 +105,12 @@ def _test(check: str) -> Callable[[OpConformance, Case], None]:
     return test
 
 
-for _check in CHECKS:  # each a test of its own, so that a name selects it
+for _check in CHECKS:  # separate methods can be selected by name
     setattr(OpConformance, f"test_{_check}", _test(_check))
 
 
 def _keep_out_of_traces() -> None:
-    """Take pytest's handlers off torch's trace, whose records have no text: each an empty line.
+    """Remove pytest's handlers from torch's trace: its records have no text and print empty lines.
 
     pytest adds them to every logger that does not propagate.
     """
@@ -122,10 +121,9 @@ def _keep_out_of_traces() -> None:
 
 
 class _Suite:
-    """What one test class runs: its subjects by op, its cases by check, its exceptions.
+    """The subjects by op, the cases by check, and the exceptions of a test class.
 
-    Attributes:
-        requires: whether an implementation that is not available here has failed.
+    `requires`: whether an unavailable implementation is a failure.
     """
 
     requires = False

@@ -1,10 +1,10 @@
-'''Triton kernels without a GPU: Triton's interpreter, with the gaps closed that kernels fall into.
+'''Triton kernels without a GPU: Triton's interpreter, without the gaps that affect kernels.
 
-`TRITON_INTERPRET=1` runs a kernel in Python, program by program, on tensors of the CPU. What it
-computes there differs from a GPU in places, and some of what compiles does not run. After
-`interpreted()` a backend's kernels can be tested against the contracts on any machine::
+`TRITON_INTERPRET=1` runs a kernel in Python, program by program, on CPU tensors. Some results
+differ from a GPU, and some code that compiles does not run. After `interpreted()`, kernels of a
+backend can be tested against the contracts on any machine::
 
-    """A plugin module for the tests: our kernels run where no GPU is."""
+    """A plugin module for the tests: our kernels run without a GPU."""
 
     from vllm_fl import hookimpl
     from vllm_fl_tools.testing.triton import interpreted
@@ -16,35 +16,35 @@ computes there differs from a GPU in places, and some of what compiles does not 
     def register_ops():
         import vllm_fl_acme.impl
 
-        vllm_fl_acme.impl.DEVICE = "cpu"  # whatever lets the backend accept the CPU's tensors
+        vllm_fl_acme.impl.DEVICE = "cpu"  # or any switch to accept CPU tensors
         return ()
 
-With this module as `tests/on_interpreter.py`, every process that finds plugins has it, those that
-the kit starts included::
+With this module as `tests/on_interpreter.py`, every process that loads plugins also loads it,
+including the processes that the kit starts::
 
     TRITON_INTERPRET=1 VLLM_FL_PLUGIN_MODULES=on_interpreter PYTHONPATH=tests python -m pytest
 
-Take small `sizes` in the test class: a program of a thousand elements takes about a millisecond,
-and a call of a served model has thousands of them.
+Set small `sizes` in the test class: a program of a thousand elements takes about a millisecond, and
+a call of a served model has thousands of programs.
 
 =====================================  ============================================================
 the interpreter                        after `interpreted()`
 =====================================  ============================================================
 `and`, `or` of blocks: Python's        element by element, as compiled
-fp32 to bf16: cut off                  rounded to the nearest even
-a float argument: a Python number      a scalar of fp32, which has `.to` and widens fp16 and bf16
-`tl.dot` of bf16: of the bits          of the values, summed in fp32
-float8_e4m3fn's NaN: widened to 480    NaN, in what it is converted to
-arithmetic of bf16: of the bits        of the values, in fp32 and rounded once
-`libdevice`: an error, or None         numpy's functions; one that is missing is an error by name
+fp32 to bf16: truncated                rounded to nearest even
+a float argument: a Python number      a fp32 scalar with `.to`, which widens fp16 and bf16
+`tl.dot` of bf16: of the bits          of the values, accumulated in fp32
+float8_e4m3fn's NaN: widened to 480    NaN, in the wider dtype
+arithmetic of bf16: of the bits        of the values, in fp32, rounded once
+`libdevice`: an error, or None         numpy's functions; an error names a missing function
 `triton.autotune`: looks for a GPU     the first configuration that is not pruned, unmeasured
-a kernel is no `JITFunction`           it is, with `src`, `cache_key` and `signature`
-`torch.library.wrap_triton`: an error  the kernel itself: it runs, and no compiler sees its launch
+a kernel is not a `JITFunction`        it is, with `src`, `cache_key` and `signature`
+`torch.library.wrap_triton`: an error  the kernel itself runs; no compiler sees its launch
 =====================================  ============================================================
 
-It shows that the numbers are right. It does not show that a kernel compiles, that its programs do
-not race, or how fast it is. An access outside of a tensor may end the process: in a backend's
-`xfails.toml`, `run = false` leaves such a sample out.
+This verifies results. It does not verify that a kernel compiles or that its programs do not race,
+and measures no performance. An access outside of a tensor may end the process: exclude such a
+sample with `run = false` in the backend's `xfails.toml`.
 '''
 
 from __future__ import annotations
@@ -66,32 +66,33 @@ from typing import Any
 __all__ = ["SUPPORTED", "interpreted", "to_compile"]
 
 SUPPORTED = ((3, 6), (3, 9))
-"""The first and the last release of Triton whose interpreter is known here. That of 3.6
-fails with numpy 2.4 and later."""
+"""The first and the last supported release of Triton. The interpreter of 3.6 fails with numpy 2.4
+and later."""
 
 SWITCH = "TRITON_INTERPRET"
 
 LAUNCH_OPTIONS = frozenset(
     ("num_warps", "num_stages", "num_ctas", "maxnreg", "pre_hook", "ir_override")
 )
-"""What a configuration says to a compiler, and an interpreter has no use for."""
+"""Fields of a configuration that only affect the compiler."""
 
 
 def interpreted(*, cuda: bool = False) -> None:
-    """Let this process run Triton's kernels through the interpreter, on tensors of the CPU.
+    """Make this process run Triton's kernels in the interpreter, on CPU tensors.
 
-    Call it before anything imports a kernel: what is decorated before is compiled, or tuned, as on
-    a GPU. It lasts as long as the process, and is inherited by those that it starts in
-    TRITON_INTERPRET alone: there it has to be called again. A second call changes nothing.
+    Call it before a kernel is imported: kernels that are decorated earlier are compiled or tuned
+    for a GPU. It applies until the process ends. Child processes inherit TRITON_INTERPRET, but must
+    call it again. A second call has no effect.
 
     Args:
-        cuda: also answer what kernel libraries ask of `torch.cuda` when they are imported or launch
-            a kernel (name, properties, capability, count, the guard `torch.cuda.device`), as one
-            device of capability 8.0 would. `torch.cuda.is_available()` stays as it is.
+        cuda: also replace functions of `torch.cuda` that kernel libraries call when they are
+            imported or launch a kernel (name, properties, capability, count, the guard
+            `torch.cuda.device`), as for one device of capability 8.0.
+            `torch.cuda.is_available()` is unchanged.
 
     Raises:
-        ImportError: Triton is not installed, or of a release that is not supported.
-        RuntimeError: Triton was imported before, to compile.
+        ImportError: Triton is not installed, or its release is not supported.
+        RuntimeError: Triton was imported before, for compilation.
     """
     before = os.environ.get(SWITCH)
     os.environ[SWITCH] = "1"
@@ -109,17 +110,17 @@ def interpreted(*, cuda: bool = False) -> None:
 
 @contextlib.contextmanager
 def to_compile(*, runs: bool = True) -> Iterator[set[str]]:
-    """What a GPU would have to compile for the kernels that are launched meanwhile, each once.
+    """Collect the compilations that a GPU would need for the kernels launched in the block.
 
-    Triton compiles a kernel anew for another dtype, constant or option, for an integer that is 1,
-    and where 16 begins or ceases to divide an integer or an address. It is Triton's own code that
-    tells them apart here. What `triton.autotune` would try or choose is not among it.
+    Triton compiles a kernel again for another dtype, constant or option, for an integer that is 1,
+    and if divisibility by 16 of an integer or address changes; Triton's code decides that.
+    Configurations that `triton.autotune` would try or choose are not included.
 
     Args:
-        runs: False runs no kernel: what they should write stays as it was.
+        runs: False runs no kernel: outputs are not written.
 
     Yields:
-        A growing set of texts: a kernel's module and name, and what it is compiled for.
+        A growing set of texts: a kernel's module and name, and its specialisation.
 
     Raises:
         RuntimeError: `interpreted` was not called.
@@ -143,7 +144,7 @@ def to_compile(*, runs: bool = True) -> Iterator[set[str]]:
 
 @cache
 def _binder(kernel: Any) -> Any:
-    """Triton's function: a launch's arguments -> (by name, what each is compiled for, options)."""
+    """Return Triton's function: arguments of a launch -> (by name, specialisations, options)."""
     jit: Any = import_module("triton.runtime.jit")
     backend = import_module("triton.backends.compiler").BaseBackend
     left_alone = kernel.kwargs.get("do_not_specialize") or ()
@@ -161,7 +162,7 @@ def _binder(kernel: Any) -> Any:
 
 
 def _check() -> None:
-    """Raise where this Triton cannot be interpreted."""
+    """Raise if this Triton's interpreter cannot be used."""
     try:
         triton: Any = import_module("triton")
     except ModuleNotFoundError as error:
@@ -208,11 +209,11 @@ def _close_gaps() -> None:
 
 
 class _Launcher:
-    """A kernel behind a decorator that chooses arguments; here without a benchmark.
+    """A kernel with a decorator that chooses arguments, without a benchmark.
 
     Args:
         fn: the kernel, or another launcher.
-        choose: the arguments of a launch, by name -> those that it adds.
+        choose: arguments of a launch, by name -> additional arguments.
     """
 
     def __init__(self, fn: Any, choose: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -237,7 +238,7 @@ def _autotune(
     prune_configs_by: Mapping[str, Any] | None = None,
     **_: Any,
 ) -> Callable[[Any], _Launcher]:
-    """`triton.autotune` that takes the first configuration."""
+    """Replacement for `triton.autotune` that chooses the first configuration."""
     prune = (prune_configs_by or {}).get("early_config_prune")
 
     def choose(named: dict[str, Any]) -> dict[str, Any]:
@@ -253,7 +254,7 @@ def _autotune(
 
 
 def _heuristics(values: Mapping[str, Callable[[dict[str, Any]], Any]]) -> Any:
-    """`triton.heuristics`, which may stand over a launcher of ours."""
+    """Replacement for `triton.heuristics` that accepts a `_Launcher`."""
 
     def choose(named: dict[str, Any]) -> dict[str, Any]:
         chosen: dict[str, Any] = {}
@@ -271,13 +272,13 @@ def _first_configuration() -> None:
 
 
 def _wrapped_kernels_run() -> None:
-    """What a graph would launch runs where it stands: PyTorch wraps compiled kernels only."""
+    """Run kernels directly instead of in a graph: PyTorch wraps only compiled kernels."""
     library: Any = import_module("torch.library")
     library.wrap_triton = lambda triton_kernel: triton_kernel
 
 
 def _interpreted_functions_look_compiled() -> None:
-    """Libraries generate code from `JITFunction.src`, and ask whether they have one."""
+    """Make interpreted functions `JITFunction`s: libraries check that, and use `src`."""
     triton: Any = import_module("triton")
     jit: Any = import_module("triton.runtime.jit")
     function: Any = _interpreter().InterpretedFunction
@@ -312,8 +313,7 @@ def _interpreted_functions_look_compiled() -> None:
 
 
 LIBDEVICE = ("triton.language.extra.libdevice", "triton.language.extra.cuda.libdevice")
-"""Where kernels import these functions from: the one that a compiler maps to its device's, and
-NVIDIA's."""
+"""Modules that have these functions, for any device and for NVIDIA."""
 
 FUNCTIONS = {
     "ceil": "ceil", "floor": "floor", "trunc": "trunc", "rint": "rint", "nearbyint": "rint",
@@ -326,11 +326,11 @@ FUNCTIONS = {
     "fast_powf": "power", "fast_dividef": "divide", "div_rn": "divide", "sqrt_rn": "sqrt",
     "rsqrt": None, "erf": None, "erfc": None, "fma": None,
 }  # fmt: skip
-"""libdevice's name -> numpy's; None: it stands in `_extern_functions`."""
+"""libdevice's name -> numpy's name; None for functions that `_extern_functions` defines."""
 
 
 def _extern_functions() -> None:
-    """libdevice in numpy, computed in fp64 and rounded once."""
+    """Replace the functions of libdevice by numpy functions, in fp64 and rounded once."""
     np: Any = import_module("numpy")
     own = {
         "exp10": lambda x: np.power(10.0, x),
@@ -348,7 +348,7 @@ def _extern_functions() -> None:
 
 
 def _elementwise(name: str, function: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A function of libdevice on the interpreter's blocks; without one, an error that names it."""
+    """Return a libdevice function for the interpreter's blocks; without `function`, it raises."""
     np: Any = import_module("numpy")
     tl: Any = import_module("triton.language")
     interpreter = _interpreter()
@@ -372,7 +372,7 @@ def _elementwise(name: str, function: Callable[..., Any] | None) -> Callable[...
 
 
 def _logical_operators() -> None:
-    """`and` and `or` of blocks, element by element as the compiler has them."""
+    """Evaluate `and` and `or` of blocks element by element, like compiled kernels."""
     interpreter, tl = _interpreter(), import_module("triton.language")
 
     def fold(method: str, stop: bool) -> Callable[..., Any]:
@@ -388,7 +388,7 @@ def _logical_operators() -> None:
         return call
 
     names = {ast.And: "_block_and", ast.Or: "_block_or"}
-    # A kernel is executed with the interpreter's own names among its globals.
+    # The globals of an interpreted kernel include the interpreter's names.
     vars(interpreter)["_block_and"] = fold("logical_and", stop=False)
     vars(interpreter)["_block_or"] = fold("logical_or", stop=True)
     original: Any = interpreter.ASTTransformer
@@ -410,10 +410,10 @@ def _logical_operators() -> None:
 
 
 def _float_arguments() -> None:
-    """A float that a kernel is launched with becomes a scalar of fp32, as the compiler has it.
+    """Convert a float argument of a kernel to a fp32 scalar, like the compiler.
 
-    Triton's own interpreter leaves it a Python number, which has no `.to`, and beside a block of
-    fp16 or bf16 counts as one of that dtype.
+    The interpreter keeps a Python number without `.to`, which gets the dtype of a fp16 or bf16
+    block in an operation.
     """
     interpreter, np = _interpreter(), import_module("numpy")
     tl = import_module("triton.language")
@@ -429,12 +429,12 @@ def _float_arguments() -> None:
 
 
 def _small_floats() -> None:
-    """bfloat16 blocks computed with in fp32, and rounded to nearest even, as the hardware does.
+    """Compute with bfloat16 in fp32, rounded to nearest even, like the hardware.
 
-    Triton's own interpreter keeps a bfloat16 as the integer of its bits, and computes with that.
+    The interpreter stores and computes with the integer of the bits.
 
-    Rounding to float8_e4m3fn and widening it, too: Triton's own interpreter loses what is carried
-    over into the exponent, and takes its NaN for 480.
+    Also round to and widen from float8_e4m3fn correctly: the interpreter loses a carry into the
+    exponent, and reads NaN as 480.
     """
     interpreter, np = _interpreter(), import_module("numpy")
     torch, tl = import_module("torch"), import_module("triton.language")
@@ -490,7 +490,7 @@ def _small_floats() -> None:
 
         return call
 
-    # Each operator but these is one of the first two, with a function of numpy's.
+    # All other operators use one of the first two, with a numpy function.
     for name in ("binary_op", "unary_op", "create_clampf", "create_fma"):
         setattr(builder, name, in_fp32(getattr(builder, name)))
 
@@ -501,7 +501,7 @@ def _small_floats() -> None:
 
 
 def _stand_in_for_cuda() -> None:
-    """What kernel libraries ask of torch.cuda when they are imported, and at launches."""
+    """Replace functions of torch.cuda that kernel libraries call when imported and at launches."""
     cuda: Any = import_module("torch.cuda")
     properties = types.SimpleNamespace(
         name="interpreter", major=8, minor=0, multi_processor_count=4, total_memory=1 << 34

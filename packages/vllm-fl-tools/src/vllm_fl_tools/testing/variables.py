@@ -1,4 +1,4 @@
-"""Which environment variables an implementation reads where a compiler traces it."""
+"""Finds the environment variables that an implementation reads while a compiler traces it."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from .subject import Subject, fresh
 __all__ = ["reading", "undeclared"]
 
 OTHERS = frozenset((*BENEATH, "vllm_fl", "vllm_fl_tools"))
-"""Whose reads are not an implementation's, beside those of Python's own modules."""
+"""Packages with reads that do not count, in addition to Python's standard library."""
 
 READERS = ("os", "collections")
-"""The modules that read a variable for who calls them."""
+"""Modules that read a variable for their caller."""
 
 
 def undeclared(subject: Subject, dtype: str) -> str:
-    """What is wrong with the variables that a compiler would read of `subject`; else empty.
+    """Return the fault of the variables that a compiler would read in `subject`; empty if none.
 
-    It reads them once, while it traces, and vLLM keeps what it has compiled: the plan's digest, by
-    which that is found again, has the variables that plugins declare.
+    A compiler reads them once, while tracing, and vLLM caches the compiled code. The digest of the
+    plan, which identifies that code, only includes variables that plugins declare.
     """
     impl, names = subject.impl, set[str]()
     for each in () if is_opaque(impl) else subject.patterns(dtype):
-        with reading() as read, suppress(Exception):  # what is wrong otherwise other checks say
+        with reading() as read, suppress(Exception):  # other checks report other faults
             impl.fn(*fresh(each).args)
         names |= read
     if not names:
@@ -51,7 +51,7 @@ def undeclared(subject: Subject, dtype: str) -> str:
 
 @contextmanager
 def reading() -> Iterator[set[str]]:
-    """Collect the variables that code of this thread reads which is not vLLM, torch or Python."""
+    """Collect the variables that this thread reads, except in `OTHERS` and Python."""
     found: set[str] = set()
     environment: Any = type(os.environ)
     plain, thread = environment.__getitem__, threading.get_ident()
@@ -69,7 +69,7 @@ def reading() -> Iterator[set[str]]:
 
 
 def _is_somebodys() -> bool:
-    """Whether the code that reads is neither Python's own nor what computes beneath plugins."""
+    """Return whether the variable is read outside of `OTHERS` and Python's standard library."""
     frame = sys._getframe(2)
     while frame is not None:
         top = str(frame.f_globals.get("__name__")).partition(".")[0]

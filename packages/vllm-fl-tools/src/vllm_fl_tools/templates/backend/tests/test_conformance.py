@@ -1,4 +1,4 @@
-"""The backend keeps every contract. Known exceptions are listed in xfails.toml."""
+"""The conformance tests of all implementations. Known exceptions are in xfails.toml."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this distribution brings: the plugin that the entry point `acme` names."""
+"""The Acme plugin: one function for each hook."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ POLICY = Path(__file__).with_name("acme.yaml")
 
 @hookimpl
 def register_ops() -> list[OpImpl]:
-    """The op of each module in `impl` that has one, as `vendor.acme`."""
+    """Collect the `IMPL` of each module in `impl`."""
     names = [found.name for found in iter_modules(impl.__path__, f"{impl.__name__}.")]
     return [module.IMPL for module in map(import_module, names) if hasattr(module, "IMPL")]
 
 
 @hookimpl
 def policy(platform: str) -> PolicyDefaults | None:
-    """The order per op on the platform `acme`; nothing for another one."""
+    """Return the default orders for the platform `acme`, None for others."""
     return PolicyDefaults(POLICY) if platform == "acme" else None

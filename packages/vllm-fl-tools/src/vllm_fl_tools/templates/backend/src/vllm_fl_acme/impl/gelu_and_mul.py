@@ -1,4 +1,4 @@
-"""The gated activation of GELU."""
+"""Gated activation with GELU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["IMPL", "gelu_and_mul"]
 def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     """gelu(x[..., :d]) * x[..., d:] for x of shape (..., 2 * d); approximate: "none" or "tanh"."""
     d = x.shape[-1] // 2
-    x = x.contiguous()  # results are, whatever the layout of x
+    x = x.contiguous()  # results must be contiguous
     gate, up = x[..., :d], x[..., d:]
     return F.gelu(gate, approximate=approximate) * up
 

@@ -16,12 +16,12 @@ def rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """y * rsqrt(mean(y**2) + epsilon) * weight, where y = x + residual; with a residual (that, y).
+    """Return normed = y * rsqrt(mean(y**2) + epsilon) * weight, with y = x + residual.
 
-    The sum and the norm are computed in fp32. The mean goes over the first `variance_size`
-    features, or all.
+    With a residual, return (normed, y). Sum and norm are computed in fp32. The mean is taken over
+    the first `variance_size` features, or all.
     """
-    x = x.contiguous()  # results are, whatever the layout of x
+    x = x.contiguous()  # results must be contiguous
     y = x.float()
     if residual is not None:
         y = y + residual.float()

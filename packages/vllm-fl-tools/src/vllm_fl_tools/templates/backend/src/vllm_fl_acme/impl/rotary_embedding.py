@@ -17,10 +17,10 @@ def rotary_embedding(
     position_ids: torch.Tensor,
     rotary_interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Turn the first 2 * cos.shape[-1] features of each head by its token's row of cos and sin.
+    """Rotate the first 2 * cos.shape[-1] features of each head by its token's row of cos and sin.
 
-    query and key are (tokens, heads, head_size). A pair is (i, i + half), or (2 * i, 2 * i + 1)
-    with rotary_interleaved.
+    query and key are (tokens, heads, head_size). Pairs are (i, i + half), or (2 * i, 2 * i + 1) if
+    rotary_interleaved.
     """
     c = cos.index_select(0, position_ids).unsqueeze(1).float()
     s = sin.index_select(0, position_ids).unsqueeze(1).float()

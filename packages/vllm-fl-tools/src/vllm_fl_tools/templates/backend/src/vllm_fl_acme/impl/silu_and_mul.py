@@ -1,4 +1,4 @@
-"""The gated activation of SiLU."""
+"""Gated activation with SiLU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["IMPL", "silu_and_mul"]
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """silu(x[..., :d]) * x[..., d:] for x of shape (..., 2 * d)."""
     d = x.shape[-1] // 2
-    x = x.contiguous()  # results are, whatever the layout of x
+    x = x.contiguous()  # results must be contiguous
     gate, up = x[..., :d], x[..., d:]
     return F.silu(gate) * up
 
