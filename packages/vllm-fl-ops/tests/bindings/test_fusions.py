@@ -172,4 +172,4 @@ def test_vllms_own_pass_finds_it_and_ours_runs_or_is_said_not_to() -> None:
     assert elsewhere["sites"] == {"graphs": 1, "found": 0}
     assert elsewhere["fused"] == [False, False]
     assert elsewhere["apart"] == 0
-    assert "found a place for it (graphs: 1), so that 'vendor.acme'" in elsewhere["said"]
+    assert "found a match (graphs: 1), so 'vendor.acme'" in elsewhere["said"]
