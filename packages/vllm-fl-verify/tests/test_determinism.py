@@ -202,7 +202,7 @@ def test_what_nothing_measures_is_rejected_where_it_is_asked_for(
     impls = silu("vendor.acme"), aligning, attention
     found = [unmeasured(told, [impl], specs.get(impl.op_name)) for impl in impls]
     assert [bool(reasons) for reasons in found] == [False, bool(asks), bool(asks)]
-    assert all(why.startswith(f"{asks}, and ") for each in found for why in each.values())
+    assert all(why.startswith(f"{asks} is set, and ") for each in found for why in each.values())
 
 
 def test_without_verification_nothing_is_measured_and_so_nothing_serves() -> None:
