@@ -202,8 +202,8 @@ def test_an_error_is_said_at_once_with_its_name_and_then_once_a_minute(
     assert len(said(caplog)) == 1
     clock[0] += 61
     step(worker)
-    assert "off in 3 of 3 compared calls" in said(caplog)[1]
+    assert "incorrect in 3 of 3 compared calls" in said(caplog)[1]
     step(worker)
     monkeypatch.undo()
     canary.say()
-    assert "off in 1 of 1" in said(caplog)[2]
+    assert "incorrect in 1 of 1" in said(caplog)[2]
