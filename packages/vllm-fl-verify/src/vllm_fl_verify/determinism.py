@@ -33,10 +33,7 @@ log = get_logger("engine")
 BY_CONTRACT = "its contract determines every bit"
 """Why an op that only moves numbers is not measured, only compared with the oracle."""
 
-NO_ROWS = (
-    "its contract has no result that belongs to one token only, so batch invariance cannot be "
-    "measured"
-)
+NO_ROWS = "its contract has no result for a single token, so batch invariance cannot be measured"
 
 STANDS = "its batches cannot be rearranged, so no token occurs in two of them"
 """Why an op with fixed batches is not measured."""

@@ -418,7 +418,7 @@ def spread(scale: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         raise ValueError(
             f"a scale of shape {tuple(scale.shape)} does not fit a value of shape {tuple(shape)}: "
             "it needs one element, the value's shape without its last dimension, or a number of "
-            "groups for each of the value's dimensions"
+            "groups per dimension"
         )
     for dim, (groups, size) in enumerate(zip(scale.shape, shape, strict=True)):
         if groups not in (1, size):

@@ -71,7 +71,7 @@ class _WithOurPasses:
         elif passes:  # the manager of a device plugin
             log.warning(
                 "%s does not accept additional passes (it has no add): implementations chosen by "
-                "size are not inlined, and run as operators",
+                "size run as operators, not inlined",
                 type(self).__mro__[2].__name__,
             )
 

@@ -126,7 +126,7 @@ class Attention(Patcher):
                 extras=MappingProxyType({"is_hybrid": bool(getattr(model, "is_hybrid", False))}),
             )
         except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
-            log.debug("cannot determine the attention request of the model: %s", error)
+            log.debug("cannot determine the model's attention request: %s", error)
             return {"attention": None}
         return {"attention": request}
 
