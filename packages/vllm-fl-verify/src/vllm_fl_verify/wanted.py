@@ -395,7 +395,7 @@ def _token(row: int, places: Tokens) -> int:
 
 
 def _problem(name: str, share: float, count: int, total: int) -> str:
-    return f"{name}: {count} of {total} elements exceed the tolerance" if share > 1.0 else ""
+    return "" if share <= 1.0 else f"{name}: {count} of {total} elements exceed the tolerance"
 
 
 def comparable(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
