@@ -45,7 +45,7 @@ from shapes import MODELS
 
 PREFLIGHT = re.compile(r"vllm-fl: .*\((?:eager|compiled);.*?(?:verified|run) in ([\d.]+) s")
 LIVE = re.compile(r"vllm-fl: .* (\d+) calls on live tensors in ([\d.]+) s")
-LIVE_REMARKS = re.compile(r"(?:not on live tensors|not compared): .*?(?=; digest)")
+LIVE_REMARKS = re.compile(r"(?:not verified on live tensors|not compared): .*?(?=; digest)")
 CAPTURED = re.compile(r"(\w+=\S+) captured and replayed twice in ([\d.]+) s")
 
 SAID = {

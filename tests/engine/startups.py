@@ -45,8 +45,8 @@ NOT_STOCK_BIT_FOR_BIT = ("fused_experts", "moe_topk")
 CAUSES = {
     "silu_and_mul": "bfloat16",
     "gelu_and_mul": "no kernel image is available",
-    "rms_norm": "the worst by",
-    "rotary_embedding": "elements are off",
+    "rms_norm": "exceed the tolerance",
+    "rotary_embedding": "elements exceed the tolerance",
 }
 """Op of plugins/faulty.py -> text in the reported cause."""
 

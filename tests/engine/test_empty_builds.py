@@ -237,7 +237,7 @@ def test_passes_of_ours_put_kernels_in_the_place_of_what_they_find(
     for op, found in (("linear", 6), (gated, 2)):
         assert report["ops"][op]["impl"] == "vendor.one"
         assert report["fusions"][op]["found"] == found
-        assert f"Op '{op}': {found} places, by 'vendor.one'" in ours["log"]
+        assert f"Op '{op}': {found} matches, by 'vendor.one'" in ours["log"]
         assert report["calls"][op]["vendor.one"] >= found * ours["steps"]
 
 

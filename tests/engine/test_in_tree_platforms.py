@@ -108,4 +108,4 @@ def test_it_is_planned_and_not_stepped_aside_from(
     assert became["worker"].startswith("vllm_fl.integration.worker.Planned:")
     assert became["worker"].endswith(worker)
     assert became["ops"]["silu_and_mul"]["impl"] == "reference.torch"
-    assert "steps aside" not in log
+    assert "vllm-fl is disabled" not in log

@@ -48,7 +48,7 @@ def test_two_ranks_exchange_tensors_through_flagcx(tmp_path: Path) -> None:
     flagcx = {**DEVICE, **TWO_RANKS, **FLAGCX, "FLAGCX_PATH": str(built(tmp_path / "flagcx"))}
     ours = run(job, timeout=300, **flagcx)
     assert "communicator=default.flagcx" in ours["log"]
-    assert "Groups of ranks: tp:0=default.flagcx (verified)" in ours["log"]
+    assert "Rank groups: tp:0=default.flagcx (verified)" in ours["log"]
     assert "oot_cpu: communicator FlagcxCommunicator" in ours["log"]
     assert "oot_cpu: all_reduce" not in ours["log"]
     assert "FlagCX 1300 of " in ours["log"]

@@ -37,7 +37,7 @@ def test_strict_and_an_absent_backend_end_the_start(model: Callable[[str], Path]
     with pytest.raises(EngineFailed) as failure:
         run(Job(str(model("qwen3")), BATCHES), VLLM_FL_STRICT="1", **SLIP)
     log = failure.value.log
-    assert "vllm-fl ends the start" in log
+    assert "vllm-fl: engine startup failed" in log
     assert "strict mode, and nothing that the list of op 'silu_and_mul' names" in log
     assert MEANT in log
 
@@ -73,6 +73,6 @@ def test_what_rounds_otherwise_in_large_batches_is_rejected_by_name(
     log = results[1]["log"]
     named = "Implementation 'vendor.otherbits' is rejected for op 'silu_and_mul': VLLM_FL_REQUIRE"
     (line,) = [line for line in log.splitlines() if named in line]
-    assert "other bits in a batch of" in line
-    measured = "VLLM_FL_REQUIRE=batch_invariant: measured; of vLLM's code only layers are"
+    assert "different bits in batches of" in line
+    measured = "VLLM_FL_REQUIRE=batch_invariant: measured; of vLLM's code, only layers are"
     assert measured in bound["remarks"]

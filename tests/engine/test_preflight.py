@@ -51,7 +51,7 @@ def test_in_strict_mode_a_faulty_kernel_ends_the_start(
     job = Job(str(model("qwen3")), batches())
     with pytest.raises(EngineFailed) as failure:
         run(job, VLLM_FL_STRICT="1", **FAULTY, **plugin("faulty"))
-    assert "vllm-fl ends the start" in failure.value.log
+    assert "vllm-fl: engine startup failed" in failure.value.log
     assert "implementation 'vendor.faulty' failed for op 'rms_norm'" in failure.value.log
 
 

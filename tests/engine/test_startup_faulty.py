@@ -50,9 +50,7 @@ def test_one_that_keeps_old_weights_is_named_when_they_are_updated(startup: Star
     result = startup("faulty")
     equal, changed = result["updates"]
     assert equal["answers"] == [None]
-    named = (
-        "Since the weights were updated, wrong is implementation 'vendor.afterstart' of op 'rms_"
-    )
+    named = "After the weights were updated, verification failed for implementation 'vendor.after"
     assert named in changed["error"]
     assert result["report"][0]["wrong"].keys() == {"rms_norm"}
 

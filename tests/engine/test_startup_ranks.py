@@ -19,7 +19,7 @@ def test_a_kernel_that_is_wrong_on_one_rank_is_off_on_both(startup: Startup) -> 
         assert "on rank 1" in report["demotions"]["silu_and_mul"]["vendor.rankone"]
     named = "Implementation 'vendor.rankone' failed for op 'silu_and_mul'"
     lines = [line for line in result["log"].splitlines() if named in line]
-    assert len(lines) == 1 and "on rank 1; off on all" in lines[0]
+    assert len(lines) == 1 and "on rank 1; disabled on all ranks" in lines[0]
 
 
 def test_a_communicator_that_is_wrong_on_one_rank_gives_way_to_the_next(startup: Startup) -> None:
@@ -27,7 +27,7 @@ def test_a_communicator_that_is_wrong_on_one_rank_gives_way_to_the_next(startup:
     log = result["log"]
     named = "Implementation 'vendor.wrong' failed for op 'communicator': all_reduce"
     (line,) = [line for line in log.splitlines() if named in line]
-    assert "on rank 1; off on all" in line
+    assert "on rank 1; disabled on all ranks" in line
     for report in result["report"]:
         assert "on rank 1" in report["demotions"]["communicator"]["vendor.wrong"]
         assert report["ops"]["communicator"]["impl"] == "vendor.counting"

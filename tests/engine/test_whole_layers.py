@@ -70,7 +70,7 @@ def test_they_serve_and_the_lists_leave_layers_alone(serve: Runner) -> None:
         "VocabParallelEmbedding": "vendor.own",
     }
     assert left["report"]["ops"]["RowParallelLinear"]["reason"] == (
-        "oot_blacklist names RowParallelLinear"
+        "oot_blacklist lists RowParallelLinear"
     )
     assert left["tokens"] != ours["tokens"], "what OWN_SCALE doubles does not serve"
 

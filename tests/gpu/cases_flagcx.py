@@ -160,7 +160,7 @@ def serves(result: dict[str, Any]) -> str:
 
 def facts(result: dict[str, Any]) -> dict[str, Any]:
     """Facts from an engine's startup log."""
-    planned, groups = of_log(result, " planned: "), of_log(result, "Groups of ranks")
+    planned, groups = of_log(result, " planned: "), of_log(result, "Rank groups")
     stamps = STAMP.findall(result["log"])
     to_plan = None
     if planned and stamps and (at := STAMP.search(planned[0])):

@@ -118,7 +118,7 @@ def wrong_ones() -> Iterator[tuple[str, str]]:
         return right(x)
 
     expected = {
-        keeps: "it is wrong when a graph is replayed",
+        keeps: "it is incorrect when a graph is replayed",
         reads: "it cannot be captured in a graph: ",
         raises: "it cannot be captured in a graph: ZeroDivisionError",
     }

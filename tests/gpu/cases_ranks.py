@@ -251,7 +251,7 @@ def _of_wrong(stock: list[Result], mine: list[Result]) -> str:
         why = report["demotions"].get(OP, {}).get("vendor.rankone", "")
         if f"on rank {last}" not in why or report["ops"][OP]["impl"] != BEHIND:
             return f"rank {report['rank']}: {report['ops'][OP]}, {report['demotions']}"
-    if not any(f"on rank {last}; off on all" in each["log"] for each in mine):
+    if not any(f"on rank {last}; disabled on all ranks" in each["log"] for each in mine):
         return f"no line of the log says that it is off on all, and that rank {last} is why"
     return _close(stock, mine, mostly=len(mine) > 1)
 
@@ -315,7 +315,7 @@ def _dead(host: Host, stock: Runs, runs: Runs) -> Judged:
         return "the engine started", {}
     words = ("is gone", " died", "initialization failed", "onitored", "after ")
     told = [line for line in log.splitlines() if any(word in line for word in words)]
-    if "did not end within" in log:
+    if "did not return within" in log:
         return f"it hangs: {log[-3000:]}", {"log": log}
     last = host.ranks - 1
     ends = re.compile(rf"rank {last} \(process \d+ on \S+\) died\.|is gone \(rank {last}\)")

@@ -19,7 +19,7 @@ PLANS = {
     "flagos": {"VLLM_FL_PREFER": "flagos"},
 }
 
-LATE = "After the weights were updated while it slept: "
+LATE = "After the weights were updated during sleep: "
 """Start of the log line if verification had to wait for the KV cache."""
 
 UPDATES: list[list[Any]] = [

@@ -148,7 +148,7 @@ def test_a_model_that_has_it_runs_with_it(serve: Any, impl: str, eager: bool) ->
     }
     assert report["calls"][OP][impl] > 0
     # The incorrect implementation is last in the order; it is detected before the model is built.
-    assert "it is wrong" in report["demotions"][OP]["vendor.wrong"]
+    assert "it is incorrect" in report["demotions"][OP]["vendor.wrong"]
     (line,) = [line for line in found["log"].splitlines() if " planned: " in line]
     assert report["digest"] in line
     stock = serve("stock", True)  # for both modes: compiling does not change stock's results

@@ -126,20 +126,20 @@ def test_one_wrong_element_on_one_rank_is_found(name: str) -> None:
     told = found(2, ranks(2, **{name: off_by_one}))
     label = {"recv": "send and recv"}.get(name, name)
     assert told and all(each.startswith(label) for each in told)
-    assert all(each.endswith("elements are wrong") for each in told)
+    assert all(each.endswith("elements are incorrect") for each in told)
 
 
 @pytest.mark.parametrize(
     ("name", "wrong", "why"),
     [
-        ("all_reduce", lambda result, x: x, "elements are wrong"),  # not reduced
+        ("all_reduce", lambda result, x: x, "elements are incorrect"),  # not reduced
         ("all_reduce", lambda result, x: result.float(), "it returned float32 [1, 1], not "),
         ("all_gather", lambda result, x, dim: x, "it returned"),
-        ("reduce_scatter", lambda result, x, dim: x.chunk(2, dim)[0], "elements are wrong"),
-        ("gather", lambda result, *a: torch.zeros(1), "a rank that gathers nothing got a result"),
-        ("broadcast", lambda result, x, src: x, "elements are wrong"),
+        ("reduce_scatter", lambda result, x, dim: x.chunk(2, dim)[0], "elements are incorrect"),
+        ("gather", lambda result, *a: torch.zeros(1), "a rank that is not the destination"),
+        ("broadcast", lambda result, x, src: x, "elements are incorrect"),
         ("recv", lambda result, *a: None, "it returned NoneType, not a tensor"),
-        ("all_reduce", lambda result, x: result * 0, "elements are wrong"),
+        ("all_reduce", lambda result, x: result * 0, "elements are incorrect"),
     ],
 )
 def test_what_a_wrong_library_does_is_found(name: str, wrong: Any, why: str) -> None:

@@ -64,7 +64,7 @@ def put(module: object, name: str, value: object) -> Callable[[], None]:
 
 
 matmul, cudnn, mkldnn = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mkldnn
-OLDER = "the precision of float32 products from highest to what its getter cannot tell"
+OLDER = "the precision of float32 products from highest to an unreadable value"
 
 
 @pytest.fixture
@@ -143,8 +143,8 @@ def no_more_files() -> None:
 
 SWITCHES: list[tuple[Callable[[], object], str]] = [
     (lambda: torch.set_default_dtype(torch.float64), "the default dtype"),
-    (lambda: torch.rand(1), "the random numbers of the CPU"),
-    (lambda: torch.manual_seed(0), "the random numbers of the CPU"),
+    (lambda: torch.rand(1), "the random state of the CPU"),
+    (lambda: torch.manual_seed(0), "the random state of the CPU"),
     (lambda: torch.set_default_device("meta"), "the default device from cpu to meta"),
     (lambda: torch.set_autocast_enabled("cpu", True), "autocast from False to True"),
     (lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN), "the signal handlers"),
@@ -155,18 +155,18 @@ SWITCHES: list[tuple[Callable[[], object], str]] = [
         "the deterministic mode from off to on, with warnings",
     ),
     (lambda: torch.set_float32_matmul_precision("medium"), "the precision of float32 products"),
-    (gc.disable, "the garbage collector's being on from True to False"),
-    (lambda: logging.disable(logging.INFO), "the level up to which logging is off"),
+    (gc.disable, "whether the garbage collector is enabled from True to False"),
+    (lambda: logging.disable(logging.INFO), "the level of logging.disable"),
     (put(matmul, "allow_fp16_accumulation", True), "the accumulation of float16 products"),
     (put(matmul, "allow_bf16_reduced_precision_reduction", False), "sums of bf16 products"),
     (put(matmul, "allow_fp16_reduced_precision_reduction", False), "sums of fp16 products"),
     (put(cudnn, "allow_tf32", False), "cuDNN's TF32 from True to False"),
     (put(cudnn, "benchmark", True), "cuDNN's benchmark from False to True"),
     (put(cudnn, "deterministic", True), "cuDNN's determinism from False to True"),
-    (lambda: torch.backends.cuda.enable_flash_sdp(False), "flash attention's being on"),
-    (lambda: torch.backends.cuda.enable_math_sdp(False), "plain attention's being on"),
+    (lambda: torch.backends.cuda.enable_flash_sdp(False), "whether flash attention is enabled"),
+    (lambda: torch.backends.cuda.enable_math_sdp(False), "whether math attention is enabled"),
     (lambda: torch.backends.cuda.enable_mem_efficient_sdp(False), "memory-efficient attention"),
-    (lambda: torch._C._set_mkldnn_enabled(False), "oneDNN's being on from True to False"),
+    (lambda: torch._C._set_mkldnn_enabled(False), "whether oneDNN is enabled from True to False"),
     (lambda: torch.autograd.set_detect_anomaly(True), "torch's anomaly mode"),
     (lambda: Watching().__enter__(), "torch's function modes"),
     (dispatching, "torch's dispatch modes"),
@@ -174,9 +174,9 @@ SWITCHES: list[tuple[Callable[[], object], str]] = [
     (put(logging.getLogger("vllm"), "disabled", True), "vLLM's loggers"),
     (lambda: logging.getLogger("vllm_fl").setLevel(logging.CRITICAL), "vLLM's loggers"),
     (lambda: logging.getLogger().addFilter(lambda record: False), "vLLM's loggers"),
-    (lambda: os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]), "the CPUs that it may"),
+    (lambda: os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]), "the CPU affinity"),
     (lambda: os.umask(0o777), "the umask from 00"),
-    (no_more_files, "the number of files that may be open"),
+    (no_more_files, "the limit of open files"),
 ]
 
 
@@ -244,7 +244,7 @@ def test_random_numbers_that_another_thread_draws_are_its_own(pause: float) -> N
     assert not found.objections
     assert len(set(drawn)) == len(drawn), "no number is drawn twice"
     if pause < 0.05:
-        assert any("the random numbers of the CPU" in remark for remark in found.remarks)
+        assert any("the random state of the CPU" in remark for remark in found.remarks)
 
 
 def test_what_another_thread_sets_again_and_again_is_its_own() -> None:
@@ -261,7 +261,7 @@ def test_what_another_thread_sets_again_and_again_is_its_own() -> None:
 
 def test_a_kernel_that_draws_is_named_beside_a_thread_that_seldom_does() -> None:
     with another_thread(lambda: torch.rand(1), 5.0):
-        assert "changed the random numbers of the CPU" in fault_of(lambda: torch.rand(1))
+        assert "changed the random state of the CPU" in fault_of(lambda: torch.rand(1))
 
 
 def test_what_is_set_once_as_by_an_import_is_named() -> None:

@@ -194,7 +194,7 @@ def test_an_error_is_said_at_once_with_its_name_and_then_once_a_minute(
     step(worker)
     (line,) = said(caplog)
     assert (
-        "'vendor.acme' of op 'silu_and_mul' is off in 1 of 1 compared calls of up to 4 tokens"
+        "'vendor.acme' of op 'silu_and_mul' is incorrect in 1 of 1 compared calls of up to 4 tokens"
         in line
     )
     for _ in range(2):
@@ -202,8 +202,8 @@ def test_an_error_is_said_at_once_with_its_name_and_then_once_a_minute(
     assert len(said(caplog)) == 1
     clock[0] += 61
     step(worker)
-    assert "off in 3 of 3 compared calls" in said(caplog)[1]
+    assert "incorrect in 3 of 3 compared calls" in said(caplog)[1]
     step(worker)
     monkeypatch.undo()
     canary.say()
-    assert "off in 1 of 1" in said(caplog)[2]
+    assert "incorrect in 1 of 1" in said(caplog)[2]

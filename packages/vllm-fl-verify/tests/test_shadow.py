@@ -378,7 +378,7 @@ def test_what_an_implementation_raises_is_raised_and_refusals_still_fall_back() 
 
 
 @pytest.mark.parametrize(
-    ("op", "why"), [("moe_topk", "Routing"), ("reshape_and_cache", "on other rows, or on a cache")]
+    ("op", "why"), [("moe_topk", "Routing"), ("reshape_and_cache", "on other tokens or a cache")]
 )
 def test_what_cannot_be_compared_is_named(op: str, why: str) -> None:
     spec = known_contracts().contracts[op]

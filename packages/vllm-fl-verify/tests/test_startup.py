@@ -64,7 +64,7 @@ def test_what_is_right_and_not_batch_invariant_is_rejected_and_not_a_fault(
     answering: Answering,
 ) -> None:
     """Measured only if it is required."""
-    why = "VLLM_FL_REQUIRE=batch_invariant, and it is not batch-invariant: 1 row"
+    why = "VLLM_FL_REQUIRE=batch_invariant is set, and it is not batch-invariant: 1 token"
     wrong = Objection("FL410", "it is wrong")
     rejected = Objection("FL412", why, ends_strict=False)
     asked = answering(Findings({(OP, "vendor.wrong"): wrong, KEY: rejected}))
@@ -81,7 +81,7 @@ def test_what_is_right_and_not_batch_invariant_is_rejected_and_not_a_fault(
 def test_what_refuses_every_made_call_is_rejected_and_ends_a_strict_start(
     answering: Answering,
 ) -> None:
-    why = "it refuses every call of this model (1 x 640: odd)"
+    why = "it supports no call of this model (1 x 640: odd)"
     answering(Findings({KEY: Objection("FL412", why)}))
     found = checks_of().objections(planning(managing(silu("vendor.acme"))))
     assert found == {KEY: Objection("FL412", why)}
@@ -178,7 +178,7 @@ def test_what_the_model_has_no_layer_of_is_not_expected(monkeypatch: pytest.Monk
     without_experts = {op: plan.entries[op] for op in (OP, "gelu_and_mul", "rms_norm")}
     plan = dataclasses.replace(plan, entries=without_experts)
     told = planned_for_nothing(plan, checks_of(provided={OP: ({},)}).facts)
-    assert told == {"gelu_and_mul": "this model has no layer of it"}
+    assert told == {"gelu_and_mul": "this model has no layer for it"}
     assert planned_for_nothing(plan, checks_of().facts) == {}
 
 

@@ -115,7 +115,7 @@ def test_what_differs_is_named_with_its_place() -> None:
     got = torch.tensor([[1, 2], [3, 4]])
     assert judged(got, torch.tensor([[1, 2], [5, 6]]), Exact()) == (
         INF,
-        "the result: 2 of 4 elements differ, the first is 3 instead of 5, at (1, 0)",
+        "the result: 2 of 4 elements differ; first at (1, 0): got 3, expected 5",
     )
 
 
@@ -142,8 +142,8 @@ def test_a_mistake_of_the_contract_is_said_to_be_its_own() -> None:
 @pytest.mark.parametrize(
     ("schemas", "told"),
     [
-        (["(Tensor x) -> Tensor"], "'both': the oracle's results are 2, .* call 0: "),
-        (["(Tensor x, Tensor? y) -> (Tensor, Tensor)"], "'alone': .* results are 1, .* call 2: "),
+        (["(Tensor x) -> Tensor"], "'both': the oracle returns 2 results, .* call 0; "),
+        (["(Tensor x, Tensor? y) -> (Tensor, Tensor)"], "'alone': .* 1 results, .* call 2; "),
         (["(Tensor x, Tensor y) -> (Tensor, Tensor)", "(Tensor x) -> Tensor"], ""),
     ],
 )
@@ -172,18 +172,17 @@ def test_the_worst_element_is_that_of_the_output_that_is_named() -> None:
         got = torch.ones(3, 4)
         got[1, 2], got[2, 3] = 2.0, value
         for places, at in ((None, "(2, 3)"), (torch.tensor([4, 5, 9]), "(9, 3)")):
-            assert worst(got, wanted, places)[1].endswith(
-                f"which is {value:g} instead of 1 at {at}"
-            )
+            said = worst(got, wanted, places)[1]
+            assert f"; worst at {at}: got {value:g}, expected 1 (" in said
 
 
 def test_a_contract_that_contradicts_itself_says_where() -> None:
     x = torch.ones(3)
-    with pytest.raises(ValueError, match=r"the contract of op, sample 'a call': .* the fake's"):
+    with pytest.raises(ValueError, match=r"the contract of op, sample 'a call': .* the fake "):
         judged(x, x.double()[:2])
-    with pytest.raises(ValueError, match="of the QuantisedPair at 0 one result is None"):
+    with pytest.raises(ValueError, match="one result of the QuantisedPair at 0 is None"):
         judged((x, None), (x, None), QuantisedPair())
-    with pytest.raises(ValueError, match="fits no value of shape"):
+    with pytest.raises(ValueError, match="does not fit a value of shape"):
         judged(
             (x.view(1, 3).char(), torch.ones(2, 3)),
             (x.view(1, 3), x.new_ones(2, 3)),
@@ -284,15 +283,16 @@ def test_other_experts_are_wrong_whatever_their_weights(token: int, ids: tuple[i
     share, problem = routed(ids_with(token, *ids), weights)
     assert share == INF
     assert problem == (
-        f"result 1: 1 of 6 tokens have other experts, token {token} has {sorted(ids)} instead of "
-        "[0, 1]"
+        f"result 1: 1 of 6 tokens have incorrect experts; first at token {token}: "
+        f"got {sorted(ids)}, expected [0, 1]"
     )
 
 
 def test_a_weight_belongs_to_its_expert() -> None:
     weights = SCORES.gather(-1, RIGHT_IDS)
     assert routed(RIGHT_IDS.flip(-1), weights.flip(-1)) == routed(RIGHT_IDS, weights)
-    assert routed(RIGHT_IDS, weights.flip(-1))[1].startswith("result 0: 8 of 12 elements are off")
+    problem = routed(RIGHT_IDS, weights.flip(-1))[1]
+    assert problem.startswith("result 0: 8 of 12 elements exceed the tolerance; worst: ")
     assert routed(ids_with(1, 2, 0), weights)[1] == ""  # a tie: in order of size
     for off in (weights * 1.001, weights + 0.01, weights.roll(1, 0), weights * NAN):
         assert routed(RIGHT_IDS, off)[1].startswith("result 0:")
@@ -334,16 +334,16 @@ def test_blocks_of_rows_in_any_order(rows: list[int], experts: list[int]) -> Non
 @pytest.mark.parametrize(
     ("rows", "experts", "used", "told"),
     [
-        (ROWS, OF_BLOCKS, [8], "result 2: 1 of 1 elements differ, the first is 8 instead of 12"),
-        (ROWS, [1, 3, 3, -1], IN_USE, "result 1: 1 of 3 elements differ, the first is 3 instead "
-         "of 1, at (1,)"),
+        (ROWS, OF_BLOCKS, [8], "result 2: 1 of 1 elements differ; first at (0,): got 8, expec"),
+        (ROWS, [1, 3, 3, -1], IN_USE, "result 1: 1 of 3 elements differ; first at (1,): "
+         "got 3, expected 1"),
         (rows_with(p0=1, p8=2), OF_BLOCKS, IN_USE, "the rows of each expert in result 0: 2 of 12 "
-         "elements differ, the first is 1 instead of 2"),
+         "elements differ; first at (1,): got 1, expected 2"),
         # twice, and another lost
         (rows_with(p0=3), OF_BLOCKS, IN_USE, "the rows of each expert in result 0: 1 of 12"),
         (rows_with(p0=100), OF_BLOCKS, IN_USE, "the rows of each expert in result 0: "),
         (rows_with(p0=9, p6=2), OF_BLOCKS, IN_USE, "the padding of result 0: 2 of 12 elements "
-         "differ, the first is 1 instead of 0, at (0,)"),
+         "differ; first at (0,): got 1, expected 0"),
     ],
 )  # fmt: skip
 def test_other_blocks_of_rows_are_wrong(
@@ -377,7 +377,7 @@ def test_the_oracle_is_asked_about_the_smaller_call() -> None:
     assert asked == [3]
     wrong = exact.clone()
     wrong[1, 2] += 1.0
-    assert "1 of 12 elements are off" in worst(wrong, wanted_of(spec, call))[1]
+    assert "1 of 12 elements exceed the tolerance" in worst(wrong, wanted_of(spec, call))[1]
     with pytest.raises(ValueError, match=r"the smaller call that it repeats .*\(3, 3\).*\(3, 4\)"):
         wanted_of(spec, replace(call, repeats=((x, weight, bias), columns[:3])))
     provided = as_provided(spec, call, {"bias": torch.bfloat16})
@@ -401,5 +401,5 @@ def test_guarded_memory_of_every_dtype(dtype: torch.dtype) -> None:
 
 def test_results_without_a_row_per_token_must_be_declared() -> None:
     spec = replace(known_contracts().contracts["quantise_tensor"], whole_batch=False)
-    with pytest.raises(ValueError, match=r"result 1 has the shape \(1,\) .* says whole_batch=True"):
+    with pytest.raises(ValueError, match=r"result 1 has the shape \(1,\) .* whole_batch=True"):
         form_of(spec, 16).off(False, torch.tensor([0, 1]), None)

@@ -123,4 +123,4 @@ def test_what_is_wrong_at_sizes_of_the_warm_up_is_a_fault(wrong: range) -> None:
 
     role = Role(OpImpl(*KEY, BackendImplKind.VENDOR, fn, "acme"), warm=warm_counts(2048, [200]))
     found = find_faults(Request([role], torch.bfloat16, CPU, SIZES, seed=5, calls=0)).objections
-    assert "elements are off" in found[KEY].reason
+    assert "elements exceed the tolerance" in found[KEY].reason

@@ -76,14 +76,14 @@ def test_a_name_that_this_vllm_lacks_costs_the_op_alone(entries: Entries, bindin
     found = entries(**binding)
     ((name,),) = binding.values()
     assert found[OP].label == "stock"
-    assert found[OP].note == f"this vLLM has no {name}, which its places need"
+    assert found[OP].note == f"this vLLM has no {name}, which its targets need"
     assert found["silu_and_mul"].label == "vendor.acme"
 
 
 def test_an_op_without_a_place_is_no_fault_of_this_vllm(entries: Entries) -> None:
-    assert entries(targets=())[OP].note == "vLLM has no place for it"
+    assert entries(targets=())[OP].note == "vLLM has no target for it"
     absent = LayerTarget("vllm.no_such.Layer", lambda layer: layer)
-    assert entries(targets=(absent,))[OP].note == "this vLLM has no place for it"
+    assert entries(targets=(absent,))[OP].note == "this vLLM has no target for it"
 
 
 def test_layers_that_models_share_are_forgotten(

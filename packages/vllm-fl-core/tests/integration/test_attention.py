@@ -100,7 +100,7 @@ def test_fields_that_we_do_not_know_reach_the_backend(plan: Callable[..., Plan])
 
 
 def test_strict_mode_tries_nothing_else(plan: Callable[..., Plan]) -> None:
-    with pytest.raises(AllFailedError, match="refused op 'attention_backend': no"):
+    with pytest.raises(AllFailedError, match="a layer of op 'attention_backend': no"):
         attention.choose(plan(strict=True, supports=lambda request: "no"), None, Request())
 
 
@@ -108,8 +108,8 @@ def test_strict_mode_tries_nothing_else(plan: Callable[..., Plan]) -> None:
     ("path", "why"),
     [
         ("no_such_module.Backend", "failed: ModuleNotFoundError"),
-        (f"{__name__}.Request", "is no AttentionBackend of vLLM: it has no get_name"),
-        (f"{__name__}.Unnamed", "'ACME', which is no key of vLLM's AttentionBackendEnum"),
+        (f"{__name__}.Request", "is not an AttentionBackend of vLLM: it has no get_name"),
+        (f"{__name__}.Unnamed", "'ACME', which is not a key of vLLM's AttentionBackendEnum"),
         (f"{__name__}.Ended", "failed: SystemExit: 3"),
     ],
 )
@@ -124,7 +124,7 @@ def test_a_class_that_cannot_be_used_is_a_fault(
 
 def test_a_backend_that_refuses_the_model_says_so(plan: Callable[..., Plan]) -> None:
     plan(supports=lambda request: "no MLA")
-    assert ATTENTION.why_not(FACTS).impls == {KEY: "refuses this model: no MLA"}
+    assert ATTENTION.why_not(FACTS).impls == {KEY: "does not support this model: no MLA"}
     assert ATTENTION.why_not(EngineFacts(FACTS.settings, "eager")).impls == {}
 
 

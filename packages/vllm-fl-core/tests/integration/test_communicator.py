@@ -186,8 +186,8 @@ def test_what_is_planned_serves_in_the_groups(told: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("case", "why"),
     [
-        ("doubling", "all_reduce of float32 [1, 1]: 1 of 1 elements are wrong"),
-        ("unmade", "its class cannot be made for group unmade:0: OSError: no such device"),
+        ("doubling", "all_reduce of float32 [1, 1]: 1 of 1 elements are incorrect"),
+        ("unmade", "its constructor failed for group unmade:0: OSError: no such device"),
     ],
 )
 def test_what_is_wrong_on_one_rank_is_off_on_both(
@@ -204,14 +204,14 @@ def test_strict_mode_ends_the_start_on_every_rank(told: dict[str, Any]) -> None:
     assert len(told["strict"]) == 2
     for error, text, _ in told["strict"]:
         assert error == StartError.__name__
-        assert "rank 1: strict mode, and implementation 'vendor.acme' failed for op 'commu" in text
+        assert "in strict mode: rank 1: implementation 'vendor.acme' failed for op 'commu" in text
 
 
 def test_a_rank_that_never_comes_ends_the_start_and_is_no_hang(told: dict[str, Any]) -> None:
     assert len(told["late"]) == 2
     for error, text, _ in told["late"]:
         assert error == StartError.__name__
-        assert "it did not end within 1 s" in text and "VLLM_FL_PER_OP='communicator=stock'" in text
+        assert "did not return within 1 s" in text and "VLLM_FL_PER_OP='communicator=stock'" in text
 
 
 def test_a_rank_that_dies_is_reported_as_dead(told: dict[str, Any]) -> None:
@@ -229,7 +229,7 @@ def _problem(groups: communicator.Groups) -> str:
     ("path", "why"),
     [
         ("no_such_module.Communicator", "failed: ModuleNotFoundError"),
-        (f"{__name__}.NoBase", "is no subclass of vLLM's DeviceCommunicatorBase"),
+        (f"{__name__}.NoBase", "is not a subclass of vLLM's DeviceCommunicatorBase"),
         (lambda request: {}["library"], "its class path failed: KeyError"),
     ],
 )
@@ -244,7 +244,7 @@ def test_a_class_that_cannot_be_used_says_why(
 def test_a_refusal_is_told_and_is_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[CommunicatorRequest] = []
     found = use(monkeypatch, acme(Sound, supports=lambda r: bool(asked.append(r)) or "no library"))
-    assert communicator.refusals(found) == {KEY: "refuses this engine: no library"}
+    assert communicator.refusals(found) == {KEY: "does not support this engine: no library"}
     assert communicator.Groups(Engine(found, 0)).communicators == ()
     assert asked[0].settings is found.settings
     elastic = replace(use(monkeypatch, acme(Sound)), communicator=facts(elastic=True).communicator)
@@ -275,9 +275,9 @@ def test_the_plan_has_it_where_there_are_ranks() -> None:
     vars(found.settings)["policy"] = manager.policy
     plan = make_plan(manager, found)
     assert "communicator=vendor.acme" in line(plan)
-    off = make_plan(manager, found, demoted={KEY: "failed at start on rank 1: wrong"})
+    off = make_plan(manager, found, demoted={KEY: "failed at startup on rank 1: wrong"})
     assert off.entries["communicator"].label == "stock"
-    assert "failed at start on rank 1" in off.entries["communicator"].reason
+    assert "failed at startup on rank 1" in off.entries["communicator"].reason
 
 
 def test_a_step_that_never_ends_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +285,7 @@ def test_a_step_that_never_ends_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> N
     never = threading.Event()
     try:
         fault, is_running = communicator.fault_of(lambda: str(never.wait(20)), CPU)
-        assert (fault, is_running) == ("it did not end within 0.05 s", True)
+        assert (fault, is_running) == ("it did not return within 0.05 s", True)
     finally:
         never.set()
 

@@ -207,7 +207,7 @@ def test_in_compiled_mode_what_vllm_reads_is_there_too_and_raises_by_name(bare: 
         with pytest.raises(NoKernelError) as failure:
             call("unowned")
         assert failure.value.operator == "fl_test_bare::unowned" and failure.value.op is None
-        assert "turn off what calls it" in str(failure.value)
+        assert "disable the feature that calls it" in str(failure.value)
         with pytest.raises(NoKernelError, match="explain silu_and_mul"):
             call("gated")
 

@@ -50,7 +50,7 @@ def test_switched_off_it_is_one_line(
     monkeypatch.setattr(entry, "speaks_for_all", lambda: False)  # in another process of the engine
     entry.general_plugin()
     (record,) = caplog.records
-    said = "vllm-fl is off, vLLM is stock: VLLM_FL_PREFER_ENABLED=false (environment)"
+    said = "vllm-fl is disabled, vLLM runs unmodified: VLLM_FL_PREFER_ENABLED=false (environment)"
     assert (record.levelname, record.getMessage()) == ("INFO", said)
 
 
@@ -61,7 +61,7 @@ def test_an_obstacle_is_one_line_and_stock(
     assert entry.platform_plugin() is None
     entry.general_plugin()
     (record,) = caplog.records
-    said = "vllm-fl steps aside, vLLM runs as stock: vLLM 1.0 is too new [FL510]"
+    said = "vllm-fl is disabled, vLLM runs unmodified: vLLM 1.0 is too new [FL510]"
     assert (record.levelname, record.getMessage()) == ("WARNING", said)
 
 

@@ -158,5 +158,5 @@ def test_a_failure_and_another_step_end_the_exchange(monkeypatch: pytest.MonkeyP
     with pytest.raises(StartError, match="rank 1: boom") as failed:
         exchange.exchange("whatever", None, "boom")
     assert failed.value.failures == ("rank 1: boom",)
-    with pytest.raises(StartError, match="rank 0: it is at another step"):
+    with pytest.raises(StartError, match="rank 0: at a different step"):
         exchange.exchange("another step", "mine")

@@ -156,7 +156,7 @@ def test_a_layer_of_another_plugins_is_its_own_until_the_plan_takes_it(
         assert type(built(left)) is theirs and left.is_stock("silu_and_mul")
         assert "silu_and_mul=foreign" in line(left)
         assert any("layer SiluAndMul is " in note for note in notes(left))
-    kept = plan("vendor", "foreign", notes={"silu_and_mul": "oot_blacklist names SiluAndMul"})
+    kept = plan("vendor", "foreign", notes={"silu_and_mul": "oot_blacklist lists SiluAndMul"})
     assert type(built(kept)) is theirs and kept.entries["silu_and_mul"].label == "foreign"
     assert type(built(plan("stock"))) is SiluAndMul
     for order, computes in ((["foreign"], True), (["stock", "foreign"], False)):

@@ -239,7 +239,7 @@ def test_what_cannot_be_traced_stays_an_operator_and_is_named(
         result, left = lowered(plan, (1, 4), bound, x)
     (said,) = [r.getMessage() for r in caplog.records]
     assert said.startswith(
-        f"Op '{OP}': graphs for 1-4 tokens call an operator that runs 'vendor.acme'"
+        f"Op '{OP}': graphs for 1-4 tokens cannot inline 'vendor.acme' and run it"
     )
     assert left and torch.equal(result, half(x))
 
@@ -473,7 +473,7 @@ def test_a_devices_manager_that_takes_no_pass_is_named_and_starts(
     monkeypatch.setattr(passes, "now", lambda: engine_of(plan))
     manager: Any = type("BareFL", (passes._WithOurPasses, Bare), {})
     manager().configure(config([LARGEST]))
-    assert "Bare takes no further pass" in caplog.text
+    assert "Bare does not accept additional passes" in caplog.text
 
 
 def test_caches_know_the_pass_by_the_plans_digest(planned: Planned) -> None:

@@ -218,8 +218,8 @@ def test_custom_ops_of_the_user_stand(custom_ops: list[str], expected: tuple[str
     ("variables", "why"),
     [
         ({"VLLM_FL_OOT_ENABLED": "0"}, "VLLM_FL_OOT_ENABLED=0"),
-        ({"VLLM_FL_OOT_BLACKLIST": "SiluAndMul"}, "oot_blacklist names SiluAndMul"),
-        ({"VLLM_FL_OOT_WHITELIST": "RMSNorm"}, "oot_whitelist does not name it"),
+        ({"VLLM_FL_OOT_BLACKLIST": "SiluAndMul"}, "oot_blacklist lists SiluAndMul"),
+        ({"VLLM_FL_OOT_WHITELIST": "RMSNorm"}, "oot_whitelist does not list it"),
     ],
 )
 @pytest.mark.parametrize("mode", [CompilationMode.NONE, CompilationMode.VLLM_COMPILE])
@@ -238,7 +238,7 @@ def test_layers_that_are_off_are_one_line(
     config = engine_config()
     for _ in range(2):  # vLLM calls this repeatedly
         facts_of(config)
-    (record,) = [each for each in caplog.records if "is off" in each.getMessage()]
+    (record,) = [each for each in caplog.records if "is disabled" in each.getMessage()]
     assert record.levelname == "INFO" and "VLLM_FL_OOT_ENABLED=false" in record.getMessage()
 
 
@@ -275,13 +275,13 @@ def test_vllms_batch_invariant_mode_keeps_its_norms(monkeypatch: pytest.MonkeyPa
     facts = facts_of(engine_config())
     entries = plan_for(facts).entries
     for op in ("rms_norm", "qk_norm_rope"):
-        assert entries[op].note.startswith("VLLM_BATCH_INVARIANT asks for vLLM's own")
+        assert entries[op].note.startswith("VLLM_BATCH_INVARIANT requires vLLM's own")
     assert entries["silu_and_mul"].label == "vendor.acme", "until the start has measured it"
     monkeypatch.setenv("VLLM_FL_PREFLIGHT", "off")
     facts = facts_of(engine_config())
     entry = plan_for(facts).entries["silu_and_mul"]
     assert entry.label == "stock"
-    assert "VLLM_BATCH_INVARIANT=1, and VLLM_FL_PREFLIGHT=off measures nothing" in entry.reason
+    assert "BATCH_INVARIANT=1 is set, and VLLM_FL_PREFLIGHT=off does not measure" in entry.reason
 
 
 def test_a_wrong_setting_ends_a_start_with_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         if failure:
             found.append(failure)
             raise StartError(
-                "vllm-fl ends the start: " + "; ".join([f"rank 0: {failure}"]),
+                "vllm-fl: engine startup failed: " + "; ".join([f"rank 0: {failure}"]),
                 failures=(f"rank 0: {failure}",),
             )
         return [mine]
@@ -59,7 +59,7 @@ def inspecting(monkeypatch: pytest.MonkeyPatch, answer: Any, **policy: Any) -> A
 def test_whatever_a_rank_raises_ends_the_startup_on_all(
     error: BaseException, sent: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(StartError, match="vllm-fl ends the start: rank 0: "):
+    with pytest.raises(StartError, match="vllm-fl: engine startup failed: rank 0: "):
         settling.settle(inspecting(monkeypatch, error), Moment.LOADED)
     assert len(sent) == 1
 
@@ -79,7 +79,7 @@ def test_a_failure_that_all_ranks_know_is_not_sent_again(
     sent: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = StartError(
-        "vllm-fl ends the start: " + "; ".join(["rank 1: gone"]), failures=("rank 1: gone",)
+        "vllm-fl: engine startup failed: " + "; ".join(["rank 1: gone"]), failures=("rank 1: gone",)
     )
     with pytest.raises(StartError, match="rank 1: gone"):
         settling.settle(inspecting(monkeypatch, known), Moment.LOADED)
@@ -99,7 +99,7 @@ def test_an_objection_ends_a_strict_startup_if_it_says_so(monkeypatch: pytest.Mo
     assert settling.settle(inspecting(monkeypatch, variant, strict=True), Moment.LOADED) == {}
     assert [*disabled[0]] == [KEY]
     wrong = {KEY: Objection(FAILED, "it is wrong")}
-    with pytest.raises(StartError, match="strict mode, and implementation"):
+    with pytest.raises(StartError, match="in strict mode: rank 0: implementation"):
         settling.settle(inspecting(monkeypatch, wrong, strict=True), Moment.LOADED)
     found = settling.settle(inspecting(monkeypatch, wrong), Moment.UPDATED)
     assert found == {KEY: "it is wrong (found on rank 0)"} and len(disabled) == 1

@@ -117,7 +117,7 @@ def test_it_stands_in_vllms_table_while_the_block_runs(plan: Make) -> None:
 def test_what_is_left_to_vllm_does_not_stand_there(plan: Make) -> None:
     for made in (
         plan(impl(), per_op_order={"Mixer": ["stock"]}),
-        plan(impl(), notes={"Mixer": "oot_blacklist names Mixer"}),
+        plan(impl(), notes={"Mixer": "oot_blacklist lists Mixer"}),
         plan(impl(available=lambda: "no card")),
     ):
         with PATCHER.building(engine_of(made)):
@@ -148,8 +148,8 @@ def test_another_plugins_entry_is_left_alone_or_taken(plan: Make) -> None:
     ("layer", "name", "words"),
     [
         ("Mixer", "OwnBig", None),  # subclasses count at any depth
-        ("BigMixer", "OwnMixer", "acme.OwnMixer is no subclass of vLLM's BigMixer"),
-        ("Mixer", "number", "acme.number is no class"),
+        ("BigMixer", "OwnMixer", "acme.OwnMixer is not a subclass of vLLM's BigMixer"),
+        ("Mixer", "number", "acme.number is not a class"),
         ("Mixer", "Absent", "its class acme.Absent failed: AttributeError"),
         ("Mixr", "OwnMixer", "has no layer class 'Mixr'. Did you mean 'Mixer'?"),
         ("PluggableLayer", "OwnMixer", "has no layer class 'PluggableLayer'"),
@@ -168,7 +168,7 @@ def test_a_class_that_cannot_be_used_is_a_fault_by_name(
     ("verdict", "words"),
     [
         (lambda request: True, None),
-        (lambda request: "tensor parallel", "refuses this engine: tensor parallel"),
+        (lambda request: "tensor parallel", "does not support this engine: tensor parallel"),
         (lambda request: None, "said no and gave no reason"),
         (lambda request: 1 / 0, "its supports raised ZeroDivisionError"),
         (lambda request: sys.exit(2), "its supports raised SystemExit: 2"),
@@ -189,7 +189,7 @@ def test_a_class_that_is_not_available_is_not_asked(plan: Make) -> None:
 def test_a_layer_of_an_op_is_the_ops(plan: Make) -> None:
     plan(impl("SiluAndMul"))
     (why,) = PATCHER.why_not(facts()).impls.values()
-    assert "by the op silu_and_mul" in why and "bring an OpImpl" in why
+    assert "through the op silu_and_mul" in why and "provide an OpImpl" in why
 
 
 @pytest.mark.parametrize(
@@ -197,8 +197,8 @@ def test_a_layer_of_an_op_is_the_ops(plan: Make) -> None:
     [
         ({}, None),
         ({"VLLM_FL_OOT_ENABLED": "0"}, "VLLM_FL_OOT_ENABLED=0"),
-        ({"VLLM_FL_OOT_BLACKLIST": "test_mixer"}, "oot_blacklist names test_mixer"),
-        ({"VLLM_FL_OOT_WHITELIST": "SiluAndMul"}, "oot_whitelist does not name it"),
+        ({"VLLM_FL_OOT_BLACKLIST": "test_mixer"}, "oot_blacklist lists test_mixer"),
+        ({"VLLM_FL_OOT_WHITELIST": "SiluAndMul"}, "oot_whitelist does not list it"),
     ],
 )
 def test_the_lists_leave_it_to_vllm(plan: Make, env: dict[str, str], note: str | None) -> None:
@@ -262,7 +262,7 @@ def test_a_layer_that_is_vllms_all_the_same_is_said(
     monkeypatch.setattr(logging.getLogger("vllm_fl"), "propagate", True)
     made = plan(impl())
     assert loaded(made, Mixer(), BigMixer()) == {"Mixer": 0}
-    assert "was not taken for layer 'Mixer' in 1 places, which are vLLM's own: 0" in caplog.text
+    assert "is not used for layer 'Mixer' in 1 places, which keep vLLM's class: 0" in caplog.text
     assert made.fallbacks == {("Mixer", "stock.vllm"): 1}
     with pytest.raises(VllmFLError, match="Strict mode"):
         loaded(plan(impl(), strict=True), Mixer())
@@ -276,7 +276,7 @@ def test_rank_0_says_what_serves(
     made = plan(impl(), impl("BigMixer", "OwnBig"))
     assert loaded(made, OwnMixer()) == {"Mixer": 1, "BigMixer": 0}
     assert "Layer Mixer: 1 in this model, by 'vendor.acme'" in caplog.text
-    assert "Layer BigMixer: this model has none, so that 'vendor.acme' does not run" in caplog.text
+    assert "Layer BigMixer: this model has none, so 'vendor.acme' does not run" in caplog.text
     engine = engine_of(made, type("Hidden", (), {})())
     PATCHER.loaded(engine)
     assert PATCHER.report(engine) == {"layers": {}} and "are not counted" in caplog.text

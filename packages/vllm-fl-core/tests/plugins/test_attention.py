@@ -102,8 +102,8 @@ def test_the_plan_names_the_backend_and_counts_it() -> None:
 
 
 def test_a_backend_that_is_out_leaves_stock_with_the_reason() -> None:
-    out = {("attention_backend", "vendor.acme"): "refuses this model: no MLA"}
+    out = {("attention_backend", "vendor.acme"): "does not support this model: no MLA"}
     entry = planning(managing(acme()), demoted=out).entries["attention_backend"]
     assert entry.label == "stock"
     why = "default, since no list orders the op"
-    assert entry.reason == f"{why} (vendor.acme: refuses this model: no MLA)"
+    assert entry.reason == f"{why} (vendor.acme: does not support this model: no MLA)"

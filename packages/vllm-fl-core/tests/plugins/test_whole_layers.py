@@ -77,8 +77,8 @@ def test_the_policys_orders_hold_for_layers_too() -> None:
     assert chosen(per_op_order={ROW: ["vendor:acme", "stock"]}) == "vendor.acme"
     assert chosen(per_op_order={ROW: ["stock"]}) == "stock"
     assert chosen(per_op_order={ROW.lower(): ["stock"]}) == "vendor.zeta", "names are exact"
-    gone = {(ROW, "vendor.zeta"): "refuses this engine: no"}
+    gone = {(ROW, "vendor.zeta"): "does not support this engine: no"}
     entry = planning(managing(*two), demoted=gone).entries[ROW]
     assert entry.label == "vendor.acme"
-    noted = planning(managing(*two), notes={ROW: "oot_blacklist names it"}).entries[ROW]
-    assert (noted.label, noted.reason) == ("stock", "oot_blacklist names it")
+    noted = planning(managing(*two), notes={ROW: "oot_blacklist lists it"}).entries[ROW]
+    assert (noted.label, noted.reason) == ("stock", "oot_blacklist lists it")

@@ -19,7 +19,7 @@ REPORT = {
     "calls": {"rms_norm": {"vendor.cpu": 7, "reference.torch": 2}},
     "refusals": {"rms_norm": {"vendor.cpu": 2}},
     "fallbacks": {"rms_norm": {"reference.torch": 2}},
-    "demotions": {"silu_and_mul": {"vendor.acme": "failed at start on rank 0: it is wrong"}},
+    "demotions": {"silu_and_mul": {"vendor.acme": "failed at startup on rank 0: it is incorrect"}},
     "rejections": {},
     "not_reached": {"gelu_and_mul": "no layer of the model"},
 }
@@ -50,7 +50,7 @@ def test_plan_counters_what_was_taken_out_and_what_was_raised(fl: Command, tmp_p
     path = left(tmp_path, ago=9999, state="ended", error=error, failures=failures)
     done = fl("show", path)
     assert done.status == 0 and not done.err
-    for told in ("f00d", "vendor.cpu", "it is wrong", "boom", "PREFER=vendor", "0.32.0"):
+    for told in ("f00d", "vendor.cpu", "it is incorrect", "boom", "PREFER=vendor", "0.32.0"):
         assert told in done.out
     (told,) = fl("show", path, "--json").json()["files"]
     assert told["content"]["report"] == REPORT and told["silent"] is None

@@ -94,7 +94,7 @@ class TestTable:
         )
         (rejected,) = [f for f in tuned.figures if f.rejected]
         assert (rejected.tokens, rejected.impl, rejected.us) == (16, "vendor.fast", None)
-        assert "1 of 128 elements are off, the worst by" in rejected.rejected
+        assert "1 of 128 elements exceed the tolerance; worst at" in rejected.rejected
         assert clocked().CALLS.count(("fast", 16)) == 1  # by the check, not timed
         assert rejected.rejected in done.out
 

@@ -287,7 +287,7 @@ class TestWrongAtOneSizeOnly:
         assert machine.calls["vendor.fast", 8] > 100
         figure = next(f for f in at_16.figures() if f.impl == "vendor.fast")
         assert figure.us is None
-        assert "1 of 128 elements are off, the worst by" in figure.rejected
+        assert "1 of 128 elements exceed the tolerance; worst at" in figure.rejected
         assert "16 x" in figure.rejected
 
     def test_large_values_count(self, machine: Machine) -> None:

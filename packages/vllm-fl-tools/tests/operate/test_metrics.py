@@ -79,7 +79,7 @@ def test_it_is_prometheus_text_and_holds_the_plan_and_its_counters() -> None:
     assert value(before, "vllm_fl_refusals_total", op=OP, impl="vendor.acme") == 0
     for _ in range(3):
         bound(X)
-    plan.record.demote(OP, "vendor.other", "failed at start on rank 0: it is wrong")
+    plan.record.demote(OP, "vendor.other", "failed at startup on rank 0: it is incorrect")
     after = exposition(plan, "f00d", WHOSE)
     assert value(after, "vllm_fl_refusals_total", op=OP, impl="vendor.acme") == 3
     assert value(after, "vllm_fl_fallbacks_total", op=OP, impl="reference.torch") == 3
