@@ -215,7 +215,7 @@ class TestNothingToCall:
         with pytest.raises(NoImplementationError) as caught:
             manager.call(OP, X)
         assert dict(caught.value.rejected) == {
-            "vendor.acme": "deny_vendors names acme",
+            "vendor.acme": "deny_vendors contains acme",
             "reference.torch": "not available: no torch",
         }
         for impl_id, reason in caught.value.rejected:
