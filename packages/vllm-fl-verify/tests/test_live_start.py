@@ -148,7 +148,7 @@ def test_what_refuses_every_call_of_the_loaded_model_is_rejected_and_nothing_say
     report = told["report"]
     assert report["ops"]["silu_and_mul"]["impl"] == "vendor.acme"
     (why,) = report["rejections"]["silu_and_mul"].values()
-    assert why == "it refuses every call of this model (rows of 1280)"
+    assert why == "it supports no call of this model (rows of 1280)"
     assert report["demotions"] == {} and report["refusals"] == {} == report["fallbacks"]
     assert told["bound"] == [True, True] and told["right"]
     # Tried at the largest batch, too, before it is out, then the model without it.
@@ -157,7 +157,7 @@ def test_what_refuses_every_call_of_the_loaded_model_is_rejected_and_nothing_say
     (line,) = [line for line in log.splitlines() if " planned: " in line]
     assert "silu_and_mul=vendor.acme" in line
     assert "silu_and_mul: vendor.wrong refuses every call [FL412]" in report["remarks"]
-    assert "is rejected for op 'silu_and_mul': it refuses every call of this model" in log
+    assert "is rejected for op 'silu_and_mul': it supports no call of this model" in log
 
 
 def test_an_implementation_that_takes_some_calls_stays_and_uncalled_ops_are_not_counted() -> None:
@@ -167,4 +167,4 @@ def test_an_implementation_that_takes_some_calls_stays_and_uncalled_ops_are_not_
     assert told["report"]["ops"]["gelu_and_mul"]["impl"] == "vendor.idle", "and stays planned"
     (line,) = [line for line in log.splitlines() if " planned: " in line]
     assert "vllm-fl: 1 op planned: silu_and_mul=vendor.wrong (" in line
-    assert "not reached: gelu_and_mul" in told["report"]["remarks"]
+    assert "unused by this model: gelu_and_mul" in told["report"]["remarks"]

@@ -141,7 +141,7 @@ def test_run_only_runs() -> None:
 def test_one_that_refuses_all_sizes_of_the_model_is_out() -> None:
     impl = silu("vendor.acme", fn=sound, supports=lambda x: "no 2-D" if x.ndim == 2 else True)
     found = find_faults(Request([Role(impl)], torch.bfloat16, CPU, SIZES))
-    why = "it refuses every call of this model (1 x 2*512, bfloat16: no 2-D)"
+    why = "it supports no call of this model (1 x 2*512, bfloat16: no 2-D)"
     assert found.objections == {("silu_and_mul", "vendor.acme"): Objection("FL412", why)}
 
 

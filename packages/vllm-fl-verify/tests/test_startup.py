@@ -81,7 +81,7 @@ def test_what_is_right_and_not_batch_invariant_is_rejected_and_not_a_fault(
 def test_what_refuses_every_made_call_is_rejected_and_ends_a_strict_start(
     answering: Answering,
 ) -> None:
-    why = "it refuses every call of this model (1 x 640: odd)"
+    why = "it supports no call of this model (1 x 640: odd)"
     answering(Findings({KEY: Objection("FL412", why)}))
     found = checks_of().objections(planning(managing(silu("vendor.acme"))))
     assert found == {KEY: Objection("FL412", why)}

@@ -97,7 +97,7 @@ class TestLogLines:
             manager.call(OP, X)
         assert [line for _, line in lines] == [
             "Op 'silu_and_mul' using 'vendor.acme' (kind=vendor, vendor=acme)",
-            "Implementation 'vendor.acme' refused op 'silu_and_mul': needs bf16",
+            "Implementation 'vendor.acme' does not support a call of op 'silu_and_mul': needs bf16",
             TO_REFERENCE,
         ]
 

@@ -140,7 +140,7 @@ def test_a_device_hook_that_fails_is_reported_once_and_costs_itself_only(
     [
         ({"VLLM_FL_PREFFER": "vendor"}, "Did you mean 'VLLM_FL_PREFER'? [FL110]"),
         ({"VLLM_FL_PER_OP": "silu_and_mul=vendor:acmee"}, "matches 'vendor:acmee'. [FL110]"),
-        ({"VLLM_FL_PLUGINS": "fl-tset,fl-test"}, "Installed are fl-test. [FL110]"),
+        ({"VLLM_FL_PLUGINS": "fl-tset,fl-test"}, "Installed: fl-test. [FL110]"),
     ],
 )
 def test_what_a_start_warns_of_has_the_code_of_doctor(
