@@ -350,7 +350,7 @@ class Resolver:
                 "`vllm-fl doctor`."
             )
         return NoImplementationError(
-            f"Op '{trace.op}' has no implementation that may run: {why}. {todo}",
+            f"Op '{trace.op}' has no implementation that can run: {why}. {todo}",
             op=trace.op,
             rejected=rejected,
         )

@@ -226,7 +226,7 @@ def _words(parameters: Iterable[inspect.Parameter]) -> str:
 def _refusal(
     owner: Owner, impl: Impl | None, problem: str, *, kind: type[PluginError] = PluginError
 ) -> PluginError:
-    what = f"{impl.op_name} implementation {impl.impl_id!r}" if impl else "its registration"
+    what = f"{impl.op_name} implementation {impl.impl_id!r}" if impl else "registration"
     facts = {"op": impl.op_name, "impl": impl.impl_id} if impl else {}
     return owner.error(f": {what} rejected: {problem}.", kind=kind, **facts)
 
