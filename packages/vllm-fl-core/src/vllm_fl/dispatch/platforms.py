@@ -164,7 +164,7 @@ def _answer(entry: Any) -> ForeignPlatform | str | None:
     if whose in ENDED:
         return None
     try:
-        with running(f"the answer of {whose}"), silence():
+        with running(f"the platform detection of {whose}"), silence():
             answer = entry.load()()
     except KeyboardInterrupt:
         raise
