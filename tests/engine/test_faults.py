@@ -15,8 +15,8 @@ pytestmark = pytest.mark.slow
 
 OWNER = "foreign_layer.ForeignSilu of foreign-layer 2.1"
 LEFT = (
-    f"layer SiluAndMul is {OWNER}, not vllm-fl's: to replace it, set an order for silu_and_mul "
-    "itself (VLLM_FL_PER_OP)"
+    f"layer SiluAndMul is replaced by {OWNER}; to use vllm-fl instead, set an order for "
+    "silu_and_mul itself (VLLM_FL_PER_OP)"
 )
 GONE = "vanishing: the settings files are gone"
 

@@ -60,7 +60,7 @@ def test_they_are_verified_planned_and_called(
         assert report["ops"][op]["impl"] == f"vendor.{vendor}", result["log"][-6000:]
         assert report["calls"][op][f"vendor.{vendor}"] > 0
     assert report["fallbacks"] == report["demotions"] == {}
-    assert "takes no " not in result["log"]  # the model passes none of the arguments that they lack
+    assert "has no parameter " not in result["log"]  # the model passes none that they lack
     stock = engine("qwen3", "stock-float32", eager)
     assert result["tokens"] == stock["tokens"]
     off, magnitude = largest_difference(stock, result)

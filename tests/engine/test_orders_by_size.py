@@ -34,7 +34,7 @@ def test_decoding_and_prompts_run_different_implementations(
     ours = run(job, VLLM_FL_CONFIG=str(config), VLLM_FL_DISPATCH_DEBUG="1", **IN_ONE_PROCESS)
     (report,) = ours["report"]
     assert report["ops"]["silu_and_mul"]["rows"] == [
-        {"up_to": 8, "impl": "vendor.cpu", "reason": "your order says vendor:cpu"}
+        {"up_to": 8, "impl": "vendor.cpu", "reason": "your order lists vendor:cpu"}
     ]
     assert report["ops"]["silu_and_mul"]["impl"] == "reference.torch"
     assert "silu_and_mul=vendor.cpu(<=8)|reference.torch" in ours["log"]

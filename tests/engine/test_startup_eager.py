@@ -47,7 +47,7 @@ def test_an_operator_and_a_function_run_the_planned_implementation(startup: Star
 def test_attention_is_the_plugins_class(startup: Startup, shared: Path) -> None:
     ours = startup("eager")
     (report,) = ours["report"]
-    planned = {"impl": "vendor.counting", "reason": "the order says vendor"}
+    planned = {"impl": "vendor.counting", "reason": "the order lists vendor"}
     assert report["ops"]["attention_backend"] == planned
     assert (shared / "uses").stat().st_size >= 2 * ours["steps"]  # layers
 
@@ -60,7 +60,7 @@ def test_whole_layers_are_the_plugins_classes_asked_of_one_request(startup: Star
         assert report["ops"][layer]["impl"] == "vendor.own"
         assert report["calls"][layer]["vendor.own"] > 0
         assert f"Layer {layer}: {number} in this model, by 'vendor.own'" in log
-    assert "not verified, as whole layers: QKVParallelLinear RowParallelLinear" in log
+    assert "whole layers, not verified: QKVParallelLinear RowParallelLinear" in log
     asked = {line.partition("own layers: ")[2] for line in log.splitlines()} - {""}
     assert len(asked) == len(OWN)
     assert all("dtype=torch.bfloat16, quantization=None" in line for line in asked)

@@ -54,7 +54,7 @@ def assert_they_serve(ours: dict[str, Any]) -> None:
         assert report["calls"][layer]["vendor.own"] > 0, layer
         assert f"Layer {layer}: {number} in this model, by 'vendor.own'" in ours["log"]
     assert "RowParallelLinear=vendor.own" in ours["log"]
-    assert "not verified, as whole layers: QKVParallelLinear RowParallelLinear" in ours["log"]
+    assert "whole layers, not verified: QKVParallelLinear RowParallelLinear" in ours["log"]
     assert report["fallbacks"] == report["demotions"] == {}
 
 

@@ -85,7 +85,7 @@ def test_it_is_named_and_harms_no_other(
     else:
         failed = plugins[BROKEN]
         assert (failed["status"], failed["version"]) == ("failed", "1.0")
-        assert cause in failed["error"] and "leave it out with VLLM_FL_PLUGINS" in failed["error"]
+        assert cause in failed["error"] and "disable it with VLLM_FL_PLUGINS" in failed["error"]
         left_out = installed.plugins(VLLM_FL_PLUGINS="fl-sound")
         assert left_out[BROKEN]["status"] == "disabled"
     op = installed.ops()["silu_and_mul"]

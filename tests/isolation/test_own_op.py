@@ -144,7 +144,7 @@ def test_a_model_that_has_it_runs_with_it(serve: Any, impl: str, eager: bool) ->
     assert report["mode"] == mode
     assert report["ops"][OP] == {
         "impl": impl,
-        "reason": f"your order says impl:{impl}",
+        "reason": f"your order lists impl:{impl}",
     }
     assert report["calls"][OP][impl] > 0
     # The incorrect implementation is last in the order; it is detected before the model is built.
@@ -164,7 +164,7 @@ def test_the_pages_own_script_serves_it_and_counts_its_calls(
     variables = {"VLLM_FL_PER_OP": f"{OP}=vendor|reference", "VLLM_FL_DISPATCH_DEBUG": "1"}
     done = installed.env.run("serve.py", check=False, cwd=folder, **variables)
     assert done.returncode == 0, done.stderr
-    assert "{'impl': 'vendor.acme', 'reason': 'your order says vendor'}" in done.stdout
+    assert "{'impl': 'vendor.acme', 'reason': 'your order lists vendor'}" in done.stdout
     assert re.search(rf"{{'{OP}': {{'vendor.acme': [1-9]", done.stdout)
 
 

@@ -177,9 +177,7 @@ def test_a_traceback_says_how_to_read_the_page() -> None:
         raise InvalidSettingError("prefer: 'x'", key="prefer", origin="environment")
     except InvalidSettingError as error:
         told = "".join(traceback.format_exception(error))
-    assert told.endswith(
-        "prefer: 'x' [FL102]\n`vllm-fl explain FL102` says what it means, and what to do.\n"
-    )
+    assert told.endswith("prefer: 'x' [FL102]\nRun `vllm-fl explain FL102` for causes and fixes.\n")
 
 
 @pytest.mark.parametrize(

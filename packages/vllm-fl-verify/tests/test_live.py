@@ -376,7 +376,7 @@ def test_what_hangs_is_named_and_noted(
     noted: list[str] = []
 
     def said() -> list[str]:
-        return [r.getMessage() for r in caplog.records if "has been running" in r.getMessage()]
+        return [r.getMessage() for r in caplog.records if "is still running" in r.getMessage()]
 
     def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         noted.append(breadcrumb.now())

@@ -167,4 +167,4 @@ def test_an_implementation_that_takes_some_calls_stays_and_uncalled_ops_are_not_
     assert told["report"]["ops"]["gelu_and_mul"]["impl"] == "vendor.idle", "and stays planned"
     (line,) = [line for line in log.splitlines() if " planned: " in line]
     assert "vllm-fl: 1 op planned: silu_and_mul=vendor.wrong (" in line
-    assert "not reached: gelu_and_mul" in told["report"]["remarks"]
+    assert "unused by this model: gelu_and_mul" in told["report"]["remarks"]

@@ -174,7 +174,7 @@ def test_where_no_step_can_be_eager_one_line_says_why(
 def test_a_rate_that_is_none_is_refused(text: str) -> None:
     from vllm_fl.errors import SettingsError
 
-    with pytest.raises(SettingsError, match="a share from 0 to 1"):
+    with pytest.raises(SettingsError, match="a fraction from 0 to 1"):
         load_settings({"VLLM_FL_SHADOW": text})
 
 

@@ -311,7 +311,7 @@ def test_a_device_of_ours_that_is_forced_beside_one_is_an_error(
 
         monkeypatch.setattr(platform, "_device", device)
         if asked:
-            with pytest.raises(OwnerError, match="VLLM_FL_PLATFORM asks for 'bolt'"):
+            with pytest.raises(OwnerError, match="VLLM_FL_PLATFORM also selects 'bolt'"):
                 platform.overlay_path(forced)
         else:
             assert platform.overlay_path(forced) is None

@@ -95,7 +95,7 @@ def test_an_engine_that_nothing_verifies_does_not_start(monkeypatch: pytest.Monk
         monkeypatch.setattr(planning, "_settings_of", lambda config: load_settings(env))
         return facts_of(engine_config())
 
-    with pytest.raises(StartError, match="nothing here verifies kernels: pip install"):
+    with pytest.raises(StartError, match="no loaded plugin verifies kernels: pip install"):
         planning.refuse_unverified(set_to(**VENDOR))
     off = set_to(**VENDOR, VLLM_FL_PREFLIGHT="off")
     planning.refuse_unverified(off)
@@ -200,9 +200,9 @@ def reason(entry: Carried | None = None, **fields: Any) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("custom_ops", "expected"),
     [
-        ([], ("vendor.acme", "the order says vendor")),
+        ([], ("vendor.acme", "the order lists vendor")),
         (["none"], ("stock", "custom_ops has none")),
-        (["none", "+silu_and_mul"], ("vendor.acme", "the order says vendor")),
+        (["none", "+silu_and_mul"], ("vendor.acme", "the order lists vendor")),
         (["all", "-silu_and_mul"], ("stock", "custom_ops has -silu_and_mul")),
     ],
     ids=str,
@@ -248,7 +248,7 @@ def test_a_layer_of_another_plugins_is_left_to_it_until_the_op_is_ordered(
     theirs = {"silu_and_mul": {"SiluAndMul": "acme.Silu of acme 1"}}
     monkeypatch.setattr(layers, "foreign_ops", lambda: theirs)
     label, why = reason()
-    assert label == "foreign" and why.startswith("layer SiluAndMul is acme.Silu of acme 1,")
+    assert label == "foreign" and why.startswith("layer SiluAndMul is replaced by acme.Silu of")
     monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
     assert reason()[0] == "foreign"
     monkeypatch.setenv("VLLM_FL_PER_OP", "silu_and_mul=vendor")

@@ -169,7 +169,7 @@ def test_a_class_that_cannot_be_used_is_a_fault_by_name(
     [
         (lambda request: True, None),
         (lambda request: "tensor parallel", "does not support this engine: tensor parallel"),
-        (lambda request: None, "said no and gave no reason"),
+        (lambda request: None, "returned neither True nor a reason"),
         (lambda request: 1 / 0, "its supports raised ZeroDivisionError"),
         (lambda request: sys.exit(2), "its supports raised SystemExit: 2"),
     ],

@@ -117,7 +117,7 @@ def test_what_takes_long_is_named_while_it_runs(
 
     class Told(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if "the import of acme has been running" in record.getMessage():
+            if "the import of acme is still running" in record.getMessage():
                 named.set()
 
     handler = Told()

@@ -106,7 +106,7 @@ def test_another_distributions_extension_is_refused_and_not_imported(
 )
 def test_an_extension_provides_nothing_to_choose(hook: str) -> None:
     refused = one(plugin(True, inspect_plan=nothing, **{hook: nothing}))
-    assert refused.status == "failed" and f"it implements {hook}" in str(refused.error)
+    assert refused.status == "failed" and f"must not implement {hook}" in str(refused.error)
 
 
 def test_an_extension_has_no_older_form() -> None:
@@ -125,7 +125,7 @@ def test_a_backend_is_not_called_when_a_process_starts() -> None:
         (plugin("yes", inspect_plan=nothing), "its VERIFIES is 'yes'; expected True or False"),
         (
             plugin(True, doctor=nothing),
-            "its VERIFIES is True, and it does not implement inspect_plan",
+            "its VERIFIES is True, but it does not implement inspect_plan",
         ),
     ],
 )
@@ -192,7 +192,7 @@ def ending(error: Exception) -> Any:
         ("engine_session", 7, "expected AbstractContextManager or None"),
         ("engine_session", ending(OSError("no space left")), "no space left"),
         ("worker_report", ["plan"], "expected Mapping or None"),
-        ("worker_report", {"plan": {}}, "returned plan, which the report already has"),
+        ("worker_report", {"plan": {}}, "returned plan, which the report already contains"),
         ("worker_report", {"acme": object()}, "not JSON serializable"),
         ("communicator_checks", 7, "expected Iterable or None"),
         ("communicator_checks", [print], "expected Check"),
@@ -269,7 +269,7 @@ def test_without_a_verifier_nothing_is_known_to_be_batch_invariant() -> None:
     manager = OpManager()
     manager.use_startup(Startup((), load_settings({}, platform="cpu")), registry)
     trace = manager.trace("silu_and_mul", engine=True, facts=ASKS)
-    why = "VLLM_BATCH_INVARIANT=1, and nothing here measures invariance"
+    why = "VLLM_BATCH_INVARIANT=1, but no loaded plugin measures it"
     assert ("vendor.acme", why) in trace.rejected
     assert manager.trace("silu_and_mul", engine=True, facts=FREE).selected is IMPL
 
@@ -278,7 +278,8 @@ def refusal(*every: Plugin, only: list[str] | None = None, preflight: str = "ver
     return unverified(preflight, loaded(*every, only=only), plans_others=True)
 
 
-MISSING = "nothing here verifies kernels: pip install vllm-fl-verify, or set VLLM_FL_PREFLIGHT=off"
+NONE = "no loaded plugin verifies kernels: "
+MISSING = f"{NONE}pip install vllm-fl-verify, or set VLLM_FL_PREFLIGHT=off"
 BACKEND = found("fl-acme", plugin(doctor=nothing), "backend")
 TOOLS = found("vllm-fl-tools", plugin(engine_session=nothing))
 
@@ -318,7 +319,7 @@ def test_a_verifier_cannot_be_blocked_by_leaving_it_out() -> None:
 def test_a_broken_verifier_is_named_with_its_error(broken: Plugin) -> None:
     for others in ((), (found("fl-verify", verifier(), "backend"),)):
         told = refusal(BACKEND, *others, broken)
-        assert told is not None and told.startswith("nothing here verifies kernels: Plugin 'acme'")
+        assert told is not None and told.startswith(f"{NONE}Plugin 'acme'")
         assert f"of {broken.owner.distribution} 1.0" in told and "no file" in told
         assert told.endswith("Or set VLLM_FL_PREFLIGHT=off")
 

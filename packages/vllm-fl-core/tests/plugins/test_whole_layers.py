@@ -29,7 +29,7 @@ def test_a_vendors_id_need_not_be_said() -> None:
     ("arguments", "fields", "words"),
     [
         ((ROW, "a.B", VENDOR), {}, "needs vendor"),
-        ((ROW, "a.B", VENDOR, "acme"), {"impl_id": "vendor.zeta"}, "is 'vendor.acme'"),
+        ((ROW, "a.B", VENDOR, "acme"), {"impl_id": "vendor.zeta"}, "must be 'vendor.acme'"),
         ((ROW, "a.B", BackendImplKind.REFERENCE, "acme"), {"impl_id": "x"}, "kind VENDOR only"),
         (("", "a.B", VENDOR, "acme"), {}, "class name"),
         ((ROW, "Row", VENDOR, "acme"), {}, r"module\.Class"),
@@ -54,12 +54,12 @@ def test_a_name_is_an_op_or_a_layer() -> None:
 def test_the_plan_has_them_behind_the_ops_and_says_that_they_are_not_verified() -> None:
     plan = planning(managing(row(), silu("vendor.acme")))
     entry = plan.entries[ROW]
-    assert (entry.label, entry.reason, entry.impls) == ("vendor.acme", "the order says vendor", ())
+    assert (entry.label, entry.reason, entry.impls) == ("vendor.acme", "the order lists vendor", ())
     assert {name: impl.impl_id for name, impl in plan.layers.items()} == {ROW: "vendor.acme"}
     assert plan.is_stock(ROW), "nothing of it is bound to a layer of ours"
     text = line(plan)
     assert "2 ops planned" in text and f"{ROW}=vendor.acme" in text
-    assert notes(plan) == [f"not verified, as whole layers: {ROW}"]
+    assert notes(plan) == [f"whole layers, not verified: {ROW}"]
     assert notes(planning(managing(silu("vendor.acme")))) == []
 
 

@@ -31,13 +31,13 @@ def places(**fields: Any) -> dict[str, Any]:
 
 def report(**ops: Any) -> dict[str, Any]:
     plan = {
-        "rms_norm": {"impl": "vendor.cpu", "reason": "the order says vendor"},
+        "rms_norm": {"impl": "vendor.cpu", "reason": "the order lists vendor"},
         "silu_and_mul": {
             "impl": "stock",
-            "reason": "the order says stock (vendor.acme: not there)",
+            "reason": "the order lists stock (vendor.acme: not there)",
         },
-        "attention_backend": {"impl": "stock", "reason": "the order says stock"},
-        "linear": {"impl": "stock", "reason": "the order says stock"},
+        "attention_backend": {"impl": "stock", "reason": "the order lists stock"},
+        "linear": {"impl": "stock", "reason": "the order lists stock"},
         **ops,
     }
     return {"ops": plan, "mode": "eager", "digest": "0123"}

@@ -39,16 +39,16 @@ def test_all_three_modes_with_order_origin_and_reasons(fl: Command, plugin: Plug
     assert script["order"] == ["flagos", "vendor", "reference"]
     assert script["origin"] == "prefer=flagos, default"
     assert [(c["impl_id"], c["status"], c["reason"]) for c in script["candidates"]] == [
-        ("vendor.acme", "selected", "the order says vendor"),
-        ("reference.torch", "eligible", "the order says reference"),
+        ("vendor.acme", "selected", "the order lists vendor"),
+        ("reference.torch", "eligible", "the order lists reference"),
         ("vendor.zeta", "rejected", "not available: no zeta card"),
     ]
     for view in (eager, compiled):
         assert view["order"] == ["flagos", "vendor", "stock", "reference"]
         assert [(c["impl_id"], c["status"], c["reason"]) for c in view["candidates"]][:3] == [
-            ("vendor.acme", "selected", "the order says vendor"),
-            ("stock.vllm", "eligible", "default, since no list orders the op"),
-            ("reference.torch", "eligible", "the order says reference"),
+            ("vendor.acme", "selected", "the order lists vendor"),
+            ("stock.vllm", "eligible", "default, no order for this op"),
+            ("reference.torch", "eligible", "the order lists reference"),
         ]
     assert "stock.vllm" not in [c["impl_id"] for c in script["candidates"]]
 

@@ -106,5 +106,5 @@ def test_the_end_of_a_log_stays_lines(fl: Command, monkeypatch: pytest.MonkeyPat
         "vllm-fl: The engine plan failed. The end of its log: [FL501]",
         "    Traceback",
         "    FL\\x1b[1m",
-        "`vllm-fl explain FL501` says what it means, and what to do.",
+        "Run `vllm-fl explain FL501` for causes and fixes.",
     ]

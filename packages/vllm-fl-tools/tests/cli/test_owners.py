@@ -116,7 +116,7 @@ def test_attention_is_its_backend_s_and_cache_writes_are_their_op_s() -> None:
     assert owner(*inside, "_C::cpu_attention_with_kv_cache") == Owner(
         "attention_backend", "stock", "CPU_ATTN", "no"
     )
-    ours = report(attention_backend={"impl": "vendor.attn", "reason": "the order says vendor"})
+    ours = report(attention_backend={"impl": "vendor.attn", "reason": "the order lists vendor"})
     assert owner(*inside, plan=ours).reached == "yes"
     caches = {"_C_cache_ops::reshape_and_cache_flash": "reshape_and_cache"}
     write = owner(*inside, "_C_cache_ops::reshape_and_cache_flash", operators=caches)

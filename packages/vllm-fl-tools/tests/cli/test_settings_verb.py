@@ -51,7 +51,7 @@ def test_no_other_variable_is_printed(fl: Command, plugin: Plugin) -> None:
 
 BROKEN = {
     "prefer: [": "invalid YAML",
-    "op_backends: {silu_and_mul: vendr}": "'vendr' is not a valid token",
+    "op_backends: {silu_and_mul: vendr}": "'vendr' is not a valid selector",
 }
 
 

@@ -15,7 +15,7 @@ REPORT = {
     "rank": 0,
     "mode": "eager",
     "digest": "f00d",
-    "ops": {"rms_norm": {"impl": "vendor.cpu", "reason": "the order says vendor"}},
+    "ops": {"rms_norm": {"impl": "vendor.cpu", "reason": "the order lists vendor"}},
     "calls": {"rms_norm": {"vendor.cpu": 7, "reference.torch": 2}},
     "refusals": {"rms_norm": {"vendor.cpu": 2}},
     "fallbacks": {"rms_norm": {"reference.torch": 2}},

@@ -345,9 +345,9 @@ class OpManager:
         if self._seals:
             by = next(iter(self._seals.values()))
             raise PolicySealedError(
-                f"{what} cannot change any more: {by} is bound to the sealed plan, and "
+                f"{what} can no longer change: {by} is bound to the sealed plan, and "
                 "compiled code would not see the change. Set it before the engine starts "
-                "(VLLM_FL_CONFIG, VLLM_FL_*); `with policy_context(...)` still steers call_op."
+                "(VLLM_FL_CONFIG, VLLM_FL_*); `with policy_context(...)` still applies to call_op."
             )
 
     def reset(self) -> None:
@@ -357,7 +357,7 @@ class OpManager:
             PolicySealedError: an engine's layers are bound to a plan.
         """
         with self._lock:
-            self._refuse_if_sealed("what was started")
+            self._refuse_if_sealed("the loaded state")
             self._reset()
 
 

@@ -130,7 +130,7 @@ def start(
     asked = early if engine is None else engine
     found = discovery.discover(asked.plugin_modules)
     warnings = discovery.unmatched([each.owner for each in found], asked.plugins)
-    crumbs = [f"An earlier {crumb}. `vllm-fl doctor` tells more." for crumb in breadcrumb.lost()]
+    crumbs = [f"An earlier {crumb}. Run `vllm-fl doctor` for more." for crumb in breadcrumb.lost()]
     _warn(warnings, "FL110")
     _warn(crumbs, "FL216")
     plugins = plugin_loader.load(registry, found, only=asked.plugins, variables=TAKEN)

@@ -118,9 +118,9 @@ class PlanEntry:
         listed = "|".join(map(str, trace.order))
         rejected = "; ".join(f"{i}: {why}" for i, why in trace.rejected)
         return (
-            f"strict mode, and nothing that the list of op '{self.op}' names ({listed}) can run: "
-            f"{rejected or 'none is installed'}. List what is there, name stock to fall to vLLM's "
-            "own code, or unset strict"
+            f"strict mode: no implementation in the order of op '{self.op}' ({listed}) can run: "
+            f"{rejected or 'none is installed'}. Add an available one, add stock to fall back to "
+            "vLLM's code, or unset strict"
         )
 
     @property

@@ -128,7 +128,7 @@ def load_settings(
         own = _spread(own, groups)
     is_whole = config is not None and own.pop(EXTENDS, None) is None
     if foreign and (is_whole or not platform_files):
-        origin = "another plugin's platform, which no policy file is for"
+        origin = "another plugin's platform, without a policy file"
         fixed["prefer"] = Setting("prefer", "stock", origin)
     shown = tuple(f"{path} ({distribution})" for distribution, path in platform_files)
     files = Setting("platform_files", shown, "plugins")
@@ -244,7 +244,7 @@ def _refuse_idle(env: Mapping[str, str], entries: Layer) -> None:
             where = held.origin if held.origin.startswith(f"{file}:") else file
             wanted = ", ".join((*(held.value or ()), *lost))  # type: ignore[misc]
             problem = (
-                f"{where} takes its effect away, since what a file says or leaves out wins over "
+                f"{where} overrides it, because a file and its defaults have priority over "
                 f"variables. Write `{key}: {wanted}` into that file, or unset "
                 f"{SWITCHES[key].variable}"
             )
@@ -301,7 +301,7 @@ def _text(env: Mapping[str, str], variable: str, key: str) -> str | None:
         return None
     text = text.strip()
     if not text.isprintable():  # excludes control characters and invalid UTF-8
-        problem = f"{text!r} contains characters that cannot be printed"
+        problem = f"{text!r} contains unprintable characters"
         raise wrong(key, f"environment {variable}", problem)
     return text if text or variable == Settings.plugins.variable else None
 
