@@ -22,7 +22,7 @@ from vllm_fl.settings.values import read_text
 from vllm_fl.text import quote
 
 from ..engine.tuned import Tuned
-from ..operate.state_file import EVERY
+from ..operate.state_file import EVERY, PATIENCE, request
 from ._options import draft_of
 from ._show import SCHEMA, UsageError, answer, print_table, say
 
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Return 0. Raises UsageError if a file's kind is unknown."""
-    files = [_read(path) for path in arguments.files]
+    files = [_current(path) for path in arguments.files]
     if arguments.html is None:
         answer(
             {"files": [_as_json(each) for each in files]},
@@ -92,6 +92,16 @@ def run(arguments: argparse.Namespace) -> int:
     }
     answer(facts, _show_page, as_json=arguments.json)
     return 0
+
+
+def _current(path: str) -> dict[str, Any]:
+    """Read a file like `_read`; an engine that serves is asked for its current counts first."""
+    found = _read(path)
+    if found["kind"] == "worker" and found["silent"] is None:
+        if found["content"].get("state") == "serving":
+            request({Path(path): lambda: [Path(path)]}, PATIENCE)
+            found = _read(path)
+    return found
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -195,7 +205,7 @@ def _show_worker(told: Mapping[str, Any], silent: int | None) -> None:
             counts[0] = ""
         rows.append((op, entry.get("impl"), entry.get("reason"), *counts))
     print_table(["op", "implementation", "reason", "calls", "refusals", "fallbacks"], rows)
-    counted = "" if tables[0] else f", and others only with {Settings.dispatch_debug.variable}=1"
+    counted = "" if tables[0] else f", and others only with {Settings.count_calls.variable}=1"
     say(f"Calls of vLLM's implementation (stock) are not counted{counted}.")
     disabled = [
         (op, impl, what, why)
