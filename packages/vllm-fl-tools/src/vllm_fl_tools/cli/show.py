@@ -97,11 +97,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _current(path: str) -> dict[str, Any]:
     """Read a file like `_read`; an engine that serves is asked for its current counts first."""
     found = _read(path)
-    if found["kind"] == "worker" and found["silent"] is None:
-        if found["content"].get("state") == "serving":
-            request({Path(path): lambda: [Path(path)]}, PATIENCE)
-            found = _read(path)
-    return found
+    is_alive = found["kind"] == "worker" and found["silent"] is None
+    if not is_alive or found["content"].get("state") != "serving":
+        return found
+    request({Path(path): lambda: [Path(path)]}, PATIENCE)
+    return _read(path)
 
 
 def _read(path: str) -> dict[str, Any]:
