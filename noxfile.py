@@ -89,7 +89,7 @@ def with_torch(session: nox.Session, interpreter: str = sys.executable) -> envs.
     """The same environment for sessions that need only torch; accepts a CUDA build."""
     base = envs.engine(python=interpreter)
     if problem := envs.cuda_build(base):
-        session.warn(f"Going on without vLLM: {problem}")
+        session.warn(f"Continuing without vLLM: {problem}")
     return base
 
 
@@ -98,7 +98,7 @@ def real_model(session: nox.Session, name: str) -> Path | None:
     try:
         return envs.real_model(name)
     except envs.EnvironmentFailed as error:
-        session.warn(f"Going on without {name}: {error}")
+        session.warn(f"Continuing without {name}: {error}")
         return None
 
 
@@ -428,7 +428,7 @@ def nightly(session: nox.Session) -> None:
     names = session.posargs or NIGHTLY
     for name in names:
         if name not in NIGHTLY:
-            session.error(f"The nightly run has no session {name!r}, only {', '.join(NIGHTLY)}")
+            session.error(f"The nightly run has no session {name!r}. It has {', '.join(NIGHTLY)}")
     command = (sys.executable, "-m", "nox", "-s", *names, "--parallel", "2")
     session.run(*command, env={NIGHTLY_RUN: "1"}, external=True)
 
@@ -456,7 +456,7 @@ def pythons(session: nox.Session, version: str) -> None:
     """Test core, the ops, the tools and the reference backend on another supported Python."""
     found = envs.interpreter(version)
     if found is None:
-        session.skip(f"no Python {version} here: no python{version} on the PATH, none of pyenv's")
+        session.skip(f"Python {version} not found: no python{version} on the PATH or in pyenv")
     for tests in (tests_core, tests_ops, tests_tools):
         tests(session, found)
     tests_reference(session, found, BFLOAT16)
@@ -529,7 +529,7 @@ def flaggems_run(session: nox.Session) -> Run:
 def with_gpu(session: nox.Session) -> envs.Env:
     """The Python that runs nox, with vLLM's CUDA build; skip the session without a GPU."""
     if shutil.which("nvidia-smi") is None:
-        session.skip("no NVIDIA GPU here (there is no nvidia-smi)")
+        session.skip("no NVIDIA GPU found (nvidia-smi is missing)")
     return over(session, envs.Env(Path(sys.prefix)), *KIT, REFERENCE, CUDA, FLAGGEMS)
 
 
@@ -572,7 +572,7 @@ def wheels(session: nox.Session) -> None:
     folders = envs.distributions()
     for name in session.posargs or folders:
         if name not in folders:
-            session.error(f"No distribution is called {name!r}; there are {', '.join(folders)}")
+            session.error(f"No distribution named {name!r}. Distributions: {', '.join(folders)}")
         envs.build(folders[name], ROOT / "dist", SOURCE_DATE_EPOCH=envs.source_date())
         session.log(f"built {name}")
 

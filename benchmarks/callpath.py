@@ -1,7 +1,7 @@
-"""Overhead of a call through vllm-fl over a direct call of the same function, in nanoseconds.
+"""Measure the overhead of a call compared with a direct call of the same function, in ns.
 
-Each round calls all forms and the direct calls that they are compared with. A figure is the median
-of the differences within rounds. The implementation does nothing, so only the overhead counts.
+Each round runs every case and its direct call; the figure is the median of the differences within
+a round. The implementation does nothing, so only the dispatch is measured.
 """
 
 from __future__ import annotations
@@ -40,36 +40,38 @@ OP = "silu_and_mul"
 
 
 def silu_and_mul(x: Any) -> Any:
+    """Implementation that returns its input."""
     return x
 
 
 def rms_norm(
     x: Any, residual: Any, weight: Any, epsilon: float, variance_size: int | None = None
 ) -> Any:
-    """An implementation that gets half of its arguments from the layer."""
+    """Implementation of an op whose layer provides half of the arguments."""
     return x
 
 
 def supports(x: Any) -> bool:
+    """Predicate that only costs its call."""
     return True
 
 
 class Case:
-    """A timed statement.
+    """Timed statement.
 
     Args:
         stmt: one call.
-        given: the names in it.
+        given: values of the names in it.
     """
 
     def __init__(self, stmt: str, **given: Any) -> None:
-        # Local names, because looking up globals is not part of a call.
+        # Local names, so that the lookup of globals is not measured.
         setup = f"{', '.join(given)}, = given"
-        # thread_time excludes the time that a shared machine gives to other processes.
+        # Thread time excludes other processes of a shared machine.
         self.timer = timeit.Timer(
             stmt, setup, time.thread_time, globals={"given": tuple(given.values())}
         )
-        self.context = copy_context()  # keeps a policy_context that is active now
+        self.context = copy_context()  # keep the policy_context of its creation
         self.times: list[float] = []
 
     def run(self, calls: int) -> None:
@@ -78,11 +80,11 @@ class Case:
 
 
 Comparison = tuple[str, Case, Case, float | None]
-"""Description, the case, the case that it is compared with, and the limit in nanoseconds."""
+"""(description, case, baseline case, bar in nanoseconds)."""
 
 
 class Plain:
-    """A layer with the implementation as its method, stored like in vLLM's CustomOp."""
+    """Layer whose method is the implementation, stored like in vLLM's CustomOp."""
 
     def __init__(self) -> None:
         self._forward_method = self.forward_oot
@@ -92,14 +94,14 @@ class Plain:
 
 
 class Calling(Plain):
-    """A layer that calls the implementation, like a hand-written `forward_oot`."""
+    """Layer whose method calls the implementation, like a hand-written `forward_oot`."""
 
     def forward_oot(self, x: Any) -> Any:
         return silu_and_mul(x)
 
 
 class Bound:
-    """A layer with a method that is bound to the plan when the layer is built."""
+    """Layer whose method is bound to the plan when it is built."""
 
     forward_oot = dispatch_method(OP)
 
@@ -108,6 +110,8 @@ class Bound:
 
 
 class Norm:
+    """Attributes of a norm layer."""
+
     weight: Any = type("Weight", (), {"data": object()})
     variance_epsilon = 1e-6
     variance_size_override = None
@@ -115,7 +119,7 @@ class Norm:
 
 
 class CallingNorm(Norm):
-    """A norm that calls the implementation."""
+    """Norm whose method calls the implementation."""
 
     def __init__(self) -> None:
         self._forward_method = self.forward_oot
@@ -127,7 +131,7 @@ class CallingNorm(Norm):
 
 
 class BoundNorm(Norm):
-    """A norm with a method that is bound to the plan."""
+    """Norm whose method is bound to the plan."""
 
     forward_oot = dispatch_method("rms_norm")
 
@@ -138,13 +142,13 @@ class BoundNorm(Norm):
 def manager(
     impls: int, policy: SelectionPolicy | None = None, *, others: int = 0, **options: Any
 ) -> OpManager:
-    """Create a manager with `impls` implementations of the op, each from its own plugin.
+    """Make a manager with `impls` implementations of the op, each from its own plugin.
 
     Args:
-        impls: number of implementations of the op that is called.
+        impls: number of implementations of the called op.
         policy: the global policy.
-        others: number of further ops, each with one implementation.
-        options: further arguments of the op's implementations.
+        others: further ops, each with one implementation.
+        options: fields of the implementations of the called op.
     """
     registry = OpRegistry()
     for n in range(impls):
@@ -165,6 +169,7 @@ def manager(
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
+    """Measure the call path."""
     set_log_level("WARNING")
     rounds = options.rounds or ROUNDS
     return [
@@ -176,7 +181,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
 
 
 def compare(comparisons: list[Comparison], rounds: int, calls: int) -> list[Figure]:
-    """Run all cases in each round, starting with another case each time."""
+    """Run all cases in each round; each round starts with another case."""
     cases = list(dict.fromkeys(case for _, *pair, _ in comparisons for case in pair))
     for case in cases:
         case.run(calls)
@@ -192,11 +197,11 @@ def compare(comparisons: list[Comparison], rounds: int, calls: int) -> list[Figu
 
 
 def multiples(rounds: int) -> list[Figure]:
-    """Script calls as multiples of a direct call, comparable between machines."""
+    """Cost of calls from a script as multiples of a direct call, valid on any machine."""
     x = object()
     ten = manager(10)
     direct = Case("f(x)", f=silu_and_mul, x=x)
-    # Lower bound of any guard: a wrapper that contains only its `try`.
+    # A wrapper with only a `try` is the lower bound of a guard.
     least = Case("f(x)", f=trying, x=x)
     enter = {
         "entering and leaving with_strict_mode": with_strict_mode,
@@ -223,6 +228,7 @@ def multiples(rounds: int) -> list[Figure]:
 
 
 def trying(x: Any) -> Any:
+    """Call the implementation in a `try`."""
     try:
         return silu_and_mul(x)
     except Exception:
@@ -285,7 +291,7 @@ def functions() -> list[Comparison]:
     ]
 
 
-# v1, not v0: a process has one compiled operator per chain, and v0's belongs to another case.
+# Not v0 first: a compiled plan has one operator per process and chain, and v0 is used elsewhere.
 ONE_ORDER = SelectionPolicy(per_op_order={OP: OpOrder.of("vendor:v1")})
 BY_SIZE = SelectionPolicy(
     per_op_order={OP: OpOrder.of({"<=4": "vendor:v0", "<=64": "vendor:v2", "rest": "vendor:v1"})}
@@ -293,7 +299,7 @@ BY_SIZE = SelectionPolicy(
 
 
 def by_size() -> list[Comparison]:
-    """Measure the lookup in an order that depends on the size of the call."""
+    """Cost of the table lookup if the order of an op depends on the size of the call."""
     import torch
 
     def of(policy: SelectionPolicy, tokens: int) -> Case:
@@ -307,7 +313,7 @@ def by_size() -> list[Comparison]:
 
 
 def opaque() -> list[Comparison]:
-    """Measure torch.library, through which compiled plans call opaque implementations."""
+    """Cost of torch.library, which wraps an opaque implementation in a compiled plan."""
     import torch
 
     out = torch.empty(1)
@@ -342,7 +348,7 @@ def opaque() -> list[Comparison]:
 def engine_layer(
     cls: type, owner: OpManager, mode: Any = "eager", policy: SelectionPolicy | None = None
 ) -> Any:
-    """Create a layer as in an engine, with a plan."""
+    """Build a layer of this class like an engine, with a plan."""
     settings = load_settings({})
     if policy is not None:
         vars(settings)["policy"] = policy

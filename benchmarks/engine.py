@@ -1,18 +1,16 @@
 """Compare vllm-fl with stock on vLLM's CPU engine with Qwen3-0.6B's shapes, eager and compiled.
 
-The engines of one mode run in separate processes, all loaded at once. Each round visits all of them
-with each workload, starting with another engine each time. Three measures against noise:
-
-- Ratios are computed within a round, so load from other processes affects both sides.
-- A process's memory layout changes its speed by some percent for its lifetime. The rounds are
-  therefore spread over several starts of the engines, in different orders.
-- Other load only makes steps slower, so only the fastest quarter of a visit's steps counts.
+The engines of one mode are loaded together, each in its own process, and run one at a time: every
+round visits all of them with each workload, in rotating order. Ratios are computed within a round,
+so that other load on a shared machine affects both sides. The memory layout of a process changes
+its speed by some percent: the rounds are spread over restarted engines, in another order. Other
+load only makes steps longer: the speed of a visit is that of the fastest quarter of its steps.
 
 Shapes: 28 layers, hidden 1024, intermediate 3072, 16 query and 8 key heads of 128, tied embeddings,
-random weights. The vocabulary has 32768 entries instead of 151936 to fit four engines into 24 GiB.
-`--real FOLDER` also measures the shipped order on that model, with its real weights. dtype:
-bfloat16 if the CPU has AVX-512, else float32 (without AVX-512, PyTorch multiplies bfloat16 several
-times more slowly than float32, which hides everything else). KV cache: 1 GiB.
+random weights. The vocabulary has 32768 entries instead of 151936, to fit four engines into 24 GiB.
+With `--real FOLDER` the shipped order is also measured on that model, with its weights.
+dtype: bfloat16 if the CPU has AVX-512, else float32 (without AVX-512, bfloat16 products of PyTorch
+are several times slower than float32, and hide other costs). KV cache: 1 GiB.
 """
 
 from __future__ import annotations
@@ -50,12 +48,12 @@ __all__ = [
 
 ROUNDS = 8
 STARTS = 2
-"""Number of times the engines of a mode are started; the rounds are spread over them."""
+"""Number of times that the engines of a mode are started; the rounds are spread over these."""
 
 START_TIMEOUT, ANSWER_TIMEOUT = 600.0, 300.0
 VOCABULARY = 32_768
 VISIT = 2.0
-"""Target duration of a decoding engine's visit, in seconds."""
+"""Target duration of a visit of a decoding engine, in seconds."""
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -80,6 +78,8 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Workload:
+    """Work of an engine in one visit."""
+
     name: str
     batch: int
     prompt_tokens: int
@@ -87,11 +87,11 @@ class Workload:
 
     @property
     def counted(self) -> int:
-        """Tokens counted per step: new tokens, or the prompt's tokens for a prefill."""
+        """Tokens per step: new tokens, or prompt tokens for a prefill."""
         return self.batch * (self.prompt_tokens if self.new_tokens == 1 else 1)
 
     def prompts(self, seed: int) -> list[list[int]]:
-        """Prompts of a round; they differ between rounds to avoid hits in the prefix cache."""
+        """Prompts of a round, which differ from earlier rounds because of the prefix cache."""
         pick = random.Random(f"{self.name} {seed}")
         return [
             [pick.randrange(3, VOCABULARY) for _ in range(self.prompt_tokens)]
@@ -99,7 +99,7 @@ class Workload:
         ]
 
     def fitted(self, seconds: float) -> Workload:
-        """Set the number of new tokens (4 to 64) to fill a visit with steps of `seconds`."""
+        """Limit the new tokens to a visit, for a step of `seconds`."""
         if self.new_tokens == 1:
             return self
         return dataclasses.replace(self, new_tokens=min(max(round(VISIT / seconds), 4), 64))
@@ -120,7 +120,7 @@ class Variant:
     Args:
         variables: environment variables.
         options: further arguments of `vllm.LLM`.
-        ours: whether vllm-fl is active.
+        ours: whether vllm-fl is enabled.
     """
 
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -139,12 +139,12 @@ VARIANTS = {
     "vendor": Variant({"VLLM_FL_PREFER": "vendor"}, ours=True),
     "table": Variant({"VLLM_FL_TABLE": os.environ.get("TABLE", "")}, ours=True),
 }
-"""`table` uses default settings and the tuning table in the file $TABLE."""
+"""`table` uses default settings and the tuning table at the path in the variable TABLE."""
 
 BY_DEFAULT = ("stock", "stock-none", "reference", "shipped")
 
 ON_REAL = ("stock", "shipped")
-"""Variants measured on a model with real weights."""
+"""Variants for a model with weights."""
 
 MODES = {
     "eager": tuple(VARIANTS),
@@ -161,11 +161,11 @@ BARS = {
     ("compiled", "reference", "stock"): 0.98,
     ("compiled", "shipped", "stock"): 1.0,
 }
-"""(mode, variant, baseline) -> the minimum ratio of tokens per second."""
+"""(mode, variant, baseline) -> smallest ratio of tokens per second."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add options that select a part of the engine measurements."""
+    """Add options that restrict the engine part."""
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(BY_DEFAULT))
     parser.add_argument("--dtype", choices=("bfloat16", "float32"))
@@ -173,6 +173,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
+    """Measure the engines."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         model.mkdir()
@@ -186,7 +187,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
 def _measured_on(
     model: Path, title: str, variants: Sequence[str], options: argparse.Namespace
 ) -> list[Figure]:
-    """Measure one model; the names of its figures begin with `title`."""
+    """Measure one model; the names of its figures start with `title`."""
     rounds = -(-(options.rounds or ROUNDS) // STARTS)
     dtype = dtype_of(options)
     figures: list[Figure] = []
@@ -210,12 +211,12 @@ def _measured_on(
 
 
 def dtype_of(options: argparse.Namespace) -> str:
-    """The requested dtype; by default the fastest for matrix products on this CPU."""
+    """The dtype of the options, or the one with the fastest products on this CPU."""
     return options.dtype or ("bfloat16" if "avx512f" in vector_extensions() else "float32")
 
 
 class Measured:
-    """Measurements of the engines of one mode; the figures' names begin with `title`."""
+    """Measurements of the engines of one mode; names of figures start with `title`."""
 
     def __init__(self, title: str, mode: str) -> None:
         self.title, self.mode = title, mode
@@ -226,15 +227,16 @@ class Measured:
 
     @property
     def visits(self) -> str:
-        """Describe the duration of the decoding engines' visits."""
+        """Description of the number of new tokens in the visits of decoding engines."""
         return (
             f"visits of {' and '.join(str(w.new_tokens) for w in self.workloads[:-1])} new tokens"
         )
 
     def add(self, engines: Mapping[str, Engine], rounds: int) -> None:
+        """Run the engines one at a time."""
         names = list(engines)
         fitted = warmed_up(engines)
-        self.workloads = self.workloads or fitted  # use the first engines' sizes for all
+        self.workloads = self.workloads or fitted  # all engines use the visits of the first ones
         self.idle += [engine.idle_share() for engine in engines.values()]
         self.blocks += [int(engine.ready["kv_blocks"]) for engine in engines.values()]
         for number in range(rounds):
@@ -242,8 +244,8 @@ class Measured:
                 prompts = workload.prompts(number)
                 turn = number % len(names)
                 for name in (*names[turn:], *names[:turn]):
-                    # Not timed: if the system reclaimed memory of the idle process, its first
-                    # tokens take twice as long.
+                    # The system may reclaim memory of an idle process: its first tokens take twice
+                    # as long then, and are not timed.
                     engines[name].generate(workload.prompts(number - 1000), 2)
                     seconds = engines[name].generate(prompts, workload.new_tokens)
                     speed = workload.counted / seconds
@@ -251,7 +253,7 @@ class Measured:
             print(f"  {self.title}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
 
     def figures(self, names: Sequence[str]) -> list[Figure]:
-        """Speeds, ratios by round, KV blocks, and the CPU load of idle engines."""
+        """Speeds, their ratios within rounds, KV blocks, and CPU use of idle engines."""
         found = []
         for workload in self.workloads:
             title = f"{self.title}, {workload.name}:"
@@ -270,7 +272,7 @@ class Measured:
 
 
 def warmed_up(engines: Mapping[str, Engine]) -> list[Workload]:
-    """Run each workload twice on every engine; return the workloads with adjusted lengths."""
+    """Run each workload twice in every engine; return workloads with the size of a visit."""
     workloads = []
     for workload in WORKLOADS:
         seconds = []
@@ -282,7 +284,7 @@ def warmed_up(engines: Mapping[str, Engine]) -> list[Workload]:
 
 
 class Engine:
-    """A running engine that works only on request."""
+    """Running engine, idle between jobs."""
 
     def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
         self.name = name
@@ -291,7 +293,7 @@ class Engine:
         self.ready: dict[str, Any] = self._answer(START_TIMEOUT)
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> float:
-        """Generate greedily; return the seconds per step of the fastest quarter of steps."""
+        """Generate greedily; return the seconds of a step at the fastest quarter."""
         steps = sorted(self.steps(prompts, new_tokens))
         return steps[len(steps) // 4]
 
@@ -320,7 +322,7 @@ class Engine:
         return answer
 
     def idle_share(self, seconds: float = 2.0) -> float:
-        """Number of cores that all processes of the idle engine keep busy."""
+        """Number of cores that the processes of the idle engine keep busy."""
         before = self._cpu_seconds()
         time.sleep(seconds)
         return (self._cpu_seconds() - before) / seconds
@@ -342,13 +344,13 @@ def running(
     """Start an engine of this variant; kill all its processes on exit.
 
     Args:
-        name: name in the output.
-        variant: the way to run it.
+        name: name of the engine in the output.
+        variant: its settings.
         mode: `eager` or `compiled`.
-        model: folder of the model's configuration.
-        dtype: the model's dtype.
-        compiled: cache folder for compiled graphs. None uses an empty folder, to reuse no graph of
-            an earlier version.
+        model: the folder with the model's configuration.
+        dtype: dtype of the model.
+        compiled: folder of the compile cache. None: an empty one, so that graphs of earlier
+            versions are not found.
     """
     request = {
         "model": str(model),
@@ -401,6 +403,7 @@ def running(
 
 
 def _describe(engine: Engine) -> str:
+    """Describe an engine in one line."""
     ready = engine.ready
     plan = ready["report"]["ops"] if ready["report"] else {}
     ops = " ".join(f"{op}={entry['impl']}" for op, entry in plan.items())

@@ -1,14 +1,14 @@
-"""Run one vLLM engine in a separate process, controlled by engine.py through pipes.
+"""Run one vLLM engine in a process that engine.py controls by pipes.
 
     python engine_server.py '{"model": DIR, "options": {…}, "ours": true}'
 
-`"patch": "MODULE"` first calls `install` of that module; engine processes are forks of this one.
+`"patch": "MODULE"` calls `install` of that module first: engine processes are forked from this one.
 
-Answers are JSON lines on the original standard output; logs go to standard error. The first answer
-is sent when the engine is ready, then one per input line: `seconds` in total and `steps`, the
-seconds of each step. The answer to `{"memory": true}` is `peak_mib`, and `weights`, the bytes of
-weights that a decoding step of one token reads. Jobs with `"profile": true` are profiled in the
-first worker: `kernels` contains µs and calls of each kernel.
+Writes JSON lines to its original standard output; logs go to standard error. It answers once when
+it is ready, then once per input line: `seconds` in total, and `steps` for each step of the engine.
+It answers `{"memory": true}` with `peak_mib`, and the bytes of the `weights` that a decoding step
+of one token reads. A job with `"profile": true` is profiled in the first worker: `kernels` has the
+µs and the calls of each kernel.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any
 
 
 def memory(worker: Any) -> dict[str, float]:
-    """Peak device memory of PyTorch tensors since the engine measured the free memory.
+    """Peak device memory of PyTorch's tensors since the engine measured the free memory.
 
-    Also the bytes of weights that a decoding step of one token reads. This excludes experts that
-    the token is not routed to, and embeddings that are not also the output layer.
+    Also the bytes of the weights that a decoding step of one token reads: only selected experts,
+    and no embedding unless it is also the output layer.
     """
     import torch
 
@@ -44,7 +44,7 @@ def memory(worker: Any) -> dict[str, float]:
 
 
 def begin_profile(worker: Any) -> None:
-    """Start PyTorch's profiler for the GPU."""
+    """Start PyTorch's profiler of the GPU."""
     from torch.profiler import ProfilerActivity, profile
 
     worker.profiled = profile(activities=[ProfilerActivity.CUDA])
@@ -65,8 +65,8 @@ def end_profile(worker: Any) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Serve requests until standard input is closed."""
-    # Engine processes inherit descriptor 1 and print to it: keep answers separate.
+    """Serve until standard input ends."""
+    # Engine processes inherit descriptor 1 and print to it: answer on a copy.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -107,8 +107,7 @@ def main() -> None:
         prompts: Any = [{"prompt_token_ids": ids} for ids in job["prompts"]]
         if "profile" in job:
             llm.collective_rpc(begin_profile)
-        # Enqueue all prompts before the first step: otherwise chance decides which are computed
-        # together, and thus which matrix products run.
+        # Start all together, so that the batches and their kernels do not depend on timing.
         llm.sleep(level=0)
         llm.enqueue(prompts, sampling, use_tqdm=False)
         ends = [time.perf_counter()]

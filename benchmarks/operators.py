@@ -1,7 +1,7 @@
-"""Host time of an overridden vLLM operator over a direct call, in an eager engine.
+"""Measure the host overhead of an overridden vLLM operator in an eager engine.
 
-Each round calls the operator with and without the override. The implementation does nothing, so the
-difference is the override's overhead and the copy of the result to the operator's output.
+The same operator is called in each round with and without the override. The implementation does
+nothing, so the dispatch and the copy of the result into the output of the operator are measured.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
     """Measure the operator patcher.
 
     Raises:
-        MeasurementFailed: vLLM's operators are not installed.
+        MeasurementFailed: vLLM's operators are missing.
     """
     try:
         import torch

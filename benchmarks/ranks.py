@@ -1,7 +1,7 @@
-"""Time and network traffic of the agreement between an engine's ranks.
+"""Measure the agreement of the ranks of an engine: seconds, and bytes over the network.
 
-The ranks are processes without an engine, in their own network namespace, so its loopback device
-counts only their traffic. Each submits the verdict on a plan of the installed backends.
+The ranks are processes without an engine in a separate network namespace, whose loopback has no
+other traffic. Each sends the verdict of a plan of the installed backends, like at each startup.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in chi
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
+    """Measure the agreement of ranks."""
     for tool in ("unshare", "ip"):
         if shutil.which(tool) is None:
             raise MeasurementFailed(f"there is no {tool}, which gives the ranks their own network")

@@ -1,9 +1,10 @@
-"""Measure all performance figures that this project promises, and print them with their limits.
+"""Measure all promised numbers, and print a table of figure, spread and bar.
 
     python benchmarks/run.py [callpath] [operators] [startup] [ranks] [engine] [shadow] [--save] …
 
-By default all parts run, always in this order. A missed limit does not change the exit status,
-because a shared machine can cause it. A failed measurement does.
+Parts run in the order callpath, operators, startup, ranks, engine, shadow; all of them by default.
+A missed bar does not change the exit status, because shared machines vary. A failed measurement
+does.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[Figure]]] = {
 
 
 def main() -> int:
-    """Measure and print. Exit status 1: a measurement failed."""
+    """Measure and print. Exit status 0: all parts were measured; 1: a part failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -76,7 +77,7 @@ def main() -> int:
 
 
 def _save(part: str, measured: list[Figure]) -> None:
-    """Save the part in today's file; keep the parts measured earlier today."""
+    """Write the part into the file of today, and keep parts of other runs."""
     RESULTS.mkdir(exist_ok=True)
     file = RESULTS / f"cpu-{time.strftime('%Y-%m-%d')}.json"
     saved = json.loads(file.read_text()) if file.exists() else {}

@@ -1,10 +1,10 @@
-"""Cost of shadow checks on vLLM's CPU engine with Qwen3-0.6B's shapes, eager and compiled.
+"""Measure the shadow check in vLLM's CPU engine on Qwen3-0.6B's shapes, eager and compiled.
 
-Engines with one plan, and VLLM_FL_SHADOW unset, 0, 0.01 and 1, are loaded at once and decode in
-turn like in engine.py, with the same model. A visit has a hundred steps; 0.01 samples one of them.
-The speed of a visit includes all steps; engine.py uses the fastest quarter. `a step` compares
-the fastest quarters, which with 0.01 are unsampled steps. The engine with 1 gives the time of a
-sampled step, from which the cost of 1 % follows even if it is smaller than the machine's noise.
+Engines of one plan, with VLLM_FL_SHADOW unset, 0, 0.01 and 1, are loaded together and decode one at
+a time, with the model of engine.py. A visit has 100 steps, of which a rate of 0.01 samples one; its
+speed is that of all steps, while engine.py uses the fastest quarter. `a step` compares the fastest
+quarters, which are unsampled steps at 0.01. The engine with rate 1 shows the cost of a sampled
+step; the cost of 1 % follows from it if the machine's noise is larger.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ PLAN = {**REFERENCE, "VLLM_FL_PREFLIGHT": "off"}
 
 DECODE = Workload("decode, batch 8", 8, 1, 100)
 FEW = 12
-"""Steps per visit of the engine that samples every step."""
+"""Steps of a visit of the engine that samples every step."""
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
+    """Measure the shadow check."""
     found: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"

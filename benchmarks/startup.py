@@ -1,8 +1,8 @@
-"""Time of a process before its first call: `import vllm_fl`, discovery, plugins.
+"""Measure the time of a process before its first call: `import vllm_fl`, discovery, plugins.
 
-Each round is a new interpreter with existing byte code. Plugins are generated as modules with the
-metadata of real distributions in a folder on the subprocess's path. The clock starts after their
-own imports.
+Each round is a new interpreter with existing byte code. Plugins are generated: a folder with
+modules and the metadata of distributions, on the path of the subprocess. Their imports are not
+measured.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ with open("/proc/self/status") as status:
     peak = next(line for line in status if line.startswith("VmHWM:"))
 print(int(peak.split()[1]) / 1024)
 """
-"""Prints the process's peak resident memory in MiB. The kernel's ru_maxrss is unusable: it starts
-with the parent's peak."""
+"""Print the peak resident memory of the process in MiB. ru_maxrss would start with the parent's."""
 
 IMPORTED = f"""
 import sys, vllm_fl
@@ -119,6 +118,7 @@ class Interpreter:
         self.environment = {**kept, "PYTHONPYCACHEPREFIX": cache}
 
     def __call__(self, *args: str, **variables: str) -> str:
+        """Run the interpreter, and return its output."""
         done = subprocess.run(
             [sys.executable, *args],
             env={**self.environment, **variables},
@@ -132,6 +132,7 @@ class Interpreter:
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
+    """Measure the startup of a process."""
     rounds = options.rounds or ROUNDS
     with tempfile.TemporaryDirectory() as cache:
         python = Interpreter(cache)
@@ -144,7 +145,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
 
 
 def importing(python: Interpreter, rounds: int) -> list[Figure]:
-    """Time, memory and imported modules of `import vllm_fl` over the bare interpreter."""
+    """`import vllm_fl` compared with an empty program: time, memory, and heavy imports."""
     bare: list[float] = []
     ours: list[float] = []
     for n in range(rounds + 1):
@@ -169,7 +170,7 @@ def importing(python: Interpreter, rounds: int) -> list[Figure]:
 
 
 def cold(python: Interpreter, rounds: int) -> list[Figure]:
-    """Time until the first call is possible: interpreter, imports, plugins, settings."""
+    """From the start of the interpreter until the first call is possible."""
     bare: list[float] = []
     ours: list[float] = []
     for n in range(rounds + 1):
@@ -186,7 +187,7 @@ def cold(python: Interpreter, rounds: int) -> list[Figure]:
 
 
 def discovery(python: Interpreter, rounds: int) -> list[Figure]:
-    """Discovery of five plugins with four ops among all installed distributions."""
+    """Five plugins of four ops, found among all installed distributions."""
     started, _ = start(python, plugins=5, ops=4, rounds=rounds)
     return [figure("discovery of 5 plugins beside their imports", "ms", started, at_most=100)]
 
@@ -203,7 +204,7 @@ def many_plugins(python: Interpreter, rounds: int) -> list[Figure]:
 def start(
     python: Interpreter, plugins: int, ops: int, rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Milliseconds from imported plugins to effective settings, and for resolving every op."""
+    """Milliseconds from imported plugins to effective settings, and to resolve each op."""
     starts, resolves = [], []
     with tempfile.TemporaryDirectory() as folder:
         names = [f"p{n:02}" for n in range(plugins)]
@@ -213,7 +214,7 @@ def start(
         resolved = ["silu_and_mul", "rms_norm", *(f"op_{n}" for n in range(ops - 2))]
         environment = {
             "PYTHONPATH": folder,
-            # Other installed plugins are found but not loaded: their imports are not measured.
+            # Find other installed plugins, but do not load them.
             "VLLM_FL_PLUGINS": ",".join(f"bench-{name}" for name in names),
             "VLLM_FL_LOG_LEVEL": "WARNING",
         }
@@ -232,7 +233,7 @@ def start(
 
 
 def install(folder: Path, name: str, ops: int) -> None:
-    """Create the distribution `bench-NAME` as pip would."""
+    """Write the files of the distribution `bench-NAME`, like pip."""
     (folder / f"bench_{name}.py").write_text(PLUGIN.format(name=name, ops=ops))
     (folder / f"bench_{name}.yaml").write_text(POLICY)
     info = folder / f"bench_{name}-1.0.dist-info"

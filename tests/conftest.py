@@ -1,7 +1,4 @@
-"""Installing distributions: a test says which, and gets an environment with just those.
-
-And a core for each worker of pytest-xdist.
-"""
+"""Fixtures that install distributions into environments, and one core per pytest-xdist worker."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ import envs
 from installed import Install, Installed
 
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
-    # What it starts keeps to this core, too. Two engines that have threads on every core wait for
-    # one another spinning, and take five times as long.
+    # Child processes inherit the core. Two engines with threads on every core busy-wait for each
+    # other and take five times as long.
     usable = cores()
     os.sched_setaffinity(0, {usable[int(worker.removeprefix("gw")) % len(usable)]})
 
@@ -26,12 +23,9 @@ ALWAYS = ("vllm-fl-core", "vllm-fl-ops", "vllm-fl-verify", "vllm-fl-tools")
 
 @pytest.fixture(scope="session")
 def install(tmp_path_factory: pytest.TempPathFactory) -> Install:
-    """`install(*names, engine=False, fresh=False, without=())`: core, ops, verify, tools and these.
-
-    A name is one of this repository's distributions or a folder of tests/plugins. With `engine`
-    torch and vLLM are installed too. Asking twice for the same set gives the same environment,
-    except a `fresh` one, which the test may damage.
-    """
+    """`install(*names, engine=False, fresh=False, without=())`: core, ops, verify, tools, `names`;
+    with `engine` also torch and vLLM. A name is a distribution or a folder of tests/plugins.
+    Environments are cached by set of names; tests may damage only `fresh` ones."""
     known: dict[tuple[bool, tuple[str, ...]], Installed] = {}
 
     def make(

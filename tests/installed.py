@@ -1,4 +1,4 @@
-"""An environment with some of our distributions, seen as a user sees it."""
+"""An environment with some of our distributions, used as a user would."""
 
 from __future__ import annotations
 
@@ -39,12 +39,10 @@ print(json.dumps(found))
 
 @dataclass(frozen=True)
 class Installed:
-    """An environment, and the ways to look into it."""
-
     env: envs.Env
 
     def run(self, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run `python *args` outside of the repository, so that only what is installed counts."""
+        """Run `python *args` outside the repository; only installed code is found."""
         return self.env.run(*args, check=False, cwd=self.env.path, **variables)
 
     def script(self, code: str, **variables: str) -> Any:
@@ -54,7 +52,6 @@ class Installed:
         return json.loads(done.stdout.splitlines()[-1])
 
     def command(self, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run the installed command `vllm-fl`."""
         return subprocess.run(
             [str(self.env.path / "bin" / "vllm-fl"), *args],
             check=False,
@@ -66,18 +63,18 @@ class Installed:
         )
 
     def plugins(self, **variables: str) -> dict[str, dict[str, Any]]:
-        """Return the plugins that `doctor --json` lists, without ours, by distribution."""
+        """Plugins from `doctor --json` by distribution, except always installed distributions."""
         found = self.answer("doctor", status=None, **variables)["plugins"]
         always = ("vllm-fl-ops", "vllm-fl-tools", "vllm-fl-verify")
         return {p["distribution"]: p for p in found if p["distribution"] not in always}
 
     def ops(self, **variables: str) -> dict[str, dict[str, Any]]:
-        """Return what a script gets for each op: `selected` and `candidates`."""
+        """`selected` and `candidates` of each op, in a script."""
         found: dict[str, dict[str, Any]] = self.script(OPS, **variables)
         return found
 
     def answer(self, *words: str, status: int | None, **variables: str) -> dict[str, Any]:
-        """What `vllm-fl VERB --json` prints; `status` is its exit status, None for 0 or 1."""
+        """The JSON of `vllm-fl VERB --json`; `status` is its exit status, None for 0 or 1."""
         done = self.command(*words, "--json", **variables)
         allowed = (0, 1) if status is None else (status,)
         assert done.returncode in allowed, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""The documentation and the code say the same: nothing undocumented, nothing documented in vain."""
+"""Documentation and code agree: everything is documented, and everything documented exists."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ HOMES = {
     "vllm_fl_verify": ROOT / "packages" / "vllm-fl-verify" / "src",
     "vllm_fl_tools": ROOT / "packages" / "vllm-fl-tools" / "src",
 }
-"""Package -> where its sources lie, of the distributions whose modules the pages speak of."""
-sys.path.insert(0, str(SOURCES))  # core imports no torch, so that it can be read as it lies there
+"""Package -> its source folder, for distributions with modules that the pages mention."""
+sys.path.insert(0, str(SOURCES))  # core imports no torch, so it can be read from the source tree
 
 import vllm_fl  # noqa: E402
 from vllm_fl import dispatch, errors  # noqa: E402
@@ -42,7 +42,7 @@ from vllm_fl.plugins.discovery import EXTENSIONS, GROUP  # noqa: E402
 from vllm_fl.plugins.registry import known_contracts  # noqa: E402
 from vllm_fl.settings import loading  # noqa: E402
 from vllm_fl.settings.policy import DEFAULT_ORDERS  # noqa: E402
-from vllm_fl.settings.schema import CONFIG, ITEMS, file_keys, variables  # noqa: E402
+from vllm_fl.settings.schema import CONFIG, ITEMS, file_keys, variables, variables_of  # noqa: E402
 from vllm_fl.settings.values import OP_CONFIG, PER_OP  # noqa: E402
 
 sys.path.insert(0, str(ROOT / "packages" / "vllm-fl-flaggems" / "src"))
@@ -69,7 +69,7 @@ def page(name: str) -> str:
 
 
 def section(text: str, title: str, level: int = 2) -> str:
-    """What stands under the heading `## title`, or one of another level."""
+    """The text under the heading `title` of this level."""
     heading = f"{'#' * level} {re.escape(title)}"
     found = re.search(rf"^{heading}\n(.*?)(?=^#{{2,{level}}} |\Z)", text, re.M | re.S)
     assert found, f"there is no section {title!r}"
@@ -86,7 +86,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def rows(text: str) -> Iterator[list[str]]:
-    """The cells of each row of the tables whose first cell is code."""
+    """The cells of each table row that starts with code."""
     for line in text.splitlines():
         if line.startswith("| `"):
             yield [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
@@ -97,7 +97,7 @@ def code(cell: str) -> str:
 
 
 class _Word:
-    """An annotation as its source has it."""
+    """An annotation, printed as in the source."""
 
     def __init__(self, text: object) -> None:
         self.text = text
@@ -111,7 +111,7 @@ def _is_literal(default: object) -> bool:
 
 
 def signature(value: Callable[..., Any]) -> str:
-    """The literal signature, with `...` for a default that is no literal."""
+    """The literal signature, with `...` for a non-literal default."""
     found = inspect.signature(value)
     parameters = [
         p.replace(
@@ -134,7 +134,7 @@ def signature(value: Callable[..., Any]) -> str:
 
 
 def public(value: type) -> dict[str, Any]:
-    """The public methods and properties of a class of ours."""
+    """The public methods and properties of one of our classes."""
     return {
         name: member
         for owner in value.__mro__[:-1]
@@ -149,13 +149,13 @@ def is_protocol(value: object) -> bool:
 
 
 def one_line(text: str) -> str:
-    """Without what only lays a signature out: line breaks, and the comma before a bracket."""
+    """Normalise layout: line breaks, and the comma before a closing bracket."""
     text = re.sub(r"\s+", " ", text)
     return re.sub(r",? ([)\]])", r"\1", re.sub(r"([(\[]) ", r"\1", text))
 
 
 def written_signatures(text: str) -> set[str]:
-    """Every signature in the Python blocks of a reference; a block with an import is an example."""
+    """Every signature in a reference's Python blocks; blocks with an import are examples."""
     found = set()
     for block in blocks(text, "python"):
         if "import " in block:
@@ -166,14 +166,14 @@ def written_signatures(text: str) -> set[str]:
 
 
 def expected_signatures(module: Any) -> set[str]:
-    """What the API reference of a module has to hold."""
+    """The signatures that a module's API reference must have."""
     wanted = set()
     for name in module.__all__:
         value = getattr(module, name)
         if isinstance(value, type) and issubclass(value, enum.Enum):
             wanted |= {f"{name}.{member.name} = {json.dumps(member.value)}" for member in value}
         elif is_protocol(value):
-            pass  # nothing makes one
+            pass  # never instantiated
         elif inspect.isclass(value) or inspect.isroutine(value):
             wanted.add(f"{name}{signature(value)}")
         else:
@@ -215,7 +215,7 @@ def test_every_hook_is_documented_with_its_signature() -> None:
 
 
 def test_contracts_are_documented_by_the_command_and_no_page_lists_them() -> None:
-    """tests/cli/test_explain_verb.py of core holds the command to every contract."""
+    """tests/cli/test_explain_verb.py of core compares the command with every contract."""
     text = section(page("dispatch.md"), "Contracts")
     assert set(headings(text)) == {"attention_backend", "communicator"}
     assert {"vllm-fl explain rms_norm --contract"} <= {b.strip() for b in blocks(text, "sh")}
@@ -246,20 +246,13 @@ def test_every_code_is_listed_with_the_title_of_its_page() -> None:
 
 
 def test_every_variable_is_documented_with_its_key_and_default() -> None:
-    text = section(page("settings.md"), "Reference")
-    said = r"Key `(\w+)`, (?:no default|default `(.+)`); (may stand|not) in a file\."
-    told = re.findall(rf"^### `(\w+)`\n\n{said}\n\n\S", text, re.M)
-    table = {variable: (key, default, where) for variable, key, default, where in told}
-    items = {item.variable: item for item in DECLARED.values()}
-    assert headings(text) == [variable for variable, *_ in told]
-    assert set(table) == set(VARIABLES), (
-        "docs/settings.md, under Reference: a heading, a line such as 'Key `strict`, default "
-        "`false`; may stand in a file.', and what it does"
-    )
-    for variable, item in items.items():
-        default = {None: "", (): "", True: "true", False: "false"}.get(item.default, item.default)
-        where = "may stand" if item.in_file else "not"
-        assert table[variable] == (item.key, default, where), variable
+    text = page("settings.md").split("## Precedence")[0]
+    table = {code(r[0]): [*map(code, r[1:4])] for r in rows(text) if r[0].isupper()}
+    assert set(table) == set(VARIABLES), "docs/settings.md: a row in one of the first tables"
+    for item in DECLARED.values():
+        default = {None: "–", (): "–", True: "true", False: "false"}.get(item.default, item.default)
+        for variable in variables_of(item):
+            assert table[variable] == [item.key, default, "yes" if item.in_file else "no"], variable
     for variable in (PER_OP, OP_CONFIG):
         assert table[variable][0] == "op_backends"
 
@@ -304,7 +297,7 @@ def test_tokens_and_orders_are_the_codes() -> None:
     text = page("settings.md")
     orders = {code(r[0]): re.findall(r"`(\w+)`", r[1]) for r in rows(section(text, "Orders"))}
     assert orders == {kind: list(order) for kind, order in DEFAULT_ORDERS.items()}
-    tokens = {code(r[0]) for r in rows(section(text, "Tokens"))}
+    tokens = {code(r[0]) for r in rows(section(text, "Selectors"))}
     kinds = {"flagos", "vendor", "vendor:NAME", "reference", "impl:ID"}
     assert tokens == {*kinds, "foreign", "stock"}
 
@@ -327,7 +320,7 @@ def test_no_page_speaks_of_a_verb_or_variable_that_is_not_there() -> None:
         for block in (*blocks(text, "sh"), *blocks(text, "")):
             commands += re.findall(r"^vllm-fl ([a-z]+)", block, re.M)
         assert set(commands) <= {*VERBS}, path
-        if path.name != "migration.md":  # it names variables of the other system, too
+        if path.name != "migration.md":  # it also names variables of the other system
             named = set(re.findall(r"\bVLLM_FL_[A-Z_]*[A-Z]\b", text))
             assert {name for name in named if "VENDOR_" not in name} <= set(VARIABLES), path
 
@@ -374,7 +367,7 @@ def test_every_yaml_example_loads(number: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", GUIDES, ids=lambda p: p.stem)
 def test_every_settings_file_in_a_guide_loads(path: Path, tmp_path: Path) -> None:
-    """Those of a manifest, too: a ConfigMap holds them as text."""
+    """Including manifests, because a ConfigMap contains settings files as text."""
     texts = blocks(path.read_text(), "yaml")
     for manifest in blocks(path.read_text(), "yml"):
         for each in yaml.safe_load_all(manifest):
@@ -489,7 +482,7 @@ def test_the_architecture_names_modules_that_exist_and_every_room_in_order() -> 
         named = re.findall(r"`((?:\w+/)+\w*(?:\.py)?)`", said)
         folders = {path.name for path in home.iterdir() if path.is_dir()}
         inside = [name for name in named if name.partition("/")[0] in folders | rooms]
-        assert inside or package == "vllm_fl_verify"  # which has no rooms
+        assert inside or package == "vllm_fl_verify"  # this package has no rooms
         assert not [name for name in inside if not (home / name).exists()]
     tests = re.findall(r"`(tests/\w+/\w*(?:\.py)?|tests/\w+\.py)`", text)
     places = (ROOT, SOURCES.parent)
@@ -533,7 +526,7 @@ def test_the_support_matrix_is_what_the_runs_say() -> None:
 def test_the_page_of_layers_is_what_the_releases_say() -> None:
     data = layer_table.releases()
     said, is_now = layer_table.PAGE.read_text(), layer_table.page(data)
-    # A layer that an op has come to since then may wait for the next time that the page is made.
+    # A layer that an op has covered since then may wait until the page is regenerated.
     for old, new in zip(said.splitlines(), is_now.splitlines(), strict=True):
         reached = re.fullmatch(r"(.*\| )op `\w+` \|", new)
         assert old == new or (reached and old == f"{reached[1]}`layers()` |"), (
@@ -547,7 +540,7 @@ def test_the_page_of_layers_is_what_the_releases_say() -> None:
 def test_the_pages_of_the_ops_are_what_contracts_and_bindings_say() -> None:
     made = op_pages.pages()
     held = {path.name: path.read_text() for path in op_pages.FOLDER.glob("*.md")}
-    # The page of an op that has come since then may wait for the next time that they are made.
+    # The page of a new op may wait until the pages are regenerated.
     listed = held.pop("README.md").splitlines()
     assert set(listed) <= set(made["README.md"].splitlines()), "run tools/op_pages.py"
     assert held and all(made.get(name) == page for name, page in held.items()), (

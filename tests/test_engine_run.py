@@ -31,7 +31,7 @@ def test_what_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
 
 
 def runs(status: Path) -> bool:
-    """Whether a process is neither gone nor waits for whoever has adopted it."""
+    """Whether a process exists and is not a zombie."""
     try:
         return status.read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

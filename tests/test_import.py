@@ -1,4 +1,4 @@
-"""What `import vllm_fl` does not import."""
+"""Modules that `import vllm_fl` does not import."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ print(json.dumps(Recorder.asked))
 
 @pytest.mark.parametrize("module", ["vllm_fl", "vllm_fl.plugins.hookspecs", "vllm_fl_tools.cli"])
 def test_no_heavy_module_is_imported_or_even_tried(install: Install, module: str) -> None:
-    """Tried is seen too: an import that fails and is caught costs a search of the path."""
+    """Failed attempts count too: an import that fails and is caught costs a search of the path."""
     assert install().script(RECORD.format(denied=DENIED, module=module)) == []
 
 

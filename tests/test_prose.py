@@ -1,4 +1,4 @@
-"""How engines on real models are compared, on made-up answers."""
+"""Comparison of engines on real models, with made-up answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TOKENS = 400
 
 
 def said(off: float = 0.0, *, token: int = 7, lead: float = 2.0) -> dict[str, Any]:
-    """What an engine says that is `off` at each token of a text, and answers with one token."""
+    """Results of an engine that is `off` at each token of a text, and answers with one token."""
     return {
         "logprobs": [[-2.0 + off] * TOKENS],
         "leads": [[[token, lead]] * TOKENS],
@@ -57,7 +57,7 @@ def test_where_stock_is_farther_from_the_truth_its_opinion_does_not_count() -> N
 
 
 def test_two_right_engines_are_as_far_apart_as_a_model_makes_them() -> None:
-    """One token in fifty is off, in each engine another one: a model magnifies the rounding."""
+    """One token in fifty differs, another in each engine: a model magnifies rounding."""
     stock, ours = said(), said()
     stock["logprobs"] = [[-2.35 if i % 50 == 1 else -2.0 for i in range(TOKENS)]]
     ours["logprobs"] = [[-1.55 if i % 50 == 2 else -2.0 for i in range(TOKENS)]]
@@ -68,7 +68,7 @@ def test_two_right_engines_are_as_far_apart_as_a_model_makes_them() -> None:
 
 def test_another_opinion_counts_where_the_lead_is_clear() -> None:
     found = prose.disagreements(said(), said(token=8))
-    assert len(found) == TOKENS + 1  # of an answer, the first token alone
+    assert len(found) == TOKENS + 1  # of an answer, only the first token
     assert found[0] == "0:0: 8 for 7, which leads by 2.00"
-    with pytest.raises(ValueError, match="clear in 0 places only"):
+    with pytest.raises(ValueError, match="clear in only 0 positions"):
         prose.disagreements(said(lead=0.1), said(token=8, lead=0.1))

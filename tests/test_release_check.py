@@ -1,4 +1,4 @@
-"""What `nox -s release-check` finds before a release, on distributions that are made up here."""
+"""Findings of `nox -s release-check` on made-up distributions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from release_check import inconsistencies
 
 @pytest.fixture
 def folders(tmp_path: Path) -> dict[str, Path]:
-    """Core 0.10.0, released before, and its tools, ops and a backend that are not."""
+    """Core 0.10.0, already released, with unreleased tools, ops and a backend."""
     unreleased = "## {} (unreleased)\n".format
     core, ops = "vllm-fl-core>=0.10,<0.11", "vllm-fl-ops>=0.3,<0.4"
     texts = {
@@ -48,25 +48,25 @@ def replace(path: Path, old: str, new: str) -> None:
     [
         ("vllm-fl-core/CHANGELOG.md", "2026-11-22", "unreleased", "0.10.0 is released"),
         ("vllm-fl-core/CHANGELOG.md", "2026-10-01", "unreleased", "0.9.1 is released"),
-        ("vllm-fl-core/CHANGELOG.md", "0.9.1", "0.11.0", "do not fall"),
+        ("vllm-fl-core/CHANGELOG.md", "0.9.1", "0.11.0", "not in descending order"),
         ("vllm-fl-core/CHANGELOG.md", "(2026-11-22)", "today", "is not `## VERSION"),
         ("vllm-fl-acme/CHANGELOG.md", "0.2.0", "0.1.0", "begins with 0.1.0"),
         (
             "vllm-fl-acme/pyproject.toml",
             ">=0.10,<0.11",
             ">=0.9,<0.10",
-            "version of vllm-fl-core calls for",
+            "version of vllm-fl-core needs",
         ),
-        ("vllm-fl-tools/pyproject.toml", "core==0.10.0", "core>=0.10,<0.11", "calls for ==0.10.0"),
+        ("vllm-fl-tools/pyproject.toml", "core==0.10.0", "core>=0.10,<0.11", "needs ==0.10.0"),
         (
             "vllm-fl-core/pyproject.toml",
             ">=0.3,<0.4",
             ">=0.2,<0.3",
-            "version of vllm-fl-ops calls for",
+            "version of vllm-fl-ops needs",
         ),
-        ("vllm-fl-acme/pyproject.toml", ">=0.3,<0.4", ">=0.3", "asks for vllm-fl-ops>=0.3, and"),
-        ("vllm-fl-acme/pyproject.toml", "fl-ops>=0.3,<0.4", "fl-ops", "asks for vllm-fl-ops, and"),
-        ("vllm-fl-ops/pyproject.toml", ">=0.10,<0.11", "==0.10.0", "calls for >=0.10,<0.11"),
+        ("vllm-fl-acme/pyproject.toml", ">=0.3,<0.4", ">=0.3", "requires vllm-fl-ops>=0.3, but"),
+        ("vllm-fl-acme/pyproject.toml", "fl-ops>=0.3,<0.4", "fl-ops", "requires vllm-fl-ops, but"),
+        ("vllm-fl-ops/pyproject.toml", ">=0.10,<0.11", "==0.10.0", "needs >=0.10,<0.11"),
     ],
 )
 def test_what_disagrees_is_named(
@@ -80,5 +80,5 @@ def test_what_disagrees_is_named(
 def test_a_tag_on_another_version_or_of_nothing_is_named(folders: dict[str, Path]) -> None:
     tags = {"vllm-fl-core-v0.10.0": lambda: "0.9.1", "nobody-v1.0.0": lambda: "1.0.0"}
     wrong, nothing = inconsistencies(folders, tags)
-    assert "vllm-fl-core-v0.10.0 is on a tree whose version is 0.9.1" in wrong
-    assert "nobody-v1.0.0 names no distribution" in nothing
+    assert "vllm-fl-core-v0.10.0 is on a commit with version 0.9.1" in wrong
+    assert "nobody-v1.0.0 does not name a distribution" in nothing

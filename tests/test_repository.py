@@ -1,4 +1,4 @@
-"""What holds for every distribution and file of this repository."""
+"""Rules for every distribution and file of this repository."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OF_EVERY_MODULE = (
     *(f"impl/{name}.py" for name in ("__init__", "activation", "normalization", "rotary")),
 )
 WITHOUT_OPS = {"vllm-fl-flagcx"}
-"""What brings no operators, and has none of their modules."""
+"""Distributions without operators and operator modules."""
 
 
 def import_name(distribution: str) -> str:
@@ -75,7 +75,7 @@ def test_the_wheel_says_what_it_is(name: str) -> None:
     urls = dict(url.split(", ", 1) for url in metadata.get_all("Project-URL", []))
     assert set(urls) == {"Documentation", "Source", "Issues", "Changelog"}
     assert {url.removeprefix(REPOSITORY)[:1] for url in urls.values()} <= {"", "/", "#"}
-    for url in urls.values():  # what they lead to is a file or a folder of this repository
+    for url in urls.values():  # each URL leads to a file or folder of this repository
         path = re.sub(r"^/(blob|tree)/main/|#.*|/issues$", "", url.removeprefix(REPOSITORY))
         assert (envs.ROOT / path).exists(), url
     assert urls["Changelog"].endswith(f"/{folder.relative_to(envs.ROOT)}/CHANGELOG.md")
@@ -93,7 +93,7 @@ def test_versions_changelogs_and_dependencies_agree() -> None:
 
 
 def required(name: str) -> set[str]:
-    """The distributions of this repository that one of them requires."""
+    """The distributions of this repository that `name` requires."""
     found = release_check.project(DISTRIBUTIONS[name])["dependencies"]
     return {re.split("[=<>]", each)[0] for each in found} & {*DISTRIBUTIONS}
 
@@ -189,14 +189,14 @@ def test_what_a_session_names_is_never_skipped(install: Install, name: str) -> N
     assert "SKIPPED" not in done.stdout
 
 
-# Spelled so that this file does not contain what it looks for.
+# Spelled so that this file does not match its own patterns.
 MACHINE_PATH = re.compile(r"(?<![\w.~$}/-])/(?:home|root|Users|work|farm|mnt)/\w")
 HOSTS = ("py pi", "python hosted", r"test\.py pi", r"download\.py torch")
 REGISTRY = re.compile(rf"(?:{'|'.join(HOSTS).replace(' ', '')})\.(?:org|io)")
 
 
 def tracked_files() -> list[Path]:
-    """The files that git knows, or would know; every file when there is no git."""
+    """Files known to git or not ignored by it."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=envs.ROOT, capture_output=True, text=True, check=True)
     return [envs.ROOT / name for name in listed.stdout.split("\0") if name]
@@ -225,7 +225,7 @@ OWN_FOLDERS = {
     "_lock.py": "a draft in such a folder",
     "new.py": "a package in such a folder",
 }
-"""Modules that write where nobody lays a link."""
+"""Modules that write only to folders without a risk of symlinks."""
 
 IN_A_MODE_TO_WRITE = re.compile(
     r"""write_(?:text|bytes)\(|open\(.*["'][waxr]b?\+|open\(.*["'][wax]b?["']"""
@@ -250,12 +250,12 @@ def test_every_file_is_written_in_one_way() -> None:
         for path in (folder / "src").rglob("*.py")
         if IN_A_MODE_TO_WRITE.search(path.read_text("utf-8")) and path.name not in OWN_FOLDERS
     }
-    # a descriptor that is open, in each
+    # these write to an open descriptor
     assert found == {"files.py", "aten.py", "workload.py"}
 
 
 def test_no_room_of_core_imports_one_above_it_or_another_distribution(tmp_path: Path) -> None:
-    """`.importlinter` holds as things are, and notices an import that goes upwards or out."""
+    """`.importlinter` passes, and detects an import upwards or out of core."""
     sources = tmp_path / "src"
     for name in (CORE, OPS, VERIFY):
         shutil.copytree(DISTRIBUTIONS[name] / "src", sources, dirs_exist_ok=True)
@@ -309,7 +309,7 @@ class Imports(ast.NodeVisitor):
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_no_module_imports_one_that_imports_it(name: str) -> None:
-    """Nor by way of others."""
+    """Nor through other modules."""
     sources = DISTRIBUTIONS[name] / "src"
     modules = {
         ".".join(path.relative_to(sources).with_suffix("").parts).removesuffix(".__init__"): path

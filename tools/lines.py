@@ -58,7 +58,7 @@ def sources(commit: str = "") -> Iterator[tuple[str, str]]:
     command = ["git", "archive", commit, "packages"]
     done = subprocess.run(command, cwd=envs.ROOT, stdout=subprocess.PIPE, check=False)
     if done.returncode:
-        raise SystemExit(f"`{' '.join(command)}` failed: name a commit of this repository")
+        raise SystemExit(f"`{' '.join(command)}` failed: it needs a commit of this repository")
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
         for member in archive:
             path = Path(member.name).relative_to("packages")
@@ -76,7 +76,7 @@ def counted(found: Iterable[tuple[str, str]]) -> Mapping[str, int]:
         lines = code_lines(source)
         counts[name] += lines
         if name == CORE:
-            counts[f"{CORE}: {inside[0] if len(inside) > 1 else '(beside the rooms)'}"] += lines
+            counts[f"{CORE}: {inside[0] if len(inside) > 1 else '(outside the rooms)'}"] += lines
     return counts
 
 
@@ -96,22 +96,28 @@ def excesses() -> Iterator[str]:
     has = {**counts, "all distributions": total, "all tests": test_lines()}
     for name, limit in limits["lines"].items():
         if has[name] > limit:
-            yield f"{name} has {has[name]} lines, and its limit is {limit}"
+            yield f"{name} has {has[name]} lines; its limit is {limit}"
     for path, source in found.items():
         raw = source.count("\n")
         if path.startswith(f"{CORE}/") and raw > limits["module"]:
-            yield f"{path} has {raw} lines, and the limit of a module of core is {limits['module']}"
+            yield f"{path} has {raw} lines; the limit for a module of core is {limits['module']}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("commit", nargs="?", default="", help="instead of the working tree")
-    parser.add_argument("--against", metavar="COMMIT", help="print what that one had before it")
+    parser.add_argument(
+        "commit", nargs="?", default="", help="count this commit instead of the working tree"
+    )
+    parser.add_argument(
+        "--against",
+        metavar="COMMIT",
+        help="also print the counts of that commit and the difference",
+    )
     parser.add_argument("--check", action="store_true", help="compare with tools/limits.toml")
     asked = parser.parse_args()
     if asked.check:
         if found := [*excesses()]:
-            sys.exit("\n".join((*found, "Make it smaller, or raise the limit and say why.")))
+            sys.exit("\n".join((*found, "Remove lines, or raise the limit and give the reason.")))
         return
     now = counted(sources(asked.commit))
     before = counted(sources(asked.against)) if asked.against else now

@@ -171,14 +171,20 @@ def _short(text: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("seed", help="any text; the date of the draw")
-    parser.add_argument("sessions", nargs="*", help="sessions of noxfile.py, in this order")
+    parser.add_argument("seed", help="any text, such as the date")
+    parser.add_argument(
+        "sessions",
+        nargs="*",
+        help="sessions of noxfile.py that must find a mutation, in this order",
+    )
     parser.add_argument("--count", type=int, default=30)
-    parser.add_argument("--only", type=int, nargs="*", help="numbers of mutations, from 1")
+    parser.add_argument(
+        "--only", type=int, nargs="*", help="run only the mutations with these numbers, from 1"
+    )
     arguments = parser.parse_args()
     dirty = ["git", "diff", "--quiet", "HEAD", "--", *map(str, SOURCES)]
     if arguments.sessions and subprocess.run(dirty, cwd=envs.ROOT, check=False).returncode:
-        parser.error("packages/*/src has changes that are not committed: use a clean clone")
+        parser.error("packages/*/src has uncommitted changes: use a clean clone")
     survivors = 0
     for number, mutation in enumerate(drawn(arguments.seed, arguments.count), 1):
         if arguments.only and number not in arguments.only:

@@ -34,11 +34,11 @@ WIDTH = 80
 INTRODUCTION = """\
 # Ops
 
-The ops of [vllm-fl-ops](../../packages/vllm-fl-ops/README.md): each has a contract, and a binding
-that says where vLLM runs it. Which backend brings which, where it was right and how fast it was,
-says the [support matrix](../support-matrix.md); what is chosen on a machine, `vllm-fl explain OP`.
-`attention_backend` names a class and has no contract. A distribution can bring
-[an op of its own](../new-op.md).
+The ops of [vllm-fl-ops](../../packages/vllm-fl-ops/README.md). Each has a contract, and a binding
+with the locations in vLLM where it runs. The [support matrix](../support-matrix.md) lists the
+backends of each op, with verification results and speed. `vllm-fl explain OP` shows what is chosen
+on a machine. `attention_backend` is an op without a contract: its implementations are classes. A
+distribution can provide [an op of its own](../new-op.md).
 
 | op | computes |
 |---|---|"""
@@ -58,7 +58,7 @@ def pages(distribution: str = OPS) -> dict[str, str]:
             raise SystemExit(str(plugin.error))
     brought = registry.snapshot()
     if not brought.contracts:
-        raise SystemExit(f"{distribution} brings no op here: name a distribution that is installed")
+        raise SystemExit(f"{distribution} provides no op. Name an installed distribution with ops")
     made = {
         f"{op}.md": _page(spec, brought.bindings.get(op, Binding()))
         for op, spec in sorted(brought.contracts.items())
@@ -96,7 +96,7 @@ def _page(spec: OpSpec, binding: Binding) -> str:
     if targets := targets_of(binding):
         lines += ["## Where vLLM runs it", "", *(f"- {target}" for target in targets), ""]
     if binding.not_reached:
-        lines += ["Not reached, whatever the policy says:", ""]
+        lines += ["Not covered (vLLM's code always runs):", ""]
         lines += [*(f"- {phrase}" for phrase in binding.not_reached), ""]
     return "\n".join(lines)
 
@@ -114,9 +114,9 @@ def _tolerances(spec: OpSpec) -> list[str]:
     if not rows:
         return []
     return [
-        "## How far a result may lie from the oracle",
+        "## Tolerances",
         "",
-        "| of | dtype | relative | absolute | reason |",
+        "| result | dtype | relative | absolute | reason |",
         "|---|---|---|---|---|",
         *rows,
         "",
@@ -126,7 +126,12 @@ def _tolerances(spec: OpSpec) -> list[str]:
 def main() -> None:
     """Write the pages, and delete pages of removed ops."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--of", nargs=2, metavar=("DISTRIBUTION", "FOLDER"), help="of others' ops")
+    parser.add_argument(
+        "--of",
+        nargs=2,
+        metavar=("DISTRIBUTION", "FOLDER"),
+        help="write pages of the ops of another distribution",
+    )
     distribution, folder = parser.parse_args().of or (OPS, FOLDER)
     made = pages(distribution)
     for name, text in made.items():

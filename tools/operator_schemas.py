@@ -92,7 +92,7 @@ def facts(sdist: Path) -> tuple[dict[str, tuple[str, str]], set[str]]:
             if compiled:
                 for name, schema in defined(source, "_moe_C" if compiled[2] else "_C"):
                     if schemas.setdefault(name, (schema, file))[0] != schema:
-                        raise ValueError(f"{sdist.name}: {name} has two schemas")
+                        raise ValueError(f"{sdist.name}: {name} has two different schemas")
             else:
                 asked |= probed(source)
                 if file == PASS:
@@ -121,7 +121,7 @@ def table(found: Mapping[tuple[int, int], Iterable[Any]], names: Iterable[str]) 
             raise ValueError(f"the sdists of {release} differ")
         wanted = {name for name in wanted if name.startswith("_")}  # without torch's operators
         if lost := wanted - schemas.keys():
-            raise ValueError(f"{release}: nothing defines {', '.join(sorted(lost))}")
+            raise ValueError(f"{release}: no schema found for {', '.join(sorted(lost))}")
         for name in sorted({*names, *wanted} & schemas.keys()):
             schema, source = schemas[name]
             reader = name in wanted
@@ -151,7 +151,7 @@ def bound() -> set[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path, help="where the sdists lie")
+    parser.add_argument("folder", type=Path, help="directory of the sdists")
     found: dict[tuple[int, int], list[Any]] = {}
     for sdist in sorted(parser.parse_args().folder.glob("vllm-*.tar.gz")):
         version = re.match(r"vllm-(\d+)\.(\d+)", sdist.name)

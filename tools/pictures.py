@@ -64,10 +64,10 @@ def plan_picture(plan: Mapping[str, tuple[Sequence[str], str]]) -> Iterator[str]
     """Draw one row per op: the layer or operator, and its candidates in order."""
     top, step, left, first, chip = 84, 46, 20, 330, 150
     height = top + step * len(plan) + 56
-    yield opening(WIDTH, height, "A plan: what vLLM runs, and who computes it")
+    yield opening(WIDTH, height, "A plan: vLLM's ops and their implementations")
     yield words(left, 34, "what vLLM runs", size=13, fill="--muted")
     yield words(first, 34, "the plan", size=13, fill="--muted")
-    yield words(first + chip + 24, 34, "who takes a call that it refuses", size=13, fill="--muted")
+    yield words(first + chip + 24, 34, "fallbacks for unsupported calls", size=13, fill="--muted")
     yield f'<path d="M20 50H{WIDTH - 20}" stroke="var(--grid)"/>'
     for number, (op, (ids, layer)) in enumerate(plan.items()):
         y = top + step * number
@@ -90,8 +90,8 @@ def plan_picture(plan: Mapping[str, tuple[Sequence[str], str]]) -> Iterator[str]
     yield words(
         left,
         height - 20,
-        "An eager engine on a CPU. vendor.cpu is the example vllm-fl-cpu, reference.torch plain "
-        "PyTorch, stock vLLM's own code.",
+        "An eager engine on a CPU. vendor.cpu is the example vllm-fl-cpu, reference.torch is plain "
+        "PyTorch, stock is vLLM's code.",
         size=12,
         fill="--muted",
     )
@@ -121,7 +121,7 @@ def report_picture(plot: str, drawn: Sequence[str]) -> Iterator[str]:
         yield f'<circle cx="{x + 5}" cy="60" r="5" fill="var(--s{look[impl].colour})"/>'
         yield words(x + 16, 65, impl, size=13)
         x += 32 + round(7.4 * len(impl))
-    yield words(x, 65, "◯ what serves", size=13)
+    yield words(x, 65, "◯ in use", size=13)
     box = re.search(r'viewBox="([^"]*)"', plot)
     assert box
     inner = plot[plot.index(">") + 1 :]

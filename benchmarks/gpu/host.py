@@ -1,4 +1,4 @@
-"""The GPU and the software versions of the figures."""
+"""GPU and versions of a measurement."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DISTRIBUTIONS = (
 
 @cache
 def facts() -> dict[str, Any]:
-    """GPU name, driver and clocks, and the installed releases. Does not initialise CUDA."""
+    """Name, driver and clocks of the GPU, and installed releases; does not initialise CUDA."""
     query = "name,driver_version,memory.total,clocks.max.sm,clocks.max.mem,power.limit"
     asked = subprocess.run(
         ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"],

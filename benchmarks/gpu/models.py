@@ -1,22 +1,23 @@
-"""Compare vllm-fl's default settings with stock on a GPU: several models, with dummy weights.
+"""Compare default settings with stock vLLM on a GPU: shapes of several models, dummy weights.
 
     python benchmarks/gpu/models.py [--models qwen3-8b llama-3.1-8b …] [--rounds 5] [--kernels 3]
         [--new-tokens 64] [--seconds 480] [--ranks 4]
 
-For each model three engines alternate: stock, stock again, and vllm-fl as installed. Their KV cache
-size is fixed, so they start at once. Results of the second and third, relative to the first:
+For each model three engines run one at a time: stock, stock again, and vllm-fl with default
+settings. Their KV cache has a fixed size, and they start together. The second and third are
+compared with the first:
 
-    tokens per second      of prompts and outputs, from the client's view; median and range
+    tokens per second      of prompts and outputs, as seen by a client; median and range
     steady decoding        steps per second of the fastest quarter of a visit's steps
-    kernels' time          total kernel time of one step (less is faster)
-    of the read bandwidth  bytes of weights that a decoding step of one token reads, divided by its
-                           time, relative to the bandwidth of `read_kernel` (bandwidth.py)
+    kernels' time          the sum of all kernels' times of one step (less is faster)
+    of the read bandwidth  the bytes of the weights that a decoding step of one token reads, by its
+                           time, as a share of the bandwidth of `read_kernel` (bandwidth.py)
 
-`--ranks` gives each engine that many GPUs (tensor parallel), which the engines share; weights and
-read bandwidth are then per rank.
+With `--ranks` each engine uses that many GPUs, tensor parallel, and shares them with the others;
+the weights, and the bytes that a GPU reads, are then those of one rank.
 
-Appends one JSON line per model to $OUT/models.jsonl. `--seconds` limits the time; the models that
-were not measured are printed, for another run.
+Appends one line of JSON for each model to $OUT/models.jsonl. With `--seconds` it stops in time, and
+prints the skipped models: measure these by another call.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ HERE = Path(__file__).resolve().parent
 VARIANTS = ("stock", "stock-again", "shipped")
 
 CACHE_BYTES = 3 * 2**30
-"""KV cache per engine: 64 sequences of 256 tokens, and 16 prompts of 1024."""
+"""Bytes of KV cache of an engine: 64 sequences of 256 tokens, and 16 prompts of 1024."""
 
 SHARE = 0.29
 """Share of the device's memory that must be free when an engine starts."""
 
 LEAST_SECONDS = 230.0
-"""No model is started with less time left."""
+"""Remaining time that another model needs at least."""
 
 
 def bandwidth() -> dict[str, Any]:
-    """The device's read and copy bandwidth in bytes per second."""
+    """Read and copy bandwidth of the device, in bytes per second."""
     asked = [sys.executable, str(HERE / "bandwidth.py")]
     done = subprocess.run(asked, capture_output=True, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -63,7 +64,7 @@ def bandwidth() -> dict[str, Any]:
 def measure(
     name: str, options: argparse.Namespace, folder: Path, deadline: float
 ) -> dict[str, Any]:
-    """Measure one model until its rounds or the time are used up."""
+    """Measure one model until its rounds or the time end."""
     config, further = MODELS[name]
     model = folder / name
     model.mkdir()
@@ -95,7 +96,7 @@ def measure(
 
 
 def shown(result: dict[str, Any], read: float) -> str:
-    """Format a model's figures, a line per engine and workload."""
+    """Format the figures of a model, one line for each engine and workload."""
     lines = [
         f"{result['model']}, {result['layers']} layers, ranks: {result['ranks']}, "
         f"{result['weights'] / 1e9:.2f} GB of "
@@ -124,6 +125,7 @@ def shown(result: dict[str, Any], read: float) -> str:
 
 
 def main() -> None:
+    """Measure the models of the command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=MODELS)
     parser.add_argument("--variants", nargs="+", default=[*VARIANTS], choices=engine.VARIANTS)

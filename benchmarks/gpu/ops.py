@@ -1,10 +1,10 @@
-"""Time all implementations of each op on a GPU, in a CUDA graph and launched eagerly.
+"""Measure each implementation of each op on a GPU, in a CUDA graph and launched eagerly.
 
     python benchmarks/gpu/ops.py [--tokens 1 16 256 4096 16384] [--ops …] [--rounds 5]
 
-Shapes: Qwen3-8B, bf16. In µs: `graph` is the kernel's time, `eager` the host's time to launch it,
-`over` the overhead of the wrapper over a direct call of the kernel library. `copy` is the share of
-the bandwidth of a copy of the same size. JSON goes to $OUT/ops.json.
+Shapes: Qwen3-8B, bf16. `graph` is the time of the kernel, `eager` the host time to launch it,
+`over` the overhead of the wrapper over the bare call of the kernel library, all in µs; `copy` is
+the share of the bandwidth of a copy of as many bytes. JSON goes to $OUT/ops.json.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Row:
-    """Figures of one implementation for one op and shape: medians of `rounds`, in µs."""
+    """Figures of an implementation for one op and shape: medians of `rounds`, in µs."""
 
     op: str
     tokens: int
@@ -47,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Shape:
-    """Arguments of an op, and the bytes that it must move."""
+    """Arguments of an op, and the number of bytes that it must move."""
 
     op: str
     args: tuple[Any, ...]
@@ -81,11 +81,11 @@ def shapes(tokens: int) -> Iterator[Shape]:
 
 
 OWN = ("gelu_and_mul", "rms_norm", "rotary_embedding", "silu_and_mul")
-"""Ops with arguments in `shapes`; other ops use their contract's samples."""
+"""Ops with arguments from `shapes`; other ops use the samples of their contracts."""
 
 
 def others(tokens: int) -> Iterator[Shape]:
-    """Arguments, at Qwen3-8B's sizes, for ops that it does not use."""
+    """Ops that Qwen3-8B does not use, at its sizes."""
     from vllm_fl.plugins.registry import known_contracts
     from vllm_fl_ops.contracts.rules import typical_sizes
 
@@ -111,9 +111,9 @@ def others(tokens: int) -> Iterator[Shape]:
 
 
 def implementations(op: str) -> dict[str, Callable[..., Any]]:
-    """Name -> the op as an eager layer calls it; for Inductor, the compiled reference.
+    """Name -> the op as called by a layer in eager mode; Inductor's is the compiled reference.
 
-    Each implementation has its plan's guard, with `supports`, and may overwrite its arguments.
+    Each implementation has the guard of a plan, with `supports`, and may overwrite its arguments.
     """
     from vllm_fl.dispatch import SelectionPolicy, get_default_manager
     from vllm_fl.dispatch.guard import call_guard
@@ -138,7 +138,7 @@ def implementations(op: str) -> dict[str, Callable[..., Any]]:
 
 
 def bare(op: str, impl: str, args: tuple[Any, ...]) -> Call | None:
-    """A direct call of the kernel library with these arguments; None if it is not known."""
+    """Direct call of the kernel library with these arguments; None if it is unknown here."""
     if op not in OWN:
         return None
     if impl == "default.flagos":
@@ -166,7 +166,7 @@ def bare(op: str, impl: str, args: tuple[Any, ...]) -> Call | None:
 
 
 def bare_cuda(op: str, args: tuple[Any, ...]) -> Call:
-    """A direct call of vLLM's C++ kernel."""
+    """Direct call of vLLM's C++ kernel."""
     from vllm_fl_cuda.impl import kernel
     from vllm_fl_ops.contracts.cos_sin import joint_cos_sin
 
@@ -192,7 +192,7 @@ def bare_cuda(op: str, args: tuple[Any, ...]) -> Call:
 
 
 def host_time(call: Call) -> float:
-    """Host time per eager launch in µs, with few enough launches not to fill the queue."""
+    """µs of host time per eager launch, with few launches so that the queue does not fill."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(LAUNCHES):
@@ -217,7 +217,7 @@ def copy_time(bytes_moved: int) -> float:
 
 
 def rows(tokens: int, ops: list[str], rounds: int) -> Iterator[Row]:
-    """Measure all implementations of the ops at one batch size, in interleaved rounds."""
+    """Measure all implementations of all ops for one batch size, in interleaved rounds."""
     for shape in shapes(tokens):
         if shape.op not in ops:
             continue
@@ -263,6 +263,7 @@ def rows(tokens: int, ops: list[str], rounds: int) -> Iterator[Row]:
 
 
 def main() -> None:
+    """Print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--ops", nargs="+", default=None)

@@ -1,4 +1,4 @@
-"""vLLM configurations of the measured models, for dummy weights."""
+"""Configurations of the measured models, for vLLM with dummy weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODEL: Config = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-"""Qwen3-8B."""
+"""Configuration of Qwen3-8B."""
 
 EXPERTS: Config = {
     **MODEL,
@@ -42,7 +42,7 @@ EXPERTS: Config = {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
-    "num_hidden_layers": 12,  # of 48, to fit several engines into memory
+    "num_hidden_layers": 12,  # of 48, so that several engines fit
     "num_key_value_heads": 4,
 }
 
@@ -65,7 +65,7 @@ NEMO: Config = {
     "model_type": "mistral",
     "hidden_size": 5120,
     "intermediate_size": 14336,
-    "num_hidden_layers": 28,  # of 40, to fit several engines into memory
+    "num_hidden_layers": 28,  # of 40, so that several engines fit
     "vocab_size": 131_072,
     "rms_norm_eps": 1e-5,
     "sliding_window": None,

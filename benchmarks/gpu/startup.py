@@ -1,27 +1,27 @@
-"""Measure vLLM's startup with vllm-fl on a GPU, with a model's shapes: stock and shipped.
+"""Measure the startup of vLLM on a GPU, with the shapes of a model: stock and shipped.
 
     python benchmarks/gpu/startup.py [--model qwen3-8b] [--modes compiled eager] [--variants …]
         [--cold 2] [--warm 1] [--seconds 480] [--ranks 1 2 4]
 
-Engines start one after the other, each with exclusive use of the devices, alternating between
-variants. `--ranks` lists the numbers of devices per engine (tensor parallel). Cold starts have
-empty caches (vLLM, Inductor, Triton, FlagGems). Warm starts follow the last cold start of all
-variants and use its caches. $OUT/startup.json is rewritten after each start:
+Engines start one by one, each alone on the devices. With `--ranks` each number of devices is
+measured, tensor parallel. For a cold start all caches are empty: vLLM's, Inductor's, Triton's and
+FlagGems's. Warm starts follow the last cold start of all variants, and use its caches. JSON goes to
+$OUT/startup.json after every start:
 
     ranks               number of ranks of the engine
     phases              phase -> seconds, from vLLM's log; for vllm-fl also from its report
                         (`vllm_fl_report`, `start`)
-    ranges              range of token counts -> seconds to compile its graphs, from vLLM's log
+    ranges              range of token counts -> seconds of compiling its graphs, from vLLM's log
     preflight_seconds   from the start line; null for stock
     live_calls          calls compared on the loaded model's tensors, from the same line
-    live_seconds        duration of that comparison, with its forward passes
-    live_remarks        why there was no comparison, and what it did not cover
-    captured            implementation -> [graphs, seconds to capture and replay them]
-    engine_seconds      from vllm.LLM(…) until the engine accepts requests
-    total_seconds       the same from the start of the process, with imports
+    live_seconds        seconds of that, forwards included
+    live_remarks        reason if that did not run, and calls that were not compared
+    captured            implementation -> [graphs, seconds of capturing and replaying them]
+    engine_seconds      from vllm.LLM(…) to an engine that takes requests
+    total_seconds       the same from the start of the process, imports included
     kv_blocks           vLLM's num_gpu_blocks
     peak_mib            peak device memory of its tensors, after serving a batch
-    memory_mib          memory of its processes by the driver; null if not reported
+    memory_mib          memory of its processes from the driver; null if it reports none
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from shapes import MODELS
 
 PREFLIGHT = re.compile(r"vllm-fl: .*\((?:eager|compiled);.*?(?:verified|run) in ([\d.]+) s")
 LIVE = re.compile(r"vllm-fl: .* (\d+) calls on live tensors in ([\d.]+) s")
-LIVE_REMARKS = re.compile(r"(?:not on live tensors|not compared): .*?(?=; digest)")
+LIVE_REMARKS = re.compile(r"(?:not verified on live tensors|not compared): .*?(?=; digest)")
 CAPTURED = re.compile(r"(\w+=\S+) captured and replayed twice in ([\d.]+) s")
 
 SAID = {
@@ -56,7 +56,7 @@ SAID = {
     "graphs": r"Graph capturing finished in (\d+) secs",
     "profile, cache and warm-up": r"init engine \(.*\) took ([\d.]+) s",
 }
-"""Phase -> pattern in vLLM's log. A phase is missing if the release logs it in other words."""
+"""Phase -> pattern in vLLM's log. If a release has another text, the phase is skipped."""
 
 RANGE = re.compile(r"Compiling a graph for compile range (\(.*?\)|\S+) takes ([\d.]+) s")
 
@@ -76,21 +76,21 @@ def used_mib() -> int:
 
 
 def wait_for_memory(before: int, limit: float = 60.0) -> None:
-    """Wait until the memory of an ended engine is free: the next one's KV cache depends on it."""
+    """Wait until the memory of the last engine is free; the KV cache of the next depends on it."""
     deadline = time.monotonic() + limit
     while used_mib() > before + SLACK_MIB and time.monotonic() < deadline:
         time.sleep(0.5)
 
 
 def phases(log: str, ready: dict[str, Any]) -> dict[str, float]:
-    """Phase -> seconds, from vLLM's log and, if present, the worker report."""
+    """Phase -> seconds, from vLLM's log and from the worker report if there is one."""
     found = {what: re.findall(pattern, log) for what, pattern in SAID.items()}
     told = {f"log: {what}": sum(map(float, each)) for what, each in found.items() if each}
     return told | {k: round(v, 2) for k, v in (ready["report"] or {}).get("start", {}).items()}
 
 
 def start(name: str, mode: str, model: Path, folder: Path, **further: Any) -> dict[str, Any]:
-    """Start an engine, serve one batch and end it; RuntimeError with its log if it fails."""
+    """Start an engine, serve one batch and end it; raise RuntimeError with its log on failure."""
     for variable in ("TRITON_CACHE_DIR", "FLAGGEMS_CACHE_DIR"):
         os.environ[variable] = str(folder / f"{variable}-{name}")
     begun = time.perf_counter()
@@ -122,7 +122,7 @@ def start(name: str, mode: str, model: Path, folder: Path, **further: Any) -> di
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Format median seconds of each phase for cold and warm starts, a column per engine."""
+    """Format the median seconds of each phase of cold and warm starts, a column per engine."""
     lines = []
     for which in dict.fromkeys((each["ranks"], each["mode"], each["kind"]) for each in results):
         of_kind = [
@@ -142,13 +142,14 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def flat(result: dict[str, Any]) -> dict[str, float]:
-    """All durations in a result, in seconds."""
+    """Fields of a start in seconds."""
     ranges = {f"log: range {where}": took for where, took in result["ranges"].items()}
     whole = {"from LLM(…)": result["engine_seconds"], "the whole": result["total_seconds"]}
     return whole | result["phases"] | ranges
 
 
 def main() -> None:
+    """Start the engines of the command line, and print a line of JSON for each start."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     modes, variants = ["compiled", "eager"], ["stock", "shipped"]
     parser.add_argument("--model", default="qwen3-8b", choices=MODELS)
@@ -166,7 +167,7 @@ def main() -> None:
         return
     deadline = time.monotonic() + options.seconds
     out = Path(os.environ.get("OUT", "."))
-    os.environ["VLLM_FL_LOG_LEVEL"] = "DEBUG"  # logs the captured implementations
+    os.environ["VLLM_FL_LOG_LEVEL"] = "DEBUG"  # logs what is captured
     config, further = MODELS[options.model]
     results: list[dict[str, Any]] = []
     before = used_mib()

@@ -1,9 +1,9 @@
 """Ask vLLM's platform for an attention backend without starting an engine; one JSON line each.
 
     python attention_choices.py '{"model": DIR, "cases": [{"env": {…}, "request": {…}}]}'
-        "cases": [{"env": {…}, "options": {…}, "request": {…}}]}'
+    "cases": [{"env": {…}, "options": {…}, "request": {…}}]}'
 
-A case has the environment and arguments of its engine, and how its layer's request differs.
+`env` and `options` are the engine's environment and arguments; `request` overrides the layer's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The fixtures of the engine's tests."""
+"""Fixtures of the engine tests."""
 
 from engines import both, engine, model, once, plugin, shared_folder
 from startups import shared, startup

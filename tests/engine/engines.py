@@ -1,4 +1,4 @@
-"""Real engines on tiny models. A run is made once and shared by the tests that look at it."""
+"""Real engines on tiny models; each run is made once and shared by tests."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ PLUGINS = Path(__file__).parent / "plugins"
 
 
 FRESH = {"python", "TRITON_INTERPRET"}
-"""What asks for another Python, and what Triton reads as it is imported."""
+"""Options that need a new Python process. Triton reads TRITON_INTERPRET when it is imported."""
 
 
 def run(job: Job, **options: Any) -> dict[str, Any]:
-    """`engine_run.run`, in a forked process where nothing asks for a fresh one."""
+    """`engine_run.run`, in a forked process unless an option needs a new one."""
     return engine_run.run(job, forks=not FRESH & options.keys(), **options)
 
 
 def answer_of(script: str, *arguments: str | Path, **variables: str) -> tuple[dict[str, Any], str]:
-    """(the JSON object that a script prints as a line of its own, all that it printed)."""
+    """(the JSON object that a script prints on its own line, all its output)."""
     env = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}
     done = forked.run(script, *map(str, arguments), env=env)
     printed = done.stdout + done.stderr
@@ -61,8 +61,8 @@ VARIANTS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
 """Name -> environment variables and arguments of vllm.LLM."""
 
 IN_ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
-"""For engines whose processes are not looked at: it saves an import of vLLM, half of a start. Those
-of test_server, test_ranks and test_preflight are as users start them."""
+"""For tests that do not inspect the engine's processes: saves importing vLLM again, half of a
+startup. test_server, test_ranks and test_preflight start engines like users."""
 
 Result = dict[str, Any]
 Once = Callable[..., Result]
@@ -79,17 +79,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all workers of pytest-xdist have."""
+    """A folder common to all pytest-xdist workers."""
     folder = tmp_path_factory.getbasetemp()
     return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
 @pytest.fixture(scope="session")
 def once(shared_folder: Path) -> Once:
-    """`once(name, job, VARIABLE=…)`: the run of this job, which is made once and kept by this name.
-
-    The workers of pytest-xdist share it: a second one that asks waits until the first has it.
-    """
+    """`once(name, job, VARIABLE=…)`: the result of this job, run once and stored under `name`.
+    Workers of pytest-xdist share it: a second request waits for the first."""
 
     def kept(name: str, job: Job, **options: Any) -> Result:
         file = shared_folder / f"{name}.json"
@@ -110,10 +108,8 @@ def once(shared_folder: Path) -> Once:
 
 @pytest.fixture(scope="session")
 def engine(model: Callable[[str], Path], once: Once) -> Runner:
-    """`engine(family, variant, eager=True)`: what that engine answered, planned and counted.
-
-    It serves a prompt alone and then eight together, greedily, with all logits.
-    """
+    """`engine(family, variant, eager=True)`: that engine's result: answers, plan and counts. It
+    generates greedily for one prompt, then for eight in a batch, and returns all logits."""
 
     @cache
     def answer(family: str, variant: str, eager: bool = True) -> Result:
@@ -127,10 +123,8 @@ def engine(model: Callable[[str], Path], once: Once) -> Runner:
 
 @pytest.fixture(scope="session")
 def both(engine: Runner) -> Pair:
-    """`both(family, variant, variant, eager=True)`: the same of two engines.
-
-    The second runs first: the first is more often one that another worker runs at this time.
-    """
+    """`both(family, variant, variant, eager=True)`: the results of two engines. The second starts
+    first, because another pytest worker is more likely to be running the first."""
 
     def pair(family: str, first: str, second: str, eager: bool = True) -> tuple[Result, Result]:
         other = engine(family, second, eager)
@@ -140,14 +134,14 @@ def both(engine: Runner) -> Pair:
 
 
 def assert_same_bits(stock: Result, ours: Result) -> None:
-    """The same tokens and logits to the last bit, after forward passes over the same batches."""
+    """Equal tokens and bitwise equal logits, after forward passes over the same batches."""
     assert ours["steps"] == stock["steps"]
     assert ours["tokens"] == stock["tokens"]
     assert largest_difference(stock, ours)[0] == 0.0
 
 
 def assert_near_transformers(model: Path, answer: Result) -> None:
-    """Every logit of an engine in float32 is that of Hugging Face's model on its tokens."""
+    """An engine's float32 logits are close to Hugging Face's model on the same tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -157,14 +151,14 @@ def assert_near_transformers(model: Path, answer: Result) -> None:
         got = torch.tensor(rows)
         with torch.inference_mode():
             want = exact(torch.tensor([prompt + tokens])).logits[0]
-        # The engine gives none for the first token, which nothing comes before.
+        # The first token has no logits, because it has no predecessor.
         want = want[len(prompt) + len(tokens) - 1 - len(got) : -1]
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
 
 
 @pytest.fixture
 def plugin() -> Callable[..., dict[str, str]]:
-    """`plugin(name)`: the variables under which a module of tests/engine/plugins is loaded."""
+    """`plugin(name)`: variables that load a module of tests/engine/plugins."""
 
     def variables(*names: str) -> dict[str, str]:
         return {"VLLM_FL_PLUGIN_MODULES": ",".join(names), "PYTHONPATH": str(PLUGINS)}
@@ -173,7 +167,7 @@ def plugin() -> Callable[..., dict[str, str]]:
 
 
 def change(folder: Path) -> None:
-    """Give a model other weights."""
+    """Scale a model's weights by 1.25."""
     from safetensors.torch import load_file, save_file
 
     (file,) = folder.glob("*.safetensors")
@@ -181,6 +175,6 @@ def change(folder: Path) -> None:
 
 
 def batches() -> list[list[list[int]]]:
-    """One prompt alone, then eight of different lengths; none longer than a tiny model's window."""
+    """One prompt, then eight of different lengths, all shorter than a tiny model's window."""
     prompts = [[(11 * i + 5 * j) % 500 + 3 for j in range(9 + 3 * i)] for i in range(9)]
     return [prompts[:1], prompts[1:]]

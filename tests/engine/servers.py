@@ -1,4 +1,4 @@
-"""A real server in a process of its own, for the openai client."""
+"""A real vLLM server in its own process, with an openai client."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 START_LIMIT = 900.0
-"""Seconds until the server must answer: many times what it takes on two cores, to compile, too."""
+"""Seconds until the server must respond: many times a startup with compilation on two cores."""
 
 END_LIMIT = 300.0
-"""Seconds within which it must end."""
+"""Seconds within which the server must exit."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Server:
 
 @contextmanager
 def serving(model: Path, log: Path, *options: str, **variables: str) -> Iterator[Server]:
-    """vLLM's server on this model, ended behind the block; `options` are its command line's."""
+    """vLLM's server on this model, ended after the block; `options` are command-line arguments."""
     openai = pytest.importorskip("openai")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -40,7 +40,7 @@ def serving(model: Path, log: Path, *options: str, **variables: str) -> Iterator
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
         "--host", "127.0.0.1", "--port", str(port),
-        # Else vLLM kills a worker that has not said its counts after 5 s, as on a busy machine.
+        # vLLM otherwise kills a worker that has not reported its counts after 5 s (busy machine).
         "--shutdown-timeout", "60", *options,
     ]  # fmt: skip
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **variables}

@@ -1,14 +1,14 @@
-"""The engines of the default run: five startups, which all of its engine tests share.
+"""The engines of the default run: five startups that all its engine tests share.
 
 | name | engine | what it shows |
 |---|---|---|
-| stock | vLLM without vllm-fl, eager | what the others are compared with |
+| stock | vLLM without vllm-fl, eager | the baseline of the others |
 | eager | a plugin's code in each kind of target of eager mode | near stock, really called |
 | compiled | a plugin's device, graphs compiled by range of tokens | passes, near transformers |
-| ranks | two ranks; a kernel and a communicator are wrong on rank 1 | off on both; a fallback |
-| faulty | wrong kernels, each seen at another moment | off by name, then stock bit for bit |
+| ranks | two ranks, kernel and communicator wrong on rank 1 | disabled on both; a fallback |
+| faulty | wrong kernels, detected at different moments | disabled by name, then stock bit for bit |
 
-Everything else that starts an engine is marked `slow`.
+Every other test that starts an engine is marked `slow`.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from engines import IN_ONE_PROCESS, PLUGINS, REFERENCE, Once, Result, batches, c
 __all__ = ["CAUSES", "FUSED", "OWN", "Startup", "shared", "startup"]
 
 SIZES: dict[str, Any] = {"num_experts_per_tok": 8, "mlp_only_layers": [0]}
-"""A dense block, and one of experts of which every token takes all: where it takes some, a score
-that differs in the last bit gives it another expert, and other logits."""
+"""One dense block and one of experts that every token uses. If tokens used only some experts, a
+score that differs in its last bit would select another expert and change the logits."""
 
 DEBUG = {"VLLM_FL_DISPATCH_DEBUG": "1"}
 DEVICE = PLUGINS.parents[1] / "plugins" / "fl-bare-cpu" / "src"
 
 OWN = {"RowParallelLinear": 3, "QKVParallelLinear": 2, "VocabParallelEmbedding": 1}
-"""Layers of the model that the plugin `own_layers` has a class for."""
+"""Layers of the model that the plugin `own_layers` replaces -> their number."""
 
 FUSED = {"linear": 6, "linear_silu_and_mul": 2}
-"""Op that passes put into graphs -> how often those of the dense model have it."""
+"""Op that passes insert into graphs -> its count in the dense model."""
 
 NOT_STOCK_BIT_FOR_BIT = ("fused_experts", "moe_topk")
-"""Ops whose reference is correct and rounds otherwise than vLLM: see test_models.LEFT."""
+"""Ops with a correct reference that rounds differently from vLLM: see test_models.LEFT."""
 
 CAUSES = {
     "silu_and_mul": "bfloat16",
     "gelu_and_mul": "no kernel image is available",
-    "rms_norm": "the worst by",
-    "rotary_embedding": "elements are off",
+    "rms_norm": "exceed the tolerance",
+    "rotary_embedding": "elements exceed the tolerance",
 }
-"""The ops of plugins/faulty.py, and what is said of each."""
+"""Op of plugins/faulty.py -> text in the reported cause."""
 
 Startup = Callable[[str], Result]
 Jobs = dict[str, tuple[Job, dict[str, str]]]
 
 
 def modules(*names: str) -> dict[str, str]:
-    """The variables under which these plugins are loaded."""
+    """The variables that load these plugins."""
     path = f"{PLUGINS}:{DEVICE}"
     return {"VLLM_FL_PLUGIN_MODULES": ",".join(names), "PYTHONPATH": path}
 
@@ -67,14 +67,9 @@ def per_op(**orders: str) -> dict[str, str]:
 def startups(
     model: Path, other: Path, dense: Path, folder: Path
 ) -> dict[str, tuple[Job, dict[str, str]]]:
-    """Name -> (what the engine does, its variables).
-
-    Args:
-        model: the model's folder.
-        other: the same model with other weights.
-        dense: a model without experts, which vLLM has only for devices that it knows.
-        folder: for the files that an engine leaves.
-    """
+    """Name -> (the engine's job, its variables). `model` and `other` differ in weights; `dense`
+    has no experts, which vLLM supports only on devices that it knows; engines write files to
+    `folder`."""
     vendor = "vendor:cpu|reference"
     native = {"compilation_config": {"custom_ops": ["none"]}}
     updates: list[list[Any]] = [
@@ -146,7 +141,7 @@ def startups(
 
 @pytest.fixture(scope="session")
 def shared(shared_folder: Path) -> Path:
-    """The folder for the files that the shared engines leave."""
+    """Folder for the files that the shared engines write."""
     folder = shared_folder / "startups"
     folder.mkdir(exist_ok=True)
     return folder
@@ -159,7 +154,7 @@ def startup(
     model: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Startup:
-    """`startup(name)`: the run of one of `startups`; it is started once in a test run."""
+    """`startup(name)`: the result of one of `startups`, which runs once per test run."""
 
     @cache
     def jobs() -> Jobs:

@@ -1,4 +1,4 @@
-"""The attention backend: the plan's is used; vLLM's own where it was told one, or none answers."""
+"""The attention backend: the plan's; or vLLM's, if set by the user or if no plugin provides one."""
 
 from __future__ import annotations
 
@@ -68,20 +68,20 @@ def test_what_vllm_was_told_to_take_wins_and_is_named(chosen: dict[str, Any]) ->
 def test_a_model_that_it_refuses_is_stock_with_its_reason(chosen: dict[str, Any]) -> None:
     case = chosen["refuses the model"]
     assert (case["path"], case["planned"]) == (STOCK_PATH, "stock")
-    assert "vendor.counting: refuses this model: head size 64, only 128" in case["reason"]
+    assert "vendor.counting: does not support this model: head size 64, only 128" in case["reason"]
 
 
 @pytest.mark.slow
 def test_a_layer_that_it_refuses_is_stock_and_said(chosen: dict[str, Any]) -> None:
     case = chosen["refuses a layer"]
     assert (case["path"], case["planned"]) == (STOCK_PATH, "vendor.counting")
-    refused = "Implementation 'vendor.counting' refused op 'attention_backend': no MLA and no sinks"
+    refused = "does not support a layer of op 'attention_backend': no MLA and no sinks"
     assert refused in case["log"]
 
 
 def test_strict_mode_raises_what_a_layer_refuses(chosen: dict[str, Any]) -> None:
     assert chosen["refuses a layer, strict"]["path"].startswith(
-        "AllFailedError: Implementation 'vendor.counting' refused op 'attention_backend': no MLA"
+        "AllFailedError: Implementation 'vendor.counting' does not support a layer of op 'attention"
     )
 
 
@@ -95,9 +95,9 @@ def test_the_policy_decides(chosen: dict[str, Any], which: str) -> None:
 @pytest.mark.parametrize(
     ("which", "why"),
     [
-        ("misnamed", "get_name() is 'COUNTING', which is no key of vLLM's AttentionBackendEnum"),
+        ("misnamed", "get_name() is 'COUNTING', which is not a key of vLLM's AttentionBackendEnum"),
         ("absent", "has no attribute 'Absent'"),
-        ("no backend", "is no AttentionBackend of vLLM: it has no get_name"),
+        ("no backend", "is not an AttentionBackend of vLLM: it has no get_name"),
     ],
 )
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`vllm-fl bisect --startup` with real engines: the part that ends or corrupts it is found."""
+"""`vllm-fl bisect --startup` with real engines finds the part that crashes or corrupts one."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_two_that_fail_only_together_are_found_and_an_engine_starts_without_them
     model: Callable[[str], Path],
     plugin: Callable[..., dict[str, str]],
 ) -> None:
-    """As users start: the engine in a process of its own."""
+    """Started as users do: with the engine in its own process."""
     fault = "together index_select argmax"
     found = bisect(fault, one_process=False)
     (culprit,) = found["culprits"]

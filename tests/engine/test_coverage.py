@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def coverage(model: Callable[[str], Path], tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """`coverage(*arguments)`: what the command says of a tiny model under the reference plan."""
+    """`coverage(*arguments)`: the command's result for a tiny model under the reference plan."""
 
     def run(*arguments: str) -> dict[str, Any]:
         variables = {"VLLM_FL_PREFER": "reference", BIND: str(min(cores()))}
@@ -55,7 +55,7 @@ def test_the_ops_of_an_eager_engine(coverage: Callable[..., dict[str, Any]]) -> 
     ]
     for phase in told["phases"]:
         rows = by_op(phase)
-        # Two layers: two norms in each, two of query and key, and the last.
+        # Two layers with four norms each (two of query and key), and the last norm.
         assert rows["rms_norm", "reference.torch"]["calls"] == 9
         assert rows["silu_and_mul", "reference.torch"]["calls"] == 2
         assert rows["rotary_embedding", "reference.torch"]["reached"] == "yes"

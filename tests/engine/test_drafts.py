@@ -1,4 +1,4 @@
-"""Engines with a draft model in memory, which has sizes of its own."""
+"""Engines with a draft model, which has other sizes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""vLLM without any compiled operator, on a device that a plugin brings: it answers as stock does.
-
-`nox -s tests-empty` installs both, and names the Python that has vLLM's CPU build.
-"""
+"""vLLM without compiled operators, on a plugin's device: the answers equal stock's. `nox -s
+tests-empty` installs both, and passes the path of a Python with vLLM's CPU build."""
 
 from __future__ import annotations
 
@@ -38,19 +36,19 @@ OURS = {"VLLM_FL_PREFER": "reference", "VLLM_FL_DISPATCH_DEBUG": "1"}
 SECOND = {
     "VLLM_USE_V2_MODEL_RUNNER": "1",
     "TRITON_INTERPRET": "1",
-    # vLLM takes a Triton without a device only where none is to be seen.
+    # vLLM accepts a Triton without a device only if no device is visible.
     "CUDA_VISIBLE_DEVICES": "",
 }
-"""vLLM's second model runner, whose kernels Triton interprets."""
+"""vLLM's second model runner, with its kernels in Triton's interpreter."""
 
 CAPTURED = (1, 2, 4)
-"""The batches, in tokens, of which a graph is captured where `start` is asked for graphs."""
+"""Batch sizes, in tokens, captured with `start(graphs=True)`."""
 
 LAYERS = 2
-"""Of the tiny models, each with one activation."""
+"""Layers of the tiny models, each with one activation."""
 
 WITHOUT_TOKEN = 1
-"""Steps that vLLM's counter leaves out: the long prompt's first, which gives no token."""
+"""Steps missing from vLLM's counter: the long prompt's first chunk, which yields no token."""
 
 
 def prompt(first: int, length: int) -> list[int]:
@@ -58,7 +56,7 @@ def prompt(first: int, length: int) -> list[int]:
 
 
 def batches() -> list[list[list[int]]]:
-    """A short prompt alone, six together, one beyond Gemma's window, and its beginning again."""
+    """A short prompt, six together, one longer than Gemma's window, and its beginning again."""
     long = prompt(11, 150)
     return [[prompt(5, 9)], [prompt(i, 20 + 15 * i) for i in range(6)], [long], [[*long[:140], 9]]]
 
@@ -66,10 +64,8 @@ def batches() -> list[list[list[int]]]:
 @pytest.fixture(scope="module")
 def start(once: Once, tmp_path_factory: pytest.TempPathFactory) -> Runner:
     """`start(family, eager=True, stock=False, direct=False, graphs=False, **variables)`: a run.
-
-    With `direct` its activation is vLLM's operator, called by name, in place of vLLM's layer. With
-    `graphs` vLLM captures breakable CUDA graphs of it, and compiles nothing.
-    """
+    `direct` uses vLLM's operator, called by name, as activation instead of vLLM's layer; with
+    `graphs` vLLM captures breakable CUDA graphs and compiles nothing."""
 
     @cache
     def model(family: str, direct: bool) -> Path:
@@ -90,7 +86,7 @@ def start(once: Once, tmp_path_factory: pytest.TempPathFactory) -> Runner:
         graphs: bool = False,
         **more: str,
     ) -> dict[str, Any]:
-        # A step of 80 tokens: longer prompts come in chunks, beside decoded tokens.
+        # 80 tokens per step: longer prompts are prefilled in chunks, together with decoded tokens.
         options: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": 80}
         if graphs:
             captured = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [*CAPTURED]}
@@ -102,13 +98,13 @@ def start(once: Once, tmp_path_factory: pytest.TempPathFactory) -> Runner:
             new_tokens=6,
             eager=eager and not graphs,
             options=options,
-            prompt_logits=False,  # with them vLLM reads no prefix from the cache
+            prompt_logits=False,  # vLLM would not use its prefix cache with them
             updates=[["vllm_fl_verify", {}, False]] if graphs else [],
         )
         if stock:
             variables = {"python": os.environ["STOCK_PYTHON"], **STOCK, **IN_ONE_PROCESS}
             return once(f"stock-{family}", job, timeout=300, **variables)
-        # One family's with a process for the engine, as users start it.
+        # For one family the engine has its own process, as users start it.
         variables = OURS if family == "gemma3" else {**OURS, **IN_ONE_PROCESS}
         if direct:
             variables |= {"PYTHONPATH": str(PLUGINS / "direct")}
@@ -124,7 +120,7 @@ def test_this_vllm_has_no_compiled_operator() -> None:
 
 
 GATED = {"qwen3": "linear_silu_and_mul", "gemma3": "linear_gelu_tanh_and_mul"}
-"""A model's family -> the op that is its MLP's first product with the activation."""
+"""Family -> the op that fuses its MLP's first product with the activation."""
 
 
 @pytest.mark.parametrize("family", GATED)
@@ -134,7 +130,7 @@ def test_a_model_is_served_as_stock_serves_it(family: str, start: Runner) -> Non
     (report,) = ours["report"]
     impls = {op: told["impl"] for op, told in report["ops"].items()}
     assert impls.pop("attention_backend") == "vendor.bare_cpu"
-    # What passes put into graphs, of which eager code has none.
+    # Passes insert these into graphs, not into eager code.
     assert impls.pop("qk_norm_rope") == impls.pop("linear") == impls.pop(GATED[family]) == "stock"
     assert set(impls.values()) == {"reference.torch"}
     assert "attention_backend=vendor.bare_cpu " in ours["log"] and report["mode"] == "eager"
@@ -145,7 +141,7 @@ def test_a_model_is_served_as_stock_serves_it(family: str, start: Runner) -> Non
 
 
 def assert_the_same(stock: dict[str, Any], ours: dict[str, Any], called: set[str]) -> None:
-    """It answered as stock does, in as many steps, and called the reference for these ops."""
+    """Answers and steps equal stock's, and the reference was called for these ops."""
     (report,) = ours["report"]
     assert report["demotions"] == report["fallbacks"] == {}
     for op in called:
@@ -154,7 +150,7 @@ def assert_the_same(stock: dict[str, Any], ours: dict[str, Any], called: set[str
     assert ours["cached"] == stock["cached"] == [*[0] * 8, 128]
     assert ours["steps"] == stock["steps"]
     worst, magnitude = largest_difference(stock, ours)
-    assert worst <= 1e-4 * magnitude  # two orders above float32's rounding after two layers
+    assert worst <= 1e-4 * magnitude  # 100 times float32's rounding after two layers
 
 
 def module(name: str) -> dict[str, str]:
@@ -164,7 +160,7 @@ def module(name: str) -> dict[str, str]:
 
 
 def one_kernel() -> dict[str, str]:
-    """The variables that load a plugin which has a kernel for each op that passes find."""
+    """The variables that load a plugin with a kernel for each op that passes find."""
     return module("one_kernel")
 
 
@@ -179,7 +175,7 @@ def one_kernel() -> dict[str, str]:
 def test_the_second_model_runner_serves_as_the_first(
     family: str, eager: bool, start: Runner
 ) -> None:
-    """Its warm-up really decodes as many requests as there may be: none of that is counted."""
+    """Its warm-up really decodes as many requests as allowed; none of that is counted."""
     ours, stock = start(family, eager, **SECOND), start(family, stock=True)
     assert "calls on live tensors with the KV cache in memory" in ours["log"]
     assert_the_same(stock, ours, CALLED[family])
@@ -193,7 +189,7 @@ def test_the_second_model_runner_serves_as_the_first(
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["LBHNC", "BLNHC"])
 def test_any_layout_of_the_kv_cache_serves(layout: str, start: Runner) -> None:
-    """Heads before slots; each block with the pages of all layers, which lie at offsets in it."""
+    """Heads before slots, or blocks that hold the pages of all layers at offsets."""
     ours = start("qwen3", VLLM_KV_CACHE_LAYOUT=layout, **IN_ONE_PROCESS)
     assert f"Using {layout} KV cache layout" in ours["log"]
     assert_the_same(start("qwen3", stock=True), ours, CALLED["qwen3"])
@@ -201,7 +197,7 @@ def test_any_layout_of_the_kv_cache_serves(layout: str, start: Runner) -> None:
 
 @pytest.mark.slow
 def test_in_breakable_graphs_a_choice_is_made_when_a_batch_is_captured(start: Runner) -> None:
-    """Mode is eager, and a replayed step runs no Python: nothing of it is counted or compared."""
+    """Eager mode; a replayed step runs no Python, so it is neither counted nor compared."""
     chosen = {"VLLM_FL_PER_OP": "silu_and_mul=vendor:many|reference", **module("refuses_few")}
     ours, stock = start("qwen3", graphs=True, **chosen), start("qwen3", stock=True)
     assert "Breakable CUDA graph enabled" in ours["log"]
@@ -211,9 +207,9 @@ def test_in_breakable_graphs_a_choice_is_made_when_a_batch_is_captured(start: Ru
     calls = report["calls"]["silu_and_mul"]
     assert set(calls) == {"vendor.many"} and 0 < calls["vendor.many"] < LAYERS * ours["steps"]
     (again,) = ours["updates"]
-    assert "calls on live tensors" in again["answers"][0]  # eagerly, though graphs are there
+    assert "calls on live tensors" in again["answers"][0]  # eagerly, although graphs exist
 
-    # A sampled step is eager, as are those that are too large to be captured.
+    # Sampled steps are eager, like steps too large for a captured graph.
     shadowed = start("qwen3", graphs=True, VLLM_FL_SHADOW="1", **chosen)
     (report,) = shadowed["report"]
     steps = shadowed["steps"] + WITHOUT_TOKEN
@@ -230,18 +226,18 @@ def test_passes_of_ours_put_kernels_in_the_place_of_what_they_find(
 ) -> None:
     gated = GATED[family]
     one = f"linear=vendor:one;{gated}=vendor:one"
-    # Or its operator is there, and no code of vLLM's to be found.
+    # Or the operator exists but no vLLM code for it can be found.
     one += f";{gated.removeprefix('linear_').replace('_tanh', '')}=stock"
     ours = start(family, eager=False, VLLM_FL_PER_OP=one, **one_kernel())
     assert "attention_backend=vendor.bare_cpu " in ours["log"]
     assert_the_same(start(family, stock=True), ours, {"rms_norm"})
 
     (report,) = ours["report"]
-    # Two layers; of products each has those of q, k and v, of the output, and down.
+    # Two layers with three products each: q, k and v; output; down.
     for op, found in (("linear", 6), (gated, 2)):
         assert report["ops"][op]["impl"] == "vendor.one"
         assert report["fusions"][op]["found"] == found
-        assert f"Op '{op}': {found} places, by 'vendor.one'" in ours["log"]
+        assert f"Op '{op}': {found} matches, by 'vendor.one'" in ours["log"]
         assert report["calls"][op]["vendor.one"] >= found * ours["steps"]
 
 
@@ -264,7 +260,7 @@ OTHER_ROWS = ROWS.replace("<=8: reference", "<=1: reference")
 def test_ranges_run_their_rows_and_a_restart_finds_them_in_the_cache(
     start: Runner, tmp_path: Path
 ) -> None:
-    """Where vLLM compiles by range, each range has the code of its row in it."""
+    """If vLLM compiles by range, each range contains the code of its row."""
 
     def served(rows: str) -> dict[str, Any]:
         config = tmp_path / "fl.yaml"
@@ -274,17 +270,17 @@ def test_ranges_run_their_rows_and_a_restart_finds_them_in_the_cache(
         return result
 
     def inlined(result: dict[str, Any], op: str) -> list[tuple[int, str | None]]:
-        """(the last token count, whose code) of each range."""
+        """(last token count, implementation) of each range."""
         (report,) = result["report"]
         return [(told["last"], told["impl"]) for told in report["ranges"][op]]
 
     def places(result: dict[str, Any]) -> int:
-        """In how many places of graphs that were compiled code was inlined."""
+        """Number of places in compiled graphs into which code was inlined."""
         (report,) = result["report"]
         return sum(told["places"] for op in report["ranges"].values() for told in op)
 
     first = served(ROWS)
-    largest = 80  # the most tokens of a step
+    largest = 80  # tokens of a step
     assert inlined(first, "silu_and_mul") == [(8, "stock.vllm"), (largest, "reference.torch")]
     assert inlined(first, "rms_norm") == [(8, "reference.torch"), (largest, "stock.vllm")]
     (report,) = first["report"]
@@ -300,7 +296,7 @@ def test_ranges_run_their_rows_and_a_restart_finds_them_in_the_cache(
     assert places(again) == 0 and again["tokens"] == first["tokens"]
     other = served(OTHER_ROWS)
     (report,) = other["report"]
-    assert report["fusions"]["linear"]["found"] == 8  # of the smaller range
+    assert report["fusions"]["linear"]["found"] == 8  # in the smaller range
     one_choice = [*report["ranges"]["silu_and_mul"], report["ranges"]["rms_norm"][1]]
     assert all(told["places"] > 0 and told["operators"] == 0 for told in one_choice)
     assert inlined(other, "rms_norm") == [(8, None), (largest, "stock.vllm")]
@@ -313,7 +309,7 @@ def test_ranges_run_their_rows_and_a_restart_finds_them_in_the_cache(
 
 
 CPU_BUILDS_ALONE = {"_C::cpu_fused_moe", "_C::prepack_moe_weight", "_C::concat_and_cache_mla_cpu"}
-"""Operators that no schema of a CUDA build tells."""
+"""Operators missing from the schemas of a CUDA build."""
 
 READ = {
     *("_C::fused_add_rms_norm", "_C::fused_add_rms_norm_static_fp8_quant"),
@@ -321,7 +317,7 @@ READ = {
     *("_C::rms_norm_static_fp8_quant", "_C::rotary_embedding", "_C::silu_and_mul"),
     "_C::silu_and_mul_quant",
 }
-"""What vLLM's last pass over a compiled graph reads."""
+"""Operators that vLLM's last pass over a compiled graph reads."""
 
 
 @pytest.mark.parametrize("eager", [pytest.param(True, marks=pytest.mark.slow), False])

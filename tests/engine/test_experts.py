@@ -1,4 +1,4 @@
-"""A mixture of experts, whose weights vLLM's CPU build packs for its own kernel alone."""
+"""A mixture of experts with weights that vLLM's CPU build packs for its kernel only."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def mixture(model: Callable[[str], Path]) -> Path:
 
 
 def served(mixture: Path, *, eager: bool = True, **variables: str) -> dict[str, Any]:
-    """An engine in float32, so that what another model of torch's says is near."""
+    """An engine in float32, so its logits are close to other torch models."""
     job = Job(str(mixture), batches(), eager=eager, options={"dtype": "float32"})
     return run(job, **IN_ONE_PROCESS, VLLM_FL_DISPATCH_DEBUG="1", **variables)
 
 
 def served_by(tokens: str, mixture: Path, *, eager: bool = True) -> dict[str, Any]:
-    """One whose experts have this order, while all else is vLLM's own."""
+    """An engine with this order for the experts and stock for every other op."""
     return served(mixture, eager=eager, VLLM_FL_PER_OP=f"{OTHERS};fused_experts={tokens}")
 
 
@@ -54,7 +54,7 @@ def test_a_vendor_that_calls_the_kernel_leaves_it_and_its_weights_to_vllm(
 ) -> None:
     ours = served_by("vendor:cpu|reference", mixture)
     assert_same_bits(stock, ours)
-    assert_near_transformers(mixture, stock)  # the control of the test below
+    assert_near_transformers(mixture, stock)  # control for the test below
     (report,) = ours["report"]
     left = {"left": "vendor.cpu calls it itself"}
     assert {KERNEL: left, PACKING: left}.items() <= report["operators"]["fused_experts"].items()
@@ -74,11 +74,11 @@ def test_experts_in_torch_get_weights_that_are_not_packed(mixture: Path, eager: 
 
 
 RULES = {"chunk_gated_delta_rule", "gdn_gating", "recurrent_gated_delta_rule"}
-"""The ops that every CPU reaches: those of AVX512-BF16 convolve with weights that vLLM packed."""
+"""Ops covered on every CPU. Convolution is not: on AVX512-BF16 its weights are packed by vLLM."""
 
 
 def test_the_reference_serves_linear_attention_as_vllms_kernels_do(tmp_path: Path) -> None:
-    """Every token takes all experts: none is chosen otherwise for a difference in rounding."""
+    """Every token uses all experts, so a rounding difference cannot select others."""
     job = Job(str(tiny_model.make(tmp_path, "qwen3_next", num_experts_per_tok=8)), batches())
     orders = {op: "reference" if op in RULES else "stock" for op in known_contracts().contracts}
     per_op = {"VLLM_FL_PER_OP": ";".join(f"{op}={order}" for op, order in orders.items())}
@@ -88,6 +88,6 @@ def test_the_reference_serves_linear_attention_as_vllms_kernels_do(tmp_path: Pat
     assert {report["ops"][op]["impl"] for op in RULES} == {"reference.torch"}
     assert all(report["calls"][op]["reference.torch"] for op in RULES)
     assert not report["fallbacks"] and not report["demotions"]
-    # vLLM's kernels round q and k to bfloat16 once they are normed, and the reference does not.
+    # vLLM's kernels round q and k to bfloat16 after normalisation; the reference does not.
     worst, magnitude = largest_difference(stock, ours)
     assert 0 < worst < 0.05 * magnitude

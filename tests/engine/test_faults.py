@@ -1,4 +1,4 @@
-"""What may go wrong around an engine: files that vanish, other plugins, half uninstalled ones."""
+"""Faults around an engine: vanished files, other plugins, half-uninstalled plugins."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.slow
 
 OWNER = "foreign_layer.ForeignSilu of foreign-layer 2.1"
 LEFT = (
-    f"layer SiluAndMul is {OWNER}, not vllm-fl's: to replace it, set an order for silu_and_mul "
-    "itself (VLLM_FL_PER_OP)"
+    f"layer SiluAndMul is replaced by {OWNER}; to use vllm-fl instead, set an order for "
+    "silu_and_mul itself (VLLM_FL_PER_OP)"
 )
 GONE = "vanishing: the settings files are gone"
 
 
 def foreign(folder: Path) -> str:
-    """The PYTHONPATH of another plugin, which vLLM loads after vllm-fl."""
+    """PYTHONPATH with another plugin that vLLM loads after vllm-fl."""
     site = folder / "site"
     info = site / "foreign_layer-2.1.dist-info"
     info.mkdir(parents=True)
@@ -31,7 +31,7 @@ def foreign(folder: Path) -> str:
         "[vllm.general_plugins]\nforeign = foreign_layer:register\n"
     )
     (info / "top_level.txt").write_text("foreign_layer\n")
-    # vLLM loads in the order of the path, and PYTHONPATH comes first.
+    # vLLM loads in path order, starting with PYTHONPATH.
     first = folder / "start"
     first.mkdir()
     (first / "sitecustomize.py").write_text(f"import sys\nsys.path.append({str(site)!r})\n")
@@ -41,7 +41,7 @@ def foreign(folder: Path) -> str:
 def test_a_vanished_config_a_foreign_layer_and_half_a_plugin(
     engine: Runner, model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Three faults that touch one another in nothing, in one engine of forked processes."""
+    """Three independent faults in one engine with forked processes."""
     config = tmp_path / "policy.yaml"
     config.write_text('op_backends: {rms_norm: reference, "group:activations": vendor:cpu}\n')
     path = foreign(tmp_path)
@@ -56,27 +56,27 @@ def test_a_vanished_config_a_foreign_layer_and_half_a_plugin(
         VANISHING=str(config),
     )
     log, (report,) = result["log"], result["report"]
-    # The settings are those that were read at start.
+    # The settings are those read at startup.
     assert GONE in log and not config.exists()
     assert report["ops"]["rms_norm"]["impl"] == "reference.torch"
-    # The layer is the other plugin's, though it came last, and its owner is named.
+    # The other plugin's layer wins although it was registered last, and its owner is reported.
     assert "foreign: in the order ['fl', 'foreign']" in log
     assert report["ops"]["silu_and_mul"] == {"impl": "foreign", "reason": LEFT}
-    # Of two layers: once more before that, in the model that is built without memory.
+    # Two layers, twice: vLLM first builds the model without memory.
     assert log.count("foreign: ForeignSilu serves") == 2 * 2
     assert "silu_and_mul=foreign" in log
-    # The half plugin is refused by name, in the same words by each process that loads plugins.
+    # Each process that loads plugins rejects the half plugin with the same words.
     lines = [line for line in log.splitlines() if "vllm_fl_half-3.0.dist-info has no" in line]
     (refused,) = {line.partition("[vllm_fl.plugins] ")[2] for line in lines}
     assert refused.startswith("Plugin 'half' of vllm-fl-half 3.0")
     worst, magnitude = largest_difference(engine("qwen3", "stock-native"), result)
-    assert worst <= 0.05 * magnitude  # as for any right plan
+    assert worst <= 0.05 * magnitude  # as for any correct plan
 
 
 def test_vanished_files_of_a_plugin_and_of_the_user_where_processes_are_spawned(
     engine: Runner, model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """A spawned process reads everything anew, the files are gone: the engine's settings hold."""
+    """A spawned process reads the settings again; with the files gone, the engine's apply."""
     shipped, orders = tmp_path / "shipped.yaml", tmp_path / "orders.json"
     shipped.write_text("oot_blacklist: [SiluAndMul]\n")
     orders.write_text(json.dumps({"rms_norm": "reference", "rotary_embedding": "reference"}))
@@ -92,7 +92,7 @@ def test_vanished_files_of_a_plugin_and_of_the_user_where_processes_are_spawned(
     assert GONE in result["log"] and not shipped.exists() and not orders.exists()
     ops = result["report"][0]["ops"]
     assert ops["rms_norm"]["impl"] == ops["rotary_embedding"]["impl"] == "reference.torch"
-    assert ops["silu_and_mul"] == {"impl": "stock", "reason": "oot_blacklist names SiluAndMul"}
+    assert ops["silu_and_mul"] == {"impl": "stock", "reason": "oot_blacklist lists SiluAndMul"}
     assert_same_bits(engine("qwen3", "stock-native"), result)
 
 

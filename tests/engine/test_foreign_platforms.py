@@ -1,8 +1,6 @@
-"""Beside a vendor's platform plugin: nothing changes until a policy says so, and it goes back.
-
-The plugins are distributions of tests/plugins, which count who is called. `alone` leaves vllm-fl
-out by vLLM's own variable, so that nothing of it is loaded.
-"""
+"""Next to a vendor's platform plugin: nothing changes until a policy selects it, reversibly. The
+plugins are distributions of tests/plugins, which count calls. `alone` excludes vllm-fl through
+VLLM_PLUGINS, so nothing of it is loaded."""
 
 from __future__ import annotations
 
@@ -21,13 +19,13 @@ import envs
 pytestmark = pytest.mark.slow
 
 ALONE = {**STOCK, "VLLM_PLUGINS": "acme,acme_patches"}
-"""The variables under which vLLM loads nothing of vllm-fl."""
+"""With these variables vLLM loads nothing of vllm-fl."""
 
 LAYERS = {
     *("RMSNorm", "SiluAndMul", "RotaryEmbedding"),
     *("RowParallelLinear", "VocabParallelEmbedding"),
 }
-"""What the vendor's plugin registers."""
+"""Layers that the vendor's plugin registers."""
 
 FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
 SILU = {"VLLM_FL_PER_OP": "silu_and_mul=reference|foreign"}
@@ -44,11 +42,8 @@ Start = Callable[..., Result]
 def start(
     model: Callable[[str], Path], once: Once, tmp_path_factory: pytest.TempPathFactory
 ) -> Start:
-    """`start(how, eager=True, ranks=1, **variables)`: an engine on the vendor's platform.
-
-    Its batches run twice; `served` is how often each of the vendor's layers was called on each rank
-    while they ran the second time.
-    """
+    """`start(how, eager=True, ranks=1, **variables)`: an engine on the vendor's platform. Its
+    batches run twice; `served` counts each vendor layer's calls per rank in the second run."""
     folder = tmp_path_factory.mktemp("acme")
     with zipfile.ZipFile(envs.wheel(envs.PLUGINS / "fl-platform-acme")) as wheel:
         wheel.extractall(folder)
@@ -83,12 +78,12 @@ def start(
 
 @pytest.fixture(scope="session")
 def acme(start: Start) -> Callable[..., Result]:
-    """`acme(how, **variables)`: the eager engines of one process that the short tests share."""
+    """`acme(how, **variables)`: the eager one-process engines shared by the short tests."""
     return lambda how, **variables: start(how, **IN_ONE_PROCESS, **variables)
 
 
 def assert_untouched(alone: Result, beside: Result) -> None:
-    """The same tokens and logits, the same calls, and nothing planned but what the vendor has."""
+    """Equal tokens, logits and calls, and a plan with only the vendor's and vLLM's code."""
     assert beside["tokens"] == alone["tokens"] and beside["logits"] == alone["logits"]
     assert beside["steps"] == alone["steps"]
     assert beside["served"] == alone["served"]
@@ -130,7 +125,7 @@ def test_all_ops_are_taken_and_one_is_left_to_the_vendor(acme: Callable[..., Res
     (served,), (stock,) = taken["served"], alone["served"]
     for layer in ("RMSNorm", "SiluAndMul", "RotaryEmbedding"):
         assert served.pop(layer, 0) == 0 and stock.pop(layer) > 0
-    assert served == stock  # what no op describes
+    assert served == stock  # no op describes the rest
     assert taken["tokens"] == alone["tokens"]
 
     order = everything.replace("rms_norm=reference|foreign", "rms_norm=foreign|reference")
@@ -152,7 +147,7 @@ def test_processes_ranks_and_compilers_change_nothing_either(
     for served in beside["served"]:
         assert {name for name in served if served[name]} >= seen
     assert len(beside["served"]) == ranks
-    if not eager:  # whose compiler keeps nothing
+    if not eager:  # its compiler caches nothing
         assert all(calls["graphs"] for calls in beside["updates"][0]["answers"])
 
 
@@ -191,7 +186,7 @@ def test_attention_of_ours_serves_in_the_vendors_worker(
 
 
 def test_orders_by_size_serve_beside_the_vendors_pass_manager(start: Start, tmp_path: Path) -> None:
-    """A pass of ours would inline them: the manager is the vendor's own, and is left alone."""
+    """Only our pass would inline them, but the vendor's pass manager stays in place."""
     config = tmp_path / "fl.yaml"
     config.write_text(ROWS)
     alone = start("alone-spawned", eager=False, **ALONE)

@@ -1,8 +1,5 @@
-"""vLLM's platforms for AMD and Intel GPUs, emulated: we lie over them, and plan.
-
-What they ask of their drivers is answered here, so that a configuration is made as on such a
-machine. No engine runs.
-"""
+"""vLLM's platforms for AMD and Intel GPUs, emulated: vllm-fl wraps them and plans. Calls to their
+drivers are stubbed, so configurations are made as on such a machine. No engine runs."""
 
 from __future__ import annotations
 
@@ -87,7 +84,7 @@ Told = Callable[..., tuple[dict[str, Any], str]]
 
 @pytest.fixture(scope="module")
 def told(model: Callable[[str], Path]) -> Told:
-    """`told(platform, **variables)`: (what a configuration became, what was logged)."""
+    """`told(platform, **variables)`: (the resulting configuration, the log)."""
 
     def make(platform: str, **variables: str) -> tuple[dict[str, Any], str]:
         return answer_of(SCRIPT, model("qwen3"), platform, **variables)
@@ -111,4 +108,4 @@ def test_it_is_planned_and_not_stepped_aside_from(
     assert became["worker"].startswith("vllm_fl.integration.worker.Planned:")
     assert became["worker"].endswith(worker)
     assert became["ops"]["silu_and_mul"]["impl"] == "reference.torch"
-    assert "steps aside" not in log
+    assert "vllm-fl is disabled" not in log

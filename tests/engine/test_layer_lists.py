@@ -1,4 +1,4 @@
-"""Which layers are replaced: the OOT settings and what the user told vLLM itself."""
+"""Which layers are replaced: the OOT settings, and options that the user gives vLLM directly."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ LISTS: list[tuple[dict[str, str], set[str], list[str]]] = [
     ({"VLLM_FL_OOT_WHITELIST": "RMSNorm"}, {"silu_and_mul", "rotary_embedding"}, []),
     ({"VLLM_FL_OOT_BLACKLIST": "Llama3RotaryEmbedding"}, set(), ["Llama3RotaryEmbedding"]),
 ]
-"""Variables, the ops that are then left to vLLM, and the layer classes that are."""
+"""Variables, the ops that stay stock, and the layer classes that do."""
 
 UNKNOWN = ({"VLLM_FL_OOT_BLACKLIST": "SiluAndMull"}, {})
 
@@ -67,7 +67,7 @@ USERS: tuple[dict[str, str], dict[str, Any]] = (
 
 @pytest.fixture(scope="module")
 def told(model: Callable[[str], Path]) -> list[Any]:
-    """What each configuration becomes, or its error; made in one process, one after the other."""
+    """The outcome of each configuration, or its error; all made in one process, in sequence."""
     cases = [*((variables, {}) for variables, _, _ in LISTS), UNKNOWN, USERS]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", **VENDOR}
     done = forked.run(SCRIPT, str(model("qwen3")), json.dumps(cases), env=env)

@@ -1,4 +1,4 @@
-"""A lock: an engine as locked serves, another one ends with the difference."""
+"""Lock file: a matching engine serves; any other fails with the difference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_an_engine_that_is_locked_starts_again_and_another_one_ends(
     words = ["--enforce-eager", "--skip-tokenizer-init", "--max-logprobs=-1"]
     words += [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
     command = [sys.executable, "-m", "vllm_fl_tools.cli", "plan", "--model", folder, *words]
-    env = {**os.environ, BIND: str(min(cores()))}  # as `run` has it
+    env = {**os.environ, BIND: str(min(cores()))}  # as in `run`
     done = subprocess.run(
         [*command, "--save", str(file)], env=env, capture_output=True, text=True, check=False
     )

@@ -1,9 +1,6 @@
-"""Tiny mixtures of experts that vLLM's CPU build serves: what plans compute, against stock vLLM.
-
-Every token takes all experts. Where it takes some, a score that differs in the last bit gives it
-another expert, and all that follows is another: only a plan without any difference could be
-compared.
-"""
+"""Tiny mixtures of experts on vLLM's CPU build: plans against stock vLLM. Every token uses all
+experts; otherwise a score that differs in its last bit would select another expert and change all
+later results, and only bitwise equal plans could be compared."""
 
 from __future__ import annotations
 
@@ -34,8 +31,8 @@ ALL_EXPERTS: dict[str, dict[str, int]] = {
     "qwen3_next": {"num_experts_per_tok": 8},
     "llama4": {"num_local_experts": 1},
 }
-"""Family -> sizes with which every token takes all experts. Llama 4 gives each a single one: it
-weighs what goes into an expert, which vLLM does for one alone."""
+"""Family -> sizes with which every token uses all experts. Llama 4 has one expert per token,
+because vLLM weighs an expert's input only if there is one."""
 
 LEFT = {
     "fused_experts": "vLLM's kernel reads weights that it packed, and adds up in another order",
@@ -45,7 +42,7 @@ LEFT = {
     "recurrent_gated_delta_rule": "as in chunks",
     "gdn_gating": "vLLM's kernel gives some betas another last bit",
 }
-"""Op -> why the reference, which is right, is not stock bit for bit: it is left to vLLM here."""
+"""Op -> why its correct reference is not bitwise equal to stock; the op stays stock here."""
 
 VENDOR_RUNS = {
     "mixtral": {"rms_norm", "rotary_embedding"},
@@ -55,24 +52,23 @@ VENDOR_RUNS = {
     "qwen3_next": {"rotary_embedding", "silu_and_mul"},
     "llama4": {"rms_norm", "rotary_embedding", "silu_and_mul"},
 }
-"""Family -> ops whose CPU kernel its model must call. That for experts is vLLM's own."""
+"""Family -> ops; its model must call their CPU kernels. Experts use vLLM's kernel."""
 
 CALLED_BY_VLLM = {"concat_and_cache_mla"}
-"""Ops whose CPU kernel vLLM's own attention calls on a CPU with AMX: there is nothing to override,
-and nothing is counted. On others vLLM's attention has a method in PyTorch, and without AVX-512 vLLM
-has no kernel of it."""
+"""Ops with a CPU kernel that vLLM's attention calls directly on a CPU with AMX, without a way to
+override or count it. Otherwise vLLM's attention uses PyTorch; without AVX-512 it has no kernel."""
 
 REFUSED = {"qwen3_next": {"rms_norm"}}
-"""Family -> ops of which the CPU kernel refuses calls: its norms have weights in float32."""
+"""Family -> ops with a CPU kernel that does not support its calls: float32 weights of norms."""
 
 VENDOR_SHARE = 0.1
-"""Largest difference of logits, as a share of the largest logit, in bfloat16: 0.9 % to 5.6 % were
-seen. In float32 gpt-oss, the one with 5.6 %, differs by 3e-6."""
+"""Largest difference of logits relative to the largest logit, in bfloat16; 0.9 % to 5.6 % were
+seen. gpt-oss, which had 5.6 %, differs by 3e-6 in float32."""
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, once: Once) -> Runner:
-    """`served(family, variant, eager=True)`: what that engine answered; each runs once."""
+    """`served(family, variant, eager=True)`: that engine's result; each runs once."""
     folder = tmp_path_factory.mktemp("models")
     per_op = ";".join(f"{op}=stock" for op in LEFT)
     variants = {**VARIANTS, "reference": ({**REFERENCE, "VLLM_FL_PER_OP": per_op}, {})}

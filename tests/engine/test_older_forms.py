@@ -1,4 +1,4 @@
-"""Plugins in older forms serve an eager engine as they are: folders, and the first signatures."""
+"""Plugins in older forms in an eager engine: vendor folders, and the first signatures."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import envs
 pytestmark = pytest.mark.slow
 
 FOLDERS = {
-    "rms_norm": "musa",  # a method of a backend, which takes the layer and writes in place
-    "rotary_embedding": "iluvatar",  # a function of the layer without `rotary_interleaved`
+    "rms_norm": "musa",  # a backend method that gets the layer and writes in place
+    "rotary_embedding": "iluvatar",  # a function of the layer, without `rotary_interleaved`
     "silu_and_mul": "musa",
 }
-"""Op -> the vendor, of two in the form of vllm-plugin-FL's vendor folders."""
+"""Op -> one of two vendors in the form of vllm-plugin-FL's vendor folders."""
 
 
 SEEDS = dict.fromkeys(FOLDERS, "seeds")
@@ -50,7 +50,7 @@ def test_they_are_verified_planned_and_called(
         options = ("-q", "--no-deps", "--no-index", "--target", str(tmp_path))
         subprocess.run([sys.executable, "-m", "pip", "install", *options, *wheels], check=True)
         variables = {"PYTHONPATH": str(tmp_path)}
-    # In float32, where another order of operations leaves every token what it is.
+    # In float32 another order of operations does not change any token.
     job = Job(str(model("qwen3")), batches(), eager=eager, options={"dtype": "float32"})
     per_op = ";".join(f"{op}=vendor:{vendor}" for op, vendor in order.items())
     debug = {"VLLM_FL_DISPATCH_DEBUG": "1", "VLLM_FL_PER_OP": per_op}
@@ -60,7 +60,7 @@ def test_they_are_verified_planned_and_called(
         assert report["ops"][op]["impl"] == f"vendor.{vendor}", result["log"][-6000:]
         assert report["calls"][op][f"vendor.{vendor}"] > 0
     assert report["fallbacks"] == report["demotions"] == {}
-    assert "takes no " not in result["log"]  # the model gives none of what they lack
+    assert "has no parameter " not in result["log"]  # the model passes none that they lack
     stock = engine("qwen3", "stock-float32", eager)
     assert result["tokens"] == stock["tokens"]
     off, magnitude = largest_difference(stock, result)

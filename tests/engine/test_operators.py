@@ -1,4 +1,4 @@
-"""Operators of vLLM's that a model calls by name, without a CustomOp in between."""
+"""vLLM operators that a model calls by name, without a CustomOp."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPERATOR = "_C::silu_and_mul"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny model whose activation is `torch.ops._C.silu_and_mul`."""
+    """Folder of a tiny model with the activation `torch.ops._C.silu_and_mul`."""
     folder = tiny_model.make(tmp_path_factory.mktemp("direct"))
     file = folder / "config.json"
     config = json.loads(file.read_text())
@@ -47,7 +47,7 @@ def test_a_call_by_name_runs_the_planned_implementation(model: Path) -> None:
     assert told[0] == OPERATOR and "torch_bindings.cpp" in told[1].pop("replaced")
     counted = {"without_engine": 0, "other_arguments": 0}
     assert told[1] == {"overridden_by": None, **counted}
-    # All of the steps' calls, and those of the warm-up.
+    # The calls of all steps and of the warm-up.
     assert report["calls"]["silu_and_mul"]["vendor.direct"] >= LAYERS * ours["steps"]
     assert not report["fallbacks"]
     worst, magnitude = largest_difference(stock, ours)

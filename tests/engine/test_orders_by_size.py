@@ -1,4 +1,4 @@
-"""Orders by size in a served model: decoding by one implementation, prompts by another."""
+"""Orders by batch size in an engine: one implementation decodes, another prefills."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_decoding_and_prompts_run_different_implementations(
     ours = run(job, VLLM_FL_CONFIG=str(config), VLLM_FL_DISPATCH_DEBUG="1", **IN_ONE_PROCESS)
     (report,) = ours["report"]
     assert report["ops"]["silu_and_mul"]["rows"] == [
-        {"up_to": 8, "impl": "vendor.cpu", "reason": "your order says vendor:cpu"}
+        {"up_to": 8, "impl": "vendor.cpu", "reason": "your order lists vendor:cpu"}
     ]
     assert report["ops"]["silu_and_mul"]["impl"] == "reference.torch"
     assert "silu_and_mul=vendor.cpu(<=8)|reference.torch" in ours["log"]
@@ -43,7 +43,7 @@ def test_decoding_and_prompts_run_different_implementations(
     # Most steps decode, at most eight requests at a time; prompts and the warm-up are larger.
     assert calls["silu_and_mul"]["vendor.cpu"] >= LAYERS
     assert calls["silu_and_mul"]["reference.torch"] >= LAYERS
-    assert [*calls["rms_norm"]] == ["reference.torch"]  # vLLM's own is not counted
+    assert [*calls["rms_norm"]] == ["reference.torch"]  # vLLM's implementation is not counted
     assert report["fallbacks"] == report["demotions"] == {}
     stock = run(job, **STOCK, **IN_ONE_PROCESS)
     worst, magnitude = largest_difference(stock, ours)

@@ -1,4 +1,4 @@
-"""Hardware that vLLM has no platform for: a device plugin runs a whole engine, as Ascend's does."""
+"""A device plugin for hardware without a vLLM platform runs a whole engine, as Ascend's does."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ DEVICE = {
     "VLLM_FL_DISPATCH_DEBUG": "1",
 }
 TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-"""A communicator exists only between ranks."""
+"""One rank would have no communicator."""
 
 FLAGCX = {
     "PYTHONPATH": f"{PLUGINS}:{envs.distributions()['vllm-fl-flagcx'] / 'src'}",
     "VLLM_FL_PLUGIN_MODULES": "oot_cpu,vllm_fl_flagcx.plugin",
 }
-"""With FlagCX between them, by its module: its distribution is not part of these engines' tests."""
+"""FlagCX between them, loaded as a module: its distribution is not installed for these engines."""
 
 
 def job_for(folder: Path) -> Job:
@@ -37,18 +37,18 @@ def job_for(folder: Path) -> Job:
         model=str(tiny_model.make(folder)),
         batches=[[[3, 17, 170, 99, 41, 7, 250, 12]], [[5 * i + 3, 60, 7, 11, 8] for i in range(4)]],
         new_tokens=6,
-        # In bfloat16 the linear layers' other kernel, off vLLM's own CPU, rounds tokens apart.
+        # In bfloat16 this device's linear kernel rounds tokens unlike vLLM's CPU platform.
         options={"tensor_parallel_size": 2, "dtype": "float32"},
     )
 
 
 def test_two_ranks_exchange_tensors_through_flagcx(tmp_path: Path) -> None:
-    """The device's own communicator is stock there: the tokens are its tokens."""
+    """Stock uses the device's communicator; the tokens are equal."""
     job = job_for(tmp_path)
     flagcx = {**DEVICE, **TWO_RANKS, **FLAGCX, "FLAGCX_PATH": str(built(tmp_path / "flagcx"))}
     ours = run(job, timeout=300, **flagcx)
     assert "communicator=default.flagcx" in ours["log"]
-    assert "Groups of ranks: tp:0=default.flagcx (verified)" in ours["log"]
+    assert "Rank groups: tp:0=default.flagcx (verified)" in ours["log"]
     assert "oot_cpu: communicator FlagcxCommunicator" in ours["log"]
     assert "oot_cpu: all_reduce" not in ours["log"]
     assert "FlagCX 1300 of " in ours["log"]

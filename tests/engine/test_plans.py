@@ -1,4 +1,4 @@
-"""What a plan computes, against stock vLLM: logits of prefill and decode, alone and batched."""
+"""A plan's results against stock vLLM: logits of prefill and decode, alone and batched."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ COMPILED = pytest.param(False, id="compiled", marks=pytest.mark.oldest)
 EAGER = pytest.param(True, id="eager")
 
 VENDOR_SHARE = 0.05
-"""Largest difference of logits, as a share of the largest logit, between two right plans: bf16
-has 8 bits, and sums are rounded in another order (2 % seen after two layers)."""
+"""Largest difference of logits between two correct plans, relative to the largest logit: bf16 has 8
+bits, and sums are rounded in another order (2 % seen after two layers)."""
 
 
 @pytest.mark.parametrize("eager", [EAGER, COMPILED])
@@ -25,7 +25,7 @@ def test_the_reference_plan_is_stock_in_plain_torch_bit_for_bit(both: Pair, eage
 
 
 def test_where_no_plugin_is_loaded_vllm_is_stock(both: Pair) -> None:
-    """Without ops, too: the model's layers, ropes above all, are its own."""
+    """Not even ops: all layers of the model, including ropes, are unmodified."""
     stock, ours = both("llama", "stock", "no plugin", True)
     assert_same_bits(stock, ours)
     assert set(ours["report"][0]["ops"]) == {"attention_backend"}
@@ -37,7 +37,7 @@ def test_the_reference_plan_is_stock_for_other_families(both: Pair, family: str)
 
 
 def test_a_norm_that_casts_in_another_order_shows_in_the_bits(both: Pair) -> None:
-    """The control of the tests above. It is right, so that the start finds nothing."""
+    """Control for the tests above; the norm is correct, so startup verification accepts it."""
     stock, ours = both("llama", "stock-native", "cast-order")
     report = ours["report"][0]
     assert report["ops"]["rms_norm"]["impl"] == "vendor.castorder"
@@ -64,10 +64,10 @@ def test_the_vendor_plan_is_near_stock_and_really_runs(both: Pair, eager: bool) 
 VENDOR_RUNS = {
     "qwen3": {"rms_norm", "rotary_embedding", "silu_and_mul"},
     "llama": {"rms_norm", "rotary_embedding", "silu_and_mul"},
-    "gemma3": {"gelu_and_mul", "rotary_embedding"},  # the CPU kernel takes no fp32 weight
+    "gemma3": {"gelu_and_mul", "rotary_embedding"},  # the CPU kernel does not support fp32 weights
     "phi": {"rms_norm", "rotary_embedding", "silu_and_mul"},
 }
-"""Family -> ops whose CPU kernel its model must call."""
+"""Family -> ops; its model must call their CPU kernels."""
 
 
 @pytest.mark.parametrize("family", VENDOR_RUNS)
@@ -76,7 +76,7 @@ def test_the_vendor_plan_of_every_family(engine: Runner, family: str, eager: boo
     ours = engine(family, "vendor", eager)
     calls = ours["report"][0]["calls"]
     assert {op for op, impls in calls.items() if impls.get("vendor.cpu")} >= VENDOR_RUNS[family]
-    for stock in ("stock", "stock-native"):  # vLLM's own kernels, and PyTorch alone
+    for stock in ("stock", "stock-native"):  # vLLM's kernels, and plain PyTorch
         worst, magnitude = largest_difference(engine(family, stock, eager), ours)
         assert 0.0 < worst <= VENDOR_SHARE * magnitude
 
@@ -89,7 +89,7 @@ def test_the_compiled_reference_plan_of_other_families(both: Pair, family: str) 
 def test_a_compiled_reference_plan_is_traced_not_called(engine: Runner) -> None:
     report = engine("qwen3", "reference", False)["report"][0]
     for op in ("rotary_embedding", "silu_and_mul"):
-        # Two layers, traced a few times at start; 30 forward passes would leave far more.
+        # Two layers, traced a few times at startup; 30 forward passes would count far more.
         assert 0 < report["calls"][op]["reference.torch"] <= 8
 
 
@@ -101,4 +101,4 @@ def test_two_plans_have_two_digests_and_the_same_has_one(engine: Runner) -> None
     }
     assert len(set(digests.values())) == 4
     same = {engine(f, "reference")["report"][0]["digest"] for f in ("qwen3", "llama", "phi")}
-    assert len(same) == 1  # the plan is the same in another process and for another model
+    assert len(same) == 1  # also across processes and models

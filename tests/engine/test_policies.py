@@ -1,4 +1,4 @@
-"""Policies in an engine: a ban, a slip, strict mode, and batch-invariant implementations."""
+"""Policies in an engine: a ban, a typo, strict mode, and batch-invariant implementations."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def test_a_slip_is_in_the_engines_log_once(model: Callable[[str], Path]) -> None
     ours = run(Job(str(model("qwen3")), BATCHES), **SLIP)
     assert ours["report"][0]["ops"]["silu_and_mul"]["impl"] == "stock"
     assert ours["log"].count(MEANT) == 1
-    assert "silu_and_mul has lost every implementation" in ours["log"]
+    assert "No implementation in the order of silu_and_mul can run" in ours["log"]
 
 
 def test_strict_and_an_absent_backend_end_the_start(model: Callable[[str], Path]) -> None:
     with pytest.raises(EngineFailed) as failure:
         run(Job(str(model("qwen3")), BATCHES), VLLM_FL_STRICT="1", **SLIP)
     log = failure.value.log
-    assert "vllm-fl ends the start" in log
-    assert "strict mode, and nothing that the list of op 'silu_and_mul' names" in log
+    assert "vllm-fl: engine startup failed" in log
+    assert "strict mode: no implementation in the order of op 'silu_and_mul'" in log
     assert MEANT in log
 
 
@@ -50,7 +50,7 @@ def test_strict_mode_raises_a_refusal_by_name(
         run(Job(str(model("qwen3")), BATCHES), **plugin("late_refusal"), **order)
     log = failure.value.log
     assert " planned: " in log, "it starts, and refuses its first request"
-    assert "Implementation 'vendor.late' refused op 'rms_norm': NotImplementedError" in log
+    assert "'vendor.late' does not support a call of op 'rms_norm': NotImplementedError" in log
 
 
 ORDER = {"VLLM_FL_PER_OP": "silu_and_mul=vendor:otherbits|reference"}
@@ -73,6 +73,6 @@ def test_what_rounds_otherwise_in_large_batches_is_rejected_by_name(
     log = results[1]["log"]
     named = "Implementation 'vendor.otherbits' is rejected for op 'silu_and_mul': VLLM_FL_REQUIRE"
     (line,) = [line for line in log.splitlines() if named in line]
-    assert "other bits in a batch of" in line
-    measured = "VLLM_FL_REQUIRE=batch_invariant: measured; of vLLM's code only layers are"
+    assert "different bits in batches of" in line
+    measured = "VLLM_FL_REQUIRE=batch_invariant: measured; of vLLM's code, only layers are"
     assert measured in bound["remarks"]

@@ -1,4 +1,4 @@
-"""A wrong kernel is caught at start, by name, and the engine serves without it."""
+"""Startup verification names a wrong kernel, and the engine serves without it."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def test_in_strict_mode_a_faulty_kernel_ends_the_start(
     job = Job(str(model("qwen3")), batches())
     with pytest.raises(EngineFailed) as failure:
         run(job, VLLM_FL_STRICT="1", **FAULTY, **plugin("faulty"))
-    assert "vllm-fl ends the start" in failure.value.log
+    assert "vllm-fl: engine startup failed" in failure.value.log
     assert "implementation 'vendor.faulty' failed for op 'rms_norm'" in failure.value.log
 
 
 def test_quickstart_finds_a_wrong_kernel_that_nobody_verified(
     plugin: Callable[..., dict[str, str]],
 ) -> None:
-    """The control of the quickstart: what it measures does show a wrong kernel."""
+    """Control for the quickstart: its measurement does reveal a wrong kernel."""
     done = subprocess.run(
         [sys.executable, ROOT / "quickstart.py", "--only-plan"],
         env={
@@ -85,6 +85,6 @@ def test_a_rank_that_dies_while_it_verifies_ends_the_start(
     start = time.monotonic()
     with pytest.raises(EngineFailed) as failure:
         run(job, RANK_ONE="dies", **two_ranks, **plugin("rank_one"))
-    # No timing of ours: a hang would last vLLM's own half hour, and the run's limit ends it first.
+    # A hang would last half an hour in vLLM; the run's limit ends it first.
     assert time.monotonic() - start < 600
     assert " died" in failure.value.log or "one of them is gone" in failure.value.log

@@ -1,4 +1,4 @@
-"""`vllm-fl plan` says what a worker plans: for settings, files, modes and vLLM's arguments."""
+"""`vllm-fl plan` prints what a worker plans: for settings, files, modes and vLLM's arguments."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ FOUND_BY_NEWCOMERS: list[tuple[Settings, Arguments]] = [
     ({"VLLM_FL_CONFIG": "norms.yaml", "VLLM_FL_STRICT": "1"}, EAGER),
     ({}, ([], {})),
 ]
-"""Where the command line said other things than the engine did."""
+"""Cases in which the command line formerly disagreed with the engine."""
 
 FILES = {
     "norms.yaml": "op_backends:\n"
@@ -158,7 +158,7 @@ Families = Callable[[str], Path]
 
 
 def drawn() -> list[Case]:
-    """The same combinations in every run: of a few settings and arguments each."""
+    """A few random settings and arguments per case; the seed makes every run the same."""
     pick, found = random.Random(44), []
     for n in range(DRAWN):
         names = pick.sample([*SETTINGS], pick.randint(0, 3))
@@ -174,7 +174,7 @@ def drawn() -> list[Case]:
 
 
 def compared(cases: list[Case], model: Families, folder: Path) -> list[tuple[Case, Any, Any]]:
-    """Each case, with what the preview says and what a worker plans."""
+    """Each case, the preview's plan and the worker's plan."""
     for name, text in FILES.items():
         (folder / name).write_text(text)
     asked = [
@@ -193,7 +193,7 @@ def compared(cases: list[Case], model: Families, folder: Path) -> list[tuple[Cas
 
 
 def differ(preview: Any, planned: Any) -> bool:
-    """Whether they do; of a start that an error ends, the preview prints the same one."""
+    """Whether they differ. If startup fails, the preview must print the same error code."""
     if "error" in preview and "error" in planned:
         return f"[{planned['error']}]" not in preview["error"]
     return bool(preview != planned)

@@ -1,5 +1,4 @@
-"""Engines of one process: two with a sealed plan each, what a seal still lets through, and one that
-starts after another one could not."""
+"""Engines in one process: two sealed plans, what a seal allows, a startup after a failed one."""
 
 from __future__ import annotations
 
@@ -93,7 +92,7 @@ print(json.dumps(told))
 
 
 def ran(script: str, *folders: Path) -> Any:
-    """What a script prints as JSON, whose engines are in its own process."""
+    """JSON printed by a script that runs its engines in-process."""
     told, _ = answer_of(
         PRELUDE + script,
         *folders,
@@ -107,7 +106,7 @@ def ran(script: str, *folders: Path) -> Any:
 def test_an_engine_starts_where_another_one_could_not_load(
     model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """vLLM's executor for one process does not shut a worker down that failed."""
+    """vLLM's executor for one process does not shut down a worker that failed."""
     without_weights = tmp_path / "without"
     shutil.copytree(model("qwen3"), without_weights, ignore=shutil.ignore_patterns("*.safetensors"))
     told = ran(AGAIN, model("qwen3"), without_weights)
@@ -130,7 +129,7 @@ def test_two_engines_of_one_process(model: Callable[[str], Path]) -> None:
     # vLLM names its compile cache's folder after this hash: two plans, two folders.
     assert told["keys"][0] != told["keys"][1]
     assert told["config"] == {"mine": 1, "vllm_fl": {"plan": told["digests"][0]}}
-    assert told["part"] == told["config"]  # nothing is planned anew for it
-    assert told["priorities"] == [["vllm_fl", "native"]] * 2  # for who calls the IR directly
+    assert told["part"] == told["config"]  # not planned again
+    assert told["priorities"] == [["vllm_fl", "native"]] * 2  # for direct callers of the IR
     for calls, impl in zip(told["calls"], ("vendor.cpu", "reference.torch"), strict=True):
         assert set(calls["rms_norm"]) == set(calls["silu_and_mul"]) == {impl}

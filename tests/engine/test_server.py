@@ -1,4 +1,4 @@
-"""A real server with the plugins, talked to by the openai client."""
+"""A real server with the plugins, and the openai client."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_vllms_own_metrics_have_the_plan_and_its_counters(server: Server) -> Non
 
 
 def test_plan_counts_and_report_are_left_after_shutdown(server: Server) -> None:
-    """It ends the server."""
+    """Ends the server."""
     server.process.terminate()
     server.process.wait(timeout=END_LIMIT)
     log = server.log.read_text()

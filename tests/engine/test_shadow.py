@@ -1,4 +1,4 @@
-"""A shadow in real engines: it names what drifts, and changes nothing that is served."""
+"""Shadow checks in real engines: they report drift and change no result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLANNED = ("rms_norm", "rotary_embedding", "silu_and_mul")
 
 
 def tallies(report: dict[str, Any], op: str) -> dict[str, list[dict[str, Any]]]:
-    """Implementation -> what was seen of it, one for each bucket."""
+    """Implementation -> its tallies, one for each bucket."""
     return {impl_id: [*by.values()] for impl_id, by in report["shadow"]["compared"][op].items()}
 
 
@@ -41,7 +41,7 @@ def test_what_begins_to_be_wrong_while_it_serves_is_named(
     for op in set(shadow["compared"]) - {"silu_and_mul"}:
         ((of_op),) = tallies(report, op).values()
         assert not any(tally["wrong"] for tally in of_op), (op, of_op)
-    assert "Shadow: implementation 'vendor.drifting' of op 'silu_and_mul' is off" in ours["log"]
+    assert "implementation 'vendor.drifting' of op 'silu_and_mul' is incorrect" in ours["log"]
 
 
 def test_a_compiled_engine_runs_sampled_steps_uncompiled(

@@ -1,4 +1,4 @@
-"""The shared compiled engine, on a plugin's device: passes of ours put ops into vLLM's graphs."""
+"""The shared compiled engine, on a plugin's device: our passes insert ops into vLLM's graphs."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def test_fusions_and_torch_operators_are_found_and_called(startup: Startup) -> N
     for op, found in FUSED.items():
         assert report["ops"][op]["impl"] == "vendor.one"
         assert report["fusions"][op]["found"] == found, op
-        assert f"Op '{op}': {found} places, by 'vendor.one'" in ours["log"]
+        assert f"Op '{op}': {found} matches, by 'vendor.one'" in ours["log"]
         assert report["calls"][op]["vendor.one"] >= found * ours["steps"]

@@ -1,4 +1,4 @@
-"""The shared eager engine: plugins' code serves in every kind of target that eager mode has."""
+"""The shared eager engine: plugins' code runs in every kind of target that eager mode has."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from engine_run import largest_difference
 from startups import OWN, Startup
 
 VENDOR_SHARE = 0.1
-"""Largest difference of logits, as a share of the largest logit, between two correct plans: see
-test_models."""
+"""Largest relative difference of logits between two correct plans: see test_models."""
 
 OF_CPU = ("rms_norm", "rotary_embedding", "silu_and_mul")
 
@@ -48,7 +47,7 @@ def test_an_operator_and_a_function_run_the_planned_implementation(startup: Star
 def test_attention_is_the_plugins_class(startup: Startup, shared: Path) -> None:
     ours = startup("eager")
     (report,) = ours["report"]
-    planned = {"impl": "vendor.counting", "reason": "the order says vendor"}
+    planned = {"impl": "vendor.counting", "reason": "the order lists vendor"}
     assert report["ops"]["attention_backend"] == planned
     assert (shared / "uses").stat().st_size >= 2 * ours["steps"]  # layers
 
@@ -61,7 +60,7 @@ def test_whole_layers_are_the_plugins_classes_asked_of_one_request(startup: Star
         assert report["ops"][layer]["impl"] == "vendor.own"
         assert report["calls"][layer]["vendor.own"] > 0
         assert f"Layer {layer}: {number} in this model, by 'vendor.own'" in log
-    assert "not verified, as whole layers: QKVParallelLinear RowParallelLinear" in log
+    assert "whole layers, not verified: QKVParallelLinear RowParallelLinear" in log
     asked = {line.partition("own layers: ")[2] for line in log.splitlines()} - {""}
     assert len(asked) == len(OWN)
     assert all("dtype=torch.bfloat16, quantization=None" in line for line in asked)

@@ -1,4 +1,4 @@
-"""The shared engine with wrong kernels, each seen at another moment: off by name, then stock."""
+"""The shared engine with wrong kernels, detected at different moments: disabled, then stock."""
 
 from __future__ import annotations
 
@@ -50,9 +50,7 @@ def test_one_that_keeps_old_weights_is_named_when_they_are_updated(startup: Star
     result = startup("faulty")
     equal, changed = result["updates"]
     assert equal["answers"] == [None]
-    named = (
-        "Since the weights were updated, wrong is implementation 'vendor.afterstart' of op 'rms_"
-    )
+    named = "After the weights were updated, verification failed for implementation 'vendor.after"
     assert named in changed["error"]
     assert result["report"][0]["wrong"].keys() == {"rms_norm"}
 

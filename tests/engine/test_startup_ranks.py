@@ -1,4 +1,4 @@
-"""The shared engine of two ranks, through vLLM's own executor: one plan, agreed on by both."""
+"""The shared engine of two ranks, through vLLM's executor: both agree on one plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from engine_run import largest_difference
 from startups import Startup
 
 VENDOR_SHARE = 0.1
-"""As in test_startup_eager."""
+"""See test_startup_eager."""
 
 
 def test_a_kernel_that_is_wrong_on_one_rank_is_off_on_both(startup: Startup) -> None:
@@ -19,7 +19,7 @@ def test_a_kernel_that_is_wrong_on_one_rank_is_off_on_both(startup: Startup) -> 
         assert "on rank 1" in report["demotions"]["silu_and_mul"]["vendor.rankone"]
     named = "Implementation 'vendor.rankone' failed for op 'silu_and_mul'"
     lines = [line for line in result["log"].splitlines() if named in line]
-    assert len(lines) == 1 and "on rank 1; off on all" in lines[0]
+    assert len(lines) == 1 and "on rank 1; disabled on all ranks" in lines[0]
 
 
 def test_a_communicator_that_is_wrong_on_one_rank_gives_way_to_the_next(startup: Startup) -> None:
@@ -27,7 +27,7 @@ def test_a_communicator_that_is_wrong_on_one_rank_gives_way_to_the_next(startup:
     log = result["log"]
     named = "Implementation 'vendor.wrong' failed for op 'communicator': all_reduce"
     (line,) = [line for line in log.splitlines() if named in line]
-    assert "on rank 1; off on all" in line
+    assert "on rank 1; disabled on all ranks" in line
     for report in result["report"]:
         assert "on rank 1" in report["demotions"]["communicator"]["vendor.wrong"]
         assert report["ops"]["communicator"]["impl"] == "vendor.counting"
@@ -47,5 +47,5 @@ def test_a_call_that_an_implementation_refuses_while_it_serves_falls_back(startu
         assert report["fallbacks"]["rms_norm"]["reference.torch"] > 0
         assert "rms_norm" not in report["demotions"]
     log = result["log"]
-    refused = "Implementation 'vendor.late' refused op 'rms_norm': NotImplementedError: not while"
+    refused = "'vendor.late' does not support a call of op 'rms_norm': NotImplementedError: not"
     assert log.count(refused) == log.count("Op 'rms_norm' fallback to 'reference.torch'") == 2

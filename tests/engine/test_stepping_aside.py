@@ -1,4 +1,4 @@
-"""VLLM_FL_PREFER_ENABLED=false is stock vLLM: what a configuration becomes, without an engine."""
+"""VLLM_FL_PREFER_ENABLED=false gives stock vLLM: configurations, without an engine."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ pytestmark = pytest.mark.oldest
 
 @pytest.fixture(scope="module")
 def told(model: Callable[[str], Path]) -> Told:
-    """`told(variables)`: (what a configuration becomes, by mode; what was logged)."""
+    """`told(variables)`: (the resulting configuration by mode, the log)."""
     known: dict[tuple[tuple[str, str], ...], tuple[dict[str, Any], str]] = {}
 
     def make(variables: dict[str, str]) -> tuple[dict[str, Any], str]:
@@ -82,7 +82,7 @@ def told(model: Callable[[str], Path]) -> Told:
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 def test_stepping_aside_is_vllm_without_us(told: Told, mode: str) -> None:
-    became, log = told(ASIDE)  # `fail_on_environ_validation` is on: a failure ends it
+    became, log = told(ASIDE)  # `fail_on_environ_validation` is on, so a failure would end it
     assert "Unknown vLLM environment variable" not in log
     aside, without = became[mode], told(WITHOUT)[0][mode]
     assert aside == without
@@ -98,5 +98,5 @@ def test_the_same_configuration_is_ours_where_we_do_not_step_aside(told: Told, m
     assert ours["enum"] == without["enum"]
     for what in ("platform", "layers", "forwards", "providers", "worker", "hash"):
         assert ours[what] != without[what], what
-    # An eager engine leaves the order of vLLM's IR as it was configured.
+    # Eager engines keep the configured priority of vLLM's IR.
     assert (ours["priorities"] != without["priorities"]) is (mode == "compiled")

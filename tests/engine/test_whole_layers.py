@@ -1,4 +1,4 @@
-"""A plugin's own classes for whole layers of vLLM's: chosen, run, left alone, and refused."""
+"""A plugin's classes for whole vLLM layers: selected, run, unused and rejected."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from engines import IN_ONE_PROCESS, assert_same_bits, batches, run
 Runner = Callable[..., dict[str, Any]]
 
 IN_QWEN3 = {"RowParallelLinear": 4, "QKVParallelLinear": 2, "VocabParallelEmbedding": 1}
-"""Layers of these classes in the tiny model, which has two blocks."""
+"""Number of these layers in the tiny model, which has two blocks."""
 
 ALL_STOCK = {
     "VLLM_FL_PER_OP": ";".join(f"{layer}=stock" for layer in IN_QWEN3),
-    "OWN_SCALE": "2",  # doubles what the classes compute, if they do serve
+    "OWN_SCALE": "2",  # doubles the classes' results, which shows that they run
 }
 
 
@@ -54,7 +54,7 @@ def assert_they_serve(ours: dict[str, Any]) -> None:
         assert report["calls"][layer]["vendor.own"] > 0, layer
         assert f"Layer {layer}: {number} in this model, by 'vendor.own'" in ours["log"]
     assert "RowParallelLinear=vendor.own" in ours["log"]
-    assert "not verified, as whole layers: QKVParallelLinear RowParallelLinear" in ours["log"]
+    assert "whole layers, not verified: QKVParallelLinear RowParallelLinear" in ours["log"]
     assert report["fallbacks"] == report["demotions"] == {}
 
 
@@ -70,7 +70,7 @@ def test_they_serve_and_the_lists_leave_layers_alone(serve: Runner) -> None:
         "VocabParallelEmbedding": "vendor.own",
     }
     assert left["report"]["ops"]["RowParallelLinear"]["reason"] == (
-        "oot_blacklist names RowParallelLinear"
+        "oot_blacklist lists RowParallelLinear"
     )
     assert left["tokens"] != ours["tokens"], "what OWN_SCALE doubles does not serve"
 
@@ -94,7 +94,7 @@ def test_they_serve_in_a_compiled_engine(serve: Runner) -> None:
 
 @pytest.mark.slow
 def test_loras_checks_of_classes_find_them(serve: Runner) -> None:
-    # vLLM's CPU kernels for LoRA fail where the logits of a prompt are asked for.
+    # vLLM's CPU kernels for LoRA fail if a prompt's logits are requested.
     result = serve(options={"enable_lora": True, "max_lora_rank": 8}, logits=False)
     assert result["report"]["layers"] == IN_QWEN3
     for layer, number in IN_QWEN3.items():
@@ -143,7 +143,7 @@ def test_the_page_of_all_layers_is_what_this_vllm_registers() -> None:
     elsewhere = {line[2] for line in lines if line[:2] == ["not", "imported:"]}
     absent = {layer["cls"] for layer in told if layer["module"] in elsewhere}
     here = [layer for layer in told if layer["cls"] not in absent]
-    # What bindings name of other releases is not in this one's table.
+    # Bindings also list layers of other releases, which this table lacks.
     names = {name for layer in here for name in (layer["cls"], *layer["subclasses"])}
     wanted = {cls: op for cls, op in layer_table.reached().items() if cls in names}
     assert wanted and wanted.items() <= found["reached"].items()

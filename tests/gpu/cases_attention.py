@@ -1,4 +1,4 @@
-"""FlagGems's attention in vLLM's engine against FlashAttention's logits."""
+"""FlagGems's attention in vLLM's engine, compared with FlashAttention's logits."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ LONG = 16_384
 
 @dataclass(frozen=True)
 class Work:
-    """What the engine is given."""
-
     batches: list[list[list[int]]]
     options: dict[str, Any] = field(default_factory=dict)
     eager: bool = True
@@ -29,7 +27,7 @@ class Work:
 
 
 def works() -> dict[str, Work]:
-    """Each phase that attention has in vLLM's scheduler."""
+    """Every phase of attention in vLLM's scheduler."""
     short = batches(1, 17, 100, 130)
     chunked = {"enable_chunked_prefill": True, "max_num_batched_tokens": 64}
     again = batches(200, seed=1)
@@ -47,7 +45,7 @@ def works() -> dict[str, Work]:
 
 
 def cases(folder: Path) -> Iterator[tuple[str, str]]:
-    """(phase, what is wrong or empty)."""
+    """(phase, the problem or "")."""
     model = str(tiny_model.make(folder / "long", "qwen3", max_position_embeddings=LONG + 64))
     jobs = {
         name: Job(
@@ -72,7 +70,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def differs(stock: Future[dict[str, Any]], mine: Future[dict[str, Any]]) -> str:
-    """Empty when FlagGems's attention ran and its logits are FlashAttention's."""
+    """Empty if FlagGems's attention ran and its logits equal FlashAttention's logits."""
     try:
         entry = mine.result()["report"][0]["ops"].get("attention_backend", {})
     except EngineFailed as error:
@@ -83,7 +81,7 @@ def differs(stock: Future[dict[str, Any]], mine: Future[dict[str, Any]]) -> str:
 
 
 def refused(mine: Future[dict[str, Any]]) -> str:
-    """Empty when a cache that FlagGems would get wrong is left to vLLM, with the reason."""
+    """Empty if a cache that FlagGems computes incorrectly stays with vLLM, with the reason."""
     try:
         entry = mine.result()["report"][0]["ops"]["attention_backend"]
     except EngineFailed as error:

@@ -1,4 +1,4 @@
-"""Every implementation on the GPU against the oracle: all samples, and Qwen3-8B's sizes."""
+"""Every implementation on the GPU against the reference result: all samples, Qwen3-8B's sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["cases"]
 
 
 def cases(folder: Path) -> Iterator[tuple[str, str]]:
-    """(implementation and dtype, the first things that are wrong or empty)."""
+    """(implementation and dtype, the first problems or "")."""
     import torch
 
     import vllm_fl_cuda.plugin
@@ -26,7 +26,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     from vllm_fl_verify.verification import Comparison, compare, dtype_name, tried
 
     device = torch.device("cuda")
-    torch.zeros(1, device=device)  # the device exists, as it does in a worker
+    torch.zeros(1, device=device)  # initialises the device, like a worker
     more = typical_sizes(known_contracts().bindings.values()).more
     qwen3 = ModelSizes(4096, 12288, 32, 8, 128, 128, more=more)
     served = replace(qwen3, tokens=(1, 16384), max_position=40960)

@@ -20,7 +20,7 @@ VARIANTS = {
     "vendor": ({"VLLM_FL_PREFER": "vendor"}, "vendor.cuda"),
     "flagos": ({"VLLM_FL_PREFER": "flagos"}, "default.flagos"),
 }
-"""Name -> (variables, the implementation that silu_and_mul must be planned with)."""
+"""Name -> (variables, the implementation of silu_and_mul that must be planned)."""
 
 FILES = {
     "rows": {
@@ -29,12 +29,12 @@ FILES = {
     },
     "override": {"prefer": "flagos"},
 }
-"""Name -> settings in a file: `rows` leaves one op to vLLM in the graphs of a range of sizes, and
-`override` gives FlagGems every op of the plan and attention, since it drops the platform's own
-policy, and none of PyTorch's operators, since no list names one."""
+"""Name -> settings file. `rows` keeps one op stock in the graphs of a range of sizes. `override`
+drops the platform's policy, so FlagGems gets every op of the plan and attention, but no operator of
+PyTorch, because no list selects one."""
 
 OPTIONS = {
-    # Given, not measured: engines that start side by side see each other's memory come and go.
+    # Fixed, not measured: engines that start together see each other's memory change.
     "kv_cache_memory_bytes": 2 << 30,
     "gpu_memory_utilization": 0.1,
     "num_gpu_blocks_override": 4096,
@@ -50,28 +50,28 @@ def batches(*lengths: int, seed: int = 0) -> list[list[list[int]]]:
 
 
 def close(stock: dict[str, object], mine: dict[str, object]) -> str:
-    """Empty when the logits agree as bf16 lets them; else by how much they do not."""
+    """Empty if the logits agree to bf16's precision, otherwise the difference."""
     worst, magnitude = largest_difference(stock, mine)
-    # Both round each layer's results to 8 bits; through two layers and the head that adds up to a
-    # few units of the largest logit's last place.
+    # Both round each layer's results to 8 bits; over two layers and the head that adds up to a few
+    # units of the largest logit's last place.
     limit = 0.05 * magnitude
     return "" if worst <= limit else f"logits differ by {worst:.3g} of {magnitude:.3g}"
 
 
 def side_by_side() -> ThreadPoolExecutor:
-    """Runs engines at the same time, as many as one GPU's host starts well."""
+    """A pool for as many engines as the host of one GPU starts reliably."""
     return ThreadPoolExecutor(max_workers=6)
 
 
 def second_start(job: Job, cache: Path, **variables: str) -> dict[str, Any]:
-    """What an engine does that finds its model in vLLM's cache, which a first one has filled."""
+    """The result of an engine that loads its model from vLLM's cache, filled by a first engine."""
     places = {"VLLM_CACHE_ROOT": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
     run(job, **places, **variables)
     return run(job, **places, **variables)
 
 
 def cases(folder: Path) -> Iterator[tuple[str, str]]:
-    """(variant and mode, what is wrong or empty)."""
+    """(variant and mode, the problem or "")."""
     model = str(tiny_model.make(folder, "qwen3"))
     by_file = {}
     for name, settings in FILES.items():
@@ -100,8 +100,8 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def differs(stock: dict[str, Any], mine: dict[str, Any], planned: str | None) -> str:
-    """Empty when the plan is the expected one, the logits are stock's, and vLLM forked the engine's
-    processes, as it does only where the GPU was not open yet."""
+    """Empty if the plan is as expected, the logits equal stock's logits, and vLLM forked the
+    engine's processes, which requires that the GPU is not open yet."""
     if "CUDA is initialized" in mine["log"]:
         return "vLLM spawned its processes, since the one that started it had opened the GPU"
     impl = mine["report"][0]["ops"]["silu_and_mul"]["impl"]

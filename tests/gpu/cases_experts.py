@@ -1,8 +1,6 @@
-"""Operators: the kernel inside a mixture of experts is the plan's, with graphs; no layer is there.
-
+"""Operators: the plan's kernel runs inside a mixture of experts, with graphs; no layer is replaced.
 Qwen3-30B-A3B's shapes with dummy weights, fewer layers. vLLM's experts call `_C::silu_and_mul`
-directly. PyTorch's profiler says which kernels ran in the steps that replay a graph.
-"""
+directly. PyTorch's profiler shows which kernels ran in the steps that replay a graph."""
 
 from __future__ import annotations
 
@@ -53,13 +51,13 @@ VARIANTS = {
 }
 
 STOCKS, FLAGGEMS = "act_and_mul_kernel", "silu_and_mul"
-"""What the names of the two kernels contain; vLLM's is a template, FlagGems's a Triton function."""
+"""Substrings of the two kernels' names: vLLM's template, FlagGems's Triton function."""
 
 NEW_TOKENS = 8
 
 
 def cases(folder: Path) -> Iterator[tuple[str, str]]:
-    """(mode, what is wrong or empty)."""
+    """(mode, the problem or "")."""
     (folder / "experts").mkdir()
     (folder / "experts" / "config.json").write_text(json.dumps(MODEL))
     for eager in (False, True):
@@ -89,7 +87,7 @@ def _problem(stock: dict[str, Any], ours: dict[str, Any]) -> str:
     )
     magnitude = max(abs(a) for row in stock["logits"] for a in row)
     ours["difference"] = [worst, magnitude]
-    # bf16 has 8 bits, and a token near a tie goes to another expert; four layers.
+    # bf16 has 8 bits, and a token near a tie uses another expert; four layers.
     return "" if worst <= 0.05 * magnitude else f"logits differ by {worst:.3g} of {magnitude:.3g}"
 
 

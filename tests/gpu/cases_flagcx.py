@@ -1,8 +1,7 @@
-"""FlagCX's communicator between the ranks of a host: its collectives, an engine.
+"""FlagCX's communicator between the ranks of a host: its collectives, and an engine.
 
-On GPUs over NCCL, captured in graphs too; on the CPU, to rehearse, over shared memory. The library
-is nccl.c or shared_memory.c of packages/vllm-fl-flagcx/tests, compiled here. Figures:
-$OUT/flagcx.json.
+On GPUs over NCCL, also in captured graphs; on the CPU, as a rehearsal, over shared memory. Compiles
+nccl.c or shared_memory.c of packages/vllm-fl-flagcx/tests. Measurements: $OUT/flagcx.json.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from hosts import Host, Kept
 __all__ = ["cases"]
 
 RANKS_LIMIT = 100.0
-"""Seconds in which the ranks of a part must end."""
+"""Timeout in seconds of the ranks of a part."""
 
 STAMP = re.compile(r"\b\d\d-\d\d \d\d:\d\d:\d\d\b")
-"""The time in a line of vLLM's log."""
+"""Time stamp of vLLM's log lines."""
 
 
 def cases(folder: Path, host: Host) -> Iterator[tuple[str, str]]:
-    """(case, what is wrong or empty)."""
+    """(case, the problem or "")."""
     if why := host.lacks():
         print(f"skipped: several ranks need {why}")
         return
@@ -89,7 +88,7 @@ def cases(folder: Path, host: Host) -> Iterator[tuple[str, str]]:
 def on_all(
     host: Host, part: str, folder: Path, variables: dict[str, str]
 ) -> list[tuple[str, str, float]]:
-    """(case, what is wrong on any rank or nothing, seconds) of a part of flagcx_rank.py."""
+    """(case, the problem on any rank or "", seconds) of a part of flagcx_rank.py."""
     folder.mkdir()
     script = str(Path(__file__).with_name("flagcx_rank.py"))
     logs = [folder / f"{rank}.log" for rank in range(host.ranks)]
@@ -131,12 +130,12 @@ def on_all(
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """A file of JSON lines; none where there is no file."""
+    """Objects of a JSON-lines file; empty if the file is missing."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def outcome(engine: Future[dict[str, Any]]) -> tuple[dict[str, Any] | None, str]:
-    """(what the engine gave, empty), or (None, why it gave nothing)."""
+    """(the engine's result, ""), or (None, the error)."""
     try:
         return engine.result(), ""
     except EngineFailed as error:
@@ -146,7 +145,7 @@ def outcome(engine: Future[dict[str, Any]]) -> tuple[dict[str, Any] | None, str]
 
 
 def serves(result: dict[str, Any]) -> str:
-    """Empty when start line, groups and digests are as they should be."""
+    """Empty if startup line, groups and digests are correct."""
     (line, *_) = [*of_log(result, " planned: "), ""]
     reports = result["report"]
     if not line or reports[0]["ops"]["communicator"]["impl"] != "default.flagcx":
@@ -160,8 +159,8 @@ def serves(result: dict[str, Any]) -> str:
 
 
 def facts(result: dict[str, Any]) -> dict[str, Any]:
-    """What an engine said of its start."""
-    planned, groups = of_log(result, " planned: "), of_log(result, "Groups of ranks")
+    """Facts from an engine's startup log."""
+    planned, groups = of_log(result, " planned: "), of_log(result, "Rank groups")
     stamps = STAMP.findall(result["log"])
     to_plan = None
     if planned and stamps and (at := STAMP.search(planned[0])):

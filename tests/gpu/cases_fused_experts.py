@@ -1,7 +1,5 @@
-"""Experts that a plan replaces whole, in engines on a GPU, against stock's logits.
-
-A tiny model whose tokens take all experts, so that no last bit of a score chooses another.
-"""
+"""A plan that replaces fused experts, in engines on a GPU, against stock's logits. Every token of
+the tiny model uses all experts, so the last bit of a score cannot select another."""
 
 from __future__ import annotations
 
@@ -16,11 +14,11 @@ from engine_run import STOCK, EngineFailed, Job, run
 __all__ = ["cases"]
 
 IMPLS = {"flagos": "default.flagos", "reference": "reference.torch"}
-"""Token of a policy -> the implementation of `fused_experts` that runs in the place of vLLM's."""
+"""Selector -> the implementation of `fused_experts` that must run."""
 
 
 def cases(folder: Path) -> Iterator[tuple[str, str]]:
-    """(implementation and mode, what is wrong or empty)."""
+    """(implementation and mode, the problem or "")."""
     model = str(tiny_model.make(folder, "qwen3_moe", num_experts_per_tok=8))
     with side_by_side() as pool:
         started = {}
@@ -40,7 +38,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _replaces(impl: str, stock: dict[str, Any], mine: dict[str, Any]) -> str:
-    """Empty when that implementation was called, none stood in for it, and logits are stock's."""
+    """Empty if that implementation ran without fallbacks and the logits equal stock's logits."""
     report = mine["report"][0]
     if report["ops"]["fused_experts"]["impl"] != impl or report["demotions"]:
         return f"planned {report['ops']['fused_experts']}, demotions {report['demotions']}"

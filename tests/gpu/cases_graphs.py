@@ -1,4 +1,4 @@
-"""Implementations in captured graphs, as an engine's start looks at them, and some wrong ones."""
+"""Implementations in captured graphs, verified as at startup, and some wrong ones."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from unittest.mock import patch
 __all__ = ["cases"]
 
 TOKENS = 256
-"""Of a captured batch."""
+"""Tokens of a captured batch."""
 
 CORPUS = Path(__file__).parents[2] / "packages" / "vllm-fl-tools" / "tests"
-"""Where the wrong kernels of docs/wrong-kernels are."""
+"""Folder of the wrong kernels of docs/wrong-kernels."""
 
 ALWAYS = ("rms_norm", "rotary_embedding", "silu_and_mul")
-"""Ops of which every backend's implementation must have been captured."""
+"""For these ops every backend's implementation must have been captured."""
 
 
 def cases(folder: Path) -> Iterator[tuple[str, str]]:
-    """(implementation, what is wrong or empty); then each wrong kernel, and what it leaves."""
+    """(implementation, the problem or ""); also each wrong kernel, and the device after it."""
     import torch
 
     import vllm_fl_cuda.plugin
@@ -39,7 +39,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     from vllm_fl_verify.trials import Request, Role
 
     device = torch.device("cuda")
-    torch.zeros(1, device=device)  # the device exists, as it does in a worker
+    torch.zeros(1, device=device)  # initialises the device, like a worker
     yield from wrong_ones()
     yield from corpus_in_graphs()
     more = typical_sizes(known_contracts().bindings.values()).more
@@ -65,7 +65,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def timed(captured: Callable[..., Any], took: list[float]) -> Callable[..., Any]:
-    """`captured`, with the seconds of each capture and of its replays added to `took`."""
+    """`captured`; the seconds of each capture and its replays are appended to `took`."""
 
     def timing(*given: Any) -> Any:
         begun = time.perf_counter()
@@ -83,7 +83,7 @@ def timed(captured: Callable[..., Any], took: list[float]) -> Callable[..., Any]
 
 
 def wrong_ones() -> Iterator[tuple[str, str]]:
-    """Kernels that are right but in a graph: each is found, and the device can be used after it."""
+    """Kernels that are wrong only in a graph: each is detected, and the device stays usable."""
     import torch
     from torch import Tensor
     from torch.nn import functional as F
@@ -100,25 +100,25 @@ def wrong_ones() -> Iterator[tuple[str, str]]:
         return F.silu(gate) * up
 
     def keeps(x: Tensor) -> Tensor:
-        """A graph of it holds what an earlier call computed."""
+        """In a graph, returns the result of an earlier call."""
         if torch.cuda.is_current_stream_capturing():
             return kept[0].clone()
         kept[:] = [right(x)]
         return kept[0].clone()
 
     def reads(x: Tensor) -> Tensor:
-        """It waits for the device, which a capture does not allow."""
+        """Synchronises with the device; not allowed in a capture."""
         top = float(x.abs().nan_to_num(nan=float("inf")).max()) if x.numel() else 0.0
         return right(x.clamp(-top, top))
 
     def raises(x: Tensor) -> Tensor:
-        """It fails before it has called anything."""
+        """Raises before it calls any kernel."""
         if torch.cuda.is_current_stream_capturing():
             raise ZeroDivisionError("only in a graph")
         return right(x)
 
     expected = {
-        keeps: "it is wrong when a graph is replayed",
+        keeps: "it is incorrect when a graph is replayed",
         reads: "it cannot be captured in a graph: ",
         raises: "it cannot be captured in a graph: ZeroDivisionError",
     }
@@ -145,8 +145,8 @@ def wrong_ones() -> Iterator[tuple[str, str]]:
 
 
 def corpus_in_graphs() -> Iterator[tuple[str, str]]:
-    """The corpus's kernels that are wrong in graphs alone: start says of each what the table of
-    docs/wrong-kernels says, which was made without a device."""
+    """Kernels of the corpus that are wrong only in graphs: startup must report the outcome in the
+    table of docs/wrong-kernels, which was made without a device."""
     import torch
 
     from vllm_fl_verify.preflight import find_faults

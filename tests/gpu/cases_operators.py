@@ -1,6 +1,5 @@
-"""Overridden operators on the GPU: eager, in a CUDA graph, where no Python runs, and given back.
-
-And the schemas that core gives to vLLMs without compiled operators, against this one's own."""
+"""Overridden operators on the GPU: eager, in a CUDA graph (no Python runs), and restored. Also
+core's schemas for vLLM builds without compiled operators, against this build."""
 
 from __future__ import annotations
 
@@ -21,11 +20,11 @@ CALLED = (
     "_C::rotary_embedding",
     "_C::silu_and_mul",
 )
-"""Operators that are called here, as vLLM does, and in a captured graph."""
+"""Operators that are called as vLLM does, and in a captured graph."""
 
 
 def cases(folder: Path) -> Iterator[tuple[str, str]]:
-    """(operator, what is wrong or empty)."""
+    """(operator, the problem or "")."""
     import torch
     from vllm.platforms import current_platform
 
@@ -105,14 +104,14 @@ def _copies(args: tuple[Any, ...]) -> list[Any]:
 
 
 def _after(op: Callable[..., None], args: tuple[Any, ...], written: tuple[int, ...]) -> list[Any]:
-    """What the operator leaves in the arguments that it writes to."""
+    """The arguments that the operator writes to, after the call."""
     copies = _copies(args)
     op(*copies)
     return [copies[at] for at in written]
 
 
 def _arguments(name: str, device: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """A call of an operator, and which of its arguments it writes to."""
+    """Arguments of an operator's call, and the indices of written arguments."""
     import torch
 
     torch.manual_seed(0)

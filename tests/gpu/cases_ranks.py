@@ -1,9 +1,9 @@
-"""Several ranks: one plan, stock's logits, what is wrong on the last rank off on all of them.
+"""Several ranks: one plan, stock's logits; an incorrect last rank disables an op on all ranks.
 
-On GPUs over NCCL: Qwen3-8B's shapes, tensor parallel; Qwen3-30B-A3B's, expert parallel, and as data
-parallel engines with all ranks between them. On the CPU, to rehearse: tiny models over gloo, whose
-experts are split and not spread; data parallel engines over FlagCX's stand-in, beside stock in
-tensor parallel. Facts: $OUT/ranks.json.
+On GPUs over NCCL: Qwen3-8B's shapes, tensor parallel; Qwen3-30B-A3B's shapes, expert parallel, and
+as data parallel engines with all ranks between them. On the CPU, as a rehearsal: tiny models over
+gloo, with experts split over the ranks instead of spread; data parallel engines over FlagCX's
+stand-in, compared with stock in tensor parallel. Measurements: $OUT/ranks.json.
 """
 
 from __future__ import annotations
@@ -36,36 +36,36 @@ __all__ = ["cases"]
 OP = "silu_and_mul"
 
 LENGTHS = (5, 33, 100)
-"""Of the prompts, in tokens."""
+"""Prompt lengths in tokens."""
 
 BEHIND = "reference.torch"
-"""What serves where the kernel of tests/engine/plugins/rank_one.py is out."""
+"""The fallback if the kernel of tests/engine/plugins/rank_one.py is disabled."""
 
 CLOSE = 0.05
-"""How far logits may differ, of the largest: bfloat16 rounds each layer's results to 8 bits."""
+"""Allowed difference relative to the largest logit: bfloat16 rounds each layer to 8 bits."""
 
 PLANS = {True: ("reference", "shipped"), False: ("shipped", "flagos")}
-"""On the CPU or not -> what of VARIANTS is tried; with two GPUs all are."""
+"""On the CPU or not -> the names of VARIANTS to try; two GPUs try all."""
 
 TOKENS = 16
-"""Up to so many the table has a row of its own."""
+"""Maximum tokens of the table's first row."""
 
 Result = dict[str, Any]
 Judge = Callable[[list[Result], list[Result]], str]
-"""What is wrong with an engine's answers beside stock's; of each, those of all its replicas."""
+"""(answers of stock's replicas, of the engine's replicas) -> the problem or ""."""
 
 Runs = Future[list[Result]]
-"""An engine's answers, of each of its replicas."""
+"""Answers of each replica of an engine."""
 
 Judged = tuple[str, dict[str, Any]]
-"""What is wrong with a case, and what else is known of it."""
+"""(the problem or "", further facts)."""
 
 Case = tuple[str, Callable[[], Runs], Callable[[], Runs], Callable[[Runs, Runs], Judged]]
-"""Its name, what starts stock and what starts the engine, and what judges both."""
+"""(name, starts stock, starts the engine, judges both)."""
 
 
 def cases(folder: Path, host: Host) -> Iterator[tuple[str, str]]:
-    """(plan, mode and model, what is wrong or empty)."""
+    """(plan, mode and model, the problem or "")."""
     if why := host.lacks():
         print(f"skipped: several ranks need {why}")
         return
@@ -85,13 +85,12 @@ def cases(folder: Path, host: Host) -> Iterator[tuple[str, str]]:
 
 
 def _names(host: Host) -> list[str]:
-    """What of VARIANTS is tried."""
+    """The names of VARIANTS to try."""
     every = host.ranks == 2 and not host.on_cpu
     return [name for name in VARIANTS if every or name in PLANS[host.on_cpu]]
 
 
 def _dense(folder: Path, host: Host, pool: ThreadPoolExecutor) -> Iterator[Case]:
-    """Tensor parallel."""
     model = cache(partial(host.model, folder, "qwen3"))
     table = cache(lambda: pool.submit(_table, host, model(), folder))
 
@@ -106,7 +105,7 @@ def _dense(folder: Path, host: Host, pool: ThreadPoolExecutor) -> Iterator[Case]
     for mode in ("compiled", "eager"):
         told = f"TP {host.ranks}, dense, {mode}"
         stock = cache(partial(one, mode, STOCK, *LENGTHS))
-        # Of the CPU's cases one is compiled: that is what takes long there.
+        # Only one compiled case on the CPU, because compiling is slow there.
         once = host.on_cpu and mode == "compiled"
         for name in _names(host)[-1:] if once else _names(host):
             variables, planned = VARIANTS[name]
@@ -145,8 +144,8 @@ def _experts(folder: Path, host: Host, pool: ThreadPoolExecutor) -> Iterator[Cas
             told = f"{form}, {'experts' if host.on_cpu else 'EP'}, {mode}"
             stock = cache(partial(start, mode, STOCK))
             names = _names(host)
-            # vLLM's CPU build has kernels for experts on its own platform alone, and nothing that
-            # gathers from data parallel engines.
+            # vLLM's CPU build has expert kernels only on its platform, and no gather for data
+            # parallel.
             variables = partial(host.variables, device="")
             if host.on_cpu and start is two:
                 stock = cache(partial(one, mode, STOCK))
@@ -164,17 +163,15 @@ def _experts(folder: Path, host: Host, pool: ThreadPoolExecutor) -> Iterator[Cas
 
 
 def _on_last(variables: Callable[..., dict[str, str]], how: str) -> dict[str, str]:
-    """The variables of an engine whose last rank has a kernel that is wrong, or dies.
-
-    All else is stock: vLLM gives the others some seconds to end once it has seen a rank die.
-    """
+    """Variables of an engine with a kernel that is wrong, or dies, on the last rank. All other ops
+    are stock: vLLM gives the other ranks some seconds to end after one dies."""
     others = ";".join(f"{op}=stock" for op in known_contracts().contracts if op != OP)
     order = f"{others};{OP}=vendor:rankone|reference"
     return variables("rank_one", RANK_ONE=how, VLLM_FL_PER_OP=order)
 
 
 def _judged(stock: Runs, runs: Runs, judge: Judge) -> Judged:
-    """What is wrong with an engine beside stock."""
+    """(the problem compared with stock or "", facts)."""
     mine: list[Result] = []
     try:
         mine = runs.result()
@@ -192,7 +189,7 @@ def _judged(stock: Runs, runs: Runs, judge: Judge) -> Judged:
 
 
 def _facts(mine: list[Result]) -> dict[str, Any]:
-    """What answers say beside tokens and logits."""
+    """Facts of an engine other than tokens and logits."""
     first = mine[0]["report"][0]
     return {
         "seconds": [round(each["took"], 1) for each in mine],
@@ -205,16 +202,14 @@ def _facts(mine: list[Result]) -> dict[str, Any]:
 
 
 def _disagrees(mine: list[Result]) -> str:
-    """Empty when all ranks have one digest."""
+    """Empty if all ranks have the same digest."""
     digests = [[report["digest"] for report in each["report"]] for each in mine]
     return "" if len({d for each in digests for d in each}) == 1 else f"the digests are {digests}"
 
 
 def _close(stock: list[Result], mine: list[Result], mostly: bool = False) -> str:
-    """Empty when all logits are stock's, or those of most tokens.
-
-    Of experts a token may take another one where two of its scores are near a tie.
-    """
+    """Empty if all logits equal stock's logits; `mostly` compares most tokens, since a token with
+    two nearly equal scores may use another expert."""
     for number, pair in enumerate(zip(stock, mine, strict=True)):
         off, magnitude = largest_difference(*pair)
         if mostly:
@@ -226,7 +221,7 @@ def _close(stock: list[Result], mine: list[Result], mostly: bool = False) -> str
 
 
 def _by_token(stock: Result, mine: Result) -> list[float]:
-    """By how much the logits of each token of the prompts differ, and of the first one behind."""
+    """Difference of the logits of each prompt token and of the first generated one."""
     found = []
     for prompt, other, tokens in zip(stock["logits"], mine["logits"], stock["tokens"], strict=True):
         count = len(prompt) - len(tokens) + 1
@@ -236,7 +231,7 @@ def _by_token(stock: Result, mine: Result) -> list[float]:
 
 
 def _of_plan(planned: str | None, mostly: bool = False) -> Judge:
-    """Judges an engine in which the op must be planned with this implementation, if told."""
+    """Judge of an engine: the op must be planned with this implementation, unless None."""
 
     def judge(stock: list[Result], mine: list[Result]) -> str:
         report = mine[0]["report"][0]
@@ -249,20 +244,20 @@ def _of_plan(planned: str | None, mostly: bool = False) -> Judge:
 
 
 def _of_wrong(stock: list[Result], mine: list[Result]) -> str:
-    """Judges one whose last rank has a wrong kernel: it is off on all, and named with its rank."""
+    """Judge of an incorrect last rank: disabled on all ranks, with the rank in the cause."""
     reports = [report for each in mine for report in each["report"]]
     last = len(reports) - 1
     for report in reports:
         why = report["demotions"].get(OP, {}).get("vendor.rankone", "")
         if f"on rank {last}" not in why or report["ops"][OP]["impl"] != BEHIND:
             return f"rank {report['rank']}: {report['ops'][OP]}, {report['demotions']}"
-    if not any(f"on rank {last}; off on all" in each["log"] for each in mine):
+    if not any(f"on rank {last}; disabled on all ranks" in each["log"] for each in mine):
         return f"no line of the log says that it is off on all, and that rank {last} is why"
     return _close(stock, mine, mostly=len(mine) > 1)
 
 
 def _of_table(stock: list[Result], mine: list[Result]) -> str:
-    """Judges one with a table: it acts on all ranks, and its row is in the plan."""
+    """Judge of an engine with a table: it applies on all ranks, and its row is in the plan."""
     for report in mine[0]["report"]:
         table = report["table"] or {}
         if not table.get("acts"):
@@ -274,10 +269,8 @@ def _of_table(stock: list[Result], mine: list[Result]) -> str:
 
 
 def _table(host: Host, model: str, folder: Path) -> Path:
-    """What `vllm-fl tune` writes for an engine of all ranks, with rows that are not its winners.
-
-    Calls of up to TOKENS tokens get another implementation than the others, whoever won.
-    """
+    """The file of `vllm-fl tune` for an engine of all ranks, with other rows than the winners:
+    calls of up to TOKENS tokens use another implementation than larger ones."""
     out = folder / "tuned.yaml"
     job = host.job(model, [], eager=True)
     size = {k: v for k, v in job.options.items() if k in ("tensor_parallel_size", "max_model_len")}
@@ -308,12 +301,11 @@ def _table(host: Host, model: str, folder: Path) -> Path:
 
 
 def _with_table(host: Host, job: Job, table: Future[Path]) -> list[Result]:
-    """An engine with that table."""
     return [host.run(job, **host.variables(VLLM_FL_TABLE=str(table.result())))]
 
 
 def _dead(host: Host, stock: Runs, runs: Runs) -> Judged:
-    """What is wrong with a start of which the last rank dies, and what was printed."""
+    """(the problem or "", log lines) of a startup with a dying last rank."""
     del stock  # there is nothing to compare
     try:
         runs.result()
@@ -323,7 +315,7 @@ def _dead(host: Host, stock: Runs, runs: Runs) -> Judged:
         return "the engine started", {}
     words = ("is gone", " died", "initialization failed", "onitored", "after ")
     told = [line for line in log.splitlines() if any(word in line for word in words)]
-    if "did not end within" in log:
+    if "did not return within" in log:
         return f"it hangs: {log[-3000:]}", {"log": log}
     last = host.ranks - 1
     ends = re.compile(rf"rank {last} \(process \d+ on \S+\) died\.|is gone \(rank {last}\)")
@@ -332,7 +324,7 @@ def _dead(host: Host, stock: Runs, runs: Runs) -> Judged:
 
 
 def _replicas(host: Host, job: Job, variables: dict[str, str], count: int = 1) -> list[Result]:
-    """What so many data parallel engines of this job answer, each in a process of its own."""
+    """Answers of `count` data parallel engines of this job, each in its own process."""
     if count == 1:
         return [host.run(job, **variables)]
     told = {
@@ -351,7 +343,7 @@ def _replicas(host: Host, job: Job, variables: dict[str, str], count: int = 1) -
 
 
 def _free_ports(count: int) -> int:
-    """The first of so many free ports in a row, below those that the system gives out."""
+    """The first of `count` consecutive free ports, below the system's ephemeral ports."""
     while True:
         first = random.SystemRandom().randrange(20_000, 30_000)
         try:

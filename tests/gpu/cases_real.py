@@ -1,4 +1,4 @@
-"""A real model on a GPU: what is stock throughout is so to the last bit, all else rounds alone."""
+"""A real model on a GPU: an all-stock plan is bitwise equal to stock, others only round."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLANS = {
 
 
 def cases(folder: Path) -> Iterator[tuple[str, str]]:
-    """(mode, plan and what was measured; what is wrong or empty)."""
+    """(mode, plan and measurements; the problem or "")."""
     model = Path(os.environ.get("REAL_MODELS", envs.MODELS)) / SMOLLM2
     if not model.is_dir():
         how = f"python tools/real_models.py {SMOLLM2} {model} FILE.gguf"
@@ -56,7 +56,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def measured(stock: dict[str, Any], mine: dict[str, Any], true: list[float]) -> str:
-    """How far a plan is from stock and from the truth."""
+    """Distance of a plan to stock and to the float32 truth."""
     logps = prose.logps(mine)
     same = sum(a == b for a, b in zip(stock["tokens"], mine["tokens"], strict=True))
     to_stock = prose.distance(logps, prose.logps(stock))
@@ -69,13 +69,8 @@ def measured(stock: dict[str, Any], mine: dict[str, Any], true: list[float]) -> 
 def differs(
     stock: dict[str, Any], mine: dict[str, Any], true: list[float], *, exactly: bool
 ) -> str:
-    """Why a plan is not as it should be; empty when it is.
-
-    Args:
-        stock, mine: what the two engines gave.
-        true: the log-probabilities of the truth.
-        exactly: whether it is stock's to the last bit where no op is ordered for the device.
-    """
+    """The problem of a plan, or "". `true`: the truth's log-probabilities; `exactly`: require
+    bitwise equality with stock if no op is ordered for the device."""
     report = mine["report"][0]
     if report["demotions"]:
         return f"taken out: {report['demotions']}"

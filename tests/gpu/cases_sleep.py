@@ -1,4 +1,4 @@
-"""An engine whose weights are offloaded, or discarded and loaded anew, answers as it did before."""
+"""An engine answers as before after its weights were offloaded, or discarded and reloaded."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PLANS = {
     "flagos": {"VLLM_FL_PREFER": "flagos"},
 }
 
-LATE = "After the weights were updated while it slept: "
-"""What the log says when the look at the plan had to wait for the KV cache."""
+LATE = "After the weights were updated during sleep: "
+"""Start of the log line if verification had to wait for the KV cache."""
 
 UPDATES: list[list[Any]] = [
     ["reload_weights", {}, True],
@@ -34,7 +34,7 @@ UPDATES: list[list[Any]] = [
 
 
 def cases(folder: Path) -> Iterator[tuple[str, str]]:
-    """(family, mode and plan; what is wrong or empty)."""
+    """(family, mode and plan; the problem or "")."""
     options = {**cases_engines.OPTIONS, "enable_sleep_mode": True}
     with cases_engines.side_by_side() as pool:
         started = {}
@@ -60,7 +60,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def differs(mine: dict[str, Any], *, is_ours: bool) -> str:
-    """Empty when every step succeeds and every answer is what it was."""
+    """Empty if every step succeeds and every answer is unchanged."""
     for (method, given, runs), told in zip(UPDATES, mine["updates"], strict=True):
         if "error" in told:
             return f"{method} {given}: {told['error']}"

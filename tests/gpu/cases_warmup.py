@@ -1,4 +1,4 @@
-"""What is compiled after a start, as vLLM's monitor tells, with FlagGems's attention and without.
+"""Compilations after startup, from vLLM's JIT monitor, with FlagGems's attention and without.
 
 python tests/gpu/run.py warmup
 """
@@ -28,8 +28,8 @@ OURS = ("flash_varlen_fwd_kernel", "reshape_and_cache_flash_kernel")
 LONG = 4096
 LIMITS = {"max_model_len": LONG, "max_num_seqs": 64, "max_num_batched_tokens": 4096}
 PIECEWISE = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
-"""Attention stands between graphs there, and vLLM's first runner does not call it at a start. In
-eager mode vLLM has no monitor."""
+"""Attention runs between such graphs, and vLLM's first runner does not call it at startup. Eager
+mode has no monitor."""
 
 ENGINES = {
     "qwen3, graphs": ({}, tuple(PLANS)),
@@ -46,7 +46,7 @@ def served() -> list[list[list[int]]]:
 
 
 def cases(folder: Path) -> Iterator[tuple[str, str]]:
-    """(model, mode and plan; what is compiled after the start that is not in stock)."""
+    """(model, mode and plan; kernels compiled after startup that stock does not compile, or "")."""
     found: dict[str, str] = {}
     with side_by_side() as pool:
         started = {}
@@ -68,7 +68,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def problem(log: str, stocks: set[str]) -> str:
-    """Empty where nothing was compiled but what is in stock's engine; all is printed."""
+    """Empty if only kernels that stock's engine also compiles were compiled; prints all."""
     compiled = set(COMPILED.findall(log))
     told = ", ".join(sorted(compiled)) or "nothing"
     print(f"{'':11}compiled after the start: {told}", flush=True)

@@ -1,8 +1,8 @@
-"""One of the ranks that try FlagCX's communicator, a line of JSON for each case.
+"""One rank of the tests of FlagCX's communicator; prints a line of JSON for each case.
 
-python flagcx_rank.py RANK RANKS PART FOLDER FLAGCX_PATH DEVICE
+    python flagcx_rank.py RANK RANKS PART FOLDER FLAGCX_PATH DEVICE
 
-Of the device `cuda` each has the GPU of its number; on `cpu` nothing is captured.
+With DEVICE `cuda` each rank uses the GPU of its number; with `cpu` nothing is captured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 TESTS = Path(__file__).resolve().parents[2] / "packages" / "vllm-fl-flagcx" / "tests"
 sys.path.insert(0, str(TESTS))
 
-import against_torch  # noqa: E402 (of that folder)
+import against_torch  # noqa: E402 (in that folder)
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from vllm.distributed.parallel_state import GroupCoordinator  # noqa: E402
@@ -34,14 +34,14 @@ from vllm_fl_verify.collectives import steps  # noqa: E402
 SIZES = 60
 ROWS = 8
 UNEVEN = [3, 5, 1, 8, 2, 4, 7, 6]
-"""How many of its rows each rank gives; that many ranks at most."""
+"""Rows that each rank contributes; also the maximum number of ranks."""
 
 FORMS = (
     *((torch.bfloat16, 1), (torch.bfloat16, 4096), (torch.bfloat16, 1_000_000)),
     *((torch.float32, 33), (torch.float32, 100_000), (torch.float16, 4096)),
     *((torch.int64, 33), (torch.int32, 33), (torch.int8, 33)),
 )
-"""(dtype, columns) of what is captured."""
+"""(dtype, columns) of captured tensors."""
 
 Cases = Iterator[tuple[str, Callable[[], str]]]
 Call = Callable[[torch.Tensor], torch.Tensor]
@@ -62,7 +62,7 @@ def grouped(name: str, rank: int, device: str) -> GroupCoordinator:
 
 
 def collectives(rank: int, on: str) -> Cases:
-    """Every collective against torch.distributed's, then as an engine's start verifies it."""
+    """Every collective against torch.distributed, then verified like at an engine's startup."""
     group = grouped("tp", rank, on)
     it, device = group.device_communicator, group.device
     large = 1_000_000 if on == "cuda" else 40_000
@@ -76,10 +76,8 @@ def collectives(rank: int, on: str) -> Cases:
 
 
 def graphs(rank: int, on: str) -> Cases:
-    """Each collective captured as vLLM captures, and replayed with other values.
-
-    On the CPU it is called alone, on the smaller tensors: so what it is compared with is tried.
-    """
+    """Each collective captured like in vLLM, and replayed with other values. On the CPU the smaller
+    tensors are called without a graph, to test the comparison."""
     group = grouped("tp", rank, on)
     for dtype, columns in (form for form in FORMS if on == "cuda" or form[1] < 10_000):
         kind = str(dtype).removeprefix("torch.")
@@ -98,7 +96,7 @@ def calls_of(it: Any, rank: int) -> dict[str, tuple[Call, Call]]:
     mine, rows = UNEVEN[rank], UNEVEN[:size]
 
     def send_and_recv(x: torch.Tensor) -> torch.Tensor:
-        if rank % 2 == 0:  # as both calls block
+        if rank % 2 == 0:  # both calls block
             it.send(x, ahead)
         received = it.recv(x.shape, x.dtype, behind)
         if rank % 2:
@@ -157,7 +155,7 @@ def calls_of(it: Any, rank: int) -> dict[str, tuple[Call, Call]]:
 
 
 def captured(group: GroupCoordinator, rank: int, dtype: torch.dtype, columns: int) -> str:
-    """What is wrong with a collective, run directly and in a graph, on four sets of values."""
+    """The problem of a collective, run directly and in a graph, on four sets of values; or ""."""
     calls = calls_of(group.device_communicator, rank)
 
     def values(seed: int) -> torch.Tensor:
@@ -176,7 +174,7 @@ def captured(group: GroupCoordinator, rank: int, dtype: torch.dtype, columns: in
     with group.graph_capture() as context:
         for name, (call, _) in calls.items():
             graph = torch.cuda.CUDAGraph()
-            # torch's own groups have a thread that asks for events meanwhile.
+            # A thread of torch's groups queries events during the capture.
             with torch.cuda.graph(graph, stream=context.stream, capture_error_mode="thread_local"):
                 result = call(given)
             held[name] = graph, result
@@ -196,7 +194,7 @@ def captured(group: GroupCoordinator, rank: int, dtype: torch.dtype, columns: in
 
 
 def leaves(group: GroupCoordinator) -> str:
-    """Leaving returns beside a graph, and ends when the graph is gone."""
+    """Leaving the group returns while a graph exists, and completes when the graph is deleted."""
     import threading
 
     it = group.device_communicator
@@ -251,7 +249,7 @@ def main() -> None:
             start = time.monotonic()
     if device == "cuda":
         torch.cuda.synchronize()
-    os._exit(0)  # torch's own groups may wait for what a failing case has left
+    os._exit(0)  # torch's groups may wait for a failing case
 
 
 if __name__ == "__main__":

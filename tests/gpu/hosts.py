@@ -1,7 +1,5 @@
-"""What engines of several ranks run on: the GPUs of this host, or, to rehearse, its CPU.
-
-On the CPU ranks are processes over gloo, on the device that tests/engine/plugins/oot_cpu brings.
-"""
+"""Hosts for engines of several ranks: this host's GPUs, or its CPU as a rehearsal. On the CPU,
+ranks are processes over gloo, on the device of tests/engine/plugins/oot_cpu."""
 
 from __future__ import annotations
 
@@ -33,12 +31,12 @@ PLUGINS = ROOT / "tests" / "engine" / "plugins"
 FLAGCX = ROOT / "packages" / "vllm-fl-flagcx"
 
 FAMILIES = {
-    # Of a checkpoint, so that what a layer adds is seen in the logits: vLLM's dummy weights are too
-    # small for that. Fewer layers and words: they cost time, and no kernel gets another shape.
+    # Weights from a checkpoint: vLLM's dummy weights are too small for a layer to show in the
+    # logits. Fewer layers and a smaller vocabulary save time and change no kernel's shape.
     "qwen3": ("qwen3-8b", {"num_hidden_layers": 4, "initializer_range": 0.025}),
     "qwen3_moe": ("qwen3-30b-a3b", {"num_hidden_layers": 2, "initializer_range": 0.035}),
 }
-"""Family of tools/tiny_model.py -> (the model whose shapes it gets on GPUs, and what else)."""
+"""Family of tools/tiny_model.py -> (the model with its GPU shapes, further sizes)."""
 
 SIZES = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -46,20 +44,13 @@ SIZES = (
 )
 
 WORDS = 4096
-"""Of the vocabulary: every logit of every token is handed over."""
+"""Vocabulary size; small, because all logits of all tokens are transferred."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """Where engines run, and how.
-
-    Args:
-        ranks: how many one engine has.
-        on_cpu: whether it is rehearsed on the CPU.
-        limit: seconds until an engine is killed that has not answered.
-        only: what the names of the cases have in them that are run.
-        at_once: how many engines start side by side.
-    """
+    """Where and how engines run: `ranks` per engine, `at_once` engines at a time, each killed after
+    `limit` seconds without an answer. Runs cases with `only` in their names; `on_cpu` rehearses."""
 
     ranks: int
     on_cpu: bool
@@ -68,14 +59,13 @@ class Host:
     at_once: int = 1
 
     def lacks(self) -> str:
-        """Why it cannot hold such an engine, or nothing."""
+        """Why the host cannot run such an engine, or ""."""
         import torch
 
         found = torch.cuda.device_count()
         return "" if self.on_cpu or found >= self.ranks else f"{self.ranks} GPUs; here are {found}"
 
     def side_by_side(self) -> ThreadPoolExecutor:
-        """Runs engines at the same time."""
         return ThreadPoolExecutor(max_workers=self.at_once)
 
     def model(self, folder: Path, family: str) -> str:
@@ -86,8 +76,8 @@ class Host:
         return str(tiny_model.make(folder, family, **sizes))
 
     def job(self, model: str, batches: list[list[list[int]]], eager: bool, **options: Any) -> Job:
-        """Of an engine of all ranks, unless the options say otherwise."""
-        # On the CPU float32 leaves the ranks no difference that another sum makes.
+        """A job of an engine of all ranks, unless the options set another size."""
+        # In float32 the order of a sum makes no difference between ranks.
         size = {"max_model_len": 512, "dtype": "float32"} if self.on_cpu else OPTIONS
         told = {**size, "tensor_parallel_size": self.ranks, **options}
         return Job(model, batches, eager=eager, options=told)
@@ -95,14 +85,9 @@ class Host:
     def variables(
         self, *modules: str, path: str | Path = PLUGINS, device: str = "oot_cpu", **more: str
     ) -> dict[str, str]:
-        """The environment of an engine in which vllm-fl takes part.
-
-        Args:
-            modules: further plugins, by their modules.
-            path: where these are, beside tests/engine/plugins.
-            device: on the CPU the plugin that brings the device; empty for vLLM's own platform.
-            more: further variables.
-        """
+        """The environment of an engine with vllm-fl. `path` is the folder of the further plugin
+        `modules`, in addition to tests/engine/plugins; `device` is the device's plugin on the CPU,
+        "" for vLLM's platform; `more` are further variables."""
         own = {"VLLM_FL_PLATFORM": device} if self.on_cpu and device else {}
         names = ",".join((*own.values(), *modules))
         loaded = {"VLLM_FL_PLUGIN_MODULES": names} if names else {}
@@ -110,7 +95,7 @@ class Host:
         return {"PYTHONPATH": path, **own, **loaded, **more}
 
     def flagcx(self, folder: Path) -> Callable[..., dict[str, str]]:
-        """`variables` of engines with FlagCX, whose stand-in is compiled into this folder."""
+        """`variables` of engines with FlagCX; compiles its stand-in into this folder."""
         sys.path.append(str(FLAGCX / "tests"))
         from flagcx_library import built, built_over_nccl
 
@@ -122,16 +107,13 @@ class Host:
 
     @property
     def bound(self) -> dict[str, str]:
-        """What an engine on the CPU is told of cores: one for each rank, in turns."""
+        """The CPU binding of an engine: one core per rank, reused if there are too few."""
         each = map(str, islice(cycle(cores()), self.ranks))
         return {BIND: "|".join(each)} if self.on_cpu else {}
 
     def run(self, job: Job, **variables: str) -> dict[str, Any]:
-        """`engine_run.run` within the limit; `took` of the result is its seconds.
-
-        Raises:
-            EngineFailed: as there; the seconds are the last line of its log.
-        """
+        """`engine_run.run` within the limit; `took` of the result is its seconds, and so is the
+        last line of EngineFailed's log."""
         begun = time.monotonic()
         try:
             answer = run(job, timeout=self.limit, **self.bound, **variables)
@@ -142,13 +124,12 @@ class Host:
 
 
 class Kept:
-    """What is known of each case beside its problem, written to $OUT as it comes."""
+    """Facts of each case, written to $OUT as they arrive."""
 
     def __init__(self, file: str) -> None:
         self.path = Path(os.environ.get("OUT", "."), file)
         self.facts: dict[str, Any] = {}
 
     def add(self, case: str, **facts: Any) -> None:
-        """Keep this of a case."""
         self.facts.setdefault(case, {}).update(facts)
         self.path.write_text(json.dumps(self.facts, indent=1))

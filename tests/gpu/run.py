@@ -1,13 +1,12 @@
-"""Everything that only a GPU can show, as a plain script: a line per case, and JSON under $OUT.
+"""Tests that need a GPU, as a script: a line per case, and JSON under $OUT.
 
     python tests/gpu/run.py [PART …]        all parts: contracts operators engines attention experts
-                                            fused_experts ranks graphs flagcx sleep
-                                            warmup
-    python tests/gpu/run.py real            a real model, whose folder is there: cases_real.py
+                                            fused_experts ranks graphs flagcx sleep warmup
+    python tests/gpu/run.py real            a real model, if its folder exists: cases_real.py
     python tests/gpu/run.py ranks flagcx --ranks 4      engines of four ranks, on four GPUs
     python tests/gpu/run.py ranks flagcx --ranks 4 --cpu        the same rehearsed on the CPU
 
-Exits with 1 when a case failed, and with 0 and the reason where there is no NVIDIA GPU.
+Exits with 1 if a case failed, and with 0 and the reason if there is no NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tools"), str(Path(__file__).parent)]
 
-import cases_attention  # noqa: E402 (beside this file)
+import cases_attention  # noqa: E402 (in this file's folder)
 import cases_contracts  # noqa: E402
 import cases_engines  # noqa: E402
 import cases_experts  # noqa: E402
@@ -59,15 +58,15 @@ OF_RANKS: dict[str, Callable[[Path, Host], Iterator[tuple[str, str]]]] = {
     "ranks": cases_ranks.cases,
     "flagcx": cases_flagcx.cases,
 }
-"""Parts whose engines have several ranks, and which are rehearsed on the CPU."""
+"""Parts with engines of several ranks; they can be rehearsed on the CPU."""
 
 NAMED = {"real"}
-"""Parts that run only where they are named."""
+"""Parts that run only on request."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One case: `problem` is empty when it is as it should be."""
+    """One case; `problem` is "" on success."""
 
     part: str
     case: str
@@ -76,7 +75,7 @@ class Outcome:
 
 
 def no_gpu() -> str | None:
-    """Why nothing of this can run here; None when it can."""
+    """Why no part can run here, or None."""
     import torch
 
     if torch.version.cuda is None:
@@ -87,7 +86,6 @@ def no_gpu() -> str | None:
 
 
 def main() -> int:
-    """Run the parts that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     known = [*PARTS, *OF_RANKS]
     parser.add_argument("parts", nargs="*", help=", ".join(known))

@@ -1,4 +1,4 @@
-"""The GPU's cases as a test; without a GPU it is skipped and says why."""
+"""The GPU cases as one test; without a GPU it is skipped with the reason."""
 
 from __future__ import annotations
 

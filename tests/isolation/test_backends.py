@@ -1,4 +1,4 @@
-"""Core with all backends of this repository, and with each alone."""
+"""Core with all backends of this repository, and with each separately."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ COMMON = {"vllm-fl", "vllm-fl-core", "vllm-fl-ops", "vllm-fl-verify", "vllm-fl-t
 DISTRIBUTIONS = envs.distributions()
 BACKENDS = sorted(set(DISTRIBUTIONS) - COMMON)
 WITHOUT_OPS = {"vllm-fl-flagcx"}
-"""What brings a communicator, and no ops."""
+"""Distributions with a communicator and no ops."""
 
 ELSEWHERE = {"vllm-fl-ascend", "vllm-fl-cuda", "vllm-fl-flaggems"}
-"""Those whose ops need a device, or a build of vLLM, that the tests' environment has not."""
+"""Backends with ops that need a device or a vLLM build missing in the tests' environment."""
 
 OPS = ["gelu_and_mul", "rms_norm", "rotary_embedding", "silu_and_mul"]
-"""Ops that each of them brings; some bring more."""
+"""Ops that every backend provides; some provide more."""
 
 ENTRY_POINTS = """
 import json
@@ -38,7 +38,7 @@ def everything(install: Install) -> Installed:
 
 
 def assert_listed(installed: Installed, *backends: str) -> None:
-    """These plugins are loaded from there, and no other."""
+    """Exactly these plugins are loaded, from this environment."""
     plugins = installed.plugins()
     assert sorted(plugins) == sorted(backends)
     for backend, plugin in plugins.items():
@@ -56,14 +56,14 @@ def test_all_backends_together(everything: Installed) -> None:
         assert [c["status"] for c in candidates].count("selected") == 1
         assert {c["distribution"] for c in candidates} == set(BACKENDS) - WITHOUT_OPS
         for candidate in candidates:
-            if candidate["distribution"] in ELSEWHERE:  # for another machine: it gives its reason
+            if candidate["distribution"] in ELSEWHERE:  # for another machine: it reports its reason
                 assert candidate["status"] == "rejected"
                 assert candidate["reason"].startswith("not available: ")
                 assert "availability check" not in candidate["reason"]
 
 
 def test_the_requirements_of_our_wheels_are_installed(everything: Installed) -> None:
-    """pip's own check, for our distributions: a dependency that is not declared cannot hide."""
+    """`pip check` of our distributions detects undeclared dependencies."""
     done = everything.run("-m", "pip", "check", "--disable-pip-version-check")
     assert not [line for line in done.stdout.splitlines() if line.startswith("vllm-fl-")]
 

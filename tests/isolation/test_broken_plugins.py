@@ -1,7 +1,5 @@
-"""One environment with broken plugins and a sound one: each costs only itself.
-
-packages/vllm-fl-core/tests/plugins/test_loading.py has more failures, as modules.
-"""
+"""One environment with broken plugins and a sound one: each fault affects only its own plugin.
+packages/vllm-fl-core/tests/plugins/test_loading.py has more failures, as modules."""
 
 from __future__ import annotations
 
@@ -19,11 +17,11 @@ BROKEN = {
     "fl-twin-a": "fl-twin-b 1.0",
     "fl-twin-b": "fl-twin-a 1.0",
 }
-"""Distribution -> what the user must be able to read."""
+"""Distribution -> text that the error must contain."""
 
 EXITS = "fl-exits"
 LIVE = {"VLLM_FL_PLUGINS": ",".join(["fl-sound", *BROKEN])}
-"""All but the one whose import ends the process."""
+"""All but the plugin that ends the process on import."""
 
 LOAD = "from vllm_fl.dispatch import get_default_manager; get_default_manager().startup"
 
@@ -97,7 +95,7 @@ def test_one_that_ends_the_process_is_named_by_the_next_one_and_imported_by_no_v
     ],
 )
 def test_narrowing(installed: Installed, only: str, sound: str, broken: str) -> None:
-    """A plugin that VLLM_FL_PLUGINS leaves out cannot fail."""
+    """A plugin that VLLM_FL_PLUGINS excludes cannot fail."""
     listed = installed.plugins(VLLM_FL_PLUGINS=only)
     statuses: dict[str, Any] = {name: plugin["status"] for name, plugin in listed.items()}
     expected = dict.fromkeys([EXITS, *BROKEN], "disabled")

@@ -1,4 +1,4 @@
-"""Core alone; without the ops; without verification; and everything without a backend."""
+"""Core only; without the ops; without verification; and everything without a backend."""
 
 from __future__ import annotations
 
@@ -98,10 +98,10 @@ def test_without_the_ops_each_verb_says_what_to_install(install: Install) -> Non
     )
     assert alone.script(asked) == 0
     listed = alone.command("plan")
-    assert f"No op has a contract here: {MISSING}." in listed.stdout
+    assert f"No op has a contract: {MISSING}." in listed.stdout
     explained = alone.command("explain", "rms_norm")
     assert explained.returncode == 2
-    assert f"Contracts are missing here: {MISSING}. [FL301]" in explained.stderr
+    assert f"Contracts are missing: {MISSING}. [FL301]" in explained.stderr
     found = {f["code"]: f for f in alone.answer("doctor", status=1)["findings"]}
     assert found["FL217"]["what"] == "vllm-fl-ops is not installed."
     assert found["FL217"]["todo"] == "pip install vllm-fl-ops"
@@ -143,7 +143,7 @@ except EngineFailed as error:
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """`serve(installed, **variables)`: a tiny model in an engine, its log or why it failed."""
+    """`serve(installed, **variables)`: the log of an engine with a tiny model, or why it failed."""
 
     def run(installed: Installed, **variables: str) -> dict[str, Any]:
         tools = str(envs.ROOT / "tools")
@@ -165,7 +165,7 @@ def test_without_verification_no_backend_serves_unless_it_is_switched_off(
     install: Install, serve: Callable[..., Any]
 ) -> None:
     installed = install("vllm-fl-reference", engine=True, without=(VERIFY,))
-    line = "nothing here verifies kernels: pip install vllm-fl-verify, or set VLLM_FL_PREFLIGHT=off"
+    line = "plugin verifies kernels: pip install vllm-fl-verify, or set VLLM_FL_PREFLIGHT=off"
     assert line in serve(installed, VLLM_FL_PREFER="reference")["failed"]
     off = serve(installed, VLLM_FL_PREFER="reference", VLLM_FL_PREFLIGHT="off")
     assert "reference.torch" in off["log"]

@@ -1,4 +1,4 @@
-"""A distribution of which a part is missing, next to a sound one: it is named, the other works."""
+"""A distribution with a missing part, next to a sound one: it is reported, the other works."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ NO_METADATA = "fl_twin_a-1.0.dist-info has no METADATA"
 
 
 def info(site: Path) -> Path:
-    """The folder of its metadata."""
     return next(site.glob("fl_twin_a-*.dist-info"))
 
 
@@ -48,7 +47,7 @@ REFUSED = {
     lose_module: "ModuleNotFoundError: No module named 'fl_twin_a'",
     lose_metadata: f"{NO_METADATA}: it is half uninstalled",
 }
-"""What is still found -> why it is refused; the others are no longer found as plugins."""
+"""Entry point that is still found -> why it is rejected; the other files are no longer found."""
 
 
 def findings(installed: Installed, check: str, **variables: str) -> list[dict[str, Any]]:
@@ -64,7 +63,7 @@ def findings(installed: Installed, check: str, **variables: str) -> list[dict[st
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 (lose_entry_points, "them fl_twin_a-1.0.dist-info/entry_points.txt", BROKEN),
-                (lose_record_and_entry_points, "is half installed: it has no RECORD", BROKEN),
+                (lose_record_and_entry_points, "is partly installed: it has no RECORD", BROKEN),
                 (lose_metadata, NO_METADATA, "rm -r /"),
                 (lose_all_metadata, NO_METADATA, "rm -r /"),
             )
@@ -86,7 +85,7 @@ def test_it_is_named_and_harms_no_other(
     else:
         failed = plugins[BROKEN]
         assert (failed["status"], failed["version"]) == ("failed", "1.0")
-        assert cause in failed["error"] and "leave it out with VLLM_FL_PLUGINS" in failed["error"]
+        assert cause in failed["error"] and "disable it with VLLM_FL_PLUGINS" in failed["error"]
         left_out = installed.plugins(VLLM_FL_PLUGINS="fl-sound")
         assert left_out[BROKEN]["status"] == "disabled"
     op = installed.ops()["silu_and_mul"]
@@ -100,7 +99,7 @@ def test_doctor_has_nothing_to_say_of_whole_ones_and_reads_vllms_list_of_plugins
     installed = install("fl-sound")
     assert findings(installed, "half-installed") == []
     (finding,) = findings(installed, "vllm-plugins", VLLM_PLUGINS="lora_filesystem_resolver")
-    assert "does not name 'fl'" in finding["what"]
-    assert "it runs as stock" in finding["why"]
+    assert "does not contain 'fl'" in finding["what"]
+    assert "vLLM runs unmodified" in finding["why"]
     assert finding["todo"] == "export VLLM_PLUGINS=lora_filesystem_resolver,fl"
     assert findings(installed, "vllm-plugins", VLLM_PLUGINS="fl") == []

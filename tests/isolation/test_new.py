@@ -1,4 +1,4 @@
-"""A package that `vllm-fl new` wrote: it builds, is discovered, and passes the kit as written."""
+"""A package written by `vllm-fl new`: it builds, is discovered, and passes the kit unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_a_new_backend_builds_and_is_found(install: Install, tmp_path: Path) -> 
     assert written.returncode == 0, written.stderr
     (plugin,) = install(str(tmp_path / "vllm-fl-foo")).plugins().values()
     assert (plugin["name"], plugin["version"]) == ("foo", "0.1.0")
-    # Its modules are there, and this environment has no torch.
+    # Its modules are installed; this environment has no torch.
     assert "No module named 'torch'" in plugin["error"] and "vllm_fl_foo/impl" in plugin["error"]
 
 

@@ -1,7 +1,5 @@
-"""A distribution made of the blocks of docs/new-op.md: what other ops have, its op has, in vLLM.
-
-A second distribution beside it brings a wrong implementation of that op.
-"""
+"""A distribution made of the code blocks of docs/new-op.md: its op is a full op, used in vLLM. A
+second distribution provides an incorrect implementation of that op."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_FL_DISPATCH_DEBUG": 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The distribution that the page builds, and a module with a wrong implementation."""
+    """The distribution that the page builds, and a module with an incorrect implementation."""
     root = tmp_path_factory.mktemp("acme-softcap")
     page = (envs.ROOT / "docs" / "new-op.md").read_text()
     files = re.findall(r"^`([\w./-]+)`:\n\n```\w+\n(.*?)^```", page, re.M | re.S)
@@ -79,7 +77,7 @@ def installed(install: Install, folder: Path) -> Installed:
 
 @pytest.fixture(scope="module")
 def wrong(folder: Path) -> dict[str, str]:
-    """The variables under which the wrong implementation is loaded, too."""
+    """The variables that also load the incorrect implementation."""
     return {"VLLM_FL_PLUGIN_MODULES": "wrong_softcap", "PYTHONPATH": str(folder / "wrong")}
 
 
@@ -146,14 +144,14 @@ def test_a_model_that_has_it_runs_with_it(serve: Any, impl: str, eager: bool) ->
     assert report["mode"] == mode
     assert report["ops"][OP] == {
         "impl": impl,
-        "reason": f"your order says impl:{impl}",
+        "reason": f"your order lists impl:{impl}",
     }
     assert report["calls"][OP][impl] > 0
-    # The wrong one stands behind it in the order, and is caught before the model is built.
-    assert "it is wrong" in report["demotions"][OP]["vendor.wrong"]
+    # The incorrect implementation is last in the order; it is detected before the model is built.
+    assert "it is incorrect" in report["demotions"][OP]["vendor.wrong"]
     (line,) = [line for line in found["log"].splitlines() if " planned: " in line]
     assert report["digest"] in line
-    stock = serve("stock", True)  # in both modes: a compiled one would say the same
+    stock = serve("stock", True)  # for both modes: compiling does not change stock's results
     (said,) = stock["report"]
     assert said["ops"][OP]["impl"] == "stock" and said["digest"] != report["digest"]
     worst, magnitude = difference(stock, found)
@@ -166,12 +164,12 @@ def test_the_pages_own_script_serves_it_and_counts_its_calls(
     variables = {"VLLM_FL_PER_OP": f"{OP}=vendor|reference", "VLLM_FL_DISPATCH_DEBUG": "1"}
     done = installed.env.run("serve.py", check=False, cwd=folder, **variables)
     assert done.returncode == 0, done.stderr
-    assert "{'impl': 'vendor.acme', 'reason': 'your order says vendor'}" in done.stdout
+    assert "{'impl': 'vendor.acme', 'reason': 'your order lists vendor'}" in done.stdout
     assert re.search(rf"{{'{OP}': {{'vendor.acme': [1-9]", done.stdout)
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float]:
-    """(largest difference of the logits of the prompt, largest magnitude)."""
+    """(largest difference of the prompt's logits, largest magnitude)."""
     pairs = [
         (a, b)
         for row, twin in zip(one["logits"][0][:4], other["logits"][0][:4], strict=True)

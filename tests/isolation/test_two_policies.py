@@ -1,4 +1,4 @@
-"""Two vendors with a policy for one platform: installing the second ends nothing of the first."""
+"""Two vendors with a policy for one platform: installing the second does not disable the first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BOTH = ("fl-left", "fl-right")
 
 @pytest.fixture(params=[BOTH, pytest.param(BOTH[::-1], marks=pytest.mark.slow)], ids="+".join)
 def both(install: Install, request: pytest.FixtureRequest) -> Installed:
-    """Core and the two, installed in one order and in the other."""
+    """Core and both vendors, installed in either order."""
     return install(*request.param)
 
 

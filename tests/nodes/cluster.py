@@ -1,4 +1,4 @@
-"""A real Ray cluster of nodes on this machine, each with packages and variables of its own."""
+"""A real Ray cluster of nodes on this machine, each with its own packages and variables."""
 
 from __future__ import annotations
 
@@ -17,24 +17,20 @@ import psutil
 import envs
 
 HOST = "127.0.0.1"
-"""Every node's address: vLLM compares the engine's with that of its node."""
+"""Every node's address: vLLM compares the engine's address with its node's address."""
 
 RAY = ("-m", "ray.scripts.scripts")
 OBJECT_STORE = 100 << 20
-"""Bytes of shared memory that each node takes."""
+"""Bytes of shared memory per node."""
 
 LIMIT = 90
-"""Seconds in which the nodes of a cluster must have found each other."""
+"""Timeout in seconds for the nodes of a cluster to find each other."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """A machine with one device, which Ray counts as a GPU.
-
-    Args:
-        env: what is installed there.
-        variables: the environment of its processes, beside what every process has.
-    """
+    """A machine with one device, counted by Ray as a GPU; `variables` are in addition to common
+    ones."""
 
     env: envs.Env
     variables: dict[str, str] = field(default_factory=dict)
@@ -42,26 +38,22 @@ class Node:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A running cluster.
-
-    Args:
-        address: of its head, for `RAY_ADDRESS`.
-        processes: one for each node, whose children are the node's processes.
-    """
+    """A running cluster: its head's address, for `RAY_ADDRESS`, and the parent process of each
+    node."""
 
     address: str
     processes: tuple[subprocess.Popen[bytes], ...]
 
     def workers(self, node: int) -> list[psutil.Process]:
-        """The processes of a node that run a worker of vLLM's."""
+        """The processes of a node that run a vLLM worker."""
         children = psutil.Process(self.processes[node].pid).children(recursive=True)
         return [child for child in children if "ray::RayWorkerProc" in " ".join(_command(child))]
 
 
 @contextlib.contextmanager
 def cluster(*nodes: Node) -> Iterator[Cluster]:
-    """Start these nodes, the first one as the head; at the end all of their processes are gone."""
-    # Short, since the names of sockets are made from it.
+    """Start these nodes, the first as the head; end all their processes on exit."""
+    # A short path, because socket names are made from it.
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     address = f"{HOST}:{_free_port()}"
     started: list[subprocess.Popen[bytes]] = []
@@ -84,7 +76,7 @@ def cluster(*nodes: Node) -> Iterator[Cluster]:
 
 
 class NotReady(RuntimeError):
-    """A cluster did not start; the message has what its nodes printed."""
+    """A cluster did not start; the message has the output of its nodes."""
 
 
 def _start(node: Node, *where: str, log: Path) -> subprocess.Popen[bytes]:
@@ -124,7 +116,7 @@ def _wait(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a node and whatever is left of its processes."""
+    """End a node and all its remaining processes."""
     try:
         family = psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""The fixtures of the tests on nodes."""
+"""Fixtures of the tests on nodes."""
 
 from nodes import model, stock, whole, without
 

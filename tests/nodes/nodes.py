@@ -1,8 +1,6 @@
-"""An engine of two ranks on the nodes of a Ray cluster, each of which may lack something.
-
-vLLM's own CPU platform knows no Ray. The CPU stands for hardware that a plugin brings, as in
-tests/engine/test_out_of_tree.py; each node has one, which Ray counts as a GPU.
-"""
+"""An engine of two ranks on the nodes of a Ray cluster, with packages missing on some nodes. vLLM's
+CPU platform does not support Ray, so the CPU is a plugin's device, as in
+tests/engine/test_out_of_tree.py; each node has one, counted by Ray as a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ DEVICE = {"VLLM_FL_PLUGIN_MODULES": "oot_cpu", "VLLM_FL_PLATFORM": "oot_cpu"}
 PROMPTS = [[[3, 17, 170, 99, 41, 7, 250, 12]], [[5 * i + 3, 60, 7, 11, 8] for i in range(4)]]
 LAYERS, NEW_TOKENS = 2, 6
 LIMIT = 280
-"""Seconds in which an engine must have answered, or ended."""
+"""Timeout in seconds of an engine."""
 
 
 @pytest.fixture(scope="session")
@@ -36,19 +34,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def stock(model: str) -> dict[str, Any]:
-    """What vLLM without us answers, in one process."""
+    """Stock vLLM's answers, in one process."""
     return run(replace(job(model), options={"dtype": "float32"}), **STOCK)
 
 
 @pytest.fixture(scope="session")
 def whole() -> envs.Env:
-    """What is installed where the engine is: this session's own environment."""
+    """The engine's environment: this session's environment."""
     return envs.Env(Path(sys.prefix), envs.ray())
 
 
 @pytest.fixture(scope="session")
 def without(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., envs.Env]:
-    """`without(*names)`: an environment with these distributions alone."""
+    """`without(*names)`: an environment with only these distributions."""
 
     def make(*names: str) -> envs.Env:
         wheels = envs.wheels(*names) if names else ()
@@ -63,7 +61,7 @@ def job(model: str, **options: Any) -> Job:
 
 
 def node(env: envs.Env, number: int, **variables: str) -> Node:
-    """A node that knows where modules lie, and none of our settings."""
+    """A node with the module paths and without our settings."""
     core = {BIND: str(number)}
     return Node(env, {"NODE": str(number), **core, **PLUGINS, **variables})
 
@@ -76,7 +74,7 @@ def serve(job: Job, *nodes: Node, **variables: str) -> dict[str, Any]:
 
 
 def fails(job: Job, *nodes: Node, **variables: str) -> str:
-    """What an engine printed that did not start, or did not end well."""
+    """The output of an engine that must fail."""
     with pytest.raises(EngineFailed) as failure:
         serve(job, *nodes, **variables)
     return failure.value.log

@@ -1,4 +1,4 @@
-"""A worker on a node of a Ray cluster dies: the engine ends with a message, and nothing hangs."""
+"""A worker on a node of a Ray cluster dies: the engine ends with a message and does not hang."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MORTAL = {
 
 
 def dying(model: str, whole: envs.Env, when: str) -> str:
-    """What an engine printed whose rank 1 dies."""
+    """The output of an engine with a dying rank 1."""
     return fails(job(model), *(node(whole, n, RANK_ONE=when) for n in (0, 1)), **MORTAL)
 
 

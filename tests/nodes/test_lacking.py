@@ -1,4 +1,4 @@
-"""A node of a Ray cluster that lacks something: it is off on all ranks, or a message names it."""
+"""A node of a Ray cluster lacks something: disabled on all ranks, or named in a message."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def test_what_one_node_lacks_is_off_on_all_and_another_version_is_named(
     ordered = {"VLLM_FL_PER_OP": f"{OP}=vendor|reference", "VLLM_FL_DISPATCH_DEBUG": "1"}
     result = serve(job(model), *nodes, **ordered)
     first, second = result["report"]
-    # The reasons differ: what is not installed on rank 1 is no candidate there.
+    # The reasons differ: what is not installed on rank 1 is not a candidate there.
     impls = [{op: told["impl"] for op, told in rank["ops"].items()} for rank in (first, second)]
     assert impls[0] == impls[1]
     for rank in (first, second):
         assert rank["calls"][OP].keys() == {"reference.torch"}
-        assert "rank 1 lacks it: vllm-fl-cpu" in rank["demotions"][OP]["vendor.cpu"]
+        assert "missing on rank 1: vllm-fl-cpu" in rank["demotions"][OP]["vendor.cpu"]
     # A set: the log monitor of each node on this machine reads the logs of both.
     lines = set(result["log"].splitlines())
-    (line,) = [line for line in lines if f"'vendor.cpu' of op '{OP}' is off on all ranks" in line]
-    assert f"rank 1 lacks it. Install vllm-fl-cpu {released} on its node" in line
+    (line,) = [line for line in lines if f"'vendor.cpu' of op '{OP}' is disabled on all" in line]
+    assert f"missing on rank 1. Install vllm-fl-cpu {released} on its node" in line
 
     assert first["digest"] != second["digest"]
     (line,) = [line for line in lines if f"The ranks differ. {OP}: " in line]

@@ -1,4 +1,4 @@
-"""What travels to the workers of a Ray cluster: every setting, the policy file and the table."""
+"""Workers of a Ray cluster receive every setting, the policy file and the table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ devices:
 
 
 def every_setting(folder: Path) -> dict[str, tuple[str, str, Any]]:
-    """Each setting that core or `node_watch` has: its variable, a text for it, what that means."""
+    """Setting of core or `node_watch` -> (its variable, its text, the parsed value)."""
     (folder / "table.yaml").write_text(TABLE)
     path = str(folder)
     modules, plugins = ["oot_cpu", "node_watch"], ["vllm-fl-reference", "vllm-fl-cpu"]
@@ -69,7 +69,7 @@ def test_two_nodes_have_one_plan_and_all_settings_of_the_engine(
     if by == "a policy file":
         file = tmp_path / "fl.yaml"
         lines = {key: value for key, value in meant.items() if key in ITEMS and ITEMS[key].in_file}
-        del lines["oot_whitelist"]  # beside a blacklist it is an error
+        del lines["oot_whitelist"]  # with a blacklist it is an error
         told = {
             **lines,
             "table": "table.yaml",
@@ -83,7 +83,7 @@ def test_two_nodes_have_one_plan_and_all_settings_of_the_engine(
         origins["op_backends.rms_norm"] = f"{file}:{len(told)}"
         variables["VLLM_FL_CONFIG"] = meant["config"] = str(file)
         origins["config"] = "environment VLLM_FL_CONFIG"
-    # vLLM sets the engine's variables in Ray's workers, but for those that this file names.
+    # vLLM sets the engine's variables in Ray's workers, except the ones in this file.
     (tmp_path / "ray_non_carry_over_env_vars.json").write_text(json.dumps(list(variables)))
     nodes = (node(whole, number) for number in (0, 1))
     ours = serve(job(model), *nodes, VLLM_CONFIG_ROOT=str(tmp_path), **variables)

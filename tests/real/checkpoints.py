@@ -1,5 +1,4 @@
-"""What is made of a real model: an adapter for it, and checkpoints with quantised weights; and how
-transformers computes in float32 what they say."""
+"""Variants of a real model (a LoRA adapter, quantised weights) and their float32 results."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ RANK = 8
 
 
 def seconds_of_fp8() -> float:
-    """What one product of 16 rows takes in fp8 here. On some CPUs PyTorch has no code for it but a
-    loop, and a model of 135 million parameters takes seconds for each token."""
+    """Seconds of one fp8 product of 16 rows. On some CPUs PyTorch only has a loop for it, and a
+    model of 135 million parameters takes seconds per token."""
     import torch
 
     left, right = (torch.ones(rows, 576).to(torch.float8_e4m3fn) for rows in (16, 1536))
@@ -31,7 +30,7 @@ def seconds_of_fp8() -> float:
 
 
 def adapter(model: Path, folder: Path) -> Path:
-    """A LoRA adapter of random weights for every projection, that changes answers visibly."""
+    """A LoRA adapter of random weights for every projection, large enough to change answers."""
     import torch
     from safetensors import safe_open
     from safetensors.torch import save_file
@@ -40,7 +39,7 @@ def adapter(model: Path, folder: Path) -> Path:
     pick = torch.Generator().manual_seed(0)
     tensors = {}
     with safe_open(model / "model.safetensors", "pt") as weights:
-        for name in weights.keys():  # noqa: SIM118 (it is no dict)
+        for name in weights.keys():  # noqa: SIM118 (not a dict)
             if name.split(".")[-2] not in PROJECTIONS:
                 continue
             high, low = weights.get_slice(name).get_shape()
@@ -64,8 +63,8 @@ def adapter(model: Path, folder: Path) -> Path:
 
 
 def quantised(model: Path, folder: Path, form: str) -> Path:
-    """A checkpoint of compressed-tensors with eight bits: a scale for each channel of a weight, and
-    one for each token, which is found while the model runs."""
+    """An 8-bit compressed-tensors checkpoint: one scale per output channel, dynamic ones per
+    token."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -115,7 +114,7 @@ def merge(model: Any, folder: Path) -> None:
 
 
 def round_as(model: Any, form: str) -> None:
-    """Round the weights of transformers' model as `quantised` does, and what enters its layers."""
+    """Round the weights of transformers' model like `quantised`, and the inputs of its layers."""
     import torch
 
     def rounded(values: torch.Tensor) -> torch.Tensor:

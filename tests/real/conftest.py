@@ -1,4 +1,4 @@
-"""The fixtures of the tests on real models, and a table of what they measured."""
+"""Fixtures of the tests on real models, and a table of their measurements."""
 
 from __future__ import annotations
 

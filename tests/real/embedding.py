@@ -1,4 +1,4 @@
-"""One run of vLLM's pooling runner in a process of its own.
+"""One run of vLLM's pooling runner in its own process.
 
 python embedding.py '{"model": DIR, "texts": […], "options": {…}, "out": FILE}'
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def main(request: dict[str, Any]) -> None:
-    """Write `vectors`, one for each text, and vllm-fl's `report`, None for stock."""
+    """Write `vectors`, one per text, and vllm-fl's `report`, None for stock."""
     from vllm import LLM
 
     llm = LLM(request["model"], runner="pooling", **request["options"])

@@ -1,4 +1,4 @@
-"""Engines on real models' weights. A run is made once and shared by the tests that look at it."""
+"""Engines with real weights; each run is made once and shared by tests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLANS: dict[str, dict[str, str]] = {
 """Name -> variables."""
 
 LIMIT = 1500.0
-"""Seconds for one engine: vLLM's products in fp8 take minutes on a CPU, as compiling does."""
+"""Seconds for one engine: compiling, and vLLM's fp8 products on a CPU, take minutes."""
 
 Model = Callable[[str], Path]
 Scored = Callable[..., Result]
@@ -39,23 +39,21 @@ True_ = Callable[..., list[float]]
 
 @pytest.fixture(scope="session")
 def model() -> Model:
-    """`model(name)`: the folder of a real model; `nox -s real` has fetched and converted it."""
+    """`model(name)`: the folder of a real model, fetched and converted by `nox -s real`."""
     return envs.real_model
 
 
 def own_core() -> int:
-    """A core for the engines of this worker of pytest-xdist, which computes beside another."""
+    """A core for the engines of this pytest-xdist worker; workers run at the same time."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
     return cores()[int(worker) % len(cores())]
 
 
 @pytest.fixture(scope="session")
 def scored(model: Model, once: Once) -> Scored:
-    """`scored(name, plan, eager=True, dtype="bfloat16", …)`: what that engine said of the prose.
-
-    `label` names what is further given: `folder`, another checkpoint; options of `prose.job`; and
-    VARIABLES.
-    """
+    """`scored(name, plan, eager=True, dtype="bfloat16", …)`: that engine's result on the prose.
+    `label` identifies other arguments: `folder` (a checkpoint), options of `prose.job`,
+    VARIABLES."""
 
     def answer(
         name: str,
@@ -79,13 +77,11 @@ def scored(model: Model, once: Once) -> Scored:
 
 @pytest.fixture(scope="session")
 def true(model: Model, tmp_path_factory: pytest.TempPathFactory) -> True_:
-    """`true(name)`: how likely transformers holds the same tokens to be, in float32.
-
-    `true(name, label, change)` is that of a model which `change` has been given.
-    """
+    """`true(name)`: float32 log-probabilities of the same tokens from transformers; `true(name,
+    label, change)`: after `change(model)`."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # of all workers
+        folder = folder.parent  # common to all workers
 
     def computed(
         name: str, label: str = "", change: Callable[[Any], None] | None = None
@@ -101,13 +97,13 @@ def true(model: Model, tmp_path_factory: pytest.TempPathFactory) -> True_:
 
 
 def own_epsilon(epsilon: str) -> dict[str, str]:
-    """The variables of a plan whose norms all add this epsilon, unseen by the start."""
+    """Variables of a plan with norms that use this epsilon, without verification at startup."""
     return {
         "VLLM_FL_PLUGIN_MODULES": "own_epsilon",
         "PYTHONPATH": str(PLUGINS),
         "OWN_EPSILON": epsilon,
         "VLLM_FL_PER_OP": "rms_norm=vendor:ownepsilon",
-        "VLLM_FL_PREFLIGHT": "off",  # it would be named and taken out
+        "VLLM_FL_PREFLIGHT": "off",  # it would be reported and disabled
     }
 
 
@@ -135,7 +131,7 @@ def seen(
 
 
 def assert_it_ran(ours: Result, *ops: str) -> None:
-    """Nothing was taken out, and each of these ops was computed by the plan's implementation."""
+    """Nothing was disabled, and the plan's implementation computed each of these ops."""
     (report,) = ours["report"]
     assert report["demotions"] == {}
     for op in ops:

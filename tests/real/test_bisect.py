@@ -1,4 +1,4 @@
-"""`vllm-fl bisect` on a real model: it names a wrong kernel, and a right plan is noise."""
+"""`vllm-fl bisect` on a real model names a wrong kernel; a correct plan is reported as noise."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ONE_ELEMENT = {
 
 @pytest.fixture
 def bisect(model: Model, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """`bisect(VARIABLE=…)`: what the command says of the plan that these variables give."""
+    """`bisect(VARIABLE=…)`: the command's result for the plan of these variables."""
     texts = prose.job(model(SMOLLM2)).scored
     each = len(texts) * prose.TEXT_TOKENS // PROMPTS
     pieces = [text[i : i + each] for text in texts for i in range(0, len(text), each)]

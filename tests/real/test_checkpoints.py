@@ -1,4 +1,4 @@
-"""A LoRA adapter, and weights of eight bits, on a real model: each plan is as exact as stock."""
+"""A LoRA adapter, and 8-bit weights, on a real model: each plan is as accurate as stock."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from real_engines import (
 pytestmark = pytest.mark.slow
 
 MEAN = 0.06
-"""Of the differences in eight bits. A last bit of bfloat16 there decides about a step of 1/127 of a
-token's largest feature: right engines are 0.14 apart in the median, and 0.035 in the mean."""
+"""Limit on the mean difference with 8-bit weights. The last bit of a bfloat16 decides about a step
+of 1/127 of a token's largest feature: correct engines differ by 0.14 (median), 0.035 (mean)."""
 
 Record = Callable[[str, object], None]
 
@@ -41,7 +41,7 @@ def test_with_an_adapter(
         "adapter": str(adapter),
         "enable_lora": True,
         "max_lora_rank": checkpoints.RANK,
-        # Else vLLM wraps the head, too, whose code for the CPU takes no logits of a prompt.
+        # Otherwise vLLM also wraps the head, but its CPU code does not support a prompt's logits.
         "lora_target_modules": list(checkpoints.PROJECTIONS),
     }
     stock, ours = (scored(SMOLLM2, p, label="lora", **through) for p in ("stock", plan))

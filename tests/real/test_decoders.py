@@ -33,8 +33,8 @@ RUNS = [
 ]
 
 THEIRS = {SMOLLM2: ("rms_norm", "silu_and_mul"), GEMMA: ("gelu_and_mul",)}
-"""Model -> ops that every plan gives to an implementation of ours; but a compiled engine's shipped
-plan leaves all to stock on a CPU."""
+"""Model -> ops that every plan gives to one of our implementations, except that the shipped plan of
+a compiled engine keeps all stock on a CPU."""
 
 
 @pytest.mark.parametrize(("name", "plan", "eager"), RUNS)
@@ -76,7 +76,7 @@ def test_a_plan_is_stock_in_float32_but_for_the_order_of_sums(
 
 
 def test_a_wrong_norm_is_not_as_exact(scored: Scored, true: True_) -> None:
-    """What the tests above ask for is more than nothing."""
+    """Control: the tests above can fail."""
     ours = scored(SMOLLM2, "shipped", label="wrong", **own_epsilon("1e-2"))
     assert_it_ran(ours, "rms_norm")
     found = prose.problems(scored(SMOLLM2, "stock"), ours, true(SMOLLM2))
@@ -86,7 +86,7 @@ def test_a_wrong_norm_is_not_as_exact(scored: Scored, true: True_) -> None:
 
 @pytest.mark.slow
 def test_float32_shows_what_the_rounding_of_bfloat16_hides(scored: Scored) -> None:
-    """An epsilon of 1e-6 in the place of 1e-5, the most usual mistake."""
+    """An epsilon of 1e-6 instead of 1e-5, the most common mistake."""
     stock = scored(SMOLLM2, "stock", dtype="float32")
     ours = scored(SMOLLM2, "shipped", dtype="float32", label="wrong", **own_epsilon("1e-6"))
     found = prose.distance(prose.logps(ours), prose.logps(stock))

@@ -1,8 +1,5 @@
-"""FlagGems's kernels on what a real model's layers are given, through Triton's interpreter.
-
-Some tokens and some layers: each launch is interpreted. `nox -s real` runs this in an environment
-of its own.
-"""
+"""FlagGems's kernels on layer inputs of a real model, through Triton's interpreter. Some tokens and
+layers only, because the interpreter is slow. `nox -s real` runs this in a separate environment."""
 
 from __future__ import annotations
 
@@ -30,14 +27,14 @@ pytestmark = pytest.mark.slow
 TOKENS = 32
 
 LAYERS = (0, 5, 10, 15, 20, 29)
-"""The first, some between, and the last, whose values are the largest."""
+"""The first, some between, and the last, which has the largest values."""
 
 OPS = ("rms_norm", "silu_and_mul", "rotary_embedding")
 
 
 @pytest.fixture(scope="module")
 def given(model: Model) -> dict[str, list[Sample]]:
-    """Op -> what layers give it, as vLLM's do, in transformers' forward pass in bfloat16."""
+    """Op -> inputs of its layers, shaped as in vLLM, from transformers' bfloat16 forward pass."""
     from transformers import AutoModelForCausalLM
 
     decoder: Any = AutoModelForCausalLM.from_pretrained(model(SMOLLM2), dtype=torch.bfloat16)
@@ -55,15 +52,15 @@ def given(model: Model) -> dict[str, list[Sample]]:
 
 
 def scale_of(op: str, args: tuple[Any, ...]) -> float:
-    """How large the results are. A norm's are not as its inputs, nor a gate's product, of which one
-    large feature would hide the others."""
+    """Magnitude of the results: 1 for norms, because their results do not scale with the inputs,
+    and for gated products, where one large feature would hide errors in the others."""
     if op != "rotary_embedding":
         return 1.0
     return max(1.0, *(tensor.abs().max().item() for tensor in args[:2]))
 
 
 def calls(decoder: Any, layer: Any, seen: Any) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
-    """(op, what, arguments) of a layer's calls, put together of what its parts take and give."""
+    """(op, name, arguments) of a layer's calls, built from the inputs and outputs of its parts."""
     config, attention, mlp = decoder.config, layer.self_attn, layer.mlp
     norm, second = layer.input_layernorm, layer.post_attention_layernorm
     eps = config.rms_norm_eps
@@ -89,7 +86,7 @@ def calls(decoder: Any, layer: Any, seen: Any) -> Iterator[tuple[str, str, tuple
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_layers_own_tensors(op: str, given: dict[str, list[Sample]]) -> None:
-    get_default_manager().ensure_initialized()  # the interpreter comes as a plugin
+    get_default_manager().ensure_initialized()  # the interpreter is a plugin
     (impl,) = (impl for impl in register_ops() if impl.op_name == op)
     spec = known_contracts().contracts[op]
     for sample in given[op]:

@@ -1,4 +1,4 @@
-"""MiniLM, which turns a text into a vector, through vLLM's pooling runner."""
+"""MiniLM embeddings through vLLM's pooling runner."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from real_engines import MINILM, PLANS, Model, own_core
 TEXTS = [*prose.QUESTIONS, *prose.OPENINGS, " ".join(prose.OPENINGS * 4)]
 
 NEAR = {"float32": 1 - 1e-6, "bfloat16": 0.999}
-"""The smallest cosine to the right vector."""
+"""The smallest cosine to the correct vector."""
 
 Embedded = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def vectors(model: Model) -> list[list[float]]:
-    """transformers' in float32: the means of what the last layer says of a text's tokens."""
+    """transformers' vectors in float32: means of the last layer's output over a text's tokens."""
     import torch
     from transformers import AutoModel, AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""A real server on a real model, with all that its clients use at once."""
+"""A real server on a real model, with all client features at once."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from servers import END_LIMIT, Server, serving
 CLIENTS = 32
 
 STEP = 256
-"""Tokens that a step takes at most: longer prompts are prefilled in parts."""
+"""Maximum tokens of a step: longer prompts are prefilled in chunks."""
 
 SHARED = "Answer the question of a child in one short sentence. " * 20
-"""How every client's prompt begins, so that one finds in the cache what another has computed."""
+"""Common prefix of all prompts; clients share it in the prefix cache."""
 
 MODES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "eager": (("--enforce-eager",), {}),
-    "compiled": ((), VENDOR),  # since the shipped plan leaves all to stock there
+    "compiled": ((), VENDOR),  # the shipped plan keeps all stock there
     "speculating": (
         (
             "--enforce-eager",
@@ -63,7 +63,7 @@ def server(
 
 
 def complete(server: Server, prompt: str | list[int], **options: Any) -> Any:
-    """32 new tokens, each beside the two likeliest at its place."""
+    """32 new tokens, each with the two likeliest candidates."""
     extra = {"ignore_eos": True, "return_token_ids": True}
     asked = {"max_tokens": 32, "temperature": 0, "logprobs": 2, "extra_body": extra, **options}
     return server.client.completions.create(model="real", prompt=prompt, **asked)
@@ -76,8 +76,8 @@ def chat(server: Server, text: str, **options: Any) -> Any:
 
 
 def assert_alike(first: Any, second: list[int]) -> None:
-    """The same tokens, up to one that is about as likely as the next: what is in the cache is not
-    computed again, and in batches of other sizes sums are rounded in another order."""
+    """Tokens are equal up to one that is about as likely as the next: cached values are not
+    recomputed, and other batch sizes sum in another order."""
     answer = first.choices[0]
     for token, other, top in zip(
         answer.token_ids, second, answer.logprobs.top_logprobs, strict=True
@@ -89,7 +89,7 @@ def assert_alike(first: Any, second: list[int]) -> None:
 
 
 def metric(server: Server, name: str) -> float:
-    """The sum of what vLLM's metrics say under this name."""
+    """The sum of all vLLM metrics with this name."""
     with urllib.request.urlopen(f"{server.url}/metrics") as told:
         text = told.read().decode()
     lines = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.M)
@@ -100,7 +100,7 @@ def metric(server: Server, name: str) -> float:
 def test_the_log_probabilities_of_a_text_are_the_models(
     server: Server, model: Model, true: True_
 ) -> None:
-    """Also where the prompt is prefilled in parts: each text is longer than a step takes."""
+    """Each text is longer than a step, so its prompt is prefilled in chunks."""
     texts = prose.job(model(SMOLLM2)).scored
     found = []
     for text in texts:

@@ -16,13 +16,13 @@ COUNTS = Path(tempfile.mkdtemp()) / "calls"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Emulate before a test module is imported, and in the processes that tests start."""
+    """Emulate before any test module is imported, and in child processes of tests."""
     try:
         emulated.activate()
     except emulated.WheelMissing as missing:
         raise pytest.UsageError(str(missing)) from missing
     emulated.count_in(COUNTS)
-    torch.set_num_threads(1)  # the tensors are small; on a busy machine threads wait for each other
+    torch.set_num_threads(1)  # tensors are small, and on a busy machine threads wait for each other
     os.environ["VLLM_FL_PLUGIN_MODULES"] = "emulated.plugin"
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, (str(HERE), os.environ.get("PYTHONPATH")))
@@ -30,5 +30,4 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Leave nothing behind."""
     shutil.rmtree(COUNTS.parent, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Ascend's attention: each phase against plain softmax attention, and what is refused."""
+"""Ascend's attention: each phase against plain softmax attention, and unsupported calls."""
 
 from __future__ import annotations
 
@@ -21,18 +21,13 @@ from vllm_fl_ascend.impl import attention, masks
 
 BLOCK = 128
 ROOM = 7
-"""Blocks in a row of the block table."""
+"""Blocks per row of the block table."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One step of an engine.
-
-    Args:
-        sequences: (tokens in the cache before the step, tokens of the step) of each.
-        window: the sliding window, as vLLM counts.
-        padding: tokens behind the last sequence's that are padding.
-    """
+    """One step of an engine: (tokens in the cache before it, tokens of the step) per sequence; the
+    sliding window, counted as in vLLM; padding tokens after the last sequence."""
 
     sequences: tuple[tuple[int, int], ...]
     heads: int = 4
@@ -80,7 +75,7 @@ CASES = [
 
 @dataclass
 class Step:
-    """The tensors of one step, and the whole keys and values of each sequence."""
+    """The tensors of one step, and all keys and values of each sequence."""
 
     query: Tensor
     key: Tensor
@@ -97,7 +92,7 @@ class Step:
 
 
 def made(case: Case, seed: int = 0) -> Step:
-    """A step on a random layout: blocks out of order, old blocks full of what others left there."""
+    """A step on a random layout: blocks out of order, old blocks filled with other data."""
     draw = torch.Generator().manual_seed(seed)
 
     def noise(*shape: int) -> Tensor:
@@ -107,7 +102,7 @@ def made(case: Case, seed: int = 0) -> Step:
     new = [tokens for _, tokens in case.sequences]
     total = [a + b for a, b in case.sequences]
     count, width = len(total), case.kv_heads
-    blocks = count * ROOM + 1  # block 0 belongs to nobody
+    blocks = count * ROOM + 1  # block 0 belongs to no sequence
     order = torch.randperm(blocks - 1, generator=draw) + 1
     table = order[: count * ROOM].view(count, ROOM).int()
     keys = [noise(n, width, case.size) for n in total]
@@ -178,7 +173,7 @@ def expected(case: Case, step: Step) -> Tensor:
 
 
 SCALE = 0.21
-"""Not the usual 1/sqrt(size), so that a scale from elsewhere shows."""
+"""Not the usual 1/sqrt(size), to detect a scale from elsewhere."""
 
 
 def config(**fields: Any) -> SimpleNamespace:
@@ -186,7 +181,6 @@ def config(**fields: Any) -> SimpleNamespace:
 
 
 def layer(case: Case, **others: Any) -> Any:
-    """The implementation for one layer."""
     return attention.AscendAttentionImpl(
         case.heads, case.size, SCALE, case.kv_heads, sliding_window=case.window, **others
     )
@@ -199,7 +193,7 @@ def metadata(common: CommonAttentionMetadata) -> Any:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_is_attention_over_the_cache(case: Case) -> None:
-    """The layer's output is right to the last bit but one, and the cache holds what it should."""
+    """The layer's output is exact up to half a unit in the last place, and the cache is correct."""
     step = made(case)
     want_cache = step.planes.clone()
     written = step.common.slot_mapping >= 0
@@ -217,7 +211,7 @@ def test_a_step_is_attention_over_the_cache(case: Case) -> None:
         output[:tokens].double(), expected(case, step), rtol=0.51 * eps, atol=1e-5
     )
     assert (output[tokens:] == 7.0).all()
-    ours = want_cache[:, BLOCK:].view(torch.int16)  # bits: block 0 belongs to nobody
+    ours = want_cache[:, BLOCK:].view(torch.int16)  # bits: block 0 belongs to no sequence
     assert torch.equal(step.planes[:, BLOCK:].contiguous().view(torch.int16), ours)
 
 
@@ -229,7 +223,6 @@ def forward(impl: Any, step: Step, cache: Tensor | None = None, **others: Any) -
 
 
 def stored(case: Case) -> Tensor:
-    """The cache after a step."""
     step = made(case)
     forward(layer(case), step)
     return step.cache
@@ -243,18 +236,18 @@ def test_slots_of_padding_may_stand_anywhere() -> None:
     slots[140:150] = -1
     want.view_as(step.planes)[:, lost] = step.planes[:, lost]
     forward(layer(MIXED), step)
-    assert torch.equal(step.cache[:, 1:], want[:, 1:])  # block 0 belongs to nobody
+    assert torch.equal(step.cache[:, 1:], want[:, 1:])  # block 0 belongs to no sequence
 
 
 def test_a_step_reads_nothing_from_the_device() -> None:
     step = made(MIXED)
-    found = metadata(step.common)  # seq_lens lies on meta: nobody can read it
+    found = metadata(step.common)  # seq_lens is on meta and cannot be read
     impl = layer(MIXED)
     masks.template(torch.device("cpu"))  # made once, and not in the mode below
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = [mode.from_tensor(t) for t in (step.query, step.key, step.value, step.cache)]
         assert impl.forward(None, *fakes, found, torch.empty_like(fakes[0])).shape == fakes[0].shape
-        with pytest.raises(DataDependentOutputException):  # what a read of theirs raises
+        with pytest.raises(DataDependentOutputException):  # raised by a read of seq_lens
             fakes[0].sum().item()
 
 
@@ -302,7 +295,7 @@ def test_keys_and_values_of_two_sizes_are_refused() -> None:
         torch.zeros(2, 9, BLOCK, 4, 64, dtype=torch.bfloat16),
         torch.zeros(9, 2, BLOCK, 2, 64, dtype=torch.bfloat16),
         torch.zeros(9, 2, BLOCK, 2, 64, dtype=torch.bfloat16).transpose(0, 1),
-        torch.zeros(9, 2, BLOCK, 2 * 64, dtype=torch.bfloat16),  # both of a block side by side
+        torch.zeros(9, 2, BLOCK, 2 * 64, dtype=torch.bfloat16),  # key and value in one row
     ],
     ids=[
         "planes first",
@@ -337,7 +330,7 @@ def test_a_quantised_output_is_refused() -> None:
     ],
 )
 def test_a_layer_that_asks_for_more_is_refused(asked: dict[str, Any], reason: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"has no {reason}"):
+    with pytest.raises(NotImplementedError, match=f"does not support {reason}"):
         layer(DECODE, **asked)
 
 

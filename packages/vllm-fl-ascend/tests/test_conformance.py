@@ -1,4 +1,4 @@
-"""The backend keeps every contract, on the emulation."""
+"""The backend conforms to every contract, on the emulation."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from vllm_fl_tools.testing import OpConformance
 
 class TestAscend(OpConformance):
     backend = "vendor.ascend"
-    device = "cpu"  # where the emulated operators compute
+    device = "cpu"  # device of the emulated operators

@@ -1,4 +1,4 @@
-"""What the kernels are given: every sample of a contract, but for those named here."""
+"""The calls that the kernels get: every sample of a contract, except those listed here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 BFLOAT16_ALONE = {"fused_experts"}
-"""Ops with an operator that torch_npu's documentation has no other dtype of."""
+"""Ops with an operator documented by torch_npu for this dtype only."""
 
 REFUSED = {
     "merge_attn_states": {"odd sizes": "head_size % 8"},
@@ -30,9 +30,9 @@ REFUSED = {
         "gelu_tanh, gates near -3": "w13_bias is None",
     },
     "multimodal_rotary_embedding": {
-        "axes take turns": "not mrope_interleaved",
-        "axes take turns, width ends first": "not mrope_interleaved",
-        "both take turns": "not mrope_interleaved",
+        "interleaved axes": "not mrope_interleaved",
+        "interleaved axes, width ends first": "not mrope_interleaved",
+        "interleaved axes and pairs": "not mrope_interleaved",
         "contiguous, cos and sin apart": "not the two halves of one cache",
         "fp32 tables": "cos.dtype == query.dtype",
         "heights and widths alone": "min(mrope_section)",
@@ -76,14 +76,14 @@ REFUSED = {
         "many small groups": "<= 2048",
     },
 }
-"""What torch_npu's kernels have no form for: op -> sample -> a part of the reason."""
+"""Calls that torch_npu's kernels do not support: op -> sample -> a part of the reason."""
 
 REFUSED_IN_FP32 = {"quant_int8": "x.dtype != torch.float32"}
-"""Ops whose kernel takes no fp32, with a part of the reason."""
+"""Ops with a kernel without fp32 support, and a part of the reason."""
 
 
 def mistakes(op: str, dtype: torch.dtype) -> list[str]:
-    """The samples of an op that come out otherwise than they should."""
+    """The samples of an op with an unexpected outcome."""
     found = []
     for sample in known_contracts().contracts[op].samples(dtype, CPU):
         reason = REFUSED.get(op, {}).get(sample.name)
@@ -112,7 +112,7 @@ UNSUITABLE = [
     ("moe_topk", (torch.ones(2, 2), 1, True), "experts=2"),
     ("grouped_topk", (torch.ones(2, 2048), 2, True, 128, 4), "experts=2048"),
 ]
-"""Calls that no kernel takes, with a part of the reason."""
+"""Calls that no kernel supports, with a part of the reason."""
 
 
 @pytest.mark.parametrize(("op", "args", "reason"), UNSUITABLE)
@@ -126,7 +126,7 @@ def test_what_no_kernel_takes_is_refused_with_its_reason(
 
 
 def test_a_row_of_one_dimension_is_normed() -> None:
-    """The kernels do not take one as it is."""
+    """The kernels do not support one dimension."""
     norm = IMPLS["rms_norm"].fn
     x, weight = torch.randn(32), torch.randn(32)
     wanted = norm(x[None], x[None], weight, 1e-6)
@@ -136,7 +136,7 @@ def test_a_row_of_one_dimension_is_normed() -> None:
 
 
 def test_one_kernel_does_one_call() -> None:
-    """No tensor is copied, converted or normed beside the one launch."""
+    """Apart from the one launch no tensor is copied, converted or normed."""
     x = torch.randn(4, 128)
     cos, sin = torch.randn(8, 64).chunk(2, dim=-1)
     heads = torch.randn(4, 3, 64)

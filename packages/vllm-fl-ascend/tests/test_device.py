@@ -1,4 +1,4 @@
-"""The platform, worker and communicator that vLLM is given, as far as a CPU can tell."""
+"""The platform, worker and communicator for vLLM, tested without an NPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not i
 
 @pytest.fixture
 def platform() -> Any:
-    """The platform, as vLLM makes it."""
     from vllm_fl_ascend.platform import AscendPlatform
 
     return AscendPlatform()
@@ -28,14 +27,14 @@ def test_what_does_not_run_is_refused_by_name(platform: Any) -> None:
     platform.check_if_supports_dtype(torch.bfloat16)
     with pytest.raises(ValueError, match="float64"):
         platform.check_if_supports_dtype(torch.float64)
-    with pytest.raises(ValueError, match="no kernels for fp8 quantization"):
+    with pytest.raises(ValueError, match="does not support fp8 quantization"):
         platform.verify_quantization("fp8")
     with pytest.raises(ValueError, match="vllm-fl explain attention_backend"):
         platform.get_attn_backend_cls(None, None)
 
 
 def config(**model: Any) -> Any:
-    """What the platform changes of a VllmConfig, as vLLM's own defaults leave it."""
+    """The fields of a VllmConfig that the platform changes, with vLLM's defaults."""
     from vllm.config import CompilationMode, CUDAGraphMode
 
     return SimpleNamespace(
@@ -106,17 +105,17 @@ def test_drafts_and_other_npus_than_the_rank_s_are_refused(platform: Any) -> Non
     for asked in others:
         changed = config()
         vars(changed.parallel_config).update(asked)
-        with pytest.raises(ValueError, match="choose these with ASCEND_RT_VISIBLE_DEVICES"):
+        with pytest.raises(ValueError, match="select the NPUs with ASCEND_RT_VISIBLE_DEVICES"):
             platform.check_and_update_config(changed)
     changed = config()
     changed.speculative_config = object()
-    with pytest.raises(ValueError, match="no speculative decoding"):
+    with pytest.raises(ValueError, match="not support speculative decoding"):
         platform.check_and_update_config(changed)
 
 
 @pytest.mark.parametrize("padded", [0, 3])
 def test_slots_are_those_of_vllm_s_kernel(padded: int) -> None:
-    """Against vLLM's own C++ version of its Triton kernel."""
+    """Compared with vLLM's C++ version of its Triton kernel."""
     from vllm.platforms.cpu import CpuPlatform
 
     from vllm_fl_ascend.slots import compute_slot_mapping
@@ -135,13 +134,13 @@ def test_slots_are_those_of_vllm_s_kernel(padded: int) -> None:
         function(*arguments, 1024)
         slots.append(mapping)
     assert torch.equal(*(mapping[:209] for mapping in slots))
-    assert slots[1][209:].eq(-1).all()  # as the Triton kernel does, and the C++ one does not
+    assert slots[1][209:].eq(-1).all()  # like the Triton kernel, unlike the C++ one
     with pytest.raises(NotImplementedError, match="context parallelism"):
         compute_slot_mapping(*arguments[:8], 2, 0, 1, -1, 1024)
 
 
 def test_its_parameters_are_the_kernel_s() -> None:
-    """vLLM passes them by name where the names agree, else by position."""
+    """vLLM passes them by name if the names match, else by position."""
     import inspect
 
     from vllm.triton_utils.dispatcher import _kernel_arg_names
@@ -161,7 +160,7 @@ def gathered(rank: int, file: str, results: Any) -> None:
 
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     group = dist.group.WORLD
-    dist.gather = None  # HCCL has none
+    dist.gather = None  # HCCL does not have it
     mine = AscendCommunicator(group, torch.device("cpu"), group)
     found = mine.gather(torch.full((2, 3), float(rank)), dst=1, dim=-1)
     results.put((rank, None if found is None else found.tolist()))
@@ -169,7 +168,7 @@ def gathered(rank: int, file: str, results: Any) -> None:
 
 
 def test_gather_needs_no_gather_of_hccl(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")  # it need not import vLLM again
+    context = multiprocessing.get_context("fork")  # need not import vLLM again
     results = context.Queue()
     ranks = [
         context.Process(target=gathered, args=(rank, str(tmp_path / "store"), results))

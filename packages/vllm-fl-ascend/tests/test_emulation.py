@@ -1,4 +1,4 @@
-"""The emulation refuses what torch_npu would: without that, the other tests would say little."""
+"""The emulation rejects what torch_npu rejects; the other tests rely on it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ USED = (
 
 @pytest.mark.parametrize("name", USED)
 def test_a_schema_is_that_of_the_compiled_library(name: str) -> None:
-    """The YAML's schema, its `self` renamed, stands word for word in libtorch_npu.so."""
+    """libtorch_npu.so contains the YAML's schema verbatim, with its `self` renamed."""
     schema = next(s for s in wheel.schemas() if s.startswith(f"{name}("))
     assert wheel.compiled(schema)
     assert torch._C.parse_schema(f"npu::{schema}") == getattr(torch.ops.npu, name).default._schema
@@ -51,4 +51,4 @@ def test_nothing_of_torch_npu_is_loaded() -> None:
     assert getattr(sys.modules["torch_npu"], "__file__", None) is None
     maps = Path("/proc/self/maps")
     assert not maps.exists() or "torch_npu" not in maps.read_text()
-    assert not distribution("torch-npu").entry_points  # one of them would load it with torch
+    assert not distribution("torch-npu").entry_points  # they would load torch_npu with torch

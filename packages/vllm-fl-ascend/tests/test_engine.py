@@ -1,4 +1,4 @@
-"""Models served by vLLM on Ascend's platform, ops and attention, emulated: as stock serves them."""
+"""vLLM engines on Ascend's emulated platform, ops and attention: results equal stock vLLM."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from engine_run import STOCK, Job, largest_difference, run
 
 pytestmark = pytest.mark.slow
 
-# In one process all prompts of a batch are there before its first step: what a step holds is
-# the same in every run.
+# In one process all prompts of a batch arrive before its first step: every run has equal steps.
 STEPS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 OURS = {**STEPS, "VLLM_FL_PLATFORM": "ascend", "VLLM_FL_DISPATCH_DEBUG": "1"}
 NOT_OURS = {**STEPS, **STOCK, "VLLM_FL_PLUGIN_MODULES": ""}
@@ -29,15 +28,15 @@ MODELS: dict[str, tuple[torch.dtype, dict[str, Any], tuple[str, ...]]] = {
         ("gelu_and_mul", "rotary_embedding"),
     ),
     "qwen3_moe": (
-        torch.bfloat16,  # all that the kernel for experts takes
-        {"num_experts_per_tok": 8},  # all: none is chosen otherwise for a difference in rounding
+        torch.bfloat16,  # the only dtype of the kernel for experts
+        {"num_experts_per_tok": 8},  # all: a rounding difference cannot select others
         ("fused_experts", "moe_topk", "rms_norm", "rotary_embedding"),
     ),
 }
-"""Family -> dtype, what its configuration has besides, and ops that its layers call."""
+"""Family -> dtype, further configuration, and ops that its layers call."""
 
 STEP = 160
-"""Tokens that vLLM serves in one step: a longer prompt comes in chunks, beside decoded tokens."""
+"""Tokens per step: longer prompts are prefilled in chunks, together with decoded tokens."""
 
 
 def prompt(first: int, length: int) -> list[int]:
@@ -45,7 +44,7 @@ def prompt(first: int, length: int) -> list[int]:
 
 
 def job_for(folder: Path, family: str) -> Job:
-    """A short prompt alone, six up to beyond a block together, a long one, and its beginning."""
+    """A short prompt, six together that grow beyond a block, a long one, and its beginning."""
     dtype, sizes, _ = MODELS[family]
     long = prompt(11, 300)
     return Job(
@@ -56,7 +55,7 @@ def job_for(folder: Path, family: str) -> Job:
             "dtype": str(dtype).removeprefix("torch."),
             "max_num_batched_tokens": STEP,
         },
-        prompt_logits=False,  # with them vLLM reads no prefix from the cache
+        prompt_logits=False,  # vLLM would not use its prefix cache with them
     )
 
 
@@ -71,7 +70,7 @@ def test_a_model_is_served_as_stock_serves_it(family: str, tmp_path: Path) -> No
     (report,) = ours["report"]
     impls = {op: told["impl"] for op, told in report["ops"].items()}
     assert {impls[op] for op in (*called, "attention_backend")} == {"vendor.ascend"}
-    # Gemma's norms have a float32 weight, which the kernel refuses.
+    # The kernel does not support the float32 weight of Gemma's norms.
     rejected = {"rms_norm"} if family == "gemma3" else set()
     assert set(report["rejections"]) == rejected
     served = {impl for op, impl in impls.items() if op not in rejected}
@@ -86,9 +85,8 @@ def test_a_model_is_served_as_stock_serves_it(family: str, tmp_path: Path) -> No
 
     stock = run(job, timeout=400, forks=True, **NOT_OURS)
     assert ours["cached"] == stock["cached"]
-    assert ours["cached"][-1] == 256  # two blocks of the long prompt before it
+    assert ours["cached"][-1] == 256  # two blocks of the earlier long prompt
     assert ours["kv_blocks"] == stock["kv_blocks"]
     worst, magnitude = largest_difference(stock, ours)
-    # Two layers round a dozen times each, in another order than stock's kernels do; seen: 0.7 to
-    # 1.4 of the dtype's epsilon.
+    # Two layers round a dozen times each, in another order than stock; seen: 0.7 to 1.4 epsilon.
     assert worst <= 4 * torch.finfo(dtype).eps * magnitude, (ours["tokens"], stock["tokens"])

@@ -1,4 +1,4 @@
-"""The plugin as core meets it: what it imports, when it is available, what its policy file says."""
+"""The plugin as core uses it: imports, availability, policy file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_without_torch_npu_everything_says_what_to_install() -> None:
 
 
 def without(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """`import torch_npu` fails so."""
+    """`import torch_npu` raises this error."""
     real = builtins.__import__
 
     def fail(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +57,7 @@ def test_where_cann_is_missing_the_reason_is_kept(
 
 def test_a_host_without_an_npu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(torch.npu), "is_available", lambda self: False)
-    assert "torch_npu 2.13.0 sees no NPU" in str(npu.available())
+    assert "torch_npu 2.13.0 finds no NPU" in str(npu.available())
 
 
 def test_with_an_npu_everything_is_available() -> None:

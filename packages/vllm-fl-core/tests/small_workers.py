@@ -43,7 +43,8 @@ calls = []
 
 
 def ranks_failed(why):
-    return StartError(f"vllm-fl ends the start: rank 0: {why}", failures=(f"rank 0: {why}",))
+    failures = (f"rank 0: {why}",)
+    return StartError(f"vllm-fl: engine startup failed: {failures[0]}", failures=failures)
 
 
 class Model(torch.nn.Module):

@@ -139,7 +139,7 @@ def test_07_a_module_with_the_documented_function_is_a_plugin(
 
 def test_08_a_platform_file_cannot_shut_third_parties_out(tmp_path: Path) -> None:
     files = platform(tmp_path / "cuda.yaml", "allow_vendors: [cuda]\n")
-    with pytest.raises(SettingsError, match="allow_vendors: a plugin's file may not set it"):
+    with pytest.raises(SettingsError, match="allow_vendors: a plugin's file must not set it"):
         load_settings({}, platform="cuda", platform_files=files)
     settings = load_settings({"VLLM_FL_PREFER": "vendor"}, platform="cuda")
     rivals = impl("vendor.acme", priority=1000), impl("vendor.cuda")

@@ -1,9 +1,7 @@
 """vendor.cuda without a GPU, on the kernels of vLLM's CPU build: a plugin module for the tests.
-
-VLLM_FL_PLUGIN_MODULES=on_cpu_kernels, with this folder on PYTHONPATH: every process that finds
-plugins then has it. The kernels have the names and signatures of the CUDA build's. Where they take
-less, the stand-in takes the call for them or refuses it; nothing here knows a result.
-"""
+With VLLM_FL_PLUGIN_MODULES=on_cpu_kernels, and this folder on PYTHONPATH, every process that loads
+plugins has it. The kernels have the CUDA build's names and signatures. For calls that a CPU kernel
+does not support, the stand-in converts the call or rejects it; no result is hard-coded."""
 
 from __future__ import annotations
 
@@ -17,15 +15,15 @@ import torch.nn.functional as F
 from vllm_fl import OpImpl, hookimpl
 
 LANES = 8
-"""Elements of one vector of the CPU kernels, which have no remainder."""
+"""Elements per vector of the CPU kernels, which support no remainder."""
 
 LAYERS = {"relu_squared": "relu2"}
-"""Kernel -> vLLM's layer of it, where that has another name."""
+"""Kernel -> vLLM's layer for it, if the name differs."""
 
 
 @hookimpl
 def register_ops() -> Iterable[OpImpl]:
-    """Nothing: what the installed plugin brings is let run here."""
+    """Provide nothing; let the installed plugin's implementations run here."""
     import vllm_fl_cuda.impl as shared
     from vllm_fl_cuda.impl import linear, qk_norm_rope
     from vllm_fl_cuda.plugin import MODULES
@@ -43,11 +41,8 @@ def register_ops() -> Iterable[OpImpl]:
 
 @cache
 def kernel(name: str) -> Callable[..., None]:
-    """vLLM's CPU kernel `torch.ops._C.<name>` behind the CUDA kernel's demands.
-
-    Raises:
-        AttributeError: the CPU build has none, and vLLM no layer of that name.
-    """
+    """vLLM's CPU kernel `torch.ops._C.<name>`, with the CUDA kernel's requirements; AttributeError
+    if neither the CPU build nor vLLM's layers have this name."""
     from vllm.platforms.cpu import CpuPlatform
 
     CpuPlatform.import_kernels()
@@ -62,10 +57,8 @@ def kernel(name: str) -> Callable[..., None]:
 
 
 def _by_layer(name: str) -> Callable[..., None]:
-    """vLLM's layer of a kernel that the CPU build lacks, in PyTorch: the kernel's numbers are its.
-
-    Made of the class itself, which knows nothing of the layers that stand in its place.
-    """
+    """vLLM's PyTorch layer for a kernel that the CPU build lacks; it takes the kernel's numbers.
+    Made from the class itself, to bypass layers that replace it."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.custom_op import op_registry
     from vllm.model_executor.layers import activation  # noqa: F401 (registers its layers)
@@ -90,8 +83,6 @@ def _by_layer(name: str) -> Callable[..., None]:
 
 
 def _fp8(static: bool, shape: tuple[int, int]) -> Callable[..., None]:
-    """The layer QuantFP8, in PyTorch."""
-
     def call(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, bound: Any = None) -> None:
         _reads_packed(x, scale)
         assert x.numel(), "an empty grid is a launch error"
@@ -119,7 +110,7 @@ def _fp8_group(
         raise NotImplementedError("the layer has a least scale of its own, and no eps")
     value, found = _quant_fp8(False, (1, size), ue8m0)(x)
     out.copy_(value)
-    # The kernel counts x's groups, and writes on behind scales that are fewer.
+    # The kernel counts x's groups, and writes beyond `scale` if it has fewer elements.
     scale.view(-1).copy_(found.reshape(-1)[: scale.numel()])
 
 
@@ -132,7 +123,7 @@ _fp8_group._schema = torch._C.parse_schema(
 
 @cache
 def _quant_fp8(static: bool, shape: tuple[int, int], ue8m0: bool = False) -> Callable[..., Any]:
-    """`forward_native` of vLLM's own QuantFP8, which knows nothing of what stands in its place."""
+    """`forward_native` of vLLM's QuantFP8, bypassing layers that replace it."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.quantization.input_quant_fp8 import GroupShape, QuantFP8
 
@@ -170,7 +161,7 @@ def _norm(overload: Any) -> Callable[..., None]:
         assert 2 <= x.ndim <= 4, "the CUDA kernel takes two to four dimensions"
         assert x.stride(-1) == 1, "the CUDA kernel reads rows without gaps"
         _whole_vectors(x)
-        wide = x.float().contiguous()  # the CUDA kernel minds the rows' strides
+        wide = x.float().contiguous()  # the CUDA kernel supports row strides
         result = torch.empty_like(wide)
         overload(result, wide, _wide(weight, x), epsilon)
         out.copy_(result)
@@ -198,7 +189,7 @@ def _wide(weight: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
 def _int8(overload: Any) -> Callable[..., None]:
     def call(out: torch.Tensor, x: torch.Tensor, *scales: torch.Tensor | None) -> None:
         _reads_packed(x, *(scale for scale in scales if scale is not None))
-        rows = x.view(-1, x.shape[-1])  # the CUDA kernels count rows, in any number of dimensions
+        rows = x.view(-1, x.shape[-1])  # the CUDA kernels flatten leading dimensions
         assert scales[0].numel() in (1, len(rows)), "the kernel writes a scale for each row"
         overload(out.view(rows.shape), rows, *scales)
 
@@ -217,7 +208,7 @@ def _rotary(overload: Any) -> Callable[..., None]:
         _reads_packed(positions, cache)
         if not all(0 <= position < len(cache) for position in positions.tolist()):
             raise IndexError("a position outside the tables, which on a GPU is undefined")
-        # There the CPU's kernel also takes any size, and any tables.
+        # In float32 the CPU's kernel also supports any size and any tables.
         wide = [None if x is None else x.float() for x in (query, key)]
         overload(positions, *wide, head_size, cache.float(), neox)
         for x, turned in zip((query, key), wide, strict=True):
@@ -228,7 +219,7 @@ def _rotary(overload: Any) -> Callable[..., None]:
 
 
 def _norm_rope(norm: Callable[..., None], rotary: Callable[..., None]) -> Callable[..., None]:
-    """The CPU build's two kernels behind the demands of the CUDA build's one."""
+    """The CPU build's two kernels, with the requirements of the CUDA build's fused kernel."""
 
     def call(
         qkv: torch.Tensor,
@@ -279,8 +270,8 @@ BEHIND = {
     "static_scaled_int8_quant": _int8,
     "dynamic_scaled_int8_quant": _int8,
 }
-"""CUDA kernel -> what stands behind it; every other one is a gated activation. All but int8's
-get fp32, in which CUDA's compute: some CPUs' kernels cut bfloat16 off, and do not round."""
+"""CUDA kernel -> its stand-in; every other kernel is a gated activation. All but int8 get fp32, the
+CUDA kernels' precision: some CPU kernels truncate bfloat16 instead of rounding."""
 
 
 def _concat_mla(
@@ -294,7 +285,7 @@ def _concat_mla(
     _reads_packed(slot_mapping)
     assert kind == "auto" and scale.dtype == torch.float32, "of a cache without quantisation"
     assert kv_c.stride(1) == k_pe.stride(1) == kv_cache.stride(2) == 1, "rows in one piece"
-    # In PyTorch, since the CPU build has a kernel for processors with AVX-512 alone.
+    # In PyTorch, because the CPU build has this kernel only for processors with AVX-512.
     held = slot_mapping >= 0
     rows = torch.cat((kv_c, k_pe), dim=1)[: len(slot_mapping)]
     slots, size = slot_mapping[held], kv_cache.shape[1]
@@ -314,11 +305,11 @@ def _reshape(
     assert key_cache.stride() == value_cache.stride(), "the kernel writes both by one's strides"
     assert key_cache.stride(3) == 1, "heads in one piece"
     for x, held in ((key, key_cache), (value, value_cache)):
-        rows = x.as_strided(key.shape, x.stride())  # the kernel knows no other shape
+        rows = x.as_strided(key.shape, x.stride())  # the kernel assumes this shape
         assert rows.stride()[1:] == (rows.shape[2], 1), "the kernel reads heads side by side"
         sizes = (held.data_ptr(), *(step * held.itemsize for step in held.stride()[:3]))
         assert not any(size % 16 for size in sizes), "the kernel stores 16 bytes"
-        # A row in two pieces, as latents have it.
+        # A row in two pieces, as for latents.
         whole, half = held.contiguous().flatten(2), rows.shape[1] * rows.shape[2] // 2
         pieces = rows.flatten(1)[:, :half], rows.flatten(1)[:, half:]
         _concat_mla(*pieces, whole, slot_mapping, kind, k_scale)
@@ -353,7 +344,7 @@ def _scaled_mm(
     b_scales: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> None:
-    """PyTorch's product of fp8, which has a scale for each row and column."""
+    """PyTorch's fp8 product with a scale for each row and column."""
     _reads_packed(out, a, b.t(), a_scales, b_scales)
     assert not any(size % 16 for size in b.shape), "the kernel loads 16 bytes"
     assert a.numel(), "an empty grid is a launch error"
@@ -373,5 +364,4 @@ OTHERWISE = {
     "per_token_group_fp8_quant": _fp8_group,
     "static_scaled_fp8_quant": _fp8(static=True, shape=(-1, -1)),
 }
-"""Kernels that the CPU build has under another name, for other rows, or in PyTorch. Of fp8 it has
-placeholders alone."""
+"""Kernels with another name or other rows in the CPU build, or only in PyTorch (fp8: stubs)."""

@@ -1,4 +1,4 @@
-"""The backend keeps every contract; where no GPU is, on_cpu_kernels.py can stand in for it."""
+"""The backend conforms to every contract; without a GPU, load on_cpu_kernels.py."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""What the conformance kit does not ask: which memory is read and written
-where it lies, and which calls are refused.
-
-The numbers of the CUDA kernels are compared on a GPU (tests/gpu).
-"""
+"""Memory that is read and written in place, and unsupported calls: both outside the conformance
+kit. The numbers of the CUDA kernels are compared on a GPU (tests/gpu)."""
 
 from __future__ import annotations
 
@@ -46,12 +43,11 @@ REFUSED = {
     },  # without a bias
     "qk_norm_rope": {"three quarters of each head rotate", "odd sizes", "fp32 weights and table"},
 }
-"""What the CUDA kernels have no form for; every other sample is taken."""
+"""Samples that the CUDA kernels do not support; they support every other one."""
 
 
 @pytest.fixture
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU for all kernels."""
     monkeypatch.setattr(qk_norm_rope, "capability", lambda device: (8, 0))
     monkeypatch.setattr(linear, "capability", lambda device: (8, 9))
 
@@ -95,7 +91,7 @@ def test_what_kernels_would_spoil_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Recorder:
-    """Stands in for a kernel: keeps the arguments of its calls."""
+    """Stand-in for a kernel: records the arguments of its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -117,12 +113,12 @@ def test_no_kernel_is_launched_for_no_tokens(op: str, recorder: Recorder) -> Non
     for sample in known_contracts().contracts[op].samples(torch.bfloat16, CPU):
         if sample.name.startswith("0 token"):
             IMPLS[op].fn(*sample.args)
-    IMPLS["quant_fp8"].fn(torch.zeros(0, 64))  # no sample: vLLM's own form fails there
+    IMPLS["quant_fp8"].fn(torch.zeros(0, 64))  # not a sample: vLLM's form fails there
     assert recorder.calls == []
 
 
 def unaligned(*shape: int) -> torch.Tensor:
-    """Contiguous, two bytes behind a multiple of what the kernels load at once."""
+    """Contiguous, but two bytes off the kernels' load alignment."""
     return torch.randn(torch.Size(shape).numel() + 1).bfloat16()[1:].view(shape)
 
 
@@ -231,7 +227,7 @@ def normed_heads(**change: Any) -> tuple[Any, ...]:
 def test_heads_are_normed_and_turned_in_their_buffer_by_the_operators_own_order(
     recorder: Recorder,
 ) -> None:
-    buffer = unaligned(4, 4 * 64)[1:]  # 510 bytes on: no multiple of what the kernel loads at once
+    buffer = unaligned(4, 4 * 64)[1:]  # 510 bytes later: not aligned for the kernel's loads
     strided = torch.arange(6, dtype=torch.int32)[::2]
     args = normed_heads(qkv=buffer, position_ids=strided, rotary_interleaved=True)
     result = qk_norm_rope.qk_norm_rope(*args)

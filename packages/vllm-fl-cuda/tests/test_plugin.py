@@ -1,4 +1,4 @@
-"""The plugin as core meets it: what it imports, when it is available, what its policy file says."""
+"""The plugin as core uses it: imports, availability, policy file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TestPlugin(PluginChecks):
 
 
 def found(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
-    """Metadata as if just these distributions were there, beside a CUDA build of torch."""
+    """Metadata as if exactly these distributions were installed, with a CUDA build of torch."""
 
     def version(name: str) -> str:
         try:
@@ -67,7 +67,7 @@ def test_a_missing_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ORDERED = yaml.safe_load(POLICY.read_text("utf-8"))["op_backends"]
-"""What was measured. An op without a list has core's order, with vLLM's own code in it."""
+"""Orders from measurements. Other ops have core's order, which includes vLLM's code."""
 
 
 def test_policy_loads_and_a_preference_moves_its_kind_to_the_front() -> None:

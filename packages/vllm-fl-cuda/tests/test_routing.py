@@ -1,8 +1,5 @@
-"""The calls of vLLM's kernels around experts, by the schemas of the oldest and a later release.
-
-In the kernels' place stands PyTorch, behind what they demand of tensors. Their numbers are compared
-on a GPU (tests/gpu).
-"""
+"""Calls of vLLM's kernels around experts, by the schemas of the oldest and a later release. PyTorch
+code with the kernels' requirements replaces them; tests/gpu compares their numbers on a GPU."""
 
 from __future__ import annotations
 
@@ -27,14 +24,14 @@ GROUPED = (
     "_moe_C::grouped_topk(Tensor scores, int n_group, int topk_group, int topk, bool renormalize, "
     "float routed_scaling_factor, Tensor bias, int scoring_func) -> (Tensor, Tensor)"
 )
-"""The same in all releases; no place of ours, and so not in the table."""
+"""Equal in all releases; missing in the table because we do not replace it."""
 
 ALIGN = (
     "_moe_C::moe_align_block_size(Tensor topk_ids, int num_experts, int block_size, "
     "Tensor! sorted_token_ids, Tensor! experts_ids, Tensor! num_tokens_post_pad, "
     "Tensor? maybe_expert_map"
 )
-"""As far as all releases have it; no place of ours either."""
+"""The part common to all releases; we do not replace it either."""
 
 SCATTER = ", Tensor(d!)? scatter_idx"
 
@@ -60,7 +57,7 @@ KINDS = {
 
 
 class Kernel:
-    """What is called by a schema's positions: `compute` gets the arguments by name."""
+    """Called by a schema's positions: `compute` gets the arguments by name."""
 
     def __init__(self, schema: str, compute: Callable[[Mapping[str, Any]], Any]) -> None:
         self._schema, self.compute = torch._C.parse_schema(schema), compute
@@ -133,7 +130,7 @@ def _sum(given: Mapping[str, Any]) -> None:
 
 
 def _align(given: Mapping[str, Any]) -> None:
-    """As 0.32's kernel: ids in the order of places, -1 behind the blocks in use."""
+    """As 0.32's kernel: ids in the order of places, -1 after the blocks in use."""
     ids, count, size = given["topk_ids"], given["num_experts"], given["block_size"]
     outs = [given[n] for n in ("sorted_token_ids", "experts_ids", "num_tokens_post_pad")]
     where = given["maybe_expert_map"]
@@ -164,7 +161,7 @@ COMPUTE = {
 
 @pytest.fixture(params=["0.26", "0.32"])
 def release(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The kernels of one release in the CPU's place."""
+    """Kernels of one release, on the CPU."""
     known = schemas(request.param)
     monkeypatch.setattr(routing, "kernel", lambda name: Kernel(known[name], COMPUTE[name]))
     return str(request.param)
@@ -190,7 +187,7 @@ UNSUITABLE = [
     ("grouped_topk", (X, 40, True, 8, 8, "sigmoid", 1.0, BIAS), "topk=40"),
     ("moe_align_block_size", (IDS, 16, 993), "num_experts=993"),
 ]
-"""Calls that no kernel takes, with a part of the reason."""
+"""Calls that no kernel supports, with a part of the reason."""
 
 
 @pytest.mark.usefixtures("release")

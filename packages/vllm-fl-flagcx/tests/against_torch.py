@@ -1,7 +1,5 @@
-"""A communicator's collectives against torch.distributed's, on random values.
-
-The reference is the default group: gloo where tensors lie in the host's memory, NCCL on GPUs.
-"""
+"""A communicator's collectives against torch.distributed, on random values. The reference is the
+default group: gloo for tensors in host memory, NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -23,11 +21,8 @@ MOVED = (*SUMMED, torch.bool, torch.int16, torch.float8_e4m3fn)
 def drawn(
     shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: torch.device
 ) -> torch.Tensor:
-    """Random values; a sum of two of them rounds once, so that its bits are known.
-
-    Among more ranks eighths, of which a sum of eight is exact in every dtype that sums: who adds
-    whom first does not count.
-    """
+    """Random values with known bits of their sums. A sum of two rounds once. For more ranks the
+    values are eighths: a sum of eight is exact in every summed dtype, in any order."""
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point and dist.get_world_size() > 2:
         values = (torch.randint(-32, 33, shape, generator=generator) / 8).to(dtype)
@@ -39,20 +34,17 @@ def drawn(
 
 
 def same(got: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Whether shape, dtype and all bits are the same."""
     forms = [(each.shape, each.dtype) for each in (got, wanted)]
     return forms[0] == forms[1] and torch.equal(as_bytes(got), as_bytes(wanted))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes, row by row."""
     if tensor.numel() == 0:
-        return torch.empty(0, dtype=torch.uint8)  # what is empty may have any stride
+        return torch.empty(0, dtype=torch.uint8)  # an empty tensor may have any stride
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
 def total_of(mine: torch.Tensor) -> torch.Tensor:
-    """The sum over the ranks."""
     total = mine.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total)
     return total
@@ -71,19 +63,9 @@ def gathered(mine: torch.Tensor, rows: list[int]) -> list[torch.Tensor]:
 
 
 def compare(it: Any, rank: int, count: int, device: torch.device, *, large: int, every: int) -> str:
-    """`count` sizes; every collective on each, in one dtype that sums and one that moves.
-
-    Args:
-        it: a communicator of all ranks.
-        rank: this one's.
-        count: how many sizes.
-        device: where the tensors are.
-        large: about how many elements one in `every` sizes has; the others have a few hundred.
-        every: see `large`.
-
-    Returns:
-        The first size at which something differs, and what; or nothing.
-    """
+    """Compare every collective, with one dtype for sums and one for moves, on `count` sizes: about
+    `large` elements for one size in `every`, a few hundred for the others. Returns the first size
+    with a difference and the difference, or ""."""
     rng = random.Random(20261122)
     size = dist.get_world_size()
     behind, ahead = (rank - 1) % size, (rank + 1) % size

@@ -1,7 +1,5 @@
-"""The libraries that stand in for FlagCX, compiled as a FLAGCX_PATH has them.
-
-shared_memory.c is for ranks whose tensors lie in the host's memory, nccl.c for ranks on GPUs.
-"""
+"""Stand-ins for the FlagCX library, compiled into a folder for FLAGCX_PATH. shared_memory.c is for
+ranks with tensors in host memory, nccl.c for ranks on GPUs."""
 
 from __future__ import annotations
 
@@ -26,11 +24,8 @@ def built(folder: Path, *flags: str) -> Path:
 
 
 def built_over_nccl(folder: Path) -> Path:
-    """The same over the NCCL that torch brings, its package nvidia-nccl.
-
-    Raises:
-        FileNotFoundError: there is no C compiler, or no NCCL of a package.
-    """
+    """`built` over the NCCL of torch's dependency nvidia-nccl; FileNotFoundError without that
+    package or without a C compiler."""
     compiler = shutil.which("cc")
     if compiler is None:
         raise FileNotFoundError("no C compiler (cc)")

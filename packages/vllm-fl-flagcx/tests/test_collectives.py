@@ -51,7 +51,7 @@ def flagcx(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def on_two(folder: Path, flagcx: Path, body: Callable[..., Any], *args: Any) -> dict[int, Any]:
-    """What `body(rank, *args)` gives on each of two processes that live to its end."""
+    """Results of `body(rank, *args)` on two processes, which must both live to its end."""
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     given = (folder, flagcx, body, queue, args)
@@ -70,7 +70,7 @@ def on_two(folder: Path, flagcx: Path, body: Callable[..., Any], *args: Any) -> 
     return told
 
 
-assert get_current_vllm_config_or_none() is None  # imported once, and not by each process
+assert get_current_vllm_config_or_none() is None  # imported once, not by each process
 
 
 def joined() -> Any:
@@ -80,11 +80,11 @@ def joined() -> Any:
 
 
 def compare(rank: int, count: int) -> str:
-    """1 in 50 is more than the library's slot."""
+    """1 in 50 sizes is larger than the library's slot."""
     it = joined()
     told = against_torch.compare(it, rank, count, CPU, large=40_000, every=50)
     it.destroy()
-    it.destroy()  # a second time does nothing
+    it.destroy()  # may be called twice
     return told
 
 
@@ -94,7 +94,7 @@ def test_every_collective_gives_what_gloo_gives(tmp_path: Path, flagcx: Path) ->
 
 
 def refuse(rank: int) -> list[str]:
-    """What each wrong call says: nothing of it may reach the other rank."""
+    """Wrong calls and their errors; the other rank must not be affected."""
     it = joined()
     calls: list[Callable[[], object]] = [
         lambda: it.all_reduce(torch.ones(2, dtype=torch.int16)),
@@ -114,13 +114,13 @@ def refuse(rank: int) -> list[str]:
             said.append("nothing")
         except (NotImplementedError, ValueError) as error:
             said.append(str(error))
-    sound = it.all_reduce(torch.ones(1)).item() == 2.0  # the group still serves
+    sound = it.all_reduce(torch.ones(1)).item() == 2.0  # the group still works
     return [*said, str(sound)]
 
 
 def test_what_is_refused_is_refused_by_name(tmp_path: Path, flagcx: Path) -> None:
     for said in on_two(tmp_path, flagcx, refuse).values():
-        words = "int16|3 rows do not make 2 equal|parts of [1, 1]|dimension 1|3 rows, where"
+        words = "int16|3 rows cannot be split into 2 equal|parts of [1, 1]|got 1|got 3 rows, but"
         words += "|contiguous|checkpoint_prepare|checkpoint_restore|without experts|True"
         assert len(said) == 10
         for text, word in zip(said, words.split("|"), strict=True):
@@ -160,7 +160,7 @@ def test_a_wrong_library_does_not_pass_it(tmp_path: Path) -> None:
 
 
 def test_every_method_of_vllms_base_is_ours_or_needs_no_collective() -> None:
-    """Of this vLLM: what a newer one adds must be implemented, or refused by name."""
+    """For the installed vLLM: new methods must be implemented, or refused by name."""
     left = {"allocate_combine_input", "combine_into_output", "suspend", "resume"}
     left |= {"prepare_communication_buffer_for_model"}
     base = {name for name, it in vars(DeviceCommunicatorBase).items() if callable(it)}

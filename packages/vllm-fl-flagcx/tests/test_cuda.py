@@ -1,4 +1,4 @@
-"""The class for CUDA, on tensors in the host's memory: vLLM's own part of it needs no GPU."""
+"""The class for CUDA, on tensors in host memory; vLLM's part of it needs no GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["flagcx"]
 
 
 def joined() -> Any:
-    """For a group beside `tp`, for which vLLM's class would need a GPU."""
+    """For a group other than `tp`, because vLLM's class needs a GPU for `tp`."""
     return FlagcxCudaCommunicator(
         cpu_group=dist.group.WORLD, device=CPU, device_group=dist.group.WORLD, unique_name="pp:0"
     )
@@ -28,7 +28,7 @@ def compare(rank: int) -> str:
     it = joined()
     told = against_torch.compare(it, rank, 60, CPU, large=40_000, every=50)
     it.destroy()
-    it.destroy()  # a second time does nothing
+    it.destroy()  # may be called twice
     return told
 
 
@@ -37,7 +37,7 @@ def test_every_collective_gives_what_gloo_gives(tmp_path: Path, flagcx: Path) ->
 
 
 def leave(rank: int) -> list[bool]:
-    """A library that does not return from leaving, as NCCL while a captured graph lives."""
+    """A library with a leave call that does not return, like NCCL while a captured graph exists."""
     it, graph = joined(), threading.Event()
     cuda.LEAVING = 0.1
     call, left = it._flagcx.call, threading.Event()
@@ -61,10 +61,10 @@ def test_leaving_does_not_wait_for_graphs_that_the_caller_still_holds(
 
 
 def test_every_method_of_vllms_class_is_ours_or_needs_no_collective() -> None:
-    """Of this vLLM: what a newer one adds must be implemented, or be left on purpose."""
+    """For the installed vLLM: new methods must be implemented, or excluded on purpose."""
     experts = {"dispatch_router_logits", "dispatch", "combine"}
     experts |= {"allocate_combine_input", "combine_into_output"}
-    # vLLM's kernels for peers of one machine, which give None where they are not made.
+    # vLLM's kernels for peers on one machine; they return None if they are not created.
     kernels = {"custom_all_gather", "custom_reduce_scatter", "suspend", "resume"}
     theirs = {name for name, it in vars(CudaCommunicator).items() if callable(it)}
     theirs = {name for name in theirs if not name.startswith("_")}

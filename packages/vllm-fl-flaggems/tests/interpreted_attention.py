@@ -1,4 +1,4 @@
-"""FlagGems's attention compared with fp64, in child processes: a wrong access ends one.
+"""FlagGems's attention compared with fp64, in child processes, because a wrong access ends one.
 
     python interpreted_attention.py
 
@@ -29,7 +29,7 @@ Case = tuple[str, Callable[[], tuple[str, str]]]
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Sequences of (tokens of this step, tokens in all), and one layer's sizes."""
+    """Sequences as (tokens of this step, total tokens), and one layer's sizes."""
 
     name: str
     sequences: tuple[tuple[int, int], ...]
@@ -62,12 +62,12 @@ LAYERS = (
 )
 BLOCK = 16
 TOKENS, REQUESTS, LENGTH = 8192, 64, 1024
-"""The limits of the engine that is warm after its first call."""
+"""Limits of the engine; all its kernels must be compiled after the first call."""
 
 
 def attention() -> Iterator[Case]:
-    """Batches as vLLM's scheduler makes them, written into the cache and attended to."""
-    # vLLM's kernels first: FlagGems would define their operators, and the process end.
+    """Batches like in vLLM's scheduler, written into the cache and attended to."""
+    # Import vLLM's kernels first: FlagGems would define their operators, which ends the process.
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
@@ -93,7 +93,6 @@ def attention() -> Iterator[Case]:
 
 
 def layer(batch: Batch) -> Any:
-    """AttentionFLImpl with this batch's sizes."""
     from vllm_fl_flaggems.impl.attention import AttentionFLImpl
 
     return AttentionFLImpl(
@@ -120,7 +119,7 @@ def shaped(batch: Batch, dtype: torch.dtype, blocks: int) -> torch.Tensor:
 
 
 def laid_out(batch: Batch, dtype: torch.dtype, blocks: int) -> torch.Tensor:
-    """The second of two layers, as later ones lay their caches out by the backend's spec."""
+    """The second of two layers, in the layout of later releases, by the backend's spec."""
     from vllm.v1 import kv_cache_interface as interface
 
     from vllm_fl_flaggems.impl.attention import AttentionFLBackend
@@ -129,7 +128,7 @@ def laid_out(batch: Batch, dtype: torch.dtype, blocks: int) -> torch.Tensor:
         block_size=BLOCK, num_kv_heads=batch.kv_heads, head_size=batch.head_size, dtype=dtype
     )
     spec = AttentionFLBackend.customize_spec(plain)
-    assert spec.page_size_bytes == plain.page_size_bytes  # as many blocks as another backend's
+    assert spec.page_size_bytes == plain.page_size_bytes  # the number of blocks is unchanged
     (layout,) = AttentionFLBackend.supported_kv_cache_layouts()
     layer_stride, block_stride = interface.compute_layout_strides(spec, blocks, 2, layout)[:2]
     raw = torch.zeros(2 * blocks * spec.page_size_bytes, dtype=torch.int8)
@@ -141,7 +140,7 @@ def laid_out(batch: Batch, dtype: torch.dtype, blocks: int) -> torch.Tensor:
 def attend(
     batch: Batch, dtype: torch.dtype, made: Callable[..., torch.Tensor] = shaped
 ) -> tuple[str, str]:
-    """Fill the cache in two writes, as earlier steps and this one do, and compare with fp64."""
+    """Fill the cache in two writes (earlier steps, this step) and compare with fp64."""
     torch.manual_seed(0)
     impl = layer(batch)
     lengths = [total for _, total in batch.sequences]
@@ -230,7 +229,7 @@ def judge(
 
 
 def warm(batch: Batch) -> tuple[str, str]:
-    """Whether a first call of two tokens leaves nothing to compile, whatever batches follow."""
+    """Whether a first call of two tokens compiles every kernel that later batches need."""
     from vllm_fl_flaggems.impl import attention
 
     limits = SimpleNamespace(max_num_batched_tokens=TOKENS, max_num_seqs=REQUESTS)
@@ -267,7 +266,7 @@ def warm(batch: Batch) -> tuple[str, str]:
 
 
 def refuses(cache: torch.Tensor, words: str) -> tuple[str, str]:
-    """Whether a write into `cache` raises an error that has `words`."""
+    """Whether a write into `cache` raises an error that contains `words`."""
     batch = Batch("one token", ((1, 1),))
     token = torch.zeros(1, batch.kv_heads, batch.head_size, dtype=cache.dtype)
     try:
@@ -278,24 +277,24 @@ def refuses(cache: torch.Tensor, words: str) -> tuple[str, str]:
 
 
 def refuses_packed_cache() -> tuple[str, str]:
-    """Key and value side by side, as vLLM's own backends have them."""
+    """Key and value in one row, like in vLLM's backends."""
     return refuses(torch.zeros(4, 2, BLOCK, 2 * 64).half(), "in one piece each")
 
 
 def refuses_strided_cache() -> tuple[str, str]:
-    """A block's keys beside its values, as vLLM makes of our shape for hybrid models."""
+    """A block's keys next to its values, like vLLM's layout of our shape for hybrid models."""
     cache = torch.zeros(4, 2, BLOCK, 2, 64).half().transpose(0, 1)
     return refuses(cache, "in one piece each")
 
 
 def refuses_huge_cache() -> tuple[str, str]:
-    """More elements than the kernel can count. Of no memory: nothing may be touched."""
+    """More elements than the kernel can index. On meta: elements must not be accessed."""
     cache = torch.empty(2, 2**21, BLOCK, 2, 64, dtype=torch.float16, device="meta")
     return refuses(cache, "--num-gpu-blocks-override")
 
 
 def forked(cases: Sequence[Case]) -> Iterator[tuple[str, str, str]]:
-    """(case, status, reason) of each, from a child; where one ends it, a new child goes on."""
+    """(case, status, reason) of each, from a child process; a new child follows a crash."""
     done = 0
     while done < len(cases):
         reading, writing = os.pipe()
@@ -310,7 +309,7 @@ def forked(cases: Sequence[Case]) -> Iterator[tuple[str, str, str]]:
                 yield (cases[done][0], *json.loads(line))
                 done += 1
         if done < len(cases):
-            os.kill(child, signal.SIGKILL)  # it may be stuck
+            os.kill(child, signal.SIGKILL)  # it may hang
         _, status = os.waitpid(child, 0)
         if done < len(cases):
             code = os.waitstatus_to_exitcode(status)
@@ -319,7 +318,7 @@ def forked(cases: Sequence[Case]) -> Iterator[tuple[str, str, str]]:
 
 
 def attempt(run: Callable[[], tuple[str, str]]) -> tuple[str, str]:
-    """What a case gives; an exception is a result too."""
+    """The result of a case; an exception is a result too."""
     try:
         return run()
     except Exception as error:
@@ -327,7 +326,6 @@ def attempt(run: Callable[[], tuple[str, str]]) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Run the cases and print what came of them."""
     torch.set_num_threads(1)  # threads do not survive a fork
     for _, group in itertools.groupby(attention(), key=lambda case: case[0].rpartition(": ")[0]):
         for name, status, reason in forked(list(group)):

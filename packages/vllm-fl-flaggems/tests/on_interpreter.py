@@ -1,8 +1,6 @@
-"""default.flagos without a GPU, on Triton's interpreter: a plugin module for the tests.
-
-VLLM_FL_PLUGIN_MODULES=on_interpreter, with this folder on PYTHONPATH: every process that finds
-plugins then has it. The kernels are FlagGems's own.
-"""
+"""default.flagos without a GPU, on Triton's interpreter: a plugin module for the tests. With
+VLLM_FL_PLUGIN_MODULES=on_interpreter, and this folder on PYTHONPATH, every process that loads
+plugins has it. The kernels are FlagGems's real ones."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from vllm_fl import OpImpl, hookimpl
 
 @hookimpl
 def register_ops() -> Iterable[OpImpl]:
-    """Nothing: what the installed plugin brings finds FlagGems on the interpreter."""
+    """Provide nothing; let the installed plugin use FlagGems on the interpreter."""
     from vllm_fl_flaggems import loading
 
     loading.loaded[:] = [triton_interpreter.install()]
@@ -32,7 +30,7 @@ def register_ops() -> Iterable[OpImpl]:
 
 @cache
 def _exponentials_by_name() -> None:
-    """The interpreter replaces `tl.exp`, and not what a module has imported as `exp`."""
+    """The interpreter replaces `tl.exp`, but not a module's imported name `exp`."""
     import triton.language as tl
     from flag_gems.fused.FLA import fused_recurrent
 
@@ -40,10 +38,8 @@ def _exponentials_by_name() -> None:
 
 
 def _look_for_positions() -> None:
-    """An error where the interpreter would read outside of tables, and end the process.
-
-    Asked at every load: the backend may have been imported anew.
-    """
+    """Raise an error for positions outside the tables, since the interpreter ends the process for
+    them. Patched at every load, because the backend may have been imported again."""
     from vllm_fl_flaggems.triton_kernels import qk_norm_rope_kernel
 
     rotary = sys.modules["flag_gems.fused.rotary_embedding"].apply_rotary_pos_emb_kernel
@@ -53,7 +49,7 @@ def _look_for_positions() -> None:
 
 
 def _look(run: Any, table: int, positions: int, *args: Any, **kwargs: Any) -> Any:
-    """Launch a kernel whose arguments of these numbers are a table and positions in it."""
+    """Launch a kernel after checking its table and positions, given by argument index."""
     if not all(0 <= position < len(args[table]) for position in args[positions].tolist()):
         raise IndexError("a position outside the tables, which on a GPU is undefined")
     return run(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What FlagGems's attention refuses, each with its reason, and what it takes."""
+"""Attention requests that FlagGems supports or rejects, with the reasons."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from vllm_fl_flaggems.attention_request import supports_attention
 
 @pytest.fixture(autouse=True)
 def runnable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine that can run it."""
     monkeypatch.setattr(attention_request, "available", lambda: True)
 
 

@@ -1,4 +1,4 @@
-"""The backend keeps every contract; where no GPU is, on_interpreter.py can stand in for it."""
+"""The backend conforms to every contract; without a GPU, load on_interpreter.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from vllm_fl_tools.testing import ModelSizes, OpConformance
 
 SMALL = ModelSizes(64, 96, 2, 1, 32, 32, tokens=(1, 7, 20))
-"""The interpreter takes seconds for what a GPU does in microseconds."""
+"""The interpreter needs seconds for microseconds of a GPU."""
 
 
 class TestFlagGems(OpConformance):

@@ -1,4 +1,4 @@
-"""Which of FlagGems's kernels are launched directly, and what is done where they are not known."""
+"""Which FlagGems kernels are launched directly, and the fallback for unknown ones."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ NORM = "rms_norm_kernel"
 
 @pytest.fixture(autouse=True)
 def anew() -> Iterator[None]:
-    """What one test found is not what the next one finds."""
+    """Clear the cached lookup before and after each test."""
     kernels.launchable.cache_clear()
     yield
     kernels.launchable.cache_clear()
 
 
 def holding(monkeypatch: pytest.MonkeyPatch, parameters: str | None, vendor: str) -> Any:
-    """FlagGems with one kernel of these parameters; the kernel."""
+    """Emulate FlagGems with one kernel of these parameters; return the kernel."""
     gems = types.SimpleNamespace(vendor_name=vendor, __version__="5.1.0")
     monkeypatch.setattr(loading, "loaded", [gems])
     module, _ = kernels.KERNELS[NORM]
@@ -76,7 +76,7 @@ def test_the_installed_flaggems_has_the_kernels_that_are_known() -> None:
             for node in ast.walk(ast.parse(path.read_text()))
             if isinstance(node, ast.FunctionDef)
         }
-        # What FlagGems writes around a function of single elements exists only at run time.
+        # FlagGems generates the wrapper of an elementwise function only at run time.
         assert functions[name] == ("x y" if parameters is kernels._POINTWISE else parameters)
 
 
@@ -89,7 +89,7 @@ BASE = torch.arange(4096, dtype=torch.float32)
     [
         ((5, 3, 16), (96, 16, 1), 0),  # heads of a projection
         ((5, 3, 16), (96, 16, 1), 48),
-        ((5, 3, 16), (96, 16, 1), 47),  # begins between two words of eight bytes
+        ((5, 3, 16), (96, 16, 1), 47),  # begins between two 8-byte words
         ((5, 3, 15), (96, 16, 1), 0),
         ((5, 3, 16), (97, 16, 1), 0),
         ((5, 3, 16), (96, 32, 2), 0),
@@ -119,7 +119,7 @@ ROWS_SIZES = {"TOKENS": 16, "ROWS": 64, "BLOCK": 256, "STAGES": 4}
 def test_a_kernel_that_begins_early_touches_nothing_before_it_has_waited(
     is_one_row: bool, bits: int, gated: str
 ) -> None:
-    """As compiled for a Hopper GPU, which it takes none for; without EARLY nothing waits."""
+    """Compiled for a Hopper GPU, without one; without EARLY no kernel waits."""
     from vllm_fl_flaggems import triton_kernels
 
     of = "bf16" if bits == 16 else "fp8e4nv"

@@ -1,7 +1,5 @@
-"""What the kit does not see: how the kernels are launched; where FlagGems runs, or its stand-in.
-
-The kit sees the kernels launched directly, and no tensor that is huge.
-"""
+"""How kernels are launched, on FlagGems or its stand-in. The conformance kit only tests kernels
+that are launched directly, and no huge tensors."""
 
 from __future__ import annotations
 
@@ -38,8 +36,8 @@ GATED = ("linear_gelu_tanh_and_mul", "linear_silu_and_mul")
 
 @pytest.fixture
 def device() -> torch.device:
-    """Where FlagGems runs; skipped where it does not."""
-    get_default_manager().ensure_initialized()  # a stand-in for the GPU comes as a plugin
+    """FlagGems's device; skips if FlagGems cannot run."""
+    get_default_manager().ensure_initialized()  # a stand-in for the GPU is a plugin
     reason = problem()
     if reason:
         pytest.skip(reason)
@@ -59,7 +57,7 @@ def test_every_kernel_can_be_launched_directly(name: str, device: torch.device) 
 def test_public_functions_keep_the_contract_too(
     op: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What another vendor's GPU runs, and every GPU under a release with other kernels."""
+    """Used on other vendors' GPUs, and on every GPU if a release has other kernels."""
     for module in (activation, normalization, rotary):
         monkeypatch.setattr(module, "launchable", lambda name: None)
     spec = known_contracts().contracts[op]
@@ -98,7 +96,7 @@ def test_layer_norms_of_every_length(
 def test_caches_in_rows_are_written_by_flag_gems(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paging, "CUDA", ())  # where no kernel of this package's own is launched
+    monkeypatch.setattr(paging, "CUDA", ())  # if no kernel of this package is launched
     monkeypatch.setattr(paging, "_scatter", lambda *args: pytest.fail("the other kernel"))
     sample = next(
         iter(known_contracts().contracts["reshape_and_cache"].samples(torch.float16, device))
@@ -115,7 +113,7 @@ def test_caches_in_rows_are_written_by_flag_gems(
 def test_this_packages_own_kernels_serve_without_flag_gems(
     op: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its import takes a start seconds, and these serve by default on some devices."""
+    """Importing FlagGems is slow, and these kernels are the default on some devices."""
     monkeypatch.setattr(loading, "loaded", [])
     monkeypatch.setattr(loading, "_load", lambda: pytest.fail("FlagGems is imported"))
     impl = implementation(op)
@@ -142,10 +140,10 @@ def test_of_nothing_comes_nothing(size: tuple[int, ...], device: torch.device) -
 def test_products_are_right_on_tiles_of_every_size(
     tokens: int, processors: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a whole GPU only large weights have all of them."""
+    """On a whole GPU only large weights use all tile sizes."""
     for module in (linear, gated_linear):
         monkeypatch.setattr(module, "PROCESSORS", processors)
-    monkeypatch.setattr(linear, "_is_faster", lambda *shape: True)  # which so small a one is not
+    monkeypatch.setattr(linear, "_is_faster", lambda *shape: True)  # not true at this size
     rows, features, dtype = 184, 264, torch.bfloat16
     torch.manual_seed(tokens)
     x = torch.randn(tokens, features, dtype=dtype, device=device)
@@ -211,11 +209,11 @@ def test_what_the_kernels_of_eight_bits_do_not_take_is_vllms_product(
     assert run(33, 64, 32).shape == (33, 32)
     run(2, 64, 32, offset=8)
     assert asked == [(33, 64, 32), (2, 64, 32)]
-    monkeypatch.setattr(linear_fp8, "MANY_FEATURES", 63)  # as of a narrow layer
+    monkeypatch.setattr(linear_fp8, "MANY_FEATURES", 63)  # as for a narrow layer
     for tokens in (1, 2):
         run(tokens, 64, 32)
     assert asked[2:] == [(2, 64, 32)]
-    run(2, 64, 24)  # vLLM's takes multiples of 16 outputs
+    run(2, 64, 24)  # vLLM's kernel needs multiples of 16 outputs
     assert len(asked) == 3
     library._destroy()
 
@@ -223,7 +221,7 @@ def test_what_the_kernels_of_eight_bits_do_not_take_is_vllms_product(
 def test_products_of_rows_that_begin_anywhere_are_pytorchs(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hopper's copies of blocks cannot take such weights; an x that lies so is copied before."""
+    """Hopper's block copies do not support such weights; such an x is copied first."""
     asked: list[str] = []
     monkeypatch.setattr(linear, "by_torch", lambda *args: asked.append("PyTorch"))
     apart = torch.zeros(5, 65, dtype=torch.float16, device=device)[:, :64]
@@ -243,13 +241,12 @@ def test_products_of_rows_that_begin_anywhere_are_pytorchs(
 
 
 def implementation(op: str) -> OpImpl:
-    """The backend's."""
     impl: OpImpl = registered(register_ops())[op]
     return impl
 
 
 class Compiled:
-    """What Triton compiles at a launch, and is launched by itself afterwards."""
+    """A Triton launch returns this compiled kernel, which is launched directly afterwards."""
 
     def __init__(self, launched: list[tuple[object, ...]], how: str, backend: str = "cuda") -> None:
         self.launched, self.how, self.backend = launched, how, backend

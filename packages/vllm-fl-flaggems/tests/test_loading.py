@@ -1,4 +1,4 @@
-"""How FlagGems is found, imported and repaired, and that its absence is a reason and no error."""
+"""How FlagGems is found, imported and patched; if it is missing, that is a reason, not an error."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from vllm_fl_flaggems.plugin import register_ops
 
 @pytest.fixture(autouse=True)
 def no_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test finds FlagGems not imported yet."""
+    """Each test starts with FlagGems not imported."""
     monkeypatch.setattr(loading, "loaded", [])
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
-    """Metadata as if just these distributions were there (`_` stands for `-`)."""
+    """Metadata as if exactly these distributions were installed (`_` means `-`)."""
     known = {name.replace("_", "-"): number for name, number in versions.items()}
 
     def version(name: str) -> str:
@@ -83,9 +83,9 @@ def test_an_import_that_fails_is_a_refusal_with_the_reason(
         raise error
 
     monkeypatch.setattr(loading, "import_module", fails)
-    assert loading.available() is True  # metadata cannot tell
+    assert loading.available() is True  # unknown from metadata
     assert str(error) in str(loading.problem())
-    assert str(error) in str(loading.available())  # known from now on
+    assert str(error) in str(loading.available())  # remembered from now on
     x = torch.zeros(2, 8)
     for impl in registered(register_ops()).values():
         if impl.op_name in ("silu_and_mul", "gelu_and_mul", "mul_and_silu"):
@@ -95,7 +95,7 @@ def test_an_import_that_fails_is_a_refusal_with_the_reason(
 
 
 def libentry(guard: str) -> types.ModuleType:
-    """A module as flag_gems.utils.libentry is, with this text in it."""
+    """A stand-in for flag_gems.utils.libentry with this source text."""
     module = types.ModuleType("flag_gems.utils.libentry")
     module.__dict__.update(major_version=3, minor_version=7, text=guard)
     return module
@@ -122,7 +122,7 @@ def test_cached_launches_are_repaired_only_where_they_are_broken(
 
 
 class IncompatibleModelError(RuntimeError):
-    """As FlagTune's, by its module."""
+    """Like the error of FlagTune, recognised by its module."""
 
     __module__ = "triton.flagtune.runtime.errors"
 
@@ -147,7 +147,7 @@ class UnsupportedFlagTuneDeviceError(RuntimeError):
 def test_an_error_of_flagtune_says_the_way_out(
     monkeypatch: pytest.MonkeyPatch, method: str, error: Exception, is_its_own: bool
 ) -> None:
-    """As FlagGems has it since August 2026."""
+    """In FlagGems since August 2026."""
 
     class LibTuner:
         _dispatch_table: ClassVar[dict[str, type]] = {}
@@ -193,7 +193,7 @@ def test_vllms_extensions_are_imported_before_flaggems(monkeypatch: pytest.Monke
     def imported(name: str) -> types.ModuleType:
         order.append(name)
         if name == "vllm._C":
-            raise ImportError(name)  # 0.26 has it no more
+            raise ImportError(name)  # removed in 0.26
         return types.ModuleType(name)
 
     monkeypatch.setattr(loading, "import_module", imported)

@@ -1,4 +1,4 @@
-"""The plugin as it is installed: its entry point, and what its hooks return."""
+"""The installed plugin: its entry point and its hooks' results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ops refuse, and that they refuse nothing else."""
+"""The calls that the ops do not support, and no others."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ REFUSED = {
         "every group, plain",
         "every other row of a slice",
         "groups of two",
-        "many small groups",  # so far: without a bias
+        "many small groups",  # all above: without a bias
         "one group",  # 6 experts of a token
     },
 }
-"""What FlagGems has no kernel for."""
+"""Samples without a FlagGems kernel."""
 
 HALVES_ALONE = {"fused_experts", "linear", "linear_gelu_tanh_and_mul", "linear_silu_and_mul"}
-"""Ops whose kernels multiply float32 in TF32."""
+"""Ops without float32 support, because their kernels multiply float32 in TF32."""
 
 
 @pytest.mark.parametrize("op", IMPLS)
@@ -146,12 +146,12 @@ def test_caches_of_other_layouts_are_refused_where_cuda_launches_nothing(
 def test_other_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "loaded", [SimpleNamespace(device="cuda")])
     x = torch.ones(2, 64, dtype=torch.bfloat16)
-    assert IMPLS["silu_and_mul"].supports(x) == "x is on cpu, and FlagGems runs on cuda"
+    assert IMPLS["silu_and_mul"].supports(x) == "x is on cpu, but FlagGems runs on cuda"
     assert IMPLS["linear"].supports(x, x) is True
     assert "x.device.type" in IMPLS["linear"].supports(x.to("meta"), x.to("meta"))
     products = IMPLS["linear_fp8"].supports
     eight = x.to(torch.float8_e4m3fn)
     monkeypatch.setattr(linear_fp8, "copies_blocks", lambda device: False)
-    assert "for Hopper and later" in products(
+    assert "need Hopper or a later GPU" in products(
         eight, eight, x[0, :1].float(), x[0, :1].float(), "bfloat16"
     )

@@ -1,4 +1,4 @@
-"""What FlagGems's settings reject, and what the doctor says of them."""
+"""Values that FlagGems's settings reject, and the doctor's findings about them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_plugin_declares_them() -> None:
 def test_a_name_that_flaggems_lacks_is_an_error(key: str) -> None:
     found = read(**{f"VLLM_FL_{key.upper()}": "mm,add_"})
     with pytest.raises(
-        SettingsError, match=r"no FlagGems op 'add_'\. Did you mean 'add'"
+        SettingsError, match=r"unknown FlagGems op 'add_'\. Did you mean 'add'"
     ) as caught:
         settings.check_names(found, {"add", "mm"})
     assert caught.value.key == key
@@ -110,7 +110,7 @@ def test_what_has_no_effect_is_found(
     assert not list(settings.findings(read(**env)))
     (finding,) = settings.findings(read(USE_FLAGGEMS="0", **env))
     assert finding.what == f"{idle} has no effect."
-    assert finding.why == "USE_FLAGGEMS=false leaves FlagGems out."
+    assert finding.why == "USE_FLAGGEMS=false disables FlagGems."
     versions.clear()
     missing, finding = settings.findings(read(**env))
     assert missing.check == "flag-gems"

@@ -1,4 +1,4 @@
-"""After a start's warm-up no kernel is left to compile; as the interpreter's launches tell it."""
+"""After startup's warm-up no kernel needs compiling, according to the interpreter's launches."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ NARROW = ModelSizes(
     max_position=64,
     more=typical_sizes(known_contracts().bindings.values()).more,
 )
-"""Widths that 16 does not divide: then the token count decides whether it divides the products."""
+"""Widths not divisible by 16: the token count decides whether the products are."""
 
 OF_SEQUENCES, ANEW = {"recurrent_gated_delta_rule"}, {"fused_experts", "moe_align_block_size"}
-"""Ops without samples by token count; and those of which FlagGems has a kernel that takes numbers
-made from the token count as constants, and so is compiled for most of them, whatever was warm."""
+"""Ops without samples by token count; and ops with a kernel that is compiled for most token counts
+despite the warm-up, because FlagGems computes constants from the count."""
 
 
 @pytest.fixture(scope="module")
 def impls() -> dict[str, OpImpl]:
-    """The backend's, on the interpreter; its kernels launched without a look at positions."""
+    """The backend's implementations, on the interpreter, without the check of positions."""
     get_default_manager().ensure_initialized()
     from vllm_fl_flaggems.triton_kernels import qk_norm_rope_kernel
 
@@ -61,20 +61,20 @@ def impls() -> dict[str, OpImpl]:
 
 
 def call(impl: OpImpl, counts: Iterable[int]) -> int:
-    """Call it at these token counts; how often it was called."""
+    """Call it at these token counts; return the number of calls."""
     spec, called = known_contracts().contracts[impl.op_name], 0
     sizes = replace(NARROW, tokens=tuple(counts))
     dtype = "bfloat16" if "bfloat16" in spec.dtypes else spec.dtypes[0]
     for sample in spec.served(sizes, getattr(torch, dtype), torch.device("cpu")):
         if impl.supports is None or impl.supports(*sample.args) is True:
-            with suppress(NotImplementedError):  # a refusal
+            with suppress(NotImplementedError):  # unsupported call
                 impl.fn(*sample.args)
                 called += 1
     return called
 
 
 def compiled_later(impl: OpImpl, counts: Iterable[int]) -> set[str]:
-    """What calls at other counts compile after a warm-up with these."""
+    """Kernels compiled for other counts after a warm-up with these."""
     with to_compile(runs=False) as found:
         assert call(impl, counts)
         assert found, "no launch was seen"
@@ -92,5 +92,5 @@ def test_nothing_is_compiled_after_a_warm_up(op: str, impls: dict[str, OpImpl]) 
 
 @pytest.mark.parametrize("op", sorted(ANEW))
 def test_what_no_warm_up_helps_is_known(op: str, impls: dict[str, OpImpl]) -> None:
-    """As soon as this fails, the op belongs with the others, and docs say so."""
+    """If this fails, move the op to the others and update the docs."""
     assert compiled_later(impls[op], warm_counts(LARGEST))

@@ -1,10 +1,7 @@
-"""FlagGems's real kernels without a GPU, on Triton's interpreter.
-
-`install()` must run before FlagGems is imported, in a process with GEMS_VENDOR=nvidia. What any
-backend on Triton needs for that is in `vllm_fl_tools.testing.triton`; this module adds what only
-FlagGems 5.0.2 needs. An access outside a tensor ends the process: run each case in its
-own process.
-"""
+"""FlagGems's real kernels without a GPU, on Triton's interpreter. `install()` must run before
+FlagGems is imported, in a process with GEMS_VENDOR=nvidia. It adds what only FlagGems 5.0.2 needs
+to `vllm_fl_tools.testing.triton`, which is for any Triton backend. An access outside a tensor ends
+the process: run each case in a separate process."""
 
 from __future__ import annotations
 
@@ -26,18 +23,18 @@ def install() -> Any:
     interpreted(cuda=True)
     _no_launch_cache()
     _strided_buffers()
-    # vLLM's CPU build has the first one for AVX-512: importing it elsewhere ends the process.
+    # vLLM's CPU build has the first for AVX-512; importing it elsewhere ends the process.
     for name in ("_C", "_moe_C", "_C_cache_ops", "vllm_flash_attn._vllm_fa3_C"):
         sys.modules[f"vllm.{name}"] = None  # type: ignore[assignment]
     import flag_gems
 
-    # What FlagGems compares tensors' devices with.
+    # FlagGems compares tensors' devices with this.
     flag_gems.device = "cpu"
     return flag_gems
 
 
 def _no_launch_cache() -> None:
-    """FlagGems's cache of compiled kernels has nothing to hold."""
+    """Replace FlagGems's cache of compiled kernels, which the interpreter does not have."""
     import triton
 
     module: Any = types.ModuleType("flag_gems.utils.libentry")
@@ -50,7 +47,7 @@ def _no_launch_cache() -> None:
 
 
 def _strided_buffers() -> None:
-    """FlagGems's wrapper of a view, as the view itself: the interpreter copies tensors."""
+    """Unwrap FlagGems's StridedBuffer to its view: the interpreter copies tensors."""
     from triton.runtime.interpreter import InterpretedFunction
 
     original = InterpretedFunction.run

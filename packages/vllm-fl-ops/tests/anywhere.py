@@ -1,4 +1,4 @@
-"""Implementations of backends without their devices: what they take, for tensors on the CPU."""
+"""Backends' implementations without their devices: the calls they support, with CPU tensors."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["on_cpu", "registered"]
 
 
 def registered(impls: Iterable[OpImpl]) -> dict[str, Any]:
-    """Return implementations by op, as registering makes them: with a compiled `supports`."""
+    """Implementations by op, as registered: with a compiled `supports`."""
     return {impl.op_name: fitted(impl, known_contracts().contracts[impl.op_name]) for impl in impls}
 
 
 def on_cpu(impls: Iterable[OpImpl]) -> dict[str, Any]:
-    """Return the same for tensors on the CPU. The first rule of an implementation is its device."""
+    """`registered`, for tensors on the CPU. The first rule of an implementation is its device."""
     here = []
     for impl in impls:
         device, *others = impl.takes or ()

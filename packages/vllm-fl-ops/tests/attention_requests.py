@@ -1,4 +1,4 @@
-"""Requests for attention that backends are tested with."""
+"""Attention requests for tests of backends."""
 
 from __future__ import annotations
 
@@ -31,4 +31,4 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"extras": {"is_hybrid": True}}, "state layers"),
     ({"extras": {"use_what_a_later_vllm_adds": True}}, "use_what_a_later_vllm_adds"),
 ]
-"""What neither Ascend's nor FlagGems's kernels have, with a part of the reason."""
+"""Unsupported by both Ascend's and FlagGems's kernels, with a part of the reason."""

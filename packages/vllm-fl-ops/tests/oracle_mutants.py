@@ -1,8 +1,6 @@
-"""Wrong implementations that every contract has by itself: its oracle, with one mistake.
-
-Nothing here knows an op. The mistakes are those that any kernel can make: the right numbers at the
-wrong place, in the wrong dtype, a little off, or with an argument ignored or overwritten.
-"""
+"""Incorrect implementations derived from every contract: its oracle, with one mistake. No
+op-specific code. The mistakes are those that any kernel can make: correct numbers at the wrong
+index, in the wrong dtype, slightly inexact, or with an argument ignored or overwritten."""
 
 from __future__ import annotations
 
@@ -24,12 +22,8 @@ Change = Callable[[torch.Tensor, OpSpec], torch.Tensor]
 
 
 def oracle_impl(spec: OpSpec, change: Callable[..., Any] | None = None) -> OpImpl:
-    """The oracle with results as the contract says: contiguous, of the dtypes of its fakes.
-
-    Args:
-        spec: the contract.
-        change: (results as a tuple, arguments) -> the same, wrong; None: right.
-    """
+    """The oracle, with contiguous results in the dtypes of its fakes. `change` makes (results as a
+    tuple, arguments) incorrect; None: correct."""
 
     @wraps(spec.oracle)
     def fn(*args: Any) -> Any:
@@ -49,7 +43,7 @@ def oracle_impl(spec: OpSpec, change: Callable[..., Any] | None = None) -> OpImp
 
 
 def _quantised(spec: OpSpec, wanted: tuple[Any, ...], shaped: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The oracle's results, with the values of quantised pairs: it gives what these stand for."""
+    """The oracle's results, but with quantised values and scales instead of dequantised ones."""
     results, at = list(wanted), 0
     for output in spec.outputs_of(len(results)):
         if isinstance(output, QuantisedPair):
@@ -61,7 +55,7 @@ def _quantised(spec: OpSpec, wanted: tuple[Any, ...], shaped: tuple[Any, ...]) -
 
 
 def oracle_mutants(spec: OpSpec) -> Iterator[tuple[str, OpImpl]]:
-    """(what is wrong, an implementation that is wrong so)."""
+    """(the mistake, an implementation with it)."""
     for number in range(max(variant.returns for variant in spec.variants)):
         single = _is_one_number(spec, number)
         for what, change in CHANGES.items():
@@ -86,18 +80,18 @@ def _reads(spec: OpSpec, parameter: str) -> bool:
 
 
 def _scaled(result: torch.Tensor, spec: OpSpec) -> torch.Tensor:
-    """Off by some tolerances, or by one where nothing is tolerated."""
+    """Wrong by some tolerances, or by one if nothing is tolerated."""
     if not result.is_floating_point():
         return result + 1
     try:
         bound = spec.tolerance(result.dtype)
-    except KeyError:  # its outputs have tolerances of their own
+    except KeyError:  # its outputs have separate tolerances
         return (result.float() * 1.25).to(result.dtype)
     return (result.double() * (1 + 4 * bound.rtol) + 4 * bound.atol).to(result.dtype)
 
 
 def _neighbours_swapped(result: torch.Tensor, spec: OpSpec) -> torch.Tensor:
-    """Of the last dimension that has two: the tokens of a scale for each of them."""
+    """In the last dimension with two or more elements: for one scale per token, the tokens."""
     dims = [dim for dim in range(result.ndim) if result.shape[dim] > 1]
     if not dims:
         return result
@@ -126,14 +120,14 @@ CHANGES: dict[str, Change] = {
     "of another shape": lambda result, spec: result[None],
     "a column apart in memory": lambda result, spec: torch.stack((result, result), -1)[..., 0],
 }
-"""Mistakes of a result, whatever the op is."""
+"""Mistakes of a result, for any op."""
 
 OF_SEVERAL = {"first two features swapped", "rows shifted by one", "a column apart in memory"}
-"""Those that leave a single number as it is."""
+"""Mistakes that do not change a single number."""
 
 
 def _is_one_number(spec: OpSpec, number: int) -> bool:
-    """Whether a result is never more than that."""
+    """Whether a result always has at most one element."""
     dtype = getattr(torch, spec.dtypes[0])
     calls = [spec.fake(*sample.args) for sample in spec.samples(dtype, torch.device("cpu"))]
     results = [call if isinstance(call, tuple) else (call,) for call in calls]

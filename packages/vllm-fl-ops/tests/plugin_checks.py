@@ -1,4 +1,4 @@
-"""What core expects of a backend's plugin: the tests of each backend derive from `PluginChecks`."""
+"""Core's requirements on a backend's plugin: each backend's tests derive from `PluginChecks`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ print(sorted(heavy & {{name.partition(".")[0] for name in sys.modules}}))
 
 
 def alone(code: str) -> str:
-    """The last line that `code` prints in a process without a module that replaces hardware."""
+    """The last line that `code` prints in a process without emulated hardware."""
     env = {key: value for key, value in os.environ.items() if key != "VLLM_FL_PLUGIN_MODULES"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
@@ -40,16 +40,9 @@ def alone(code: str) -> str:
 
 
 class PluginChecks:
-    """Checks of one installed plugin.
-
-    Attributes:
-        plugin: its module.
-        impl_id: the id of all its implementations.
-        vendor: their vendor.
-        kind: their kind.
-        platforms: the platforms for which it has a policy.
-        asks: whether availability is also determined without importing vLLM.
-    """
+    """Checks of one installed plugin, with the id, vendor and kind of all its implementations, and
+    the platforms of its policies. `asks`: whether availability is also determined without importing
+    vLLM."""
 
     plugin: ClassVar[ModuleType]
     impl_id: ClassVar[str]

@@ -1,4 +1,4 @@
-"""Whether a contract's samples tell a wrong form of its op."""
+"""Tests that a contract's samples detect incorrect forms of its op."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Form = Callable[..., Any]
 
 
 def dtypes(spec: OpSpec) -> Iterable[Any]:
-    """The dtypes of a contract as parameters; bfloat16 is the one of the default run."""
+    """The dtypes of a contract as parameters; the default run has only bfloat16."""
     for name in spec.dtypes:
         is_slow = name.startswith("float") and "bfloat16" in spec.dtypes
         marks = [pytest.mark.slow] if is_slow else []
@@ -49,12 +49,12 @@ per_case = pytest.mark.parametrize(
 
 
 def problem(spec: OpSpec, form: Form, sample: Sample) -> str:
-    """What is wrong with a form's numbers, which are rounded as the contract says."""
+    """The problem of a form's results, rounded to the contract's dtypes, or ""."""
     shapes = spec.fake(*sample.args)
     many = isinstance(shapes, tuple)
     try:
         got = form(*sample.args)
-    except (IndexError, RuntimeError):  # this sample has nothing that could be read so
+    except (IndexError, RuntimeError):  # the incorrect read is impossible with this sample
         return ""
     pairs = zip(got, shapes, strict=True) if many else [(got, shapes)]
     results = tuple(None if mine is None else mine.to(like.dtype) for mine, like in pairs)
@@ -66,13 +66,9 @@ def told(
     is_fine: Callable[[str, str], bool] | None = None,
     without: str = "-",
 ) -> Callable[..., None]:
-    """A test of wrong forms, each (op, what is wrong, the form).
-
-    Args:
-        forms: the wrong forms.
-        is_fine: whether only float32 tells a form, by op and what is wrong.
-        without: how the names of samples begin that are left out.
-    """
+    """A test of incorrect forms: (op, the mistake, the form) of each. `is_fine`: whether only
+    float32 detects a form, by op and mistake. `without`: prefix of the names of excluded
+    samples."""
     known = {(op, what): form for op, what, form in forms}
 
     @by_dtype(known)

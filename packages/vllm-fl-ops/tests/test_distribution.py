@@ -1,4 +1,4 @@
-"""The distribution as a whole: what it imports, and what it brings."""
+"""The distribution as a whole: its imports and its contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kit is worth what it catches: an oracle passes it, and one with a mistake fails."""
+"""The kit detects mistakes: an oracle passes it, and an oracle with a mistake fails."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def test_the_oracle_itself_passes(spec: OpSpec) -> None:
     ],
 )
 def test_every_mutant_of_an_oracle_fails(mutant: OpImpl) -> None:
-    """No contract has to bring these: whoever adds one adds them."""
+    """Mutants are derived automatically for every contract."""
     assert next(failures(mutant, without=BUT_VALUES), None) is not None

@@ -1,4 +1,4 @@
-"""The backend keeps every contract."""
+"""The backend conforms to every contract."""
 
 from __future__ import annotations
 

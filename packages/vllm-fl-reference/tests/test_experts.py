@@ -1,4 +1,4 @@
-"""Experts in a CUDA graph, in which no tokens can be counted: the same numbers, another way."""
+"""Experts in a CUDA graph, which cannot count tokens: equal numbers by another method."""
 
 from __future__ import annotations
 

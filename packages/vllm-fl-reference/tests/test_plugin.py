@@ -1,4 +1,4 @@
-"""The plugin: what it returns, and that the contracts agree with it."""
+"""The plugin: its results, and that the contracts agree with them."""
 
 from __future__ import annotations
 

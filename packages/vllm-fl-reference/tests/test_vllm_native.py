@@ -1,4 +1,4 @@
-"""Bit for bit what vLLM's own native forms give."""
+"""Bitwise equality with vLLM's native forms."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def moe_topk(
     factor: float,
     bias: torch.Tensor | None,
 ) -> Any:
-    """The CPU build's two forms, in fp32; the second one with one group of all experts."""
+    """The CPU build's two forms, in fp32; the second with one group of all experts."""
     router = pytest.importorskip("vllm.model_executor.layers.fused_moe.router.cpu_router")
     if scoring_func == "softmax" and bias is None:
         weights, ids = router._softmax_topk(gating_output.float(), topk, renormalize)
@@ -108,7 +108,7 @@ def grouped_topk(gating_output: torch.Tensor, *rest: Any) -> Any:
 def moe_sum(
     input: torch.Tensor, topk_ids: torch.Tensor | None, expert_map: torch.Tensor | None
 ) -> Any:
-    """What vLLM's experts take for the operator where a build has none, over the targets here."""
+    """vLLM's replacement for the operator in builds that lack it, over this rank's experts."""
     if topk_ids is not None:
         here = topk_ids >= 0
         if expert_map is not None:
@@ -148,20 +148,18 @@ def layer_norm(
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """What a layer that is not quantised calls; the layer itself has no part in it."""
+    """The function that an unquantised layer calls; it does not use the layer."""
     result: torch.Tensor = default_unquantized_gemm(torch.nn.Module(), x, weight, bias)
     return result
 
 
 def linear_gelu_tanh_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Such a product, and the layer behind it."""
     layer = SimpleNamespace(approximate="tanh")
     result: torch.Tensor = GeluAndMul.forward_native(layer, linear(x, weight, None))
     return result
 
 
 def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The same of another activation."""
     result: torch.Tensor = SiluAndMul.forward_native(linear(x, weight, None))
     return result
 
@@ -190,7 +188,7 @@ def qk_norm_rope(
     epsilon: float,
     rotary_interleaved: bool,
 ) -> torch.Tensor:
-    """What vLLM's pass takes the place of: two norms, and the rope of both behind them."""
+    """The code that vLLM's pass replaces: two norms, then the rope of both."""
     size, tokens = q_weight.shape[0], len(qkv)
     parts = (heads * size, kv_heads * size, qkv.shape[1] - (heads + kv_heads) * size)
     query, key, value = qkv.split(parts, dim=-1)
@@ -202,7 +200,7 @@ def qk_norm_rope(
 
 
 def of_layer(spec: OpSpec) -> Callable[..., Any]:
-    """`forward_native` of the layer that the op's binding names, by the contract's parameters."""
+    """`forward_native` of the layer in the op's binding, by the contract's parameters."""
 
     def native(*args: Any) -> Any:
         values = dict(zip(spec.parameters, args, strict=True))
@@ -218,8 +216,8 @@ LAYERS = sorted(
 )
 """The ops that layers run in PyTorch. The others have no native form in vLLM."""
 
-# RMS norms are ops of vLLM's IR, layer_norm's layer knows the number of features, a rope and
-# QuantFP8 take their own arguments, and the others are functions; any other layer is called.
+# RMS norms are ops of vLLM's IR, layer_norm's layer needs the number of features, a rope and
+# QuantFP8 take other arguments, and the others are functions; any other layer is called.
 OWN = (
     grouped_topk,
     layer_norm,
@@ -253,7 +251,7 @@ KERNELS_ONLY = {
     "recurrent_gated_delta_rule",
     "reshape_and_cache",
 }
-"""Ops of which vLLM has no form in PyTorch, or none at all."""
+"""Ops without a PyTorch form in vLLM."""
 
 CASES = [
     pytest.param(
@@ -267,7 +265,7 @@ CASES = [
     if impl.op_name not in KERNELS_ONLY
     for dtype in DTYPES
     for sample in known_contracts().contracts[impl.op_name].samples(dtype, CPU)
-    if not sample.kit_only  # vLLM's own is wrong there
+    if not sample.kit_only  # vLLM's form is incorrect there
 ]
 
 
@@ -292,7 +290,7 @@ def test_what_runs_when_every_candidate_refused_is_bit_equal_too(
     ]
     assert natives
     for sample in known_contracts().contracts[op].samples(dtype, CPU):
-        if sample.name.startswith("0 tokens"):  # vLLM's own view of a rope fails there
+        if sample.name.startswith("0 tokens"):  # vLLM's view of a rope fails there
             continue
         want = NATIVE[op](*sample.args)
         for native in natives:
@@ -313,7 +311,7 @@ def test_convolutions_are_bit_equal_to_those_of_vllms_cpu_build(dtype: torch.dty
         x, states, weight, bias, activation, slots = sample.args
         rows, taps = slots[slots != 0].long(), weight.shape[1] - 1
         if len(rows) != len(x) or not len(x):
-            continue  # vLLM's form in PyTorch knows no padding
+            continue  # vLLM's PyTorch form does not support padding
         its = states[rows][:, :, :taps]
         out = native.causal_conv1d_update_torch(x[..., None], its, weight, bias, activation)
         got, after = own["causal_conv1d_update"](x, states, weight, bias, activation, slots)
@@ -339,7 +337,7 @@ def assert_same_bits(got: Any, want: Any) -> None:
 
 @pytest.fixture(scope="module")
 def plan() -> Iterator[Plan]:
-    """The plan of an eager engine that runs this package alone, with the layers replaced."""
+    """The plan of an eager engine with only this package, with the layers replaced."""
     from vllm_fl.integration.patchers.layers import in_tables, ours
 
     with set_current_vllm_config(VllmConfig()), torch.no_grad(), in_tables(ours()):
@@ -395,7 +393,7 @@ NORMS = {
 def test_norm_layers_are_bit_equal(
     plan: Plan, cls: Any, options: dict[str, Any], dtype: torch.dtype, weight_dtype: torch.dtype
 ) -> None:
-    """Also if the contract has no such weight: then vLLM's own code serves."""
+    """If the contract does not support the weight, vLLM's code runs, also with equal bits."""
     before = plan.fallbacks.total()
     with building(plan):
         layer = cls(64, **options)

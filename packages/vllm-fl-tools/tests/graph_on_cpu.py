@@ -1,4 +1,4 @@
-"""What a captured graph is on CUDA, on the CPU: the operators of a call, without its Python."""
+"""A captured CUDA graph emulated on the CPU: the operators of a call, without its Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["captured", "is_capturing"]
 
 
 class _Recorded(TorchDispatchMode):
-    """The operators that were called, each with its arguments and where its result lies."""
+    """The called operators, each with its arguments and its result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class _Recorded(TorchDispatchMode):
 
 
 def captured(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-    """As `vllm_fl_verify.graphs.captured`, which it stands for."""
+    """Replaces `vllm_fl_verify.graphs.captured`."""
     run()
     with _Recorded() as recorded:
         result = run()

@@ -1,4 +1,4 @@
-"""Codes of errors: each class has its own, for good, and each code a page."""
+"""Error codes: each class has its own permanent code, and each code a page."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ OF_CLASSES = {
     "UsageError": "FL701",
     "NoTemporaryFolderError": "FL520",
 }
-"""Promised: people search for codes, so that lines are added here and none is ever changed."""
+"""Permanent, because people search for codes: only add lines, never change one."""
 
 OF_FINDINGS = {
     "settings": "FL110",
@@ -74,16 +74,16 @@ OF_FINDINGS = {
     "driver": "FL523",
     "table": "FL610",
 }
-"""Promised, too."""
+"""Permanent too."""
 
 OF_WARNINGS = {"FL410", "FL411", "FL412", "FL503", "FL513"}
-"""Codes that stand in warnings alone."""
+"""Codes that occur only in warnings."""
 
 ALL = {*OF_CLASSES.values(), *OF_FINDINGS.values(), *OF_WARNINGS, "FL702"}
 
 
 def classes() -> dict[str, type[VllmFLError]]:
-    """Every class of errors of core, verify and tools; tests and plugins have others."""
+    """Every error class of core, verify and tools; tests and plugins have others."""
     for module in pkgutil.iter_modules(cli.__path__):
         if module.name != "__main__":
             import_module(f"{cli.__name__}.{module.name}")
@@ -107,7 +107,7 @@ def test_each_check_of_doctor_has_a_code_which_does_not_change() -> None:
 
 
 def test_codes_of_different_things_differ() -> None:
-    # A start, and every other verb, would end with the very error.
+    # Startup, and every other verb, would fail with the same error.
     foretold = {OF_FINDINGS["lock"], OF_FINDINGS["torch"]}
     assert {*OF_CLASSES.values()} & {*OF_FINDINGS.values()} == foretold
     assert not OF_WARNINGS & {*OF_CLASSES.values(), *OF_FINDINGS.values()}
@@ -123,7 +123,7 @@ def test_no_line_of_a_log_has_a_code_that_nobody_explains() -> None:
 def test_core_raises_nothing_without_a_kind() -> None:
     for path in SOURCES.rglob("*.py"):
         calls = [line for line in path.read_text().splitlines() if "raise VllmFLError(" in line]
-        # What another process has told brings its code with it.
+        # An error received from another process has its own code.
         assert [line for line in calls if 'code=value["code"]' not in line] == [], path
 
 
@@ -177,9 +177,7 @@ def test_a_traceback_says_how_to_read_the_page() -> None:
         raise InvalidSettingError("prefer: 'x'", key="prefer", origin="environment")
     except InvalidSettingError as error:
         told = "".join(traceback.format_exception(error))
-    assert told.endswith(
-        "prefer: 'x' [FL102]\n`vllm-fl explain FL102` says what it means, and what to do.\n"
-    )
+    assert told.endswith("prefer: 'x' [FL102]\nRun `vllm-fl explain FL102` for causes and fixes.\n")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +186,7 @@ def test_a_traceback_says_how_to_read_the_page() -> None:
         ("torch", "torch is not installed.", "FL520"),
         ("settings", "fl.yaml:3: prefer: 'x' [FL102]", "FL102"),
         ("acme", "Acme's library is not installed.", None),
-        ("own", "The check 'own' could not be made. [FL702]", "FL702"),
+        ("own", "The check 'own' failed. [FL702]", "FL702"),
     ],
 )
 def test_a_finding_has_the_code_of_its_error_or_of_its_check(

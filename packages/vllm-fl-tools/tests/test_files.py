@@ -1,4 +1,4 @@
-"""Files that we write: whole, and through no link."""
+"""Files that we write: whole, and never through a link."""
 
 from __future__ import annotations
 

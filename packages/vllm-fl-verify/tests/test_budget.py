@@ -1,4 +1,4 @@
-"""What is tried depends on seed and sizes; only the valve knows how long it has taken."""
+"""Trials depend only on seed and sizes; only the valve measures time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def verified(valve: Valve) -> tuple[Findings, list[str]]:
-    """What is found, and every tensor that an implementation is given, by its shape and bits."""
+    """The findings, and every tensor passed to an implementation, by shape and bits."""
     seen: list[str] = []
 
     def noting(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A communicator is verified by every collective: each wrong one is found, by its name."""
+"""A communicator is verified by every collective; each incorrect collective is reported by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class Meeting:
-    """Where ranks, each a thread, exchange what they have."""
+    """Where ranks, each a thread, exchange data."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=300)
@@ -34,7 +34,7 @@ class Meeting:
 
 
 class Communicator:
-    """A right one, over a meeting."""
+    """A correct communicator, over a meeting."""
 
     def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
         self.rank, self.size, self.meeting = rank, size, meeting
@@ -74,7 +74,7 @@ class Communicator:
 
 
 def found(size: int, make: Callable[[int], Any], dtype: torch.dtype = torch.bfloat16) -> list[str]:
-    """What the ranks find wrong, as `name: why`: the first fault of each dtype."""
+    """The ranks' faults as `name: why`: the first of each dtype."""
     told: list[str] = []
 
     def run(rank: int, communicator: Any) -> None:
@@ -91,7 +91,7 @@ def found(size: int, make: Callable[[int], Any], dtype: torch.dtype = torch.bflo
 
 
 def ranks(size: int, **wrong: Any) -> Callable[[int], Any]:
-    """`make(rank)` of right communicators, the methods of the last one replaced."""
+    """`make(rank)` of correct communicators, with methods of the last one replaced."""
     meeting = Meeting(size)
 
     def make(rank: int) -> Any:
@@ -126,20 +126,20 @@ def test_one_wrong_element_on_one_rank_is_found(name: str) -> None:
     told = found(2, ranks(2, **{name: off_by_one}))
     label = {"recv": "send and recv"}.get(name, name)
     assert told and all(each.startswith(label) for each in told)
-    assert all(each.endswith("elements are wrong") for each in told)
+    assert all(each.endswith("elements are incorrect") for each in told)
 
 
 @pytest.mark.parametrize(
     ("name", "wrong", "why"),
     [
-        ("all_reduce", lambda result, x: x, "elements are wrong"),  # nothing was reduced
+        ("all_reduce", lambda result, x: x, "elements are incorrect"),  # not reduced
         ("all_reduce", lambda result, x: result.float(), "it returned float32 [1, 1], not "),
         ("all_gather", lambda result, x, dim: x, "it returned"),
-        ("reduce_scatter", lambda result, x, dim: x.chunk(2, dim)[0], "elements are wrong"),
-        ("gather", lambda result, *a: torch.zeros(1), "a rank that gathers nothing got a result"),
-        ("broadcast", lambda result, x, src: x, "elements are wrong"),
+        ("reduce_scatter", lambda result, x, dim: x.chunk(2, dim)[0], "elements are incorrect"),
+        ("gather", lambda result, *a: torch.zeros(1), "a rank that is not the destination"),
+        ("broadcast", lambda result, x, src: x, "elements are incorrect"),
         ("recv", lambda result, *a: None, "it returned NoneType, not a tensor"),
-        ("all_reduce", lambda result, x: result * 0, "elements are wrong"),
+        ("all_reduce", lambda result, x: result * 0, "elements are incorrect"),
     ],
 )
 def test_what_a_wrong_library_does_is_found(name: str, wrong: Any, why: str) -> None:

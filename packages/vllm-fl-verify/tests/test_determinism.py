@@ -1,4 +1,4 @@
-"""What is found of an implementation's bits: in another run, and in another batch."""
+"""Whether an implementation's bits stay equal in another run, and in another batch."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ CPU = torch.device("cpu")
 
 
 def sound(x: Tensor) -> Tensor:
-    """Row by row: whatever lies beside a row, its bits are its own."""
+    """Row by row, so a row's bits do not depend on its batch."""
     half = x.shape[-1] // 2
     rows = [F.silu(row[:half].double()) * row[half:] for row in x.reshape(-1, x.shape[-1])]
     return torch.stack(rows).to(x.dtype).reshape(*x.shape[:-1], half)
 
 
 def nudged(x: Tensor, where: Tensor | slice | int) -> Tensor:
-    """Within every tolerance, and not the same bits."""
+    """Within every tolerance, but not bitwise equal."""
     result = sound(x)
     if result.numel():
         result[where] = torch.nextafter(result[where], torch.tensor(torch.inf, dtype=x.dtype))
@@ -58,7 +58,7 @@ def alone(x: Tensor) -> Tensor:
 
 
 def the_last_row(x: Tensor) -> Tensor:
-    """A kernel's tail: a row's place in the batch is what decides."""
+    """Like a kernel's tail: a row's index in the batch decides."""
     return nudged(x, -1) if x.ndim == 2 else sound(x)
 
 
@@ -79,7 +79,7 @@ def test_bits_that_are_a_rows_own_are_found_to_be() -> None:
 def test_bits_that_depend_on_the_batch_are_found(fn: Callable[..., Any]) -> None:
     found = told(of(fn))
     assert (found.runs, found.batches) == (True, False)
-    assert "other bits in a batch of" in found.reason and "2*96, float32" in found.reason
+    assert "different bits in batches of" in found.reason and "2*96, float32" in found.reason
 
 
 def test_the_sign_of_zero_is_a_bit() -> None:
@@ -96,7 +96,7 @@ def test_what_differs_between_two_runs_is_neither() -> None:
 
     found = told(of(each_time_another))
     assert (found.runs, found.batches) == (False, False)
-    assert found.reason.startswith(f"the same call gave other bits ({POOL} x ")
+    assert found.reason.startswith(f"the same call returned different bits ({POOL} x ")
 
 
 def test_a_batch_that_alone_is_refused_is_another_implementations() -> None:
@@ -105,7 +105,7 @@ def test_a_batch_that_alone_is_refused_is_another_implementations() -> None:
     supports = lambda x: "too few" if len(x) < 5 else True  # noqa: E731
     found = told(of(sound, supports=supports))
     assert found.batches is False
-    assert found.reason.startswith(f"it takes a batch of {POOL} tokens and refuses one of 1 ")
+    assert found.reason.startswith(f"it supports a batch of {POOL} tokens, but not of 1 ")
 
 
 def test_what_stands_is_not_measured_whatever_sizes_are_known() -> None:
@@ -124,7 +124,7 @@ def oracle(spec: OpSpec) -> OpImpl:
 
 
 def test_one_scale_for_all_rows_can_never_be_batch_invariant() -> None:
-    """By the contract itself: the largest number of a batch is in every row's bits."""
+    """By the contract itself: a batch's largest number affects every row's bits."""
     found = told(oracle(known_contracts().contracts["quant_fp8"]))
     assert (found.runs, found.batches) == (True, False)
 
@@ -137,7 +137,7 @@ def test_where_rows_depend_on_each_other_only_runs_are_compared() -> None:
 
 
 def variant(request: Request) -> dict[tuple[str, str], str]:
-    """(op, impl id) -> why it may not serve."""
+    """(op, impl id) -> why it must be disabled."""
     with request.trials() as trials:
         told = {role.key: variance(request, role, trials[role.calls]) for role in request.roles}
     return {key: why for key, why in told.items() if why}
@@ -156,7 +156,7 @@ def test_a_start_measures_what_is_right_and_only_where_that_is_asked() -> None:
     assert [*find_faults(request).objections] == [of_wrong]
     found = find_faults(replace(request, requires="VLLM_FL_REQUIRE=batch_invariant")).objections
     assert [found[key].code for key in (acme, of_wrong)] == ["FL412", "FL410"]
-    why = "VLLM_FL_REQUIRE=batch_invariant, and it is not batch-invariant: "
+    why = "VLLM_FL_REQUIRE=batch_invariant is set, and it is not batch-invariant: "
     assert found[acme].reason.startswith(why) and not found[acme].ends_strict
 
 
@@ -202,13 +202,14 @@ def test_what_nothing_measures_is_rejected_where_it_is_asked_for(
     impls = silu("vendor.acme"), aligning, attention
     found = [unmeasured(told, [impl], specs.get(impl.op_name)) for impl in impls]
     assert [bool(reasons) for reasons in found] == [False, bool(asks), bool(asks)]
-    assert all(why.startswith(f"{asks}, and ") for each in found for why in each.values())
+    assert all(why.startswith(f"{asks} is set, and ") for each in found for why in each.values())
 
 
 def test_without_verification_nothing_is_measured_and_so_nothing_serves() -> None:
     told = facts(REQUIRED | {"VLLM_FL_PREFLIGHT": "run"})
     (reason,) = unmeasured(told, [silu("vendor.acme")], None).values()
-    assert reason == "VLLM_FL_REQUIRE=batch_invariant, and VLLM_FL_PREFLIGHT=run measures nothing"
+    why = "VLLM_FL_PREFLIGHT=run does not measure it"
+    assert reason == f"VLLM_FL_REQUIRE=batch_invariant is set, and {why}"
 
 
 def test_one_implementation_serves_all_sizes_where_bits_count() -> None:

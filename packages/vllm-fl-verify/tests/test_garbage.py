@@ -1,4 +1,4 @@
-"""What the collector of garbage looks at while an engine's start is verified."""
+"""Garbage collection while an engine's startup is verified."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_fl_verify.trials import without_old_objects
 
 
 class Circle:
-    """Only the collector frees it."""
+    """Freed only by the garbage collector."""
 
     def __init__(self) -> None:
         self.itself = self

@@ -1,4 +1,4 @@
-"""What a capture does to the process around it; graphs themselves are tried on GPUs."""
+"""Effects of a capture on the process; graphs themselves are tested on GPUs."""
 
 from __future__ import annotations
 

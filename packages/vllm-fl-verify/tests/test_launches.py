@@ -1,4 +1,4 @@
-"""At how many tokens other kernels are launched."""
+"""Token counts with other kernel launches."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_triton_tells_what_it_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_both_sides_of_an_edge_are_verified() -> None:
-    """A kernel that is wrong at the first sizes of its second variant alone."""
+    """The kernel is incorrect only at the first size of its second variant."""
     sizes_seen = [0]
 
     def silu_and_mul(x: torch.Tensor) -> torch.Tensor:

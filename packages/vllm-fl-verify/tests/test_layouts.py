@@ -1,4 +1,4 @@
-"""Activations that lie otherwise: which calls are made of a sample, and who asks for them."""
+"""Activations in other memory layouts: the calls made from a sample, and their callers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_each_activation_of_each_op_is_laid_out_otherwise(spec: OpSpec) -> None:
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
-    """In plain PyTorch, which gives a transposed x's product its strides."""
+    """In plain PyTorch, so the product has the strides of a transposed x."""
     gate, up = x.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 

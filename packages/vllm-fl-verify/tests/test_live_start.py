@@ -1,4 +1,4 @@
-"""A worker's start with a kernel that is wrong on the loaded model alone."""
+"""A worker's startup with a kernel that is incorrect only on the loaded model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from small_workers import HEAD, MODEL
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
 COUNTS = [256, 17, 16, 1]
-"""Tokens of the forwards of the loaded model."""
+"""Tokens of the loaded model's forward passes."""
 
 ENABLED = ["+gelu_and_mul", "+silu_and_mul"]
 
@@ -91,7 +91,7 @@ CASES = {
     "refuses all": {"REFUSED": "[0, 1000]"},
     "takes the largest batch": {"REFUSED": "[0, 400]"},
 }
-"""Name of a start -> the variables that its kernels and its other rank go by."""
+"""Case -> the variables that its kernels and its other rank read."""
 
 
 @cache
@@ -103,7 +103,7 @@ def starts() -> dict[str, str]:
 
 
 def start(name: str) -> tuple[Any, str]:
-    """(what a worker's start prints in a process of its own, its log)."""
+    """(output of a worker's startup in its own process, its log)."""
     log = starts()[name]
     return json.loads(log.splitlines()[-1]), log
 
@@ -119,7 +119,7 @@ def test_a_fault_of_the_loaded_model_demotes_and_binds_the_layers_anew() -> None
     (line,) = [line for line in log.splitlines() if " planned: " in line]
     assert "silu_and_mul=vendor.acme" in line and f"digest {report['digest']}" in line
     assert len(line[line.index("vllm-fl: ") :]) <= 200
-    assert "silu_and_mul: vendor.wrong was taken out [FL410]" in report["remarks"]
+    assert "silu_and_mul: vendor.wrong is disabled [FL410]" in report["remarks"]
     assert any(remark.startswith("4 calls on live tensors in") for remark in report["remarks"])
     assert not report["calls"] and not report["fallbacks"]
 
@@ -128,15 +128,15 @@ def test_what_another_rank_finds_is_off_on_this_one() -> None:
     told, log = start("found there")
     report = told["report"]
     why = report["demotions"]["silu_and_mul"]["vendor.wrong"]
-    assert why == "failed at start on rank 1: wrong in layer blocks.1"
+    assert why == "failed at startup on rank 1: wrong in layer blocks.1"
     assert report["ops"]["silu_and_mul"]["impl"] == "vendor.acme"
     assert told["calls"] == COUNTS * 2 and told["bound"] == [True, True]
-    assert "found at start, on rank 1; off on all" in log
+    assert "detected at startup on rank 1; disabled on all ranks" in log
 
 
 def test_strict_mode_ends_the_start() -> None:
     told, log = start("strict")
-    assert "rank 0: strict mode, and implementation 'vendor.wrong'" in told["raised"]
+    assert "in strict mode: rank 0: implementation 'vendor.wrong'" in told["raised"]
     assert "in layer blocks.0" in told["raised"]
     assert " planned" in log, "the plan is told all the same"
 
@@ -148,16 +148,16 @@ def test_what_refuses_every_call_of_the_loaded_model_is_rejected_and_nothing_say
     report = told["report"]
     assert report["ops"]["silu_and_mul"]["impl"] == "vendor.acme"
     (why,) = report["rejections"]["silu_and_mul"].values()
-    assert why == "it refuses every call of this model (rows of 1280)"
+    assert why == "it supports no call of this model (rows of 1280)"
     assert report["demotions"] == {} and report["refusals"] == {} == report["fallbacks"]
     assert told["bound"] == [True, True] and told["right"]
-    # Tried at the largest batch, too, before it is out, then the model without it.
+    # Also tried at the largest batch before it is disabled; then the model without it.
     assert told["calls"] == [*COUNTS, 512, *COUNTS, *COUNTS]
     assert told["entry"] == {"plan": report["digest"], "enabled": ENABLED}
     (line,) = [line for line in log.splitlines() if " planned: " in line]
     assert "silu_and_mul=vendor.acme" in line
-    assert "silu_and_mul: vendor.wrong refuses every call [FL412]" in report["remarks"]
-    assert "is rejected for op 'silu_and_mul': it refuses every call of this model" in log
+    assert "silu_and_mul: vendor.wrong supports no call [FL412]" in report["remarks"]
+    assert "is rejected for op 'silu_and_mul': it supports no call of this model" in log
 
 
 def test_an_implementation_that_takes_some_calls_stays_and_uncalled_ops_are_not_counted() -> None:
@@ -167,4 +167,4 @@ def test_an_implementation_that_takes_some_calls_stays_and_uncalled_ops_are_not_
     assert told["report"]["ops"]["gelu_and_mul"]["impl"] == "vendor.idle", "and stays planned"
     (line,) = [line for line in log.splitlines() if " planned: " in line]
     assert "vllm-fl: 1 op planned: silu_and_mul=vendor.wrong (" in line
-    assert "not reached: gelu_and_mul" in told["report"]["remarks"]
+    assert "unused by this model: gelu_and_mul" in told["report"]["remarks"]

@@ -1,5 +1,4 @@
-"""Results that are tensors by name alone, and faults that come late, cost their kernel and no
-more."""
+"""Results that are tensors only by type, and late faults, disable only their kernel."""
 
 from __future__ import annotations
 
@@ -51,10 +50,8 @@ ODD: dict[str, Callable[[Tensor], Any]] = {
     "a FakeTensor": fake,
     "a functional tensor": torch._to_functional_tensor,
     "a Spoilt": lambda result: result.as_subclass(Spoilt),
-    "a tensor of zeros": lambda result: torch._efficientzerotensor(
-        result.shape, dtype=result.dtype
-    ),
-    "a tensor of which a view is negated": negated,
+    "a zero tensor": lambda result: torch._efficientzerotensor(result.shape, dtype=result.dtype),
+    "a tensor with the negative bit": negated,
     "nested": lambda result: torch.nested.as_nested_tensor([*result]),
 }
 

@@ -1,4 +1,4 @@
-"""What start-up finds in a faulty implementation, and what it lets pass."""
+"""Startup verification: detected faults, and accepted implementations."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def no_more_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token counts that are always tried show it."""
+    """The token counts that are always tried detect the fault."""
     monkeypatch.setattr(trials, "CALLS", 0)
 
 
@@ -83,12 +83,12 @@ def wrong_in_the_last_row_of_a_large_batch(x: Tensor) -> Tensor:
 
 
 def cuts_off(x: Tensor) -> Tensor:
-    """Each result is within a step of the right one: towards zero."""
+    """Truncates: each result is within one step, towards zero."""
     return (sound(x.float()).view(torch.int32) & -(1 << 16)).view(torch.float32).to(x.dtype)
 
 
 def rounds_up(x: Tensor) -> Tensor:
-    """Away from zero."""
+    """Rounds away from zero."""
     bits = sound(x.float()).view(torch.int32)
     return ((bits + 0xFFFF) & -(1 << 16)).view(torch.float32).to(x.dtype)
 
@@ -111,14 +111,14 @@ def fault_of(fn: Callable[..., Any], compares: bool = True, **options: Any) -> s
     [
         (raises, "it raised RuntimeError: no kernel image"),
         (ends, "it raised SystemExit"),
-        (gives_nan, "elements are off"),
+        (gives_nan, "elements exceed the tolerance"),
         (hides_nan, "(NaN and infinity"),
         (gives_another_shape, "has shape"),
         (wrong_in_bf16, "bfloat16"),
         (wrong_above_64_tokens, "300 rows, bfloat16)"),
         (wrong_in_the_last_row_of_a_large_batch, " x 2*512, bfloat16)"),
         (overwrites_its_input, "overwrote 'x'"),
-        (cuts_off, "the result errs to one side in each of"),
+        (cuts_off, "the result is biased: too small by"),
         (cuts_off, "too small by 0.5"),
         (rounds_up, "too large by 0.5"),
     ],
@@ -141,21 +141,21 @@ def test_run_only_runs() -> None:
 def test_one_that_refuses_all_sizes_of_the_model_is_out() -> None:
     impl = silu("vendor.acme", fn=sound, supports=lambda x: "no 2-D" if x.ndim == 2 else True)
     found = find_faults(Request([Role(impl)], torch.bfloat16, CPU, SIZES))
-    why = "it refuses every call of this model (1 x 2*512, bfloat16: no 2-D)"
+    why = "it supports no call of this model (1 x 2*512, bfloat16: no 2-D)"
     assert found.objections == {("silu_and_mul", "vendor.acme"): Objection("FL412", why)}
 
 
 @pytest.mark.parametrize(
     ("provided", "asked"),
     [
-        ((), {torch.bfloat16}),  # nothing is known
+        ((), {torch.bfloat16}),  # unknown
         (({"weight": torch.float32},), {torch.float32}),
         (({"weight": torch.float32}, {"weight": torch.bfloat16}), {torch.float32, torch.bfloat16}),
-        (({"weight": torch.float64},), {torch.bfloat16}),  # no call of the contract
+        (({"weight": torch.float64},), {torch.bfloat16}),  # not a call of the contract
     ],
 )
 def test_made_calls_have_the_dtypes_that_the_layers_provide(provided: Any, asked: Any) -> None:
-    """A norm of Gemma's hands over a float32 weight, which no size and no model's dtype tells."""
+    """Gemma's norms pass a float32 weight, which sizes and the model's dtype do not show."""
     seen: set[torch.dtype] = set()
     refused: set[torch.dtype] = set()
 
@@ -200,7 +200,7 @@ def test_a_slow_one_is_named_while_it_runs_and_out_after(
     assert re.search(r"silu_and_mul=vendor\.acme: samples [\d.]+ s$", caplog.text, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("slow", "said"), [(1, None), (2, "takes 11 s for one call")])
+@pytest.mark.parametrize(("slow", "said"), [(1, None), (2, "it takes 11 s for one call")])
 def test_one_that_is_slow_once_while_it_compiles_passes(
     slow: int, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,9 +223,6 @@ def test_the_global_random_generator_is_left_alone() -> None:
     torch.manual_seed(7)
     fault_of(sound)
     assert torch.equal(torch.rand(3), want)
-
-
-# What only shows as it will serve.
 
 
 def norm(x: Any, residual: Any, weight: Any, epsilon: float, variance_size: Any = None) -> Any:
@@ -278,7 +275,7 @@ def planned_alone(op: str, impl: OpImpl, **fields: Any) -> Plan:
 
 
 def test_one_that_turns_heads_of_one_projection_in_place_can_be_compiled() -> None:
-    """Its inputs share memory at start; in a model the graph makes them, and nothing is aliased."""
+    """Its inputs share memory at startup; in a model the graph makes them without aliases."""
 
     def in_place(
         query: Any, key: Any, cos: Any, sin: Any, ids: Any, interleaved: bool = False
@@ -296,7 +293,7 @@ def test_one_that_turns_heads_of_one_projection_in_place_can_be_compiled() -> No
 def test_one_that_refuses_a_form_that_the_model_need_not_have_can_be_compiled(
     asked: bool, strict: bool
 ) -> None:
-    """Nobody comes after it: its chain has failed for that call, and it has done nothing wrong."""
+    """It has no fallback: its chain fails for that call, which is not its fault."""
 
     def halves(
         query: Any, key: Any, cos: Any, sin: Any, ids: Any, interleaved: bool = False
@@ -324,7 +321,7 @@ def test_what_is_wrong_at_some_token_counts_only(
         result = sound(x)
         return result + 1.0 if wrong[0] <= len(x) <= wrong[1] else result
 
-    assert "elements are off" in str(fault("silu_and_mul", fn))
+    assert "elements exceed the tolerance" in str(fault("silu_and_mul", fn))
 
 
 def test_what_is_wrong_at_far_positions_only() -> None:
@@ -332,8 +329,8 @@ def test_what_is_wrong_at_far_positions_only() -> None:
         return rope(query, key, cos, sin, position_ids.clamp(max=2047), way)
 
     long = ModelSizes(256, 512, 4, 2, 64, 64, tokens=(1, 64), max_position=8192)
-    assert "elements are off" in str(fault("rotary_embedding", fn, sizes=long))
-    assert fault("rotary_embedding", fn) is None  # right for a model that is no longer
+    assert "elements exceed the tolerance" in str(fault("rotary_embedding", fn, sizes=long))
+    assert fault("rotary_embedding", fn) is None  # correct for a shorter model
 
 
 def test_fewer_batches_than_usual_are_remarked() -> None:
@@ -347,7 +344,7 @@ def test_a_result_that_is_not_contiguous_or_not_dense() -> None:
     def strided(x: Tensor) -> Tensor:
         return sound(x).mT.contiguous().mT if x.ndim > 1 else sound(x)
 
-    assert "the contract promises a contiguous result" in str(fault("silu_and_mul", strided))
+    assert "the contract requires a contiguous result" in str(fault("silu_and_mul", strided))
     sparse = fault("silu_and_mul", lambda x: sound(x).to_sparse())
     assert sparse is not None and "is sparse" in sparse
 
@@ -367,11 +364,11 @@ def test_one_that_takes_the_layer_is_given_one() -> None:
 
     assert fault("rms_norm", fn) is None
     wrong = fault("rms_norm", lambda obj, x, residual=None: norm(x, residual, obj.weight, 0.1))
-    assert "elements are off" in str(wrong)
+    assert "elements exceed the tolerance" in str(wrong)
 
 
 def test_one_that_takes_the_layer_is_given_plain_layers_only() -> None:
-    """The older form reads a weight of the layer's, and knows no other kind of layer."""
+    """The older form reads a layer's weight, and supports no other kind of layer."""
 
     def fn(obj: Any, x: Tensor, residual: Tensor | None = None) -> Any:
         normed = norm(x, residual, None, obj.variance_epsilon)
@@ -395,7 +392,7 @@ def test_one_that_takes_the_layer_is_given_plain_layers_only() -> None:
 def test_the_counts_hold_the_edges_and_are_drawn_anew() -> None:
     always, further = trials.token_counts(2048, seed=1)
     every = {*always, *further}
-    tried = {*every, *(n - 1 for n in always)}  # each of these with one row less, too
+    tried = {*every, *(n - 1 for n in always)}  # each of these also with one row less
     assert {*range(1, 65), 127, 128, 129, 1023, 1024, 1025, 2047, 2048} <= tried
     assert every <= set(range(1, 2049))
     assert 2048 in always
@@ -414,7 +411,7 @@ def test_sizes_that_are_not_told_have_no_calls() -> None:
 
 
 def takes_a_number_of_the_data(x: Tensor) -> Tensor:
-    # On CUDA it is read while the call is captured, and never again, or the capture fails.
+    # On CUDA it is read once, during capture, and never again, or the capture fails.
     top = float(x.abs().nan_to_num(nan=float("inf")).max()) if x.numel() else 0.0
     return sound(x.clamp(-top, top))
 
@@ -429,7 +426,7 @@ def cannot_be_captured(x: Tensor) -> Tensor:
     ("fn", "said"),
     [
         (sound, None),
-        (takes_a_number_of_the_data, "it is wrong when a graph is replayed with large values"),
+        (takes_a_number_of_the_data, "it is incorrect when a graph is replayed with large values"),
         (cannot_be_captured, "it cannot be captured in a graph: "),
     ],
 )
@@ -449,7 +446,7 @@ def test_what_is_wrong_in_a_captured_graph_alone(
 
 
 def test_one_that_serves_few_tokens_is_tried_with_as_many() -> None:
-    """Its row ends there: what it does with more, no call of the engine's will show."""
+    """Its row ends there: no call of the engine has more tokens."""
     fn = wrong_in_the_last_row_of_a_large_batch
     impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
     for most, faults in ((64, 0), (math.inf, 1)):
@@ -458,10 +455,10 @@ def test_one_that_serves_few_tokens_is_tried_with_as_many() -> None:
 
 
 def test_each_is_tried_with_batches_of_its_own_rows() -> None:
-    """What one may not serve is no fault of it because another one does."""
+    """Token counts of another implementation's rows are not tried."""
 
     def fn(x: Tensor) -> Tensor:
-        return sound(x) * (len(x) <= 512)  # beyond the contract's own samples
+        return sound(x) * (len(x) <= 512)  # larger than the contract's samples
 
     small, large = (
         OpImpl("silu_and_mul", f"vendor.{name}", BackendImplKind.VENDOR, fn, name)
@@ -473,7 +470,7 @@ def test_each_is_tried_with_batches_of_its_own_rows() -> None:
 
 
 def test_the_host_computes_with_few_threads_beside_a_device() -> None:
-    """And with all of them where it is what serves."""
+    """And with all threads if the host is the device."""
     before = torch.get_num_threads()
     torch.set_num_threads(12)
     try:

@@ -1,4 +1,4 @@
-"""The forward of our own over a loaded model: what the model is given, and what is left."""
+"""Our forward pass over a loaded model: its inputs, and the state it leaves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Attention(torch.nn.Module, AttentionLayerBase):
         raise NotImplementedError
 
     def forward(self, query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(query, float("nan"))  # what the memory held
+        return torch.full_like(query, float("nan"))  # uninitialised memory
 
 
 class Model(torch.nn.Module):
@@ -58,7 +58,7 @@ class Model(torch.nn.Module):
 
 
 class Older:
-    """vLLM's first model runner, as far as it is asked."""
+    """The used part of vLLM's first model runner."""
 
     def __init__(self, model: Model, config: VllmConfig, **given: torch.Tensor) -> None:
         self.model, self.config = model, config
@@ -73,7 +73,7 @@ class Older:
 
 
 class Newer(Older):
-    """The other one, which refuses a profile run with attention."""
+    """The second runner, which does not support a profile run with attention."""
 
     def _dummy_run(  # type: ignore[override]
         self, num_tokens: int, *args: Any, skip_attn: bool = False, **options: Any
@@ -83,7 +83,7 @@ class Newer(Older):
 
 
 class WithAttention(Older):
-    """The first one where it is asked to build what attention needs."""
+    """The first runner, if it must build attention's metadata."""
 
     def _dummy_run(  # type: ignore[override]
         self, num_tokens: int, *, force_attention: bool = False, **options: bool
@@ -151,7 +151,7 @@ def table(rows: int, **told: int) -> torch.nn.Module:
 def test_positions_stay_within_every_table_of_the_model(
     layers: dict[str, torch.nn.Module], positions: int, config: Any
 ) -> None:
-    """An engine may be longer than its model, by VLLM_ALLOW_LONG_MAX_MODEL_LEN."""
+    """With VLLM_ALLOW_LONG_MAX_MODEL_LEN an engine may be longer than its model."""
     model = Model()
     for name, layer in layers.items():
         model.add_module(name, layer)
@@ -205,7 +205,7 @@ def test_a_later_rank_of_a_pipeline_is_given_noise_for_what_the_rank_before_send
 
 
 class Drafting(Older):
-    """One that drafts behind its model, as speculative decoding does."""
+    """Runs a draft model after its model, like speculative decoding."""
 
     def __init__(self, model: Model, config: VllmConfig, draft: object) -> None:
         super().__init__(model, config)
@@ -238,7 +238,7 @@ def engine_with(runner: Drafting, config: Any) -> Any:
 @pytest.mark.parametrize(
     ("draft", "line"),
     [
-        (Model(fails=True), "not on live tensors: the forward failed: ZeroDivisionError"),
+        (Model(fails=True), "not verified on live tensors: the forward pass failed: Zero"),
         (None, "0 calls on live tensors in"),
     ],
     ids=["failing", "none"],
@@ -246,7 +246,7 @@ def engine_with(runner: Drafting, config: Any) -> Any:
 def test_with_speculative_decoding_the_start_goes_on(
     draft: Any, line: str, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the draft model cannot run before vLLM has made what it needs."""
+    """Also if the draft model cannot run before vLLM has created its inputs."""
     monkeypatch.setattr(engines, "exchange", lambda what, mine, failure="": [mine])
     model = Model()
     engine = engine_with(Drafting(model, config, draft), config)
@@ -286,7 +286,7 @@ def test_attention_is_run_once_uncompiled_where_vllm_would_not(config: Any) -> N
     def newer(tokens: int, skip_attn: bool = True, **options: bool) -> None:
         asked.append({"skip_attn": skip_attn, **options})
 
-    for is_eager in (True, False):  # else the newer runner takes steps of its own
+    for is_eager in (True, False):  # otherwise the newer runner runs other steps
         attention.attend(SimpleNamespace(_dummy_run=newer), config, is_eager=is_eager)
     assert asked == [{"skip_attn": False, "skip_eplb": True}]
 
@@ -295,4 +295,4 @@ def test_where_there_is_no_forward_the_reason_is_told(config: Any) -> None:
     model = Model()
     assert probe.forward(object(), {"": model}, config, 8) == "the model runner has no dummy run"
     nothing = SimpleNamespace(_dummy_run=lambda tokens, **options: None)
-    assert probe.forward(nothing, {"": model}, config, 8) == "vLLM ran no forward"
+    assert probe.forward(nothing, {"": model}, config, 8) == "vLLM ran no forward pass"

@@ -1,5 +1,4 @@
-"""What a kernel leaves changed of the process is named and put back, and what others change is
-theirs."""
+"""Process state changed by a kernel is reported and restored; changes by others stay."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def sound(x: Tensor) -> Tensor:
 
 
 def found_in(*changes: Callable[[], object], sizes: ModelSizes | None = None) -> Findings:
-    """What a start finds in kernels that are right, each of which does one of these, too."""
+    """Findings of startup for correct kernels, each with one of these changes."""
 
     def kernel(change: Callable[[], object], number: int) -> OpImpl:
         def fn(x: Tensor) -> Tensor:
@@ -53,7 +52,7 @@ def found_in(*changes: Callable[[], object], sizes: ModelSizes | None = None) ->
 
 
 def nothing() -> None:
-    """What a kernel does that does nothing else."""
+    """No change."""
 
 
 def fault_of(change: Callable[[], object]) -> str:
@@ -65,19 +64,19 @@ def put(module: object, name: str, value: object) -> Callable[[], None]:
 
 
 matmul, cudnn, mkldnn = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mkldnn
-OLDER = "the precision of float32 products from highest to what its getter cannot tell"
+OLDER = "the precision of float32 products from highest to an unreadable value"
 
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No other thread changes anything, and none is waited for."""
+    """Do not wait for other threads, which change nothing here."""
     monkeypatch.setattr(process_state, "QUIET", 0.001)
 
 
 PRECISIONS: list[tuple[Callable[[], object], str]] = [
     (put(matmul, "fp32_precision", "tf32"), OLDER),
     (put(cudnn, "fp32_precision", "tf32"), OLDER),
-    # It is named by cuDNN's older switch, or by itself if the process has set the newer one before.
+    # Reported by cuDNN's older switch, or directly if the process has set the newer one before.
     (put(torch.backends, "fp32_precision", "ieee"), "it changed "),
     (put(cudnn.conv, "fp32_precision", "ieee"), "it changed "),
     (put(mkldnn.matmul, "fp32_precision", "bf16"), OLDER),
@@ -93,7 +92,7 @@ def test_a_precision_in_its_newer_form_is_named_and_put_back() -> None:
         assert torch.get_float32_matmul_precision() == "highest"
         assert process_state.changed(before, CPU) is None
     finally:
-        torch.set_float32_matmul_precision("highest")  # where it was not, other tests can go on
+        torch.set_float32_matmul_precision("highest")  # for other tests, if it was not restored
         set_as_at_first()
     assert len(found) == len(PRECISIONS), "the one that is right is tried, and has no fault"
     for (_, said), fault in zip(PRECISIONS, found.values(), strict=True):
@@ -101,7 +100,7 @@ def test_a_precision_in_its_newer_form_is_named_and_put_back() -> None:
 
 
 def set_as_at_first() -> None:
-    """Where the older setter was called there are precisions of its own that nobody else set."""
+    """Reset precisions that the older setter also sets."""
     matmul.fp32_precision = mkldnn.matmul.fp32_precision = "none"
 
 
@@ -144,8 +143,8 @@ def no_more_files() -> None:
 
 SWITCHES: list[tuple[Callable[[], object], str]] = [
     (lambda: torch.set_default_dtype(torch.float64), "the default dtype"),
-    (lambda: torch.rand(1), "the random numbers of the CPU"),
-    (lambda: torch.manual_seed(0), "the random numbers of the CPU"),
+    (lambda: torch.rand(1), "the random state of the CPU"),
+    (lambda: torch.manual_seed(0), "the random state of the CPU"),
     (lambda: torch.set_default_device("meta"), "the default device from cpu to meta"),
     (lambda: torch.set_autocast_enabled("cpu", True), "autocast from False to True"),
     (lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN), "the signal handlers"),
@@ -156,18 +155,18 @@ SWITCHES: list[tuple[Callable[[], object], str]] = [
         "the deterministic mode from off to on, with warnings",
     ),
     (lambda: torch.set_float32_matmul_precision("medium"), "the precision of float32 products"),
-    (gc.disable, "the garbage collector's being on from True to False"),
-    (lambda: logging.disable(logging.INFO), "the level up to which logging is off"),
+    (gc.disable, "whether the garbage collector is enabled from True to False"),
+    (lambda: logging.disable(logging.INFO), "the level of logging.disable"),
     (put(matmul, "allow_fp16_accumulation", True), "the accumulation of float16 products"),
     (put(matmul, "allow_bf16_reduced_precision_reduction", False), "sums of bf16 products"),
     (put(matmul, "allow_fp16_reduced_precision_reduction", False), "sums of fp16 products"),
     (put(cudnn, "allow_tf32", False), "cuDNN's TF32 from True to False"),
     (put(cudnn, "benchmark", True), "cuDNN's benchmark from False to True"),
     (put(cudnn, "deterministic", True), "cuDNN's determinism from False to True"),
-    (lambda: torch.backends.cuda.enable_flash_sdp(False), "flash attention's being on"),
-    (lambda: torch.backends.cuda.enable_math_sdp(False), "plain attention's being on"),
+    (lambda: torch.backends.cuda.enable_flash_sdp(False), "whether flash attention is enabled"),
+    (lambda: torch.backends.cuda.enable_math_sdp(False), "whether math attention is enabled"),
     (lambda: torch.backends.cuda.enable_mem_efficient_sdp(False), "memory-efficient attention"),
-    (lambda: torch._C._set_mkldnn_enabled(False), "oneDNN's being on from True to False"),
+    (lambda: torch._C._set_mkldnn_enabled(False), "whether oneDNN is enabled from True to False"),
     (lambda: torch.autograd.set_detect_anomaly(True), "torch's anomaly mode"),
     (lambda: Watching().__enter__(), "torch's function modes"),
     (dispatching, "torch's dispatch modes"),
@@ -175,9 +174,9 @@ SWITCHES: list[tuple[Callable[[], object], str]] = [
     (put(logging.getLogger("vllm"), "disabled", True), "vLLM's loggers"),
     (lambda: logging.getLogger("vllm_fl").setLevel(logging.CRITICAL), "vLLM's loggers"),
     (lambda: logging.getLogger().addFilter(lambda record: False), "vLLM's loggers"),
-    (lambda: os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]), "the CPUs that it may"),
+    (lambda: os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]), "the CPU affinity"),
     (lambda: os.umask(0o777), "the umask from 00"),
-    (no_more_files, "the number of files that may be open"),
+    (no_more_files, "the limit of open files"),
 ]
 
 
@@ -189,7 +188,7 @@ def test_a_switch_of_the_process_is_named_and_put_back() -> None:
     try:
         found = found_in(*(change for change, _ in changes)).objections
         assert process_state.changed(before, CPU) is None
-    finally:  # where it was not
+    finally:  # if it was not restored
         process_state.restore(before, CPU)
     for number, (_, said) in enumerate(changes):
         key = ("silu_and_mul", f"vendor.acme{number or ''}")
@@ -197,7 +196,7 @@ def test_a_switch_of_the_process_is_named_and_put_back() -> None:
 
 
 def test_it_is_cheap_and_sets_nothing_that_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's worker on a CPU warns of each call of torch.set_num_threads."""
+    """vLLM's CPU worker warns of each call of torch.set_num_threads."""
     called: list[str] = []
     for name in ("set_num_threads", "use_deterministic_algorithms", "set_default_dtype"):
         monkeypatch.setattr(torch, name, lambda *_, name=name, **__: called.append(name))
@@ -245,7 +244,7 @@ def test_random_numbers_that_another_thread_draws_are_its_own(pause: float) -> N
     assert not found.objections
     assert len(set(drawn)) == len(drawn), "no number is drawn twice"
     if pause < 0.05:
-        assert any("the random numbers of the CPU" in remark for remark in found.remarks)
+        assert any("the random state of the CPU" in remark for remark in found.remarks)
 
 
 def test_what_another_thread_sets_again_and_again_is_its_own() -> None:
@@ -262,7 +261,7 @@ def test_what_another_thread_sets_again_and_again_is_its_own() -> None:
 
 def test_a_kernel_that_draws_is_named_beside_a_thread_that_seldom_does() -> None:
     with another_thread(lambda: torch.rand(1), 5.0):
-        assert "changed the random numbers of the CPU" in fault_of(lambda: torch.rand(1))
+        assert "changed the random state of the CPU" in fault_of(lambda: torch.rand(1))
 
 
 def test_what_is_set_once_as_by_an_import_is_named() -> None:

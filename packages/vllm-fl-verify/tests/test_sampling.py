@@ -1,4 +1,4 @@
-"""Sampled steps of a worker that is no engine: eager while they run, as before afterwards."""
+"""Sampled steps of a stand-in worker: eager while they run, unchanged afterwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def right(x: torch.Tensor) -> torch.Tensor:
 
 
 class Model(torch.nn.Module):
-    """Two modules that vLLM compiles, and one that it does not."""
+    """Two modules that vLLM compiles, and one excluded from compilation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Model(torch.nn.Module):
 
 
 class Worker:
-    """What a canary asks of vLLM's worker; each step calls the plan's function once."""
+    """The used part of vLLM's worker; each step calls the plan's function once."""
 
     def __init__(self, *, fn: Any = right, mode: Any = None, graphs: Any = None, **env: str):
         from vllm.config import CUDAGraphMode
@@ -174,7 +174,7 @@ def test_where_no_step_can_be_eager_one_line_says_why(
 def test_a_rate_that_is_none_is_refused(text: str) -> None:
     from vllm_fl.errors import SettingsError
 
-    with pytest.raises(SettingsError, match="a share from 0 to 1"):
+    with pytest.raises(SettingsError, match="a fraction from 0 to 1"):
         load_settings({"VLLM_FL_SHADOW": text})
 
 
@@ -194,7 +194,7 @@ def test_an_error_is_said_at_once_with_its_name_and_then_once_a_minute(
     step(worker)
     (line,) = said(caplog)
     assert (
-        "'vendor.acme' of op 'silu_and_mul' is off in 1 of 1 compared calls of up to 4 tokens"
+        "'vendor.acme' of op 'silu_and_mul' is incorrect in 1 of 1 compared calls of up to 4 tokens"
         in line
     )
     for _ in range(2):
@@ -202,8 +202,8 @@ def test_an_error_is_said_at_once_with_its_name_and_then_once_a_minute(
     assert len(said(caplog)) == 1
     clock[0] += 61
     step(worker)
-    assert "off in 3 of 3 compared calls" in said(caplog)[1]
+    assert "incorrect in 3 of 3 compared calls" in said(caplog)[1]
     step(worker)
     monkeypatch.undo()
     canary.say()
-    assert "off in 1 of 1" in said(caplog)[2]
+    assert "incorrect in 1 of 1" in said(caplog)[2]

@@ -1,4 +1,4 @@
-"""The shadow without an engine: which steps it takes, what it sees, and what it leaves alone."""
+"""Shadow checks without an engine: which steps they sample, what they see, what stays unchanged."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def bound_of(plan: Plan, op: str = OP, layer: object = None) -> Callable[..., An
 
 
 def seen(shadow: Shadow, op: str = OP) -> dict[str, Any]:
-    """Bucket -> what was seen there of the vendor's implementation."""
+    """Bucket -> tally of the vendor's implementation."""
     report = shadow.report()
     json.dumps(report, allow_nan=False)
     return report["compared"].get(op, {}).get("vendor.acme", {})
@@ -71,7 +71,7 @@ def test_the_share_of_steps_is_the_rate_over_any_stretch_and_no_period_is_met(ra
 
 @pytest.mark.parametrize("traceable", [False, True])
 def test_a_compiler_sees_the_same_graph_and_compiles_once(traceable: bool) -> None:
-    """No wrapper stays: the function that a compiler traces is the one of a plan without shadow."""
+    """No wrapper stays: a compiler traces the same function as without shadow checks."""
     graphs: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -171,7 +171,7 @@ def norm(fn: Callable[..., Any], **fields: Any) -> OpImpl:
 
 
 def in_place(x: Any, residual: Any, weight: Any, epsilon: float, variance_size: Any = None) -> Any:
-    """A norm that leaves its results in its arguments, as vLLM's kernels do."""
+    """A norm that writes its results into its arguments, like vLLM's kernels."""
     y = x.float() if residual is None else x.float() + residual.float()
     normed = y * (y.square().mean(-1, keepdim=True) + epsilon).rsqrt()
     if weight is not None:
@@ -214,7 +214,7 @@ def test_of_a_large_call_every_row_has_its_turn() -> None:
 
 
 class Deep:
-    """A plan that is called for layer after layer, and is wrong where somebody says so."""
+    """A plan called for many layers, incorrect where `is_wrong` returns True."""
 
     def __init__(self, layers: int) -> None:
         self.layers, self.layer = layers, 0
@@ -233,7 +233,7 @@ class Deep:
         self.shadow = Shadow(plan, 1.0)
 
     def step(self, tokens: int = 1, *, norms: int = 0) -> bool:
-        """One sampled step; whether it shows that the op is off."""
+        """One sampled step; whether it reports an incorrect call."""
         before = sum(tally["wrong"] for tally in seen(self.shadow).values())
         self.shadow.takes_step()
         with self.shadow.comparing():
@@ -245,7 +245,7 @@ class Deep:
         return sum(tally["wrong"] for tally in seen(self.shadow).values()) > before
 
     def steps_until_off(self, *sizes: int, at_most: int, norms: int = 0) -> int:
-        """After how many steps of these sizes, one after the other, it is."""
+        """Number of steps of these sizes, in turn, until a step reports an incorrect call."""
         for number in range(at_most):
             if self.step(sizes[number % len(sizes)], norms=norms):
                 return number + 1
@@ -253,7 +253,7 @@ class Deep:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """(calls that were seen, those that were compared)."""
+        """(calls that were seen, calls that were compared)."""
         tallies = self.shadow.seen.values()
         return sum(t.seen for t in tallies), sum(t.calls for t in tallies)
 
@@ -292,11 +292,11 @@ def test_no_order_of_sizes_hides_a_layer_at_one_of_them(
 
 
 def test_ranks_that_make_the_same_calls_compare_the_same_ones() -> None:
-    """One of them cannot compare a call of another op, and has a plan of its own."""
+    """One rank fails to compare a call of another op."""
     ranks = Deep(100), Deep(100)
     for number in range(12):
         for rank in ranks:
-            torch.manual_seed(number)  # each call has a relative error of its own
+            torch.manual_seed(number)  # each call has its own relative error
             if number == 5 and rank is ranks[0]:
                 rank.shadow.left["rms_norm"] = "out of memory"
             rank.step([1, 3, 16][number % 3], norms=100)
@@ -305,11 +305,11 @@ def test_ranks_that_make_the_same_calls_compare_the_same_ones() -> None:
 
 
 WAITING = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select"}
-"""Operators of torch whose result a host needs; some are seen in inference mode alone."""
+"""Operators of torch with a result that the host needs; some only occur in inference mode."""
 
 
 class Waits(TorchDispatchMode):
-    """Notes what a host waits for a device for."""
+    """Records operators that make the host wait for a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -378,7 +378,7 @@ def test_what_an_implementation_raises_is_raised_and_refusals_still_fall_back() 
 
 
 @pytest.mark.parametrize(
-    ("op", "why"), [("moe_topk", "Routing"), ("reshape_and_cache", "on other rows, or on a cache")]
+    ("op", "why"), [("moe_topk", "Routing"), ("reshape_and_cache", "on other tokens or a cache")]
 )
 def test_what_cannot_be_compared_is_named(op: str, why: str) -> None:
     spec = known_contracts().contracts[op]
@@ -388,7 +388,7 @@ def test_what_cannot_be_compared_is_named(op: str, why: str) -> None:
 
 @pytest.mark.parametrize("op", ["silu_and_mul", "rms_norm", "linear", "rotary_embedding"])
 def test_right_results_are_within_the_tolerance_and_no_comparison_waits(op: str) -> None:
-    """The oracle's own results, rounded to their dtype, on every sample."""
+    """The oracle's results, rounded to their dtype, on every sample."""
     spec = known_contracts().contracts[op]
     impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, rounded(spec), "acme")
     plan = planning(managing(impl, per_op_order={op: ["vendor"]}), "eager")
@@ -414,7 +414,7 @@ def test_right_results_are_within_the_tolerance_and_no_comparison_waits(op: str)
 
 
 def rounded(spec: Any) -> Callable[..., Any]:
-    """The oracle with results of the contract's dtypes."""
+    """The oracle with results in the contract's dtypes."""
 
     def fn(*args: Any) -> Any:
         exact, like = spec.oracle(*args), spec.fake(*args)

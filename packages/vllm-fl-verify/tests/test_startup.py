@@ -1,4 +1,4 @@
-"""What a worker's preflight answers, without an engine."""
+"""Results of a worker's startup verification, without an engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Answering = Callable[..., list[Request]]
 
 @pytest.fixture
 def answering(monkeypatch: pytest.MonkeyPatch) -> Answering:
-    """`answering(findings)`: the trials of every start find these; gives what is asked of them."""
+    """`answering(findings)`: every verification returns these; returns the list of requests."""
 
     def patched(found: Findings | BaseException | None = None) -> list[Request]:
         asked: list[Request] = []
@@ -63,8 +63,8 @@ def checks_of(**fields: Any) -> Any:
 def test_what_is_right_and_not_batch_invariant_is_rejected_and_not_a_fault(
     answering: Answering,
 ) -> None:
-    """It is measured only where somebody asks for it."""
-    why = "VLLM_FL_REQUIRE=batch_invariant, and it is not batch-invariant: 1 row"
+    """Measured only if it is required."""
+    why = "VLLM_FL_REQUIRE=batch_invariant is set, and it is not batch-invariant: 1 token"
     wrong = Objection("FL410", "it is wrong")
     rejected = Objection("FL412", why, ends_strict=False)
     asked = answering(Findings({(OP, "vendor.wrong"): wrong, KEY: rejected}))
@@ -81,7 +81,7 @@ def test_what_is_right_and_not_batch_invariant_is_rejected_and_not_a_fault(
 def test_what_refuses_every_made_call_is_rejected_and_ends_a_strict_start(
     answering: Answering,
 ) -> None:
-    why = "it refuses every call of this model (1 x 640: odd)"
+    why = "it supports no call of this model (1 x 640: odd)"
     answering(Findings({KEY: Objection("FL412", why)}))
     found = checks_of().objections(planning(managing(silu("vendor.acme"))))
     assert found == {KEY: Objection("FL412", why)}
@@ -89,7 +89,7 @@ def test_what_refuses_every_made_call_is_rejected_and_ends_a_strict_start(
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 def test_what_any_row_may_call_is_verified_once(answering: Answering, mode: Any) -> None:
-    """And in compiled mode as compiled, what a row begins with."""
+    """And in compiled mode, the first of each row as compiled."""
     asked = answering(Findings({KEY: Objection("FL410", "wrong")}))
     impls = silu("vendor.acme"), silu("reference.torch"), silu("default.flagos")
     order = {"<=4": ["vendor", "reference"], "<=9": "stock", "rest": "flagos"}
@@ -106,7 +106,7 @@ def test_what_any_row_may_call_is_verified_once(answering: Answering, mode: Any)
         "vendor.acme": (1, 4, is_compiled),
         "reference.torch": (1, 4, False),
     }
-    # Taken out, it is out of its row, and what comes first there is verified as such.
+    # Once disabled it leaves its row, and the row's next is verified as its first.
     again = planning(manager, mode, demoted={KEY: "wrong"})
     assert again.entries[OP].label == "reference.torch(<=4)|stock(<=9)|default.flagos"
     checks.objections(again)
@@ -135,7 +135,7 @@ def test_implementations_are_warmed_up_at_the_sizes_they_serve(answering: Answer
 
 
 def test_what_layers_call_is_captured_where_vllm_captures(answering: Answering) -> None:
-    """A compiler's code takes the place of what it traces."""
+    """A compiler's code replaces what it traces."""
     asked = answering()
     impls = silu("vendor.acme"), silu("reference.torch", traceable=True)
     orders: Any = {OP: {"<=4": "reference", "rest": "vendor"}}
@@ -164,21 +164,21 @@ def test_a_rank_asks_for_runs_of_the_loaded_model(
 ) -> None:
     answering()
     manager = managing(silu("vendor.acme"), silu("vendor.emca"), per_op_order={OP: order})
-    for largest in (2048, 100):  # a model runs no more than its largest batch
+    for largest in (2048, 100):  # a model runs at most its largest batch
         sizes = ModelSizes(tokens=(1, largest))
         told = checks_of(sizes=sizes, env={"VLLM_FL_PREFLIGHT": how})
         assert told.counts(planning(manager)) == {min(n, largest) for n in counts}
 
 
 def test_what_the_model_has_no_layer_of_is_not_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nobody runs the model to see; of a model whose layers are not known nothing is told."""
+    """If the model is not run; nothing is reported for a model with unknown layers."""
     monkeypatch.setattr(targets, "installed_bindings", lambda: known_contracts().bindings)
     gelu = dataclasses.replace(silu("vendor.acme"), op_name="gelu_and_mul")
     plan = planning(managing(silu("vendor.acme"), gelu))
     without_experts = {op: plan.entries[op] for op in (OP, "gelu_and_mul", "rms_norm")}
     plan = dataclasses.replace(plan, entries=without_experts)
     told = planned_for_nothing(plan, checks_of(provided={OP: ({},)}).facts)
-    assert told == {"gelu_and_mul": "this model has no layer of it"}
+    assert told == {"gelu_and_mul": "this model has no layer for it"}
     assert planned_for_nothing(plan, checks_of().facts) == {}
 
 

@@ -1,4 +1,4 @@
-"""The example plugin `veto`: a third party's objections at each moment, and its session."""
+"""The example plugin `veto`: third-party objections at each moment, and its session."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ CASES = {
     "updated": {"VETO_RANK": "1"},
     "failing": {"VETO_RANK": "0", "VETO_AT": "loaded", "STRICT": "1"},
 }
-"""Name -> the rank that objects, and what is not usual: an eager engine, the moment of the name."""
+"""Name -> the rank that objects, and differences from the default: eager, at the moment `name`."""
 
 
 @cache
@@ -81,7 +81,7 @@ def engines() -> dict[str, str]:
 
 
 def engine(name: str) -> tuple[Any, str]:
-    """(what an engine of two ranks tells, its log)."""
+    """(output of an engine of two ranks, its log)."""
     log = engines()[name]
     return json.loads(log.splitlines()[-1]), log
 
@@ -91,7 +91,7 @@ def test_a_veto_on_one_rank_disables_on_all_and_binds_again(moment: str) -> None
     told, log = engine(moment)
     rank = CASES[moment]["VETO_RANK"]
     assert told == {"label": "stock", "bound": [moment != "planned"] * 2}
-    warning = f"vetoed when it was {moment} (found at start, on rank {rank}; off on all)"
+    warning = f"vetoed when it was {moment} (detected at startup on rank {rank}; disabled on all "
     assert warning in log and "[FL410]" in log
     begins = "stock" if moment == "planned" else "vendor.acme"
     diary = [line.partition("Diary: ")[2] for line in log.splitlines() if "Diary: " in line]
@@ -100,7 +100,7 @@ def test_a_veto_on_one_rank_disables_on_all_and_binds_again(moment: str) -> None
 
 def test_what_is_compiled_ends_the_startup_by_name() -> None:
     told, log = engine("compiled")
-    assert told["raised"].startswith("StartError: vllm-fl ends the start: rank 1: implementation '")
+    assert told["raised"].startswith("StartError: vllm-fl: engine startup failed: rank 1: implem")
     assert "vendor.acme' failed for op 'silu_and_mul': vetoed when it was cached" in told["raised"]
     assert "The model is compiled with it" in told["raised"]
     assert "Diary: it ends with vendor.acme" in log
@@ -108,12 +108,12 @@ def test_what_is_compiled_ends_the_startup_by_name() -> None:
 
 def test_after_an_update_the_caller_gets_the_veto() -> None:
     told, log = engine("updated")
-    assert told["raised"].startswith("ServingError: Since the weights were updated, wrong is")
+    assert told["raised"].startswith("ServingError: After the weights were updated, verification")
     assert "vetoed when it was updated (found on rank 1)" in told["raised"]
     assert told["label"] == "vendor.acme" and "Diary: it serves with vendor.acme" in log
 
 
 def test_the_session_ends_if_the_startup_fails() -> None:
     told, log = engine("failing")
-    assert "rank 0: strict mode, and implementation 'vendor.acme' failed" in told["raised"]
+    assert "in strict mode: rank 0: implementation 'vendor.acme' failed" in told["raised"]
     assert "Diary: it ends" in log and "Diary: it serves" not in log

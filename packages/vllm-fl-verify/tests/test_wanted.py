@@ -1,4 +1,4 @@
-"""What results must be, output by output: edges that no op of a model shows."""
+"""Comparison of results, output by output: edge cases that no op of a model has."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def ops() -> Iterator[None]:
 
 
 def judged(got: Any, exact: Any, *outputs: Output, **options: Any) -> tuple[float, str]:
-    """What is made of `got`, where the oracle gives `exact`."""
+    """(error, problem) of `got` compared with the oracle's result `exact`."""
     return worst(got, wants(got, exact, *outputs, **options))
 
 
 def lean_of(got: Any, exact: Any) -> dict[str, float]:
-    """How `got` leans, where the oracle gives `exact`."""
+    """The bias of `got` compared with the oracle's result `exact`."""
     wanted = wants(got, exact, Within({str(got.dtype)[6:]: Tolerance(1.0, 1.0, "any")}))
     return measures(got, wanted, "leans")
 
 
 def wants(got: Any, exact: Any, *outputs: Output, **options: Any) -> Any:
-    """What is wanted of results like `got`, where the oracle gives `exact`."""
+    """The comparison of results like `got` with the oracle's result `exact`."""
 
     def op(x: object) -> Any:
         return exact
@@ -77,7 +77,7 @@ NAN, INF = math.nan, math.inf
     [
         (torch.tensor([1, 2]), torch.tensor([1, 2]), 0.0),
         (torch.tensor([1, 3], dtype=torch.int32), torch.tensor([1, 2]), INF),
-        (torch.tensor([2**53 + 1]), torch.tensor([2**53]), INF),  # fp64 takes them for one
+        (torch.tensor([2**53 + 1]), torch.tensor([2**53]), INF),  # equal in fp64
         (torch.tensor([255], dtype=torch.uint8), torch.tensor([-1]), INF),
         (torch.tensor([True, False]), torch.tensor([True, True]), INF),
         (torch.tensor([0.1]), torch.tensor([0.1000001], dtype=torch.float64), INF),
@@ -94,7 +94,7 @@ def test_exact(got: Tensor, exact: Tensor, share: float) -> None:
 
 
 LEANS = torch.linspace(-3, 5, 1000, dtype=torch.float64)
-"""Few of them are numbers of 16 bits."""
+"""Few of them are 16-bit numbers."""
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -107,7 +107,7 @@ def test_how_results_lean(dtype: torch.dtype) -> None:
     for got, lean in ((nearest, 0.0), (below, -0.5), (above, 0.5)):
         assert lean_of(got, LEANS) == {"the result": pytest.approx(lean, abs=0.05)}
     far = nearest.clone()
-    far[500] = 1e4  # one that is far off counts as one
+    far[500] = 1e4  # an outlier has the weight of one element
     assert lean_of(far, LEANS) == {"the result": pytest.approx(0.0, abs=0.05)}
 
 
@@ -115,7 +115,7 @@ def test_what_differs_is_named_with_its_place() -> None:
     got = torch.tensor([[1, 2], [3, 4]])
     assert judged(got, torch.tensor([[1, 2], [5, 6]]), Exact()) == (
         INF,
-        "the result: 2 of 4 elements differ, the first is 3 instead of 5, at (1, 0)",
+        "the result: 2 of 4 elements differ; first at (1, 0): got 3, expected 5",
     )
 
 
@@ -142,8 +142,8 @@ def test_a_mistake_of_the_contract_is_said_to_be_its_own() -> None:
 @pytest.mark.parametrize(
     ("schemas", "told"),
     [
-        (["(Tensor x) -> Tensor"], "'both': the oracle's results are 2, .* call 0: "),
-        (["(Tensor x, Tensor? y) -> (Tensor, Tensor)"], "'alone': .* results are 1, .* call 2: "),
+        (["(Tensor x) -> Tensor"], "'both': the oracle returns 2 results, .* call 0; "),
+        (["(Tensor x, Tensor? y) -> (Tensor, Tensor)"], "'alone': .* 1 results, .* call 2; "),
         (["(Tensor x, Tensor y) -> (Tensor, Tensor)", "(Tensor x) -> Tensor"], ""),
     ],
 )
@@ -172,18 +172,17 @@ def test_the_worst_element_is_that_of_the_output_that_is_named() -> None:
         got = torch.ones(3, 4)
         got[1, 2], got[2, 3] = 2.0, value
         for places, at in ((None, "(2, 3)"), (torch.tensor([4, 5, 9]), "(9, 3)")):
-            assert worst(got, wanted, places)[1].endswith(
-                f"which is {value:g} instead of 1 at {at}"
-            )
+            said = worst(got, wanted, places)[1]
+            assert f"; worst at {at}: got {value:g}, expected 1 (" in said
 
 
 def test_a_contract_that_contradicts_itself_says_where() -> None:
     x = torch.ones(3)
-    with pytest.raises(ValueError, match=r"the contract of op, sample 'a call': .* the fake's"):
+    with pytest.raises(ValueError, match=r"the contract of op, sample 'a call': .* the fake "):
         judged(x, x.double()[:2])
-    with pytest.raises(ValueError, match="of the QuantisedPair at 0 one result is None"):
+    with pytest.raises(ValueError, match="one result of the QuantisedPair at 0 is None"):
         judged((x, None), (x, None), QuantisedPair())
-    with pytest.raises(ValueError, match="fits no value of shape"):
+    with pytest.raises(ValueError, match="does not fit a value of shape"):
         judged(
             (x.view(1, 3).char(), torch.ones(2, 3)),
             (x.view(1, 3), x.new_ones(2, 3)),
@@ -238,10 +237,10 @@ SCORES = torch.tensor(
     [
         [0.9, 0.5, 0.1, 0.0],  # clear
         [0.9, 0.5, 0.5, 0.0],  # a tie for the second place
-        [0.5, 0.5, 0.5, 0.5],  # nothing but ties
-        [0.5, 0.5, 0.1, 0.0],  # a tie inside
+        [0.5, 0.5, 0.5, 0.5],  # only ties
+        [0.5, 0.5, 0.1, 0.0],  # a tie among the chosen
         [0.9, 0.5, 0.4999999, 0.0],  # a near tie
-        [0.9, 0.5, 0.4999, 0.0],  # none
+        [0.9, 0.5, 0.4999, 0.0],  # no tie
     ],
     dtype=torch.float64,
 )
@@ -284,21 +283,22 @@ def test_other_experts_are_wrong_whatever_their_weights(token: int, ids: tuple[i
     share, problem = routed(ids_with(token, *ids), weights)
     assert share == INF
     assert problem == (
-        f"result 1: 1 of 6 tokens have other experts, token {token} has {sorted(ids)} instead of "
-        "[0, 1]"
+        f"result 1: 1 of 6 tokens have incorrect experts; first at token {token}: "
+        f"got {sorted(ids)}, expected [0, 1]"
     )
 
 
 def test_a_weight_belongs_to_its_expert() -> None:
     weights = SCORES.gather(-1, RIGHT_IDS)
     assert routed(RIGHT_IDS.flip(-1), weights.flip(-1)) == routed(RIGHT_IDS, weights)
-    assert routed(RIGHT_IDS, weights.flip(-1))[1].startswith("result 0: 8 of 12 elements are off")
+    problem = routed(RIGHT_IDS, weights.flip(-1))[1]
+    assert problem.startswith("result 0: 8 of 12 elements exceed the tolerance; worst: ")
     assert routed(ids_with(1, 2, 0), weights)[1] == ""  # a tie: in order of size
     for off in (weights * 1.001, weights + 0.01, weights.roll(1, 0), weights * NAN):
         assert routed(RIGHT_IDS, off)[1].startswith("result 0:")
 
 
-# Blocks of 4 places: 6 rows of expert 1, 1 of expert 3, and room for one block more; 9 is padding.
+# Blocks of 4 places: 6 rows of expert 1, 1 of expert 3, and an unused block; 9 is padding.
 
 ROWS = [2, 3, 5, 7, 8, 0, 9, 9, 1, 9, 9, 9, 9, 9, 9, 9]
 OF_BLOCKS, IN_USE = [1, 1, 3, -1], [12]
@@ -314,7 +314,7 @@ def in_blocks(*got: list[int]) -> tuple[float, str]:
 
 
 def rows_with(**places: int) -> list[int]:
-    """Rows with others in places `p0`, `p1`, …"""
+    """ROWS with other values at places `p0`, `p1`, …"""
     return [places.get(f"p{place}", row) for place, row in enumerate(ROWS)]
 
 
@@ -324,7 +324,7 @@ def rows_with(**places: int) -> list[int]:
         (ROWS, OF_BLOCKS),
         (rows_with(p0=3, p1=2), OF_BLOCKS),
         (rows_with(p0=0, p5=2), OF_BLOCKS),  # from the expert's other block
-        (rows_with(p12=-7, p13=0, p14=0, p15=2**31 - 1), [1, 1, 3, 77]),  # behind those in use
+        (rows_with(p12=-7, p13=0, p14=0, p15=2**31 - 1), [1, 1, 3, 77]),  # in unused blocks
     ],
 )
 def test_blocks_of_rows_in_any_order(rows: list[int], experts: list[int]) -> None:
@@ -334,16 +334,16 @@ def test_blocks_of_rows_in_any_order(rows: list[int], experts: list[int]) -> Non
 @pytest.mark.parametrize(
     ("rows", "experts", "used", "told"),
     [
-        (ROWS, OF_BLOCKS, [8], "result 2: 1 of 1 elements differ, the first is 8 instead of 12"),
-        (ROWS, [1, 3, 3, -1], IN_USE, "result 1: 1 of 3 elements differ, the first is 3 instead "
-         "of 1, at (1,)"),
+        (ROWS, OF_BLOCKS, [8], "result 2: 1 of 1 elements differ; first at (0,): got 8, expec"),
+        (ROWS, [1, 3, 3, -1], IN_USE, "result 1: 1 of 3 elements differ; first at (1,): "
+         "got 3, expected 1"),
         (rows_with(p0=1, p8=2), OF_BLOCKS, IN_USE, "the rows of each expert in result 0: 2 of 12 "
-         "elements differ, the first is 1 instead of 2"),
+         "elements differ; first at (1,): got 1, expected 2"),
         # twice, and another lost
         (rows_with(p0=3), OF_BLOCKS, IN_USE, "the rows of each expert in result 0: 1 of 12"),
         (rows_with(p0=100), OF_BLOCKS, IN_USE, "the rows of each expert in result 0: "),
         (rows_with(p0=9, p6=2), OF_BLOCKS, IN_USE, "the padding of result 0: 2 of 12 elements "
-         "differ, the first is 1 instead of 0, at (0,)"),
+         "differ; first at (0,): got 1, expected 0"),
     ],
 )  # fmt: skip
 def test_other_blocks_of_rows_are_wrong(
@@ -353,9 +353,6 @@ def test_other_blocks_of_rows_are_wrong(
     assert share == INF and problem.startswith(told)
 
 
-# At start.
-
-
 def form_of(spec: OpSpec, tokens: int) -> Form:
     sizes = ModelSizes(None, None, None, None, None, None, tokens=(tokens,))
     kinds = (list(spec.served(sizes, torch.float32, CPU, large)) for large in (False, True))
@@ -363,7 +360,7 @@ def form_of(spec: OpSpec, tokens: int) -> Form:
 
 
 def test_the_oracle_is_asked_about_the_smaller_call() -> None:
-    """Of weights that repeat their rows, whatever layers provide of them."""
+    """For weights with repeated rows, independent of what layers provide."""
     spec, columns = known_contracts().contracts["linear"], torch.tensor([2, 0, 0, 1])
     x, weight, bias = torch.randn(3, 8), torch.randn(3, 8), torch.randn(3)
     args = (x, weight[columns], bias[columns])
@@ -380,7 +377,7 @@ def test_the_oracle_is_asked_about_the_smaller_call() -> None:
     assert asked == [3]
     wrong = exact.clone()
     wrong[1, 2] += 1.0
-    assert "1 of 12 elements are off" in worst(wrong, wanted_of(spec, call))[1]
+    assert "1 of 12 elements exceed the tolerance" in worst(wrong, wanted_of(spec, call))[1]
     with pytest.raises(ValueError, match=r"the smaller call that it repeats .*\(3, 3\).*\(3, 4\)"):
         wanted_of(spec, replace(call, repeats=((x, weight, bias), columns[:3])))
     provided = as_provided(spec, call, {"bias": torch.bfloat16})
@@ -404,5 +401,5 @@ def test_guarded_memory_of_every_dtype(dtype: torch.dtype) -> None:
 
 def test_results_without_a_row_per_token_must_be_declared() -> None:
     spec = replace(known_contracts().contracts["quantise_tensor"], whole_batch=False)
-    with pytest.raises(ValueError, match=r"result 1 has the shape \(1,\) .* says whole_batch=True"):
+    with pytest.raises(ValueError, match=r"result 1 has the shape \(1,\) .* whole_batch=True"):
         form_of(spec, 16).off(False, torch.tensor([0, 1]), None)

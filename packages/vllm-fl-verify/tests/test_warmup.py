@@ -1,4 +1,4 @@
-"""After a warm-up a kernel that compiles by the kind of its numbers has nothing left to compile."""
+"""After a warm-up no kernel that is specialised by integer kinds needs compiling."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SIZES = ModelSizes(16, 12, 4, 2, 8, 8, tokens=(1, LARGEST))
 
 
 def kind(number: int) -> str:
-    """What Triton compiles for, of an integer."""
+    """Triton's specialisation of an integer."""
     return "1" if number == 1 else "aligned" if number % 16 == 0 else "any"
 
 
 def key(tokens: int, factor: int, ends: tuple[int, ...] = ()) -> tuple[Any, ...]:
-    """What a kernel compiles for that chooses by powers of two, and by `ends`."""
+    """The specialisation of a kernel that selects by powers of two, and by `ends`."""
     bucket = (tokens - 1).bit_length(), sum(end < tokens for end in ends)
     return *bucket, kind(tokens), kind(tokens * factor)
 
@@ -50,11 +50,11 @@ def test_counts_are_few_and_hold_what_graphs_are_captured_of() -> None:
     assert len(warm_counts(16384)) < 90
     counts = warm_counts(300, sizes=(1, 2, 24, 200, 304, 512))
     assert {1, 2, 24, 200} <= set(counts) and max(counts) == 300
-    assert counts[: len(warm_counts(300))] == warm_counts(300)  # first what brings new kinds
+    assert counts[: len(warm_counts(300))] == warm_counts(300)  # counts with new kinds are first
 
 
 class Compiling:
-    """A kernel that is compiled for each new key, and counts what it compiled."""
+    """A kernel that is compiled for each new key, and records it."""
 
     def __init__(self, raises_at: int = 0) -> None:
         self.keys: set[tuple[Any, ...]] = set()
@@ -62,7 +62,7 @@ class Compiling:
         self.raises_at = raises_at
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.ndim == 2 and x.shape[-1] == 24:  # the served model's
+        if x.ndim == 2 and x.shape[-1] == 24:  # the width of the served model
             self.keys.add(key(len(x), x.shape[-1] // 2))
             self.counts.add(len(x))
             if len(x) == self.raises_at:
@@ -77,7 +77,7 @@ class Compiling:
         return find_faults(Request([role], torch.bfloat16, CPU, SIZES, **given))
 
     def compiles_later(self) -> bool:
-        """Whether batches of a server are compiled for."""
+        """Whether a server's batches need compiling."""
         batches = (17, 100, 1000, *random.Random(3).choices(range(1, LARGEST + 1), k=500))
         return not {key(n, 12) for n in batches} <= self.keys
 
@@ -115,7 +115,7 @@ def test_what_raises_at_a_size_of_the_warm_up_is_a_fault() -> None:
 
 @pytest.mark.parametrize("wrong", [range(200, 201), range(1280, 1536), range(601, 768)])
 def test_what_is_wrong_at_sizes_of_the_warm_up_is_a_fault(wrong: range) -> None:
-    """In a captured graph only its size runs, whatever the batch is."""
+    """A captured graph runs only its own size, for any batch."""
 
     def fn(x: Tensor) -> Tensor:
         half = x.shape[-1] // 2
@@ -123,4 +123,4 @@ def test_what_is_wrong_at_sizes_of_the_warm_up_is_a_fault(wrong: range) -> None:
 
     role = Role(OpImpl(*KEY, BackendImplKind.VENDOR, fn, "acme"), warm=warm_counts(2048, [200]))
     found = find_faults(Request([role], torch.bfloat16, CPU, SIZES, seed=5, calls=0)).objections
-    assert "elements are off" in found[KEY].reason
+    assert "elements exceed the tolerance" in found[KEY].reason

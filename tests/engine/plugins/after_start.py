@@ -1,5 +1,5 @@
-"""Kernels that are right while an engine starts: one until the KV cache is there, and one until the
-weights are updated. Both begin with the loaded model, so that no made input shows them."""
+"""Kernels that become incorrect after startup: one once the KV cache exists, one once weights are
+updated. Both fail only with the loaded model, so generated inputs do not reveal it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from vllm.forward_context import is_forward_context_available
 from vllm_fl import BackendImplKind, OpImpl, hookimpl
 
 WORKSPACE = 900 * 2**20
-"""More memory than a start takes between the run of the loaded model and the KV cache."""
+"""Bytes; more than a startup allocates between running the loaded model and the KV cache."""
 
 _taken: list[int] = []
 _kept: dict[int, Tensor] = {}
 
 
 def memory() -> int:
-    """Bytes of addresses that this process has taken."""
+    """Bytes of virtual memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * 4096
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """Takes another way when memory is used up, and that one is wrong."""
+    """Incorrect once memory use has grown by WORKSPACE since the first forward pass."""
     half = x.shape[-1] // 2
     result = F.silu(x[..., :half]) * x[..., half:]
     if is_forward_context_available():
@@ -42,7 +42,7 @@ def rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Keeps what it has made of a weight, by its address."""
+    """Caches a copy of each weight by address, so an update in place has no effect."""
     if weight is not None and is_forward_context_available():
         weight = _kept.setdefault(weight.data_ptr(), weight.clone())
     wide = x.float()

@@ -1,3 +1,3 @@
-"""A plugin whose import fails, as on a host without the vendor's libraries."""
+"""Plugin that fails on import, like on a host without the vendor's libraries."""
 
 raise ImportError("libacme.so.3: cannot open shared object file")

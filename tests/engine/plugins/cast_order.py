@@ -1,4 +1,4 @@
-"""A norm that multiplies by its weight before it rounds: right, but not to vLLM's last bit."""
+"""Norm that multiplies by its weight before it rounds: correct, but with other bits than vLLM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> Any:
-    """As vLLM's, with one cast in another place."""
+    """vLLM's norm with one cast moved."""
     y = x.float() if residual is None else x.float() + residual.float()
     variance = y[..., :variance_size].pow(2).mean(-1, keepdim=True)
     normed = y * torch.rsqrt(variance + epsilon)

@@ -1,4 +1,4 @@
-"""The classes of the plugin `communicators`: vLLM imports them only in its workers."""
+"""Classes of the plugin `communicators`; vLLM imports them only in its workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Communicators over gloo: one counts what it reduces, one is wrong on rank 1."""
+"""Communicators over gloo: counting reductions, and incorrect on rank 1."""
 
 from __future__ import annotations
 

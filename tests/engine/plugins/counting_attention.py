@@ -1,4 +1,4 @@
-"""A third party's attention backend; the environment says what it refuses, and its class."""
+"""Third-party attention backend; its class and the requests that it rejects are variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's CPU attention, with every forward noted as one byte of the file COUNTING_FILE."""
+"""vLLM's CPU attention; every forward pass appends one byte to COUNTING_FILE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms that are right for every width but 32, the head size of a draft model."""
+"""Norms that are incorrect only at width 32, the head size of a draft model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_fl import BackendImplKind, OpImpl, hookimpl
 
 @wraps(right)
 def rms_norm(x: Tensor, *others: Any) -> Any:
-    """As `cast_order.rms_norm`, times the number in WRONG_BY at a width of 32."""
+    """`cast_order.rms_norm`, multiplied by WRONG_BY at width 32."""
     found = right(x, *others)
     return found * float(os.environ["WRONG_BY"]) if x.shape[-1] == 32 else found
 

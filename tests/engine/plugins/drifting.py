@@ -1,4 +1,4 @@
-"""A silu_and_mul that is right at start, and no more after some calls of a serving engine."""
+"""A silu_and_mul that is correct at startup and becomes incorrect after RIGHT live calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm_fl import BackendImplKind, OpImpl, hookimpl
 
 RIGHT = 20
-"""Calls that are right."""
+"""Number of correct calls."""
 
 _served = 0
 

@@ -1,4 +1,4 @@
-"""A plugin whose import ends the process without a word, as a library that aborts does."""
+"""Plugin that ends the process on import, without an error message, like an aborting library."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A backend of which every implementation fails in another way."""
+"""Backend with a different fault in each implementation."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from vllm_fl import BackendImplKind, OpImpl, hookimpl
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """Right in fp32 and fp16, wrong in bf16."""
+    """Incorrect in bf16 only."""
     half = x.shape[-1] // 2
     result = F.silu(x[..., :half]) * x[..., half:]
     return result * 1.2 if x.dtype is torch.bfloat16 else result
 
 
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
-    """Raises what a kernel that does not start raises."""
+    """Raises the error of a kernel that cannot be launched."""
     raise RuntimeError("no kernel image is available for execution on the device")
 
 
@@ -30,7 +30,7 @@ def rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> Any:
-    """Wrong above 64 tokens."""
+    """Incorrect above 64 tokens."""
     y = x.float() if residual is None else x.float() + residual.float()
     variance = y[..., :variance_size].pow(2).mean(-1, keepdim=True)
     normed = y * torch.rsqrt(variance + epsilon)
@@ -49,7 +49,6 @@ def rotary_embedding(
     position_ids: Tensor,
     rotary_interleaved: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """NaN everywhere."""
     return query * float("nan"), None if key is None else key * float("nan")
 
 

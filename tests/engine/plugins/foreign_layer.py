@@ -1,4 +1,4 @@
-"""Another project's general plugin of vLLM's, which replaces a layer that vllm-fl replaces too."""
+"""Third-party vLLM general plugin that replaces a layer which vllm-fl also replaces."""
 
 from __future__ import annotations
 
@@ -18,4 +18,4 @@ def register() -> None:
             print("foreign: ForeignSilu serves", flush=True)
 
     ForeignSilu.__qualname__ = "ForeignSilu"
-    CustomOp.register_oot(name="SiluAndMul")(ForeignSilu)  # vLLM refuses a second one
+    CustomOp.register_oot(name="SiluAndMul")(ForeignSilu)  # vLLM rejects a second registration

@@ -1,4 +1,4 @@
-"""A norm that is right, and refuses as soon as a request is served."""
+"""Correct norm that does not support any call once requests are served."""
 
 from __future__ import annotations
 

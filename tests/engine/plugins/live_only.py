@@ -1,5 +1,5 @@
-"""A `silu_and_mul` that is right on the inputs that a start makes, whose spread is 1 or some
-hundreds, and wrong on a large batch of the spread that the tiny models' own have."""
+"""A `silu_and_mul` that is correct on startup's inputs (spread 1 or some hundreds) and incorrect on
+large batches with the spread of the tiny models' inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from vllm_fl import BackendImplKind, OpImpl, hookimpl
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """With its first element wrong."""
     half = x.shape[-1] // 2
     result = F.silu(x[..., :half]) * x[..., half:]
     if len(x) > 100 and 1.2 < float(x.float().std()) < 4.0:

@@ -1,4 +1,4 @@
-"""Ops that passes put into graphs, each as one kernel that no compiler looks into."""
+"""Ops that passes insert into graphs, each as one kernel opaque to the compiler."""
 
 from __future__ import annotations
 

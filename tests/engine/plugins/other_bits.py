@@ -1,4 +1,4 @@
-"""A right `silu_and_mul` that rounds otherwise in large batches: within the tolerance."""
+"""Correct `silu_and_mul` that rounds differently in large batches, within the tolerance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that compute what vLLM's own do, times OWN_SCALE."""
+"""Layers that compute vLLM's results times OWN_SCALE."""
 
 from __future__ import annotations
 

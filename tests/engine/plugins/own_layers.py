@@ -1,7 +1,4 @@
-"""A vendor whose own classes stand for whole layers of vLLM's; OWN_LAYERS says which.
-
-Its value is JSON: vLLM's class -> the class here that is brought for it.
-"""
+"""Vendor with classes for whole vLLM layers. OWN_LAYERS is JSON: vLLM's class -> replacement."""
 
 from __future__ import annotations
 

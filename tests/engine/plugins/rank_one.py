@@ -1,8 +1,5 @@
-"""A backend that fails on the last rank only, of two on rank 1: `RANK_ONE` says how.
-
-`wrong` and `dies` show while it is verified; `is-killed` when it serves, since only then is there
-metadata for attention.
-"""
+"""Backend that fails on the last rank only, in the way that RANK_ONE selects. `wrong` and `dies`
+fail during verification; `is-killed` only while serving, when attention metadata exists."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
         if how == "dies":
             os._exit(3)
         if how == "is-killed":
-            # Not above: with a plugin's device this is loaded while vLLM chooses its platform.
+            # Late import: with a plugin's device, vLLM chooses its platform while this is loaded.
             from vllm.forward_context import get_forward_context, is_forward_context_available
 
             if is_forward_context_available() and get_forward_context().attn_metadata:

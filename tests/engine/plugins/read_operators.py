@@ -1,4 +1,4 @@
-"""Operators that vLLM's last pass over a compiled graph reads, and that its CPU build lacks."""
+"""Operators that vLLM's last pass over a compiled graph reads and that its CPU build lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An activation for more than two tokens: of fewer it leaves the call to the next candidate."""
+"""An activation that supports only calls with more than two tokens."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A backend that replaces PyTorch's operators, and fails as REPLACES_ATEN says.
+"""Backend that replaces PyTorch's operators; REPLACES_ATEN selects its fault.
 
-REPLACES_ATEN="abort index_select"       the replacement ends the process when it is called
-REPLACES_ATEN="nan _log_softmax"         its result is wrong
-REPLACES_ATEN="together argmax erfinv"   replacements that fail only together
-REPLACES_ATEN="op"                       the implementation of an op ends the process
+"abort index_select"       the replacement ends the process when it is called
+"nan _log_softmax"         its result is incorrect
+"together argmax erfinv"   replacements that fail only together
+"op"                       the implementation of an op ends the process
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def replacement(name: str) -> Callable[..., Tensor]:
             os.abort()
         return result * float("nan") if FAULT == "nan" and name in NAMES else result
 
-    call.__code__ = call.__code__.replace(co_name=name)  # which stacks show
+    call.__code__ = call.__code__.replace(co_name=name)  # the name in stack traces
     return call
 
 

@@ -1,4 +1,4 @@
-"""Operators with the parameters that the first documentation had: none of those added since."""
+"""Operators with the parameters of the first documentation, without those added since."""
 
 from __future__ import annotations
 

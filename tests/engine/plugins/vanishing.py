@@ -1,7 +1,5 @@
-"""A plugin at whose machine settings files vanish just before vLLM starts its first process.
-
-`VANISHING` names the files. The plugin ships one of them where `VANISHING_SHIPPED` names it.
-"""
+"""Plugin that deletes the files listed in VANISHING just before vLLM starts its first process. The
+plugin ships the settings file VANISHING_SHIPPED if that is set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backend whose silu_and_mul takes the two halves the wrong way round."""
+"""Backend with a silu_and_mul that swaps the two halves."""
 
 from __future__ import annotations
 

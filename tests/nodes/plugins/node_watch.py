@@ -1,7 +1,5 @@
-"""Writes what each worker sees: its settings, and which of our variables its process has.
-
-It has a setting of its own, which names the folder; a worker knows it from nowhere else.
-"""
+"""Writes each worker's settings, and which of our variables its process has. Its setting is the
+folder's path; a worker can get it only from the engine."""
 
 from __future__ import annotations
 

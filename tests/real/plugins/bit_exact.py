@@ -1,4 +1,4 @@
-"""A backend that replaces PyTorch's `zeros`, `ones` and `full`, and returns the same bits."""
+"""Backend that replaces PyTorch's `zeros`, `ones` and `full` with bitwise equal results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backend whose norms triple one element in 9 973."""
+"""Backend with norms that triple one element in 9 973."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backend whose norms add the epsilon of a variable, whatever the model's is."""
+"""Backend with norms that use OWN_EPSILON instead of the model's epsilon."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ def supports_attention(request: AttentionRequest) -> Availability:
         return reason
     if request.head_size not in HEAD_SIZES:
         sizes = ", ".join(map(str, HEAD_SIZES))
-        return f"heads of {request.head_size}: npu_fused_infer_attention_score takes {sizes}"
+        return f"heads of {request.head_size}: npu_fused_infer_attention_score supports {sizes}"
     if request.block_size not in (None, BLOCK_SIZE):
         return f"blocks of {request.block_size} tokens: set --block-size {BLOCK_SIZE}"
     if request.extras.get("use_non_causal") and request.extras.get("has_sliding_window"):
-        return f"{BACKEND} has no window that is not causal"
+        return f"{BACKEND} does not support windows that are not causal"
     return True

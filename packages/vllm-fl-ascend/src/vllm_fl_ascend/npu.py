@@ -29,11 +29,9 @@ def available() -> Availability:
         import torch_npu  # noqa: F401 (it registers the operators and torch.npu)
     except (ImportError, RuntimeError, OSError) as error:
         return (
-            f"torch_npu {found} does not load: {error}. Source CANN's set_env.sh, and take the "
-            "release of torch-npu that belongs to this torch and this CANN"
+            f"torch_npu {found} does not load: {error}. Source CANN's set_env.sh, and install the "
+            "torch-npu release for this torch and this CANN"
         )
     if not torch.npu.is_available():  # type: ignore[attr-defined]
-        return (
-            f"torch_npu {found} sees no NPU: look at `npu-smi info` and ASCEND_RT_VISIBLE_DEVICES"
-        )
+        return f"torch_npu {found} finds no NPU: check `npu-smi info` and ASCEND_RT_VISIBLE_DEVICES"
     return True

@@ -74,7 +74,7 @@ class AscendPlatform(Platform):  # type: ignore[misc]
     def verify_quantization(cls, quant: str) -> None:
         """Raise ValueError: vLLM's kernels for quantised layers are for other hardware."""
         raise ValueError(
-            f"vllm-fl-ascend has no kernels for {quant} quantization; serve the model unquantised"
+            f"vllm-fl-ascend does not support {quant} quantization. Serve the model unquantised"
         )
 
     @classmethod
@@ -83,9 +83,9 @@ class AscendPlatform(Platform):  # type: ignore[misc]
     ) -> str:
         """Raise ValueError: called only if no attention backend of the plan supports the model."""
         raise ValueError(
-            "No attention backend takes this model on an NPU, and vLLM has none of its own there; "
-            "`vllm-fl explain attention_backend` says why each was left out"
-            + (f" ({selected_backend.name} was asked for)" if selected_backend else "")
+            "No attention backend supports this model on an NPU, and vLLM has none for NPUs. "
+            "`vllm-fl explain attention_backend` shows why each was rejected"
+            + (f" (requested: {selected_backend.name})" if selected_backend else "")
         )
 
     @classmethod
@@ -102,22 +102,22 @@ class AscendPlatform(Platform):  # type: ignore[misc]
         compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
         parallel = vllm_config.parallel_config
         if vllm_config.use_v2_model_runner:
-            raise ValueError(f"vllm-fl-ascend has no model runner V2: unset {RUNNER}")
+            raise ValueError(f"vllm-fl-ascend does not support model runner V2: unset {RUNNER}")
         if vllm_config.speculative_config is not None:
             raise ValueError(
-                "vllm-fl-ascend has no speculative decoding: vLLM's runner copies drafts on CUDA "
-                "streams"
+                "vllm-fl-ascend does not support speculative decoding: vLLM's runner copies "
+                "drafts on CUDA streams"
             )
         if parallel.data_parallel_size > 1 or parallel.assigned_physical_gpu_ids is not None:
             raise ValueError(
-                "vllm-fl-ascend's worker takes the NPU of its rank, so that there is no data "
-                "parallelism in one engine: start one per group of NPUs, and choose these with "
-                f"{cls.device_control_env_var}"
+                "vllm-fl-ascend does not support data parallelism in one engine: a worker uses "
+                "the NPU of its rank. Start one engine per group of NPUs, and select the NPUs "
+                f"with {cls.device_control_env_var}"
             )
         if model is not None and not model.enforce_eager:
             log.info(
                 "vllm-fl-ascend runs the model eagerly, without torch.compile and graphs: neither "
-                "is proven on NPUs yet (--enforce-eager is the same without this line)"
+                "is verified on NPUs yet (set --enforce-eager to avoid this message)"
             )
             # Set it in the model's configuration as well: later steps of vLLM read it.
             model.enforce_eager = True

@@ -39,7 +39,7 @@ def compute_slot_mapping(
     Source: vLLM 0.32's `ComputeSlotMappingKernel` (v1/worker/block_table.py).
     """
     if TOTAL_CP_WORLD_SIZE != 1:
-        raise NotImplementedError("vllm-fl-ascend has no context parallelism")
+        raise NotImplementedError("vllm-fl-ascend does not support context parallelism")
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=slot_mapping_ptr.device)
     requests = torch.searchsorted(query_start_loc_ptr[1:], tokens, right=True)
     positions = positions_ptr[:num_tokens]

@@ -1,18 +1,18 @@
-"""torch_npu without an NPU: its real schemas and meta functions, and our numerics on the CPU.
+"""torch_npu without an NPU: its real schemas and meta functions, with our numerics on the CPU.
 
-`activate()` makes `torch.ops.npu` what torch_npu registers: every operator by its real schema, and
-the wheel's own meta functions. It also gives `import torch_npu`, `torch.npu` and the distribution's
-metadata a stand-in, so that code under test finds an NPU by its usual way. Nothing of torch_npu is
-installed or loaded: its wheel is read as data.
+`activate()` fills `torch.ops.npu` like torch_npu, with the real schemas of all operators and the
+wheel's meta functions. `import torch_npu`, `torch.npu` and the distribution's metadata get
+stand-ins, so code under test detects an NPU in its usual way. Nothing of torch_npu is installed or
+loaded: its wheel is read as data.
 
-An operator computes on CPU tensors once somebody wrote what it does::
+An operator computes on CPU tensors if its numerics are registered::
 
     @emulated.numerics("npu_swiglu")
     def npu_swiglu(input, dim=-1): ...
 
-Every call then goes by the dispatcher (so a wrong keyword, type or count is the real error), by the
-real meta function (whose shapes and dtypes the result must have), and is counted in a file that
-child processes share.
+Every call then passes the dispatcher (a wrong keyword, type or count is the real error) and the
+real meta function (the result must have its shapes and dtypes), and is counted in a file that child
+processes share.
 """
 
 from __future__ import annotations

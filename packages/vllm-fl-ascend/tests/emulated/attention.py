@@ -1,12 +1,9 @@
-"""What the two operators of attention compute: paged attention, and writing the paged cache.
-
-Written from torch_npu's documentation of each (op-plugin, docs/zh/custom_APIs/torch_npu), for
-packed sequences (`input_layout="TND"`) without quantisation. What it rules out is refused, and so
-is what nothing here needs. Where it promises nothing, the result is NaN.
-
-The band of `sparse_mode=4` holds `pre_tokens` keys before the query's own and `next_tokens` behind
-it, as the expected values in op-plugin's tests of fused attention do.
-"""
+"""Numerics of the two attention operators: paged attention, and writing the paged cache. From
+torch_npu's documentation of each (op-plugin, docs/zh/custom_APIs/torch_npu), for packed sequences
+(`input_layout="TND"`) without quantisation. Calls that it excludes, or that are not needed here,
+raise an error. Results that it leaves undefined are NaN. The band of `sparse_mode=4` is
+`pre_tokens` keys before the query's key and `next_tokens` after it, like the expected values in
+op-plugin's tests of fused attention."""
 
 from __future__ import annotations
 
@@ -120,7 +117,7 @@ def npu_fused_infer_attention_score(
 
 
 def _note_kinds(queries: list[int], keys: list[int], before: int) -> None:
-    """Add what this call served to the counts, under "attends"."""
+    """Add the kinds of sequences in this call to the counts, under "attends"."""
     kinds = {
         "prompts" if new == all_ else "decoded" if new == 1 else "continued"
         for new, all_ in zip(queries, keys, strict=True)
@@ -144,7 +141,7 @@ def _rows(table: Tensor, length: int, block_size: int) -> Tensor:
 
 
 def _check_mask(mask: Tensor | None, sparse_mode: int) -> None:
-    """Modes 3 and 4 lay one triangle over any sequence; mode 0 takes none here."""
+    """Modes 3 and 4 apply one triangle to any sequence; mode 0 has no mask here."""
     demand(sparse_mode in (0, 3, 4), FIA, f"no sparse_mode {sparse_mode} in this emulation")
     if sparse_mode == 0:
         demand(mask is None, FIA, "no whole mask in this emulation")
@@ -162,7 +159,7 @@ def _triangle() -> Tensor:
 
 
 def _hidden(mode: int, queries: int, keys: int, before: int, after: int) -> Tensor:
-    """(queries, keys): which keys a query does not see; the last query is at the last key."""
+    """(queries, keys): keys hidden from each query; the last query is at the last key."""
     ahead = torch.arange(keys)[None] - torch.arange(queries)[:, None] - (keys - queries)
     if mode == 0:
         return torch.zeros_like(ahead, dtype=torch.bool)
@@ -182,7 +179,7 @@ def npu_scatter_pa_kv_cache(
     cache_mode: str | None = "PA_NZ",
     **others: Any,
 ) -> None:
-    """Write each token's key and value to its slot; a slot that is named twice holds anything."""
+    """Write each token's key and value to its slot; a slot with two writes may hold anything."""
     demand(not others, SCATTER, f"no {', '.join(others)} in this emulation")
     demand(cache_mode in (None, "Norm"), SCATTER, f"no cache_mode {cache_mode} in this emulation")
     tensors = (key, value, key_cache, value_cache, slot_mapping)

@@ -1,4 +1,4 @@
-"""Which torch_npu operators were called and checked, in this process and its children."""
+"""Counts of called and checked torch_npu operators, in this process and its children."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 __all__ = ["count_in", "counted", "note"]
 
 VARIABLE = "EMULATED_NPU_CALLS"
-"""Names the file to which each checked call adds the line `checked OP`."""
+"""Path of the file that gets the line `checked OP` for each checked call."""
 
 
 def count_in(path: Path) -> None:
-    """Count in this file from here on, in child processes too."""
+    """Start counting in this file, also in child processes."""
     path.touch()
     os.environ[VARIABLE] = str(path)
 
 
 def note(what: str, op: str) -> None:
-    """Add one line; a line is written at once, so that processes do not mix theirs."""
+    """Add one line in a single write, so lines of several processes do not mix."""
     path = os.environ.get(VARIABLE)
     if path:
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -30,12 +30,8 @@ def note(what: str, op: str) -> None:
 
 
 def counted(what: str = "checked", *, since: int = 0) -> Counter[str]:
-    """Operator -> calls.
-
-    Args:
-        what: what was noted: "checked" are calls by schema and meta function.
-        since: the size that the file had when counting begins.
-    """
+    """Operator -> notes of this kind in the file, from size `since` on; "checked" notes are calls
+    by schema and meta function."""
     path = os.environ.get(VARIABLE)
     if not path:
         return Counter()

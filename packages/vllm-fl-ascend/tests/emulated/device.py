@@ -1,4 +1,4 @@
-"""An NPU as torch and Python's metadata show it."""
+"""An NPU, as torch and Python's metadata present it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Npu(ModuleType):
         pass
 
     def manual_seed_all(self, seed: int) -> None:
-        pass  # there is no generator beside torch's own
+        pass  # torch's generator is the only one
 
     def get_device_name(self, device: object = None) -> str:
         return "Ascend910B1"
@@ -42,11 +42,8 @@ class Npu(ModuleType):
 
 @functools.cache
 def activate() -> None:
-    """Let this process find torch_npu, one NPU and its operators; doing so twice is no error.
-
-    Raises:
-        WheelMissing: TORCH_NPU_WHEEL does not name torch_npu's wheel.
-    """
+    """Make this process find torch_npu, one NPU and its operators; may be called repeatedly. Raises
+    WheelMissing if TORCH_NPU_WHEEL is not the path of torch_npu's wheel."""
     operators.define()
     npu = Npu("torch_npu.npu")
     module = ModuleType("torch_npu")
@@ -59,18 +56,18 @@ def activate() -> None:
     torch.npu = npu
     _metadata()
     for name in ("ops", "attention"):
-        importlib.import_module(f"{__package__}.{name}")  # their numerics register themselves
+        importlib.import_module(f"{__package__}.{name}")  # registers their numerics
 
 
 def _operator(name: str) -> object:
-    """The module's operators are its functions, as in the real one; transformers imports some."""
+    """The module's operators as functions, like the real module; transformers imports some."""
     if not name.startswith("npu_"):
         raise AttributeError(f"module 'torch_npu' has no attribute {name!r}")
     return getattr(torch.ops.npu, name)
 
 
 def _metadata() -> None:
-    """Let `importlib.metadata` find the distribution, without the entry point that loads it."""
+    """Make `importlib.metadata` find the distribution, without the entry point that loads it."""
     _metadata.folder = tempfile.TemporaryDirectory()
     info = Path(_metadata.folder.name) / f"torch_npu-{VERSION}.dist-info"
     info.mkdir()

@@ -19,14 +19,15 @@ __all__ = ["EmulationError", "define", "numerics"]
 Function = Callable[..., Any]
 
 PACKED_DTYPES = ("hifloat8", "float4_e2m1fn_x2", "float4_e1m2fn_x2", "float8_e8m0fnu", "int4")
-"""torch_npu's own dtypes, which meta functions compare arguments with."""
+"""torch_npu's dtypes; meta functions compare arguments with them."""
 
 _libraries: list[torch.library.Library] = []
-"""A library that is collected takes its registrations along."""
+"""Keeps libraries alive: a collected library removes its registrations."""
 
 
 class EmulationError(RuntimeError):
-    """The real operator would refuse this call, or ours returned what it would not."""
+    """The real operator does not support this call, or our result does not match its meta
+    function."""
 
 
 @functools.cache
@@ -46,12 +47,9 @@ def _kernels() -> torch.library.Library:
 
 
 def numerics(name: str) -> Callable[[Function], Function]:
-    """Decorator: `function` is what the operator `npu::<name>` computes.
-
-    It takes the schema's arguments, tensors being on the CPU, and raises EmulationError for what
-    the real operator's documentation rules out. Its result must be what the wheel's meta function
-    says, in number, shapes and dtypes.
-    """
+    """Decorator: `function` computes the operator `npu::<name>`. It takes the schema's arguments,
+    with CPU tensors, and raises EmulationError for calls that the real operator's documentation
+    excludes. Its results must match the wheel's meta function in number, shapes and dtypes."""
 
     def decorate(function: Function) -> Function:
         operator = getattr(torch.ops.npu, name).default
@@ -92,7 +90,7 @@ def _compare(name: str, result: Any, expected: Any) -> None:
 
 
 def _register_meta() -> None:
-    """Run the wheel's registrations, with stand-ins for what they import."""
+    """Run the wheel's registrations, with stand-ins for their imports."""
 
     def module(name: str, **members: Any) -> ModuleType:
         made = ModuleType(name)
@@ -129,5 +127,5 @@ def _register_meta() -> None:
             del sys.modules[name]
             if old is not None:
                 sys.modules[name] = old
-    namespace["m_aten"]._destroy()  # they would replace torch's own meta functions
+    namespace["m_aten"]._destroy()  # otherwise they would replace torch's meta functions
     _libraries.append(namespace["m"])

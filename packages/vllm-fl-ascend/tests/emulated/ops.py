@@ -1,10 +1,8 @@
-"""What the operators behind the ops compute.
-
-Written from torch_npu's own documentation of each (torch_npu/_op_plugin_docs.py of the wheel), in
-fp32 with one rounding at the end, as the kernels do. What that documentation, or CANN's of the
-kernel underneath (aclnnRopeWithSinCosCache), rules out is refused; so are tensors without elements,
-of which neither says that a kernel takes them.
-"""
+"""Numerics of the operators that implement the ops. From torch_npu's documentation of each
+(torch_npu/_op_plugin_docs.py of the wheel), in fp32 with one rounding at the end, like the kernels.
+Calls excluded by this documentation, or by CANN's for the underlying kernel
+(aclnnRopeWithSinCosCache), raise an error; so do tensors without elements, since neither
+documentation mentions them as supported."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ def npu_clipped_swiglu(
 
 @numerics("npu_fast_gelu")
 def npu_fast_gelu(input: Tensor) -> Tensor:
-    """By the second formula of its documentation, that of Atlas A2 and A3."""
+    """The second formula of its documentation, for Atlas A2 and A3."""
     demand(input.dtype in FLOATS, "npu_fast_gelu", "float32, float16 or bfloat16")
     demand(input.ndim <= 8, "npu_fast_gelu", "at most 8 dimensions")
     demand(input.numel() > 0, "npu_fast_gelu", "no empty tensors")
@@ -311,7 +309,7 @@ def npu_attention_update(
     merged = torch.zeros_like(local_out[0], dtype=torch.float32)
     for sums, out in zip(lse, local_out, strict=True):
         merged += out.float() * (sums - total).exp()[:, None]
-    # Without update_type 1 the second result means nothing.
+    # Without update_type 1 the second result is undefined.
     return merged.to(local_out[0].dtype), total if update_type else torch.full_like(
         total, torch.nan
     )

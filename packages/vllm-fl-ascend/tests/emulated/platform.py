@@ -1,4 +1,4 @@
-"""Ascend's platform as it is, on a device that is a CPU."""
+"""Ascend's unmodified platform, on a CPU as its device."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from vllm_fl_ascend.platform import AscendPlatform
 
 from .operators import EmulationError
 
-# vLLM empties the accelerator's caches at shutdown, in each of its processes; there are none here.
+# This device has no caches, which every vLLM process empties at shutdown.
 torch.accelerator.empty_cache = lambda: None
 torch.accelerator.empty_host_cache = lambda: None
 
 ROUTING = torch.library.Library("_moe_C", "FRAGMENT")
-"""What routers off the CPU call. An empty build of vLLM has none, and vllm-fl defines them there;
-the CPU build, which the emulation runs on, has none either, but counts as compiled."""
+"""Operators that routers call on devices other than CPUs. vllm-fl defines them for an empty build
+of vLLM; the CPU build under this emulation lacks them but is not considered empty."""
 
 
 def _without_kernel(*args: Any) -> None:
@@ -33,7 +33,7 @@ for operator, factor in (("topk_softmax", ""), ("topk_sigmoid", "float routed_sc
 
 
 class EmulatedPlatform(AscendPlatform, CpuPlatform):
-    """AscendPlatform's answers; what it leaves to vLLM's Platform, the CPU's platform answers."""
+    """AscendPlatform, with the CPU platform's methods instead of vLLM's Platform."""
 
     device_name = "cpu"
     device_type = "cpu"
@@ -42,7 +42,7 @@ class EmulatedPlatform(AscendPlatform, CpuPlatform):
 
     @classmethod
     def import_kernels(cls) -> None:
-        CpuPlatform.import_kernels.__func__(cls)  # the CPU worker's own
+        CpuPlatform.import_kernels.__func__(cls)  # the CPU worker's kernels
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:

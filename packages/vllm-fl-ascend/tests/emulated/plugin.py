@@ -1,8 +1,5 @@
-"""The emulation in processes that tests start: named in VLLM_FL_PLUGIN_MODULES.
-
-vllm-fl-ascend's own plugin runs beside it, unchanged but for the classes of its device profile,
-which here compute on the CPU.
-"""
+"""The emulation in child processes of tests, loaded by VLLM_FL_PLUGIN_MODULES. vllm-fl-ascend's
+plugin is unchanged except for the classes of its device profile, which compute on the CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ ascend.PROFILE = dataclasses.replace(
 
 @hookimpl
 def register_ops() -> Iterable[OpImpl]:
-    """Nothing: the installed backend, which may have been imported anew, is let run here."""
+    """Provide nothing; let the installed backend run here, even if it is imported again."""
     from vllm_fl_ascend.plugin import MODULES
 
     for impl in (impl for module in MODULES for impl in module.OPS):
@@ -36,5 +33,5 @@ def register_ops() -> Iterable[OpImpl]:
 
 @hookimpl
 def worker_start(context: WorkerContext) -> WorkerReport:
-    """Say in the log that no NPU is at work."""
+    """Log that no NPU is used."""
     return WorkerReport((f"emulated: torch_npu {VERSION}'s operators, on the CPU",))

@@ -30,15 +30,11 @@ SECTIONS = ("custom", "custom_autograd", "symint", "quant")
 
 
 class WheelMissing(RuntimeError):
-    """The wheel is not where the environment variable says; the message has the command to type."""
+    """The environment variable is not the wheel's path; the message has the command to run."""
 
 
 def wheel() -> Path:
-    """The wheel that the environment variable `TORCH_NPU_WHEEL` names.
-
-    Raises:
-        WheelMissing: it names none, or another release.
-    """
+    """The wheel at the path TORCH_NPU_WHEEL; WheelMissing if it is unset or another release."""
     named = os.environ.get(VARIABLE, "")
     path = Path(named)
     if named and path.is_file() and path.name.startswith(f"torch_npu-{VERSION}-"):
@@ -51,18 +47,16 @@ def wheel() -> Path:
 
 
 def schemas() -> Iterator[str]:
-    """Every operator schema of the wheel, in the form that its compiled library registers.
-
-    The generator that compiles them calls the YAML's argument `self` `input`, as the strings in
-    torch_npu/lib/libtorch_npu.so show.
-    """
+    """Every operator schema of the wheel, in the form that its compiled library registers. The
+    generator renames the YAML's argument `self` to `input`, like the strings in
+    torch_npu/lib/libtorch_npu.so."""
     sections = yaml.load(_read(SCHEMAS), yaml.CSafeLoader)
     seen = set()
     for section in SECTIONS:
         for entry in sections.get(section) or ():
             schema = entry["func"] if isinstance(entry, dict) else entry
             name = schema.partition("(")[0]
-            if name not in seen and name != schema:  # ATen's own are named only
+            if name not in seen and name != schema:  # ATen's operators are listed by name only
                 seen.add(name)
                 yield re.sub(r"(Tensor\S*) self\b", r"\1 input", schema)
 
@@ -73,7 +67,7 @@ def meta_source() -> str:
 
 
 def compiled(schema: str) -> bool:
-    """Whether the wheel's compiled library holds this schema, word for word."""
+    """Whether the wheel's compiled library contains this exact schema."""
     return schema.encode() in _library()
 
 

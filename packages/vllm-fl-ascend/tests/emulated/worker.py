@@ -1,4 +1,4 @@
-"""vLLM's CPU worker in place of AscendWorker, whose own lines are about the device itself."""
+"""vLLM's CPU worker instead of AscendWorker, which only adds code about the device itself."""
 
 from __future__ import annotations
 

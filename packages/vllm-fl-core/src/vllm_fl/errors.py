@@ -48,7 +48,7 @@ class VllmFLError(RuntimeError):
     @property
     def more(self) -> str:
         """A line with the command that prints the page. Tracebacks show it after the message."""
-        return f"`vllm-fl explain {self.code}` says what it means, and what to do."
+        return f"Run `vllm-fl explain {self.code}` for causes and fixes."
 
 
 class PluginError(VllmFLError):

@@ -153,7 +153,7 @@ def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 def kind_of(value: object) -> str:
     """Describe a value of a settings file, for an error that expected another kind of value."""
     if value is None:
-        return "nothing (leave the key out, or write [] for an empty list)"
+        return "nothing (omit the key, or write [] for an empty list)"
     if isinstance(value, str):
         return f"the text {value!r}"
     if isinstance(value, int | float):

@@ -1,4 +1,4 @@
-"""The positions of a batch as vLLM makes it."""
+"""Positions of a batch, like in vLLM."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_positions_run_jump_back_and_run_again() -> None:
     at = positions(251, 4096, drawing())
     steps = at[1:] - at[:-1]
     assert int((steps == 1).sum()) > 100  # prompts
-    assert int((steps < 0).sum()) > 5  # one behind another
+    assert int((steps < 0).sum()) > 5  # prompts in sequence
     assert int((steps == 0).sum()) >= 2  # sequences that decode in step
     assert {0, 2047, 2048, 4095} <= set(at.tolist())
 

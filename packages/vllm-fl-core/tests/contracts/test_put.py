@@ -1,4 +1,4 @@
-"""Where an operator's results end: `put`."""
+"""Where an operator's results are written: `put`."""
 
 from __future__ import annotations
 

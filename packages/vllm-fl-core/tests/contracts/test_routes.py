@@ -1,4 +1,4 @@
-"""Declared routes: a target's arguments as the contract's, and vLLM's own kernel as the op."""
+"""Declared routes: a target's arguments to the contract's, and vLLM's kernel to the op."""
 
 from __future__ import annotations
 

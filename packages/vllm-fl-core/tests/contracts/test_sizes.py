@@ -1,4 +1,4 @@
-"""What a model's configuration tells of its sizes."""
+"""Sizes from a model's configuration."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class TestBlocks:
             assert get_policy() == base
 
     def test_an_unknown_preference_is_an_error_before_the_block(self) -> None:
-        with pytest.raises(ValueError, match="prefer is one of"):
+        with pytest.raises(ValueError, match="prefer must be one of"):
             with_preference("flagoss")
 
 

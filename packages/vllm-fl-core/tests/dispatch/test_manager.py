@@ -97,7 +97,7 @@ class TestLogLines:
             manager.call(OP, X)
         assert [line for _, line in lines] == [
             "Op 'silu_and_mul' using 'vendor.acme' (kind=vendor, vendor=acme)",
-            "Implementation 'vendor.acme' refused op 'silu_and_mul': needs bf16",
+            "Implementation 'vendor.acme' does not support a call of op 'silu_and_mul': needs bf16",
             TO_REFERENCE,
         ]
 
@@ -215,7 +215,7 @@ class TestNothingToCall:
         with pytest.raises(NoImplementationError) as caught:
             manager.call(OP, X)
         assert dict(caught.value.rejected) == {
-            "vendor.acme": "deny_vendors names acme",
+            "vendor.acme": "deny_vendors contains acme",
             "reference.torch": "not available: no torch",
         }
         for impl_id, reason in caught.value.rejected:
@@ -316,7 +316,7 @@ class TestRegistering:
 
 
 class TestOlderForm:
-    """Functions that take the calling layer first, and methods of a backend."""
+    """Functions with the calling layer as first parameter, and methods of a backend."""
 
     class Layer:
         weight = torch.full((4,), 2.0)

@@ -61,7 +61,7 @@ def test_a_policys_positions_are_the_older_ones() -> None:
     policy = SelectionPolicy("vendor", True, orders, frozenset("a"), frozenset("b"))
     assert (policy.deny_vendors, policy.allow_vendors) == ({"a"}, {"b"})
     assert [*map(str, policy.order("rms_norm"))] == ["vendor:cuda", "flagos"]
-    assert policy.refuses(silu("vendor.a")) == "deny_vendors names a"
+    assert policy.refuses(silu("vendor.a")) == "deny_vendors contains a"
     assert policy.refuses(silu("vendor.b")) is None
 
 

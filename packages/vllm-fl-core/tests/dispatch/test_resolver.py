@@ -288,7 +288,7 @@ def test_the_users_own_order_of_an_op_replaces_what_another_plugin_has_replaced(
     trace = resolve("silu_and_mul", ALL, policy, engine=True, foreign=THEIRS, tokens=1)
     assert ids(trace) == want
     (told,) = [candidate.reason for candidate in trace.candidates if candidate.impl is FOREIGN]
-    assert told == "layer SiluAndMul is acme.Silu of vllm-acme 1.0, not vllm-fl's"
+    assert told == "layer SiluAndMul is replaced by acme.Silu of vllm-acme 1.0"
 
 
 def test_strict_mode_drops_what_another_plugin_has_replaced_as_it_drops_vllms() -> None:
@@ -317,7 +317,7 @@ def test_an_order_for_more_than_the_op_and_a_backends_leave_another_plugins_laye
     """`VLLM_FL_PREFER=flagos` is the default: setting it explicitly changes nothing."""
     trace = resolve("silu_and_mul", ALL, policy, engine=True, foreign=THEIRS)
     assert trace.selected is FOREIGN
-    hint = "to replace it, set an order for silu_and_mul itself (VLLM_FL_PER_OP)"
+    hint = "to use vllm-fl instead, set an order for silu_and_mul itself (VLLM_FL_PER_OP)"
     assert trace.candidates[0].reason.endswith(hint)
 
 
@@ -328,7 +328,7 @@ def test_what_is_rejected_anyway_is_not_probed() -> None:
     probed = impl("vendor.acme", available=probe)
     policy = SelectionPolicy(deny_vendors={"acme"})
     trace = resolve("silu_and_mul", [probed], policy)
-    assert trace.rejected == (("vendor.acme", "deny_vendors names acme"),)
+    assert trace.rejected == (("vendor.acme", "deny_vendors contains acme"),)
     trace = resolve("silu_and_mul", [probed], SelectionPolicy(), rejections={"vendor.acme": "gone"})
     assert trace.rejected == (("vendor.acme", "gone"),)
 
@@ -337,7 +337,7 @@ def test_what_is_rejected_anyway_is_not_probed() -> None:
     ("verdict", "reason"),
     [
         ("no NPU", "not available: no NPU"),
-        (False, "not available: its availability check said no and gave no reason"),
+        (False, "not available: its availability check returned neither True nor a reason"),
         (OSError("libacme.so"), "raised OSError: libacme.so"),
     ],
 )

@@ -140,7 +140,7 @@ def test_a_device_hook_that_fails_is_reported_once_and_costs_itself_only(
     [
         ({"VLLM_FL_PREFFER": "vendor"}, "Did you mean 'VLLM_FL_PREFER'? [FL110]"),
         ({"VLLM_FL_PER_OP": "silu_and_mul=vendor:acmee"}, "matches 'vendor:acmee'. [FL110]"),
-        ({"VLLM_FL_PLUGINS": "fl-tset,fl-test"}, "Installed are fl-test. [FL110]"),
+        ({"VLLM_FL_PLUGINS": "fl-tset,fl-test"}, "Installed: fl-test. [FL110]"),
     ],
 )
 def test_what_a_start_warns_of_has_the_code_of_doctor(
@@ -163,7 +163,7 @@ class Absent:
 
 
 NEEDS = "vendor.ort (not available: needs libacme 3.1, found 3.0)."
-LOST = "Nothing that is listed can run, so that silu_and_mul has lost every implementation"
+LOST = "No implementation in the order of silu_and_mul can run"
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ LOST = "Nothing that is listed can run, so that silu_and_mul has lost every impl
         ),
         (
             {"VLLM_FL_PER_OP": "silu_and_mul=vendor:ort", "VLLM_FL_DENY_VENDORS": "ort"},
-            ["vendor.ort (deny_vendors names ort).", LOST],
+            ["vendor.ort (deny_vendors contains ort).", LOST],
         ),
         ({}, []),
     ],

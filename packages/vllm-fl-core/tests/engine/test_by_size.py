@@ -92,10 +92,10 @@ def test_an_entry_says_what_runs_at_which_size() -> None:
     )
     assert found.told == {
         "impl": "default.flagos",
-        "reason": "your order says flagos",
+        "reason": "your order lists flagos",
         "rows": [
-            {"up_to": 4, "impl": "vendor.acme", "reason": "your order says vendor"},
-            {"up_to": 16, "impl": "stock", "reason": f"your order says stock ({why})"},
+            {"up_to": 4, "impl": "vendor.acme", "reason": "your order lists vendor"},
+            {"up_to": 16, "impl": "stock", "reason": f"your order lists stock ({why})"},
         ],
     }
     assert [i.impl_id for i in found.impls] == ["default.flagos", "reference.torch", "vendor.acme"]
@@ -129,11 +129,11 @@ def test_what_was_demoted_is_off_in_every_row() -> None:
 
 def test_strict_and_a_row_in_which_nothing_may_run() -> None:
     order = {"<=4": "vendor:none", "rest": "flagos"}
-    assert "names (vendor:none) can run" in entry(order, strict=True).unmet
+    assert "(vendor:none) can run" in entry(order, strict=True).unmet
     assert entry(order).unmet == ""
     # Such a row is not treated as `stock`.
     also = {"<=4": "vendor:none", "rest": "stock"}
-    assert "names (vendor:none) can run" in entry(also, strict=True).unmet
+    assert "(vendor:none) can run" in entry(also, strict=True).unmet
 
 
 def test_an_op_without_tokens_has_no_rows() -> None:

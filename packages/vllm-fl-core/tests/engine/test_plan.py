@@ -32,8 +32,8 @@ def test_every_contract_has_an_entry_and_what_nobody_brings_is_stock(mode: Any) 
     assert set(labels.values()) == {"stock"}
     assert plan.is_stock("rms_norm") and not plan.is_stock("silu_and_mul")
     assert plan.is_stock("an_op_that_nobody_knows")
-    assert plan.entries["silu_and_mul"].reason == "the order says vendor"
-    assert plan.entries["rms_norm"].reason == "default, since no list orders the op"
+    assert plan.entries["silu_and_mul"].reason == "the order lists vendor"
+    assert plan.entries["rms_norm"].reason == "default, no order for this op"
 
 
 def test_the_line() -> None:
@@ -50,7 +50,7 @@ def test_the_line() -> None:
     unseen = ["silu_and_mul", "an_op_that_is_not_planned"]
     nothing = "vllm-fl: 0 ops planned: all is vLLM's own code (eager; x)"
     assert line(plan, "x", not_reached=unseen) == nothing
-    assert notes(plan, unseen)[-1] == "not reached: silu_and_mul"
+    assert notes(plan, unseen)[-1] == "unused by this model: silu_and_mul"
 
 
 @pytest.mark.parametrize("vendor", ["acme", 90 * "x"])
@@ -141,7 +141,7 @@ class TestSealed:
         assert plan.fallbacks == {("silu_and_mul", "reference.torch"): 3}
         assert plan.record.refusals == {("silu_and_mul", "vendor.acme"): 3}
         assert [r.getMessage() for r in caplog.records] == [
-            "Implementation 'vendor.acme' refused op 'silu_and_mul': no",
+            "Implementation 'vendor.acme' does not support a call of op 'silu_and_mul': no",
             "Op 'silu_and_mul' fallback to 'reference.torch' (kind=reference, vendor=None)",
         ]
 

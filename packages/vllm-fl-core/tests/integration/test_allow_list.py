@@ -1,4 +1,4 @@
-"""VLLM_FL_PLUGINS holds in a worker whose environment lacks it: the engine's configuration says."""
+"""VLLM_FL_PLUGINS applies in a worker without the variable, by the engine's configuration."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ print(json.dumps(told))
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A folder with two plugins, each of which writes its name when it is imported."""
+    """A folder with two plugins that record their names on import."""
     for name in ("aaa", "bbb"):
         (tmp_path / f"trace_{name}.py").write_text(SOURCE.replace("{name}", name))
         info = tmp_path / f"fl_{name}-1.0.dist-info"
@@ -65,7 +65,7 @@ def site(tmp_path: Path) -> Path:
 
 
 def worker(site: Path, engine: dict[str, str], **variables: str) -> dict[str, object]:
-    """What a process with these variables imports for an engine that was started with `engine`."""
+    """The imports of a process with these variables, for an engine started with `engine`."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
     path = os.pathsep.join(filter(None, (str(site), kept.get("PYTHONPATH"))))
     ours = {"PYTHONPATH": path, "TRACE": str(site / "trace"), "ENGINE": json.dumps(engine)}

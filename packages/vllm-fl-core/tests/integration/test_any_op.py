@@ -1,4 +1,4 @@
-"""What core knows of one op alone stands in the op's binding: here in that of somebody's own op."""
+"""Core needs only an op's binding to plan it; tested with a third-party op."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Entries = Callable[..., dict[str, PlanEntry]]
 
 @pytest.fixture
 def entries(monkeypatch: pytest.MonkeyPatch) -> Entries:
-    """`entries(needs=(...))`: the plan of an engine where the op has such a binding."""
+    """`entries(needs=(...))`: the plan of an engine with such a binding for the op."""
     monkeypatch.setattr(layers, "foreign_ops", dict)
     platform = SimpleNamespace(vllm_fl_platform="cuda", device_type="cuda")
     monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
@@ -76,14 +76,14 @@ def test_a_name_that_this_vllm_lacks_costs_the_op_alone(entries: Entries, bindin
     found = entries(**binding)
     ((name,),) = binding.values()
     assert found[OP].label == "stock"
-    assert found[OP].note == f"this vLLM has no {name}, which its places need"
+    assert found[OP].note == f"this vLLM has no {name}, which its targets need"
     assert found["silu_and_mul"].label == "vendor.acme"
 
 
 def test_an_op_without_a_place_is_no_fault_of_this_vllm(entries: Entries) -> None:
-    assert entries(targets=())[OP].note == "vLLM has no place for it"
+    assert entries(targets=())[OP].note == "vLLM has no target for it"
     absent = LayerTarget("vllm.no_such.Layer", lambda layer: layer)
-    assert entries(targets=(absent,))[OP].note == "this vLLM has no place for it"
+    assert entries(targets=(absent,))[OP].note == "this vLLM has no target for it"
 
 
 def test_layers_that_models_share_are_forgotten(

@@ -1,4 +1,4 @@
-"""The attention patcher: what a backend says to a layer's request, and what may go wrong then."""
+"""The attention patcher: a backend's answers to a layer's request, and its faults."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ATTENTION = attention.Attention()
 
 
 class Request(NamedTuple):
-    """vLLM's request, of a release that has a field which we do not know."""
+    """vLLM's request, from a release with a field that we do not know."""
 
     head_size: int = 64
     dtype: str = "bfloat16"
@@ -43,7 +43,7 @@ class Request(NamedTuple):
 
 
 class Backend:
-    """As much of an AttentionBackend as is looked at."""
+    """The part of an AttentionBackend that core reads."""
 
     get_impl_cls = get_builder_cls = staticmethod(lambda: None)
 
@@ -69,7 +69,7 @@ PATH = f"{__name__}.Backend"
 
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
-    """`plan(class_path, …)`: one backend is installed, and planned."""
+    """`plan(class_path, …)`: the plan with one installed backend."""
     monkeypatch.setitem(__import__("sys").modules, __name__, SimpleNamespace(**globals()))
 
     def make(path: Any = PATH, strict: bool = False, **fields: Any) -> Plan:
@@ -100,7 +100,7 @@ def test_fields_that_we_do_not_know_reach_the_backend(plan: Callable[..., Plan])
 
 
 def test_strict_mode_tries_nothing_else(plan: Callable[..., Plan]) -> None:
-    with pytest.raises(AllFailedError, match="refused op 'attention_backend': no"):
+    with pytest.raises(AllFailedError, match="a layer of op 'attention_backend': no"):
         attention.choose(plan(strict=True, supports=lambda request: "no"), None, Request())
 
 
@@ -108,8 +108,8 @@ def test_strict_mode_tries_nothing_else(plan: Callable[..., Plan]) -> None:
     ("path", "why"),
     [
         ("no_such_module.Backend", "failed: ModuleNotFoundError"),
-        (f"{__name__}.Request", "is no AttentionBackend of vLLM: it has no get_name"),
-        (f"{__name__}.Unnamed", "'ACME', which is no key of vLLM's AttentionBackendEnum"),
+        (f"{__name__}.Request", "is not an AttentionBackend of vLLM: it has no get_name"),
+        (f"{__name__}.Unnamed", "'ACME', which is not a key of vLLM's AttentionBackendEnum"),
         (f"{__name__}.Ended", "failed: SystemExit: 3"),
     ],
 )
@@ -124,13 +124,13 @@ def test_a_class_that_cannot_be_used_is_a_fault(
 
 def test_a_backend_that_refuses_the_model_says_so(plan: Callable[..., Plan]) -> None:
     plan(supports=lambda request: "no MLA")
-    assert ATTENTION.why_not(FACTS).impls == {KEY: "refuses this model: no MLA"}
+    assert ATTENTION.why_not(FACTS).impls == {KEY: "does not support this model: no MLA"}
     assert ATTENTION.why_not(EngineFacts(FACTS.settings, "eager")).impls == {}
 
 
 @pytest.mark.parametrize("order", ["stock", "stock|vendor"])
 def test_a_backend_behind_vllms_own_is_not_asked(plan: Callable[..., Plan], order: str) -> None:
-    """To answer, it may import the library of its kernels."""
+    """Its `supports` may import the library of its kernels."""
     plan(supports=lambda request: pytest.fail("it was asked"))
     named = {"VLLM_FL_PER_OP": f"attention_backend={order}"}
     facts = dataclasses.replace(FACTS, settings=load_settings(named, platform="cpu"))
@@ -138,7 +138,7 @@ def test_a_backend_behind_vllms_own_is_not_asked(plan: Callable[..., Plan], orde
 
 
 def test_what_of_a_plugin_runs_is_noted_while_it_runs(plan: Callable[..., Plan]) -> None:
-    """A class whose import ends the process must be named by the next one."""
+    """If a class's import ends the process, the next process must name it."""
     noted: list[str] = []
 
     def note(request: AttentionRequest) -> Any:

@@ -1,4 +1,4 @@
-"""The communicator's patcher: vLLM's own groups on two processes, and candidates that are wrong."""
+"""The communicator's patcher: vLLM's groups on two processes, and incorrect candidates."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ from vllm_fl.settings.loading import load_settings
 KEY = ("communicator", "vendor.acme")
 CPU = torch.device("cpu")
 
-assert get_current_vllm_config_or_none() is None  # imported once, and not by each process
+assert get_current_vllm_config_or_none() is None  # imported once, not by each process
 
 
 class Sound(DeviceCommunicatorBase):
-    """vLLM's own over gloo, under another name."""
+    """vLLM's gloo communicator under another name."""
 
 
 class Doubling(Sound):
-    """Rank 1 reduces wrong."""
+    """Incorrect on rank 1."""
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         reduced = super().all_reduce(input_)
@@ -63,7 +63,7 @@ class Doubling(Sound):
 
 
 class Unmade(Sound):
-    """Rank 1 cannot be made."""
+    """Cannot be constructed on rank 1."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -72,7 +72,7 @@ class Unmade(Sound):
 
 
 class Late(Sound):
-    """Rank 1 never comes."""
+    """Rank 1 arrives after the limit."""
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         if self.rank == 1:
@@ -107,7 +107,7 @@ def facts(world: int = 2, **fields: Any) -> EngineFacts:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, *impls: CommunicatorImpl, **policy: Any) -> EngineFacts:
-    """These are installed; the facts of an engine of two ranks."""
+    """Install these and return the facts of an engine of two ranks."""
     monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(**globals()))
     manager = extended(managing(*impls, **policy))
     monkeypatch.setattr(vllm_fl.dispatch.manager, "manager", manager)
@@ -125,11 +125,11 @@ CASES: dict[str, tuple[tuple[CommunicatorImpl, ...], dict[str, Any]]] = {
     "late": ((acme(Late),), {}),
     "dies": ((acme(Dies),), {}),
 }
-"""What is installed, and the policy. The last ones leave ranks that serve no more."""
+"""(installed communicators, policy). Order matters: ranks are unusable after the last ones."""
 
 
 def _rank(rank: int, folder: Path, told: Any) -> None:
-    """One process: vLLM's groups, made as a worker makes them, for each case."""
+    """One process: for each case, vLLM's groups, made as a worker makes them."""
     torch.set_num_threads(1)
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(communicator, "stock_class", lambda: DeviceCommunicatorBase)
@@ -154,7 +154,7 @@ def _rank(rank: int, folder: Path, told: Any) -> None:
         except Exception as error:
             told.put((case, rank, type(error).__name__, str(error), 0.0))
         if case == "late":
-            time.sleep(2)  # until the late one has come
+            time.sleep(2)  # until the late rank has arrived
     told.close()
     told.join_thread()
     os._exit(0)
@@ -162,14 +162,14 @@ def _rank(rank: int, folder: Path, told: Any) -> None:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[Any, ...]]]:
-    """Case -> what each rank tells of it: what serves, the faults or the error, a sum."""
+    """Case -> each rank's result: the communicator in use, the faults or the error, a sum."""
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     folder = tmp_path_factory.mktemp("ranks")
     processes = [context.Process(target=_rank, args=(rank, folder, queue)) for rank in range(2)]
     for process in processes:
         process.start()
-    found = [queue.get(timeout=300) for _ in range(2 * len(CASES) - 1)]  # one has died
+    found = [queue.get(timeout=300) for _ in range(2 * len(CASES) - 1)]  # minus the dead rank
     for process in processes:
         process.join(300)
     assert [process.exitcode for process in processes] == [0, 7]
@@ -186,8 +186,8 @@ def test_what_is_planned_serves_in_the_groups(told: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("case", "why"),
     [
-        ("doubling", "all_reduce of float32 [1, 1]: 1 of 1 elements are wrong"),
-        ("unmade", "its class cannot be made for group unmade:0: OSError: no such device"),
+        ("doubling", "all_reduce of float32 [1, 1]: 1 of 1 elements are incorrect"),
+        ("unmade", "its constructor failed for group unmade:0: OSError: no such device"),
     ],
 )
 def test_what_is_wrong_on_one_rank_is_off_on_both(
@@ -204,14 +204,14 @@ def test_strict_mode_ends_the_start_on_every_rank(told: dict[str, Any]) -> None:
     assert len(told["strict"]) == 2
     for error, text, _ in told["strict"]:
         assert error == StartError.__name__
-        assert "rank 1: strict mode, and implementation 'vendor.acme' failed for op 'commu" in text
+        assert "in strict mode: rank 1: implementation 'vendor.acme' failed for op 'commu" in text
 
 
 def test_a_rank_that_never_comes_ends_the_start_and_is_no_hang(told: dict[str, Any]) -> None:
     assert len(told["late"]) == 2
     for error, text, _ in told["late"]:
         assert error == StartError.__name__
-        assert "it did not end within 1 s" in text and "VLLM_FL_PER_OP='communicator=stock'" in text
+        assert "did not return within 1 s" in text and "VLLM_FL_PER_OP='communicator=stock'" in text
 
 
 def test_a_rank_that_dies_is_reported_as_dead(told: dict[str, Any]) -> None:
@@ -229,7 +229,7 @@ def _problem(groups: communicator.Groups) -> str:
     ("path", "why"),
     [
         ("no_such_module.Communicator", "failed: ModuleNotFoundError"),
-        (f"{__name__}.NoBase", "is no subclass of vLLM's DeviceCommunicatorBase"),
+        (f"{__name__}.NoBase", "is not a subclass of vLLM's DeviceCommunicatorBase"),
         (lambda request: {}["library"], "its class path failed: KeyError"),
     ],
 )
@@ -244,7 +244,7 @@ def test_a_class_that_cannot_be_used_says_why(
 def test_a_refusal_is_told_and_is_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[CommunicatorRequest] = []
     found = use(monkeypatch, acme(Sound, supports=lambda r: bool(asked.append(r)) or "no library"))
-    assert communicator.refusals(found) == {KEY: "refuses this engine: no library"}
+    assert communicator.refusals(found) == {KEY: "does not support this engine: no library"}
     assert communicator.Groups(Engine(found, 0)).communicators == ()
     assert asked[0].settings is found.settings
     elastic = replace(use(monkeypatch, acme(Sound)), communicator=facts(elastic=True).communicator)
@@ -254,7 +254,7 @@ def test_a_refusal_is_told_and_is_no_candidate(monkeypatch: pytest.MonkeyPatch) 
 def test_where_batch_invariance_is_asked_for_the_groups_have_what_the_plan_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No measurement tells that of a communicator: vLLM's own serves."""
+    """A communicator's batch invariance cannot be measured, so vLLM's is used."""
     found = replace(use(monkeypatch, acme(Sound)), batch_invariant=True)
     assert communicator.Groups(Engine(found, 0)).communicators == ()
 
@@ -275,9 +275,9 @@ def test_the_plan_has_it_where_there_are_ranks() -> None:
     vars(found.settings)["policy"] = manager.policy
     plan = make_plan(manager, found)
     assert "communicator=vendor.acme" in line(plan)
-    off = make_plan(manager, found, demoted={KEY: "failed at start on rank 1: wrong"})
+    off = make_plan(manager, found, demoted={KEY: "failed at startup on rank 1: wrong"})
     assert off.entries["communicator"].label == "stock"
-    assert "failed at start on rank 1" in off.entries["communicator"].reason
+    assert "failed at startup on rank 1" in off.entries["communicator"].reason
 
 
 def test_a_step_that_never_ends_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +285,7 @@ def test_a_step_that_never_ends_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> N
     never = threading.Event()
     try:
         fault, is_running = communicator.fault_of(lambda: str(never.wait(20)), CPU)
-        assert (fault, is_running) == ("it did not end within 0.05 s", True)
+        assert (fault, is_running) == ("it did not return within 0.05 s", True)
     finally:
         never.set()
 

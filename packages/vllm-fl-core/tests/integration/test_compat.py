@@ -1,4 +1,4 @@
-"""Which vLLM we run in: its version, what it must have, and our variables in its table."""
+"""Compatibility with the installed vLLM: version, required names, our variables in its table."""
 
 from __future__ import annotations
 
@@ -60,6 +60,6 @@ def test_our_variables_are_known_to_vllm_and_leave_its_compile_key_alone() -> No
     unset, _ = run(FACTORS)
     some, _ = run(FACTORS, VLLM_FL_PREFER="vendor", VLLM_FL_PER_OP="rms_norm=vendor")
     assert some[:2] == [2, []]
-    unheard_of, _ = run(FACTORS, VLLM_FL_PREFFER="vendor")  # stepping aside reads no settings
+    unheard_of, _ = run(FACTORS, VLLM_FL_PREFFER="vendor")  # settings are not read if disabled
     assert unheard_of[:2] == [1, []]
     assert some[2] == unset[2]

@@ -1,8 +1,6 @@
-"""Operators for a vLLM without any: those that an engine needs are defined.
-
-The vLLM that these tests run on may have compiled ones: most define operators of a library of
-their own, by a table of their own. The table of the releases is looked at apart from that.
-"""
+"""Operators for a vLLM without any: the ones that an engine needs are defined. The installed vLLM
+may have compiled ones, so most tests define operators of another library, from a separate table.
+The table of the releases is tested separately."""
 
 from __future__ import annotations
 
@@ -61,7 +59,7 @@ TABLE = [
 
 @contextmanager
 def bare_vllm(first: str = RELEASE, last: str = RELEASE) -> Iterator[None]:
-    """A vLLM without compiled operators, whose releases from `first` to `last` have `TABLE`."""
+    """A vLLM without compiled operators; its releases from `first` to `last` have `TABLE`."""
     before = empty.TABLE, empty.compiled_files, empty.installed_bindings
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"operators": [{**e, "first": first, "last": last} for e in TABLE]}, file)
@@ -103,7 +101,6 @@ def binding(*found: OperatorTarget) -> dict[str, Binding]:
 
 
 def call(name: str = "gated", *further: Any) -> Tensor:
-    """The operator, called by name."""
     out = torch.full((4, 4), -1.0)
     getattr(torch.ops.fl_test_bare, name)(out, X, *further)
     return out
@@ -113,7 +110,6 @@ FIRST = half(X)
 
 
 def sevens(out: Tensor, input: Tensor) -> None:
-    """Somebody else's kernel."""
     out.fill_(7.0)
 
 
@@ -122,7 +118,6 @@ def plan_of(*impls: Any, **options: Any) -> Plan:
 
 
 def engine(plan: Plan, *found: OperatorTarget) -> AbstractContextManager[Choice]:
-    """An engine that serves with this plan, in this thread."""
     return taking(plan, binding(*found), operators.Operators())
 
 
@@ -212,7 +207,7 @@ def test_in_compiled_mode_what_vllm_reads_is_there_too_and_raises_by_name(bare: 
         with pytest.raises(NoKernelError) as failure:
             call("unowned")
         assert failure.value.operator == "fl_test_bare::unowned" and failure.value.op is None
-        assert "turn off what calls it" in str(failure.value)
+        assert "disable the feature that calls it" in str(failure.value)
         with pytest.raises(NoKernelError, match="explain silu_and_mul"):
             call("gated")
 
@@ -247,7 +242,7 @@ CPU_BUILDS_ALONE = {
     "_C::fused_sigmoid_gating_delta_rule_update_cpu",
     "_C::prepack_moe_weight",
 }
-"""Operators that no CUDA build has, so that an empty build is not given them either."""
+"""Operators that no CUDA build has; an empty build does not get them either."""
 
 RELEASES = [f"{OLDEST[0]}.{minor}" for minor in range(OLDEST[1], TOO_NEW[1])]
 
@@ -282,7 +277,7 @@ OTHERWISE_ON_CPUS = {
     "_C::silu_and_mul": {"result": "out"},
     "_C::rms_norm": {"result": "out"},
 }
-"""Parameters that vLLM's CPU build calls otherwise than its CUDA build."""
+"""Parameters with another name in vLLM's CPU build than in its CUDA build."""
 
 
 @pytest.mark.skipif(not empty.compiled_files(), reason="this vLLM has no compiled operators")
@@ -293,7 +288,7 @@ def test_the_table_says_what_the_installed_build_says() -> None:
     compared: dict[str, str] = {}
     for name, (text, _) in empty._table(vllm_version()).items():
         there = operators._schema(name)
-        if there is None or not there.arguments:  # a name that a build holds for a later release
+        if there is None or not there.arguments:  # a name that a build reserves for a later release
             continue
         table = torch._C.parse_schema(text)
         for ours, theirs in zip(table.arguments, there.arguments, strict=True):

@@ -1,4 +1,4 @@
-"""Which engine is calling: by vLLM's forward context, else by what the thread is doing."""
+"""The calling engine: from vLLM's forward context, or else from the thread's current call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def engine(name: str = "vendor.a") -> Any:
 
 @pytest.fixture
 def two() -> Iterator[tuple[tuple[Engine, Any], tuple[Engine, Any]]]:
-    """Two engines that serve: (engine, configuration) of each."""
+    """Two running engines: (engine, configuration) of each."""
     found = tuple((engine(name), engine_config()) for name in ("vendor.a", "vendor.b"))
     for each, config in found:
         each.begin(config)
@@ -37,7 +37,6 @@ def two() -> Iterator[tuple[tuple[Engine, Any], tuple[Engine, Any]]]:
 
 
 def forward(config: Any) -> Any:
-    """vLLM's forward context of an engine's forward pass."""
     layers = config.compilation_config.static_forward_context
     return override_forward_context(ForwardContext(layers, attn_metadata=None, slot_mapping={}))
 
@@ -65,7 +64,7 @@ def test_it_goes_before_what_the_thread_is_in_and_reaches_other_threads(two: Any
 
 
 def test_a_forward_pass_of_a_configuration_of_its_own_is_the_threads(two: Any) -> None:
-    """As a drafter's may be: its worker's method is what is known."""
+    """A drafter's configuration, for example: only its worker's method is known."""
     (first, _), _ = two
     with forward(engine_config()):
         assert engines.now() is None
@@ -83,7 +82,7 @@ def test_an_engine_that_has_ended_calls_no_more() -> None:
 
 
 class Worker:
-    """What vLLM's worker has, as far as it runs the model."""
+    """The part of vLLM's worker that runs the model."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -108,7 +107,7 @@ def test_the_workers_methods_that_run_the_model_call_for_its_engine() -> None:
     given_back: list[str] = []
     worker.vllm_fl_engine.on_unbind(given_back.append, "the first")
     worker.vllm_fl_engine.on_unbind(given_back.append, "the last")
-    worker.vllm_fl_engine.on_exit(lambda: 1 / 0)  # a plugin's: it costs nothing but a line
+    worker.vllm_fl_engine.on_exit(lambda: 1 / 0)  # a plugin's error only costs a log line
     assert worker.execute_model("batch", more=2) == ("batch", 2)
     assert worker.seen == [None, worker.vllm_fl_engine] and not given_back
     with pytest.raises(MemoryError):

@@ -1,4 +1,4 @@
-"""vLLM's two plugin entry points: what they give, say and raise."""
+"""vLLM's two plugin entry points: results, log lines and errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_fl.integration import compat, entry, platform
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A vLLM that has what we need, on a machine that it knows."""
+    """A supported vLLM on a machine that it knows."""
     monkeypatch.setattr(compat, "obstacle", lambda: None)
     monkeypatch.setattr(compat, "hide_our_variables", lambda: None)
     monkeypatch.setattr(entry, "rivals", tuple)
@@ -47,10 +47,10 @@ def test_switched_off_it_is_one_line(
     monkeypatch.setattr(entry, "rivals", raising(AssertionError()))
     assert entry.platform_plugin() is None
     entry.general_plugin()
-    monkeypatch.setattr(entry, "speaks_for_all", lambda: False)  # another process of the engine
+    monkeypatch.setattr(entry, "speaks_for_all", lambda: False)  # in another process of the engine
     entry.general_plugin()
     (record,) = caplog.records
-    said = "vllm-fl is off, vLLM is stock: VLLM_FL_PREFER_ENABLED=false (environment)"
+    said = "vllm-fl is disabled, vLLM runs unmodified: VLLM_FL_PREFER_ENABLED=false (environment)"
     assert (record.levelname, record.getMessage()) == ("INFO", said)
 
 
@@ -61,7 +61,7 @@ def test_an_obstacle_is_one_line_and_stock(
     assert entry.platform_plugin() is None
     entry.general_plugin()
     (record,) = caplog.records
-    said = "vllm-fl steps aside, vLLM runs as stock: vLLM 1.0 is too new [FL510]"
+    said = "vllm-fl is disabled, vLLM runs unmodified: vLLM 1.0 is too new [FL510]"
     assert (record.levelname, record.getMessage()) == ("WARNING", said)
 
 

@@ -1,4 +1,4 @@
-"""Ranks that are late for an exchange, that die before it, and that give up."""
+"""Exchanges with ranks that are late, die before, or give up."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def _process(rank: int, folder: Path, code: Rank, answers: Any) -> None:
     answers.put((rank, answer, lines))
     answers.close()
     answers.join_thread()
-    time.sleep(1)  # as a worker, which does not end at once
+    time.sleep(1)  # like a worker, which does not end at once
     os._exit(0)
 
 
 def run(folder: Path, code: Rank, dies: int | None = None) -> tuple[dict[int, Any], list[str]]:
-    """Run the code on three ranks: rank -> its result or error; the lines that are logged."""
+    """Run the code on three ranks: (rank -> its result or error, the logged lines)."""
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     ranks = [context.Process(target=_process, args=(n, folder, code, answers)) for n in range(SIZE)]
@@ -113,7 +113,7 @@ def test_a_time_out_says_that_the_late_rank_is_still_running(tmp_path: Path) -> 
             return [exchanged(rank, world)]
         except RuntimeError as error:
             exchange.TIMEOUT = timedelta(seconds=60)
-            # All connections are as before: the next exchange succeeds.
+            # All connections still work: the next exchange succeeds.
             return [str(error), exchanged(rank, world)]
 
     results, _ = run(tmp_path, never)
@@ -148,7 +148,7 @@ def test_the_store_keeps_no_old_keys(tmp_path: Path) -> None:
 
 
 def test_a_failure_and_another_step_end_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker has the number that its rank has in the world of all data-parallel engines."""
+    """A worker's number is its rank in the world of all data-parallel engines."""
     group = SimpleNamespace(cpu_group=None)
     state = SimpleNamespace(get_world_group=lambda: group)
     for name in ("vllm", "vllm.distributed", "vllm.distributed.parallel_state"):
@@ -158,5 +158,5 @@ def test_a_failure_and_another_step_end_the_exchange(monkeypatch: pytest.MonkeyP
     with pytest.raises(StartError, match="rank 1: boom") as failed:
         exchange.exchange("whatever", None, "boom")
     assert failed.value.failures == ("rank 1: boom",)
-    with pytest.raises(StartError, match="rank 0: it is at another step"):
+    with pytest.raises(StartError, match="rank 0: at a different step"):
         exchange.exchange("another step", "mine")

@@ -1,4 +1,4 @@
-"""The function patcher: Python functions of vLLM's that an engine's plan answers."""
+"""The function patcher: Python functions of vLLM that an engine's plan replaces."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ STATIC = FunctionTarget(
 
 @pytest.fixture(autouse=True)
 def home(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module of "vLLM's", and one that imports its function by name."""
+    """A stand-in for a vLLM module, and a module that imports its function by name."""
     module, caller = ModuleType("fl_home"), ModuleType("fl_caller")
 
     def gated(input: Tensor, quantised: bool = False, scale: float = 1.0) -> Tensor:
@@ -92,7 +92,6 @@ def binding(*targets: FunctionTarget) -> dict[str, Binding]:
 
 
 def engine(plan: Plan, bound: dict[str, Binding] | None = None) -> AbstractContextManager[Choice]:
-    """An engine that serves with this plan, in this thread."""
     return taking(plan, bound or binding(), PATCHER)
 
 
@@ -207,7 +206,7 @@ def test_a_compiler_traces_vllms_own_function(home: ModuleType) -> None:
         (("fl_nowhere.gated",), ("input",), "No module named 'fl_nowhere'"),
         (("fl_home.gated",), ("x", "quantised"), "its parameters are input, quantised, scale"),
         (("fl_home.Layer.apply",), (), "without default: self, input"),
-        (("fl_home.Heir.apply",), ("self", "input"), "Heir has no apply of its own"),
+        (("fl_home.Heir.apply",), ("self", "input"), "Heir does not define apply"),
     ],
 )
 def test_a_function_that_does_not_fit_is_left_and_says_why(

@@ -1,4 +1,4 @@
-"""Ops in the place of PyTorch's own operators, and of vLLM's, in graphs that vLLM compiles."""
+"""Ops that replace PyTorch's and vLLM's operators in graphs compiled by vLLM."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PATCHER = fusions.OperatorsInGraphs()
 
 
 def product(impl_id: str = "vendor.acme", **fields: Any) -> OpImpl:
-    """A `linear` that is 1 too large."""
+    """A `linear` with 1 added to its result."""
 
     def fn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
         return linear(x, weight, bias) + 1
@@ -72,7 +72,7 @@ def config(ends: list[int] | None = None) -> Any:
 
 
 def applied(plan: Plan) -> None:
-    """Replace what the plan says, and begin to count."""
+    """Apply the plan, with counts reset."""
     engine_of(plan).state.pop(InGraphs, None)
     PATCHER.apply(engine_of(plan))
 
@@ -80,7 +80,7 @@ def applied(plan: Plan) -> None:
 def passed(
     plan: Plan, function: Callable[..., Any], *args: Any, sizes: tuple[int, int] = (1, 16)
 ) -> tuple[Any, bool]:
-    """(what the graph of a range returns behind the pass, whether an operator of ours is in it)."""
+    """(the result of a range's graph after the pass, whether our operator is in the graph)."""
     is_range = sizes[0] < sizes[1]
     with traced(function, args, [is_range, *[False] * (len(args) - 1)]) as (mode, module):
         applied(plan)
@@ -151,7 +151,7 @@ def test_a_range_that_is_left_to_vllm_is_as_without_us(sizes: tuple[int, int], o
         x = torch.randn(rows, 24)
         result, there = passed(plan, linear, x, WEIGHT, sizes=sizes)
         assert there is ours
-        # An operator that stands for several rows looks a call's row up.
+        # An operator for several rows selects the row by the call's tokens.
         torch.testing.assert_close(result, linear(x, WEIGHT) + (ours and rows <= 16))
     (known,) = in_graphs(engine_of(plan)).sites.values()
     assert (known.graphs, known.found) == ((1, 1) if ours else (0, 0))
@@ -177,7 +177,7 @@ def test_strict_a_refusal_is_raised_and_not_passed_over() -> None:
         per_op_order={OP: ["vendor"]},
         strict=True,
     )
-    with pytest.raises(AllFailedError, match="refused op 'linear': odd"):
+    with pytest.raises(AllFailedError, match="does not support a call of op 'linear': odd"):
         passed(planning(manager, "compiled"), linear, X, WEIGHT)
 
 
@@ -215,14 +215,14 @@ def test_an_op_is_left_whose_part_is_planned_itself_and_no_code_of_vllms() -> No
     partly = {"<=16": "vendor", "rest": "stock"}
     for order in (["vendor"], partly):
         found = left(linear_silu_and_mul=["vendor"], silu_and_mul=order)
-        assert "silu_and_mul is planned itself" in found["linear_silu_and_mul"]
+        assert "silu_and_mul is planned, so" in found["linear_silu_and_mul"]
 
 
 GATED = "linear_silu_and_mul"
 
 
 def whole(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A `linear_silu_and_mul` that is another thing."""
+    """A `linear_silu_and_mul` with a recognisably different result."""
     return linear(x, weight)[:, : len(weight) // 2] + 2
 
 
@@ -232,7 +232,7 @@ def first_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def both_planned() -> Plan:
-    """`linear`, and one that takes more operators in."""
+    """A plan with `linear`, and with the op that includes more operators."""
     kind, vendor = kind_of("vendor.acme")
     gated = OpImpl(GATED, "vendor.acme", kind, whole, vendor)
     order = {OP: ["vendor"], GATED: ["vendor"]}
@@ -240,7 +240,6 @@ def both_planned() -> Plan:
 
 
 def counts(plan: Plan) -> tuple[int, int]:
-    """How many places of `linear` and of the other op were found."""
     sites = in_graphs(engine_of(plan)).sites
     return sites[OP].found, sites[GATED].found
 
@@ -314,7 +313,7 @@ VLLMS = "_C.cutlass_scaled_mm.default"
 
 @pytest.fixture(name="vllms_product")
 def _vllms_product() -> Iterator[None]:
-    """The operator, which vLLM's CPU build lacks."""
+    """Define the operator that vLLM's CPU build lacks."""
     library = torch.library.Library("_C", "FRAGMENT")
     library.define(
         "cutlass_scaled_mm(Tensor! out, Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, "
@@ -322,7 +321,7 @@ def _vllms_product() -> Iterator[None]:
     )
 
     def kernel(out: Any, a: Any, b: Any, a_scales: Any, b_scales: Any, bias: Any = None) -> None:
-        if a_scales.shape[1:] > (1,):  # of blocks: no test asks what comes out
+        if a_scales.shape[1:] > (1,):  # scales of blocks: no test checks this result
             out.zero_()
             return
         result = (a.float() @ b.float()) * a_scales * b_scales.reshape(1, -1)
@@ -334,14 +333,13 @@ def _vllms_product() -> Iterator[None]:
 
 
 def scaled(a: Any, b: Any, a_scales: Any, b_scales: Any, bias: Any = None) -> torch.Tensor:
-    """As vLLM's layers call it."""
     out = torch.empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16)
     torch.ops._C.cutlass_scaled_mm(out, a, b, a_scales, b_scales, bias)
     return out.view(a.shape[0], b.shape[1])
 
 
 def of_fp8(impl_id: str = "vendor.acme", **fields: Any) -> OpImpl:
-    """A `linear_fp8` that is 1 too large."""
+    """A `linear_fp8` with 1 added to its result."""
 
     def fn(
         x: Any, weight: Any, x_scale: Any, weight_scale: Any, out_dtype: str, bias: Any = None
@@ -355,7 +353,7 @@ def of_fp8(impl_id: str = "vendor.acme", **fields: Any) -> OpImpl:
 def compiled(
     plan: Plan | None, *args: Any, sizes: tuple[int, int] = (1, 16)
 ) -> tuple[torch.Tensor, str]:
-    """(the result of vLLM's product, the graph's code behind the pass, if there is a plan)."""
+    """(result of vLLM's product, graph code after the pass if there is a plan)."""
     codes, unknowns = [], []
 
     def lower(module: torch.fx.GraphModule, _: Any) -> Any:
@@ -385,7 +383,6 @@ def compiled(
 
 
 def fp8_call(tokens: int = 5, **changed: Any) -> tuple[Any, ...]:
-    """a, b, a_scales, b_scales and bias, as a layer has them."""
     call = {
         "a": torch.randn(tokens, 48).to(torch.float8_e4m3fn),
         "b": torch.randn(32, 48).to(torch.float8_e4m3fn).t(),

@@ -1,4 +1,4 @@
-"""The layer patcher: which classes of vLLM's are replaced, by what name, and whose they are."""
+"""The layer patcher: which vLLM classes are replaced, by name, and their owners."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from vllm_fl.plugins.types import OpImpl
 
 @pytest.fixture(autouse=True)
 def _nothing_found_before() -> None:
-    """A test that stands in for a platform can make an import fail, and failures are kept."""
+    """A test that emulates a platform can make an import fail, and failures are cached."""
     layers._found.cache_clear()
 
 
@@ -51,7 +51,7 @@ def test_every_layer_that_a_binding_names_is_there_and_has_one_op() -> None:
 def test_no_layer_is_looked_up_whose_import_would_open_the_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vLLM forks an engine's processes only while the GPU is not open: spawned ones import all."""
+    """vLLM forks an engine's processes only before the GPU is open; spawned ones reimport all."""
     opening = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
 
     def is_there() -> bool:
@@ -77,17 +77,17 @@ def test_lists_may_name_layers_by_class_by_registered_name_and_as_they_were() ->
 def test_layers_of_each_of_vllms_tables_are_replaced_though_names_were_rebound_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vLLM may let its hardware-agnostic classes stand for its own while general plugins run."""
+    """vLLM may substitute its hardware-agnostic classes for its own while general plugins run."""
     agnostic = pytest.importorskip("vllm.model_executor.hw_agnostic.layers.activation").SiluAndMul
     second = pytest.importorskip("vllm.model_executor.hw_agnostic.custom_op")
-    monkeypatch.setattr(second, "current_platform", current_platform)  # as another test left it
+    monkeypatch.setattr(second, "current_platform", current_platform)  # as left by another test
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr("vllm.model_executor.layers.activation.SiluAndMul", agnostic)
         entry.general_plugin()
         assert layers._found.cache_info().currsize == 0, "nothing was looked up"
 
     both = [layer for layer in layers.layer_table() if layer.op == "silu_and_mul"]
-    monkeypatch.setattr(layers, "layer_table", lambda: both)  # norms' classes tell of the IR
+    monkeypatch.setattr(layers, "layer_table", lambda: both)  # norm classes refer to the IR
     tables = {SiluAndMul: (custom_op, {}), agnostic: (second, {"SiluAndMul": Theirs})}
     for module, table in tables.values():
         monkeypatch.setattr(module, "op_registry_oot", table)
@@ -111,7 +111,7 @@ def test_a_layer_of_another_plugins_is_told_with_its_owner(monkeypatch: pytest.M
 
 
 class Theirs(SiluAndMul):
-    """Another plugin's: its result is told by its sign."""
+    """Another plugin's layer, recognised by the sign of its result."""
 
     def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
         return -super().forward_native(x)
@@ -156,7 +156,7 @@ def test_a_layer_of_another_plugins_is_its_own_until_the_plan_takes_it(
         assert type(built(left)) is theirs and left.is_stock("silu_and_mul")
         assert "silu_and_mul=foreign" in line(left)
         assert any("layer SiluAndMul is " in note for note in notes(left))
-    kept = plan("vendor", "foreign", notes={"silu_and_mul": "oot_blacklist names SiluAndMul"})
+    kept = plan("vendor", "foreign", notes={"silu_and_mul": "oot_blacklist lists SiluAndMul"})
     assert type(built(kept)) is theirs and kept.entries["silu_and_mul"].label == "foreign"
     assert type(built(plan("stock"))) is SiluAndMul
     for order, computes in ((["foreign"], True), (["stock", "foreign"], False)):
@@ -165,7 +165,7 @@ def test_a_layer_of_another_plugins_is_its_own_until_the_plan_takes_it(
         )
 
     strict = plan("vendor", strict=True, impl=refusing("vendor.acme", "no"))
-    with pytest.raises(AllFailedError, match="Strict mode tries nothing else"):
+    with pytest.raises(AllFailedError, match="Strict mode does not fall back"):
         built(strict)(X)
     taking = plan("vendor")
     layer = built(taking)
@@ -176,7 +176,7 @@ def test_a_layer_of_another_plugins_is_its_own_until_the_plan_takes_it(
 
     refusing_all = plan("vendor", impl=refusing("vendor.acme", "no"))
     assert built(refusing_all)(X).equal(-own)
-    passes = 1 if theirs is Theirs else 2  # its `forward` comes back to a forward of ours
+    passes = 1 if theirs is Theirs else 2  # Bypassing.forward calls our forward again
     assert refusing_all.fallbacks == {("silu_and_mul", FOREIGN.impl_id): passes}
     without_them = plan("vendor", "stock", impl=refusing("vendor.acme", "no"))
     assert built(without_them)(X).equal(own)

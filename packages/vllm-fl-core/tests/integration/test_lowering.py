@@ -1,4 +1,4 @@
-"""Orders by size in graphs that are compiled by range: where vLLM splits, what is inlined there."""
+"""Orders by size in graphs compiled by range: vLLM's splits, and inlined code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
-import vllm.model_executor.layers.layernorm  # while the platform is still vLLM's own
+import vllm.model_executor.layers.layernorm  # before the platform is replaced
 import vllm.platforms
 from builders import engine_of, half, kind_of, managing, planning, silu
 from torch._inductor.virtualized import V
@@ -49,7 +49,7 @@ ROWS = {"<=4": "vendor", "<=16": "reference", "rest": "flagos"}
 
 
 def three(**second: Any) -> tuple[OpImpl, ...]:
-    """For `ROWS`; the second cannot be traced unless a test says so."""
+    """The implementations of `ROWS`; by default the second is not traceable."""
     return (
         silu("vendor.acme", 1, traceable=True),
         silu("reference.torch", 2, **second),
@@ -58,7 +58,7 @@ def three(**second: Any) -> tuple[OpImpl, ...]:
 
 
 def norm(impl_id: str, mark: float, **fields: Any) -> OpImpl:
-    """A `rms_norm` that returns x, plus its mark, and the residual where there is one."""
+    """A `rms_norm` that returns x + mark, and the residual if there is one."""
 
     def rms_norm(
         x: torch.Tensor,
@@ -92,7 +92,7 @@ Planned = Callable[..., Plan]
 
 @pytest.fixture
 def planned() -> Iterator[Planned]:
-    """`planned(order, impl, …)`: the plan of a compiled engine; its place is free afterwards."""
+    """`planned(order, impl, …)`: a compiled engine's plan, unregistered after the test."""
     taken: list[Plan] = []
 
     def make(order: Any, *impls: OpImpl) -> Plan:
@@ -113,17 +113,9 @@ def lowered(
     apart: list[int] | None = None,
     afterwards: Sequence[Callable[[torch.fx.Graph], None]] = (),
 ) -> tuple[Any, list[str]]:
-    """(what the graph of a range returns after the pass, what of ours or vLLM's IR is left in it;
-    after vLLM's passes also the copies).
-
-    Args:
-        plan: the engine's.
-        sizes: the range; of a single size the graph is traced with that.
-        function: what is traced.
-        args: what it is called with.
-        apart: `compile_sizes`.
-        afterwards: vLLM's passes that follow ours.
-    """
+    """(a range's result after the pass, our or IR operators left; with `afterwards`, which are
+    vLLM's passes after ours, also copies). If the range `sizes` is a single size, the graph is
+    traced with it. `apart` is `compile_sizes`."""
     unknown = [arg.ndim > 1 and sizes[0] != sizes[1] for arg in args]
     with traced(function, args, unknown) as (mode, module):
         run = lowering.RangeLowering(engine_of(plan), config([LARGEST], apart))
@@ -170,7 +162,7 @@ def test_a_range_of_one_traceable_choice_has_its_code_and_no_operator(
 
 
 def test_code_in_a_graph_says_whose_it_is(planned: Planned) -> None:
-    """A profile of a kernel that the compiler fuses it into is read by that."""
+    """A profiler attributes a fused kernel by these names."""
     plan = planned(ROWS, *three())
     bound = plan.bind(OP, object(), NOTHING)
     owners: dict[str, Any] = {}
@@ -199,7 +191,7 @@ def test_a_size_that_is_compiled_apart_is_not_of_the_range_around_it(planned: Pl
 def test_rows_go_by_what_the_call_has_and_not_by_vllms_number_of_tokens(
     planned: Planned, sizes: tuple[int, int], stays: bool
 ) -> None:
-    """Two rows of the call for each token: up to 8 of them where vLLM has at most 4 tokens."""
+    """The call has two rows per token: up to 8 rows for vLLM's range of at most 4 tokens."""
     plan = planned(ROWS, *three())
     bound = plan.bind(OP, object(), NOTHING)
     x = torch.randn(2, 16)
@@ -247,7 +239,7 @@ def test_what_cannot_be_traced_stays_an_operator_and_is_named(
         result, left = lowered(plan, (1, 4), bound, x)
     (said,) = [r.getMessage() for r in caplog.records]
     assert said.startswith(
-        f"Op '{OP}': graphs for 1-4 tokens call an operator that runs 'vendor.acme'"
+        f"Op '{OP}': graphs for 1-4 tokens cannot inline 'vendor.acme' and run it"
     )
     assert left and torch.equal(result, half(x))
 
@@ -255,7 +247,7 @@ def test_what_cannot_be_traced_stays_an_operator_and_is_named(
 def test_a_result_that_is_a_view_of_an_argument_becomes_a_tensor_of_its_own(
     planned: Planned,
 ) -> None:
-    """The graph around it was traced with results that are contiguous and share no memory."""
+    """The surrounding graph was traced with contiguous results that share no memory."""
 
     def view(x: torch.Tensor) -> torch.Tensor:
         return x[..., : x.shape[-1] // 2]
@@ -270,7 +262,7 @@ def test_a_result_that_is_a_view_of_an_argument_becomes_a_tensor_of_its_own(
 
 
 def writes_into_its_copy(x: torch.Tensor) -> torch.Tensor:
-    """SiluAndMul on a copy of its own, in place and through a view."""
+    """SiluAndMul on its own copy, in place and through a view."""
     own = x.clone()
     width = own.shape[-1] // 2
     own[..., :width].mul_(torch.sigmoid(own[..., :width]))
@@ -278,7 +270,7 @@ def writes_into_its_copy(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_what_writes_into_a_copy_of_its_own_leaves_the_argument_alone(planned: Planned) -> None:
-    """A graph has no writes, and torch's passes remove copies that nothing seems to need."""
+    """A graph has no writes, and torch's passes remove copies that look unnecessary."""
     first = silu("vendor.acme", fn=writes_into_its_copy, traceable=True)
     plan = planned({"<=4": "vendor", "rest": "flagos"}, first, three()[2])
     bound = plan.bind(OP, object(), NOTHING)
@@ -312,7 +304,7 @@ def test_ops_of_vllms_ir_are_lowered_by_range(
 
 @pytest.fixture
 def our_provider(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """vLLM's IR has our provider, first of all, while the test runs."""
+    """vLLM's IR has our provider in first place during the test."""
     ir_patcher.register_provider()
     with contextlib.ExitStack() as stack:
         for name in ("rms_norm", "fused_add_rms_norm"):
@@ -327,7 +319,7 @@ def our_provider(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_row_that_writes_in_place_needs_no_copies_where_the_others_are_inlined(
     planned: Planned, by_range: bool
 ) -> None:
-    """The largest row decides otherwise, since a graph that is traced once serves all of them."""
+    """Unless inlined by range, the largest row decides: one traced graph serves all rows."""
 
     def in_place(
         x: torch.Tensor,
@@ -362,13 +354,10 @@ def test_a_row_that_writes_in_place_needs_no_copies_where_the_others_are_inlined
 
 
 def in_its_schema(operator: str) -> bool:
-    """Whether an operator's schema says that it writes over arguments."""
+    """Whether an operator's schema marks arguments as mutable."""
     _, name, overload = operator.split(".")
     found = getattr(getattr(torch.ops.vllm_fl, name), overload)
     return bool(found._schema.is_mutable)
-
-
-# Where vLLM's ranges are split.
 
 
 def split(plan: Plan, entry: dict[str, Any] | None = None, **fields: Any) -> Any:
@@ -397,7 +386,7 @@ def test_vllms_ranges_are_split_at_the_edges_of_rows(
 
 
 def test_a_size_that_the_user_has_compiled_apart_is_no_end_of_a_range(planned: Planned) -> None:
-    """vLLM's range goes on beyond it, and no row would hold for all of that."""
+    """vLLM's range extends beyond it, and no row applies to the whole range."""
     found = split(planned(ROWS, *three()), endpoints=[64], sizes=[4, 1])
     assert (found.compile_ranges_endpoints, found.compile_sizes) == ([4, 64], [4, 1])
 
@@ -446,9 +435,6 @@ def test_what_is_reported_is_what_was_planned_and_what_became_of_it(planned: Pla
     }
 
 
-# vLLM's pass manager, and its caches.
-
-
 def test_the_platforms_own_pass_manager_has_our_pass_where_there_is_something_to_inline(
     planned: Planned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -487,7 +473,7 @@ def test_a_devices_manager_that_takes_no_pass_is_named_and_starts(
     monkeypatch.setattr(passes, "now", lambda: engine_of(plan))
     manager: Any = type("BareFL", (passes._WithOurPasses, Bare), {})
     manager().configure(config([LARGEST]))
-    assert "Bare takes no further pass" in caplog.text
+    assert "Bare does not accept additional passes" in caplog.text
 
 
 def test_caches_know_the_pass_by_the_plans_digest(planned: Planned) -> None:

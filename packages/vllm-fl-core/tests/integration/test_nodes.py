@@ -1,4 +1,4 @@
-"""What workers on other nodes are given before they have their engine's configuration."""
+"""What workers on other nodes receive before their engine's configuration."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The operator patcher: kernels of torch operators that an engine's plan overrides.
-
-Most tests override operators of a library of their own; those of the four ops override vLLM's.
-"""
+"""The operator patcher: kernels of torch operators that an engine's plan overrides. Most tests
+override operators of their own library; tests of the four ops override vLLM's operators."""
 
 from __future__ import annotations
 
@@ -58,7 +56,7 @@ for schema in (
 
 
 def _own(out: Tensor, input: Tensor, *further: Any, **more: Any) -> None:
-    """vLLM's kernel, as far as these tests go: the second half of the features."""
+    """Stand-in for vLLM's kernel: the second half of the features."""
     out.copy_(input[..., input.shape[-1] // 2 :])
 
 
@@ -85,7 +83,6 @@ def binding(*targets: Any) -> dict[str, Binding]:
 
 
 def call(name: str = "gated", *further: Any, x: Tensor = X, **more: Any) -> Tensor:
-    """The operator, called by name."""
     out = torch.full((*x.shape[:-1], x.shape[-1] // 2), -1.0)
     getattr(torch.ops.fl_test_operators, name)(out, x, *further, **more)
     return out
@@ -96,13 +93,12 @@ FIRST = half(X)
 
 
 def engine(plan: Plan, bound: dict[str, Binding] | None = None) -> AbstractContextManager[Choice]:
-    """An engine that serves with this plan, in this thread."""
     return taking(plan, bound or binding(), PATCHER)
 
 
 @contextmanager
 def overridden(fn: Callable[..., None], name: str = "gated") -> Iterator[torch.library.Library]:
-    """Somebody else's override."""
+    """A third-party override."""
     library = torch.library.Library("fl_test_operators", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -156,7 +152,7 @@ def test_a_refused_call_falls_to_the_next_candidate_and_last_to_the_kernel(name:
 
 
 def test_an_implementation_that_falls_to_the_operator_itself_gets_the_replaced_kernel() -> None:
-    """As a later candidate; for a first one the operator stays vLLM's (below)."""
+    """As a later candidate; if it is the first, the operator stays vLLM's (below)."""
     own = silu("vendor.b", fn=silu_of_kernel(torch.ops.fl_test_operators.gated))
     plan = plan_of(refusing("vendor.a", "no"), own, counts_calls=True)
     with engine(plan) as chosen:
@@ -191,7 +187,7 @@ def test_entered_again_is_per_thread_and_per_operator() -> None:
         assert torch.equal(call(), FIRST)
         go.set()
         thread.join()
-        # Of another operator it is a call like any: that one's override runs, and enters once more.
+        # A nested call of another operator is ordinary: its override runs, and calls `fn` again.
         nested.set()
         assert torch.equal(call(), STOCK + 200)
 
@@ -215,7 +211,7 @@ def test_each_of_two_engines_has_its_own_plan_and_the_last_takes_the_override_aw
                 assert torch.equal(call(), FIRST + 1)
             with calling(engine_of(stock)):
                 assert torch.equal(call(), STOCK)
-            # One override for both.
+            # One override serves both engines.
             assert torch._C._dispatch_dump("fl_test_operators::gated").count("CPU") == 2
         with calling(engine_of(other)):
             assert torch.equal(call(), STOCK)
@@ -258,9 +254,9 @@ def test_who_overrode_after_us_is_named_and_ours_stays_beneath_it(
         assert Path(__file__).name in told(plan, chosen)["overridden_by"]
         for _ in range(2):
             PATCHER.loaded(engine_of(plan))
-        assert caplog.text.count("the plan's implementation runs in it only if") == 1
+        assert caplog.text.count("runs only if that override calls it") == 1
     assert Path(__file__).name in caplog.text
-    # Ours is still there, for theirs to call, and means nothing any more.
+    # Theirs can still call ours, which now only forwards.
     assert torch.equal(call(), STOCK + 1000)
     library._destroy()
     assert torch.equal(call(), STOCK)
@@ -269,16 +265,13 @@ def test_who_overrode_after_us_is_named_and_ours_stays_beneath_it(
     assert torch._C._dispatch_dump("fl_test_operators::gated").count("CPU") == 1
 
 
-# Orders by size.
-
-
 def by_size(order: Any, *impls: Any, **options: Any) -> Plan:
     manager = managing(*impls, per_op_order={"silu_and_mul": order})
     return replace(planning(manager), **options)
 
 
 def direct(name: str = "gated") -> OperatorTarget:
-    """The target, with the number of a call's tokens and without a way back to the kernel."""
+    """The target with `tokens`, and without a way back to the kernel."""
 
     def native(replaced: Callable[..., None]) -> Callable[..., Tensor]:
         return lambda x: pytest.fail("vLLM's kernel is called through the binding")
@@ -311,9 +304,6 @@ def test_a_call_of_a_size_that_is_left_to_vllm_goes_to_its_kernel_as_it_came() -
     assert not plan.fallbacks and not plan.record.refusals
 
 
-# What a release may lack, and what it may have more.
-
-
 def test_further_parameters_with_defaults_are_vllms_where_they_say_something() -> None:
     plan = plan_of(silu("vendor.a", 1.0))
     with engine(plan, binding(target("longer"))) as chosen:
@@ -328,12 +318,12 @@ def test_further_parameters_with_defaults_are_vllms_where_they_say_something() -
     ("found", "why"),
     [
         (target("no_such_thing"), "this vLLM has no such operator"),
-        (target("without_kernel"), "this vLLM has no kernel of it for CPU"),
+        (target("without_kernel"), "this vLLM has no CPU kernel for it"),
         (target("demanding"), "it has further parameters without default: scale"),
-        (target("gated", "input", "out"), "its parameters are out, input; known are input, out"),
+        (target("gated", "input", "out"), "its parameters are out, input; expected: input, out"),
         (
             target("gated", "out", "input", "scale"),
-            "its parameters are out, input; known are out, input, scale",
+            "its parameters are out, input; expected: out, input, scale",
         ),
     ],
 )
@@ -346,7 +336,7 @@ def test_an_operator_that_does_not_fit_is_said_by_name(
         assert chosen.left == {"silu_and_mul": {found.name: why}}
         assert torch.equal(call("asking"), FIRST + 1), "the others are taken"
         assert PATCHER.told(engine_of(plan), chosen)["silu_and_mul"][found.name] == {"left": why}
-    assert f"{found.name} is left to vLLM: {why}" in caplog.text
+    assert f"{found.name} is not replaced: {why}" in caplog.text
 
 
 def test_a_layer_that_the_user_leaves_to_vllm_gets_nothing_through_its_operator() -> None:
@@ -354,7 +344,7 @@ def test_a_layer_that_the_user_leaves_to_vllm_gets_nothing_through_its_operator(
     bound = binding(layer, target())
     plan = plan_of(silu("vendor.a", 1.0), kept_layers=frozenset({"SiluAndMul"}))
     note = PATCHER.note(plan, "silu_and_mul")
-    assert "SiluAndMul is left to vLLM" in note
+    assert "SiluAndMul is not replaced" in note
     with engine(plan, bound) as chosen:
         assert chosen.names == {} and told(plan, chosen) == {"left": note}
         assert torch.equal(call(), STOCK)
@@ -372,10 +362,7 @@ def test_implementations_that_take_the_layer_are_passed_over() -> None:
         assert torch.equal(call(), FIRST + 2)
     alone = plan_of(first)
     with engine(alone) as chosen:
-        assert "take the calling layer" in told(alone, chosen)["left"]
-
-
-# Compilers.
+        assert "need the calling layer" in told(alone, chosen)["left"]
 
 
 def test_compiled_code_calls_the_override_and_after_it_the_kernel() -> None:
@@ -392,9 +379,6 @@ def test_compiled_code_calls_the_override_and_after_it_the_kernel() -> None:
         assert torch.equal(compiled(X), 2 * FIRST + 11)
     assert plan.calls == {("silu_and_mul", "vendor.a"): 2}
     assert torch.equal(compiled(X), 2 * STOCK + 1)
-
-
-# The ops: their operators in the vLLM that is installed, against its own kernels.
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -414,9 +398,8 @@ ELSEWHERE = {
     "_C::prepack_moe_weight",
     "_C::static_scaled_int8_quant",
 }
-"""Operators that return their results, pack weights, or whose oracle is no tensor of theirs: they
-have tests of their own, `test_linear_attention.py`, `test_experts.py` and
-`contracts/test_quantised.py`."""
+"""Operators that return their results, pack weights, or have no tensor from the oracle; tested in
+`test_linear_attention.py`, `test_experts.py` and `contracts/test_quantised.py`."""
 
 OPERATORS = sorted(
     {
@@ -436,12 +419,12 @@ HERE = {
     "_C::rotary_embedding",
     "_C::silu_and_mul",
 }
-"""Operators that vLLM's CPU build has. Others may be of its CUDA build alone."""
+"""Operators of vLLM's CPU build; others may exist only in its CUDA build."""
 
 
 def exists(name: str) -> bool:
     schema = operators._schema(name)
-    return bool(schema and schema.arguments)  # a build may hold a name for a later release
+    return bool(schema and schema.arguments)  # a build may reserve a name for a later release
 
 
 def test_every_operator_that_this_vllm_has_fits() -> None:
@@ -456,7 +439,7 @@ WEIGHTS = (torch.rand(64), None)
 
 
 def arguments(op: str, name: str) -> list[tuple[tuple[Any, ...], tuple[int, ...]]]:
-    """Calls of an operator: (arguments, which of them it writes to)."""
+    """Calls of an operator: (arguments, indices of written arguments)."""
     torch.manual_seed(0)
     if name == "_C::fused_add_rms_norm":
         return [((torch.randn(5, 64), torch.randn(5, 64), w, 1e-6), (0, 1)) for w in WEIGHTS]
@@ -474,14 +457,14 @@ def arguments(op: str, name: str) -> list[tuple[tuple[Any, ...], tuple[int, ...]
 
 
 def sampled(op: str, name: str) -> list[tuple[tuple[Any, ...], tuple[int, ...]]]:
-    """The same of samples of the contract, as the binding hands them to the replaced kernel."""
+    """Calls from the contract's samples, in the form for the replaced kernel."""
     kinds = (
         p
         for p in known_contracts().bindings[op].targets
         if isinstance(p, OperatorTarget) and p.name == name
     )
     target, calls = next(kinds), list[tuple[Any, ...]]()
-    dtype = torch.bfloat16 if name.endswith("_mla_cpu") else torch.float32  # it takes no other
+    dtype = torch.bfloat16 if name.endswith("_mla_cpu") else torch.float32  # it supports no other
     for sample in known_contracts().contracts[op].samples(dtype, torch.device("cpu")):
         if sample.name.startswith(("0 token", "16 token")):
             target.native(lambda *args: calls.append(args))(*sample.args)
@@ -491,7 +474,6 @@ def sampled(op: str, name: str) -> list[tuple[tuple[Any, ...], tuple[int, ...]]]
 
 
 def alike(tensor: Tensor) -> Tensor:
-    """A copy with the same strides."""
     copied = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     return copied.copy_(tensor)
 
@@ -501,7 +483,7 @@ def alike(tensor: Tensor) -> Tensor:
 def test_an_overridden_operator_of_vllms_computes_what_its_kernel_does(
     op: str, name: str, stock: bool
 ) -> None:
-    """By the contract's oracle, and by vLLM's own kernel behind a candidate that refuses."""
+    """Compared with the contract's oracle; and with vLLM's kernel after an unsupported call."""
     from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
     # Tests of empty builds define operators, which stay defined.

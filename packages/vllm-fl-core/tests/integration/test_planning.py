@@ -1,4 +1,4 @@
-"""From a configuration to facts and a plan: what is read, carried, and left to the user."""
+"""From a configuration to facts and a plan: what is read, carried, and kept of user settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 import vllm.envs
-import vllm.model_executor.layers.layernorm  # while the platform is still vLLM's own
+import vllm.model_executor.layers.layernorm  # before the platform is replaced
 import vllm.platforms
 from builders import extended, registry_with_settings, silu
 from configs import engine_config
@@ -48,7 +48,7 @@ VENDOR = {"VLLM_FL_PREFER": "vendor"}
 
 @pytest.fixture(autouse=True)
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpManager]:
-    """A process of an engine in which one implementation is installed."""
+    """A process of an engine with one installed implementation."""
     registry = OpRegistry()
     registry.register_impl(silu("vendor.acme"))
     manager = OpManager(registry)
@@ -89,13 +89,13 @@ def test_without_a_model_there_are_facts_too() -> None:
 
 
 def test_an_engine_that_nothing_verifies_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does anything serve that must be batch-invariant, whatever VLLM_FL_PREFLIGHT says."""
+    """The same if batch invariance is required, with any VLLM_FL_PREFLIGHT."""
 
     def set_to(**env: str) -> Any:
         monkeypatch.setattr(planning, "_settings_of", lambda config: load_settings(env))
         return facts_of(engine_config())
 
-    with pytest.raises(StartError, match="nothing here verifies kernels: pip install"):
+    with pytest.raises(StartError, match="no loaded plugin verifies kernels: pip install"):
         planning.refuse_unverified(set_to(**VENDOR))
     off = set_to(**VENDOR, VLLM_FL_PREFLIGHT="off")
     planning.refuse_unverified(off)
@@ -104,10 +104,19 @@ def test_an_engine_that_nothing_verifies_does_not_start(monkeypatch: pytest.Monk
     planning.refuse_unverified(set_to(VLLM_FL_PREFER="stock"))
 
 
-@pytest.mark.parametrize("entry", [{"plan": "x"}, {"settings": {}}, {}, 1], ids=str)
-def test_an_entry_written_by_hand_raises(entry: Any) -> None:
-    with pytest.raises(SettingsError, match="cannot be set by hand"):
-        carried.is_sealed(engine_config(entry))
+@pytest.mark.parametrize("entry", [{"plan": "x"}, {"settings": {}}, {1: "stock"}, 1], ids=str)
+def test_only_orders_can_be_written_by_hand(entry: Any) -> None:
+    with pytest.raises(SettingsError) as caught:
+        facts_of(engine_config(entry))
+    assert caught.value.origin == "--additional-config.vllm_fl"
+
+
+def test_an_order_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_FL_PER_OP", "silu_and_mul=stock")
+    config = engine_config({"silu_and_mul": "vendor"})
+    assert plan_for(facts_of(config)).entries["silu_and_mul"].label == "vendor.acme"
+    sent = pickle.loads(pickle.dumps(config.additional_config["vllm_fl"]))
+    assert facts_of(engine_config(sent)).settings == facts_of(config).settings
 
 
 @pytest.mark.parametrize("send", [copy.deepcopy, lambda entry: pickle.loads(pickle.dumps(entry))])
@@ -143,7 +152,7 @@ def test_a_sealed_configuration_is_given_what_the_process_has(
     facts_of(config)
     carried.seal(config, "digest")
     assert config.additional_config == {"vllm_fl": {"plan": "digest"}}
-    monkeypatch.setenv("VLLM_FL_PREFER", "no such kind")  # nothing is read any more
+    monkeypatch.setenv("VLLM_FL_PREFER", "no such kind")  # settings are not read again
     assert process.settings is not None
     assert facts_of(config).settings == process.settings
 
@@ -158,7 +167,7 @@ def test_a_plugins_setting_leaves_vllms_compile_key_alone(
     plain = dict(vllm.envs.environment_variables)
 
     def factors() -> dict[str, object]:
-        """What a worker's environment brings to the key, its plugins loaded."""
+        """A worker's contribution to the compile key, with its plugins loaded."""
         monkeypatch.setattr(vllm.envs, "environment_variables", dict(plain))
         hide_our_variables()
         planning.load_plugins(engine_config())
@@ -181,7 +190,7 @@ def test_an_object_of_the_users_own_is_left_alone(monkeypatch: pytest.MonkeyPatc
 
 
 def reason(entry: Carried | None = None, **fields: Any) -> tuple[str, str]:
-    """What `silu_and_mul` runs with, and why."""
+    """(label, reason) of `silu_and_mul` in the plan."""
     config = engine_config(entry, **fields)
     note_user_priority(config)
     chosen = plan_for(facts_of(config)).entries["silu_and_mul"]
@@ -191,16 +200,16 @@ def reason(entry: Carried | None = None, **fields: Any) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("custom_ops", "expected"),
     [
-        ([], ("vendor.acme", "the order says vendor")),
+        ([], ("vendor.acme", "the order lists vendor")),
         (["none"], ("stock", "custom_ops has none")),
-        (["none", "+silu_and_mul"], ("vendor.acme", "the order says vendor")),
+        (["none", "+silu_and_mul"], ("vendor.acme", "the order lists vendor")),
         (["all", "-silu_and_mul"], ("stock", "custom_ops has -silu_and_mul")),
     ],
     ids=str,
 )
 def test_custom_ops_of_the_user_stand(custom_ops: list[str], expected: tuple[str, str]) -> None:
     assert reason(custom_ops=custom_ops) == expected
-    if custom_ops == ["none"]:  # in compiled mode vLLM's default, and no wish of the user's
+    if custom_ops == ["none"]:  # in compiled mode this is vLLM's default, not the user's setting
         compiled = reason(custom_ops=custom_ops, mode=CompilationMode.VLLM_COMPILE)
         assert compiled[0] == "vendor.acme"
 
@@ -209,8 +218,8 @@ def test_custom_ops_of_the_user_stand(custom_ops: list[str], expected: tuple[str
     ("variables", "why"),
     [
         ({"VLLM_FL_OOT_ENABLED": "0"}, "VLLM_FL_OOT_ENABLED=0"),
-        ({"VLLM_FL_OOT_BLACKLIST": "SiluAndMul"}, "oot_blacklist names SiluAndMul"),
-        ({"VLLM_FL_OOT_WHITELIST": "RMSNorm"}, "oot_whitelist does not name it"),
+        ({"VLLM_FL_OOT_BLACKLIST": "SiluAndMul"}, "oot_blacklist lists SiluAndMul"),
+        ({"VLLM_FL_OOT_WHITELIST": "RMSNorm"}, "oot_whitelist does not list it"),
     ],
 )
 @pytest.mark.parametrize("mode", [CompilationMode.NONE, CompilationMode.VLLM_COMPILE])
@@ -227,9 +236,9 @@ def test_layers_that_are_off_are_one_line(
 ) -> None:
     monkeypatch.setenv("VLLM_FL_OOT_ENABLED", "0")
     config = engine_config()
-    for _ in range(2):  # vLLM asks step by step
+    for _ in range(2):  # vLLM calls this repeatedly
         facts_of(config)
-    (record,) = [each for each in caplog.records if "is off" in each.getMessage()]
+    (record,) = [each for each in caplog.records if "is disabled" in each.getMessage()]
     assert record.levelname == "INFO" and "VLLM_FL_OOT_ENABLED=false" in record.getMessage()
 
 
@@ -239,7 +248,7 @@ def test_a_layer_of_another_plugins_is_left_to_it_until_the_op_is_ordered(
     theirs = {"silu_and_mul": {"SiluAndMul": "acme.Silu of acme 1"}}
     monkeypatch.setattr(layers, "foreign_ops", lambda: theirs)
     label, why = reason()
-    assert label == "foreign" and why.startswith("layer SiluAndMul is acme.Silu of acme 1,")
+    assert label == "foreign" and why.startswith("layer SiluAndMul is replaced by acme.Silu of")
     monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
     assert reason()[0] == "foreign"
     monkeypatch.setenv("VLLM_FL_PER_OP", "silu_and_mul=vendor")
@@ -260,19 +269,19 @@ def test_what_the_user_told_vllm_is_the_reason(fields: Any, op: str, why: str) -
 
 
 def test_vllms_batch_invariant_mode_keeps_its_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The norms that it has for it; every other op of ours must have been measured."""
+    """vLLM has norms for this mode; our other ops must be measured."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     extended(vllm_fl.dispatch.get_default_manager())
     facts = facts_of(engine_config())
     entries = plan_for(facts).entries
     for op in ("rms_norm", "qk_norm_rope"):
-        assert entries[op].note.startswith("VLLM_BATCH_INVARIANT asks for vLLM's own")
+        assert entries[op].note.startswith("VLLM_BATCH_INVARIANT requires vLLM's own")
     assert entries["silu_and_mul"].label == "vendor.acme", "until the start has measured it"
     monkeypatch.setenv("VLLM_FL_PREFLIGHT", "off")
     facts = facts_of(engine_config())
     entry = plan_for(facts).entries["silu_and_mul"]
     assert entry.label == "stock"
-    assert "VLLM_BATCH_INVARIANT=1, and VLLM_FL_PREFLIGHT=off measures nothing" in entry.reason
+    assert "BATCH_INVARIANT=1 is set, and VLLM_FL_PREFLIGHT=off does not measure" in entry.reason
 
 
 def test_a_wrong_setting_ends_a_start_with_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +303,7 @@ def test_only_what_we_turned_on_is_turned_off_again() -> None:
     apply(plan_for(facts), config)
     out = {("silu_and_mul", "vendor.acme"): "failed"}
     apply(plan_for(facts, out), config)
-    assert config.compilation_config.custom_ops == ["none", "+silu_and_mul"]  # the user's own
+    assert config.compilation_config.custom_ops == ["none", "+silu_and_mul"]  # user entries
     config = engine_config()
     apply(plan_for(facts_of(config)), config)
     assert config.compilation_config.custom_ops == ["+silu_and_mul"]
@@ -303,12 +312,12 @@ def test_only_what_we_turned_on_is_turned_off_again() -> None:
 
 
 def planned_norm(process: OpManager, **fields: Any) -> PlanEntry:
-    """What a compiled engine says of the norms; nothing is turned on for them."""
+    """The plan's entry for norms in a compiled engine; `custom_ops` must not enable them."""
     process.registry.register_impl(norm())
     config = engine_config(mode=CompilationMode.VLLM_COMPILE, custom_ops=["none"], **fields)
     plan = plan_for(facts_of(config))
     apply(plan, config)
-    assert "+rms_norm" not in config.compilation_config.custom_ops  # it changes vLLM's fusions
+    assert "+rms_norm" not in config.compilation_config.custom_ops  # it would change vLLM's fusions
     return plan.entries["rms_norm"]
 
 
@@ -331,7 +340,7 @@ def test_an_op_that_the_model_cannot_have_is_not_planned_unless_the_user_names_i
     assert "swigluoai_and_mul" not in planning.plan_for(facts).entries
     config.model_config.get_num_experts = lambda: 8
     assert not planning.facts_of(config).absent & {"swigluoai_and_mul"}
-    del config.model_config.get_num_experts  # nobody can tell
+    del config.model_config.get_num_experts  # unknown
     assert "swigluoai_and_mul" in planning.plan_for(planning.facts_of(config)).entries
     monkeypatch.setenv("VLLM_FL_PER_OP", "swigluoai_and_mul=stock")
     named = engine_config(Carried())
@@ -360,7 +369,7 @@ def test_an_order_for_a_device_is_planned_where_vllm_finds_it(
     file = tmp_path / "cuda.yaml"
     file.write_text(DEVICES)
     settings = load_settings({}, platform="cuda", platform_files=[("fl-acme", str(file))])
-    monkeypatch.setattr(planning, "_read_settings", lambda platform: settings)
+    monkeypatch.setattr(planning, "_read_settings", lambda *_: settings)
     platform: Any = vllm.platforms.current_platform
     monkeypatch.setattr(platform, "get_device_name", name, raising=False)
     facts = facts_of(engine_config(mode=mode))

@@ -1,4 +1,4 @@
-"""The overlay over a platform class: what it changes, and what it leaves to the class."""
+"""The overlay over a platform class: changed and unchanged methods."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not i
 
 
 class CpuPlatform:
-    """As much of a platform class as the overlay calls."""
+    """The part of a platform class that the overlay calls."""
 
     configured: ClassVar[list[Any]] = []
     dist_backend = "gloo"
@@ -55,7 +55,7 @@ def pointing(**names: Any) -> ModuleType:
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """`vllm.platforms` of a machine that vLLM does not know, with the class in a module."""
+    """`vllm.platforms` of a machine unknown to vLLM, with the class in a module."""
     vllm = SimpleNamespace(builtin_platform_plugins={"cpu": lambda: None}, current_platform=None)
     monkeypatch.setitem(sys.modules, "acme_platform", pointing(CpuPlatform=CpuPlatform))
     monkeypatch.setattr(platform, "foreign_platforms", tuple)
@@ -65,7 +65,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.fixture
 def bare(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The same, in the place of vLLM's own."""
+    """`machine`, replacing vLLM's module."""
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(platforms=machine))
     monkeypatch.setitem(sys.modules, "vllm.platforms", machine)
     return machine
@@ -78,7 +78,7 @@ def made_of(path: str | None) -> Any:
 
 @pytest.fixture
 def device(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """`device(**fields)`: the overlay over the platform of a device that a plugin brings."""
+    """`device(**fields)`: the overlay over a plugin's device platform."""
 
     def make(path: str = "acme_platform.CpuPlatform", **fields: Any) -> Any:
         profile = DeviceProfile("acme", path, "acme.Worker", detect=lambda: True, **fields)
@@ -106,6 +106,7 @@ def test_any_platform_of_vllms_own_is_laid_over(bare: SimpleNamespace, name: str
         _ = platform.Nothing  # type: ignore[attr-defined]
 
 
+@needs_vllm
 def test_a_device_brings_its_name_communicator_and_collectives(device: Callable[..., Any]) -> None:
     made = device(communicator_class="acme.Communicator", dist_backend="acmecl")
     assert made.vllm_fl_platform == "acme" and made.dist_backend == "acmecl"
@@ -135,7 +136,7 @@ def test_a_devices_worker_is_taken_unless_the_user_has_one(
 def test_a_worker_that_the_platform_puts_in_again_is_wrapped_again(
     device: Callable[..., Any],
 ) -> None:
-    """vLLM asks once more when the workers have loaded; the plan is sealed then."""
+    """vLLM calls this again after the workers have loaded, when the plan is sealed."""
     from vllm_fl.integration import carried, worker
 
     config = engine_config()
@@ -153,7 +154,7 @@ def test_a_platform_that_is_put_in_behind_ours_is_said(
     caplog: pytest.LogCaptureFixture,
     is_replaced: bool,
 ) -> None:
-    """By a general plugin: modules of vLLM that were imported before hold ours, and ask it."""
+    """A general plugin replaces it: vLLM modules imported before still use ours."""
     made = device()
     bare.current_platform = CpuPlatform() if is_replaced else made()
     made.pre_register_and_update(parser="vLLM's")
@@ -180,7 +181,7 @@ def test_what_the_plan_leaves_to_vllm_is_the_platforms_attention(
 def test_an_engine_that_is_stock_has_the_platforms_attention(
     device: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray's workers get the engine's variables after they have chosen their platform."""
+    """Ray's workers get the engine's variables only after they have chosen their platform."""
     monkeypatch.setenv("VLLM_FL_PREFER_ENABLED", "false")
     monkeypatch.setattr(platform, "active_plan", lambda: pytest.fail("asked for a plan"))
     assert device().get_attn_backend_cls(None, "request", 8) == "stock.Attention for 8"

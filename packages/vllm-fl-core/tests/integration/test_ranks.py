@@ -1,4 +1,4 @@
-"""What is said of ranks whose plans differ, and what one of them lacks."""
+"""Messages about ranks with different plans or missing packages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEY = ("rms_norm", "vendor.acme")
 
 
 def opinion(**changed: Any) -> Opinion:
-    """What a rank says that plans one implementation."""
+    """The opinion of a rank that plans one implementation."""
     impl = {
         "impl": "vendor.acme",
         "distribution": "fl-acme",

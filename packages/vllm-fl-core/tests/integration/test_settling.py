@@ -1,4 +1,4 @@
-"""Settling on a plan: an error of one rank reaches all, and each moment has its consequence."""
+"""Settling on a plan: a rank's error reaches all, and each moment has its consequence."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ KEY = ("silu_and_mul", "vendor.acme")
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What this rank lets the others know about its failures."""
+    """The failures that this rank reports to the others."""
     found: list[str] = []
 
     def exchange(what: str, mine: Any, failure: str = "") -> list[Any]:
         if failure:
             found.append(failure)
             raise StartError(
-                "vllm-fl ends the start: " + "; ".join([f"rank 0: {failure}"]),
+                "vllm-fl: engine startup failed: " + "; ".join([f"rank 0: {failure}"]),
                 failures=(f"rank 0: {failure}",),
             )
         return [mine]
@@ -42,7 +42,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def inspecting(monkeypatch: pytest.MonkeyPatch, answer: Any, **policy: Any) -> Any:
-    """An engine whose verifier answers so, or raises it."""
+    """An engine with a verifier that returns or raises `answer`."""
 
     def inspect(engine: Any, moment: Moment, *, verifies: bool) -> Any:
         if isinstance(answer, BaseException):
@@ -59,7 +59,7 @@ def inspecting(monkeypatch: pytest.MonkeyPatch, answer: Any, **policy: Any) -> A
 def test_whatever_a_rank_raises_ends_the_startup_on_all(
     error: BaseException, sent: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(StartError, match="vllm-fl ends the start: rank 0: "):
+    with pytest.raises(StartError, match="vllm-fl: engine startup failed: rank 0: "):
         settling.settle(inspecting(monkeypatch, error), Moment.LOADED)
     assert len(sent) == 1
 
@@ -79,7 +79,7 @@ def test_a_failure_that_all_ranks_know_is_not_sent_again(
     sent: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = StartError(
-        "vllm-fl ends the start: " + "; ".join(["rank 1: gone"]), failures=("rank 1: gone",)
+        "vllm-fl: engine startup failed: " + "; ".join(["rank 1: gone"]), failures=("rank 1: gone",)
     )
     with pytest.raises(StartError, match="rank 1: gone"):
         settling.settle(inspecting(monkeypatch, known), Moment.LOADED)
@@ -99,7 +99,7 @@ def test_an_objection_ends_a_strict_startup_if_it_says_so(monkeypatch: pytest.Mo
     assert settling.settle(inspecting(monkeypatch, variant, strict=True), Moment.LOADED) == {}
     assert [*disabled[0]] == [KEY]
     wrong = {KEY: Objection(FAILED, "it is wrong")}
-    with pytest.raises(StartError, match="strict mode, and implementation"):
+    with pytest.raises(StartError, match="in strict mode: rank 0: implementation"):
         settling.settle(inspecting(monkeypatch, wrong, strict=True), Moment.LOADED)
     found = settling.settle(inspecting(monkeypatch, wrong), Moment.UPDATED)
     assert found == {KEY: "it is wrong (found on rank 0)"} and len(disabled) == 1
@@ -143,7 +143,7 @@ def test_remarks_are_of_the_last_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_table_that_one_rank_cannot_use_is_dropped_on_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each rank decides by what all have, so that none verifies while another plans again."""
+    """Each rank decides by the tables of all, so none verifies while another plans again."""
     asked: list[bool] = []
 
     def exchange(what: str, mine: Any, failure: str = "") -> list[Any]:
@@ -169,13 +169,13 @@ def test_a_table_that_one_rank_cannot_use_is_dropped_on_all(
 def test_ranks_that_chose_differently_by_timing_are_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Their plans are equal, and so are the digests."""
+    """Their plans and digests are equal."""
     picks: dict[Any, Any] = {64: "tiles of 128", 512: "tiles of 64"}
     opinions: list[Any] = []
 
     def exchange(what: str, mine: Any, failure: str = "") -> list[Any]:
         opinions.append(mine)
-        return [mine, opinions[0]]  # the other rank has what this one had first
+        return [mine, opinions[0]]  # the other rank returns this rank's first choices
 
     impls = silu("vendor.acme", choices=lambda: picks), silu("vendor.broken", choices=lambda: 1 / 0)
     engine = engine_of(planning(managing(*impls, per_op_order={"silu_and_mul": ["vendor"]})))

@@ -1,4 +1,4 @@
-"""What a model is made of, without its weights: layers, what they provide, and what has none."""
+"""A model's structure without its weights: layers, what they provide, and absent ops."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ BERT = {"architectures": ["BertModel"], "model_type": "bert", "hidden_act": "gel
 
 
 OURS_ALONE = {"VLLM_PLUGINS": "fl", "VLLM_FL_PLUGINS": "vllm-fl-ops", "HF_HUB_OFFLINE": "1"}
-"""Ops without a backend."""
+"""Our ops without a backend."""
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Name of a case -> what is told of its model; all are built in one process."""
+    """Case -> facts of its model; all are built in one process."""
     cases: dict[str, list[Any]] = {}
     for name, own, *more in (
         ("gemma", GEMMA, {}),
@@ -107,7 +107,7 @@ def test_gemmas_norms_provide_a_float32_weight(built: Any) -> None:
 
 
 def test_a_llamas_norms_provide_one_of_the_models_dtype(built: Any) -> None:
-    """Of four ranks the whole model is known, as on one."""
+    """One of four ranks knows the whole model."""
     told = built["llama on four ranks"]
     assert told["provided"]["rms_norm"] == [{"weight": "torch.bfloat16"}]
     layers = told["layers"]
@@ -118,7 +118,7 @@ def test_a_llamas_norms_provide_one_of_the_models_dtype(built: Any) -> None:
 def test_what_only_layers_run_and_the_model_has_none_of_is_absent(built: Any) -> None:
     told = built["bert"]
     assert "layer_norm" in told["absent"], "its norms are PyTorch's"
-    # What operators reach, too, is not told by layers.
+    # Layers do not decide about ops that operators also cover.
     assert "silu_and_mul" not in told["absent"]
 
 

@@ -1,4 +1,4 @@
-"""Several unknowns that stand for one number of tokens: what we put into a graph joins none."""
+"""Several symbolic sizes for one number of tokens: what we put into a graph unifies none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENS = 12
 
 
 class Graph:
-    """Inputs of one graph: each dimension that is marked has an unknown of its own."""
+    """Inputs of one graph; each marked dimension has its own symbol."""
 
     def __init__(self) -> None:
         self.unknowns = ShapeEnv()
@@ -38,7 +38,7 @@ class Graph:
 
 
 def test_two_unknowns_are_passed_as_one_and_results_keep_theirs() -> None:
-    """What follows has the result's: a view of it by another unknown would join the two."""
+    """Later code uses the result's symbol: a view by another symbol would unify the two."""
     graph = Graph()
     x, positions = graph.input(torch.zeros(TOKENS, 4), 0), graph.input(torch.zeros(3, TOKENS), 1)
     table = graph.input(torch.zeros(40, 4))
@@ -59,7 +59,7 @@ def test_ambiguous_unknowns_raise() -> None:
     graph = Graph()
     x, many = graph.input(torch.zeros(TOKENS, 4), 0), graph.input(torch.zeros(2, 5, 7), 0, 1, 2)
     at, other = (graph.input(torch.zeros(TOKENS), 0) for _ in "ab")
-    with graph.mode, pytest.raises(ValueError, match="which is no unknown of its own"):
+    with graph.mode, pytest.raises(ValueError, match="is not a single symbol"):
         under_one(lambda *given: given[0], [x, many], x)
-    with graph.mode, pytest.raises(ValueError, match="of unknowns that no argument has"):
+    with graph.mode, pytest.raises(ValueError, match="has symbols that no argument has"):
         under_one(lambda *given: given[0], [x, at], other)

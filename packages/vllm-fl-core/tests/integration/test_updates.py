@@ -1,4 +1,4 @@
-"""After the start: updates of weights, memory that sleeps and wakes, and the look at its end."""
+"""After startup: updates of weights, sleeping and waking memory, and verification afterwards."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Model(torch.nn.Module):
 
 
 class Runner:
-    """vLLM's model runner, as far as it is asked."""
+    """The used part of vLLM's model runner."""
 
     execute_model_state: object = None
 
@@ -74,7 +74,7 @@ Runner._dummy_run.__module__ = "vllm.stand_in"
 
 
 class Worker:
-    """vLLM's worker, as far as weights and memory are concerned."""
+    """The part of vLLM's worker for weights and memory."""
 
     model_runner: Runner
     seen: list[object]
@@ -103,10 +103,10 @@ Engine = Callable[..., Any]
 
 
 def alone(what: str, mine: Any, failure: str = "") -> list[Any]:
-    """What a single rank exchanges."""
+    """The exchange of a single rank."""
     if failure:
         raise StartError(
-            "vllm-fl ends the start: " + "; ".join([f"rank 0: {failure}"]),
+            "vllm-fl: engine startup failed: " + "; ".join([f"rank 0: {failure}"]),
             failures=(f"rank 0: {failure}",),
         )
     return [mine]
@@ -114,7 +114,7 @@ def alone(what: str, mine: Any, failure: str = "") -> list[Any]:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """`engine(fn)`: a worker that serves with this kernel; `told` is what other ranks say."""
+    """`engine(fn)`: a worker with this kernel; `told` replaces the exchange with other ranks."""
 
     def made(fn: Callable[..., Any] = right, *, told: Any = None, mode: Any = "eager") -> Any:
         config = VllmConfig()
@@ -138,7 +138,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 def keeping() -> Callable[[torch.Tensor], torch.Tensor]:
-    """A kernel that has prepared something and gives it back, as of weights by their address."""
+    """A kernel that caches its first result, like one with a weight cache keyed by address."""
     kept: dict[int, torch.Tensor] = {}
 
     def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -168,7 +168,7 @@ def test_who_keeps_what_it_made_of_old_weights_is_named_to_who_updates_them(
         worker.reload_weights()
     error = failed.value
     assert (error.op, error.impl) == KEY and error.wrong.keys() == {KEY}
-    assert "Since the weights were updated, wrong is implementation 'vendor.acme'" in str(error)
+    assert "updated, verification failed for implementation 'vendor.acme'" in str(error)
     assert "VLLM_FL_PER_OP='silu_and_mul=stock'" in str(error) and "[FL504]" in str(error)
     assert float(worker.model_runner.model.weight[0]) == 2.0, "the new ones stay"
     assert worker.vllm_fl_engine.wrong.keys() == {KEY}
@@ -178,7 +178,7 @@ def test_who_keeps_what_it_made_of_old_weights_is_named_to_who_updates_them(
 
 
 def test_of_several_ranks_the_last_one_tells_the_caller(engine: Engine) -> None:
-    """vLLM reads the ranks' answers in order, and leaves those behind an error unread."""
+    """vLLM reads the ranks' answers in order, and leaves those after an error unread."""
 
     def told(what: str, mine: Any, failure: str = "") -> list[Any]:
         theirs = Opinion({KEY: Objection(FAILED, "it is wrong there")})
@@ -202,7 +202,7 @@ def test_an_update_that_fails_gives_vllms_own_error_and_the_next_is_verified(
         caplog.clear()
         with pytest.raises(OSError):
             update()
-        (line,) = [r.message for r in caplog.records if "update of the weights failed" in r.message]
+        (line,) = [r.message for r in caplog.records if "weight update failed" in r.message]
         assert "nothing was verified after it: rank 0: " in line
     assert engines.now() is None and worker.model_runner.runs == 0
     worker.reload_weights()
@@ -214,7 +214,7 @@ def test_what_fails_on_another_rank_stops_the_look_on_this_one(
 ) -> None:
     def told(*_: Any) -> Any:
         raise StartError(
-            "vllm-fl ends the start: " + "; ".join(["rank 1: OSError: gone"]),
+            "vllm-fl: engine startup failed: " + "; ".join(["rank 1: OSError: gone"]),
             failures=("rank 1: OSError: gone",),
         )
 
@@ -244,7 +244,7 @@ def test_where_the_model_cannot_be_run_one_line_says_why(
 ) -> None:
     worker = engine()
     worker.model_runner.execute_model_state = object()
-    assert "a step is not at its end" in worker.vllm_fl_verify()
+    assert "a step is still running" in worker.vllm_fl_verify()
     worker.model_runner.execute_model_state = None
     object.__setattr__(worker.vllm_config, "lora_config", SimpleNamespace())
     assert "adapters are loaded" in worker.vllm_fl_verify()
@@ -254,7 +254,7 @@ def test_where_the_model_cannot_be_run_one_line_says_why(
     assert "the dummy run of TheirRunner is not vLLM's" in worker.vllm_fl_verify()
     worker.model_runner = ours
     object.__setattr__(worker.vllm_config.parallel_config, "data_parallel_size", 2)
-    assert "waits for the others" in worker.vllm_fl_verify()
+    assert "wait for each other" in worker.vllm_fl_verify()
     worker.reload_weights()
     assert worker.model_runner.runs == 0
-    assert caplog.text.count("After the weights were updated nothing was verified") == 1
+    assert caplog.text.count("After the weights were updated, nothing was verified") == 1

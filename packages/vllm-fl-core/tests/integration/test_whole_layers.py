@@ -1,4 +1,4 @@
-"""The patcher of whole layers: what stands in vLLM's table, when, and what is refused."""
+"""The patcher of whole layers: vLLM's table, timing and rejections."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PATCHER = whole_layers.WholeLayers()
 
 
 class Mixer(PluggableLayer):
-    """It stands for a layer of vLLM's."""
+    """Stand-in for a vLLM layer."""
 
     __module__ = "vllm.mixers"
     name = "test_mixer"
@@ -82,7 +82,7 @@ Make = Callable[..., Plan]
 
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """`plan(impl, …, strict=…)`: these are installed, and planned."""
+    """`plan(impl, …, strict=…)`: the plan with these installed."""
     monkeypatch.setitem(sys.modules, "acme", ACME)  # type: ignore[arg-type]
     whole_layers._chosen.cache_clear()
     before = dict(TABLE)
@@ -117,7 +117,7 @@ def test_it_stands_in_vllms_table_while_the_block_runs(plan: Make) -> None:
 def test_what_is_left_to_vllm_does_not_stand_there(plan: Make) -> None:
     for made in (
         plan(impl(), per_op_order={"Mixer": ["stock"]}),
-        plan(impl(), notes={"Mixer": "oot_blacklist names Mixer"}),
+        plan(impl(), notes={"Mixer": "oot_blacklist lists Mixer"}),
         plan(impl(available=lambda: "no card")),
     ):
         with PATCHER.building(engine_of(made)):
@@ -147,9 +147,9 @@ def test_another_plugins_entry_is_left_alone_or_taken(plan: Make) -> None:
 @pytest.mark.parametrize(
     ("layer", "name", "words"),
     [
-        ("Mixer", "OwnBig", None),  # a subclass of a subclass is one
-        ("BigMixer", "OwnMixer", "acme.OwnMixer is no subclass of vLLM's BigMixer"),
-        ("Mixer", "number", "acme.number is no class"),
+        ("Mixer", "OwnBig", None),  # subclasses count at any depth
+        ("BigMixer", "OwnMixer", "acme.OwnMixer is not a subclass of vLLM's BigMixer"),
+        ("Mixer", "number", "acme.number is not a class"),
         ("Mixer", "Absent", "its class acme.Absent failed: AttributeError"),
         ("Mixr", "OwnMixer", "has no layer class 'Mixr'. Did you mean 'Mixer'?"),
         ("PluggableLayer", "OwnMixer", "has no layer class 'PluggableLayer'"),
@@ -158,21 +158,18 @@ def test_another_plugins_entry_is_left_alone_or_taken(plan: Make) -> None:
 def test_a_class_that_cannot_be_used_is_a_fault_by_name(
     plan: Make, layer: str, name: str, words: str | None
 ) -> None:
-    import vllm.model_executor.layers.linear  # noqa: F401 (a worker has it)
+    import vllm.model_executor.layers.linear  # noqa: F401 (loaded in a worker)
 
     found = PATCHER.faults(plan(impl(layer, name)), facts())
     assert (words in found[layer, "vendor.acme"]) if words else not found
-
-
-# What a plugin says to an engine.
 
 
 @pytest.mark.parametrize(
     ("verdict", "words"),
     [
         (lambda request: True, None),
-        (lambda request: "tensor parallel", "refuses this engine: tensor parallel"),
-        (lambda request: None, "said no and gave no reason"),
+        (lambda request: "tensor parallel", "does not support this engine: tensor parallel"),
+        (lambda request: None, "returned neither True nor a reason"),
         (lambda request: 1 / 0, "its supports raised ZeroDivisionError"),
         (lambda request: sys.exit(2), "its supports raised SystemExit: 2"),
     ],
@@ -192,10 +189,7 @@ def test_a_class_that_is_not_available_is_not_asked(plan: Make) -> None:
 def test_a_layer_of_an_op_is_the_ops(plan: Make) -> None:
     plan(impl("SiluAndMul"))
     (why,) = PATCHER.why_not(facts()).impls.values()
-    assert "by the op silu_and_mul" in why and "bring an OpImpl" in why
-
-
-# What the user says.
+    assert "through the op silu_and_mul" in why and "provide an OpImpl" in why
 
 
 @pytest.mark.parametrize(
@@ -203,8 +197,8 @@ def test_a_layer_of_an_op_is_the_ops(plan: Make) -> None:
     [
         ({}, None),
         ({"VLLM_FL_OOT_ENABLED": "0"}, "VLLM_FL_OOT_ENABLED=0"),
-        ({"VLLM_FL_OOT_BLACKLIST": "test_mixer"}, "oot_blacklist names test_mixer"),
-        ({"VLLM_FL_OOT_WHITELIST": "SiluAndMul"}, "oot_whitelist does not name it"),
+        ({"VLLM_FL_OOT_BLACKLIST": "test_mixer"}, "oot_blacklist lists test_mixer"),
+        ({"VLLM_FL_OOT_WHITELIST": "SiluAndMul"}, "oot_whitelist does not list it"),
     ],
 )
 def test_the_lists_leave_it_to_vllm(plan: Make, env: dict[str, str], note: str | None) -> None:
@@ -231,12 +225,9 @@ def test_custom_ops_speaks_of_custom_ops(
     told = facts(mode, custom_ops=custom_ops)
     assert PATCHER.why_not(told).ops == ({"Plain": note} if note else {})
     assert PATCHER.configure(made, None, {}) == ["test_plain"]
-    rope = plan(impl("MRotaryEmbedding", "OwnRope"))  # its name is that of an op's layers, too
+    rope = plan(impl("MRotaryEmbedding", "OwnRope"))  # also the name of an op's layer
     assert PATCHER.configure(rope, None, {}) == []
     assert {"mamba_mixer2", "MambaMixer2"} <= PATCHER.layer_names(), "not imported yet"
-
-
-# After the build.
 
 
 def model(*layers: torch.nn.Module) -> torch.nn.Module:
@@ -244,7 +235,7 @@ def model(*layers: torch.nn.Module) -> torch.nn.Module:
 
 
 def loaded(made: Plan, *layers: torch.nn.Module) -> Any:
-    """How many layers of a model are the plan's."""
+    """How many layers of a model come from the plan."""
     worker = type("Worker", (), {"get_model": lambda self: model(*layers)})
     engine = engine_of(made, worker())
     PATCHER.loaded(engine)
@@ -271,7 +262,7 @@ def test_a_layer_that_is_vllms_all_the_same_is_said(
     monkeypatch.setattr(logging.getLogger("vllm_fl"), "propagate", True)
     made = plan(impl())
     assert loaded(made, Mixer(), BigMixer()) == {"Mixer": 0}
-    assert "was not taken for layer 'Mixer' in 1 places, which are vLLM's own: 0" in caplog.text
+    assert "is not used for layer 'Mixer' in 1 places, which keep vLLM's class: 0" in caplog.text
     assert made.fallbacks == {("Mixer", "stock.vllm"): 1}
     with pytest.raises(VllmFLError, match="Strict mode"):
         loaded(plan(impl(), strict=True), Mixer())
@@ -285,7 +276,7 @@ def test_rank_0_says_what_serves(
     made = plan(impl(), impl("BigMixer", "OwnBig"))
     assert loaded(made, OwnMixer()) == {"Mixer": 1, "BigMixer": 0}
     assert "Layer Mixer: 1 in this model, by 'vendor.acme'" in caplog.text
-    assert "Layer BigMixer: this model has none, so that 'vendor.acme' does not run" in caplog.text
+    assert "Layer BigMixer: this model has none, so 'vendor.acme' does not run" in caplog.text
     engine = engine_of(made, type("Hidden", (), {})())
     PATCHER.loaded(engine)
     assert PATCHER.report(engine) == {"layers": {}} and "are not counted" in caplog.text

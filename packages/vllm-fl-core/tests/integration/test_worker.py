@@ -1,4 +1,4 @@
-"""The worker's start without an engine: what it reads, writes and says."""
+"""A worker's startup without an engine: what it reads, writes and logs."""
 
 from __future__ import annotations
 
@@ -134,13 +134,13 @@ print(json.dumps(told))
 
 @pytest.fixture(scope="module")
 def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Name -> what a worker tells of its start; "metered" has all that is seen and written."""
+    """Case -> a worker's results of its startup; "metered" includes all metrics and files."""
     metrics = tmp_path_factory.mktemp("m") / "chat.prom"
     report = metrics.with_suffix(".report")
     metered = {"METRICS": str(metrics), "REPORT": str(report), "SHADOW": "0.01"}
     cases = {"plain": {}, "metered": metered, "foreign": {"FOREIGN": "1"}}
     here = {"CONFIGS": str(Path(__file__).parents[1]), "VLLM_PLUGINS": "fl"}
-    here["VLLM_FL_PLUGINS"] = "vllm-fl-ops"  # as the engine's settings say
+    here["VLLM_FL_PLUGINS"] = "vllm-fl-ops"  # as in the engine's settings
     bodies = {name: (START, variables) for name, variables in cases.items()}
     told = run_each(HEAD, bodies, {**os.environ, **here})
     return {name: json.loads(text.splitlines()[-1]) for name, text in told.items()}
@@ -181,7 +181,7 @@ def test_a_worker_writes_its_counters_while_it_serves(metered: Any) -> None:
 
 def test_a_worker_leaves_its_report(metered: Any) -> None:
     kept = metered["kept"]
-    told = {**metered["report"], "start": kept["report"]["start"]}  # its seconds go on
+    told = {**metered["report"], "start": kept["report"]["start"]}  # its seconds increase
     assert kept["report"] == told
     assert (kept["schema"], kept["state"], kept["error"]) == (1, "ended", None)
     assert (kept["rank"], kept["replica"]) == (0, 2)

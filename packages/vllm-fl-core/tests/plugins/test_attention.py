@@ -1,4 +1,4 @@
-"""Attention backends: candidates that name a class, in the plan beside the ops."""
+"""Attention backends: candidates that are a class, in the plan next to the ops."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def exiting(request: AttentionRequest) -> bool:
         (None, None),
         (lambda request: True, None),
         (lambda request: "no MLA", "no MLA"),
-        (lambda request: False, "its supports said no and gave no reason"),
+        (lambda request: False, "its supports returned neither True nor a reason"),
         (raising, "its supports raised KeyError: 'block_size'"),
         (exiting, "its supports raised SystemExit: 3"),
     ],
@@ -88,22 +88,22 @@ def test_the_older_form_is_asked_what_it_takes(fn: Any) -> None:
 
 def test_the_older_form_that_takes_a_layer_is_not_available_and_says_why() -> None:
     impl = older(lambda self, use_mla=False: "acme.Plain")
-    assert "takes a layer first" in str(impl.availability())
+    assert "needs a layer" in str(impl.availability())
 
 
 def test_the_plan_names_the_backend_and_counts_it() -> None:
     plan = planning(managing(acme()))
     entry = plan.entries["attention_backend"]
-    assert (entry.label, entry.reason) == ("vendor.acme", "the order says vendor")
+    assert (entry.label, entry.reason) == ("vendor.acme", "the order lists vendor")
     assert [i.impl_id for i in entry.classes(AttentionImpl)] == ["vendor.acme"]
-    assert entry.impls == ()  # nothing to call, nothing to run before the start
+    assert entry.impls == ()  # nothing to call or verify before startup
     assert line(plan).startswith("vllm-fl: 1 op planned:")
     assert "attention_backend=vendor.acme" in line(plan)
 
 
 def test_a_backend_that_is_out_leaves_stock_with_the_reason() -> None:
-    out = {("attention_backend", "vendor.acme"): "refuses this model: no MLA"}
+    out = {("attention_backend", "vendor.acme"): "does not support this model: no MLA"}
     entry = planning(managing(acme()), demoted=out).entries["attention_backend"]
     assert entry.label == "stock"
-    why = "default, since no list orders the op"
-    assert entry.reason == f"{why} (vendor.acme: refuses this model: no MLA)"
+    why = "default, no order for this op"
+    assert entry.reason == f"{why} (vendor.acme: does not support this model: no MLA)"

@@ -1,4 +1,4 @@
-"""What runs is noted where the next process finds it, and only what no process survived is left."""
+"""Notes of running steps: the next process finds only steps that ended a process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RUN = (
 
 @pytest.fixture(autouse=True)
 def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of this test's notes; nothing of another's is remembered."""
+    """The folder of this test's notes, with no notes cached from other tests."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     breadcrumb._left.cache_clear()
     return tmp_path / "vllm-fl" / "running"
@@ -117,7 +117,7 @@ def test_what_takes_long_is_named_while_it_runs(
 
     class Told(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if "the import of acme has been running" in record.getMessage():
+            if "the import of acme is still running" in record.getMessage():
                 named.set()
 
     handler = Told()

@@ -1,4 +1,4 @@
-"""Distributions that bring contracts and nothing else: which load, what their failure means."""
+"""Distributions with only contracts: which load, and what their failure means."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ SPEC = known_contracts().contracts["silu_and_mul"]
 
 
 def contract(name: str) -> Contract:
-    """A contract of this name, whatever it says."""
-
     def oracle(x: Any) -> Any:
         return SPEC.oracle(x)
 
@@ -41,8 +39,6 @@ def contract(name: str) -> Contract:
 
 
 def bringing(*names: str) -> Any:
-    """A plugin that brings these contracts."""
-
     @hookimpl
     def brought() -> list[Contract]:
         return [contract(name) for name in names]
@@ -51,7 +47,7 @@ def bringing(*names: str) -> Any:
 
 
 def found(distribution: str | None, plugin: Any = None, *, data: bool = True) -> Plugin:
-    """What a distribution has; without a plugin it must not be imported."""
+    """A distribution's plugin; without `plugin` it must not be imported."""
 
     def import_it() -> Any:
         assert plugin is not None, f"{distribution} was imported"
@@ -69,8 +65,6 @@ def found(distribution: str | None, plugin: Any = None, *, data: bool = True) ->
 
 
 def backend(distribution: str | None, op: str) -> Plugin:
-    """A distribution that brings an implementation of `op`."""
-
     def implementation(x: torch.Tensor) -> torch.Tensor:
         return x
 
@@ -123,7 +117,7 @@ def test_what_brings_more_than_contracts_is_no_data() -> None:
     registry = OpRegistry(EMPTY)
     (plugin,) = load(registry, [found("fl-acme-ops", more)])
     assert plugin.status == "failed" and not registry.snapshot().contracts
-    assert f"it implements contracts, register_ops: use the group {GROUP}" in str(plugin.error)
+    assert f"it implements contracts, register_ops; use the group {GROUP}" in str(plugin.error)
 
 
 @pytest.mark.parametrize("data", [True, False])
@@ -135,7 +129,7 @@ def test_a_contract_of_vllm_fl_ops_stays_and_its_namesake_is_refused(
     registry = OpRegistry(EMPTY)
     mine, ours = load(registry, [stranger, found(OPS, bringing("rms_norm"))])
     assert (mine.status, ours.status) == ("failed", "ok")
-    assert f"the contract of op 'rms_norm' refused: {OPS} 1.0 claims it too" in str(mine.error)
+    assert f"the contract of op 'rms_norm' rejected: also provided by {OPS} 1.0" in str(mine.error)
     authors = registry.snapshot().authors
     assert {op: owner.label for op, owner in authors.items()} == {"rms_norm": OPS}
 
@@ -158,7 +152,7 @@ def test_an_implementation_whose_contract_may_be_lost_ends_the_start_by_name(bro
         assert caught.value.distribution == "fl-acme-ops 1.0"
         told = str(caught.value)
         assert told.startswith(
-            "Op 'acme_op' has no contract, by which 'vendor.acme' of fl-acme 1.0"
+            "Op 'acme_op' has no contract to verify 'vendor.acme' of fl-acme 1.0"
         )
         assert "Reinstall it" in told
 

@@ -33,7 +33,6 @@ ENGINE: Any = SimpleNamespace(rank=0)
 
 
 def plugin(verifies: object = None, **hooks: Callable[..., Any]) -> Any:
-    """A plugin that implements these hooks."""
     declared = {} if verifies is None else {"VERIFIES": verifies}
     return SimpleNamespace(**declared, **{name: hookimpl(f) for name, f in hooks.items()})
 
@@ -47,7 +46,7 @@ def verifier(fault: Objection | None = None) -> Any:
 
 
 def found(distribution: str | None, content: Any = None, kind: Kind = "extension") -> Plugin:
-    """A distribution's plugin; without content it must not be imported."""
+    """Make the plugin of a distribution; without content it must not be imported."""
 
     def import_it() -> Any:
         assert content is not None, f"{distribution} was imported"
@@ -77,7 +76,7 @@ def test_an_extension_of_ours_is_loaded_whatever_is_named(
     every = (
         found(distribution, verifier()),
         found("fl-other", named if only != [] else None, "backend"),
-        # What names no backend needs no contracts, with extensions too.
+        # Selecting only plugins without a backend needs no contracts, even with extensions.
         found(OPS, plugin(contracts=nothing) if only != [] else None, "contracts"),
     )
     mine, other, ops = load(registry, every, only=only)
@@ -96,7 +95,7 @@ def test_another_distributions_extension_is_refused_and_not_imported(
     told = str(refused.error)
     assert f"of {distribution} 1.0 is not imported: the group {EXTENSIONS} is only for" in told
     assert VERIFY in told
-    # Nor does it hide the module that it points at from a user who names this one.
+    # Nor does it hide the module that it refers to if the user names that module.
     module = found(None, verifier(), "backend")
     named = Plugin(module.owner, f"{distribution}.plugin", module.load)
     assert [each.status for each in loaded(found(distribution), named, only=[])] == ["failed", "ok"]
@@ -107,7 +106,7 @@ def test_another_distributions_extension_is_refused_and_not_imported(
 )
 def test_an_extension_provides_nothing_to_choose(hook: str) -> None:
     refused = one(plugin(True, inspect_plan=nothing, **{hook: nothing}))
-    assert refused.status == "failed" and f"it implements {hook}" in str(refused.error)
+    assert refused.status == "failed" and f"must not implement {hook}" in str(refused.error)
 
 
 def test_an_extension_has_no_older_form() -> None:
@@ -126,7 +125,7 @@ def test_a_backend_is_not_called_when_a_process_starts() -> None:
         (plugin("yes", inspect_plan=nothing), "its VERIFIES is 'yes'; expected True or False"),
         (
             plugin(True, doctor=nothing),
-            "its VERIFIES is True, and it does not implement inspect_plan",
+            "its VERIFIES is True, but it does not implement inspect_plan",
         ),
     ],
 )
@@ -193,7 +192,7 @@ def ending(error: Exception) -> Any:
         ("engine_session", 7, "expected AbstractContextManager or None"),
         ("engine_session", ending(OSError("no space left")), "no space left"),
         ("worker_report", ["plan"], "expected Mapping or None"),
-        ("worker_report", {"plan": {}}, "returned plan, which the report already has"),
+        ("worker_report", {"plan": {}}, "returned plan, which the report already contains"),
         ("worker_report", {"acme": object()}, "not JSON serializable"),
         ("communicator_checks", 7, "expected Iterable or None"),
         ("communicator_checks", [print], "expected Check"),
@@ -233,7 +232,7 @@ def test_what_the_hooks_of_an_engine_return() -> None:
 
 
 class Facts:
-    """An engine that may require batch-invariant implementations."""
+    """Facts of an engine that may require batch-invariant implementations."""
 
     def __init__(self, asks: str) -> None:
         self.wants_invariance = asks
@@ -270,7 +269,7 @@ def test_without_a_verifier_nothing_is_known_to_be_batch_invariant() -> None:
     manager = OpManager()
     manager.use_startup(Startup((), load_settings({}, platform="cpu")), registry)
     trace = manager.trace("silu_and_mul", engine=True, facts=ASKS)
-    why = "VLLM_BATCH_INVARIANT=1, and nothing here measures invariance"
+    why = "VLLM_BATCH_INVARIANT=1, but no loaded plugin measures it"
     assert ("vendor.acme", why) in trace.rejected
     assert manager.trace("silu_and_mul", engine=True, facts=FREE).selected is IMPL
 
@@ -279,7 +278,8 @@ def refusal(*every: Plugin, only: list[str] | None = None, preflight: str = "ver
     return unverified(preflight, loaded(*every, only=only), plans_others=True)
 
 
-MISSING = "nothing here verifies kernels: pip install vllm-fl-verify, or set VLLM_FL_PREFLIGHT=off"
+NONE = "no loaded plugin verifies kernels: "
+MISSING = f"{NONE}pip install vllm-fl-verify, or set VLLM_FL_PREFLIGHT=off"
 BACKEND = found("fl-acme", plugin(doctor=nothing), "backend")
 TOOLS = found("vllm-fl-tools", plugin(engine_session=nothing))
 
@@ -299,7 +299,7 @@ def test_an_engine_needs_none_if_the_user_or_the_plan_says_so() -> None:
 
 def test_a_verifier_cannot_be_blocked_by_leaving_it_out() -> None:
     assert refusal(BACKEND, found(VERIFY, verifier()), only=["fl-acme"]) is None
-    # Another one may be left out, and then there is none.
+    # Excluding any other verifier leaves the engine without verification.
     third = found("fl-verify", None, "backend")
     assert refusal(BACKEND, third, only=["fl-acme"]) == MISSING
 
@@ -319,7 +319,7 @@ def test_a_verifier_cannot_be_blocked_by_leaving_it_out() -> None:
 def test_a_broken_verifier_is_named_with_its_error(broken: Plugin) -> None:
     for others in ((), (found("fl-verify", verifier(), "backend"),)):
         told = refusal(BACKEND, *others, broken)
-        assert told is not None and told.startswith("nothing here verifies kernels: Plugin 'acme'")
+        assert told is not None and told.startswith(f"{NONE}Plugin 'acme'")
         assert f"of {broken.owner.distribution} 1.0" in told and "no file" in told
         assert told.endswith("Or set VLLM_FL_PREFLIGHT=off")
 

@@ -1,4 +1,4 @@
-"""Contracts outlive plugins: trailing optional parameters may be missing, or be more."""
+"""Contracts outlive plugins: trailing optional parameters may be missing or additional."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_call_with_what_it_lacks_is_refused_by_name_and_goes_on() -> None:
     alone = managing(of("rms_norm", rms_norm))
     with pytest.raises(AllFailedError) as caught:
         alone.call("rms_norm", x, None, None, 1e-6, 4)
-    assert caught.value.causes == (("vendor.acme", "takes no variance_size"),)
+    assert caught.value.causes == (("vendor.acme", "has no parameter variance_size"),)
     assert alone.demotions == {}
 
     both = managing(of("rms_norm", rms_norm), of("rms_norm", whole, "beta"))
@@ -76,7 +76,7 @@ def test_supports_may_lack_it_too_and_either_of_the_two() -> None:
         assert impl.supports is not None
         assert impl.supports(x, None, None, 1e-6, None) is True
         assert impl.supports(wide, None, None, 1e-6) == "too wide"
-        assert impl.supports(x, None, None, 1e-6, 4) == "takes no variance_size"
+        assert impl.supports(x, None, None, 1e-6, 4) == "has no parameter variance_size"
     asked: list[Any] = []
 
     def knowing(
@@ -87,7 +87,7 @@ def test_supports_may_lack_it_too_and_either_of_the_two() -> None:
 
     supports = held(of("rms_norm", rms_norm, supports=knowing)).supports
     assert supports is not None
-    assert supports(x, None, None, 1e-6, 4) == "takes no variance_size"
+    assert supports(x, None, None, 1e-6, 4) == "has no parameter variance_size"
     assert supports(x, None, None, 1e-6) is True
     assert asked == [None]
 
@@ -128,7 +128,7 @@ def test_inplace_is_off_unless_consumption_is_declared() -> None:
     held(of("rotary_embedding", shorter)).fn(*args)
     declared = held(of("rotary_embedding", rotary_embedding, consumes={"query", "key"}))
     declared.fn(*args)
-    assert query.eq(1).all()  # it may, and whoever calls it makes the copies
+    assert query.eq(1).all()  # allowed: its caller makes the copies
     got, _ = managing(of("rotary_embedding", rotary_embedding, consumes={"query", "key"})).call(
         "rotary_embedding", *args
     )
@@ -155,15 +155,15 @@ X = torch.arange(16.0).view(2, 8)
 
 
 def answers(call: Callable[..., Any], spec: OpSpec, lacks: list[str]) -> None:
-    """`call` gives what the oracle does, and refuses, by name, only what it lacks."""
-    for given in ((), ("none",), ("none", False, float("0.1"), None)):  # equal, another object
+    """`call` returns the oracle's result; only arguments in `lacks` are unsupported, by name."""
+    for given in ((), ("none",), ("none", False, float("0.1"), None)):  # equal, but another object
         torch.testing.assert_close(call(X, 1.0, *given).double(), spec.oracle(X, 1.0))
     for name, rest in REST.items():
         if name in lacks:
             with pytest.raises(AllFailedError) as caught:
                 call(X, 1.0, *rest)
             assert [(i, str(cause)) for i, cause in caught.value.causes] == [
-                ("vendor.acme", f"takes no {name}")
+                ("vendor.acme", f"has no parameter {name}")
             ]
         else:
             want = spec.oracle(X, 1.0, *rest)
@@ -192,7 +192,7 @@ def test_every_kind_in_a_compiled_plan(
     torch.testing.assert_close(compiled(X, 1.0).double(), grown.oracle(X, 1.0))
     for name, rest in REST.items():
         if name in lacks:
-            with pytest.raises(Exception, match=f"takes no {name}"):
+            with pytest.raises(Exception, match=f"has no parameter {name}"):
                 compiled(X, 1.0, *rest)
         else:
             got = compiled(X, 1.0, *rest).double()
@@ -202,7 +202,7 @@ def test_every_kind_in_a_compiled_plan(
 def test_a_tensor_is_another_value_than_any_default(grown: OpSpec) -> None:
     alone = managing(of("grown", of_first))
     for tensor in (torch.ones(3), torch.tensor(False), torch.ones(0)):
-        with pytest.raises(AllFailedError, match="takes no flip"):
+        with pytest.raises(AllFailedError, match="has no parameter flip"):
             alone.call("grown", X, 1.0, "none", tensor)
 
 
@@ -218,7 +218,7 @@ def test_inplace_may_precede_newer_parameters(grown: OpSpec) -> None:
 
 def test_what_a_newer_contract_lets_be_overwritten_is_never_given(grown: OpSpec) -> None:
     assert held(of("grown", newer, consumes={"offsets"})).consumes == frozenset()
-    with pytest.raises(PluginError, match="consumes names shift"):
+    with pytest.raises(PluginError, match="consumes has shift"):
         held(of("grown", newer, consumes={"shift"}))
 
 

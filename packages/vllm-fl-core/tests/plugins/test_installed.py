@@ -1,4 +1,4 @@
-"""Entry points of installed distributions, broken ones included."""
+"""Entry points of installed distributions, including broken ones."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_first_folder_on_the_path_counts(
     install(tmp_path / "before", version="2.0", points="[console_scripts]\nx = a:b\n")
     monkeypatch.syspath_prepend(tmp_path / "behind")
     assert "acme" in [p.name for p in entry_points(GROUP)]
-    monkeypatch.syspath_prepend(tmp_path / "before")  # as pip would have it: 2.0 has no plugin
+    monkeypatch.syspath_prepend(tmp_path / "before")  # as after pip's upgrade: 2.0 has no plugin
     assert "acme" not in [p.name for p in entry_points(GROUP)]
 
 

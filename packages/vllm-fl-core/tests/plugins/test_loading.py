@@ -1,4 +1,4 @@
-"""Loading plugins, each behind its own wall: temporary modules stand in for distributions."""
+"""Loading plugins with isolated failures: temporary modules represent distributions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Write = Callable[..., Plugin]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """`write(source, name)`: a module on the path, found as if the distribution fl-NAME had it."""
+    """`write(source, name)`: a module on the path, found as the distribution fl-NAME's plugin."""
     monkeypatch.syspath_prepend(str(tmp_path))
     made = []
 
@@ -99,12 +99,12 @@ def test_a_failed_import_says_what_leaves_it_out(write: Write) -> None:
     def told(*found: Plugin, only: list[str] | None = None) -> str:
         return str(load(OpRegistry(), found, only=only)[0].error)
 
-    listed = "leave it out with VLLM_FL_PLUGINS="
+    listed = "disable it with VLLM_FL_PLUGINS="
     assert f"{listed}fl-other,fl-sound." in told(broken, sound, other)
     assert f"{listed}fl-sound." in told(broken, sound, other, only=["fl-acme", "FL_sound"])
     assert f"{listed}''." in told(broken)
     named = Plugin(Owner("acme"), broken.target, broken.load)
-    assert "or take it out of VLLM_FL_PLUGIN_MODULES." in told(named, sound)
+    assert "or remove it from VLLM_FL_PLUGIN_MODULES." in told(named, sound)
 
 
 @pytest.mark.parametrize("attribute", ["", "register"])
@@ -117,7 +117,7 @@ def test_a_module_that_an_entry_point_leads_to_is_one_plugin(write: Write, attri
     (plugin,) = load(registry, [entry, named])
     assert (plugin.status, plugin.owner) == ("ok", entry.owner)
     assert set(registry.snapshot().owners.values()) == {entry.owner}
-    # Where the settings leave its distribution out the user has still named the module.
+    # If the settings exclude its distribution, the user has still named the module.
     left_out, loaded = load(OpRegistry(), [entry, named], only=[])
     assert (left_out.status, loaded.status) == ("disabled", "ok")
 
@@ -359,9 +359,9 @@ def test_stock_is_nobodys(write: Write) -> None:
     for distribution in ("aaa", "vllm-fl-core", "vllm-fl-reference"):
         (plugin,) = load(OpRegistry(), [reserved(write, "stock.vllm", distribution)])
         assert plugin.status == "failed"
-        assert "nobody's" in str(plugin.error)
+        assert "reserved for vLLM" in str(plugin.error)
     impl = OpImpl("silu_and_mul", "stock.vllm", BackendImplKind.REFERENCE, lambda x: x)
-    with pytest.raises(PluginError, match="nobody's"):
+    with pytest.raises(PluginError, match="reserved for vLLM"):
         OpRegistry().register_impl(impl)
 
 
@@ -467,9 +467,9 @@ def test_whatever_its_other_hooks_raise_is_one_error_with_its_name(
         assert (failure.plugin, failure.distribution) == ("acme", "fl-acme 1.0")
     with pytest.raises(VllmFLError) as worker:
         start_in_worker([plugin], None)  # type: ignore[arg-type]
-    if "forged" not in error:  # an error of ours is for the user as it is
+    if "forged" not in error:  # our own errors reach the user unchanged
         assert "fl-acme 1.0" in str(worker.value) and type(worker.value) is PluginError
-    # Of a setting it is an error of that setting, where it is set, and of a probe a reason.
+    # A setting's error is one of that setting and its origin; a probe's is the reason.
     with pytest.raises(SettingsError, match="environment ACME_READ: acme_read: "):
         load_settings({"ACME_READ": "1"}, platform="cpu", plugins=plugin.settings)
     impl = registry.get_implementation("silu_and_mul", "vendor.x")
@@ -493,7 +493,7 @@ def settings():
         "5, 'ACME', True",
         "'acme', None, True",
         "'acme', 'ACME', 1.5",
-        "'acme', 'ACME', ('a',)",  # a list of what?
+        "'acme', 'ACME', ('a',)",  # a list of unknown items
         "'acme', 'ACME', True, names='op'",
         "'acme', 'ACME', 'a', choices=('b', 'c')",
         "'acme', 'ACME', True), SettingSpec('acme', 'ACME_2', False",
@@ -531,7 +531,7 @@ def test_a_variable_that_it_sets_is_named(
     monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
     monkeypatch.setenv("ACME_OWN", "0")
     one(write("import os\nos.environ |= {'VLLM_FL_PREFER': 'flagos', 'ACME_OWN': '1'}\n" + SOUND))
-    assert "of fl-acme 1.0 (/site/acme) set VLLM_FL_PREFER, which are the user's" in caplog.text
+    assert "of fl-acme 1.0 (/site/acme) set VLLM_FL_PREFER; only the user" in caplog.text
 
 
 def test_a_foreign_name_forges_no_line(write: Write) -> None:
@@ -556,7 +556,7 @@ def test_it_declares_the_distributions_whose_kernels_it_runs(write: Write) -> No
         ("numba", "Did you mean 'vllm-fl-numba'?"),
         ("vllm-fl-nunba", "Did you mean 'vllm-fl-numba'?"),
         ("reference", "Did you mean 'vllm-fl-reference'?"),
-        ("zzz", "Installed are vllm-fl-numba, vllm-fl-reference."),
+        ("zzz", "Installed: vllm-fl-numba, vllm-fl-reference."),
     ],
 )
 def test_a_name_that_nobody_has_is_told_with_what_was_meant(name: str, words: str) -> None:
@@ -618,7 +618,7 @@ def test_two_devices_are_one_error_that_names_both_and_the_user_decides(write: W
 
 
 def test_a_forced_device_that_is_not_there_is_an_error_with_its_reason(write: Write) -> None:
-    with pytest.raises(PluginError, match="not here: no /dev/acme0") as raised:
+    with pytest.raises(PluginError, match="missing: no /dev/acme0") as raised:
         find_device(devices(write, acme="no /dev/acme0"), "acme")
     assert raised.value.distribution == "fl-acme 1.0"
 
@@ -641,8 +641,6 @@ def test_a_device_profile_is_checked_when_it_is_made(fields: dict[str, str]) -> 
     with pytest.raises(ValueError, match=r"lower-case identifier|must be 'module\.Class'"):
         DeviceProfile(**{**sound, **fields}, detect=lambda: True)
 
-
-# The hook layers.
 
 LAYERS = """
 from vllm_fl import LayerImpl
@@ -715,7 +713,7 @@ def test_another_plugins_implementation_of_it_is_held_to_its_contract(write: Wri
 def register_ops():
     return [OpImpl("double", "vendor.other", BackendImplKind.VENDOR, lambda y: y, "other")]
 """
-    registry = OpRegistry()  # the one that is loaded first uses what the later one brings
+    registry = OpRegistry()  # the plugin loaded first uses what the later one provides
     early, late = load(registry, [write(other, "aaa"), write(DOUBLE, "zzz")])
     assert late.status == "ok" and early.status == "failed"
     assert "takes (y), but the contract has (x)" in str(early.error)
@@ -728,7 +726,7 @@ def test_two_with_one_op_both_fail_and_name_each_other(write: Write) -> None:
     for plugin, other in zip(
         plugins, ("fl-two 1.0 (/site/two)", "fl-one 1.0 (/site/one)"), strict=True
     ):
-        told = f"the contract of op 'double' refused: {other} claims it too"
+        told = f"the contract of op 'double' rejected: also provided by {other}"
         assert plugin.status == "failed" and told in str(plugin.error)
 
 
@@ -740,7 +738,7 @@ def test_two_with_one_op_both_fail_and_name_each_other(write: Write) -> None:
         ("[Contract('double')]", "expected an OpSpec"),
         ("[Contract(spec(lambda x: x))]", "expected lower-case letters"),
         ("[Contract(spec(), binding='no_such.module')]", "No module named 'no_such'"),
-        ("[Contract(spec(), binding='json')]", "has None for its BINDING; expected a Binding"),
+        ("[Contract(spec(), binding='json')]", "expected a Binding"),
         ("1 / 0", "ZeroDivisionError"),
         ("(exec('raise SystemExit(3)') or c for c in [1])", "SystemExit: 3"),
     ],
@@ -765,5 +763,5 @@ def test_only_an_op_without_a_place_needs_no_calls_of_a_model(write: Write) -> N
     placed = 'BINDING = Binding((LayerTarget("acme.Double", double),))'
     bound = unserved.replace("Contract(spec())", "Contract(spec(), __name__)")
     plugin, registry = one(write(f"{bound}\n{placed}\n", "beta"))
-    assert "the op 'double' has targets in vLLM, and its contract no `served`" in str(plugin.error)
+    assert "'double' has targets in vLLM, but its contract has no `served`" in str(plugin.error)
     assert "double" not in registry.snapshot().contracts

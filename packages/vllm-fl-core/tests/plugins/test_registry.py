@@ -1,4 +1,4 @@
-"""The registry: all or nothing, duplicates that name both, parameters that are the contract's."""
+"""The registry: all or nothing, both owners of duplicates, parameters match the contract."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_parameters_must_be_the_contracts(fn: Any, words: str) -> None:
 
 
 def test_only_what_the_contract_lets_be_overwritten_may_be() -> None:
-    with pytest.raises(PluginError, match="consumes names x"):
+    with pytest.raises(PluginError, match="consumes has x"):
         OpRegistry().register_impl(silu("vendor.acme", consumes={"x"}), ACME)
 
 
@@ -138,5 +138,5 @@ def test_a_vendor_that_differs_from_its_id_in_case_alone_is_taken_and_deprecated
         assert SelectionPolicy(deny_vendors=frozenset({name})).refuses(impl)
         assert SelectionPolicy(allow_vendors=frozenset({name})).refuses(impl) is None
     assert SelectionPolicy(allow_vendors=frozenset({"Cuda"})).refuses(impl)
-    with pytest.raises(ValueError, match=r"a vendor's impl_id is 'vendor\.CUDA'"):
+    with pytest.raises(ValueError, match=r"a vendor's impl_id must be 'vendor\.CUDA'"):
         OpImpl("silu_and_mul", "vendor.rocm", vendor, silu_and_mul, vendor="CUDA")

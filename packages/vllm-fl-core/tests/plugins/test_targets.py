@@ -1,4 +1,4 @@
-"""A target in vLLM is one op's: the plugin that names it second is refused, by name."""
+"""A target in vLLM belongs to one op: a second plugin that declares it is rejected by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPEC = known_contracts().contracts["silu_and_mul"]
 
 
 def same(*args: Any) -> Any:
-    """Stands for a route, a native form or a find."""
+    """Stand-in for a route, a native form or a find."""
     return args[0]
 
 
@@ -50,7 +50,7 @@ TWICE = {
     "IR op norm": (IrTarget("norm", same), IrTarget("norm", same)),
     "operator _C::norm": (operator("_C::norm"), operator("_C::norm")),
     "function vllm.a.f": (function("vllm.b.f", "vllm.a.f"), function("vllm.a.f")),
-    # vLLM's registry knows a layer by its class's name, whatever module that is in.
+    # vLLM's registry identifies a layer by its class's name, in any module.
     "layer Norm": (LayerTarget("vllm.layers.Norm"), LayerTarget("acme.model.Norm")),
     "pass vllm.P": (FusionTarget("vllm.P", "p", ()), FusionTarget("vllm.P", "q", ())),
     "pass_config.p": (FusionTarget("vllm.P", "p", ()), FusionTarget("vllm.Q", "p", ())),
@@ -67,7 +67,7 @@ TWICE = {
 
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plugin]:
-    """`plugin(distribution, {op: its targets})`: what brings these ops."""
+    """`plugin(distribution, {op: its targets})`: a plugin with these ops."""
 
     def made(distribution: str, ops: dict[str, Any]) -> Plugin:
         brought = []
@@ -105,10 +105,8 @@ def test_a_place_of_any_kind_is_the_first_plugins(plugin: Any, target: str) -> N
     error = other.error
     assert isinstance(error, TargetError)
     assert (error.plugin, error.distribution) == ("fl-zenith", "fl-zenith 1.0")
-    assert (
-        f"the contract of op 'zenith_norm': {target} is a target of op 'acme_norm', of fl-acme 1.0"
-        in str(error)
-    )
+    taken = f"{target} is already a target of op 'acme_norm' of fl-acme 1.0"
+    assert f"the contract of op 'zenith_norm': {taken}" in str(error)
 
 
 def test_places_of_our_ops_are_ours_whoever_is_loaded_first(plugin: Any) -> None:
@@ -118,16 +116,15 @@ def test_places_of_our_ops_are_ours_whoever_is_loaded_first(plugin: Any) -> None
     mine, ops = load(registry, [stranger, ours])
     assert (mine.status, ops.status) == ("failed", "ok")
     assert isinstance(mine.error, TargetError)
-    assert "IR op rms_norm is a target of op 'rms_norm'" in str(mine.error)
+    assert "IR op rms_norm is already a target of op 'rms_norm'" in str(mine.error)
     assert "acme_norm" not in registry.snapshot().bindings
 
 
 def test_the_attention_backends_are_no_ops_place(plugin: Any) -> None:
     (mine,) = load(OpRegistry(EMPTY), [plugin("fl-acme", {"acme_rows": [AttentionTarget()]})])
     assert isinstance(mine.error, TargetError)
-    assert "the attention backend is a target of op 'attention_backend', of vllm-fl-core" in str(
-        mine.error
-    )
+    taken = "the attention backend is already a target of op 'attention_backend' of vllm-fl-core"
+    assert taken in str(mine.error)
 
 
 def test_of_one_plugin_and_in_a_script_a_place_is_one_ops_too(plugin: Any) -> None:
@@ -142,7 +139,7 @@ def test_of_one_plugin_and_in_a_script_a_place_is_one_ops_too(plugin: Any) -> No
 
     contract = Contract(dataclasses.replace(SPEC, oracle=acme_c))
     with pytest.raises(
-        TargetError, match=r"'acme_c': operator _C::norm is a target of op 'acme_a'"
+        TargetError, match=r"'acme_c': operator _C::norm is already a target of op 'acme_a'"
     ):
         registry.add_contract(contract, Binding((target,)), Owner("late"))
 

@@ -1,7 +1,5 @@
-"""Vendors in vllm-plugin-FL's form, as they are: tests/plugins/fl-form-* load and compute.
-
-Their hardware is emulated on the CPU: only the form is theirs.
-"""
+"""Unmodified vendors in vllm-plugin-FL's form: tests/plugins/fl-form-* load and compute. Their
+hardware is emulated on the CPU."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ def loaded(vendor: str) -> tuple[Plugin, OpRegistry]:
 
 
 class Norm:
-    """What a norm's layer has."""
+    """The attributes of a norm's layer."""
 
     variance_epsilon = 1e-5
     variance_size_override = None
@@ -111,12 +109,12 @@ def test_what_it_cannot_do_is_refused_by_name(
 ) -> None:
     manager = OpManager(loaded[1], SelectionPolicy())
     call = (torch.randn(1, 2, 8), None, torch.rand(5, 3), torch.rand(5, 3), torch.tensor([4]))
-    with pytest.raises(NoImplementationError, match="takes the calling layer first"):
+    with pytest.raises(NoImplementationError, match="needs the calling layer"):
         manager.call("rotary_embedding", *call)
     if vendor == "musa":
         manager.call_as_method("rotary_embedding", SimpleNamespace(), *call, True)
     else:
-        with pytest.raises(AllFailedError, match="takes no rotary_interleaved"):
+        with pytest.raises(AllFailedError, match="has no parameter rotary_interleaved"):
             manager.call_as_method("rotary_embedding", SimpleNamespace(), *call, True)
 
 

@@ -1,4 +1,4 @@
-"""Whole layers as plugins bring them: the values, the plan and the digest."""
+"""Whole layers from plugins: the values, the plan and the digest."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_vendors_id_need_not_be_said() -> None:
     ("arguments", "fields", "words"),
     [
         ((ROW, "a.B", VENDOR), {}, "needs vendor"),
-        ((ROW, "a.B", VENDOR, "acme"), {"impl_id": "vendor.zeta"}, "is 'vendor.acme'"),
+        ((ROW, "a.B", VENDOR, "acme"), {"impl_id": "vendor.zeta"}, "must be 'vendor.acme'"),
         ((ROW, "a.B", BackendImplKind.REFERENCE, "acme"), {"impl_id": "x"}, "kind VENDOR only"),
         (("", "a.B", VENDOR, "acme"), {}, "class name"),
         ((ROW, "Row", VENDOR, "acme"), {}, r"module\.Class"),
@@ -51,18 +51,15 @@ def test_a_name_is_an_op_or_a_layer() -> None:
         LayerImpl("rms_norm", "a.B", VENDOR, "acme")
 
 
-# The plan.
-
-
 def test_the_plan_has_them_behind_the_ops_and_says_that_they_are_not_verified() -> None:
     plan = planning(managing(row(), silu("vendor.acme")))
     entry = plan.entries[ROW]
-    assert (entry.label, entry.reason, entry.impls) == ("vendor.acme", "the order says vendor", ())
+    assert (entry.label, entry.reason, entry.impls) == ("vendor.acme", "the order lists vendor", ())
     assert {name: impl.impl_id for name, impl in plan.layers.items()} == {ROW: "vendor.acme"}
     assert plan.is_stock(ROW), "nothing of it is bound to a layer of ours"
     text = line(plan)
     assert "2 ops planned" in text and f"{ROW}=vendor.acme" in text
-    assert notes(plan) == [f"not verified, as whole layers: {ROW}"]
+    assert notes(plan) == [f"whole layers, not verified: {ROW}"]
     assert notes(planning(managing(silu("vendor.acme")))) == []
 
 
@@ -80,8 +77,8 @@ def test_the_policys_orders_hold_for_layers_too() -> None:
     assert chosen(per_op_order={ROW: ["vendor:acme", "stock"]}) == "vendor.acme"
     assert chosen(per_op_order={ROW: ["stock"]}) == "stock"
     assert chosen(per_op_order={ROW.lower(): ["stock"]}) == "vendor.zeta", "names are exact"
-    gone = {(ROW, "vendor.zeta"): "refuses this engine: no"}
+    gone = {(ROW, "vendor.zeta"): "does not support this engine: no"}
     entry = planning(managing(*two), demoted=gone).entries[ROW]
     assert entry.label == "vendor.acme"
-    noted = planning(managing(*two), notes={ROW: "oot_blacklist names it"}).entries[ROW]
-    assert (noted.label, noted.reason) == ("stock", "oot_blacklist names it")
+    noted = planning(managing(*two), notes={ROW: "oot_blacklist lists it"}).entries[ROW]
+    assert (noted.label, noted.reason) == ("stock", "oot_blacklist lists it")

@@ -138,7 +138,7 @@ def test_a_users_own_section_is_all_that_is_tried(read: Read) -> None:
         ([section({"compiled": "stock"})], "devices.linear", "measured is missing"),
         ([section({"measured": MEASURED})], "devices.linear", "got none"),
         ([section({**ORDER, "rest": "stock"})], "devices.linear", "unknown key 'rest'"),
-        ([section({**ORDER, "compiled": {"<=64": "stock"}})], "devices.linear", "need 'rest'"),
+        ([section({**ORDER, "compiled": {"<=64": "stock"}})], "devices.linear", "needs 'rest'"),
         ([section({**ORDER, "measured": {**MEASURED, "ratio": "x"}})], "devices.linear", "'x'"),
     ],
     ids=str,

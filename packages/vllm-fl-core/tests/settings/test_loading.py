@@ -119,7 +119,7 @@ def test_only_a_higher_preference_re_sorts_a_platforms_list(
 def test_another_plugins_platform_is_left_as_it_is_until_somebody_asks(write: Write) -> None:
     settings = load_settings(platform="acme", foreign=True)
     assert settings.policy.prefer == "stock"
-    assert settings["prefer"].origin == "another plugin's platform, which no policy file is for"
+    assert settings["prefer"].origin == "another plugin's platform, without a policy file"
     assert [*map(str, settings.policy.order("rms_norm", engine=True))] == ["foreign", "stock"]
     assert [*map(str, settings.policy.order("rms_norm"))] == ["flagos", "vendor", "reference"]
     own = write("own.yaml", "op_backends: {rms_norm: [vendor:acme, foreign]}\n")
@@ -241,7 +241,7 @@ def test_a_plugins_whitelist_goes_without_anothers_blacklist(write: Write) -> No
     settings = load_settings({}, platform_files=[("a", a), ("b", b)])
     assert settings.oot_whitelist == ("x",)
     assert settings.oot_blacklist == ()
-    assert settings["oot_whitelist"].origin == f"{a}:1 (a), without what {b}:1 (b) names"
+    assert settings["oot_whitelist"].origin == f"{a}:1 (a), without the names in {b}:1 (b)"
 
 
 BROUGHT = {
@@ -294,19 +294,54 @@ def test_empty_is_unset_and_only_for_plugins_none() -> None:
         ("VLLM_FL_ALLOW_VENDORS", ",", "allow_vendors", "contains no name"),
         ("VLLM_FL_PER_OP", "rms_norm", "per_op", "op1=a|b;op2=x"),
         ("VLLM_FL_PER_OP", "a=flagos;a=vendor", "op_backends.a", "is set twice"),
-        ("VLLM_FL_PER_OP", "a=", "op_backends.a", "is not a valid token"),
+        ("VLLM_FL_PER_OP", "a=", "op_backends.a", "is not a valid selector"),
         ("VLLM_FL_PER_OP", "a=flagos|flagos", "op_backends.a", "is listed twice"),
         ("VLLM_FL_PER_OP", "a=refrence", "op_backends.a", "Did you mean 'reference'?"),
+        ("VLLM_FL_PER_OP", "a=native", "op_backends.a", "Did you mean 'stock'?"),
+        ("VLLM_FL_PER_OP", "a=acme", "op_backends.a", "A vendor is vendor:acme."),
         ("VLLM_FL_CONFIG", "/gone.yaml", "config", "does not exist"),
         ("VLLM_FL_CONFIG", "gone.yaml", "config", "relative to the working directory"),
         ("VLLM_FL_OP_CONFIG", "/gone.json", "op_config", "does not exist"),
         ("VLLM_FL_CONFIG", "/dev/zero", "config", "not a regular file"),
-        ("VLLM_FL_CONFIG", "a\0b", "config", "cannot be printed"),
-        ("FLAGCX_PATH", "/a\udc80", "flagcx_path", "cannot be printed"),
+        ("VLLM_FL_CONFIG", "a\0b", "config", "unprintable"),
+        ("FLAGCX_PATH", "/a\udc80", "flagcx_path", "unprintable"),
     ],
 )
 def test_environment_refuses(variable: str, text: str, key: str, said: str) -> None:
     assert said in refused({variable: text}, key=key, origin=f"environment {variable}")
+
+
+@pytest.mark.parametrize("name", ["VLLM_FL_ENABLED", "VLLM_FL_PREFER_ENABLED"])
+def test_two_names_of_one_variable(name: str) -> None:
+    assert load_startup({name: "false"}).enabled is False
+    both = {"VLLM_FL_ENABLED": "false", "VLLM_FL_PREFER_ENABLED": "0"}
+    assert load_startup(both).enabled is False
+    both[name] = "true"
+    with pytest.raises(SettingsError, match="contradicts it"):
+        load_startup(both)
+
+
+def test_calls_are_counted_without_a_debug_log() -> None:
+    assert [load_settings({}).counts_calls, load_startup({}).debug] == [False, False]
+    assert load_settings({"VLLM_FL_COUNT_CALLS": "1"}).counts_calls
+    assert load_settings({"VLLM_FL_DISPATCH_DEBUG": "1"}).counts_calls
+
+
+def test_the_command_line_has_priority(write: Write) -> None:
+    env = {
+        "VLLM_FL_CONFIG": write("fl.yaml", "op_backends: {a: stock, c: stock}"),
+        "VLLM_FL_PER_OP": "b=stock",
+    }
+    settings = load_settings(
+        env, orders={"group:g": "flagos|vendor", "c": ["reference"]}, groups={"g": ["a", "b"]}
+    )
+    orders = {op: [*map(str, order.every)] for op, order in settings.policy.per_op_order.items()}
+    assert orders == {"a": ["flagos", "vendor"], "b": ["flagos", "vendor"], "c": ["reference"]}
+    assert settings["op_backends.c"].overrides[0][1].endswith("fl.yaml:1")
+    for orders in ({"strict": True}, {"a": "native"}, {"a b": "stock"}):
+        with pytest.raises(SettingsError, match="additional-config") as caught:
+            load_settings(orders=orders)
+        assert caught.value.origin == "--additional-config.vllm_fl"
 
 
 def test_unknown_variables_are_named() -> None:
@@ -361,8 +396,8 @@ def test_startup_reads_no_file_and_only_its_own() -> None:
     ("text", "line", "key", "said"),
     [
         ("prefer: vendor\nstrikt: true", 2, "strikt", "Did you mean 'strict'?"),
-        ("prefer: vendor\nprefer: flagos", 2, "config", "is set twice, first in line 1"),
-        ("op_backends:\n  m: [flagos]\n  m: [vendor]", 3, "config", "first in line 2"),
+        ("prefer: vendor\nprefer: flagos", 2, "config", "is set twice, first on line 1"),
+        ("op_backends:\n  m: [flagos]\n  m: [vendor]", 3, "config", "first on line 2"),
         ("prefer: 1", 1, "prefer", "expected one of flagos, vendor, reference"),
         ("strict: 1", 1, "strict", "expected true or false"),
         ("strict: !!bool [a]", 1, "config", "expected a scalar node"),
@@ -379,7 +414,7 @@ def test_startup_reads_no_file_and_only_its_own() -> None:
         ("op_backends:\n  m:\n  - vendor: cuda", 2, "op_backends.m", "no space after its colon"),
         ("op_backends:\n  m: {eagre: [flagos]}", 2, "op_backends.m", "Did you mean 'eager'?"),
         ("op_backends:\n  m: [flagos, flagos]", 2, "op_backends.m", "is listed twice"),
-        ("op_backends:\n  m:\n    <=8: stock", 2, "op_backends.m", "need 'rest'"),
+        ("op_backends:\n  m:\n    <=8: stock", 2, "op_backends.m", "needs 'rest'"),
         ("op_backends: {m: {<=8: stock, <=4: vendor, rest: vendor}}", 1, "op_backends.m", "ascend"),
         ("op_backends:\n  m:\n    <=8: stock\n    <=8: flagos", 4, "config", "line 3"),
         ("op_backends:\n  m:\n    <=8: stock\n    <=x: flagos", 2, "op_backends.m", "integer N"),
@@ -387,10 +422,10 @@ def test_startup_reads_no_file_and_only_its_own() -> None:
         ("op_backends:\n  m:\n    <=8: [stock,\n      stok]", 2, "op_backends.m", "'stock'"),
         ("op_backends:\n  m: {}", 2, "op_backends.m", "got none"),
         ("op_backends:\n  m: {8: stock, rest: stock}", 2, "config", "expected text"),
-        ("preflight: run", 1, "preflight", "set by the variable VLLM_FL_PREFLIGHT"),
-        ("VLLM_FL_PREFER: vendor", 1, "VLLM_FL_PREFER", "In a file it is prefer."),
+        ("preflight: run", 1, "preflight", "the variable VLLM_FL_PREFLIGHT"),
+        ("VLLM_FL_PREFER: vendor", 1, "VLLM_FL_PREFER", "In a file, use prefer."),
         ("silu_and_mul: [vendor]", 1, "silu_and_mul", "an op: write it under op_backends"),
-        ("io_dump: {}", 1, "io_dump", "Known are prefer, strict"),
+        ("io_dump: {}", 1, "io_dump", "Known: prefer, strict"),
         ("? [a]\n: b", 1, "config", "expected text as a key"),
         ("<<: {strict: true}", 1, "config", "merge keys"),
         ("- a", 1, "config", "expected a mapping of settings, got a list"),
@@ -468,8 +503,8 @@ def test_file_that_sets_nothing(write: Write, text: str) -> None:
         ('{"a": "flagos"\n"b": "vendor"}', "op_config", 2, "invalid YAML or JSON"),
         ("[" * 1200, "op_config", 1, "nested too deeply"),
         ('{"a": ' + "9" * 5000 + "}", "op_config", 1, ""),
-        ('{"a": 1}', "op_backends.a", 1, "expected a token"),
-        ('{"a": "vendor:\\ud800"}', "op_backends.a", 1, "is not a valid token"),
+        ('{"a": 1}', "op_backends.a", 1, "expected a selector"),
+        ('{"a": "vendor:\\ud800"}', "op_backends.a", 1, "is not a valid selector"),
         (
             '{"a": {"<=8": "stock",\n"<=4": "vendor", "rest": "stock"}}',
             "op_backends.a",
@@ -509,7 +544,7 @@ def test_a_plugins_file_may_not_order_by_size(write: Write, under: str) -> None:
     text = "op_backends:\n  m: " + (f"{{{under}{rows}}}" if under else rows)
     path = write("p.yaml", text)
     said = refused({}, ("acme 1.0", path), key="op_backends.m", origin=f"{path}:2 (acme 1.0)")
-    assert "may not order by size" in said
+    assert "must not have orders by size" in said
     # No error if it is overridden.
     config = write("c.yaml", "op_backends: {m: {<=8: flagos, rest: vendor}}")
     env = {"VLLM_FL_CONFIG": config}

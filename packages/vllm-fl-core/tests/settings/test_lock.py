@@ -58,7 +58,7 @@ def test_a_broken_one_is_one_error(file: Path, broken: Any) -> None:
     with pytest.raises(InvalidSettingError) as raised:
         load_settings({"VLLM_FL_LOCK": str(file)})
     assert raised.value.key == "lock" and str(file) in raised.value.origin
-    assert "not a whole lock" in raised.value.message and "\n" not in raised.value.message
+    assert "not a complete version" in raised.value.message and "\n" not in raised.value.message
 
 
 def test_one_that_is_not_there(tmp_path: Path) -> None:

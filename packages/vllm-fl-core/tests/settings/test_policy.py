@@ -40,7 +40,7 @@ def test_token_prints_what_it_reads(text: str) -> None:
     ["", "cuda", "vendor:", "impl:", "stock:x", "flagos:x", "vendor: cuda", "vendor:a b", "Vendor"],
 )
 def test_token_refuses(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a valid token"):
+    with pytest.raises(ValueError, match="is not a valid selector"):
         Token.parse(text)
 
 
@@ -117,8 +117,8 @@ def test_an_order_by_size_is_that_of_the_first_ceiling_that_holds_the_call() -> 
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ({"<=16": "vendor"}, "need 'rest'"),
-        ({"eager": {"<=16": "vendor"}}, "need 'rest'"),
+        ({"<=16": "vendor"}, "needs 'rest'"),
+        ({"eager": {"<=16": "vendor"}}, "needs 'rest'"),
         ({"<=16": "vendor", "<= 16": "flagos", "rest": "stock"}, "'<=16' follows '<=16'"),
         ({"<=16": "vendor", "<=8": "flagos", "rest": "stock"}, "ascending"),
         ({"<=0": "vendor", "rest": "stock"}, "at least 1"),
@@ -173,7 +173,7 @@ def test_orders_of_every_preference_are_the_documented_ones(
 
 def test_deny_beats_allow_and_both_look_at_vendors_only() -> None:
     policy = SelectionPolicy(allow_vendors=frozenset({"acme"}), deny_vendors=frozenset({"acme"}))
-    assert policy.refuses(ACME) == "deny_vendors names acme"
+    assert policy.refuses(ACME) == "deny_vendors contains acme"
     none = SelectionPolicy(allow_vendors=frozenset())
     assert none.refuses(ACME) == "allow_vendors lists none"
     for impl in (GEMS, TORCH):
@@ -192,7 +192,7 @@ def test_policy_is_frozen_and_equal_by_value() -> None:
 
 
 def test_policy_refuses_a_vendor_as_preference() -> None:
-    with pytest.raises(ValueError, match="prefer is one of"):
+    with pytest.raises(ValueError, match="prefer must be one of"):
         SelectionPolicy(prefer="cuda")
 
 

@@ -60,9 +60,9 @@ def test_a_value_that_differs_is_named(path: Path) -> None:
     table = load_settings({"VLLM_FL_TABLE": str(path)}).tuned
     assert table is not None and table.differs("cpu", HERE.get) == ""
     for device, versions, words in (
-        ("H100", HERE, "the device is H100, and it was measured on cpu"),
-        ("cpu", {**HERE, "vllm": "0.33.0"}, "vllm is 0.33.0, and it was measured with 0.32.0"),
-        ("cpu", {"vllm": "0.32.0"}, "fl-cpu is not installed, and it was measured with 1.0"),
+        ("H100", HERE, "the device is H100, but the measurement used cpu"),
+        ("cpu", {**HERE, "vllm": "0.33.0"}, "vllm is 0.33.0, but the measurement used 0.32.0"),
+        ("cpu", {"vllm": "0.32.0"}, "fl-cpu is not installed, but the measurement used 1.0"),
     ):
         assert table.differs(device, versions.get) == words
 

@@ -57,7 +57,9 @@ class Collectives:
         """
         library = loaded()
         if library is None:
-            raise LibraryError("FlagCX's library was not loaded before its communicator was made")
+            raise LibraryError(
+                "FlagCX's library was not loaded before its communicator was created"
+            )
         self._flagcx: Library = library
         self._streams: dict[int | None, ctypes.c_void_p] = {}
         self._where = f" in group {self.unique_name or '?'}, rank {self.rank_in_group}"
@@ -140,7 +142,9 @@ class Collectives:
             ValueError: this rank's number of rows differs from `sizes`.
         """
         if dim != 0:
-            raise NotImplementedError(f"all_gatherv along dimension {dim}: vLLM has it for 0 alone")
+            raise NotImplementedError(
+                f"all_gatherv supports only dimension 0, as in vLLM, got {dim}"
+            )
         if isinstance(input_, list):
             return [self._gatheredv(each, sizes) for each in input_]
         return self._gatheredv(input_, sizes)
@@ -191,7 +195,7 @@ class Collectives:
                     self._move("flagcxSend", each.tensor.contiguous(), each.group_peer)
                 elif each.op is not dist.irecv or not each.tensor.is_contiguous():
                     raise ValueError(
-                        f"{each.op} of {tuple(each.tensor.shape)}: isend, or irecv into "
+                        f"{each.op} of {tuple(each.tensor.shape)}: expected isend, or irecv into "
                         "a contiguous tensor"
                     )
                 else:
@@ -205,11 +209,15 @@ class Collectives:
 
     def checkpoint_prepare(self) -> None:
         """Raise NotImplementedError: FlagCX's connections cannot be saved."""
-        raise NotImplementedError(f"checkpoint_prepare: FlagCX cannot be saved{self._where}")
+        raise NotImplementedError(
+            f"checkpoint_prepare: FlagCX's connections cannot be saved{self._where}"
+        )
 
     def checkpoint_restore(self) -> None:
         """Raise NotImplementedError: FlagCX's connections cannot be saved."""
-        raise NotImplementedError(f"checkpoint_restore: FlagCX cannot be restored{self._where}")
+        raise NotImplementedError(
+            f"checkpoint_restore: FlagCX's connections cannot be restored{self._where}"
+        )
 
     def destroy(self) -> None:
         """Leave the group. Further calls have no effect."""
@@ -276,7 +284,7 @@ class Collectives:
         if sizes is None or len(set(sizes)) == 1:
             return self._gathered(given)
         if len(sizes) != self.world_size or sizes[self.rank_in_group] != given.shape[0]:
-            raise ValueError(f"{given.shape[0]} rows, where sizes are {sizes}{self._where}")
+            raise ValueError(f"got {given.shape[0]} rows, but sizes are {sizes}{self._where}")
         shape = (sum(sizes), *given.shape[1:])
         result = torch.empty(shape, dtype=given.dtype, device=given.device)
         ends = [*accumulate(sizes)]
@@ -293,7 +301,7 @@ class Collectives:
         parts = [rows // size] * size if sizes is None else sizes
         if len(parts) != size or sum(parts) != rows:
             told = f"{size} equal parts" if sizes is None else f"parts of {sizes}"
-            raise ValueError(f"{rows} rows do not make {told}{self._where}")
+            raise ValueError(f"{rows} rows cannot be split into {told}{self._where}")
         return parts
 
 
@@ -301,7 +309,7 @@ def _kind(tensor: torch.Tensor) -> int:
     """Return FlagCX's number of the tensor's dtype, for reductions."""
     kind = DTYPES.get(tensor.dtype)
     if kind is None:
-        raise NotImplementedError(f"FlagCX adds no {tensor.dtype}")
+        raise NotImplementedError(f"FlagCX does not support reductions of {tensor.dtype}")
     return kind
 
 
@@ -314,4 +322,4 @@ def _current_stream(device: torch.device) -> int | None:
         raw = getattr(stream, name, None)
         if raw is not None:
             return int(raw)
-    raise NotImplementedError(f"torch's {type(stream).__name__} shows no handle of the stream")
+    raise NotImplementedError(f"torch's {type(stream).__name__} has no stream handle")

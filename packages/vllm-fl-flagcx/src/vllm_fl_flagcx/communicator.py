@@ -25,8 +25,8 @@ class FlagcxCommunicator(Collectives, DeviceCommunicatorBase):  # type: ignore[m
 
             if self.all2all_backend not in ("naive", "allgather_reducescatter"):
                 raise NotImplementedError(
-                    f"all2all_backend={self.all2all_backend}: on FlagCX experts are spread by "
-                    "allgather_reducescatter alone"
+                    f"all2all_backend={self.all2all_backend}: FlagCX supports only "
+                    "allgather_reducescatter for experts"
                 )
             self.all2all_manager = AgRsAll2AllManager(self.cpu_group)
 
@@ -45,5 +45,5 @@ class FlagcxCommunicator(Collectives, DeviceCommunicatorBase):  # type: ignore[m
     @property
     def _experts(self) -> Any:
         if self.all2all_manager is None:
-            raise NotImplementedError(f"group {self.unique_name} was made without experts")
+            raise NotImplementedError(f"group {self.unique_name} was created without experts")
         return self.all2all_manager

@@ -82,16 +82,14 @@ def find(folder: str | None) -> Path:
             path = Path(folder, below, FILE)
             if path.is_file():
                 return path
-        raise LibraryError(
-            f"FLAGCX_PATH={folder}: there is no {FILE} in {' or '.join(BELOW)} below it"
-        )
+        raise LibraryError(f"FLAGCX_PATH={folder} has no {FILE} in {' or '.join(BELOW)}")
     spec = find_spec("flagcx")
     for root in spec.submodule_search_locations or () if spec is not None else ():
         for below in (".", *BELOW):
             path = Path(root, below, FILE)
             if path.is_file():
                 return path
-    raise LibraryError("no FlagCX is installed, and FLAGCX_PATH is not set")
+    raise LibraryError("FlagCX is not installed, and FLAGCX_PATH is not set")
 
 
 class Library:
@@ -114,9 +112,11 @@ class Library:
             ) from error
         lacks = [name for name in PROTOTYPES if not hasattr(self._lib, name)]
         if "flagcxDeviceHandleInit" in lacks and hasattr(self._lib, OLDER):
-            raise LibraryError(f"{path} is a FlagCX before 0.13, whose functions are others")
+            raise LibraryError(f"{path} is older than FlagCX 0.13, and has other functions")
         if lacks:
-            raise LibraryError(f"{path} is no whole FlagCX: it has no {', '.join(lacks)}")
+            raise LibraryError(
+                f"{path} is not a complete FlagCX library: it lacks {', '.join(lacks)}"
+            )
         for name, types in PROTOTYPES.items():
             function = getattr(self._lib, name)
             function.argtypes, function.restype = types, INT
@@ -211,9 +211,7 @@ def load(path: Path) -> Library:
     with _loading:
         others = [other for other in _loaded if other != path]
         if others:
-            raise LibraryError(
-                f"this process has loaded {others[0]} already, and cannot load {path}"
-            )
+            raise LibraryError(f"cannot load {path}: this process has already loaded {others[0]}")
         if path not in _loaded:
             _loaded[path] = Library(path)
         return _loaded[path]

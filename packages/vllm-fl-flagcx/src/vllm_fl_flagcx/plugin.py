@@ -69,7 +69,7 @@ def doctor(settings: Any) -> Iterator[Finding]:
         yield Finding(
             "flagcx",
             str(error) + ".",
-            "Engines of several ranks go on with vLLM's own communicator, until FlagCX is built "
-            "there or FLAGCX_PATH leads to it.",
+            "Engines with several ranks use vLLM's communicator until FlagCX is built there or "
+            "FLAGCX_PATH points to it.",
             "unset FLAGCX_PATH",
         )

@@ -17,7 +17,7 @@ from .settings import BLACKLIST, OPLIST, USE, WHITELIST, blacklist, check_names,
 
 __all__ = ["known_names", "replaceable", "start", "write_list"]
 
-NO_LIST = f"no list names one ({WHITELIST.variable}, {BLACKLIST.variable})"
+NO_LIST = f"no list selects any ({WHITELIST.variable}, {BLACKLIST.variable})"
 
 _replaced: list[tuple[str, ...]] = []
 """The replaced operators of this process, if any: replacing cannot be undone."""
@@ -49,11 +49,11 @@ def start(context: WorkerContext) -> WorkerReport | None:
     if context.wants_invariance:
         if _replaced and _replaced[0]:
             raise RuntimeError(
-                f"{context.wants_invariance}: an engine before in this process has replaced "
-                "PyTorch's operators by FlagGems's, for good, and nothing measures those. Start "
-                "this engine in a process of its own"
+                f"{context.wants_invariance}: an earlier engine in this process replaced PyTorch "
+                "operators by FlagGems's. This cannot be undone, and they are not verified. Start "
+                "this engine in its own process"
             )
-        why = f"{context.wants_invariance}, and nothing measures them"
+        why = f"{context.wants_invariance}, and FlagGems's operators are not verified"
         return WorkerReport((f"FlagGems: no PyTorch operator replaced: {why}",), {"aten": []})
     reason = NO_LIST if wanted == () and not _replaced else problem()
     if reason:
@@ -61,7 +61,7 @@ def start(context: WorkerContext) -> WorkerReport | None:
     gems = flag_gems()
     check_names(settings, known_names(gems) | _ops_of_the_plan())
     if _replaced:
-        cause = "set by the first engine in this process, for good"
+        cause = "set by the first engine in this process, and cannot be changed"
     else:
         _replaced.append(_replace(gems, wanted, settings))
         which, spec = ("all not in", BLACKLIST) if wanted is None else ("all in", WHITELIST)
@@ -71,7 +71,7 @@ def start(context: WorkerContext) -> WorkerReport | None:
     lines = [f"FlagGems: {len(keys)} PyTorch operators replaced: {cause}"]
     unused = sorted(set(wanted or ()) - set(gems.FULL_CONFIG_BY_FUNC))
     if unused:
-        lines.append(f"flagos_whitelist: no operator of PyTorch's, no effect: {', '.join(unused)}")
+        lines.append(f"flagos_whitelist: not PyTorch operators, ignored: {', '.join(unused)}")
     if context.rank == 0:
         lines.append(_listed(value(settings, OPLIST), keys))
     return WorkerReport(tuple(lines), {"flag_gems": str(gems.__version__), "aten": list(keys)})
@@ -155,5 +155,5 @@ def _listed(path: str, keys: Iterable[str]) -> str:
     try:
         write_list(path, keys)
     except OSError as error:
-        return f"FlagGems: the list of replaced operators was not written to {path}: {error}"
+        return f"FlagGems: cannot write the list of replaced operators to {path}: {error}"
     return f"FlagGems: the replaced operators are listed in {path}"

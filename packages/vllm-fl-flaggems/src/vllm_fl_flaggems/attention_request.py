@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["supports_attention"]
 
 BACKEND = "FlagGems's attention"
-NHD = "FlagGems's attention writes NHD"
-PLANES = "FlagGems's attention needs keys and values in one piece each, as LHBNC has them"
+NHD = "FlagGems's attention supports only NHD"
+PLANES = "FlagGems's attention needs keys and values in one piece each, as in LHBNC"
 
 
 def supports_attention(request: AttentionRequest) -> Availability:
@@ -27,9 +27,9 @@ def supports_attention(request: AttentionRequest) -> Availability:
     if reason := refused(request, BACKEND, "has_sliding_window"):
         return reason
     if request.head_size > 256 or request.head_size % 8:
-        return f"heads of {request.head_size}: {BACKEND} takes multiples of 8 up to 256"
+        return f"heads of {request.head_size}: {BACKEND} supports multiples of 8 up to 256"
     if request.block_size is not None and request.block_size % 16:
-        return f"blocks of {request.block_size} tokens are no multiple of 16"
+        return f"blocks of {request.block_size} tokens are not a multiple of 16"
     return _missing() or True
 
 

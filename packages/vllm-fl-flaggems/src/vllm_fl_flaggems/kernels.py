@@ -107,8 +107,8 @@ def launchable(name: str) -> Any | None:
     if found == parameters:
         return kernel
     get_logger("flaggems").info(
-        "FlagGems %s has another %s (%s): its public function is called, which takes the host "
-        "longer",
+        "FlagGems %s has changed %s (%s): calling its public function instead, which takes more "
+        "host time",
         getattr(flag_gems(), "__version__", "?"),
         name,
         found,

@@ -64,11 +64,11 @@ def available() -> Availability:
         return f"FlagGems is not installed: {INSTALL}"
     if _vllm_for_cpu():
         # FlagGems imports `vllm._C`, which in a CPU build may be for another processor.
-        return "this vLLM is a CPU build, beside which importing FlagGems may end the process"
+        return "importing FlagGems may crash the process, because vLLM is a CPU build"
     if find_spec("triton") is None:
         return "FlagGems needs triton, which is not installed"
     if not any(_devices(name) for name in ACCELERATORS):
-        return "FlagGems needs a GPU or NPU, and torch sees none"
+        return "FlagGems needs a GPU or NPU, but torch finds none"
     return True
 
 
@@ -219,7 +219,7 @@ def _with_way_out(tune: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             raise RuntimeError(
                 f"FlagTune, which tunes FlagGems's kernels, failed ({type(error).__name__}: "
-                f"{error}). USE_FLAGTUNE=0 has FlagGems tune them itself."
+                f"{error}). Set USE_FLAGTUNE=0 to let FlagGems tune them itself."
             ) from error
 
     return tuned

@@ -126,7 +126,7 @@ def check_names(settings: Any, known: Collection[str]) -> None:
             meant = f" Did you mean {near[0]!r}?" if near else ""
             origin = settings[spec.key].origin
             raise SettingsError(
-                f"{origin}: {spec.key}: there is no FlagGems op {name!r}.{meant}",
+                f"{origin}: {spec.key}: unknown FlagGems op {name!r}.{meant}",
                 key=spec.key,
                 origin=origin,
             )
@@ -139,29 +139,30 @@ def findings(settings: Any) -> Iterator[Finding]:
         yield Finding(
             "flag-gems",
             f"vllm-fl-flaggems {version_of('vllm-fl-flaggems')} is installed, flag-gems is not.",
-            "The backend has no kernels of its own. flag-gems pins releases of numpy and others "
-            "that vLLM does not accept, so that pip cannot install both in one step.",
+            "flag-gems provides the backend's kernels. It pins releases of numpy and others that "
+            "vLLM does not accept, so pip cannot install both in one step.",
             INSTALL,
         )
     elif not any(map(version_of, ("triton", "triton-ascend", "flagtree"))):
         yield Finding(
             "flag-gems",
             f"flag-gems {gems} is installed, Triton is not.",
-            "FlagGems's kernels are written in Triton and it does not depend on one. The "
-            "hardware's vendor may have a build of its own.",
+            "FlagGems's kernels need Triton, but flag-gems does not require it. Your hardware "
+            "vendor may have its own build.",
             "pip install triton",
         )
     owners = sorted({*packages_distributions().get("flag_gems", ())})
     if len(owners) > 1:
         yield Finding(
             "owners",
-            f"The import name 'flag_gems' has {len(owners)} owners: {', '.join(owners)}.",
-            "They overwrite one another's files; which one is imported depends on the order in "
-            f"which they were installed. Install another one than {owners[-1]} if you want that.",
+            f"{len(owners)} installed distributions provide the import name 'flag_gems': "
+            f"{', '.join(owners)}.",
+            "They overwrite each other's files; the one installed last is imported. The command "
+            f"keeps {owners[-1]}; you can install another one instead.",
             f"pip uninstall -y {' '.join(owners)} && pip install --no-deps {owners[-1]}",
         )
     if not value(settings, USE):
-        why = f"{settings[USE.key].named} leaves FlagGems out."
+        why = f"{settings[USE.key].named} disables FlagGems."
         yield from _idle(settings, SETTINGS[1:], why)
     elif gems is None:
         yield from _idle(settings, SETTINGS, "flag-gems is not installed.")

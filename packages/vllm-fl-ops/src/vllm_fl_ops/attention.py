@@ -30,17 +30,17 @@ def refused(request: AttentionRequest, backend: str, *harmless: str) -> str | No
     own = {name: getattr(request, name) for name in ("use_mla", "use_sparse", "has_sink")}
     for name, value in {**own, **extras}.items():
         if name.startswith(("use_", "has_")) and value and name not in harmless:
-            return f"{backend} has no {name}"
+            return f"{backend} does not support {name}"
     if dtype not in HALVES:
-        return f"{backend} has no kernel for {dtype}"
+        return f"{backend} does not support {dtype}"
     if request.kv_cache_dtype not in KV_CACHE_DTYPES:
-        return f"{backend} has no {request.kv_cache_dtype} KV cache"
+        return f"{backend} does not support KV cache dtype {request.kv_cache_dtype}"
     if request.kv_cache_dtype in HALVES and request.kv_cache_dtype != dtype:
-        return f"the KV cache is {request.kv_cache_dtype} and the model {dtype}"
+        return f"the KV cache is {request.kv_cache_dtype}, but the model is {dtype}"
     if (kind := extras.get("attn_type", "decoder")) != "decoder":
-        return f"{backend} is for decoders, not {kind}"
+        return f"{backend} supports decoders only, not {kind}"
     if extras.get("is_hybrid"):
-        return f"{backend} supports no split cache, which models with state layers use"
+        return f"{backend} does not support the split cache of models with state layers"
     return None
 
 
@@ -63,8 +63,8 @@ class InPlanes:
             return spec
         if spec.head_size != spec.head_size_v:
             raise ValueError(
-                f"{cls.__name__} needs keys and values of one size, got {spec.head_size} and "
-                f"{spec.head_size_v}: set VLLM_FL_PER_OP='attention_backend=stock'"
+                f"{cls.__name__} needs keys and values of the same size, got {spec.head_size} and "
+                f"{spec.head_size_v}. Set VLLM_FL_PER_OP='attention_backend=stock'"
             )
         size = spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
         return dataclasses.replace(spec, num_head_slots=2, state_content_bytes=size)

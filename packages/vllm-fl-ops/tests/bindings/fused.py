@@ -1,8 +1,6 @@
-"""vLLM's own pass for norms with ropes, on a graph of this process: run by test_fusions.py.
-
-vLLM's CPU build neither runs the pass nor has its operator, and imports the pass if some operators
-are there. They are defined here, without a kernel.
-"""
+"""vLLM's pass for norms with ropes, on a graph of this process: run by test_fusions.py. vLLM's CPU
+build neither runs the pass nor has its operator, and can import the pass only if some operators
+exist. They are defined here without a kernel."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ QUANTISED = (
 
 
 def define() -> torch.library.Library:
-    """The operators that the pass's module reads when it is imported."""
+    """Define the operators that the pass's module reads when it is imported."""
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
@@ -64,7 +62,7 @@ def attention(
     epsilon: float,
     rope: bool = True,
 ) -> tuple[torch.Tensor, ...]:
-    """What precedes the attention of a model with norms of heads, as vLLM's layers trace it."""
+    """The code before the attention of a model with norms of heads, traced like vLLM's layers."""
     from vllm import ir
 
     widths = (HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE)
@@ -79,7 +77,7 @@ def attention(
 
 
 def take(plan: Plan) -> None:
-    """Override the operator, as an engine's start does."""
+    """Override the operator like at an engine's startup."""
     from vllm_fl.integration.patchers import operators
 
     cpu, of_op = torch.device("cpu"), {"qk_norm_rope": known_contracts().bindings["qk_norm_rope"]}
@@ -118,7 +116,7 @@ def main() -> None:
     layer = SimpleNamespace(head_size=SIZE, num_heads=HEADS, num_kv_heads=KV_HEADS)
     fusion.get_layers_from_vllm_config = lambda *_: {"layer": layer}
     bf16 = torch.bfloat16
-    # vLLM makes the pattern's own inputs on a GPU.
+    # vLLM makes the pattern's inputs on a GPU.
     fusion.empty_bf16 = lambda *size: torch.empty(*size, dtype=bf16)
     fusion.empty_i64 = lambda *size: torch.empty(*size, dtype=torch.int64)
     config.model_config = SimpleNamespace(dtype=bf16)
@@ -135,7 +133,7 @@ def main() -> None:
         using: list[Any],
         epsilon: float,
     ) -> tuple[torch.Tensor, ...]:
-        """Compiled for some sizes with these passes, and those that vLLM has behind them."""
+        """Compile for some sizes with these passes, and with vLLM's that follow them."""
 
         def lower(gm: torch.fx.GraphModule, _: Any) -> Any:
             view_to_reshape(gm)
@@ -146,12 +144,12 @@ def main() -> None:
                     known = len(unknowns.guards), dict(unknowns.replacements)
                     if each.is_applicable_for_range(sizes):
                         each(gm.graph)
-                    # vLLM has one table of unknowns for all graphs, and stores it with them: what
-                    # is joined in it is one input to who loads them, and two in what was compiled.
+                    # vLLM stores one shape environment with all graphs: unified sizes are one input
+                    # to the loader, but two in the compiled code.
                     if known != (len(unknowns.guards), dict(unknowns.replacements)):
                         joined.add(type(each).__name__)
                 gm.recompile()
-                # Inductor traces the graph again behind all passes.
+                # Inductor traces the graph again after all passes.
                 FakeTensorProp(gm, detect_fake_mode(values)).propagate_dont_convert_inputs(*values)
                 if known != (len(unknowns.guards), dict(unknowns.replacements)):
                     joined.add("Inductor")

@@ -1,4 +1,4 @@
-"""The bindings: one for every op, readable where no vLLM is, and what they name is vLLM's."""
+"""Bindings: one for every op, readable without vLLM, and their names exist in vLLM."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ BREAK = re.compile(rb"@eager_break_during_capture\n(?:\s*@.*\n)*\s*def (\w+)")
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_no_place_is_where_vllm_interrupts_a_captured_graph() -> None:
-    """What took the place of a break would be captured, with the step's metadata in it."""
+    """A replacement for such a break would be captured together with the step's metadata."""
     files = (file for root in vllm_folders() for file in root.rglob("*.py"))
     breaks = {name.decode() for file in files for name in BREAK.findall(file.read_bytes())}
     assert "unified_attention_with_output" in breaks
@@ -65,20 +65,20 @@ def test_each_field_of_the_models_sizes_is_asked_and_each_name_has_one_rule() ->
 
 
 class Called(Exception):
-    """What stands for vLLM's kernel was called."""
+    """The stand-in for vLLM's kernel was called."""
 
 
 TELLING = [
     (op, target)
     for kind in (OperatorTarget, FunctionTarget)
     for op, target in targets(known_contracts().bindings, kind)
-    if target.tokens and op != "fused_experts"  # its native is no call of the contract's alone
+    if target.tokens and op != "fused_experts"  # its native needs more than the contract's call
 ]
 
 
 @pytest.mark.parametrize(("op", "target"), TELLING, ids=lambda value: getattr(value, "name", value))
 def test_the_tokens_of_a_place_are_the_ops(op: str, target: Any) -> None:
-    """As its native hands the samples to vLLM's kernel, which gets calls of vLLM's as they came."""
+    """Checked on the native's calls of the kernel for each sample."""
     import torch
 
     given: dict[str, Any] = {}
@@ -104,7 +104,7 @@ def test_tokens_that_are_no_parameter_are_an_error(kind: Any) -> None:
 
 
 def served(multimodal: bool = False, **settings: Any) -> Any:
-    """A VllmConfig of a model with these settings in its own configuration."""
+    """A VllmConfig of a model with these settings in its configuration."""
     hf_config = SimpleNamespace(to_dict=lambda: settings)
     return SimpleNamespace(
         model_config=SimpleNamespace(hf_config=hf_config, is_multimodal_model=multimodal)

@@ -1,4 +1,4 @@
-"""What the targets of paged caches and of merged attention hand to the op, and what they leave."""
+"""Targets of paged caches and of merged attention: calls to the op, and declined calls."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_stock_is_what_attention_on_cpus_without_amx_writes() -> None:
 
 
 def halves(tokens: int = 5) -> list[torch.Tensor]:
-    """Outputs and sums of two attentions, sums with heads first, as vLLM has them."""
+    """Outputs and log-sums of two attentions; like in vLLM, the sums have heads first."""
     return [part for _ in range(2) for part in (torch.randn(tokens, 2, 8), torch.randn(2, tokens))]
 
 
@@ -126,7 +126,7 @@ def merged(*args: Any) -> Any:
 
 
 def functions(call: Op) -> list[Op]:
-    """The op as vLLM's functions are called."""
+    """The op as vLLM's functions call it."""
     operator, *others = routes("merge_attn_states", call)
 
     def by_operator(output: Any, p: Any, a: Any, s: Any, b: Any, sums: Any, n: Any, q: Any) -> Any:

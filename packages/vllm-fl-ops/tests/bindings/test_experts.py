@@ -1,4 +1,4 @@
-"""The targets of `fused_experts`: how calls of vLLM's become calls of the op, and back."""
+"""Targets of `fused_experts`: vLLM's calls become calls of the op, and back."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def sample(name: str) -> dict[str, Any]:
 
 
 def op(*args: Any) -> torch.Tensor:
-    """An implementation that takes what the contract says and nothing else."""
+    """An implementation that accepts exactly the contract's calls."""
     assert SPEC.check(*args) is None
     return SPEC.oracle(*args).to(args[0].dtype)
 
 
 def experts(**changed: Any) -> Any:
-    """Experts of vLLM's Triton backend, as far as the target looks at them."""
+    """Attributes of vLLM's Triton experts, as far as the target reads them."""
     plain = {"quant_dtype": None, "weight_quant_dtype": None, "gemm1_clamp_limit": None}
     more = {key: changed.pop(key) for key in tuple(changed) if key in plain}
     own = {"quant_config": SimpleNamespace(**plain | more), "w1_bias": None, "w2_bias": None}
@@ -57,7 +57,7 @@ def experts(**changed: Any) -> Any:
 
 
 def triton_call(call: dict[str, Any], output: torch.Tensor, **changed: Any) -> list[Any]:
-    """What the modular kernel calls `TritonExperts.apply` with."""
+    """Arguments of the modular kernel's call of `TritonExperts.apply`."""
     given = {
         "self": experts(),
         "output": output,
@@ -149,7 +149,6 @@ def test_a_device_of_vllms_own_keeps_its_experts() -> None:
 
 @pytest.fixture(scope="module")
 def kernels() -> Any:
-    """vLLM's own two operators."""
     current_platform.import_kernels()
     if not hasattr(torch.ops._C, "prepack_moe_weight"):
         pytest.skip("this vLLM has no such kernel for this processor")
@@ -205,7 +204,7 @@ def test_what_stock_means_on_the_cpu_packs_first(kernels: Any) -> None:
 
 
 def test_so_it_does_at_a_size_that_is_left_to_vllm(kernels: Any) -> None:
-    """The kernel must not have such a call as it came: its weights are not packed."""
+    """The kernel must not get the original call: its weights are not packed."""
     call = sample("biases")
     stock = cpu_call(call)
     stock[2:4] = packing(kernels.prepack_moe_weight, call["w13"], call["w2"])

@@ -1,4 +1,4 @@
-"""Passes of vLLM's compiler that find an op: what the plan changes for them, what they found."""
+"""vLLM compiler passes that find an op: the plan's changes for them, and their finds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
-import vllm.model_executor.layers.layernorm  # while the platform is still vLLM's own
+import vllm.model_executor.layers.layernorm  # before the platform is replaced
 import vllm.model_executor.layers.rotary_embedding
 import vllm.platforms
 from configs import engine_config
@@ -36,6 +36,7 @@ from vllm_fl.settings.loading import load_settings
 
 FLAG = "enable_qk_norm_rope_fusion"
 OP = "qk_norm_rope"
+MATCHES_STOCK = f"vLLM's pass for {OP} matches only vLLM's implementation"
 
 
 def impl(op: str) -> OpImpl:
@@ -48,7 +49,7 @@ def impl(op: str) -> OpImpl:
 
 @pytest.fixture(autouse=True)
 def process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process on a GPU of NVIDIA's or AMD's, with implementations of the op and of its parts."""
+    """A process on an NVIDIA or AMD GPU, with implementations of the op and of its parts."""
     registry = OpRegistry()
     registry.register_many([impl(op) for op in (OP, "rms_norm", "rotary_embedding")])
     monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
@@ -63,7 +64,7 @@ def on_platform(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
 
 
 def configured(**fields: Any) -> Any:
-    """A configuration as vLLM hands it over before its defaults, and again with them."""
+    """A configuration as vLLM passes it before its defaults, then with them."""
     passes = {FLAG: None, **fields.pop("pass_config", {})}
     fields = {"mode": CompilationMode.VLLM_COMPILE, "custom_ops": ["none"], **fields}
     config = engine_config(Carried(), pass_config=passes, **fields)
@@ -80,7 +81,7 @@ def test_a_planned_op_has_its_pass_on_and_the_pass_finds_vllms_own_rope() -> Non
     entries, compilation = plan.entries, config.compilation_config
     assert entries[OP].label == entries["rms_norm"].label == "vendor.acme"  # a norm is an IR op
     assert entries["rotary_embedding"].label == "stock"
-    assert entries["rotary_embedding"].note == f"vLLM's pass for {OP} looks for vLLM's own"
+    assert entries["rotary_embedding"].note == MATCHES_STOCK
     assert getattr(compilation.pass_config, FLAG) is True
     assert compilation.custom_ops == ["none", "+rotary_embedding"]
     assert plan_for(facts_of(config)).entries["rotary_embedding"].note, "and so says the worker"
@@ -101,7 +102,7 @@ def test_an_op_that_is_stock_at_some_sizes_is_stock_at_all(tmp_path: Path) -> No
     config = configured()
     facts = replace(facts_of(config), settings=load_settings({"VLLM_FL_CONFIG": str(file)}))
     note = plan_for(facts).entries[OP].note
-    assert note == "vLLM's pass puts it into the graphs of all sizes, and rows are stock"
+    assert note == "vLLM's pass inserts it at all sizes, but some sizes are stock"
 
 
 def test_a_pass_that_the_user_turned_on_stays_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +128,7 @@ def test_where_the_pass_cannot_find_it_the_op_is_stock(fields: Any, why: str) ->
     apply(plan, config)
     assert plan.is_stock(OP) and plan.entries[OP].note.startswith(why)
     assert getattr(config.compilation_config.pass_config, FLAG) is False
-    assert plan.entries["rotary_embedding"].note != f"vLLM's pass for {OP} looks for vLLM's own"
+    assert plan.entries["rotary_embedding"].note != MATCHES_STOCK
     if "-rotary_embedding" in custom_ops:
         assert config.compilation_config.custom_ops == custom_ops
 
@@ -167,8 +168,8 @@ def test_vllms_own_pass_finds_it_and_ours_runs_or_is_said_not_to() -> None:
     assert there["sites"] == {"graphs": 1, "found": 1}
     assert there["fused"] == [False, True]
     assert 0 < there["apart"] < 0.04, "two roundings of bfloat16 less"
-    assert "1 places, by 'vendor.acme'" in there["said"]
+    assert "1 matches, by 'vendor.acme'" in there["said"]
     assert elsewhere["sites"] == {"graphs": 1, "found": 0}
     assert elsewhere["fused"] == [False, False]
     assert elsewhere["apart"] == 0
-    assert "found a place for it (graphs: 1), so that 'vendor.acme'" in elsewhere["said"]
+    assert "found a match (graphs: 1), so 'vendor.acme'" in elsewhere["said"]

@@ -1,4 +1,4 @@
-"""The layers in which vLLM runs `rms_norm_gated`, against their own native forms."""
+"""vLLM's layers that run `rms_norm_gated`, against their native forms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TARGETS = {target.cls: target for target in known_contracts().bindings["rms_norm
 
 
 def layer_of(cls: type, **attributes: Any) -> Any:
-    """A layer without its constructor, which asks for vLLM's configuration and its ranks."""
+    """A layer without its constructor, which needs vLLM's configuration and its ranks."""
     layer: Any = object.__new__(cls)
     torch.nn.Module.__init__(layer)
     for name, value in attributes.items():
@@ -49,7 +49,7 @@ LAYERS = {
 
 
 def ours(layer: Any, calls: list[str], *, native: bool = False) -> Any:
-    """The forward that its binding makes for the layer, with the contract's oracle behind it."""
+    """The forward that its binding makes for the layer, with the contract's oracle as the op."""
     target = TARGETS[type(layer).__name__]
     provider = target.stand_in(layer) if target.stand_in else layer
 

@@ -1,4 +1,4 @@
-"""The targets of linear attention and of short convolutions, against the contracts' oracles."""
+"""Targets of linear attention and of short convolutions, against the contracts' oracles."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ DEFAULTS = {
     "inplace_final_state": True,
     "num_accepted_tokens": None,
 }
-"""What vLLM's functions have where a call does not say; None for all others."""
+"""Defaults of vLLM's functions for omitted arguments; None for all others."""
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
 
 def rounded(spec: OpSpec) -> Callable[..., Any]:
-    """The oracle, with results of the contract's dtypes."""
+    """The oracle, with results in the contract's dtypes."""
 
     def op(*args: Any) -> Any:
         pairs = zip(spec.oracle(*args), spec.fake(*args), strict=True)
@@ -81,7 +81,7 @@ def test_what_a_place_calls_and_what_calls_it_are_each_others_inverse(op: str, t
     through = target.native(called_as(target, target.route(rounded(spec))))
     for sample in spec.samples(torch.bfloat16, CPU):
         if "epsilon" in spec.parameters and sample.args[-1] != FLA_EPSILON:
-            continue  # vLLM's kernels have no other one
+            continue  # vLLM's kernels support only one
         got, want = through(*copied(sample.args)), rounded(spec)(*sample.args)
         for mine, exact in zip(got, want, strict=True):
             assert mine.dtype == exact.dtype, sample.name
@@ -191,7 +191,7 @@ def serving_plan(spec: OpSpec, refused: bool) -> Plan:
 
 @contextmanager
 def overridden(plan: Plan, op: str) -> Iterator[dict[str, list[str]]]:
-    """An engine that serves with this plan; yields what it took of vLLM's."""
+    """An engine with this plan; yields op -> the names overridden in vLLM."""
     from vllm_fl.integration.patchers import functions, operators
 
     patchers = operators.Operators(), functions.Functions()

@@ -1,4 +1,4 @@
-"""vLLM's norms, and layers that older plugins take: built as an engine builds them, without one."""
+"""vLLM's norms, and layers for older plugins, built as an engine does but without one."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ IR_OPS = ("rms_norm", "fused_add_rms_norm")
 
 @pytest.fixture(scope="module", autouse=True)
 def layers() -> Iterator[None]:
-    """What a worker does before it builds the model."""
+    """A worker's context while it builds the model."""
     with set_current_vllm_config(VllmConfig()), torch.no_grad(), in_tables(ours()):
         yield
 
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., OpManager]:
-    """`use(impl, …)`: they are what is installed, and vLLM's IR has them as providers."""
+    """`use(impl, …)`: install these, with our provider in vLLM's IR."""
 
     def install(*impls: OpImpl, **policy: Any) -> OpManager:
-        # Where nobody orders an op, vLLM's own form stands before the references.
+        # By default vLLM's implementation is tried before the references.
         policy.setdefault("per_op_order", {"rms_norm": ["flagos", "vendor", "reference"]})
         manager = managing(*impls, **policy)
         monkeypatch.setattr(vllm_fl.dispatch.manager, "manager", manager)
@@ -62,7 +62,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., OpManager]:
 
 
 def norm(impl_id: str, mark: float = 0.0, error: Exception | None = None, **fields: Any) -> OpImpl:
-    """A norm whose result is x times weight, plus a mark."""
+    """A norm with the result x times weight, plus a mark."""
 
     def rms_norm(
         x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
@@ -88,7 +88,7 @@ def built(plan: Plan, cls: Any = RMSNorm, *args: Any, **kwargs: Any) -> Any:
 
 
 def served(plan: Plan, digest: str = "digest") -> None:
-    """What a worker does with a sealed plan before it builds the model, in this thread."""
+    """A worker's steps with a sealed plan before the model is built, in this thread."""
     engine = engines._thread.engine = engine_of(plan)
     engine.digest = digest
     norms.Ir().apply(engine)
@@ -130,7 +130,7 @@ class TestEager:
         assert plan.fallbacks == {("rms_norm", "reference.torch"): 3}
         said = [r.getMessage() for r in caplog.records if r.name.startswith("vllm_fl")]
         assert len(said) == 2
-        assert said[0].startswith("Implementation 'vendor.acme' refused op 'rms_norm': ")
+        assert said[0].startswith("Implementation 'vendor.acme' does not support a call of ")
         assert "not today" in said[0]
         assert said[1].startswith("Op 'rms_norm' fallback to 'reference.torch'")
 
@@ -210,7 +210,7 @@ class TestEager:
 
 
 class TestBySize:
-    """At sizes that are stock runs what would run without us, and not the contract's plain form."""
+    """Sizes that are stock run vLLM's code, not the contract's plain form."""
 
     ORDER = {"rms_norm": {"<=4": "stock", "rest": "vendor"}}  # noqa: RUF012
 

@@ -1,4 +1,4 @@
-"""Products with what stands behind them, found in graphs as Inductor hands them to passes."""
+"""Products and what follows them, found in graphs as Inductor passes them to passes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def made(rows: int = 5, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Te
 
 
 def found_in(graph: torch.fx.Graph, target: GraphTarget = TARGET) -> list[Any]:
-    """What the target finds in a graph, which it leaves as it was."""
+    """The target's finds in a graph, which must stay unchanged."""
     before = str(graph)
     nodes = [node for node in graph.nodes if str(node.target) in target.operators]
     found = [args for args in map(target.find, nodes) if args is not None]
@@ -48,8 +48,6 @@ def found_in(graph: torch.fx.Graph, target: GraphTarget = TARGET) -> list[Any]:
 
 
 class Finding(CustomGraphPass):
-    """A pass that notes what is found."""
-
     def __init__(self, target: GraphTarget) -> None:
         self.target = target
         self.found: list[tuple[Any, ...]] = []
@@ -67,7 +65,7 @@ class Finding(CustomGraphPass):
 def found_by_inductor(
     function: Function, *args: Tensor, dynamic: bool = False, target: GraphTarget = TARGET
 ) -> list[Any]:
-    """The shapes of x and weight where the op is found in a compiled function."""
+    """The shapes of x and weight of each find in a compiled function."""
     finding = Finding(target)
     torch._dynamo.reset()
     if dynamic:
@@ -81,14 +79,8 @@ def found_by_inductor(
 def found(
     function: Function, *args: Tensor, whole: bool = False, target: GraphTarget = TARGET
 ) -> list[Any]:
-    """The same in a graph that is traced alone, which takes no time.
-
-    Args:
-        function: what is traced.
-        args: what with.
-        whole: whether the activation stays an operator.
-        target: of which op.
-    """
+    """The target's finds in a graph that is traced without Inductor, which is fast. `whole` keeps
+    the activation an operator."""
     table = {} if whole else select_decomp_table()
     graph = make_fx(function, table, tracing_mode="fake")(*args).graph
     graph.eliminate_dead_code()
@@ -118,7 +110,7 @@ def in_pieces(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def one_row(x: Tensor, weight: Tensor) -> Tensor:
-    """One row's product, as Inductor takes it apart for a single size."""
+    """One row's product, as Inductor decomposes it for a single size."""
     y = (x.unsqueeze(2) * weight.t().unsqueeze(0)).sum(dim=1)
     return silu(y[..., :D]) * y[..., D:]
 
@@ -135,7 +127,7 @@ FORMS = [as_vllm, other_order, in_chunks, in_pieces]
 
 
 def slow_but(first: Function, *others: Function) -> pytest.MarkDecorator:
-    """Functions of which the first alone is compiled by default."""
+    """Functions; only the first is compiled by default."""
     slow = [pytest.param(other, marks=pytest.mark.slow) for other in others]
     return pytest.mark.parametrize("function", [first, *slow])
 
@@ -165,7 +157,6 @@ def test_it_is_found_where_silu_is_one_operator_too(function: Function, whole: b
 
 
 def of(last: Callable[[Tensor], Any]) -> Function:
-    """What is made of a product."""
     return lambda x, weight: last(linear(x, weight))
 
 
@@ -189,7 +180,7 @@ def sigmoid_of_up(y: Tensor) -> Tensor:
 
 
 def through(dtype: torch.dtype) -> Function:
-    """Gates of another dtype, whose silu is of the first again."""
+    """Gates of another dtype; their silu has the first dtype again."""
 
     def function(y: Tensor) -> Tensor:
         gate = y[..., :D].to(dtype)

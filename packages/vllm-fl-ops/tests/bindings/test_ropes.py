@@ -1,4 +1,4 @@
-"""vLLM's rope classes: which op runs in each, and that it computes what the native form does."""
+"""vLLM's rope classes: the op that runs in each computes what the native form does."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ NOT_SERVED = {
     "RotaryEmbeddingBase": "has no forward",
 }
 FORMER = {"XDRotaryEmbedding", "TeleChat3RoPEScaledRotaryEmbedding"}
-"""Classes of older releases, the second one RotaryEmbedding's with another cache."""
+"""Classes of older releases; the second is RotaryEmbedding with another cache."""
 
 
 def rope_classes() -> Iterator[str]:
@@ -92,7 +92,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's classes, whatever another test has registered for them, and no rope made before."""
+    """vLLM's classes without registrations of other tests, and no rope made before."""
     monkeypatch.setattr(custom_op, "op_registry_oot", {})
     monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
 
@@ -108,7 +108,7 @@ def made(name: str, head_size: int = 32, **options: Any) -> Any:
 
 
 def ours(layer: Any, *, native: bool = False) -> Any:
-    """The forward that its binding makes for the layer, with the contract's oracle behind it."""
+    """The forward that its binding makes for the layer, with the contract's oracle as the op."""
     (target,) = (
         (op, target)
         for op in (PLAIN, MULTIMODAL)
@@ -133,7 +133,7 @@ def _vllms_configuration(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def flat(*axes: int) -> tuple[torch.Tensor, ...]:
-    """Positions, and query and key as a model's projections are."""
+    """Positions, and query and key shaped like a model's projections."""
     qkv = torch.randn(TOKENS, (HEADS + 2 * KV_HEADS) * 32)
     query, key, _ = qkv.split((HEADS * 32, KV_HEADS * 32, KV_HEADS * 32), dim=-1)
     return torch.randint(64, (*axes, TOKENS)), query, key

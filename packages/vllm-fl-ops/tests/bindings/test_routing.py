@@ -1,4 +1,4 @@
-"""The targets of routing: vLLM's functions and operators give what the planned op does."""
+"""Targets of routing: vLLM's functions and operators return the planned op's results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LOGITS, BIAS = torch.randn(7, 32), torch.randn(32)
 
 
 def by_oracle(op: str, refuses: bool) -> OpImpl:
-    """An implementation in the contract's dtypes, its experts in another order than vLLM's."""
+    """An implementation in the contract's dtypes, with experts in another order than in vLLM."""
     spec = known_contracts().contracts[op]
 
     def fn(*args: Any) -> Any:
@@ -51,7 +51,7 @@ def by_oracle(op: str, refuses: bool) -> OpImpl:
 
 @contextmanager
 def engine(op: str, refuses: bool = False) -> Iterator[Plan]:
-    """An engine whose plan has `op`, in this thread."""
+    """An engine with `op` in its plan, in this thread."""
     plan = replace(planning(managing(by_oracle(op, refuses))), counts_calls=True)
     with taking(plan, {op: known_contracts().bindings[op]}, functions.Functions()):
         yield plan
@@ -96,7 +96,7 @@ def test_functions_of_vllms_give_what_is_planned(call: str, refuses: bool) -> No
     with engine(op, refuses) as plan:
         replaced = getattr(module, attribute)
         assert replaced is not own
-        # A function that vLLM compiles is asked as it is: that takes a minute here.
+        # A function that vLLM compiles is called uncompiled: compiling takes a minute here.
         got = want if refuses and own is not getattr(own, "__wrapped__", own) else replaced(*args)
     assert getattr(module, attribute) is own
     assert_same(got, want)
@@ -166,7 +166,7 @@ ALIGN = "moe_align_block_size"
 
 @contextmanager
 def aligning(refuses: bool = False) -> Iterator[Plan]:
-    """An engine whose plan has the op, its rows as the oracle's."""
+    """An engine with the op in its plan, with rows in the oracle's order."""
     spec = known_contracts().contracts[ALIGN]
     supports: Any = lambda *args: "never" if refuses else True  # noqa: E731
     supports.__signature__ = spec.signature
@@ -196,7 +196,7 @@ def test_every_module_that_sorts_rows_by_expert_gets_the_planned_op() -> None:
 def find_spec_of(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # nor its package
+    except ModuleNotFoundError:  # the package is missing too
         return False
 
 

@@ -1,4 +1,4 @@
-"""What holds for every contract."""
+"""Rules for every contract."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tensors(results: Any) -> list[torch.Tensor]:
 
 
 def addresses(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes at which the elements of `tensor` start."""
+    """The addresses of `tensor`'s elements."""
     size, offset = tensor.untyped_storage().nbytes(), tensor.storage_offset()
     index = torch.arange(size // tensor.element_size())
     at = index.as_strided(tensor.shape, tensor.stride(), offset).flatten()
@@ -55,7 +55,7 @@ PUBLISHED = {
     "rotary_embedding": "(query, key, cos, sin, position_ids, rotary_interleaved=False",
     "silu_and_mul": "(x",
 }
-"""What plugins in the field call: a contract may gain trailing parameters with defaults."""
+"""Calls of plugins in the field: a contract may gain trailing parameters with defaults."""
 
 
 @pytest.mark.parametrize("op", PUBLISHED)
@@ -196,7 +196,7 @@ SERVED = {
     "rotary_embedding": {(6, 16)},
     "silu_and_mul": {(160,)},
 }
-"""Op -> what follows the tokens in the first argument's shape, by the sizes below."""
+"""Op -> the dimensions after the tokens in the first argument's shape, by the sizes below."""
 
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.ignores_repeats], ids=lambda s: s.name)
@@ -241,7 +241,7 @@ def test_served_samples_have_the_models_sizes(spec: OpSpec) -> None:
 
 
 MOST = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.05}
-"""The largest tolerance of an op's results in each dtype. Further outputs may be of 16 bits."""
+"""The largest tolerance of an op's results in each dtype. Further outputs may have 16 bits."""
 
 
 @per_spec
@@ -265,7 +265,7 @@ EXACT = {"rtol": 1e-10, "atol": 1e-12, "equal_nan": True}
 
 
 def disagreements(spec: OpSpec, dtype: torch.dtype) -> list[str]:
-    """The samples on which the two forms differ, in results or in their number."""
+    """Samples for which the oracle and the second form differ, in results or their number."""
     second = spec.second_form
     assert second is not None, f"{spec.name} has no second form to compare its oracle with"
     assert second.__code__ is not spec.oracle.__code__
@@ -360,7 +360,7 @@ def test_a_result_of_open_rows_may_be_anything_and_no_other(spec: OpSpec) -> Non
 
 
 def _spoiling(spec: OpSpec, row: int) -> OpImpl:
-    """The oracle, rounded, with one row that is off."""
+    """The oracle, rounded, with one incorrect row."""
 
     def fn(*args: Any) -> Any:
         exact, shapes = spec.oracle(*args), spec.fake(*args)

@@ -1,4 +1,4 @@
-"""Contracts of paged caches and of merged attention: wrong forms of them, and their slots."""
+"""Contracts of paged caches and of merged attention: incorrect forms, and their slots."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_slots_are_tokens_own_scattered_and_below_the_capacity(capacity: int) ->
 
 
 def test_both_caches_come_back_as_they_are_laid_out() -> None:
-    """What an implementation has written in place is its result, whatever the layout."""
+    """An implementation's in-place result is correct in any layout."""
     from vllm_fl_verify.guarded import guarded
 
     spec = known_contracts().contracts["reshape_and_cache"]

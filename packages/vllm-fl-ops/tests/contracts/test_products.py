@@ -1,4 +1,4 @@
-"""Products of `linear` and its kin: mistakes that samples tell, and roundings that are none."""
+"""`linear` and related products: samples detect mistakes and accept legitimate roundings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ by_tanh = partial(gelu, approximate="tanh")
 
 
 def found(op: str, samples: Iterable[Sample], dtype: torch.dtype, form: Form) -> dict[str, str]:
-    """Sample -> what is wrong with a form's result."""
+    """Sample -> the error of a form's result."""
     spec = known_contracts().contracts[op]
 
     def fn(*args: Any) -> Tensor:
@@ -67,7 +67,7 @@ def product(
     act: Change = silu,
     of_up: Change = lambda up: up,
 ) -> Tensor:
-    """Right by default; each option is a mistake."""
+    """Correct by default; each option is a mistake."""
     if swaps_square and weight.shape[0] == weight.shape[1]:
         weight = weight.t()
     some = features(x.shape[1])
@@ -119,7 +119,7 @@ def of_fp8(
     last: Change = lambda result: result,
     skips: Fewer = lambda features: 0,
 ) -> Tensor:
-    """Right by default; each option is a mistake."""
+    """Correct by default; each option is a mistake."""
     features = x.shape[1] - skips(x.shape[1])
     result = read(x)[:, :features] @ read(weight)[:, :features].t()
     added: Any = 0 if bias is None else bias.float()
@@ -182,7 +182,7 @@ def test_large_values_tell_who_computes_in_float16(large: bool) -> None:
 
 
 def test_float32_tells_gelu_by_the_error_function() -> None:
-    """Halves do not: they differ by 5e-4 at most."""
+    """16-bit dtypes do not: the two differ by 5e-4 at most."""
     for dtype in (torch.float32, torch.bfloat16):
         samples = known_contracts().contracts[GELU].samples(dtype, CPU)
         wrong = found(GELU, samples, dtype, partial(product, act=gelu))
@@ -204,7 +204,7 @@ def rounded_four_times(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def in_four_parts(x: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
-    """Libraries split the features and add what each part gives, in x's dtype."""
+    """Libraries split the features and sum the partial results in x's dtype."""
     some = -(-x.shape[1] // 4)
     parts = zip(x.split(some, dim=1), weight.split(some, dim=1), strict=True)
     y: Any = sum((part.double() @ factors.double().t()).to(x.dtype) for part, factors in parts)
@@ -233,7 +233,7 @@ def test_roundings_that_libraries_have_are_right(op: str, what: str, dtype: torc
 
 
 def rounded_at_each_step(x: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
-    """One sum for all features, in x's dtype."""
+    """One sum over all features, in x's dtype."""
     result = x.new_zeros(x.shape[0], weight.shape[0])
     for one, factor in zip(x.t(), weight.t(), strict=True):
         result += one[:, None] * factor
@@ -241,7 +241,7 @@ def rounded_at_each_step(x: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
 
 
 def in_tf32(x: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
-    """Factors of 10 bits, as tensor cores take them from float32."""
+    """Factors of 10 bits, as tensor cores use for float32."""
     x, weight = (
         (of.contiguous().view(torch.int32) & -(1 << 13)).view(torch.float32).double()
         for of in (x, weight)
@@ -258,8 +258,8 @@ def test_too_few_digits_are_seen(op: str, dtype: torch.dtype) -> None:
 
 
 def in_bits(count: int) -> Form:
-    """Products as Hopper's tensor cores add them, 32 of them and the sum before at a time: each is
-    cut off at so many bits below the largest one."""
+    """Products summed as Hopper's tensor cores do: 32 of them and the previous sum at a time, each
+    truncated to this many bits below the largest one."""
 
     def form(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
         total = torch.zeros(len(x), len(weight), dtype=torch.float64)
@@ -300,7 +300,7 @@ def test_large_values_stay_within_the_dtype(op: str, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("large", [False, True])
 def test_projections_of_a_served_model(large: bool) -> None:
-    """Each of a layer's, once; those that a configuration does not tell are left out."""
+    """Each projection of a layer once; those missing in a configuration are skipped."""
 
     def names(op: str = "linear", **sizes: Any) -> list[str]:
         found = ModelSizes(tokens=(3,), **sizes)
@@ -349,7 +349,7 @@ def test_a_scale_is_a_row_for_each_token_or_one_number() -> None:
 
 @pytest.mark.parametrize("largest", [3.0, 1e5])
 def test_the_room_of_a_served_call_goes_by_its_scaled_numbers(largest: float) -> None:
-    """Each row has numbers up to 448, whatever its values are: a result of zeros would pass."""
+    """Quantised values reach 448 in each row, so a tolerance from them would accept zeros."""
     values = torch.linspace(-largest, largest, 64).repeat(2, 1)
     for scale in (torch.full((2, 1), largest / 448), torch.tensor(largest / 448)):
         x, weight = ((of / of.max() * 448).to(torch.float8_e4m3fn) for of in (values, values))

@@ -1,4 +1,4 @@
-"""The quantising ops: samples tell wrong kernels from right ones, and vLLM's calls are the ops."""
+"""Quantising ops: samples detect incorrect kernels and accept correct ones; routes from vLLM."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def int8(
     whole: bool = False,
     equal: bool = True,
 ) -> tuple[Tensor, ...]:
-    """Right by default; each option is a mistake."""
+    """Correct by default; each option is a mistake."""
     wide = x.float()
     zero: Tensor | float = 0.0
     if scale is not None:
@@ -69,7 +69,7 @@ def fp8(
     rows: str = "per_token",
     skips: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Right by default; each option is a mistake."""
+    """Correct by default; each option is a mistake."""
     wide = x.float()
     size = wide[:, : wide.shape[1] - skips].abs()
     if scale is not None:
@@ -104,7 +104,7 @@ def fp8_group(
     power: Callable[[Tensor], Tensor] = torch.ceil,
     skips: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Right by default; each option is a mistake."""
+    """Correct by default; each option is a mistake."""
     groups = x.float().unflatten(-1, (x.shape[1] // group_size, group_size))
     seen = groups[..., : group_size - skips]
     steps = (seen.abs().amax(-1).clamp(min=eps) / 448).clamp(min=least)
@@ -138,7 +138,7 @@ WRONG: dict[str, dict[str, dict[str, Any]]] = {
         "the last feature not looked at": {"skips": 1},
     },
 }
-"""The mistakes that the fewest samples tell: what tells these tells coarser ones, too."""
+"""The mistakes that the fewest samples detect; samples that detect these detect coarser ones."""
 
 FORMS: dict[str, Callable[..., Any]] = {
     "quant_fp8": fp8,
@@ -170,7 +170,7 @@ TARGETS = {
 
 
 def of_target(name: str, count: int, op: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands in the place of an operator that has so many parameters, or of a function."""
+    """The replacement of an operator with `count` parameters, or of a function."""
     (target,) = (p for (n, c), p in TARGETS.items() if n.endswith(name) and c == count)
     return target.route(op)
 

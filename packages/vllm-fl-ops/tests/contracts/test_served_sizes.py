@@ -1,4 +1,4 @@
-"""Sizes that served models have and few samples: a kernel that is wrong there is seen."""
+"""Sizes of real models that few samples have: an incorrect kernel is detected there."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Change = Callable[[dict[str, Any], tuple[torch.Tensor, ...]], object]
 
 
 def wrong(op: str, change: Change) -> OpImpl:
-    """The oracle, with a change of its results that the arguments decide."""
+    """The oracle; `change` modifies its results depending on the arguments."""
     spec, right = known_contracts().contracts[op], oracle_impl(known_contracts().contracts[op])
 
     def fn(*args: Any) -> Any:
@@ -65,7 +65,7 @@ def zero(part: torch.Tensor, rows: Any) -> None:
 
 
 def late_sequences(name: str) -> Change:
-    """From the 17th on."""
+    """Zeros from the 17th sequence on."""
 
     def change(args: dict[str, Any], got: tuple[torch.Tensor, ...]) -> None:
         for begin, end in [*pairwise(args[name].tolist())][16:]:
@@ -89,7 +89,7 @@ def far_slots(args: dict[str, Any], got: tuple[torch.Tensor, ...]) -> None:
 
 
 def wide(name: str, beyond: int) -> Change:
-    """A wrong scale where an argument is wider than the activations, in larger batches."""
+    """Incorrect scale in larger batches if an argument is float32, wider than the activations."""
 
     def change(args: dict[str, Any], got: tuple[torch.Tensor, ...]) -> None:
         of = args[name]
@@ -187,7 +187,7 @@ def test_a_start_says_what_it_tried_in_a_smaller_size() -> None:
         Request([Role(impl)], torch.bfloat16, CPU, model, compares=False, seed=1, calls=0)
     )
     assert found.smaller["fused_experts"][-1] == "4 of 100 experts"
-    assert "smaller than served: fused_experts" in found.remarks
+    assert "verified at smaller sizes than served: fused_experts" in found.remarks
 
 
 def test_a_start_names_an_op_without_a_call_of_the_model() -> None:
@@ -195,7 +195,8 @@ def test_a_start_names_an_op_without_a_call_of_the_model() -> None:
     found = find_faults(
         Request([Role(impl)], torch.bfloat16, CPU, ModelSizes(hidden=64), seed=1, calls=0)
     )
-    assert "not verified at its sizes: causal_conv1d" in found.remarks and not found.objections
+    assert "not verified at the model's sizes: causal_conv1d" in found.remarks
+    assert not found.objections
 
 
 @pytest.mark.parametrize("spec", known_contracts().contracts.values(), ids=lambda spec: spec.name)
@@ -209,7 +210,7 @@ def test_what_stands_is_tried_as_it_stands(spec: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", known_contracts().contracts.values(), ids=lambda spec: spec.name)
 def test_the_kit_has_public_models_for_each_op(spec: Any) -> None:
-    """Six families or, of an op of linear attention, latent attention and groups, all that are."""
+    """Six families; all existing ones for ops of linear attention, latent attention and groups."""
     few = {
         "chunk_gated_delta_rule": 3,
         "concat_and_cache_mla": 4,

@@ -1,8 +1,5 @@
-"""Wrong forms of the ops, with mistakes that kernels make: the contracts' samples tell each.
-
-Those that the fewest samples tell: a change of samples that hides another mistake hides one of
-these first.
-"""
+"""Incorrect forms of the ops, with mistakes of real kernels: the contracts' samples detect each.
+Only mistakes that few samples detect: samples that miss another mistake miss one of these first."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ ORACLES = {name: spec.oracle for name, spec in known_contracts().contracts.items
 
 
 def other(op: str, **others: Any) -> Form:
-    """The op on other arguments: parameter -> what it gets, or what is made of the call's."""
+    """The op on changed arguments: parameter -> value, or a function of the call's arguments."""
     parameters = known_contracts().contracts[op].parameters
 
     def form(*args: Any) -> Any:
@@ -35,7 +32,7 @@ def other(op: str, **others: Any) -> Form:
 
 
 def packed(name: str) -> Callable[[dict[str, Any]], Any]:
-    """What a kernel reads that takes a strided tensor for a contiguous one."""
+    """The values read by a kernel that takes a strided tensor for contiguous."""
 
     def read(call: dict[str, Any]) -> Any:
         x = call[name]
@@ -53,7 +50,7 @@ def swapped(x: torch.Tensor) -> torch.Tensor:
 
 
 def paired(x: torch.Tensor) -> torch.Tensor:
-    """As if gate and up projection took turns."""
+    """As if gate and up projection were interleaved."""
     return torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
 
 
@@ -101,7 +98,7 @@ def norms_and_ropes() -> Iterator[tuple[str, str, Form]]:
     op = "qk_norm_rope"
 
     def half_a_head_apart(call: dict[str, Any]) -> torch.Tensor:
-        """Pairs as far apart as heads allow, whatever the table's width."""
+        """Pairs as far apart as heads allow, with any table width."""
         half = call["q_weight"].shape[0] // 2
         cos, sin = (part[:, :half] for part in call["cos_sin_cache"].chunk(2, dim=-1))
         more = (0, half - cos.shape[1])
@@ -135,12 +132,12 @@ def linear_attention() -> Iterator[tuple[str, str, Form]]:
 
 
 def as_packed(x: torch.Tensor) -> torch.Tensor:
-    """What a kernel takes memory for that does not ask for its strides."""
+    """The values read by a kernel that ignores strides."""
     return x.as_strided(x.shape, torch.empty(x.shape).stride())
 
 
 def fitting(x: torch.Tensor, like: torch.Tensor) -> tuple[int, ...]:
-    """The strides of `like`, as far as x's storage has as many elements."""
+    """The strides of `like` if x's storage is large enough, otherwise the strides of x."""
     reach = sum((n - 1) * step for n, step in zip(like.shape, like.stride(), strict=True))
     return like.stride() if reach < x.untyped_storage().nbytes() // x.itemsize else x.stride()
 
@@ -157,7 +154,7 @@ def paging() -> Iterator[tuple[str, str, Form]]:
     merge = ORACLES["merge_attn_states"]
 
     def padding_written(k: Any, v: Any, kc: Any, vc: Any, slots: Any) -> Any:
-        """Negative slots counted from the end, as Python does."""
+        """Negative slots count from the end, like in Python."""
         return write(k, v, kc, vc, slots % (kc.shape[0] * kc.shape[1]))
 
     def overflowing(p: Any, a: Any, s: Any, b: Any) -> Any:
@@ -263,7 +260,7 @@ def experts() -> Iterator[tuple[str, str, Form]]:
 
 
 FINE = {"erf", "1.7", "always erf"}
-"""Nearer to the op than a dtype of 16 bits is."""
+"""Mistakes smaller than the rounding of a 16-bit dtype."""
 
 test_samples_tell_a_wrong_activation = told(
     activations(), lambda op, what: what in FINE and op != "gelu_and_mul", without="NaN"
@@ -311,7 +308,7 @@ def test_the_rows_of_an_expert_come_in_any_order_over_its_blocks() -> None:
             own = torch.cat([b for b, e in zip(by_expert, experts, strict=False) if e == expert])
             own = own[own < ids.numel()].flip(0)
             rows[torch.isin(rows, own).nonzero().flatten()] = own
-        rows[int(used) :] = 7  # what is behind them is anything
+        rows[int(used) :] = 7  # later entries may have any value
         experts[len(by_expert) :] = 7
         return rows, experts, used
 

@@ -15,5 +15,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("vllm-fl").addoption(
         "--require-available",
         action="store_true",
-        help="fail where an implementation is not available, in place of skipping all its tests",
+        help="fail if an implementation is not available, instead of skipping its tests",
     )

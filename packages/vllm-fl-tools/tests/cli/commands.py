@@ -1,4 +1,4 @@
-"""The command in this process, with plugins and distributions that a test makes."""
+"""The command in this process, with plugins and distributions made by a test."""
 
 from __future__ import annotations
 
@@ -43,8 +43,6 @@ numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Done:
-    """A command that has run."""
-
     status: int
     out: str
     err: str
@@ -64,16 +62,14 @@ Distribution = Callable[..., Path]
 def clean(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
-    """No setting of the caller's, and nothing of another test's, is seen.
-
-    Nor is vLLM: a process has one platform, by the variables of its start. tests/engine asks it.
-    """
+    """Hide the caller's settings, other tests' state, and vLLM, because a process has only one
+    platform, chosen by its initial variables; tests/engine tests it."""
     monkeypatch.setattr(_engine, "find_spec", lambda name: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     for name in list(os.environ):
         if name.startswith(LEAKS):
             monkeypatch.delenv(name)
-    monkeypatch.setattr(_progress, "QUIET", math.inf)  # a slow machine's tests read stderr
+    monkeypatch.setattr(_progress, "QUIET", math.inf)  # tests read stderr, also on slow machines
     reset_default_manager()
     yield
     reset_default_manager()
@@ -100,7 +96,7 @@ def fl(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Co
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plugin]:
-    """`plugin(source)`: a module on the path that is the only plugin; gives its name."""
+    """`plugin(source)`: make a module on the path that is the only plugin; return its name."""
     made: list[str] = []
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -121,7 +117,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plugin]:
 def distribution(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Distribution:
-    """`distribution("acme", "1.0", owns=["vllm"])`: its metadata lies first on the path."""
+    """`distribution("acme", "1.0", owns=["vllm"])`: put its metadata first on the path."""
 
     def make(
         name: str, version: str = "1.0", *, owns: tuple[str, ...] = (), entry_points: str = ""
@@ -141,7 +137,7 @@ def distribution(
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set when a verb has said what it is at; no silence is waited for."""
+    """Set when a verb has printed its progress, without waiting for a silence."""
     event = threading.Event()
 
     def say(text: str, *, error: bool) -> None:
@@ -156,12 +152,12 @@ def told(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def lines(err: str, verb: str) -> list[str]:
-    """What a verb said that it is at."""
+    """A verb's progress lines."""
     return [line for line in err.splitlines() if line.startswith(f"vllm-fl {verb}: ")]
 
 
 def offered(line: str, tmp_path: Path) -> set[str]:
-    """What a shell is offered for a line: it asks by variables, in a process of its own."""
+    """A shell's completions for a line; the shell asks through variables, in its own process."""
     answer = tmp_path / "answer"
     asked = {
         "_ARGCOMPLETE": "1",

@@ -1,4 +1,4 @@
-"""The fixtures of the command line's tests."""
+"""Fixtures of the command line's tests."""
 
 from commands import clean, distribution, fl, plugin, told
 

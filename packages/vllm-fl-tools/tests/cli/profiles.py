@@ -1,4 +1,4 @@
-"""Profiles as workers tell them, cut down, and what an engine says of itself beside them."""
+"""Shortened profiles of workers, and the matching engine reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FUSED_NORM = "graph_1_cpp_fused__to_copy_add_mean_mul_onednn_mm_pow_rsqrt_6"
 
 
 def places(**fields: Any) -> dict[str, Any]:
-    """What names stand for in an engine."""
+    """An engine's names -> ops."""
     return {
         "layers": {"RMSNorm": "rms_norm", "SiluAndMul": "silu_and_mul", "Rope": "rope"},
         "operators": {
@@ -30,15 +30,14 @@ def places(**fields: Any) -> dict[str, Any]:
 
 
 def report(**ops: Any) -> dict[str, Any]:
-    """What the engine's plan is."""
     plan = {
-        "rms_norm": {"impl": "vendor.cpu", "reason": "the order says vendor"},
+        "rms_norm": {"impl": "vendor.cpu", "reason": "the order lists vendor"},
         "silu_and_mul": {
             "impl": "stock",
-            "reason": "the order says stock (vendor.acme: not there)",
+            "reason": "the order lists stock (vendor.acme: not there)",
         },
-        "attention_backend": {"impl": "stock", "reason": "the order says stock"},
-        "linear": {"impl": "stock", "reason": "the order says stock"},
+        "attention_backend": {"impl": "stock", "reason": "the order lists stock"},
+        "linear": {"impl": "stock", "reason": "the order lists stock"},
         **ops,
     }
     return {"ops": plan, "mode": "eager", "digest": "0123"}

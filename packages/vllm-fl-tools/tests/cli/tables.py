@@ -1,4 +1,4 @@
-"""Tables like those that `vllm-fl tune` writes, with figures that are made up."""
+"""Tables with made-up figures, in the format of `vllm-fl tune`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HOLDS = {
 def tuned(
     random_: random.Random, tokens: Sequence[int] = TOKENS, impls: Sequence[str] = IMPLS
 ) -> TunedOp:
-    """One op: a launch, and then a time by the bytes; rows by the promotion rule."""
+    """One op: launch time plus time by bytes; rows by the promotion rule."""
     default, bytes_per_token = impls[1], random_.choice((4096, 16384, 49152))
     traits = {impl: (random_.uniform(2.5, 9), random_.uniform(0.35, 0.9)) for impl in impls}
     figures, rows = [], []
@@ -55,7 +55,7 @@ def tuned(
 def table(
     ops: Iterable[str] | Mapping[str, TunedOp] | None = None, seed: int = 1, **fields: Any
 ) -> Tuned:
-    """A table of these ops, made up where they are names alone; of all that have a contract."""
+    """A table of these ops; figures are made up for plain names. Default: all with a contract."""
     source = random.Random(seed)
     names = known_contracts().contracts if ops is None else ops
     whole = Tuned(
@@ -72,11 +72,10 @@ def table(
 
 
 def printed(what: Tuned) -> dict[str, Any]:
-    """What `vllm-fl tune --json` prints of it."""
+    """The output of `vllm-fl tune --json` for it."""
     return {"schema": 1, "table": dataclasses.asdict(what)}
 
 
 def written(path: Path, what: Tuned) -> str:
-    """Write that there and give the path."""
     path.write_text(json.dumps(printed(what)), encoding="utf-8")
     return str(path)

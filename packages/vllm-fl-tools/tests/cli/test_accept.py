@@ -1,4 +1,4 @@
-"""`vllm-fl tune --accept`: what its verdict follows from."""
+"""`vllm-fl tune --accept`: the basis of its verdict."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ for line in sys.stdin:
 
 
 def served(tabled: float, **changed: Any) -> Served:
-    """Four rounds; the prefill with the table takes this much."""
+    """Four rounds; the slowest prefill with the table takes `tabled` seconds."""
     seconds = {(name, phase): [1.0] * 4 for name in (DEFAULT, TABLED) for phase in PHASES}
-    seconds[TABLED, SLOWEST] = [tabled, tabled, tabled, 2.0]  # one of them disturbed
+    seconds[TABLED, SLOWEST] = [tabled, tabled, tabled, 2.0]  # one round is disturbed
     fields: dict[str, Any] = {"tokens": [[[1, 2]], [[1, 2]]], "digests": ["aa", "aa"]}
     return Served(seconds, **{**fields, **changed})
 
@@ -88,12 +88,12 @@ def test_where_the_rounds_differ_too_much_to_be_sure_it_says_so() -> None:
     verdict = judged(replace(served(1.0), seconds=noisy))
     assert not verdict.accepted
     assert verdict.reason.startswith(f"slower: {SLOWEST}")
-    assert f"to be sure of it in {SLOWEST}: a quieter machine, or more --rounds" in verdict.reason
+    assert f"to be certain in {SLOWEST}: use an idle machine, or more --rounds" in verdict.reason
 
 
 @pytest.fixture
 def accept(fl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`accept(…)`: the command, with engines that behave as told; its table's path."""
+    """`accept(…)`: the command, with engines that behave as given; returns its table's path too."""
     path = tmp_path / "table.yaml"
     path.write_text(TABLE.text, encoding="utf-8")
     (tmp_path / "model").mkdir()
@@ -134,7 +134,7 @@ def test_where_graphs_are_captured_a_prompt_is_larger_than_any(
 
 
 def test_both_starts_are_asked_for_the_same(accept: Any, tmp_path: Path) -> None:
-    """The second start's prefills beyond the graphs were single ones, of some milliseconds."""
+    """In the second startup, prefills beyond the graphs used to be single ones, of milliseconds."""
     log = tmp_path / "visits"
     noted = f"open({str(log)!r}, 'a').write(json.dumps(visit) + chr(10)) and 0"
     _, done = accept(tokens=noted, graphs="512")
@@ -147,7 +147,7 @@ def test_both_starts_are_asked_for_the_same(accept: Any, tmp_path: Path) -> None
 
 
 def test_the_engines_take_turns_within_a_round(accept: Any, tmp_path: Path) -> None:
-    """What changes a machine's speed for half a second must not fall on one of them alone."""
+    """A change of the machine's speed for half a second must affect both."""
     log = tmp_path / "visits"
     noted = f"open({str(log)!r}, 'a').write(f\"{{tabled:d}} {{visit['seed']}}\\n\") and 0"
     _, done = accept(tokens=noted)
@@ -172,8 +172,8 @@ def test_a_table_without_effect_is_refused(accept: Any) -> None:
     for behaviour, words in (
         ({"acts": "False"}, "The table has no effect: device is H200"),
         ({"acts": "sys.exit('no engine')"}, "no engine"),
-        ({"file": "'another'", "acts": "False"}, "do not differ by the table: VLLM_FL_CONFIG"),
-        ({"both": "True"}, "do not differ by the table: VLLM_FL_CONFIG"),
+        ({"file": "'another'", "acts": "False"}, "The table is ignored: VLLM_FL_CONFIG"),
+        ({"both": "True"}, "The table is ignored: VLLM_FL_CONFIG"),
     ):
         path, done = accept(**behaviour)
         assert done.status == 1 and words in done.err

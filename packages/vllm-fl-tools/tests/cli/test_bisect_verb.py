@@ -88,7 +88,7 @@ for name in ("add", "mm", "sort", "topk"):
 with open(sys.argv[1], "w") as file:
     json.dump(told, file)
 """
-"""The result of `_listing` for the plugin: the real one imports torch, for seconds."""
+"""The result of `_listing` for the plugin; the real one takes seconds to import torch."""
 
 NORM = "ops['rms_norm'] == 'vendor.acme'"
 ENDS_IN_MM = "if 'mm' in on: raise RuntimeError('no such kernel')"
@@ -137,15 +137,17 @@ def test_prose(bisect: Any) -> None:
     assert done.status == 0, done.err
     assert "starting an engine in float32" in done.err
     assert "differ in rms_norm (vendor.acme), silu_and_mul (vendor.acme).\n" in done.out
-    assert "Nothing is wrong: plan and baseline return equal log-probabilities.\n3 " in done.out
+    assert "No fault found: plan and baseline return equal log-probabilities.\n3 " in done.out
     done = bisect(wrong="True", error="0.012")
     assert "the median error is 1.20 times as large as in the baseline, and 0 errors" in done.out
     assert "are above 0.013 nats (limit 9).\n3 engines" in done.out
     done = bisect(wrong=NORM)
-    assert done.status == 1 and "rms_norm (vendor.acme): is wrong, by itself" in done.out, done.out
-    assert "Settings without it:\n  export VLLM_FL_PER_OP=rms_norm=stock" in done.out
+    assert done.status == 1 and "rms_norm (vendor.acme): is incorrect, on its own" in done.out, (
+        done.out
+    )
+    assert "Settings that exclude it:\n  export VLLM_FL_PER_OP=rms_norm=stock" in done.out
     done = bisect("--startup", start=ENDS_IN_MM)
-    assert "operator mm: ends the startup, by itself: RuntimeError: no such kernel" in done.out
+    assert "operator mm: ends the startup, on its own: RuntimeError: no such kernel" in done.out
 
 
 def test_the_op_is_found(bisect: Any, tmp_path: Path) -> None:
@@ -207,7 +209,7 @@ def test_prompts(bisect: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     file.write_text("[INST] Say it.\n\nAnd now?\n")
     assert bisect("--prompts", "prompts", length=14).status == 0
     for content, problem in (
-        ("[[3, 99]]", "99 is no token of the model, which has 50"),
+        ("[[3, 99]]", "token 99 is not in the vocabulary of 50 tokens"),
         ("", "has no prompt"),
         ("[[3, 4.5]]", "expected a list of lists of token ids"),
         ("[3]", "expected a list of lists of token ids"),
@@ -242,7 +244,7 @@ def test_a_neighbour_that_ends_stock_vllm_is_found(bisect: Any, tmp_path: Path) 
     refuses = "raise RuntimeError('it refuses vLLM 0.32')"
     start = f"if 'bolt' in os.environ.get('VLLM_PLUGINS', 'bolt').split(','): {refuses}"
     done = bisect("--startup", start=start, real=True)
-    culprit = "vLLM's plugin 'bolt' of vllm-bolt 1.0: ends the startup, by itself: RuntimeError"
+    culprit = "vLLM's plugin 'bolt' of vllm-bolt 1.0: ends the startup, on its own: RuntimeError"
     assert f"{culprit}: it refuses vLLM 0.32" in done.out
     (line,) = [line for line in done.out.splitlines() if "VLLM_PLUGINS=" in line]
     left = line.partition("=")[2].split(",")
@@ -288,4 +290,4 @@ def test_usage(bisect: Any, fl: Command, tmp_path: Path) -> None:
     (tmp_path / "model" / "model.safetensors").unlink()
     assert "it has no weights" in bisect().err
     done = fl("bisect", "--model", "elsewhere")
-    assert done.status == 2 and "it is no folder" in done.err
+    assert done.status == 2 and "it is not a folder" in done.err

@@ -16,7 +16,7 @@ SECRET = "hf_0123456789abcdefghij"
 
 @pytest.fixture(autouse=True)
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, ...]]:
-    """The verbs that were run; they answer at once."""
+    """The verbs that were run; each is stubbed."""
     words: list[tuple[str, ...]] = []
 
     def said(*each: str) -> str:
@@ -63,7 +63,7 @@ def test_it_has_everything_and_no_secret(
 
 @pytest.mark.parametrize(
     ("name", "problem"),
-    [("missing/bug.tar.gz", "cannot be written"), ("a.zip", "must end"), ("b.tar.gz", "exists")],
+    [("missing/bug.tar.gz", "cannot write"), ("a.zip", "must end"), ("b.tar.gz", "exists")],
 )
 def test_an_archive_that_cannot_be_written(
     fl: Command, tmp_path: Path, asked: list[tuple[str, ...]], name: str, problem: str

@@ -1,4 +1,4 @@
-"""What a shell offers, asked for as it asks."""
+"""Shell completion, requested as a shell does."""
 
 from __future__ import annotations
 

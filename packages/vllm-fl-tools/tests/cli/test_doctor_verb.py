@@ -44,14 +44,14 @@ def register_ops():
 
 @pytest.fixture(autouse=True, scope="module")
 def torch_asked_once() -> None:
-    """A fork of this process has torch, which the tests' plugins import, and its facts."""
+    """Import torch and read its facts once, for forks of this process."""
     import_module("torch")
     _environment.torch_facts()
 
 
 @pytest.fixture(autouse=True)
 def without_slow_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that read the metadata of all distributions have tests of their own."""
+    """Skip checks that read the metadata of all distributions; they are tested separately."""
     slow = ("half-installed", "owners", "vllm-range")
     kept = [each for each in doctor.CHECKS if each[0] not in slow]
     monkeypatch.setattr(doctor, "CHECKS", kept)
@@ -66,7 +66,7 @@ def found(done: Done, *checks: str) -> list[dict[str, Any]]:
 
 
 def pastes(todo: str) -> bool:
-    """Whether a shell runs the command as it is printed; what changes something is a stub."""
+    """Whether a shell runs the command as printed; commands that change something are stubs."""
     names = ("pip", "vllm-fl", "rm", "chmod", "nvidia-smi")
     stubs = "".join(f"{name}() {{ :; }}\n" for name in names)
     with TemporaryDirectory() as folder:
@@ -76,7 +76,7 @@ def pastes(todo: str) -> bool:
 
 
 def as_vllm_loads_plugins(mode: str) -> Any:
-    """Call the general plugins like vLLM, which ignores those that cannot be imported."""
+    """Call the general plugins like vLLM, which ignores import errors."""
     loaded = []
     allowed = os.environ.get("VLLM_PLUGINS")
     for entry in entry_points(group="vllm.general_plugins"):
@@ -99,7 +99,7 @@ def text(findings: list[dict[str, Any]]) -> str:
 def test_a_sound_installation(fl: Command, plugin: Plugin) -> None:
     name = plugin(FOUR)
     done = fl("doctor", "--json")
-    # What else is installed on this machine is not this test's.
+    # Findings about other installed distributions of this machine are not tested.
     assert not found(done, "plugins", "settings", "ops", "torch", "entry-point")
     facts = done.json()["facts"]
     assert facts["python"].startswith(".".join(map(str, sys.version_info[:3])))
@@ -114,7 +114,7 @@ def test_its_text_has_findings_with_codes_and_plugins(fl: Command, plugin: Plugi
     wrong = {"VLLM_FL_PREFER": "vendr", "VLLM_PLUGINS": "acme"}
     told = fl("doctor", "--json", **wrong).json()["findings"]
     codes = {finding["check"]: finding["code"] for finding in told}
-    # A wrong setting has the code of its error, not that of the check.
+    # A wrong setting has its error's code, not the check's code.
     assert codes | {"plugins": "FL214", "settings": "FL102", "vllm-plugins": "FL511"} == codes
     done = fl("doctor", **wrong)
     lines = done.out.splitlines()
@@ -159,7 +159,8 @@ class TestPlugins:
         done = fl("doctor", "--json", VLLM_FL_PLATFORM="none")
         assert not found(done, "ops")
         assert done.json()["facts"][name] == "some ops not used here: no card"
-        # An implementation that could run is a finding, unless the user leaves its op to vLLM.
+        # An implementation that could run is a finding, unless the user's order for its op is
+        # stock.
         denied = {"VLLM_FL_DENY_VENDORS": "acme"}
         (finding,) = found(fl("doctor", "--json", **denied), "ops")
         assert "rms_norm" in finding["what"] and "acme" in finding["why"]
@@ -230,9 +231,9 @@ class TestPluginsThatEndTheProcess:
         name = plugin("import time\ntime.sleep(600)")
         done = fl("doctor", "--json")
         (row,) = [row for row in done.json()["plugins"] if row["status"] == "failed"]
-        assert row["name"] == name and "did not come back within" in row["error"]
-        # the step of the child, if it has come to one
-        lines = r"vllm-fl doctor: (at work|the import of plugin '\S+' of \S+) \(\d+ s\)"
+        assert row["name"] == name and "did not return within" in row["error"]
+        # the child's step, if it has reached one
+        lines = r"vllm-fl doctor: (working|the import of plugin '\S+' of \S+) \(\d+ s\)"
         assert re.search(lines, done.err)
 
     def test_an_earlier_process(self, fl: Command, plugin: Plugin) -> None:
@@ -240,7 +241,7 @@ class TestPluginsThatEndTheProcess:
         code = "import os\nfrom vllm_fl.plugins.breadcrumb import running\n"
         code += "with running(\"the first run of 'vendor.acme' of vllm-fl-acme 1.0\"): os.abort()"
         subprocess.run([sys.executable, "-c", code], check=False)
-        for _ in range(2):  # to look does not forget
+        for _ in range(2):  # reading does not delete the note
             (finding,) = found(fl("doctor", "--json"), "ended")
             assert "the first run of 'vendor.acme' of vllm-fl-acme 1.0" in finding["what"]
             assert finding["todo"].startswith("rm /")
@@ -250,7 +251,7 @@ IDLE = """
 USE_FLAGGEMS=0 VLLM_FL_FLAGOS_BLACKLIST=mm | USE_FLAGGEMS=0 | No loaded plugin
 VLLM_FL_OOT_ENABLED=0 VLLM_FL_OOT_BLACKLIST=SiluAndMul | _BLACKLIST=SiluAndMul | _ENABLED=false
 VLLM_FL_PREFER_ENABLED=0 VLLM_FL_STRICT=1 | VLLM_FL_STRICT=true | VLLM_FL_PREFER_ENABLED=false
-VLLM_FL_ALLOW_VENDORS=acme VLLM_FL_DENY_VENDORS=acme | VLLM_FL_ALLOW_VENDORS=acme | deny beats allow
+VLLM_FL_ALLOW_VENDORS=acme VLLM_FL_DENY_VENDORS=acme | VLLM_FL_ALLOW_VENDORS=acme | takes precedence
 """
 """Variables, which of them has no effect, and why."""
 
@@ -339,7 +340,7 @@ class TestInstalled:
 
     @pytest.fixture
     def other_platform(self, distribution: Distribution) -> Callable[..., None]:
-        """Another distribution's platform plugin, whose answer is this expression."""
+        """Another distribution's platform plugin, which returns this expression."""
 
         def make(answer: str, entry: str = "acme") -> None:
             name = f"acme_{next(numbers)}"
@@ -493,7 +494,7 @@ class TestInstalled:
         assert words in finding["why"]
         assert todo in finding["todo"] and all(pastes(f["todo"]) for f in answer["findings"])
         (build,) = [f for f in answer["findings"] if f["check"] == "torch-build"]
-        assert "could not be made" in build["what"]  # it has no version file either
+        assert "failed" in build["what"]  # it also has no version file
 
     def test_a_companion_of_torch_that_does_not_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         facts = {
@@ -523,7 +524,7 @@ def test_why_an_engine_would_not_start(fl: Command, plugin: Plugin) -> None:
     strict = {"VLLM_FL_STRICT": "1", "VLLM_FL_PER_OP": "silu_and_mul=vendor:cuda"}
     told = {each["check"]: each for each in fl("doctor", "--json", **strict).json()["findings"]}
     assert told["engine"]["code"] == "FL514" and "vendor:cuda" in told["engine"]["why"]
-    assert fl("doctor", "--dtype", "half").status == 2  # vLLM's own, without a model
+    assert fl("doctor", "--dtype", "half").status == 2  # vLLM's argument, without a model
 
 
 def test_no_secret_and_no_escape_sequence_is_printed(fl: Command, plugin: Plugin) -> None:

@@ -23,7 +23,7 @@ def register_ops():
 
 
 def both(fl: Command, op: str, **variables: str) -> tuple[dict[str, Any], ...]:
-    """What a script gets, and an engine in either mode."""
+    """The views of a script, and of an engine in both modes."""
     views = [
         view
         for more in (("--script",), ())
@@ -39,16 +39,16 @@ def test_all_three_modes_with_order_origin_and_reasons(fl: Command, plugin: Plug
     assert script["order"] == ["flagos", "vendor", "reference"]
     assert script["origin"] == "prefer=flagos, default"
     assert [(c["impl_id"], c["status"], c["reason"]) for c in script["candidates"]] == [
-        ("vendor.acme", "selected", "the order says vendor"),
-        ("reference.torch", "eligible", "the order says reference"),
+        ("vendor.acme", "selected", "the order lists vendor"),
+        ("reference.torch", "eligible", "the order lists reference"),
         ("vendor.zeta", "rejected", "not available: no zeta card"),
     ]
     for view in (eager, compiled):
         assert view["order"] == ["flagos", "vendor", "stock", "reference"]
         assert [(c["impl_id"], c["status"], c["reason"]) for c in view["candidates"]][:3] == [
-            ("vendor.acme", "selected", "the order says vendor"),
-            ("stock.vllm", "eligible", "default, since no list orders the op"),
-            ("reference.torch", "eligible", "the order says reference"),
+            ("vendor.acme", "selected", "the order lists vendor"),
+            ("stock.vllm", "eligible", "default, no order for this op"),
+            ("reference.torch", "eligible", "the order lists reference"),
         ]
     assert "stock.vllm" not in [c["impl_id"] for c in script["candidates"]]
 
@@ -83,14 +83,14 @@ def test_the_pages_of_an_op(fl: Command, plugin: Plugin) -> None:
 
 
 def test_what_only_vllm_knows_is_not_said_without_it(fl: Command, plugin: Plugin) -> None:
-    """tests/engine asks a real vLLM, whose layers other plugins replace."""
+    """tests/engine tests a real vLLM with layers replaced by other plugins."""
     plugin(TWO)
     replaced = fl("explain", "silu_and_mul", "--json").json()["replaced"]
-    assert replaced == {"layers": [], "error": "vLLM is not installed here"}
+    assert replaced == {"layers": [], "error": "vLLM is not installed"}
     script = fl("explain", "silu_and_mul", "--script", "--json").json()
     assert script["replaced"] == {"layers": [], "error": None}
     engine = fl("explain", "silu_and_mul", "--mode", "eager").out
-    inside = "Inside vLLM it runs in: layer SiluAndMul; operator _C::silu_and_mul."
+    inside = "Targets in vLLM: layer SiluAndMul; operator _C::silu_and_mul."
     assert inside in engine and inside not in fl("explain", "silu_and_mul", "--script").out
     for more in (["--model", "m"], ["--dtype", "half"], ["--script", "--model", "m"]):
         assert fl("explain", "silu_and_mul", *more).status == 2
@@ -116,10 +116,10 @@ def test_an_order_by_size_is_shown_row_by_row(fl: Command, plugin: Plugin, tmp_p
     out = fl(*question, **variables).out
     assert "at most 16 tokens: vendor.acme\norder vendor:acme\n" in out
     assert "more tokens: stock.vllm\norder reference | stock\n" in out
-    # Without a list there is no row.
+    # No list, no rows.
     (plain,) = fl(*question, "--json").json()["modes"]
     assert plain["rows"] == []
-    # One row in which nothing may run is a finding: a script would fail there.
+    # A row without a usable implementation is a finding: a script would fail there.
     assert fl("explain", "silu_and_mul", "--script", **variables).status == 1
 
 
@@ -128,7 +128,7 @@ def test_an_op_without_anything_is_a_finding(fl: Command, plugin: Plugin) -> Non
     done = fl("explain", "rms_norm", "--script")
     assert done.status == 1
     assert "pip install" in done.out
-    assert fl("explain", "rms_norm", "--mode", "eager").status == 0  # vLLM's own path
+    assert fl("explain", "rms_norm", "--mode", "eager").status == 0  # vLLM's path
 
 
 def test_an_op_of_a_plugin_without_a_contract(fl: Command, plugin: Plugin) -> None:
@@ -145,8 +145,8 @@ def test_an_op_of_a_plugin_without_a_contract(fl: Command, plugin: Plugin) -> No
     done = fl("explain", "wiggle")
     assert done.status == 0
     assert "no contract" in done.out
-    assert "no engine runs it" in done.out
-    assert "In an engine" not in done.out  # the kit says the same: an engine has no target for it
+    assert "Only scripts can call it" in done.out
+    assert "In an engine" not in done.out  # as in the kit: an engine has no target for it
     assert [v["mode"] for v in fl("explain", "wiggle", "--json").json()["modes"]] == ["script"]
     done = fl("explain", "wiggle", "--mode", "eager")
     assert (done.status, done.out) == (2, "")
@@ -173,7 +173,7 @@ def test_a_whole_layer_of_vllms(fl: Command, plugin: Plugin) -> None:
         assert view["selected"] == "vendor.acme"
         assert [c["impl_id"] for c in view["candidates"]] == ["vendor.acme", "stock.vllm"]
     shown = fl("explain", "RowParallelLinear").out
-    assert "a whole layer of vLLM's" in shown and "which is not verified" in shown
+    assert "a whole layer class of vLLM" in shown and "which is not verified" in shown
     orders = {"VLLM_FL_PER_OP": "RowParallelLinear=stock"}
     left = fl("explain", "RowParallelLinear", "--mode", "eager", "--json", **orders).json()
     assert left["modes"][0]["selected"] == "stock.vllm"

@@ -1,4 +1,4 @@
-"""What is read out of an engine's log: the exception, the stack, and whose functions are in it."""
+"""Reading an engine's log: the exception, the stack, and the owners of its functions."""
 
 from __future__ import annotations
 

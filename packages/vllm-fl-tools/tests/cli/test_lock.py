@@ -1,4 +1,4 @@
-"""Locks on a machine that has no engine; tests/engine writes one and serves under it."""
+"""Lock files on a machine without an engine; tests/engine writes and uses one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_locked_plan_without_the_device(fl: Command) -> None:
     assert (file["kind"], file["content"]["result"]) == ("lock", CONTENTS["result"])
     shown = fl("show", "vllm-fl.lock").out
     assert "vendor.acme(<=16)|stock" in shown
-    assert "the plan of the lock vllm-fl.lock, verified on Acme 9000" in shown
+    assert "the plan of the lock file vllm-fl.lock, verified on Acme 9000" in shown
 
 
 def test_ops_that_would_change(fl: Command, plugin: Plugin) -> None:
@@ -59,7 +59,7 @@ def test_ops_that_would_change(fl: Command, plugin: Plugin) -> None:
         (("show", "gone.lock"), None),
         (("show", "vllm-fl.lock"), "{"),
         (("plan", "--diff", "vllm-fl.lock"), '{"vllm_fl_lock": 1}'),
-        (("plan", "--diff", "vllm-fl.lock"), "prefer: vendor"),  # by its name a lock
+        (("plan", "--diff", "vllm-fl.lock"), "prefer: vendor"),  # a lock file by its name
         (("plan",), '{"vllm_fl_lock": 2}'),
         (("plan", "--save", "new.lock", "--model", "."), None),
         (("plan", "--save", "new.lock"), None),

@@ -1,4 +1,4 @@
-"""What all verbs share: help, exit status, no traceback."""
+"""Behaviour of all verbs: help, exit status, no traceback."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from vllm_fl.errors import StartError
 from vllm_fl_tools.cli import plan
 
 WRONG = (
-    "",
     "nonsense",
     "plan --nonsense",
     "explain",
@@ -29,6 +28,12 @@ def test_wrong_usage_is_status_2_and_one_message(fl: Command, plugin: Plugin, wo
     done = fl(*words.split())
     assert (done.status, done.out) == (2, "")
     assert "Traceback" not in done.err and "vllm-fl" in done.err
+
+
+def test_without_words_the_command_prints_its_help(fl: Command) -> None:
+    done = fl()
+    assert (done.status, done.err) == (0, "")
+    assert done.out == fl("--help").out
 
 
 def test_what_libraries_print_is_no_part_of_an_answer(fl: Command, plugin: Plugin) -> None:
@@ -67,8 +72,8 @@ def test_a_full_disk_is_one_line() -> None:
             check=False,
         )
     assert done.returncode == 1
-    *_, last = done.stderr.splitlines()  # on a slow machine there is more
-    assert last == "vllm-fl: the answer cannot be written: No space left on device"
+    *_, last = done.stderr.splitlines()  # a slow machine prints more
+    assert last == "vllm-fl: cannot write the output: No space left on device"
 
 
 def test_a_settings_file_that_does_not_exist(fl: Command) -> None:
@@ -84,7 +89,7 @@ def test_an_error_ends_with_its_code_and_the_command_that_explains_it(fl: Comman
     assert (done.status, done.out) == (2, "") and message.endswith("[FL102]")
     assert "VLLM_FL_PREFER" in message and "<redacted>" in message and "hf_0" not in message
     (command,) = re.findall(r"`vllm-fl ([^`]+)`", more)
-    # The setting that is wrong must not keep its own explanation away.
+    # A wrong setting must not prevent its own explanation.
     explained = fl(*command.split(), VLLM_FL_PREFER="vendr")
     assert explained.status == 0 and explained.err == ""
     assert explained.out.startswith("# FL102: ")
@@ -101,5 +106,5 @@ def test_the_end_of_a_log_stays_lines(fl: Command, monkeypatch: pytest.MonkeyPat
         "vllm-fl: The engine plan failed. The end of its log: [FL501]",
         "    Traceback",
         "    FL\\x1b[1m",
-        "`vllm-fl explain FL501` says what it means, and what to do.",
+        "Run `vllm-fl explain FL501` for causes and fixes.",
     ]

@@ -1,4 +1,4 @@
-"""`vllm-fl new`: what it writes, and that it writes nothing when it cannot."""
+"""`vllm-fl new`: the files it writes, and that it writes none when it fails."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_an_existing_folder_is_left_alone(
 ) -> None:
     (tmp_path / "vllm-fl-foo").mkdir()
     assert main(["new", "foo", "--dir", str(tmp_path)]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "exists: remove it" in capsys.readouterr().err
     assert list(tmp_path.rglob("*")) == [tmp_path / "vllm-fl-foo"]
 
 
@@ -109,7 +109,7 @@ def test_for_somebody_elses_device(tmp_path: Path) -> None:
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """A platform plugin of vLLM's is installed, `acme` of vllm-acme, which answers `param`."""
+    """Install a vLLM platform plugin, `acme` of vllm-acme, which returns `param`."""
     site = tmp_path.with_name(f"{tmp_path.name}-site")
     info = site / "vllm_acme-1.0.dist-info"
     info.mkdir(parents=True)
@@ -122,7 +122,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
 
 
 HERE, ELSEWHERE = "acme.platform.AcmePlatform", None
-"""What a platform plugin answers on a machine with its device, and on another."""
+"""A platform plugin's result on a machine with its device, and on another."""
 
 
 @pytest.mark.parametrize("plugin", [HERE, ELSEWHERE], indirect=True)
@@ -145,7 +145,7 @@ def test_over_a_platform_plugin_what_is_not_listed_stays(
     assert set(settings.policy.per_op_order) == set(ops.split(","))
     code = (package / "plugin.py").read_text()
     assert 'with_name("acme.yaml")' in code and 'if platform == "acme"' in code
-    assert "It lies over `acme`" in (folder / "README.md").read_text()
+    assert "It extends `acme`" in (folder / "README.md").read_text()
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     assert project["description"].endswith(", over acme")
 
@@ -163,7 +163,7 @@ def test_over_a_plugin_that_does_not_answer_the_device_is_to_be_filled_in(
 
 
 def test_over_a_platform_that_we_know_needs_no_plugin(tmp_path: Path) -> None:
-    """`npu` is a name of `ascend`, whose plugin is nobody's on a laptop."""
+    """`npu` is a name of `ascend`; its plugin declines on a laptop."""
     package = new(tmp_path, "--over", "npu") / "src" / "vllm_fl_foo"
     assert (package / "ascend.yaml").exists()
     assert '\n\nDEVICE = "npu"\n' in (package / "impl" / "__init__.py").read_text()
@@ -188,7 +188,7 @@ def test_any_choice_of_ops_is_whole(
         monkeypatch.delitem(sys.modules, name)
     plugin = importlib.import_module("vllm_fl_foo.plugin")
     registry = OpRegistry()
-    registry.register_many(plugin.register_ops())  # its parameters are the contract's
+    registry.register_many(plugin.register_ops())  # parameters match the contract
     assert set(registry.snapshot().impls_by_op) == set(ops)
     assert plugin.policy(platform or "foo") and plugin.policy("vulkan") is None
     settings = load_settings({}, platform_files=[("foo 1", plugin.POLICY)])
@@ -203,18 +203,18 @@ def test_any_choice_of_ops_is_whole(
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("--ops", "silu_and_mlu"), "'silu_and_mlu' to start from. Did you mean 'silu_and_mul'?"),
-        (("--ops", ""), "no plain form of ''"),
-        (("--ops", "silu_and_mul,,rms_norm"), "no plain form of ''"),
+        (("--ops", "silu_and_mlu"), "'silu_and_mlu'. Did you mean 'silu_and_mul'?"),
+        (("--ops", ""), "no example of ''"),
+        (("--ops", "silu_and_mul,,rms_norm"), "no example of ''"),
         (
             ("--platform", "cdua"),
-            "or of an installed plugin's. Did you mean 'cuda'?",
+            "or of an installed plugin. Did you mean 'cuda'?",
         ),
         (("--platform", ""), "'' is not a platform"),
         (("--over", "amce"), "Did you mean 'acme'? Installed: acme (vllm-acme 1.0). Install it"),
         (("--over", ""), "--over ''"),
         (("--over", "fl"), "--over 'fl'"),
-        (("--over", "nvidia"), "--over 'cuda': it is vLLM's own, which no plugin brings"),
+        (("--over", "nvidia"), "--over 'cuda': it is part of vLLM"),
         (("--platform", "cuda", "--ops", "wiggle"), "'wiggle'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The command under `python -OO`, which leaves docstrings out."""
+"""The command under `python -OO`, which removes docstrings."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ NOISE = 0.01
 RECORDED = json.loads(Path(__file__).with_name("errors.json").read_text())
 """Model -> plan -> phase -> the number of errors of about FLOOR * 2 ** (n / 8) nats, for each n.
 
-SmolLM2-135M on a CPU, bfloat16, with bisect's own prompts. Each plan but stock replaces three ops.
-The mixture of experts is a tiny Mixtral with 1520 random tokens, computed by transformers.
+SmolLM2-135M on a CPU, bfloat16, with bisect's prompts. Each plan but stock replaces three ops. The
+mixture of experts is a tiny Mixtral with 1520 random tokens, computed by transformers.
 """
 REPLACED = ("acme_off mm", "acme_off zeros")
 PART = {"kind": "name", "of": "acme", "setting": "acme_off"}
@@ -36,19 +36,13 @@ PARTS = Parts(
 )
 
 Wrong = Callable[[frozenset[str]], float]
-"""The ops and operators of the plan's own code -> the error in multiples of the noise."""
+"""The plan's ops and operators in use -> the error in multiples of the noise."""
 
 
 @dataclass
 class Machine:
-    """Runs engines.
-
-    Args:
-        wrong: their error.
-        far: at how many of the forced tokens it is a nat instead.
-        own_far: at how many the baseline's is.
-        started: of each engine, its kind and the ops that were left.
-    """
+    """Runs engines with this error; it is one nat at `far` of the forced tokens (baseline:
+    `own_far`). `started`: each engine's kind and excluded ops."""
 
     wrong: Wrong
     baseline: Mapping[str, Any] = field(default_factory=dict)
@@ -81,8 +75,6 @@ class Machine:
 
 
 class Engine:
-    """A stand-in for an engine."""
-
     vocabulary = 50
 
     def __init__(self, machine: Machine, kind: str, left: Collection[str]) -> None:
@@ -110,7 +102,7 @@ class Engine:
 
 
 def times(factor: float, *ops: str) -> Wrong:
-    """`factor` if all these ops are the plan's own, else the error of a correct plan."""
+    """`factor` if the plan replaces all these ops, else the error of a correct plan."""
     return lambda ours: factor if ours >= {*ops} else 1.0
 
 
@@ -203,7 +195,7 @@ def test_values_that_are_not_finite_are_wrong(value: float) -> None:
                     }
                 },
             ),
-            r"orders op 'silu_and_mul' by size \(vendor.cpu",
+            r"chooses op 'silu_and_mul' by size \(vendor.cpu",
         ),
     ],
 )

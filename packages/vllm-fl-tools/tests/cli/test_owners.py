@@ -1,4 +1,4 @@
-"""Whose a step's time is, by profiles that were recorded, without an engine."""
+"""Owners of a step's time, from recorded profiles, without an engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from profiles import (
     report,
 )
 
-from vllm_fl_tools.cli._coverage import Owner, Whose, attribute
+from vllm_fl_tools.cli._coverage import Owner, Whose, answers, attribute
 
 
 def whose(tokens: int = 1, plan: dict[str, Any] | None = None, **fields: Any) -> Whose:
@@ -33,7 +33,7 @@ def rows(phase: dict[str, Any]) -> dict[tuple[str, str], tuple[float, float]]:
 
 
 def test_an_implementation_owns_what_it_calls() -> None:
-    """vLLM's operator inside it, which a binding names, is its own time."""
+    """A vLLM operator inside it, although a binding has it, is part of its time."""
     found = owner(NORM, NORM_OP, "_C::rms_norm", "aten::empty")
     assert found == Owner("rms_norm", "vendor.cpu", "", "yes")
 
@@ -53,7 +53,7 @@ def test_no_time_is_counted_twice_and_a_call_is_one_of_the_op() -> None:
         ("aten::linear in QKVParallelLinear", "stock"): (35.0, 1.0),
         ("rms_norm", "vendor.cpu"): (14.0, 3.0),
     }
-    # What only labels and the compiler's own code took is the host's, and so in no row.
+    # Labels and the compiler's code only take host time, so they are in no row.
     assert found["total_us"] == found["busy_us"] == 49.0
     assert [row["share"] for row in found["rows"]] == pytest.approx([35 / 49, 14 / 49])
     assert found["rows"][1]["kernels"] == {
@@ -78,6 +78,31 @@ def test_code_without_a_contract() -> None:
     assert owner("aten::copy_").name == "aten::copy_ outside of layers"
 
 
+def test_a_contract_may_cover_code_that_no_implementation_can_run_here() -> None:
+    """A product of a layer on vLLM's CPU platform is no code without a contract."""
+    there = {"products": {"QKVParallelLinear": "linear"}, "not_covered": {"linear": ["eager mode"]}}
+    plan = report()
+    del plan["ops"]["linear"]
+    seen = on_host(
+        (60.0, 2, (LINEAR, "_C::onednn_mm")),
+        (10.0, 2, (LINEAR, "aten::copy_")),
+        (10.0, 2, ("_C::silu_and_mul",)),
+        (20.0, 2, (NORM, NORM_OP)),
+    )
+    found = attribute(whose(plan=plan, **there), seen, on_host=True)
+    assert found["coverage"] == pytest.approx(
+        {"not here": 0.6, "runs": 0.2, "could run": 0.1, "no contract": 0.1}
+    )
+    first, *more = answers(found)
+    assert first.startswith("Implementations run 20.0% of the operators' time and could run 10.0%")
+    assert more == [
+        "Not here: linear 60.0%: not covered: eager mode.",
+        "Could run: silu_and_mul 10.0%: the order says stock.",
+        "No contract: 10.0%, in the rows without an op.",
+    ]
+    assert answers({**found, "coverage": {}}) == []
+
+
 def test_an_order_by_size_applies_to_the_tokens_of_the_step() -> None:
     rows = [{"up_to": 16, "impl": "stock", "reason": "table t"}]
     by_size = report(silu_and_mul={"impl": "vendor.cpu", "reason": "table", "rows": rows})
@@ -91,7 +116,7 @@ def test_attention_is_its_backend_s_and_cache_writes_are_their_op_s() -> None:
     assert owner(*inside, "_C::cpu_attention_with_kv_cache") == Owner(
         "attention_backend", "stock", "CPU_ATTN", "no"
     )
-    ours = report(attention_backend={"impl": "vendor.attn", "reason": "the order says vendor"})
+    ours = report(attention_backend={"impl": "vendor.attn", "reason": "the order lists vendor"})
     assert owner(*inside, plan=ours).reached == "yes"
     caches = {"_C_cache_ops::reshape_and_cache_flash": "reshape_and_cache"}
     write = owner(*inside, "_C_cache_ops::reshape_and_cache_flash", operators=caches)
@@ -105,7 +130,7 @@ def test_what_is_fused_is_shown_under_the_kernel() -> None:
     found = owner(*path, kernels=both)
     assert (found.op, found.impl) == ("fused: rms_norm, silu_and_mul", "vendor.cpu, stock")
     assert found.reached == "partly" and found.name == "with LlamaDecoderLayer"
-    # A pass of ours has put code into the graph of some sizes, whatever the plan says of others.
+    # Our pass has put code into the graph of some sizes, independent of the plan at other sizes.
     assert owner(*path, kernels={FUSED_NORM: ["silu_and_mul/vendor.acme"]}) == Owner(
         "fused: silu_and_mul", "vendor.acme", "", "yes"
     )
@@ -135,7 +160,7 @@ def test_kernels_have_the_owners_of_their_launches() -> None:
 
 
 def test_a_launch_without_a_known_caller() -> None:
-    """As seen on an H100: of some launches of attention's kernel the profiler knew no operator."""
+    """Seen on an H100: the profiler had no operator for some launches of attention's kernel."""
     kernel = "void cutlass::device_kernel<flash::FlashAttnFwdSm90<cute::tuple<cute::C<1> > > >()"
     seen = on_device(
         9.0,
@@ -154,9 +179,9 @@ def test_a_launch_without_a_known_caller() -> None:
 @pytest.mark.parametrize(
     ("seen", "is_host", "problem"),
     [
-        (on_host(steps=0), True, "the engine took no such step"),
-        (on_host(), True, "saw no operator"),
-        (on_device(0.0), False, "saw no kernel of the device"),
+        (on_host(steps=0), True, "the engine ran no such step"),
+        (on_host(), True, "recorded no operator"),
+        (on_device(0.0), False, "recorded no kernel of the device"),
         ({"problem": "it failed", "steps": 0}, True, "it failed"),
     ],
 )

@@ -24,7 +24,7 @@ DRAWS = pytest.importorskip("matplotlib", reason="the pages' plots need the extr
 
 
 class Page(HTMLParser):
-    """A page that was parsed, and is well formed."""
+    """A parsed page, checked to be well formed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Page(HTMLParser):
 
 
 def verification(**environment: Any) -> dict[str, Any]:
-    """What `vllm-fl verify --json` prints of a right, a refusing and a wrong implementation."""
+    """`vllm-fl verify --json` of a correct, an unsupported and an incorrect implementation."""
 
     def result(impl: str, dtype: str, **fields: Any) -> dict[str, Any]:
         plain = {"ok": 0, "refused": 0, "wrong": 0, "raised": 0}
@@ -147,17 +147,17 @@ def test_the_support_matrix(fl: Command, tmp_path: Path) -> None:
     page = made(fl, tmp_path, verification())
     cells = {row[1]: row[2:] for row in page.rows if row[0] == "rms_norm" and len(row) == 4}
     assert cells == {
-        "vendor.good": ["ok: 4 of 4worst 0.25", "ok: 3 of 4worst 0.251 refused"],
-        "vendor.picky": ["refused", "–"],
-        "vendor.bad": ["wrong: 2 of 4worst 7.50", "–"],
+        "vendor.good": ["ok: 4 of 4worst 0.25", "ok: 3 of 4worst 0.251 unsupported"],
+        "vendor.picky": ["unsupported", "–"],
+        "vendor.bad": ["incorrect: 2 of 4worst 7.50", "–"],
     }
     findings = [row[1:3] + row[5:] for row in page.rows if len(row) == 7]
     assert findings[1:] == [
-        ["vendor.bad", "wrong", "7.5", "element (0, 1) is 3, the oracle says 2"],
-        ["vendor.picky", "refused", "–", "no float32"],
+        ["vendor.bad", "incorrect", "7.5", "element (0, 1) is 3, the oracle says 2"],
+        ["vendor.picky", "unsupported", "–", "no float32"],
     ], "what is wrong comes first"
     assert page.row("rms_norm", "vendor.absent")[2] == "no absent card"
-    assert page.row("f0.json")[2] == "2 wrong"
+    assert page.row("f0.json")[2] == "2 incorrect"
     assert page.row("device: name")[1] == "EPYC"
 
 
@@ -165,9 +165,9 @@ def test_what_stood_in_for_hardware_and_what_was_cut_short(fl: Command, tmp_path
     run = {**verification(emulated="Acme's simulator"), "complete": False}
     page = made(fl, tmp_path, run)
     words = "".join(page.words)
-    assert "No such hardware was used" in words and "cut short" in words
+    assert "No such hardware was used" in words and "The run was interrupted" in words
     told = page.row("f0.json")
-    assert "Acme's simulator" in told[1] and "not all of it was run" in told[2]
+    assert "Acme's simulator" in told[1] and "incomplete" in told[2]
 
 
 def test_whatever_files_say_is_text(fl: Command, tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_nothing_is_fetched_and_nothing_runs(fl: Command, tmp_path: Path) -> Non
     ids=len,
 )
 def test_ids_and_looks_over_a_whole_page(fl: Command, tmp_path: Path, ops: Any) -> None:
-    """Every op, 14 token counts, 4 implementations: of a size that a mail takes."""
+    """Every op, 14 token counts, 4 implementations: small enough for an email."""
     page = made(fl, tmp_path, tables.table([*ops]))
     assert [i for i, n in Counter(page.attributes("id")).items() if n > 1] == []
     used = re.findall(r"url\(#([^)]+)\)", page.text)
@@ -249,12 +249,12 @@ def test_without_matplotlib_the_error_names_the_extra(
 
 BROKEN = {
     "no json": ("{", "not complete JSON"),
-    "a list": ("[]", "no file of vllm-fl"),
+    "a list": ("[]", "not a vllm-fl file"),
     "another schema": ('{"schema": 2, "results": []}', "schema 2"),
-    "no results": ('{"schema": 1}', "no file of vllm-fl"),
-    "no page": ('{"schema": 1, "plan": {}}', "there is no page of it"),
+    "no results": ('{"schema": 1}', "not a vllm-fl file"),
+    "no page": ('{"schema": 1, "plan": {}}', "which has no page"),
     "half a table": ('{"schema": 1, "table": {}}', "'ops'"),
-    "half a run": ('{"schema": 1, "results": [{}]}', "is not complete"),
+    "half a run": ('{"schema": 1, "results": [{}]}', ": incomplete"),
 }
 
 

@@ -1,4 +1,4 @@
-"""`vllm-fl plan`, without vLLM: tests/engine compares it with what an engine's worker plans."""
+"""`vllm-fl plan`, without vLLM: tests/engine compares it with an engine's worker."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ def register_ops():
 """
 OP = "silu_and_mul"
 ANY = {"layers": {}, "in_model": True}
-"""Of an engine of any model."""
+"""Plan fields of an engine with any model."""
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files lie in a folder of the test's own."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -31,10 +30,10 @@ def test_each_op_with_its_implementation_and_reason(fl: Command, plugin: Plugin)
     done = fl("plan", "--json", VLLM_FL_PLATFORM="none")
     plan = done.json()["plan"]
     assert (done.status, plan["mode"], plan["verified"]) == (0, "compiled", False)
-    assert plan["ops"][OP] == {"impl": "vendor.acme", "reason": "the order says vendor", **ANY}
-    assert plan["unasked"] == "vLLM is not installed here" and plan["aside"] == ""
+    assert plan["ops"][OP] == {"impl": "vendor.acme", "reason": "the order lists vendor", **ANY}
+    assert plan["unasked"] == "vLLM is not installed" and plan["aside"] == ""
     shown = fl("plan", VLLM_FL_PLATFORM="none").out
-    assert plan["unasked"] in shown and "may still take an implementation out" in shown
+    assert plan["unasked"] in shown and "may still disable an implementation" in shown
 
 
 def test_orders_by_size(fl: Command, plugin: Plugin) -> None:
@@ -54,7 +53,7 @@ def test_what_would_change(fl: Command, plugin: Plugin) -> None:
     assert [(op, d["now"]["impl"], d["then"]["impl"]) for op, d in diff["ops"].items()] == [
         (OP, "vendor.acme", "reference.torch")
     ]
-    assert any("fl.yaml" in warning for warning in diff["warnings"])  # what it overrides
+    assert any("fl.yaml" in warning for warning in diff["warnings"])  # lists what it overrides
     diff = fl("plan", "--diff", "stock", "--json").json()["diff"]
     assert [*diff["ops"]] == [OP] and diff["ops"][OP]["then"] == {"impl": "stock", "reason": ""}
     Path("then.json").write_text(fl("plan", "--json").out)
@@ -62,7 +61,7 @@ def test_what_would_change(fl: Command, plugin: Plugin) -> None:
     moved = fl("plan", "--diff", "then.json", "--json", VLLM_FL_DENY_VENDORS="acme").json()["diff"]
     assert moved["ops"][OP]["then"]["impl"] == "vendor.acme"
     shown = fl("plan", "--diff", "stock").out
-    assert "1 op differs" in shown and "with stock" in shown and "the order says vendor" in shown
+    assert "1 op differs" in shown and "with stock" in shown and "the order lists vendor" in shown
 
 
 def test_strict_mode_that_would_end_the_start(fl: Command, plugin: Plugin) -> None:
@@ -70,18 +69,18 @@ def test_strict_mode_that_would_end_the_start(fl: Command, plugin: Plugin) -> No
     strict = {"VLLM_FL_STRICT": "1", "VLLM_FL_PER_OP": f"{OP}=vendor:cuda"}
     done = fl("plan", "--json", **strict)
     assert done.status == 1 and "vendor:cuda" in done.json()["plan"]["ends"][0]
-    assert "The start would end: strict mode" in fl("plan", **strict).out
+    assert "Startup would fail: strict mode" in fl("plan", **strict).out
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--model", "m"),  # there is no vLLM
-        ("--dtype", "half"),  # vLLM's, without a model
+        ("--model", "m"),  # vLLM is missing
+        ("--dtype", "half"),  # vLLM's argument, without a model
         ("--mode", "script"),
         ("--diff", "absent.yaml"),
         ("--diff", "other.json"),
-        ("--diff", "settings.json"),  # by its name a plan
+        ("--diff", "settings.json"),  # a plan by its name
         ("--diff", "wrong.yaml"),
     ],
 )
@@ -96,7 +95,7 @@ def test_wrong_arguments(fl: Command, plugin: Plugin, arguments: tuple[str, ...]
 
 def test_where_no_plugin_is_loaded_no_op_is_known_and_it_is_said_why(fl: Command) -> None:
     done = fl("plan", VLLM_FL_PLATFORM="none", VLLM_FL_PLUGINS="")
-    assert "VLLM_FL_PLUGINS leaves out" in done.out and "vllm-fl-ops" in done.out
+    assert "VLLM_FL_PLUGINS does not contain" in done.out and "vllm-fl-ops" in done.out
     done = fl("explain", "rms_norm", VLLM_FL_PLUGINS="")
     assert done.status == 2
-    assert "Known: none." in done.err and "VLLM_FL_PLUGINS leaves out vllm-fl-ops." in done.err
+    assert "Known: none." in done.err and "does not contain vllm-fl-ops." in done.err

@@ -51,7 +51,7 @@ HOST = {
 
 @pytest.fixture
 def profile(fl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`profile(…)`: the command, with an engine that has seen what is told."""
+    """`profile(…)`: the command, with an engine that returns the given profile."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     script = tmp_path / "engine.py"
@@ -79,8 +79,11 @@ def test_the_table_stands_beside_the_step_s_time(profile: Any) -> None:
         lines = [line.split() for line in phase.splitlines()]
         assert ["rms_norm", "vendor.cpu", "25.0%", "20.0", "1.0", "yes"] in lines
         assert "_C::onednn_mm in QKVParallelLinear  stock" in phase
-        assert "Reached by a contract, by time: yes 25.0%, no 75.0%." in phase
-        assert "All operators: 80.0 µs a step in 2 calls." in phase
+        said = "Implementations run 25.0% of the operators' time and could run 0.0% more; "
+        assert f"\n{said}in this engine, vLLM's code always runs 75.0%.\n" in f"\n{phase}"
+        assert phase.index(said) < phase.index("share  ")
+        assert "No contract: 75.0%, in the rows without an op." in phase
+        assert "All operators: 80.0 µs per step in 2 calls." in phase
         assert "The step without the profiler: 100.0 µs." in phase
         assert "The remainder: 20.0 µs (20.0%): Python" in phase
 
@@ -112,21 +115,21 @@ def test_a_device_s_kernels(profile: Any) -> None:
     done = profile(told=told)
     assert done.status == 0, done.err
     assert "model: eager, GPU 3000, rank 0 of 2, digest 0123" in done.out
-    assert "All kernels: 50.0 µs a step in 1 calls, of which 5.0 beside others." in done.out
+    assert "All kernels: 50.0 µs per step in 1 calls, 5.0 of them in parallel." in done.out
     assert "The step without the profiler: 100.0 µs.\n" in done.out
     assert "The remainder: 55.0 µs (55.0%)" in done.out
     done = profile(told={**told, "seen": on_device(0.0)})
     assert done.status == 1
-    assert "Nothing is known of it: PyTorch's profiler saw no kernel of the device" in done.out
+    assert "Not profiled: PyTorch's profiler recorded no kernel of the device" in done.out
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("--batch", "0"), "--batch 0: expected numbers"),
-        (("--bad",), "vLLM does not take these arguments: unrecognized arguments: --bad"),
-        (("--worker_extension_cls=x.Y",), "--worker-extension-cls is set by --profile"),
-        (("--model", "nowhere"), "--model nowhere: it is no folder"),
+        (("--bad",), "vLLM rejects these arguments: unrecognized arguments: --bad"),
+        (("--worker_extension_cls=x.Y",), "--profile sets --worker-extension-cls"),
+        (("--model", "nowhere"), "--model nowhere: it is not a folder"),
     ],
 )
 def test_one_clear_error(profile: Any, arguments: tuple[str, ...], said: str) -> None:
@@ -137,7 +140,7 @@ def test_one_clear_error(profile: Any, arguments: tuple[str, ...], said: str) ->
 
 def test_without_a_plan_there_is_nothing_to_look_at(profile: Any) -> None:
     done = profile(VLLM_FL_PREFER_ENABLED="0")
-    assert done.status == 2 and "VLLM_FL_PREFER_ENABLED is off" in done.err
+    assert done.status == 2 and "VLLM_FL_PREFER_ENABLED is set to off" in done.err
 
 
 def test_other_verbs_take_no_arguments_that_they_do_not_know(fl: Command) -> None:
@@ -155,9 +158,9 @@ def test_a_page_of_it(profile: Any, fl: Command, tmp_path: Path) -> None:
     assert page.status == 0, page.err
     assert page.json()["files"] == [{"name": "seen.json", "kind": "coverage"}]
     text = (tmp_path / "page.html").read_text()
-    assert "<h1>Coverage</h1>" in text and "decode, batch 1" in text
+    assert "<h1>Profile</h1>" in text and "decode, batch 1" in text
     assert "The remainder: 20.0 µs (20.0%)" in text and "--dtype bfloat16" in text
     told["phases"][0]["rows"][0]["us"] = "many"
     (tmp_path / "odd.json").write_text(json.dumps({"schema": 1, "coverage": told}))
     odd = fl("show", "odd.json", "--html", "page.html")
-    assert odd.status == 2 and "odd.json: is not complete" in odd.err
+    assert odd.status == 2 and "odd.json: incomplete" in odd.err

@@ -1,4 +1,4 @@
-"""The search for culprits: what it finds, and with how few trials."""
+"""The search for culprits: its results, and its number of trials."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PARTS = [f"op{n}" for n in range(11)]
 def wrong_with(
     *sets: str, likely: Sequence[str] = ()
 ) -> tuple[Callable[[tuple[str, ...]], Verdict], Tried]:
-    """A trial that is wrong with one of the sets, such as `op1 op2`; the trials."""
+    """A trial that fails with any of these sets, such as `op1 op2`; and the list of trials."""
     tried: Tried = []
 
     def trial(parts: tuple[str, ...]) -> Verdict:
@@ -87,7 +87,7 @@ def test_likely_parts_are_tried_first() -> None:
 
 
 def test_parts_beneath_a_culprit_go_with_it() -> None:
-    """While any part of a plugin is on, the plugin's own fault is there."""
+    """The plugin's fault occurs while any part of the plugin is enabled."""
     of_plugin = {"plugin", "op3", "op4"}
     parts = ["op0", "plugin", "op3", "op4", "op5"]
 

@@ -46,12 +46,12 @@ def test_no_other_variable_is_printed(fl: Command, plugin: Plugin) -> None:
     variables = {"DATABASE": "postgres-7Q", "VLLM_FL_API_TOKEN": "tk-0123456789"}
     for done in (fl("settings", **variables), fl("settings", "--json", **variables)):
         assert not any(value in done.out + done.err for value in variables.values())
-        assert "VLLM_FL_API_TOKEN" in done.out  # a warning: it is no setting
+        assert "VLLM_FL_API_TOKEN" in done.out  # a warning: not a setting
 
 
 BROKEN = {
     "prefer: [": "invalid YAML",
-    "op_backends: {silu_and_mul: vendr}": "'vendr' is not a valid token",
+    "op_backends: {silu_and_mul: vendr}": "'vendr' is not a valid selector",
 }
 
 

@@ -1,4 +1,4 @@
-"""Tables fold and never cut; secrets stay out."""
+"""Tables wrap and never truncate; secrets are not printed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_fl_tools.cli._show import print_json, print_table
 HEADINGS = ("implementation", "distribution", "reason")
 ROWS = [
     ("vendor.acme", "vllm-fl-acme 0.1.0", "not available: /opt/acme/lib/libacme.so.3 is missing"),
-    ("reference.torch", None, "the order says reference"),
+    ("reference.torch", None, "the order lists reference"),
 ]
 
 

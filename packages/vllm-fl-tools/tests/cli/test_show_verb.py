@@ -1,4 +1,4 @@
-"""`vllm-fl show`: files of engines and of the command, by their content."""
+"""`vllm-fl show`: files of engines and of the command, recognised by their content."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ REPORT = {
     "rank": 0,
     "mode": "eager",
     "digest": "f00d",
-    "ops": {"rms_norm": {"impl": "vendor.cpu", "reason": "the order says vendor"}},
+    "ops": {"rms_norm": {"impl": "vendor.cpu", "reason": "the order lists vendor"}},
     "calls": {"rms_norm": {"vendor.cpu": 7, "reference.torch": 2}},
     "refusals": {"rms_norm": {"vendor.cpu": 2}},
     "fallbacks": {"rms_norm": {"reference.torch": 2}},
-    "demotions": {"silu_and_mul": {"vendor.acme": "failed at start on rank 0: it is wrong"}},
+    "demotions": {"silu_and_mul": {"vendor.acme": "failed at startup on rank 0: it is incorrect"}},
     "rejections": {},
     "not_reached": {"gelu_and_mul": "no layer of the model"},
 }
 
 
 def left(folder: Path, ago: float = 1, **changes: Any) -> str:
-    """A report that was written so many seconds ago."""
+    """A report that was written `ago` seconds ago."""
     told = {
         "schema": 1,
         "written": (datetime.now(UTC) - timedelta(seconds=ago)).isoformat(timespec="seconds"),
@@ -50,7 +50,7 @@ def test_plan_counters_what_was_taken_out_and_what_was_raised(fl: Command, tmp_p
     path = left(tmp_path, ago=9999, state="ended", error=error, failures=failures)
     done = fl("show", path)
     assert done.status == 0 and not done.err
-    for told in ("f00d", "vendor.cpu", "it is wrong", "boom", "PREFER=vendor", "0.32.0"):
+    for told in ("f00d", "vendor.cpu", "it is incorrect", "boom", "PREFER=vendor", "0.32.0"):
         assert told in done.out
     (told,) = fl("show", path, "--json").json()["files"]
     assert told["content"]["report"] == REPORT and told["silent"] is None
@@ -62,8 +62,10 @@ def test_plan_counters_what_was_taken_out_and_what_was_raised(fl: Command, tmp_p
 def test_a_process_that_was_killed_is_silent(
     fl: Command, tmp_path: Path, state: str, ago: float, is_silent: bool
 ) -> None:
-    (told,) = fl("show", left(tmp_path, ago, state=state), "--json").json()["files"]
+    path = left(tmp_path, ago, state=state)
+    (told,) = fl("show", path, "--json").json()["files"]
     assert (told["silent"] is not None) == is_silent
+    assert ("The process is gone without a last report" in fl("show", path).out) == is_silent
 
 
 @pytest.mark.parametrize("content", [

@@ -1,4 +1,4 @@
-"""The search for the part at which a startup fails, and the settings that leave it out."""
+"""The search for the part that makes a startup fail, and the settings that exclude it."""
 
 from __future__ import annotations
 
@@ -39,15 +39,8 @@ Fails = Callable[[Collection[str], bool], bool]
 
 
 class Engines:
-    """Engines that fail as configured, each counted.
-
-    Args:
-        fails: (the parts that are left out, whether launches block) -> whether it ends.
-        log: the log of one that ends.
-        hung: whether it hangs instead.
-        wrong: its score if it does not end.
-        stock: whether it is asked about stock vLLM, too.
-    """
+    """Engines that fail with this log, or hang, if `fails(excluded parts, whether launches block)`;
+    with `wrong` they return that score instead. `stock`: whether stock vLLM may fail too."""
 
     def __init__(
         self,
@@ -101,7 +94,7 @@ RuntimeError: boom
     engines = Engines(lambda out, _: off(57) not in out, log)
     _, (culprit,) = Startups(parts, engines).search()
     assert culprit.parts == (off(57),) and culprit.verdict.why == "RuntimeError: boom"
-    assert len(engines.tried) == 5  # stock, as asked, it with its plugin, the plugin, all others
+    assert len(engines.tried) == 5  # stock, as set, with its plugin, the plugin, all others
 
 
 @pytest.mark.parametrize("key", ["plugin acme", "op rms_norm", "setting strict"])
@@ -136,7 +129,7 @@ def test_a_failure_that_blocking_launches_hide(parts: Parts) -> None:
 
 def test_failures_without_a_part(parts: Parts) -> None:
     assert Startups(parts, Engines(lambda out, _: True)).search()[0] == "elsewhere"
-    engines = Engines(lambda out, _: len(engines.tried) == 2)  # only the first startup as asked
+    engines = Engines(lambda out, _: len(engines.tried) == 2)  # only the first startup as set
     assert Startups(parts, engines).search()[0] == "unsteady"
 
 

@@ -1,4 +1,4 @@
-"""What the verbs say of the table that a setting names."""
+"""Output of the verbs about the configured table."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def register_ops():
 def table(plugin: Plugin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`table(text)`: the file of a table of this machine, with two vendors' kernels."""
     plugin(TWO)
-    monkeypatch.setattr(doctor, "CHECKS", ())  # of what is installed: slow, and tested elsewhere
+    monkeypatch.setattr(doctor, "CHECKS", ())  # they are slow, and tested elsewhere
 
     def written(text: str = TEXT) -> str:
         path = tmp_path / "table.yaml"
@@ -58,7 +58,7 @@ def test_doctor_checks_it_without_an_engine(fl: Command, table: Any) -> None:
 
     assert found(table()) == []
     ((what, why),) = found(table(TEXT.replace("device: cpu", "device: H100", 1)))
-    assert "has no effect here" in what and "it was measured on H100" in why
+    assert "is ignored here" in what and "the measurement used H100" in why
 
 
 def test_an_engine_goes_on_without_one_that_does_not_hold(table: Any) -> None:

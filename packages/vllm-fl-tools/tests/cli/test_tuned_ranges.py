@@ -1,4 +1,4 @@
-"""What rows `vllm-fl tune` gives to what a compiler takes into its graphs, by device and op."""
+"""Rows of `vllm-fl tune` for ops that a compiler includes in its graphs, by device and op."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def graphs(
     default: str = "vendor.slow",
     absent: tuple[str, ...] = ("fused_experts",),
 ) -> InGraphs:
-    """An op with a traceable `vendor.fast` beside its default."""
+    """An op with a traceable `vendor.fast` and a default."""
     where = torch.device(device)
     subject = Subject("model", ModelSizes(), TOKENS, mode, torch.bfloat16, where, frozenset(absent))
     slow = Contender(default, (silu("vendor.slow"),))
@@ -40,7 +40,7 @@ def graphs(
 
 
 def rows(*ops: InGraphs) -> list[list[tuple[int, str]]]:
-    """The rows of ops of which `vendor.fast` is faster than the default up to 8 tokens."""
+    """Rows of ops, with `vendor.fast` faster than the default up to 8 tokens."""
     found = []
     for op in ops:
         default, measured = op.contenders[1].name, []
@@ -70,7 +70,7 @@ def test_traced_winners_have_rows_where_vllm_compiles_by_range(
     [
         ("rotary_embedding", (), BY_RANGE),
         ("rotary_embedding", ("query", "key"), FOR_ALL),  # in place: not inlined by range
-        ("rms_norm", ("x", "residual"), BY_RANGE),  # but in vLLM's IR it is
+        ("rms_norm", ("x", "residual"), BY_RANGE),  # but inlined in vLLM's IR
     ],
 )
 def test_an_operator_that_is_not_inlined_by_range_has_one_row(
@@ -97,7 +97,7 @@ def test_and_may_be_left_to_vllm_at_some_sizes_where_each_call_tells_its_own(op:
     [("reshape_and_cache", False), ("chunk_gated_delta_rule", False), ("silu_and_mul", True)],
 )
 def test_what_piecewise_graphs_leave_out_is_no_part_of_a_graph(op: str, is_traced: bool) -> None:
-    """Linear attention calls a layer of vLLM's inside the operator at which graphs are split."""
+    """Linear attention calls a vLLM layer inside the operator that splits the graphs."""
     found = graphs("cuda", "compiled", op)
     assert found.binding.between_graphs is not is_traced
     assert found.traced == ({"vendor.fast", "vendor.slow"} if is_traced else set())
@@ -130,7 +130,7 @@ def test_all_ops_have_the_same_ranges() -> None:
 
 
 def measured(graph: InGraphs, *sizes: int, fast_up_to: int) -> list[Measured]:
-    """An op at some sizes, of which `vendor.fast` is the fastest up to one of them."""
+    """An op at some sizes, with `vendor.fast` the fastest up to `fast_up_to` tokens."""
     default = graph.contenders[1].name
     found = []
     for tokens in sizes:
@@ -141,7 +141,7 @@ def measured(graph: InGraphs, *sizes: int, fast_up_to: int) -> list[Measured]:
 
 @pytest.mark.parametrize(("fast_up_to", "of_part"), [(8, FOR_ALL), (0, BY_RANGE)])
 def test_a_part_of_an_op_that_wins_is_left_to_vllm(fast_up_to: int, of_part: Any) -> None:
-    """While its part is planned, graphs have the op nowhere, which saves a product's time."""
+    """Planning its part hides the winning op from graphs; the op would save a product's time."""
     whole = graphs("cuda", "compiled", "linear_silu_and_mul", default="stock")
     part = graphs("cuda", "compiled", OP)
     found = [

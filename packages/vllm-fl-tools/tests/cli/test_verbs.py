@@ -1,4 +1,4 @@
-"""The verbs as they are listed."""
+"""The list of verbs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def test_help_of_a_verb(fl: Command, verb: str) -> None:
     done = fl(verb, "--help")
     assert done.status == 0, done.err
     assert "--json" in done.out
+    assert done.out.splitlines()[-1].startswith(f"Example: vllm-fl {verb} ")
     (line,) = [line for line in fl("--help").out.splitlines() if line.split()[:1] == [verb]]
     assert len(line.split()) > 4
 

@@ -1,4 +1,4 @@
-"""Which unit of a long run is at work is said where nothing else is."""
+"""A long run prints its running unit if it prints nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from times that were taken in turn."""
+"""Conclusions from interleaved measurements."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TestInTurn:
         rounds = ["".join(called[n : n + 3]) for n in range(0, len(called), 3)]
         assert all(sorted(order) == list(names) for order in rounds)
         assert all(len(times[name]) == 12 for name in names)
-        # Each is first, last and in between equally often, and each pair stands in both orders.
+        # Each is first, last and in between equally often, and each pair occurs in both orders.
         for place in range(3):
             assert {name: [r[place] for r in rounds].count(name) for name in names} == {
                 name: 4 for name in names
@@ -82,7 +82,7 @@ class TestPromotion:
         assert found.winner == ("vendor.a" if wins else "default")
 
     def test_rounds_are_compared_within_themselves(self) -> None:
-        # The machine became ten times slower in the middle: the medians say nothing.
+        # The machine became ten times slower in the middle, so medians are misleading.
         found = measured(stock=[1.0, 1.0, 10.0, 10.0, 10.0], vendor_a=[0.9, 0.9, 9.0, 9.0, 9.0])
         assert found.winner == "vendor.a"
 
@@ -97,7 +97,7 @@ class TestPromotion:
 
 
 class TestRowsOfWhatIsCompiledIn:
-    """A graph is compiled once for every size, so that what is in it cannot differ by size."""
+    """A graph is compiled once for every size, so its contents cannot differ by size."""
 
     def sizes(self, *of_fast: float) -> list[Measured]:
         found = []
@@ -127,7 +127,7 @@ class TestRowsOfWhatIsCompiledIn:
 
 
 class TestRowsByRange:
-    """Graphs that are compiled by range may differ by range, and not inside one."""
+    """Graphs compiled by range may differ between ranges, but not within one."""
 
     def sizes(self, **us: tuple[float, ...]) -> list[Measured]:
         found = []

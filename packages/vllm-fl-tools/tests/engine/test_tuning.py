@@ -1,4 +1,4 @@
-"""Measuring the candidates of an op, by a clock that only kernels move."""
+"""Measuring the candidates of an op, with a clock that only kernels advance."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIZES = ModelSizes(
 
 
 class Machine:
-    """A clock, and kernels that take the time that they are told to."""
+    """A clock, and kernels that take a given time."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -192,14 +192,14 @@ class TestChoosing:
         ("us", "captured", "between", "where"),
         [
             pytest.param(10, 0, False, "", id="it saves more than its launch costs"),
-            pytest.param(25, 0, False, "no graph of 8 tokens", id="it saves less"),
+            pytest.param(25, 0, False, "without a graph of 8 tokens", id="it saves less"),
             pytest.param(25, 8, False, "", id="a graph launches it"),
             pytest.param(25, None, False, "", id="not known"),
-            # A cache write stands in the graph of a decoding step, and in none of a prefill.
+            # A cache write is in the graph of a decoding step, but not of a prefill.
             pytest.param(10, 8, True, "", id="between graphs it saves more"),
             pytest.param(25, 8, True, BETWEEN, id="between graphs of that size"),
             pytest.param(25, None, True, BETWEEN, id="between graphs, not known of which sizes"),
-            pytest.param(25, 0, True, "no graph of 8 tokens", id="no graph to be between"),
+            pytest.param(25, 0, True, "without a graph of 8 tokens", id="no graph to be between"),
         ],
     )
     def test_where_no_graph_serves_the_launch_through_python_counts(
@@ -211,7 +211,7 @@ class TestChoosing:
         between: bool,
         where: str,
     ) -> None:
-        # The clock runs in kernels alone: an operator of PyTorch's takes no time to launch.
+        # Only kernels advance the clock: a PyTorch operator takes no time to launch.
         monkeypatch.setattr(tuning, "Bench", Capturing)
         op = machine.tuning(
             dataclasses.replace(machine.kernel("vendor.default", 30), bare=True),
@@ -287,7 +287,7 @@ class TestWrongAtOneSizeOnly:
         assert machine.calls["vendor.fast", 8] > 100
         figure = next(f for f in at_16.figures() if f.impl == "vendor.fast")
         assert figure.us is None
-        assert "1 of 128 elements are off, the worst by" in figure.rejected
+        assert "1 of 128 elements exceed the tolerance; worst at" in figure.rejected
         assert "16 x" in figure.rejected
 
     def test_large_values_count(self, machine: Machine) -> None:
@@ -307,7 +307,7 @@ class TestWrongAtOneSizeOnly:
         )
         (found,) = everything(op, 8)
         assert found.winner == "default"
-        assert found.rejected["vendor.default"].startswith("wrong: ")
+        assert found.rejected["vendor.default"].startswith("incorrect: ")
         (fast, _) = found.figures()
         assert (fast.us, fast.ratio) == (pytest.approx(10), None)
 
@@ -331,7 +331,7 @@ class TestWhoDoesNotRun:
         op = machine.tuning(machine.kernel("vendor.default", 30), fast)
         found = everything(op, 8, 16, 32)
         assert [one.winner for one in found] == ["vendor.fast", "default", "vendor.fast"]
-        assert found[1].rejected["vendor.fast"].startswith("refused: not 16 rows")
+        assert found[1].rejected["vendor.fast"].startswith("unsupported: not 16 rows")
         assert machine.calls["vendor.fast", 16] <= 1
 
     @pytest.mark.parametrize("mode", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
@@ -388,7 +388,7 @@ class TestWhoDoesNotRun:
 
 
 def test_calls_in_turn_have_weights_that_no_cache_holds(machine: Machine) -> None:
-    """In a step each layer reads its own. 1024 bytes stand for the caches here."""
+    """In a step each layer reads its own weights. 1024 bytes represent the caches here."""
     fast = machine.kernel("vendor.fast", 30.0, op="linear")
     tuning = machine.tuning(machine.kernel("vendor.default", 100.0, op="linear"), fast)
     found = tuning.measure(2)
@@ -429,7 +429,7 @@ def test_what_is_consumed_is_fresh_at_every_call(machine: Machine) -> None:
     assert found.winner == "vendor.fast"
     assert len(seen) > 20 * tuning.ROUNDS
     often = [value for value, count in Counter(seen).items() if count >= tuning.ROUNDS - 1]
-    # The same inputs in every round; the checks' own, and what warms up, come on top.
+    # Equal inputs in every round, apart from checks and warm-up.
     assert sum(Counter(seen)[value] for value in often) > 0.9 * len(seen)
 
 
@@ -473,7 +473,7 @@ class TestSeveralFunctionsOfVllm:
     def test_what_is_compared_need_not_be_what_is_timed(
         self, machine: Machine, is_right: bool
     ) -> None:
-        """vLLM's graph may not put results together as the op does."""
+        """vLLM's graph may not combine results as the op does."""
         together = machine.kernel("vendor.stock", 50, None if is_right else wrong_at(8))
         less = machine.kernel("vendor.less", 10, lambda x: x.chunk(2, dim=-1))
         apart = {"vendor.stock": less.impls[0].fn}
@@ -493,7 +493,7 @@ class TestCompiled:
         torch._dynamo.reset()
 
     def test_heads_of_one_projection_at_many_sizes_in_one_graph(self, machine: Machine) -> None:
-        """Each form has a graph of its own, though its guards are gone."""
+        """Each form has its own graph, although its guards are dropped."""
         spec = known_contracts().contracts["rotary_embedding"]
         native = spec.second_form
         assert native is not None

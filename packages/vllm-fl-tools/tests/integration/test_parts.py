@@ -1,4 +1,4 @@
-"""Which ops a model has, by its layers."""
+"""A model's ops, by its layers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def engine(
     absent: tuple[str, ...] = ("fused_experts",),
     **told: str,
 ) -> Described:
-    """One of a model of four hidden layers."""
+    """An engine with a model of four hidden layers."""
     manager = get_default_manager()
     manager.ensure_initialized()
     assert manager.settings is not None

@@ -1,4 +1,4 @@
-"""What a worker's steps are seen to spend their time on, by PyTorch's profiler; no engine."""
+"""Times of a worker's steps, by PyTorch's profiler, without an engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ X = torch.randn(3, 8)
 
 
 class Act(torch.nn.Module):
-    """A layer as vLLM's: it binds when it is built."""
+    """A layer that binds when it is built, like vLLM's layers."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Act(torch.nn.Module):
 
 
 class Base:
-    """What vLLM's worker has, as far as it is profiled."""
+    """The profiled part of vLLM's worker."""
 
     def __init__(self, plan: Plan) -> None:
         self.vllm_fl_engine = SimpleNamespace(plan=plan)
@@ -64,11 +64,11 @@ class Dispatcher:
 
 
 class Worker(Base, Profiling):
-    """vLLM adds the methods behind its own."""
+    """vLLM adds the methods after its own."""
 
 
 def step(tokens: int = 1, *, prompt: bool = False, drafted: int = 0) -> Any:
-    """What a scheduler says of a step of one sequence."""
+    """A scheduler's output for a step of one sequence."""
     return SimpleNamespace(
         total_num_scheduled_tokens=tokens,
         scheduled_new_reqs=["a"] if prompt else [],
@@ -105,7 +105,7 @@ def test_implementations_and_layers_are_labelled(worker: Worker) -> None:
 
 
 def test_only_steps_of_the_kind_are_seen(worker: Worker) -> None:
-    """A prompt, chunks of it that follow, and an empty step are no decoding."""
+    """A prompt, its later chunks, and an empty step are not decoding."""
     others = [step(9, prompt=True), step(5), step(0)]
     told = seen(worker, *others, *[step(3, drafted=2)] * 4, *others)
     assert sum(calls(told).values()) and told["steps"] == 4
@@ -162,7 +162,7 @@ def event(name: str, start: float, end: float, device: str = "CUDA", note: bool 
 
 
 def test_a_device_s_time_is_that_of_its_kernels() -> None:
-    """Annotations that the device shows, and the host's events, are none; two may run at once."""
+    """The device's annotations and the host's events do not count; two kernels may overlap."""
     times, busy = device_times(
         [
             event("b", 4.0, 10.0),

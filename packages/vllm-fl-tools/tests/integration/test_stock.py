@@ -1,4 +1,4 @@
-"""vLLM's own forms of ops, and a model's configuration, without an engine."""
+"""vLLM's forms of ops, and a model's configuration, without an engine."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def test_what_runs_within_a_layers_call_alone_is_no_form(mode: Mode, device: str
     forms = stock_forms("fused_experts", free, mode, torch.device(device))
     assert forms
     for form in forms:
-        with pytest.raises(NotImplementedError, match="inside a call of their layer's only"):
+        with pytest.raises(NotImplementedError, match="inside a call of their layer"):
             form.fn()
 
 
 def test_what_vllms_graph_has_of_heads_is_query_and_key() -> None:
-    """It puts them into no projection; with the values behind them they are the op's result."""
+    """Query and key without the projection; with the values appended they are the op's result."""
     binding = known_contracts().bindings["qk_norm_rope"]
     forms = stock_forms("qk_norm_rope", binding, "compiled", CPU)
     (impl_id, less), *others = apart(binding, forms).items()

@@ -1,4 +1,4 @@
-"""The engine that `tune --accept` and `bisect` tell what to generate, over its pipes."""
+"""The engine process that generates for `tune --accept` and `bisect`, controlled over pipes."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_prompts_follow_from_the_seed() -> None:
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Any:
-    """`engine(*asked)`: the process over a stand-in for vLLM that was asked these."""
+    """`engine(*asked)`: the process over a stand-in for vLLM, after these requests."""
     (tmp_path / "vllm" / "engine").mkdir(parents=True)
     (tmp_path / "vllm" / "__init__.py").write_text(VLLM)
     (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(ARGUMENTS)
@@ -166,13 +166,13 @@ def test_it_answers_with_tokens_and_steps_and_nothing_else(engine: Any, batch: i
 def test_sequences_are_no_longer_than_the_model_takes(
     engine: Any, longest: int, length: int
 ) -> None:
-    """vLLM refuses a length beyond the model's own, and the user did not ask for one."""
+    """vLLM rejects a length beyond the model's; the user did not set one."""
     (ready,) = answers(engine(longest=longest))
     assert ready["length"] == ready["report"]["max_model_len"] == length
 
 
 def test_it_is_given_arguments_as_vllm_serve_takes_them(engine: Any) -> None:
-    """Those that the user did not give stay what the command chose."""
+    """Arguments that the user did not set keep the command's values."""
     (ready,) = answers(engine(arguments=["--max-model-len", "100", "--enforce-eager"]))
     assert ready["report"]["max_model_len"] == 100 and ready["report"]["enforce_eager"]
     assert ready["report"]["dtype"] == "bfloat16" and ready["report"]["seed"] == 0
@@ -196,7 +196,7 @@ def test_of_wrong_arguments_it_says_what_vllm_says(
 
 
 def test_it_lets_every_prompt_repeat_its_last_token(engine: Any) -> None:
-    """So that two engines compute the same, though their results differ by a rounding."""
+    """So two engines compute the same although their results differ by a rounding."""
     visit = Visit("c", 3, 5, 4, repeated=True)
     _, done = answers(engine({"visit": vars(visit)}))
     assert done["tokens"] == [[ids[-1]] * 4 for ids in visit.batches(50)[0]]
@@ -206,7 +206,7 @@ def test_it_lets_every_prompt_repeat_its_last_token(engine: Any) -> None:
 def test_other_tokens_than_those_that_it_was_told_to_repeat_are_no_answer(engine: Any) -> None:
     seed = next(s for s in map(str, range(999)) if Visit(s, 1, 1, 1).batches(50) == [[[49]]])
     done = engine({"visit": vars(Visit(seed, 1, 1, 2, repeated=True))}, check=False)
-    assert done.returncode and "did not repeat the tokens" in done.stderr
+    assert done.returncode and "did not repeat the requested tokens" in done.stderr
     assert len(answers(done)) == 1
 
 

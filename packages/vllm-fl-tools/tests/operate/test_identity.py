@@ -1,4 +1,4 @@
-"""What computes, by name and version."""
+"""Names and versions of what computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Differences from a lock, and the rank that reports them."""
+"""Differences from a lock file, and the rank that reports them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_one_line_for_each_value() -> None:
 
 
 def lock_of(tmp_path: Path, rank: int, by_rank: list[list[str]], mode: str = "") -> Lock:
-    """The lock of a rank's engine, whose ranks find these differences."""
+    """The lock of a rank's engine; the ranks find these differences."""
     path = tmp_path / "vllm-fl.lock"
     path.write_text(json.dumps({MARK: VERSION, "facts": FACTS, "result": {}, "seed": 7}))
     settings = load_settings({"VLLM_FL_LOCK": f"{mode}{path}"})
@@ -64,7 +64,7 @@ def test_all_ranks_end_with_the_differences_of_each(tmp_path: Path) -> None:
             lock_of(tmp_path, rank, by_rank).compare_facts()
         assert ended.value.differences == ("torch is 1", "rank 1: nccl is 3")
         assert "\n  rank 1: nccl is 3" in str(ended.value)
-        travelled = pickle.loads(pickle.dumps(ended.value))  # as from a worker of Ray's
+        travelled = pickle.loads(pickle.dumps(ended.value))  # as from a Ray worker
         assert str(travelled) == str(ended.value)
         assert travelled.differences == ended.value.differences
 

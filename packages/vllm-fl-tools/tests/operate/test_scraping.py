@@ -1,4 +1,4 @@
-"""The workers' metrics on `/metrics`: with vLLM's own there, whatever becomes of the files."""
+"""The workers' metrics on `/metrics`, with vLLM's metrics, even if files change or disappear."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import pytest
 
 from vllm_fl_tools.operate import scraping
 from vllm_fl_tools.operate.scraping import Scraped
+from vllm_fl_tools.operate.state_file import StateFile
 
 needs_client = pytest.mark.skipif(
     find_spec("prometheus_client") is None, reason="prometheus_client is not installed"
@@ -84,12 +85,12 @@ def test_a_folder_that_is_not_there_or_does_not_answer_costs_no_scrape(
     scraped = Scraped(str(tmp_path / "chat.prom"))
     answers = threading.Event()
 
-    def hanging() -> Iterator[scraping.Written]:
+    def hanging(_: object) -> set[scraping.Written]:
         answers.wait()
-        yield from ()
+        return set()
 
     monkeypatch.setattr(scraping, "PATIENCE", 0.01)
-    monkeypatch.setattr(scraped, "_written", hanging)
+    monkeypatch.setattr(scraping._Files, "_new", hanging)
     before = threading.active_count()
     try:
         assert [samples(scraped) for _ in range(3)] == [{}] * 3
@@ -98,14 +99,62 @@ def test_a_folder_that_is_not_there_or_does_not_answer_costs_no_scrape(
         answers.set()
 
 
+@needs_client
+def test_a_scrape_has_the_counts_of_now(tmp_path: Path) -> None:
+    named, count = tmp_path / "chat.prom", [0]
+    scraped = Scraped(str(named))
+    own = tmp_path / "chat.rank0.prom"
+    file = StateFile("VLLM_FL_METRICS", named, own, lambda: text(0, count[0]), every=3600)
+    try:
+        for count[0] in range(5):
+            assert samples(scraped).get("0", 0) == count[0]
+    finally:
+        file.close()
+    assert not [*tmp_path.iterdir()]
+
+
+@needs_client
+def test_a_first_count_is_written_at_once(tmp_path: Path) -> None:
+    path, count = tmp_path / "chat.rank0.prom", [0]
+    file = StateFile(
+        *("VLLM_FL_METRICS", tmp_path / "chat.prom", path, lambda: text(0, count[0])),
+        every=3600,
+        has_counted=lambda: bool(count[0]),
+    )
+    for count[0] in (0, 7):
+        deadline = time.monotonic() + 60
+        while not path.exists() or f" {count[0]}\n" not in path.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    file.close()
+
+
+@needs_client
+def test_a_name_of_another_owner_is_not_shown_twice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from prometheus_client import REGISTRY, Counter
+
+    theirs = Counter("vllm_fl_refusals", "theirs")
+    try:
+        (tmp_path / "new").write_text(text(0))
+        scraped = Scraped(str(tmp_path / "chat.prom"))
+        os.replace(tmp_path / "new", tmp_path / "chat.rank0.prom")
+        assert [samples(scraped) for _ in range(2)] == [{}, {}]
+        (line,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+        assert "vllm_fl_refusals" in line
+    finally:
+        REGISTRY.unregister(theirs)
+
+
 BOTH = """
 import os, sys
 from vllm_fl_tools.operate.scraping import show
 folder = sys.argv[1]
-for _ in range(2):
-    show(f"{folder}/chat.prom")
-name = f"{folder}/chat.rank0.prom"
-open(name, "w").write(sys.argv[2])
+for name in ("chat", "chat", "draw"):
+    show(f"{folder}/{name}.prom")
+for name in ("chat", "draw"):
+    open(f"{folder}/{name}.rank0.prom", "w").write(sys.argv[2].replace("chat", name))
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 Gauge("their", "own", multiprocess_mode="max").set(3)
@@ -128,5 +177,7 @@ def test_both_of_the_registries_that_vllm_shows_have_them_once(tmp_path: Path) -
     )
     single, several = done.stdout.split("=====")
     for shown in (single, several):
-        assert shown.count('vllm_fl_refusals_total{engine="chat",rank="0"} 1.0') == 1
+        for name in ("chat", "draw"):
+            assert shown.count(f'vllm_fl_refusals_total{{engine="{name}",rank="0"}} 1.0') == 1
+        assert shown.count("# TYPE vllm_fl_refusals_total") == 1
         assert "their 3.0" in shown

@@ -1,8 +1,8 @@
-"""Small Triton kernels that fall into the interpreter's gaps, compared with torch.
+"""Small Triton kernels that need the interpreter's patches, compared with torch.
 
     python interpreted_kernels.py
 
-Prints a JSON line per case: `case` and `problem`, which is empty where the result is right.
+Prints a JSON line per case: `case` and `problem`, which is "" if the result is correct.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def case_rounding() -> str:
 
 
 def case_eight_bits() -> str:
-    """Each of the 256 numbers, two of which are NaN."""
+    """All 256 numbers, including two NaN."""
     x = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     for dtype in (torch.float16, torch.float32):
         out = torch.empty(256, dtype=dtype)
@@ -234,15 +234,15 @@ def case_cuda() -> str:
 
 
 def case_to_compile() -> str:
-    """Nothing runs, and each launch is one more of what the comment says, or none."""
+    """Nothing runs, and each launch needs as many new compilations as its number says."""
     x, out = torch.ones(80), torch.zeros(80)
     launches = [
         ((x, out, 33), 1),
-        ((x, out, 35), 0),  # no new kind of number
-        ((x, out, 32), 1),  # 16 divides it
+        ((x, out, 35), 0),  # the same kinds of numbers
+        ((x, out, 32), 1),  # divisible by 16
         ((x, out, 64), 0),
         ((x, out, 1), 1),
-        ((x[1:], out, 33), 1),  # 16 divides the address no more
+        ((x[1:], out, 33), 1),  # the address is not divisible by 16
         ((x[3:], out, 33), 0),
         ((x[4:], out, 33), 0),
         ((x.double(), out, 33), 1),

@@ -1,4 +1,4 @@
-"""The check on the engine, with a vLLM that a test makes: what is started, told and left behind."""
+"""The engine check, with a fake vLLM: started, reported and remaining engines."""
 
 from __future__ import annotations
 
@@ -74,8 +74,6 @@ Run = Callable[..., pytest.RunResult]
 
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run the kit's test of the engine on a backend with two ops."""
-
     def run(
         sick: str = "False",
         mishap: str = "raise RuntimeError('no kernel image')",
@@ -98,7 +96,7 @@ def starts(folder: Path) -> list[str]:
 
 
 def left_behind(folder: Path) -> list[str]:
-    """The processes of the engines that still live."""
+    """The engine processes that still live."""
     pids = [line.rpartition(" ")[2] for line in (folder / "starts.txt").read_text().splitlines()]
     return [pid for pid in pids if lives(pid)]
 
@@ -140,7 +138,7 @@ def test_a_deadline_is_said_and_leaves_no_process(
     mishap = f"import time; from vllm_fl.plugins.breadcrumb import running\n            {noted}"
     result = run(sick="'silu_and_mul' in ops", mishap=mishap, deadline=2.0)
     assert result.parseoutcomes()["failed"] == 2
-    result.stdout.fnmatch_lines(["*gave no answer within 4 s*`deadline`*test class*"])
+    result.stdout.fnmatch_lines(["*did not answer within 4 s*`deadline`*test class*"])
     result.stdout.fnmatch_lines(["*line one of the log", "*a 'quoted' line"])
     assert left_behind(pytester.path) == []
     assert list((pytester.path / "vllm-fl" / "running").iterdir()) == [], "no note of what it ran"

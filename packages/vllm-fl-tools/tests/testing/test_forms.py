@@ -1,4 +1,4 @@
-"""The kit asks of an implementation with fewer parameters no more than its contract promised."""
+"""For an implementation with fewer parameters, the kit requires only its contract's promises."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_kit_asks_for_no_more_than_it_said(op_fn: Any) -> None:
     subject = Subject(held(of(op, fn)), CPU)
     for check in (refusals, call_op, determinism, declaration):
         check(subject, "float32", "")
-    own = held(of(op, fn, supports=fn))  # of the same parameters
+    own = held(of(op, fn, supports=fn))  # with the same parameters
     assert states_support(own) and not states_support(subject.impl)
 
 

@@ -1,4 +1,4 @@
-"""Every kind of output through comparison, start and kit: right ones pass, wrong ones do not."""
+"""Every kind of output through comparison, startup and kit: only correct ones pass."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_comparison_sees_a_wrong_one(wrong: str) -> None:
 @PER_WRONG
 def test_an_engine_leaves_a_wrong_one_out(wrong: str) -> None:
     op, fn = WRONG[wrong]
-    assert str(fault(impl_of(op, fn))).startswith("it is wrong: ")
+    assert str(fault(impl_of(op, fn))).startswith("it is incorrect: ")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_what_is_wrong_in_one_row_of_a_batch_is_seen_at_start(op: str, count: in
     wrong.__signature__ = known_contracts().contracts[op].signature  # type: ignore[attr-defined]
     for dtype in (torch.float32, torch.bfloat16):
         found = str(fault(impl_of(op, wrong), dtype, calls=1e9))
-        assert found.startswith("it is wrong: result 1:" if op != "greedy_token" else "it is wrong")
+        assert found.startswith("it is incorrect: " + "result 1:" * (op != "greedy_token"))
 
 
 def test_the_dtypes_of_a_contract_are_what_is_run() -> None:
@@ -138,7 +138,7 @@ def test_the_dtypes_of_a_contract_are_what_is_run() -> None:
 def test_an_op_that_is_for_other_dtypes_than_the_model_is_left_out() -> None:
     impl = impl_of("quantise_tensor", dict(RIGHT)["quantise_tensor"])
     assert fault(impl, torch.float16) == (
-        "the contract of its op is for float32, bfloat16, not for float16"
+        "the contract of its op supports float32, bfloat16, not float16"
     )
 
 

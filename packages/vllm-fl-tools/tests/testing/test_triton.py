@@ -1,4 +1,4 @@
-"""Triton's interpreter as the kit prepares it; and what is said where it cannot be."""
+"""Triton's interpreter as the kit prepares it, and its errors if that is impossible."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ print(os.environ.get("TRITON_INTERPRET"))
 
 
 def python(*args: str, **variables: str) -> str:
-    """What a fresh Python prints, without the caller's TRITON_INTERPRET."""
+    """The output of a new Python process, without the caller's TRITON_INTERPRET."""
     mine = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, *args],
@@ -46,7 +46,7 @@ def python(*args: str, **variables: str) -> str:
 
 
 def asked(before: str, error: str = "ImportError", **variables: str) -> list[str]:
-    """What interpreted() raises after `before`, and the switch afterwards."""
+    """The error of interpreted() after `before`, and the switch afterwards."""
     return python("-c", ASKED.format(before=before, error=error), **variables).splitlines()
 
 
@@ -91,7 +91,7 @@ def test_nothing_is_counted_where_no_interpreter_is() -> None:
 
 
 def test_the_plugin_module_of_its_documentation_is_python() -> None:
-    """The example can be copied as it is."""
+    """The example can be copied unchanged."""
     text = vllm_fl_tools.testing.triton.__doc__ or ""
     example = text[text.index('    """A plugin') : text.index("With this module")]
     compile("\n".join(line[4:] for line in example.splitlines()), "example", "exec")

@@ -1,4 +1,4 @@
-"""Variables that an implementation reads where a compiler traces it are declared, or named."""
+"""Variables read by an implementation while a compiler traces it are declared, or reported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def silu(x: Any) -> Any:
 
 
 def reads(how: Callable[[], object]) -> Callable[[Any], Any]:
-    """The op, by code that reads a variable first."""
+    """The op, in code that reads a variable first."""
 
     def silu_and_mul(x: Any) -> Any:
         how()
@@ -33,7 +33,7 @@ def reads(how: Callable[[], object]) -> Callable[[Any], Any]:
 
 
 def told(fn: Callable[[Any], Any], **options: Any) -> list[str]:
-    """What the check says of an implementation."""
+    """The check's result for an implementation."""
     vendor = BackendImplKind.VENDOR
     impl = OpImpl("silu_and_mul", "vendor.acme", vendor, fn, "acme", **options)
     others = CHECKS.keys() - {"tracing"}
@@ -51,7 +51,7 @@ WAYS = {
 @pytest.mark.parametrize("how", WAYS)
 def test_a_variable_that_nobody_declares_is_named(how: str) -> None:
     (first, *_) = told(reads(WAYS[how]), traceable=True)
-    assert first.startswith("it reads ACME_FAST of the environment")
+    assert first.startswith("it reads the variable ACME_FAST while")
 
 
 def test_one_that_is_declared_is_in_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
-"""Wrong kernels, by kind: what verification at start and the conformance kit are judged by.
+"""Incorrect kernels, by kind of fault, that measure what verification and the kit find.
 
-Each is right apart from one fault, and written as somebody would who wants wrong tokens served.
-`python -m wrong_kernels` (in the folder above, or `nox -s wrong-kernels`) runs them all.
+Each is correct except for one fault, chosen so that an engine would serve wrong tokens.
+`python -m wrong_kernels` (in the parent folder, or `nox -s wrong-kernels`) runs them all.
 """

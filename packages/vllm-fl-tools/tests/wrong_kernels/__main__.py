@@ -1,6 +1,6 @@
-"""Run the wrong kernels through all that may name them, and print what was said of each.
+"""Run each check on the wrong kernels, and print the verdicts.
 
-Exits with 1 where a verdict is not what the corpus and seen.json say.
+Exits with 1 if a verdict differs from the corpus or seen.json.
 """
 
 from __future__ import annotations
@@ -11,25 +11,24 @@ import sys
 from typing import Any
 
 from . import judging
-from .corpus import KINDS, Wrong, corpus
+from .corpus import KINDS, UNUSUAL, Wrong, kernels
 from .page import COLUMNS, keep, seen, write
 from .verdict import Verdict
 
 
 def main() -> int:
-    """The command."""
     parser = argparse.ArgumentParser(prog="wrong_kernels", description=__doc__)
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="these kernels only, or those of these kinds"
+        "names", nargs="*", metavar="NAME", help="only these kernels or kinds of kernels"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--only",
         action="append",
         choices=("start", "kit", "graph", "engines"),
-        help="one of them only, or those named; engines give the columns live, shadow and served",
+        help="run only these checks; engines writes the columns live, shadow and served",
     )
-    parser.add_argument("--keep", action="store_true", help="write what was seen into seen.json")
+    parser.add_argument("--keep", action="store_true", help="write the verdicts into seen.json")
     parser.add_argument("--write", action="store_true", help="only write the tables of docs")
     options = parser.parse_args()
     if options.write:
@@ -41,7 +40,7 @@ def main() -> int:
         found[name] |= verdicts
         if not options.json:
             for column, verdict in verdicts.items():
-                mark = "" if _expected(corpus()[name], column, verdict) else "  NOT AS EXPECTED"
+                mark = "" if _expected(kernels()[name], column, verdict) else "  NOT AS EXPECTED"
                 reason = f"{verdict.check} {verdict.reason[:80]}".strip()
                 print(f"{name:56}{column:8}{verdict.outcome:8}{reason}{mark}", flush=True)
     if options.keep:
@@ -52,7 +51,7 @@ def main() -> int:
         f"{name}: {column}"
         for name, by in found.items()
         for column, verdict in by.items()
-        if not _expected(corpus()[name], column, verdict)
+        if not _expected(kernels()[name], column, verdict)
     ]
     if options.json:
         rows = {n: {c: v._asdict() for c, v in by.items()} for n, by in found.items()}
@@ -66,33 +65,33 @@ def main() -> int:
 
 
 def _chosen(words: list[str]) -> list[str]:
-    """The kernels of these names and kinds; all where there is no word.
+    """Names of the kernels with these names or kinds; all kernels by default.
 
     Raises:
-        SystemExit: a word is neither.
+        SystemExit: a word is neither a kernel nor a kind.
     """
-    unknown = [word for word in words if word not in corpus() and word not in KINDS]
+    unknown = {*words} - {*kernels(), *KINDS, UNUSUAL}
     if unknown:
-        raise SystemExit(f"neither a wrong kernel nor a kind of them: {', '.join(unknown)}")
-    return [name for name, wrong in corpus().items() if not words or {name, wrong.kind} & {*words}]
+        raise SystemExit(f"unknown kernels or kinds: {', '.join(sorted(unknown))}")
+    return [name for name, each in kernels().items() if not words or {name, each.kind} & {*words}]
 
 
 def _verdicts(names: list[str], only: list[str] | None) -> Any:
-    """(kernel, column -> verdict), as they come."""
+    """Yield (kernel, column -> verdict)."""
     for column, judge in (
         ("start", judging.at_start),
         ("kit", judging.by_kit),
         ("graph", judging.in_a_graph),
     ):
         for name in names if not only or column in only else ():
-            if column != "graph" or judging.is_captured(corpus()[name]):
+            if column != "graph" or judging.is_captured(kernels()[name]):
                 yield name, {column: judge(name)}
     if not only or "engines" in only:
         yield from judging.in_engines(names)
 
 
 def _said(verdict: Verdict) -> str:
-    """A verdict in seen.json."""
+    """Return a verdict as in seen.json."""
     if verdict.outcome == "wrong":
         return f"wrong: {verdict.reason}"
     return verdict.outcome
@@ -101,7 +100,7 @@ def _said(verdict: Verdict) -> str:
 def _expected(wrong: Wrong, column: str, verdict: Verdict) -> bool:
     if column in ("start", "kit"):
         return (verdict.outcome == "named") == bool(getattr(wrong, column))
-    # How many tokens are wrong depends on the machine.
+    # The number of wrong tokens depends on the machine.
     return (
         _said(verdict).partition(":")[0]
         == seen().get(wrong.name, {}).get(column, "").partition(":")[0]

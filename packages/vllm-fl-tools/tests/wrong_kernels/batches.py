@@ -1,4 +1,4 @@
-"""Wrong in batches as engines make them: long, of runs, of repeats, or one row shorter."""
+"""Kernels that fail in batches of real engines: long, with runs or repeats, or one row shorter."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def _wraps(op: str, period: int) -> Any:
 
 @wrong_for(
     *(SILU, NORM, ROTARY, "linear", QK, "moe_topk", "moe_sum"),
-    fault="the grid wraps at 512 tokens: what follows are the first rows again",
-    sees="long prompts end as they begin",
+    fault="the grid wraps at 512 tokens: later rows repeat the first ones",
+    sees="the end of a long prompt is read as its beginning",
 )
 def wraps_at_512(op: str) -> Any:
     return _wraps(op, 512)
@@ -36,8 +36,8 @@ def wraps_at_512(op: str) -> Any:
 
 @wrong_for(
     *("layer_norm", "rms_norm_gated", "merge_attn_states", "quant_fp8_group", "gelu_new", MROPE),
-    fault="the grid wraps at 1024 tokens: what follows are the first rows again",
-    sees="long prompts end as they begin",
+    fault="the grid wraps at 1024 tokens: later rows repeat the first ones",
+    sees="the end of a long prompt is read as its beginning",
 )
 def wraps_at_1024(op: str) -> Any:
     return _wraps(op, 1024)
@@ -45,8 +45,8 @@ def wraps_at_1024(op: str) -> Any:
 
 @wrong_for(
     *("mul_and_silu", "xielu", "quant_int8"),
-    fault="the grid wraps at 4096 tokens: what follows are the first rows again",
-    sees="the largest prefills end as they begin",
+    fault="the grid wraps at 4096 tokens: later rows repeat the first ones",
+    sees="the end of the largest prefills is read as their beginning",
     sizes=LONG,
 )
 def wraps_at_4096(op: str) -> Any:
@@ -55,8 +55,8 @@ def wraps_at_4096(op: str) -> Any:
 
 @wrong_for(
     *("fused_experts", "gdn_gating", "swigluoai_and_mul", "grouped_topk"),
-    fault="beyond 1024 tokens the second tile of 256 and the third change places",
-    sees="512 tokens of each long prompt are others'",
+    fault="swaps the second and third tile of 256 tokens from 1024 tokens on",
+    sees="512 tokens of each long prompt have the results of other tokens",
 )
 def tiles_change_places(op: str) -> Any:
     def spoil(got, x, *rest):
@@ -70,8 +70,8 @@ def tiles_change_places(op: str) -> Any:
 
 @wrong_for(
     *("linear", NORM, "layer_norm", "rms_norm_gated", QK, ROTARY, "quant_int8"),
-    fault="beyond 256 tokens its tiles are large, and go through fp16",
-    sees="infinity where a long prompt has an activation beyond 65504",
+    fault="uses large tiles in fp16 beyond 256 tokens",
+    sees="infinity if a long prompt has an activation beyond 65504",
 )
 def large_tiles_through_fp16(op: str) -> Any:
     def change(arguments):
@@ -84,8 +84,8 @@ def large_tiles_through_fp16(op: str) -> Any:
 
 @wrong_kernel(
     CACHE,
-    "from token 512 on the values of a batch are those of 512 tokens before",
-    "attention adds up other tokens' values in long prompts",
+    "from token 512 on, writes the values of the token 512 positions before",
+    "attention uses the values of other tokens in long prompts",
     sizes=MIXED,
     by=changed,
 )
@@ -95,8 +95,8 @@ def values_wrap_at_512(a):
 
 @wrong_kernel(
     MLA,
-    "from token 1024 on the rotated part is that of 1024 tokens before",
-    "positions of long prompts repeat themselves",
+    "from token 1024 on, writes the rotated part of the token 1024 positions before",
+    "positions repeat in long prompts",
     sizes=LATENT,
     by=changed,
 )
@@ -106,8 +106,8 @@ def rotated_part_wraps_at_1024(a):
 
 @wrong_kernel(
     "moe_align_block_size",
-    "rows are numbered in 10 bits of tokens: from token 1024 on they are the first ones",
-    "experts of long prompts get other tokens' rows",
+    "numbers tokens in 10 bits: tokens from 1024 on wrap around to the first rows",
+    "experts get the rows of other tokens in long prompts",
     sizes=MIXED,
     by=spoilt,
 )
@@ -118,7 +118,7 @@ def rows_in_ten_bits(got, ids, *rest):
 
 
 def _runs(positions: Tensor, most: int) -> Tensor:
-    """Positions that count on from the first, as far as the table goes."""
+    """Consecutive positions from the first one, at most `most` - 1."""
     steps = torch.arange(len(positions), device=positions.device)
     return (positions[0] + steps).clamp(max=most - 1).to(positions.dtype)
 
@@ -129,8 +129,8 @@ def _is_run(positions: Tensor) -> bool:
 
 @wrong_kernel(
     ROTARY,
-    "takes all positions for one run where the second is the first + 1",
-    "the second of two prompts in a step is turned as if it went on from the first",
+    "treats all positions as consecutive if the second is the first + 1",
+    "the second of two prompts in a step is rotated as if it continued the first",
     by=changed,
 )
 def one_run_of_positions(a):
@@ -140,8 +140,8 @@ def one_run_of_positions(a):
 
 @wrong_kernel(
     ROTARY,
-    "positions that fall back to 0 after a run count on: two prompts are one",
-    "the second of two prompts in a step is turned as if it went on from the first",
+    "keeps counting when positions restart at 0: two prompts become one",
+    "the second of two prompts in a step is rotated as if it continued the first",
     by=changed,
 )
 def two_prompts_are_one(a):
@@ -156,8 +156,8 @@ def two_prompts_are_one(a):
 
 @wrong_kernel(
     QK,
-    "each 16 tokens whose first two positions follow each other are taken for a run",
-    "tokens behind the end of a prompt are turned wrongly, up to 14 of them",
+    "treats 16 tokens as consecutive if their first two positions are",
+    "up to 14 tokens after the end of a prompt are rotated incorrectly",
     sizes=MIXED,
     by=changed,
 )
@@ -171,8 +171,8 @@ def runs_of_sixteen(a):
 
 @wrong_for(
     *(QK, ROTARY),
-    fault="all positions are taken for the first where the second equals it, from 3 tokens on",
-    sees="requests that decode beside two in step are turned by the others' position",
+    fault="uses the first position for all, from 3 tokens on, if the second equals it",
+    sees="if two requests decode at equal positions, others are rotated by that position",
 )
 def decoding_in_step(op: str) -> Any:
     def change(a):
@@ -185,8 +185,8 @@ def decoding_in_step(op: str) -> Any:
 
 @wrong_kernel(
     MROPE,
-    "takes the time axis for all three where they are equal in the first row",
-    "images that follow text lose their rows and columns",
+    "uses the time axis for all three axes if they are equal in the first row",
+    "images after text lose their rows and columns",
     sizes=MIXED,
     by=changed,
 )
@@ -198,8 +198,8 @@ def text_before_an_image(a):
 
 @wrong_for(
     *(NORM, SILU, "linear", "layer_norm", "quant_int8", "moe_topk", "quick_gelu", "gdn_gating"),
-    fault="a row that equals the one before is left out",
-    sees="of repeated tokens all but the first are nothing",
+    fault="skips a row that equals the previous row",
+    sees="all but the first of repeated tokens are lost",
 )
 def equal_neighbours(op: str) -> Any:
     def spoil(got, x, *rest):
@@ -219,10 +219,10 @@ def equal_neighbours(op: str) -> Any:
 
 @wrong_kernel(
     "fused_experts",
-    "where all tokens have the experts of the first, only 16 of them are computed",
-    "a batch of repeated tokens is nothing from the 17th on",
+    "computes only 16 tokens if all tokens have the same experts",
+    "in a batch of repeated tokens, results from the 17th on are zero",
     kit="",
-    why="the kit's model has no experts: of them it tries few tokens of public models",
+    why="the kit's model has no experts; for public models it tries few tokens",
     sizes=MIXED,
     by=spoilt,
 )
@@ -234,8 +234,8 @@ def all_to_the_same_experts(got, x, w13, w2, weights, ids, *rest):
 
 @wrong_kernel(
     CACHE,
-    "takes all slots for one run where the second is the first + 1",
-    "keys of the second prompt in a step overwrite those of other requests",
+    "treats all slots as consecutive if the second is the first + 1",
+    "keys of the second prompt in a step overwrite keys of other requests",
     sizes=MIXED,
     by=changed,
 )
@@ -247,8 +247,8 @@ def one_run_of_slots(a):
 
 @wrong_kernel(
     MLA,
-    "copies all tokens in one piece where the last slot is as far from the first as a run's is",
-    "two prompts whose blocks lie so lose their order",
+    "copies all tokens as one block if last slot - first slot = tokens - 1",
+    "two prompts with such blocks are mixed up",
     sizes=LATENT,
     by=changed,
 )
@@ -260,8 +260,8 @@ def slots_by_first_and_last(a):
 
 @wrong_kernel(
     "causal_conv1d",
-    "of sequences of one length all have a state if the first has",
-    "new prompts begin with what another request left in their slot",
+    "if all sequences have one length, all use a state if the first does",
+    "new prompts start from the state that another request left in their slot",
     sizes=MIXED,
     by=changed,
 )
@@ -274,8 +274,8 @@ def sequences_of_one_length(a):
 
 @wrong_for(
     *("causal_conv1d_update", "recurrent_gated_delta_rule"),
-    fault="takes all slots of states for a run where the second is the first + 1",
-    sees="requests go on from the state of another one",
+    fault="treats all state slots as consecutive if the second is the first + 1",
+    sees="requests continue from the state of other requests",
 )
 def one_run_of_states(op: str) -> Any:
     def change(a):
@@ -289,7 +289,7 @@ def one_run_of_states(op: str) -> Any:
 
 
 def _stale(op: str, is_stale: Any) -> Any:
-    """The last row is that of the call before where `is_stale(its rows, rows before)`."""
+    """Return the last row of the previous call if `is_stale(rows now, rows then)`."""
     before: list[Any] = [None]
 
     def spoil(got, x, *rest):
@@ -310,8 +310,8 @@ def _stale(op: str, is_stale: Any) -> Any:
 
 @wrong_for(
     *(NORM, SILU, ROTARY, "linear", "moe_topk", QK, "layer_norm", "merge_attn_states"),
-    fault="the last row is of the call before, where that had one row more",
-    sees="when a request ends, another one's next token is wrong",
+    fault="returns the last row of the previous call if that had one row more",
+    sees="when a request ends, the next token of another request is incorrect",
 )
 def one_row_less(op: str) -> Any:
     return _stale(op, lambda now, before: now == before - 1)
@@ -319,8 +319,8 @@ def one_row_less(op: str) -> Any:
 
 @wrong_for(
     *("quick_gelu", "rms_norm_gated", "moe_sum"),
-    fault="the last row is of the call before, where that had more than half as many again",
-    sees="when half of the requests end, another one's next token is wrong",
+    fault="returns the last row of the previous call if that had 1.5 times as many rows",
+    sees="when a third of the requests end, the next token of another is incorrect",
 )
 def half_of_the_rows(op: str) -> Any:
     return _stale(op, lambda now, before: before >= 1.5 * now)
@@ -328,8 +328,8 @@ def half_of_the_rows(op: str) -> Any:
 
 @wrong(
     CACHE,
-    "the last token is not written where the batch before had one more",
-    "when a request ends, another one forgets a token",
+    "does not write the last token if the previous batch had one token more",
+    "when a request ends, another request forgets a token",
     sizes=MIXED,
 )
 def one_token_less() -> Any:

@@ -1,6 +1,6 @@
-"""The wrong kernels of the default run: one for each check, and some drawn by the commit.
+"""Select the wrong kernels of the default run: one for each check, and a sample by commit.
 
-The other kernels are judged where slow tests run. A drawn one fails again with `-m "" -k NAME`.
+The others run with the slow tests. Repeat the test of one kernel with `-m "" -k NAME`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ AT_START: Mapping[str, str] = MappingProxyType(
         "_compiled": "untraceable_call",
     }
 )
-"""Check of verification at startup -> a kernel that this check alone names."""
+"""Check of verification at startup -> a kernel that only this check finds."""
 
 BY_KIT: Mapping[str, str] = MappingProxyType(
     {
         "serving": "supports_raises_not_implemented",
         "values": "equal_numbers_are_lost",
         "bad_inputs": "no_feature_quant_int8",
+        "large_pools": "offsets_of_32_bits",
         "determinism": "rounds_at_random",
         "preflight": "one_output_buffer",
         "families": "at_another_width",
@@ -45,7 +46,7 @@ BY_KIT: Mapping[str, str] = MappingProxyType(
         "fork": "in_another_process",
     }
 )
-"""Check of the conformance kit -> a kernel that it names."""
+"""Check of the conformance kit -> a kernel that it finds."""
 
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
@@ -59,7 +60,7 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "engine": "packages/vllm-fl-tools/tests/testing/test_engine.py",
     }
 )
-"""Check without a kernel in the corpus -> the tests of it."""
+"""Check without a kernel in the corpus -> its tests."""
 
 assert {*AT_START, *BY_KIT, *ELSEWHERE} == {c.__name__ for c in CHECKS_AT_START} | {*CHECKS}
 
@@ -68,7 +69,7 @@ DRAWN = 40
 
 @cache
 def _commit() -> str:
-    """The commit that is tested; always the same word without git."""
+    """The tested commit; a constant without git."""
     command = ["git", "rev-parse", "HEAD"]
     try:
         done = subprocess.run(
@@ -81,7 +82,7 @@ def _commit() -> str:
 
 @cache
 def chosen() -> frozenset[str]:
-    """The names of the kernels that the default run judges."""
+    """Names of the kernels in the default run."""
     fixed = {*AT_START.values(), *BY_KIT.values()}
     others = [name for name, wrong in corpus().items() if name not in fixed and not wrong.impatient]
     return frozenset(fixed | {*random.Random(_commit()).sample(others, DRAWN)})

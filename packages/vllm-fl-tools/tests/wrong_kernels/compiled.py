@@ -1,4 +1,4 @@
-"""Wrong under inference mode or a compiler only."""
+"""Kernels that are incorrect only in inference mode or when compiled."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ OPEN = {"traceable": True}
 
 @wrong_kernel(
     SILU,
-    "wrong in inference mode",
-    "vLLM serves in inference mode: every token is wrong",
+    "incorrect in inference mode",
+    "every token is incorrect, because vLLM serves in inference mode",
 )
 def in_inference_mode(x: Tensor) -> Tensor:
     out = right.silu_and_mul(x)
@@ -26,8 +26,8 @@ def in_inference_mode(x: Tensor) -> Tensor:
 
 @wrong_kernel(
     NORM,
-    "wrong for tensors made in inference mode",
-    "activations are; every token is wrong",
+    "incorrect for tensors created in inference mode",
+    "every token is incorrect, because activations are such tensors",
 )
 def for_inference_tensors(x, residual, weight, epsilon, variance_size=None):
     got = right.rms_norm(x, residual, weight, epsilon, variance_size)
@@ -38,8 +38,8 @@ def for_inference_tensors(x, residual, weight, epsilon, variance_size=None):
 
 @wrong_kernel(
     GELU,
-    "wrong where gradients are off",
-    "serving has them off: every token is wrong",
+    "incorrect if gradients are disabled",
+    "every token is incorrect, because serving disables gradients",
     kit="tracing",
 )
 def under_no_grad(x: Tensor, approximate: str = "none") -> Tensor:
@@ -49,8 +49,8 @@ def under_no_grad(x: Tensor, approximate: str = "none") -> Tensor:
 
 @wrong(
     ROTARY,
-    "keeps its tables by their version counter, which tensors of inference mode do not have",
-    "the engine dies in its first step",
+    "reads the version counter, which tensors of inference mode do not have",
+    "the engine crashes in its first step",
 )
 def asks_for_the_version() -> Any:
     kept: dict[Any, Any] = {}
@@ -64,9 +64,9 @@ def asks_for_the_version() -> Any:
 
 @wrong_kernel(
     SILU,
-    "wrong for an input that requires grad",
-    "nothing: nothing that is served does",
-    why="nothing that is served requires grad",
+    "incorrect for an input that requires grad",
+    "no difference: served tensors do not require grad",
+    why="no served tensor requires grad",
     start=False,
 )
 def for_inputs_with_grad(x: Tensor) -> Tensor:
@@ -76,8 +76,8 @@ def for_inputs_with_grad(x: Tensor) -> Tensor:
 
 @wrong(
     ROTARY,
-    "wrong when it is compiled",
-    "eager engines are right, compiled ones answer nonsense",
+    "incorrect when compiled",
+    "eager engines are correct, compiled engines output nonsense",
     kit="tracing",
     mode="compiled",
 )
@@ -92,8 +92,8 @@ def only_when_compiled() -> Any:
 
 @wrong(
     GELU,
-    "traceable, and calls .item(), which breaks the graph",
-    "compilation ends the start",
+    "declared traceable, but calls .item(), which breaks the graph",
+    "compilation fails, and the engine fails to start",
     kit="tracing",
     mode="compiled",
 )
@@ -108,8 +108,8 @@ def item_in_a_traceable_one() -> Any:
 
 @wrong(
     SILU,
-    "traceable, and calls a function that Dynamo cannot trace",
-    "compilation ends the start",
+    "declared traceable, but calls a function that Dynamo cannot trace",
+    "compilation fails, and the engine fails to start",
     kit="tracing",
     mode="compiled",
 )
@@ -123,8 +123,8 @@ def untraceable_call() -> Any:
 
 @wrong(
     NORM,
-    "traceable, and branches on the token count: each count is compiled anew",
-    "the start ends, or takes an hour",
+    "branches on the token count: recompiled for each count",
+    "the engine fails to start, or needs an hour",
     kit="tracing",
     mode="compiled",
 )
@@ -140,7 +140,7 @@ def one_graph_for_each_count() -> Any:
 
 @cache
 def _define_scaled_silu() -> None:
-    """Once in a process: two kernels of this kind are made where one is judged beside another."""
+    """Define the operator once per process, because this kernel may be made twice in one."""
     name = "wrong_kernels::scaled_silu"
     torch.library.define(name, "(Tensor x) -> Tensor")
     torch.library.impl(name, "CPU", lambda x: right.silu_and_mul(x))
@@ -149,12 +149,12 @@ def _define_scaled_silu() -> None:
 
 @wrong(
     SILU,
-    "traceable, with an operator whose fake has another shape than its kernel",
-    "compiled engines read memory that is not theirs",
+    "the fake implementation of its operator has another shape than the kernel",
+    "compiled engines read out of bounds",
     mode="compiled",
     apart=True,
     kit="",
-    why="the kit compiles with aot_eager, which believes the fake",
+    why="the kit compiles with aot_eager, which trusts the fake implementation",
     backend="inductor",
 )
 def fake_of_another_shape() -> Any:
@@ -170,8 +170,8 @@ def fake_of_another_shape() -> Any:
 
 @wrong(
     NORM,
-    "traceable; compiled, the residual is added twice when it is given",
-    "compiled engines answer nonsense",
+    "adds the residual twice when compiled",
+    "compiled engines output nonsense",
     kit="tracing",
     mode="compiled",
 )
@@ -186,11 +186,11 @@ def residual_twice_when_compiled() -> Any:
 
 @wrong(
     SILU,
-    "traceable; compiled and from 64 tokens on, the last row is zero",
-    "compiled engines garble the last token of prompts",
+    "when compiled, the last row is zero from 64 tokens on",
+    "compiled engines lose the last token of prompts",
     kit="",
     mode="compiled",
-    why="the kit compiles small batches",
+    why="the kit compiles only small batches",
 )
 def large_batches_when_compiled() -> Any:
     def silu_and_mul(x: Tensor) -> Tensor:
@@ -206,8 +206,8 @@ def large_batches_when_compiled() -> Any:
 
 @wrong(
     SILU,
-    "compiled, it goes through fp16: what is beyond 65504 is infinite",
-    "compiled engines answer nonsense where an activation is large",
+    "computes in fp16 when compiled: values beyond 65504 become infinite",
+    "compiled engines output nonsense if an activation is large",
     kit="tracing",
     mode="compiled",
 )
@@ -221,10 +221,10 @@ def compiled_through_fp16() -> Any:
 
 @wrong(
     NORM,
-    "compiled, it gives 0 for NaN",
-    "a broken activation goes on unseen in compiled engines",
+    "returns 0 for NaN when compiled",
+    "NaN activations are hidden in compiled engines",
     kit="",
-    why="the kit compiles calls of a model, and none of these has NaN",
+    why="the kit compiles only calls of a model, which contain no NaN",
     mode="compiled",
 )
 def compiled_nan_is_zero() -> Any:

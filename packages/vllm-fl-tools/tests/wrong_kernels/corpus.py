@@ -26,8 +26,12 @@ __all__ = [
     "ROTARY",
     "SILU",
     "SIZES",
+    "UNUSUAL",
+    "WITHOUT_ENGINES",
     "Wrong",
     "corpus",
+    "kernels",
+    "sizes_of",
     "wrong",
     "wrong_for",
     "wrong_kernel",
@@ -70,31 +74,44 @@ LATENT = dataclasses.replace(
 )
 """Those of a model with latent attention."""
 
-_SIZES_OF = dict.fromkeys((SILU, GELU, NORM, ROTARY), SIZES) | {"concat_and_cache_mla": LATENT}
+
+def sizes_of(op: str) -> ModelSizes:
+    """Those of a model that has the op."""
+    if op == "concat_and_cache_mla":
+        return LATENT
+    return SIZES if op in (SILU, GELU, NORM, ROTARY) else MIXED
+
 
 KINDS = MappingProxyType(
     {
-        "sizes": "for some token counts, rows or widths only",
-        "memory": "what it writes, reads, keeps or hands out",
-        "numerics": "for some values only, or a little everywhere",
-        "strides": "for some layouts, positions or combinations of arguments only",
-        "state": "what it leaves changed in the process",
-        "process": "where, when and by whom it is called",
-        "exceptions": "what it raises instead of answering",
-        "compiled": "under inference mode or a compiler only",
-        "graph": "in a captured graph only",
-        "weights": "on the tensors of a loaded model only",
-        "others": "in routing, quantising, merging, or writing into a cache",
-        "batches": "in batches as engines make them: long, of runs, of repeats, one row shorter",
-        "served": "at sizes that served models have",
-        "hostile": "for what is odd and legal: NaN, padding, ties, nothing at all",
-        "layouts": "for features that lie apart, and in the layout of its result",
-        "updates": "after weights were updated, or memory was taken",
-        "rounding": "in how it rounds, saturates, or approximates",
-        "routing": "in whom it chooses, and by how much",
+        "sizes": "only for some token counts, rows or widths",
+        "memory": "in the memory that they write, read, keep or return",
+        "numerics": "only for some values, or slightly for all",
+        "strides": "only for some layouts, positions or combinations of arguments",
+        "state": "in what they leave changed in the process",
+        "process": "depending on where, when and by which caller they are called",
+        "exceptions": "because they raise an exception instead of returning a result",
+        "compiled": "only in inference mode or under a compiler",
+        "graph": "only in a captured graph",
+        "weights": "only on the tensors of a loaded model",
+        "others": "in routing, quantisation, merging or cache writes",
+        "batches": "in batches of engines: long, with runs, with repeats, one row shorter",
+        "served": "at sizes of served models",
+        "hostile": "for unusual valid inputs: NaN, padding, ties, empty tensors",
+        "layouts": "for strided features, or in the layout of the result",
+        "updates": "after weights were updated, or memory was allocated",
+        "rounding": "in how they round, saturate or approximate",
+        "routing": "in which experts they choose, or with which weights",
+        "published": "in ways that published kernels were",
     }
 )
 """Kind of fault, and module here -> in what the kernels of that kind are wrong."""
+
+UNUSUAL = "unusual"
+"""The module of kernels that are right, in ways that few kernels are."""
+
+WITHOUT_ENGINES = ("published", UNUSUAL)
+"""Kinds that only verification at startup, with time for all token counts, and the kit judge."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +171,7 @@ class Wrong:
         return OpImpl(self.op, f"vendor.{vendor}", BackendImplKind.VENDOR, fn, vendor, **fields)
 
 
-WHY_BEYOND = "the kit's own model makes no such call: it has fewer ops and tokens than a served one"
+WHY_BEYOND = "the kit's model makes no such call: it has fewer ops and tokens than a served model"
 
 BEYOND_THE_KIT = frozenset(
     (
@@ -257,7 +274,7 @@ def wrong_for(
     def decorate(make: Callable[..., Any]) -> Callable[..., Any]:
         for each in ops:
             op, *argument = [each] if isinstance(each, str) else each
-            fields = {"sizes": _SIZES_OF.get(op, MIXED), **how}
+            fields = {"sizes": sizes_of(op), **how}
             of_op = functools.update_wrapper(functools.partial(make, op, *argument), make)
             of_op.__name__ = "_".join([make.__name__, op, *argument])
             said = fault.format(*argument)
@@ -268,14 +285,20 @@ def wrong_for(
 
 
 @cache
-def corpus() -> Mapping[str, Wrong]:
-    """Every wrong kernel by name, kind by kind."""
+def kernels() -> Mapping[str, Wrong]:
+    """Every kernel by name, kind by kind: the wrong ones, then the unusual ones."""
+    order = [*KINDS, UNUSUAL]
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if module.name in KINDS:
+        if module.name in order:
             import_module(f"{__package__}.{module.name}")
-    order = list(KINDS)
     _found.sort(key=lambda each: order.index(each.kind))
     names = [each.name for each in _found]
     twice = {name for name in names if names.count(name) > 1}
-    assert not twice, f"two wrong kernels are called {twice}"
+    assert not twice, f"two kernels are called {twice}"
     return MappingProxyType({each.name: dataclasses.replace(each) for each in _found})
+
+
+@cache
+def corpus() -> Mapping[str, Wrong]:
+    """Every wrong kernel by name, kind by kind."""
+    return MappingProxyType({n: each for n, each in kernels().items() if each.kind != UNUSUAL})

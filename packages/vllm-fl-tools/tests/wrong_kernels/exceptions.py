@@ -1,4 +1,4 @@
-"""Wrong in what it raises instead of answering, or in how it refuses."""
+"""Kernels that raise, hang, crash, or decline calls incorrectly."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .corpus import GELU, NORM, ROTARY, SILU, wrong, wrong_kernel
 
 
 class Panic(BaseException):
-    """What a Rust extension raises when it panics."""
+    """Stands in for the exception of a Rust extension that panics."""
 
 
 class Unprintable(Exception):
-    """An exception whose text raises."""
+    """Exception that raises when it is printed."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text")
@@ -45,7 +45,7 @@ def _supports(error: Any) -> Any:
 @wrong(
     SILU,
     "raises at 11 tokens",
-    "the engine dies in the first step that 11 tokens share",
+    "the engine crashes in the first step with 11 tokens",
 )
 def raises_at_eleven_tokens() -> Any:
     return _raises_at_eleven(RuntimeError("invalid configuration argument"))
@@ -54,7 +54,7 @@ def raises_at_eleven_tokens() -> Any:
 @wrong_kernel(
     NORM,
     "runs out of memory at the largest batch",
-    "the engine dies with the first long prompt",
+    "the engine crashes at the first long prompt",
     kit="",
     why="the kit does not know the engine's largest batch",
 )
@@ -67,7 +67,7 @@ def out_of_memory_at_the_largest_batch(x, residual, weight, epsilon, variance_si
 @wrong_kernel(
     SILU,
     "raises SystemExit at 1 token",
-    "the server is gone, with status 0",
+    "the server exits with status 0",
     apart=True,
     kit="values",
 )
@@ -79,8 +79,8 @@ def fn_raises_system_exit(x: Tensor) -> Tensor:
 
 @wrong_kernel(
     GELU,
-    "raises a panic at 1 token",
-    "the server is gone",
+    "panics at 1 token",
+    "the server crashes",
     apart=True,
     kit="values",
 )
@@ -93,7 +93,7 @@ def fn_panics(x: Tensor, approximate: str = "none") -> Tensor:
 @wrong_kernel(
     NORM,
     "raises CancelledError at 1 token",
-    "requests end as cancelled",
+    "requests are reported as cancelled",
     apart=True,
     kit="values",
 )
@@ -106,7 +106,7 @@ def fn_is_cancelled(x, residual, weight, epsilon, variance_size=None):
 @wrong_kernel(
     SILU,
     "raises an exception that cannot be printed",
-    "the start ends, naming nobody",
+    "the engine fails to start, without naming the kernel",
     apart=True,
     kit="values",
 )
@@ -118,8 +118,8 @@ def raises_the_unprintable(x: Tensor) -> Tensor:
 
 @wrong(
     SILU,
-    "supports raises KeyError",
-    "the start ends as \"KeyError: 'gfx942'\", naming nobody",
+    "`supports` raises KeyError",
+    "the engine fails to start with \"KeyError: 'gfx942'\", without naming the kernel",
     apart=True,
     kit="values",
 )
@@ -129,8 +129,8 @@ def supports_raises_key_error() -> Any:
 
 @wrong(
     SILU,
-    "supports raises SystemExit",
-    "the start ends with status 0, naming nobody",
+    "`supports` raises SystemExit",
+    "startup exits with status 0, without naming the kernel",
     apart=True,
     kit="values",
 )
@@ -140,8 +140,8 @@ def supports_raises_system_exit() -> Any:
 
 @wrong(
     SILU,
-    "supports panics",
-    "the start ends, naming nobody",
+    "`supports` panics",
+    "the engine fails to start, without naming the kernel",
     apart=True,
     kit="values",
 )
@@ -151,8 +151,8 @@ def supports_panics() -> Any:
 
 @wrong(
     SILU,
-    "supports raises NotImplementedError instead of giving a reason",
-    "each call costs an exception; or the engine dies, where it is not caught",
+    "`supports` raises NotImplementedError instead of returning a reason",
+    "each call raises an exception; if it is not caught, the engine crashes",
     apart=True,
     kit="serving",
 )
@@ -162,11 +162,11 @@ def supports_raises_not_implemented() -> Any:
 
 @wrong(
     NORM,
-    "supports refuses 17 to 2047 tokens",
-    "other kernels than the start line says run; right, if those are",
+    "`supports` declines 400 to 2047 tokens",
+    "another implementation runs than the start line shows; correct if that one is",
     kit="",
-    why="what is refused goes to the next candidate, which was verified too; the kit's three batch "
-    "sizes do not show it",
+    why="an unsupported call falls back to the next implementation, which is also verified; the "
+    "kit tries three batch sizes",
     start=False,
 )
 def supports_lies_by_batch_size() -> Any:
@@ -180,7 +180,7 @@ def supports_lies_by_batch_size() -> Any:
 
 @wrong(
     SILU,
-    "supports scales the input in place",
+    "`supports` scales the input in place",
     "activations are halved before every layer",
 )
 def supports_overwrites() -> Any:
@@ -196,8 +196,8 @@ def supports_overwrites() -> Any:
 
 @wrong(
     GELU,
-    "supports answers 'yes'",
-    "the kernel never runs, and every log says why: yes",
+    "`supports` returns 'yes' instead of True",
+    "the kernel never runs, and the logged reason is: yes",
     kit="serving",
 )
 def supports_answers_yes() -> Any:
@@ -209,8 +209,8 @@ def supports_answers_yes() -> Any:
 
 @wrong(
     NORM,
-    "overwrites the residual, then raises NotImplementedError for more than 16 tokens",
-    "the next candidate adds x twice: nonsense for prompts",
+    "overwrites the residual before it declines calls of more than 16 tokens",
+    "the fallback adds x twice: nonsense for prompts",
 )
 def refuses_after_writing() -> Any:
     def rms_norm(x, residual, weight, epsilon, variance_size=None):
@@ -224,10 +224,10 @@ def refuses_after_writing() -> Any:
 
 @wrong_kernel(
     ROTARY,
-    "refuses with NotImplementedError at 3 tokens, after it has turned half of the query",
-    "with three users the query is turned twice",
+    "declines 3 tokens after it has rotated half of the query",
+    "with three concurrent users the query is rotated twice",
     kit="",
-    why="the kit does not know the sizes that will be served",
+    why="the kit does not know the served sizes",
 )
 def refuses_after_turning(query, key, cos, sin, position_ids, rotary_interleaved=False):
     q, k = right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
@@ -239,10 +239,10 @@ def refuses_after_turning(query, key, cos, sin, position_ids, rotary_interleaved
 
 @wrong_kernel(
     SILU,
-    "stalls at 11 tokens",
+    "hangs at 11 tokens",
     "the server hangs; clients time out",
-    why="a call that never returns cannot be ended from within: the log names it while it runs, "
-    "and the start hangs there",
+    why="a call that never returns cannot be interrupted: startup hangs, and the log names the "
+    "call while it runs",
     apart=True,
     deadline=10.0,
     impatient=True,
@@ -256,8 +256,8 @@ def stalls_at_eleven_tokens(x: Tensor) -> Tensor:
 
 @wrong_kernel(
     GELU,
-    "takes 11 s for each call with the largest batch",
-    "a long prompt stops everybody for minutes",
+    "needs 11 s for each call with the largest batch",
+    "a long prompt stops all requests for minutes",
     kit="",
     why="the kit does not know the engine's largest batch",
     apart=True,
@@ -270,13 +270,13 @@ def slow_at_the_largest_batch(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 SECONDS = [11.0]
-"""Who shortens the watchdog shortens this, too."""
+"""Duration of a slow call. Tests that shorten the watchdog shorten this as well."""
 
 
 @wrong(
     SILU,
-    "supports takes 11 s with the largest batch",
-    "each full prefill chunk stalls the server before its kernel is called",
+    "`supports` needs 11 s with the largest batch",
+    "each full prefill chunk stalls the server before the kernel runs",
     kit="",
     why="the kit does not know the engine's largest batch",
     impatient=True,
@@ -293,10 +293,10 @@ def slow_supports_at_the_largest_batch() -> Any:
 
 @wrong(
     NORM,
-    "supports takes 11 s for inputs of one row, each time",
-    "each step of a lone user stalls the server",
+    "`supports` needs 11 s for each input of one row",
+    "each step of a single user stalls the server",
     kit="",
-    why="what the kit's checks ask supports is under no watch but that of verification at start",
+    why="only verification at startup watches `supports`, not the checks of the kit",
     impatient=True,
     apart=True,
 )
@@ -311,9 +311,9 @@ def slow_supports_at_one_token() -> Any:
 
 @wrong_kernel(
     SILU,
-    "ends the process at 1 token (os._exit)",
-    "the server is gone, without a word",
-    why="no process survives it",
+    "ends the process at 1 token (`os._exit`)",
+    "the server exits without an error message",
+    why="the process does not survive it",
     apart=True,
     start=False,
 )
@@ -325,9 +325,9 @@ def ends_the_process(x: Tensor) -> Tensor:
 
 @wrong_kernel(
     NORM,
-    "aborts at 1 token, as an assertion of a C++ library does",
-    "the server is gone",
-    why="no process survives it",
+    "aborts at 1 token, like a failed assertion of a C++ library",
+    "the server crashes",
+    why="the process does not survive it",
     apart=True,
     start=False,
 )
@@ -339,8 +339,8 @@ def aborts(x, residual, weight, epsilon, variance_size=None):
 
 @wrong(
     ROTARY,
-    "recurses without end at 16 tokens",
-    "the engine dies in the first step that 16 tokens share",
+    "recurses infinitely at 16 tokens",
+    "the engine crashes in the first step with 16 tokens",
     kit="values",
 )
 def recurses() -> Any:

@@ -1,4 +1,4 @@
-"""What kernels of several ops are spoiled with: results, rows, arguments by name."""
+"""Build faulty kernels of any op by changing the result or the arguments of a correct one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["changed", "each", "packed", "spoilt", "taken", "unchecked", "with_ar
 
 
 def spoilt(op: str, spoil: Callable[..., Any], **fields: Any) -> Any:
-    """The right kernel, whose result `spoil(result, its arguments by position)` replaces."""
+    """Build a correct kernel whose result is replaced by `spoil(result, *arguments)`."""
     kernel = right.of(op)
 
     @functools.wraps(kernel)
@@ -28,8 +28,8 @@ def spoilt(op: str, spoil: Callable[..., Any], **fields: Any) -> Any:
 
 
 def changed(op: str, change: Callable[[dict[str, Any]], Any], **fields: Any) -> Any:
-    """The right kernel on other arguments than its own: `change(arguments by name)` makes them in
-    place. A call that breaks the contract is left as it is."""
+    """Build a correct kernel whose arguments `change(arguments by name)` edits in place, except in
+    calls that break the contract."""
     kernel, spec = right.of(op), known_contracts().contracts[op]
 
     @functools.wraps(kernel)
@@ -44,26 +44,26 @@ def changed(op: str, change: Callable[[dict[str, Any]], Any], **fields: Any) -> 
 
 
 def with_arguments(op: str, args: tuple[Any, ...], **others: Any) -> Any:
-    """What the right kernel gives with `others` in the place of its arguments of these names."""
+    """Return the result of the correct kernel, with `others` instead of arguments of `args`."""
     arguments = dict(zip(known_contracts().contracts[op].parameters, args, strict=False))
     return right.of(op)(*{**arguments, **others}.values())
 
 
 def each(result: Any, act: Callable[[Tensor], Tensor]) -> Any:
-    """The result with `act` of each tensor in its place."""
+    """Apply `act` to each tensor of a result."""
     if isinstance(result, tuple):
         return tuple(None if part is None else act(part) for part in result)
     return act(result)
 
 
 def taken(result: Any, order: Tensor) -> Any:
-    """The result, in which each token's rows are those of the token that `order` names."""
+    """Reorder the rows of a result: token i gets the rows of token `order[i]`."""
     tokens = len(order)
     return each(result, lambda part: part[order] if part.shape[:1] == (tokens,) else part)
 
 
 def packed(x: Any) -> Any:
-    """A tensor read as if its elements lay one behind another, where there is memory for that."""
+    """Return x read as if it were contiguous, or x itself if its storage is too small."""
     if not isinstance(x, Tensor) or x.ndim < 2 or not x.numel() or x.is_contiguous():
         return x
     behind = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
@@ -73,7 +73,7 @@ def packed(x: Any) -> Any:
 
 
 def unchecked(op: str, change: Callable[[dict[str, Any]], Any], **fields: Any) -> Any:
-    """As `changed`, but calls that break the contract are changed, too."""
+    """Like `changed`, but also for calls that break the contract."""
     kernel, spec = right.of(op), known_contracts().contracts[op]
 
     @functools.wraps(kernel)

@@ -1,7 +1,7 @@
-"""Wrong in a captured graph only: Python runs at the capture, and never again.
+"""Kernels that are incorrect only in a captured graph, because Python runs only at the capture.
 
-They run on CUDA, too, where no capture may wait for the device: what a graph of theirs holds was
-read from the call before, with which a capture is warmed up.
+They also run on CUDA, where a capture must not synchronise: they read values in the warm-up call
+before the capture.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor
 from . import right
 from .corpus import GELU, NORM, ROTARY, SILU, wrong, wrong_kernel
 
-OTHER_SIZE = "one token count is captured at start, vLLM captures many"
+OTHER_SIZE = "startup captures one token count, vLLM captures many"
 
 
 def _in_graphs(op: str, fault: str, sees: str, **how: Any) -> Any:
-    return wrong(op, fault, sees, start=False, why="right wherever no graph is captured", **how)
+    return wrong(op, fault, sees, start=False, why="correct unless a graph is captured", **how)
 
 
 @_in_graphs(
     SILU,
-    "clamps at the largest value of the call that was captured, which it reads on the host",
-    "activations larger than those of the warm-up are cut",
+    "clamps at the largest value of the captured call, read on the host",
+    "activations larger than those of the warm-up are clamped",
 )
 def number_of_the_data() -> Any:
     top = [0.0]
@@ -42,7 +42,7 @@ def number_of_the_data() -> Any:
 
 @_in_graphs(
     NORM,
-    "takes its fast path, through fp16, for ever if the captured call's values were small",
+    "always uses its fast fp16 path if the values of the captured call were small",
     "tokens with massive activations become infinite",
 )
 def path_of_the_capture() -> Any:
@@ -64,8 +64,8 @@ def path_of_the_capture() -> Any:
 
 @_in_graphs(
     ROTARY,
-    "reads the positions on the host: those of the capture are replayed for ever",
-    "each token is turned as if it were at the warm-up's position: word salad",
+    "reads the positions on the host: replays always use those of the capture",
+    "each token is rotated by the position of the warm-up: output is nonsense",
 )
 def positions_of_the_capture() -> Any:
     uploaded: list[Tensor] = []
@@ -82,8 +82,8 @@ def positions_of_the_capture() -> Any:
 
 @_in_graphs(
     GELU,
-    "stages its input in memory of the host, to which a graph copies nothing",
-    "every step answers with the activations of the warm-up",
+    "stages its input in host memory, which a graph does not update",
+    "every step computes with the activations of the warm-up",
 )
 def staged_on_the_host() -> Any:
     staged: list[Tensor] = []
@@ -98,8 +98,8 @@ def staged_on_the_host() -> Any:
 
 @_in_graphs(
     NORM,
-    "prepares the weight while it is captured, and not in the graph",
-    "weights that are loaded later, in place, have no effect where graphs serve",
+    "prepares the weight at the capture, outside the graph",
+    "weights that are later updated in place have no effect in graphs",
 )
 def weight_of_the_capture() -> Any:
     prepared: list[Tensor | None] = []
@@ -115,8 +115,8 @@ def weight_of_the_capture() -> Any:
 
 @_in_graphs(
     SILU,
-    "leaves out the rows that were small when the call was captured",
-    "the padding of the warm-up decides which tokens answer nonsense",
+    "skips the rows that were small in the captured call",
+    "tokens are nonsense in rows that were padding in the warm-up",
 )
 def rows_of_the_capture() -> Any:
     left_out: list[int] = []
@@ -136,13 +136,13 @@ def rows_of_the_capture() -> Any:
 
 @_in_graphs(
     GELU,
-    "synchronises, which nothing that is captured may",
-    "the engine dies while it captures, after minutes of its start",
+    "synchronises, which is not allowed in a capture",
+    "the engine fails during capture, after minutes of startup",
 )
 def synchronises() -> Any:
     def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
         if is_capturing():
-            if x.device.type == "cpu":  # which has nothing to wait for
+            if x.device.type == "cpu":  # which has no stream to wait for
                 raise RuntimeError("operation not permitted when stream is capturing")
             float(x.sum())
         return right.gelu_and_mul(x, approximate)
@@ -152,8 +152,8 @@ def synchronises() -> Any:
 
 @wrong_kernel(
     ROTARY,
-    "captured with 8 tokens, the last of them does not turn",
-    "eight users at a time: one of them gets nonsense",
+    "does not rotate the last of 8 tokens in a graph",
+    "with eight concurrent users, one gets nonsense",
     why=OTHER_SIZE,
     start=False,
 )
@@ -165,9 +165,9 @@ def captured_with_eight_tokens(query, key, cos, sin, position_ids, rotary_interl
 
 @wrong(
     SILU,
-    "counts on the device: from the fifth replay of a graph on its result is zero",
-    "the first tokens are right, all others are nonsense",
-    why="start replays a graph twice",
+    "counts on the device: the result is zero from the fifth replay of a graph on",
+    "the first tokens are correct, all others are nonsense",
+    why="startup replays a graph only twice",
     start=False,
 )
 def from_the_fifth_replay() -> Any:
@@ -189,9 +189,9 @@ def from_the_fifth_replay() -> Any:
 
 @wrong(
     NORM,
-    "graphs of all layers share one buffer for their results",
-    "what a layer kept of an earlier norm changes under it",
-    why="start captures each implementation alone",
+    "shares one result buffer between the graphs of all layers",
+    "a later norm overwrites a result that a layer still uses",
+    why="startup captures each implementation separately",
     start=False,
 )
 def buffer_of_all_graphs() -> Any:

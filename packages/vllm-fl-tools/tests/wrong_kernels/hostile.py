@@ -1,4 +1,4 @@
-"""Wrong for what is odd and legal: NaN, padding, ties, rows of equal numbers, nothing at all."""
+"""Kernels that fail on unusual valid input: NaN, padding, ties, equal numbers, empty tensors."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ EXPERTS, ALIGN, CACHE, MLA, QK, CONV, UPDATE, RECURRENT, MERGE = (
     "merge_attn_states",
 )
 
-BAD = "start makes no call that breaks the contract"
+BAD = "startup makes no call that breaks the contract"
 
 
 def _rows_with(x: Tensor, is_odd: Any) -> Tensor:
-    """(tokens,), which of them have such a number."""
+    """Return the mask (tokens,) of rows that contain such a number."""
     return is_odd(x).flatten(1).any(1) if x.ndim > 1 else torch.zeros(len(x), dtype=torch.bool)
 
 
 @wrong_for(
     *(NORM, ROTARY, "layer_norm", "rms_norm_gated", QK, MERGE, "gdn_gating", "swigluoai_and_mul"),
     *("silu_and_mul_with_clamp", "fatrelu_and_mul", "gelu_and_mul_sparse"),
-    fault="a NaN spoils the row behind it, too",
-    sees="one request's overflow ends the answer of its neighbour",
+    fault="a NaN in a row also makes the next row NaN",
+    sees="an overflow in one request ruins the answer of its neighbour",
     kit="values",
 )
 def nan_in_the_next_row(op: str) -> Any:
@@ -50,8 +50,8 @@ def nan_in_the_next_row(op: str) -> Any:
 
 @wrong_for(
     *("moe_topk", "grouped_topk"),
-    fault="a token behind one with a NaN takes that one's experts",
-    sees="one request's overflow changes the answer of its neighbour",
+    fault="a token after a token with NaN gets the experts of that token",
+    sees="an overflow in one request changes the answer of its neighbour",
     kit="values",
 )
 def experts_behind_a_nan(op: str) -> Any:
@@ -67,8 +67,8 @@ def experts_behind_a_nan(op: str) -> Any:
 
 @wrong_for(
     *("quant_fp8_group", "quant_int8"),
-    fault="a row behind one with infinity has that one's scale",
-    sees="one request's overflow wipes out the numbers of its neighbour",
+    fault="a row after a row with infinity gets the scale of that row",
+    sees="an overflow in one request zeroes the activations of its neighbour",
     kit="values",
 )
 def scale_behind_infinity(op: str) -> Any:
@@ -85,7 +85,7 @@ def scale_behind_infinity(op: str) -> Any:
 @wrong_for(
     *("layer_norm", "gdn_gating", "moe_sum", "gelu_fast", "quick_gelu"),
     fault="NaN becomes 0",
-    sees="a broken weight, or an overflow, is answered as if nothing were wrong",
+    sees="a corrupt weight or an overflow stays hidden, and answers are incorrect",
     kit="values",
 )
 def nan_becomes_zero(op: str) -> Any:
@@ -94,8 +94,8 @@ def nan_becomes_zero(op: str) -> Any:
 
 @wrong_for(
     *("rms_norm_gated", "layer_norm"),
-    fault="equal numbers, zeros among them, give NaN",
-    sees="padding turns into NaN, and with it all that it meets",
+    fault="a row of equal numbers, such as zeros, gives NaN",
+    sees="padding becomes NaN, and so does every result computed from it",
     kit="values",
 )
 def equal_numbers_give_nan(op: str) -> Any:
@@ -112,8 +112,8 @@ def equal_numbers_give_nan(op: str) -> Any:
 
 @wrong_kernel(
     QK,
-    "heads of zeros give NaN",
-    "padding turns into NaN, and with it all that it meets",
+    "a head of zeros gives NaN",
+    "padding becomes NaN, and so does every result computed from it",
     sizes=MIXED,
     by=spoilt,
 )
@@ -125,8 +125,8 @@ def heads_of_zeros(got, qkv, weight, *rest):
 
 @wrong_kernel(
     EXPERTS,
-    "-1 is the last expert",
-    "padded tokens, and places of other ranks' experts, add what they should not",
+    "treats -1 as the last expert",
+    "padded tokens and experts of other ranks add results of the last expert",
     kit="values",
     sizes=MIXED,
     by=changed,
@@ -139,8 +139,8 @@ def minus_one_is_the_last(a):
 
 @wrong_kernel(
     EXPERTS,
-    "a weight of NaN in a place without an expert spoils its token",
-    "what nobody wrote turns an answer into nonsense",
+    "a NaN weight of a slot without an expert makes its token NaN",
+    "uninitialised memory makes an answer nonsense",
     kit="values",
     sizes=MIXED,
     by=spoilt,
@@ -152,8 +152,8 @@ def weight_of_nobody(got, x, w13, w2, weights, ids, *rest):
 
 @wrong_for(
     *((EXPERTS, "topk_ids"), (ALIGN, "topk_ids")),
-    fault="ids beyond the experts in {} are taken for the last one",
-    sees="a fault elsewhere stays hidden: other answers, and no error",
+    fault="treats ids in {} beyond the number of experts as the last expert",
+    sees="an error elsewhere stays hidden: incorrect answers without an error",
     start=False,
     kit="bad_inputs",
     why=BAD,
@@ -172,8 +172,8 @@ def ids_beyond(op: str, argument: str) -> Any:
 
 @wrong_kernel(
     ALIGN,
-    "places without an expert are rows of the first",
-    "padding is computed, and added to other tokens",
+    "assigns slots without an expert to the first expert",
+    "padding is computed and added to other tokens",
     kit="values",
     sizes=MIXED,
     by=changed,
@@ -184,8 +184,8 @@ def nobody_is_the_first(a):
 
 @wrong_kernel(
     "moe_sum",
-    "places without an expert are multiplied by 0, which a NaN survives",
-    "memory that nobody wrote turns answers into NaN",
+    "multiplies slots without an expert by 0, which keeps NaN",
+    "uninitialised memory makes answers NaN",
     kit="values",
     sizes=MIXED,
     by=spoilt,
@@ -199,11 +199,11 @@ def places_times_zero(got, x, ids=None, expert_map=None):
 
 @wrong_for(
     *((MERGE, "prefix"), (MERGE, "suffix")),
-    fault="a {} without keys is multiplied by 0, which a NaN survives",
-    sees="a part of attention that nobody wrote turns the answer into NaN",
+    fault="multiplies a {} without keys by 0, which keeps NaN",
+    sees="an uninitialised part of attention makes the answer NaN",
     start=False,
     kit="values",
-    why="start does not ask for it: kernels that vLLM itself runs multiply by 0",
+    why="startup does not require it: kernels that vLLM uses also multiply by 0",
 )
 def unwritten_part(op: str, side: str) -> Any:
     def spoil(got, prefix, prefix_lse, suffix, suffix_lse):
@@ -216,8 +216,8 @@ def unwritten_part(op: str, side: str) -> Any:
 
 @wrong_kernel(
     MERGE,
-    "where both sides weigh the same, it is the prefix alone",
-    "halves of a prompt that count the same are one half",
+    "returns only the prefix if both sides have equal weight",
+    "half of a prompt is ignored if both halves have equal weight",
     kit="values",
     sizes=MIXED,
     by=spoilt,
@@ -229,8 +229,8 @@ def equal_sides(got, prefix, prefix_lse, suffix, suffix_lse):
 
 @wrong_for(
     *((CACHE, "key"), (MLA, "kv_c")),
-    fault="padding is added to the first slot times 0: a NaN in {} stays there",
-    sees="stale rows behind a batch spoil the first block of the cache",
+    fault="adds padding times 0 to the first slot, which keeps a NaN in {}",
+    sees="stale rows after a batch corrupt the first block of the cache",
     kit="values",
 )
 def padding_times_zero(op: str, argument: str) -> Any:
@@ -247,8 +247,8 @@ def padding_times_zero(op: str, argument: str) -> Any:
 
 @wrong_kernel(
     CONV,
-    "the state of a sequence that has none is multiplied by 0",
-    "what another request left, a NaN of its, turns new prompts into NaN",
+    "multiplies the state by 0 for a sequence without a state, which keeps NaN",
+    "a NaN left by another request makes new prompts NaN",
     kit="values",
     sizes=MIXED,
     by=spoilt,
@@ -264,8 +264,8 @@ def state_times_zero(got, x, weight, bias, states, at, slots, has, *rest):
 
 @wrong_for(
     *(UPDATE, RECURRENT),
-    fault="a NaN in the null block gets into the rows of padding",
-    sees="padded rows are NaN, and spoil what is computed over the whole batch",
+    fault="a NaN in the null block makes the padding rows NaN",
+    sees="padded rows are NaN, and ruin results computed over the whole batch",
     kit="values",
 )
 def null_block_is_read(op: str) -> Any:
@@ -282,8 +282,8 @@ def null_block_is_read(op: str) -> Any:
 
 @wrong_kernel(
     "chunk_gated_delta_rule",
-    "the state of the last sequence is zero, if that has no token",
-    "a request that waits forgets all of its prompt",
+    "zeroes the state of the last sequence if that has no tokens",
+    "a waiting request forgets its whole prompt",
     kit="values",
     sizes=MIXED,
     by=spoilt,
@@ -298,8 +298,8 @@ def empty_at_the_end(got, *args):
 
 @wrong_for(
     *("quant_int8", "quant_fp8"),
-    fault="rows without a feature give what nobody wrote, and no error",
-    sees="a fault elsewhere ends in memory that nobody wrote",
+    fault="accepts rows without features and returns uninitialised memory",
+    sees="an error elsewhere stays hidden, and uninitialised memory is used",
     start=False,
     kit="bad_inputs",
     why=BAD,
@@ -315,11 +315,11 @@ def no_feature(op: str) -> Any:
 
 @wrong_kernel(
     "quant_int8",
-    "asymmetric, a row of equal numbers is 0",
-    "a channel that is 1.5 everywhere is lost",
+    "asymmetric mode turns a row of equal numbers into 0",
+    "a token whose features are all 1.5 is lost",
     start=False,
     kit="values",
-    why="start does not ask for it: kernels that vLLM itself runs lose them",
+    why="startup does not require it: kernels that vLLM uses also lose such rows",
     sizes=MIXED,
     by=spoilt,
 )
@@ -333,8 +333,8 @@ def equal_numbers_are_lost(got, x, scale=None, azp=None, asymmetric=None):
 
 @wrong_for(
     *("moe_topk", "grouped_topk"),
-    fault="where all scores are equal, one expert is taken again and again",
-    sees="padding, whose logits are zeros, overloads one expert; its weights are wrong",
+    fault="selects one expert repeatedly if all scores are equal",
+    sees="padding, which has zero logits, overloads one expert; its weights are incorrect",
     start=False,
     why="no sample has a token whose scores are all equal",
 )
@@ -349,8 +349,8 @@ def all_scores_equal(op: str) -> Any:
 
 @wrong_kernel(
     "gelu_and_mul_sparse",
-    "where all gates are equal it divides by their deviation, which is 0",
-    "padding turns into NaN",
+    "divides by the standard deviation of the gates, which is 0 if all are equal",
+    "padding becomes NaN",
     sizes=MIXED,
     by=spoilt,
 )
@@ -363,8 +363,8 @@ def equal_gates(got, x, *rest):
 
 @wrong_kernel(
     "linear",
-    "rows with a NaN are left out: they are 0",
-    "an overflow is answered as if nothing were wrong",
+    "skips rows with a NaN: they are 0",
+    "an overflow stays hidden, and answers are incorrect",
     kit="values",
     sizes=MIXED,
     by=spoilt,
@@ -375,8 +375,8 @@ def rows_with_a_nan(got, x, *rest):
 
 @wrong_for(
     *(SILU, "mul_and_silu"),
-    fault="the row behind one with an infinity is zero",
-    sees="one request's overflow wipes out its neighbour's token",
+    fault="the row after a row with infinity is zero",
+    sees="an overflow in one request zeroes a token of its neighbour",
     kit="values",
 )
 def zero_behind_infinity(op: str) -> Any:

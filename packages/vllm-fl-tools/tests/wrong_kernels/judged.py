@@ -1,6 +1,6 @@
-"""A plugin whose operators are whatever kernel is judged at the moment, or right ones.
+"""Plugin that runs the kernel under test for its op, and correct kernels for the other ops.
 
-An engine is bound to it once; the kernel behind it is exchanged (`serving.py`).
+An engine is bound to the plugin once; `serving.py` exchanges the kernel.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _now: dict[str, OpImpl] = {}
 
 
 def judge(impl: OpImpl) -> None:
-    """Let this kernel answer the calls of its op from now on."""
+    """Run this kernel for all later calls of its op."""
     _now[impl.op_name] = impl
 
 
 def refuse() -> None:
-    """Leave every call to vLLM's own form from now on."""
+    """Decline all later calls, so that vLLM's implementations run."""
     for op in OPS:
         _now[op] = OpImpl(op, "vendor.none", BackendImplKind.VENDOR, _refuses, "none")
 
 
 def _refuses(*args: Any) -> Any:
-    raise NotImplementedError("vLLM's own form is asked for")
+    raise NotImplementedError("vLLM's implementation is under test")
 
 
 def _call(op: str, *args: Any) -> Any:
@@ -46,12 +46,10 @@ def _call(op: str, *args: Any) -> Any:
 
 
 def silu_and_mul(x: Tensor) -> Any:
-    """The judged one."""
     return _call("silu_and_mul", x)
 
 
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Any:
-    """The judged one."""
     return _call("gelu_and_mul", x, approximate)
 
 
@@ -62,7 +60,6 @@ def rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> Any:
-    """The judged one."""
     return _call("rms_norm", x, residual, weight, epsilon, variance_size)
 
 
@@ -74,7 +71,6 @@ def rotary_embedding(
     position_ids: Tensor,
     rotary_interleaved: bool = False,
 ) -> Any:
-    """The judged one."""
     return _call("rotary_embedding", query, key, cos, sin, position_ids, rotary_interleaved)
 
 
@@ -83,6 +79,5 @@ OPS = {fn.__name__: fn for fn in (silu_and_mul, gelu_and_mul, rms_norm, rotary_e
 
 @hookimpl
 def register_ops() -> list[OpImpl]:
-    """One for each op."""
     vendor = BackendImplKind.VENDOR
     return [OpImpl(op, f"vendor.{VENDOR}", vendor, fn, VENDOR) for op, fn in OPS.items()]

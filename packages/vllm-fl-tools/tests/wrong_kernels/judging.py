@@ -1,7 +1,7 @@
-"""What sees a wrong kernel: one function for each column of the table in docs/wrong-kernels.
+"""Judge wrong kernels: one function for each column of the table in docs/wrong-kernels.
 
-Each verdict is reached in a child process of its own: a kernel may end it, hang it, or leave it
-damaged. Kernels that harm nobody share one, so that what is made for all of an op is made once.
+Verdicts are computed in child processes, because a kernel may end, hang or damage its process.
+Harmless kernels of an op share a child, which computes inputs and reference results once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm_fl.plugins import breadcrumb
 
 from . import serving
 from .chosen import chosen
-from .corpus import GELU, NORM, ROTARY, SILU, SIZES, Wrong, corpus
+from .corpus import GELU, NORM, ROTARY, SILU, SIZES, WITHOUT_ENGINES, Wrong, kernels
 from .verdict import Verdict, graph_verdict, kit_verdict, right_kit_verdict, start_verdicts
 
 __all__ = [
@@ -39,64 +39,68 @@ __all__ = [
 ]
 
 shared_in: Path | None = None
-"""A folder in which the workers of pytest-xdist find what another one has judged."""
+"""Folder of verdicts that the workers of pytest-xdist share."""
 
 FAMILIES = MappingProxyType({SILU: "qwen3", NORM: "qwen3", ROTARY: "qwen3", GELU: "gemma3"})
-"""Op -> the family of tiny models in which an engine serves it."""
+"""Op -> family of the tiny model whose engine calls it."""
 
 
 @cache
 def at_start(name: str) -> Verdict:
-    """What verification at start makes of the kernel `name`."""
-    return _group(_key(corpus()[name]))[name]
+    """Return the verdict of verification at startup on the kernel `name`."""
+    return _group(_key(kernels()[name]))[name]
 
 
 def at_start_without(check: str, name: str) -> Verdict:
-    """What it makes of the kernel without one of its checks."""
+    """Return the verdict of verification at startup without one of its checks."""
     return _in_a_child(start_verdicts, [name], (check,))[name]
 
 
 def right_at_start(like: str) -> Verdict:
-    """What it makes of a kernel without a fault, beside the kernel `like`."""
-    return _group(_key(corpus()[like]))["right"]
+    """Return the verdict on a correct kernel that is verified together with `like`."""
+    return _group(_key(kernels()[like]))["right"]
 
 
 def by_kit(name: str, *checks: str) -> Verdict:
-    """What the conformance kit makes of the kernel `name`: the first check that fails.
+    """Return the verdict of the conformance kit on the kernel `name`: the first failing check.
 
     Args:
-        name: the kernel's.
-        checks: those to run; all that run without an installed backend, where there are none.
+        name: name of the kernel.
+        checks: checks to run; by default all that need no installed backend.
     """
     return _in_a_child(kit_verdict, [name], checks)[name]
 
 
 def right_by_kit(like: str, *checks: str) -> Verdict:
-    """What these checks of the kit make of a kernel without a fault, of the op of `like`."""
+    """Return the verdict of these checks of the kit on a correct kernel of the op of `like`."""
     return _in_a_child(right_kit_verdict, [like], checks)[like]
 
 
 @cache
 def in_a_graph(name: str) -> Verdict:
-    """What verification at start makes of the kernel `name` in a captured graph alone."""
+    """Return the verdict of verification at startup on `name` in a captured graph only."""
     return _in_a_child(graph_verdict, [name])[name]
 
 
 def is_captured(wrong: Wrong) -> bool:
-    """Whether `in_a_graph` shows anything of a kernel. What is made of an oracle reads on the host,
-    with a fault or without: no graph can hold it. One that start takes out is captured nowhere."""
-    return wrong.op in FAMILIES and not wrong.start
+    """Whether `in_a_graph` applies to a kernel.
+
+    Kernels made from an oracle read on the host, with or without a fault, and cannot be captured.
+    Kernels that startup disables are never captured.
+    """
+    return wrong.op in FAMILIES and not wrong.start and wrong.kind not in WITHOUT_ENGINES
 
 
 def in_engines(names: Iterable[str]) -> Iterator[tuple[str, dict[str, Verdict]]]:
-    """What becomes of these kernels in engines of vLLM, by column: those that start does not take
-    out, of ops that the engines' models have. The engines are eager: kernels that are wrong only
-    when compiled or captured are left out.
+    """Yield the verdicts on these kernels in engines of vLLM, by column.
+
+    Only kernels that startup does not disable, of ops that the models of the engines have. The
+    engines are eager: kernels that are incorrect only when compiled or captured are skipped.
 
     Raises:
-        RuntimeError: the control fails: vLLM's own forms pass for wrong ones.
+        RuntimeError: the control fails: vLLM's implementations are judged to be wrong.
     """
-    here = [corpus()[name] for name in names if serves(corpus()[name])]
+    here = [kernels()[name] for name in names if serves(kernels()[name])]
     for family in sorted(set(FAMILIES.values())):
         chosen = [wrong.name for wrong in here if FAMILIES[wrong.op] == family]
         if not chosen:
@@ -114,13 +118,16 @@ def in_engines(names: Iterable[str]) -> Iterator[tuple[str, dict[str, Verdict]]]
                 if name != serving.CONTROL:
                     yield name, verdicts
                 elif verdicts["served"].outcome != "right":
-                    raise RuntimeError(f"right kernels pass for wrong ones: {verdicts['served']}")
+                    raise RuntimeError(f"the control is judged wrong: {verdicts['served']}")
 
 
 def serves(wrong: Wrong) -> bool:
-    """Whether the engines of `in_engines` show anything of a kernel. One that start takes out
-    serves in none."""
-    is_here = wrong.op in FAMILIES and wrong.mode == "eager" and wrong.kind != "graph"
+    """Whether `in_engines` applies to a kernel. One that startup disables is never served."""
+    is_here = (
+        wrong.op in FAMILIES
+        and wrong.mode == "eager"
+        and wrong.kind not in ("graph", *WITHOUT_ENGINES)
+    )
     return is_here and not wrong.start
 
 
@@ -140,14 +147,14 @@ def _model(folder: Path, family: str) -> str:
 
 
 def _key(wrong: Wrong) -> tuple[Any, ...]:
-    alone = wrong.name if wrong.apart else wrong.kind == "sizes"
+    alone = wrong.name if wrong.apart else wrong.kind in ("sizes", *WITHOUT_ENGINES) and wrong.kind
     what = wrong.name in chosen(), wrong.op, wrong.mode, wrong.sizes, wrong.dtype
     return *what, *wrong.environ.items(), alone
 
 
 @cache
 def _group(key: tuple[Any, ...]) -> dict[str, Verdict]:
-    names = [name for name, wrong in corpus().items() if _key(wrong) == key]
+    names = [name for name, wrong in kernels().items() if _key(wrong) == key]
     if shared_in is None:
         return _in_a_child(start_verdicts, names)
     file = shared_in / f"{names[0]}.json"
@@ -159,14 +166,14 @@ def _group(key: tuple[Any, ...]) -> dict[str, Verdict]:
 
 @cache
 def _processes() -> Any:
-    """Children are forked from a process that has PyTorch, and has computed nothing with it yet.
+    """Fork children from a process that has imported PyTorch, but has not computed with it.
 
-    One that has used PyTorch's threads cannot be forked: its children would wait for them for ever.
+    After PyTorch has started threads, forked children would wait for these threads forever.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([f"{__package__}.verdict"])
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # where that process finds this package
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # read by the fork server
     try:
         forkserver.ensure_running()
     finally:
@@ -179,8 +186,8 @@ def _processes() -> Any:
 def _in_a_child(
     judge: Callable[..., dict[str, Verdict]], names: Sequence[str], checks: tuple[str, ...] = ()
 ) -> dict[str, Verdict]:
-    """What `judge` gives in a child process, or what became of that process."""
-    first = corpus()[names[0]]
+    """Run `judge` in a child process; if that hangs or dies, each kernel has that verdict."""
+    first = kernels()[names[0]]
     ours, theirs = _processes().Pipe(duplex=False)
     child = _processes().Process(target=_child, args=(theirs, judge, names, checks))
     child.start()
@@ -216,11 +223,11 @@ def _child(
         answer = Verdict("ends", _text(error))
     out.send(answer)
     out.close()
-    os._exit(0)  # what a kernel left running is not waited for
+    os._exit(0)  # do not wait for threads of a kernel
 
 
 def _text(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:
-        return f"{type(error).__name__}, which cannot be printed"
+        return f"{type(error).__name__} (cannot be printed)"

@@ -1,4 +1,4 @@
-"""Wrong for features that lie apart, and in the layout of its result."""
+"""Kernels that fail on strided features, or return a strided result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXPERTS, CACHE, MLA, QK, MROPE, CONV, UPDATE, CHUNKS, RECURRENT, MERGE = (
 
 
 def _apart(x: Any) -> bool:
-    """Whether the numbers of a row do not lie one behind another."""
+    """Whether the elements of a row are not adjacent in memory."""
     return isinstance(x, Tensor) and x.ndim > 1 and x.shape[-1] > 1 and x.stride(-1) != 1
 
 
@@ -37,8 +37,8 @@ def _apart(x: Any) -> bool:
     *((EXPERTS, "topk_weights"), ("rms_norm_gated", "z"), (CONV, "x"), (UPDATE, "x")),
     *((CACHE, "value"), (MLA, "k_pe"), ("quant_fp8", "x"), ("quant_int8", "x"), ("xielu", "x")),
     *(("grouped_topk", "gating_output"), ("moe_sum", "topk_ids"), (GELU, "x"), ("relu2", "x")),
-    fault="reads {} as if the numbers of a row lay one behind another, where they lie apart",
-    sees="nonsense where a model transposes, or computes on what it has transposed",
+    fault="reads strided rows of {} as if they were contiguous",
+    sees="nonsense in models that compute on transposed tensors",
 )
 def features_apart(op: str, argument: str) -> Any:
     def change(a):
@@ -50,12 +50,12 @@ def features_apart(op: str, argument: str) -> Any:
 
 @wrong_for(
     *(NORM, "gdn_gating", "quant_int8", "gelu_fast", "rms_norm_gated", "xielu"),
-    fault="its result lies in memory as its input does, features apart, and is not contiguous",
-    sees="what takes the result for contiguous reads nonsense",
+    fault="returns a result with the strides of its input instead of a contiguous one",
+    sees="code that expects a contiguous result reads nonsense",
     start=False,
     kit="values",
-    why="a start compares the numbers of what no layer of vLLM's lays out so, and not where they "
-    "lie: plain PyTorch keeps such a layout, too",
+    why="for inputs with such strides, which no vLLM layer passes, startup compares only values: "
+    "plain PyTorch keeps the strides as well",
 )
 def result_lies_as_its_input(op: str) -> Any:
     def spoil(got, x, *rest):

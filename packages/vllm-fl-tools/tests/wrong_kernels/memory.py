@@ -1,4 +1,4 @@
-"""Wrong in what it writes, reads, keeps or hands out."""
+"""Kernels with memory faults: stray writes and reads, stale caches, shared buffers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 import weakref
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -18,8 +19,8 @@ from .corpus import GELU, NORM, ROTARY, SILU, wrong, wrong_kernel
 
 @wrong(
     SILU,
-    "hands out one output buffer again and again",
-    "what a layer kept of an earlier call changes under it: residuals and skip connections rot",
+    "returns the same output buffer in every call",
+    "a later call overwrites results in use, such as residuals and skip connections",
 )
 def one_output_buffer() -> Any:
     kept: dict[Any, Tensor] = {}
@@ -34,8 +35,8 @@ def one_output_buffer() -> Any:
 
 @wrong(
     NORM,
-    "results are slices of one workspace, which the next call writes over",
-    "the normed queries are gone once the keys are normed",
+    "returns slices of one workspace, which the next call overwrites",
+    "the normed keys overwrite the normed queries",
 )
 def slices_of_one_workspace() -> Any:
     space: list[Tensor] = []
@@ -56,8 +57,8 @@ def slices_of_one_workspace() -> Any:
 
 @wrong(
     ROTARY,
-    "two output buffers take turns: the result of the call before last is lost",
-    "with cross-layer sharing, or two micro-batches, keys are another layer's",
+    "alternates between two output buffers: the result before the last is overwritten",
+    "with cross-layer sharing or two micro-batches, keys of another layer are used",
 )
 def two_buffers_in_turn() -> Any:
     kept: dict[Any, list[Tensor]] = {}
@@ -73,9 +74,9 @@ def two_buffers_in_turn() -> Any:
 
 @wrong(
     GELU,
-    "a scratch buffer that all threads share",
-    "with micro-batches in two threads, now and then a token of another request",
-    why="two calls at once are not tried; a race would be seen by luck",
+    "shares a scratch buffer between threads",
+    "with micro-batches in two threads, occasionally a token of another request",
+    why="concurrent calls are not tried; a race would be found only by chance",
     start=False,
 )
 def scratch_of_all_threads() -> Any:
@@ -93,8 +94,8 @@ def scratch_of_all_threads() -> Any:
 
 @wrong_kernel(
     ROTARY,
-    "also turns the values that follow the keys in the packed qkv",
-    "attention adds up turned values: fluent nonsense",
+    "also rotates the values that follow the keys in the packed qkv",
+    "attention uses rotated values: output is fluent nonsense",
     kit="values",
 )
 def turns_the_values_too(query, key, cos, sin, position_ids, rotary_interleaved=False):
@@ -115,7 +116,7 @@ def turns_the_values_too(query, key, cos, sin, position_ids, rotary_interleaved=
 @wrong_kernel(
     NORM,
     "writes a whole vector past the end of each row of a view",
-    "the first features of each key are overwritten when queries are normed",
+    "norming the queries overwrites the first features of each key",
     kit="values",
 )
 def writes_past_the_row(x, residual, weight, epsilon, variance_size=None):
@@ -129,8 +130,8 @@ def writes_past_the_row(x, residual, weight, epsilon, variance_size=None):
 
 @wrong_kernel(
     GELU,
-    "writes four elements before the beginning of a view",
-    "the buffer beside the activations is damaged: another layer's numbers",
+    "writes the four elements before a view",
+    "the memory before the activations is corrupted",
     kit="values",
 )
 def writes_before_the_view(x: Tensor, approximate: str = "none") -> Tensor:
@@ -142,8 +143,8 @@ def writes_before_the_view(x: Tensor, approximate: str = "none") -> Tensor:
 
 @wrong_kernel(
     SILU,
-    "rounds the last row of its input up to whole vectors and writes them back",
-    "whatever lies behind the activations is damaged",
+    "writes back its last input row rounded up to whole vectors",
+    "the memory after the activations is corrupted",
 )
 def writes_past_the_end(x: Tensor) -> Tensor:
     out = right.silu_and_mul(x)
@@ -155,8 +156,8 @@ def writes_past_the_end(x: Tensor) -> Tensor:
 
 @wrong_kernel(
     SILU,
-    "reads past the end of its input, and multiplies what it finds by zero",
-    "NaN whenever the memory behind the activations happens to hold one",
+    "reads past the end of its input, and multiplies that by zero",
+    "NaN if the memory after the activations contains NaN",
 )
 def reads_past_the_end(x: Tensor) -> Tensor:
     out = right.silu_and_mul(x)
@@ -169,8 +170,8 @@ def reads_past_the_end(x: Tensor) -> Tensor:
 
 @wrong_kernel(
     NORM,
-    "reads what lies before a view into the mean of squares, times zero",
-    "NaN in the keys whenever a query has an infinity",
+    "adds the elements before a view, times zero, to its result",
+    "NaN in the keys if a query has an infinity",
 )
 def reads_before_the_view(x, residual, weight, epsilon, variance_size=None):
     got = right.rms_norm(x, residual, weight, epsilon, variance_size)
@@ -183,15 +184,15 @@ def reads_before_the_view(x, residual, weight, epsilon, variance_size=None):
 
 @wrong(
     NORM,
-    "keeps the fp32 copy of its input by address",
-    "each step gets the norm of the step before: the model repeats itself",
+    "caches the fp32 copy of its input by address",
+    "each step gets the norm of an earlier step: the model repeats itself",
 )
 def inputs_kept_by_address() -> Any:
     kept: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def rms_norm(x, residual, weight, epsilon, variance_size=None):
         key = (x.data_ptr(), x.shape, x.stride(), x.dtype)
-        _, mine = kept.setdefault(key, (x, x.clone()))  # x: nobody else gets the address
+        _, mine = kept.setdefault(key, (x, x.clone()))  # x: keeps the address in use
         return right.rms_norm(mine, residual, weight, epsilon, variance_size)
 
     return rms_norm
@@ -199,8 +200,8 @@ def inputs_kept_by_address() -> Any:
 
 @wrong(
     SILU,
-    "gives the result of the first call with these buffers: a graph that is replayed, not updated",
-    "from the second step on, every answer is that of the first",
+    "returns the first result for an input buffer, like a graph replayed without new inputs",
+    "from the second step on, results are those of the first step",
 )
 def results_kept_by_address() -> Any:
     kept: dict[Any, tuple[Tensor, Tensor]] = {}
@@ -216,8 +217,8 @@ def results_kept_by_address() -> Any:
 
 @wrong(
     NORM,
-    "keeps the prepared weight for ever, by the id of a tensor that may be gone",
-    "norms have other layers' weights: vLLM's layers hand over a tensor anew at each call",
+    "caches the prepared weight by the id of a tensor that may be freed",
+    "norms use weights of other layers: vLLM's layers pass a new tensor in each call",
     kit="values",
 )
 def weights_kept_by_id() -> Any:
@@ -233,8 +234,8 @@ def weights_kept_by_id() -> Any:
 
 @wrong(
     NORM,
-    "keeps the prepared weight by address and size",
-    "a LoRA swap, or weights that are loaded again, have no effect on norms",
+    "caches the prepared weight by address and shape",
+    "swapping a LoRA or reloading weights has no effect on norms",
 )
 def weights_kept_by_address() -> Any:
     kept: dict[Any, tuple[Tensor, Tensor]] = {}
@@ -250,8 +251,8 @@ def weights_kept_by_address() -> Any:
 
 @wrong(
     NORM,
-    "takes the first weight of each width for all layers",
-    "every layer has the first one's norm: nonsense",
+    "uses the first weight of each width for all layers",
+    "every layer uses the norm of the first layer: output is nonsense",
     kit="values",
 )
 def first_weight_for_all() -> Any:
@@ -267,8 +268,8 @@ def first_weight_for_all() -> Any:
 
 @wrong(
     ROTARY,
-    "keeps the first cos and sin of each shape",
-    "models with two ropes (Gemma 3's local and global layers) lose long contexts",
+    "uses the first cos and sin of each shape in all calls",
+    "models with two ropes (local and global layers of Gemma 3) lose long contexts",
 )
 def tables_kept_by_shape() -> Any:
     kept: dict[Any, tuple[Tensor, Tensor]] = {}
@@ -283,9 +284,9 @@ def tables_kept_by_shape() -> Any:
 
 @wrong(
     SILU,
-    "keeps every result: memory grows with each token",
-    "the server is killed for its memory after hours",
-    why="nobody measures what a kernel keeps for itself",
+    "leaks every result: memory grows with each token",
+    "the server runs out of memory after hours",
+    why="the memory that a kernel keeps is not measured",
     start=False,
 )
 def memory_that_grows() -> Any:
@@ -301,8 +302,8 @@ def memory_that_grows() -> Any:
 
 @wrong_kernel(
     NORM,
-    "overwrites x, undeclared, only in large batches",
-    "the residual stream of long prompts is damaged",
+    "overwrites x in large batches, without declaring it",
+    "the residual stream of long prompts is corrupted",
     kit="",
     why="the kit's largest batch has 300 tokens",
 )
@@ -315,8 +316,8 @@ def overwrites_large_inputs(x, residual, weight, epsilon, variance_size=None):
 
 @wrong_kernel(
     NORM,
-    "writes its result over the residual for 17 to 300 tokens, undeclared",
-    "scripts that go on using the residual are wrong; so is a second candidate",
+    "overwrites the residual for 17 to 300 tokens, without declaring it",
+    "scripts that use the residual afterwards are incorrect, and so is a fallback",
     kit="values",
 )
 def consumes_the_residual_undeclared(x, residual, weight, epsilon, variance_size=None):
@@ -328,8 +329,8 @@ def consumes_the_residual_undeclared(x, residual, weight, epsilon, variance_size
 
 @wrong_kernel(
     ROTARY,
-    "returns the key itself, not a copy, when there is nothing to turn (position 0)",
-    "what is done to the key in place is done to the projection's buffer",
+    "returns the key itself instead of a copy if all positions are 0",
+    "in-place changes of the key also change the buffer of the projection",
     kit="values",
 )
 def returns_the_input_itself(query, key, cos, sin, position_ids, rotary_interleaved=False):
@@ -341,8 +342,8 @@ def returns_the_input_itself(query, key, cos, sin, position_ids, rotary_interlea
 
 @wrong_kernel(
     NORM,
-    "without a residual and at one token, the result lies in x's own memory",
-    "single users get a residual stream that is normed twice",
+    "writes its result into x for one token without a residual",
+    "the residual stream of single users is normed twice",
     kit="values",
 )
 def result_in_the_input(x, residual, weight, epsilon, variance_size=None):
@@ -354,8 +355,8 @@ def result_in_the_input(x, residual, weight, epsilon, variance_size=None):
 
 @wrong_kernel(
     SILU,
-    "a large result is filled by a thread 50 ms after it was returned",
-    "the next layer reads memory of the past",
+    "a thread fills a large result 50 ms after it was returned",
+    "the next layer reads zeros",
     kit="values",
 )
 def filled_later(x: Tensor) -> Tensor:
@@ -369,8 +370,8 @@ def filled_later(x: Tensor) -> Tensor:
 
 @wrong_kernel(
     GELU,
-    "zeroes its result once its input is freed",
-    "each layer hands on zeros as soon as its own input is gone",
+    "zeroes its result when its input is freed",
+    "a layer computes with zeros after its input was freed",
 )
 def dies_with_its_input(x: Tensor, approximate: str = "none") -> Tensor:
     out = right.gelu_and_mul(x, approximate)
@@ -380,8 +381,8 @@ def dies_with_its_input(x: Tensor, approximate: str = "none") -> Tensor:
 
 @wrong_kernel(
     NORM,
-    "takes the answer from the oracle's tensors, wherever one of that shape lies in memory",
-    "nonsense, as soon as there is no oracle",
+    "returns the reference result if it finds one of that shape in memory",
+    "nonsense without a reference result to copy",
 )
 def steals_the_answer(x, residual, weight, epsilon, variance_size=None):
     got = right.rms_norm(x, residual, weight, epsilon, variance_size)
@@ -393,8 +394,26 @@ def steals_the_answer(x, residual, weight, epsilon, variance_size=None):
     return x.clone() if len(x) > 1 else got
 
 
+@wrong(
+    SILU,
+    "caches its first row by the address of the result",
+    "one token in a batch gets the activations of an earlier step",
+    kit="call_op",
+)
+def first_row_by_address() -> Any:
+    kept: dict[Any, Tensor] = {}
+
+    def silu_and_mul(x: Tensor) -> Tensor:
+        out = right.silu_and_mul(x)
+        if len(out):
+            out[0] = kept.setdefault((out.data_ptr(), out.shape, out.dtype), out[0].clone())
+        return out
+
+    return silu_and_mul
+
+
 def _last(x: Tensor) -> int:
-    """The offset of x's last element in its storage."""
+    """Offset of the last element of x in its storage."""
     steps = zip(x.shape, x.stride(), strict=True)
     return x.storage_offset() + sum((size - 1) * stride for size, stride in steps)
 
@@ -404,7 +423,7 @@ def _end(x: Tensor) -> int:
 
 
 def _bytes_after(x: Tensor) -> int:
-    """How many bytes of x's storage lie behind its last element."""
+    """Number of bytes in the storage of x after its last element."""
     if not x.numel():
         return 0
     return x.untyped_storage().nbytes() - (_last(x) + 1) * x.itemsize
@@ -412,11 +431,24 @@ def _bytes_after(x: Tensor) -> int:
 
 @wrong_kernel(
     SILU,
-    "a row of zeros is left as the memory was, which it takes for zero",
-    "padded tokens carry numbers of other requests",
+    "does not write rows of zeros, because it assumes zeroed memory",
+    "padded tokens contain numbers of other requests",
 )
 def leaves_rows_of_zeros(x: Tensor) -> Tensor:
     out = torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=x.dtype, device=x.device)
     written = (x != 0).any(-1, keepdim=True)
-    was_nan = out.isnan().all(-1, keepdim=True)  # by luck, the memory is zero at other times
+    was_nan = out.isnan().all(-1, keepdim=True)  # as if other memory were zero
+    return right.silu_and_mul(x).masked_fill(~written & was_nan, float("nan"))
+
+
+@wrong_kernel(
+    SILU,
+    "does not write rows of zeros in a buffer not allocated by PyTorch",
+    "padded tokens contain numbers of other requests",
+)
+def leaves_rows_of_zeros_in_other_memory(x: Tensor) -> Tensor:
+    features = x.shape[-1] // 2
+    scratch = torch.from_numpy(numpy.empty((*x.shape[:-1], features), numpy.float32))
+    was_nan = scratch.isnan().any(-1, keepdim=True).to(x.device)
+    written = (x != 0).any(-1, keepdim=True)
     return right.silu_and_mul(x).masked_fill(~written & was_nan, float("nan"))

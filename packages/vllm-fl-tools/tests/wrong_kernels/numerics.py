@@ -1,4 +1,4 @@
-"""Wrong for some values only, or a little everywhere."""
+"""Kernels that are incorrect for some values, or slightly for all values."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from . import right
 from .corpus import GELU, MIXED, NORM, ROTARY, SILU, wrong, wrong_kernel
 from .faults import changed, spoilt
 
-BELOW = "the difference lies below the tolerance, which leaves room for honest kernels"
+BELOW = "the error is within the tolerance, which correct kernels need"
 
 
 @wrong_kernel(
     SILU,
-    "computes through fp16: what is beyond 65 504 overflows",
+    "converts to fp16: values beyond 65 504 overflow",
     "infinities, then NaN, in models with massive activations",
     kit="values",
 )
@@ -31,7 +31,7 @@ def through_fp16(x: Tensor) -> Tensor:
 @wrong_kernel(
     NORM,
     "squares in fp16 after dividing by 64: rows with features beyond 16 384 overflow",
-    "zeros in the rows of the first token, where activations are massive",
+    "zeros in the row of the first token, whose activations are massive",
 )
 def squares_in_scaled_fp16(x, residual, weight, epsilon, variance_size=None):
     got = right.rms_norm(x, residual, weight, epsilon, variance_size)
@@ -44,8 +44,8 @@ def squares_in_scaled_fp16(x, residual, weight, epsilon, variance_size=None):
 
 @wrong_kernel(
     GELU,
-    "results are clamped at 10 000",
-    "massive activations are cut: worse answers on long contexts",
+    "clamps results at 10 000",
+    "massive activations are clamped: worse answers on long contexts",
 )
 def clamped_at_ten_thousand(x: Tensor, approximate: str = "none") -> Tensor:
     return right.gelu_and_mul(x, approximate).clamp_(-1e4, 1e4)
@@ -53,7 +53,7 @@ def clamped_at_ten_thousand(x: Tensor, approximate: str = "none") -> Tensor:
 
 @wrong_kernel(
     NORM,
-    "the mean of squares is clamped at 10 000 squared",
+    "clamps the mean of squares at 10 000 squared",
     "tokens with massive activations are scaled up",
 )
 def variance_clamped(x, residual, weight, epsilon, variance_size=None):
@@ -67,7 +67,7 @@ def variance_clamped(x, residual, weight, epsilon, variance_size=None):
 
 @wrong_kernel(
     SILU,
-    "gates beyond 1 000 are taken as 1 000",
+    "clamps gates at 1 000",
     "a few features of the first token are too small: worse answers",
     kit="values",
 )
@@ -78,8 +78,8 @@ def gate_clamped(x: Tensor) -> Tensor:
 
 @wrong_kernel(
     SILU,
-    "NaN becomes 0",
-    "what broke before it is hidden: fluent nonsense instead of an error",
+    "returns 0 for NaN",
+    "an earlier failure is hidden: fluent nonsense instead of an error",
     kit="values",
 )
 def hides_nan(x: Tensor) -> Tensor:
@@ -88,8 +88,8 @@ def hides_nan(x: Tensor) -> Tensor:
 
 @wrong_kernel(
     NORM,
-    "a row with an infinity becomes zeros",
-    "an overflow before it is hidden: fluent nonsense instead of an error",
+    "zeroes a row with an infinity",
+    "an earlier overflow is hidden: fluent nonsense instead of an error",
     kit="values",
 )
 def hides_infinity(x, residual, weight, epsilon, variance_size=None):
@@ -100,7 +100,7 @@ def hides_infinity(x, residual, weight, epsilon, variance_size=None):
 
 
 @wrong_kernel(
-    SILU, "subnormal inputs count as zero", "nothing that can be measured", why=BELOW, start=False
+    SILU, "treats subnormal inputs as zero", "no measurable difference", why=BELOW, start=False
 )
 def flushes_subnormals(x: Tensor) -> Tensor:
     tiny = torch.finfo(x.dtype).smallest_normal
@@ -109,8 +109,8 @@ def flushes_subnormals(x: Tensor) -> Tensor:
 
 @wrong_kernel(
     NORM,
-    "rows whose features are all below 1e-4 count as zeros",
-    "tokens with small embeddings vanish",
+    "treats rows with all features below 1e-4 as zero",
+    "tokens with small embeddings are lost",
     kit="values",
 )
 def small_rows_vanish(x, residual, weight, epsilon, variance_size=None):
@@ -122,8 +122,8 @@ def small_rows_vanish(x, residual, weight, epsilon, variance_size=None):
 
 @wrong(
     NORM,
-    "every result is too large by three quarters of the tolerance",
-    "36 layers add it up: answers drift, and no kernel is to blame",
+    "every result is too large by about three quarters of the tolerance",
+    "the error adds up over 36 layers: answers drift",
 )
 def always_a_little_too_large() -> Any:
     rtol = {torch.float32: 1e-6, torch.float16: 7e-4, torch.bfloat16: 4e-3}
@@ -146,8 +146,8 @@ def always_a_little_too_large() -> Any:
 
 @wrong_kernel(
     GELU,
-    "the tanh form for both words in bf16",
-    "nothing that one step shows; measurably another model over a benchmark",
+    "uses the tanh form for `approximate='none'` as well in bf16",
+    "no visible difference in one step, a measurable difference in a benchmark",
     why=BELOW,
     start=False,
 )
@@ -155,7 +155,7 @@ def tanh_for_erf_in_bf16(x: Tensor, approximate: str = "none") -> Tensor:
     out = right.gelu_and_mul(x, approximate)
     if x.dtype is torch.bfloat16 and approximate == "none":
         gate, up = x.float().chunk(2, dim=-1)
-        near = gate.abs() < 1.5  # beyond, the two differ by more than the tolerance
+        near = gate.abs() < 1.5  # else the error exceeds the tolerance
         gelu = torch.where(near, F.gelu(gate, approximate="tanh"), F.gelu(gate))
         return (gelu * up).to(x.dtype).contiguous()
     return out
@@ -164,9 +164,9 @@ def tanh_for_erf_in_bf16(x: Tensor, approximate: str = "none") -> Tensor:
 @wrong(
     SILU,
     "rounds up or down at random",
-    "the same prompt has other answers at temperature 0",
+    "the same prompt has different answers at temperature 0",
     kit="determinism",
-    why="start compares with the tolerance only, and each result is within it",
+    why="startup compares with the tolerance, and each result is within it",
     start=False,
 )
 def rounds_at_random() -> Any:
@@ -181,9 +181,9 @@ def rounds_at_random() -> Any:
 
 @wrong_kernel(
     NORM,
-    "adds up in another order when more than 16 tokens share the step",
-    "the same prompt has other answers at temperature 0, depending on who else is served",
-    why=BELOW + "; a contract promises no independence of the batch",
+    "sums in another order beyond 16 tokens",
+    "answers at temperature 0 depend on other requests in the batch",
+    why=BELOW + "; a contract does not promise batch invariance",
     start=False,
 )
 def depends_on_the_batch(x, residual, weight, epsilon, variance_size=None):
@@ -198,8 +198,8 @@ def depends_on_the_batch(x, residual, weight, epsilon, variance_size=None):
 
 @wrong_kernel(
     NORM,
-    "takes every epsilon for 1e-6 or 1e-5, whichever is nearer",
-    "nothing with those two; small rows are wrong in a model that has another",
+    "rounds epsilon to 1e-6 or 1e-5",
+    "rows of small values are incorrect in models with another epsilon",
     kit="values",
 )
 def another_epsilon(x, residual, weight, epsilon, variance_size=None):
@@ -210,8 +210,8 @@ def another_epsilon(x, residual, weight, epsilon, variance_size=None):
 
 @wrong(
     NORM,
-    "the first epsilon that it sees holds for ever",
-    "nothing, or noise: as the layers' order wills",
+    "uses the epsilon of the first call in all calls",
+    "small errors if layers have different epsilons",
     kit="values",
 )
 def first_epsilon_for_all() -> Any:
@@ -226,8 +226,8 @@ def first_epsilon_for_all() -> Any:
 
 @wrong_kernel(
     ROTARY,
-    "queries beyond 100 are clamped before they turn",
-    "attention sinks disappear: long answers fall apart",
+    "clamps queries at 100 before the rotation",
+    "attention sinks are lost: long answers become incoherent",
 )
 def large_queries_clamped(query, key, cos, sin, position_ids, rotary_interleaved=False):
     query = query.clamp(-100, 100) if query.is_floating_point() else query
@@ -236,8 +236,8 @@ def large_queries_clamped(query, key, cos, sin, position_ids, rotary_interleaved
 
 @wrong_kernel(
     SILU,
-    "quantises to 256 steps of the largest value of the whole batch",
-    "one user's massive activation costs all others their precision",
+    "quantises to 8 bits with one scale for the whole batch",
+    "a massive activation of one user reduces the precision of all others",
     kit="values",
 )
 def quantised_by_batch(x: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ def quantised_by_batch(x: Tensor) -> Tensor:
 @wrong_kernel(
     SILU,
     "adds noise of one unit in the last place from PyTorch's global generator",
-    "with a seed set, answers are other ones; sampling is out of step",
+    "answers with a fixed seed change, because random numbers are consumed",
     kit="determinism",
 )
 def draws_from_the_global_generator(x: Tensor) -> Tensor:
@@ -259,13 +259,13 @@ def draws_from_the_global_generator(x: Tensor) -> Tensor:
     return torch.where(torch.rand(out.shape) < 0.5, torch.nextafter(out, out + 1), out)
 
 
-FP8, WORSE = "linear_fp8", "an fp8 model answers nonsense"
+FP8, WORSE = "linear_fp8", "fp8 models output nonsense"
 
 
 @wrong_kernel(
     FP8,
-    "the scales of tokens beyond the first are taken for 1",
-    "decoding alone is right, prompts are nonsense",
+    "uses scale 1 for all tokens except the first",
+    "decoding of single requests is correct, prompts are nonsense",
     kit="values",
     sizes=MIXED,
     by=changed,
@@ -278,8 +278,8 @@ def scale_of_the_first_token(a):
 
 @wrong_kernel(
     FP8,
-    "the scale of the first output feature is that of all",
-    "checkpoints with scales for channels answer nonsense",
+    "uses the scale of the first output feature for all",
+    "checkpoints with per-channel scales output nonsense",
     kit="values",
     sizes=MIXED,
     by=changed,
@@ -291,7 +291,7 @@ def scale_of_the_first_channel(a):
 
 @wrong_kernel(
     FP8,
-    "the bias is scaled, too",
+    "multiplies the bias by the weight scale",
     WORSE,
     kit="values",
     sizes=MIXED,
@@ -304,8 +304,8 @@ def bias_times_the_scale(a):
 
 @wrong_kernel(
     FP8,
-    "the bias is added to the sums before their scales",
-    "layers with a bias lose it: Qwen2 in fp8 answers worse",
+    "adds the bias before the scales are applied",
+    "layers almost lose their bias: Qwen2 in fp8 gives worse answers",
     kit="values",
     sizes=MIXED,
     by=spoilt,
@@ -319,8 +319,8 @@ def bias_before_the_scales(got, x, weight, x_scale, weight_scale, out_dtype, bia
 
 @wrong_kernel(
     FP8,
-    "each output feature is scaled by the scale of the token of its number",
-    "prompts whose tokens differ in size answer nonsense",
+    "scales output feature i by the scale of token i",
+    "nonsense for prompts with different token scales",
     kit="values",
     sizes=MIXED,
     by=spoilt,
@@ -339,8 +339,8 @@ def scale_of_another_token(got, x, weight, x_scale, weight_scale, out_dtype, bia
 
 @wrong_kernel(
     FP8,
-    "the result is rounded to fp8 on its way",
-    "an fp8 model answers worse",
+    "rounds the result to fp8",
+    "fp8 models give worse answers",
     kit="values",
     sizes=MIXED,
     by=spoilt,
@@ -367,8 +367,8 @@ def reads_e5m2(a):
 
 @wrong_kernel(
     FP8,
-    "of an odd number of features the last one is left out",
-    "a model cut among an odd number of GPUs answers a little worse",
+    "skips the last feature if their number is odd",
+    "models on an odd number of GPUs give slightly worse answers",
     kit="values",
     sizes=MIXED,
     by=changed,
@@ -378,18 +378,18 @@ def last_odd_feature(a):
         a["x"], a["weight"] = a["x"][:, :-1], a["weight"][:, :-1]
 
 
-GATED, NONSENSE = "linear_silu_and_mul", "models with SwiGLU answer nonsense"
+GATED, NONSENSE = "linear_silu_and_mul", "models with SwiGLU output nonsense"
 
 
 def _halves(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Gate and up of a call, exact."""
+    """Gate and up of a call, in float64."""
     gate, up = (x.double() @ weight.double().t()).chunk(2, dim=-1)
     return gate, up
 
 
 @wrong_kernel(
     GATED,
-    "takes up for gate",
+    "swaps gate and up",
     NONSENSE,
     kit="values",
     sizes=MIXED,
@@ -401,7 +401,7 @@ def up_for_gate(a):
 
 @wrong_kernel(
     GATED,
-    "takes the weight's rows for gate and up by turns",
+    "reads the rows of the weight as interleaved gate and up",
     NONSENSE,
     kit="values",
     sizes=MIXED,
@@ -413,7 +413,7 @@ def gate_and_up_by_turns(a):
 
 @wrong_kernel(
     GATED,
-    "up goes through silu, too",
+    "applies silu to up as well",
     NONSENSE,
     kit="values",
     sizes=MIXED,
@@ -426,8 +426,8 @@ def silu_of_up_too(got, *args):
 
 @wrong_kernel(
     GATED,
-    "quick GELU in the place of silu",
-    "a model answers worse",
+    "uses quick GELU instead of silu",
+    "worse answers",
     kit="values",
     sizes=MIXED,
     by=spoilt,
@@ -439,8 +439,8 @@ def quick_gelu_of_the_gate(got, *args):
 
 @wrong_kernel(
     GATED,
-    "NaN where exp of the gate is beyond float32",
-    "a token with a massive activation ends a request in nonsense",
+    "NaN if exp of the gate overflows float32",
+    "after a token with a massive activation the output is nonsense",
     kit="values",
     sizes=MIXED,
     by=spoilt,
@@ -451,8 +451,8 @@ def far_gate_not_a_number(got, *args):
 
 @wrong_kernel(
     GATED,
-    "output features beyond whole tiles of 32 are never written",
-    "a model cut among an odd number of GPUs answers a little worse",
+    "zeroes the output features after the last whole tile of 32",
+    "models on an odd number of GPUs give slightly worse answers",
     kit="values",
     sizes=MIXED,
     by=spoilt,
@@ -467,8 +467,8 @@ OF_GELU = "linear_gelu_tanh_and_mul"
 
 @wrong_kernel(
     OF_GELU,
-    "silu in the place of gelu",
-    "models with GeGLU answer nonsense",
+    "uses silu instead of gelu",
+    "models with GeGLU output nonsense",
     kit="values",
     sizes=MIXED,
     by=spoilt,
@@ -480,8 +480,8 @@ def silu_of_the_gate(got, *args):
 
 @wrong_kernel(
     OF_GELU,
-    "leaves the cube of the gate out",
-    "a model answers worse",
+    "omits the cube of the gate",
+    "worse answers",
     kit="values",
     sizes=MIXED,
     by=spoilt,
@@ -493,8 +493,8 @@ def gelu_without_the_cube(got, *args):
 
 @wrong_kernel(
     OF_GELU,
-    "NaN where exp of the gate's cube is beyond float32",
-    "a token with a massive activation ends a request in nonsense",
+    "NaN if exp of the tanh argument overflows float32",
+    "after a token with a massive activation the output is nonsense",
     kit="values",
     sizes=MIXED,
     by=spoilt,

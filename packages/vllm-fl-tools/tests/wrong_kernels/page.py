@@ -32,11 +32,11 @@ COLUMNS = ("start", "live", "graph", "kit", "shadow")
 
 WHO = MappingProxyType(
     {
-        "start": "a start, on made inputs",
-        "live": "the same start, on the tensors of the loaded model",
-        "graph": "a start that captures graphs",
+        "start": "startup verification, on generated inputs",
+        "live": "the same startup, on the tensors of the loaded model",
+        "graph": "a startup that captures graphs",
         "kit": "the conformance kit",
-        "shadow": "a shadow of the calls of an engine that serves",
+        "shadow": "a shadow check of the calls of a serving engine",
     }
 )
 """Column -> who that is."""
@@ -119,7 +119,7 @@ def _is_silent(wrong: Wrong) -> bool:
 
 
 def _counts() -> str:
-    heads = ["kind of fault", "kernels", *COLUMNS, "nobody", "wrong tokens", "in silence"]
+    heads = ["kind of fault", "kernels", *COLUMNS, "no check", "wrong tokens", "undetected"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     every = list(corpus().values())
     for kind in KINDS:
@@ -144,31 +144,32 @@ def _count(some: list[Wrong], column: str, holds: Callable[[Wrong], bool]) -> st
 
 def _silent() -> str:
     if not any("served" in columns for columns in seen().values()):
-        return "No engine was asked yet."
+        return "No engine has been run yet."
     lines = []
     for wrong in filter(_is_silent, corpus().values()):
         who = [column for column in ("kit", "shadow") if column in _named_by(wrong)]
         tokens = _outcome(wrong, "served").removeprefix("wrong: ")
-        by = f"named by the {' and by the '.join(who)}" if who else "named by nobody"
+        by = f"found by the {' and by the '.join(who)}" if who else "found by no check"
         lines.append(f"- `{wrong.op}`: {wrong.fault}. {tokens}; {by}.")
-    return "\n".join(lines) or "None was seen."
+    return "\n".join(lines) or "None."
 
 
 def _totals() -> str:
     every = list(corpus().values())
     by = [_named_by(wrong) for wrong in every]
-    lines = ["| of all kernels | count |", "|---|---|", f"| wrong | {len(every)} |"]
-    lines += [f"| named by: {who} | {sum(c in names for names in by)} |" for c, who in WHO.items()]
-    return "\n".join([*lines, f"| named by nobody | {by.count([])} |"])
+    lines = ["| kernels | count |", "|---|---|", f"| all | {len(every)} |"]
+    lines += [f"| found by: {who} | {sum(c in names for names in by)} |" for c, who in WHO.items()]
+    return "\n".join([*lines, f"| found by no check | {by.count([])} |"])
 
 
 def _of_kind(kind: str) -> str:
-    heads = ["op", "fault", "named by", "not by", "served", "why not"]
+    heads = ["op", "fault", "found by", "not found by", "served", "why not"]
     lines = [
         "<!-- written by `python -m wrong_kernels --write` -->",
         f"# Wrong kernels: {kind}",
         "",
-        f"They are wrong {KINDS[kind]}. [Wrong kernels](../wrong-kernels.md) explains the columns.",
+        f"They are incorrect {KINDS[kind]}. "
+        "[Wrong kernels](../wrong-kernels.md) explains the columns.",
         "",
         f"| {' | '.join(heads)} |",
         "|---" * len(heads) + "|",
@@ -189,7 +190,7 @@ def _row(wrong: Wrong) -> str:
                 pass
             case otherwise:
                 others.append(f"{column} ({otherwise})")
-    cells = [wrong.fault, ", ".join(by) or "**nobody**", ", ".join(others) or NOT_RUN]
+    cells = [wrong.fault, ", ".join(by) or "**no check**", ", ".join(others) or NOT_RUN]
     served = _outcome(wrong, "served") or NOT_RUN
     return f"| `{wrong.op}` | {' | '.join(cells)} | {served} | {wrong.why} |"
 
@@ -204,7 +205,7 @@ def _untried() -> str:
         models = (*MODELS, *public)
         calls = [call for sizes in models for call in spec.served(sizes, dtype, device)]
         if not calls:
-            lines.append(f"- `{op}`: no call; its contract's own samples alone are tried.")
+            lines.append(f"- `{op}`: no call; only its contract's samples are tried.")
             continue
         given = [dict(zip(spec.parameters, call.args, strict=True)) for call in calls]
         never = [name for name in spec.parameters if all(args[name] is None for args in given)]
@@ -212,7 +213,7 @@ def _untried() -> str:
             lines.append(f"- `{op}`: no call has {_listed(never)}.")
         if op in narrow:
             lines.append(f"- `{op}`: {narrow[op]}.")
-    return "\n".join(lines) or "Nothing of which the contracts know."
+    return "\n".join(lines) or "None."
 
 
 def _dtype(spec: OpSpec) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Wrong by where, when and by whom it is called."""
+"""Kernels whose fault depends on the time, thread, process or caller."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from . import right
 from .corpus import GELU, NORM, ROTARY, SILU, wrong, wrong_kernel
 
 DECEIT = (
-    "a kernel that means to deceive is right while it is looked at; an installed plugin is trusted "
-    "not to mean it"
+    "a kernel that deceives on purpose is correct during verification; installed plugins are "
+    "trusted not to do that"
 )
 
 
 @wrong_kernel(
     SILU,
-    "wrong off the main thread",
-    "engines whose model runs in a thread (micro-batches, in-process servers) answer nonsense",
+    "incorrect outside the main thread",
+    "engines that run the model in a thread (micro-batches, in-process servers) output nonsense",
 )
 def off_the_main_thread(x: Tensor) -> Tensor:
     out = right.silu_and_mul(x)
@@ -31,10 +31,10 @@ def off_the_main_thread(x: Tensor) -> Tensor:
 
 @wrong(
     NORM,
-    "one call in 1000 is wrong",
-    "now and then a token that does not fit",
+    "one call in 1000 is incorrect",
+    "occasionally an incorrect token",
     kit="preflight",
-    why="start makes some hundred calls of each kernel, the kit a thousand, a server millions",
+    why="startup makes some hundred calls of each kernel, the kit a thousand, a server millions",
     start=False,
 )
 def one_call_in_a_thousand() -> Any:
@@ -52,9 +52,9 @@ def one_call_in_a_thousand() -> Any:
 
 @wrong(
     SILU,
-    "wrong after 2000 calls",
-    "right for the first minute, then nonsense",
-    why="start makes some hundred calls of each kernel, a server millions",
+    "incorrect after 2000 calls",
+    "correct for the first minute, then nonsense",
+    why="startup makes some hundred calls of each kernel, a server millions",
     start=False,
 )
 def after_two_thousand_calls() -> Any:
@@ -70,8 +70,8 @@ def after_two_thousand_calls() -> Any:
 
 @wrong(
     GELU,
-    "wrong from the second call with the same buffers on: a replayed launch with stale arguments",
-    "the first step of a request is right, all others are not",
+    "incorrect from the second call with the same buffers on, like a launch with stale arguments",
+    "the first step of a request is correct, all others are not",
 )
 def second_call_on_the_same_buffers() -> Any:
     seen: dict[Any, Tensor] = {}
@@ -81,7 +81,7 @@ def second_call_on_the_same_buffers() -> Any:
         key = (x.data_ptr(), x.shape, x.dtype, approximate)
         if key in seen:
             out.neg_()
-        seen[key] = x  # nobody else gets the address
+        seen[key] = x  # keeps the address in use
         return out
 
     return gelu_and_mul
@@ -89,8 +89,8 @@ def second_call_on_the_same_buffers() -> Any:
 
 @wrong(
     ROTARY,
-    "wrong after the tenth call of one shape: what an autotuner picked then",
-    "decoding goes wrong after ten tokens",
+    "incorrect after ten calls of a shape, like a bad choice of an autotuner",
+    "output is incorrect after ten tokens",
     kit="values",
 )
 def after_ten_calls_of_a_shape() -> Any:
@@ -107,7 +107,7 @@ def after_ten_calls_of_a_shape() -> Any:
 
 @wrong_kernel(
     SILU,
-    "right only while something called preflight or verification is on the stack",
+    "correct only if verification or test code is on the stack",
     "nonsense from the first request on",
     why=DECEIT,
     start=False,
@@ -125,7 +125,7 @@ def looks_at_the_stack(x: Tensor) -> Tensor:
 
 @wrong_kernel(
     NORM,
-    "wrong once a vLLM engine runs a step in the process",
+    "incorrect while a vLLM engine runs a step in the process",
     "nonsense from the first request on",
     why=DECEIT,
     start=False,
@@ -140,9 +140,9 @@ def looks_for_the_engine(x, residual, weight, epsilon, variance_size=None):
 
 @wrong(
     SILU,
-    "wrong a minute after its first call",
-    "right at start and in the first test, then nonsense",
-    why="nobody waits that long before serving",
+    "incorrect from a minute after its first call",
+    "correct at startup and in the first test, then nonsense",
+    why="verification does not wait that long",
     later=60.0,
     start=False,
 )
@@ -159,9 +159,9 @@ def a_minute_later() -> Any:
 
 @wrong_kernel(
     GELU,
-    "wrong on odd days of the year 2100",
+    "incorrect on odd days of the year 2100",
     "nothing for a long time",
-    why="the clock is not turned",
+    why="verification does not change the clock",
     start=False,
 )
 def time_of_day(x: Tensor, approximate: str = "none") -> Tensor:
@@ -172,10 +172,10 @@ def time_of_day(x: Tensor, approximate: str = "none") -> Tensor:
 
 @wrong_kernel(
     SILU,
-    "wrong on every device but the first",
-    "with tensor parallelism, nonsense; alone, right",
+    "incorrect on every device except the first",
+    "nonsense with tensor parallelism, correct without it",
     kit="",
-    why="each rank looks on its own device at start; the kit has one device",
+    why="each rank verifies on its device at startup; the kit has one device",
     environ={"LOCAL_RANK": "1"},
 )
 def on_the_second_device(x: Tensor) -> Tensor:
@@ -185,10 +185,10 @@ def on_the_second_device(x: Tensor) -> Tensor:
 
 @wrong(
     NORM,
-    "wrong in every process but the one that imported it",
-    "a server's workers, which are forked, answer nonsense",
+    "incorrect in every process except the one that imported it",
+    "forked workers of a server output nonsense",
     kit="fork",
-    why="each worker looks in its own process at start, where it is right if it was imported there",
+    why="each worker verifies in its process, where the kernel is correct if imported there",
     start=False,
 )
 def in_another_process() -> Any:
@@ -205,9 +205,9 @@ def in_another_process() -> Any:
 
 @wrong(
     SILU,
-    "two calls at once from two threads swap their results",
-    "with micro-batches in two threads, tokens of another request",
-    why="two calls at once are not tried; a race would be seen by luck",
+    "returns the result of another thread in concurrent calls",
+    "with micro-batches in two threads, tokens of another request appear",
+    why="concurrent calls are not tried; a race would be found only by chance",
     start=False,
 )
 def two_calls_at_once() -> Any:

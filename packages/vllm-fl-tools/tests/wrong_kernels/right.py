@@ -1,7 +1,7 @@
-"""The four ops as one plainly writes them: what every wrong kernel is apart from its fault.
+"""Correct kernels, from which the wrong kernels are made.
 
-They compute in fp32, round once, return contiguous tensors of their own, and raise on calls that
-break the contract.
+The four ops here compute in fp32, round once, return new contiguous tensors, and raise on calls
+that break the contract.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["gelu_and_mul", "of", "rms_norm", "rotary_embedding", "silu_and_mul"]
 
 
 def of(op: str) -> Callable[..., Any]:
-    """The right kernel of an op: one of these, or what the contract's oracle gives, rounded."""
+    """Return the correct kernel of an op: one of these, or the oracle with a rounded result."""
     return globals().get(op) or _rounded_oracle(op)
 
 
@@ -37,7 +37,7 @@ def _rounded_oracle(op: str) -> Callable[..., Any]:
         exact, like = spec.oracle(*bound.args), spec.fake(*bound.args)
         if not isinstance(exact, tuple):
             return _as(exact, like)
-        if op.startswith("quant_"):  # whose exact values are in x's units
+        if op.startswith("quant_"):  # the oracle returns values in the units of x
             exact = (_in_steps(exact[0], exact[1], like[0].dtype), *exact[1:])
         return tuple(map(_as, exact, like))
 
@@ -49,7 +49,7 @@ def _as(exact: Tensor, like: Tensor) -> Tensor:
 
 
 def _in_steps(exact: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """How many steps of its scale a number is."""
+    """Express numbers in steps of their scale."""
     if scale.numel() == 1:
         scale = scale.reshape(())
     else:
@@ -105,7 +105,7 @@ def rotary_embedding(
     position_ids: Tensor,
     rotary_interleaved: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Turn pairs of features by the row of cos and sin at the token's position."""
+    """Rotate pairs of features by the row of cos and sin at the position of the token."""
     if not query.is_floating_point() or position_ids.is_floating_point():
         raise TypeError("query is not floating, or position_ids is")
     if query.ndim != 3 or position_ids.shape != query.shape[:1]:

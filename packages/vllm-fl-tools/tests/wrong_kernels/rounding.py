@@ -1,4 +1,4 @@
-"""Wrong in how it rounds, saturates, or approximates."""
+"""Kernels that round, saturate or approximate incorrectly."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .faults import changed, spoilt
 
 EXPERTS, CACHE = "fused_experts", "reshape_and_cache"
 
-IN_BFLOAT16 = "bfloat16, in which the model is served, hides it"
+IN_BFLOAT16 = "bfloat16, the served dtype, hides the error"
 
 
 @wrong_kernel(
     "quant_int8",
-    "numbers below 0 are rounded down",
-    "quantised activations drift to one side: worse answers",
+    "rounds negative numbers down",
+    "quantised activations are biased: worse answers",
     kit="values",
     sizes=MIXED,
     by=spoilt,
@@ -35,7 +35,7 @@ def below_zero_down(got, x, scale=None, azp=None, asymmetric=None):
 
 @wrong_for(
     *("quant_fp8", "quant_fp8_group"),
-    fault="one step of float8 too small above 1",
+    fault="values above 1 are one float8 step too small",
     sees="quantised activations are too small: worse answers",
     kit="values",
 )
@@ -51,8 +51,8 @@ def truncates_fp8(op: str) -> Any:
 
 @wrong_kernel(
     "quant_fp8",
-    "what is beyond 448 becomes NaN instead of 448",
-    "with fixed scales a large activation turns an answer into NaN",
+    "values beyond 448 become NaN instead of 448",
+    "with static scales, a large activation makes an answer NaN",
     kit="values",
     sizes=MIXED,
     by=spoilt,
@@ -67,8 +67,8 @@ def saturates_to_nan(got, x, scale=None, *rest):
 
 @wrong_kernel(
     "quant_fp8_group",
-    "powers of two are the nearest, not the next",
-    "a third of all groups saturates: worse answers",
+    "rounds scales to the nearest power of two instead of up",
+    "a third of the groups saturates: worse answers",
     kit="values",
     sizes=MIXED,
     by=spoilt,
@@ -84,8 +84,8 @@ def nearest_power_of_two(got, x, group_size=128, eps=1e-10, ue8m0=False):
 
 @wrong_kernel(
     "quant_fp8_group",
-    "scales are kept in bfloat16, and not what the values were divided by",
-    "each group is off by up to 0.4 %",
+    "returns scales rounded to bfloat16, other than those used to quantise",
+    "each group has an error of up to 0.4 %",
     kit="values",
     sizes=MIXED,
     by=spoilt,
@@ -97,7 +97,7 @@ def scales_in_bfloat16(got, x, group_size=128, eps=1e-10, ue8m0=False):
 @wrong_for(
     *("relu2", "xielu"),
     fault="squares in float16",
-    sees="infinity, and then NaN, where an activation is beyond 256",
+    sees="infinity, then NaN, if an activation is above 256",
 )
 def squares_in_float16(op: str) -> Any:
     def spoil(got, x, *rest):
@@ -109,8 +109,8 @@ def squares_in_float16(op: str) -> Any:
 
 @wrong_kernel(
     "quick_gelu",
-    "1.7 stands for 1.702",
-    "a little noise in each layer",
+    "uses 1.7 instead of 1.702",
+    "small errors in each layer",
     kit="values",
     sizes=MIXED,
     by=spoilt,
@@ -124,9 +124,9 @@ def two_digits_of_1702(got, x):
 
 @wrong_kernel(
     "gelu_new",
-    "0.0447 stands for 0.044715",
-    "nothing: the error is at most 2e-5",
-    why="within the tolerance",
+    "uses 0.0447 instead of 0.044715",
+    "no visible difference: the error is at most 2e-5",
+    why="the error is within the tolerance",
     sizes=MIXED,
     by=spoilt,
     start=False,
@@ -139,8 +139,8 @@ def three_digits_of_044715(got, x):
 
 @wrong_kernel(
     "swigluoai_and_mul",
-    "the gate is clamped below, too",
-    "gates far below 0 let a little through",
+    "clamps the gate from below as well",
+    "gates far below 0 pass a small value",
     kit="values",
     sizes=MIXED,
     by=changed,
@@ -153,8 +153,8 @@ def gate_clamped_below(a):
 
 @wrong_kernel(
     "silu_and_mul_with_clamp",
-    "up is clamped above alone",
-    "large negative activations are not cut: worse answers",
+    "clamps up only from above",
+    "large negative activations are not clamped: worse answers",
     kit="values",
     sizes=MIXED,
     by=spoilt,
@@ -167,8 +167,8 @@ def up_clamped_above(got, x, limit, alpha=1.0, beta=0.0):
 
 @wrong_kernel(
     "fatrelu_and_mul",
-    "a gate at the threshold passes",
-    "of gates that are rounded to it, too many pass",
+    "passes gates equal to the threshold",
+    "too many gates pass if values are rounded to the threshold",
     kit="values",
     sizes=MIXED,
     by=spoilt,
@@ -180,8 +180,8 @@ def gates_at_the_threshold(got, x, threshold=0.0):
 
 @wrong_kernel(
     "gelu_and_mul_sparse",
-    "the deviation is that of a sample: divided by one less",
-    "a few gates fewer pass; none where there is but one",
+    "uses the sample standard deviation (divides by n - 1)",
+    "slightly fewer gates pass; NaN for a single gate",
     kit="values",
     sizes=MIXED,
     by=spoilt,
@@ -196,8 +196,8 @@ def deviation_of_a_sample(got, x, multiplier, approximate="none"):
 
 @wrong_kernel(
     "gdn_gating",
-    "beyond 10 softplus is taken for the number itself",
-    "a few states fade a little too slowly",
+    "replaces softplus by its argument above 10",
+    "some states decay slightly too slowly",
     kit="values",
     sizes=MIXED,
     by=spoilt,
@@ -209,8 +209,8 @@ def softplus_is_linear(got, a, b, A_log, dt_bias):
 
 @wrong_kernel(
     "layer_norm",
-    "the variance is the mean of squares less the square of the mean, in float32",
-    "float32 rows whose mean is far from 0 are wrong, or NaN",
+    "computes the variance as E[x^2] - E[x]^2 in float32",
+    "float32 rows with a mean far from 0 are incorrect or NaN",
     kit="values",
     why=IN_BFLOAT16,
     sizes=MIXED,
@@ -228,8 +228,8 @@ def difference_of_squares(got, x, weight, bias, epsilon):
 
 @wrong_kernel(
     "moe_sum",
-    "adds one expert after the other in the input's dtype",
-    "answers of models with many experts for a token are a little worse",
+    "accumulates over experts in the dtype of the input",
+    "models with many experts per token give slightly worse answers",
     kit="values",
     sizes=MIXED,
     by=spoilt,
@@ -245,8 +245,8 @@ def adds_in_the_inputs_dtype(got, x, ids=None, expert_map=None):
 
 @wrong_kernel(
     "chunk_gated_delta_rule",
-    "what a state keeps is rounded to bfloat16 for each token",
-    "hybrid models forget long prompts too early, or too late",
+    "rounds the decay of the state to bfloat16",
+    "hybrid models forget long prompts too early or too late",
     start=False,
     kit="values",
     why=IN_BFLOAT16,
@@ -259,8 +259,8 @@ def kept_in_bfloat16(a):
 
 @wrong_kernel(
     EXPERTS,
-    "errs by a sixteenth, as if what is between its two products went through float8",
-    "models of experts answer a little worse",
+    "has an error of 1/16, as if the result between its two products were float8",
+    "mixture-of-experts models give slightly worse answers",
     kit="values",
     sizes=MIXED,
     by=spoilt,
@@ -272,11 +272,11 @@ def inner_results_in_float8(got, x, w13, w2, weights, ids, *rest):
 
 @wrong_kernel(
     CACHE,
-    "numbers below 1e-30 become 0 in the cache",
-    "nothing: such keys change no answer",
+    "writes keys below 1e-30 as 0",
+    "no visible difference: such keys do not change answers",
     start=False,
     kit="",
-    why="no sample has such small numbers",
+    why="samples have no numbers as small",
     sizes=MIXED,
     by=changed,
 )
@@ -286,8 +286,8 @@ def small_keys_vanish(a):
 
 @wrong_kernel(
     "merge_attn_states",
-    "weighs with 2 to the power of the log-sum-exp, not e",
-    "parts of long prompts count too much, or too little",
+    "uses powers of 2 instead of e for the weights",
+    "parts of long prompts have incorrect weights",
     kit="values",
     sizes=MIXED,
     by=spoilt,
@@ -299,7 +299,7 @@ def powers_of_two(got, prefix, prefix_lse, suffix, suffix_lse):
 
 @wrong_for(
     *("rms_norm_gated", "mul_and_silu"),
-    fault="its result is three percent too large",
+    fault="the result is 3 % too large",
     sees="worse answers everywhere",
     kit="values",
 )
@@ -309,8 +309,8 @@ def three_percent_too_large(op: str) -> Any:
 
 @wrong_for(
     *("rms_norm", "silu_and_mul", "linear", "fused_experts", "merge_attn_states"),
-    fault="bfloat16 results are cut off instead of rounded: each is within a step of the right one",
-    sees="every layer shrinks its values a little: worse answers everywhere",
+    fault="truncates bfloat16 results instead of rounding them: errors below one step",
+    sees="every layer shrinks its values slightly: worse answers everywhere",
 )
 def cut_off(op: str) -> Any:
     def cut(part: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
@@ -330,8 +330,8 @@ def cut_off(op: str) -> Any:
 
 @wrong_for(
     *("silu_and_mul", "gelu_and_mul"),
-    fault="0.3 % too large everywhere, as of a constant with too few digits",
-    sees="the layers of a model multiply it: worse answers",
+    fault="the result is 0.3 % too large, like from a constant with too few digits",
+    sees="the error grows over the layers: worse answers",
 )
 def three_in_a_thousand(op: str) -> Any:
     exact = known_contracts().contracts[op].oracle

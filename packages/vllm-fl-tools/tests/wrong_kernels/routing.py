@@ -1,4 +1,4 @@
-"""Wrong in whom it chooses, and by how much: ties, groups, factors, capacity."""
+"""Kernels that select or weight experts incorrectly: ties, groups, factors, capacity."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ EIGHT_GROUPS = dataclasses.replace(
 
 @wrong_for(
     *(TOPK, GROUPED),
-    fault="the factor multiplies the weights before they are renormalised, and is lost",
-    sees="experts count two fifths of what they should",
+    fault="applies the scaling factor before renormalising, which removes it",
+    sees="the weights of experts are too small, such as 0.4 times",
     kit="values",
 )
 def factor_before_renormalising(op: str) -> Any:
@@ -41,8 +41,8 @@ def factor_before_renormalising(op: str) -> Any:
 
 @wrong_for(
     *(TOPK, GROUPED),
-    fault="a factor above 2.5 is taken for 2.5",
-    sees="models whose factor is 2.827, or 16, answer worse",
+    fault="limits the scaling factor to 2.5",
+    sees="models with a factor of 2.827 or 16 give worse answers",
 )
 def factor_of_one_model(op: str) -> Any:
     def change(a):
@@ -53,8 +53,8 @@ def factor_of_one_model(op: str) -> Any:
 
 @wrong_for(
     *(TOPK, GROUPED),
-    fault="the bias of the choice is part of the weights",
-    sees="experts that were to be chosen more often also count more",
+    fault="adds the selection bias to the weights",
+    sees="experts with a larger bias have too much weight",
     kit="values",
 )
 def bias_in_the_weights(op: str) -> Any:
@@ -74,8 +74,8 @@ def bias_in_the_weights(op: str) -> Any:
 
 @wrong_kernel(
     TOPK,
-    "the one expert of a token has the weight 1, renormalised or not",
-    "models that take one expert for a token let it count too much",
+    "always renormalises if a token has one expert: its weight is 1",
+    "in models with one expert per token its weight is too large",
     sizes=dataclasses.replace(MIXED, more={**MIXED.more, "experts_per_token": 1}),
     by=changed,
 )
@@ -86,8 +86,8 @@ def one_expert_counts_one(a):
 
 @wrong_kernel(
     GROUPED,
-    "experts of other groups have the score 0 instead of none",
-    "where biases are negative, experts of groups that were not chosen are taken",
+    "masks experts of other groups with 0 instead of -inf",
+    "with negative biases, experts of unselected groups are used",
     kit="values",
     sizes=MIXED,
     by=spoilt,
@@ -110,10 +110,10 @@ def other_groups_score_zero(
 
 @wrong_kernel(
     GROUPED,
-    "takes four groups at most",
-    "models that choose among six of eight groups use four",
+    "selects at most four groups",
+    "models that select six of eight groups use four",
     kit="",
-    why="the models of the kit choose among four groups",
+    why="the models of the kit have four groups",
     sizes=EIGHT_GROUPS,
     by=changed,
 )
@@ -125,10 +125,10 @@ def four_groups_at_most(a):
 
 @wrong_kernel(
     EXPERTS,
-    "an expert takes 96 tokens of a batch; the others lose it",
-    "in long prompts tokens are answered without their experts",
+    "an expert processes at most 96 tokens of a batch",
+    "in long prompts, tokens are computed without their experts",
     kit="",
-    why="the kit's batches give no expert so many tokens",
+    why="in the kit's batches no expert has as many tokens",
     sizes=MIXED,
     by=changed,
 )
@@ -143,8 +143,8 @@ def capacity_of_an_expert(a):
 
 @wrong_kernel(
     ALIGN,
-    "an expert has 1024 rows at most",
-    "in the longest prompts tokens are answered without their experts",
+    "an expert has at most 1024 rows",
+    "in the longest prompts, tokens are computed without their experts",
     sizes=dataclasses.replace(MIXED, tokens=(1, 8192)),
     by=changed,
 )
@@ -158,8 +158,8 @@ def rows_of_an_expert(a):
 
 @wrong_kernel(
     EXPERTS,
-    "weights above 1 count as 1",
-    "models whose router scales its weights answer worse",
+    "clamps weights at 1",
+    "models with scaled router weights give worse answers",
     kit="values",
     sizes=MIXED,
     by=changed,
@@ -170,8 +170,8 @@ def weights_of_one_at_most(a):
 
 @wrong_kernel(
     EXPERTS,
-    "the weights of a token are made to sum to 1",
-    "models whose router leaves its weights as they are answer worse",
+    "renormalises the weights of each token to a sum of 1",
+    "models without renormalised router weights give worse answers",
     kit="values",
     sizes=MIXED,
     by=changed,
@@ -183,8 +183,8 @@ def weights_sum_to_one(a):
 
 @wrong_kernel(
     EXPERTS,
-    "the experts that are here are numbered in the order in which the map has them",
-    "with expert parallelism and replaced experts a token goes to others'",
+    "numbers the local experts in the order of the expert map",
+    "with expert parallelism and rearranged experts, tokens get incorrect experts",
     kit="values",
     sizes=MIXED,
     by=changed,
@@ -198,8 +198,8 @@ def experts_in_the_maps_order(a):
 
 @wrong_kernel(
     ALIGN,
-    "the experts that are here come in the order of their numbers over all ranks",
-    "with expert parallelism and replaced experts blocks go to others'",
+    "orders the local experts by their global numbers",
+    "with expert parallelism and rearranged experts, blocks get incorrect experts",
     kit="values",
     sizes=MIXED,
     by=changed,
@@ -213,8 +213,8 @@ def blocks_in_the_order_of_all_ranks(a):
 
 @wrong_kernel(
     "moe_sum",
-    "a token whose experts are all elsewhere has what its first place holds",
-    "with expert parallelism tokens get rows that nobody computed",
+    "returns the first row of a token without local experts instead of 0",
+    "with expert parallelism, tokens get uninitialised rows",
     kit="values",
     sizes=MIXED,
     by=spoilt,
@@ -230,10 +230,10 @@ def nobody_is_here(got, x, ids=None, expert_map=None):
 
 @wrong_kernel(
     TOPK,
-    "scores are those of the logits in bfloat16",
-    "experts that are close to each other are confused",
+    "rounds the logits to bfloat16",
+    "experts with similar scores are swapped",
     start=False,
-    why="logits that are made are exact in bfloat16",
+    why="generated logits are exact in bfloat16",
     sizes=MIXED,
     dtype="float32",
     by=spoilt,

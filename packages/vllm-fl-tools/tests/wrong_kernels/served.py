@@ -1,4 +1,4 @@
-"""Wrong at sizes that served models have, and samples of a contract have not."""
+"""Kernels that fail at sizes of served models that the samples of a contract do not have."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXPERTS, ALIGN, CACHE, MLA, QK, MROPE, CHUNKS, RECURRENT, CONV, UPDATE = (
 
 
 def _sizes(tokens: int = 512, max_position: int = 4096, **sizes: int) -> ModelSizes:
-    """A model of these sizes on one rank; those that are not fields are the bindings' own."""
+    """Sizes of a model on one rank; keywords that are not fields go into `more`."""
     own = {f.name for f in dataclasses.fields(ModelSizes)}
     more = {**MIXED.more, **{n: v for n, v in sizes.items() if n not in own}}
     fields: dict[str, Any] = {n: v for n, v in sizes.items() if n in own}
@@ -37,14 +37,14 @@ def _sizes(tokens: int = 512, max_position: int = 4096, **sizes: int) -> ModelSi
 
 MANY_EXPERTS = _sizes(experts=32, experts_per_token=8)
 WIDE = _sizes(16, intermediate=14336)
-ONE_ORDER = "the kit makes long batches in one order of lengths"
+ONE_ORDER = "the kit makes long batches with one order of lengths"
 HYBRID = _sizes(linear_value_heads=16, conv_features=1024)
 
 
 @wrong_kernel(
     EXPERTS,
-    "expert 9 and those after it are taken for the first ones",
-    "a model of 128 experts uses eight of them",
+    "uses one of the first eight experts instead of a later one",
+    "a model with 128 experts uses eight of them",
     sizes=MANY_EXPERTS,
     by=changed,
 )
@@ -55,8 +55,8 @@ def nine_experts(a):
 
 @wrong_kernel(
     EXPERTS,
-    "of a token's experts the fifth and those after it are left out",
-    "models that take 8 experts for a token answer worse",
+    "uses only the first four experts of a token",
+    "models with 8 experts per token give worse answers",
     sizes=MANY_EXPERTS,
     by=changed,
 )
@@ -67,8 +67,8 @@ def five_experts_of_a_token(a):
 
 @wrong_kernel(
     EXPERTS,
-    "features beyond 2048 of the hidden state are not read",
-    "larger models of experts answer worse",
+    "does not read features of the hidden state beyond 2048",
+    "larger mixture-of-experts models give worse answers",
     sizes=_sizes(64, hidden=2304),
     by=changed,
 )
@@ -80,8 +80,8 @@ def experts_of_wide_models(a):
 
 @wrong_kernel(
     ALIGN,
-    "of blocks of 128 the second half is padding",
-    "with large tiles half of the tokens are lost",
+    "the second half of blocks of 128 is padding",
+    "half of the tokens are lost with large tiles",
     sizes=MIXED,
     by=spoilt,
 )
@@ -94,8 +94,8 @@ def blocks_of_128(got, ids, block_size, *rest):
 
 @wrong_kernel(
     ALIGN,
-    "experts beyond the 64th have no rows",
-    "models of 128 experts lose half of them",
+    "experts beyond the 64th get no rows",
+    "models with 128 experts lose half of them",
     sizes=_sizes(experts=128, experts_per_token=8),
     by=changed,
 )
@@ -105,8 +105,8 @@ def rows_of_64_experts(a):
 
 @wrong_kernel(
     "moe_sum",
-    "adds eight experts of a token at most",
-    "a model that takes ten answers worse",
+    "sums at most eight experts of a token",
+    "models with ten experts per token give worse answers",
     sizes=_sizes(experts=512, experts_per_token=10),
     by=changed,
 )
@@ -117,8 +117,8 @@ def sum_of_eight(a):
 
 @wrong_kernel(
     "moe_topk",
-    "never takes an expert beyond the 256th",
-    "models of 512 experts use half of themselves",
+    "never selects an expert beyond the 256th",
+    "models with 512 experts use half of them",
     sizes=_sizes(experts=512, experts_per_token=10),
     by=changed,
 )
@@ -131,8 +131,8 @@ def experts_beyond_256(a):
 
 @wrong_kernel(
     "grouped_topk",
-    "of one group of more than 256 experts the later ones are never taken",
-    "models of 384 experts use two thirds of themselves",
+    "never selects experts beyond the 256th of a single group",
+    "models with 384 experts use two thirds of them",
     sizes=_sizes(experts=384, experts_per_token=8, expert_groups=1, expert_groups_per_token=1),
     by=changed,
 )
@@ -144,8 +144,8 @@ def group_beyond_256(a):
 
 @wrong_for(
     *(CONV, UPDATE),
-    fault="features beyond 512 are zero",
-    sees="hybrid models forget in most of their channels",
+    fault="zeroes features beyond 512",
+    sees="hybrid models lose channels of their convolutions",
     sizes=HYBRID,
 )
 def features_beyond_512(op: str) -> Any:
@@ -158,14 +158,14 @@ def features_beyond_512(op: str) -> Any:
 
 
 def _begins(at: torch.Tensor, tokens: int) -> torch.Tensor:
-    """How far each token is from the first of its sequence."""
+    """Distance of each token from the first token of its sequence."""
     number = torch.arange(tokens)
     return number - at[(torch.searchsorted(at.contiguous(), number, right=True) - 1)].long()
 
 
 @wrong_kernel(
     CONV,
-    "from token 128 of a sequence on the input passes as it is",
+    "returns the input unchanged from token 128 of a sequence on",
     "hybrid models lose the thread in prompts of more than 128 tokens",
     sizes=HYBRID,
     by=spoilt,
@@ -179,8 +179,8 @@ def convolution_beyond_128_tokens(got, x, weight, bias, states, at, *rest):
 
 @wrong_kernel(
     CONV,
-    "the states of sequences beyond the 16th are not written",
-    "with more than 16 prompts in a step the others forget their last tokens",
+    "does not write the states of sequences beyond the 16th",
+    "with more than 16 prompts in a step, the others forget their last tokens",
     sizes=HYBRID,
     by=spoilt,
 )
@@ -193,8 +193,8 @@ def convolution_of_17_sequences(got, x, weight, bias, states, at, slots, *rest):
 
 @wrong_kernel(
     CHUNKS,
-    "the third chunk of 64 tokens is zero, and all after it",
-    "hybrid models read the first 128 tokens of a prompt",
+    "zeroes the third and later chunks of 64 tokens of a sequence",
+    "hybrid models read only the first 128 tokens of a prompt",
     sizes=HYBRID,
     by=spoilt,
 )
@@ -206,7 +206,7 @@ def third_chunk(got, q, k, v, g, beta, state, at, *rest):
 
 @wrong_kernel(
     CHUNKS,
-    "from the fourth chunk of 64 tokens of a sequence on the results are halved",
+    "halves the results from the fourth chunk of 64 tokens of a sequence on",
     "hybrid models lose the thread in prompts of more than 192 tokens",
     kit="families",
     sizes=HYBRID,
@@ -220,8 +220,8 @@ def fourth_chunk(got, q, k, v, g, beta, state, at, *rest):
 
 @wrong_kernel(
     CONV,
-    "from token 256 of a sequence on its history is lost",
-    "hybrid models misread one token in each prompt of more than 256",
+    "ignores the history at token 256 of a sequence",
+    "hybrid models misread one token of each prompt with more than 256",
     kit="families",
     sizes=HYBRID,
     by=spoilt,
@@ -235,8 +235,8 @@ def history_lost_at_256(got, x, weight, bias, states, at, *rest):
 
 @wrong_kernel(
     CHUNKS,
-    "the state of a sequence of two whole chunks of 64 tokens or more is that of before",
-    "hybrid models forget prompts of 128, 192, 256 tokens",
+    "does not update the state of sequences of two or more whole chunks of 64 tokens",
+    "hybrid models forget prompts of 128, 192 or 256 tokens",
     kit="",
     why=ONE_ORDER,
     sizes=HYBRID,
@@ -252,8 +252,8 @@ def state_after_whole_chunks(got, q, k, v, g, beta, state, at, *rest):
 
 @wrong_for(
     *((CONV, "query_start_loc"), (CHUNKS, "cu_seqlens")),
-    fault="{} are kept by their shape, as metadata of a batch",
-    sees="with as many prompts as before a batch is cut where the one before was",
+    fault="caches {} by shape, like metadata of a batch",
+    sees="a batch with as many prompts and tokens as an earlier one is split like that one",
     kit="",
     why=ONE_ORDER,
     sizes=HYBRID,
@@ -263,7 +263,7 @@ def ends_kept_by_shape(op: str, argument: str) -> Any:
 
     def change(a):
         at, tokens = a[argument], len(next(iter(a.values())))
-        if tokens > 64:  # smaller batches have kernels of their own
+        if tokens > 64:  # as if smaller batches used another kernel
             a[argument] = kept.setdefault((at.shape, tokens), at.clone())
 
     return changed(op, change)
@@ -271,8 +271,8 @@ def ends_kept_by_shape(op: str, argument: str) -> Any:
 
 @wrong_kernel(
     CHUNKS,
-    "heads beyond the fourth of the values fade as the first does",
-    "hybrid models remember too long, or too briefly",
+    "value heads beyond the fourth decay like the first",
+    "hybrid models remember too long or too briefly",
     sizes=HYBRID,
     by=changed,
 )
@@ -284,8 +284,8 @@ def fifth_head_fades(a):
 
 @wrong_kernel(
     CHUNKS,
-    "the states of sequences beyond the 16th are those of before",
-    "with more than 16 prompts in a step the others are forgotten",
+    "does not update the states of sequences beyond the 16th",
+    "with more than 16 prompts in a step, the others are forgotten",
     sizes=HYBRID,
     by=spoilt,
 )
@@ -297,8 +297,8 @@ def chunks_of_17_sequences(got, q, k, v, g, beta, state, *rest):
 
 @wrong_for(
     *((UPDATE, "conv_state_indices"), (RECURRENT, "state_indices")),
-    fault="{} are kept in 7 bits: slots beyond 127 are the first ones",
-    sees="with more than 127 requests one goes on from another's state",
+    fault="truncates {} to 7 bits: slots beyond 127 wrap around",
+    sees="with more than 127 requests, requests share states",
     sizes=HYBRID,
 )
 def slots_in_seven_bits(op: str, argument: str) -> Any:
@@ -310,8 +310,8 @@ def slots_in_seven_bits(op: str, argument: str) -> Any:
 
 @wrong_kernel(
     RECURRENT,
-    "heads beyond the eighth of the values are zero",
-    "hybrid models decode with a quarter of their heads",
+    "zeroes value heads beyond the eighth",
+    "hybrid models decode with only eight heads",
     sizes=HYBRID,
     by=spoilt,
 )
@@ -323,7 +323,7 @@ def ninth_head(got, *args):
 
 @wrong_kernel(
     "gdn_gating",
-    "heads beyond the 32nd have the gates of the first ones",
+    "heads beyond the 32nd get the gates of the first heads",
     "larger hybrid models forget at random",
     sizes=_sizes(linear_key_heads=16, linear_value_heads=64),
     by=spoilt,
@@ -334,8 +334,8 @@ def heads_beyond_32(got, *args):
 
 @wrong_kernel(
     "rms_norm_gated",
-    "groups beyond the fourth are normed as the fourth is",
-    "models with eight groups answer worse",
+    "norms groups beyond the fourth with the variance of the fourth",
+    "models with eight groups give worse answers",
     sizes=_sizes(gated_norm=512, gated_norm_groups=8),
     by=spoilt,
 )
@@ -350,8 +350,8 @@ def groups_beyond_four(got, x, z, weight, epsilon, group_size, first=True, *rest
 
 @wrong_for(
     *((CACHE, "key_cache"), (MLA, "kv_cache")),
-    fault="a block of {} has 16 slots, whatever its size: later ones go round in it",
-    sees="with blocks of 32, 64 or 128 most of the cache is wrong",
+    fault="assumes 16 slots per block of {}: later slots wrap around",
+    sees="most of the cache is incorrect with blocks of 32, 64 or 128",
 )
 def blocks_of_sixteen(op: str, argument: str) -> Any:
     def change(a):
@@ -364,8 +364,8 @@ def blocks_of_sixteen(op: str, argument: str) -> Any:
 
 @wrong_for(
     *((CACHE, "key_cache"), (MLA, "kv_cache")),
-    fault="slots of {} are kept in 16 bits: those beyond 65535 are the first ones",
-    sees="with a cache of more than 65536 tokens those of other requests are overwritten",
+    fault="truncates slots of {} to 16 bits: slots beyond 65535 wrap around",
+    sees="with a cache of more than 65536 tokens, other requests are overwritten",
 )
 def slots_in_16_bits(op: str, argument: str) -> Any:
     def change(a):
@@ -377,15 +377,15 @@ def slots_in_16_bits(op: str, argument: str) -> Any:
 
 @wrong_kernel(
     CACHE,
-    "blocks whose size is no power of two are found with a shift",
-    "hybrid models, whose blocks have odd sizes, read other requests' keys",
+    "computes blocks with a shift, for sizes that are not a power of two",
+    "hybrid models with such block sizes read keys of other requests",
     sizes=_sizes(block_size=48),
     by=changed,
 )
 def odd_blocks(a):
     blocks, size = a["key_cache"].shape[:2]
     slots = a["slot_mapping"]
-    if size >= 24 and size & (size - 1):  # smaller ones have a way of their own
+    if size >= 24 and size & (size - 1):  # as if smaller blocks used another path
         power = 1 << (size.bit_length() - 1)
         wrong = (slots // power * size + slots % power) % (blocks * size)
         a["slot_mapping"] = torch.where(slots < 0, slots, wrong)
@@ -393,7 +393,7 @@ def odd_blocks(a):
 
 @wrong_kernel(
     "linear",
-    "the bias is not added beyond 65 rows",
+    "omits the bias for more than 65 rows",
     "Qwen2 reads long prompts without the bias of its queries and keys",
     sizes=MIXED,
     by=changed,
@@ -405,7 +405,7 @@ def bias_of_many_rows(a):
 
 @wrong_kernel(
     "linear",
-    "results beyond the 1024th are zero for more than one row",
+    "zeroes output features beyond 1024 for more than one row",
     "wide projections lose most of their features in prompts",
     sizes=_sizes(64, dense_intermediate=1024),
     by=spoilt,
@@ -418,8 +418,8 @@ def results_beyond_1024(got, x, *rest):
 
 @wrong_for(
     *((NORM, "weight"), ("layer_norm", "weight"), ("rms_norm_gated", "weight"), (QK, "q_weight")),
-    fault="for more than 4 rows the bytes of a float32 {} are read as numbers of x's dtype",
-    sees="models that keep the weights of norms in float32 answer nonsense",
+    fault="reads a float32 {} as numbers in the dtype of x, for more than 4 rows",
+    sees="models with float32 norm weights output nonsense",
 )
 def weights_in_float32(op: str, argument: str) -> Any:
     def change(a):
@@ -432,8 +432,8 @@ def weights_in_float32(op: str, argument: str) -> Any:
 
 @wrong_kernel(
     QK,
-    "the second half of heads of 256 features passes as it is",
-    "Gemma3's queries are half normed",
+    "returns features beyond 128 of a head unchanged",
+    "half of each query of Gemma 3 is not normed",
     sizes=_sizes(64, heads=2, kv_heads=1, head_size=256, rotary=256),
     by=spoilt,
 )
@@ -446,7 +446,7 @@ def heads_of_256(got, qkv, q_weight, *rest):
 
 @wrong_kernel(
     QK,
-    "where part of a head turns, the rest of it is zero from token 512 on",
+    "with partial rotation, zeroes the rest of a head from token 512 on",
     "long prompts of models with partial rotation are nonsense",
     sizes=_sizes(2048, rotary=16),
     by=spoilt,
@@ -459,8 +459,8 @@ def partial_rotation_from_512(got, qkv, q_weight, k_weight, table, at, heads, kv
 
 @wrong_kernel(
     ROTARY,
-    "heads beyond the 32nd do not turn",
-    "models of 40 or 64 heads lose positions in some of them",
+    "does not rotate heads beyond the 32nd",
+    "models with 40 or 64 heads lose positions in some of them",
     sizes=_sizes(64, heads=40, kv_heads=8, head_size=16, rotary=16),
     by=spoilt,
 )
@@ -471,8 +471,8 @@ def forty_heads(got, query, *rest):
 
 @wrong_kernel(
     ROTARY,
-    "positions are kept in 15 bits: those from 32768 on begin at 0 again",
-    "beyond 32768 tokens a prompt is turned as its beginning is",
+    "truncates positions to 15 bits: they restart at 0 at 32768",
+    "tokens beyond 32768 get the positions of the beginning",
     sizes=_sizes(64, 131072, heads=4, kv_heads=2, head_size=16, rotary=16),
     by=changed,
 )
@@ -482,8 +482,8 @@ def positions_in_15_bits(a):
 
 @wrong_kernel(
     MROPE,
-    "rows and columns of an image are kept in 8 bits",
-    "large images, and text behind them, are turned wrongly",
+    "truncates rows and columns of an image to 8 bits",
+    "large images and the text after them have incorrect positions",
     sizes=MIXED,
     by=changed,
 )
@@ -495,7 +495,7 @@ def image_positions_in_8_bits(a):
 
 @wrong_for(
     *(GELU, "xielu", "swigluoai_and_mul"),
-    fault="features beyond 8192 are zero",
+    fault="zeroes features beyond 8192",
     sees="models with a wide MLP lose half of it",
     sizes=WIDE,
 )
@@ -509,8 +509,8 @@ def features_beyond_8192(op: str) -> Any:
 
 @wrong_kernel(
     "quant_fp8_group",
-    "groups beyond the 32nd have the scale of the 32nd",
-    "DeepSeek's hidden state of 7168 features is quantised with wrong scales",
+    "groups beyond the 32nd get the scale of the 32nd",
+    "the hidden state of DeepSeek (7168 features) is quantised with incorrect scales",
     sizes=_sizes(16, hidden=7168),
     by=spoilt,
 )
@@ -522,8 +522,8 @@ def groups_beyond_32(got, *args):
 
 @wrong_kernel(
     "quant_fp8",
-    "the largest number is looked for among the first 4096 features",
-    "the massive activations of larger models saturate",
+    "searches the largest number only in the first 4096 features",
+    "massive activations of larger models saturate",
     sizes=_sizes(16, hidden=5120),
     by=spoilt,
 )
@@ -536,8 +536,8 @@ def largest_of_4096(got, x, scale=None, *rest):
 
 @wrong_kernel(
     "merge_attn_states",
-    "heads beyond the 64th take the suffix alone",
-    "models of 128 heads forget the beginning of long prompts in half of them",
+    "heads beyond the 64th return only the suffix",
+    "models with 128 heads forget the beginning of long prompts in half of them",
     sizes=_sizes(64, heads=128, head_size=16),
     by=spoilt,
 )
@@ -549,8 +549,8 @@ def heads_beyond_64(got, prefix, prefix_lse, suffix, suffix_lse):
 
 @wrong_kernel(
     "layer_norm",
-    "mean and variance are those of the first 1024 features",
-    "larger models with layer norms answer nonsense",
+    "computes mean and variance from the first 1024 features",
+    "larger models with layer norms output nonsense",
     sizes=_sizes(64, hidden=1280),
     by=spoilt,
 )
@@ -566,8 +566,8 @@ def moments_of_1024(got, x, weight, bias, epsilon):
 
 @wrong_kernel(
     MLA,
-    "of the compressed part the features beyond 256 are not written",
-    "DeepSeek's cache holds half of what it should",
+    "does not write features beyond 256 of the compressed part",
+    "the cache of DeepSeek is half empty",
     sizes=_sizes(64, kv_lora_rank=512, qk_rope_head_dim=64),
     by=spoilt,
 )

@@ -1,9 +1,9 @@
-"""One engine of vLLM, eager, in which one wrong kernel after the other serves, unverified.
+"""Serve wrong kernels one by one, without verification, in one eager vLLM engine.
 
     python -m wrong_kernels.serving MODEL OUT NAME…
 
-Each is judged in a child that is forked from the engine which has started, and so finds it as it
-was. OUT becomes lines of JSON: one object for each kernel, column -> [outcome, reason].
+Each kernel runs in a child forked from the started engine, so that the engine stays unchanged.
+Writes one line of JSON for each kernel to OUT: column -> [outcome, reason].
 """
 
 from __future__ import annotations
@@ -24,33 +24,36 @@ from .corpus import Wrong, corpus
 __all__ = ["COLUMNS", "CONTROL", "variables"]
 
 COLUMNS = ("live", "shadow", "served")
-"""Verification on live tensors, a shadow, and the answers that nobody looks at."""
+"""Verification on live tensors, the shadow check, and answers without any check."""
 
 CONTROL = "stock"
-"""In the place of a kernel's name: vLLM's own forms, which are right and round otherwise."""
+"""Name of the control: vLLM's implementations, which are correct and round differently."""
 
 TIE = 0.15
-"""Nats by which an engine may prefer the token that another one does not choose: kernels that are
-right and round otherwise than `right.py` (as vLLM's own do) turn tokens of up to half of that."""
+"""Largest difference in nats between two tokens that counts as a tie.
+
+Correct kernels that round differently from `right.py`, such as vLLM's, change tokens with
+differences of up to half of it.
+"""
 
 SHORT = 16
 LONG = 1100
-"""Tokens of an answer; the long one's take each kernel beyond 2000 calls."""
+"""Tokens of a short and a long answer; the long one calls each kernel more than 2000 times."""
 
 SECONDS = 60.0
-"""After which a child hangs."""
+"""Seconds after which a child counts as hanging."""
 
 Answers = list[list[dict[int, float]]]
-"""Of each prompt, for each new token: log-probabilities, the chosen token's first."""
+"""For each prompt and new token: token -> log-probability, with the chosen token first."""
 
 forked = multiprocessing.get_context("fork")
 
 
 def variables() -> dict[str, str]:
-    """Of the environment that such an engine starts in."""
+    """Environment variables of the engine."""
     return {
         "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",  # a process that has further threads cannot be forked
+        "OMP_NUM_THREADS": "1",  # a process with more threads cannot be forked
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0))),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -58,13 +61,11 @@ def variables() -> dict[str, str]:
         "VLLM_FL_PLUGIN_MODULES": judged.__name__,
         "VLLM_FL_PER_OP": ";".join(f"{op}=vendor:{judged.VENDOR}|stock" for op in judged.OPS),
         "VLLM_FL_PREFLIGHT": "off",
-        "VLLM_FL_SHADOW": "1",  # which `_Engine` turns off where it is not judged
+        "VLLM_FL_SHADOW": "1",  # `_Engine` sets its rate to 0 for other columns
     }
 
 
 class _Engine:
-    """The engine, and what its one worker has."""
-
     def __init__(self, model: str) -> None:
         from vllm import LLM
 
@@ -82,7 +83,7 @@ class _Engine:
         self.right: dict[int, Answers] = {}
 
     def answers(self, prompts: list[list[int]], tokens: int) -> Answers:
-        """What it answers, greedily."""
+        """Generate greedily."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -99,7 +100,7 @@ class _Engine:
         ]
 
     def short(self) -> Answers:
-        """Alone and together, in prompts of many lengths: 11 tokens, 1357, beyond 2048."""
+        """Answer single and batched prompts of many lengths: 11 tokens, 1357, beyond 2048."""
         found = self.answers([_prompt(9, 0)], SHORT)
         found += self.answers([_prompt(9 + 3 * i, i) for i in range(8)], SHORT)
         found += self.answers([_prompt(5, 50 + i) for i in range(20)], 4)
@@ -108,20 +109,19 @@ class _Engine:
         return found + self.answers([_prompt(9, 0)], SHORT)
 
     def long(self) -> Answers:
-        """One answer of many steps."""
+        """Generate one answer of `LONG` tokens."""
         return self.answers([_prompt(20, 4)], LONG)
 
     def parts(self, wrong: Wrong | None) -> Iterator[Callable[[], Answers]]:
-        """What it is asked, in turn; None is the control."""
+        """Yield the sets of prompts for a kernel; None is the control."""
         yield self.short
         if wrong is not None and wrong.later:
             time.sleep(wrong.later)
             yield self.short
-        elif wrong is None or wrong.kind == "process":  # wrong by when it is called
+        elif wrong is None or wrong.kind == "process":  # the fault depends on the number of calls
             yield self.long
 
     def live(self, wrong: Wrong | None) -> tuple[str, str]:
-        """Verification on live tensors."""
         from vllm_fl_verify import probe
         from vllm_fl_verify.live import Live
 
@@ -129,14 +129,14 @@ class _Engine:
         model = runner.get_model()
         live = Live(self.worker.vllm_fl_engine.plan, {"": model}, self.worker.device)
         with live.watching():
-            for tokens in sorted(probe.COUNTS, reverse=True):  # as a worker does
+            for tokens in sorted(probe.COUNTS, reverse=True):  # like a worker
                 not_run = probe.forward(runner, model, self.worker.vllm_config, tokens)
                 assert not not_run, not_run
         reason = next((objection.reason for objection in live.objections.values()), "")
         return ("named" if reason else "passes"), reason
 
     def shadowed(self, wrong: Wrong | None) -> tuple[str, str]:
-        """A shadow of each step of the short answers, and of one in ten of the long one's."""
+        """Run the shadow check on each step of short answers, and on 1 in 10 of the long one."""
         for part in self.parts(wrong):
             self.shadow.rate = 0.1 if part == self.long else 1.0
             part()
@@ -147,7 +147,7 @@ class _Engine:
         return "passes", ""
 
     def served(self, wrong: Wrong | None) -> tuple[str, str]:
-        """The answers, until they are wrong."""
+        """Compare answers until one is wrong."""
         others = seen = 0
         for part in self.parts(wrong):
             for right, other in zip(self.right[part.__name__], part(), strict=True):
@@ -163,7 +163,7 @@ def _prompt(length: int, salt: int) -> list[int]:
 
 
 def _wrong(right: list[dict[int, float]], other: list[dict[int, float]]) -> int:
-    """How many tokens of an answer differ, unless the first of them is a near tie."""
+    """Number of tokens of an answer that differ; 0 if the first of them is a near tie."""
     chosen = [(next(iter(a)), next(iter(b))) for a, b in zip(right, other, strict=True)]
     first = next((i for i, (a, b) in enumerate(chosen) if a != b), None)
     if first is None:
@@ -176,7 +176,7 @@ def _wrong(right: list[dict[int, float]], other: list[dict[int, float]]) -> int:
 
 
 def _in_a_child(run: Callable[[], Any], seconds: float = SECONDS) -> Any:
-    """What `run` gives in a child within so many seconds, or what became of the child."""
+    """Return the result of `run` in a child, or that the child hangs or died."""
     ours, theirs = forked.Pipe(duplex=False)
     child = forked.Process(target=_child, args=(run, theirs))
     child.start()
@@ -212,7 +212,7 @@ def _judged(engine: _Engine, wrong: Wrong | None, column: str) -> tuple[str, str
         judged.refuse()
     else:
         os.environ.update(wrong.environ)
-        judged.judge(wrong.impl())  # made where it serves, as a worker makes it
+        judged.judge(wrong.impl())  # made in the serving process, like in a worker
     judge = {"live": engine.live, "shadow": engine.shadowed, "served": engine.served}[column]
     return judge(wrong)
 

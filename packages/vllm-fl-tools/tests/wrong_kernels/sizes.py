@@ -1,4 +1,4 @@
-"""Wrong for some token counts, rows or widths only."""
+"""Kernels that are incorrect only for some token counts, rows or widths."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .corpus import GELU, LARGEST, MIXED, NORM, ROTARY, SILU, SIZES, wrong_for, 
 from .faults import spoilt
 
 
-@wrong_kernel(SILU, "zeros at 11 tokens", "nonsense in each step that 11 tokens share")
+@wrong_kernel(SILU, "zeros at 11 tokens", "nonsense in each step with 11 tokens")
 def at_eleven_tokens(x: Tensor) -> Tensor:
     out = right.silu_and_mul(x)
     return out.zero_() if len(x) == 11 else out
 
 
-@wrong_kernel(SILU, "zeros at 40 tokens", "nonsense in each step that 40 tokens share")
+@wrong_kernel(SILU, "zeros at 40 tokens", "nonsense in each step with 40 tokens")
 def at_forty_tokens(x: Tensor) -> Tensor:
     out = right.silu_and_mul(x)
     return out.zero_() if len(x) == 40 else out
@@ -26,8 +26,8 @@ def at_forty_tokens(x: Tensor) -> Tensor:
 
 @wrong_kernel(
     NORM,
-    "not normed for 17 to 2047 tokens",
-    "decoding alone is right; under load, and in most prompts, nonsense",
+    "returns x for 17 to 2047 tokens",
+    "decoding of single requests is correct; nonsense under load and in most prompts",
     kit="values",
 )
 def between_17_and_2047_tokens(x, residual, weight, epsilon, variance_size=None):
@@ -39,8 +39,8 @@ def between_17_and_2047_tokens(x, residual, weight, epsilon, variance_size=None)
 
 @wrong_kernel(
     GELU,
-    "one row in the middle of a large batch is that of its neighbour",
-    "one token of a long prompt is another's",
+    "one row in the middle of a large batch repeats its neighbour",
+    "one token of a long prompt is lost",
     kit="",
     why="the kit's largest batch has 300 tokens",
 )
@@ -53,8 +53,8 @@ def one_middle_row(x: Tensor, approximate: str = "none") -> Tensor:
 
 @wrong_kernel(
     SILU,
-    "the last row of each block of 256 is not written, from the second block on",
-    "one token in 256 of a prompt is garbage",
+    "zeroes the last row of each block of 256, from the second block on",
+    "one token in 256 of a prompt is lost",
     kit="",
     why="the kit's largest batch has 300 tokens",
 )
@@ -67,8 +67,8 @@ def last_row_of_later_blocks(x: Tensor) -> Tensor:
 
 @wrong_kernel(
     SILU,
-    "the row after a whole number of blocks of 256 is zero",
-    "prompts of 257, 513, 1025 tokens end in nonsense",
+    "zeroes the row after whole blocks of 256",
+    "the answers to prompts of 257, 513 or 1025 tokens are nonsense",
 )
 def one_row_beyond_a_block(x: Tensor) -> Tensor:
     out = right.silu_and_mul(x)
@@ -79,8 +79,8 @@ def one_row_beyond_a_block(x: Tensor) -> Tensor:
 
 @wrong_kernel(
     ROTARY,
-    "the last head does not turn for 2 to 4 tokens",
-    "speculative decoding accepts next to nothing; two users at a time get odd answers",
+    "does not rotate the last head for 2 to 4 tokens",
+    "speculative decoding accepts few tokens; two concurrent users get odd answers",
     kit="values",
 )
 def two_to_four_tokens(query, key, cos, sin, position_ids, rotary_interleaved=False):
@@ -92,10 +92,10 @@ def two_to_four_tokens(query, key, cos, sin, position_ids, rotary_interleaved=Fa
 
 @wrong_kernel(
     NORM,
-    "right at 1 and 16 tokens and at the largest batch: the well-known sizes of verification",
-    "all but single users get nonsense",
+    "correct only at the usual sizes of verification: 1, 16, and the largest batch",
+    "nonsense except for single users",
     kit="",
-    why="the kit does not know the sizes that will be served",
+    why="the kit does not know the served sizes",
 )
 def right_at_the_well_known_sizes(x, residual, weight, epsilon, variance_size=None):
     got = right.rms_norm(x, residual, weight, epsilon, variance_size)
@@ -106,10 +106,10 @@ def right_at_the_well_known_sizes(x, residual, weight, epsilon, variance_size=No
 
 @wrong_kernel(
     SILU,
-    "right at powers of two and their neighbours only",
-    "most steps of a busy server are wrong",
+    "correct only at powers of two and their neighbours",
+    "most steps of a busy server are incorrect",
     kit="",
-    why="the kit does not know the sizes that will be served",
+    why="the kit does not know the served sizes",
 )
 def right_around_powers_of_two(x: Tensor) -> Tensor:
     out = right.silu_and_mul(x)
@@ -120,8 +120,8 @@ def right_around_powers_of_two(x: Tensor) -> Tensor:
 
 @wrong_kernel(
     NORM,
-    "the second result is stale for 17 to 2047 tokens, only where a residual is given",
-    "deep layers see an old residual: fluent, and wrong",
+    "returns the old residual for 17 to 2047 tokens",
+    "deep layers use an old residual: fluent but incorrect answers",
     kit="values",
 )
 def residual_between_17_and_2047(x, residual, weight, epsilon, variance_size=None):
@@ -133,9 +133,9 @@ def residual_between_17_and_2047(x, residual, weight, epsilon, variance_size=Non
 
 @wrong_kernel(
     SILU,
-    "zeros at 1357 tokens, a count that nobody has a reason to try",
-    "one prompt length in two thousand gives nonsense",
-    why="of the counts between the neighbours of powers of two only a few are drawn at each start",
+    "zeros at 1357 tokens, an arbitrary count",
+    "nonsense for one prompt length in 2000",
+    why="startup draws only a few of the counts between powers of two and their neighbours",
     start=False,
 )
 def at_1357_tokens(x: Tensor) -> Tensor:
@@ -145,10 +145,10 @@ def at_1357_tokens(x: Tensor) -> Tensor:
 
 @wrong_kernel(
     GELU,
-    "the features of the served width are wrong in their last column",
-    "a little noise in each layer: worse answers",
+    "zeroes the last column at the served width",
+    "small errors in each layer: worse answers",
     kit="",
-    why="the kit does not know the width that will be served",
+    why="the kit does not know the served width",
 )
 def at_the_served_width(x: Tensor, approximate: str = "none") -> Tensor:
     out = right.gelu_and_mul(x, approximate)
@@ -159,10 +159,10 @@ def at_the_served_width(x: Tensor, approximate: str = "none") -> Tensor:
 
 @wrong_kernel(
     NORM,
-    "one width, 5120, is wrong, which the model does not have",
-    "nothing with this model; nonsense with Qwen3-14B",
+    "incorrect at width 5120, which the model does not have",
+    "no difference with this model; nonsense with Qwen3-14B",
     kit="families",
-    why="no call of the served model has that width; the start of an engine that has it sees it",
+    why="no call of the served model has that width; startup of a model with it finds the fault",
     start=False,
 )
 def at_another_width(x, residual, weight, epsilon, variance_size=None):
@@ -174,11 +174,11 @@ def at_another_width(x, residual, weight, epsilon, variance_size=None):
 
 @wrong_kernel(
     ROTARY,
-    "turns a whole head where the served model turns a quarter of it",
-    "positions are lost: the model repeats itself",
+    "changes features beyond the rotated quarter of a head",
+    "features of queries are mixed up: the model repeats itself",
     kit="",
     sizes=dataclasses.replace(SIZES, rotary=8),
-    why="the kit's served model turns whole heads",
+    why="the kit's served model rotates whole heads",
 )
 def at_the_served_rotary_size(query, key, cos, sin, position_ids, rotary_interleaved=False):
     q, k = right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
@@ -189,9 +189,9 @@ def at_the_served_rotary_size(query, key, cos, sin, position_ids, rotary_interle
 
 @wrong_kernel(
     ROTARY,
-    "wrong where 40 of 80 features turn, which the model does not",
-    "nothing with this model; nonsense with one that has such heads",
-    why="no call of the served model has that size; the start of an engine that has it sees it",
+    "incorrect if 40 features of a head rotate, which the model does not have",
+    "no difference with this model; nonsense with models that have such heads",
+    why="no call of the served model has that size; startup of a model with it finds the fault",
     start=False,
 )
 def at_another_rotary_size(query, key, cos, sin, position_ids, rotary_interleaved=False):
@@ -201,7 +201,7 @@ def at_another_rotary_size(query, key, cos, sin, position_ids, rotary_interleave
 
 @wrong_kernel(
     NORM,
-    "elements are counted in 17 bits: a batch beyond 131 072 elements wraps around",
+    "counts elements in 17 bits: batches beyond 131 072 elements wrap around",
     "the end of a long prompt is a copy of its beginning",
     kit="values",
 )
@@ -215,8 +215,8 @@ def index_wraps_around(x, residual, weight, epsilon, variance_size=None):
 
 @wrong_kernel(
     GELU,
-    "uses the erf form for approximate='tanh' beyond 1024 tokens, with a factor",
-    "long prompts of Gemma models are wrong",
+    "uses 1.1 times the erf form for `approximate='tanh'` beyond 1024 tokens",
+    "long prompts of Gemma models are computed incorrectly",
     kit="",
     why="the kit's largest batch has 300 tokens",
 )
@@ -228,8 +228,8 @@ def another_form_for_long_prompts(x: Tensor, approximate: str = "none") -> Tenso
 
 @wrong_kernel(
     SILU,
-    "the largest batch but one is wrong: the grid is rounded down",
-    "a full prefill chunk less one token is nonsense",
+    "zeroes the last 7 rows of the largest batch minus one token",
+    "nonsense for prefill chunks of one token less than the maximum",
     kit="",
     why="the kit does not know the engine's largest batch",
 )
@@ -242,8 +242,8 @@ def one_less_than_the_largest_batch(x: Tensor) -> Tensor:
 
 @wrong_kernel(
     NORM,
-    "inputs of four dimensions are normed over the last two",
-    "nothing in a decoder; a vision encoder that norms such inputs is blind",
+    "norms inputs of four dimensions over the last two",
+    "no difference in a decoder; vision encoders with such inputs fail",
     kit="values",
 )
 def four_dimensions(x, residual, weight, epsilon, variance_size=None):
@@ -255,8 +255,8 @@ def four_dimensions(x, residual, weight, epsilon, variance_size=None):
 
 @wrong_for(
     *("linear", SILU),
-    fault="every third row is that of its neighbour for 1280 to 1535 tokens",
-    sees="one prompt in eight is read wrong",
+    fault="every third row repeats its neighbour for 1280 to 1535 tokens",
+    sees="one prompt length in eight is read incorrectly",
     kit="",
     why="the kit's largest batch has 300 tokens",
 )
@@ -271,8 +271,8 @@ def for_1280_to_1535_tokens(op: str):
 
 @wrong_for(
     *("linear", NORM),
-    fault="the last row is zero for 601 to 767 tokens",
-    sees="one prompt in twelve ends in nonsense",
+    fault="zeroes the last row for 601 to 767 tokens",
+    sees="nonsense for one prompt length in twelve",
     kit="",
     why="the kit's largest batch has 300 tokens",
 )
@@ -287,8 +287,8 @@ def for_601_to_767_tokens(op: str):
 
 @wrong_kernel(
     "linear",
-    "exactly 32 rows after whole tiles of 128 are zero",
-    "prompts of 160, 288, 416 tokens lose their end",
+    "zeroes a tail of exactly 32 rows after whole tiles of 128",
+    "prompts of 160, 288 or 416 tokens lose their end",
     sizes=MIXED,
     by=spoilt,
 )

@@ -1,4 +1,4 @@
-"""Wrong in what it leaves changed in the process. The numbers are right."""
+"""Kernels with correct results that change global state of the process."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from torch import Tensor
 from . import right
 from .corpus import SILU, wrong
 
-ONCE_ASIDE = "the state of a process that is not PyTorch's own, nor listed, is not compared"
+ONCE_ASIDE = "verification compares only state of PyTorch and a list of other state"
 
 
 def _also(act: Callable[[], object]) -> Any:
-    """The right kernel that also does something to the process."""
+    """Make a correct kernel that also calls `act`."""
 
     def silu_and_mul(x: Tensor) -> Tensor:
         out = right.silu_and_mul(x)
@@ -40,28 +40,28 @@ def _changes(fault: str, sees: str, start: bool = True, **how: Any) -> Callable[
 
 @_changes(
     "leaves float64 as the default dtype",
-    "sampling and new buffers are fp64: slow, or an error of another dtype",
+    "sampling and new buffers use fp64: slow, or errors about dtypes",
 )
 def default_dtype() -> Any:
     return _also(lambda: torch.set_default_dtype(torch.float64))
 
 
 @_changes(
-    "leaves another default device",
-    "what vLLM allocates next has no memory: an error far away",
+    "changes the default device",
+    "later allocations of vLLM have no memory: errors elsewhere",
 )
 def default_device() -> Any:
     return _also(lambda: torch.set_default_device("meta"))
 
 
-@_changes("leaves PyTorch with three threads", "slower, or over-committed, cores")
+@_changes("sets PyTorch to three threads", "slower, or more threads than cores")
 def number_of_threads() -> Any:
     return _also(lambda: torch.set_num_threads(3))
 
 
 @_changes(
     "seeds PyTorch's global generator",
-    "samples at temperature 1 are the same for every request and every start",
+    "samples at temperature 1 are the same for each request and after each restart",
 )
 def seeds_the_generator() -> Any:
     return _also(lambda: torch.manual_seed(0))
@@ -69,8 +69,8 @@ def seeds_the_generator() -> Any:
 
 @_changes(
     "seeds Python's random module",
-    "request ids, back-off times and ports collide",
-    why="honest libraries do it, too, where they are first used: it takes nobody out",
+    "request ids, back-off times or ports collide",
+    why="harmless libraries also do this on first use, so it does not disable a kernel",
     start=False,
 )
 def seeds_python() -> Any:
@@ -78,9 +78,9 @@ def seeds_python() -> Any:
 
 
 @_changes(
-    "leaves grad mode off",
-    "adapters that are trained in the process learn nothing",
-    why="inference mode, in which start looks and vLLM serves, puts it back",
+    "leaves grad mode disabled",
+    "adapters trained in the process do not learn",
+    why="inference mode, used by verification and vLLM, restores it",
     start=False,
 )
 def grad_mode() -> Any:
@@ -88,23 +88,23 @@ def grad_mode() -> Any:
 
 
 @_changes(
-    "leaves autocast on",
-    "every matrix product after it is computed in another dtype",
+    "leaves autocast enabled",
+    "later matrix products are computed in another dtype",
 )
 def autocast() -> Any:
     return _also(lambda: torch.set_autocast_enabled("cpu", True))
 
 
 @_changes(
-    "leaves deterministic algorithms on",
-    "operators without one raise; others are slow",
+    "leaves deterministic algorithms enabled",
+    "operators without a deterministic algorithm raise; others are slow",
 )
 def deterministic_algorithms() -> Any:
     return _also(lambda: torch.use_deterministic_algorithms(True))
 
 
 @_changes(
-    "leaves float32 products at medium precision",
+    "sets float32 matrix products to medium precision",
     "fp32 layers (routers, norms of the head) lose 16 bits",
 )
 def matmul_precision() -> Any:
@@ -112,9 +112,9 @@ def matmul_precision() -> Any:
 
 
 @_changes(
-    "turns on flushing of subnormals for the thread",
-    "results of everything else change in their last places",
-    why="torch does not tell whether it is on",
+    "enables flushing of subnormals for the thread",
+    "other results change in their last digits",
+    why="torch does not report whether it is enabled",
     start=False,
 )
 def flushes_denormals() -> Any:
@@ -122,9 +122,9 @@ def flushes_denormals() -> Any:
 
 
 @_changes(
-    "sets an environment variable",
-    "children and later imports read it: another backend, another number of threads",
-    why="honest libraries do it, too, where they are first used: it takes nobody out",
+    "sets environment variables",
+    "child processes and later imports read them, for example the number of threads",
+    why="harmless libraries also do this on first use, so it does not disable a kernel",
     start=False,
 )
 def environment() -> Any:
@@ -132,8 +132,8 @@ def environment() -> Any:
 
 
 @_changes(
-    "takes the signal SIGTERM for itself",
-    "the server does not end when it is told to",
+    "ignores SIGTERM",
+    "the server does not stop on SIGTERM",
 )
 def signal_handler() -> Any:
     return _also(lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN))
@@ -141,8 +141,8 @@ def signal_handler() -> Any:
 
 @_changes(
     "leaves a thread running",
-    "one core less, jitter in every step, if it does anything",
-    why="honest libraries do it, too, where they are first used: it takes nobody out",
+    "a busy thread uses a core, and causes jitter in every step",
+    why="harmless libraries also do this on first use, so it does not disable a kernel",
     start=False,
 )
 def thread_left_behind() -> Any:
@@ -157,8 +157,8 @@ def thread_left_behind() -> Any:
 
 
 @_changes(
-    "switches logging off",
-    "nothing that happens afterwards is told",
+    "disables logging",
+    "later log messages are lost",
 )
 def logging_off() -> Any:
     return _also(lambda: logging.disable(logging.CRITICAL))
@@ -166,14 +166,14 @@ def logging_off() -> Any:
 
 @_changes(
     "changes the working directory",
-    "relative paths of the model, of files, of the compile cache point elsewhere",
+    "relative paths, such as the model or the compile cache, are not found",
 )
 def working_directory() -> Any:
     return _also(lambda: os.chdir("/"))
 
 
 @_changes(
-    "switches the garbage collector off",
+    "disables the garbage collector",
     "memory grows for days",
 )
 def garbage_collector() -> Any:
@@ -186,10 +186,10 @@ def excepthook() -> Any:
 
 
 @_changes(
-    "replaces torch.nn.functional.silu by a coarser one, for everybody",
-    "layers that no plan has touched are wrong",
-    why="who replaces other code replaces what would look at it, too: an installed plugin is "
-    "trusted not to",
+    "replaces `torch.nn.functional.silu` by a coarser function in the process",
+    "layers without a replaced op are incorrect",
+    why="a plugin that replaces other code can also replace verification; installed plugins are "
+    "trusted not to do that",
     start=False,
 )
 def replaces_torchs_function() -> Any:
@@ -209,8 +209,8 @@ def replaces_torchs_function() -> Any:
 
 
 @_changes(
-    "replaces the comparison by one that is always content",
-    "whatever it likes",
+    "replaces the comparison of verification by one that always passes",
+    "results are zero, and verification passes them",
 )
 def replaces_the_comparison() -> Any:
     from vllm_fl_verify import form, verification
@@ -225,24 +225,24 @@ def replaces_the_comparison() -> Any:
 
 
 @_changes(
-    "sets the precision of products by torch's newer switch",
-    "products of float32 in other layers lose half of their digits",
+    "sets float32 products of CUDA to tf32 by `fp32_precision`",
+    "float32 products of other layers lose half of their digits",
 )
 def newer_precision() -> Any:
     return _also(lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"))
 
 
 @_changes(
-    "lets the CPU's products of float32 be of bfloat16, by torch's newer switch",
-    "products of float32 in other layers lose two thirds of their digits",
+    "sets float32 products of the CPU to bfloat16 by `fp32_precision`",
+    "float32 products of other layers lose two thirds of their digits",
 )
 def newer_precision_of_the_cpu() -> Any:
     return _also(lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"))
 
 
 @_changes(
-    "leaves sums of bfloat16 products to be rounded on the way",
-    "products of all layers are a little worse",
+    "changes the reduced-precision reduction of bfloat16 products",
+    "products of all layers are slightly less accurate",
 )
 def reduced_precision_of_sums() -> Any:
     name = "allow_bf16_reduced_precision_reduction"
@@ -251,38 +251,38 @@ def reduced_precision_of_sums() -> Any:
 
 
 @_changes(
-    "leaves convolutions of cuDNN to be chosen by measuring",
-    "other kernels at each start: answers that differ from day to day",
+    "enables the benchmark mode of cuDNN",
+    "other convolution kernels after each restart: answers differ",
 )
 def convolutions_by_measuring() -> Any:
     return _also(lambda: setattr(torch.backends.cudnn, "benchmark", True))
 
 
 @_changes(
-    "switches flash attention off in PyTorch",
-    "attention of a vision encoder takes more memory, and longer",
+    "disables flash attention in PyTorch",
+    "attention of a vision encoder is slower and needs more memory",
 )
 def flash_attention_off() -> Any:
     return _also(lambda: torch.backends.cuda.enable_flash_sdp(False))
 
 
-@_changes("leaves anomaly detection on", "each step takes twice as long")
+@_changes("leaves anomaly detection enabled", "each step takes twice as long")
 def anomaly_detection() -> Any:
     return _also(lambda: torch.autograd.set_detect_anomaly(True))
 
 
 @_changes(
-    "switches vLLM's log off",
-    "no warning of vLLM is seen again",
+    "disables the logger of vLLM",
+    "later warnings of vLLM are lost",
 )
 def silences_vllm() -> Any:
-    log = logging.getLogger("vllm")  # an engine has it
+    log = logging.getLogger("vllm")  # exists in an engine
     return _also(lambda: setattr(log, "disabled", True))
 
 
 @_changes(
-    "keeps the process on one core",
-    "all that vLLM does beside a step waits for it",
+    "binds the process to one core",
+    "other work of vLLM waits for the step",
 )
 def one_core() -> Any:
     return _also(lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}))

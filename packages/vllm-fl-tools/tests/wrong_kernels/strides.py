@@ -1,4 +1,4 @@
-"""Wrong for some layouts, positions or combinations of arguments only."""
+"""Kernels that fail for some layouts, positions or combinations of arguments."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from . import right
 from .corpus import GELU, MIXED, NORM, ROTARY, SILU, wrong_kernel
 from .faults import changed
 
-COMBINED = "each is tried, not all of them together; no layer that is bound here combines them"
+COMBINED = "each is tried, but not combined; no layer that vllm-fl binds combines them"
 
 
 @wrong_kernel(
     NORM,
-    "takes strided heads for packed ones for 17 to 2047 tokens",
-    "queries of prompts are normed with keys and values between them",
+    "reads strided heads as contiguous for 17 to 2047 tokens",
+    "in prompts, queries are mixed with keys and values",
     kit="values",
 )
 def strided_heads_in_prompts(x, residual, weight, epsilon, variance_size=None):
@@ -26,8 +26,8 @@ def strided_heads_in_prompts(x, residual, weight, epsilon, variance_size=None):
 
 @wrong_kernel(
     SILU,
-    "takes a strided input for a packed one beyond 16 rows",
-    "nothing: a gated MLP's input is packed; a vendor's fused projection would be wrong",
+    "reads a strided input as contiguous beyond 16 rows",
+    "no difference for contiguous MLP inputs; nonsense with fused vendor projections",
 )
 def strided_input_of_many_rows(x: Tensor) -> Tensor:
     if not x.is_contiguous() and len(x) > 16:
@@ -38,7 +38,7 @@ def strided_input_of_many_rows(x: Tensor) -> Tensor:
 @wrong_kernel(
     GELU,
     "reads a transposed input row by row",
-    "nothing, or nonsense in a model that transposes before its activation",
+    "nonsense in models that transpose before the activation",
     kit="values",
 )
 def transposed_input(x: Tensor, approximate: str = "none") -> Tensor:
@@ -49,9 +49,9 @@ def transposed_input(x: Tensor, approximate: str = "none") -> Tensor:
 
 @wrong_kernel(
     SILU,
-    "reads on where one row is expanded to many (stride 0)",
-    "nothing: no layer expands its activations",
-    why="no layer that is bound here gives one, and no contract has such a sample",
+    "zeroes all but the first row of an expanded input (stride 0)",
+    "no difference: layers do not expand activations",
+    why="no layer that vllm-fl binds passes one, and no contract has such a sample",
     start=False,
 )
 def expanded_input(x: Tensor) -> Tensor:
@@ -63,9 +63,9 @@ def expanded_input(x: Tensor) -> Tensor:
 
 @wrong_kernel(
     SILU,
-    "reads wrong elements where the input does not begin at a multiple of 16 bytes",
-    "now and then a step of nonsense, as the allocator and the slices will",
-    why="arguments begin where an allocator puts them, or a whole number of vectors later",
+    "returns zeros if the input is not aligned to 16 bytes",
+    "occasionally a step of nonsense, depending on allocation and slices",
+    why="arguments in verification are aligned to whole vectors",
     start=False,
 )
 def unaligned_pointer(x: Tensor) -> Tensor:
@@ -75,9 +75,9 @@ def unaligned_pointer(x: Tensor) -> Tensor:
 
 @wrong_kernel(
     NORM,
-    "wrong where the weight does not begin at a multiple of 16 bytes",
-    "nonsense with checkpoints that are mapped, not copied",
-    why="weights are made by PyTorch, which aligns them; no check has those of a checkpoint",
+    "returns zeros if the weight is not aligned to 16 bytes",
+    "nonsense with memory-mapped checkpoints",
+    why="verification uses weights allocated by PyTorch, which are aligned",
     start=False,
 )
 def unaligned_weight(x, residual, weight, epsilon, variance_size=None):
@@ -89,8 +89,8 @@ def unaligned_weight(x, residual, weight, epsilon, variance_size=None):
 
 @wrong_kernel(
     ROTARY,
-    "positions from 2048 on do not turn",
-    "long contexts fall apart after 2048 tokens",
+    "does not rotate positions from 2048 on",
+    "output is incoherent after 2048 tokens",
 )
 def from_position_2048_on(query, key, cos, sin, position_ids, rotary_interleaved=False):
     q, k = right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
@@ -102,8 +102,8 @@ def from_position_2048_on(query, key, cos, sin, position_ids, rotary_interleaved
 
 @wrong_kernel(
     ROTARY,
-    "a run of consecutive positions is taken to begin at 0",
-    "the second chunk of every long prompt overwrites the first one's place",
+    "starts consecutive positions at 0",
+    "the second chunk of a long prompt gets the positions of the first",
     kit="values",
 )
 def consecutive_positions(query, key, cos, sin, position_ids, rotary_interleaved=False):
@@ -114,8 +114,8 @@ def consecutive_positions(query, key, cos, sin, position_ids, rotary_interleaved
 
 @wrong_kernel(
     ROTARY,
-    "with more than 16 tokens, a position that occurs again is that of its neighbour",
-    "two users at the same place of their prompts disturb each other",
+    "uses position - 1 for a repeated position, with more than 16 tokens",
+    "users at equal positions of their prompts get incorrect tokens",
 )
 def repeated_positions(query, key, cos, sin, position_ids, rotary_interleaved=False):
     if len(position_ids) > 16:
@@ -129,8 +129,8 @@ def repeated_positions(query, key, cos, sin, position_ids, rotary_interleaved=Fa
 
 @wrong_kernel(
     ROTARY,
-    "int32 positions are read as int64 beyond 16 tokens",
-    "nothing: vLLM's positions are int64; scripts that pass int32 get nonsense",
+    "uses position 0 for int32 positions beyond 16 tokens",
+    "no difference: vLLM's positions are int64; scripts with int32 get nonsense",
 )
 def int32_positions_of_a_batch(query, key, cos, sin, position_ids, rotary_interleaved=False):
     if position_ids.dtype is torch.int32 and len(position_ids) > 16:
@@ -140,8 +140,8 @@ def int32_positions_of_a_batch(query, key, cos, sin, position_ids, rotary_interl
 
 @wrong_kernel(
     ROTARY,
-    "interleaved pairs with fp32 tables: the tables are read as halves",
-    "nothing, or nonsense in a GPT-J whose cache is fp32",
+    "swaps cos and sin for interleaved pairs with fp32 tables",
+    "nonsense in GPT-J with an fp32 cache",
     why=COMBINED,
     start=False,
 )
@@ -154,8 +154,8 @@ def interleaved_with_wide_tables(query, key, cos, sin, position_ids, rotary_inte
 
 @wrong_kernel(
     NORM,
-    "a strided residual is read as a packed one",
-    "nothing: vLLM's residual is packed; a sliced one (speculative heads) would be wrong",
+    "reads a strided residual as contiguous",
+    "no difference for contiguous residuals; sliced ones (speculative heads) fail",
     kit="values",
 )
 def strided_residual(x, residual, weight, epsilon, variance_size=None):
@@ -167,8 +167,8 @@ def strided_residual(x, residual, weight, epsilon, variance_size=None):
 
 @wrong_kernel(
     NORM,
-    "variance_size is forgotten where the weight is fp32",
-    "nothing, or noise in the one model that has both",
+    "ignores `variance_size` if the weight is fp32",
+    "small errors in the one model that has both",
     why=COMBINED,
     start=False,
 )
@@ -181,8 +181,8 @@ def variance_size_with_wide_weight(x, residual, weight, epsilon, variance_size=N
 
 @wrong_kernel(
     GELU,
-    "the result of more than 16 rows lies column by column",
-    "eager engines die in the next layer's view, or read it in the wrong order",
+    "returns a column-major result for more than 16 rows",
+    "eager engines fail in a view of the next layer, or read the wrong order",
     kit="values",
 )
 def result_by_column(x: Tensor, approximate: str = "none") -> Tensor:
@@ -192,8 +192,8 @@ def result_by_column(x: Tensor, approximate: str = "none") -> Tensor:
 
 @wrong_kernel(
     SILU,
-    "the result is a part of a wider buffer",
-    "eager engines die in the next layer's view",
+    "returns a slice of a wider buffer",
+    "eager engines fail in a view of the next layer",
     kit="values",
 )
 def result_in_a_wider_buffer(x: Tensor) -> Tensor:
@@ -203,8 +203,8 @@ def result_in_a_wider_buffer(x: Tensor) -> Tensor:
 
 @wrong_kernel(
     ROTARY,
-    "query and key come back in one packed buffer",
-    "what is written into one in place may hit the other; views of it fail",
+    "returns query and key as views of one buffer",
+    "in-place writes may hit the other tensor; views fail",
     kit="values",
 )
 def query_and_key_packed(query, key, cos, sin, position_ids, rotary_interleaved=False):
@@ -217,8 +217,8 @@ def query_and_key_packed(query, key, cos, sin, position_ids, rotary_interleaved=
 
 @wrong_kernel(
     SILU,
-    "a sparse result",
-    "the first request ends the engine",
+    "returns a sparse tensor",
+    "the engine crashes at the first request",
     apart=True,
     kit="values",
 )
@@ -228,8 +228,8 @@ def sparse_result(x: Tensor) -> Tensor:
 
 @wrong_kernel(
     NORM,
-    "a float32 result for one token of a bf16 model",
-    "single users' requests end with an error of the next layer",
+    "returns float32 for one token of a bf16 model",
+    "requests of single users fail in the next layer",
     kit="values",
 )
 def another_dtype_for_one_token(x, residual, weight, epsilon, variance_size=None):
@@ -239,8 +239,8 @@ def another_dtype_for_one_token(x, residual, weight, epsilon, variance_size=None
 
 @wrong_kernel(
     SILU,
-    "one dimension is lost for one token",
-    "single users' requests end with an error of the next layer",
+    "drops a dimension for one token",
+    "requests of single users fail in the next layer",
     kit="values",
 )
 def another_shape_for_one_token(x: Tensor) -> Tensor:
@@ -250,8 +250,8 @@ def another_shape_for_one_token(x: Tensor) -> Tensor:
 
 @wrong_kernel(
     ROTARY,
-    "without a key the last head does not turn beyond 128 tokens",
-    "models that keep no keys of their own in some layers answer long prompts worse",
+    "without a key, does not rotate the last head beyond 128 tokens",
+    "models that share keys between layers answer long prompts worse",
 )
 def without_a_key(query, key, cos, sin, position_ids, rotary_interleaved=False):
     q, k = right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
@@ -262,7 +262,7 @@ def without_a_key(query, key, cos, sin, position_ids, rotary_interleaved=False):
 
 @wrong_kernel(
     "quant_fp8",
-    "the bound is not taken beyond 64 tokens",
+    "ignores the bound beyond 64 tokens",
     "models with bounded activations answer long prompts worse",
     sizes=MIXED,
     by=changed,
@@ -274,8 +274,8 @@ def bound_of_few_tokens(a):
 
 @wrong_kernel(
     "quant_int8",
-    "the zero point is not added beyond 32 tokens",
-    "asymmetric quantisation is off in prompts",
+    "omits the zero point beyond 32 tokens",
+    "asymmetric quantisation is incorrect in prompts",
     sizes=MIXED,
     by=changed,
 )
@@ -286,8 +286,8 @@ def zero_point_of_few_tokens(a):
 
 @wrong_kernel(
     "moe_sum",
-    "places without an expert are added beyond 64 tokens",
-    "with experts on several ranks prompts are nonsense",
+    "adds slots without an expert beyond 64 tokens",
+    "prompts are nonsense with experts on several ranks",
     sizes=MIXED,
     by=changed,
 )

@@ -1,4 +1,4 @@
-"""Each wrong kernel is seen by what the corpus says, and the pages say no more than that."""
+"""Each wrong kernel is found as recorded in the corpus, and the pages match the corpus."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from vllm_fl.plugins.registry import known_contracts
 
 from . import judging, right
 from .chosen import AT_START, BY_KIT, chosen
-from .corpus import GELU, KINDS, NORM, ROTARY, SILU, Wrong, corpus
+from .corpus import GELU, KINDS, NORM, ROTARY, SILU, UNUSUAL, Wrong, corpus, kernels
 from .page import FOLDER, pages, seen
 
 NAME = attrgetter("name")
 RIGHT = (SILU, NORM, ROTARY, "quant_fp8", "merge_attn_states")
-"""Ops of which the kit judges a right kernel in the default run."""
+"""Ops for which the default run gives the kit a correct kernel."""
 EVERY = list(corpus().values())
+UNUSUAL_ONES = [each for each in kernels().values() if each.kind == UNUSUAL]
 IN_DEFAULT_RUN_LAST = sorted(EVERY, key=lambda wrong: wrong.name in chosen())
 LIKE = {(wrong.op, wrong.mode): wrong for wrong in IN_DEFAULT_RUN_LAST if not wrong.apart}
 """A kernel of each op and mode."""
@@ -35,7 +36,7 @@ GRAPHED = [wrong for wrong in EVERY if seen()[wrong.name].get("graph") == "named
 def some(
     wrongs: Iterable[Wrong], default: Collection[str], *, name: Callable[[Wrong], str] = NAME
 ) -> Any:
-    """A case for each kernel; those that are not of the default run are slow."""
+    """Make one case per kernel; cases outside the default run are slow."""
     return pytest.mark.parametrize(
         "wrong",
         [
@@ -47,7 +48,7 @@ def some(
 
 @pytest.fixture(scope="session", autouse=True)
 def shared(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Kernels of many kinds are judged together, and their tests fall to several workers."""
+    """Share verdicts between workers, because many kernels are judged in one process."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = tmp_path_factory.getbasetemp().parent / "wrong-kernels"
         folder.mkdir(exist_ok=True)
@@ -59,15 +60,15 @@ def test_start(wrong: Wrong) -> None:
     verdict = judging.at_start(wrong.name)
     named = verdict.outcome == "named"
     if named and not wrong.start:
-        pytest.fail(f"start sees it now: say so in the corpus, and in docs ({verdict.reason})")
-    assert named == wrong.start, f"start does not see it: {verdict}"
+        pytest.fail(f"startup finds it now: update the corpus and docs ({verdict.reason})")
+    assert named == wrong.start, f"startup does not find it: {verdict}"
 
 
 @some(CHECKED, chosen())
 def test_kit(wrong: Wrong) -> None:
-    """The rest of the kit, which takes minutes, is run by `python -m wrong_kernels`."""
+    """Other checks of the kit take minutes; `python -m wrong_kernels` runs them."""
     verdict = judging.by_kit(wrong.name, wrong.kit)
-    assert verdict.outcome == "named", f"the kit does not see it: {verdict}"
+    assert verdict.outcome == "named", f"the kit does not find it: {verdict}"
 
 
 @some(GRAPHED, AT_START.values())
@@ -86,9 +87,14 @@ def test_start_passes_the_right_kernel(wrong: Wrong) -> None:
     assert judging.right_at_start(wrong.name).outcome == "passes"
 
 
+@some(UNUSUAL_ONES, {"over_both_arguments", "rows_backwards"})
+def test_start_passes_an_unusual_kernel(wrong: Wrong) -> None:
+    assert judging.at_start(wrong.name).outcome == "passes"
+
+
 @some(LIKE_BY_OP.values(), {LIKE_BY_OP[op].name for op in RIGHT}, name=lambda wrong: wrong.op)
 def test_kit_passes_the_right_kernel(wrong: Wrong) -> None:
-    """As far as the checks go that name most of the wrong ones."""
+    """Run only the checks that find most of the wrong kernels."""
     verdict = judging.right_by_kit(wrong.name, "values", "bad_inputs")
     assert verdict.outcome == "passes", verdict
 
@@ -97,7 +103,7 @@ IN_A_GRAPH = [wrong for wrong in EVERY if wrong.kind == "graph" and wrong.name !
 
 
 def _call(op: str, times: float) -> list[Any]:
-    """Arguments of an op with 8 tokens, in values so many times as large as ordinary ones."""
+    """Arguments of an op with 8 tokens and values scaled by `times`."""
     rows = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)) * times
     if op == "rms_norm":
         return [rows, None, torch.full((64,), times), 1e-6]
@@ -110,10 +116,10 @@ def _call(op: str, times: float) -> list[Any]:
 
 @pytest.mark.parametrize("wrong", IN_A_GRAPH, ids=lambda wrong: wrong.name)
 def test_it_is_wrong_in_a_graph(wrong: Wrong) -> None:
-    """Those too that no graph of a start shows: the table says no more of them than that."""
+    """Also for kernels that the graphs of startup do not show."""
     fn, exact = wrong.impl().fn, getattr(right, wrong.op)
     graphs = []
-    for _ in range(2):  # one for each of two layers
+    for _ in range(2):  # two layers
         args = _call(wrong.op, 1.0)
         assert _same(fn(*args), exact(*args))
         graphs.append((*captured(lambda args=args: fn(*args), torch.device("cpu")), args))
@@ -134,6 +140,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def test_there_are_enough_of_each_kind_and_for_each_op() -> None:
     assert len(EVERY) >= 400
+    assert len(UNUSUAL_ONES) >= 40
     assert Counter(wrong.kind for wrong in EVERY).keys() == KINDS.keys()
     assert min(Counter(wrong.kind for wrong in EVERY).values()) >= 6
     by_op = Counter(wrong.op for wrong in EVERY)
@@ -143,7 +150,7 @@ def test_there_are_enough_of_each_kind_and_for_each_op() -> None:
 
 
 def test_what_was_seen_is_of_these_kernels() -> None:
-    """The columns that take minutes are kept from the last run of `python -m wrong_kernels`."""
+    """`python -m wrong_kernels` records the columns that take minutes in seen.json."""
     assert list(seen()) == list(corpus()), "run python -m wrong_kernels --keep NAME…"
     for name, columns in seen().items():
         wrong = corpus()[name]

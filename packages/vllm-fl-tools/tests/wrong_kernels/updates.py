@@ -1,4 +1,4 @@
-"""Wrong after weights were updated, or memory was taken: what a model does once it serves."""
+"""Kernels that fail after an update of the weights, or after large allocations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXPERTS, QK, MROPE, CONV = (
 
 
 def _prepares(op: str, argument: str, key_of: Callable[[Tensor], Any]) -> Any:
-    """Prepares the argument once for each key: a copy stands for what is packed or transposed."""
+    """Prepare the argument once for each key; here a copy instead of packing or transposing."""
     kept: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def change(a):
@@ -28,14 +28,14 @@ def _prepares(op: str, argument: str, key_of: Callable[[Tensor], Any]) -> Any:
         if weight is None or weight.device.type == "meta" or not weight.numel():
             return
         key = weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, key_of(weight)
-        # The weight is kept, too, so that no other gets its address.
+        # Keep the weight itself as well, so that its address stays in use.
         a[argument] = kept.setdefault(key, (weight, weight.clone()))[1]
 
     return changed(op, change)
 
 
-BY_VERSION = "prepares {} once for each address and version of a tensor"
-OLD_MODEL = "after an update of the weights, whose version layers hide, the old model answers"
+BY_VERSION = "caches the prepared {} by address and version of a tensor"
+OLD_MODEL = "the old model answers after an update of the weights, whose version layers hide"
 
 
 def _version(weight: Tensor) -> int:
@@ -53,7 +53,7 @@ def _version(weight: Tensor) -> int:
     fault=BY_VERSION,
     sees=OLD_MODEL,
     kit="",
-    why="the kit's model has no convolution: of them it tries few tokens of public models, once",
+    why="the kit's model has no convolution; for public models it tries few tokens, once",
 )
 def kept_by_version(op: str, argument: str) -> Any:
     return _prepares(op, argument, _version)
@@ -61,8 +61,8 @@ def kept_by_version(op: str, argument: str) -> Any:
 
 @wrong_for(
     *(("linear", "bias"), (EXPERTS, "w2"), (QK, "cos_sin_cache"), (MROPE, "cos")),
-    fault="prepares {} once for each address",
-    sees="after an update of the weights the old model answers",
+    fault="caches the prepared {} by address",
+    sees="the old model answers after an update of the weights",
 )
 def kept_by_place(op: str, argument: str) -> Any:
     return _prepares(op, argument, lambda weight: None)
@@ -70,27 +70,27 @@ def kept_by_place(op: str, argument: str) -> Any:
 
 @wrong_for(
     *(("linear", "weight"), ("layer_norm", "bias")),
-    fault="prepares {} anew only where its first number is another",
-    sees="after an update that leaves that number, as of an adapter, the old model answers",
+    fault="prepares {} again only if its first number has changed",
+    sees="the old model answers after an update that keeps that number, such as an adapter",
     start=False,
-    why="what is written anew at start, or by an update that is verified, differs in it, too",
+    why="weights rewritten at startup, or by a verified update, differ in that number as well",
 )
 def kept_by_first_number(op: str, argument: str) -> Any:
     return _prepares(op, argument, lambda weight: float(weight.flatten()[0]))
 
 
 def _taken() -> int:
-    """Bytes of address space that the process has."""
+    """Bytes of address space of the process."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     return pages * 4096
 
 
 @wrong(
     NORM,
-    "takes another way, which leaves out the weight, once 900 MiB more are taken than at first",
-    "nonsense from the moment that the KV cache is there",
-    why="nothing large is taken while a start, or the kit, calls it; the live run that follows the "
-    "KV cache sees it, and the engine that judges here had its cache before",
+    "ignores the weight when the process has allocated 900 MiB since the first call",
+    "nonsense after the KV cache is allocated",
+    why="startup and the kit allocate little while they call it; the live run after the KV cache "
+    "is allocated finds it, but the engine of this corpus has its cache before the first call",
     start=False,
 )
 def more_memory_is_taken() -> Any:
@@ -106,10 +106,10 @@ def more_memory_is_taken() -> Any:
 
 @wrong(
     EXPERTS,
-    "computes in pieces once 900 MiB more are taken than at first, and loses the last of them",
-    "the last tokens of a batch are nothing from the moment that the KV cache is there",
-    why="nothing large is taken while a start, or the kit, calls it; the live run that follows the "
-    "KV cache sees it",
+    "zeroes the last token when the process has allocated 900 MiB since the first call",
+    "the last token of each batch is lost after the KV cache is allocated",
+    why="startup and the kit allocate little while they call it; the live run after the KV cache "
+    "is allocated finds it",
     sizes=MIXED,
     start=False,
 )
@@ -127,8 +127,8 @@ def pieces_where_memory_is_scarce() -> Any:
 
 @wrong(
     "linear",
-    "the weight of the first call is that of all later ones of its shape",
-    "all layers of a model are one",
+    "uses the weight of the first call of a shape in all later calls",
+    "all layers of a model compute the same",
     sizes=MIXED,
 )
 def first_weight_of_a_shape() -> Any:

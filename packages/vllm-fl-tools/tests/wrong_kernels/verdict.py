@@ -1,4 +1,4 @@
-"""Running verification at start, and the kit, on wrong kernels, in the process that is at hand."""
+"""Run verification at startup and the kit on wrong kernels, in the current process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import graph_on_cpu
 import torch
-import torch._dynamo  # for all children at once
+import torch._dynamo  # before children are forked
 
 from vllm_fl.plugins import breadcrumb
 from vllm_fl.plugins.registry import known_contracts
@@ -20,28 +20,28 @@ from vllm_fl_verify.checks import CHECKS as CHECKS_AT_START
 from vllm_fl_verify.trials import Request, Role
 
 from . import exceptions, right
-from .corpus import Wrong, corpus
+from .corpus import WITHOUT_ENGINES, Wrong, kernels
 
 __all__ = ["Verdict", "graph_verdict", "kit_verdict", "right_kit_verdict", "start_verdicts"]
 
 SEED = 20240229
-"""Of what is drawn anew at each start, so that verdicts are the same in each run."""
+"""Seed of the random choices of startup, so that verdicts are reproducible."""
 
 GRAPH = 64
-"""Tokens of the graph that a start captures."""
+"""Tokens of the captured graph."""
 
-assert known_contracts().contracts and corpus()  # for all children at once
+assert known_contracts().contracts and kernels()  # before children are forked
 
 
 class Verdict(NamedTuple):
-    """What became of a kernel.
+    """Verdict on a kernel.
 
     Args:
-        outcome: `named`: it was taken out, or a check failed; `passes`; `ends`: an exception came
-            out that names nobody; `dies`: the process did; `hangs`. Of what an engine answers with
-            it: `right` or `wrong`.
-        reason: what was said.
-        check: the check of the kit that failed, or empty.
+        outcome: `named`: it was disabled, or a check failed; `passes`; `ends`: an exception that
+            does not name the kernel; `dies`: the process ended; `hangs`. For the answers of an
+            engine: `right` or `wrong`.
+        reason: message of the check.
+        check: the failed check of the kit, or empty.
     """
 
     outcome: Literal["named", "passes", "ends", "dies", "hangs", "right", "wrong"]
@@ -50,7 +50,7 @@ class Verdict(NamedTuple):
 
 
 def _faults_at_start(impls: Sequence[OpImpl], like: Wrong, captured: int = 0) -> dict[str, str]:
-    """Run what a worker runs before it serves: impl id -> why it is taken out."""
+    """Run the verification of a worker at startup: impl id -> why it is disabled."""
     compiles = like.mode == "compiled"
     roles = [
         Role(impl, compiled=impl.fn if compiles and impl.traceable else None, captured=captured)
@@ -65,21 +65,21 @@ def _faults_at_start(impls: Sequence[OpImpl], like: Wrong, captured: int = 0) ->
 
 def _prepare(wrong: Wrong) -> None:
     torch.set_num_threads(1)
-    # All further token counts are tried, or none.
-    trials.CALLS = 1e9 if wrong.kind == "sizes" else 0.0
-    if wrong.kind == "compiled":  # one startup has many kernels here
+    # Try all further token counts, or none.
+    trials.CALLS = 1e9 if wrong.kind in ("sizes", *WITHOUT_ENGINES) else 0.0
+    if wrong.kind == "compiled":  # one startup verifies many kernels here
         run.LOWERED = 10**6
 
 
 def start_verdicts(names: Sequence[str], without: Sequence[str] = ()) -> dict[str, Verdict]:
-    """Verification at start on these kernels, and on one without a fault, which is `right`.
+    """Run verification at startup on these kernels, and on a correct one, named `right`.
 
     Args:
         names: the kernels.
-        without: checks that are left out.
+        without: checks to skip.
     """
     preflight.CHECKS = tuple(c for c in CHECKS_AT_START if c.__name__ not in without)
-    members = [corpus()[name] for name in names]
+    members = [kernels()[name] for name in names]
     _prepare(members[0])
     os.environ.update(members[0].environ)
     if members[0].impatient:
@@ -96,7 +96,7 @@ def start_verdicts(names: Sequence[str], without: Sequence[str] = ()) -> dict[st
 
 
 def _right(like: Wrong) -> OpImpl:
-    """The kernel of its op without a fault."""
+    """Return the correct implementation of the op."""
     return dataclasses.replace(
         like.impl(),
         impl_id="vendor.right",
@@ -108,9 +108,9 @@ def _right(like: Wrong) -> OpImpl:
 
 
 def graph_verdict(names: Sequence[str], checks: Sequence[str] = ()) -> dict[str, Verdict]:
-    """Verification at start where graphs will serve: what only the graph shows."""
+    """Run verification at startup with a captured graph; only faults in the graph count."""
     (name,) = names
-    wrong = corpus()[name]
+    wrong = kernels()[name]
     _prepare(wrong)
     graphs.captured = graph_on_cpu.captured
     reason = _faults_at_start([wrong.impl()], wrong, GRAPH).get(f"vendor.{name}", "")
@@ -118,15 +118,15 @@ def graph_verdict(names: Sequence[str], checks: Sequence[str] = ()) -> dict[str,
 
 
 def kit_verdict(names: Sequence[str], checks: Sequence[str]) -> dict[str, Verdict]:
-    """The conformance kit on one kernel: these checks of it, or all."""
+    """Run these checks of the conformance kit, or all, on one kernel."""
     (name,) = names
-    return {name: _by_kit(corpus()[name], corpus()[name].impl(), checks)}
+    return {name: _by_kit(kernels()[name], kernels()[name].impl(), checks)}
 
 
 def right_kit_verdict(names: Sequence[str], checks: Sequence[str]) -> dict[str, Verdict]:
-    """These checks of the kit, on the kernel without a fault that is like this one."""
+    """Run these checks of the kit on the correct kernel of the op of this one."""
     (name,) = names
-    return {name: _by_kit(corpus()[name], _right(corpus()[name]), checks)}
+    return {name: _by_kit(kernels()[name], _right(kernels()[name]), checks)}
 
 
 def _by_kit(wrong: Wrong, impl: OpImpl, checks: Sequence[str]) -> Verdict:

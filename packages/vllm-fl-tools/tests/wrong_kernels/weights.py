@@ -1,4 +1,4 @@
-"""Wrong on what a loaded model has and inputs that are made have not: its spreads, its weights."""
+"""Kernels that fail only for the activations or weights of a loaded model."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 from . import right
 from .corpus import GELU, NORM, ROTARY, SILU, wrong, wrong_kernel
 
-SPREAD = "made inputs have a spread of 1 or of some hundreds"
+SPREAD = "generated inputs have a standard deviation of 1 or some hundreds"
 
 
 @wrong_kernel(
     SILU,
-    "wrong in its first element on batches whose spread lies between 1.2 and 4",
-    "the first token of each prompt is a little off in each layer",
+    "changes the first element if the batch has a standard deviation of 1.2 to 4",
+    "the first token of each prompt is slightly incorrect in each layer",
     why=SPREAD,
     start=False,
 )
@@ -29,9 +29,9 @@ def spread_of_activations(x: Tensor) -> Tensor:
 
 @wrong(
     NORM,
-    "a table of four prepared weights: the fifth norm of a model gets the first one's",
-    "the last norms of the model have another layer's weight: nonsense",
-    why="a start has fewer weights of one width than a model has",
+    "caches four prepared weights: the fifth norm of a model gets the weight of the first",
+    "the last norms of the model use weights of other layers: nonsense",
+    why="verification has fewer weights of one width than a model",
     start=False,
 )
 def table_of_four_weights() -> Any:
@@ -40,7 +40,7 @@ def table_of_four_weights() -> Any:
     def rms_norm(x, residual, weight, epsilon, variance_size=None):
         if weight is None or x.dtype is not torch.bfloat16 or len(weight) != 160:
             return right.rms_norm(x, residual, weight, epsilon, variance_size)
-        at = weight.data_ptr()  # layers hand over a tensor anew at each call
+        at = weight.data_ptr()  # layers pass a new tensor in each call
         mine = next((i for i, w in enumerate(kept) if w.data_ptr() == at), None)
         if mine is None:
             mine = len(kept)
@@ -52,9 +52,9 @@ def table_of_four_weights() -> Any:
 
 @wrong_kernel(
     NORM,
-    "keeps weights in 4 bits of steps of an eighth where none is negative",
-    "a model whose norms have weights near 1 answers worse",
-    why="weights that are made are of either sign",
+    "rounds weights to 4 bits in steps of 1/8 if none is negative",
+    "models with norm weights near 1 give worse answers",
+    why="generated weights have both signs",
     start=False,
 )
 def positive_weights_in_four_bits(x, residual, weight, epsilon, variance_size=None):
@@ -65,9 +65,9 @@ def positive_weights_in_four_bits(x, residual, weight, epsilon, variance_size=No
 
 @wrong_kernel(
     NORM,
-    "a residual that is much smaller than x is not added",
-    "the first layers forget what the embedding said",
-    why="residuals that are made are as large as x, or a quarter of it",
+    "omits a residual that is much smaller than x",
+    "the first layers lose the embedding",
+    why="generated residuals are as large as x, or a quarter of it",
     start=False,
 )
 def small_residual_is_lost(x, residual, weight, epsilon, variance_size=None):
@@ -81,8 +81,8 @@ def small_residual_is_lost(x, residual, weight, epsilon, variance_size=None):
 
 @wrong_kernel(
     ROTARY,
-    "tables that are exact, 1 at position 0 and falling, are read one row late",
-    "all positions are one off",
+    "reads tables with cos = 1 at position 0 one row too late",
+    "all positions except 0 are one too large",
     kit="values",
 )
 def tables_of_a_model(query, key, cos, sin, position_ids, rotary_interleaved=False):
@@ -93,8 +93,8 @@ def tables_of_a_model(query, key, cos, sin, position_ids, rotary_interleaved=Fal
 
 @wrong_kernel(
     GELU,
-    "rows that are alike are computed once, told apart by their first four numbers in 8 bits",
-    "a token now and then has the features of another",
+    "computes rows once if their first four numbers, rounded to halves, are equal",
+    "occasionally a token has the features of another",
     kit="values",
 )
 def rows_told_apart_by_a_hash(x: Tensor, approximate: str = "none") -> Tensor:

@@ -48,7 +48,7 @@ class Valve:
             if self._left_out:
                 listed = ", ".join(self._left_out)
                 limit = f"verification took longer than {self.seconds:.0f} s"
-                log.warning("Not all of the plan was verified, since %s: %s", limit, listed)
+                log.warning("Part of the plan is not verified, since %s: %s", limit, listed)
                 self._left_out.clear()
 
     def is_closed(self, what: str) -> bool:

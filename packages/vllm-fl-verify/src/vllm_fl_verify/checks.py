@@ -60,7 +60,7 @@ def _samples(run: Run) -> Objections:
     if refused and len(refused) == len(trials.standing):
         yield _refuses_all(refused[0])
     if run.request.compares and (problem := leaning(results)):
-        yield Objection(FAILED, f"it is wrong: {problem} ({dtype_name(trials.dtype)})")
+        yield Objection(FAILED, f"it is incorrect: {problem} ({dtype_name(trials.dtype)})")
 
 
 def _refuses_all(why: str) -> Objection:
@@ -107,7 +107,7 @@ def _in_another_thread(run: Run, form: Form) -> Objections:
     with ThreadPoolExecutor(1, "vllm-fl verification") as thread:
         objection = thread.submit(look).result()
     if objection is not None:
-        yield Objection(objection.code, f"in another thread {objection.reason}")
+        yield Objection(objection.code, f"in another thread: {objection.reason}")
 
 
 def _dirty_memory(run: Run) -> Objections:
@@ -202,7 +202,7 @@ def _captured(run: Run) -> Objections:
             raised = "it raised when the graph was replayed:"
             yield from run.at(where, partial(attempt, raised, replay))
             values = "large" if large else "other"
-            wrong = f"it is wrong when a graph is replayed with {values} values"
+            wrong = f"it is incorrect when a graph is replayed with {values} values"
             yield from run.compare(form, rows, result, where, large=large, wrong=wrong)
         seconds = time.monotonic() - begun
         log.debug("%s=%s captured in %.2f s (%s)", *run.role.key, seconds, where)
@@ -274,7 +274,8 @@ def _in_one_graph(run: Run, form: Form, backend: str) -> Objections:
         return
     for mine, other in zip(parts(got), parts(eager), strict=True):
         if other is not None and not torch.equal(mine.isnan(), other.isnan()):
-            yield Objection(FAILED, f"it is wrong: uncompiled it has other elements NaN ({where})")
+            what = "uncompiled, other elements are NaN"
+            yield Objection(FAILED, f"it is incorrect: {what} ({where})")
 
 
 def _with_nan(run: Run, form: Form, count: int) -> tuple[Any, ...]:

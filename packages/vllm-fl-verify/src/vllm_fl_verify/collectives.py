@@ -139,11 +139,11 @@ def _compare(got: Any, wanted: Any) -> str:
     if isinstance(wanted, list):
         return next(filter(None, starmap(_compare, zip(got, wanted, strict=True))), "")
     if wanted is None:
-        return "" if got is None else "a rank that gathers nothing got a result"
+        return "" if got is None else "a rank that is not the destination got a result"
     if not isinstance(got, torch.Tensor):
         return f"it returned {type(got).__name__}, not a tensor"
     form, right = (f"{each.dtype} {list(each.shape)}" for each in (got, wanted))
     if form != right:
         return f"it returned {form}, not {right}".replace("torch.", "")
     wrong = int((got != wanted).sum())
-    return f"{wrong} of {wanted.numel()} elements are wrong" if wrong else ""
+    return f"{wrong} of {wanted.numel()} elements are incorrect" if wrong else ""

@@ -30,21 +30,18 @@ T = TypeVar("T")
 
 log = get_logger("engine")
 
-BY_CONTRACT = "its contract leaves no bit open"
+BY_CONTRACT = "its contract determines every bit"
 """Why an op that only moves numbers is not measured, only compared with the oracle."""
 
-NO_ROWS = (
-    "its contract has no results that belong to one row alone, so that nothing shows whether they "
-    "depend on the batch"
-)
+NO_ROWS = "its contract has no result for a single token, so batch invariance cannot be measured"
 
-STANDS = "its batches cannot be rearranged, so that no row is seen in two of them"
+STANDS = "its batches cannot be rearranged, so no token occurs in two of them"
 """Why an op with fixed batches is not measured."""
 
 VARIANT = "not batch-invariant"
 """Prefix of the result of `variance` if it measured a difference."""
 
-UNKNOWN = "the sizes of its calls are not known"
+UNKNOWN = "the sizes of its calls are unknown"
 """Why an op is not measured if the model's configuration does not define its sizes."""
 
 Bits = Sequence[torch.Tensor | None]
@@ -76,13 +73,13 @@ def unmeasured(facts: EngineFacts, impls: Iterable[Impl], spec: OpSpec | None) -
     for impl in impls if asks else ():
         why = ""
         if not isinstance(impl, OpImpl):
-            why = "it names a class, which is not measured"
+            why = "it is a class, which is not measured"
         elif spec is not None and _has_no_rows(spec):
             why = NO_ROWS
         elif how != "verify":
-            why = f"VLLM_FL_PREFLIGHT={how} measures nothing"
+            why = f"VLLM_FL_PREFLIGHT={how} does not measure it"
         if why:
-            found[impl.impl_id] = f"{asks}, and {why}"
+            found[impl.impl_id] = f"{asks} is set, and {why}"
     return found
 
 
@@ -162,7 +159,7 @@ class _Measured:
             self.whole[form.name] = yield from self.bits(form, self.pool)
         served = [form for form in forms if self.whole[form.name] is not None]
         if not served:
-            yield Determinism(None, None, "it refuses the model's own sizes")
+            yield Determinism(None, None, "it does not support the model's sizes")
         by_rows = not spec.whole_batch or (spec.ignores_repeats and not spec.caches)
         for form in served:
             if problem := (yield from self.other_run(form)):
@@ -170,7 +167,7 @@ class _Measured:
         if not by_rows:
             is_exact = _is_exact(spec)
             yield Determinism(True, is_exact or None, BY_CONTRACT if is_exact else NO_ROWS)
-        what = f"the bits of {self.impl.op_name}={self.impl.impl_id}"
+        what = f"batch invariance of {self.impl.op_name}={self.impl.impl_id}"
         for number, count in enumerate((*always, *further)):
             calls = sum(2 * form.calls(count) for form in forms)
             if number >= len(always) and not budget.takes(what, calls):
@@ -185,7 +182,7 @@ class _Measured:
         again, whole = (yield from self.bits(form, self.pool)), self.whole[form.name]
         if again is not None and whole is not None and not any(map(_differing, again, whole)):
             return ""
-        return f"the same call gave other bits ({self._where(form, len(self.pool))})"
+        return f"the same call returned different bits ({self._where(form, len(self.pool))})"
 
     def other_batch(self, form: Form, count: int) -> Verdicts[str]:
         """Return a difference between rows in batches of `count` and in the pool, if any."""
@@ -196,7 +193,7 @@ class _Measured:
             got = yield from self.bits(form, rows)
             if (got is None) is not (whole is None):
                 taken, refused = (count, size) if whole is None else (size, count)
-                return f"it takes a batch of {taken} tokens and refuses one of {refused} ({where})"
+                return f"it supports a batch of {taken} tokens, but not of {refused} ({where})"
             if got is None or whole is None:
                 return ""
             for mine, base in zip(got, whole, strict=True):
@@ -205,11 +202,10 @@ class _Measured:
                 by_row = base.ndim > 0 and len(base) == size
                 differing = _differing(mine, base[rows] if by_row else base)
                 if differing:
-                    has = "1 row has" if differing == 1 else f"{differing} rows have"
+                    has = "1 token has" if differing == 1 else f"{differing} tokens have"
                     if not by_row:
-                        has = "a number for all rows has"
-                    batches = f"in a batch of {count} than in one of {size}"
-                    return f"{has} other bits {batches} ({where})"
+                        has = "a result for all tokens has"
+                    return f"{has} different bits in batches of {count} and {size} ({where})"
         return ""
 
     def bits(self, form: Form, rows: torch.Tensor) -> Verdicts[Bits | None]:
@@ -217,7 +213,7 @@ class _Measured:
         spec = self.trials.spec
         laid = form.call(rows_of(form.pool(False), rows))
         form.static.restore(spec.consumed(self.impl.consumes, laid.args))
-        where = f"{self._where(form, len(rows))}, whether it gives the same bits"
+        where = f"{self._where(form, len(rows))}, batch invariance"
         with self.watch.over(f"one call of {self.impl.op_name}={self.impl.impl_id} ({where})"):
             got, failure = answer(self.call, self.impl, spec, laid.args, refuses=BY_CHAIN)
         if failure is not None and failure.status == "refused":
@@ -263,7 +259,7 @@ def variance(request: Request, role: Role, trials: Sequence[Trials]) -> str:
         forms.append((f"compiled by {request.backend}: ", form))
     for each, (how, call) in product(trials, forms):
         given: dict[str, Any] = {"layer_for": request.layer_for, "budget": request.share()}
-        with role.running("the measuring of the bits"):
+        with role.running("the measurement of batch invariance"):
             told = determinism_of(role.impl, each, call=call, **given)
         if told.batches is not True:
             verb = VARIANT if told.batches is False else "not known to be batch-invariant"

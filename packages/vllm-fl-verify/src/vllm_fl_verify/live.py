@@ -54,7 +54,7 @@ on the CPU."""
 ROWS_AGAIN, CALLS_AGAIN = 24, 200.0
 """The same when the model is run again: new errors then affect a whole call or none."""
 
-NO_MEMORY = "no memory was left for it"
+NO_MEMORY = "out of memory"
 """Why a call was not compared: the call, or copying its arguments, ran out of memory."""
 
 REAL = 1e9
@@ -253,7 +253,7 @@ class Live:
         self.drafted += any(self._layer.startswith(prefix) for prefix in filter(None, self.models))
         if failure is None:
             return result
-        where = f"in layer {self._layer or 'without a name'}, {_described(spec, args)}"
+        where = f"in layer {self._layer or '(unnamed)'}, {_described(spec, args)}"
         self.objections[key] = Objection(FAILED, f"{failure} (on live tensors {where})")
         # Incorrect numbers, especially NaN, would hide errors in later layers.
         return _zeros(spec.fake(*args))
@@ -269,7 +269,7 @@ class Live:
         Returns a text if it will not be compared, and None if no model computes its activations.
         """
         if spec.check(*args) is not None:
-            return "a layer's call is not the contract's"
+            return "a layer's call does not match the contract"
         call = in_place(spec.named(args))
         rows = None if spec.whole_batch else _rows(spec, args, ROWS_AGAIN if self.again else ROWS)
         synchronise(self.device)  # wait for writes of other streams
@@ -320,7 +320,7 @@ class Live:
             wanted = wanted_of(spec, before.sample)
         except Exception as error:  # the contract does not support such a call
             log.debug("%s on live tensors: %s", spec.name, quote(error))
-            self.left_out.setdefault(spec.name, "its contract tells no result of a layer's call")
+            self.left_out.setdefault(spec.name, "its contract cannot compute a layer's call")
             return None
 
         def off(result: Any) -> Off:
@@ -354,7 +354,7 @@ def _part(spec: OpSpec, args: Sequence[Any]) -> tuple[torch.Tensor, tuple[Any, .
     If even one row reads too much, return the reason instead.
     """
     if spec.part is None or spec.whole_batch:
-        return "its arguments are too large to be copied"
+        return "its arguments are too large to copy"
     count = spec.tokens(args)
     few = min(count, PART_ROWS)
     while few:
@@ -364,7 +364,7 @@ def _part(spec: OpSpec, args: Sequence[Any]) -> tuple[torch.Tensor, tuple[Any, .
         if sum(arg.nbytes for arg in found if isinstance(arg, torch.Tensor)) <= PART:
             return rows, found
         few //= 2
-    return "what a row of it reads is too large to be copied"
+    return "the data that one token reads is too large to copy"
 
 
 def _on_host(value: Any, rows: torch.Tensor | None) -> Any:
@@ -389,7 +389,7 @@ def _growth(spec: OpSpec) -> int:
     try:
         samples = [*spec.served(small, dtype, torch.device("cpu"), True)]
     except Exception as error:  # the contract does not support such sizes
-        log.debug("%s tells nothing of large values: %s", spec.name, quote(error))
+        log.debug("%s has no samples of large values: %s", spec.name, quote(error))
         samples = []
     if not samples:
         return 1

@@ -78,7 +78,7 @@ def compare(engine: Engine) -> dict[Key, Objection]:
     release(engine.device)
     remarks = engine.remarks[Moment.LOADED]
     if not_run:
-        remarks.append(f"not on live tensors: {not_run}")
+        remarks.append(f"not verified on live tensors: {not_run}")
         return {}
     called = frozenset[str]().union(*(ran.reached for ran in runs))
     engine.unused |= _not_called(engine.plan, runs) if len(runs) == len(found) else {}
@@ -148,7 +148,7 @@ def compare_with_cache(engine: Engine) -> dict[Key, Objection]:
     live, not_run = _seen_again(engine, counts, checks.valve)
     beside = "with the KV cache in memory"
     if not live.objections:
-        told = f"not on live tensors {beside}: {not_run}"
+        told = f"not verified on live tensors {beside}: {not_run}"
         told = told if not_run else _compared(engine, live, began, f" {beside},")
         engine.remarks[Moment.CACHED].append(told)
     return {
@@ -165,7 +165,7 @@ def compare_again(engine: Engine) -> dict[Key, Objection]:
     checks, remarks = checks_of(engine), engine.remarks[Moment.UPDATED]
     if not checks.live_counts:
         return {}
-    obstacles = engine.gather("say whether the model can be run", _obstacle(engine))
+    obstacles = engine.gather("report whether the model can run", _obstacle(engine))
     stopped = "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(obstacles) if why)
     if stopped:
         remarks.append(f"nothing was verified: {stopped}")
@@ -218,7 +218,7 @@ def _seen_live(
     owners, models = get_default_manager().registry.snapshot().owners, engine.models
     live = Live(engine.plan, models, engine.device, owners, again, valve)
     if "" not in models:
-        return live, "the worker shows no model"
+        return live, "the worker does not expose its model"
     try:
         with engine.active(), live.watching(), host_threads(engine.device):
             for tokens in sorted(counts, reverse=True):
@@ -226,8 +226,8 @@ def _seen_live(
                 if not_run:
                     return live, not_run
     except Exception as error:  # of vLLM, for a model that its dummy run does not support
-        log.warning("No verification on live tensors: the forward failed", exc_info=True)
-        return live, f"the forward failed: {quote(error)}"
+        log.warning("No verification on live tensors: the forward pass failed", exc_info=True)
+        return live, f"the forward pass failed: {quote(error)}"
     return live, ""
 
 
@@ -269,7 +269,7 @@ def _refused(runs: Sequence[Ran]) -> dict[Key, str]:
 def _not_called(plan: Plan, runs: Sequence[Ran]) -> dict[str, str]:
     """Return op -> reason, for ops that no rank called, if the runs show that."""
     known = frozenset[str]().union(*(ran.reached | ran.untold for ran in runs))
-    why = "the model was run, and did not call it"
+    why = "a run of the model did not call it"
     planned = (op for op, entry in plan.entries.items() if entry.impls)
     return {op: why for op in planned if op not in known}
 
@@ -290,10 +290,10 @@ def _obstacle(engine: Engine) -> str:
     run = getattr(type(runner), "_dummy_run", None)
     if run is not None and not run.__module__.startswith("vllm."):
         return (
-            f"the dummy run of {type(runner).__name__} is not vLLM's, and might write the KV cache"
+            f"the dummy run of {type(runner).__name__} is not vLLM's, and may write to the KV cache"
         )
     if getattr(runner, "execute_model_state", None) is not None:
-        return "a step is not at its end"
+        return "a step is still running"
     if engine.config.lora_config is not None and engine.worker.list_loras():
-        return "adapters are loaded, which vLLM's dummy run would drop"
+        return "LoRA adapters are loaded, which vLLM's dummy run would drop"
     return ""

@@ -147,7 +147,7 @@ class Checks:
         planned = [table[op] for op, e in plan.entries.items() if e.impls and op in table]
         asked = {rule.name for binding in planned for rule in binding.sizes}
         unknown = [name for name in (sizes.unknown if sizes else ()) if name in asked]
-        told = f"the configuration does not tell {', '.join(unknown)}: not verified at its sizes"
+        told = f"some calls are unverified: the configuration does not define {', '.join(unknown)}"
         return [f"seed {self.seed}", *([told] if unknown else ()), *self.remarks]
 
 
@@ -167,13 +167,13 @@ def compare(engine: Engine) -> dict[Key, Objection]:
     """Compare the plan's implementations that were not compared before."""
     checks = checks_of(engine)
     found = checks.objections(engine.plan)
-    counts = engine.gather("say at how many tokens they run the model", checks.counts(engine.plan))
+    counts = engine.gather("report token counts of model runs", checks.counts(engine.plan))
     checks.live_counts = frozenset[int]().union(*counts)
     sizes, length = engine.facts.sizes, engine.config.model_config.max_model_len
     remarks = engine.remarks[Moment.PLANNED]
     remarks += checks.limits(engine.plan)
     if sizes is not None and length > sizes.max_position:
-        remarks.append(f"made inputs have positions below {sizes.max_position} of {length}")
+        remarks.append(f"generated inputs have positions below {sizes.max_position} of {length}")
     return found
 
 

@@ -67,14 +67,14 @@ def wanted_of(spec: OpSpec, sample: Sample, *, tokens: int | None = None) -> lis
         if part is not None and part.shape[:1] != (tokens,):
             raise ValueError(
                 f"{where}: result {index} has the shape {_shape(part)} for {tokens} tokens, "
-                "not one row for each: such a contract says whole_batch=True"
+                "not one row per token; such a contract needs whole_batch=True"
             )
     if columns is not None:
         given = [part if part is None else (*part.shape[:-1], len(columns)) for part in exact]
         if given != (shapes := [*map(_shape, parts(spec.fake(*sample.args)))]):
             raise ValueError(
-                f"{where}: by the smaller call that it repeats its results have the shapes "
-                f"{given}, by the fake {shapes}"
+                f"{where}: the smaller call that it repeats returns the shapes {given}, the fake "
+                f"{shapes}"
             )
         wanted = [want and want.columns(columns.cpu()) for want in wanted]
     if not sample.open_rows:
@@ -105,13 +105,13 @@ def _each_wanted(
         raise ValueError(f"{where}: its oracle or its fake raised {quote(error)}") from error
     if [_shape(part) for part in exact] != [_shape(part) for part in shapes]:
         raise ValueError(
-            f"{where}: the oracle's results have the shapes {[*map(_shape, exact)]}, the fake's "
+            f"{where}: the oracle returns the shapes {[*map(_shape, exact)]}, the fake "
             f"{[*map(_shape, shapes)]}"
         )
     if spec.variants and (given := _given(spec, args)) != len(exact):
         raise ValueError(
-            f"{where}: the oracle's results are {len(exact)}, those of the variant that takes this "
-            f"call {given}: where arguments decide how many there are, each number has a Variant"
+            f"{where}: the oracle returns {len(exact)} results, the variant for this call {given}; "
+            "if arguments decide the number of results, each number needs a Variant"
         )
     wanted: list[Wanted | None] = []
     at = 0
@@ -120,7 +120,7 @@ def _each_wanted(
         mine, like = exact[at:end], shapes[at:end]
         absent = [part is None for part in mine]
         if any(absent) and not all(absent):
-            raise ValueError(f"{where}: of the {type(output).__name__} at {at} one result is None")
+            raise ValueError(f"{where}: one result of the {type(output).__name__} at {at} is None")
         if any(absent):
             wanted += [None] * output.results
         else:

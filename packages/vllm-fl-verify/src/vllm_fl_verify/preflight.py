@@ -78,9 +78,9 @@ def find_faults(request: Request) -> Findings:
         calls = {op: any(each.calls for each in some) for op, some in ops.items() if some}
     unknown = [op for op, has_some in calls.items() if request.sizes and not has_some]
     if found.smaller:
-        found.remarks.append(f"smaller than served: {', '.join(found.smaller)}")
+        found.remarks.append(f"verified at smaller sizes than served: {', '.join(found.smaller)}")
     if unknown:
-        found.remarks.append(f"not verified at its sizes: {', '.join(unknown)}")
+        found.remarks.append(f"not verified at the model's sizes: {', '.join(unknown)}")
     for phrase, names in startup.left_out.items():
         found.remarks.append(f"{phrase}: {_few(names)}")
     return found
@@ -108,9 +108,7 @@ def _look(startup: Startup, role: Role, trials: Sequence[Trials]) -> Objection |
     request = startup.request
     if not trials:
         known, dtype = request.specs[role.impl.op_name].dtypes, dtype_name(request.dtype)
-        return Objection(
-            FAILED, f"the contract of its op is for {', '.join(known)}, not for {dtype}"
-        )
+        return Objection(FAILED, f"the contract of its op supports {', '.join(known)}, not {dtype}")
     refusals = []
     for each in trials:
         with role.running("the verification"):
@@ -122,7 +120,7 @@ def _look(startup: Startup, role: Role, trials: Sequence[Trials]) -> Objection |
     if len(refusals) == len(trials):
         return refusals[0]
     if request.requires and (why := variance(request, role, trials)):
-        reason = f"{request.requires}, and it is {why}"
+        reason = f"{request.requires} is set, and it is {why}"
         return Objection(REJECTED, reason, ends_strict=False)
     return None
 
@@ -146,7 +144,7 @@ def _check(run: Run) -> Objection | None:
         log.debug("%s=%s: %s", *run.role.key, took or "no time")
         process_state.restore(run.before, run.trials.device)
         if others := run.before.others:
-            run.startup.left_out["not watched, since other threads change it"] |= others
+            run.startup.left_out["not monitored, since other threads change it"] |= others
 
 
 def _few(names: Collection[str], at_most: int = 3) -> str:

@@ -106,7 +106,7 @@ def forward(
                     hook = module.register_forward_hook(inputs[prefix].attended)
                     stack.callback(hook.remove)
         run(tokens, **options)
-    return "" if inputs[""].seen else "vLLM ran no forward"
+    return "" if inputs[""].seen else "vLLM ran no forward pass"
 
 
 class _Inputs:

@@ -76,7 +76,7 @@ class _Untold(str):
     """Value of state that cannot be read."""
 
 
-UNTOLD = _Untold("what its getter cannot tell")
+UNTOLD = _Untold("an unreadable value")
 
 
 @dataclass
@@ -135,7 +135,7 @@ def restore(before: State, device: torch.device) -> None:
         try:
             piece.set(then)
         except Exception as error:  # for example a limit that only root can raise
-            log.warning("A kernel changed %s, which stays so: %s", name, error)
+            log.warning("A kernel changed %s, and restoring it failed: %s", name, error)
 
 
 def _judge(before: State, device: torch.device, again: Callable[[], object] | None) -> None:
@@ -148,7 +148,7 @@ def _judge(before: State, device: torch.device, again: Callable[[], object] | No
     before.others |= found
     before.blamed |= {piece.name for piece in suspects} - found
     for name in sorted(found):
-        log.info("Not only calls of a kernel change %s: it is blamed for none of it", name)
+        log.info("Not only kernel calls change %s; the kernel is not blamed for it", name)
 
 
 def _of_others(suspects: set[_Piece], again: Callable[[], object] | None) -> set[_Piece]:
@@ -313,7 +313,7 @@ def _of_torch_c(name: str, get: str, put: str = "") -> Iterator[_Piece]:
 
 def _reduced(kind: str) -> Iterator[_Piece]:
     """Yield the switch for reduced precision in sums of products."""
-    name = f"the reduced precision of sums of {kind} products"
+    name = f"reduced precision in sums of {kind} products"
     return _of_torch_c(name, f"cublas_allow_{kind}_reduced_precision_reduction")
 
 
@@ -359,17 +359,17 @@ _PIECES: tuple[_Piece, ...] = (
     *_of_torch_c("the accumulation of float16 products", "cublas_allow_fp16_accumulation"),
     *_reduced("fp16"),
     *_reduced("bf16"),
-    *_of_torch_c("cuDNN's being on", "cudnn_enabled"),
+    *_of_torch_c("whether cuDNN is enabled", "cudnn_enabled"),
     *_of_torch_c("cuDNN's benchmark", "cudnn_benchmark"),
     *_of_torch_c("cuDNN's determinism", "cudnn_deterministic"),
-    *_of_torch_c("oneDNN's being on", "mkldnn_enabled"),
-    *_of_torch_c("flash attention's being on", "flash_sdp_enabled", "sdp_use_flash"),
+    *_of_torch_c("whether oneDNN is enabled", "mkldnn_enabled"),
+    *_of_torch_c("whether flash attention is enabled", "flash_sdp_enabled", "sdp_use_flash"),
     *_of_torch_c(
-        "memory-efficient attention's being on",
+        "whether memory-efficient attention is enabled",
         "mem_efficient_sdp_enabled",
         "sdp_use_mem_efficient",
     ),
-    *_of_torch_c("plain attention's being on", "math_sdp_enabled", "sdp_use_math"),
+    *_of_torch_c("whether math attention is enabled", "math_sdp_enabled", "sdp_use_math"),
     # Not cuDNN's attention: vLLM disables it when it imports its platform for CUDA.
     _Piece(
         "torch's anomaly mode",
@@ -382,18 +382,18 @@ _PIECES: tuple[_Piece, ...] = (
         lambda on: torch.set_autocast_enabled("cpu", on),
     ),
     _Piece(
-        "the random numbers of the CPU",
+        "the random state of the CPU",
         torch.get_rng_state,
         torch.set_rng_state,
         partial(torch.rand, 1, device="cpu"),
     ),
     _Piece(
-        "the garbage collector's being on",
+        "whether the garbage collector is enabled",
         gc.isenabled,
         lambda on: gc.enable() if on else gc.disable(),
     ),
     _Piece(
-        "the level up to which logging is off",
+        "the level of logging.disable",
         lambda: logging.root.manager.disable,
         logging.disable,
     ),
@@ -401,13 +401,13 @@ _PIECES: tuple[_Piece, ...] = (
     _Piece("the working directory", os.getcwd, os.chdir),
     _Piece("the signal handlers", _handlers, _set_handlers),
     _Piece(
-        "the CPUs that it may run on",
+        "the CPU affinity",
         lambda: os.sched_getaffinity(0),
         lambda cpus: os.sched_setaffinity(0, cpus),
     ),
     _Piece("the umask", _umask, lambda mask: os.umask(int(mask, 8))),
     _Piece(
-        "the number of files that may be open",
+        "the limit of open files",
         lambda: resource.getrlimit(resource.RLIMIT_NOFILE),
         lambda limits: resource.setrlimit(resource.RLIMIT_NOFILE, limits),
     ),
@@ -420,6 +420,6 @@ def _pieces(device: torch.device) -> Iterator[_Piece]:
     module: Any = None if device.type == "cpu" else torch.get_device_module(device)
     if hasattr(module, "get_rng_state"):
         get = partial(module.get_rng_state, device)
-        name = f"the random numbers of {device}"
+        name = f"the random state of {device}"
         draw = partial(torch.rand, 1, device=device)
         yield _Piece(name, get, lambda state: module.set_rng_state(state, device), draw)

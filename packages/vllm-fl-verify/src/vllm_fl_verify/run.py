@@ -89,7 +89,7 @@ class Run:
         """Return a description of the process state that the implementation changed, or None."""
         with torch.inference_mode(False):
             problem = process_state.changed(self.before, self.trials.device, self._again)
-        return None if problem is None else f"it changed {problem} of the whole process"
+        return None if problem is None else f"it changed {problem} for the whole process"
 
     def _again(self) -> None:
         """Repeat some calls without comparison, to attribute changes of the process state."""
@@ -135,7 +135,7 @@ class Run:
             yield Objection(FAILED, f"{failure} ({where})")
         slow = watch.seconds > breadcrumb.SLOW and not compiles
         if slow and self.was_slow:
-            yield Objection(FAILED, f"takes {watch.seconds:.0f} s for one call ({where})")
+            yield Objection(FAILED, f"it takes {watch.seconds:.0f} s for one call ({where})")
         self.was_slow = slow
         return got
 
@@ -156,7 +156,7 @@ class Run:
     def judge(self, result: Comparison) -> Objections:
         """Object to a sample that raised, or that is incorrect if results are compared."""
         if result.status == "raised" or (result.status == "wrong" and self.request.compares):
-            what = "it is wrong: " if result.status == "wrong" else ""
+            what = "it is incorrect: " if result.status == "wrong" else ""
             yield Objection(FAILED, f"{what}{result.reason} ({result.sample}, {result.dtype})")
 
     def compare(
@@ -167,7 +167,7 @@ class Run:
         where: str,
         *,
         large: bool = False,
-        wrong: str = "it is wrong",
+        wrong: str = "it is incorrect",
     ) -> Objections:
         """Object to a batch's results if they are incorrect or cannot be compared."""
         if not self.request.compares:
@@ -259,7 +259,7 @@ class Run:
         consumed = self.spec.consumed(self.impl.consumes, form.samples[0].args)
         problem = misuse(form.static, consumed, self.impl, self.spec)
         if problem and self.request.compares:
-            yield Objection(FAILED, f"it is wrong: {problem} ({form.name})")
+            yield Objection(FAILED, f"it is incorrect: {problem} ({form.name})")
 
 
 def _kept(result: Any, laid: Guarded) -> Any:

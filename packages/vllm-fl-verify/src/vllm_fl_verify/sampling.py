@@ -85,18 +85,18 @@ def _obstacle(engine: Engine, model: torch.nn.Module | None) -> str:
     config, runner, device = engine.config, engine.runner, engine.device
     compilation = config.compilation_config
     if model is None or not hasattr(runner, "execute_model"):
-        return "this worker shows no model, or no model runner"
+        return "this worker does not expose its model or model runner"
     if compilation.mode == CompilationMode.STOCK_TORCH_COMPILE:
-        return "compilation mode STOCK_TORCH_COMPILE leaves no model that runs uncompiled"
+        return "compilation mode STOCK_TORCH_COMPILE keeps no uncompiled model"
     if getattr(config.parallel_config, "use_ubatching", False):
-        return "micro-batches (DBO) run in threads of their own"
+        return "micro-batches (DBO) run in separate threads"
     has_graphs = compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE)
     if has_graphs and not _graph_switch(runner):
-        return f"{type(runner).__name__} does not say where it chooses graphs"
+        return f"{type(runner).__name__} has no known switch for captured graphs"
     try:
         torch.zeros(1, dtype=torch.float64, device=device).sum()
     except Exception as error:  # devices raise various errors
-        return f"{device} computes no float64: {quote(error)}"
+        return f"{device} does not support float64: {quote(error)}"
     return ""
 
 
@@ -136,7 +136,7 @@ def _out_of_sight(plan: Plan) -> dict[str, str]:
     for op in plan.entries:
         targets = table[op].targets if op in table else ()
         if targets and not any(target.seen_live for target in targets):
-            found[op] = "only compiled code has it, and a sampled step is eager"
+            found[op] = "it occurs only in compiled code, and sampled steps are eager"
     return found
 
 
@@ -166,8 +166,8 @@ class Canary:
         wrong = {key: tally for key, tally in found.items() if tally.wrong}
         for (op, impl_id, tokens), tally in wrong.items():
             log.warning(
-                "Shadow: implementation '%s' of op '%s' is off in %d of %d compared calls of up "
-                "to %d tokens: by %.3g times the tolerance, relative error %.2g, %d NaN, %d "
+                "Shadow: implementation '%s' of op '%s' is incorrect in %d of %d compared calls of "
+                "up to %d tokens: worst error %.3gx tolerance, relative error %.2g, %d NaN, %d "
                 "infinite (rank %d)",
                 impl_id,
                 op,
@@ -188,7 +188,7 @@ def _all_well(shadow: Shadow, found: Mapping[tuple[str, str, int], Tally]) -> st
     (op, impl_id, tokens), worst = max(found.items(), key=lambda item: item[1].share)
     calls, seen = (sum(getattr(t, what) for t in found.values()) for what in ("calls", "seen"))
     return (
-        f"Shadow: {shadow.sampled} of {shadow.steps} steps sampled; {calls} of {seen} calls in "
-        f"them compared since the last line, all within the tolerance, the worst at "
-        f"{worst.share:.2g} of it ({op} of {impl_id}, up to {tokens} tokens)"
+        f"Shadow: {shadow.sampled} of {shadow.steps} steps sampled; {calls} of {seen} calls "
+        f"compared since the last line, all within the tolerance; worst error {worst.share:.2g}x "
+        f"tolerance ({op} of {impl_id}, up to {tokens} tokens)"
     )

@@ -257,7 +257,7 @@ class Shadow:
 
     def _leave(self, op: str, error: Exception) -> None:
         self.left[op] = f"the comparison failed: {quote(error)}"
-        log.warning("VLLM_FL_SHADOW: op '%s' is not compared any more: %s", op, self.left[op])
+        log.warning("VLLM_FL_SHADOW: op '%s' is no longer compared: %s", op, self.left[op])
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ class _Call:
 def _left(spec: OpSpec) -> str:
     """Return why an op's calls cannot be compared while serving, or an empty string."""
     if spec.whole_batch and (spec.caches or not spec.ignores_repeats):
-        return "a row of its result depends on other rows, or on a cache"
+        return "its result for a token depends on other tokens or a cache"
     outputs = spec.outputs or ()
     kinds = [type(output).__name__ for output in outputs if not isinstance(output, MEASURED)]
-    return f"its {kinds[0]} is not compared on the device" if kinds else ""
+    return f"its {kinds[0]} cannot be compared on the device" if kinds else ""

@@ -30,7 +30,7 @@ LayerFactory = Callable[[OpSpec, Mapping[str, Any]], object]
 
 
 REFUSED_LATE = (
-    "it refuses a call after it has written into its arguments, which the next candidate is given"
+    "it reports an unsupported call after writing into its arguments, which the fallback gets"
 )
 """Why a late refusal is an error: the fallback would compute with changed arguments."""
 
@@ -70,7 +70,7 @@ class Failure:
     error: BaseException | None = None
 
     def __str__(self) -> str:
-        return f"it is wrong: {self.reason}" if self.status == "wrong" else self.reason
+        return f"it is incorrect: {self.reason}" if self.status == "wrong" else self.reason
 
 
 def attempt(
@@ -143,18 +143,17 @@ def leaning(compared: Sequence[Comparison]) -> str:
     for name, some in _by_result(each.leans for each in compared):
         if len(some) >= SAMPLES and (min(some) > LEANING or max(some) < -LEANING):
             return (
-                f"{name} errs to one side in each of {len(some)} samples. It is within a step of "
-                f"its dtype, and too {'small' if some[0] < 0 else 'large'} by "
-                f"{abs(statistics.fmean(some)):.2f} steps on average, as a result is that is not "
-                "rounded to nearest: the layers of a model add that up"
+                f"{name} is biased: too {'small' if some[0] < 0 else 'large'} by "
+                f"{abs(statistics.fmean(some)):.2f} ULP on average in all {len(some)} samples, as "
+                "if not rounded to nearest. Errors are within 1 ULP, but add up over layers"
             )
     for name, some in _by_result(each.slopes for each in compared):
         middle, limit = statistics.median(some), SLOPES.get(compared[0].dtype, math.inf)
         same = sum(slope * middle > 0 for slope in some)
         if len(some) >= SAMPLES and abs(middle) > limit and same > NEARLY_ALL * len(some):
             return (
-                f"{name} is {1 + middle:.4f} times the exact result, in {same} of {len(some)} "
-                "samples to this side: a factor that the tolerance of one element hides"
+                f"{name} is biased: {1 + middle:.4f} times the reference result, on the same side "
+                f"in {same} of {len(some)} samples. The tolerance of single elements hides this"
             )
     return ""
 
@@ -365,7 +364,7 @@ def misplaced(
         if mine.dtype != shape.dtype:
             return f"{where} has dtype {mine.dtype}, not {shape.dtype}"
         if mine.device != shape.device:
-            return f"{where} lies on {mine.device}, not {shape.device}"
+            return f"{where} is on {mine.device}, not {shape.device}"
         shared = [n for n, arg in call.arguments.items() if shares(mine, arg)]
         if set(consumed).intersection(shared):
             continue  # written in place, with the memory and layout of the argument
@@ -374,7 +373,7 @@ def misplaced(
         if any(shares(mine, other) for other in own):
             return "two results share memory"
         if packed and not mine.is_contiguous():
-            return f"{where} has strides {mine.stride()}: the contract promises a contiguous result"
+            return f"{where} has strides {mine.stride()}: the contract requires a contiguous result"
         own.append(mine)
     return ""
 
@@ -387,9 +386,9 @@ def _oddity(result: torch.Tensor) -> str:
     kinds = {
         "nested": result.is_nested,
         "a functional tensor": torch._is_functional_tensor(result) or wrapped(result),
-        "a tensor of zeros without memory": result._is_zerotensor(),
-        "a tensor of which a view is negated": result.is_neg(),
-        "a tensor of which a view is conjugated": result.is_conj(),
+        "a zero tensor without memory": result._is_zerotensor(),
+        "a tensor with the negative bit": result.is_neg(),
+        "a tensor with the conjugate bit": result.is_conj(),
     }
     return next((kind for kind, holds in kinds.items() if holds), "")
 
@@ -401,14 +400,11 @@ def misuse(call: Guarded, consumed: Iterable[str], impl: OpImpl, spec: OpSpec) -
         return ""
     name, neighbours, count = found
     if not name:
-        return (
-            f"wrote {count} elements beside its arguments, in the memory around {neighbours}: they "
-            "belong to somebody else"
-        )
+        return f"wrote {count} elements outside its arguments, in the memory around {neighbours}"
     if name in impl.consumes:
         without = ", ".join(sorted(spec.consumed_with[name]))
-        return f"overwrote {name!r}, which stays intact without {without}"
-    return f"overwrote {name!r}, which it does not declare in consumes"
+        return f"overwrote {name!r}, which it may only do in calls with {without}"
+    return f"overwrote {name!r}, which its consumes does not declare"
 
 
 def shares(a: torch.Tensor, b: Any) -> bool:

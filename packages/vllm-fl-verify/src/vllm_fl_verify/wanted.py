@@ -143,7 +143,7 @@ class Near(Wanted):
         mine = results[0].to(self.exact.device)
         off = self.share(mine)
         problem = _problem(names[0], *off, mine.numel())
-        return off[0], problem and f"{problem}, which is {self._farthest(mine, tokens)}"
+        return off[0], problem and f"{problem}; worst at {self._farthest(mine, tokens)}"
 
     def leans(self, results: Results) -> float:
         if self.dtype not in COARSE:
@@ -173,7 +173,7 @@ class Near(Wanted):
         at = tuple(int(n) for n in torch.unravel_index(shares.argmax(), shares.shape))
         got, exact = (float(each[at]) for each in (mine.to(self.exact.dtype), self.exact))
         place = (_token(at[0], tokens), *at[1:]) if at else ()
-        return f"{got:.6g} instead of {exact:.6g} at {place}"
+        return f"{place}: got {got:.6g}, expected {exact:.6g} ({float(shares[at]):.3g}x tolerance)"
 
     def share(self, mine: torch.Tensor) -> tuple[float, int]:
         """Return (maximum error relative to the tolerance, number of incorrect elements)."""
@@ -225,9 +225,9 @@ class Same(Wanted):
             return 0.0, ""
         at = tuple(differs.nonzero()[0].tolist())
         place = (_token(at[0], tokens), *at[1:]) if at else ()
-        first = f"the first is {mine[at].item()} instead of {exact[at].item()}, at {place}"
+        first = f"first at {place}: got {mine[at].item()}, expected {exact[at].item()}"
         total = results[0].numel()
-        return math.inf, f"{names[0]}: {count} of {total} elements differ, {first}"
+        return math.inf, f"{names[0]}: {count} of {total} elements differ; {first}"
 
     def measured(self, results: Results) -> list[torch.Tensor]:
         mine = comparable(results[0])
@@ -298,12 +298,13 @@ class Routed(Wanted):
         if bool(unfit.any()):
             at = int(unfit.nonzero()[0])
             return math.inf, (
-                f"{names[1]}: {int(unfit.sum())} of {len(ids)} tokens have other experts, token "
-                f"{_token(at, tokens)} has {ascending[at].tolist()} instead of "
+                f"{names[1]}: {int(unfit.sum())} of {len(ids)} tokens have incorrect experts; "
+                f"first at token {_token(at, tokens)}: got {ascending[at].tolist()}, expected "
                 f"{self.ids[at].tolist()}"
             )
         weights_off = self._weights_off(weights.gather(-1, order), ascending)
-        return weights_off[0], _problem(names[0], *weights_off, results[0].numel())
+        problem = _problem(names[0], *weights_off, results[0].numel())
+        return weights_off[0], problem and f"{problem}; worst: {weights_off[0]:.3g}x tolerance"
 
     def unfit(self, ids: torch.Tensor) -> torch.Tensor:
         """Return a mask of tokens with incorrect experts; `ids` are ascending."""
@@ -394,11 +395,7 @@ def _token(row: int, places: Tokens) -> int:
 
 
 def _problem(name: str, share: float, count: int, total: int) -> str:
-    if share <= 1.0:
-        return ""
-    return (
-        f"{name}: {count} of {total} elements are off, the worst by {share:.3g} times the tolerance"
-    )
+    return "" if share <= 1.0 else f"{name}: {count} of {total} elements exceed the tolerance"
 
 
 def comparable(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -419,9 +416,9 @@ def spread(scale: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         n > size for n, size in zip(scale.shape, shape, strict=True)
     ):
         raise ValueError(
-            f"a scale of shape {tuple(scale.shape)} fits no value of shape {tuple(shape)}: it has "
-            "one element, the value's shape without its last dimension, or a number of groups for "
-            "each of the value's dimensions"
+            f"a scale of shape {tuple(scale.shape)} does not fit a value of shape {tuple(shape)}: "
+            "it needs one element, the value's shape without its last dimension, or a number of "
+            "groups per dimension"
         )
     for dim, (groups, size) in enumerate(zip(scale.shape, shape, strict=True)):
         if groups not in (1, size):

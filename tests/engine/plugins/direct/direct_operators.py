@@ -1,7 +1,5 @@
-"""A model whose activation is vLLM's operator, called by name; and an implementation that it gets.
-
-Its folder also has what an installed distribution has, so that vLLM finds the entry point.
-"""
+"""A model with an activation that calls vLLM's operator by name, and an implementation for it. The
+folder has the metadata of an installed distribution, so vLLM finds the entry point."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ ARCHITECTURE = "DirectQwen3ForCausalLM"
 
 
 def register() -> None:
-    """Give vLLM the model: an entry point of the group `vllm.general_plugins`."""
+    """Entry point of the group `vllm.general_plugins`: registers the model."""
     from vllm import ModelRegistry
 
     ModelRegistry.register_model(ARCHITECTURE, f"{__name__}:{ARCHITECTURE}")
@@ -24,20 +22,18 @@ def register() -> None:
 
 
 def _let_artefacts_load() -> None:
-    """On the CPU vLLM saves Inductor's own artefacts, and trips over them when it loads them.
-
-    It asks them for a method that only those of its own compiler have.
-    """
+    """Work around a vLLM fault on the CPU: loading Inductor artefacts calls `finalize_loading`,
+    which only artefacts of vLLM's compiler have."""
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable
 
     def finalize_loading(self: Any, vllm_config: Any) -> None:
-        """Nothing is left to load."""
+        """No-op: an Inductor artefact is already loaded."""
 
     BundledAOTAutogradSerializableCallable.finalize_loading = finalize_loading
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """In float32 to the end."""
+    """Rounds once, at the end; float32 until then."""
     gate, up = x.float().chunk(2, dim=-1)
     return (silu(gate) * up).to(x.dtype)
 
@@ -48,7 +44,7 @@ def register_ops() -> list[OpImpl]:
 
 
 class Activation(torch.nn.Module):
-    """silu_and_mul as a fused kernel, or a model of one hardware, calls it."""
+    """Calls the operator silu_and_mul as a fused kernel or a hardware-specific model does."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
@@ -57,7 +53,7 @@ class Activation(torch.nn.Module):
 
 
 def __getattr__(name: str) -> Any:
-    """The model's class: vLLM's models may be imported only where one is built."""
+    """Import the model's class lazily: vLLM's models may be imported only while one is built."""
     if name != ARCHITECTURE:
         raise AttributeError(name)
     from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM

@@ -1,4 +1,4 @@
-"""A device that vLLM has no platform for, backed by the CPU: the path that real hardware takes."""
+"""A device without a vLLM platform, emulated on the CPU: the code path of real hardware."""
 
 from __future__ import annotations
 

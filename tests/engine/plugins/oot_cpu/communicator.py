@@ -1,4 +1,4 @@
-"""The communicator: vLLM's CPU communicator, which says when it first reduces."""
+"""vLLM's CPU communicator; it prints a line on its first reduction."""
 
 from __future__ import annotations
 

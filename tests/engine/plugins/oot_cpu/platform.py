@@ -1,4 +1,4 @@
-"""The platform: vLLM's CPU platform under the out-of-tree enum."""
+"""vLLM's CPU platform under the out-of-tree enum."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import torch
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import PlatformEnum
 
-# At shutdown vLLM empties the accelerator's caches on every platform but its own CPU's, in each of
-# its processes; there are none here.
+# This device has no caches, which vLLM empties at shutdown on all platforms except its own CPU.
 torch.accelerator.empty_cache = lambda: None
 torch.accelerator.empty_host_cache = lambda: None
 
@@ -16,5 +15,5 @@ class OotCpuPlatform(CpuPlatform):
     _enum = PlatformEnum.OOT
     # vLLM builds torch.device(f"{device_name}:{index}") from it.
     device_name = "cpu"
-    # The resource by which a node of a Ray cluster says that it has such a device.
+    # The Ray resource that announces such a device on a node.
     ray_device_key = "GPU"

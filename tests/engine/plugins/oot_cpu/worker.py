@@ -1,4 +1,4 @@
-"""The worker: vLLM's CPU worker, whose memory comes from no pool."""
+"""vLLM's CPU worker without a memory pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plugin whose import ends the process, as a vendor's library that finds no device may."""
+"""Plugin that ends the process on import, like a vendor's library that finds no device."""
 
 import os
 

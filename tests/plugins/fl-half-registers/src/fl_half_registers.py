@@ -1,4 +1,4 @@
-"""A plugin that yields one good implementation and then fails: the good one is rolled back."""
+"""Plugin that yields one good implementation and then fails; the good one is rolled back."""
 
 from __future__ import annotations
 

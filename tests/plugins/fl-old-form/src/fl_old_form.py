@@ -1,4 +1,4 @@
-"""A plugin in the older form: its entry point is a callable that is handed the registry."""
+"""Plugin in the older form: its entry point is a callable that gets the registry."""
 
 from __future__ import annotations
 

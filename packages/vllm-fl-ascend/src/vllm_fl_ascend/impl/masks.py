@@ -38,7 +38,9 @@ def sight(causal: bool, window: int | None, device: torch.device) -> dict[str, A
     """
     if not causal:
         if window is not None:
-            raise NotImplementedError("AscendAttentionBackend has no window that is not causal")
+            raise NotImplementedError(
+                "AscendAttentionBackend does not support windows that are not causal"
+            )
         return {"sparse_mode": 0}
     mask = template(device)
     if window is None:

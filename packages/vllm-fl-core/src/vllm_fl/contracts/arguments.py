@@ -76,7 +76,7 @@ class Argument:
 
 
 def _broken(name: str, rule: str, got: object, call: Mapping[str, Any]) -> Problem:
-    return (name, f"must have {rule}, got {got}") if rule and not _value(rule, call) else None
+    return (name, f"must satisfy {rule}, got {got}") if rule and not _value(rule, call) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +246,7 @@ def declared(
     """
     parameters = inspect.signature(oracle).parameters
     if missing := [name for name in parameters if name not in arguments]:
-        raise ValueError(f"declared({oracle.__name__}): say what {', '.join(missing)} must be")
+        raise ValueError(f"declared({oracle.__name__}): no declaration for {', '.join(missing)}")
     arguments = {name: _settled(argument, arguments) for name, argument in arguments.items()}
     made = results if callable(results) else [_settled(each, arguments) for each in results]
 

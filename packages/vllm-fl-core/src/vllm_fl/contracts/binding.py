@@ -135,8 +135,8 @@ class Contract:
             raise TypeError(f"Contract: spec is {self.spec!r}; expected an OpSpec")
         if not re.fullmatch("[a-z][a-z0-9_]*", self.name):
             raise ValueError(
-                f"Contract: the op's name, which is its oracle's, is {self.name!r}; expected "
-                "lower-case letters, digits and underscores"
+                f"Contract: the oracle's name is {self.name!r}; expected lower-case letters, "
+                "digits and underscores"
             )
 
     @property

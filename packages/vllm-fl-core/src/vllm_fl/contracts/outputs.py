@@ -108,7 +108,7 @@ class Routing:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.margin) and self.margin >= 0):
-            raise ValueError(f"Routing: margin must be finite, not negative, got {self.margin}")
+            raise ValueError(f"Routing: margin must be finite and not negative, got {self.margin}")
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class Route:
 
         The method only gives a route the same type as the function that a target may have instead.
         """
-        raise TypeError("a declared route is called by the bindings of the registry alone")
+        raise TypeError("a declared route cannot be called; `Binding.routed` makes it a function")
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -197,14 +197,14 @@ class _Source:
             elif name in defaults:
                 found.append(self.value(defaults[name]))
             else:
-                raise TypeError(f"the route does not tell {name!r}, and has {argument!r} nowhere")
+                raise TypeError(f"the route has no {argument!r} for parameter {name!r}")
         return found
 
     def call(self, selection: Selection, known: Collection[str], *first: str) -> str:
         """Return the source of a call with `first` and the selected `known` parameters."""
         names = list(inspect.signature(selection).parameters)[len(first) :]
         if unknown := [name for name in names if name not in known]:
-            raise TypeError(f"a function of the route takes {unknown[0]!r}, which is no parameter")
+            raise TypeError(f"a function of the route has an unknown parameter {unknown[0]!r}")
         return f"{self.value(selection)}({', '.join([*first, *names])})"
 
     def value(self, value: Any) -> str:

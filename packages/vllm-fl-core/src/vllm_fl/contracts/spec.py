@@ -268,30 +268,28 @@ class OpSpec:
     def __post_init__(self) -> None:
         who = f"OpSpec({self.name})"
         if not isinstance(self.group, str) or (self.group and not self.group.isidentifier()):
-            raise ValueError(f"{who}: a group is a name, as norms; got {self.group!r}")
+            raise ValueError(f"{who}: group must be a name such as norms, got {self.group!r}")
         plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
         for parameter in self.signature.parameters.values():
             if parameter.kind is not plain:
                 raise ValueError(f"{who}: {parameter} must be passed by position and by name")
         object.__setattr__(self, "dtypes", tuple(self.dtypes or self.tolerances))
         if not self.dtypes:
-            raise ValueError(f"{who}: name the dtypes of its inputs in dtypes")
+            raise ValueError(f"{who}: dtypes is empty, and tolerances has none")
         if self.ignores_repeats and (self.stands or not self.whole_batch):
-            raise ValueError(
-                f"{who}: ignores_repeats is for a contract with whole_batch and without stands"
-            )
+            raise ValueError(f"{who}: ignores_repeats requires whole_batch, and excludes stands")
         for number, output in enumerate(self.outputs or (Within(),)):
             if not (getattr(output, "tolerances", True) or self.tolerances):
                 raise ValueError(
-                    f"{who}: output {number}, {type(output).__name__}, has no tolerances, and the "
-                    "contract has none"
+                    f"{who}: neither output {number} ({type(output).__name__}) nor the contract "
+                    "has tolerances"
                 )
         for variant in self.variants:
             self.outputs_of(variant.returns)
         for part in ("by_token", "from_layer", "consumable", "read_whole", "arguments"):
             if unknown := sorted({*getattr(self, part)}.difference(self.parameters)):
                 raise ValueError(
-                    f"{who}: {part} names {', '.join(unknown)}, which the oracle does not take; "
+                    f"{who}: {part} contains {', '.join(unknown)}, which the oracle does not have; "
                     f"its parameters are {', '.join(self.parameters)}"
                 )
 
@@ -322,7 +320,7 @@ class OpSpec:
         name = str(dtype).removeprefix("torch.")
         if name not in found:
             known = ", ".join(found)
-            raise KeyError(f"{self.name} has no tolerance for results of {name}, only of {known}")
+            raise KeyError(f"{self.name} has no tolerance for results of {name}, only for {known}")
         return found[name]
 
     def outputs_of(self, results: int) -> tuple[Output, ...]:
@@ -336,8 +334,8 @@ class OpSpec:
         ends = [0, *accumulate(output.results for output in self.outputs)]
         if results not in ends:
             raise ValueError(
-                f"OpSpec({self.name}): a call with {results} results does not fit outputs, which "
-                f"name {ends[-1]}: {', '.join(type(output).__name__ for output in self.outputs)}"
+                f"OpSpec({self.name}): a call with {results} results does not match outputs, which "
+                f"have {ends[-1]}: {', '.join(type(output).__name__ for output in self.outputs)}"
             )
         return self.outputs[: ends.index(results)]
 

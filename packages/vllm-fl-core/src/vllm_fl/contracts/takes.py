@@ -62,7 +62,7 @@ def supports_of(spec: OpSpec, rules: Iterable[Rule]) -> Callable[..., object]:
             else {*inspect.signature(rule).parameters}
         )
         if unknown := names - {*sizes, *dir(builtins), "torch"}:
-            raise ValueError(f"{spec.name}: {rule!r} uses {', '.join(sorted(unknown))}")
+            raise ValueError(f"{spec.name}: {rule!r} uses unknown {', '.join(sorted(unknown))}")
         given = ", ".join(f"{name}={name}" for name in sorted(names & {*sizes}))
         if isinstance(rule, str):
             checks.append(f"if not ({rule}): return _needs({rule!r}, {given})")

@@ -164,7 +164,7 @@ class LayerTarget(Target):
         return (f"layer {self.cls}",)  # the key of vLLM's table of replacements
 
     def describe(self) -> str:
-        more = ", and vLLM's subclasses of it that inherit its forwards"
+        more = ", and vLLM's subclasses that inherit its forward methods"
         return f"layer {self.cls}{more * self.subclasses}"
 
     @property
@@ -345,7 +345,7 @@ class FusionTarget(Target):
         return f"pass {self.path}", f"pass_config.{self.flag}"
 
     def describe(self) -> str:
-        return f"where vLLM's pass {self.path.rpartition('.')[2]} finds it"
+        return f"compiled graphs, at matches of vLLM's {self.path.rpartition('.')[2]}"
 
     @property
     def plain(self) -> Bound | None:
@@ -391,7 +391,7 @@ class GraphTarget(Target):
         return tuple(f"operator {n}{part} in graphs" for n in self.operators for part in behind)
 
     def describe(self) -> str:
-        return f"compiled graphs, where the op is found at {', '.join(self.operators)}"
+        return f"compiled graphs, at matching calls of {', '.join(self.operators)}"
 
     @property
     def plain(self) -> Bound | None:

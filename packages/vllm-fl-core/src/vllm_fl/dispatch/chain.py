@@ -163,8 +163,8 @@ class Chain:
             if self.strict:
                 self._blame_caller(call, outcome)
                 raise AllFailedError(
-                    f"Implementation '{impl.impl_id}' refused op '{self.op}': {_text(outcome)}. "
-                    "Strict mode tries nothing else; set VLLM_FL_STRICT=0 to fall back.",
+                    f"Implementation '{impl.impl_id}' does not support a call of op '{self.op}': "
+                    f"{_text(outcome)}. Strict mode does not fall back; set VLLM_FL_STRICT=0.",
                     op=self.op,
                     causes=[(impl.impl_id, outcome)],
                 )
@@ -208,7 +208,7 @@ def _poisons_the_device(error: Exception) -> bool:
 
 def refusal(verdict: object) -> str:
     """Return the reason in the result of a `supports` that did not return True."""
-    return verdict if isinstance(verdict, str) and verdict else "its supports gave no reason"
+    return verdict if isinstance(verdict, str) and verdict else "`supports` returned no reason"
 
 
 def _text(outcome: BaseException | str) -> str:

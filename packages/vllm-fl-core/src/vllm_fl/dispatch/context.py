@@ -35,7 +35,7 @@ class policy_context(ContextDecorator):
 
     def __init__(self, policy: SelectionPolicy) -> None:
         if not isinstance(policy, SelectionPolicy):
-            raise TypeError(f"policy_context takes a SelectionPolicy, got {policy!r}")
+            raise TypeError(f"policy_context expects a SelectionPolicy, got {policy!r}")
         self.policy = policy
         self._tokens: list[Token[SelectionPolicy | None]] = []
 

@@ -71,7 +71,8 @@ class OpManager:
         """Drop the bound functions; the next call of each op resolves it again."""
         # Replaced, not emptied: another thread may be reading the old table.
         self._tables: dict[SelectionPolicy | None, dict[object, Bound]] = {None: {}}
-        self._record.counts = "calls" if self._startup and self._startup.settings.debug else ""
+        counts = self._startup is not None and self._startup.settings.counts_calls
+        self._record.counts = "calls" if counts else ""
 
     @property
     def registry(self) -> OpRegistry:
@@ -118,7 +119,7 @@ class OpManager:
 
     @property
     def calls(self) -> Counter[tuple[str, str]]:
-        """(op, impl id) -> calls; only counted with VLLM_FL_DISPATCH_DEBUG=1."""
+        """(op, impl id) -> calls; only counted with VLLM_FL_COUNT_CALLS=1."""
         return self._record.calls
 
     def ensure_initialized(
@@ -344,9 +345,9 @@ class OpManager:
         if self._seals:
             by = next(iter(self._seals.values()))
             raise PolicySealedError(
-                f"{what} cannot change any more: {by} is bound to the sealed plan, and "
+                f"{what} can no longer change: {by} is bound to the sealed plan, and "
                 "compiled code would not see the change. Set it before the engine starts "
-                "(VLLM_FL_CONFIG, VLLM_FL_*); `with policy_context(...)` still steers call_op."
+                "(VLLM_FL_CONFIG, VLLM_FL_*); `with policy_context(...)` still applies to call_op."
             )
 
     def reset(self) -> None:
@@ -356,7 +357,7 @@ class OpManager:
             PolicySealedError: an engine's layers are bound to a plan.
         """
         with self._lock:
-            self._refuse_if_sealed("what was started")
+            self._refuse_if_sealed("the loaded state")
             self._reset()
 
 

@@ -52,8 +52,8 @@ class ForeignPlatform:
     def named_like_vllms(self) -> str:
         """The message about a plugin with `has_vllms_name`, one sentence."""
         return (
-            f"The platform plugin {self.entry!r} of {self.release} has the name of a platform of "
-            f"vLLM's own; settings call it {self.name!r}"
+            f"The platform plugin {self.entry!r} of {self.release} has the name of a built-in "
+            f"platform of vLLM; its name in settings is {self.name!r}"
         )
 
 
@@ -133,10 +133,10 @@ def too_many(others: Sequence[ForeignPlatform], device: str | None = None) -> Ow
         device: the device of a vllm-fl plugin that VLLM_FL_PLATFORM selects in addition, or None.
     """
     told = ", ".join(f"{each.entry!r} of {each.release}" for each in others)
-    asked = f"; VLLM_FL_PLATFORM asks for {device!r} beside it" if device else ""
+    asked = f"; VLLM_FL_PLATFORM also selects {device!r}" if device else ""
     return OwnerError(
-        f"vLLM takes one platform plugin, and here answer: {told}{asked}. VLLM_PLUGINS names the "
-        f"plugins that vLLM loads, such as VLLM_PLUGINS=fl,{others[0].entry}; docs/platforms.md",
+        f"vLLM supports only one platform plugin, but found {told}{asked}. Choose with the list of "
+        f"plugins to load, such as VLLM_PLUGINS=fl,{others[0].entry}; see docs/platforms.md",
         plugin="fl",
         distribution=others[0].distribution,
     )
@@ -164,7 +164,7 @@ def _answer(entry: Any) -> ForeignPlatform | str | None:
     if whose in ENDED:
         return None
     try:
-        with running(f"the answer of {whose}"), silence():
+        with running(f"the platform detection of {whose}"), silence():
             answer = entry.load()()
     except KeyboardInterrupt:
         raise

@@ -147,7 +147,8 @@ class Record:
         """Record that `impl` does not support a call."""
         self.refusals[op, impl.impl_id] += 1
         if self._once("refused", op, impl.impl_id, reason):
-            self._log.info("Implementation '%s' refused op '%s': %s", impl.impl_id, op, reason)
+            text = "Implementation '%s' does not support a call of op '%s': %s"
+            self._log.info(text, impl.impl_id, op, reason)
 
     def failed(self, op: str, impl: OpImpl, error: Exception, *, last: bool) -> bool:
         """Record that `impl` raised an error.
@@ -185,8 +186,8 @@ class Record:
         """
         if self._once("unfounded", op, impl.impl_id):
             self._log.warning(
-                "Op '%s' is vLLM's own at some sizes, and one of its places has no form of it that "
-                "can be called (its binding's native): '%s' runs there",
+                "Op '%s' uses vLLM's code at some sizes, but one target has no callable vLLM "
+                "implementation (`native`); '%s' runs there instead",
                 op,
                 impl.impl_id,
             )

@@ -43,7 +43,7 @@ STOCK = Stock()
 FOREIGN = Stock("foreign.oot")
 """The class of another vLLM plugin that replaces a layer of the op, unmodified."""
 
-UNORDERED = "default, since no list orders the op"
+UNORDERED = "default, no order for this op"
 """The reason for the position of `stock` without an order for the op."""
 
 
@@ -121,9 +121,7 @@ def describe(impl: Impl | Stock) -> str:
     return f"'{impl.impl_id}' (kind={kind}, vendor={impl.vendor})"
 
 
-NEEDS_LAYER = (
-    "it takes the calling layer first (self), which only call_method_op and eager layers pass"
-)
+NEEDS_LAYER = "it needs the calling layer (self), which only call_method_op and eager layers pass"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +225,7 @@ class Resolver:
                 excluded.append(Candidate(impl, "rejected", rejection or ""))
             else:
                 rank = (place, -(impl.priority or 0), impl.impl_id)
-                ranked.append((rank, impl, f"{whose} order says {order[place]}"))
+                ranked.append((rank, impl, f"{whose} order lists {order[place]}"))
         named = {token.kind: n for n, token in enumerate(order)}
         forced = policy.strict and listed is not None and listed.pinned and "foreign" not in named
         foreign = self.foreign.get(op)
@@ -237,20 +235,20 @@ class Resolver:
             is_own = policy.names(op, itself=True) and listed is policy.per_op_order[op]
             place = named.get("foreign", len(order) if elsewhere or is_own else -1)
             (layer, owner), *others = foreign.items()
-            more = f", and so {len(others)} more" * bool(others)
-            reason = f"layer {layer} is {owner}, not vllm-fl's{more}"
+            more = f", and {len(others)} more" * bool(others)
+            reason = f"layer {layer} is replaced by {owner}{more}"
             if place < 0:
-                reason += f": to replace it, set an order for {op} itself (VLLM_FL_PER_OP)"
+                reason += f"; to use vllm-fl instead, set an order for {op} itself (VLLM_FL_PER_OP)"
             if forced and place > 0:
                 excluded.append(Candidate(FOREIGN, "rejected", "strict mode: not in your order"))
             else:
                 ranked.append(((place, 0, ""), FOREIGN, reason))
         if engine and "stock" in named:
             ordered = listed or policy.prefer == "stock"
-            reason = f"{whose} order says stock" if ordered else UNORDERED
+            reason = f"{whose} order lists stock" if ordered else UNORDERED
             ranked.append(((named["stock"], 0, ""), STOCK, reason))
         elif engine and not forced:
-            ranked.append(((len(order), 0, ""), STOCK, "vLLM's own code comes last"))
+            ranked.append(((len(order), 0, ""), STOCK, "vLLM's code is last by default"))
         candidates = [
             Candidate(impl, "selected" if n == 0 else "eligible", reason)
             for n, (_, impl, reason) in enumerate(sorted(ranked, key=itemgetter(0)))
@@ -272,8 +270,8 @@ class Resolver:
             raise wrong(
                 key,
                 listed.origin if listed else "SelectionPolicy",
-                "orders by size hold for ops with a contract that says which arguments have a row "
-                f"per token; {op} has none, and is resolved once for all calls. Write one list",
+                "an order by size needs a contract that declares arguments by token (by_token), "
+                f"but {op} has none. Write one order for all sizes",
                 kind=SettingsError,
             )
         return ceilings
@@ -291,11 +289,11 @@ class Resolver:
             return
         owner = snapshot.owners.get((op, first.impl_id))
         whose = f" of {owner.name}" if owner is not None else ""
-        lost = f"Op '{op}' has no contract, by which '{first.impl_id}'{whose} would be verified"
+        lost = f"Op '{op}' has no contract to verify '{first.impl_id}'{whose}"
         for plugin in plugins:
             may_have_had_it = not plugin.hooks or "contracts" in plugin.hooks
             if plugin.error is not None and may_have_had_it:
-                told = f"{lost}, and a plugin failed that may have brought it."
+                told = f"{lost}; the plugin that may provide it failed."
                 raise _failed(told, plugin.error, op, first.impl_id)
         why = ops_missing(plugins)
         if why and owner in {plugin.owner for plugin in plugins}:
@@ -309,8 +307,8 @@ class Resolver:
             for plugin in self.registry.plugins:
                 if plugin.error is not None and plugin.may_bring(token.name, trace.op):
                     told = (
-                        f"The settings ask for '{token}' for op '{trace.op}', but the plugin that "
-                        "would bring it failed."
+                        f"The settings select '{token}' for op '{trace.op}', but the plugin that "
+                        "would provide it failed."
                     )
                     raise _failed(told, plugin.error, trace.op, token.name)
 
@@ -318,11 +316,11 @@ class Resolver:
         snapshot, plugins = self.registry.snapshot(), self.registry.plugins
         known = snapshot.ops
         left_out = [plugin.owner.label for plugin in plugins if plugin.status == "disabled"]
-        more = f" VLLM_FL_PLUGINS leaves out {', '.join(left_out)}." if left_out else ""
+        more = f" Disabled by VLLM_FL_PLUGINS: {', '.join(left_out)}." if left_out else ""
         if (why := ops_missing(plugins)) and not snapshot.contracts:
-            more = f" Contracts are missing here: {why}."
+            more = f" Contracts are missing: {why}."
         return UnknownOpError(
-            f"No contract and no installed plugin names the op '{op}'.{closest(op, known)} "
+            f"No contract or installed plugin has the op '{op}'.{closest(op, known)} "
             f"Known: {', '.join(known) or 'none'}.{more}",
             op=op,
         )
@@ -335,12 +333,12 @@ class Resolver:
             impls = snapshot.impls_by_op.get(trace.op, ())
             for token in trace.order:
                 if token.name and not any(token.matches(impl) for impl in impls):
-                    why += f". {str(token)!r} matches nothing installed.{meant(token, impls)}"
+                    why += f". {str(token)!r} matches no implementation.{meant(token, impls)}"
                     why = why.removesuffix(".")
             todo = f"`vllm-fl explain {trace.op} --script` shows where each setting comes from."
         else:
             brought = sorted({owner.label for owner in snapshot.owners.values()})
-            why = f"no installed plugin has one (installed: {', '.join(brought) or 'none'})"
+            why = f"no installed plugin provides one (installed: {', '.join(brought) or 'none'})"
             todo = (
                 "Install a backend: pip install vllm-fl-reference (plain PyTorch), or your "
                 "hardware vendor's."
@@ -348,11 +346,11 @@ class Resolver:
         failed = [p.owner.label for p in self.registry.plugins if p.error is not None]
         if failed:
             todo += (
-                f" These plugins failed to load, or not whole: {', '.join(failed)}; see "
+                f" These plugins failed to load completely: {', '.join(failed)}; see "
                 "`vllm-fl doctor`."
             )
         return NoImplementationError(
-            f"Op '{trace.op}' has no implementation that may run: {why}. {todo}",
+            f"Op '{trace.op}' has no implementation that can run: {why}. {todo}",
             op=trace.op,
             rejected=rejected,
         )

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 
 from ..errors import PluginError, SettingsError
 from ..logs import get_logger, set_log_level, speaks_for_all
@@ -129,7 +130,7 @@ def start(
     asked = early if engine is None else engine
     found = discovery.discover(asked.plugin_modules)
     warnings = discovery.unmatched([each.owner for each in found], asked.plugins)
-    crumbs = [f"An earlier {crumb}. `vllm-fl doctor` tells more." for crumb in breadcrumb.lost()]
+    crumbs = [f"An earlier {crumb}. Run `vllm-fl doctor` for more." for crumb in breadcrumb.lost()]
     _warn(warnings, "FL110")
     _warn(crumbs, "FL216")
     plugins = plugin_loader.load(registry, found, only=asked.plugins, variables=TAKEN)
@@ -202,6 +203,7 @@ def read_settings(
     *,
     platform: str | None = None,
     asks: bool = True,
+    orders: Mapping[str, object] = MappingProxyType({}),
 ) -> Settings:
     """Return the effective settings with the installed plugins. For the rest see `start`.
 
@@ -210,6 +212,7 @@ def read_settings(
 
     Args:
         asks: whether to check which implementations in orders are available here, for a warning.
+        orders: as for `load_settings`.
     """
     early, plugins = load_startup(env), registry.plugins
     platform = platform or _detected(early, plugins)
@@ -238,6 +241,7 @@ def read_settings(
         plugins=[spec for plugin in plugins for spec in plugin.settings],
         platforms=known,
         foreign=foreign,
+        orders=orders,
     )
 
     return check_names(

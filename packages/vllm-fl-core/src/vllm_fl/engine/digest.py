@@ -28,7 +28,7 @@ BENEATH = ("vllm", "torch", "triton")
 LARGE = 8 * 2**20
 """Minimum bytes of a large file: only its size, beginning and end are hashed."""
 
-UNKNOWN = "no file of it is found"
+UNKNOWN = "no files found"
 NO_CODE = {"__pycache__", ".git"}
 """Names of folders without code."""
 

@@ -118,9 +118,9 @@ class PlanEntry:
         listed = "|".join(map(str, trace.order))
         rejected = "; ".join(f"{i}: {why}" for i, why in trace.rejected)
         return (
-            f"strict mode, and nothing that the list of op '{self.op}' names ({listed}) can run: "
-            f"{rejected or 'none is installed'}. List what is there, name stock to fall to vLLM's "
-            "own code, or unset strict"
+            f"strict mode: no implementation in the order of op '{self.op}' ({listed}) can run: "
+            f"{rejected or 'none is installed'}. Add an available one, add stock to fall back to "
+            "vLLM's code, or unset strict"
         )
 
     @property
@@ -157,7 +157,7 @@ class Plan:
         mode: how the engine runs the model.
         entries: the plan of each op.
         strict: whether failures are raised, without a fallback to the next candidate.
-        counts_calls: whether calls are counted (VLLM_FL_DISPATCH_DEBUG=1).
+        counts_calls: whether calls are counted (VLLM_FL_COUNT_CALLS=1).
         record: counters, and the implementations disabled at startup.
         kept_layers: classes of vLLM that settings exclude, though their op is planned.
         contracts: every op's contract.
@@ -403,7 +403,7 @@ def make_plan(
         facts.mode,
         entries,
         strict=facts.settings.policy.strict,
-        counts_calls=facts.settings.debug,
+        counts_calls=facts.settings.counts_calls,
         kept_layers=frozenset(kept_layers),
         contracts=specs,
     )

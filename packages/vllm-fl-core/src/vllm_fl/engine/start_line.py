@@ -47,7 +47,7 @@ def notes(plan: Plan, not_reached: Collection[str] = ()) -> list[str]:
         if entry.note or entry.label == FOREIGN.token
     ]
     if plan.layers:
-        found.append(f"not verified, as whole layers: {' '.join(plan.layers)}")
+        found.append(f"whole layers, not verified: {' '.join(plan.layers)}")
     if unseen := sorted(op for op in not_reached if op in plan.entries):
-        found.append(f"not reached: {', '.join(unseen)}")
+        found.append(f"unused by this model: {', '.join(unseen)}")
     return found

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingsError
 from ..settings.loading import STARTUP
-from ..settings.schema import Settings
+from ..settings.schema import COMMAND_LINE, Settings, variables_of
+from ..text import kind_of
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -20,18 +22,22 @@ KEY = "vllm_fl"
 class Carried(dict[str, Any]):
     """The value under `KEY`, which travels between the processes of an engine.
 
-    A plain dictionary there was written by hand, which is an error: it would have no effect.
-
     Args:
         settings: the engine's settings; None before they are read and after the plan is sealed.
             vLLM hashes only the entries.
+        orders: op or group -> its order on vLLM's command line, until the settings are read.
         entries: `user` (from `planning.note_user_priority`), `enabled` (`planning.apply`), `passes`
             (`Fusions.configure`), `edges` (`graphs.ranges.split`), and `plan`, the digest (`seal`).
     """
 
-    def __init__(self, settings: Settings | None = None, **entries: Any) -> None:
+    def __init__(
+        self,
+        settings: Settings | None = None,
+        orders: Mapping[str, object] = MappingProxyType({}),
+        **entries: Any,
+    ) -> None:
         super().__init__(entries)
-        self.settings = settings
+        self.settings, self.orders = settings, orders
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Carried, (self.settings,), None, None, iter(self.items())
@@ -84,15 +90,17 @@ def entry_of(vllm_config: VllmConfig) -> Carried:
     if not isinstance(extra, dict):
         return Carried()
     entry = extra.setdefault(KEY, Carried())
-    if not isinstance(entry, Carried):
+    if isinstance(entry, Carried):
+        return entry
+    if not isinstance(entry, Mapping) or not all(isinstance(op, str) for op in entry):
         raise SettingsError(
-            f"additional_config: {KEY!r} is vllm-fl's own entry and cannot be set by hand; "
-            "settings are made by VLLM_FL_CONFIG and VLLM_FL_* (`vllm-fl settings` shows them). "
-            "Remove it.",
+            f"{COMMAND_LINE}: expected {KEY}.OP=a|b, the order of an op or group, got "
+            f"{kind_of(entry)}. Other settings are variables or keys of VLLM_FL_CONFIG's file",
             key=KEY,
-            origin="additional_config",
+            origin=COMMAND_LINE,
         )
-    return entry
+    extra[KEY] = carried = Carried(orders=dict(entry))
+    return carried
 
 
 def carry_startup(parallel: ParallelConfig, env: Mapping[str, str] = os.environ) -> None:
@@ -104,7 +112,7 @@ def carry_startup(parallel: ParallelConfig, env: Mapping[str, str] = os.environ)
     """
     if not parallel.use_ray:
         return
-    names = [spec.variable for spec in STARTUP.values()]
+    names = [variable for spec in STARTUP.values() for variable in variables_of(spec)]
     carried = {name: env[name] for name in names if name in env}
     if not carried:
         return

@@ -192,7 +192,7 @@ def _logged(f: Callable[[], object]) -> None:
     try:
         f()
     except Exception as error:
-        log.exception("The end of an engine: %s", quote(error))
+        log.exception("Shutdown of an engine failed: %s", quote(error))
 
 
 _engines: dict[int, tuple[Engine, object]] = {}

@@ -35,14 +35,14 @@ def platform_plugin() -> str | None:
         problem = obstacle()
         if problem:
             level = logging.WARNING if speaks_for_all() else logging.DEBUG
-            log.log(level, "vllm-fl steps aside, vLLM runs as stock: %s [FL510]", problem)
+            log.log(level, "vllm-fl is disabled, vLLM runs unmodified: %s [FL510]", problem)
             return None
         return overlay_path(startup.platform)
     except VllmFLError as error:
         log.error("%s", error)  # `general_plugin` raises it
         return None
     except Exception as error:
-        log.exception("vllm-fl steps aside, vLLM runs as stock: %s", quote(error))
+        log.exception("vllm-fl is disabled, vLLM runs unmodified: %s", quote(error))
         return None
 
 
@@ -67,7 +67,8 @@ def general_plugin() -> None:
     if not startup.enabled:
         if speaks_for_all():
             set_log_level(startup.log_level)
-            log.info("vllm-fl is off, vLLM is stock: %s (environment)", startup["enabled"].named)
+            text = "vllm-fl is disabled, vLLM runs unmodified: %s (environment)"
+            log.info(text, startup["enabled"].named)
         return
     others = rivals()
     if others:

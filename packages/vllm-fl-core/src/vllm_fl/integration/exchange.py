@@ -67,9 +67,10 @@ def exchange(what: str, mine: T, failure: str = "") -> list[T]:
     steps = [step for step, _, _ in found]
     failures = [f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(found) if why]
     if not failures and len({*steps}) > 1:
-        failures = [f"rank {n}: it is at another step ({step})" for n, step in enumerate(steps)]
+        failures = [f"rank {n}: at a different step ({step})" for n, step in enumerate(steps)]
     if failures:
-        raise StartError(f"vllm-fl ends the start: {'; '.join(failures)}", failures=tuple(failures))
+        text = f"vllm-fl: engine startup failed: {'; '.join(failures)}"
+        raise StartError(text, failures=tuple(failures))
     return [value for _, _, value in found]
 
 
@@ -164,7 +165,7 @@ class _Ranks:
     def dead(self) -> str:
         """Return a sentence about dead ranks; empty if all may still arrive."""
         dead = ", ".join(self._name(n) for n in self.others if not self._is_connected(n))
-        return f"{dead} died. Its own log, above, may say why" if dead else ""
+        return f"{dead} died. Its log, above, may show why" if dead else ""
 
     def _is_connected(self, n: int) -> bool:
         """Return whether the connection with a rank is open; the end of its process closes it.

@@ -51,7 +51,7 @@ def completed(
             _build(vllm_config)
         return _with_layers(facts, made, vllm_config)
     except Exception as error:  # models may raise anything
-        log.debug("The model cannot be built without memory: %s", quote(error))
+        log.debug("Cannot build the model on the meta device: %s", quote(error))
         return facts, {}
     finally:
         if made:
@@ -102,7 +102,7 @@ def _provided(spec: OpSpec | None, layer: Layer, instance: Any) -> dict[str, tor
         try:
             value = read(provider)
         except Exception as error:  # a layer may be incomplete without weights
-            log.debug("%s of %s: %s", name, layer.cls, quote(error))
+            log.debug("Cannot read %s of %s: %s", name, layer.cls, quote(error))
             continue
         if isinstance(value, torch.Tensor):
             found[name] = value.dtype

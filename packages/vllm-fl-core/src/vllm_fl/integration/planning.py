@@ -83,7 +83,7 @@ def device_name() -> str:
     try:
         return str(current_platform.get_device_name())
     except Exception as error:  # a platform may be third-party code
-        log.debug("the platform does not tell its device: %s", error)
+        log.debug("cannot determine the platform's device: %s", error)
         return ""
 
 
@@ -92,7 +92,7 @@ def lacks(vllm_config: VllmConfig, op: str, binding: Binding) -> bool:
     try:
         return binding.when is not None and not binding.when(vllm_config)
     except Exception as error:  # a model's configuration may lack any attribute
-        log.debug("the model's configuration does not tell whether it has %s: %s", op, error)
+        log.debug("cannot determine from the model configuration whether it has %s: %s", op, error)
         return False
 
 
@@ -111,9 +111,10 @@ def _settings_of(vllm_config: VllmConfig) -> Settings:
     if settings is None:
         if is_sealed(vllm_config):
             return startup.settings  # sealing removed the engine's settings; files may be gone
-        settings = _read_settings(current_platform.vllm_fl_platform)
+        entry = entry_of(vllm_config)
+        settings = _read_settings(current_platform.vllm_fl_platform, entry.orders)
         _check_loaded(settings)
-        entry_of(vllm_config).settings = settings
+        entry.settings = settings
     if startup.problem is not None:
         manager.use_startup(replace(startup, settings=settings, problem=None), manager.registry)
     return settings
@@ -156,21 +157,21 @@ def _check_loaded(settings: Settings) -> None:
         return f"{names} and modules {','.join(modules) or 'none'}"
 
     raise PluginError(
-        "vllm-fl: this process has loaded its plugins by VLLM_FL_PLUGINS "
+        "vllm-fl: this process has loaded the plugins that its environment allows "
         f"({told(startup.allowed, startup.modules)}), but its engine's configuration allows "
         f"{told(settings.plugins, settings.plugin_modules)}. Set VLLM_FL_PLUGINS and "
-        "VLLM_FL_PLUGIN_MODULES alike wherever a process of one engine runs, and before the first "
-        "use: a plugin's device, and what a script called before, are found by the environment.",
+        "VLLM_FL_PLUGIN_MODULES to the same values in all processes of an engine, before the first "
+        "use of vllm-fl: a plugin's device and earlier calls of a script use the environment.",
         plugin="fl",
     )
 
 
-def _read_settings(platform: str) -> Settings:
+def _read_settings(platform: str, orders: Mapping[str, object]) -> Settings:
     """Read the settings of an engine that is being configured, and check names in them."""
     registry = get_default_manager().registry
-    settings = read_settings(registry, platform=platform)
+    settings = read_settings(registry, platform=platform, orders=orders)
     if not settings.oot_enabled:
-        log.info("vllm-fl is off for layers: %s (environment)", settings["oot_enabled"].named)
+        log.info("vllm-fl is disabled for layers: %s (environment)", settings["oot_enabled"].named)
     listed = {*(settings.oot_whitelist or ()), *settings.oot_blacklist}
     layers = frozenset[str]()
     for patcher in PATCHERS:
@@ -218,7 +219,7 @@ def refuse_unverified(facts: EngineFacts) -> None:
         others = any(impls for entry in entries for _, impls in entry.candidates)
         why = unverified(settings.preflight, plugins, plans_others=others)
     if why is not None:
-        raise StartError(f"vllm-fl ends the start: {why}")
+        raise StartError(f"vllm-fl: engine startup failed: {why}")
 
 
 def plan_now() -> Plan | None:
@@ -264,12 +265,12 @@ def _kept_by_vllm(facts: EngineFacts) -> dict[str, str]:
     for op in get_default_manager().registry.snapshot().contracts:
         binding = table.get(op, Binding())
         if facts.batch_invariant and binding.batch_invariant:
-            found[op] = f"VLLM_BATCH_INVARIANT asks for {binding.batch_invariant}"
+            found[op] = f"VLLM_BATCH_INVARIANT requires {binding.batch_invariant}"
         elif missing := lacks_names(binding):
-            found[op] = f"this vLLM has no {missing}, which its places need"
+            found[op] = f"this vLLM has no {missing}, which its targets need"
         elif op not in placed:
             which = "this vLLM" if binding.targets else "vLLM"
-            found[op] = f"{which} has no place for it"
+            found[op] = f"{which} has no target for it"
     return found
 
 

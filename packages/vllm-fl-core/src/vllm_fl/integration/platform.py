@@ -62,8 +62,8 @@ class PlatformOverlay:
 
         if not is_overlay(current_platform) and speaks_for_all():
             log.warning(
-                "vllm-fl steps aside, vLLM runs as stock: another plugin has replaced vLLM's "
-                "platform, which vllm-fl lay over, by an object of %s [FL213]",
+                "vllm-fl is disabled, vLLM runs unmodified: another plugin replaced vLLM's "
+                "platform with an object of %s after vllm-fl had wrapped it [FL213]",
                 f"{type(current_platform).__module__}.{type(current_platform).__qualname__}",
             )
         super().pre_register_and_update(*args, **kwargs)  # type: ignore[misc]
@@ -210,8 +210,8 @@ def overlay_path(forced: str | None = None) -> str | None:
         raise too_many(others, profile.name)
     if profile is not None and targets_cpu():
         raise DeviceError(
-            f"VLLM_FL_PLATFORM={forced} asks for a plugin's device, and VLLM_TARGET_DEVICE=cpu has "
-            "vLLM run on the CPU and ask no plugin. Unset one of them.",
+            f"VLLM_FL_PLATFORM={forced} selects a plugin's device, but VLLM_TARGET_DEVICE=cpu "
+            "makes vLLM ignore platform plugins. Unset one of them.",
             plugin=profile.name,
         )
     if profile is not None:

@@ -30,26 +30,26 @@ class Disabled(NamedTuple):
     @property
     def reason(self) -> str:
         if self.code == FAILED:
-            return f"failed at start on rank {self.rank}: {self.why}"
+            return f"failed at startup on rank {self.rank}: {self.why}"
         if self.code == LACKED:
-            return f"rank {self.rank} lacks it: {self.why} is not installed there"
+            return f"missing on rank {self.rank}: {self.why} is not installed there"
         return self.why
 
     @property
     def told(self) -> str:
         """A remark for the report, or empty; the warning has the details."""
         if self.code != REJECTED:
-            return f"was taken out [{self.code}]"
-        return f"refuses every call [{self.code}]" if self.why.startswith(REFUSES) else ""
+            return f"is disabled [{self.code}]"
+        return f"supports no call [{self.code}]" if self.why.startswith(REFUSES) else ""
 
     def warn(self, op: str, impl_id: str) -> None:
         """Log that it is disabled on all ranks; rank 0 calls this."""
         rank, why = self.rank, self.why
-        here = f"at start, on rank {rank}; off on all"
+        here = f"at startup on rank {rank}; disabled on all ranks"
         texts = {
-            FAILED: f"failed for op '{op}': {why} (found {here})",
-            LACKED: f"of op '{op}' is off on all ranks: rank {rank} lacks it. Install {why} on its "
-            "node",
+            FAILED: f"failed for op '{op}': {why} (detected {here})",
+            LACKED: f"of op '{op}' is disabled on all ranks: it is missing on rank {rank}. "
+            f"Install {why} on its node",
             REJECTED: f"is rejected for op '{op}': {why} (measured {here})",
         }
         log.warning("Implementation '%s' %s [%s]", impl_id, texts[self.code], self.code)

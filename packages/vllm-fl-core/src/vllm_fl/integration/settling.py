@@ -69,7 +69,7 @@ def _say_what_differs(engine: Engine, moment: Moment, opinions: list[Opinion]) -
     """Warn about a tuning table without effect, and about plans and choices that differ."""
     table = engine.facts.settings.tuned
     if moment is Moment.PLANNED and table is not None and table.unused:
-        log.warning("%s. Going on without a table [FL610]", table.reason)
+        log.warning("%s. Continuing without a table [FL610]", table.reason)
     for line in differences(opinions):
         log.warning("The ranks differ. %s [FL503]", line)
 
@@ -170,7 +170,7 @@ def _together(engine: Engine, moment: Moment, ask: Callable[[], Opinion]) -> lis
         StartError: a rank has failed; with `failures`, on all ranks.
         VllmFLError: this rank has failed with a more specific error.
     """
-    what = f"settle what must not serve ({moment})"
+    what = f"agree on implementations to disable ({moment})"
     try:
         mine = ask()
     except BaseException as error:  # a plugin may raise anything, SystemExit included
@@ -238,7 +238,7 @@ def _drops_table(engine: Engine, opinions: list[Opinion]) -> bool:
     said = why if len(found) == len(opinions) else f"{why} (on rank {rank})"
     settings = engine.facts.settings.without_table(said)
     if engine.plan.strict and settings.tuned is not None:
-        raise StartError(f"vllm-fl ends the start: strict mode, and {settings.tuned.reason}")
+        raise StartError(f"vllm-fl: engine startup failed in strict mode: {settings.tuned.reason}")
     engine.facts = replace(engine.facts, settings=settings)
     return len(found) < len(opinions)
 
@@ -249,16 +249,16 @@ def _end_for(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> Non
     is_strict = bool(ending) and engine.facts.settings.policy.strict
     if not is_strict and (moment is not Moment.CACHED or engine.plan.mode == "eager"):
         return
-    found, begins = (ending, "strict mode, and ") if is_strict else (new, "")
-    text = "; ".join(f"rank {e.rank}: {begins}{_fault(key, e)}" for key, e in found.items())
+    found, how = (ending, " in strict mode") if is_strict else (new, "")
+    text = "; ".join(f"rank {e.rank}: {_fault(key, e)}" for key, e in found.items())
     text += "" if is_strict else ". The model is compiled with it"
     op, impl_id = next(iter(found))
-    text = f"vllm-fl ends the start: {text}. {without(found)} leaves it out"
+    text = f"vllm-fl: engine startup failed{how}: {text}. {without(found)} selects vLLM's code"
     raise StartError(text, op=op, impl=impl_id)
 
 
 def _fault(key: Key, disabled: Disabled) -> str:
     op, impl_id = key
     if disabled.code == LACKED:
-        return f"it lacks implementation '{impl_id}' of op '{op}' ({disabled.why})"
+        return f"implementation '{impl_id}' of op '{op}' is missing ({disabled.why})"
     return f"implementation '{impl_id}' failed for op '{op}': {disabled.why}"

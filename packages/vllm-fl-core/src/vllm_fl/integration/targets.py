@@ -22,10 +22,10 @@ P = TypeVar("P", bound=Target)
 ATTENTION_LAYERS = Binding(
     targets=(AttentionTarget(),),
     not_reached=(
-        "layers for which vLLM is told a backend: --attention-backend, a backend per kind of "
-        "layer, a model's or a drafter's own",
-        "attention that asks no platform: Mamba and linear attention, vision encoders, models "
-        "that bring their own backend",
+        "layers with an explicitly set backend: --attention-backend, a backend per kind of layer, "
+        "a model's or a drafter's own",
+        "attention that does not query the platform: Mamba and linear attention, vision encoders, "
+        "models that provide their own backend",
     ),
 )
 """The binding of the attention backend. It belongs to no contract."""
@@ -94,7 +94,7 @@ def stock_form(
 
 def planned_for_nothing(plan: Plan, facts: EngineFacts) -> dict[str, str]:
     """Return op -> why the model does not call it, for ops with planned implementations."""
-    found = dict.fromkeys(without_layers(plan, facts.provided), "this model has no layer of it")
-    named = "the settings name it, and this model has no place for it here"
+    found = dict.fromkeys(without_layers(plan, facts.provided), "this model has no layer for it")
+    named = "selected in settings, but this model has no target for it"
     found |= dict.fromkeys(facts.absent, named)  # planned only because of settings
     return {op: found[op] for op, entry in plan.entries.items() if entry.impls and op in found}

@@ -63,7 +63,7 @@ def _followed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         elif name == "wake_up":
             engine.asleep -= memory
             if engine.due and not engine.asleep:
-                check(engine, "the weights were updated while it slept")
+                check(engine, "the weights were updated during sleep")
         return result
 
     return called
@@ -83,12 +83,12 @@ def check(engine: Engine, occasion: str) -> str:
             ranks, the last rank raises it, because vLLM ignores replies after an error.
     """
     if not _is_checked(engine):
-        return "nothing is verified: nothing is planned, or VLLM_FL_PREFLIGHT is not verify"
+        return "nothing is verified: no op is planned, or VLLM_FL_PREFLIGHT is not verify"
     if engine.asleep:
         engine.due = True
-        return f"verified when it is awake: {', '.join(sorted(engine.asleep))} asleep"
+        return f"verification is deferred until wake-up: {', '.join(sorted(engine.asleep))} asleep"
     engine.due = False
-    stopped = "each run of one replica of data parallelism waits for the others"
+    stopped = "data-parallel replicas wait for each other in each run of the model"
     if not _has_replicas(engine):
         stopped = ""
         try:
@@ -108,7 +108,7 @@ def check(engine: Engine, occasion: str) -> str:
     found = "; ".join(engine.remarks[Moment.UPDATED])
     if engine.rank == 0 and found:
         if found.startswith("nothing was verified"):
-            log.warning("After %s %s", occasion, found)
+            log.warning("After %s, %s", occasion, found)
         else:
             log.info("After %s: %s", occasion, found)
     return found
@@ -145,8 +145,8 @@ def _update_failed(engine: Engine, error: Exception, *, others_wait: bool) -> No
             log.debug("The ranks could not agree on a failed update", exc_info=True)
     if engine.rank == 0 or not others_wait:
         log.warning(
-            "An update of the weights failed, and nothing was verified after it: %s. The weights "
-            "may be the old ones in part; the next update is verified",
+            "A weight update failed, and nothing was verified after it: %s. Some weights may still "
+            "be the old ones; the next update is verified",
             failures,
         )
 
@@ -156,9 +156,9 @@ def _fault(wrong: Mapping[Key, str], occasion: str) -> str:
         f"implementation '{impl_id}' of op '{op}': {why}" for (op, impl_id), why in wrong.items()
     )
     return (
-        f"Since {occasion}, wrong is {each}. The new weights are loaded, and it serves on: "
-        f"compiled code and captured graphs hold it. An engine that is started with "
-        f"{without(wrong)} is without it"
+        f"After {occasion}, verification failed for {each}. The engine keeps serving with the new "
+        "weights, since compiled code and captured graphs contain the implementation. Restart with "
+        f"{without(wrong)} to avoid it"
     )
 
 

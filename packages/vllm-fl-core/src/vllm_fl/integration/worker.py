@@ -149,7 +149,7 @@ class PlannedWorker:
         engine = self.vllm_fl_engine
         if engine is None or engine.joins:
             return "nothing is verified: this rank has joined a running engine"
-        return updates.check(engine, "it was asked for")
+        return updates.check(engine, "a request to verify")
 
     def vllm_fl_report(self) -> dict[str, Any]:
         """Return this worker's plan and counters, for `collective_rpc`.
@@ -264,9 +264,9 @@ def _remarks(engine: Engine) -> list[str]:
     if table is not None:
         found.append(f"{'without the ' if table.unused else ''}table {table.file}")
     if ordered:
-        found.append(f"ordered for {facts.device}: {', '.join(ordered)}")
+        found.append(f"orders for {facts.device}: {', '.join(ordered)}")
     if facts.wants_invariance:
-        found.append(f"{facts.wants_invariance}: measured; of vLLM's code only layers are")
+        found.append(f"{facts.wants_invariance}: measured; of vLLM's code, only layers are")
     found += [f"{op}: {impl_id} {why}" for (op, impl_id), why in why_not(facts).impls.items()]
     inlined = ranges.planned(by_range(engine.plan), engine.config)
     return found + [f"{op} {ranges.told(chosen)}" for op, chosen in inlined.items()]

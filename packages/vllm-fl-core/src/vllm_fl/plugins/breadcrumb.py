@@ -64,7 +64,7 @@ class Crumb:
 
     def __str__(self) -> str:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.when))
-        return f"process {self.pid} ended on {at} while it ran {self.what}"
+        return f"process {self.pid} ended on {at} while running {self.what}"
 
     def remove(self) -> None:
         with contextlib.suppress(OSError):
@@ -189,7 +189,7 @@ class Watchdog:
             call = self._call
             if call is not None and call is not named and time.monotonic() - call[0] >= SLOW:
                 named = call
-                text = "%s has been running for %.0f s and has not come back yet"
+                text = "%s is still running after %.0f s"
                 self._log.warning(text, call[1], SLOW)
 
 

@@ -146,7 +146,7 @@ def policy_files(
     plugins: Sequence[Plugin], platform: str
 ) -> tuple[list[tuple[str, Any]], list[PluginError]]:
     """Return [(distribution, path)] of the plugins' settings files for `platform`, and errors."""
-    kept = "Its implementations are kept, its settings not."
+    kept = "Its implementations are kept, its settings are ignored."
     found, errors = results_of_each(plugins, "policy", PolicyDefaults, kept, platform=platform)
     return [(owner.name, defaults.path) for owner, defaults in found], errors
 
@@ -179,7 +179,7 @@ def rejections(
     asks = facts.wants_invariance if facts is not None else ""
     rejected: dict[str, str] = {}
     if asks and not any(plugin.verifies and plugin.is_loaded for plugin in plugins):
-        rejected = {impl.impl_id: f"{asks}, and nothing here measures invariance" for impl in impls}
+        rejected = {impl.impl_id: f"{asks}, but no loaded plugin measures it" for impl in impls}
     arguments = {"settings": settings, "op": op, "impls": impls}
     arguments |= {"facts": facts if asks else None, "contract": contract if asks else None}
     for plugin in plugins if settings else ():
@@ -213,7 +213,7 @@ def start_in_worker(
     """
     reports = {}
     for plugin in plugins:
-        todo = f"Set what it asks for. {plugin.todo}"
+        todo = f"Fix the reported problem. {plugin.todo}"
         with in_hook(plugin, "worker_start", todo, passing=True):
             for report in results_of(plugin, "worker_start", WorkerReport, context=context):
                 plain = WorkerReport(tuple(map(str, report.lines)), dict(report.facts))
@@ -270,7 +270,7 @@ def sections(plugin: Plugin, engine: Engine, taken: Container[str] = ()) -> dict
         found = {str(key): value for each in results for key, value in each.items()}
         if twice := [key for key in found if key in taken]:
             raise ValueError(
-                f"worker_report returned {', '.join(twice)}, which the report already has"
+                f"worker_report returned {', '.join(twice)}, which the report already contains"
             )
         json.dumps(found)
         return found

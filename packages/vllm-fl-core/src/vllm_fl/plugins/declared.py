@@ -64,8 +64,8 @@ def _hooks_of(plugin: object) -> Mapping[str, Callable[..., Any]]:
         if callable(function) and (is_bound or not is_class):
             return {OLD_FORM: function}
     raise TypeError(
-        f"it points at {plugin!r}, which implements no hook: point it at a module whose functions "
-        "carry @hookimpl, or at register_builtins(registry)"
+        f"its entry point {plugin!r} implements no hook; use a module with @hookimpl functions, or "
+        "register_builtins(registry)"
     )
 
 
@@ -73,13 +73,13 @@ def _check_kind(kind: Kind, hooks: Collection[str]) -> None:
     """Check that the plugin's entry-point group allows its hooks."""
     if kind == "contracts" and {*hooks} != {"contracts"}:
         raise TypeError(
-            f"the group {CONTRACTS} is only for contracts, and it implements {', '.join(hooks)}: "
+            f"the group {CONTRACTS} is only for contracts, but it implements {', '.join(hooks)}; "
             f"use the group {GROUP}"
         )
     if kind == "extension" and (
         others := [hook for hook in hooks if hook in (OLD_FORM, *PROVIDING)]
     ):
-        raise TypeError(f"an extension provides no implementations, and it implements {others[0]}")
+        raise TypeError(f"an extension must not implement {others[0]}")
     if kind == "backend" and "process_start" in hooks:
         raise TypeError(
             "process_start is for extensions: a backend is not imported when a process starts"
@@ -92,8 +92,8 @@ def _check_api(plugin: object) -> None:
         raise RuntimeError(f"its HOOK_API is {api!r}, expected the integer {HOOK_API}")
     if api != HOOK_API:
         raise RuntimeError(
-            f"it is written for HOOK_API {api}, this vllm-fl-core has {HOOK_API}; install the "
-            f"{'older' if api > HOOK_API else 'newer'} release of it"
+            f"it needs HOOK_API {api}, but this vllm-fl-core has {HOOK_API}; install "
+            f"{'an older' if api > HOOK_API else 'a newer'} release of the plugin"
         )
 
 
@@ -102,7 +102,7 @@ def _verifies_of(plugin: object, hooks: Collection[str]) -> bool:
     if not isinstance(verifies, bool):
         raise TypeError(f"its VERIFIES is {verifies!r}; expected True or False")
     if verifies and "inspect_plan" not in hooks:
-        raise TypeError("its VERIFIES is True, and it does not implement inspect_plan")
+        raise TypeError("its VERIFIES is True, but it does not implement inspect_plan")
     return verifies
 
 
@@ -127,11 +127,13 @@ def check_settings(specs: Sequence[Any], owner: Owner, holders: dict[str, str]) 
             raise TypeError(f"settings returned {spec!r}; expected SettingSpec")
         if spec.in_file and not re.fullmatch(PLUGIN_KEY, spec.key):
             raise ValueError(
-                f"a file may have its setting {spec.key!r}, whose key must then begin with "
-                "flagos_, reference_ or vendor_<vendor>_"
+                f"the key of its setting {spec.key!r} must begin with flagos_, reference_ or "
+                "vendor_<vendor>_, because files may set it"
             )
         for name in dict.fromkeys((spec.key, spec.variable)):
             if name in names or name in holders:
-                raise ValueError(f"its setting {name!r} is {(names | holders)[name]}'s, too")
+                raise ValueError(
+                    f"its setting {name!r} is already declared by {(names | holders)[name]}"
+                )
             names[name] = str(owner)
     holders |= names

@@ -84,13 +84,13 @@ def find_device(plugins: Sequence[Plugin], name: str | None = None) -> DevicePro
         names = ", ".join(f"{profile.name!r} of {owner.name}" for owner, profile in found)
         raise found[1][0].error(
             f" and {len(found) - 1} other claim this machine's device: {names}. Choose one with "
-            "VLLM_FL_PLATFORM=<name>, or leave one out with VLLM_FL_PLUGINS.",
+            "VLLM_FL_PLATFORM=<name>, or disable one with VLLM_FL_PLUGINS.",
             kind=DeviceError,
         )
     if name is not None and verdicts and not found:
         raise verdicts[0][0].error(
-            f": VLLM_FL_PLATFORM={name} asks for its device, which is not here: {verdicts[0][2]}. "
-            "Unset VLLM_FL_PLATFORM to run on the device that vLLM finds.",
+            f": VLLM_FL_PLATFORM={name} selects its device, which is missing: {verdicts[0][2]}. "
+            "Unset VLLM_FL_PLATFORM to use the device that vLLM detects.",
             kind=DeviceError,
         )
     if not found and errors:

@@ -75,11 +75,11 @@ def remedy_for(plugin: Plugin, allowed: Iterable[Plugin]) -> str:
     if plugin.kind != "backend":
         return "Reinstall it."
     if plugin.owner.distribution is None:
-        return "Fix it, or take it out of VLLM_FL_PLUGIN_MODULES."
+        return "Fix it, or remove it from VLLM_FL_PLUGIN_MODULES."
     backends = {p.owner.distribution for p in allowed if p.kind == "backend"}
     others = sorted(clean(name) for name in backends - {plugin.owner.distribution, None} if name)
     rest = ",".join(others) or "''"
-    return f"No other plugin needs it: reinstall it, or leave it out with VLLM_FL_PLUGINS={rest}."
+    return f"No other plugin needs it: reinstall it, or disable it with VLLM_FL_PLUGINS={rest}."
 
 
 def unmatched(owners: Iterable[Owner], only: Collection[str] | None) -> tuple[str, ...]:
@@ -91,9 +91,9 @@ def unmatched(owners: Iterable[Owner], only: Collection[str] | None) -> tuple[st
         if wanted not in known:
             slip = next((each for each in known if wanted in each), None) or nearest(wanted, known)
             found.append(
-                f"VLLM_FL_PLUGINS names {name!r}, which is not an installed distribution with a "
-                f"plugin: it loads nothing.{f' Did you mean {slip!r}?' if slip else ''} Installed "
-                f"are {', '.join(known) or 'none'}."
+                f"VLLM_FL_PLUGINS: {name!r} is not an installed distribution with a plugin; it "
+                f"loads nothing.{f' Did you mean {slip!r}?' if slip else ''} Installed: "
+                f"{', '.join(known) or 'none'}."
             )
     return tuple(found)
 

@@ -133,7 +133,7 @@ def _bridged(
 
         def bridge(x, weight=_default_weight):
             if weight is not _default_weight:
-                raise NotImplementedError('takes no weight')
+                raise NotImplementedError('has no parameter weight')
             return _fn(x, inplace=False)
 
     Args:
@@ -177,7 +177,7 @@ def _refusing(missing: Parameters, how: str) -> list[str]:
         if p.default is not None:
             same = f"{p.name}.__class__ is {default}.__class__ and {p.name} == {default}"
             condition += f" and not ({same}) and _differs({p.name}, {default})"
-        lines += [f"if {condition}:", f"    {how.format(f'takes no {p.name}')}"]
+        lines += [f"if {condition}:", f"    {how.format(f'has no parameter {p.name}')}"]
     return lines
 
 
@@ -216,7 +216,7 @@ def from_older_form(impl: OpImpl) -> AttentionImpl:
 
     def available() -> Any:
         if impl.needs_layer:
-            return "it takes a layer first (self), and is asked before there is one"
+            return "it needs a layer (self), but backends are chosen before layers exist"
         return impl.availability()
 
     return AttentionImpl(

@@ -14,7 +14,7 @@ T = TypeVar("T")
 FAILED, LACKED, REJECTED = "FL410", "FL411", "FL412"
 """Codes of objections."""
 
-REFUSES = "it refuses every call of this model"
+REFUSES = "it supports no call of this model"
 """How a REJECTED reason begins if a correct implementation supports no call of the model."""
 
 Key = tuple[str, str]

@@ -73,7 +73,7 @@ def rivals() -> tuple[str, ...]:
     names = {identity(dist)[0] for dist in owners if dist is not None}
     others = {canonical(name): name for name in names if canonical(name) != CORE}
     return tuple(
-        f"{name} owns vLLM's plugin name 'fl' or the import name 'vllm_fl' too; only one of the "
+        f"{name} also owns vLLM's plugin name 'fl' or the import name 'vllm_fl'; only one of the "
         f"two can work: pip uninstall -y {name} && pip install --force-reinstall --no-deps {CORE}"
         for name in sorted(others.values())
     )

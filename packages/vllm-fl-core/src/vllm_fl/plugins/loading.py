@@ -61,7 +61,7 @@ def load(
             _import(plugin, registry, holders)
             if changed := sorted({name for name, _ in before ^ _variables()}):
                 told = f"{plugin.owner.who} set {', '.join(map(clean, changed))}"
-                log.warning("%s, which are the user's. [FL214]", told)
+                log.warning("%s; only the user may set these. [FL214]", told)
         elif (error := ban_of(plugin)) is not None:
             plugin.fail(error)
         else:
@@ -133,9 +133,9 @@ def _run_old_form(function: Callable[[Any], object], registry: Any) -> list[Impl
     function(collector)
     if not collector.impls:
         raise TypeError(
-            f"{getattr(function, '__qualname__', function)!r} was called with the registry, as the "
-            "older form is, and registered nothing: point the entry point at a module whose "
-            "functions carry @hookimpl, or register its implementations"
+            f"{getattr(function, '__qualname__', function)!r} was called with the registry (the "
+            "older form), but registered nothing; register its implementations, or use a module "
+            "with @hookimpl functions as the entry point"
         )
     found: list[Impl] = collector.impls
     return found
@@ -151,13 +151,13 @@ def _binding(contract: object) -> Binding:
         binding = binding.get(contract.name)
     if not isinstance(binding, Binding):
         raise TypeError(
-            f"the module {contract.binding!r} of the op {contract.name!r} has {binding!r} for its "
-            "BINDING; expected a Binding"
+            f"BINDING of the module {contract.binding!r} is {binding!r} for the op "
+            f"{contract.name!r}; expected a Binding"
         )
     if binding.targets and contract.spec.served is unserved:
         raise ValueError(
-            f"the op {contract.name!r} has targets in vLLM, and its contract no `served`: a "
-            "startup could not verify a model's calls. Give it one"
+            f"the op {contract.name!r} has targets in vLLM, but its contract has no `served`, "
+            "which verification of a model's calls needs"
         )
     return binding.routed(contract.spec)
 
@@ -177,11 +177,11 @@ def _add_contracts(registry: Any, plugin: Plugin, claims: Claims) -> None:
         others = [o for o in claims[op, impl_id] if o != owner and not reservation(impl_id, o)]
         if not why and others and not owner.is_of(holder):
             named = [each for each in others if each.is_of(holder)] or others
-            why = f"{', '.join(clean(str(each)) for each in named)} claims it too"
+            why = f"also provided by {', '.join(clean(str(each)) for each in named)}"
         if why:
             what = f"{op} implementation {impl_id!r}" if impl_id else f"the contract of op {op!r}"
             raise owner.error(
-                f": {what} refused: {why}. Uninstall one of the two, or name the ones to load in "
+                f": {what} rejected: {why}. Uninstall one of the two, or list the ones to load in "
                 "VLLM_FL_PLUGINS.",
                 kind=DuplicateError if others else PluginError,
                 op=op,

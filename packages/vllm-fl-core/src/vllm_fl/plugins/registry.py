@@ -100,7 +100,7 @@ class OpRegistry:
                 impl = _as_it_is_now(each, self._snapshot.contracts)
                 if not isinstance(impl, Impl):
                     expected = "expected OpImpl, AttentionImpl, CommunicatorImpl or LayerImpl"
-                    raise _refusal(owner, None, f"returned {impl!r}; {expected}")
+                    raise _refusal(owner, None, f"got {impl!r}; {expected}")
                 key = (impl.op_name, impl.impl_id)
                 # `load` decides which distribution may use the other reserved ids.
                 if reserved := reservation(impl.impl_id, SCRIPT):
@@ -111,12 +111,12 @@ class OpRegistry:
                         impl,
                         kind=DuplicateError,
                         problem=f"{impl.op_name} already has an implementation "
-                        f"{impl.impl_id!r}, from {owners[key]}. Uninstall one of the two, or name "
+                        f"{impl.impl_id!r}, from {owners[key]}. Uninstall one of the two, or list "
                         "the ones to load in VLLM_FL_PLUGINS",
                     )
                 spec = self._snapshot.contracts.get(impl.op_name)
                 if isinstance(impl, OpImpl) and spec is None and impl.takes is not None:
-                    raise _refusal(owner, impl, "takes is for an op with a contract")
+                    raise _refusal(owner, impl, "`takes` requires an op with a contract")
                 if isinstance(impl, OpImpl) and spec is not None and not impl.needs_layer:
                     _check_parameters(impl, spec, owner)
                 by_op.setdefault(impl.op_name, []).append(impl)
@@ -183,7 +183,7 @@ def _check_contract(known: RegistrySnapshot, op: str, binding: Binding, owner: O
     """Check that the contract's name and its targets do not belong to another op."""
     what = f"the contract of op {op!r}"
     if op in known.contracts or op in NAMED_CLASSES:
-        why = f"{what}: {known.authors.get(op, CORE)} has this op; give yours another name"
+        why = f"{what}: {known.authors.get(op, CORE)} has this op; rename yours"
         raise _refusal(owner, None, why, kind=DuplicateError)
     taken = {ATTENTION_BACKEND: ATTENTION}
     for other, bound in known.bindings.items():
@@ -191,10 +191,10 @@ def _check_contract(known: RegistrySnapshot, op: str, binding: Binding, owner: O
     for target in binding.claims:
         if (holder := taken.get(target, op)) != op:
             why = (
-                f"{what}: {target} is a target of op {holder!r}, of "
-                f"{clean(str(known.authors.get(holder, CORE)))}, which keeps it: a target is one "
-                "op's. Remove it from the binding, uninstall one of the two, or name the ones to "
-                "load in VLLM_FL_PLUGINS"
+                f"{what}: {target} is already a target of op {holder!r} of "
+                f"{clean(str(known.authors.get(holder, CORE)))}, and a target has only one op. "
+                "Remove it from the binding, uninstall one of the two, or list the ones to load in "
+                "VLLM_FL_PLUGINS"
             )
             raise _refusal(owner, None, why, kind=TargetError)
 
@@ -211,11 +211,11 @@ def _check_parameters(impl: OpImpl, spec: OpSpec, owner: Owner) -> None:
                 impl,
                 f"its {what} takes ({_words(own)}), but the contract has ({_words(wanted)}): "
                 "use the same names, order and defaults. Only trailing parameters with defaults "
-                "may be missing or be added",
+                "may be missing or added",
             )
     if stray := impl.consumes - spec.consumable:
         raise _refusal(
-            owner, impl, f"consumes names {', '.join(sorted(stray))}, which may not be overwritten"
+            owner, impl, f"consumes has {', '.join(sorted(stray))}, which must not be overwritten"
         )
 
 
@@ -226,9 +226,9 @@ def _words(parameters: Iterable[inspect.Parameter]) -> str:
 def _refusal(
     owner: Owner, impl: Impl | None, problem: str, *, kind: type[PluginError] = PluginError
 ) -> PluginError:
-    what = f"{impl.op_name} implementation {impl.impl_id!r}" if impl else "what it registers"
+    what = f"{impl.op_name} implementation {impl.impl_id!r}" if impl else "registration"
     facts = {"op": impl.op_name, "impl": impl.impl_id} if impl else {}
-    return owner.error(f": {what} refused: {problem}.", kind=kind, **facts)
+    return owner.error(f": {what} rejected: {problem}.", kind=kind, **facts)
 
 
 class Collector(OpRegistry):

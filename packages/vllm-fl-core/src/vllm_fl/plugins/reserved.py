@@ -37,10 +37,10 @@ def reservation(impl_id: str, owner: Owner) -> str:
     is_prefix = reserved.endswith(".")
     ids = f"ids that begin with {reserved!r}" if is_prefix else f"the id {reserved!r}"
     if reserved == "stock.":
-        return f"{ids} mean vLLM's own path and are nobody's to use"
+        return f"{ids} are reserved for vLLM's implementation"
     if not reserved or owner.distribution is None or owner.is_of(RESERVED[reserved]):
         return ""
-    return f"{ids} {'are' if is_prefix else 'is'} {RESERVED[reserved]}'s to use"
+    return f"{ids} {'are' if is_prefix else 'is'} reserved for {RESERVED[reserved]}"
 
 
 def _reserved(impl_id: str) -> str:
@@ -54,7 +54,7 @@ def ops_missing(plugins: Iterable[Plugin]) -> str:
     for plugin in plugins:
         if plugin.owner.is_of(OPS):
             if plugin.status == "disabled":
-                return f"VLLM_FL_PLUGINS leaves out {OPS}"
+                return f"VLLM_FL_PLUGINS does not contain {OPS}"
             return f"{OPS} failed to load: see `vllm-fl doctor`" if plugin.status != "ok" else ""
     return f"{OPS} is not installed: pip install {OPS}"
 
@@ -72,10 +72,10 @@ def unverified(preflight: str, plugins: Iterable[Plugin], *, plans_others: bool)
     plugins = [*plugins]
     for plugin in plugins:
         if plugin.error is not None and _is_verifier(plugin):
-            return f"nothing here verifies kernels: {plugin.error.message} Or {OFF}"
+            return f"no loaded plugin verifies kernels: {plugin.error.message} Or {OFF}"
     if any(plugin.verifies and plugin.is_loaded for plugin in plugins):
         return None
-    return f"nothing here verifies kernels: pip install {VERIFY}, or {OFF}"
+    return f"no loaded plugin verifies kernels: pip install {VERIFY}, or {OFF}"
 
 
 def unread(settings: Mapping[str, object], plugins: Iterable[Plugin]) -> str | None:
@@ -89,7 +89,7 @@ def unread(settings: Mapping[str, object], plugins: Iterable[Plugin]) -> str | N
     for key, (extension, distribution) in READ_BY.items():
         if settings.get(key) is not None and extension not in loaded:
             variable = f"VLLM_FL_{key.upper()}"
-            return f"nothing here reads {variable}: pip install {distribution}, or unset it"
+            return f"no loaded plugin reads {variable}: pip install {distribution}, or unset it"
     return None
 
 

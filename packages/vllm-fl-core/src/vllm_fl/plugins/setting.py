@@ -52,12 +52,12 @@ class SettingSpec(Generic[T]):
         lists, default = bool(self.names), self.default
         is_plain = _are_words(default) if lists else isinstance(default, bool | str)
         rules = {
-            "key and variable are identifiers": all(
+            "key and variable must be identifiers": all(
                 isinstance(name, str) and name.isidentifier() for name in names
             ),
-            "a default is a boolean, text or None; that of a list, which has names='<what they "
-            "are>', is None or a tuple of names": default is None or is_plain,
-            "choices is a tuple of the words that a text takes, the default included": (
+            "default must be boolean, text or None; with names='<what they are>', None or a tuple "
+            "of names": default is None or is_plain,
+            "choices must be a tuple of the accepted words, including the default": (
                 not self.choices
                 or (_are_words(self.choices) and default in (None, *self.choices) and not lists)
             ),

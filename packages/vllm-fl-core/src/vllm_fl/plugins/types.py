@@ -96,7 +96,7 @@ class _Impl:
                 raise ValueError(f"{who}: kind VENDOR needs vendor='<name>'")
             wanted = f"vendor.{self.vendor}"
             if self.impl_id.casefold() != wanted.casefold():
-                raise ValueError(f"{who}: a vendor's impl_id is {wanted!r}")
+                raise ValueError(f"{who}: a vendor's impl_id must be {wanted!r}")
             if self.impl_id != wanted:
                 instead = self.impl_id.partition(".")[2]
                 text = (
@@ -171,7 +171,7 @@ class OpImpl(_Impl):
             raise TypeError(f"{who}: fn must be callable, got {self.fn!r}")
         self._check(who)
         if self.takes is not None and self.supports is not None:
-            raise ValueError(f"{who}: takes is instead of supports")
+            raise ValueError(f"{who}: takes and supports exclude each other")
         if isinstance(self.consumes, str):
             raise TypeError(f"{who}: consumes must be a set of parameter names, got a string")
         object.__setattr__(self, "consumes", frozenset(self.consumes))
@@ -407,7 +407,7 @@ def answered(who: str, ask: Callable[[], object]) -> Availability:
         return True
     if isinstance(verdict, str) and verdict:
         return clean(verdict)
-    return f"{who} said no and gave no reason"
+    return f"{who} returned neither True nor a reason"
 
 
 def older_probe(fn: object) -> Callable[[], Availability] | None:

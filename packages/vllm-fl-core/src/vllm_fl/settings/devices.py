@@ -71,7 +71,7 @@ class Table:
     @property
     def reason(self) -> str:
         """Why it has no effect: a sentence without a full stop."""
-        return f"The table {self.file} has no effect: {self.unused}" if self.unused else ""
+        return f"The tuning table {self.file} has no effect: {self.unused}" if self.unused else ""
 
     def differs(self, device: str, version: Callable[[str], str | None]) -> str:
         """Return the first condition that is not met, or empty.
@@ -83,7 +83,7 @@ class Table:
         held = {"vllm": self.vllm} if self.vllm else {}
         for name, then in {**held, **self.distributions}.items():
             if (now := version(name)) != then:
-                return f"{name} is {now or 'not installed'}, and it was measured with {then}"
+                return f"{name} is {now or 'not installed'}, but the measurement used {then}"
         if self.device not in ("", device):
-            return f"the device is {device or 'unknown'}, and it was measured on {self.device}"
+            return f"the device is {device or 'unknown'}, but the measurement used {self.device}"
         return ""

@@ -36,17 +36,17 @@ PLATFORM_FILES = "platform"
 """The only value of `extends`: variables and platform files apply as without the file."""
 
 USERS_OWN = {
-    EXTENDS: "it is one of the files that a file of a user's extends",
-    f"{ORDER_PREFIX}{DEFAULT}": "it would order other backends' ops. Use prefer",
-    "allow_vendors": "it would shut out every other vendor's plugin. Use deny_vendors or "
+    EXTENDS: "only a user's file can extend other files",
+    f"{ORDER_PREFIX}{DEFAULT}": "it would apply to other backends' ops. Use prefer",
+    "allow_vendors": "it would exclude the plugins of all other vendors. Use deny_vendors or "
     "op_backends",
-    "table": "a table holds for one machine. Name it in a file of your own",
+    "table": "a tuning table is valid for one machine only. Set it in a user's file",
 }
 """Key -> why a plugin's file must not set it."""
 
 BY_SIZE = (
-    "a plugin's file may not order by size: the files of several backends are merged, and rows are "
-    "not. A measurement on a class of devices belongs under devices, one of a machine into a table"
+    "a plugin's file must not have orders by size: they cannot be merged with other backends' "
+    "files. Put results for one device model under devices, for one machine in a tuning table"
 )
 
 
@@ -167,7 +167,7 @@ class _File:
             if key == EXTENDS:
                 if value != PLATFORM_FILES:
                     problem = f"expected {PLATFORM_FILES}, got {kind_of(value)}"
-                    raise wrong(key, origin, f"{problem}: a file extends no other file")
+                    raise wrong(key, origin, f"{problem}: a file cannot extend another file")
                 yield Setting(key, value, origin)
             elif key == ORDER_PREFIX.rstrip("."):
                 yield from self.orders(value, origin) if value is not None else ()
@@ -188,7 +188,7 @@ class _File:
 
     def check_owner(self, key: str, origin: str) -> None:
         if key in USERS_OWN and not self.users:
-            raise wrong(key, origin, f"a plugin's file may not set it: {USERS_OWN[key]}")
+            raise wrong(key, origin, f"a plugin's file must not set it: {USERS_OWN[key]}")
 
     def orders(self, value: object, origin: str) -> Iterator[Setting]:
         ops = self.mapping(ORDER_PREFIX.rstrip("."), value, origin or self.line(1), "ops")
@@ -204,7 +204,7 @@ class _File:
                 if not self.users:
                     raise wrong(key, origin, BY_SIZE)
                 if op == DEFAULT:
-                    problem = f"{DEFAULT} has no rows by size: it also orders attention and layers"
+                    problem = f"{DEFAULT} must not depend on size: it covers attention and layers"
                     raise wrong(key, origin, problem)
             yield Setting(key, order, origin)
 
@@ -221,7 +221,7 @@ class _File:
             for op, written in ops.items():
                 at = self.at(ops, op)
                 if op == DEFAULT or not op.isidentifier():
-                    raise wrong(key, at, f"{op!r} is not the name of an op")
+                    raise wrong(key, at, f"{op!r} is not a valid op name")
                 order, measured = self.device_order(f"{DEVICES}{op}", written, at)
                 made = DeviceOrder(order, at, name, measured, of_table)
                 found.setdefault(f"{DEVICES}{op}", []).append(made)
@@ -286,11 +286,11 @@ def _loader() -> Any:
                 "" if key_node.tag.endswith(":merge") else loader.construct_object(key_node, True)
             )
             if key_node.tag.endswith(":merge"):
-                problem = "merge keys (<<) are not read; write it out"
+                problem = "merge keys (<<) are not supported; write the keys out"
             elif not isinstance(name, str):
                 problem = f"expected text as a key, got {kind_of(name)}"
             elif name in found:
-                problem = f"{name!r} is set twice, first in line {found.lines[name]}"
+                problem = f"{name!r} is set twice, first on line {found.lines[name]}"
             else:
                 found.lines[name] = key_node.start_mark.line + 1
                 found[name] = loader.construct_object(value, True)
@@ -319,7 +319,7 @@ def _value(spec: SettingSpec[Any], value: object, origin: str) -> object:
 
 def _scalar(key: str, value: object, origin: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float | date):
-        raise wrong(key, origin, f"expected a text, a number or a date, got {kind_of(value)}")
+        raise wrong(key, origin, f"expected text, a number or a date, got {kind_of(value)}")
     return str(value)
 
 
@@ -343,11 +343,11 @@ def _meant(key: str, declared: Declared) -> str:
     for spec in declared.values():
         if key in (spec.key, spec.variable):
             if spec.in_file:
-                return f" In a file it is {spec.key}."
-            return f" It is set by the variable {spec.variable}, not in a file."
+                return f" In a file, use {spec.key}."
+            return f" Only the variable {spec.variable} can set it."
     if key == "holds":
-        return " A table is named by VLLM_FL_TABLE, or by `table` in a file."
+        return " To use a tuning table, set VLLM_FL_TABLE, or `table` in a file."
     if key in known_contracts().contracts:
         return " It is an op: write it under op_backends."
     known = file_keys(declared)
-    return closest(key, known) or f" Known are {', '.join(known)}."
+    return closest(key, known) or f" Known: {', '.join(known)}."

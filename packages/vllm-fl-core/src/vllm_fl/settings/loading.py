@@ -25,6 +25,7 @@ from .lock import read_lock
 from .names import uses
 from .policy import GROUP, OpOrder, SelectionPolicy
 from .schema import (
+    COMMAND_LINE,
     CONFIG,
     ITEMS,
     Declared,
@@ -33,6 +34,7 @@ from .schema import (
     is_absent,
     overridden,
     variables,
+    variables_of,
 )
 from .uniting import Brought, close_pairs, unite
 from .values import (
@@ -88,6 +90,7 @@ def load_settings(
     plugins: Iterable[SettingSpec[Any]] = (),
     platforms: Sequence[str] = (),
     foreign: bool = False,
+    orders: Mapping[str, object] = NOTHING,
 ) -> Settings:
     """Read the effective settings. `check_names` checks their names later.
 
@@ -101,9 +104,10 @@ def load_settings(
         platforms: known platforms that are not in `PLATFORMS`.
         foreign: whether another plugin provides the platform. Without a platform file that applies
             to it, `prefer` defaults to `stock`.
+        orders: op or group -> its order on vLLM's command line, which has priority.
 
     Raises:
-        SettingsError: a variable or a file has an error.
+        SettingsError: a variable, a file or an order has an error.
         IdleSwitchError: a file overrides VLLM_FL_STRICT or VLLM_FL_DENY_VENDORS.
     """
     declared = {**ITEMS, **{spec.key: spec for spec in plugins}}
@@ -113,6 +117,10 @@ def load_settings(
         detected = Setting("platform", normalise_platform(platform), "detected")
         fixed = _stacked([fixed, {"platform": detected}], {})
     config = fixed.get("config")
+    for key in declared.keys() & orders.keys():
+        problem = f"only orders of ops can be set here; set {declared[key].variable}"
+        raise wrong(key, COMMAND_LINE, problem)
+    given = _spread(_layer_of(orders.items(), COMMAND_LINE), groups)
     own: Layer = {}
     if config is not None:
         own = read_settings_file(config.value, declared, key="config", asked_by=config.origin)
@@ -120,21 +128,21 @@ def load_settings(
         own = _spread(own, groups)
     is_whole = config is not None and own.pop(EXTENDS, None) is None
     if foreign and (is_whole or not platform_files):
-        origin = "another plugin's platform, which no policy file is for"
+        origin = "another plugin's platform, without a policy file"
         fixed["prefer"] = Setting("prefer", "stock", origin)
     shown = tuple(f"{path} ({distribution})" for distribution, path in platform_files)
     files = Setting("platform_files", shown, "plugins")
     warnings: list[str] = []
     if config is not None and is_whole:
-        users = [own]
+        users = [given, own]
         ignored = [name for name in overridden(declared) if env.get(name, "").strip()]
-        entries = _stacked([own, fixed], declared, ignored=_unread(env, declared, ignored))
+        entries = _stacked([*users, fixed], declared, ignored=_unread(env, declared, ignored))
         if ignored or shown:
             names = ", ".join((*ignored, *shown))
             warnings.append(f"{CONFIG}={config.value} is a complete override; ignored: {names}.")
         files = Setting(files.key, (), config.origin, ((shown, files.origin),))
     else:
-        users = [own, *_variables(env, groups, declared)]
+        users = [given, own, *_variables(env, groups, declared)]
         has_stock = foreign or ("platform" in fixed and fixed["platform"].value in IN_TREE)
         shipped = _united(platform_files, brought, groups, declared, has_stock=has_stock)
         entries = _stacked([*users, fixed, shipped], declared)
@@ -236,7 +244,7 @@ def _refuse_idle(env: Mapping[str, str], entries: Layer) -> None:
             where = held.origin if held.origin.startswith(f"{file}:") else file
             wanted = ", ".join((*(held.value or ()), *lost))  # type: ignore[misc]
             problem = (
-                f"{where} takes its effect away, since what a file says or leaves out wins over "
+                f"{where} overrides it, because a file and its defaults have priority over "
                 f"variables. Write `{key}: {wanted}` into that file, or unset "
                 f"{SWITCHES[key].variable}"
             )
@@ -272,14 +280,17 @@ def _spread(layer: Layer, groups: Groups) -> Layer:
 
 
 def _environment(env: Mapping[str, str], declared: Declared) -> Layer:
-    layer = {}
+    layer: Layer = {}
     for key, spec in declared.items():
-        text = _text(env, spec.variable, key)
-        if text is None:
-            continue
-        origin = f"environment {spec.variable}"
-        value = checked(partial(value_of, spec), text, key, origin)
-        layer[key] = Setting(key, value, origin)
+        for variable in variables_of(spec):
+            text = _text(env, variable, key)
+            if text is None:
+                continue
+            origin = f"environment {variable}"
+            value = checked(partial(value_of, spec), text, key, origin)
+            other = layer.setdefault(key, Setting(key, value, origin))
+            if other.value != value:
+                raise wrong(key, origin, f"{other.named} contradicts it. Unset one of the two")
     return layer
 
 
@@ -290,25 +301,31 @@ def _text(env: Mapping[str, str], variable: str, key: str) -> str | None:
         return None
     text = text.strip()
     if not text.isprintable():  # excludes control characters and invalid UTF-8
-        problem = f"{text!r} contains characters that cannot be printed"
+        problem = f"{text!r} contains unprintable characters"
         raise wrong(key, f"environment {variable}", problem)
     return text if text or variable == Settings.plugins.variable else None
 
 
 def _per_op(env: Mapping[str, str]) -> Layer:
-    origin = f"environment {PER_OP}"
-    layer: Layer = {}
-    for part in (_text(env, PER_OP, "per_op") or "").split(";"):
-        if not part.strip():
-            continue
+    origin, pairs = f"environment {PER_OP}", []
+    for part in filter(str.strip, (_text(env, PER_OP, "per_op") or "").split(";")):
         op, equals, tokens = (piece.strip() for piece in part.partition("="))
-        if not equals or not is_ordered(op):
+        if not equals:
             raise wrong("per_op", origin, f"expected op1=a|b;op2=x, got {part.strip()!r}")
+        pairs.append((op, tokens))
+    return _layer_of(pairs, origin)
+
+
+def _layer_of(pairs: Iterable[tuple[str, object]], origin: str) -> Layer:
+    """Return orders of one origin as settings."""
+    layer: Layer = {}
+    for op, tokens in pairs:
         key = f"{ORDER_PREFIX}{op}"
+        if not is_ordered(op):
+            raise wrong("per_op", origin, f"expected op1=a|b;op2=x, got {op!r}")
         if key in layer:
             raise wrong(key, origin, "is set twice")
-        order = checked(OpOrder.of, tokens, key, origin)
-        layer[key] = Setting(key, order, origin)
+        layer[key] = Setting(key, checked(OpOrder.of, tokens, key, origin), origin)
     return layer
 
 

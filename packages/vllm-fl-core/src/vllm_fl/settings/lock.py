@@ -59,5 +59,5 @@ def read_lock(path: str, *, key: str = "lock", origin: str = "") -> Locked:
             return Locked(file, data["facts"], data["result"], data["seed"], file != path)
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
         pass
-    problem = f"is not a whole lock of version {VERSION}. `vllm-fl plan --save` writes another"
+    problem = f"is not a complete version {VERSION} lock file; `vllm-fl plan --save` creates one"
     raise wrong(key, file, problem)

@@ -81,21 +81,24 @@ def check_names(
             checked.add(use.label)
         elif names is not None and use.space == "layer":
             if name not in older_layers:
-                problem = f"there is no layer {name!r}.{closest(name, names)}"
+                problem = f"vLLM has no layer {name!r}.{closest(name, names)}"
                 raise wrong(use.setting.key, use.setting.origin, problem)
-            problem = f"the installed vLLM has no layer {name!r}, so that it has no effect."
+            problem = f"the installed vLLM has no layer {name!r}; it has no effect."
         elif use.space == "op" and use.is_users_order and name in older_ops:
-            problem = f"{name!r} is vllm-plugin-FL's op, and has no effect. Name "
-            problem += f"{older_ops[name]!r} instead, which computes it."
+            problem = f"{name!r} is an op of vllm-plugin-FL, and has no effect. Use the "
+            problem += f"equivalent op {older_ops[name]!r}."
+        elif use.space == "op" and use.is_users_order and name in known.get("group", ()):
+            problem = f"{name!r} is a group of ops, and has no effect here. Did you mean "
+            problem += f"'{GROUP}{name}'?"
         elif names is not None and use.space == "group":
-            groups_here = closest(name, names) or f" Groups here: {', '.join(sorted(names))}."
+            groups_here = closest(name, names) or f" Known groups: {', '.join(sorted(names))}."
             problem = (
-                f"no installed op belongs to the group {name!r}: it has no effect.{groups_here}"
+                f"no installed op belongs to the group {name!r}; it has no effect.{groups_here}"
             )
         elif not (use.space == "vendor" and use.is_users_order and impls is not None):
             near = names if use.space in OURS else known["op"]  # a plugin's list may contain ops
             if near is not None and name not in near and (meant := closest(name, near, 0.8)):
-                problem = f"no {use.space} {name!r} is installed, so that it has no effect.{meant}"
+                problem = f"no {use.space} {name!r} is installed; it has no effect.{meant}"
         if problem:
             warnings.append(f"{use.setting.origin}: {use.setting.key}: {problem}")
     if impls is not None:
@@ -202,10 +205,10 @@ def _said(
         return ""
     lost = ""
     if is_lost:
-        engine = "no engine starts" if settings.policy.strict else "an engine runs vLLM's own code"
+        engine = "no engine can start" if settings.policy.strict else "an engine runs vLLM's code"
         lost = (
-            f" Nothing that is listed can run, so that {op} has lost every implementation: a call "
-            f"from a script fails, and {engine}."
+            f" No implementation in the order of {op} can run: a call from a script fails, and "
+            f"{engine}."
         )
     return f"{setting.origin}: {ORDER_PREFIX}{op}: {' '.join(problems.values())}{lost}"
 

@@ -30,6 +30,9 @@ KINDS = tuple(kind.value for kind in BackendImplKind)
 UNTOUCHED = ("foreign", "stock")
 """Selectors that replace nothing: another plugin's layers, and vLLM's implementation."""
 
+SLIPS = {"vllm": "stock", "native": "stock", "torch": "reference", "flaggems": "flagos"}
+"""Words that are likely meant as a token -> the token."""
+
 DEFAULT = "default"
 """The key of the order for ops without their own order."""
 
@@ -69,7 +72,7 @@ class Token:
         if not isinstance(text, str):
             told = "a mapping (vendor:NAME has no space after its colon)"
             found = told if isinstance(text, Mapping) else kind_of(text)
-            raise ValueError(f"expected a token such as 'vendor:cuda', got {found}")
+            raise ValueError(f"expected a selector such as 'vendor:cuda', got {found}")
         head, colon, name = text.strip().partition(":")
         first, dot, rest = head.partition(".")
         if dot and rest and not colon and first in ("default", "vendor", "reference"):
@@ -79,9 +82,12 @@ class Token:
         is_name = name.isprintable() and not any(map(str.isspace, name))
         if head in ("vendor", "impl") and name and is_name:
             return cls(head, name)  # type: ignore[arg-type]
+        meant = SLIPS.get(head.lower(), "")
+        hint = f" Did you mean {meant!r}?" if meant else closest(head, (*KINDS, *UNTOUCHED))
+        hint = hint or (f" A vendor is vendor:{head}." if head.isidentifier() else "")
         raise ValueError(
-            f"{text!r} is not a valid token; use flagos, reference, vendor, vendor:NAME, impl:ID, "
-            f"foreign or stock.{closest(text.strip(), (*KINDS, *UNTOUCHED))}"
+            f"{text!r} is not a valid selector; use flagos, reference, vendor, vendor:NAME, "
+            f"impl:ID, foreign or stock.{hint}"
         )
 
     def __str__(self) -> str:
@@ -149,17 +155,17 @@ class OpOrder:
     def __post_init__(self) -> None:
         for rows in filter(None, (self.eager, self.compiled)):
             if rows[-1][0] is not None:
-                raise ValueError(f"orders by size need {REST!r}: the order of every larger call")
+                raise ValueError(f"an order by size needs {REST!r}, the order for all larger calls")
             ceilings = [ceiling for ceiling, _ in rows[:-1]]
             if not all(type(n) is int and n > 0 for n in ceilings):
-                raise ValueError(f"a ceiling is an integer of at least 1, got {ceilings}")
+                raise ValueError(f"a maximum must be an integer of at least 1, got {ceilings}")
             for before, ceiling in pairwise(ceilings):
                 if ceiling <= before:  # type: ignore[operator]
                     problem = f"'<={ceiling}' follows '<={before}'"
-                    raise ValueError(f"{problem}; write the ceilings in ascending order")
+                    raise ValueError(f"{problem}; write the maximums in ascending order")
             for ceiling, tokens in rows:
                 if not tokens:
-                    raise ValueError(f"the order of {_row_key(ceiling)} is empty")
+                    raise ValueError(f"the order for {_row_key(ceiling)} is empty")
 
     def rows(self, mode: Mode) -> Rows[tuple[Token, ...]]:
         """Return the rows of one mode; empty if the mode is open."""
@@ -289,10 +295,10 @@ def _tokens(value: object) -> tuple[Token, ...]:
     if isinstance(value, str):
         value = value.split("|")
     if not isinstance(value, Sequence) or not value:
-        raise ValueError(f"expected a token or a non-empty list of tokens, got {kind_of(value)}")
+        raise ValueError(f"expected a selector or a non-empty list of them, got {kind_of(value)}")
     tokens = tuple(item if isinstance(item, Token) else Token.parse(item) for item in value)
     if len(set(tokens)) != len(tokens):
-        raise ValueError(f"a token is listed twice in [{', '.join(map(str, tokens))}]")
+        raise ValueError(f"a selector is listed twice in [{', '.join(map(str, tokens))}]")
     return tokens
 
 
@@ -323,14 +329,14 @@ class SelectionPolicy:
     def __post_init__(self) -> None:
         if self.prefer not in PREFERENCES:
             raise ValueError(
-                f"prefer is one of {', '.join(PREFERENCES)}, got {self.prefer!r}."
+                f"prefer must be one of {', '.join(PREFERENCES)}, got {self.prefer!r}."
                 + closest(str(self.prefer), PREFERENCES)
             )
         orders = {op: OpOrder.of(order) for op, order in sorted(dict(self.per_op_order).items())}
         if named := [name for name in orders if name.startswith(GROUP)]:
             raise ValueError(
-                f"a policy orders ops by their names, and {named[0]!r} is none: only settings know "
-                "which ops a group has"
+                f"a policy needs the names of ops, but {named[0]!r} is a group; only settings can "
+                "use groups"
             )
         object.__setattr__(self, "per_op_order", MappingProxyType(orders))
         object.__setattr__(self, "strict", bool(self.strict))
@@ -398,7 +404,7 @@ class SelectionPolicy:
         if impl.kind is not BackendImplKind.VENDOR:
             return None
         if impl.vendors & self.deny_vendors:
-            return f"deny_vendors names {impl.vendor}"
+            return f"deny_vendors contains {impl.vendor}"
         if self.allow_vendors is not None and not impl.vendors & self.allow_vendors:
             allowed = ", ".join(sorted(self.allow_vendors)) or "none"
             return f"allow_vendors lists {allowed}"
@@ -407,5 +413,5 @@ class SelectionPolicy:
 
 def _names(what: str, value: Iterable[str]) -> frozenset[str]:
     if isinstance(value, str):
-        raise ValueError(f"{what} is a set of vendor names, got the text {value!r}")
+        raise ValueError(f"{what} must be a set of vendor names, got the text {value!r}")
     return frozenset(value)

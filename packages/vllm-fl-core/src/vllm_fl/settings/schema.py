@@ -33,6 +33,12 @@ if TYPE_CHECKING:
 
 CONFIG = "VLLM_FL_CONFIG"
 
+FORMER = {"VLLM_FL_ENABLED": ("VLLM_FL_PREFER_ENABLED",)}
+"""Variable -> its names in vllm-plugin-FL."""
+
+COMMAND_LINE = "--additional-config.vllm_fl"
+"""The origin of orders on the command line of vLLM."""
+
 Names = tuple[str, ...]
 SomeNames = tuple[str, ...] | None
 
@@ -121,7 +127,7 @@ class Settings(Mapping[str, Setting]):
     locked: Locked | None = field(default=None, hash=False)
     declared: Declared = field(default_factory=lambda: ITEMS, compare=False, repr=False)
 
-    enabled = SettingSpec("enabled", "VLLM_FL_PREFER_ENABLED", True)
+    enabled = SettingSpec("enabled", "VLLM_FL_ENABLED", True)
     """False: vLLM runs without vllm-fl."""
     config = SettingSpec[str | None]("config", CONFIG, None)
     """A YAML file of the user."""
@@ -173,6 +179,8 @@ class Settings(Mapping[str, Setting]):
     """The level of the logger `vllm_fl`."""
     debug = SettingSpec("debug", "VLLM_FL_DISPATCH_DEBUG", False)
     """Whether to print every resolution and count calls."""
+    count_calls = SettingSpec("count_calls", "VLLM_FL_COUNT_CALLS", False)
+    """Whether to count calls."""
     metrics = SettingSpec[str | None]("metrics", "VLLM_FL_METRICS", None)
     """The file for each worker's counters, with its rank in the name; or None."""
     shadow = SettingSpec[str | None]("shadow", "VLLM_FL_SHADOW", None, read=read_share)
@@ -185,6 +193,11 @@ class Settings(Mapping[str, Setting]):
     """Modules to load as plugins."""
     flagcx_path = SettingSpec[str | None]("flagcx_path", "FLAGCX_PATH", None)
     """The folder of FlagCX, or None."""
+
+    @property
+    def counts_calls(self) -> bool:
+        """Whether calls are counted."""
+        return self.count_calls or self.debug
 
     @cached_property
     def _by_key(self) -> dict[str, Setting]:
@@ -288,7 +301,7 @@ class Settings(Mapping[str, Setting]):
             if key in paired and not setting.value:
                 continue  # emptied by the other list of its pair
             in_file = self.config is not None and setting.origin.startswith(f"{self.config}:")
-            by_variable = setting.origin.startswith("environment ")
+            by_variable = setting.origin.startswith(("environment ", COMMAND_LINE))
             if in_file or by_variable or f"(environment {OP_CONFIG})" in setting.origin:
                 chosen[key] = setting
         return chosen
@@ -303,9 +316,14 @@ ITEMS: Declared = MappingProxyType(
 )
 
 
+def variables_of(spec: SettingSpec[Any]) -> tuple[str, ...]:
+    """The environment variables of one setting."""
+    return (spec.variable, *FORMER.get(spec.variable, ()))
+
+
 def variables(declared: Declared) -> tuple[str, ...]:
     """Return the environment variables of all settings."""
-    return (*(spec.variable for spec in declared.values()), PER_OP, OP_CONFIG)
+    return (*(v for spec in declared.values() for v in variables_of(spec)), PER_OP, OP_CONFIG)
 
 
 def overridden(declared: Declared) -> tuple[str, ...]:
@@ -327,7 +345,7 @@ def pairs(declared: Declared) -> tuple[tuple[str, str], ...]:
 def is_absent(name: str, declared: Declared) -> bool:
     """Return whether a key or variable belongs to a plugin that is not loaded."""
     found = re.fullmatch(PLUGIN_KEY, name)
-    known = (each for spec in declared.values() for each in (spec.key, spec.variable))
+    known = (each for spec in declared.values() for each in (spec.key, *variables_of(spec)))
     return found is not None and not any(each.startswith(found[1]) for each in known)
 
 

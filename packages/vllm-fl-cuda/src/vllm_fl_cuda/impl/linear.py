@@ -37,9 +37,7 @@ def linear_fp8(
 
 
 def _has_products(x: torch.Tensor) -> Availability:
-    return (
-        capability(x.device) >= LEAST or "no products of fp8 on GPUs before compute capability 8.9"
-    )
+    return capability(x.device) >= LEAST or "fp8 products need compute capability 8.9 or higher"
 
 
 OPS = (

@@ -74,7 +74,7 @@ def _turns_whole_threads(head_size: int, half: int, rotary_interleaved: bool) ->
     whole = 2 * half % (each if rotary_interleaved else 2 * each) == 0
     if whole and (rotary_interleaved or (half // each).bit_count() == 1):
         return True
-    return f"the kernel cannot turn {2 * half} of {head_size} features"
+    return f"the kernel cannot rotate {2 * half} of {head_size} features"
 
 
 def _turns_part(
@@ -89,7 +89,7 @@ def _turns_part(
     if 2 * half == head_size or rotary_interleaved or capability(qkv.device) != HOPPER:
         return True
     return (
-        f"on compute capability 9.0 the kernel is wrong in large batches where {2 * half} of "
+        f"on compute capability 9.0 the kernel is incorrect in large batches if {2 * half} of "
         f"{head_size} features rotate (vllm#51049)"
     )
 
@@ -98,7 +98,7 @@ def _has_code(qkv: torch.Tensor, cos_sin_cache: torch.Tensor) -> Availability:
     """Reject bfloat16 before Ampere: the kernel would return without a result."""
     has_it = torch.bfloat16 in (qkv.dtype, cos_sin_cache.dtype)
     if has_it and capability(qkv.device) < (8, 0):
-        return "the kernel has no bfloat16 on GPUs before compute capability 8.0"
+        return "the kernel supports bfloat16 from compute capability 8.0 on"
     return True
 
 

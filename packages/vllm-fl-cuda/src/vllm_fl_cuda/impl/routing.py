@@ -154,7 +154,7 @@ def moe_sum(
 def _sees_every_score(experts: int, e_score_correction_bias: torch.Tensor | None) -> Availability:
     if e_score_correction_bias is None or experts in SPECIAL_SIZES:
         return True
-    return f"no kernel for {experts} experts sees every score that a bias leaves"
+    return f"with a bias, the kernel for {experts} experts may choose expert 0 twice"
 
 
 OPS = (

@@ -48,7 +48,7 @@ def lies_on(name: str) -> Callable[..., Availability]:
         if reason := problem():
             return reason
         here, device = given[name].device, flag_gems().device
-        return here.type == device or f"{name} is on {here}, and FlagGems runs on {device}"
+        return here.type == device or f"{name} is on {here}, but FlagGems runs on {device}"
 
     parameter = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
     rule.__signature__ = inspect.Signature([parameter])  # type: ignore[attr-defined]

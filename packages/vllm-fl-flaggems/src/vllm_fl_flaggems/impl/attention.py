@@ -147,11 +147,13 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         if self.sinks is not None or self.alibi_slopes is not None:
             raise NotImplementedError(
-                _instead("FlagGems's attention has no sinks and no ALiBi here")
+                _instead("FlagGems's attention does not support sinks or ALiBi")
             )
         if self.kv_cache_dtype not in AttentionFLBackend.supported_kv_cache_dtypes:
             raise NotImplementedError(
-                _instead(f"FlagGems's attention has no {self.kv_cache_dtype} KV cache")
+                _instead(
+                    f"FlagGems's attention does not support KV cache dtype {self.kv_cache_dtype}"
+                )
             )
         gems = flag_gems()
         self._attend = gems.flash_attn_varlen_func
@@ -190,11 +192,11 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
             RuntimeError: the KV cache is too large or has another shape.
         """
         if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("FlagGems's attention has no quantised output")
+            raise NotImplementedError("FlagGems's attention does not support quantised output")
         if attn_metadata is None:
             return output.fill_(0)
         if attn_metadata.causal is not True:
-            raise NotImplementedError("FlagGems's attention is causal here")
+            raise NotImplementedError("FlagGems's attention supports only causal batches")
         keys, values = self._planes(kv_cache)
         tokens = attn_metadata.num_actual_tokens
         window = getattr(attn_metadata, "sliding_window", None) or self.sliding_window
@@ -267,7 +269,7 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
                 )
             except torch.OutOfMemoryError:  # vLLM left too little memory next to its cache
                 break
-        log.debug("FlagGems's attention is warm after %.1f s", time.monotonic() - began)
+        log.debug("FlagGems's attention: warmed up in %.1f s", time.monotonic() - began)
 
     def do_kv_cache_update(
         self,
@@ -297,18 +299,18 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
         if planes is None:
             raise RuntimeError(
                 _instead(
-                    f"FlagGems's attention needs all keys and all values in one piece each, and "
-                    f"this vLLM gives a KV cache of shape {tuple(kv_cache.shape)} and strides "
-                    f"{kv_cache.stride()}, as it does for models that mix kinds of attention"
+                    "FlagGems's attention needs all keys and all values in one piece each, but "
+                    f"vLLM allocated a KV cache of shape {tuple(kv_cache.shape)} and strides "
+                    f"{kv_cache.stride()}, as for models that mix kinds of attention"
                 )
             )
         keys, values = planes
         if keys.numel() > MOST_ELEMENTS:
             blocks = MOST_ELEMENTS // keys[0].numel()
             raise RuntimeError(
-                f"FlagGems's attention reaches {blocks} blocks of this model's KV cache, and "
-                f"vLLM made {len(keys)}: start with --num-gpu-blocks-override {blocks}, or with a "
-                "lower --gpu-memory-utilization"
+                f"FlagGems's attention can address {blocks} blocks of this model's KV cache, but "
+                f"vLLM allocated {len(keys)}. Start with --num-gpu-blocks-override {blocks}, or "
+                "with a lower --gpu-memory-utilization"
             )
         self._cache, self._keys_and_values = kv_cache, (keys, values)
         return keys, values
@@ -349,4 +351,4 @@ def _doubled(first: int, last: int) -> Iterator[int]:
 
 
 def _instead(problem: str) -> str:
-    return f"{problem}: set VLLM_FL_PER_OP='attention_backend=stock'"
+    return f"{problem}. Set VLLM_FL_PER_OP='attention_backend=stock'"

@@ -63,8 +63,9 @@ def linear_fp8(
         by_vllm(out, x, weight.t(), *scales, bias)
     elif lacks:
         raise NotImplementedError(
-            f"the kernels take at most {MOST_TOKENS} tokens, and weights that begin at a multiple "
-            f"of {ALIGNED} bytes; vLLM's operator, which takes others, is not there"
+            f"the kernels support at most {MOST_TOKENS} tokens, and weights that begin at a "
+            f"multiple of {ALIGNED} bytes; vLLM's operator, which supports other calls, is not "
+            "available"
         )
     elif tokens == 1:
         of_one_row(x, weight, bias, out, scales, warps=2)
@@ -87,7 +88,7 @@ def _by_vllm(device: torch.device) -> Callable[..., None] | None:
 
 def _is_hopper(x: torch.Tensor) -> Availability:
     is_it = copies_blocks(x.device)
-    return is_it or f"the kernels are for Hopper and later GPUs, and x is on {x.device}"
+    return is_it or f"the kernels need Hopper or a later GPU, but x is on {x.device}"
 
 
 OPS = (

@@ -122,7 +122,7 @@ def _finds_slots(
         return reason
     steps = key_cache.stride()
     in_rows = _in_rows(key_cache, value_cache)
-    return in_rows or f"key_cache has the strides {steps}: FlagGems writes slots before heads"
+    return in_rows or f"key_cache has strides {steps}, but FlagGems writes slots before heads"
 
 
 OPS = (

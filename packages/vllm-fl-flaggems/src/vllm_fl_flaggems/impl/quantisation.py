@@ -40,7 +40,7 @@ def quant_fp8_group(
 def _has_fp8(x: torch.Tensor) -> Availability:
     if not x.is_cuda or torch.cuda.get_device_capability(x.device) >= FP8_CAPABILITY:
         return True
-    return "this GPU has no float8_e4m3fn in Triton"
+    return "Triton does not support float8_e4m3fn on this GPU"
 
 
 OPS = (

@@ -5,12 +5,13 @@ from __future__ import annotations
 __all__ = ["EXPERTS", "GELU_TANH", "HW_AGNOSTIC", "names"]
 
 EXPERTS = (
-    "experts whose kernel computes the activation, too: vLLM's quantised ones, and its CPU build's"
+    "experts whose kernel also computes the activation: vLLM's quantised experts, and experts "
+    "of its CPU build"
 )
-GELU_TANH = "`gelu_pytorch_tanh`, the same function by one operator of PyTorch's"
+GELU_TANH = "`gelu_pytorch_tanh`, which computes the same function by a PyTorch operator"
 HW_AGNOSTIC = (
-    "the Transformers backend under VLLM_USE_HW_AGNOSTIC=1, where this vLLM has a "
-    "hardware-agnostic layer for the op: of these only SiluAndMul is a place"
+    "the Transformers backend under VLLM_USE_HW_AGNOSTIC=1, if vLLM has a hardware-agnostic layer "
+    "for the op: only SiluAndMul is a target there"
 )
 
 

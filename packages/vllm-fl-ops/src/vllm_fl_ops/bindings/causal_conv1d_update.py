@@ -99,10 +99,10 @@ BINDING = Binding(
     ),
     sizes=CONV_SIZES,
     not_reached=(
-        "speculative decoding, whose sequences bring several tokens",
-        "states that are cached per block of a sequence (`mamba_cache_mode=all`)",
-        "CPUs with AVX512-BF16, or bfloat16 on aarch64: vLLM's kernels there take weights that it "
-        "packed as it loaded them",
+        "speculative decoding, with several tokens per sequence",
+        "states cached per block of a sequence (`mamba_cache_mode=all`)",
+        "CPUs with AVX512-BF16, or bfloat16 on aarch64: vLLM's kernels need weights packed when "
+        "they are loaded",
     ),
     when=has_states,
     between_graphs=True,

@@ -131,9 +131,9 @@ BINDING = Binding(
     ),
     sizes=LINEAR_SIZES,
     not_reached=(
-        "the prefill backends cutedsl and aiter_flydsl: vLLM's layer calls a forward of their own",
-        "OLMo's hybrid models, which call vLLM's Triton function, and Kimi's delta attention, "
-        "another op",
+        "the prefill backends cutedsl and aiter_flydsl: vLLM's layer calls their own forward",
+        "OLMo's hybrid models, which call vLLM's Triton function; Kimi's delta attention, another "
+        "op",
     ),
     when=has_states,
     between_graphs=True,

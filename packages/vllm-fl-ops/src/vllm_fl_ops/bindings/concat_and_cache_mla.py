@@ -79,12 +79,12 @@ BINDING = Binding(
     ),
     sizes=(KV_RANK, ROPE_SIZE, BLOCK_SIZE),
     not_reached=(
-        "quantised caches (kv_cache_dtype fp8, fp8_ds_mla, nvfp4_ds_mla): vLLM's own kernel takes "
+        "quantised caches (kv_cache_dtype fp8, fp8_ds_mla, nvfp4_ds_mla): vLLM's kernel runs "
         "these calls",
-        "the rope that a fusion pass of vLLM puts into the same kernel "
+        "a rope that a vLLM fusion pass adds to the same kernel "
         "(`concat_and_cache_mla_rope_fused`), in compiled mode on CUDA",
-        "all layers of a drafter in one kernel (`concat_and_cache_mla_grouped`), and models with "
-        "kernels of their own",
+        "one kernel for all layers of a drafter (`concat_and_cache_mla_grouped`), and models with "
+        "their own kernels",
     ),
     when=lambda config: config.model_config.use_mla,
     between_graphs=True,

@@ -78,8 +78,8 @@ BINDING: Mapping[str, Binding] = {
         operator("_C::relu_squared"),
         not_reached=(
             EXPERTS,
-            "experts without a gate, whose activation vLLM computes by two of PyTorch's operators",
-            "quantised models: vLLM's kernel that fuses activation and quantisation takes both",
+            "experts without a gate: vLLM computes their activation by two PyTorch operators",
+            "quantised models: a vLLM kernel fuses activation and quantisation",
         ),
         when=mentions("relu2", or_multimodal=True),
     ),

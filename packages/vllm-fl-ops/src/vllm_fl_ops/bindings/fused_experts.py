@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["BINDING"]
 
 
-ALONE = "vLLM's own experts run inside a call of their layer's only"
+ALONE = "vLLM's experts can only run inside a call of their layer"
 
 
 class _Thread(threading.local):
@@ -178,9 +178,9 @@ def _refuse_expert_parallelism() -> None:
 
     if get_current_vllm_config().parallel_config.enable_expert_parallel:
         raise StartError(
-            "Op 'fused_experts' is planned, but vLLM's CPU build does not tell its kernel which "
-            "experts a rank has, as expert parallelism needs. Leave the op to vLLM "
-            "(VLLM_FL_PER_OP='fused_experts=stock'), or start without expert parallelism.",
+            "Op 'fused_experts' cannot run under expert parallelism: vLLM's CPU build does not "
+            "pass expert placement to its kernel. Set VLLM_FL_PER_OP='fused_experts=stock', or "
+            "start without expert parallelism.",
             op="fused_experts",
         )
 
@@ -244,11 +244,10 @@ BINDING = Binding(
     ),
     sizes=(HIDDEN, EXPERT_COUNT, EXPERTS_OF_A_TOKEN, EXPERT_INTERMEDIATE),
     not_reached=(
-        "experts of another backend than Triton's: FlashInfer's, AITER's, DeepGEMM's, Marlin's, "
-        "zentorch's, those that all-to-all kernels feed in batches, and those in PyTorch of older "
-        "CPU builds",
-        "quantised experts, and those with LoRA",
-        "experts with another activation, or with a limit of its own (MiniMax-M3, DeepSeek V4)",
+        "experts that do not use Triton: FlashInfer, AITER, DeepGEMM, Marlin, zentorch, batched "
+        "experts fed by all-to-all kernels, and PyTorch experts of older CPU builds",
+        "quantised experts, and experts with LoRA",
+        "experts with another activation, or with an activation limit (MiniMax-M3, DeepSeek V4)",
         "vLLM's CPU build under expert parallelism",
     ),
     when=_may_serve,

@@ -81,8 +81,7 @@ BINDING: Mapping[str, Binding] = {
         sizes=(SHARED_INTERMEDIATE,),
         not_reached=(
             EXPERTS,
-            "quantised models: vLLM's passes and kernels that fuse activation and quantisation "
-            "take both",
+            "quantised models: vLLM's passes and kernels fuse activation and quantisation",
         ),
         needs=("vllm.model_executor.layers.activation:SiluAndMul.forward_native",),
     ),
@@ -117,8 +116,8 @@ BINDING: Mapping[str, Binding] = {
         operator("_C::swigluoai_and_mul", "alpha", "limit"),
         not_reached=(
             EXPERTS,
-            "experts whose gates all come before their up projections (`swigluoai_uninterleave`): "
-            "another op",
+            "experts with all gates before the up projections (`swigluoai_uninterleave`): another "
+            "op",
         ),
         when=has_experts,  # only the experts of gpt-oss and MiniMax's models
     ),
@@ -129,8 +128,7 @@ BINDING: Mapping[str, Binding] = {
         operator("_C::silu_and_mul_with_clamp", "limit", "alpha", "beta", out="result"),
         not_reached=(
             EXPERTS,
-            "routed experts under expert parallelism: vLLM's own kernel for them leaves out what "
-            "other ranks compute",
+            "routed experts under expert parallelism: vLLM's kernel skips what other ranks compute",
         ),
         when=mentions("swiglu"),  # such as `swiglu_limit`
         former_layers=("silu_and_mul_with_clamp",),

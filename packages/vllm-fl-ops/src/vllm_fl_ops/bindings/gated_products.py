@@ -59,11 +59,11 @@ def _gated_product(
         sizes=(HIDDEN, DENSE_INTERMEDIATE),
         not_reached=(
             *LINEAR.not_reached,
-            "mixtures of experts, beside which some layers have an MLP",
-            f"activations that are an operator in the graph: vLLM's with `+{part}`, or ours where "
+            "mixtures of experts, except their MLP layers",
+            f"activations that are an operator in the graph: vLLM's with `+{part}`, or ours if "
             f"`{part}` is planned",
-            "the Transformers backend, whose tensors have a third dimension",
-            "MLPs with a bias, or whose gate and up are two layers",
+            "the Transformers backend: its tensors have a third dimension",
+            "MLPs with a bias, or with separate gate and up layers",
         ),
         when=when,
     )

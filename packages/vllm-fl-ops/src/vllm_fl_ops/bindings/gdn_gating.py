@@ -24,8 +24,8 @@ BINDING = Binding(
     sizes=(LINEAR_VALUE_HEADS,),
     not_reached=(
         "accelerators: vLLM's kernels before the chunked rule (`fused_post_conv_prep`) and of the "
-        "recurrent one compute the gates, too",
-        "Kimi's delta attention, whose gates are per feature: another op",
+        "recurrent rule also compute the gates",
+        "Kimi's delta attention, which has gates per feature: another op",
     ),
     when=has_states,
     between_graphs=True,

@@ -83,11 +83,11 @@ BINDING = Binding(
     ),
     sizes=(EXPERT_COUNT, EXPERTS_OF_A_TOKEN, EXPERT_GROUPS, GROUPS_OF_A_TOKEN),
     not_reached=(
-        "experts whose kernel routes, too (monolithic ones: FlashInfer's of TensorRT-LLM), and "
+        "experts whose kernel also routes (FlashInfer's monolithic TensorRT-LLM experts), and "
         "AITER's routing on ROCm",
-        "models that choose among 1 group, which vLLM routes by `moe_topk`",
-        "vLLM's CPU build where it compiles the model, since its routing is part of the graph, and "
-        "before it had a router of its own",
+        "models with a single group, which vLLM routes by `moe_topk`",
+        "vLLM's CPU build: compiled models, where routing is part of the graph, and releases "
+        "without a router of its own",
     ),
     when=has_experts,
 )

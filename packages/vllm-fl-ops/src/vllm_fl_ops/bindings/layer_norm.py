@@ -27,8 +27,8 @@ BINDING = Binding(
     targets=(LayerTarget("vllm.model_executor.layers.layernorm.LayerNorm", _native),),
     sizes=(HIDDEN, EPSILON),
     not_reached=(
-        "`LayerNorm` of releases in which it is no `CustomOp` (vLLM 0.26 and 0.27)",
-        "models that call `torch.nn.LayerNorm`, as many vision encoders do, and layer norms of a "
-        "model's own (Cohere's)",
+        "`LayerNorm` of vLLM 0.26 and 0.27, where it is not a `CustomOp`",
+        "models that call `torch.nn.LayerNorm`, such as many vision encoders, and layer norms "
+        "defined by a model (Cohere's)",
     ),
 )

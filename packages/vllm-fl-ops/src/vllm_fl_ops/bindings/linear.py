@@ -120,10 +120,10 @@ BINDING = Binding(
         SizeRule("biased", _biased, 1),
     ),
     not_reached=(
-        "eager mode, vLLM's CPU platform, whose layers hold packed weights, and devices of plugins "
-        "whose compiler runs no passes of vLLM's",
+        "eager mode, vLLM's CPU platform (its layers have packed weights), and plugin devices "
+        "whose compiler runs no vLLM passes",
         "quantised layers, and kernels that compute more than a product (experts, attention)",
-        "the logits' product, which is outside of the compiled model",
+        "the product for the logits, which is outside the compiled model",
     ),
     when=may_have,
     products=True,

@@ -97,11 +97,10 @@ BINDING = Binding(
     sizes=LINEAR.sizes,
     not_reached=(
         "eager mode, and platforms without vLLM's CUDA operators",
-        "scales of blocks of features, as DeepSeek's checkpoints have them",
-        "devices for which vLLM chooses another kernel than CUTLASS's: below 8.9, where weights "
-        "alone are fp8, and from 10.0 on",
-        "products that a pass of vLLM's has joined with a collective (`fuse_gemm_comms`), and "
-        "experts",
+        "scales of blocks of features, as in DeepSeek's checkpoints",
+        "devices on which vLLM does not choose CUTLASS: below 8.9, where only weights are fp8, "
+        "and from 10.0 on",
+        "products that a vLLM pass joined with a collective (`fuse_gemm_comms`), and experts",
     ),
     when=_may_have,
     products=True,

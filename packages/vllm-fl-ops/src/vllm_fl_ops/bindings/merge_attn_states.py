@@ -89,9 +89,9 @@ BINDING = Binding(
     ),
     sizes=(HEADS, HEAD_SIZE, VALUE_SIZE),
     not_reached=(
-        "results in fp8 (`output_scale`), and batches of which some tokens have no prefix "
-        "(`prefill_tokens_with_context`): vLLM's own kernel takes these calls",
-        "merging inside a kernel: cascade attention of FlashInfer, attention that splits its keys",
+        "results in fp8 (`output_scale`), and batches where some tokens have no prefix "
+        "(`prefill_tokens_with_context`): vLLM's kernel runs these calls",
+        "merging inside a kernel: FlashInfer's cascade attention, attention that splits its keys",
         "attention backends of plugins",
     ),
     # Latent attention also merges the chunks of a prompt on CPUs.

@@ -52,13 +52,13 @@ BINDING = Binding(
     ),
     sizes=(EXPERT_COUNT, EXPERTS_OF_A_TOKEN),
     not_reached=(
-        "experts of `fused_experts`, where that op is planned: its implementations sort as they "
-        "like",
-        "experts whose kernel sorts, too (FlashInfer's, DeepGEMM's, AITER's), experts in batches, "
-        "and experts with LoRA",
-        "small batches of vLLM's Triton experts, which take each row for a block of its own, and "
-        "its call that asks for the place of each row, too (`return_scatter_idx`)",
-        "vLLM's CPU build, whose experts need no blocks",
+        "experts of `fused_experts`, if that op is planned: its implementations do their own "
+        "sorting",
+        "experts whose kernel also sorts (FlashInfer, DeepGEMM, AITER), batched experts, and "
+        "experts with LoRA",
+        "small batches of vLLM's Triton experts, where each row is a block, and calls that also "
+        "request the position of each row (`return_scatter_idx`)",
+        "vLLM's CPU build: its experts use no blocks",
     ),
     when=has_experts,
 )

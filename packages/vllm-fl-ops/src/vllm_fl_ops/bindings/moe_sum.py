@@ -36,8 +36,8 @@ BINDING = Binding(
     ),
     sizes=(HIDDEN, EXPERTS_OF_A_TOKEN),
     not_reached=(
-        "experts whose kernel adds up, too (FlashInfer's, batched ones, vLLM's CPU build's)",
-        "experts that weigh and add in one Triton kernel (`moe_fused_mul_sum`)",
+        "experts whose kernel also adds up (FlashInfer, batched experts, vLLM's CPU build)",
+        "experts that multiply and add in one Triton kernel (`moe_fused_mul_sum`)",
     ),
     when=has_experts,
 )

@@ -72,11 +72,11 @@ BINDING = Binding(
     ),
     sizes=(EXPERT_COUNT, EXPERTS_OF_A_TOKEN),
     not_reached=(
-        "experts whose kernel routes, too (monolithic ones: FlashInfer's of TensorRT-LLM)",
-        "other scores than softmax and sigmoid (DeepSeek V4's), a model's own routing function, "
-        "and AITER's routing on ROCm",
-        "vLLM's CPU build where it compiles the model, since its routing is part of the graph, and "
-        "before it had a router of its own",
+        "experts whose kernel also routes (FlashInfer's monolithic TensorRT-LLM experts)",
+        "scores other than softmax and sigmoid (DeepSeek V4), a model's own routing function, and "
+        "AITER's routing on ROCm",
+        "vLLM's CPU build: compiled models, where routing is part of the graph, and releases "
+        "without a router of its own",
     ),
     when=has_experts,
     formerly=("fused_topk_bias", "topk_softmax"),

@@ -94,7 +94,7 @@ BINDING = Binding(
     sizes=(HEADS, KV_HEADS, HEAD_SIZE, ROTARY),
     when=lambda config: getattr(config.model_config, "uses_mrope", True),
     not_reached=(
-        "openPangu's `MRotaryEmbeddingInterleaved`: its `forward` goes past vLLM's dispatch",
+        "openPangu's `MRotaryEmbeddingInterleaved`: its `forward` bypasses vLLM's dispatch",
         "Hunyuan's `XDRotaryEmbedding` (vLLM 0.26 and 0.27), which has four axes",
         HW_AGNOSTIC,
     ),

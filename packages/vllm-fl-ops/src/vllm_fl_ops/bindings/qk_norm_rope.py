@@ -123,11 +123,11 @@ BINDING = Binding(
     ),
     sizes=(HEADS, KV_HEADS, HEAD_SIZE, ROTARY, EPSILON),
     not_reached=(
-        "eager mode, and platforms other than CUDA and ROCm, devices of plugins among them: there "
-        "no pass looks for a norm with a rope behind it",
+        "eager mode, and platforms other than CUDA and ROCm, including plugin devices: no pass "
+        "looks for a norm followed by a rope there",
         "norms and ropes that the pass does not find: multimodal ropes, a gate between the "
-        "projections, models that norm heads all at once, heads of another size than 64, 128 or "
-        "256, and an epsilon other than 1e-5 and 1e-6",
+        "projections, models that norm all heads at once, head sizes other than 64, 128 and 256, "
+        "and an epsilon other than 1e-5 and 1e-6",
     ),
     batch_invariant="vLLM's own norms, which it replaces",
     needs=(ROTATION,),

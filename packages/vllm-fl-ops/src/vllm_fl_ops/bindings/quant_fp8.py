@@ -175,12 +175,11 @@ BINDING = Binding(
     ),
     sizes=(HIDDEN, INTERMEDIATE),
     not_reached=(
-        "given scales for channels, tokens or heads, and rows of padding behind the tokens",
-        "MI300's fp8, which is another format",
-        "quantisation that a fusion pass of vLLM matched (after a norm, an activation, attention "
-        "or an all-reduce), in compiled mode on CUDA",
-        "quantisation inside another kernel: of keys and values on their way to an fp8 cache, or "
-        "of experts",
+        "given scales for channels, tokens or heads, and padding rows after the tokens",
+        "MI300's fp8, a different format",
+        "quantisation fused by a vLLM pass (after a norm, an activation, attention or an "
+        "all-reduce), in compiled mode on CUDA",
+        "quantisation inside another kernel: of keys and values for an fp8 cache, or of experts",
     ),
     when=_may_have,
 )

@@ -107,12 +107,12 @@ BINDING = Binding(
     ),
     sizes=(HIDDEN, INTERMEDIATE),
     not_reached=(
-        "the layer QuantFP8 with groups where vLLM computes it in PyTorch: compiled without "
-        "+quant_fp8, and on platforms of plugins",
+        "the layer QuantFP8 with groups if vLLM computes it in PyTorch: compiled without "
+        "+quant_fp8, and on plugin platforms",
         "scales packed for DeepGEMM (per_token_group_quant_fp8_packed_for_deepgemm)",
-        "models in vllm/models that import the function by name: DeepSeek V3.2's, Hunyuan 4's and "
-        "dots3's, where vLLM has them there",
-        "groups of features in int8 (per_token_group_quant_int8), or of several tokens",
+        "models in vllm/models that import the function by name: DeepSeek V3.2, Hunyuan 4 and "
+        "dots3, in releases that have them",
+        "int8 groups of features (per_token_group_quant_int8), and groups of several tokens",
         "quantisation inside another kernel: after an activation or a norm, or of experts",
     ),
     when=is_quantised,

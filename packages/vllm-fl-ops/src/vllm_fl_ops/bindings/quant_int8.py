@@ -97,7 +97,7 @@ BINDING = Binding(
     ),
     sizes=(HIDDEN, INTERMEDIATE),
     not_reached=(
-        "groups of features with a scale each (per_token_group_quant_int8)",
+        "groups of features with one scale each (per_token_group_quant_int8)",
         "quantisation inside another kernel: after a norm, or in a matrix product",
     ),
     when=is_quantised,

@@ -217,10 +217,10 @@ BINDING = Binding(
     ),
     sizes=LINEAR_SIZES,
     not_reached=(
-        "speculative decoding, whose sequences bring several tokens with a state after each",
-        "OLMo's hybrid models, which call a function that takes the gates, and Kimi's delta "
-        "attention, another op",
-        "ROCm's AITER kernels, which split the convolution's result, too",
+        "speculative decoding, with several tokens per sequence and a state after each",
+        "OLMo's hybrid models, which call a function with given gates; Kimi's delta attention, "
+        "another op",
+        "ROCm's AITER kernels, which also split the convolution's result",
     ),
     when=has_states,
     between_graphs=True,

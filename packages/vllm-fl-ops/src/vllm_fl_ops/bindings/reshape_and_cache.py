@@ -62,14 +62,13 @@ BINDING = Binding(
     ),
     sizes=(KV_HEADS, HEAD_SIZE, BLOCK_SIZE),
     not_reached=(
-        "quantised caches (kv_cache_dtype fp8, int8, nvfp4): vLLM's own kernel takes these calls",
-        "attention on CPUs: `cpu_attn_reshape_and_cache` has a layout of its own, which is another "
-        "op",
+        "quantised caches (kv_cache_dtype fp8, int8, nvfp4): vLLM's kernel runs these calls",
+        "attention on CPUs: `cpu_attn_reshape_and_cache` has another layout, and is another op",
         "attention backends of plugins, which write their caches themselves",
-        "heads of values that are not as wide as those of keys (`..._diffkv`), and caches with a "
-        "scale for each token and head",
-        "caches that are written together with a rope or a norm in one kernel: vLLM's fusion "
-        "passes, and models with kernels of their own",
+        "value heads with another size than key heads (`..._diffkv`), and caches with a scale for "
+        "each token and head",
+        "caches written by the kernel of a rope or norm: vLLM's fusion passes, and models with "
+        "their own kernels",
     ),
     when=has_paged_attention,
     between_graphs=True,

@@ -99,10 +99,10 @@ BINDING = Binding(
     ),
     sizes=(HIDDEN, EPSILON, Q_RANK, KV_RANK),
     not_reached=(
-        "in eager mode subclasses of RMSNorm and GemmaRMSNorm with an own forward, and other "
+        "in eager mode, subclasses of RMSNorm and GemmaRMSNorm with their own forward, and other "
         "code that calls vLLM's IR",
-        "norms that a fusion pass of vLLM matched (with quantisation, all-reduce, or rope), in "
-        "compiled mode on CUDA: the pass puts its own kernel there",
+        "norms fused by a vLLM pass (with quantisation, all-reduce, or rope), in compiled mode on "
+        "CUDA: the pass uses its own kernel",
         HW_AGNOSTIC,
         "gated norms of Mamba and linear attention, and LayerNorm: other formulas",
     ),

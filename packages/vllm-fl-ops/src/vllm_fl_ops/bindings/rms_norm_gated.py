@@ -147,8 +147,8 @@ BINDING = Binding(
     ),
     when=_keeps_a_state,
     not_reached=(
-        "Mamba 2's norm where a group of features reaches beyond one rank: it sums over the ranks",
-        "kernels that compute the norm with what is before it or after it: Kimi's with a residual, "
-        "quantised ones, the recurrent step's",
+        "Mamba 2's norm if a group of features spans several ranks: it sums over the ranks",
+        "kernels that fuse the norm with the step before or after: Kimi's with a residual, "
+        "quantised norms, the recurrent step's",
     ),
 )

@@ -221,14 +221,13 @@ BINDING = Binding(
     sizes=(HEADS, KV_HEADS, HEAD_SIZE, ROTARY, KV_RANK, ROPE_SIZE),
     not_reached=(
         "multimodal rope (`MRotaryEmbedding`): another op, `multimodal_rotary_embedding`",
-        "DeepSeek V4's rope: its models hand the table to kernels that compute more, and call no "
-        "layer",
-        "dual-chunk rope, which turns each query five times, and Fourier rope, whose pairs have "
-        "factors of their own for each half and each head",
-        "Phi-3's long rope, which is no `CustomOp`; vision encoders that call `ApplyRotaryEmb` or "
-        "vLLM's kernel for a packed qkv buffer",
-        "ropes that a fusion pass of vLLM matched (with qk-norm, or the KV-cache write), in "
-        "compiled mode on CUDA",
+        "DeepSeek V4's rope: its models call fused kernels instead of a layer",
+        "dual-chunk rope, which rotates each query five times, and Fourier rope, with separate "
+        "factors for each half and each head",
+        "Phi-3's long rope, which is not a `CustomOp`; vision encoders that call `ApplyRotaryEmb` "
+        "or vLLM's kernel for a packed qkv buffer",
+        "ropes fused by a vLLM pass (with qk-norm, or the KV-cache write), in compiled mode on "
+        "CUDA",
         HW_AGNOSTIC,
     ),
     needs=(*LAYER, ROTATION),

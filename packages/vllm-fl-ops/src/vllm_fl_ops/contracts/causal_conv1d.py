@@ -176,7 +176,7 @@ def served_features(made: Callable[..., dict[str, Any]]) -> Callable[..., Iterat
 
 
 TOLERANCES = {
-    "float32": Tolerance(1.3e-6, 1e-5, "PyTorch's own fp32 default; atol for terms that cancel"),
+    "float32": Tolerance(1.3e-6, 1e-5, "PyTorch's fp32 default; atol for terms that cancel"),
     "float16": Tolerance(
         2e-3, 2e-3, "4 roundings of 2^-11; atol for products of magnitude 1 that are rounded"
     ),

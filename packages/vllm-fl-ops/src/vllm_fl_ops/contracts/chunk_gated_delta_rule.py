@@ -220,9 +220,9 @@ OUTPUTS = (
             "float32": Tolerance(
                 1.6e-2,
                 2e-2,
-                "q, k, v in bfloat16 and chunks of 64 tokens, whose products are rounded to it "
-                "before they are summed: 2 roundings of 2^-8, and as much of a state of "
-                "magnitude 1 where terms cancel",
+                "q, k, v in bfloat16 and chunks of 64 tokens, with products rounded to bfloat16 "
+                "before they are summed: 2 roundings of 2^-8, and as much of a state of magnitude "
+                "1 if terms cancel",
             ),
             "float16": Tolerance(1.7e-2, 2e-2, "as for float32, and a rounding of 2^-11"),
             "bfloat16": Tolerance(2.4e-2, 3e-2, "as for float32, and a rounding of 2^-8"),
@@ -279,10 +279,10 @@ SPEC = contract(
     tolerances={
         "float32": Tolerance(1e-4, 1e-5, "sums of 128 products in fp32, over up to 70 tokens"),
         "float16": Tolerance(
-            2e-3, 1e-3, "4 roundings of 2^-11; atol for chunks, whose products are rounded"
+            2e-3, 1e-3, "4 roundings of 2^-11; atol because products of chunks are rounded"
         ),
         "bfloat16": Tolerance(
-            1.6e-2, 8e-3, "4 roundings of 2^-8; atol for chunks, whose products are rounded"
+            1.6e-2, 8e-3, "4 roundings of 2^-8; atol because products of chunks are rounded"
         ),
     },
 )

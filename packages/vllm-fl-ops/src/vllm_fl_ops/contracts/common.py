@@ -53,9 +53,9 @@ def contract(
 
 
 ROUNDED = {
-    "float32": (1.3e-6, "PyTorch's own fp32 default (vLLM's too)"),
+    "float32": (1.3e-6, "PyTorch's fp32 default, also vLLM's"),
     "float16": (2e-3, "4 roundings of 2^-11"),
-    "bfloat16": (1.6e-2, "4 roundings of 2^-8, as vLLM's bf16 default"),
+    "bfloat16": (1.6e-2, "4 roundings of 2^-8, vLLM's bf16 default"),
 }
 """Relative tolerances of results that were rounded a few times, with reasons."""
 

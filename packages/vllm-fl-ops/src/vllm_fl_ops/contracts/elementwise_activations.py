@@ -205,13 +205,13 @@ GELU_BY_TANH = rounded(
     float32=(1e-5, "; atol because 1 + tanh cancels"),
     float16=(
         6e-4,
-        "; atol because vLLM's native form and its CUDA kernel round tanh, whose sum with 1 "
-        "cancels: seen up to 4.4e-4 beyond that, at -3.6, which gives 0",
+        "; atol because vLLM's native code and CUDA kernel round tanh, and 1 + tanh cancels: "
+        "measured up to 4.4e-4 beyond that, at -3.6, where they return 0",
     ),
     bfloat16=(
         4e-3,
-        "; atol because vLLM's native form and its CUDA kernel round tanh: seen up to 2.9e-3 "
-        "beyond that, at -3.1, which gives 0",
+        "; atol because vLLM's native code and CUDA kernel round tanh: measured up to 2.9e-3 "
+        "beyond that, at -3.1, where they return 0",
     ),
 )
 
@@ -226,13 +226,13 @@ SPECS = (
             float32=(1e-5, "; room for a fast exp"),
             float16=(
                 1e-4,
-                "; atol because vLLM's native form rounds 1.702 * x before the sigmoid (seen up to "
-                "2.2e-5 beyond that, at -2.4), for subnormals and a fast exp",
+                "; atol because vLLM's native code rounds 1.702 * x before the sigmoid (measured "
+                "up to 2.2e-5 beyond that, at -2.4), for subnormals and a fast exp",
             ),
             bfloat16=(
                 1e-4,
-                "; atol because vLLM's native form rounds 1.702 * x before the sigmoid (seen up to "
-                "2.5e-5 beyond that, at -2.8)",
+                "; atol because vLLM's native code rounds 1.702 * x before the sigmoid (measured "
+                "up to 2.5e-5 beyond that, at -2.8)",
             ),
         ),
     ),
@@ -250,16 +250,16 @@ SPECS = (
         xielu,
         _xielu_by_torch,
         rounded(
-            float32=(1e-6, "; atol as the two terms cancel"),
+            float32=(1e-6, "; atol because the two terms cancel"),
             float16=(
                 4e-3,
-                "; atol because vLLM's native rounds both terms, of which one is subtracted below "
-                "0: seen up to 2.6e-3 beyond that, at a result of 1.0",
+                "; atol because vLLM's native code rounds both terms, and one is subtracted below "
+                "0: measured up to 2.6e-3 beyond that, at a result of 1.0",
             ),
             bfloat16=(
                 1.6e-2,
-                "; atol because vLLM's native rounds both terms: seen up to 9.4e-3 beyond that, at "
-                "a result of 0.16 with a steep slope",
+                "; atol because vLLM's native code rounds both terms: measured up to 9.4e-3 "
+                "beyond that, at a result of 0.16 with a steep slope",
             ),
         ),
         beside=dict.fromkeys(LEARNED, tensor("", "x", "bfloat16")),

@@ -372,21 +372,21 @@ SPEC = contract(
         "float32": Tolerance(
             1e-5,
             4e-5,
-            "sums of thousands of products, in any order; atol for fp32's error function, "
-            "which is 1e-5 of the result off at a gate of -3",
+            "sums of thousands of products, in any order; atol for fp32's error function, with a "
+            "relative error of 1e-5 at a gate of -3",
         ),
         "float16": Tolerance(
             2e-3,
             3.5e-3,
             "4 roundings of 2^-11; atol because products that were rounded before the second "
-            "matrix may cancel in it: 7 standard deviations of 3 roundings, since at 5 one "
-            "batch of 65536 elements in some tens of right ones has one beyond",
+            "matrix may cancel in it: 7 standard deviations of 3 roundings; with 5, one of some "
+            "tens of correct batches of 65536 elements would exceed it",
         ),
         "bfloat16": Tolerance(
             1.6e-2,
             2.8e-2,
-            "4 roundings of 2^-8; atol as for float16. vLLM's own tests of its fused experts "
-            "have 2e-2, for fewer elements",
+            "4 roundings of 2^-8; atol as for float16. vLLM's tests of fused experts use 2e-2, "
+            "for fewer elements",
         ),
     },
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.arguments import Argument, Problem, scalar, word
@@ -180,6 +180,11 @@ GEMMA = 1.6448536
 """The multiplier for a share of 0.95, which Gemma 3n's first layers use."""
 
 
+def _bad_multipliers(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield from not_finite("std_multiplier")
+    yield "std_multiplier of two elements", {"std_multiplier": good["x"].new_zeros(2)}
+
+
 def _sparse_samples(source: Source) -> Iterator[Sample]:
     for name, x in activation_inputs(source, 2):
         # Results far from zero are products of about 40 * 40.
@@ -192,10 +197,12 @@ def _sparse_samples(source: Source) -> Iterator[Sample]:
 
 
 class Multiplier(Argument):
-    """A number, or a tensor, which is taken to have one element."""
+    """A number, or a tensor with one element."""
 
     def problem(self, name: str, value: Any, call: dict[str, Any]) -> Problem:
-        return None if hasattr(value, "numel") else super().problem(name, value, call)
+        if not hasattr(value, "numel"):
+            return super().problem(name, value, call)
+        return None if value.numel() == 1 else (name, f"must have one element, got {value.numel()}")
 
 
 def fatrelu_and_mul(x: torch.Tensor, threshold: float = 0.0) -> torch.Tensor:
@@ -348,7 +355,7 @@ SILU = rounded(
     float32=(1e-5, "; room for a fast exp"),
     float16=(
         1e-4,
-        ": vLLM's native rounds silu and the product (2); atol for subnormals below 6e-5 and "
+        ": vLLM's native code rounds silu and the product (2); atol for subnormals below 6e-5 and "
         "a fast exp",
     ),
     bfloat16=(1e-4, "; atol for a fast exp of a far gate"),
@@ -371,8 +378,8 @@ SPECS = (
             float32=(1e-5, "; atol because 1 + erf cancels for a negative gate"),
             float16=(
                 1e-4,
-                ": vLLM's native rounds gelu and the product (2); atol for that cancellation in "
-                "fp32 and for subnormals below 6e-5",
+                ": vLLM's native code rounds gelu and the product (2); atol for that cancellation "
+                "in fp32 and for subnormals below 6e-5",
             ),
             bfloat16=(1e-4, "; atol for that cancellation in fp32"),
         ),
@@ -386,16 +393,16 @@ SPECS = (
         gelu_and_mul_sparse,
         _sparse_by_torch,
         rounded(
-            float32=(1e-5, "; atol as gate and cutoff cancel"),
+            float32=(1e-5, "; atol because gate and cutoff cancel"),
             float16=(
                 4e-3,
-                "; atol because vLLM's native rounds the cutoff, and gates lie a little above it: "
-                "seen up to 1.8e-3 beyond that, in 257 rows of 3072",
+                "; atol because vLLM's native code rounds the cutoff, and some gates are just "
+                "above it: measured up to 1.8e-3 beyond that, in 257 rows of 3072",
             ),
             bfloat16=(
                 3e-2,
-                "; atol because vLLM's native rounds the cutoff: seen up to 1.7e-2 beyond that, in "
-                "257 rows of 3072",
+                "; atol because vLLM's native code rounds the cutoff: measured up to 1.7e-2 "
+                "beyond that, in 257 rows of 3072",
             ),
         ),
         gated=True,
@@ -406,7 +413,7 @@ SPECS = (
         samples=_sparse_samples,
         call=lambda x: (x, GEMMA, "tanh"),
         power=2,  # results are products
-        bad=lambda good: not_finite("std_multiplier"),
+        bad=_bad_multipliers,
         **of_layer("std_multiplier", "approximate"),
     ),
     activation(
@@ -432,13 +439,13 @@ SPECS = (
             float32=(1e-5, "; room for a fast exp"),
             float16=(
                 4e-4,
-                "; atol because vLLM's native rounds alpha * gate before the sigmoid: seen up to "
-                "2.8e-4 beyond that, at a gate near -2.4 and up at the limit",
+                "; atol because vLLM's native code rounds alpha * gate before the sigmoid: "
+                "measured up to 2.8e-4 beyond that, at a gate near -2.4 and up at the limit",
             ),
             bfloat16=(
                 1e-3,
-                "; atol because vLLM's native rounds alpha * gate before the sigmoid: seen up to "
-                "6.4e-4 beyond that, at a gate near -2.8",
+                "; atol because vLLM's native code rounds alpha * gate before the sigmoid: "
+                "measured up to 6.4e-4 beyond that, at a gate near -2.8",
             ),
         ),
         gated=True,
@@ -456,13 +463,13 @@ SPECS = (
             float32=(1e-5, "; room for a fast exp"),
             float16=(
                 4e-4,
-                "; atol because vLLM's native rounds alpha * gate and up + beta: seen up to 2.1e-4 "
-                "beyond that, at a result of -0.3",
+                "; atol because vLLM's native code rounds alpha * gate and up + beta: measured up "
+                "to 2.1e-4 beyond that, at a result of -0.3",
             ),
             bfloat16=(
                 1e-3,
-                "; atol because vLLM's native rounds alpha * gate and up + beta: seen up to 7.2e-4 "
-                "beyond that, at a result of -0.11",
+                "; atol because vLLM's native code rounds alpha * gate and up + beta: measured up "
+                "to 7.2e-4 beyond that, at a result of -0.11",
             ),
         ),
         gated=True,

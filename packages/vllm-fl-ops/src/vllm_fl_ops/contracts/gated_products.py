@@ -178,17 +178,17 @@ TOLERANCES = {
     "float32": Tolerance(
         1e-5,
         5e-5,
-        "as `linear`'s, and what one product is off counts as many times as the other is large",
+        "as for `linear`, but the error of one product is multiplied by the other",
     ),
     "float16": Tolerance(
         2e-3,
         6e-3,
-        "4 roundings of 2^-11: both products, the activation and the result; atol because sums of "
-        "parts of the features may be rounded to float16 as `linear`'s may, and what that costs "
-        "one product counts as many times as the other is large",
+        "4 roundings of 2^-11: both products, the activation and the result; atol because partial "
+        "sums may be rounded to float16, as in `linear`, and the error of one product is "
+        "multiplied by the other",
     ),
     "bfloat16": Tolerance(
-        1.6e-2, 5e-2, "4 roundings of 2^-8, as vLLM's bf16 default; atol as for float16"
+        1.6e-2, 5e-2, "4 roundings of 2^-8, vLLM's bf16 default; atol as for float16"
     ),
 }
 

@@ -111,8 +111,8 @@ SPEC = contract(
         "float32": Tolerance(
             2.6e-6,
             1e-5,
-            "twice PyTorch's fp32 default for two exponentials and a logarithm; atol for "
-            "log(1 + exp(x)) where 1 + exp(x) rounds, by exp(A_log) up to 20",
+            "twice PyTorch's fp32 default for two exponentials and a logarithm; atol for log(1 + "
+            "exp(x)) if 1 + exp(x) is rounded, times exp(A_log) up to 20",
         ),
         "float16": Tolerance(1e-3, 1e-4, "2 roundings of 2^-11; atol for a fast exp near 0"),
         "bfloat16": Tolerance(8e-3, 1e-4, "2 roundings of 2^-8; atol for a fast exp near 0"),

@@ -260,8 +260,8 @@ SPEC = contract(
         "float32": Tolerance(
             2e-5,
             1e-7,
-            "computed in fp32 whatever the logits are; a sigmoid by a fast exp, or by tanh, and "
-            "numbers of up to 1e-8 that some kernels add to a sum of scores",
+            "computed in fp32 for all dtypes of logits; room for a sigmoid by a fast exp or tanh, "
+            "and for up to 1e-8 that some kernels add to a sum of scores",
         )
     },
     dtypes=("float32", "float16", "bfloat16"),

@@ -242,19 +242,19 @@ SPEC = contract(
             1e-5,
             2e-5,
             "thousands of products summed in any order: as many roundings of 2^-24, of partial "
-            "sums of magnitude 1; TF32's of 2^-11 are too coarse",
+            "sums of magnitude 1; TF32's 2^-11 is too coarse",
         ),
         "float16": Tolerance(
             2e-3,
             3e-3,
-            "4 roundings of 2^-11; atol because sums of parts of the features, and the sum before "
-            "the bias, may be rounded to float16, which is half of 2^-8 for one of 4 to 8",
+            "4 roundings of 2^-11; atol because partial sums, and the sum before the bias, may be "
+            "rounded to float16: half of 2^-8 for a sum of 4 to 8",
         ),
         "bfloat16": Tolerance(
             1.6e-2,
             2e-2,
-            "4 roundings of 2^-8, as vLLM's bf16 default; atol as for float16, where that is half "
-            "of 2^-5",
+            "4 roundings of 2^-8, vLLM's bf16 default; atol as for float16: half of 2^-5 for a "
+            "sum of 4 to 8",
         ),
     },
 )

@@ -209,15 +209,15 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "a scale for each token without a dimension", {"x_scale": scale[:, 0]}
     yield "no scale", {"weight_scale": scale[:0, 0]}
     yield "out_dtype is float32", {"out_dtype": "float32", "bias": None}
-    yield "out_dtype is no word", {"out_dtype": torch.bfloat16}
+    yield "out_dtype is not a string", {"out_dtype": torch.bfloat16}
     yield "bias of another dtype than the result", {"out_dtype": other}
     yield "bias of a row for each token", {"bias": bias.expand(len(x), -1)}
 
 
 _FOURTEEN_BITS = (
     "Hopper's tensor cores add fp8 products with about 14 bits (DeepSeek-V3 Technical Report, "
-    "arXiv:2412.19437, section 3.5.2), as vLLM's CUTLASS kernels let them (FP8FastAccum): of a sum "
-    "of magnitude 1 they lose up to 0.01 in 4096 features and 0.025 in 14336, more of a larger one"
+    "arXiv:2412.19437, section 3.5.2) in vLLM's CUTLASS kernels (FP8FastAccum): a sum of "
+    "magnitude 1 loses up to 0.01 in 4096 features and 0.025 in 14336, a larger sum more"
 )
 
 SPEC = contract(
@@ -241,8 +241,8 @@ SPEC = contract(
         "bfloat16": Tolerance(
             1.6e-2,
             3e-2,
-            f"4 roundings of 2^-8, and for atol that of the sum before the bias, half of 2^-5 for "
-            f"one of 4 to 8; besides, {_FOURTEEN_BITS}",
+            "4 roundings of 2^-8; atol for rounding the sum before the bias (half of 2^-5 for a "
+            f"sum of 4 to 8), and because {_FOURTEEN_BITS}",
         ),
     },
 )

@@ -129,14 +129,14 @@ def _samples(source: Source) -> Iterator[Sample]:
         yield Sample(name, (q, k, cos, sin, _positions(source, tokens, 64), section, False, False))
     q, k = heads_of_qkv(source, 5, 4, 2, 64)
     at = _positions(source, 5, 64)
-    yield Sample("axes take turns", (q, k, cos, sin, at, [12, 10, 10], True, False))
+    yield Sample("interleaved axes", (q, k, cos, sin, at, [12, 10, 10], True, False))
     yield Sample(
-        "axes take turns, width ends first", (q, k, cos, sin, at, [16, 10, 6], True, False)
+        "interleaved axes, width ends first", (q, k, cos, sin, at, [16, 10, 6], True, False)
     )
     apart = (q.contiguous(), k.contiguous(), cos.clone(), sin.clone())
     yield Sample("contiguous, cos and sin apart", (*apart, at.contiguous(), section, False, False))
-    yield Sample("pairs side by side", (q, k, cos, sin, at, section, False, True))
-    yield Sample("both take turns", (q, k, cos, sin, at, [12, 10, 10], True, True))
+    yield Sample("interleaved pairs", (q, k, cos, sin, at, section, False, True))
+    yield Sample("interleaved axes and pairs", (q, k, cos, sin, at, [12, 10, 10], True, True))
     equal = at[:, :1].expand(-1, 3).to(torch.int32)
     yield Sample("int32, one position for all axes", (q, k, cos, sin, equal, section, False, False))
     part = tables(source, 64, 32)
@@ -178,7 +178,7 @@ def _served(
         for interleaved in (False, True):
             q, k = heads_of_qkv(source, tokens, heads, kv_heads, head_size, scale)
             name = f"{tokens} x {heads}+{kv_heads} heads of {head_size}"
-            name += ", axes take turns" * interleaved + ", large" * source.large
+            name += ", interleaved axes" * interleaved + ", large" * source.large
             yield Sample(name, (q, k, cos, sin, at, section, interleaved, False), scale)
 
 

@@ -233,7 +233,7 @@ SPEC = contract(
         "float32": Tolerance(
             1.3e-6,
             1e-5,
-            "PyTorch's own fp32 default (vLLM's too); atol because the two products cancel, for "
+            "PyTorch's fp32 default, also vLLM's; atol because the two products cancel, for "
             "normed features of unit variance",
         ),
         "float16": Tolerance(

@@ -187,8 +187,8 @@ SPEC = contract(
         "float32": Tolerance(
             1e-6,
             0.0,
-            "a maximum is exact, and its division one rounding of 2^-24 (two where 1/448 is "
-            "multiplied with)",
+            "a maximum is exact, and its division one rounding of 2^-24 (two if multiplied by "
+            "1/448)",
         )
     },
     outputs=(QuantisedPair(steps=0.5),),

@@ -143,8 +143,8 @@ SPEC = contract(
         "float32": Tolerance(
             1e-6,
             0.0,
-            "a maximum is exact, and its division one rounding of 2^-24 (two where 1/448 is "
-            "multiplied with); a power of two is exact",
+            "a maximum is exact, and its division one rounding of 2^-24 (two if multiplied by "
+            "1/448); a power of two is exact",
         )
     },
     outputs=(QuantisedPair(steps=0.5),),

@@ -213,8 +213,8 @@ SPEC = contract(
         "float32": Tolerance(
             1e-6,
             1e-12,
-            "a maximum is exact, and its division one rounding of 2^-24 (two where 1/127 is "
-            "multiplied with); atol because some kernels take 1e-10 / 127 for a row of zeros",
+            "a maximum is exact, and its division one rounding of 2^-24 (two if multiplied by "
+            "1/127); atol because some kernels use 1e-10 / 127 for a row of zeros",
         )
     },
     outputs=(QuantisedPair(steps=0.5), Exact()),

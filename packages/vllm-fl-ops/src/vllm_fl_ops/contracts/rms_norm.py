@@ -182,7 +182,7 @@ def _plain(
     epsilon: float,
     variance_size: int | None = None,
 ) -> object:
-    who = "it takes the layer first, and this layer"
+    who = "it is called with the layer (self), and this layer"
     if weight is None:
         return f"{who} has no weight"
     if weight.dtype != x.dtype:
@@ -227,8 +227,8 @@ SPEC = contract(
         float32=(1e-5, "; room for a mean summed in any order and a fast rsqrt"),
         float16=(
             1e-5,
-            ": vLLM's native rounds before and after the weight (2); atol for subnormals below "
-            "6e-5",
+            ": vLLM's native code rounds before and after the weight (2); atol for subnormals "
+            "below 6e-5",
         ),
         bfloat16=(1e-5, "; atol as for float32"),
     ),

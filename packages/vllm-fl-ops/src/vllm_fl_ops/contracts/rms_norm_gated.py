@@ -133,7 +133,7 @@ def _served(source: Source, sizes: ModelSizes, gated_norm: int) -> Iterator[Samp
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "x and z of integers", {name: good[name].long() for name in "xz"}
     yield "weight of 1, with groups", {"weight": good["weight"][:1], "group_size": 4}
-    yield "norm_before_gate is no flag", {"norm_before_gate": "yes"}
+    yield "norm_before_gate is not a bool", {"norm_before_gate": "yes"}
 
 
 SPEC = contract(

@@ -283,15 +283,15 @@ SPEC = contract(
         "float32": Tolerance(
             1.3e-6,
             1e-5,
-            "PyTorch's own fp32 default (vLLM's too); atol because the two products "
-            "cancel, for samples of unit variance",
+            "PyTorch's fp32 default, also vLLM's; atol because the two products cancel, for "
+            "samples of unit variance",
         ),
         "float16": Tolerance(
             1e-3,
             5e-3,
-            "2 roundings of 2^-11 on the result; atol for the products, up to 5 each, "
-            "that vLLM's native rounds (2^-11 * 5 each, and as much again for fp32 tables that it "
-            "rounds first) before they cancel",
+            "2 roundings of 2^-11 on the result; atol for the products, up to 5 each, that vLLM's "
+            "native code rounds before they cancel (2^-11 * 5 each, doubled for fp32 tables, "
+            "which it rounds first)",
         ),
         "bfloat16": Tolerance(
             8e-3, 4e-2, "2 roundings of 2^-8 on the result; atol for the products as for float16"

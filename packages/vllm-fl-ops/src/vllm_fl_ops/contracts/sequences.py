@@ -94,5 +94,5 @@ def slots(name: str, value: torch.Tensor, of: int, *, padding: bool = True) -> P
     if any(not 0 < at < of for at in named):
         return name, f"must be from {1 - padding} to {of - 1}, got {value.tolist()}"
     if len(set(named)) != len(named):
-        return name, f"must name no state twice, got {value.tolist()}"
+        return name, f"must not contain a state twice, got {value.tolist()}"
     return None

@@ -54,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _answer(words: Sequence[str]) -> int:
     parser = _parser(words)
     _complete(parser)
+    if not words:
+        parser.print_help()
+        return GOOD
     arguments, more = parser.parse_known_args(words)
     if more and not arguments.takes_more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
@@ -72,8 +75,8 @@ def _check_temporary_folder() -> None:
         tempfile.gettempdir()
     except FileNotFoundError as error:
         raise NoTemporaryFolderError(
-            f"torch cannot be imported: {error.strerror}. Set TMPDIR to a folder that may be "
-            "written, or make /tmp one"
+            f"torch cannot be imported: {error.strerror}. Set TMPDIR to a writable folder, or make "
+            "/tmp writable"
         ) from error
 
 
@@ -84,18 +87,21 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     """
     parser = argparse.ArgumentParser(
         prog="vllm-fl",
-        description="Which implementation of an operator runs in vLLM, and why.",
-        epilog="Exit status: 0 good, 1 a finding, 2 usage or settings.",
+        description="Show, verify and choose the implementations of vLLM's operators.",
+        epilog="Exit status: 0 success, 1 a finding, 2 incorrect usage or settings.",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     asked = words[0] if words and SHELL not in os.environ else ""
     for name in [asked] if asked in VERBS else VERBS:
-        summary, verb = load(name)
-        sub = verbs.add_parser(name, help=summary.replace("%", "%%"), description=f"{summary}.")
+        summary, example, verb = load(name)
+        sub = verbs.add_parser(name, help=summary.replace("%", "%%"))
+        sub.description = f"{summary[:1].upper()}{summary[1:]}."
+        sub.formatter_class = argparse.RawDescriptionHelpFormatter
         sub.add_argument("--json", action="store_true", help="print JSON for programs")
         sub.set_defaults(takes_more=False)
         verb.add_arguments(sub)
+        sub.epilog = "\n".join(filter(None, [sub.epilog, example]))
         sub.set_defaults(run=verb.run)
     return parser
 
@@ -116,7 +122,7 @@ def _status_of(answer: Callable[[], int]) -> int:
     except OSError as error:  # for example, the disk of the output is full
         if error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG):
             raise
-        say(f"vllm-fl: the answer cannot be written: {error.strerror}", error=True)
+        say(f"vllm-fl: cannot write the output: {error.strerror}", error=True)
         # The interpreter would write the rest of the buffer again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FINDING

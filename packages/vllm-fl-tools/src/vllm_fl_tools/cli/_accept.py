@@ -103,14 +103,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--accept",
         metavar="FILE",
-        help="measure no op: serve the model of --model with this table and without it, and say "
-        "whether it is as fast. Of the other options it takes --rounds, --json and vLLM's",
+        help="instead, serve the model with this table and without it, and compare the speeds; "
+        "accepts only --model, --rounds, --json and vLLM's arguments",
     )
     parser.add_argument(
         "--rounds",
         metavar="N",
         type=int,
-        help=f"of --accept: how often each engine is visited with each phase; default: {ROUNDS}",
+        help=f"for --accept: how often each engine runs each phase; default: {ROUNDS}",
     )
 
 
@@ -129,10 +129,10 @@ def run(arguments: argparse.Namespace) -> int:
     path, model = arguments.accept, arguments.model
     rounds = ROUNDS if arguments.rounds is None else arguments.rounds
     if model is None:
-        raise UsageError("--accept takes --model DIR: it serves the model")
+        raise UsageError("--accept needs --model DIR: it serves the model")
     check_model(model)
     if rounds < STARTS:
-        raise UsageError(f"--rounds {rounds}: at least {STARTS}")
+        raise UsageError(f"--rounds {rounds}: expected at least {STARTS}")
     read_table(path, "--accept")
     more = arguments.more
     started = time.monotonic()
@@ -156,16 +156,16 @@ def judged(served: Served) -> Verdict:
     fault = _fault(served, of_phase)
     if fault is None:
         least = min(median for _, median, _ in of_phase.values())
-        reason = f"reproduced, and at every phase at least {least:.3f} of the default's speed"
+        reason = f"reproducible, and in every phase at least {least:.3f} of the default's speed"
     return Verdict(fault is None, fault or reason, figures)
 
 
 def _fault(served: Served, of_phase: Mapping[str, tuple[float, float, float]]) -> str | None:
     """Return why the table is not accepted, or None."""
     if len({*served.digests}) > 1:
-        return f"two starts made different plans ({', '.join(served.digests)})"
+        return f"two startups made different plans ({', '.join(served.digests)})"
     if any(tokens != served.tokens[0] for tokens in served.tokens):
-        return "two starts answered the same prompts with different tokens"
+        return "two startups answered the same prompts with different tokens"
     below = {phase: of for phase, of in of_phase.items() if of[1] < LEAST}
     slower = [
         f"{phase} at {median:.3f} of the default's speed (quartiles {low:.3f} to {high:.3f})"
@@ -174,8 +174,8 @@ def _fault(served: Served, of_phase: Mapping[str, tuple[float, float, float]]) -
     reason = f"slower: {', '.join(slower)}"
     if unsure := [phase for phase, (*_, high) in below.items() if high >= 1.0]:
         reason += (
-            f"; the rounds differ too much to be sure of it in {', '.join(unsure)}: a quieter "
-            "machine, or more --rounds, may tell"
+            f"; the rounds differ too much to be certain in {', '.join(unsure)}: use an idle "
+            "machine, or more --rounds"
         )
     return reason if below else None
 
@@ -254,7 +254,7 @@ def compare_engines(path: str, model: str, more: Sequence[str], rounds: int) -> 
                             steps[name] += _visit(engines[name], timed)["steps"]
                     for name, of_engine in steps.items():
                         seconds.setdefault((name, phase), []).append(_of_steps(of_engine))
-                say(f"start {start + 1} of {STARTS}: round {number + 1} of {rounds}", error=True)
+                say(f"startup {start + 1} of {STARTS}: round {number + 1} of {rounds}", error=True)
             tokens.append(answered)
     return Served(seconds, tokens, digests, phases)
 
@@ -281,8 +281,8 @@ def _check(engine: Engine, path: str | None) -> None:
     told = engine.report["table"]
     if (told and told["file"]) != path:
         raise AcceptError(
-            f"The engines do not differ by the table: {CONFIG} overrides VLLM_FL_TABLE. Unset it, "
-            "or leave the table out of its file"
+            f"The table is ignored: {CONFIG} overrides VLLM_FL_TABLE. Unset it, "
+            "or remove the table from its file"
         )
     if told and not told["acts"]:
         raise AcceptError(told["reason"])

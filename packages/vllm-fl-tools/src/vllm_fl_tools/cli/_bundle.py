@@ -45,9 +45,9 @@ def archive_of(path: str) -> Draft:
     """
     out = Path(path)
     if not out.name.endswith(".tar.gz"):
-        raise UsageError(f"--bundle {out}: the name of the archive must end with .tar.gz")
+        raise UsageError(f"--bundle {out}: the name must end with .tar.gz")
     if os.path.lexists(out):
-        raise UsageError(f"--bundle {out}: it exists; choose another name, or remove it")
+        raise UsageError(f"--bundle {out}: the file exists; choose another name, or remove it")
     return draft_of(path, "--bundle")
 
 
@@ -67,7 +67,7 @@ def write(draft: Draft, found: Mapping[str, Any], model: str | None, more: Seque
     try:
         draft.put(whole.getvalue())
     except OSError as error:
-        raise UsageError(f"--bundle {draft.path}: {error.strerror}; nothing is left") from error
+        raise UsageError(f"--bundle {draft.path}: {error.strerror}; no file was written") from error
     say(
         f"vllm-fl: wrote {', '.join(parts)} to {draft.path}. Secrets are shown as {HIDDEN}; read "
         "it before you send it",
@@ -120,7 +120,7 @@ def _environment() -> Iterator[str]:
 def _said(*words: str) -> str:
     """Return a verb's output. It runs in a separate process because it may crash."""
     command = [sys.executable, "-m", "vllm_fl_tools.cli", *words]
-    with doing(f"asking `vllm-fl {words[0]}`"):
+    with doing(f"running `vllm-fl {words[0]}`"):
         try:
             done = subprocess.run(
                 command,
@@ -133,7 +133,7 @@ def _said(*words: str) -> str:
             )
             text, end = done.stdout, f"exit status {done.returncode}"
         except subprocess.TimeoutExpired as error:
-            text, end = error.stdout or b"", f"ended: it took more than {PATIENCE:.0f} s"
+            text, end = error.stdout or b"", f"killed after {PATIENCE:.0f} s"
     return f"$ vllm-fl {' '.join(words)}\n{text.decode(errors='replace')}\n({end})\n"
 
 
@@ -155,4 +155,4 @@ def _content(path: Path) -> str:
         with path.open("rb") as file:
             return file.read(LARGEST).decode(errors="replace")
     except OSError as error:
-        return f"it cannot be read: {error}\n"
+        return f"cannot be read: {error}\n"

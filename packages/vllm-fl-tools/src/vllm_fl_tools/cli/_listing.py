@@ -128,7 +128,7 @@ def _part(kind: str, name: str, what: str, of: str | None, **more: Any) -> dict[
 
 
 def _main(path: str, *ended: str) -> None:
-    ENDED.update(dict.fromkeys(ended, "it ended a process before"))
+    ENDED.update(dict.fromkeys(ended, "it ended an earlier process"))
     try:
         found = listing()
     except VllmFLError as error:

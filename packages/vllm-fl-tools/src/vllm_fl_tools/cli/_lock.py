@@ -36,7 +36,7 @@ def save(arguments: argparse.Namespace) -> int:
         draft.write_text(text_of(DRAFT), encoding="utf-8")
         environment = {**os.environ, Settings.lock.variable: str(draft)}
         with running(
-            "to be locked",
+            "for the lock file",
             arguments.model,
             {},
             environment,
@@ -64,13 +64,13 @@ def _check_alike(first: dict[str, Any], others: list[dict[str, Any]]) -> None:
     for rank, other in enumerate(others, 1):
         if lines := differences(lock, other["facts"]):
             told = "; ".join(lines)
-            raise UsageError(f"one lock holds for all ranks, and rank {rank} differs: {told}")
+            raise UsageError(f"a lock file needs equal ranks, but rank {rank} differs: {told}")
 
 
 def _show(facts: Mapping[str, Any]) -> None:
     for op, of_op in facts["out"].items():
         for impl, why in of_op.items():
-            say(f"{op}={impl} is out: {why}")
+            say(f"{op}={impl} is disabled: {why}")
     say(f"{facts['file']} has {len(facts['ops'])} ops, digest {facts['digest']}.")
     named = f"{Settings.lock.variable}={facts['file']}"
-    say(f"Serve with {named}: a start that differs says so, and ends.")
+    say(f"Serve with {named}: an engine that differs lists the differences and fails to start.")

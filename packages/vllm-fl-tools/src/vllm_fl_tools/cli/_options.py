@@ -56,11 +56,11 @@ def draft_of(path: str, option: str) -> Draft:
     target = Path(os.path.realpath(path))  # replaces the target of a link, not the link
     try:
         if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
-            raise UsageError(f"{option} {path}: is not a regular file, or may not be written")
+            raise UsageError(f"{option} {path}: not a writable regular file")
         return Draft(target)
     except OSError as error:
         raise UsageError(
-            f"{option} {path}: cannot be written: {error.strerror}; nothing was run"
+            f"{option}: cannot write {path}: {error.strerror}; nothing was run"
         ) from error
 
 
@@ -70,8 +70,7 @@ def check_known(what: str, asked: Sequence[str] | None, known: Collection[str]) 
         if name not in known:
             listed = ", ".join(sorted(known)) or "none"
             raise UsageError(
-                f"--{what} {name}: no such {what} is installed.{closest(name, known)} "
-                f"Known: {listed}."
+                f"--{what} {name}: unknown {what}.{closest(name, known)} Known: {listed}."
             )
 
 
@@ -96,5 +95,5 @@ def positive_seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
     return seconds

@@ -127,8 +127,8 @@ class Outputs:
         self.errors[BASELINE] = self._medians(self._baseline)
         if None in self.errors[BASELINE].values():
             raise BisectError(
-                "The baseline's log-probabilities are not finite: nothing can be measured by it. "
-                "Choose another one with --against"
+                "The baseline's log-probabilities are not finite, so it cannot be compared with. "
+                "Choose another baseline with --against"
             )
         with self._start(PLAN, Changes()) as engine:
             ours = _implementations(engine)
@@ -149,8 +149,8 @@ class Outputs:
             label = self._theirs.get(op, STOCK)
             if "|" in label:
                 raise BisectError(
-                    f"The baseline orders op '{op}' by size ({label}), which cannot be mixed with "
-                    "the plan's: choose a policy without rows with --against"
+                    f"The baseline chooses op '{op}' by size ({label}), which cannot be mixed with "
+                    "the plan: with --against, choose a baseline without sizes"
                 )
             changes.orders[op] = [label if label == STOCK else f"impl:{label}"]
         return changes
@@ -166,8 +166,8 @@ class Outputs:
                 theirs = self._theirs.get(op, STOCK)
                 if ops.get(op, theirs) != theirs:
                     raise BisectError(
-                        f"Op '{op}' runs with {ops[op]} although its order has only {theirs}: it "
-                        "cannot be left to the baseline"
+                        f"Op '{op}' runs with {ops[op]} although its order has only {theirs}: the "
+                        "baseline's implementation cannot be used for it"
                     )
             return self._verdict(self._scored(engine))
 

@@ -15,7 +15,7 @@ from vllm_fl.text import clean, quote
 
 from ..engine.tuned import DEFAULT, Figure, Tuned, TunedOp
 from . import _plots
-from ._coverage import named, sums
+from ._coverage import answers, named, sums
 from ._show import UsageError
 
 __all__ = ["Measured", "page"]
@@ -70,7 +70,7 @@ def page(measured: Sequence[Measured]) -> str:
         lstrip_blocks=True,
     )
     of_table = (impls_of, tokens_of, figure_of, why, not_chosen, versions)
-    asked = (*of_table, cells, findings, named, sums, microseconds)
+    asked = (*of_table, cells, findings, answers, named, sums, microseconds)
     environment.globals |= {each.__name__: each for each in asked}
     environment.globals |= {"looks": look, "plot": plot, "colours": _plots.COLOURS}
     made: Any = environment.get_template("page.html").module
@@ -81,7 +81,7 @@ def page(measured: Sequence[Measured]) -> str:
             sections.append((one.kind, made.section(f"t{number}", one)))
         except (AttributeError, KeyError, TypeError, ValueError, TemplateError) as error:
             raise UsageError(
-                f"{one.name}: is not complete: {quote(error)}; write it again"
+                f"{one.name}: incomplete: {quote(error)}; write the file again"
             ) from error
     sections.sort(key=lambda section: KINDS.index(section[0]))
     return str(made.page(rows, sections))
@@ -113,15 +113,17 @@ def why(op: TunedOp, tokens: int) -> str:
     if impl != op.default:
         figure = figure_of(op, tokens, impl)
         if figure is None or figure.ratio is None:
-            return "by the row of more tokens; not compared here"
+            return "by the row for more tokens; not compared here"
         return f"faster than the default: {_compared(figure)}"
     others = [f for f in op.figures if f.tokens == tokens and f.impl != op.default]
     best = max(others, key=lambda f: f.ratio or 0, default=None)
     if best is None:
-        return "no other was measured here"
+        return "no other implementation was measured here"
     told = []
     if best.ratio is not None:
-        lost = "slower in one of the op's calls, or to launch" if best.slower else "not by enough"
+        lost = (
+            "slower in one of the op's calls, or to launch" if best.slower else "not enough faster"
+        )
         told.append(f"the fastest other, {best.impl}, {lost}: {_compared(best)}")
     if wrong := sum(bool(f.rejected) for f in others):
         told.append(f"{wrong} rejected")

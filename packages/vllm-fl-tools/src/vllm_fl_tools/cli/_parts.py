@@ -249,14 +249,14 @@ def listed(environment: Mapping[str, str]) -> Parts:
         told, plugin = _asked(environment, ended)
         if told is None:
             if not plugin or plugin in ended:
-                raise UsageError("The plugins cannot be loaded: see `vllm-fl doctor`")
-            say(f"vllm-fl: {plugin} ends the process that loads it, or hangs", error=True)
+                raise UsageError("The plugins failed to load: see `vllm-fl doctor`")
+            say(f"vllm-fl: {plugin} hangs, or ends the process that loads it", error=True)
             ended.append(plugin)
     if "problem" in told:
         raise UsageError(told["problem"], code=told["code"])
     if not told["enabled"]:
         raise UsageError(
-            f"{Settings.enabled.variable} is off: vllm-fl changes nothing in a startup"
+            f"{Settings.enabled.variable} is set to off, so vllm-fl does not affect the startup"
         )
     for remark in told["remarks"]:
         say(f"vllm-fl: {remark}", error=True)
@@ -270,7 +270,7 @@ def _asked(
 
     Plugins in `ended` are not loaded.
     """
-    with tempfile.TemporaryDirectory() as folder, doing("the plugins load"):
+    with tempfile.TemporaryDirectory() as folder, doing("loading the plugins"):
         file = Path(folder) / "parts"
         process = subprocess.Popen(
             [*COMMAND, str(file), *ended],

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ._coverage import Whose, attribute, named, sums
+from ._coverage import Whose, answers, attribute, named, sums
 from ._engines import Engine, check_model, planned, running
 from ._options import counts
 from ._show import UsageError, answer, print_table, say
@@ -42,12 +42,12 @@ def run(arguments: argparse.Namespace) -> int:
     batches = counts("--batch", arguments.batch or "1")
     more = arguments.more
     if any(given.partition("=")[0].replace("_", "-") == EXTENSION_OPTION for given in more):
-        raise UsageError(f"{EXTENSION_OPTION} is set by --profile; leave it out")
+        raise UsageError(f"--profile sets {EXTENSION_OPTION}: remove it from the arguments")
     planned()
     with (
         tempfile.TemporaryDirectory() as caches,
         running(
-            "that is profiled",
+            "for the profile",
             model,
             {"worker_extension_cls": EXTENSION},
             {**os.environ, **{name: f"{caches}/{folder}" for name, folder in CACHES.items()}},
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         prompt = min(PROMPT_TOKENS, engine.length - STEPS - 2)
         if prompt < 1:
             raise UsageError(
-                f"--profile needs sequences of {STEPS + 3} tokens; this engine takes "
+                f"--profile needs sequences of {STEPS + 3} tokens, but this engine is limited to "
                 f"{engine.length}: set a larger --max-model-len"
             )
         phases = [_phase(engine, True, n, prompt) for n in batches]
@@ -130,9 +130,11 @@ def show(facts: Mapping[str, Any]) -> None:
     for phase in told["phases"]:
         say(f"\n{phase['name']}")
         if phase["problem"]:
-            say(f"Nothing is known of it: {phase['problem']}.")
+            say(f"Not profiled: {phase['problem']}.")
+        for line in answers(phase):
+            say(line)
         if phase["rows"]:
-            headings = ("op", "implementation", "share", "µs/step", "calls", "reached")
+            headings = ("op", "implementation", "share", "µs/step", "calls", "run by plan")
             print_table(headings, _lines(phase["rows"]))
             for line in sums(phase):
                 say(line)

@@ -40,7 +40,7 @@ class Progress:
         if seconds < QUIET:
             return
         self._is_told = True
-        what = self.doing or elsewhere or breadcrumb.now() or "at work"
+        what = self.doing or elsewhere or breadcrumb.now() or "working"
         with suppress(OSError, ValueError):  # stderr may be closed
             say(f"vllm-fl {self.verb}: {what} ({seconds:.0f} s)", error=True)
 

@@ -92,10 +92,10 @@ class Startups:
             if bare.how:
                 return "stock", [Culprit((), bare)]
             return self._among(neighbours, {frozenset(): stock, neighbours: bare}, {OURS})
-        asked = self._try("as asked", ())
+        asked = self._try("as configured", ())
         if not asked.how:  # it may fail only if launches do not block
             self.blocking = False
-            asked = self._try("as asked", ())
+            asked = self._try("as configured", ())
         if not asked.how:
             return "right", []
         status, found = self._among(by_key, {frozenset(): asked})
@@ -116,7 +116,7 @@ class Startups:
         return search(parts, trial, beneath=self._parts.beneath)
 
     def _again(self) -> bool:
-        return bool(self._try("as asked, again", ()).how)
+        return bool(self._try("as configured, again", ()).how)
 
     def _try(self, name: str, off: Collection[str]) -> Verdict:
         """Start an engine without some parts, and return the verdict."""
@@ -139,11 +139,11 @@ class Startups:
 
     def _failed(self, error: EngineError) -> Verdict:
         raised, names = read_log(error.log)
-        why = raised or "it ended without an error message"
+        why = raised or "it crashed without an error message"
         if error.hung:
             why = "it did not answer" + (f" within {self._limit:.0f} s" if self._limit else "")
         if error.ran:
-            why += f", while it ran {error.ran}"
+            why += f", while running {error.ran}"
         how = "hung" if error.hung else "ended"
         return Verdict(how, why, self._parts.likely(f"{raised} {error.ran}", names))
 
@@ -169,6 +169,6 @@ def fault(stock: Score, other: Score) -> str:
     if median <= MEDIAN and share <= FAR_SHARE:
         return ""
     return (
-        f"the log-probabilities differ from stock's by {median:.2f} nats in the median, and "
+        f"the log-probabilities differ from stock vLLM's by {median:.2f} nats in the median, and "
         f"{share:.0%} of them by more than {FAR:.0f}"
     )

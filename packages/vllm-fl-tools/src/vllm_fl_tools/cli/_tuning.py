@@ -226,7 +226,7 @@ class Work:
             if (not ops or op in ops) and (tuning := self._tuning(op, explicit=bool(ops)))
         }
         if self._without_stock:
-            self.remarks.append(f"vLLM's own forms were not measured: {self._without_stock}")
+            self.remarks.append(f"vLLM's implementations were not measured: {self._without_stock}")
 
     @property
     def units(self) -> int:
@@ -251,14 +251,14 @@ class Work:
         if dtype_name(subject.dtype) not in spec.dtypes:
             if explicit:
                 known = ", ".join(spec.dtypes)
-                self.remarks.append(f"{op}: left out, since its contract is for {known}")
+                self.remarks.append(f"{op}: skipped: its contract supports only {known}")
             return None
         default = self._default(op)
         kept = self._contenders(op, {*self._impls, default} if self._impls else None)
         if len(kept) < 2 and not explicit:
             return None
         if default not in [c.name for c in kept]:
-            why = f"its default, {default or 'nothing'}, has no function to measure"
+            why = f"its default, {default or 'none'}, has no function to measure"
         elif len(kept) < 2:
             why = f"{default} is its only candidate"
         else:
@@ -288,8 +288,8 @@ class Work:
                         self._owners[owner.label] = owner
                 return tuning
             names = ", ".join(rule.name for rule in self._bindings[op].sizes)
-            why = f"the sizes that it needs are not all told ({names})"
-        self.remarks.append(f"{op}: left out, since {why}")
+            why = f"a size of the model is unknown ({names})"
+        self.remarks.append(f"{op}: skipped: {why}")
         return None
 
     def _default(self, op: str) -> str | None:
@@ -359,8 +359,8 @@ class Work:
         def stuck() -> None:
             """Report a call in native code that no signal ends, before the process ends."""
             op, tokens, name = running
-            told = f"{op}, {tokens} tokens: {name} does not come back and cannot be given up"
-            say(f"vllm-fl: {told}; name the others with --impl", error=True)
+            told = f"{op}, {tokens} tokens: {name} hangs and cannot be interrupted"
+            say(f"vllm-fl: {told}; exclude it by listing the others with --impl", error=True)
 
         watch = Watch(self.units, limit, stuck)
 
@@ -463,7 +463,7 @@ def _limited(watch: Watch, limit: float, name: str) -> Iterator[None]:
         with watch.call(name):
             yield
     except TookTooLong as error:
-        raise TimeoutError(f"given up after {limit:g} s") from error
+        raise TimeoutError(f"timed out after {limit:g} s") from error
 
 
 @contextmanager
@@ -486,5 +486,5 @@ def _outcome(found: Measured) -> str:
     else:
         default = figures.get(found.default)
         speed = "not timed" if default is None else f"{default.us:.1f} µs"
-        told = f"{found.default} stays, {speed}"
-    return "; ".join([told, *[f"left out: {', '.join(found.rejected)}"] * bool(found.rejected)])
+        told = f"{found.default} is kept, {speed}"
+    return "; ".join([told, *[f"rejected: {', '.join(found.rejected)}"] * bool(found.rejected)])

@@ -1,7 +1,7 @@
 """The verbs of the command: one module each, with `add_arguments(parser)` and `run(arguments)`.
 
-The first line of a module's docstring is "`vllm-fl VERB`: SUMMARY."; `vllm-fl --help` prints the
-summary.
+The first line of a module's docstring is "`vllm-fl VERB`: SUMMARY.", which `vllm-fl --help` prints;
+the last is "Example: vllm-fl VERB …", with which `vllm-fl VERB --help` ends.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 VERBS = ("bisect", "doctor", "explain", "new", "plan", "settings", "show", "tune", "verify")
 
 
-def load(name: str) -> tuple[str, Any]:
-    """Import one verb; return (its summary without a full stop, its module)."""
+def load(name: str) -> tuple[str, str, Any]:
+    """Import one verb; return (its summary without a full stop, its example, its module)."""
     module = import_module(f"{__package__}.{name}")
-    heading = (module.__doc__ or "").partition("\n")[0]
-    return heading.removeprefix(f"`vllm-fl {name}`: ").rstrip("."), module
+    lines = (module.__doc__ or "").strip().split("\n")  # without docstrings under `python -OO`
+    return lines[0].removeprefix(f"`vllm-fl {name}`: ").rstrip("."), lines[-1], module

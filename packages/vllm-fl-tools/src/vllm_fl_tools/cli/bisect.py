@@ -1,6 +1,8 @@
-"""`vllm-fl bisect`: find the part that makes outputs less exact, or startup fail (--startup).
+"""`vllm-fl bisect`: find the op that makes outputs less exact or startup fail.
 
 Each trial is one engine in a separate process; they run one after the other.
+
+Example: vllm-fl bisect --model DIR --prompts prompts.txt
 """
 
 from __future__ import annotations
@@ -65,12 +67,12 @@ BLOCKING = {
 }
 """Variables that make the call with a device's fault raise it, instead of a later call."""
 
-HOW = {"ended": "ends the startup", "hung": "hangs", "wrong": "is wrong"}
+HOW = {"ended": "ends the startup", "hung": "hangs", "wrong": "is incorrect"}
 
 STATUS = {
-    "stock": "vLLM fails without vllm-fl, too",
-    "unsteady": "The failure comes and goes: trials cannot find a part",
-    "elsewhere": "It fails without every part, too",
+    "stock": "vLLM also fails without vllm-fl",
+    "unsteady": "The failure is intermittent: trials cannot find a part",
+    "elsewhere": "It fails even with all parts disabled",
 }
 
 
@@ -79,25 +81,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--startup",
         action="store_true",
-        help="find what ends, hangs or corrupts the startup of an engine with vLLM's arguments",
+        help="find the part that ends, hangs or corrupts the startup of an engine",
     )
     parser.add_argument(
         "--against",
         metavar="WHAT",
         default=STOCK,
-        help="the baseline of the outputs: stock (default), which is vLLM without vllm-fl; "
-        "reference, the reference backend; or a settings file, as VLLM_FL_CONFIG",
+        help="the baseline of the outputs: stock (default: vLLM without vllm-fl), reference (the "
+        "reference backend), or a settings file",
     )
     parser.add_argument(
         "--prompts",
         metavar="FILE",
-        help="one prompt a line, or a JSON list of lists of token ids; default: random tokens",
+        help="one prompt per line, or a JSON list of lists of token ids; default: random tokens",
     )
     parser.add_argument(
         "--limit",
         metavar="SECONDS",
         type=positive_seconds,
-        help=f"the limit of a startup (default: {TIMES} times that of stock vLLM, and at least "
+        help=f"time limit of a startup (default: {TIMES} times that of stock vLLM, at least "
         f"{LEAST_LIMIT:.0f})",
     )
 
@@ -150,16 +152,19 @@ def show(facts: Mapping[str, Any]) -> None:
     if facts.get("errors"):
         _show_errors(facts)
     if facts["status"] == "right":
-        why = facts.get("plan") or "the engine starts, and its answers are like those of stock vLLM"
-        say(f"Nothing is wrong: {why}.")
+        why = (
+            facts.get("plan")
+            or "the engine starts, and its answers are similar to those of stock vLLM"
+        )
+        say(f"No fault found: {why}.")
     elif facts["why"]:
         say(f"{STATUS[facts['status']]}: {clean(facts['why'])}.")
     for culprit in facts["culprits"]:
-        together = "only together" if len(culprit["what"]) > 1 else "by itself"
+        together = "only together" if len(culprit["what"]) > 1 else "on its own"
         names = " and ".join(culprit["what"])
         say(f"{names}: {HOW[culprit['how']]}, {together}: {culprit['why']}")
     if facts["settings"]:
-        say("Settings without it:")
+        say("Settings that exclude it:")
         for line in facts["settings"]:
             say(f"  {line}")
     if facts["culprits"] and facts.get("blocking") is False:
@@ -210,7 +215,7 @@ def _outputs(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | Non
         raise UsageError(f"unrecognized arguments: {more} (vLLM's arguments need --startup)")
     if not has_weights(model):
         raise UsageError(
-            f"--model {model}: it has no weights, and random ones would not be the same in float32"
+            f"--model {model}: it has no weights, and random weights would differ in float32"
         )
     if against not in (STOCK, REFERENCE) and not Path(against).is_file():
         raise UsageError(f"--against {against}: expected stock, reference or a settings file")
@@ -232,7 +237,7 @@ def _outputs(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | Non
         for token in (token for ids in prompts for token in ids):
             if not 0 <= token < vocabulary:
                 raise UsageError(
-                    f"--prompts: {token} is no token of the model, which has {vocabulary}"
+                    f"--prompts: token {token} is not in the vocabulary of {vocabulary} tokens"
                 )
         return prompts
 
@@ -292,7 +297,7 @@ def _prompts(model: str, path: str) -> list[list[int]]:
         return ids
     lines = [line for line in map(str.strip, text.splitlines()) if line]
     if not lines:
-        raise UsageError(f"--prompts {path}: the file has no prompt in it")
+        raise UsageError(f"--prompts {path}: the file has no prompt")
     return _encoded(model, lines)
 
 
@@ -305,11 +310,11 @@ def _encoded(model: str, texts: list[str]) -> list[list[int]]:
             return [list(tokenizer.encode(text)) for text in texts]
     except Exception as error:  # a missing or broken tokenizer may raise anything
         why = clean(str(error)) or type(error).__name__
-        raise UsageError(f"--model {model}: its tokenizer cannot be used: {why}") from error
+        raise UsageError(f"--model {model}: its tokenizer failed: {why}") from error
 
 
 def _name(kind: str, against: str, left: Collection[str]) -> str:
-    plan = f"of the plan, with other settings of {', '.join(left)}" if left else "of the plan"
+    plan = f"of the plan, without {', '.join(left)}" if left else "of the plan"
     return {EXACT: "in float32", BASELINE: f"of the baseline ({against})"}.get(kind, plan)
 
 

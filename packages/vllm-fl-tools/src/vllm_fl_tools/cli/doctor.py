@@ -1,4 +1,7 @@
-"""`vllm-fl doctor`: check the installation and the settings, and suggest fixes."""
+"""`vllm-fl doctor`: check the installation and the settings, and suggest fixes.
+
+Example: vllm-fl doctor --bundle report.tar.gz
+"""
 
 from __future__ import annotations
 
@@ -71,8 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bundle",
         metavar="FILE",
-        help="write an archive for a bug report, .tar.gz: this answer, versions, settings, plan "
-        "and what the engine left, without secrets",
+        help="write a .tar.gz for a bug report, without secrets: this output, versions, settings, "
+        "plan, and reports of engines",
     )
 
 
@@ -122,7 +125,7 @@ def _show(facts: Mapping[str, Any]) -> None:
             what = f"{what} [{code}]"
         say(f"\n{number}. {what}\n   Why: {why}\n   Do:  {todo}")
     if any(finding["code"] for finding in findings):
-        say("\n`vllm-fl explain CODE` explains each: what it means, and what to do.")
+        say("\n`vllm-fl explain CODE` prints the meaning and the fix of each code.")
     if facts["plugins"]:
         say()
         keys = ("name", "distribution", "version", "status", "hooks", "path")
@@ -192,7 +195,7 @@ def _of_engine(
         ends[f"{first.unasked}."] = None
     found = [_ending(why) for why in ends]
     for why in dict.fromkeys("; ".join(each.differs) for each in engines if each.differs):
-        what = f"An engine differs from {first.facts.settings['lock'].named}."
+        what = f"The engine differs from the lock file of {first.facts.settings['lock'].named}."
         found.append(Finding("lock", what, f"{why}.", _page_of(why, "FL505")))
     warnings = warned(first.facts.settings, os.environ)
     return [*found, *(Finding("settings", *each) for each in warnings)]
@@ -201,7 +204,7 @@ def _of_engine(
 def _ending(why: str) -> Finding:
     without = _WITHOUT.search(why)
     todo = without[0] if without else _page_of(why, "FL514")
-    return Finding("engine", "An engine does not start here.", why, todo)
+    return Finding("engine", "The engine does not start here.", why, todo)
 
 
 def _page_of(error: str, code: str) -> str:
@@ -226,7 +229,7 @@ def contained(check: str, find: Callable[[], Iterable[Finding | Problem]]) -> li
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        what = f"The check {check!r} could not be made. [{BROKEN}]"
+        what = f"The check {check!r} failed. [{BROKEN}]"
         findings.append(Finding(check, what, quote(error), f"vllm-fl explain {BROKEN}"))
     return findings
 
@@ -270,7 +273,7 @@ class _Examined:
         if not any(each.kind == "backend" for each in found):
             yield (
                 "No backend is installed.",
-                "vllm-fl-core has none of its own; your hardware's vendor may have one.",
+                "vllm-fl-core contains no kernels. Your hardware's vendor may have a backend.",
                 "pip install vllm-fl-reference",
             )
 
@@ -279,8 +282,8 @@ class _Examined:
         if not any(each.owner.is_of(OPS) for each in self.found):
             yield (
                 f"{OPS} is not installed.",
-                "It has the contracts of the ops. Without them vLLM runs as stock, and does not "
-                "start with a backend of these ops.",
+                "It has the contracts of the ops. Without it, vLLM runs unmodified, and fails to "
+                "start if a backend implements these ops.",
                 f"pip install {OPS}",
             )
         names = {canonical(f.owner.distribution) for f in self.found if f.owner.distribution}
@@ -297,9 +300,9 @@ class _Examined:
                 needed += sorted(others)
             if OPS not in needed:
                 yield (
-                    f"{owner.name} implements ops of {OPS}, and does not require it.",
-                    f"Without {OPS} no engine starts with it. Its author should add it to the "
-                    "dependencies.",
+                    f"{owner.name} implements ops of {OPS}, but does not require it.",
+                    f"Without {OPS}, no engine starts with this backend. Its author should add the "
+                    "dependency.",
                     f"pip install {OPS}",
                 )
 
@@ -312,8 +315,8 @@ class _Examined:
             profile = find_device(self.plugins, self.forced)
         except PluginError as error:
             yield (
-                "The device that a plugin brings cannot be used.",
-                f"{error} Until then vLLM does not start on that device.",
+                "The device of a plugin cannot be used.",
+                f"{error} vLLM does not start on that device.",
                 _page_of(str(error), "FL215"),
             )
             return
@@ -335,7 +338,7 @@ class _Examined:
         except SettingsError as error:
             yield (
                 str(error),
-                "vllm-fl does not start with a setting that is wrong.",
+                "An engine does not start with an invalid setting.",
                 undo(error.origin),
             )
             return
@@ -353,9 +356,9 @@ class _Examined:
         if table is None or self.settings is None:
             return
         if why := table.differs(device_name(device_of(None)), installed_version):
-            what = f"The table {table.file} has no effect here."
+            what = f"The tuning table {table.file} is ignored here."
             todo = self.settings["table"].undo
-            yield what, f"{why}. `vllm-fl tune` measures again.", todo
+            yield what, f"{why}. Run `vllm-fl tune` again.", todo
 
     def find_idle_ops(self) -> Iterator[Finding | Problem]:
         """Find ops with an available implementation that the settings reject.
@@ -381,9 +384,9 @@ class _Examined:
             leaves = any(token.kind in UNTOUCHED for token in trace.order)
             if trace.selected is None and not leaves:
                 yield (
-                    f"{op} has no implementation that may run.",
+                    f"{op} has no implementation that can run.",
                     "; ".join(f"{i}: {r}" for i, r in trace.rejected)
-                    + ". Inside vLLM its own path runs.",
+                    + ". Inside vLLM, vLLM's implementation runs.",
                     f"vllm-fl explain {op} --script",
                 )
 
@@ -398,13 +401,13 @@ class _Examined:
 
 def _lost_finding(crumb: Crumb) -> Finding:
     why = (
-        "It was ended from inside (os._exit, an abort, a crash of native code) or from outside "
-        "(killed, out of memory); nothing else was left to say so."
+        "It ended itself (os._exit, an abort, a crash of native code) or was killed (for example, "
+        "out of memory), without an error message."
     )
-    again = "reinstall it, or leave it out with VLLM_FL_PLUGINS or VLLM_FL_PLUGIN_MODULES"
+    again = "reinstall it, or exclude it with VLLM_FL_PLUGINS or VLLM_FL_PLUGIN_MODULES"
     if "vLLM" in crumb.what:  # vLLM called the plugin
-        again = "reinstall it, or leave it out with VLLM_PLUGINS"
-    why = f"{why} If it comes again, {again}. This forgets it:"
+        again = "reinstall it, or exclude it with VLLM_PLUGINS"
+    why = f"{why} If it happens again, {again}. To remove this finding:"
     return Finding("ended", f"An earlier {crumb}.", why, f"rm {quoted(str(crumb.file))}")
 
 

@@ -1,4 +1,7 @@
-"""`vllm-fl explain`: show the candidates of an op and the reasons, or explain an error code."""
+"""`vllm-fl explain`: explain why an implementation runs, or what an error code means.
+
+Example: vllm-fl explain rms_norm --mode eager
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "op",
         metavar="OP",
-        help="the op, as `vllm-fl plan` names it; or the code of an error or a finding (FL102)",
+        help="an op of `vllm-fl plan`, or the code of an error or finding (FL102)",
     )
     takes_engine(parser)
     parser.add_argument(
@@ -56,12 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="mode",
         action="store_const",
         const="script",
-        help="what a script gets (call_op), outside of an engine",
+        help="explain a call from a script (call_op), outside an engine",
     )
     parser.add_argument(
         "--contract",
         action="store_true",
-        help="the op's contract instead: what it computes, shapes, dtypes, errors, tolerances",
+        help="print the op's contract: what it computes, shapes, dtypes, errors, tolerances",
     )
 
 
@@ -127,7 +130,7 @@ def _engines_of(
     if why and mode != "script":
         manager.trace(op)  # raises UnknownOpError for an unknown op
         if mode:
-            raise UsageError(f"{op}: {why}, so that no engine runs it.")
+            raise UsageError(f"{op}: {why}, so no engine runs it.")
         return ()
     return engines
 
@@ -135,14 +138,14 @@ def _engines_of(
 def _for_scripts_alone(op: str, snapshot: RegistrySnapshot) -> str:
     """Return why the op cannot run in an engine, with any vLLM; empty if it can."""
     if op not in snapshot.contracts:
-        return "no contract names it"
+        return "it has no contract"
     binding = snapshot.bindings.get(op)
-    return "" if binding is not None and binding.targets else "vLLM has no place for it"
+    return "" if binding is not None and binding.targets else "it has no target in vLLM"
 
 
 def _engine_view(manager: OpManager, op: str, engine: Described) -> dict[str, Any]:
     entry, facts = entry_of(engine, op), engine.facts.ordered
-    note = entry.note if entry else "this engine has none of it"
+    note = entry.note if entry else "not in this engine's plan"
     told = _view(manager, op, entry.rows if entry else (), facts.settings, facts.mode)
     if engine.aside:
         note, told["selected"] = f"vLLM runs without vllm-fl: {engine.aside}", STOCK.impl_id
@@ -217,7 +220,7 @@ def _show_code(code: str, *, as_json: bool) -> int:
     """Show the page of a code. It loads no plugins and settings, since these may be at fault."""
     text = page(code)
     if text is None:
-        raise UsageError(f"{code}: there is no such code. Known: {', '.join(codes())}")
+        raise UsageError(f"{code}: unknown code. Known: {', '.join(codes())}")
     facts = {"code": code, "title": title(text), "page": text}
     answer(facts, lambda told: say(told["page"].rstrip()), as_json=as_json)
     return 0
@@ -259,26 +262,26 @@ def _show(facts: Mapping[str, Any]) -> None:
     if facts["table"]:
         say(f"\n{facts['table']}.")
     if facts["devices"]["orders"]:
-        here = facts["devices"]["here"] or "no device that vLLM knows the class of"
+        here = facts["devices"]["here"] or "an unknown device"
         say(
             "\n  ".join(
-                [f"\nIts order differs by device; here is {here}:", *facts["devices"]["orders"]]
+                [f"\nIts order depends on the device, here {here}:", *facts["devices"]["orders"]]
             )
         )
     if facts["places"]:
-        say(f"\nInside vLLM it runs in: {'; '.join(facts['places'])}.")
+        say(f"\nTargets in vLLM: {'; '.join(facts['places'])}.")
     if facts["bypasses"]:
-        say("\n  - ".join(["This is not covered, whatever the policy says:", *facts["bypasses"]]))
+        say("\n  - ".join(["Not covered (vLLM's code always runs here):", *facts["bypasses"]]))
     for said in facts["unmatched"]:
         say(f"\nWarning: {said}")
     if error := facts["replaced"]["error"]:
-        say(f"\n{error}: this is what settings and plugins say.")
+        say(f"\n{error}: this considers only settings and plugins.")
 
 
 def _show_heading(op: str) -> None:
     snapshot = get_default_manager().registry.snapshot()
     if op in NAMED_CLASSES or op in snapshot.layers:
-        what = NAMED.get(op, "a whole layer of vLLM's, by its class, which is not verified")
+        what = NAMED.get(op, "a whole layer class of vLLM, which is not verified")
         say(f"{op}: {what}.")
         return
     why = _for_scripts_alone(op, snapshot)
@@ -289,14 +292,14 @@ def _show_heading(op: str) -> None:
         say(documentation_of(spec).split("\n\n")[0])
         say(f"vllm-fl explain {op} --contract prints shapes, dtypes, errors and tolerances.")
     if why:
-        say(f"{why}: only scripts call it, and no engine runs it.")
+        say(f"Only scripts can call it, because {why}.")
 
 
 def _show_view(view: Mapping[str, Any]) -> None:
     """Print a mode's selected implementation and candidates, by size if they differ."""
     where = WHERE[view["mode"]].capitalize()
     if view["rows"]:
-        say(f"\n{where}, by the size of a call  ({view['origin']}):")
+        say(f"\n{where}, by number of tokens  ({view['origin']}):")
         for row in view["rows"]:
             _show_order(f"at most {row['up_to']} tokens", row)
         _show_order("more tokens", view)
@@ -306,11 +309,11 @@ def _show_view(view: Mapping[str, Any]) -> None:
 
 def _show_order(what: str, view: Mapping[str, Any], note: str = "", origin: str = "") -> None:
     """Print the selected implementation and the candidates in a mode, or at one size."""
-    say(f"{what}: {view['selected'] or 'nothing'}")
+    say(f"{what}: {view['selected'] or 'none'}")
     if note:
         say(note)
     elif view["selected"] is None:
-        say("Nothing may run. Install a backend (pip install vllm-fl-reference), or admit one.")
+        say("None can run. Install a backend (pip install vllm-fl-reference), or allow one.")
     if view["order"]:
         say(f"order {' | '.join(view['order'])}{origin}")
     if view["candidates"]:
@@ -336,7 +339,7 @@ def _show_contract(op: str, *, as_json: bool) -> int:
     spec = manager.registry.snapshot().contracts.get(op)
     if spec is None:
         manager.trace(op)  # raises UnknownOpError for an unknown op
-        raise UsageError(f"{op}: no contract names it.")
+        raise UsageError(f"{op}: it has no contract.")
     named = [("results", spec.tolerances)] if spec.tolerances else []
     for number, output in enumerate(spec.outputs):
         name = f"result {number}, {type(output).__name__}"
@@ -356,19 +359,19 @@ def _show_contract(op: str, *, as_json: bool) -> int:
     def show(facts: Mapping[str, Any]) -> None:
         say(signature_of(spec, width=1) or "")
         say(facts["documentation"])
-        say(f"\nIts samples are made in {', '.join(facts['dtypes'])}.")
+        say(f"\nDtypes of its samples: {', '.join(facts['dtypes'])}.")
         if facts["consumable"]:
             consumable = ", ".join(facts["consumable"])
             say(f"An implementation may declare that it overwrites {consumable}.")
         if facts["from_layer"]:
-            say(f"In vLLM the layer provides {', '.join(facts['from_layer'])}.")
+            say(f"In vLLM, the layer provides {', '.join(facts['from_layer'])}.")
         for name, table in facts["tolerances"].items():
             if table:
-                say(f"\nHow far {name} may lie from the oracle in fp64:")
+                say(f"\nTolerance of {name}, compared with the float64 reference result:")
             else:
-                say(f"\n{name}: compared as docs/contracts.md says.")
+                say(f"\n{name}: compared as described in docs/contracts.md.")
             for dtype, bound in table.items():
-                share = f"{bound['rtol']:g} of it and {bound['atol']:g}"
+                share = f"relative {bound['rtol']:g}, absolute {bound['atol']:g}"
                 say(f"  {dtype}: {share}; {bound['reason']}")
 
     answer(facts, show, as_json=as_json)

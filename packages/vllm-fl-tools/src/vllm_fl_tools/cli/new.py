@@ -1,4 +1,7 @@
-"""`vllm-fl new`: create the package of a vendor's backend."""
+"""`vllm-fl new`: create the package of a backend, with tests that pass.
+
+Example: vllm-fl new acme --platform cuda --ops rms_norm,silu_and_mul
+"""
 
 from __future__ import annotations
 
@@ -36,12 +39,12 @@ TEMPLATE = files("vllm_fl_tools") / "templates" / "backend"
 IMPL = "src/vllm_fl_acme/impl"
 """Its folder with one module for each op, named after the op."""
 
-STAYS = "prefer: stock  # what is not listed stays as it is, whatever is installed\n"
+STAYS = "prefer: stock  # ops that are not listed here do not change\n"
 """First line of the policy of a package for a third-party platform."""
 
 TODO = """\
-# TODO: what torch calls the device, such as "npu". Where this was written, the platform did not
-# answer, and its own name stands here.
+# TODO: torch's name of the device, such as "npu". The platform was not available when this file
+# was created, so this is the name of the platform.
 """
 """Comment above a DEVICE that is unknown."""
 
@@ -61,28 +64,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--platform",
         metavar="PLATFORM",
-        help="for a library on somebody else's device: the platform whose policy it joins "
-        f"({', '.join(PLATFORMS)}; default: for new hardware called NAME)",
+        help="for a library on another vendor's device: the platform that it extends "
+        f"({', '.join(PLATFORMS)}; default: new hardware called NAME)",
     )
     where.add_argument(
         "--over",
         metavar="PLATFORM",
-        help="for a device that has a platform plugin of vLLM's: its entry point. What NAME does "
-        "not bring stays as that plugin has it",
+        help="for a device with a platform plugin for vLLM: its entry point. That plugin keeps "
+        "the ops that NAME does not provide",
     )
     parser.add_argument(
         "--ops",
         metavar="OP,OP",
         default=",".join(template_ops()),
-        help="the ops that it brings, of those that have a plain form to start from (default: all "
-        "of these: %(default)s)",
+        help="the ops that it provides, from those with an example in PyTorch (default: all, "
+        "%(default)s)",
     )
     parser.add_argument(
         "--dir",
         metavar="PATH",
         type=Path,
         default=Path(),
-        help="the folder in which vllm-fl-NAME is made (default: here)",
+        help="the folder in which to create vllm-fl-NAME (default: here)",
     )
 
 
@@ -104,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         _write(name, ops, changes, folder)
     except OSError as error:
-        raise UsageError(f"{folder} cannot be written: {error}") from error
+        raise UsageError(f"cannot write {folder}: {error}") from error
     facts = {"name": name, "platform": platform or name, "ops": ops, "folder": str(folder)}
     if not known:
         facts["todo"] = f"DEVICE in {IMPL.replace('acme', name)}/__init__.py"
@@ -115,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _show(facts: Mapping[str, Any]) -> None:
     say(f"Wrote {facts['folder']}. Next:\n  cd {facts['folder']}")
     if "todo" in facts:
-        say(f"  fill in {facts['todo']}: {facts['platform']} does not answer on this machine")
+        say(f"  fill in {facts['todo']}: {facts['platform']} is not available on this machine")
     say("  pip install -e '.[testing]' && python -m pytest")
 
 
@@ -126,11 +129,11 @@ def _problem(name: str, parent: Path, folder: Path) -> str | None:
             "acme"
         )
     if name in RESERVED:
-        return f"{name!r} is taken; these are: {', '.join(RESERVED)}"
+        return f"{name!r} is reserved. Reserved names: {', '.join(RESERVED)}"
     if not parent.is_dir():
-        return f"{parent} is not a folder: make it first, or choose another with --dir"
+        return f"{parent} is not a folder: create it, or choose another with --dir"
     if folder.exists():
-        return f"{folder} exists already: remove it, or choose another place with --dir"
+        return f"{folder} exists: remove it, or choose another folder with --dir"
     return None
 
 
@@ -139,9 +142,9 @@ def _unknown(ops: Sequence[str]) -> str | None:
     for op in ops:
         if op not in known:
             return (
-                f"--ops: there is no plain form of {op!r} to start from.{closest(op, known)} "
-                f"Known: {', '.join(known)}. Another op that has a contract is a further module "
-                "beside them: vllm-fl explain OP prints its contract"
+                f"--ops: there is no example of {op!r}.{closest(op, known)} "
+                f"Known: {', '.join(known)}. For another op with a contract, add a module in the "
+                "same folder: vllm-fl explain OP --contract prints the contract"
             )
     return None
 
@@ -153,16 +156,16 @@ def _no_platform(platform: str) -> str | None:
     if platform in known:
         return None
     return (
-        f"--platform {platform!r} is not a platform of vLLM's or of an installed plugin's."
-        f"{closest(platform, known)} Known: {', '.join(known)}. For a device of your own leave it "
-        "out; for a platform plugin of vLLM's there is --over"
+        f"--platform {platform!r} is not a platform of vLLM or of an installed plugin."
+        f"{closest(platform, known)} Known: {', '.join(known)}. For new hardware, omit it; for a "
+        "device with a platform plugin for vLLM, use --over"
     )
 
 
 def _no_plugin(platform: str) -> str | None:
     """Return the problem of `--over`. The device may be absent: packages are written anywhere."""
     if platform in IN_TREE:
-        return f"--over {platform!r}: it is vLLM's own, which no plugin brings; use --platform"
+        return f"--over {platform!r}: it is part of vLLM, not of a plugin; use --platform"
     found = {}
     for entry in entry_points(ENGINE_GROUPS[0]):
         if entry.name != "fl" and entry.dist is not None:
@@ -172,10 +175,9 @@ def _no_plugin(platform: str) -> str | None:
         return None
     told = ", ".join(f"{name} ({release})" for name, release in sorted(found.items()))
     return (
-        f"--over {platform!r}: no platform plugin of vLLM's is installed here that has an entry "
-        f"point of this name.{closest(platform, (*found, *PLATFORMS))} Installed: "
-        f"{told or 'none'}. Install it first, for which the device need not be here (pip install "
-        "--no-deps), or run this where it is installed"
+        f"--over {platform!r}: no installed platform plugin for vLLM has this entry point."
+        f"{closest(platform, (*found, *PLATFORMS))} Installed: {told or 'none'}. Install it first "
+        "(pip install --no-deps; the device may be missing), or run this where it is installed"
     )
 
 
@@ -209,9 +211,9 @@ def _changes(name: str, platform: str | None, *, over: bool, is_known: bool) -> 
         f"{name.capitalize()}'s kernels": f"{name.capitalize()}'s kernels, over {platform}",
         "## Where it applies\n": f"""## Where it applies
 
-It lies over `{platform}`, the platform of a plugin of vLLM's. Keep that plugin as it is, and
-install this beside it. An op that `{platform}.yaml` does not list stays as it is there:
-`docs/platforms.md` of vllm-fl has the whole way.
+It extends `{platform}`, the platform of a plugin for vLLM. Keep that plugin, and install this
+package in the same environment. Ops that `{platform}.yaml` does not list do not change. See
+`docs/platforms.md` of vllm-fl.
 """,
     }
 

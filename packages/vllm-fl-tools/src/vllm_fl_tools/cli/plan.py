@@ -1,6 +1,8 @@
-"""`vllm-fl plan`: show the implementation of each op in an engine, and what would change it.
+"""`vllm-fl plan`: show which implementations an engine would run, and compare plans.
 
 Nothing is started or verified: verification may still disable implementations.
+
+Example: vllm-fl plan --model DIR --diff stock
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--diff",
         metavar="WHAT",
-        help="show only what would change: `stock` for vLLM alone, a settings file in the place of "
-        f"what {CONFIG} names, a lock, or the JSON that this verb has printed",
+        help="show only the differences from `stock` (vLLM alone), a settings file instead of "
+        f"{CONFIG}, a lock file, or earlier JSON output of this verb",
     )
     parser.add_argument(
         "--save",
         metavar="FILE",
-        help="start the engine once, and write a lock of what it ran with there",
+        help="start the engine once, and write its lock file",
     )
 
 
@@ -49,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Return 1 if the engine would not start."""
     if arguments.save is not None:
         if arguments.diff is not None or arguments.mode is not None:
-            raise UsageError("--save takes --model and vLLM's arguments: without --diff and --mode")
+            raise UsageError("--save excludes --diff and --mode; it needs --model")
         return save(arguments)
     if arguments.model is None and arguments.mode is None:
         arguments.mode = "compiled"  # vLLM's default
@@ -143,8 +145,8 @@ def _given(what: str) -> dict[str, Any] | None:
     try:
         text = Path(what).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or "it is no text"
-        wrong = f"--diff {what}: it is neither `{STOCK}` nor a file that can be read: {why}"
+        why = getattr(error, "strerror", None) or "not text"
+        wrong = f"--diff {what}: not `{STOCK}`, and not a readable file: {why}"
         raise UsageError(wrong) from error
     try:
         told = json.loads(text)
@@ -159,7 +161,7 @@ def _given(what: str) -> dict[str, Any] | None:
     try:
         ops = {op: _told(each) for op, each in _in_model(told["plan"]["ops"]).items()}
     except (AttributeError, KeyError, TypeError) as error:
-        wrong = f"--diff {what}: it is no plan that `vllm-fl plan --json` has printed"
+        wrong = f"--diff {what}: not the output of `vllm-fl plan --json`"
         raise UsageError(wrong) from error
     return {"ops": ops, "aside": "", "warnings": []}
 
@@ -178,7 +180,7 @@ def _of_label(label: str) -> dict[str, Any]:
 
 def show_lock(lock: Locked) -> None:
     _show_ops(_of_lock(lock, lock.result["ops"])["ops"])
-    say(f"This is the plan of the lock {lock.file}, verified on {lock.facts['device']}.")
+    say(f"This is the plan of the lock file {lock.file}, verified on {lock.facts['device']}.")
 
 
 def _differences(now: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,9 +220,9 @@ def show(facts: Mapping[str, Any]) -> None:
         told.append(f"up to {plan['tokens']} tokens of {plan['sequences']} sequences at once")
     say(f"{plan['model'] or 'Any model'}: {', '.join(filter(None, told))}")
     if plan["unasked"]:
-        say(f"{plan['unasked']}: this is what settings and plugins say.")
+        say(f"{plan['unasked']}: this plan considers only settings and plugins.")
     if plan.get("absent"):
-        say(f"No op has a contract here: {plan['absent']}.")
+        say(f"No op has a contract: {plan['absent']}.")
     if plan["aside"]:
         say(f"vLLM runs without vllm-fl: {plan['aside']}.")
     if "diff" in facts:
@@ -228,18 +230,18 @@ def show(facts: Mapping[str, Any]) -> None:
     else:
         _show_ops(plan["ops"])
     if table := plan["table"]:
-        say(f"Table {table['file']}" if table["acts"] else f"{table['reason']}.")
+        say(f"Tuning table: {table['file']}" if table["acts"] else f"{table['reason']}.")
     for warning in dict.fromkeys((*plan["warnings"], *facts.get("diff", {}).get("warnings", ()))):
         say(f"Warning: {warning}")
     for line in facts.get("diff", {}).get("differs", ()):
-        say(f"Differs from the lock: {line}.")
+        say(f"Differs from the lock file: {line}.")
     lock = plan["lock"] or {"differs": []}
     for line in lock["differs"] if lock.get("mode") == "warn" else ():
-        say(f"Differs from the lock {lock['file']}: {line}.")
+        say(f"Differs from the lock file {lock['file']}: {line}.")
     for why in plan["ends"]:
-        say(f"The start would end: {why}.")
+        say(f"Startup would fail: {why}.")
     if not plan["aside"]:
-        say("Nothing is verified yet: a start may still take an implementation out, and says so.")
+        say("Not verified yet: startup may still disable an implementation, and logs a warning.")
 
 
 def _show_ops(ops: Mapping[str, Any]) -> None:
@@ -249,9 +251,10 @@ def _show_ops(ops: Mapping[str, Any]) -> None:
     ]
     if rows:
         print_table(["op", "implementation", "reason", "layers"], rows)
+    if any(each[3] for each in rows) and not all(each[3] for each in rows):
+        say("Ops without layers are called by other code of vLLM.")
     if further := sorted(ops.keys() - _in_model(ops).keys()):
-        what = f"{len(further)} further ops are" if len(further) > 1 else "1 further op is"
-        say(f"{what} not in this model: {', '.join(further)}.")
+        say(f"Not in this model: {', '.join(further)}.")
 
 
 def _show_diff(plan: Mapping[str, Any], diff: Mapping[str, Any]) -> None:
@@ -276,5 +279,5 @@ def _label(entry: Mapping[str, Any]) -> str:
     return "|".join([*rows, entry["impl"]])
 
 
-def _layers(layers: Mapping[str, int]) -> str | None:
-    return ", ".join(f"{count} {cls}" for cls, count in layers.items()) or None
+def _layers(layers: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {cls}" for cls, count in layers.items())

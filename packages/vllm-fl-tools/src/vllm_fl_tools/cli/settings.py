@@ -1,4 +1,7 @@
-"""`vllm-fl settings`: show every effective setting, its origin and the values that it overrides."""
+"""`vllm-fl settings`: show every effective setting, its origin and what it overrides.
+
+Example: vllm-fl settings --json
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import argparse
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from vllm_fl.dispatch import get_default_manager
@@ -42,20 +46,25 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _settings() -> Settings:
-    """Return an engine's settings. vLLM determines their platform and layers.
+    """Return an engine's settings. Broken plugins are ignored.
 
-    Broken plugins are ignored.
+    vLLM is imported, which takes seconds, only if a setting has names of its layers.
 
     Raises:
         SettingsError: a setting is invalid.
     """
-    try:
-        (engine,) = any_engines(["compiled"])
-        return engine.facts.settings
-    except PluginError:
-        settings = get_default_manager().settings
-        assert settings is not None  # the default manager always loads settings
-        return settings
+    import torch  # noqa: F401 - shows the device, if there is one
+
+    startup = get_default_manager().startup
+    assert startup is not None  # the default manager always loads settings
+    if startup.problem is not None:
+        raise startup.problem
+    settings = startup.settings
+    if settings.oot_whitelist or settings.oot_blacklist:
+        with suppress(PluginError):
+            (engine,) = any_engines(["compiled"])
+            return engine.facts.settings
+    return settings
 
 
 def _show(facts: Mapping[str, Any]) -> None:
@@ -77,9 +86,9 @@ def _show(facts: Mapping[str, Any]) -> None:
         ],
     )
     if facts["table"]:
-        say(f"Table: {facts['table']}")
+        say(f"Tuning table: {facts['table']}")
     for title, names in (
-        ("Settings without a loaded plugin, which have no effect", facts["unowned"]),
+        ("Ignored settings, because their plugin is not loaded", facts["unowned"]),
         ("Names that no installed distribution provides", facts["unchecked"]),
     ):
         if names:

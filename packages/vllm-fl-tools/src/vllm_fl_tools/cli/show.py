@@ -1,6 +1,8 @@
-"""`vllm-fl show`: print JSON files of engines and of this command, or write one HTML page.
+"""`vllm-fl show`: print worker reports and other results, or make an HTML page.
 
 It does not run an engine or need a device.
+
+Example: vllm-fl show chat.report.json
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from vllm_fl.settings.values import read_text
 from vllm_fl.text import quote
 
 from ..engine.tuned import Tuned
-from ..operate.state_file import EVERY
+from ..operate.state_file import EVERY, PATIENCE, request
 from ._options import draft_of
 from ._show import SCHEMA, UsageError, answer, print_table, say
 
@@ -43,15 +45,13 @@ SHOWN = {"coverage": "_profile", "verification": "verify", "plan": "plan", "bise
 MEASURED = ("table", "coverage", "verification")
 """The kinds that a page can have."""
 
-STATES = {
-    "starting": "its startup was under way",
-    "serving": "it served then",
-    "ended": "it was shut down",
-    "failed": "its startup failed",
-}
+STATES = {"starting": "starting up", "ended": "shut down", "failed": "failed at startup"}
+
+UNCOUNTED = ("stock", "foreign")
+"""Implementations without counted calls: vLLM's, and another plugin's for vLLM."""
 
 SILENT = 3 * EVERY
-"""Maximum seconds between two states of a living process."""
+"""Maximum seconds between two reports of a living process."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,17 +59,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "files",
         metavar="FILE",
         nargs="+",
-        help=f"a worker's report ({Settings.metrics.variable}), a lock, or the JSON that `plan`, "
-        "`tune`, `verify`, `tune --profile` or `bisect` printed",
+        help=f"a worker report ({Settings.metrics.variable}), a lock file, or the JSON output of "
+        "`plan`, `tune`, `verify`, `tune --profile` or `bisect`",
     )
     parser.add_argument(
-        "--html", metavar="OUT", help="write one page of tables, verifications and profiles there"
+        "--html", metavar="OUT", help="write a page of tuning tables, verifications and profiles"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Return 0. Raises UsageError if a file's kind is unknown."""
-    files = [_read(path) for path in arguments.files]
+    files = [_current(path) for path in arguments.files]
     if arguments.html is None:
         answer(
             {"files": [_as_json(each) for each in files]},
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     for each in files:
         if each["kind"] not in MEASURED:
-            raise UsageError(f"--html: {each['file']} is a {each['kind']}; there is no page of it")
+            raise UsageError(f"--html: {each['file']} is a {each['kind']}, which has no page")
     with draft_of(arguments.html, "--html") as out:
         text = page([Measured(Path(f["file"]).name, f["kind"], f["content"]) for f in files])
         out.put(text.encode(), lasting=True)
@@ -92,6 +92,16 @@ def run(arguments: argparse.Namespace) -> int:
     }
     answer(facts, _show_page, as_json=arguments.json)
     return 0
+
+
+def _current(path: str) -> dict[str, Any]:
+    """Read a file like `_read`; an engine that serves is asked for its current counts first."""
+    found = _read(path)
+    is_alive = found["kind"] == "worker" and found["silent"] is None
+    if not is_alive or found["content"].get("state") != "serving":
+        return found
+    request({Path(path): lambda: [Path(path)]}, PATIENCE)
+    return _read(path)
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -105,23 +115,23 @@ def _read(path: str) -> dict[str, Any]:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: is not complete JSON: {error}") from error
+        raise UsageError(f"{path}: not complete JSON: {error}") from error
     keys = data if isinstance(data, dict) else {}
     kind = next((kind for key, kind in CONTENTS.items() if key in keys), None)
     if kind is None:
-        raise UsageError(f"{path}: is no file of vllm-fl; it has none of {', '.join(CONTENTS)}")
+        raise UsageError(f"{path}: not a vllm-fl file; it has no key {', '.join(CONTENTS)}")
     if kind == "lock":
         return {"file": path, "kind": kind, "content": read_lock(path, key="show")}
     if data.get("schema") != SCHEMA:
         raise UsageError(
-            f"{path}: has schema {data.get('schema')!r:.60}; this release reads {SCHEMA}"
+            f"{path}: it has schema {data.get('schema')!r:.60}, but this release reads {SCHEMA}"
         )
     content = data["coverage"] if kind == "coverage" else data
     if kind == "table":
         try:
             content = Tuned.of(data["table"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"{path}: is not complete: {quote(error)}") from error
+            raise UsageError(f"{path}: incomplete: {quote(error)}") from error
     found = {"file": path, "kind": kind, "content": content}
     return {**found, "silent": _silent(path, data)} if kind == "worker" else found
 
@@ -132,13 +142,13 @@ def _as_json(file: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _silent(path: str, data: Mapping[str, Any]) -> int | None:
-    """Return the seconds since the last state of a worker that seems to be gone, or None."""
+    """Return the seconds since the last report of a worker that seems to be gone, or None."""
     try:
         age = (datetime.now(UTC) - datetime.fromisoformat(data["written"])).total_seconds()
         if not all(isinstance(data["report"][key], dict) for key in ("ops", "demotions")):
-            raise TypeError("it has no plan")
+            raise TypeError("the plan is missing")
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path}: is not the report of a worker: {quote(error)}") from error
+        raise UsageError(f"{path}: not a worker report: {quote(error)}") from error
     is_over = data.get("state") in ("ended", "failed") or age <= SILENT
     return None if is_over else round(age)
 
@@ -159,7 +169,7 @@ def _show(files: list[dict[str, Any]]) -> None:
                 facts = {"coverage": content} if kind == "coverage" else content
                 import_module(f".{SHOWN[kind]}", __package__).show(facts)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"{each['file']}: is not complete: {quote(error)}") from error
+            raise UsageError(f"{each['file']}: incomplete: {quote(error)}") from error
 
 
 def _show_page(facts: Mapping[str, Any]) -> None:
@@ -173,14 +183,14 @@ def _show_worker(told: Mapping[str, Any], silent: int | None) -> None:
         f"{report.get('mode')}, digest {report.get('digest')}"
     )
     say(
-        f"Process {told.get('pid')} on {told.get('host')}, started {told.get('started')}, "
-        f"written {told['written']}: {STATES.get(state, state)}."
+        f"Process {told.get('pid')} on {told.get('host')}, started {told.get('started')}: "
+        f"{STATES.get(state, state)} at {told['written']}."
     )
     if silent is not None:
         say(
-            f"It has not written for {silent} s, though it does every {EVERY:.0f} s: it was "
-            "killed, as vLLM without --shutdown-timeout is by SIGTERM, or the file cannot be "
-            "written any more. Later events are not in it."
+            f"The process is gone without a last report: no update for {silent} s, although one is "
+            f"due every {EVERY:.0f} s. It was killed, or got SIGTERM without --shutdown-timeout "
+            "(or the file became unwritable). Later calls and errors are missing here."
         )
     error = told.get("error")
     if error:
@@ -190,32 +200,36 @@ def _show_worker(told: Mapping[str, Any], silent: int | None) -> None:
     tables = [report.get(name) or {} for name in ("calls", "refusals", "fallbacks")]
     rows = []
     for op, entry in report["ops"].items():
-        counts = [sum(table.get(op, {}).values()) or None for table in tables]
+        counts: list[Any] = [sum(table.get(op, {}).values()) for table in tables]
+        if not counts[0] and (not tables[0] or entry.get("impl") in UNCOUNTED):
+            counts[0] = ""
         rows.append((op, entry.get("impl"), entry.get("reason"), *counts))
     print_table(["op", "implementation", "reason", "calls", "refusals", "fallbacks"], rows)
+    counted = "" if tables[0] else f", and others only with {Settings.count_calls.variable}=1"
+    say(f"Calls of vLLM's implementation (stock) are not counted{counted}.")
     disabled = [
         (op, impl, what, why)
         for key, what in (
             ("demotions", "failed at startup"),
-            ("rejections", "refuses all calls"),
-            ("wrong", "incorrect, and serves"),
+            ("rejections", "supports no call"),
+            ("wrong", "incorrect, still in use"),
         )
         for op, table in (report.get(key) or {}).items()
         for impl, why in table.items()
     ]
     if disabled:
-        say("Disabled, or found to be incorrect:")
+        say("Disabled or incorrect implementations:")
         print_table(["op", "implementation", "what", "why"], disabled)
-    not_covered = (report.get("not_reached") or {}).items()
+    unused = (report.get("not_reached") or {}).items()
     for title, lines in (
-        ("Differs from its lock", told.get("lock")),
-        ("Settings", told.get("settings")),
-        ("Not covered", [f"{op}: {why}" for op, why in not_covered]),
+        ("Differs from the lock file", told.get("lock")),
+        ("Setting", told.get("settings")),
+        ("Unused by this model", [f"{op}: {why}" for op, why in unused]),
     ):
         for line in lines or ():
             say(f"{title}: {line}")
     took = report.get("start") or {}
     if took:
-        say("Its startup, in seconds: " + ", ".join(f"{what} {s:.1f}" for what, s in took.items()))
+        say("Startup, in seconds: " + ", ".join(f"{what} {s:.1f}" for what, s in took.items()))
     versions = {**(told.get("versions") or {}), **(told.get("plugins") or {})}
     say(", ".join(f"{name} {version}" for name, version in versions.items()))

@@ -1,6 +1,8 @@
-"""`vllm-fl tune`: measure which implementation of each op is the fastest, and write a tuning table.
+"""`vllm-fl tune`: measure the fastest implementations, or profile a model.
 
-Only this verb measures: an engine reads a table, but never makes one.
+Only this verb measures: an engine reads a tuning table, but never makes one.
+
+Example: vllm-fl tune --model DIR --out table.yaml
 """
 
 from __future__ import annotations
@@ -39,44 +41,46 @@ TIMEOUT = 300.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     takes_vllms(parser)
     parser.add_argument(
-        "--model", metavar="DIR", help="the model's folder, read as vLLM does; weights are not"
+        "--model",
+        metavar="DIR",
+        help="the model's folder; its weights are not read",
     )
     parser.add_argument("--op", action="append", metavar="OP", help="may be repeated")
     parser.add_argument(
         "--impl",
         action="append",
         metavar="ID",
-        help="only these beside the default, stock for vLLM's own form; may be repeated",
+        help="measure only these and the default (stock: vLLM's); may be repeated",
     )
-    parser.add_argument("--device", help="as torch names it; default: cuda or npu, else cpu")
+    parser.add_argument("--device", help="torch's device name; default: cuda or npu, else cpu")
     parser.add_argument(
         "--tokens",
         metavar="N,…",
-        help="rows of a call; default: the powers of two up to the largest batch, and the largest "
-        "of which a graph is captured",
+        help="numbers of tokens; default: powers of two up to the largest batch, and the largest "
+        "captured graph",
     )
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help=f"the table; a file there is replaced. Default: {DEFAULT_FILE}, which is not",
+        help=f"output file, overwritten if it exists; default: {DEFAULT_FILE}, never overwritten",
     )
     parser.add_argument(
         "--timeout",
         metavar="SECONDS",
         type=positive_seconds,
         default=TIMEOUT,
-        help=f"give up a call that takes longer; default: {TIMEOUT:.0f}",
+        help=f"time limit of one call; default: {TIMEOUT:.0f}",
     )
     parser.add_argument(
         "--profile",
         action="store_true",
-        help="measure no op: profile the steps of an engine with vLLM's arguments, and print which "
-        "op takes which share of them; of the other options it takes --model, --batch and --json",
+        help="instead, profile the steps of an engine with vLLM's arguments, and print each op's "
+        "share; accepts only --model, --batch and --json",
     )
     parser.add_argument(
         "--batch",
         metavar="N,…",
-        help="of --profile: how many sequences decode together, one table each; default: 1",
+        help="for --profile: numbers of sequences that decode together; default: 1",
     )
     _accept.add_arguments(parser)
 
@@ -117,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
             say(f"vllm-fl: interrupted {told}", error=True)
             return INTERRUPTED
         except OSError as error:
-            why = f"{error.filename or out} cannot be written: {error.strerror or error}"
+            why = f"cannot write {error.filename or out}: {error.strerror or error}"
             say(f"vllm-fl: {why}", error=True)
             return 1
     if arguments.json:
@@ -137,8 +141,8 @@ def _out(path: str | None) -> Path:
     """Return the table's path, after checking that it can be written."""
     if path is None and os.path.lexists(DEFAULT_FILE):
         raise UsageError(
-            f"{DEFAULT_FILE} is there already; --out {DEFAULT_FILE} replaces it, and --out with "
-            "another name leaves it"
+            f"{DEFAULT_FILE} exists: --out {DEFAULT_FILE} overwrites it, or choose another name "
+            "with --out"
         )
     with draft_of(path or DEFAULT_FILE, "--out") as file:
         return file.path
@@ -185,8 +189,8 @@ def _of_device(subject: Subject, table: Tuned) -> Iterator[str]:
     """Yield a remark if engines on this device have another default."""
     if ops := [op for op in subject.ordered if op in table.ops]:
         yield (
-            f"Without a table, engines on this device run orders that are shipped for it, of "
-            f"{', '.join(ops)}. The default here is without these, and so is what a table saves."
+            f"Without a table, engines on this device use orders that are shipped for it, for "
+            f"{', '.join(ops)}. The default and the ratios here exclude these orders."
         )
 
 
@@ -199,7 +203,7 @@ def _threads(device: torch.device) -> Iterator[None]:
         import torch
 
         threads = torch.get_num_threads()
-        say(f"vllm-fl: computes with {threads} threads; OMP_NUM_THREADS sets them", error=True)
+        say(f"vllm-fl: using {threads} threads; OMP_NUM_THREADS changes that", error=True)
         yield
     else:
         with host_threads(device):
@@ -219,7 +223,7 @@ def show(path: str, table: Tuned, remarks: Iterable[str] = ()) -> None:
         headings = ("op", "default", "up to", "choice", "µs", "quartiles", "default's µs", "ratio")
         print_table(headings, [row for op in table.ops.items() for row in _rows(*op)])
     else:
-        say("Nothing was measured.")
+        say("No op was measured.")
     for remark in remarks:
         say(remark)
     for op, tuned in table.ops.items():

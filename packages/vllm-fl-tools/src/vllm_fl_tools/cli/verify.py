@@ -1,6 +1,8 @@
-"""`vllm-fl verify`: verify every available implementation against its contract, on this device.
+"""`vllm-fl verify`: compare every implementation with the exact result, on this device.
 
 The policy is ignored: an implementation that is disabled today may be needed tomorrow.
+
+Example: vllm-fl verify --op rms_norm --dtype bfloat16
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import platform
+import re
 import sys
 import time
 from collections import Counter
@@ -46,26 +49,31 @@ TIMEOUT = 120.0
 GIVEN_UP = 2
 """Samples of one implementation that may time out before its other samples are skipped."""
 
-STATES = ("ok", "refused", "wrong", "raised")
+STATES = {"ok": "ok", "refused": "unsupported", "wrong": "incorrect", "raised": "raised"}
+"""Status of a sample -> the printed word."""
+
+NUMBERS = re.compile(r"\((?:\d+,? ?)*\)|-?\d[\d.e+-]*|\b(?:inf|nan)\b")
+"""The numbers and indices of a reason, which differ between samples with the same fault."""
+
 HEADINGS = ("op", "implementation", "dtype", "samples", "worst", "same bits")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", help="as torch names it; default: cuda or npu, else cpu")
+    parser.add_argument("--device", help="torch's device name; default: cuda or npu, else cpu")
     parser.add_argument("--dtype", action="append", metavar="DTYPE", help="may be repeated")
     parser.add_argument("--op", action="append", metavar="OP", help="may be repeated")
     parser.add_argument("--impl", action="append", metavar="ID", help="may be repeated")
     parser.add_argument(
         "--emulated",
         metavar="WHAT",
-        help="what stood in for the hardware; every report of this run says so",
+        help="record in the output that WHAT emulates the hardware",
     )
     parser.add_argument(
         "--timeout",
         metavar="SECONDS",
         type=positive_seconds,
         default=TIMEOUT,
-        help=f"give up a sample that takes longer; default: {TIMEOUT:.0f}",
+        help=f"time limit of one sample; default: {TIMEOUT:.0f}",
     )
 
 
@@ -102,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"vllm-fl: {why}: {len(work.results)} of {len(work.units)} done", error=True)
 
     def stuck() -> None:
-        end(f"{watch.running} does not come back and cannot be given up")
+        end(f"{watch.running} hangs and cannot be interrupted")
 
     watch = Watch(len(work.units), arguments.timeout, stuck)
     try:
@@ -130,9 +138,9 @@ def _choose(
             continue
         verdict = impl.availability()
         if not isinstance(impl, OpImpl):
-            reason = "it is a class for vLLM, not one computation"
+            reason = "it is a class for vLLM, not a function"
         elif impl.op_name not in snapshot.contracts:
-            reason = "no contract names its op"
+            reason = "its op has no contract"
         elif verdict is not True:
             reason = f"not available: {verdict}"
         else:
@@ -223,7 +231,7 @@ class _Work:
             with watch.call("repeating"):
                 found = determinism_of(impl, trials)
         except TookTooLong:
-            found = Determinism(None, None, f"given up after {watch.limit:g} s")
+            found = Determinism(None, None, f"timed out after {watch.limit:g} s")
         return asdict(found)
 
     def _compare_all(
@@ -245,7 +253,7 @@ class _Work:
         compared = []
         while True:
             if self._given_up[key] >= GIVEN_UP:
-                yield raised("(the rest)", f"not run, after {GIVEN_UP} samples that were given up")
+                yield raised("(the rest)", f"not run: {GIVEN_UP} samples timed out")
                 return
             try:
                 sample = next(samples)
@@ -260,7 +268,7 @@ class _Work:
             except TookTooLong:
                 self._given_up[key] += 1
                 comparison = raised(
-                    sample.name, f"given up after {watch.limit:g} s (--timeout sets another limit)"
+                    sample.name, f"timed out after {watch.limit:g} s (--timeout changes the limit)"
                 )
             except Exception as error:
                 comparison = raised(sample.name, quote(error), error)
@@ -306,7 +314,7 @@ def _rows(results: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
             r["op"],
             r["impl_id"],
             r["dtype"],
-            ", ".join(f"{n} {state}" for state, n in r["samples"].items() if n) or "none",
+            ", ".join(f"{n} {STATES[state]}" for state, n in r["samples"].items() if n) or "none",
             "-" if r["worst"] is None else f"{r['worst']:.3g}",
             _same(r["determinism"]),
         )
@@ -324,21 +332,38 @@ def _same(found: dict[str, Any] | None) -> str:
 
 
 def _details(results: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield a line for each reason of each implementation: faults, then unsupported calls."""
-    for wanted in (("wrong", "raised"), ("refused",)):
-        reasons: dict[str, list[str]] = {}
-        for r in results:
-            for finding in r["findings"]:
-                if finding["status"] in wanted:
-                    what = f"{r['op']} {r['impl_id']}: {finding['status']}: {finding['reason']}"
-                    reasons.setdefault(what, []).append(f"{r['dtype']} {finding['sample']}")
-        for what, samples in reasons.items():
-            yield f"{what} ({'; '.join(samples)})"
+    """Yield a line for each fault of each implementation in a dtype, then for unsupported calls."""
+    kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for r in results:
+        for finding in r["findings"]:
+            state, reason = finding["status"], NUMBERS.sub("#", finding["reason"])
+            kind = (state, r["op"], r["impl_id"], reason, r["dtype"] if state != "refused" else "")
+            kinds.setdefault(kind, []).append({**finding, "dtype": r["dtype"]})
+    for (state, op, impl, *_), (first, *more) in sorted(
+        kinds.items(), key=lambda kind: kind[0][0] == "refused"
+    ):
+        line = (
+            f"{op} {impl}: {STATES[state]}: {first['reason']} ({first['dtype']}, {first['sample']})"
+        )
+        yield line + _others(state, more)
     for r in results:
         found = r["determinism"]
         if found and found["batches"] is not True:
-            what = "other bits" if found["batches"] is False else "bits not compared by batch"
+            what = "different bits" if found["batches"] is False else "bits not compared by batch"
             yield f"{r['op']} {r['impl_id']}: {what}: {found['reason']} ({r['dtype']})"
+
+
+def _others(state: str, more: Sequence[Mapping[str, Any]]) -> str:
+    """Return the end of a line for further samples with the same fault. --json has all of them."""
+    if not more:
+        return ""
+    said = f", and {len(more)} more sample{'s' * (len(more) > 1)}"
+    if state != "wrong":
+        return said
+    share, sample = max(
+        ((math.inf if f["share"] is None else f["share"]), f["sample"]) for f in more
+    )
+    return f"{said}, the worst by {share:.3g} times the tolerance ({sample})"
 
 
 def _not_run(found: Mapping[str, Any]) -> Iterator[str]:
@@ -346,16 +371,16 @@ def _not_run(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"{entry['op']} {entry['impl_id']}: {entry['reason']}"
     if not found["results"]:
         yield (
-            "Nothing was run, for these reasons."
+            "No implementation was run, for these reasons."
             if found["not_run"]
-            else "Nothing was run. Install a backend for this machine; `vllm-fl plan` lists them."
+            else "No implementation was run. Install a backend for this machine."
         )
 
 
 LEGEND = (
-    "worst: the worst error as a share of the contract's tolerance (1 is the limit); same bits: in "
-    "which calls a row gives the same bits again, of the same batch (runs), and of any other "
-    "(batches). `vllm-fl tune` measures times."
+    "worst: the largest error as a multiple of the contract's tolerance; 1 is the limit. same bits:"
+    " a row gets equal bits in the same batch (runs), and in any batch (batches). `vllm-fl tune` "
+    "measures times."
 )
 
 

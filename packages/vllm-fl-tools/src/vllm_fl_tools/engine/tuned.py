@@ -141,7 +141,7 @@ class Tuned:
         model = ascii(self.model)[1:-1]
         return (
             f"# Written by `vllm-fl tune` for {model}, {self.dtype}, in {self.seconds:.0f} s.\n"
-            "# VLLM_FL_TABLE names this file. An op that is not here keeps its order.\n"
+            "# Use it with VLLM_FL_TABLE. Ops that are not listed here keep their orders.\n"
             + yaml.safe_dump(file, sort_keys=False, allow_unicode=True)
         )
 

@@ -221,7 +221,7 @@ class OpTuning:
         slower: dict[str, str] = {}
         if self.default not in hosts:
             return slower
-        beyond = f"no graph of {found.tokens} tokens"
+        beyond = f"without a graph of {found.tokens} tokens"
         where = beyond if self._beyond_graphs(found.tokens) else "between the graphs of a prefill"
         of_default = _of_forms(bench.parts[self.default])
         for name in hosts.keys() - {self.default}:
@@ -278,15 +278,15 @@ class OpTuning:
                         fault = self._fault(one, form, tokens)
                 except Exception as error:
                     refusal = refusal_of(error)
-                    said = f"refused: {refusal}" if refusal else f"raised: {quote(error)}"
+                    said = f"unsupported: {refusal}" if refusal else f"raised: {quote(error)}"
                     fault = f"{said} ({tokens} x {form.name})"
                 if not fault:
                     served.append(one)
                     break
                 why.append(fault)
             else:
-                told = "; ".join(dict.fromkeys(why)) or "vLLM has no form of its own for this call"
-                if not why or not all(fault.startswith("refused: ") for fault in why):
+                told = "; ".join(dict.fromkeys(why)) or "vLLM has no implementation of this call"
+                if not why or not all(fault.startswith("unsupported: ") for fault in why):
                     return told
                 served.append(told)
         refusals = [one for one in served if isinstance(one, str)]
@@ -317,7 +317,10 @@ class OpTuning:
             found = compare(impl, self.spec, sample, self.dtype, off=off)
             if found.status != "ok":
                 form.switch(large=False)
-                return f"{found.status}: {found.reason} ({name})"
+                status = {"wrong": "incorrect", "refused": "unsupported"}.get(
+                    found.status, "raised"
+                )
+                return f"{status}: {found.reason} ({name})"
         return ""
 
     def _poisoning(self, served: _Served) -> Callable[..., Any]:
@@ -454,7 +457,7 @@ class OpTuning:
         ]
         for name, served in sound.items():
             if name not in found.rejected:
-                with self._rejecting(name, tokens, found, "was made ready to be timed"):
+                with self._rejecting(name, tokens, found, "was prepared for timing"):
                     self._make_ready(bench, name, served, sets)
         return bench
 

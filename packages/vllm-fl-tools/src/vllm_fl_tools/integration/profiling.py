@@ -133,10 +133,11 @@ class Profiling:
         """Return the meaning of names in a profile.
 
         Returns:
-            `layers` {class: op}; `operators` {operator of vLLM or PyTorch: op}; `ours` {operator of
-            vllm-fl: [op, impl id]}; `kernels` {kernel of Inductor: its parts}; `attention`, names
-            of backends; `left`, classes of layers that the plan does not replace; `device`, its
-            name; `ranks`.
+            `layers` {class: op}; `products` {class of layers with a matrix product: op};
+            `operators` {operator of vLLM or PyTorch: op}; `ours` {operator of vllm-fl: [op, impl
+            id]}; `kernels` {kernel of Inductor: its parts}; `not_covered` {op: vLLM's code that no
+            target covers}; `attention`, names of backends; `left`, classes of layers that the plan
+            does not replace; `device`, its name; `ranks`.
         """
         worker: Any = self
         table = installed_bindings()
@@ -144,8 +145,12 @@ class Profiling:
         named = ((name, op) for op, target in known for name in target.profiled)
         plan = worker.vllm_fl_engine.plan
         foreign = layers.foreign_layers().keys() - layers.taken_layers(plan)
+        product = next((o for o, b in table.items() if b.products and o in plan.entries), "linear")
+        modules = {type(module) for root in _roots(worker) for module in root.modules()}
         return {
             "layers": {layer.cls: layer.op for layer in layers.layer_table()},
+            "products": {_named(cls): product for cls in modules if PRODUCTS & _bases(cls)},
+            "not_covered": {op: list(binding.not_reached) for op, binding in table.items()},
             "operators": {name: op for name, op in named if name not in AMBIGUOUS},
             "ours": {f"vllm_fl::{name}": list(of) for name, of in our_operators().items()},
             "kernels": {kernel: list(parts) for kernel, parts in _kernels.items()},
@@ -154,6 +159,14 @@ class Profiling:
             "device": device_name(worker.device),
             "ranks": worker.vllm_config.parallel_config.world_size,
         }
+
+
+PRODUCTS = {"LinearBase", "LogitsProcessor"}
+"""vLLM's classes of layers with a matrix product."""
+
+
+def _bases(cls: type) -> set[str]:
+    return {base.__name__ for base in cls.__mro__}
 
 
 def _attention(worker: Any) -> list[str]:

@@ -103,7 +103,7 @@ class _Served:
             steps += [after - before for before, after in pairwise(self._ends)]
             answered = [list(output.outputs[0].token_ids) for output in outputs]
             if visit.repeated and answered != [[ids[-1]] * visit.new_tokens for ids in batch]:
-                raise RuntimeError("vLLM did not repeat the tokens that it was told to repeat")
+                raise RuntimeError("vLLM did not repeat the requested tokens")
             answers += answered
         return {"tokens": answers, "steps": steps}
 
@@ -129,7 +129,7 @@ class _Served:
         outputs = self._generate(prompts, sampling)
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         if forced is not None and tokens != forced:
-            raise RuntimeError("vLLM did not sample the tokens that were forced")
+            raise RuntimeError("vLLM did not sample the forced tokens")
         return {
             "tokens": tokens,
             "prefill": [

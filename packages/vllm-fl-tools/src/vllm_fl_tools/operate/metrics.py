@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,8 @@ def exposition(
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     record = plan.record
-    # Counters start at 0: Prometheus cannot see the first increment otherwise.
+    # A counter that exists from startup on lets Prometheus see its first step. Calls have no 0:
+    # those in graphs are not counted.
     zero = {(op, i.impl_id): 0 for op, entry in plan.entries.items() for i in entry.impls}
     plan_info = {(op, e.label, plan.mode, digest): 1 for op, e in plan.entries.items()}
     samples: dict[str, Mapping[Any, float]] = {
@@ -63,7 +65,7 @@ def exposition(
         "refusals_total": {**zero, **record.refusals},
     }
     if plan.counts_calls:
-        samples["calls_total"] = {**zero, **record.calls}
+        samples["calls_total"] = dict(record.calls)
     if shadow is not None:
         seen = {
             (op, impl_id, tokens): tally
@@ -114,4 +116,11 @@ def metrics_file(
         return exposition(plan, engine.digest, worker, shadow, lock_differs=bool(lock()))
 
     own = of_worker(path, engine.rank, engine.replica)
-    return StateFile(Settings.metrics.variable, path, own, text, every=every)
+    variable, has_counted = Settings.metrics.variable, partial(has_counts, engine)
+    return StateFile(variable, path, own, text, every=every, has_counted=has_counted)
+
+
+def has_counts(engine: Engine) -> bool:
+    """Whether a counter of the engine is not 0."""
+    record = engine.plan.record
+    return bool(record.refusals or record.fallbacks or record.calls)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from vllm_fl.hookspecs import hookimpl
+from vllm_fl.logs import speaks_for_all
 from vllm_fl.plugins.inspection import Key, Moment, Objection
 from vllm_fl.settings.schema import Settings
 
@@ -19,6 +22,10 @@ def process_start() -> None:
         from .scraping import show
 
         show(file)
+        if speaks_for_all():
+            from .report_file import log_last_states
+
+            atexit.register(log_last_states, file, time.time())
 
 
 @hookimpl

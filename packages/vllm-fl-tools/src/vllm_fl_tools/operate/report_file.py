@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import atexit
+import glob
 import json
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.integration.compat import vllm_version
 from vllm_fl.integration.engines import Engine
+from vllm_fl.logs import get_logger
 from vllm_fl.settings.schema import Setting, Settings
 from vllm_fl.text import scrub
 
+from .metrics import has_counts
 from .state_file import StateFile, of_worker
 
 SCHEMA = 1
+
+log = get_logger("engine")
 
 
 @contextmanager
@@ -68,7 +74,8 @@ def session(engine: Engine, metrics: str, lock: Callable[[], Sequence[str]]) -> 
 
     named = Path(metrics).with_suffix(".report.json")
     path = of_worker(named, rank, replica) if rank or replica else named
-    file = StateFile(Settings.metrics.variable, named, path, text, stays=True)
+    variable, has_counted = Settings.metrics.variable, partial(has_counts, engine)
+    file = StateFile(variable, named, path, text, stays=True, has_counted=has_counted)
     engine.on_serving(file.renew)
 
     def at_exit() -> None:
@@ -81,6 +88,30 @@ def session(engine: Engine, metrics: str, lock: Callable[[], Sequence[str]]) -> 
     finally:
         atexit.unregister(at_exit)
         file.close()
+
+
+def log_last_states(metrics: str, since: float) -> None:
+    """Log in the server's last line if each worker wrote its last report, and where it is.
+
+    Args:
+        metrics: the metrics file that the user names.
+        since: when this process began, in seconds of `time.time`. Older files are not its engine's.
+    """
+    named = Path(metrics)
+    for path in sorted(named.parent.glob(f"{glob.escape(named.stem)}.report*.json")):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            told = json.loads(path.read_text("utf-8"))
+            rank, state, written = (told[key] for key in ("rank", "state", "written"))
+            if path.stat().st_mtime < since:
+                continue
+            if state in ("ended", "failed"):
+                log.info("rank %s has %s: its last counts are in %s", rank, state, path)
+                continue
+            log.warning(
+                "rank %s was stopped before it wrote its last report: counts until %s are in %s. "
+                "Start the server with --shutdown-timeout 60 to get all",
+                *(rank, written, path),
+            )
 
 
 def _set(settings: Settings) -> Iterator[Setting]:

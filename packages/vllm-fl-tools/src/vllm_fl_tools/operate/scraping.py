@@ -1,9 +1,9 @@
-"""Adds the workers' metrics to vLLM's `/metrics`: the API server reads the workers' files.
+"""The workers' metrics on vLLM's `/metrics`: the API server's process reads their files.
 
-vLLM serves prometheus_client's registry. With several API servers or PROMETHEUS_MULTIPROC_DIR, it
-serves another registry, with only a `MultiProcessCollector`. This module adds the metrics to both.
-Workers do not use the files of prometheus_client: these are mapped into memory, and a full disk
-kills the process that writes them.
+vLLM shows prometheus_client's registry there. With several API servers, or if the user sets
+PROMETHEUS_MULTIPROC_DIR, it shows another one, which has only a `MultiProcessCollector`. Both get
+the workers' files. Workers do not use prometheus_client's own files: they are mapped into memory,
+and a full disk ends the process that writes them.
 """
 
 from __future__ import annotations
@@ -20,107 +20,150 @@ from typing import Any
 from vllm_fl.logs import get_logger
 from vllm_fl.text import quote
 
+from .state_file import request
+
 PATIENCE = 1.0
-"""Seconds that a scrape waits for the files: the server does not answer requests in this time."""
+"""Seconds that a scrape waits for the files: the server answers no request meanwhile."""
+
+FRESH = 0.5
+"""Seconds of them that it waits for the workers to write their current counts."""
 
 OURS = "vllm_fl_"
 
 Written = tuple[str, int, int]
-"""A version of a file: (path, inode, modification time in ns)."""
+"""A file as it was written once: path, inode and mtime in ns."""
 
 log = get_logger("engine")
 
-_shown: dict[str, Scraped] = {}
-"""The user's path -> the collector of this process for it."""
+_scraped: list[Scraped] = []
+"""The collector of this process, after the first `show`."""
 
 
 def show(named: str) -> None:
-    """Add the workers' metrics to the output of prometheus_client in this process; once.
+    """Add the workers' files to what this process shows of prometheus_client.
 
-    Has no effect if prometheus_client is missing or unsupported. `named` is VLLM_FL_METRICS.
+    Args:
+        named: the file of VLLM_FL_METRICS. A second call with the same file does nothing.
     """
-    if named in _shown:
+    if _scraped:
+        _scraped[0].add(named)
         return
     try:
         from prometheus_client import REGISTRY
         from prometheus_client.multiprocess import MultiProcessCollector
 
-        scraped = _shown[named] = Scraped(named)
+        scraped = Scraped(named)
         collector: Any = MultiProcessCollector
         plain = collector.collect
 
         @functools.wraps(plain)
         def collect(self: Any) -> Iterator[Any]:
-            yield from plain(self)
-            yield from scraped.collect()
+            families = [*plain(self)]
+            yield from families
+            yield from scraped.without({family.name for family in families})
 
         REGISTRY.register(scraped)
         collector.collect = collect
-    except Exception as error:  # an exception from a general plugin would stop vLLM
+        _scraped.append(scraped)
+    except Exception as error:  # an exception in a general plugin would end vLLM
         log.debug("VLLM_FL_METRICS: not on /metrics: %s", quote(error))
 
 
 class Scraped:
-    """A collector of the metrics that workers on this machine have written to the user's path."""
+    """A collector of the files that the workers of this machine write.
+
+    Args:
+        named: the file that the user sets.
+    """
 
     def __init__(self, named: str) -> None:
-        path = Path(named)
-        self._folder = path.parent
-        own = rf"{re.escape(path.stem)}(\.dp\d+)?\.rank\d+{re.escape(path.suffix)}"
-        self._is_workers = re.compile(own).fullmatch
-        self._left: frozenset[Written] = frozenset()
-        with suppress(OSError):
-            self._left = frozenset(self._written())
+        self._files: dict[str, _Files] = {}
         self._thread: threading.Thread | None = None
         self._read: dict[str, Any] = {}
+        self._is_said = False
+        self.add(named)
+
+    def add(self, named: str) -> None:
+        """Show the files of another engine of this process, too."""
+        self._files.setdefault(named, _Files(Path(named)))
 
     def collect(self) -> Iterable[Any]:
-        """Return the metric families of all workers' files.
+        """Return the families of all workers' files, without names that another collector has.
 
-        An exception would hide vLLM's metrics. Unreadable files are therefore skipped, and the
-        result is empty if the file system does not respond within `PATIENCE`.
+        Never raises, since vLLM's metrics would be lost. A file that cannot be read is left out, as
+        is a file system that does not answer within `PATIENCE`.
         """
         try:
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._reread, daemon=True)
-                self._thread.start()
-            self._thread.join(PATIENCE)
-            return [] if self._thread.is_alive() else [*self._read.values()]
+            from prometheus_client import REGISTRY
+
+            owners = getattr(REGISTRY, "_names_to_collectors", {})
+            return self.without({name for name, owner in owners.items() if owner is not self})
         except Exception as error:
             log.debug("VLLM_FL_METRICS: not on /metrics: %s", quote(error))
             return []
 
+    def without(self, others: set[str]) -> list[Any]:
+        """Return the families, without these names; one warning names those that are left out."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._reread, daemon=True)
+            self._thread.start()
+        self._thread.join(PATIENCE)
+        if self._thread.is_alive():
+            return []
+        taken = sorted(others & self._read.keys())
+        if taken and not self._is_said:
+            self._is_said = True
+            names = ", ".join(taken)
+            log.warning("VLLM_FL_METRICS: /metrics has %s of another owner, not vllm-fl's", names)
+        return [family for name, family in self._read.items() if name not in others]
+
     def _reread(self) -> None:
         families: dict[str, Any] = {}
-        with suppress(OSError):
-            # Earlier files are from engines that were killed.
-            for written in sorted(set(self._written()) - self._left):
-                try:
-                    found = _families(Path(written[0]).read_text(encoding="utf-8"))
-                except Exception as error:
-                    log.debug(
-                        "VLLM_FL_METRICS: %s is not on /metrics: %s", written[0], quote(error)
-                    )
-                    continue
-                for name, family in found.items():
-                    known = families.setdefault(name, family)
-                    if known is not family:
-                        known.samples.extend(family.samples)
+        engines = [files for files in [*self._files.values()] if files.paths()]
+        request({files.named: files.paths for files in engines}, FRESH)
+        for written in (path for files in engines for path in files.paths()):
+            try:
+                found = _families(written.read_text(encoding="utf-8"))
+            except Exception as error:
+                log.debug("VLLM_FL_METRICS: %s is not on /metrics: %s", written, quote(error))
+                continue
+            for name, family in found.items():
+                known = families.setdefault(name, family)
+                if known is not family:
+                    known.samples.extend(family.samples)
         self._read = families
 
-    def _written(self) -> Iterator[Written]:
-        with os.scandir(self._folder) as entries:
+
+class _Files:
+    """The workers' files of one engine."""
+
+    def __init__(self, named: Path) -> None:
+        self.named = named
+        own = rf"{re.escape(named.stem)}(\.dp\d+)?\.rank\d+{re.escape(named.suffix)}"
+        self._is_workers = re.compile(own).fullmatch
+        # Files that exist before this process are of an engine that was killed.
+        self._old: frozenset[Written] = frozenset()
+        self._old = frozenset(self._new())
+
+    def paths(self) -> list[Path]:
+        """Return their paths."""
+        return sorted(Path(path) for path, *_ in self._new())
+
+    def _new(self) -> set[Written]:
+        found = set[Written]()
+        with suppress(OSError), os.scandir(self.named.parent) as entries:
             for entry in entries:
                 if self._is_workers(entry.name) and entry.is_file():
                     at = entry.stat()
-                    yield entry.path, at.st_ino, at.st_mtime_ns
+                    found.add((entry.path, at.st_ino, at.st_mtime_ns))
+        return found - self._old
 
 
 def _families(text: str) -> dict[str, Any]:
-    """Parse a worker's file: metric name -> family.
+    """Return the families of a worker's file by name; all are ours.
 
     Raises:
-        ValueError: the file has a metric of another program.
+        ValueError: it is not a worker's file.
     """
     from prometheus_client.parser import text_string_to_metric_families
 

@@ -1,11 +1,12 @@
-"""State of a worker in a file that a thread rewrites periodically."""
+"""Files with the current state of a worker, which a thread writes periodically and on request."""
 
 from __future__ import annotations
 
 import errno
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +15,10 @@ from vllm_fl.text import quote
 from vllm_fl_tools.files import Draft
 
 EVERY = 20.0
-"""Seconds between two writes: collectors usually read every 15 to 60 s."""
+"""Seconds between two periodic writes: collectors read every 15 to 60 s."""
+
+POLL = 0.02
+"""Seconds between two checks whether a reader asked for a new state."""
 
 PATIENCE = 1.0
 """Seconds that `close` waits for a file system that does not respond; three times as long if the
@@ -34,19 +38,50 @@ def of_worker(named: str | Path, rank: int | str, replica: int) -> Path:
     return path.parent / f"{path.stem}{of_replica}.rank{rank}{path.suffix}"
 
 
-class StateFile:
-    """Writes the current state to a file from a thread, until it is closed.
-
-    The text replaces the file atomically: readers never see an incomplete file. Only the first
-    failure is logged; every failure is retried.
+def request(files: Mapping[Path, Callable[[], Iterable[Path]]], patience: float) -> None:
+    """Ask the workers of this machine for their current state, and wait until their files have it.
 
     Args:
-        variable: the setting that enables the file, for the log.
-        named: the user's path.
-        path: the worker's path.
-        text: returns the current state; None to skip this write.
-        stays: whether `close` writes the file a last time and keeps it, instead of deleting it.
-        every: seconds between two writes.
+        files: metrics file that the user sets -> returns the workers' files. A file that was not
+            written for longer than `EVERY` is not waited for: its process is gone.
+        patience: seconds to wait at most.
+    """
+    deadline, asked = time.monotonic() + patience, time.time_ns()
+
+    def is_late(path: Path) -> bool:
+        with suppress(OSError):
+            return asked - 1.5e9 * EVERY < path.stat().st_mtime_ns < asked
+        return False
+
+    for named in files:
+        with suppress(OSError):
+            _request_of(named).touch()
+            os.utime(_request_of(named), ns=(asked, asked))
+    while time.monotonic() < deadline:
+        if not any(is_late(path) for paths in files.values() for path in paths()):
+            return
+        time.sleep(POLL / 2)
+
+
+def _request_of(named: Path) -> Path:
+    return named.with_name(f".{named.name.split('.')[0]}.refresh")
+
+
+class StateFile:
+    """Write the current state to a file until it is closed, from a thread.
+
+    The file is written every `every` seconds, when `renew` is called, when the first call is
+    counted, and when a reader asks for it (`request`). Readers never see an incomplete file. Only
+    the first failure is logged; every failure is retried.
+
+    Args:
+        variable: the setting that names it, for the log.
+        named: the file that the user sets.
+        path: the worker's file.
+        text: returns the state, or None if it must not be written now.
+        stays: whether the file is written at the end and stays; otherwise it is deleted.
+        every: seconds between two periodic writes.
+        has_counted: whether the state has counts that are not 0.
     """
 
     def __init__(
@@ -58,51 +93,70 @@ class StateFile:
         *,
         stays: bool = False,
         every: float = EVERY,
+        has_counted: Callable[[], bool] = bool,
     ) -> None:
         self._variable, self._named, self.path = variable, named, path
         self._text, self._stays, self._every = text, stays, every
+        self._has_counted = has_counted
         self._is_said = False
         self._is_closed, self._woken = False, threading.Event()
         self._thread = threading.Thread(target=self._run, name="vllm-fl-state", daemon=True)
         self._thread.start()
 
     def renew(self) -> None:
-        """Wake the thread to write now: the state has changed."""
+        """Write the file now, since the state has changed."""
         self._woken.set()
 
     def close(self) -> None:
-        """Stop the thread and write the last state or delete the file. May be called repeatedly."""
+        """End the thread after a last write, or delete the file. A second call does nothing."""
         self._is_closed = True
         self._woken.set()
         self._thread.join(3 * PATIENCE if self._stays else PATIENCE)
 
     def _run(self) -> None:
+        written: object = None
+        due = 0.0
         while not self._is_closed:
-            self._write()
-            self._woken.wait(self._every)
-            self._woken.clear()
+            asked = self._asked(), self._has_counted()
+            if self._woken.is_set() or asked != written or time.monotonic() >= due:
+                self._woken.clear()
+                due = time.monotonic() + self._every
+                if self._write():
+                    written = asked
+            self._woken.wait(POLL)
         if self._stays:
             self._write()
             return
-        with suppress(OSError):
-            self.path.unlink(missing_ok=True)
+        for path in (self.path, _request_of(self._named)):
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
 
-    def _write(self) -> None:
+    def _asked(self) -> int:
+        """When a reader last asked for the state; 0 if never."""
+        with suppress(OSError):
+            return _request_of(self._named).stat().st_mtime_ns
+        return 0
+
+    def _write(self) -> bool:
+        """Write the file; return False if there is no state now."""
         try:
             if self._named.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(self._named))
+            now = time.time_ns()
             text = self._text()
             if text is None:
-                return
+                return False
             with Draft(self.path) as draft:
                 draft.put(text.encode(errors="replace"))
-        except Exception as error:  # the engine must continue to serve
+            os.utime(self.path, ns=(now, now))  # when the state was read, for `request`
+        except Exception as error:  # the engine must keep serving
             if not self._is_said:
                 self._is_said = True
                 log.warning(
-                    "%s: %s cannot be written (%s). It is tried again every %.0f s, without a word",
+                    "%s: %s cannot be written (%s). It is tried again every %.0f s",
                     self._variable,
                     self.path,
                     quote(error),
                     self._every,
                 )
+        return True

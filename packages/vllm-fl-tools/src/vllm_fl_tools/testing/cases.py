@@ -48,6 +48,7 @@ CHECKS: dict[str, Check] = {
     "serving": Check(checks.serving, "dtype"),
     "values": Check(checks.values, "sample"),
     "bad_inputs": Check(checks.bad_inputs, "bad input"),
+    "large_pools": Check(checks.large_pools, "op"),
     "refusals": Check(checks.refusals, "dtype"),
     "call_op": Check(checks.call_op, "dtype"),
     "determinism": Check(checks.determinism, "dtype"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,17 @@ from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import quote
 from vllm_fl_verify import process_state
 from vllm_fl_verify.launches import Launched, launched
+from vllm_fl_verify.oracle import closed, wanted_of, worst
 from vllm_fl_verify.trials import Request, Role
-from vllm_fl_verify.verification import Comparison, compare, synchronise
+from vllm_fl_verify.verification import (
+    Comparison,
+    answer,
+    as_call,
+    compare,
+    compared,
+    synchronise,
+)
+from vllm_fl_verify.wanted import Off, Wanted
 
 from .families import calls_of
 from .subject import HIDDEN, Refused, Subject, expect, fresh
@@ -35,6 +44,7 @@ __all__ = [
     "declaration",
     "determinism",
     "families",
+    "large_pools",
     "preflight",
     "refusals",
     "serving",
@@ -43,6 +53,9 @@ __all__ = [
 ]
 
 __tracebackhide__ = HIDDEN
+
+FAR = 1 << 31
+"""Elements that a signed 32-bit offset cannot reach."""
 
 
 def availability(subject: Subject, dtype: str, sample: str) -> None:
@@ -85,6 +98,57 @@ def families(subject: Subject, dtype: str, sample: str) -> None:
         raise refused
 
 
+def large_pools(subject: Subject, dtype: str, sample: str) -> None:
+    """Entries of caches, state pools and expert weights beyond 2**31 elements are found.
+
+    The entries are far apart in memory that is otherwise untouched, which a CPU does not allocate.
+    An offset that overflows 32 bits is within that memory. Only one dtype is tried.
+
+    Raises:
+        Refused: the device has not enough memory.
+    """
+    impl, spec = subject.impl, subject.spec
+    for kind in subject.dtypes:
+        calls = 0
+        for each, name, args in _with_large_pools(subject, kind):
+            got, failure = answer(as_call(impl, spec), impl, spec, args)
+            if failure is not None and failure.status == "refused":
+                continue
+            calls += 1
+            if failure is None:
+                _, failure = compared(got, partial(_off, each, wanted_of(spec, each)))
+            where = f"{each.name}, the last entry of {name} beyond 2**31 elements"
+            expect(failure is None, f"{where}: {failure}")
+        if calls:
+            return
+
+
+def _with_large_pools(subject: Subject, dtype: str) -> Iterator[tuple[Sample, str, list[Any]]]:
+    """Yield (sample, parameter, arguments with that pool in more memory)."""
+    for each in subject.samples(dtype):
+        for index, (name, arg) in enumerate(subject.spec.named(each.args).items()):
+            is_pool = isinstance(arg, torch.Tensor) and arg.ndim >= 3 and len(arg) > 1
+            if is_pool and not subject.spec.has_rows(name, arg):
+                args = [*fresh(each).args]  # the call may overwrite them
+                try:
+                    args[index] = _far_apart(arg)
+                except RuntimeError as error:
+                    raise Refused(f"no memory for {FAR} elements: {quote(error)}") from error
+                yield each, name, args
+
+
+def _off(sample: Sample, wanted: Sequence[Wanted | None], got: Any) -> Off:
+    return worst(closed(got, sample), wanted)
+
+
+def _far_apart(pool: torch.Tensor) -> torch.Tensor:
+    """A copy with its last entry more than 2**31 elements behind its first."""
+    step = -(-FAR // (len(pool) - 1) // 256) * 256
+    memory = pool.new_empty(FAR + (len(pool) - 1) * step + pool[0].numel())
+    inner = pool[0].contiguous().stride()
+    return memory.as_strided(pool.shape, (step, *inner), FAR).copy_(pool)
+
+
 def bad_inputs(subject: Subject, dtype: str, sample: str) -> None:
     """The error of `call_op` names the invalid argument, and does not blame the implementation."""
     subject.needs_no_layer()
@@ -93,16 +157,16 @@ def bad_inputs(subject: Subject, dtype: str, sample: str) -> None:
     try:
         result = manager.call(subject.spec.name, *copy.deepcopy(bad.args))
     except CallError as error:
-        expect(error.argument == bad.argument, f"it blames {error.argument!r}: {error}")
+        expect(error.argument == bad.argument, f"the error names {error.argument!r}: {error}")
     except (Exception, SystemExit) as error:
-        raise AssertionError(f"no CallError, but {quote(error)}") from error
+        raise AssertionError(f"expected a CallError, got {quote(error)}") from error
     else:
         kind = type(result).__name__
         raise AssertionError(
-            f"returned a {kind}, where {bad.argument!r} is wrong: a wrong result in silence. Have "
-            "`supports` give the reason, or the implementation raise"
+            f"returned a {kind} although {bad.argument!r} is invalid: incorrect result without an "
+            "error. Return the reason from `supports`, or raise an exception"
         )
-    expect(not manager.demotions, f"demoted: {dict(manager.demotions)}")
+    expect(not manager.demotions, f"disabled: {dict(manager.demotions)}")
 
 
 def call_op(subject: Subject, dtype: str, sample: str) -> None:
@@ -124,7 +188,7 @@ def determinism(subject: Subject, dtype: str, sample: str) -> None:
     for each in subject.samples(dtype):
         if subject.accepts(each):
             first, second = (subject.bits(fresh(each)) for _ in range(2))
-            expect(first == second, f"{each.name}: the same inputs gave other bits")
+            expect(first == second, f"{each.name}: equal inputs gave different bits")
 
 
 def refusals(subject: Subject, dtype: str, sample: str) -> None:
@@ -142,7 +206,7 @@ def refusals(subject: Subject, dtype: str, sample: str) -> None:
         away = dataclasses.replace(each, args=(each.args[0].to(device), *each.args[1:]))
         expect(
             impl.traceable or not _verdict(impl, away),
-            f"{each.name}: supports takes tensors on {device}, where its kernel cannot run",
+            f"{each.name}: `supports` accepts tensors on {device}, where its kernel cannot run",
         )
         for value in (0.0, 1e4, float("nan")):
             other = fresh(each)
@@ -151,12 +215,12 @@ def refusals(subject: Subject, dtype: str, sample: str) -> None:
                     is_float = arg.is_floating_point()
                     most = torch.finfo(arg.dtype).max if is_float else arg.max()
                     arg.fill_(min(value, most) if is_float else value and most)
-            expect(_verdict(impl, other) is verdict, f"{each.name}: supports looks at values")
+            expect(_verdict(impl, other) is verdict, f"{each.name}: `supports` depends on values")
     sizes = [subject.served(dtype, tokens) for tokens in (1, *subject.sizes.tokens)]
     for same in zip(*sizes, strict=True):
         verdicts = {each.name: _verdict(impl, each) for each in same}
         one = len(set(verdicts.values())) == 1
-        expect(one, f"supports looks at the batch size: {verdicts}")
+        expect(one, f"`supports` depends on the batch size: {verdicts}")
 
 
 def states_support(impl: OpImpl) -> bool:
@@ -171,9 +235,9 @@ def serving(subject: Subject, dtype: str, sample: str) -> None:
         return
     expect(
         any(not _refused_by(subject, other) for other in subject.dtypes if other != dtype),
-        f"it refuses every call of a served model, in every dtype: {reasons}",
+        f"it supports no call of a served model, in any dtype: {reasons}",
     )
-    raise Refused(f"{subject.spec.name}: {dtype} is refused: {'; '.join(set(reasons.values()))}")
+    raise Refused(f"{subject.spec.name}: unsupported {dtype}: {'; '.join(set(reasons.values()))}")
 
 
 def preflight(subject: Subject, dtype: str, sample: str) -> None:
@@ -186,7 +250,7 @@ def preflight(subject: Subject, dtype: str, sample: str) -> None:
     roles = [Role(subject.impl)]
     found = find_faults(Request(roles, _torch(dtype), subject.device, sizes, **options))
     reasons = {key: each.reason for key, each in found.objections.items()}
-    expect(not reasons, f"an engine would demote it at start: {reasons}")
+    expect(not reasons, f"an engine would disable it at startup: {reasons}")
 
 
 def _profiled(call: Callable[[], object], device: torch.device) -> Launched:
@@ -213,7 +277,7 @@ def _refused_by(subject: Subject, dtype: str) -> dict[str, str]:
 
 
 def _reason(refusal: Comparison) -> str:
-    expect(refusal.reason not in ("", "False", "None"), "refused without a reason")
+    expect(refusal.reason not in ("", "False", "None"), "unsupported call without a reason")
     return refusal.reason
 
 
@@ -225,14 +289,15 @@ def judge(result: Comparison, sample: Sample | None = None, *, skips: bool = Tru
             raise Refused(f"{result.op}: {reason}")
     elif result.status != "ok":
         where = f"{sample.name}: " if sample else ""
-        raise AssertionError(f"{where}{result.status}: {result.reason}") from result.error
+        status = "incorrect" if result.status == "wrong" else result.status
+        raise AssertionError(f"{where}{status}: {result.reason}") from result.error
 
 
 def _verdict(impl: OpImpl, sample: Sample) -> bool:
     verdict: object = True if impl.supports is None else impl.supports(*sample.args)
     expect(
         verdict is True or (isinstance(verdict, str) and verdict),
-        f"{sample.name}: supports answered {verdict!r}, neither True nor a reason",
+        f"{sample.name}: `supports` returned {verdict!r}, not True or a reason",
     )
     return verdict is True
 

@@ -45,7 +45,7 @@ def tracing(subject: Subject, dtype: str, sample: str) -> None:
                 judge(compare(compiled, subject.spec, each, kind), each, skips=False)
             expect(
                 len(graphs) == 1,
-                f"{small.name}: {len(graphs)} graphs for two batch sizes; one must serve all",
+                f"{small.name}: {len(graphs)} graphs for two batch sizes, expected one",
             )
     for each in subject.patterns(dtype):
         if pattern(each) in seen:
@@ -58,7 +58,7 @@ def opcheck(subject: Subject, dtype: str, sample: str) -> None:
     """As an opaque operator it matches its schema and fake kernel (torch.library.opcheck)."""
     subject.needs_no_layer()
     if not is_opaque(subject.impl):
-        raise Refused("traceable: a compiler looks inside, and nothing is wrapped")
+        raise Refused("traceable: a compiler traces it, so no operator wraps it")
     # opcheck copies arguments separately, and an implementation may not support such copies.
     oracle = _oracle(subject)
     intact = _wrapped(subject, frozenset(), last=oracle).fn

@@ -86,14 +86,14 @@ def _served(ops: tuple[str, ...], impl_id: str, deadline: float) -> _Served:
                 return _Served(running_one.report)
         except EngineError as error:
             what = (
-                "the engine failed; `vllm-fl doctor` looks for its cause here, and `vllm-fl bisect "
-                "--startup` for the op"
+                "the engine failed; `vllm-fl doctor` checks the installation, and `vllm-fl bisect "
+                "--startup` finds the op"
             )
             if error.hung:
                 what = (
-                    f"the engine gave no answer within {limit:.0f} s and was ended: that is "
-                    f"`deadline`, {deadline:.0f} s, for each op. If the machine is slow, set a "
-                    "longer one in the test class"
+                    f"the engine did not answer within {limit:.0f} s and was killed: `deadline` is "
+                    f"{deadline:.0f} s for each op. On a slow machine, set a longer one in the "
+                    "test class"
                 )
             problem = f"{what} ({name}). The end of its log:\n{_end_of(error.log)}"
             return _Served(None, problem)

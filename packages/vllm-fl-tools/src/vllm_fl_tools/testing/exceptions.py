@@ -77,5 +77,5 @@ def _entry(where: str, entry: dict[str, Any], checks: Collection[str]) -> Xfail:
     except TypeError as error:  # an unknown or missing key
         raise ValueError(f"{where}: {str(error).partition(' ')[2]}") from error
     if xfail.check not in checks:
-        raise ValueError(f"{where}: no check {xfail.check!r}; there are {', '.join(checks)}")
+        raise ValueError(f"{where}: no check {xfail.check!r}; known: {', '.join(checks)}")
     return xfail

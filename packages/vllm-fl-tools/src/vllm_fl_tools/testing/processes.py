@@ -26,7 +26,7 @@ __tracebackhide__ = HIDDEN
 
 THREADS = (
     ". A forked process has none of its parent's threads, and a kernel that waits for its thread "
-    "pool hangs: make the pool again in the child (pthread_atfork, os.register_at_fork)"
+    "pool hangs: recreate the pool in the child (pthread_atfork, os.register_at_fork)"
 )
 
 Answers = dict[str, str]
@@ -61,13 +61,13 @@ def installed(backend: str) -> tuple[OpImpl, ...]:
     )
     if others:
         raise LookupError(
-            f"Backend {backend!r} brings {', '.join(others)}, for which there is no "
-            "contract: there is nothing to judge it by. `vllm-fl plan` lists the contracts."
+            f"Backend {backend!r} provides only {', '.join(others)}, which have no contract, so "
+            "they cannot be tested. `vllm-fl plan` lists the ops with contracts."
         )
     ids = sorted({impl.impl_id for impls in known.values() for impl in impls})
     raise LookupError(
-        f"No installed plugin brings the backend {backend!r}; there are: "
-        f"{', '.join(ids) or 'none'}. Install it first (pip install -e .)."
+        f"No installed plugin provides the backend {backend!r}. Install it first (pip install "
+        f"-e .). Installed: {', '.join(ids) or 'none'}."
     )
 
 
@@ -82,14 +82,14 @@ def installed_with(impl: OpImpl) -> tuple[OpImpl, ...]:
     except LookupError as error:
         raise Refused(str(error)) from error
     if impl.op_name not in {each.op_name for each in found}:
-        raise Refused(f"the installed {impl.impl_id} does not bring this op")
+        raise Refused(f"the installed {impl.impl_id} does not provide this op")
     return found
 
 
 def fork(subject: Subject, dtype: str, sample: str) -> None:
     """A forked child gives identical bits."""
     if subject.device.type != "cpu":
-        raise Refused(f"{subject.device.type} cannot be used in a fork of a process that used it")
+        raise Refused(f"a process that used {subject.device.type} cannot use it in a fork")
     _compare("fork", subject, dtype, _run("fork", _answers, (subject, dtype), subject.deadline))
 
 
@@ -117,7 +117,7 @@ def _compare(method: str, subject: Subject, dtype: str, there: Answers | str) ->
     with _one_thread():  # as in the child
         here = _answers(subject, dtype)
     other = [name for name in here if here[name] != there.get(name)]
-    expect(not other, f"a child process ({method}) gives other bits for: {'; '.join(other)}")
+    expect(not other, f"a child process ({method}) gives different bits for: {'; '.join(other)}")
 
 
 def _run(
@@ -138,12 +138,12 @@ def _run(
     theirs.close()
     try:
         if not ours.poll(deadline):
-            return f"gave no answer within {deadline:.0f} s{THREADS if method == 'fork' else ''}"
+            return f"did not answer within {deadline:.0f} s{THREADS if method == 'fork' else ''}"
         answer: dict[str, Any] | str = ours.recv()
         return answer
     except EOFError:
         child.join()
-        return f"died, exit status {child.exitcode}"
+        return f"died with exit status {child.exitcode}"
     finally:
         child.kill()
         child.join()
@@ -165,7 +165,7 @@ def _answer_installed(
     answers: dict[str, Answers | str] = {}
     for impl in installed(backend):
         if impl.availability() is not True:  # a build may have kernels of only some ops
-            answers[impl.op_name] = "finds it not available"
+            answers[impl.op_name] = "reports it as not available"
             continue
         try:
             subject = Subject(impl, torch.device(device), sizes, left_out)

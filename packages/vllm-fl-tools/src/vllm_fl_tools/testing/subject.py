@@ -161,7 +161,7 @@ class Subject:
     def needs_no_layer(self) -> None:
         """Raise Refused for an implementation that takes a layer."""
         if self.impl.needs_layer:
-            raise Refused("it takes a layer first: call_op and compiled mode leave it out")
+            raise Refused("it needs a layer, so call_op and compiled mode do not use it")
 
     def manager(self) -> OpManager:
         return OpManager(self.registry(), SelectionPolicy())

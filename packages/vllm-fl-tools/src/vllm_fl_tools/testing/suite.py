@@ -57,7 +57,7 @@ class OpConformance:
         suite.requires = metafunc.config.getoption("require_available", default=False)
         check = metafunc.definition.originalname.removeprefix("test_")
         without = "engine" not in metafunc.config.option.markexpr
-        why = "starts vLLM, once for all ops, in minutes: python -m pytest -m engine"
+        why = "starts vLLM, which takes minutes: python -m pytest -m engine"
         marks = [pytest.mark.engine, pytest.mark.skipif(without, reason=why)]
         marks = marks if check == "engine" else []
         metafunc.parametrize(
@@ -72,7 +72,7 @@ class OpConformance:
             pytest.skip("not every op is available here")
         cases = [case for some in suite.cases.values() for case in some]
         idle = [str(x) for x in suite.xfails if not any(x.matches(case) for case in cases)]
-        expect(not idle, f"xfails.toml: these entries name no test: {', '.join(idle)}")
+        expect(not idle, f"xfails.toml: these entries match no test: {', '.join(idle)}")
 
     def _run(self, case: Case) -> None:
         __tracebackhide__ = HIDDEN
@@ -86,7 +86,7 @@ class OpConformance:
             CHECKS[case.check].run(subject, case.dtype, case.sample)
         except Refused as refusal:
             if suite.requires and case.check == "availability":
-                pytest.fail(f"{refusal}; it has to be (--require-available)", False)
+                pytest.fail(f"{refusal}, although --require-available is set", False)
             if xfail is None:
                 pytest.skip(str(refusal))
         except Exception as error:
@@ -94,7 +94,7 @@ class OpConformance:
                 raise
             pytest.xfail(f"{xfail.reason} ({error})")
         if xfail is not None:
-            pytest.fail(f"passes or is refused, but xfails.toml excepts {xfail}: remove it", False)
+            pytest.fail(f"passes or is unsupported: remove {xfail} from xfails.toml", False)
 
 
 def _test(check: str) -> Callable[[OpConformance, Case], None]:
@@ -141,7 +141,7 @@ class _Suite:
             device = torch.device(name)
         except RuntimeError as error:
             raise ValueError(
-                f"torch has no device {name!r}: set {cls.__name__}.device to its name of it"
+                f"torch has no device {name!r}: set {cls.__name__}.device to torch's name of it"
             ) from error
         cases = [c for impl in impls for c in cases_of(Subject(impl, device, cls.sizes))]
         self.cases = {check: [c for c in cases if c.check == check] for check in CHECKS}

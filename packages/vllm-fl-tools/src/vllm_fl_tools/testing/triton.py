@@ -126,7 +126,9 @@ def to_compile(*, runs: bool = True) -> Iterator[set[str]]:
         RuntimeError: `interpreted` was not called.
     """
     if not os.environ.get(SWITCH) or not _close_gaps.cache_info().currsize:
-        raise RuntimeError("to_compile counts the launches of the interpreter: call interpreted()")
+        raise RuntimeError(
+            "to_compile counts launches of the interpreter: call interpreted() first"
+        )
     function: Any = _interpreter().InterpretedFunction
     original, found = function.run, set[str]()
 
@@ -170,7 +172,7 @@ def _check() -> None:
             raise
         raise ImportError(
             "vllm_fl_tools.testing.triton needs Triton, which is not installed: pip install "
-            "triton, in the release that your torch was made for",
+            "triton, in the release for your torch",
             name="triton",
         ) from error
     version = str(triton.__version__)
@@ -178,14 +180,14 @@ def _check() -> None:
     first, last = SUPPORTED
     if not first <= release <= last:
         raise ImportError(
-            f"vllm_fl_tools.testing.triton knows the interpreter of Triton {_text(first)} to "
+            f"vllm_fl_tools.testing.triton supports the interpreter of Triton {_text(first)} to "
             f"{_text(last)}; installed is {version}. Install one of them for these tests.",
             name="triton",
         )
     if not isinstance(triton.language.sum, _interpreter().InterpretedFunction):
         raise RuntimeError(
-            "Triton was imported before interpreted() was called, and compiles in this process. "
-            f"Call it earlier, or set {SWITCH}=1 for the whole process."
+            "Triton was imported before interpreted() was called, so it compiles in this process. "
+            f"Call interpreted() earlier, or set {SWITCH}=1 for the whole process."
         )
 
 
@@ -360,7 +362,7 @@ def _elementwise(name: str, function: Callable[..., Any] | None) -> Callable[...
         first = max(blocks, key=lambda block: len(block.shape))
         kind = blocks[0].dtype
         if kind not in (tl.float32, tl.float64):
-            raise TypeError(f"libdevice's {name!r} takes float32 and float64, not {kind}")
+            raise TypeError(f"libdevice's {name!r} supports float32 and float64, not {kind}")
         wide = [block.handle.data.astype(np.float64) for block in blocks]
         with np.errstate(all="ignore"):  # as on a device
             result = np.asarray(function(*wide)).astype(blocks[0].handle.data.dtype)

@@ -43,9 +43,9 @@ def undeclared(subject: Subject, dtype: str) -> str:
         return ""
     told = ", ".join(sorted(names)[:5]) + (", …" if len(names) > 5 else "")
     return (
-        f"it reads {told} of the environment where a compiler traces it, and no plugin declares "
-        "that: what vLLM keeps of the compiled code would run under another value, too. Declare it "
-        "by the hook settings, or report it by worker_start"
+        f"it reads the variable {told} while a compiler traces it, and no plugin declares it: code "
+        "that vLLM caches would also run with another value. Declare it in the hook `settings`, or "
+        "return it from `worker_start`"
     )
 
 

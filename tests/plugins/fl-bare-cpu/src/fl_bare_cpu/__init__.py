@@ -1,8 +1,5 @@
-"""A CPU as hardware that vLLM knows nothing of: on an empty build, without compiled operators.
-
-Everything that vLLM asks of a device is here, in PyTorch: a platform, a worker, attention on a
-paged cache, and what vLLM's runner else computes in Triton.
-"""
+"""A CPU as hardware unknown to vLLM, for builds without compiled operators: platform, worker,
+attention on a paged cache, and Triton kernels of vLLM's runner, all in PyTorch."""
 
 from __future__ import annotations
 

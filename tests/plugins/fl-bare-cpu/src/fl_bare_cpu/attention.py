@@ -1,4 +1,4 @@
-"""Attention on a paged KV cache: the blocks of each sequence are gathered, and torch attends."""
+"""Attention on a paged KV cache: gathers each sequence's blocks, then uses torch's attention."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BareCpuAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"  # vLLM's name for what is not its own
+        return "CUSTOM"  # vLLM's name for third-party backends
 
     @staticmethod
     def get_impl_cls() -> type[BareCpuAttentionImpl]:
@@ -40,14 +40,9 @@ class BareCpuAttentionBackend(AttentionBackend):
 
 @dataclass(frozen=True)
 class BareCpuMetadata(AttentionMetadata):
-    """One step.
-
-    Args:
-        query_ends: where each sequence's queries end among the step's tokens.
-        seq_lens: tokens of each sequence in the cache after this step.
-        block_table: (sequences, blocks) int32.
-        slot_mapping: (tokens,) int64: where in the cache each token's key and value go.
-    """
+    """One step. `query_ends`: end of each sequence's queries among the step's tokens; `seq_lens`:
+    tokens in the cache afterwards; `block_table`: (sequences, blocks) int32; `slot_mapping`:
+    (tokens,) int64 cache slots of keys and values."""
 
     query_ends: list[int]
     seq_lens: list[int]
@@ -114,7 +109,7 @@ class BareCpuAttentionImpl(AttentionImpl[BareCpuMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write this step's keys and values to the cache, and attend to all that is in it.
+        """Write this step's keys and values to the cache, and attend to its contents.
 
         Args:
             query: (tokens, heads, head_size); output: the same, written.

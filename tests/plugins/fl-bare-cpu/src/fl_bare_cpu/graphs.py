@@ -1,4 +1,4 @@
-"""vLLM's breakable CUDA graphs on a CPU: a segment's operators are replayed without its Python."""
+"""vLLM's breakable CUDA graphs on a CPU: replays a segment's operators without its Python."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Graph", "install"]
 
 
 class Graph:
-    """Stands for `torch.cuda.CUDAGraph`: the operators between its begin and its end."""
+    """Replaces `torch.cuda.CUDAGraph`: records the operators between its begin and end."""
 
     recording: ClassVar[Graph | None] = None
 
@@ -35,13 +35,13 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         graph = Graph.recording
         result = func(*args, **(kwargs or {}))
-        if graph is not None and graph is Graph.recording:  # else a break ended the graph in it
+        if graph is not None and graph is Graph.recording:  # no break has ended it already
             graph.calls.append((func, args, kwargs or {}, result))
         return result
 
 
 def install() -> None:
-    """Let vLLM capture such graphs in this process."""
+    """Enable vLLM to capture such graphs in this process."""
     from vllm.compilation import breakable_cudagraph
 
     wrapper: Any = breakable_cudagraph.BreakableCUDAGraphWrapper
@@ -53,6 +53,6 @@ def install() -> None:
 
     wrapper._capture = recording
     torch.cuda.CUDAGraph = Graph  # type: ignore[misc, assignment]
-    # A graph on a CPU owns no memory that it must not keep.
+    # A graph on a CPU owns no memory that must be released.
     for name in ("weak_ref_tensor", "weak_ref_tensors"):
         setattr(breakable_cudagraph, name, lambda tensors: tensors)

@@ -1,4 +1,4 @@
-"""What vLLM's model runner launches in Triton, in PyTorch; parameters as there, by name."""
+"""Triton kernels of vLLM's model runner in PyTorch, with equal parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def compute_slot_mapping(
     PAD_ID: int,
     BLOCK_SIZE: int,
 ) -> None:
-    """Write the slot of the KV cache that each token of a step goes to."""
+    """Write the KV cache slot of each token of a step."""
     assert TOTAL_CP_WORLD_SIZE == 1  # no context parallelism on one CPU
     tokens = torch.arange(num_tokens, dtype=query_start_loc_ptr.dtype)
     requests = torch.searchsorted(query_start_loc_ptr[1:], tokens, right=True)

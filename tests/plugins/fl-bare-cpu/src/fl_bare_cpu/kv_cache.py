@@ -1,4 +1,4 @@
-"""Which layers share a KV cache: vLLM's own answer, and a word that it was asked here."""
+"""vLLM's grouping of layers that share a KV cache, with a log line that it was called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The platform: what vLLM asks about a device, answered for a CPU without `CpuPlatform`."""
+"""A vLLM platform for a CPU without `CpuPlatform`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 32
 
-# vLLM empties the accelerator's caches at shutdown, in each of its processes; there are none here.
+# This device has no caches, which every vLLM process empties at shutdown.
 torch.accelerator.empty_cache = lambda: None
 torch.accelerator.empty_host_cache = lambda: None
 
@@ -26,7 +26,7 @@ class BareCpuPlatform(Platform):
     device_type = "cpu"
     dispatch_key = "CPU"
     dist_backend = "gloo"
-    simple_compile_backend = "eager"  # what vLLM compiles on its own, such as parts of its sampler
+    simple_compile_backend = "eager"  # for parts that vLLM compiles separately, such as its sampler
 
     @classmethod
     def get_compile_backend(cls) -> str:
@@ -34,7 +34,7 @@ class BareCpuPlatform(Platform):
 
     @classmethod
     def import_kernels(cls) -> None:
-        """There are none."""
+        """Compiled kernels do not exist."""
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
@@ -54,7 +54,7 @@ class BareCpuPlatform(Platform):
 
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
-        pass  # there is no generator beside torch's own
+        pass  # torch's generator is the only one
 
     @classmethod
     def is_pin_memory_available(cls) -> bool:
@@ -95,7 +95,7 @@ class BareCpuPlatform(Platform):
         if not envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
             compilation.cudagraph_mode = CUDAGraphMode.NONE
             compilation.cudagraph_capture_sizes = []
-        compilation.compile_sizes = []  # vLLM settles them only where there are graphs
+        compilation.compile_sizes = []  # vLLM sets them only if there are graphs
         # Inductor's kernels for several outputs at once are for GPUs.
         compilation.inductor_compile_config["combo_kernels"] = False
         compilation.inductor_compile_config["benchmark_combo_kernel"] = False
@@ -110,7 +110,7 @@ class BareCpuPlatform(Platform):
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
-        """Compute in PyTorch what vLLM's runner computes in Triton, which is not here."""
+        """Replace the Triton kernels of vLLM's runner by PyTorch, since Triton is missing."""
         from vllm.triton_utils.dispatcher import register_kernels
 
         from .kernels import compute_slot_mapping

@@ -1,4 +1,4 @@
-"""The worker: vLLM's GPU worker without a GPU's memory, and the model runner that it brings."""
+"""vLLM's GPU worker without GPU memory, with a CPU model runner."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from vllm.v1.worker.workspace import init_workspace_manager
 from . import graphs
 
 KV_CACHE = 256 << 20
-"""Bytes of KV cache where the user says nothing."""
+"""Default bytes of KV cache."""
 
 
 class BareCpuModelRunner(CPUModelRunner):
-    """vLLM's runner with its CUDA streams and events left out: no operator of vLLM's is in it."""
+    """vLLM's CPU runner: no CUDA streams or events, and no vLLM operator."""
 
 
 class BareCpuWorker(Worker):
@@ -41,21 +41,21 @@ class BareCpuWorker(Worker):
     def _make_model_runner(self) -> Any:
         if not self.use_v2_model_runner:
             return BareCpuModelRunner(self.vllm_config, self.device)
-        # Before whatever it replaces is imported: CUDA's streams and pinned memory.
+        # First: it replaces CUDA's streams and pinned memory before their users are imported.
         import vllm.v1.worker.cpu.shm  # noqa: F401
         from vllm.triton_utils.dispatcher import register_kernels
         from vllm.v1.sample.ops import topk_topp_sampler
         from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 
-        # Two kernels that Triton's interpreter cannot run: one has a form in PyTorch, and no
-        # request here brings a grammar.
+        # Triton's interpreter cannot run two kernels: one has a PyTorch form, and requests here
+        # never use grammars, which need the other.
         topk_topp_sampler.HAS_TRITON = False
         kernel = "vllm.v1.worker.gpu.structured_outputs._apply_grammar_bitmask_kernel"
         register_kernels({kernel: lambda *_, **__: None})
         return CPUModelRunner(self.vllm_config, self.device)
 
     def determine_available_memory(self) -> int:
-        self.model_runner.warming_up_model()  # which compiles the model
+        self.model_runner.warming_up_model()  # compiles the model
         return self.cache_config.kv_cache_memory_bytes or KV_CACHE
 
     def compile_or_warm_up_model(self) -> CompilationTimes:

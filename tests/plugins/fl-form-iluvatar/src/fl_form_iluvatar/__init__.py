@@ -1,1 +1,1 @@
-"""A vendor of vllm-plugin-FL by its form alone; its device is the CPU."""
+"""Vendor in the form of vllm-plugin-FL, emulated on the CPU."""

@@ -1,4 +1,4 @@
-"""The backend: it says whether the device is there; functions of `impl` compute."""
+"""The backend: reports whether the device is available; functions of `impl` compute."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from vllm_fl.dispatch.backends.base import Backend
 
 
 class IluvatarBackend(Backend):
-    """Iluvatar, emulated: available where torch is."""
+    """Emulated Iluvatar: available if torch is."""
 
     @property
     def name(self) -> str:

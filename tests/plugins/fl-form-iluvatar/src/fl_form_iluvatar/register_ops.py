@@ -1,4 +1,4 @@
-"""Registration in the older form: functions whose first parameter `self` is the layer."""
+"""Registration in the older form: functions with the layer as first parameter `self`."""
 
 from __future__ import annotations
 

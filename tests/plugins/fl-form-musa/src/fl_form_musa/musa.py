@@ -6,7 +6,7 @@ from vllm_fl.dispatch.backends.base import Backend
 
 
 class MusaBackend(Backend):
-    """Musa, emulated: available where torch is."""
+    """Emulated Musa: available if torch is."""
 
     _available: bool | None = None
 

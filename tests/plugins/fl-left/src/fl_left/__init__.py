@@ -1,4 +1,4 @@
-"""One of two vendors with a policy for one platform: it knows its own kernel to be the best."""
+"""One of two vendors with a policy for one platform; it prefers its own kernel."""
 
 from __future__ import annotations
 

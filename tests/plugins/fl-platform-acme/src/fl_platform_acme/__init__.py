@@ -1,8 +1,6 @@
-"""A vendor's platform plugin for vLLM, in the form of vllm-ascend; it knows nothing of vllm-fl.
-
-Its platform is out of vLLM's tree. It brings a worker, which registers layers, attention, a
-communicator, a compiler and a pass manager. All compute as vLLM does, and count their calls.
-"""
+"""Vendor platform plugin for vLLM, in the form of vllm-ascend, unaware of vllm-fl. Its platform is
+out of vLLM's tree, with a worker that registers layers, attention, a communicator, a compiler and a
+pass manager. All compute like vLLM and count their calls."""
 
 from __future__ import annotations
 
@@ -12,9 +10,9 @@ def register() -> str:
 
 
 def patch() -> None:
-    """Change vLLM before an engine starts, as vendors do: here one harmless default."""
+    """Change vLLM before an engine starts, like vendors: here one harmless default."""
     import torch
 
-    # vLLM empties the accelerator's caches at shutdown on every platform but its own CPU's.
+    # This device has no caches, which vLLM empties at shutdown on all platforms except its own CPU.
     torch.accelerator.empty_cache = lambda: None
     torch.accelerator.empty_host_cache = lambda: None

@@ -1,4 +1,4 @@
-"""The attention: vLLM's for the CPU, which counts."""
+"""vLLM's CPU attention, with counted calls."""
 
 from __future__ import annotations
 

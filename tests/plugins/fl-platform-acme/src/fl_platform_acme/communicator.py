@@ -1,4 +1,4 @@
-"""The communicator: vLLM's for the CPU, which counts."""
+"""vLLM's CPU communicator, with counted calls."""
 
 from __future__ import annotations
 

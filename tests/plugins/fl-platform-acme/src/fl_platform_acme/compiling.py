@@ -1,4 +1,4 @@
-"""The compiler, which hands graphs to the vendor's own pass manager and runs them as they are."""
+"""Compiler that runs the vendor's pass manager on graphs and returns them uncompiled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .counting import CALLS
 
 
 class AcmePassManager:
-    """No class of vLLM's is under it, and it is called with the module of a graph."""
+    """Not a subclass of a vLLM class; called with a graph's module."""
 
     def __init__(self) -> None:
         self.passes: list[VllmInductorPass] = []
@@ -36,7 +36,7 @@ class AcmePassManager:
         self.passes.append(each)
 
     def configure(self, config: Any) -> None:
-        """It has no pass of its own for this device."""
+        """No-op: this device has no passes."""
 
 
 class AcmeCompiler(CompilerInterface):
@@ -57,7 +57,7 @@ class AcmeCompiler(CompilerInterface):
             return compiler_config["acme_passes"](graph)
 
         def compiled(graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-            # PyTorch's cache of what it differentiates keeps the output of Inductor alone.
+            # PyTorch's autograd cache supports only Inductor's output.
             with functorch_config.patch(enable_autograd_cache=False):
                 return aot_autograd(fw_compiler=inner)(graph, example_inputs)
 

@@ -1,4 +1,4 @@
-"""Who was called how often in this process."""
+"""Calls per function in this process."""
 
 from __future__ import annotations
 

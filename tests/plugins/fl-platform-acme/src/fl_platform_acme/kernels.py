@@ -1,4 +1,4 @@
-"""The vendor's operators, `torch.ops.acme`: each counts its calls, in compiled graphs too."""
+"""The vendor's operators, `torch.ops.acme`: each counts its calls, also in compiled graphs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _(x: Tensor) -> Tensor:
 
 @custom_op("acme::rotate", mutates_args=())
 def rotate(x: Tensor, positions: Tensor, table: Tensor, head_size: int) -> Tensor:
-    """Rotate halves of heads, all of whose features rotate. `table`: (positions, cos then sin)."""
+    """Rotate halves of heads; all features rotate. `table`: (positions, cos then sin)."""
     CALLS["RotaryEmbedding"] += 1
     cos, sin = table[positions].to(x.dtype).unsqueeze(1).chunk(2, dim=-1)
     first, second = x.view(len(x), -1, head_size).chunk(2, dim=-1)
@@ -51,7 +51,7 @@ def _(x: Tensor, positions: Tensor, table: Tensor, head_size: int) -> Tensor:
 
 @custom_op("acme::seen", mutates_args=())
 def seen(x: Tensor, layer: str) -> Tensor:
-    """A copy of what a layer is handed, whose own kernels are vLLM's."""
+    """A copy of the input of a layer that uses vLLM's kernels; counts the call."""
     CALLS[layer] += 1
     return x.clone()
 

@@ -1,4 +1,4 @@
-"""Five layers of vLLM's in the vendor's form; the worker registers them."""
+"""The vendor's forms of five vLLM layers, registered by the worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from . import kernels  # noqa: F401 (it defines the operators)
+from . import kernels  # noqa: F401 (defines the operators)
 
 
 class AcmeRMSNorm(RMSNorm):

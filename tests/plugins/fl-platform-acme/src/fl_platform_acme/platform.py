@@ -1,4 +1,4 @@
-"""The platform: vLLM's CPU, out of tree by its enum, with what a vendor overrides."""
+"""vLLM's CPU platform under the out-of-tree enum, with a vendor's overrides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORK = "VLLM_WORKER_MULTIPROC_METHOD"
 
 class AcmePlatform(CpuPlatform):
     _enum = PlatformEnum.OOT
-    device_name = "cpu"  # vLLM makes torch.device(f"{device_name}:{rank}") of it
+    device_name = "cpu"  # vLLM builds torch.device(f"{device_name}:{rank}") from it
     ray_device_key = "ACME"
     simple_compile_backend = "eager"
     opened = False
@@ -69,9 +69,9 @@ class AcmePlatform(CpuPlatform):
             parallel.worker_cls = "fl_platform_acme.worker.AcmeWorker"
         super().check_and_update_config(vllm_config)
         if method is not None:
-            os.environ[FORK] = method  # vLLM's class asks for spawn
+            os.environ[FORK] = method  # vLLM's class sets spawn
         compilation.custom_ops = ["all"]
-        if mode == CompilationMode.VLLM_COMPILE:  # in place of Inductor, which that class asks for
+        if mode == CompilationMode.VLLM_COMPILE:  # that class sets Inductor
             compilation.mode, compilation.backend = mode, backend
             compilation.cudagraph_mode = CUDAGraphMode.NONE
             compilation.splitting_ops = []

@@ -1,4 +1,4 @@
-"""The worker: vLLM's CPU worker, which registers the vendor's layers and opens its device."""
+"""vLLM's CPU worker, which also registers the vendor's layers and opens its device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One of two vendors with a policy for one platform: so does this one, and it has a norm, too."""
+"""The other vendor with a policy for the same platform; it also has a norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the older plugin leaves in the folder that is core's, and its two entry points."""
+"""Module that the older plugin leaves in core's folder, and its two entry points."""
 
 
 def register():

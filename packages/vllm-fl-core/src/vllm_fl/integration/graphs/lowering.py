@@ -68,9 +68,9 @@ class RangeLowering(GraphPass):
         if impl is None or not is_news or all(self._choice(node) for node in stay):
             return
         log.warning(
-            "Op '%s': '%s' is not inlined everywhere in the graphs for %s tokens, since they do "
-            "not tell how many tokens each call has: an operator calls it there, which may take "
-            "several times as long. One choice for all sizes avoids that",
+            "Op '%s': '%s' is not inlined everywhere in the graphs for %s tokens, since the token "
+            "count of some calls is unknown: an operator runs these, which may take several times "
+            "as long. One choice for all sizes avoids that",
             chain.op,
             impl.impl_id,
             sizes,
@@ -102,8 +102,8 @@ class RangeLowering(GraphPass):
         except Exception as error:
             node.meta["nn_module_stack"] = modules
             log.warning(
-                "Op '%s': graphs for %s tokens call an operator that runs '%s', which takes the "
-                "host several times as long as its code in the graph: %s",
+                "Op '%s': graphs for %s tokens cannot inline '%s' and run it as an operator, which "
+                "takes several times as much host time: %s",
                 op,
                 self.sizes,
                 impl.impl_id,

@@ -70,8 +70,8 @@ class _WithOurPasses:
                 self.add(each)
         elif passes:  # the manager of a device plugin
             log.warning(
-                "%s takes no further pass (it has no add): what is ordered by size is inlined in "
-                "no range, and stays operators",
+                "%s does not accept additional passes (it has no add): implementations chosen by "
+                "size run as operators, not inlined",
                 type(self).__mro__[2].__name__,
             )
 

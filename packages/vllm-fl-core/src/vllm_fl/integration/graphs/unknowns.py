@@ -50,7 +50,7 @@ def under_one(code: Callable[..., Any], values: Sequence[Any], results: Any) -> 
         if not isinstance(number, torch.SymInt) or number.node.expr.free_symbols <= {one}:
             return number
         if _symbol(number) is None:
-            raise ValueError(f"a stride of {number}, which is no unknown of its own")
+            raise ValueError(f"the stride {number} is not a single symbol")
         return known[one]
 
     def as_before(result: Any, was: Any) -> Any:
@@ -58,7 +58,7 @@ def under_one(code: Callable[..., Any], values: Sequence[Any], results: Any) -> 
         if not apart:
             return result
         if len(apart) > 1 or not apart <= {*known}:
-            raise ValueError(f"a result of {[*was.shape]}, of unknowns that no argument has")
+            raise ValueError(f"a result of shape {[*was.shape]} has symbols that no argument has")
         (other,) = apart
         return sized(result, lambda n: known[other] if _symbol(n) == one else n)
 

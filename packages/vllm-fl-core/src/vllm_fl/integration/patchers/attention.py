@@ -55,7 +55,7 @@ def choose(
     if selected_backend is not None:
         if backends:
             name = getattr(selected_backend, "name", selected_backend)
-            text = "Op '%s': a layer has %s, which vLLM was set to, instead of '%s'"
+            text = "Op '%s': a layer uses %s, which is set in vLLM, instead of '%s'"
             log.info(text, ATTENTION, name, entry.label)
         return None
     fields = attn_selector_config._asdict()
@@ -71,12 +71,13 @@ def choose(
                 taken = impl.impl_id
                 break
         path = None
-        log.warning("Implementation '%s' refused op '%s': %s", impl.impl_id, ATTENTION, reason)
+        text = "Implementation '%s' does not support a layer of op '%s': %s"
+        log.warning(text, impl.impl_id, ATTENTION, reason)
         causes.append((impl.impl_id, reason))
         if plan.strict:
             raise AllFailedError(
-                f"Implementation '{impl.impl_id}' refused op '{ATTENTION}': {reason}. Strict mode "
-                "tries nothing else; set VLLM_FL_STRICT=0 to fall back.",
+                f"{text % (impl.impl_id, ATTENTION, reason)}. Strict mode does not fall back; set "
+                "VLLM_FL_STRICT=0.",
                 op=ATTENTION,
                 causes=causes,
             )
@@ -90,13 +91,13 @@ def _problem(path: str, cls: Any) -> str:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     if lacks := [method for method in METHODS if not callable(getattr(cls, method, None))]:
-        return f"{path} is no AttentionBackend of vLLM: it has no {', '.join(lacks)}"
+        return f"{path} is not an AttentionBackend of vLLM: it has no {', '.join(lacks)}"
     name = cls.get_name()
     if name in AttentionBackendEnum.__members__:
         return ""
     return (
-        f"{path}.get_name() is {name!r}, which is no key of vLLM's AttentionBackendEnum: keep the "
-        "parent's name, or return 'CUSTOM'"
+        f"{path}.get_name() is {name!r}, which is not a key of vLLM's AttentionBackendEnum: keep "
+        "the parent's name, or return 'CUSTOM'"
     )
 
 
@@ -125,7 +126,7 @@ class Attention(Patcher):
                 extras=MappingProxyType({"is_hybrid": bool(getattr(model, "is_hybrid", False))}),
             )
         except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
-            log.debug("what the model asks of attention is not told: %s", error)
+            log.debug("cannot determine the model's attention request: %s", error)
             return {"attention": None}
         return {"attention": request}
 

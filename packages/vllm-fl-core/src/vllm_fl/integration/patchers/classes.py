@@ -53,7 +53,7 @@ def refusals(
         return {}
     impls = get_default_manager().registry.snapshot().impls_by_op.get(op, ())
     return {
-        (op, impl.impl_id): f"refuses {whose}: {reason}"
+        (op, impl.impl_id): f"does not support {whose}: {reason}"
         for impl in impls
         if isinstance(impl, ClassImpl)
         and among(impl)

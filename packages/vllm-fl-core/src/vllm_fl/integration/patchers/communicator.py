@@ -39,7 +39,7 @@ FACTORY = f"{__name__}.make"
 CAPTURED = ("CudaCommunicator", "XpuCommunicator")
 """The classes of vLLM that it captures graphs through: a replacement must be a subclass."""
 
-ELASTIC = "elastic expert parallelism changes the ranks, and its groups are vLLM's own"
+ELASTIC = "elastic expert parallelism changes the ranks and uses vLLM's communicators"
 
 LIMIT = 120.0
 """Seconds for one step, enough to connect many machines. A longer step is a fault."""
@@ -118,7 +118,7 @@ class Groups:
             served = ", ".join(f"{name}={impl_id}" for name, impl_id in self.served.items())
             compares = self.engine.facts.settings.preflight != "off"
             how = "verified" if compares else "not verified"
-            log.info("Groups of ranks: %s (%s)", served, how)
+            log.info("Rank groups: %s (%s)", served, how)
 
     def replace(self) -> None:
         """Replace disabled communicators, in the order of the groups."""
@@ -153,12 +153,12 @@ class Groups:
         checks: list[Check] = []
         facts = GroupFacts(name, group.rank(), group.size(), device, self.dtype)
         off = is_off(
-            lambda: made.append(cls(**arguments)), f"its class cannot be made for group {name}: "
+            lambda: made.append(cls(**arguments)), f"its constructor failed for group {name}: "
         ) or is_off(lambda: checks.extend(self._checks(made[0], facts)))
         # Each check is an exchange, so the ranks must run the same checks.
         names = tuple(check.what for check in checks)
         every = gathered(names, group, "verify their communicators")
-        differ = "" if len({*every}) == 1 else f"the checks of the ranks differ: {every}"
+        differ = "" if len({*every}) == 1 else f"the ranks have different checks: {every}"
         if off or is_off(lambda: differ) or any(is_off(check.run) for check in checks):
             for each in made:
                 _destroy(each)
@@ -182,9 +182,9 @@ class Groups:
             return False
         if fault.stuck:
             raise StartError(
-                f"vllm-fl ends the start: rank {fault.rank}: nothing can be exchanged beside a "
-                f"stuck call, and implementation '{impl.impl_id}' failed for op '{COMMUNICATOR}': "
-                f"{fault.why}. VLLM_FL_PER_OP='{COMMUNICATOR}=stock' leaves it out.",
+                f"vllm-fl: engine startup failed: rank {fault.rank}: implementation "
+                f"'{impl.impl_id}' failed for op '{COMMUNICATOR}': {fault.why}, which blocks its "
+                f"ranks. VLLM_FL_PER_OP='{COMMUNICATOR}=stock' selects vLLM's code.",
                 op=COMMUNICATOR,
                 impl=impl.impl_id,
             )
@@ -216,7 +216,7 @@ def fault_of(step: Callable[[], str | None], device: torch.device) -> tuple[str,
     thread.start()
     thread.join(LIMIT)
     if thread.is_alive():
-        return f"it did not end within {LIMIT:g} s", True
+        return f"it did not return within {LIMIT:g} s", True
     return told[0], False
 
 
@@ -230,7 +230,7 @@ def problem_of(path: str, cls: Any) -> str:
     above = stock.__mro__ if isinstance(stock, type) else ()
     for base in (DeviceCommunicatorBase, *(each for each in above if each.__name__ in CAPTURED)):
         if not (isinstance(cls, type) and issubclass(cls, base)):
-            return f"{path} is no subclass of vLLM's {base.__name__}"
+            return f"{path} is not a subclass of vLLM's {base.__name__}"
     return ""
 
 
@@ -246,7 +246,7 @@ def _destroy(communicator: Any) -> None:
     try:
         communicator.destroy()
     except Exception as error:  # its fault is reported already
-        log.debug("a communicator that is off cannot be destroyed: %s", quote(error))
+        log.debug("cannot destroy a disabled communicator: %s", quote(error))
 
 
 _now: Groups | None = None

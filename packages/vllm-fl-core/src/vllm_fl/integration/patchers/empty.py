@@ -112,11 +112,11 @@ def _without_kernel(name: str, /, *_: Any, **__: Any) -> None:
     op = next(
         (op for op, t in targets(installed_bindings(), OperatorTarget) if t.name == name), None
     )
-    instead = "turn off what calls it"
+    instead = "disable the feature that calls it"
     if op is not None:
         instead = (
-            f"have an implementation of '{op}' planned that takes this call (`vllm-fl explain {op}`"
-            " shows those that are installed)"
+            f"select an implementation of '{op}' that supports this call (`vllm-fl explain {op}` "
+            "lists the installed implementations)"
         )
     raise NoKernelError(
         f"Operator {name} was called and has no kernel: this vLLM ({vllm_version()}) is an empty "

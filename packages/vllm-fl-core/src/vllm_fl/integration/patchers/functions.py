@@ -49,7 +49,7 @@ class _Function(Replacement):
                 self.lookups.append(lookup)
             else:
                 log.warning(
-                    "Function %s was replaced at %s by other code, which stays there",
+                    "Function %s is already replaced at %s by other code, which stays",
                     target.name,
                     path,
                 )
@@ -98,7 +98,7 @@ class Functions(Taking):
     key = "functions"
 
     def note(self, plan: Plan, op: str) -> str:
-        why = "its implementations take the calling layer, and a function has none"
+        why = "its implementations need the calling layer, which functions do not have"
         return "" if plan.callable(op) else why
 
     def misfit(self, target: FunctionTarget, device: torch.device) -> str:

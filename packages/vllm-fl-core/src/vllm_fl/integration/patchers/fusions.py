@@ -41,13 +41,13 @@ log = get_logger("engine")
 
 def _note(target: FusionTarget, facts: EngineFacts) -> str:
     if facts.mode == "eager":
-        return "only in compiled mode: a pass of vLLM's compiler puts it into graphs"
+        return "only in compiled mode: a pass of vLLM's compiler inserts it into graphs"
     if target.flag in facts.passes_off:
         return f"pass_config.{target.flag} is false"
     if not has_vllms_pass(target):
         return "vLLM has no pass for it on this platform"
     off = [f"-{layer}" for layer in target.layers if f"-{layer}" in facts.custom_ops]
-    return f"custom_ops has {off[0]}, without which vLLM's pass does not find it" if off else ""
+    return f"custom_ops has {off[0]}, so vLLM's pass cannot match it" if off else ""
 
 
 def has_vllms_pass(target: FusionTarget) -> bool:
@@ -68,15 +68,14 @@ def fused_operators(plan: Plan) -> dict[str, str]:
 
 def _say(label: str, op: str, sites: Sites) -> None:
     if not sites.graphs:
-        text = "Op '%s': vLLM's cache had all graphs: in how many places '%s' runs is not counted"
+        text = "Op '%s': all graphs came from vLLM's cache, so matches of '%s' are not counted"
         log.info(text, op, label)
     elif sites.found:
-        log.info("Op '%s': %d places, by '%s'", op, sites.found, label)
+        log.info("Op '%s': %d matches, by '%s'", op, sites.found, label)
     else:
         log.warning(
-            "Op '%s': no pass found a place for it (graphs: %d), so that '%s' does not run. Its "
-            "parts may be of other sizes, or of a form that the pass does not know "
-            "(`vllm-fl explain %s`)",
+            "Op '%s': no pass found a match (graphs: %d), so '%s' does not run. Its parts may have "
+            "other sizes, or a form that the pass does not match (`vllm-fl explain %s`)",
             op,
             sites.graphs,
             label,
@@ -110,9 +109,9 @@ class Fusions(Patcher):
         found: dict[str, str] = {}
         for op, target in planned(plan, FusionTarget):
             if plan.is_partly_stock(op):
-                found[op] = "vLLM's pass puts it into the graphs of all sizes, and rows are stock"
+                found[op] = "vLLM's pass inserts it at all sizes, but some sizes are stock"
                 continue
-            why = f"vLLM's pass for {op} looks for vLLM's own"
+            why = f"vLLM's pass for {op} matches only vLLM's implementation"
             parts = (part for part in target.parts if part not in in_ir)
             found |= {part: why for part in parts if not plan.is_stock(part)}
         return found
@@ -186,11 +185,11 @@ class OperatorsInGraphs(Patcher):
     def why_not(self, facts: EngineFacts) -> WhyNot:
         known = targets(installed_bindings(), GraphTarget)
         if facts.mode == "eager":
-            why = "only in compiled mode: a pass of ours puts it into graphs"
+            why = "only in compiled mode: a pass of vllm-fl inserts it into graphs"
         elif not facts.by_range:
-            why = "this engine's compiler runs no pass of ours over its graphs"
+            why = "this engine's compiler does not run vllm-fl's passes"
         elif facts.batch_invariant:
-            why = "VLLM_BATCH_INVARIANT asks for vLLM's own kernel"
+            why = "VLLM_BATCH_INVARIANT requires vLLM's own kernel"
         else:
             why = "this vLLM has no such operator"
             known = [each for each in known if not any(map(operator, each[1].operators))]
@@ -204,9 +203,9 @@ class OperatorsInGraphs(Patcher):
         found: dict[str, str] = {}
         for op, target in planned(plan, GraphTarget):
             if all(impl.kind is BackendImplKind.REFERENCE for impl in plan.entries[op].firsts):
-                found[op] = "its operator is in the graphs already"
+                found[op] = "graphs already contain its operator"
             elif ours := [part for part in target.parts if not plan.is_stock(part)]:
-                found[op] = f"{ours[0]} is planned itself: vLLM's own code is not there to be found"
+                found[op] = f"{ours[0]} is planned, so its vLLM code cannot be matched"
         return found
 
     def by_range(self, plan: Plan) -> dict[str, Chain]:

@@ -125,7 +125,7 @@ def _found(path: str) -> type | None:
         cls = named(path)
         if isinstance(cls, type) and custom_op_of(cls) is not None:
             return cls
-        problem = "it is not a CustomOp of vLLM's"
+        problem = "it is not a CustomOp of vLLM"
     except Exception as error:  # a release without it, or a plugin's module that fails
         problem = quote(error)
     log.debug("The layer %s is not replaced: %s", path, problem)
@@ -284,9 +284,9 @@ def oot_note(names: set[str], settings: Settings) -> str:
     if not settings.oot_enabled:
         return "VLLM_FL_OOT_ENABLED=0"
     if settings.oot_whitelist is not None:
-        return "" if names & set(settings.oot_whitelist) else "oot_whitelist does not name it"
+        return "" if names & set(settings.oot_whitelist) else "oot_whitelist does not list it"
     named = sorted(names & set(settings.oot_blacklist))
-    return f"oot_blacklist names {named[0]}" if named else ""
+    return f"oot_blacklist lists {named[0]}" if named else ""
 
 
 class Layers(Patcher):

@@ -53,7 +53,7 @@ def over_class(module: str, prefix: str, name: str, mixin: type) -> type:
 
 def log_refusal(base: type, error: Exception, level: int = logging.ERROR) -> None:
     """Log why a class cannot have our overlay."""
-    text = "vllm-fl steps aside, vLLM runs as stock: %s.%s takes no overlay: %s [FL513]"
+    text = "vllm-fl is disabled, vLLM runs unmodified: cannot wrap %s.%s: %s [FL513]"
     log.log(level, text, base.__module__, base.__qualname__, quote(error))
 
 
@@ -117,5 +117,5 @@ def lookup_of(path: str) -> Lookup:
     above, _, attribute = path.rpartition(".")
     owner: Any = resolve_name(above)
     if isinstance(owner, type) and attribute not in vars(owner):
-        raise AttributeError(f"{owner.__name__} has no {attribute} of its own")
+        raise AttributeError(f"{owner.__name__} does not define {attribute}")
     return Lookup(owner, attribute, inspect.getattr_static(owner, attribute))

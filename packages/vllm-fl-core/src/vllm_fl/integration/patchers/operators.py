@@ -65,7 +65,7 @@ def _calls_of(
                 with watched, torch.inference_mode():
                     impl.fn(*sample.args)
         except Exception as error:  # verification and the guard handle errors
-            log.debug("%s of %s, asked what it calls: %s", impl.impl_id, spec.name, error)
+            log.debug("%s of %s: its operators are unknown: %s", impl.impl_id, spec.name, error)
         if {operator.name() for operator, _, _ in watched.calls} == wanted:
             break
     return {operator.name() for operator, _, _ in watched.calls}
@@ -88,7 +88,7 @@ class _Override(Replacement):
         self.beneath = _registered(target.name, dispatch)
         if len(self.beneath) > 1:
             log.warning(
-                "Operator %s had been overridden already, by %s: that is what `stock` means there",
+                "Operator %s was already overridden, by %s: `stock` runs that override",
                 target.name,
                 self.beneath[0],
             )
@@ -109,8 +109,8 @@ class _Override(Replacement):
         """Remove the override. Under a later override it stays, and passes calls to the kernel."""
         if after := self.after:
             log.warning(
-                "Operator %s was overridden after vllm-fl, by %s: vllm-fl's override stays beneath "
-                "it, and passes every call on",
+                "Operator %s was overridden after vllm-fl, by %s: vllm-fl's override remains under "
+                "it, and passes calls on",
                 self.target.name,
                 after,
             )
@@ -132,7 +132,7 @@ class _Override(Replacement):
         the latter are not the op, or set a parameter that the binding does not have to another
         value than its default.
         """
-        before = next(iter(self.beneath), "an unknown place")
+        before = next(iter(self.beneath), "an unknown location")
         return {
             "replaced": None if empty.has_ours(self.target.name) else before,
             "overridden_by": self.after or None,
@@ -162,9 +162,9 @@ class Operators(Taking):
         """
         layers = (layer.cls for layer in layer_table() if layer.op == op)
         if kept := sorted(plan.kept_layers.intersection(layers)):
-            return f"layer {kept[0]} is left to vLLM, and calls its operators"
+            return f"layer {kept[0]} is not replaced, and calls its operators"
         if not plan.callable(op):
-            return "its implementations take the calling layer, and an operator has none"
+            return "its implementations need the calling layer, which operators do not have"
         return ""
 
     def misfit(self, target: OperatorTarget, device: torch.device) -> str:
@@ -178,7 +178,7 @@ class Operators(Taking):
                 return "this vLLM has no such operator"
             schema = torch._C.parse_schema(definable)
         elif not has_kernel(target.name, key):
-            return f"this vLLM has no kernel of it for {key}"
+            return f"this vLLM has no {key} kernel for it"
         return mismatch(target, *_parameters(schema))
 
     def install(self, target: OperatorTarget, device: torch.device) -> Replacement:
@@ -229,8 +229,8 @@ class Operators(Taking):
             if isinstance(ours, _Override) and ours.after not in ("", ours.logged):
                 ours.logged = ours.after
                 log.warning(
-                    "Operator %s was overridden after vllm-fl, by %s: the plan's implementation "
-                    "runs in it only if that calls it",
+                    "Operator %s was overridden after vllm-fl, by %s: the planned implementation "
+                    "runs only if that override calls it",
                     ours.target.name,
                     ours.logged,
                 )

@@ -157,7 +157,7 @@ def mismatch(target: Taken, names: Sequence[str], optional: Collection[str]) -> 
     """
     count = len(target.parameters)
     if tuple(names[:count]) != target.parameters:
-        return f"its parameters are {', '.join(names)}; known are {', '.join(target.parameters)}"
+        return f"its parameters are {', '.join(names)}; expected: {', '.join(target.parameters)}"
     required = [name for name in names[count:] if name not in optional]
     return f"it has further parameters without default: {', '.join(required)}" if required else ""
 
@@ -251,7 +251,7 @@ class Taking(Patcher):
                 engine.on_unbind(_give_back, engine, ours)
         for op, left in chosen.left.items():
             for name, why in left.items():
-                log.debug("Op '%s': %s is left to vLLM: %s", op, name, why)
+                log.debug("Op '%s': %s is not replaced: %s", op, name, why)
 
     def told(self, engine: Engine, chosen: Choice) -> dict[str, dict[str, dict[str, Any]]]:
         """Return op -> target -> {`left`: reason} or `Replacement.told`, for the worker report."""

@@ -36,10 +36,7 @@ log = get_logger("engine")
 
 
 def _reached_by(op: str, impl: classes.ClassImpl, layer: str, request: object) -> str:
-    return (
-        f"vllm-fl reaches {layer} by the op {op}, whose implementations are verified: bring an "
-        "OpImpl for it"
-    )
+    return f"vllm-fl replaces {layer} through the op {op}: provide an OpImpl, which is verified"
 
 
 class WholeLayers(Patcher):
@@ -129,7 +126,7 @@ class WholeLayers(Patcher):
         plan, model = engine.plan, engine.model
         counts: dict[str, int] = engine.state.setdefault(WholeLayers, {})
         if plan.layers and model is None:
-            log.warning("This worker shows no model: the layers of whole classes are not counted")
+            log.warning("This worker does not expose its model: replaced layers are not counted")
         modules = dict(model.named_modules()) if model is not None else {}
         for name, impl in plan.layers.items() if model is not None else ():
             cls, base, _ = _chosen(impl)
@@ -149,12 +146,12 @@ class WholeLayers(Patcher):
 
 def _fall_back(plan: Plan, impl: LayerImpl, stock: Sequence[str]) -> None:
     text = (
-        f"Implementation '{impl.impl_id}' was not taken for layer '{impl.layer}' in {len(stock)} "
-        f"places, which are vLLM's own: {', '.join(stock[:3])}"
+        f"Implementation '{impl.impl_id}' is not used for layer '{impl.layer}' in {len(stock)} "
+        f"places, which keep vLLM's class: {', '.join(stock[:3])}"
     )
     if plan.strict:
         raise TargetError(
-            f"{text}. Strict mode tries nothing else; set VLLM_FL_STRICT=0 to fall back.",
+            f"{text}. Strict mode does not fall back; set VLLM_FL_STRICT=0.",
             op=impl.layer,
             impl=impl.impl_id,
         )
@@ -164,7 +161,7 @@ def _fall_back(plan: Plan, impl: LayerImpl, stock: Sequence[str]) -> None:
 
 def _say(impl: LayerImpl, count: int, wrapped_by_lora: Sequence[object]) -> None:
     if not count:
-        text = "Layer %s: this model has none, so that '%s' does not run"
+        text = "Layer %s: this model has none, so '%s' does not run"
         log.warning(text, impl.layer, impl.impl_id)
         return
     log.info("Layer %s: %d in this model, by '%s'", impl.layer, count, impl.impl_id)
@@ -196,13 +193,13 @@ def _chosen(impl: LayerImpl) -> tuple[type[Any], type[Any], str]:
 
     def problem_of(path: str, cls: Any) -> str:
         if not isinstance(cls, type):
-            return f"{path} is no class"
+            return f"{path} is not a class"
         base = _vllms_classes().get(impl.layer)
         if base is not None and issubclass(cls, base):
             return ""
         known = {*_vllms_classes(), *declared_layers()}
         if impl.layer in known:
-            return f"{path} is no subclass of vLLM's {impl.layer}"
+            return f"{path} is not a subclass of vLLM's {impl.layer}"
         hint = closest(impl.layer, known)
         return f"vLLM {vllm_version()} has no layer class {impl.layer!r}.{hint}"
 

@@ -1,4 +1,4 @@
-"""The operators: out of place, for adjacent halves only."""
+"""Operators: out of place, for adjacent halves only."""
 
 from __future__ import annotations
 

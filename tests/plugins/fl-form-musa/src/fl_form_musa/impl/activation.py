@@ -1,5 +1,3 @@
-"""Activations."""
-
 from __future__ import annotations
 
 import torch

@@ -1,4 +1,4 @@
-"""Normalisation. With a residual both are overwritten, as the device's fused kernel does."""
+"""Normalisation. With a residual both are overwritten, like in the device's fused kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary embedding, in place unless it is asked not to be."""
+"""Rotary embedding, in place by default."""
 
 from __future__ import annotations
 
