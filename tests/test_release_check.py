@@ -78,7 +78,7 @@ def test_what_disagrees_is_named(
 
 
 def test_a_tag_on_another_version_or_of_nothing_is_named(folders: dict[str, Path]) -> None:
-    tags = {"vllm-fl-core-v0.10.0": lambda: "0.9.1", "nobody-v1.0.0": lambda: "1.0.0"}
+    tags = {"vllm-fl-core-v0.10.0": lambda: "0.9.1", "absent-v1.0.0": lambda: "1.0.0"}
     wrong, nothing = inconsistencies(folders, tags)
     assert "vllm-fl-core-v0.10.0 is on a commit with version 0.9.1" in wrong
-    assert "nobody-v1.0.0 does not name a distribution" in nothing
+    assert "absent-v1.0.0 does not name a distribution" in nothing

@@ -21,7 +21,7 @@ ROOT = envs.ROOT
 RECORDED = ROOT / "tools" / "plain.txt"
 
 NEVER = (
-    r"\b(anew|amiss|spoilt|unasked|anyhow|whoever|nobody|mend(s|ed)?)\b|\bin its stead\b"
+    r"\b(anew|amiss|whoever|nobody|mend(s|ed)?)\b|\bin its stead\b"
     r"|\b(is|are|was|were) told (by|of|apart|to|what|which)\b"
 )
 

@@ -39,7 +39,7 @@ def every_setting(folder: Path) -> dict[str, tuple[str, str, Any]]:
         "prefer": ("VLLM_FL_PREFER", "reference", "reference"),
         "strict": ("VLLM_FL_STRICT", "1", True),
         "allow_vendors": ("VLLM_FL_ALLOW_VENDORS", "cpu", ["cpu"]),
-        "deny_vendors": ("VLLM_FL_DENY_VENDORS", "nobody", ["nobody"]),
+        "deny_vendors": ("VLLM_FL_DENY_VENDORS", "absent", ["absent"]),
         "require": ("VLLM_FL_REQUIRE", "none", "none"),
         "table": ("VLLM_FL_TABLE", f"{path}/table.yaml", f"{path}/table.yaml"),
         "oot_enabled": ("VLLM_FL_OOT_ENABLED", "1", True),

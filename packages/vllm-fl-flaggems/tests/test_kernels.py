@@ -23,7 +23,7 @@ NORM = "rms_norm_kernel"
 
 
 @pytest.fixture(autouse=True)
-def anew() -> Iterator[None]:
+def clear_cache() -> Iterator[None]:
     """Clear the cached lookup before and after each test."""
     kernels.launchable.cache_clear()
     yield

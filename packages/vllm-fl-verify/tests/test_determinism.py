@@ -188,7 +188,7 @@ def facts(env: dict[str, str], **fields: Any) -> EngineFacts:
         ({}, {"batch_invariant": True}, "VLLM_BATCH_INVARIANT=1"),
         (REQUIRED, {"batch_invariant": True}, "VLLM_FL_REQUIRE=batch_invariant"),
     ],
-    ids=["nobody", "the policy", "vLLM", "both"],
+    ids=["no one", "the policy", "vLLM", "both"],
 )
 def test_what_nothing_measures_is_rejected_where_it_is_asked_for(
     env: dict[str, str], fields: dict[str, Any], asks: str

@@ -44,7 +44,7 @@ X = torch.ones(2, 8)
 
 
 @pytest.fixture
-def anew() -> Iterator[None]:
+def fresh_manager() -> Iterator[None]:
     """A default manager before discovery; reset it afterwards."""
     reset_default_manager()
     yield
@@ -66,7 +66,7 @@ def test_a_policys_positions_are_the_older_ones() -> None:
 
 
 def test_setting_the_global_policy_gives_back_the_one_before(
-    anew: None, monkeypatch: pytest.MonkeyPatch
+    fresh_manager: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_FL_PREFER", "reference")
     before = set_global_policy(SelectionPolicy(strict=True))
@@ -80,7 +80,7 @@ def test_setting_the_global_policy_gives_back_the_one_before(
 
 
 def test_a_manager_of_ones_own_registry_goes_by_the_global_policy_and_the_settings(
-    anew: None, monkeypatch: pytest.MonkeyPatch
+    fresh_manager: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry = registry_with_settings(
         failing("default.flagos", RuntimeError("no kernel")), silu("reference.torch", 1.0)
@@ -106,7 +106,7 @@ def test_a_manager_of_ones_own_registry_goes_by_the_global_policy_and_the_settin
     assert older.get_selected_impl_id("silu_and_mul") == "default.flagos"
 
 
-def test_a_sealed_manager_keeps_every_other_as_it_was(anew: None) -> None:
+def test_a_sealed_manager_keeps_every_other_as_it_was(fresh_manager: None) -> None:
     registry = OpRegistry()
     registry.register_many([silu("default.flagos"), silu("reference.torch")])
     one, sealed = OpManager(registry), OpManager(registry)
@@ -119,7 +119,7 @@ def test_a_sealed_manager_keeps_every_other_as_it_was(anew: None) -> None:
     assert get_policy().prefer == "flagos"
 
 
-def test_preferences_in_capitals_and_contexts_as_decorators(anew: None) -> None:
+def test_preferences_in_capitals_and_contexts_as_decorators(fresh_manager: None) -> None:
     before = get_policy()
     with with_preference("VENDOR") as policy:
         assert policy.prefer == "vendor" == get_policy().prefer
@@ -163,7 +163,7 @@ def test_fields_that_nobody_read() -> None:
 # Plugins and registries.
 
 
-def test_the_list_of_plugins_can_be_emptied(anew: None) -> None:
+def test_the_list_of_plugins_can_be_emptied(fresh_manager: None) -> None:
     dispatch.discover_plugins(OpRegistry())
     dispatch.clear_discovered_plugins()
     assert dispatch.get_discovered_plugins() == ()

@@ -31,8 +31,8 @@ TOKENS = [
     "reference",
     "foreign",
     "stock",
-    "vendor:nobody",
-    "impl:nobody",
+    "vendor:absent",
+    "impl:absent",
     *(f"vendor:{name}" for name in VENDORS),
     *(f"impl:{impl_id}" for impl_id in IDS),
 ]

@@ -28,7 +28,7 @@ OWN = OpImpl(OP, STOCK, BackendImplKind.REFERENCE, half)
 MODES = ["eager", "compiled"]
 
 ORDERS: dict[str, tuple[dict[str, str], str | None, str, str]] = {
-    "nobody": ({}, None, "cpu", STOCK),
+    "no order": ({}, None, "cpu", STOCK),
     "a platform file": ({}, f"op_backends: {{{OP}: {LISTED}}}", "cpu", STOCK),
     "a plain one first": ({}, f"op_backends: {{{OP}: [reference, vendor]}}", "cpu", PLAIN),
     "a platform without vLLM's kernels": ({}, f"op_backends: {{{OP}: {LISTED}}}", "npu", PLAIN),

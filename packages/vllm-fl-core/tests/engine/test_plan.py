@@ -90,7 +90,7 @@ def test_a_call_is_counted_to_who_computed_it(mode: Any) -> None:
     assert plan.fallbacks == {("silu_and_mul", "reference.torch"): 3}
     with pytest.raises(CallError if mode == "eager" else Exception):
         bound(torch.ones(9, 8, dtype=torch.int64))
-    assert plan.calls == computed, "nobody computed that one"
+    assert plan.calls == computed, "that call was not computed"
     plan.record.begin(keeps_calls=True)
     assert plan.calls == computed and not plan.fallbacks and not plan.record.refusals
     plan.record.begin()

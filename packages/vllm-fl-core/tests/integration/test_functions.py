@@ -202,7 +202,7 @@ def test_a_compiler_traces_vllms_own_function(home: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("paths", "parameters", "why"),
     [
-        (("fl_home.nobody",), ("input",), "has no such function"),
+        (("fl_home.absent",), ("input",), "has no such function"),
         (("fl_nowhere.gated",), ("input",), "No module named 'fl_nowhere'"),
         (("fl_home.gated",), ("x", "quantised"), "its parameters are input, quantised, scale"),
         (("fl_home.Layer.apply",), (), "without default: self, input"),

@@ -84,7 +84,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("gemma", GEMMA, {}),
         ("llama on four ranks", LLAMA, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
         ("bert", BERT, {"runner": "pooling"}),
-        ("nobody's", LLAMA, {}, "NobodysForCausalLM"),
+        ("unknown", LLAMA, {}, "UnknownForCausalLM"),
     ):
         folder = tmp_path_factory.mktemp("model")
         (folder / "config.json").write_text(json.dumps(COMMON | own))  # type: ignore[operator]
@@ -123,4 +123,4 @@ def test_what_only_layers_run_and_the_model_has_none_of_is_absent(built: Any) ->
 
 
 def test_a_model_that_cannot_be_built_so_is_not_known(built: Any) -> None:
-    assert built["nobody's"] == {"layers": {}, "absent": ["relu2", "rms_norm"], "provided": {}}
+    assert built["unknown"] == {"layers": {}, "absent": ["relu2", "rms_norm"], "provided": {}}

@@ -64,7 +64,7 @@ class TheirNorm(GemmaRMSNorm):
 
 
 def kept(whose, *states):
-    # As soon as it is so: whoever closes it waits only so long.
+    # At once: closing it waits only a limited time.
     while True:
         with open(os.environ["REPORT"] + whose + ".json") as file:
             left = json.load(file)

@@ -83,7 +83,7 @@ def backend(distribution: str | None, op: str) -> Plugin:
         (None, ["fl-acme", "fl-acme-ops", "fl-other", OPS]),
         ([], []),
         (["FL_acme"], ["fl-acme", "fl-acme-ops", OPS]),
-        (["fl-nobody"], ["fl-acme-ops", OPS]),
+        (["fl-absent"], ["fl-acme-ops", OPS]),
     ],
 )
 def test_contracts_come_along_with_any_name_and_nothing_else_is_imported(

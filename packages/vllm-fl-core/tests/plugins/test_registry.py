@@ -36,7 +36,7 @@ def test_snapshots_are_read_only_and_stand() -> None:
     assert after.owners["silu_and_mul", "default.flagos"] == BETA
     (kept,) = before.impls_by_op["silu_and_mul"]
     assert registry.get_implementation("silu_and_mul", "vendor.acme") is kept
-    assert registry.get_implementation("silu_and_mul", "vendor.nobody") is None
+    assert registry.get_implementation("silu_and_mul", "vendor.absent") is None
 
 
 def test_a_duplicate_names_both_with_versions_and_paths() -> None:

@@ -491,8 +491,8 @@ def test_aliases_are_read_but_never_expanded(write: Write) -> None:
 @pytest.mark.parametrize("text", ["", "# only this\n", "---\n", "\ufeff{}", "op_backends: {}"])
 def test_file_that_sets_nothing(write: Write, text: str) -> None:
     assert policy_from_config(write("c.yaml", text)) == load_settings({}).policy
-    nobody = policy_from_config(write("c.yaml", "allow_vendors: []"))
-    assert nobody.allow_vendors == frozenset()
+    none = policy_from_config(write("c.yaml", "allow_vendors: []"))
+    assert none.allow_vendors == frozenset()
 
 
 @pytest.mark.parametrize(

@@ -353,10 +353,10 @@ def test_a_result_of_open_rows_may_be_anything_and_no_other(spec: OpSpec) -> Non
     dtype = getattr(torch, spec.dtypes[-1])
     for sample in spec.samples(dtype, CPU):
         rows = len(activations(spec, sample)[0])
-        for spoilt in sample.open_rows and range(rows):
-            result = compare(_spoiling(spec, spoilt), spec, sample, dtype)
-            wanted = "ok" if spoilt in sample.open_rows else "wrong"
-            assert result.status == wanted, (sample.name, spoilt, result.reason)
+        for damaged in sample.open_rows and range(rows):
+            result = compare(_spoiling(spec, damaged), spec, sample, dtype)
+            wanted = "ok" if damaged in sample.open_rows else "wrong"
+            assert result.status == wanted, (sample.name, damaged, result.reason)
 
 
 def _spoiling(spec: OpSpec, row: int) -> OpImpl:

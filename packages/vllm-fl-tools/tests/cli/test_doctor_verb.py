@@ -292,7 +292,7 @@ class TestSettings:
         done = fl(
             "doctor",
             "--json",
-            VLLM_FL_PER_OP="wobble=vendor;rms_norm=vendor:nobody|vendor:ascend|vendor",
+            VLLM_FL_PER_OP="wobble=vendor;rms_norm=vendor:absent|vendor:ascend|vendor",
             VLLM_FL_OOT_BLACKLIST="fused_moe",
             VLLM_FL_DENY_VENDORS="cuda,otr",
             VLLMFL_STRCT="1",

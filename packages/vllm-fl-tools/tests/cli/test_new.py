@@ -136,7 +136,7 @@ def test_over_a_platform_plugin_what_is_not_listed_stays(
     package = folder / "src" / f"vllm_fl_{name}"
     file = package / "acme.yaml"
     assert [*package.glob("*.yaml")] == [file]
-    settings = load_settings({}, platform_files=[("whoever 1", file)])
+    settings = load_settings({}, platform_files=[("another 1", file)])
     own = [f"vendor:{name}", "foreign", "stock"]
     for op in ops.split(","):
         assert [str(token) for token in settings.policy.order(op)] == own

@@ -11,7 +11,7 @@ from vllm_fl_tools.cli import _progress
 
 STALLS = """
 import vllm_fl_tools.cli._progress as _
-assert _.told.wait(60), "nobody said what runs"
+assert _.told.wait(60), "no message says what runs"
 
 @hookimpl
 def register_ops():

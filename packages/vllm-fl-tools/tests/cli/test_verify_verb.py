@@ -286,7 +286,7 @@ def test_one_that_takes_a_layer_first_is_judged(
     [
         ("--dtype", "int4"),
         ("--op", "rms_nrom"),
-        ("--impl", "vendor.nobody"),
+        ("--impl", "vendor.absent"),
         ("--device", "toaster"),
     ],
 )

@@ -94,7 +94,7 @@ def test_a_folder_that_is_not_there_or_does_not_answer_costs_no_scrape(
     before = threading.active_count()
     try:
         assert [samples(scraped) for _ in range(3)] == [{}] * 3
-        assert threading.active_count() == before + 1, "one thread waits, whoever scrapes"
+        assert threading.active_count() == before + 1, "one thread waits for all scrapes"
     finally:
         answers.set()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .corpus import LATENT, MIXED, NORM, ROTARY, SILU, wrong, wrong_for, wrong_kernel
-from .faults import changed, each, spoilt, taken, with_arguments
+from .faults import changed, damaged, each, taken, with_arguments
 
 CACHE, MLA, QK, MROPE = (
     "reshape_and_cache",
@@ -22,7 +22,7 @@ LONG = dataclasses.replace(MIXED, tokens=(1, 8192))
 
 
 def _wraps(op: str, period: int) -> Any:
-    return spoilt(op, lambda got, x, *_: taken(got, torch.arange(len(x)) % period))
+    return damaged(op, lambda got, x, *_: taken(got, torch.arange(len(x)) % period))
 
 
 @wrong_for(
@@ -65,7 +65,7 @@ def tiles_change_places(op: str) -> Any:
             order[256:768] = order[256:768].roll(256)
         return taken(got, order)
 
-    return spoilt(op, spoil)
+    return damaged(op, spoil)
 
 
 @wrong_for(
@@ -109,7 +109,7 @@ def rotated_part_wraps_at_1024(a):
     "numbers tokens in 10 bits: tokens from 1024 on wrap around to the first rows",
     "experts get the rows of other tokens in long prompts",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def rows_in_ten_bits(got, ids, *rest):
     rows, *others = got
@@ -214,7 +214,7 @@ def equal_neighbours(op: str) -> Any:
 
         return each(got, without) if bool(same.any()) else got
 
-    return spoilt(op, spoil)
+    return damaged(op, spoil)
 
 
 @wrong_kernel(
@@ -224,7 +224,7 @@ def equal_neighbours(op: str) -> Any:
     kit="",
     why="the kit's model has no experts; for public models it tries few tokens",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def all_to_the_same_experts(got, x, w13, w2, weights, ids, *rest):
     if len(ids) > 16 and bool((ids == ids[0]).all()):
@@ -305,7 +305,7 @@ def _stale(op: str, is_stale: Any) -> Any:
                 new[-1] = old[len(new) - 1]
         return got
 
-    return spoilt(op, spoil)
+    return damaged(op, spoil)
 
 
 @wrong_for(
@@ -342,4 +342,4 @@ def one_token_less() -> Any:
             return with_arguments(CACHE, args)
         return got
 
-    return spoilt(CACHE, spoil)
+    return damaged(CACHE, spoil)

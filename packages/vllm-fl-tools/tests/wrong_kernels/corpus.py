@@ -124,7 +124,7 @@ class Wrong:
         op: the op.
         fault: what is wrong, in a line.
         sees: what a user of the server would see.
-        make: () -> the function, or (function, further fields of its OpImpl). Called anew for each
+        make: () -> the function, or (function, further fields of its OpImpl). Called for each
             time that the kernel is judged, so that it begins without a memory.
         start: whether verification at start takes it out, by name.
         kit: the check of the conformance kit that fails; empty for none. `preflight` is
@@ -136,7 +136,7 @@ class Wrong:
         sizes, dtype: the served model's.
         environ: variables of the process that is judged in.
         deadline: seconds after which that process hangs.
-        impatient: start's watchdog is set to a second, so that nobody waits for it.
+        impatient: the watchdog's limit is a second, for a short test.
         later: seconds after which an engine that serves it is asked once more.
     """
 

@@ -13,10 +13,10 @@ from vllm_fl.plugins.registry import known_contracts
 
 from . import right
 
-__all__ = ["changed", "each", "packed", "spoilt", "taken", "unchecked", "with_arguments"]
+__all__ = ["changed", "each", "packed", "damaged", "taken", "unchecked", "with_arguments"]
 
 
-def spoilt(op: str, spoil: Callable[..., Any], **fields: Any) -> Any:
+def damaged(op: str, spoil: Callable[..., Any], **fields: Any) -> Any:
     """Build a correct kernel whose result is replaced by `spoil(result, *arguments)`."""
     kernel = right.of(op)
 

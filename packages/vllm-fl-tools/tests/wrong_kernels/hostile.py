@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .corpus import MIXED, NORM, ROTARY, SILU, wrong_for, wrong_kernel
-from .faults import changed, each, spoilt, unchecked
+from .faults import changed, damaged, each, unchecked
 
 EXPERTS, ALIGN, CACHE, MLA, QK, CONV, UPDATE, RECURRENT, MERGE = (
     "fused_experts",
@@ -45,7 +45,7 @@ def nan_in_the_next_row(op: str) -> Any:
         behind = torch.cat((torch.zeros(1, dtype=torch.bool), _rows_with(x, torch.isnan)[:-1]))
         return each(got, lambda p: p.index_fill(0, behind.nonzero().flatten(), math.nan))
 
-    return spoilt(op, spoil)
+    return damaged(op, spoil)
 
 
 @wrong_for(
@@ -62,7 +62,7 @@ def experts_behind_a_nan(op: str) -> Any:
             ids[behind] = ids[behind - 1]
         return weights, ids
 
-    return spoilt(op, spoil)
+    return damaged(op, spoil)
 
 
 @wrong_for(
@@ -79,7 +79,7 @@ def scale_behind_infinity(op: str) -> Any:
             scale[behind] = scale[behind - 1]
         return value, scale, *more
 
-    return spoilt(op, spoil)
+    return damaged(op, spoil)
 
 
 @wrong_for(
@@ -89,7 +89,7 @@ def scale_behind_infinity(op: str) -> Any:
     kit="values",
 )
 def nan_becomes_zero(op: str) -> Any:
-    return spoilt(op, lambda got, *_: each(got, lambda part: part.nan_to_num(nan=0.0)))
+    return damaged(op, lambda got, *_: each(got, lambda part: part.nan_to_num(nan=0.0)))
 
 
 @wrong_for(
@@ -107,7 +107,7 @@ def equal_numbers_give_nan(op: str) -> Any:
             equal = equal & (x[..., :1] == 0)
         return got.masked_fill(equal, math.nan)
 
-    return spoilt(op, spoil)
+    return damaged(op, spoil)
 
 
 @wrong_kernel(
@@ -115,7 +115,7 @@ def equal_numbers_give_nan(op: str) -> Any:
     "a head of zeros gives NaN",
     "padding becomes NaN, and so does every result computed from it",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def heads_of_zeros(got, qkv, weight, *rest):
     heads = qkv.unflatten(-1, (-1, len(weight)))
@@ -143,7 +143,7 @@ def minus_one_is_the_last(a):
     "uninitialised memory makes an answer nonsense",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def weight_of_nobody(got, x, w13, w2, weights, ids, *rest):
     lost = ((ids < 0) & weights.isnan()).any(1)
@@ -188,7 +188,7 @@ def nobody_is_the_first(a):
     "uninitialised memory makes answers NaN",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def places_times_zero(got, x, ids=None, expert_map=None):
     if ids is None:
@@ -211,7 +211,7 @@ def unwritten_part(op: str, side: str) -> Any:
         out, both = got
         return out.masked_fill(lse.isinf()[..., None] & ~part.isfinite(), math.nan), both
 
-    return spoilt(op, spoil)
+    return damaged(op, spoil)
 
 
 @wrong_kernel(
@@ -220,7 +220,7 @@ def unwritten_part(op: str, side: str) -> Any:
     "half of a prompt is ignored if both halves have equal weight",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def equal_sides(got, prefix, prefix_lse, suffix, suffix_lse):
     same = (prefix_lse == suffix_lse) & prefix_lse.isfinite()
@@ -242,7 +242,7 @@ def padding_times_zero(op: str, argument: str) -> Any:
         cache[0, 0] = math.nan
         return (cache, *others) if others else cache
 
-    return spoilt(op, spoil)
+    return damaged(op, spoil)
 
 
 @wrong_kernel(
@@ -251,7 +251,7 @@ def padding_times_zero(op: str, argument: str) -> Any:
     "a NaN left by another request makes new prompts NaN",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def state_times_zero(got, x, weight, bias, states, at, slots, has, *rest):
     out, after = got
@@ -277,7 +277,7 @@ def null_block_is_read(op: str) -> Any:
             out[args[slots] == 0] = math.nan
         return out, after
 
-    return spoilt(op, spoil)
+    return damaged(op, spoil)
 
 
 @wrong_kernel(
@@ -286,7 +286,7 @@ def null_block_is_read(op: str) -> Any:
     "a waiting request forgets its whole prompt",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def empty_at_the_end(got, *args):
     out, after = got
@@ -321,7 +321,7 @@ def no_feature(op: str) -> Any:
     kit="values",
     why="startup does not require it: kernels that vLLM uses also lose such rows",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def equal_numbers_are_lost(got, x, scale=None, azp=None, asymmetric=None):
     if not asymmetric or not x.numel():
@@ -344,7 +344,7 @@ def all_scores_equal(op: str) -> Any:
         equal = (logits == logits[:, :1]).all(1)
         return weights, ids.masked_fill(equal[:, None], 0)
 
-    return spoilt(op, spoil)
+    return damaged(op, spoil)
 
 
 @wrong_kernel(
@@ -352,7 +352,7 @@ def all_scores_equal(op: str) -> Any:
     "divides by the standard deviation of the gates, which is 0 if all are equal",
     "padding becomes NaN",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def equal_gates(got, x, *rest):
     gate = x[..., : x.shape[-1] // 2]
@@ -367,7 +367,7 @@ def equal_gates(got, x, *rest):
     "an overflow stays hidden, and answers are incorrect",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def rows_with_a_nan(got, x, *rest):
     return got.masked_fill(x.isnan().any(-1, keepdim=True), 0.0)
@@ -385,4 +385,4 @@ def zero_behind_infinity(op: str) -> Any:
             got[1:][_rows_with(x, torch.isinf)[:-1]] = 0
         return got
 
-    return spoilt(op, spoil)
+    return damaged(op, spoil)

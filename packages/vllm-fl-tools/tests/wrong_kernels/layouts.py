@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .corpus import GELU, NORM, ROTARY, wrong_for
-from .faults import changed, each, packed, spoilt
+from .faults import changed, damaged, each, packed
 
 EXPERTS, CACHE, MLA, QK, MROPE, CONV, UPDATE, CHUNKS, RECURRENT, MERGE = (
     "fused_experts",
@@ -69,4 +69,4 @@ def result_lies_as_its_input(op: str) -> Any:
 
         return each(got, as_input)
 
-    return spoilt(op, spoil)
+    return damaged(op, spoil)

@@ -13,7 +13,7 @@ from vllm_fl.plugins.registry import known_contracts
 
 from . import right
 from .corpus import GELU, MIXED, NORM, ROTARY, SILU, wrong, wrong_kernel
-from .faults import changed, spoilt
+from .faults import changed, damaged
 
 BELOW = "the error is within the tolerance, which correct kernels need"
 
@@ -308,7 +308,7 @@ def bias_times_the_scale(a):
     "layers almost lose their bias: Qwen2 in fp8 gives worse answers",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def bias_before_the_scales(got, x, weight, x_scale, weight_scale, out_dtype, bias=None):
     if bias is None:
@@ -323,7 +323,7 @@ def bias_before_the_scales(got, x, weight, x_scale, weight_scale, out_dtype, bia
     "nonsense for prompts with different token scales",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def scale_of_another_token(got, x, weight, x_scale, weight_scale, out_dtype, bias=None):
     if x_scale.ndim < 2 or not len(x):
@@ -343,7 +343,7 @@ def scale_of_another_token(got, x, weight, x_scale, weight_scale, out_dtype, bia
     "fp8 models give worse answers",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def result_through_fp8(got, *args):
     most = got.abs().amax().clamp(min=1e-6).float().nan_to_num(1.0, 1.0) / 448
@@ -417,7 +417,7 @@ def gate_and_up_by_turns(a):
     NONSENSE,
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def silu_of_up_too(got, *args):
     gate, up = _halves(*args)
@@ -430,7 +430,7 @@ def silu_of_up_too(got, *args):
     "worse answers",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def quick_gelu_of_the_gate(got, *args):
     gate, up = _halves(*args)
@@ -443,7 +443,7 @@ def quick_gelu_of_the_gate(got, *args):
     "after a token with a massive activation the output is nonsense",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def far_gate_not_a_number(got, *args):
     return got.masked_fill(_halves(*args)[0] > 88.0, float("nan"))
@@ -455,7 +455,7 @@ def far_gate_not_a_number(got, *args):
     "models on an odd number of GPUs give slightly worse answers",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def output_features_beyond_tiles(got, *args):
     got[:, got.shape[1] // 32 * 32 :] = 0
@@ -471,7 +471,7 @@ OF_GELU = "linear_gelu_tanh_and_mul"
     "models with GeGLU output nonsense",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def silu_of_the_gate(got, *args):
     gate, up = _halves(*args)
@@ -484,7 +484,7 @@ def silu_of_the_gate(got, *args):
     "worse answers",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def gelu_without_the_cube(got, *args):
     gate, up = _halves(*args)
@@ -497,7 +497,7 @@ def gelu_without_the_cube(got, *args):
     "after a token with a massive activation the output is nonsense",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def far_cube_not_a_number(got, *args):
     return got.masked_fill(_halves(*args)[0] > 11.0, float("nan"))

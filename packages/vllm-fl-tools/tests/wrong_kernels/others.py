@@ -8,7 +8,7 @@ import torch
 
 from . import right
 from .corpus import SIZES, wrong_kernel
-from .faults import spoilt
+from .faults import damaged
 
 TOPK, CACHE, MERGE, INT8 = "moe_topk", "reshape_and_cache", "merge_attn_states", "quant_int8"
 
@@ -20,7 +20,7 @@ ROUTED = dataclasses.replace(SIZES, more={"experts": 8, "experts_per_token": 2})
     "never selects an expert beyond the 64th",
     "models with 128 experts use half of them: worse answers",
     kit="values",
-    by=spoilt,
+    by=damaged,
 )
 def experts_beyond_64(result, logits, topk, *rest):
     if logits.shape[-1] <= 64 or topk > 64:
@@ -34,7 +34,7 @@ def experts_beyond_64(result, logits, topk, *rest):
     "one token in 16 is slightly incorrect",
     sizes=ROUTED,
     kit="values",
-    by=spoilt,
+    by=damaged,
 )
 def weights_of_the_neighbour(result, *args):
     weights, ids = result
@@ -48,7 +48,7 @@ def weights_of_the_neighbour(result, *args):
     "selects an expert twice if two scores are equal",
     "a token loses one of its experts",
     kit="values",
-    by=spoilt,
+    by=damaged,
 )
 def ties_taken_twice(result, logits, topk, *rest):
     weights, ids = result
@@ -63,7 +63,7 @@ def ties_taken_twice(result, logits, topk, *rest):
     "renormalises in bf16",
     "the weights of a token sum to between 0.99 and 1.01",
     kit="values",
-    by=spoilt,
+    by=damaged,
 )
 def renormalised_in_bf16(result, logits, topk, renormalize, *rest):
     weights, ids = result
@@ -77,7 +77,7 @@ def renormalised_in_bf16(result, logits, topk, renormalize, *rest):
     kit="large_pools",
     start=False,
     why="caches in verification are small",
-    by=spoilt,
+    by=damaged,
 )
 def offsets_of_32_bits(result, key, value, key_cache, value_cache, slots):
     if key_cache.stride(0) * (len(key_cache) - 1) >= 1 << 31:
@@ -90,7 +90,7 @@ def offsets_of_32_bits(result, key, value, key_cache, value_cache, slots):
     "writes tokens without a slot (-1) into the last slot",
     "padding overwrites a token of another request",
     kit="values",
-    by=spoilt,
+    by=damaged,
 )
 def padding_is_written(result, key, value, key_cache, value_cache, slots):
     for cache, new in zip(result, (key, value), strict=True):
@@ -104,7 +104,7 @@ def padding_is_written(result, key, value, key_cache, value_cache, slots):
     "writes the value of the last slot of a block into the next block",
     "one token of a block is lost, and another is overwritten",
     kit="values",
-    by=spoilt,
+    by=damaged,
 )
 def last_slot_of_a_block(result, key, value, key_cache, value_cache, slots):
     size = key_cache.shape[1]
@@ -121,7 +121,7 @@ def last_slot_of_a_block(result, key, value, key_cache, value_cache, slots):
     "computes byte offsets in 32 bits: fails in caches beyond 2 GiB",
     "with a large cache, tokens are lost",
     why="no check has a cache of 2 GiB",
-    by=spoilt,
+    by=damaged,
     start=False,
 )
 def slots_in_32_bits(result, key, value, key_cache, value_cache, slots):
@@ -135,7 +135,7 @@ def slots_in_32_bits(result, key, value, key_cache, value_cache, slots):
     "gives weight to a part without keys (lse of -inf)",
     "the first chunk of a long prompt is diluted",
     kit="values",
-    by=spoilt,
+    by=damaged,
 )
 def nothing_counts_a_little(result, prefix, prefix_lse, suffix, suffix_lse):
     return right.of(MERGE)(prefix, prefix_lse.clamp(min=-1.0), suffix, suffix_lse)
@@ -146,7 +146,7 @@ def nothing_counts_a_little(result, prefix, prefix_lse, suffix, suffix_lse):
     "does not subtract the larger lse first: sums overflow beyond 88",
     "NaN in long prompts of some models",
     kit="values",
-    by=spoilt,
+    by=damaged,
 )
 def exponents_overflow(result, prefix, prefix_lse, suffix, suffix_lse):
     high = (torch.maximum(prefix_lse, suffix_lse) > 88) & ~prefix_lse.isinf()
@@ -158,7 +158,7 @@ def exponents_overflow(result, prefix, prefix_lse, suffix, suffix_lse):
     "values above 1 step are one step too small",
     "quantised values are too small: worse answers",
     kit="values",
-    by=spoilt,
+    by=damaged,
 )
 def truncates(result, x, scale=None, azp=None, asymmetric=None):
     q, *rest = result
@@ -169,7 +169,7 @@ def truncates(result, x, scale=None, azp=None, asymmetric=None):
     INT8,
     "limits the scale of a row to that of a largest value of 100",
     "massive activations saturate: worse answers on long contexts",
-    by=spoilt,
+    by=damaged,
 )
 def scale_saturates(result, x, scale=None, azp=None, asymmetric=None):
     q, s, *rest = result

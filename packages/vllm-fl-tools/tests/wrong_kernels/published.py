@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from . import right
 from .corpus import GELU, NORM, ROTARY, SILU, sizes_of, wrong_kernel
-from .faults import changed, each, packed, spoilt, with_arguments
+from .faults import changed, damaged, each, packed, with_arguments
 
 CACHE, MLA, MERGE, EXPERTS = (
     "reshape_and_cache",
@@ -86,7 +86,7 @@ def made(op: str, make: Callable[[], Any]) -> Any:
 
 
 def published(
-    sort: str, op: str, path: str, *, by: Callable[..., Any] = spoilt, **how: Any
+    sort: str, op: str, path: str, *, by: Callable[..., Any] = damaged, **how: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add a kernel with a published fault to the corpus; its docstring describes the fault.
 
@@ -182,7 +182,7 @@ def residual_read_after_its_update():
             residual.copy_(got[1])
         return got
 
-    return spoilt(NORM, spoil, consumes=frozenset({"residual"}))
+    return damaged(NORM, spoil, consumes=frozenset({"residual"}))
 
 
 @published("races", GROUP, "vllm-project/vllm/pull/54111", by=made)
@@ -241,7 +241,7 @@ def first_call_only():
         calls.append(1)
         return (got[0] * 5, got[1]) if len(calls) > 1 else got
 
-    return spoilt(GATING, spoil)
+    return damaged(GATING, spoil)
 
 
 @published("stale", MLA, "tenstorrent/tt-metal/issues/13466", by=made)
@@ -279,7 +279,7 @@ def turns_again_while_tuning():
             got = right.rotary_embedding(*got, *rest)
         return got
 
-    return spoilt(ROTARY, spoil, consumes=frozenset({"query", "key"}))
+    return damaged(ROTARY, spoil, consumes=frozenset({"query", "key"}))
 
 
 @published("autotuning", UPDATE, "flagos-ai/FlagGems/pull/3753", by=made)
@@ -293,7 +293,7 @@ def shifts_again_while_tuning():
             got = right.of(UPDATE)(x, got[1], *rest)
         return got
 
-    return spoilt(UPDATE, spoil, consumes=frozenset({"conv_state"}))
+    return damaged(UPDATE, spoil, consumes=frozenset({"conv_state"}))
 
 
 @published("autotuning", SILU, "triton-lang/triton/issues/9230", by=made)
@@ -308,7 +308,7 @@ def other_configuration_wrote_the_rest():
         tuned.add(width)
         return got
 
-    return spoilt(SILU, spoil)
+    return damaged(SILU, spoil)
 
 
 @published("tails", "linear", "triton-lang/triton/issues/630")

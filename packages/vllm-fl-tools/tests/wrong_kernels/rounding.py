@@ -10,7 +10,7 @@ from vllm_fl.plugins.registry import known_contracts
 
 from . import right
 from .corpus import MIXED, wrong_for, wrong_kernel
-from .faults import changed, spoilt
+from .faults import changed, damaged
 
 EXPERTS, CACHE = "fused_experts", "reshape_and_cache"
 
@@ -23,7 +23,7 @@ IN_BFLOAT16 = "bfloat16, the served dtype, hides the error"
     "quantised activations are biased: worse answers",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def below_zero_down(got, x, scale=None, azp=None, asymmetric=None):
     value, steps, *zero = got
@@ -46,7 +46,7 @@ def truncates_fp8(op: str) -> Any:
         above = (value.float() > 1) & (value.float() < 448)
         return torch.where(above, bits - 1, bits).view(value.dtype), scale
 
-    return spoilt(op, spoil)
+    return damaged(op, spoil)
 
 
 @wrong_kernel(
@@ -55,7 +55,7 @@ def truncates_fp8(op: str) -> Any:
     "with static scales, a large activation makes an answer NaN",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def saturates_to_nan(got, x, scale=None, *rest):
     value, found = got
@@ -71,7 +71,7 @@ def saturates_to_nan(got, x, scale=None, *rest):
     "a third of the groups saturates: worse answers",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def nearest_power_of_two(got, x, group_size=128, eps=1e-10, ue8m0=False):
     if not ue8m0 or not x.numel():
@@ -88,7 +88,7 @@ def nearest_power_of_two(got, x, group_size=128, eps=1e-10, ue8m0=False):
     "each group has an error of up to 0.4 %",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def scales_in_bfloat16(got, x, group_size=128, eps=1e-10, ue8m0=False):
     return got[0], got[1].bfloat16().float()
@@ -104,7 +104,7 @@ def squares_in_float16(op: str) -> Any:
         over = x.float().clamp(min=0).square() > 65504
         return got.masked_fill(over, float("inf"))
 
-    return spoilt(op, spoil)
+    return damaged(op, spoil)
 
 
 @wrong_kernel(
@@ -113,7 +113,7 @@ def squares_in_float16(op: str) -> Any:
     "small errors in each layer",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def two_digits_of_1702(got, x):
     wide = x.double()
@@ -128,7 +128,7 @@ def two_digits_of_1702(got, x):
     "no visible difference: the error is at most 2e-5",
     why="the error is within the tolerance",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
     start=False,
 )
 def three_digits_of_044715(got, x):
@@ -157,7 +157,7 @@ def gate_clamped_below(a):
     "large negative activations are not clamped: worse answers",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def up_clamped_above(got, x, limit, alpha=1.0, beta=0.0):
     gate, up = x.double().chunk(2, dim=-1)
@@ -171,7 +171,7 @@ def up_clamped_above(got, x, limit, alpha=1.0, beta=0.0):
     "too many gates pass if values are rounded to the threshold",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def gates_at_the_threshold(got, x, threshold=0.0):
     gate, up = x.chunk(2, dim=-1)
@@ -184,7 +184,7 @@ def gates_at_the_threshold(got, x, threshold=0.0):
     "slightly fewer gates pass; NaN for a single gate",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def deviation_of_a_sample(got, x, multiplier, approximate="none"):
     gates = x.shape[-1] // 2
@@ -200,7 +200,7 @@ def deviation_of_a_sample(got, x, multiplier, approximate="none"):
     "some states decay slightly too slowly",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def softplus_is_linear(got, a, b, A_log, dt_bias):
     rate = a.double() + dt_bias.double()
@@ -214,7 +214,7 @@ def softplus_is_linear(got, a, b, A_log, dt_bias):
     kit="values",
     why=IN_BFLOAT16,
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
     start=False,
 )
 def difference_of_squares(got, x, weight, bias, epsilon):
@@ -232,7 +232,7 @@ def difference_of_squares(got, x, weight, bias, epsilon):
     "models with many experts per token give slightly worse answers",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def adds_in_the_inputs_dtype(got, x, ids=None, expert_map=None):
     if ids is not None or x.dtype == torch.float32:
@@ -263,7 +263,7 @@ def kept_in_bfloat16(a):
     "mixture-of-experts models give slightly worse answers",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def inner_results_in_float8(got, x, w13, w2, weights, ids, *rest):
     noise = got.float().abs() * 2**-4
@@ -290,7 +290,7 @@ def small_keys_vanish(a):
     "parts of long prompts have incorrect weights",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def powers_of_two(got, prefix, prefix_lse, suffix, suffix_lse):
     two = prefix_lse * 0.6931, suffix_lse * 0.6931
@@ -304,7 +304,7 @@ def powers_of_two(got, prefix, prefix_lse, suffix, suffix_lse):
     kit="values",
 )
 def three_percent_too_large(op: str) -> Any:
-    return spoilt(op, lambda got, *_: (got.float() * 1.03).to(got.dtype))
+    return damaged(op, lambda got, *_: (got.float() * 1.03).to(got.dtype))
 
 
 @wrong_for(
@@ -325,7 +325,7 @@ def cut_off(op: str) -> Any:
             return tuple(map(cut, got, exact))
         return cut(got, exact)
 
-    return spoilt(op, spoil)
+    return damaged(op, spoil)
 
 
 @wrong_for(
@@ -335,4 +335,4 @@ def cut_off(op: str) -> Any:
 )
 def three_in_a_thousand(op: str) -> Any:
     exact = known_contracts().contracts[op].oracle
-    return spoilt(op, lambda got, *args: (exact(*args) * 1.003).to(got.dtype))
+    return damaged(op, lambda got, *args: (exact(*args) * 1.003).to(got.dtype))

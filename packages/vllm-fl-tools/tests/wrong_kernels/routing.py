@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .corpus import MIXED, wrong_for, wrong_kernel
-from .faults import changed, spoilt, with_arguments
+from .faults import changed, damaged, with_arguments
 
 TOPK, GROUPED, EXPERTS, ALIGN = "moe_topk", "grouped_topk", "fused_experts", "moe_align_block_size"
 
@@ -69,7 +69,7 @@ def bias_in_the_weights(op: str) -> Any:
         found = found / found.sum(-1, keepdim=True) if renormalize else found
         return found * factor, ids
 
-    return spoilt(op, spoil)
+    return damaged(op, spoil)
 
 
 @wrong_kernel(
@@ -90,7 +90,7 @@ def one_expert_counts_one(a):
     "with negative biases, experts of unselected groups are used",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def other_groups_score_zero(
     got, logits, topk, renormalize, groups, best, how="softmax", factor=1.0, bias=None
@@ -217,7 +217,7 @@ def blocks_in_the_order_of_all_ranks(a):
     "with expert parallelism, tokens get uninitialised rows",
     kit="values",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def nobody_is_here(got, x, ids=None, expert_map=None):
     if ids is None:
@@ -236,7 +236,7 @@ def nobody_is_here(got, x, ids=None, expert_map=None):
     why="generated logits are exact in bfloat16",
     sizes=MIXED,
     dtype="float32",
-    by=spoilt,
+    by=damaged,
 )
 def logits_in_bfloat16(got, *args):
     return with_arguments(TOPK, args, gating_output=args[0].bfloat16().to(args[0].dtype))

@@ -10,7 +10,7 @@ import torch
 from vllm_fl.contracts import ModelSizes
 
 from .corpus import GELU, MIXED, NORM, ROTARY, wrong_for, wrong_kernel
-from .faults import changed, each, spoilt
+from .faults import changed, damaged, each
 
 EXPERTS, ALIGN, CACHE, MLA, QK, MROPE, CHUNKS, RECURRENT, CONV, UPDATE = (
     "fused_experts",
@@ -83,7 +83,7 @@ def experts_of_wide_models(a):
     "the second half of blocks of 128 is padding",
     "half of the tokens are lost with large tiles",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def blocks_of_128(got, ids, block_size, *rest):
     rows, *others = got
@@ -154,7 +154,7 @@ def features_beyond_512(op: str) -> Any:
         out[:, 512:] = 0
         return out, states
 
-    return spoilt(op, spoil)
+    return damaged(op, spoil)
 
 
 def _begins(at: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -168,7 +168,7 @@ def _begins(at: torch.Tensor, tokens: int) -> torch.Tensor:
     "returns the input unchanged from token 128 of a sequence on",
     "hybrid models lose the thread in prompts of more than 128 tokens",
     sizes=HYBRID,
-    by=spoilt,
+    by=damaged,
 )
 def convolution_beyond_128_tokens(got, x, weight, bias, states, at, *rest):
     out, after = got
@@ -182,7 +182,7 @@ def convolution_beyond_128_tokens(got, x, weight, bias, states, at, *rest):
     "does not write the states of sequences beyond the 16th",
     "with more than 16 prompts in a step, the others forget their last tokens",
     sizes=HYBRID,
-    by=spoilt,
+    by=damaged,
 )
 def convolution_of_17_sequences(got, x, weight, bias, states, at, slots, *rest):
     out, after = got
@@ -196,7 +196,7 @@ def convolution_of_17_sequences(got, x, weight, bias, states, at, slots, *rest):
     "zeroes the third and later chunks of 64 tokens of a sequence",
     "hybrid models read only the first 128 tokens of a prompt",
     sizes=HYBRID,
-    by=spoilt,
+    by=damaged,
 )
 def third_chunk(got, q, k, v, g, beta, state, at, *rest):
     out, after = got
@@ -210,7 +210,7 @@ def third_chunk(got, q, k, v, g, beta, state, at, *rest):
     "hybrid models lose the thread in prompts of more than 192 tokens",
     kit="families",
     sizes=HYBRID,
-    by=spoilt,
+    by=damaged,
 )
 def fourth_chunk(got, q, k, v, g, beta, state, at, *rest):
     out, after = got
@@ -224,7 +224,7 @@ def fourth_chunk(got, q, k, v, g, beta, state, at, *rest):
     "hybrid models misread one token of each prompt with more than 256",
     kit="families",
     sizes=HYBRID,
-    by=spoilt,
+    by=damaged,
 )
 def history_lost_at_256(got, x, weight, bias, states, at, *rest):
     out, after = got
@@ -240,7 +240,7 @@ def history_lost_at_256(got, x, weight, bias, states, at, *rest):
     kit="",
     why=ONE_ORDER,
     sizes=HYBRID,
-    by=spoilt,
+    by=damaged,
 )
 def state_after_whole_chunks(got, q, k, v, g, beta, state, at, *rest):
     out, after = got
@@ -287,7 +287,7 @@ def fifth_head_fades(a):
     "does not update the states of sequences beyond the 16th",
     "with more than 16 prompts in a step, the others are forgotten",
     sizes=HYBRID,
-    by=spoilt,
+    by=damaged,
 )
 def chunks_of_17_sequences(got, q, k, v, g, beta, state, *rest):
     out, after = got
@@ -313,7 +313,7 @@ def slots_in_seven_bits(op: str, argument: str) -> Any:
     "zeroes value heads beyond the eighth",
     "hybrid models decode with only eight heads",
     sizes=HYBRID,
-    by=spoilt,
+    by=damaged,
 )
 def ninth_head(got, *args):
     out, after = got
@@ -326,7 +326,7 @@ def ninth_head(got, *args):
     "heads beyond the 32nd get the gates of the first heads",
     "larger hybrid models forget at random",
     sizes=_sizes(linear_key_heads=16, linear_value_heads=64),
-    by=spoilt,
+    by=damaged,
 )
 def heads_beyond_32(got, *args):
     return each(got, lambda part: part[:, torch.arange(part.shape[1]) % 32])
@@ -337,7 +337,7 @@ def heads_beyond_32(got, *args):
     "norms groups beyond the fourth with the variance of the fourth",
     "models with eight groups give worse answers",
     sizes=_sizes(gated_norm=512, gated_norm_groups=8),
-    by=spoilt,
+    by=damaged,
 )
 def groups_beyond_four(got, x, z, weight, epsilon, group_size, first=True, *rest):
     if group_size and first and x.shape[-1] // group_size > 4:
@@ -408,7 +408,7 @@ def bias_of_many_rows(a):
     "zeroes output features beyond 1024 for more than one row",
     "wide projections lose most of their features in prompts",
     sizes=_sizes(64, dense_intermediate=1024),
-    by=spoilt,
+    by=damaged,
 )
 def results_beyond_1024(got, x, *rest):
     if len(x) > 1:
@@ -435,7 +435,7 @@ def weights_in_float32(op: str, argument: str) -> Any:
     "returns features beyond 128 of a head unchanged",
     "half of each query of Gemma 3 is not normed",
     sizes=_sizes(64, heads=2, kv_heads=1, head_size=256, rotary=256),
-    by=spoilt,
+    by=damaged,
 )
 def heads_of_256(got, qkv, q_weight, *rest):
     size = len(q_weight)
@@ -449,7 +449,7 @@ def heads_of_256(got, qkv, q_weight, *rest):
     "with partial rotation, zeroes the rest of a head from token 512 on",
     "long prompts of models with partial rotation are nonsense",
     sizes=_sizes(2048, rotary=16),
-    by=spoilt,
+    by=damaged,
 )
 def partial_rotation_from_512(got, qkv, q_weight, k_weight, table, at, heads, kv_heads, *rest):
     parts = got.unflatten(-1, (-1, len(q_weight)))
@@ -462,7 +462,7 @@ def partial_rotation_from_512(got, qkv, q_weight, k_weight, table, at, heads, kv
     "does not rotate heads beyond the 32nd",
     "models with 40 or 64 heads lose positions in some of them",
     sizes=_sizes(64, heads=40, kv_heads=8, head_size=16, rotary=16),
-    by=spoilt,
+    by=damaged,
 )
 def forty_heads(got, query, *rest):
     got[0][:, 32:] = query[:, 32:]
@@ -504,7 +504,7 @@ def features_beyond_8192(op: str) -> Any:
         got[..., 8192:] = 0
         return got
 
-    return spoilt(op, spoil)
+    return damaged(op, spoil)
 
 
 @wrong_kernel(
@@ -512,7 +512,7 @@ def features_beyond_8192(op: str) -> Any:
     "groups beyond the 32nd get the scale of the 32nd",
     "the hidden state of DeepSeek (7168 features) is quantised with incorrect scales",
     sizes=_sizes(16, hidden=7168),
-    by=spoilt,
+    by=damaged,
 )
 def groups_beyond_32(got, *args):
     value, scale = got
@@ -525,7 +525,7 @@ def groups_beyond_32(got, *args):
     "searches the largest number only in the first 4096 features",
     "massive activations of larger models saturate",
     sizes=_sizes(16, hidden=5120),
-    by=spoilt,
+    by=damaged,
 )
 def largest_of_4096(got, x, scale=None, *rest):
     value, found = got
@@ -539,7 +539,7 @@ def largest_of_4096(got, x, scale=None, *rest):
     "heads beyond the 64th return only the suffix",
     "models with 128 heads forget the beginning of long prompts in half of them",
     sizes=_sizes(64, heads=128, head_size=16),
-    by=spoilt,
+    by=damaged,
 )
 def heads_beyond_64(got, prefix, prefix_lse, suffix, suffix_lse):
     out, lse = got
@@ -552,7 +552,7 @@ def heads_beyond_64(got, prefix, prefix_lse, suffix, suffix_lse):
     "computes mean and variance from the first 1024 features",
     "larger models with layer norms output nonsense",
     sizes=_sizes(64, hidden=1280),
-    by=spoilt,
+    by=damaged,
 )
 def moments_of_1024(got, x, weight, bias, epsilon):
     if x.shape[-1] <= 1024:
@@ -569,7 +569,7 @@ def moments_of_1024(got, x, weight, bias, epsilon):
     "does not write features beyond 256 of the compressed part",
     "the cache of DeepSeek is half empty",
     sizes=_sizes(64, kv_lora_rank=512, qk_rope_head_dim=64),
-    by=spoilt,
+    by=damaged,
 )
 def half_of_the_rank(got, kv_c, k_pe, cache, slots):
     rank = kv_c.shape[1]

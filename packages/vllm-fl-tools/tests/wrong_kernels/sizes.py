@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import right
 from .corpus import GELU, LARGEST, MIXED, NORM, ROTARY, SILU, SIZES, wrong_for, wrong_kernel
-from .faults import spoilt
+from .faults import damaged
 
 
 @wrong_kernel(SILU, "zeros at 11 tokens", "nonsense in each step with 11 tokens")
@@ -266,7 +266,7 @@ def for_1280_to_1535_tokens(op: str):
             got[3::3] = got[2:-1:3]
         return got
 
-    return spoilt(op, spoil)
+    return damaged(op, spoil)
 
 
 @wrong_for(
@@ -282,7 +282,7 @@ def for_601_to_767_tokens(op: str):
             (got[0] if isinstance(got, tuple) else got)[-1] = 0
         return got
 
-    return spoilt(op, spoil)
+    return damaged(op, spoil)
 
 
 @wrong_kernel(
@@ -290,7 +290,7 @@ def for_601_to_767_tokens(op: str):
     "zeroes a tail of exactly 32 rows after whole tiles of 128",
     "prompts of 160, 288 or 416 tokens lose their end",
     sizes=MIXED,
-    by=spoilt,
+    by=damaged,
 )
 def tail_of_32_rows(got, x, *rest):
     if len(x) > 128 and len(x) % 128 == 32:

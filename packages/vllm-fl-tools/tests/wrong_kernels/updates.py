@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from .corpus import MIXED, NORM, wrong, wrong_for
-from .faults import changed, spoilt
+from .faults import changed, damaged
 
 EXPERTS, QK, MROPE, CONV = (
     "fused_experts",
@@ -122,7 +122,7 @@ def pieces_where_memory_is_scarce() -> Any:
             got[-1:] = 0
         return got
 
-    return spoilt(EXPERTS, spoil)
+    return damaged(EXPERTS, spoil)
 
 
 @wrong(

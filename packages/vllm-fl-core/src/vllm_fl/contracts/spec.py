@@ -118,6 +118,7 @@ class ModelSizes:
 
     @property
     def unknown(self) -> tuple[str, ...]:
+        """The names of sizes that are None."""
         own = (f.name for f in fields(self) if getattr(self, f.name) is None)
         return (*own, *(name for name, value in self.more.items() if value is None))
 

@@ -166,8 +166,8 @@ def _samples(source: Source) -> Iterator[Sample]:
     strided = ids(16, 8, 24)[::2, 2:6]
     strided[3, 0], strided[6] = -1, -1
     yield Sample("strided ids", (strided, 8, 24, _on_this_rank(source, 30), True, True))
-    nobody = ids(5, 4, 16) * 0 - 1
-    yield Sample("no place with an expert", (nobody, 4, 16, None, False, False))
+    absent = ids(5, 4, 16) * 0 - 1
+    yield Sample("no place with an expert", (absent, 4, 16, None, False, False))
 
 
 def _served(

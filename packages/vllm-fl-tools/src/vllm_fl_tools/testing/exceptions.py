@@ -36,6 +36,7 @@ class Xfail:
     run: bool = True
 
     def matches(self, case: Case) -> bool:
+        """Whether the exception applies to a test."""
         return (
             self.op == case.op
             and self.check == case.check
