@@ -195,7 +195,7 @@ def test_a_slow_one_is_named_while_it_runs_and_out_after(
 
     with caplog.at_level(logging.DEBUG, "vllm_fl"):
         fault = fault_of(slow)
-    assert fault is not None and fault.startswith("takes ")
+    assert fault is not None and fault.startswith("it takes ")
     assert "one call of silu_and_mul=vendor.acme (" in caplog.text
     assert re.search(r"silu_and_mul=vendor\.acme: samples [\d.]+ s$", caplog.text, re.MULTILINE)
 

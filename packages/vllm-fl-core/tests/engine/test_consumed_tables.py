@@ -58,7 +58,7 @@ def test_a_cache_that_is_overwritten_undeclared_is_a_fault() -> None:
 
 def test_what_is_written_beside_a_consumed_cache_is_a_fault() -> None:
     (why,) = faults(beside, BOTH)
-    assert "beside its arguments" in why
+    assert "outside its arguments" in why
 
 
 def test_a_callers_cache_is_copied_for_who_writes_into_it_and_its_copy_is_contiguous() -> None:

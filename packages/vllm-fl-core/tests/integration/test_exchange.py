@@ -99,7 +99,7 @@ def test_a_rank_that_is_killed_ends_the_wait_at_once(tmp_path: Path) -> None:
     assert sorted(results) == [0, 1]
     for rank, text in results.items():
         assert text.startswith(f"vllm-fl: rank {rank} waited for the other ranks to agree, and ")
-        assert "rank 2 (process " in text and " died. Its own log" in text
+        assert "rank 2 (process " in text and " died. Its log" in text
         assert "rank 0 (" not in text and "rank 1 (" not in text
 
 

@@ -21,7 +21,7 @@ import yaml
 
 request = json.loads(sys.argv[-1])
 options, is_startup = request["options"], not request["options"]
-aside = os.environ.get("VLLM_FL_PREFER_ENABLED") == "0"
+aside = os.environ.get("VLLM_FL_ENABLED") == "0"
 before = len(open(os.path.join("{folder}", "started")).readlines())
 exact, is_plan = options.get("dtype") == "float32", before >= 2 and not is_startup
 variables = {k: v for k, v in os.environ.items() if "_FL_" in k or "ACME" in k or "CUDA" in k}
@@ -194,7 +194,7 @@ def test_baselines(bisect: Any, tmp_path: Path) -> None:
     policy.write_text("{}")
     bisect("--against", str(policy))
     exact, baseline, plan = started(tmp_path)
-    assert exact[2]["VLLM_FL_PREFER_ENABLED"] == "0"
+    assert exact[2]["VLLM_FL_ENABLED"] == "0"
     assert baseline[2]["VLLM_FL_CONFIG"] == str(policy) and "VLLM_FL_CONFIG" not in plan[2]
 
 
@@ -229,7 +229,7 @@ def test_what_ends_a_startup_is_found(bisect: Any, tmp_path: Path) -> None:
     engines = started(tmp_path)
     stock, asked, *_ = engines
     assert found["engines"] == len(engines)
-    assert stock[2]["VLLM_FL_PREFER_ENABLED"] == "0" and "ACME_OFF" not in asked[2]
+    assert stock[2]["VLLM_FL_ENABLED"] == "0" and "ACME_OFF" not in asked[2]
     assert all(each[2]["CUDA_LAUNCH_BLOCKING"] == "1" for each in engines)
     assert all(each[4] == ["--enforce-eager"] for each in engines)
     assert "mm" in [each[2].get("ACME_OFF") for each in engines]
@@ -249,7 +249,7 @@ def test_a_neighbour_that_ends_stock_vllm_is_found(bisect: Any, tmp_path: Path) 
     (line,) = [line for line in done.out.splitlines() if "VLLM_PLUGINS=" in line]
     left = line.partition("=")[2].split(",")
     assert {"fl", "nut"} <= {*left} and "bolt" not in left
-    assert all(each[2].get("VLLM_FL_PREFER_ENABLED") == "0" for each in started(tmp_path))
+    assert all(each[2].get("VLLM_FL_ENABLED") == "0" for each in started(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_a_contract_may_cover_code_that_no_implementation_can_run_here() -> None
     assert first.startswith("Implementations run 20.0% of the operators' time and could run 10.0%")
     assert more == [
         "Not here: linear 60.0%: not covered: eager mode.",
-        "Could run: silu_and_mul 10.0%: the order says stock.",
+        "Could run: silu_and_mul 10.0%: the order lists stock.",
         "No contract: 10.0%, in the rows without an op.",
     ]
     assert answers({**found, "coverage": {}}) == []

@@ -140,7 +140,7 @@ def test_one_clear_error(profile: Any, arguments: tuple[str, ...], said: str) ->
 
 def test_without_a_plan_there_is_nothing_to_look_at(profile: Any) -> None:
     done = profile(VLLM_FL_PREFER_ENABLED="0")
-    assert done.status == 2 and "VLLM_FL_PREFER_ENABLED is set to off" in done.err
+    assert done.status == 2 and "VLLM_FL_ENABLED is set to off" in done.err
 
 
 def test_other_verbs_take_no_arguments_that_they_do_not_know(fl: Command) -> None:

@@ -288,9 +288,8 @@ def _environment(env: Mapping[str, str], declared: Declared) -> Layer:
                 continue
             origin = f"environment {variable}"
             value = checked(partial(value_of, spec), text, key, origin)
-            other = layer.setdefault(key, Setting(key, value, origin))
-            if other.value != value:
-                raise wrong(key, origin, f"{other.named} contradicts it. Unset one of the two")
+            if key not in layer or value is False:  # of two variables, false has priority
+                layer[key] = Setting(key, value, origin)
     return layer
 
 

@@ -114,8 +114,9 @@ class Whose:
         if decided := [op for op in ops if op in plan and self._planned(op) == STOCK]:
             why = (str(plan[op]["reason"]).partition(" (")[0] for op in decided)
             return COULD, "; ".join(dict.fromkeys(why))
-        why = dict.fromkeys(gap for op in ops for gap in gaps.get(op, ()))
-        return ELSEWHERE, "not covered: " + "; ".join(why) if why else "no target covers this code"
+        reasons = dict.fromkeys(gap for op in ops for gap in gaps.get(op, ()))
+        listed = "not covered: " + "; ".join(reasons)
+        return ELSEWHERE, listed if reasons else "no target covers this code"
 
     def _stock(self, op: str) -> Owner:
         return Owner(op, STOCK, "", NO)

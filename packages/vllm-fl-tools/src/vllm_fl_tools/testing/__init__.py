@@ -21,6 +21,8 @@ its contract:
 `test_bad_inputs`         the error of `call_op` names the invalid argument, and disables nothing;
                           integer weights are invalid if the contract forbids them
 `test_call_op`            `call_op` changes no argument except caches
+`test_large_pools`        entries of caches, states and expert weights beyond 2**31 elements are
+                          found
 `test_determinism`        equal inputs give bitwise identical results
 `test_refusals`           `supports` returns True or a reason, independently of values and batch
                           size, and rejects a first argument on another device
