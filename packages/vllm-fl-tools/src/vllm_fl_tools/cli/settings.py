@@ -53,8 +53,8 @@ def _settings() -> Settings:
     Raises:
         SettingsError: a setting is invalid.
     """
-    import torch  # noqa: F401 - shows the device, if there is one
-
+    with suppress(ImportError):
+        import torch  # noqa: F401 - shows the device, if there is one
     startup = get_default_manager().startup
     assert startup is not None  # the default manager always loads settings
     if startup.problem is not None:
