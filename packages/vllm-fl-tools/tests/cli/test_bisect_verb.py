@@ -49,12 +49,12 @@ report = None if aside else {"ops": {op: {"impl": impl} for op, impl in ops.item
 ready = {"report": report, "vocabulary": 50, "length": 99, "graph_tokens": 0}
 print(json.dumps(ready), flush=True)
 for line in sys.stdin:
-    ((kind, request),) = json.loads(line).items()
+    ((kind, given),) = json.loads(line).items()
     is_wrong = (is_plan or is_startup) and ({wrong})
     error = 0 if exact else {error} if is_wrong else 0.01
-    tokens = request.get("forced") or [[7] * request["new_tokens"] for _ in request["prompts"]]
-    assert all(3 <= token < 50 for ids in request["prompts"] for token in ids)
-    prefill = [[-1.0 - error] * (len(ids) - 1) for ids in request["prompts"]]
+    tokens = given.get("forced") or [[7] * given["new_tokens"] for _ in given["prompts"]]
+    assert all(3 <= token < 50 for ids in given["prompts"] for token in ids)
+    prefill = [[-1.0 - error] * (len(ids) - 1) for ids in given["prompts"]]
     decode = [[-1.0 - error] * len(ids) for ids in tokens]
     answer = {"tokens": tokens, "prefill": prefill, "decode": decode}
     print(json.dumps(answer), flush=True)
