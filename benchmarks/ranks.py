@@ -64,7 +64,7 @@ def serve(rank, port):
     group.cpu_group = dist.new_group(backend="gloo")
     mine = Opinion({}, contents, frozenset(snapshot.owners))
     exchange("settle", mine)  # connections are made at the first one
-    told = []
+    measured = []
     for _ in range(rounds):
         dist.barrier(group.cpu_group)
         before, start = sent(), time.perf_counter()
@@ -72,9 +72,9 @@ def serve(rank, port):
         took = [None] * ranks
         seconds, traffic = time.perf_counter() - start, sent() - before
         dist.all_gather_object(took, seconds, group=group.cpu_group)
-        told.append((max(took), traffic))
+        measured.append((max(took), traffic))
     if rank == 0:
-        print(json.dumps({"rounds": told, "verdict": len(pickle.dumps(mine))}), flush=True)
+        print(json.dumps({"rounds": measured, "verdict": len(pickle.dumps(mine))}), flush=True)
     dist.barrier(group.cpu_group)
     os._exit(0)  # without the farewells of sixteen stores
 
@@ -98,13 +98,13 @@ def measure(options: argparse.Namespace) -> list[Figure]:
             raise MeasurementFailed(f"there is no {tool}, which gives the ranks their own network")
     found = []
     for ranks in RANKS:
-        told = _run(ranks, options.rounds or ROUNDS)
-        seconds, traffic = zip(*told["rounds"], strict=True)
+        report = _run(ranks, options.rounds or ROUNDS)
+        seconds, traffic = zip(*report["rounds"], strict=True)
         found += [
             figure(f"agreement of {ranks} ranks", "ms", [1e3 * each for each in seconds]),
             figure("  sent by all of them", "KiB", [each / 1024 for each in traffic]),
         ]
-    return [*found, figure("  one rank's verdict", "KiB", [told["verdict"] / 1024])]
+    return [*found, figure("  one rank's verdict", "KiB", [report["verdict"] / 1024])]
 
 
 def _run(ranks: int, rounds: int) -> dict[str, list[tuple[float, int]]]:

@@ -78,9 +78,9 @@ class Installed:
         done = self.command(*words, "--json", **variables)
         allowed = (0, 1) if status is None else (status,)
         assert done.returncode in allowed, done.stdout + done.stderr
-        told: dict[str, Any] = json.loads(done.stdout)
-        assert told["schema"] == 1
-        return told
+        report: dict[str, Any] = json.loads(done.stdout)
+        assert report["schema"] == 1
+        return report
 
 
 Install = Callable[..., Installed]

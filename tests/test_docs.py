@@ -232,8 +232,8 @@ def test_every_error_is_documented_with_its_fields() -> None:
     assert set(table) == {name for name in vars(errors) if name.endswith("Error")}
     for name, fields in table.items():
         documented = inspect.getdoc(getattr(errors, name)) or ""
-        told = re.findall(r"^    (\w+): ", documented, re.M)
-        assert re.findall(r"`(\w+)`", fields) == told, name
+        documented_fields = re.findall(r"^    (\w+): ", documented, re.M)
+        assert re.findall(r"`(\w+)`", fields) == documented_fields, name
 
 
 def test_every_code_is_listed_with_the_title_of_its_page() -> None:
@@ -284,13 +284,15 @@ def test_every_field_of_a_worker_s_report_is_documented() -> None:
                 ):
                     wanted |= reported(node)
     fields = section(page("worker-report.md"), "Fields")
-    told = {name for row in rows(fields) for name in re.findall(r"`(\w+)`", row[0])}
-    assert told == wanted
+    documented = {name for row in rows(fields) for name in re.findall(r"`(\w+)`", row[0])}
+    assert documented == wanted
 
 
 def test_every_key_of_a_file_is_documented() -> None:
-    told = {code(r[0]) for r in rows(section(page("settings.md"), "Files"))}
-    assert told == set(file_keys(DECLARED)), "docs/settings.md, under Files: the table of keys"
+    documented = {code(r[0]) for r in rows(section(page("settings.md"), "Files"))}
+    assert documented == set(file_keys(DECLARED)), (
+        "docs/settings.md, under Files: the table of keys"
+    )
 
 
 def test_tokens_and_orders_are_the_codes() -> None:
@@ -303,8 +305,8 @@ def test_tokens_and_orders_are_the_codes() -> None:
 
 
 def test_every_verb_is_documented() -> None:
-    told = headings(page("cli.md"))
-    assert {h.split()[1] for h in told} == {*VERBS}, (
+    documented = headings(page("cli.md"))
+    assert {h.split()[1] for h in documented} == {*VERBS}, (
         "docs/cli.md has a heading '### `vllm-fl VERB`' for each verb"
     )
     readme = (ROOT / "README.md").read_text()
@@ -405,9 +407,9 @@ def test_every_shell_example_loads(number: int, tmp_path: Path) -> None:
     assert set(env) <= set(VARIABLES)
     settings = load_settings(env, platform="cuda")
     origins = [setting.origin for setting in settings.values()]
-    told = {each.split()[1] for each in origins if each.startswith("environment ")}
+    named = {each.split()[1] for each in origins if each.startswith("environment ")}
     if CONFIG not in env:
-        assert set(env) <= told | {PER_OP, OP_CONFIG}
+        assert set(env) <= named | {PER_OP, OP_CONFIG}
         assert settings.warnings == ()
 
 

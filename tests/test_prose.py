@@ -63,7 +63,7 @@ def test_two_right_engines_are_as_far_apart_as_a_model_makes_them() -> None:
     ours["logprobs"] = [[-1.55 if i % 50 == 2 else -2.0 for i in range(TOKENS)]]
     assert prose.problems(stock, ours, [-2.0] * TOKENS) == []
     true = [-2.35 if i % 50 == 1 else -2.0 for i in range(TOKENS)]
-    assert any("to stock: p99" in told for told in prose.problems(stock, ours, true))
+    assert any("to stock: p99" in problem for problem in prose.problems(stock, ours, true))
 
 
 def test_another_opinion_counts_where_the_lead_is_clear() -> None:

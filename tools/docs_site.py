@@ -321,7 +321,7 @@ def api_pages() -> dict[str, str]:
         loader.load(package)
     loader.resolve_aliases()
     pages: dict[str, str] = {}
-    told: dict[str, str] = {}
+    links: dict[str, str] = {}
     bare: list[str] = []
     for module, title in API.items():
         found = loader.modules_collection[module]
@@ -329,12 +329,12 @@ def api_pages() -> dict[str, str]:
         elsewhere: list[tuple[str, Any]] = []
         for name in found.exports or ():
             target = found[name].final_target if found[name].is_alias else found[name]
-            (elsewhere if target.path in told else own).append((name, target))
-            told.setdefault(target.path, f"{module}.md#{module}.{name}")
+            (elsewhere if target.path in links else own).append((name, target))
+            links.setdefault(target.path, f"{module}.md#{module}.{name}")
         lines = [f"# {module}", "", f"{title}: everything in its `__all__`.", ""]
         if elsewhere:
-            links = ", ".join(f"[`{name}`]({told[target.path]})" for name, target in elsewhere)
-            lines += [f"Also importable from here, documented there: {links}.", ""]
+            linked = ", ".join(f"[`{name}`]({links[target.path]})" for name, target in elsewhere)
+            lines += [f"Also importable from here, documented there: {linked}.", ""]
         for name, target in own:
             bare += undocumented(f"{module}.{name}", target)
             lines += [f"::: {module}.{name}", ""]
@@ -354,8 +354,8 @@ def undocumented(name: str, target: Any) -> Iterator[str]:
     parameters = {each.name.strip("*") for each in target.parameters} - {"self"}
     for section in target.docstring.parse("google", warnings=False):
         if section.kind.value == "parameters":
-            told = {word.strip(" *") for each in section.value for word in each.name.split(",")}
-            yield from (f"{name}, parameter {each}" for each in sorted(told ^ parameters))
+            known = {word.strip(" *") for each in section.value for word in each.name.split(",")}
+            yield from (f"{name}, parameter {each}" for each in sorted(known ^ parameters))
     for member in target.members.values() if target.is_class else ():
         ours = member.is_function or "property" in member.labels
         if ours and not member.name.startswith("_") and not member.has_docstring:
@@ -369,8 +369,8 @@ def options_page() -> str:
 
     for verb in VERBS:
         command = [sys.executable, "-m", "vllm_fl_tools.cli", verb, "--help"]
-        told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-        text += f"\n## vllm-fl {verb}\n\n```text\n{told}```\n"
+        output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+        text += f"\n## vllm-fl {verb}\n\n```text\n{output}```\n"
     return text
 
 

@@ -214,7 +214,7 @@ def _main(request: dict[str, Any]) -> None:
         **job.options,
     )
 
-    told = 2 if job.leads else None
+    logprobs = 2 if job.leads else None
     through: dict[str, Any] = {}
     if job.adapter:
         from vllm.lora.request import LoRARequest
@@ -227,7 +227,7 @@ def _main(request: dict[str, Any]) -> None:
             max_tokens=job.new_tokens,
             ignore_eos=True,
             detokenize=False,
-            logprobs=-1 if logits else told,
+            logprobs=-1 if logits else logprobs,
             prompt_logprobs=-1 if logits and job.prompt_logits else None,
         )
 

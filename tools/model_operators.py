@@ -89,14 +89,14 @@ def row(family: str, found: dict[str, dict[str, list[float]]]) -> str:
     ops = sorted(found, key=lambda op: -sum(us for us, _ in found[op].values()))
     ours = sum(us for op in ops for us, _ in found[op].values())
     calls = sum(calls for op in ops for _, calls in found[op].values())
-    told = "; ".join(f"`{op}` {share(found[op])}" for op in ops)
+    shares = "; ".join(f"`{op}` {share(found[op])}" for op in ops)
     others = sorted(rest, key=lambda name: -rest[name][0])[:6]
     remains = ", ".join(f"`{name}` {rest[name][0] / total_us:.0%}" for name in others)
     gemms, experts_us = (sum(us for us, _ in names.values()) for names in (products, experts))
     whole = gemms + experts_us + total_us
     return (
         f"| {family} | {ours / total_us:.0%} of time, {calls:.0f} of {total_calls:.0f} calls "
-        f"| {told} | {remains} | {gemms / whole:.0%} | {experts_us / whole:.0%} |"
+        f"| {shares} | {remains} | {gemms / whole:.0%} | {experts_us / whole:.0%} |"
     )
 
 

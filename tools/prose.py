@@ -121,9 +121,9 @@ def job(folder: Path, *, eager: bool = True, adapter: str = "", **options: Any) 
     )
 
 
-def logps(told: dict[str, Any]) -> list[float]:
+def logps(result: dict[str, Any]) -> list[float]:
     """Log-probability of each token of the texts, except each first."""
-    return [logp for text in told["logprobs"] for logp in text]
+    return [logp for text in result["logprobs"] for logp in text]
 
 
 def truth(folder: Path, change: Callable[[Any], None] | None = None) -> list[float]:
@@ -247,8 +247,8 @@ def disagreements(
         ValueError: stock's lead is clear at fewer than 300 positions, too few for a conclusion.
     """
     places = [(text, at) for text, of in enumerate(stock["logprobs"]) for at in range(len(of))]
-    told = zip(places, logps(stock), logps(mine), true or logps(stock), strict=True)
-    nearer = {place for place, other, own, exact in told if abs(own - exact) < abs(other - exact)}
+    rows = zip(places, logps(stock), logps(mine), true or logps(stock), strict=True)
+    nearer = {place for place, other, own, exact in rows if abs(own - exact) < abs(other - exact)}
     pairs = list(zip(stock["leads"], mine["leads"], strict=True))
     answers = zip(stock["tokens"], mine["tokens"], strict=True)
     leads = zip(stock["answer_leads"], mine["answer_leads"], strict=True)

@@ -334,8 +334,8 @@ class Empty:
 
 def every_plugin_is_ok(user: Empty, cwd: Path, expected: set[str]) -> None:
     """Fail unless `vllm-fl doctor` reports exactly the expected distributions, each as "ok"."""
-    told = json.loads(user.shell("vllm-fl doctor --json 2>/dev/null || [ $? = 1 ]", cwd))
-    found = {p["distribution"]: p["status"] for p in told["plugins"]}
+    report = json.loads(user.shell("vllm-fl doctor --json 2>/dev/null || [ $? = 1 ]", cwd))
+    found = {p["distribution"]: p["status"] for p in report["plugins"]}
     if found != dict.fromkeys(expected, "ok"):
         fail(f"`vllm-fl doctor` reports {found}, but {sorted(expected)} are installed")
 

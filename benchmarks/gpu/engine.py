@@ -374,8 +374,8 @@ def kernel_table(found: dict[str, Any]) -> str:
             if share is None:
                 lines.append(f"{step:18}{name:18} no round showed the kernels of every engine")
                 continue
-            told = f"{statistics.median(us):>12.1f} µs of kernels  {spread(share)} of stock's"
-            lines.append(f"{step:18}{name:18}{told}")
+            figures = f"{statistics.median(us):>12.1f} µs of kernels  {spread(share)} of stock's"
+            lines.append(f"{step:18}{name:18}{figures}")
         for name, of_engine in found.items():
             lines.append(f"  {name}, the last round's longest, µs and calls a step:")
             for kernel, (us, calls) in list(of_engine[step]["kernels"].items())[:SHOWN]:

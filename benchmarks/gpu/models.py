@@ -69,14 +69,18 @@ def measure(
     model = folder / name
     model.mkdir()
     (model / "config.json").write_text(json.dumps(config))
-    told = {**further, "kv_cache_memory_bytes": CACHE_BYTES, "tensor_parallel_size": options.ranks}
+    shared = {
+        **further,
+        "kv_cache_memory_bytes": CACHE_BYTES,
+        "tensor_parallel_size": options.ranks,
+    }
     begun = time.monotonic()
     layers = config["num_hidden_layers"]
     result: dict[str, Any] = {"model": name, "layers": layers, "ranks": options.ranks}
     with contextlib.ExitStack() as stack:
         engines: dict[str, Engine] = {}
         for variant in options.variants:
-            start = running(variant, "compiled", model, folder, SHARE, waits=False, **told)
+            start = running(variant, "compiled", model, folder, SHARE, waits=False, **shared)
             engines[variant] = stack.enter_context(start)
         for each in engines.values():
             each.wait()
@@ -103,12 +107,12 @@ def shown(result: dict[str, Any], read: float) -> str:
         f"weights a token; {result['rounds']} rounds; engines ready together in "
         f"{result['start_seconds']:.0f} s, {result['seconds']:.0f} s in all"
     ]
-    for name, told in result["engines"].items():
-        for workload, share in told["of_stock"].items():
-            steady = told["steady"].get(workload)
+    for name, entry in result["engines"].items():
+        for workload, share in entry["of_stock"].items():
+            steady = entry["steady"].get(workload)
             line = f"  {name:12} {workload:9} tokens/s {spread(share)}"
             if steady:
-                line += f"  steady {spread(told['steady_of_stock'][workload])}"
+                line += f"  steady {spread(entry['steady_of_stock'][workload])}"
             if steady and workload == "batch 1":
                 reached = statistics.median(steady) * result["weights"] / read
                 line += f"  {reached:.3f} of the read bandwidth"
@@ -118,7 +122,7 @@ def shown(result: dict[str, Any], read: float) -> str:
             if share is not None:
                 us = statistics.median(of_step["us"])
                 lines.append(f"  {name:12} {step:17} kernels {spread(share)}  {us:.0f} µs")
-        planned = (told["ready"].get("report") or {}).get("ordered_for_device", {})
+        planned = (entry["ready"].get("report") or {}).get("ordered_for_device", {})
         if planned:
             lines.append(f"  {name:12} ordered for this device: {', '.join(planned)}")
     return "\n".join(lines)

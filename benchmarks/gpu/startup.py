@@ -85,8 +85,8 @@ def wait_for_memory(before: int, limit: float = 60.0) -> None:
 def phases(log: str, ready: dict[str, Any]) -> dict[str, float]:
     """Phase -> seconds, from vLLM's log and from the worker report if there is one."""
     found = {what: re.findall(pattern, log) for what, pattern in SAID.items()}
-    told = {f"log: {what}": sum(map(float, each)) for what, each in found.items() if each}
-    return told | {k: round(v, 2) for k, v in (ready["report"] or {}).get("start", {}).items()}
+    logged = {f"log: {what}": sum(map(float, each)) for what, each in found.items() if each}
+    return logged | {k: round(v, 2) for k, v in (ready["report"] or {}).get("start", {}).items()}
 
 
 def start(name: str, mode: str, model: Path, folder: Path, **further: Any) -> dict[str, Any]:
@@ -136,8 +136,10 @@ def table(results: list[dict[str, Any]]) -> str:
         lines.append(f"  {'':44}" + "".join(f"{name:>14}" for name in names))
         for what in dict.fromkeys(key for each in rows.values() for row in each for key in row):
             cells = [[row[what] for row in rows[name] if what in row] for name in names]
-            told = (f"{statistics.median(cell):>14.1f}" if cell else f"{'-':>14}" for cell in cells)
-            lines.append(f"  {what:44}" + "".join(told))
+            columns = (
+                f"{statistics.median(cell):>14.1f}" if cell else f"{'-':>14}" for cell in cells
+            )
+            lines.append(f"  {what:44}" + "".join(columns))
     return "\n".join(lines)
 
 
@@ -185,9 +187,9 @@ def main() -> None:
                 folder.mkdir(exist_ok=True)
                 order = options.variants if number % 2 == 0 else options.variants[::-1]
                 for name in order:
-                    told = f"ranks: {ranks}, {mode}, {kind} start of {name}"
+                    label = f"ranks: {ranks}, {mode}, {kind} start of {name}"
                     if time.monotonic() > deadline:
-                        print(f"{told}: left out, the time is up")
+                        print(f"{label}: left out, the time is up")
                         continue
                     size = {**further, "tensor_parallel_size": ranks}
                     try:

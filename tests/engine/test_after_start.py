@@ -39,8 +39,8 @@ def test_a_reload_of_equal_weights_changes_nothing_in_an_engine_longer_than_its_
     assert "Cannot find any model weights" in fails["error"]
     assert log.count("After the weights were updated: ") == 2
     assert log.count("A weight update failed, and nothing was verified after it") == 1
-    (told,) = result["midway"]["answers"]
-    assert "calls on live tensors in" in told
+    (answer,) = result["midway"]["answers"]
+    assert "calls on live tensors in" in answer
     last = result["tokens"][-len(batches()[-1]) :]
     assert result["midway"]["tokens"] == last, "of requests that were under way"
 

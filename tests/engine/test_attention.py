@@ -21,7 +21,7 @@ LAYERS, NEW_TOKENS = 2, 6
 
 CASES: dict[str, dict[str, Any]] = {
     "planned": {},
-    "told": {"options": {"attention_backend": "CPU_ATTN"}},
+    "configured": {"options": {"attention_backend": "CPU_ATTN"}},
     "refuses the model": {"env": {"COUNTING_HEAD_SIZE": "128"}},
     "refuses a layer": {"request": {"has_sink": True}},
     "refuses a layer, strict": {"env": {"VLLM_FL_STRICT": "1"}, "request": {"has_sink": True}},
@@ -59,7 +59,7 @@ def test_the_plan_names_it_and_vllm_is_given_its_class(chosen: dict[str, Any]) -
 
 @pytest.mark.slow
 def test_what_vllm_was_told_to_take_wins_and_is_named(chosen: dict[str, Any]) -> None:
-    case = chosen["told"]
+    case = chosen["configured"]
     assert case["path"] == STOCK_PATH
     assert case["reason"] == "attention_config.backend is CPU_ATTN"
     assert case["planned"] == "stock"

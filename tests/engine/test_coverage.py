@@ -32,12 +32,12 @@ def coverage(model: Callable[[str], Path], tmp_path: Path) -> Callable[..., dict
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        told: dict[str, Any] = json.loads(done.stdout)["coverage"]
-        assert [phase["kind"] for phase in told["phases"]] == ["decode", "prefill"]
-        for phase in told["phases"]:
+        report: dict[str, Any] = json.loads(done.stdout)["coverage"]
+        assert [phase["kind"] for phase in report["phases"]] == ["decode", "prefill"]
+        for phase in report["phases"]:
             assert phase["total_us"] > 0
             assert sum(row["share"] for row in phase["rows"]) == pytest.approx(1)
-        return told
+        return report
 
     return run
 
@@ -47,13 +47,13 @@ def by_op(phase: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def test_the_ops_of_an_eager_engine(coverage: Callable[..., dict[str, Any]]) -> None:
-    told = coverage("--enforce-eager", "--dtype", "float32")
-    assert told["mode"] == "eager" and told["arguments"][-3:] == [
+    report = coverage("--enforce-eager", "--dtype", "float32")
+    assert report["mode"] == "eager" and report["arguments"][-3:] == [
         "--enforce-eager",
         "--dtype",
         "float32",
     ]
-    for phase in told["phases"]:
+    for phase in report["phases"]:
         rows = by_op(phase)
         # Two layers with four norms each (two of query and key), and the last norm.
         assert rows["rms_norm", "reference.torch"]["calls"] == 9

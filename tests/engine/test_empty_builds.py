@@ -128,7 +128,7 @@ def test_a_model_is_served_as_stock_serves_it(family: str, start: Runner) -> Non
     ours, stock = start(family), start(family, stock=True)
 
     (report,) = ours["report"]
-    impls = {op: told["impl"] for op, told in report["ops"].items()}
+    impls = {op: entry["impl"] for op, entry in report["ops"].items()}
     assert impls.pop("attention_backend") == "vendor.bare_cpu"
     # Passes insert these into graphs, not into eager code.
     assert impls.pop("qk_norm_rope") == impls.pop("linear") == impls.pop(GATED[family]) == "stock"
@@ -272,12 +272,12 @@ def test_ranges_run_their_rows_and_a_restart_finds_them_in_the_cache(
     def inlined(result: dict[str, Any], op: str) -> list[tuple[int, str | None]]:
         """(last token count, implementation) of each range."""
         (report,) = result["report"]
-        return [(told["last"], told["impl"]) for told in report["ranges"][op]]
+        return [(row["last"], row["impl"]) for row in report["ranges"][op]]
 
     def places(result: dict[str, Any]) -> int:
         """Number of places in compiled graphs into which code was inlined."""
         (report,) = result["report"]
-        return sum(told["places"] for op in report["ranges"].values() for told in op)
+        return sum(row["places"] for op in report["ranges"].values() for row in op)
 
     first = served(ROWS)
     largest = 80  # tokens of a step
@@ -287,9 +287,9 @@ def test_ranges_run_their_rows_and_a_restart_finds_them_in_the_cache(
     linear = report["fusions"]["linear"]
     assert (linear["graphs"], linear["found"]) == (3, 8), "in none of the larger range"
     inlined_ops = (report["ranges"][op] for op in ("silu_and_mul", "rms_norm"))
-    assert all(told["places"] for op in inlined_ops for told in op)
-    told = f"silu_and_mul inlined in 2 of 2 ranges (1-8, 9-{largest} tokens)"
-    assert told in first["log"]
+    assert all(row["places"] for op in inlined_ops for row in op)
+    message = f"silu_and_mul inlined in 2 of 2 ranges (1-8, 9-{largest} tokens)"
+    assert message in first["log"]
     assert "cannot be traced" not in first["log"]
 
     again = served(ROWS)
@@ -298,7 +298,7 @@ def test_ranges_run_their_rows_and_a_restart_finds_them_in_the_cache(
     (report,) = other["report"]
     assert report["fusions"]["linear"]["found"] == 8  # in the smaller range
     one_choice = [*report["ranges"]["silu_and_mul"], report["ranges"]["rms_norm"][1]]
-    assert all(told["places"] > 0 and told["operators"] == 0 for told in one_choice)
+    assert all(row["places"] > 0 and row["operators"] == 0 for row in one_choice)
     assert inlined(other, "rms_norm") == [(8, None), (largest, "stock.vllm")]
 
     stock = start("qwen3", stock=True)
@@ -330,8 +330,8 @@ def test_an_operator_that_a_model_calls_by_name_is_there_and_the_plans(
     assert report["demotions"] == report["fallbacks"] == {}
     # Two layers.
     assert report["calls"]["silu_and_mul"]["reference.torch"] >= 2 * ours["steps"]
-    told = report["operators"]["silu_and_mul"]["_C::silu_and_mul"]
-    assert told["replaced"] is None and told["overridden_by"] is None
+    reported = report["operators"]["silu_and_mul"]["_C::silu_and_mul"]
+    assert reported["replaced"] is None and reported["overridden_by"] is None
     taken = {name for operators in report["operators"].values() for name in operators}
     left = {
         name for operators in report["operators"].values() for name in operators

@@ -65,13 +65,13 @@ def start(
         )
         name = f"acme-{how}-{'eager' if eager else 'compiled'}-{ranks}"
         debug = {"VLLM_FL_DISPATCH_DEBUG": "1", "PYTHONPATH": path}
-        told = once(name, job, timeout=400, **debug, **variables)
-        first, second = (update["answers"] for update in told["updates"])
+        result = once(name, job, timeout=400, **debug, **variables)
+        first, second = (update["answers"] for update in result["updates"])
         served = [
             {name: calls[name] - before.get(name, 0) for name in calls}
             for before, calls in zip(first, second, strict=True)
         ]
-        return {**told, "served": served}
+        return {**result, "served": served}
 
     return begin
 
@@ -88,7 +88,7 @@ def assert_untouched(alone: Result, beside: Result) -> None:
     assert beside["steps"] == alone["steps"]
     assert beside["served"] == alone["served"]
     for report in beside["report"]:
-        impls = {told["impl"] for told in report["ops"].values()}
+        impls = {entry["impl"] for entry in report["ops"].values()}
         assert all(impl.startswith(("foreign", "stock")) for impl in impls), report["ops"]
         assert report["demotions"] == report["fallbacks"] == {}
 

@@ -74,17 +74,17 @@ print(json.dumps({
     "name": type(current_platform).vllm_fl_platform,
     "worker": config.parallel_config.worker_cls,
     "priority": config.kernel_config.ir_op_priority.rms_norm,
-    "ops": {op: entry.told for op, entry in plan.entries.items()},
+    "ops": {op: entry.to_json() for op, entry in plan.entries.items()},
 }))
 """
 )
 
-Told = Callable[..., tuple[dict[str, Any], str]]
+Configure = Callable[..., tuple[dict[str, Any], str]]
 
 
 @pytest.fixture(scope="module")
-def told(model: Callable[[str], Path]) -> Told:
-    """`told(platform, **variables)`: (the resulting configuration, the log)."""
+def configure(model: Callable[[str], Path]) -> Configure:
+    """`configure(platform, **variables)`: (the resulting configuration, the log)."""
 
     def make(platform: str, **variables: str) -> tuple[dict[str, Any], str]:
         return answer_of(SCRIPT, model("qwen3"), platform, **variables)
@@ -100,9 +100,9 @@ def told(model: Callable[[str], Path]) -> Told:
     ],
 )
 def test_it_is_planned_and_not_stepped_aside_from(
-    platform: str, cls: str, worker: str, told: Told
+    platform: str, cls: str, worker: str, configure: Configure
 ) -> None:
-    became, log = told(platform, VLLM_FL_PER_OP="silu_and_mul=reference")
+    became, log = configure(platform, VLLM_FL_PER_OP="silu_and_mul=reference")
     assert became["platform"][1:3] == ["vllm_fl.integration.platform.PlatformOverlay", cls]
     assert became["enum"] == platform.upper() and became["name"] == platform
     assert became["worker"].startswith("vllm_fl.integration.worker.Planned:")

@@ -17,7 +17,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm_fl.errors import SettingsError
 from vllm_fl.integration.planning import facts_of, plan_for
 
-def told(variables, options):
+def outcome(variables, options):
     config = EngineArgs(sys.argv[1], skip_tokenizer_init=True, **options).create_engine_config()
     plan = plan_for(facts_of(config))
     return {
@@ -31,7 +31,7 @@ answers = []
 for variables, options in json.loads(sys.argv[2]):
     os.environ.update(variables)
     try:
-        answers.append(told(variables, options))
+        answers.append(outcome(variables, options))
     except SettingsError as error:
         answers.append({"error": str(error)})
     for name in variables:
@@ -66,7 +66,7 @@ USERS: tuple[dict[str, str], dict[str, Any]] = (
 
 
 @pytest.fixture(scope="module")
-def told(model: Callable[[str], Path]) -> list[Any]:
+def outcomes(model: Callable[[str], Path]) -> list[Any]:
     """The outcome of each configuration, or its error; all made in one process, in sequence."""
     cases = [*((variables, {}) for variables, _, _ in LISTS), UNKNOWN, USERS]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", **VENDOR}
@@ -84,9 +84,9 @@ def impls(plan: Any) -> dict[str, str]:
 
 @pytest.mark.parametrize("number", range(len(LISTS)), ids=lambda n: ",".join(LISTS[n][0].values()))
 @pytest.mark.slow
-def test_lists_leave_layers_to_vllm(told: list[Any], number: int) -> None:
+def test_lists_leave_layers_to_vllm(outcomes: list[Any], number: int) -> None:
     _, stock, kept = LISTS[number]
-    plan = told[number]
+    plan = outcomes[number]
     left = {op for op, label in impls(plan).items() if label == "stock"}
     assert left & {"silu_and_mul", "rotary_embedding", "rms_norm"} == stock
     assert plan["kept"] == kept
@@ -95,12 +95,12 @@ def test_lists_leave_layers_to_vllm(told: list[Any], number: int) -> None:
 
 
 @pytest.mark.slow
-def test_an_unknown_layer_is_an_error_with_the_near_name(told: list[Any]) -> None:
-    assert "Did you mean 'SiluAndMul'?" in told[-2]["error"]
+def test_an_unknown_layer_is_an_error_with_the_near_name(outcomes: list[Any]) -> None:
+    assert "Did you mean 'SiluAndMul'?" in outcomes[-2]["error"]
 
 
-def test_what_the_user_told_vllm_stands(told: list[Any]) -> None:
-    plan = told[-1]
+def test_what_the_user_told_vllm_stands(outcomes: list[Any]) -> None:
+    plan = outcomes[-1]
     assert plan["ops"]["silu_and_mul"] == ["stock", "custom_ops has -silu_and_mul"]
     assert impls(plan)["rms_norm"] == "stock"
     assert plan["norms"][0] == "native"

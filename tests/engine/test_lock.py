@@ -39,8 +39,8 @@ def test_an_engine_that_is_locked_starts_again_and_another_one_ends(
     named = {"VLLM_FL_LOCK": str(file)}
     kept = tmp_path / "chat.report.json"
     served = run(job, VLLM_FL_METRICS=str(tmp_path / "chat.prom"), **named)
-    told = json.loads(kept.read_text())
-    assert f"seed {lock.seed}" in told["report"]["remarks"] and told["lock"] == []
+    report_file = json.loads(kept.read_text())
+    assert f"seed {lock.seed}" in report_file["report"]["remarks"] and report_file["lock"] == []
     assert "[FL505]" not in served["log"]
     with pytest.raises(EngineFailed) as ended:
         run(job, VLLM_FL_PREFER="reference", **named)
@@ -52,6 +52,6 @@ def test_an_engine_that_is_locked_starts_again_and_another_one_ends(
         "VLLM_FL_METRICS": str(tmp_path / "warned.prom"),
     }
     warned = run(job, VLLM_FL_PREFER="reference", **named)
-    assert any(line in told for told in json.loads(report.read_text())["lock"])
+    assert any(line in difference for difference in json.loads(report.read_text())["lock"])
     assert warned["log"].count(line) == 1 and "[FL505]" in warned["log"]
     assert [len(ids) for ids in warned["tokens"]] == [8] * len(job.batches[0])

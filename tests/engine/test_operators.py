@@ -43,10 +43,10 @@ def test_a_call_by_name_runs_the_planned_implementation(model: Path) -> None:
     stock = served(model, **STOCK)
     ours = served(model, VLLM_FL_PER_OP="silu_and_mul=vendor:direct")
     (report,) = ours["report"]
-    (told,) = report["operators"]["silu_and_mul"].items()
-    assert told[0] == OPERATOR and "torch_bindings.cpp" in told[1].pop("replaced")
+    (target,) = report["operators"]["silu_and_mul"].items()
+    assert target[0] == OPERATOR and "torch_bindings.cpp" in target[1].pop("replaced")
     counted = {"without_engine": 0, "other_arguments": 0}
-    assert told[1] == {"overridden_by": None, **counted}
+    assert target[1] == {"overridden_by": None, **counted}
     # The calls of all steps and of the warm-up.
     assert report["calls"]["silu_and_mul"]["vendor.direct"] >= LAYERS * ours["steps"]
     assert not report["fallbacks"]

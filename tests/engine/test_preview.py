@@ -43,7 +43,7 @@ def previewed(case):
     plan = json.loads(out.getvalue())["plan"]
     of_model = "layers", "in_model"
     ops = {
-        op: {k: v for k, v in told.items() if k not in of_model} for op, told in plan["ops"].items()
+        op: {k: v for k, v in each.items() if k not in of_model} for op, each in plan["ops"].items()
     }
     sizes = [plan["tokens"], plan["sequences"]]
     assert plan["verified"] is False and status == bool(plan["ends"])
@@ -68,7 +68,7 @@ def planned(case):
     except StartError:
         ends = True
     plan = engine.plan
-    ops = {op: entry.told for op, entry in plan.entries.items()}
+    ops = {op: entry.to_json() for op, entry in plan.entries.items()}
     return {"mode": plan.mode, "ops": ops, "ends": ends, "sizes": sizes}
 
 
@@ -76,14 +76,14 @@ found = []
 for case in json.loads(sys.argv[1]):
     os.environ.clear()
     os.environ.update(clean | case["variables"])
-    told = []
+    outcomes = []
     for ask in (previewed, planned):
         reset_default_manager()
         try:
-            told.append(ask(case))
+            outcomes.append(ask(case))
         except VllmFLError as error:
-            told.append({"error": error.code})
-    found.append(told)
+            outcomes.append({"error": error.code})
+    found.append(outcomes)
 print(json.dumps({"found": found}))
 """
 
@@ -189,7 +189,7 @@ def compared(cases: list[Case], model: Families, folder: Path) -> list[tuple[Cas
     answered, _ = answer_of(
         BOTH, json.dumps(asked), VLLM_FL_PREFLIGHT="off", VLLM_LOGGING_LEVEL="ERROR"
     )
-    return [(case, *told) for case, told in zip(cases, answered["found"], strict=True)]
+    return [(case, *outcome) for case, outcome in zip(cases, answered["found"], strict=True)]
 
 
 def differ(preview: Any, planned: Any) -> bool:

@@ -73,34 +73,34 @@ print(json.dumps({
 
 
 AGAIN = """
-told = {}
+output = {}
 try:
     start(sys.argv[2], VLLM_FL_PER_OP="rms_norm=reference;silu_and_mul=reference")
 except Exception as error:
-    told["error"] = str(error)
-told["open"] = refused(lambda: set_global_policy(SelectionPolicy())) == ""
-told["kernels"] = torch._C._dispatch_dump("_C::silu_and_mul").count("CPU")
+    output["error"] = str(error)
+output["open"] = refused(lambda: set_global_policy(SelectionPolicy())) == ""
+output["kernels"] = torch._C._dispatch_dump("_C::silu_and_mul").count("CPU")
 reset_global_policy()
 llm = start()
-told["report"] = llm.collective_rpc("vllm_fl_report")[0]
-told["answer"] = answer(llm)
-told["sealed"] = refused(reset_global_policy)
+output["report"] = llm.collective_rpc("vllm_fl_report")[0]
+output["answer"] = answer(llm)
+output["sealed"] = refused(reset_global_policy)
 llm.llm_engine.engine_core.shutdown()
-told["again"] = refused(reset_global_policy)
-print(json.dumps(told))
+output["again"] = refused(reset_global_policy)
+print(json.dumps(output))
 """
 
 
 def ran(script: str, *folders: Path) -> Any:
     """JSON printed by a script that runs its engines in-process."""
-    told, _ = answer_of(
+    output, _ = answer_of(
         PRELUDE + script,
         *folders,
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_FL_DISPATCH_DEBUG="1",
         VLLM_CPU_KVCACHE_SPACE="1",
     )
-    return told
+    return output
 
 
 def test_an_engine_starts_where_another_one_could_not_load(
@@ -109,27 +109,27 @@ def test_an_engine_starts_where_another_one_could_not_load(
     """vLLM's executor for one process does not shut down a worker that failed."""
     without_weights = tmp_path / "without"
     shutil.copytree(model("qwen3"), without_weights, ignore=shutil.ignore_patterns("*.safetensors"))
-    told = ran(AGAIN, model("qwen3"), without_weights)
-    assert "Cannot find any model weights" in told["error"]
-    assert told["open"] and told["kernels"] == 1, "the seal and the operators went with it"
-    assert told["report"]["ops"]["silu_and_mul"]["impl"] == "reference.torch"
-    assert len(told["answer"]) == 4
-    assert told["sealed"] and not told["again"]
+    output = ran(AGAIN, model("qwen3"), without_weights)
+    assert "Cannot find any model weights" in output["error"]
+    assert output["open"] and output["kernels"] == 1, "the seal and the operators went with it"
+    assert output["report"]["ops"]["silu_and_mul"]["impl"] == "reference.torch"
+    assert len(output["answer"]) == 4
+    assert output["sealed"] and not output["again"]
 
 
 def test_two_engines_of_one_process(model: Callable[[str], Path]) -> None:
-    told = ran(TWO, model("qwen3"))
-    first, second = told["ops"]
+    output = ran(TWO, model("qwen3"))
+    first, second = output["ops"]
     assert first["rms_norm"]["impl"] == first["silu_and_mul"]["impl"] == "vendor.cpu"
     assert second["rms_norm"]["impl"] == second["silu_and_mul"]["impl"] == "reference.torch"
-    assert told["digests"][0] != told["digests"][1]
-    assert told["answers"][0] == told["answers"][2]
+    assert output["digests"][0] != output["digests"][1]
+    assert output["answers"][0] == output["answers"][2]
     for change in ("set", "reset", "clear"):
-        assert "sealed plan" in told[change]
+        assert "sealed plan" in output[change]
     # vLLM names its compile cache's folder after this hash: two plans, two folders.
-    assert told["keys"][0] != told["keys"][1]
-    assert told["config"] == {"mine": 1, "vllm_fl": {"plan": told["digests"][0]}}
-    assert told["part"] == told["config"]  # not planned again
-    assert told["priorities"] == [["vllm_fl", "native"]] * 2  # for direct callers of the IR
-    for calls, impl in zip(told["calls"], ("vendor.cpu", "reference.torch"), strict=True):
+    assert output["keys"][0] != output["keys"][1]
+    assert output["config"] == {"mine": 1, "vllm_fl": {"plan": output["digests"][0]}}
+    assert output["part"] == output["config"]  # not planned again
+    assert output["priorities"] == [["vllm_fl", "native"]] * 2  # for direct callers of the IR
+    for calls, impl in zip(output["calls"], ("vendor.cpu", "reference.torch"), strict=True):
         assert set(calls["rms_norm"]) == set(calls["silu_and_mul"]) == {impl}

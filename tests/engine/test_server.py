@@ -51,8 +51,8 @@ def test_sixty_four_requests_at_once(server: Server) -> None:
 
 
 def test_vllms_own_metrics_have_the_plan_and_its_counters(server: Server) -> None:
-    with urllib.request.urlopen(f"{server.url}/metrics") as told:
-        lines = told.read().decode().splitlines()
+    with urllib.request.urlopen(f"{server.url}/metrics") as response:
+        lines = response.read().decode().splitlines()
     (norm,) = [n for n in lines if n.startswith("vllm_fl_plan_info{") and 'op="rms_norm"' in n]
     assert 'engine="chat"' in norm and 'impl="vendor.cpu"' in norm
     calls = [n for n in lines if n.startswith("vllm_fl_calls_total{") and 'op="rms_norm"' in n]

@@ -40,7 +40,7 @@ def test_an_operator_and_a_function_run_the_planned_implementation(startup: Star
         assert report["calls"][op]["reference.torch"] >= ours["steps"], op
     experts = report["operators"]["fused_experts"]
     assert {"_C::cpu_fused_moe", "_C::prepack_moe_weight"} <= experts.keys()
-    assert not any("left" in told for told in experts.values())
+    assert not any("left" in target for target in experts.values())
     assert any("_softmax_topk" in name for name in report["functions"]["moe_topk"])
 
 

@@ -61,14 +61,14 @@ ASIDE = {"VLLM_FL_PREFER_ENABLED": "false", "VLLM_FL_PREFER": "vendor"}
 WITHOUT = {"VLLM_PLUGINS": ""}
 OURS = {"VLLM_FL_PREFER_ENABLED": "true", "VLLM_FL_PREFER": "vendor"}
 
-Told = Callable[[dict[str, str]], tuple[dict[str, Any], str]]
+Configure = Callable[[dict[str, str]], tuple[dict[str, Any], str]]
 
 pytestmark = pytest.mark.oldest
 
 
 @pytest.fixture(scope="module")
-def told(model: Callable[[str], Path]) -> Told:
-    """`told(variables)`: (the resulting configuration by mode, the log)."""
+def configure(model: Callable[[str], Path]) -> Configure:
+    """`configure(variables)`: (the resulting configuration by mode, the log)."""
     known: dict[tuple[tuple[str, str], ...], tuple[dict[str, Any], str]] = {}
 
     def make(variables: dict[str, str]) -> tuple[dict[str, Any], str]:
@@ -81,10 +81,10 @@ def told(model: Callable[[str], Path]) -> Told:
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
-def test_stepping_aside_is_vllm_without_us(told: Told, mode: str) -> None:
-    became, log = told(ASIDE)  # `fail_on_environ_validation` is on, so a failure would end it
+def test_stepping_aside_is_vllm_without_us(configure: Configure, mode: str) -> None:
+    became, log = configure(ASIDE)  # `fail_on_environ_validation` is on, so a failure would end it
     assert "Unknown vLLM environment variable" not in log
-    aside, without = became[mode], told(WITHOUT)[0][mode]
+    aside, without = became[mode], configure(WITHOUT)[0][mode]
     assert aside == without
     for what in ("platform", "layers"):
         assert not [name for name in without[what] if "vllm_fl" in name]
@@ -93,8 +93,10 @@ def test_stepping_aside_is_vllm_without_us(told: Told, mode: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
-def test_the_same_configuration_is_ours_where_we_do_not_step_aside(told: Told, mode: str) -> None:
-    ours, without = told(OURS)[0][mode], told(WITHOUT)[0][mode]
+def test_the_same_configuration_is_ours_where_we_do_not_step_aside(
+    configure: Configure, mode: str
+) -> None:
+    ours, without = configure(OURS)[0][mode], configure(WITHOUT)[0][mode]
     assert ours["enum"] == without["enum"]
     for what in ("platform", "layers", "forwards", "providers", "worker", "hash"):
         assert ours[what] != without[what], what

@@ -130,19 +130,19 @@ def test_the_page_of_all_layers_is_what_this_vllm_registers() -> None:
     data = layer_table.DATA / f"{vllm_version()}.json"
     if not data.exists():
         pytest.skip(f"docs/layers has no {data.name}")
-    told = json.loads(data.read_text())["layers"]
+    documented = json.loads(data.read_text())["layers"]
     done = forked.run(LAYERS.format(data=str(data)), env=os.environ)
     marked = [line for line in done.stdout.splitlines() if line.startswith("REGISTRY ")]
     assert marked, done.stdout + done.stderr
     found = json.loads(marked[0].removeprefix("REGISTRY "))
-    assert layer_table.layers_of(Path(found["root"])) == told
-    known = {(layer["registered"], layer["cls"]) for layer in told}
+    assert layer_table.layers_of(Path(found["root"])) == documented
+    known = {(layer["registered"], layer["cls"]) for layer in documented}
     assert set(found["registry"].items()) <= known, "the source does not tell all of them"
     assert len(found["registry"]) > 50
     lines = [line.split() for line in done.stdout.splitlines()]
     elsewhere = {line[2] for line in lines if line[:2] == ["not", "imported:"]}
-    absent = {layer["cls"] for layer in told if layer["module"] in elsewhere}
-    here = [layer for layer in told if layer["cls"] not in absent]
+    absent = {layer["cls"] for layer in documented if layer["module"] in elsewhere}
+    here = [layer for layer in documented if layer["cls"] not in absent]
     # Bindings also list layers of other releases, which this table lacks.
     names = {name for layer in here for name in (layer["cls"], *layer["subclasses"])}
     wanted = {cls: op for cls, op in layer_table.reached().items() if cls in names}

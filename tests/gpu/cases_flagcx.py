@@ -61,8 +61,8 @@ def cases(folder: Path, host: Host) -> Iterator[tuple[str, str]]:
             )
             if host.only in "engine"
         }
-        for part, told in ranks.items():
-            for case, problem, seconds in told.result():
+        for part, results in ranks.items():
+            for case, problem, seconds in results.result():
                 kept.add(f"{part}: {case}", problem=problem, seconds=seconds)
                 yield f"{part}: {case}", problem
         found = {}
@@ -116,13 +116,13 @@ def on_all(
             each.kill()
         each.wait()
     seconds = time.monotonic() - begin
-    told = [lines(folder / f"{rank}.jsonl") for rank in range(host.ranks)]
+    done = [lines(folder / f"{rank}.jsonl") for rank in range(host.ranks)]
     found = []
-    for each in zip(*told, strict=False):
+    for each in zip(*done, strict=False):
         wrong = [f"rank {n}: {e['problem']}" for n, e in enumerate(each) if e["problem"]]
         found.append((each[0]["case"], "; ".join(wrong), each[0]["seconds"]))
     badly = [
-        f"rank {n} {end} after {len(told[n])} cases: {logs[n].read_text(errors='replace')[-3000:]}"
+        f"rank {n} {end} after {len(done[n])} cases: {logs[n].read_text(errors='replace')[-3000:]}"
         for n, end in enumerate(ends)
         if end != "ended with 0"
     ]

@@ -103,22 +103,22 @@ def _dense(folder: Path, host: Host, pool: ThreadPoolExecutor) -> Iterator[Case]
         return pool.submit(_with_table, host, job, table())
 
     for mode in ("compiled", "eager"):
-        told = f"TP {host.ranks}, dense, {mode}"
+        label = f"TP {host.ranks}, dense, {mode}"
         stock = cache(partial(one, mode, STOCK, *LENGTHS))
         # Only one compiled case on the CPU, because compiling is slow there.
         once = host.on_cpu and mode == "compiled"
         for name in _names(host)[-1:] if once else _names(host):
             variables, planned = VARIANTS[name]
             mine = partial(one, mode, host.variables(**variables), *LENGTHS)
-            yield f"{told}, {name}", stock, mine, partial(_judged, judge=_of_plan(planned))
+            yield f"{label}, {name}", stock, mine, partial(_judged, judge=_of_plan(planned))
         if once:
             continue
         mine = partial(with_table, mode)
-        yield f"{told}, a table", stock, mine, partial(_judged, judge=_of_table)
+        yield f"{label}, a table", stock, mine, partial(_judged, judge=_of_table)
         mine = partial(one, mode, _on_last(host.variables, "wrong"), *LENGTHS)
-        yield f"{told}, wrong on the last rank", stock, mine, partial(_judged, judge=_of_wrong)
+        yield f"{label}, wrong on the last rank", stock, mine, partial(_judged, judge=_of_wrong)
     mine = partial(one, "eager", _on_last(host.variables, "dies"), 5)
-    yield f"{told}, the last rank dies while it verifies", Future, mine, partial(_dead, host)
+    yield f"{label}, the last rank dies while it verifies", Future, mine, partial(_dead, host)
 
 
 def _experts(folder: Path, host: Host, pool: ThreadPoolExecutor) -> Iterator[Case]:
@@ -141,7 +141,7 @@ def _experts(folder: Path, host: Host, pool: ThreadPoolExecutor) -> Iterator[Cas
         forms.append((f"DP 2 x TP {half}", two))
     for form, start in forms:
         for mode in ("eager",) if host.on_cpu else ("compiled", "eager"):
-            told = f"{form}, {'experts' if host.on_cpu else 'EP'}, {mode}"
+            label = f"{form}, {'experts' if host.on_cpu else 'EP'}, {mode}"
             stock = cache(partial(start, mode, STOCK))
             names = _names(host)
             # vLLM's CPU build has expert kernels only on its platform, and no gather for data
@@ -155,11 +155,11 @@ def _experts(folder: Path, host: Host, pool: ThreadPoolExecutor) -> Iterator[Cas
                 chosen, planned = VARIANTS[name]
                 mine = partial(start, mode, variables(**chosen))
                 judge = _of_plan(planned, mostly=True)
-                yield f"{told}, {name}", stock, mine, partial(_judged, judge=judge)
+                yield f"{label}, {name}", stock, mine, partial(_judged, judge=judge)
             if start is two and mode == ("eager" if host.on_cpu else "compiled"):
                 mine = partial(start, mode, _on_last(variables, "wrong"))
                 judged = partial(_judged, judge=_of_wrong)
-                yield f"{told}, wrong on the last rank", stock, mine, judged
+                yield f"{label}, wrong on the last rank", stock, mine, judged
 
 
 def _on_last(variables: Callable[..., dict[str, str]], how: str) -> dict[str, str]:
@@ -182,8 +182,8 @@ def _judged(stock: Runs, runs: Runs, judge: Judge) -> Judged:
         facts |= {"largest difference of logits, and largest logit": off}
         return _disagrees(mine) or judge(theirs, mine), facts
     except EngineFailed as error:
-        whose = "stock" if mine else "the engine"
-        return f"{whose} failed: {error.log[-6000:]}", {"log": error.log}
+        engine = "stock" if mine else "the engine"
+        return f"{engine} failed: {error.log[-6000:]}", {"log": error.log}
     except Exception as error:
         return f"{type(error).__name__}: {error}", {}
 
@@ -314,20 +314,20 @@ def _dead(host: Host, stock: Runs, runs: Runs) -> Judged:
     else:
         return "the engine started", {}
     words = ("is gone", " died", "initialization failed", "onitored", "after ")
-    told = [line for line in log.splitlines() if any(word in line for word in words)]
+    lines = [line for line in log.splitlines() if any(word in line for word in words)]
     if "did not return within" in log:
         return f"it hangs: {log[-3000:]}", {"log": log}
     last = host.ranks - 1
     ends = re.compile(rf"rank {last} \(process \d+ on \S+\) died\.|is gone \(rank {last}\)")
-    named = any(map(ends.search, told))
-    return "" if named else f"rank {last} is not named: {told}", {"lines": told}
+    named = any(map(ends.search, lines))
+    return "" if named else f"rank {last} is not named: {lines}", {"lines": lines}
 
 
 def _replicas(host: Host, job: Job, variables: dict[str, str], count: int = 1) -> list[Result]:
     """Answers of `count` data parallel engines of this job, each in its own process."""
     if count == 1:
         return [host.run(job, **variables)]
-    told = {
+    addresses = {
         "VLLM_DP_SIZE": str(count),
         "VLLM_DP_MASTER_IP": "127.0.0.1",
         "VLLM_DP_MASTER_PORT": str(_free_ports(8)),
@@ -336,7 +336,7 @@ def _replicas(host: Host, job: Job, variables: dict[str, str], count: int = 1) -
     with tempfile.TemporaryDirectory() as meets, ThreadPoolExecutor() as pool:
         each = replace(job, meets=meets)
         runs = [
-            pool.submit(host.run, each, VLLM_DP_RANK=str(n), VLLM_DP_RANK_LOCAL=str(n), **told)
+            pool.submit(host.run, each, VLLM_DP_RANK=str(n), VLLM_DP_RANK_LOCAL=str(n), **addresses)
             for n in range(count)
         ]
         return [run.result() for run in runs]

@@ -61,11 +61,11 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
 
 def differs(mine: dict[str, Any], *, is_ours: bool) -> str:
     """Empty if every step succeeds and every answer is unchanged."""
-    for (method, given, runs), told in zip(UPDATES, mine["updates"], strict=True):
-        if "error" in told:
-            return f"{method} {given}: {told['error']}"
-        if runs and told["tokens"] != mine["tokens"]:
-            same = sum(a == b for a, b in zip(told["tokens"], mine["tokens"], strict=True))
+    for (method, given, runs), update in zip(UPDATES, mine["updates"], strict=True):
+        if "error" in update:
+            return f"{method} {given}: {update['error']}"
+        if runs and update["tokens"] != mine["tokens"]:
+            same = sum(a == b for a, b in zip(update["tokens"], mine["tokens"], strict=True))
             return f"after {method} {given} {same} of {len(mine['tokens'])} answers are the same"
     if is_ours and any(entry["impl"] != "stock" for entry in mine["report"][0]["ops"].values()):
         if mine["report"][0]["wrong"]:

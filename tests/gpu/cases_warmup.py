@@ -70,8 +70,8 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
 def problem(log: str, stocks: set[str]) -> str:
     """Empty if only kernels that stock's engine also compiles were compiled; prints all."""
     compiled = set(COMPILED.findall(log))
-    told = ", ".join(sorted(compiled)) or "nothing"
-    print(f"{'':11}compiled after the start: {told}", flush=True)
+    names = ", ".join(sorted(compiled)) or "nothing"
+    print(f"{'':11}compiled after the start: {names}", flush=True)
     if not WATCHED.search(log):
         return "this vLLM watches nothing"
     later = sorted((compiled - stocks) | compiled.intersection(OURS))

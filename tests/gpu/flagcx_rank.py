@@ -244,8 +244,8 @@ def main() -> None:
                 problem = case()
             except Exception:  # one case must not hide the others
                 problem = traceback.format_exc()
-            told = {"case": name, "problem": problem, "seconds": time.monotonic() - start}
-            print(json.dumps(told), file=out, flush=True)
+            result = {"case": name, "problem": problem, "seconds": time.monotonic() - start}
+            print(json.dumps(result), file=out, flush=True)
             start = time.monotonic()
     if device == "cuda":
         torch.cuda.synchronize()

@@ -79,8 +79,8 @@ class Host:
         """A job of an engine of all ranks, unless the options set another size."""
         # In float32 the order of a sum makes no difference between ranks.
         size = {"max_model_len": 512, "dtype": "float32"} if self.on_cpu else OPTIONS
-        told = {**size, "tensor_parallel_size": self.ranks, **options}
-        return Job(model, batches, eager=eager, options=told)
+        all_options = {**size, "tensor_parallel_size": self.ranks, **options}
+        return Job(model, batches, eager=eager, options=all_options)
 
     def variables(
         self, *modules: str, path: str | Path = PLUGINS, device: str = "oot_cpu", **more: str
@@ -102,8 +102,8 @@ class Host:
         library = built(folder) if self.on_cpu else built_over_nccl(folder)
         installed = entry_points(group="vllm_fl.plugin", name="flagcx")
         modules = () if installed else ("vllm_fl_flagcx.plugin",)
-        told = {"path": FLAGCX / "src", "FLAGCX_PATH": str(library)}
-        return partial(self.variables, *modules, **told)
+        paths = {"path": FLAGCX / "src", "FLAGCX_PATH": str(library)}
+        return partial(self.variables, *modules, **paths)
 
     @property
     def bound(self) -> dict[str, str]:

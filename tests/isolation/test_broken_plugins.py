@@ -36,8 +36,8 @@ def test_each_is_named_with_its_cause_and_code_and_the_sound_one_works(
 ) -> None:
     done = installed.command("doctor", "--json")
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    told = json.loads(done.stdout)
-    plugins = {p["distribution"]: p for p in told["plugins"]}
+    report = json.loads(done.stdout)
+    plugins = {p["distribution"]: p for p in report["plugins"]}
     for name in ("vllm-fl-ops", "vllm-fl-tools", "vllm-fl-verify", "fl-sound"):
         assert plugins.pop(name)["status"] == "ok"
     assert set(plugins) == {EXITS, *BROKEN}
@@ -49,7 +49,7 @@ def test_each_is_named_with_its_cause_and_code_and_the_sound_one_works(
     for twin in ("fl-twin-a", "fl-twin-b"):
         for fact in ("silu_and_mul", "vendor.twin", "fl-twin-a", "fl-twin-b"):
             assert fact in plugins[twin]["error"]
-    assert any("'exits'" in f["what"] and "fl-exits 1.0" in f["why"] for f in told["findings"])
+    assert any("'exits'" in f["what"] and "fl-exits 1.0" in f["why"] for f in report["findings"])
 
 
 def test_nothing_of_them_is_left_and_asking_for_one_gives_its_cause(installed: Installed) -> None:

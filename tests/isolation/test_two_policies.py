@@ -20,8 +20,8 @@ def both(install: Install, request: pytest.FixtureRequest) -> Installed:
 
 def order(installed: Installed, op: str, **variables: str) -> dict[str, Any]:
     done = installed.command("explain", op, "--mode", "eager", "--json", **variables)
-    told: dict[str, Any] = json.loads(done.stdout)
-    return told
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
 
 
 def test_the_orders_merge_whatever_was_installed_first(both: Installed) -> None:

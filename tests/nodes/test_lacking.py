@@ -30,7 +30,7 @@ def test_what_one_node_lacks_is_off_on_all_and_another_version_is_named(
     result = serve(job(model), *nodes, **ordered)
     first, second = result["report"]
     # The reasons differ: what is not installed on rank 1 is not a candidate there.
-    impls = [{op: told["impl"] for op, told in rank["ops"].items()} for rank in (first, second)]
+    impls = [{op: entry["impl"] for op, entry in rank["ops"].items()} for rank in (first, second)]
     assert impls[0] == impls[1]
     for rank in (first, second):
         assert rank["calls"][OP].keys() == {"reference.torch"}

@@ -70,17 +70,17 @@ def test_two_nodes_have_one_plan_and_all_settings_of_the_engine(
         file = tmp_path / "fl.yaml"
         lines = {key: value for key, value in meant.items() if key in ITEMS and ITEMS[key].in_file}
         del lines["oot_whitelist"]  # with a blacklist it is an error
-        told = {
+        content = {
             **lines,
             "table": "table.yaml",
             "op_backends": {"rms_norm": ["vendor", "reference"]},
         }
-        file.write_text("\n".join(f"{key}: {json.dumps(value)}" for key, value in told.items()))
+        file.write_text("\n".join(f"{key}: {json.dumps(value)}" for key, value in content.items()))
         for number, key in enumerate(lines, 1):
             del variables[each[key][0]]
             origins[key] = f"{file}:{number}"
         del variables["VLLM_FL_PER_OP"]
-        origins["op_backends.rms_norm"] = f"{file}:{len(told)}"
+        origins["op_backends.rms_norm"] = f"{file}:{len(content)}"
         variables["VLLM_FL_CONFIG"] = meant["config"] = str(file)
         origins["config"] = "environment VLLM_FL_CONFIG"
     # vLLM sets the engine's variables in Ray's workers, except the ones in this file.

@@ -112,13 +112,13 @@ def seen(
     plan: str,
     eager: bool,
     dtype: str,
-    told: Result,
+    result: Result,
     stock: Result,
     true: list[float],
 ) -> str:
     """A row of the table at the end of a run."""
-    logps = prose.logps(told)
-    same = sum(a == b for a, b in zip(told["tokens"], stock["tokens"], strict=True))
+    logps = prose.logps(result)
+    same = sum(a == b for a, b in zip(result["tokens"], stock["tokens"], strict=True))
     return " | ".join(
         (
             f"{name} {dtype} {'eager' if eager else 'compiled'} {plan}",

@@ -46,9 +46,9 @@ def test_with_an_adapter(
     }
     stock, ours = (scored(SMOLLM2, p, label="lora", **through) for p in ("stock", plan))
     merged = true(SMOLLM2, "lora", partial(checkpoints.merge, folder=adapter))
-    for which, told in (("stock", stock), (plan, ours)):
+    for which, result in (("stock", stock), (plan, ours)):
         name = f"{SMOLLM2} with LoRA"
-        record_property("seen", seen(name, which, True, "bfloat16", told, stock, merged))
+        record_property("seen", seen(name, which, True, "bfloat16", result, stock, merged))
     assert prose.distance(merged, true(SMOLLM2)).median > 0.1, "the adapter does little"
     assert_it_ran(ours, "rms_norm", "silu_and_mul")
     assert prose.problems(stock, ours, merged) == []
@@ -82,12 +82,12 @@ def test_with_weights_of_eight_bits(
     folder = quantised(form)
     stock, ours = (scored(SMOLLM2, p, label=form, folder=folder) for p in ("stock", plan))
     rounded = true(SMOLLM2, form, partial(checkpoints.round_as, form=form))
-    for which, told in (("stock", stock), (plan, ours)):
+    for which, result in (("stock", stock), (plan, ours)):
         name = f"{SMOLLM2} in {form}"
-        record_property("seen", seen(name, which, True, "bfloat16", told, stock, rounded))
+        record_property("seen", seen(name, which, True, "bfloat16", result, stock, rounded))
     assert_it_ran(ours, "rms_norm", "silu_and_mul")
     own = prose.distance(prose.logps(stock), rounded)
     bars = prose.Bars(prose.WORSE * own.median, 2 * own.p99, MEAN)
-    for whose, other in {"the truth": rounded, "stock": prose.logps(stock)}.items():
+    for reference, other in {"the truth": rounded, "stock": prose.logps(stock)}.items():
         found = prose.distance(prose.logps(ours), other)
-        assert not bars.exceeded(found), f"to {whose}: {found}"
+        assert not bars.exceeded(found), f"to {reference}: {found}"

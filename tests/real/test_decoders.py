@@ -48,8 +48,8 @@ def test_a_plan_is_as_exact_as_stock_in_bfloat16(
 ) -> None:
     stock = scored(name, "stock", eager=eager)
     ours = scored(name, plan, eager=eager)
-    for which, told in (("stock", stock), (plan, ours)):
-        record_property("seen", seen(name, which, eager, "bfloat16", told, stock, true(name)))
+    for which, result in (("stock", stock), (plan, ours)):
+        record_property("seen", seen(name, which, eager, "bfloat16", result, stock, true(name)))
     assert_it_ran(ours, *THEIRS[name] if eager or plan != "shipped" else ())
     assert prose.problems(stock, ours, true(name)) == []
 
@@ -66,12 +66,12 @@ def test_a_plan_is_stock_in_float32_but_for_the_order_of_sums(
 ) -> None:
     stock = scored(name, "stock", eager=eager, dtype="float32")
     ours = scored(name, plan, eager=eager, dtype="float32")
-    for which, told in (("stock", stock), (plan, ours)):
-        record_property("seen", seen(name, which, eager, "float32", told, stock, true(name)))
+    for which, result in (("stock", stock), (plan, ours)):
+        record_property("seen", seen(name, which, eager, "float32", result, stock, true(name)))
     assert_it_ran(ours, *THEIRS[name] if eager or plan != "shipped" else ())
-    for whose, other in {"stock": prose.logps(stock), "the truth": true(name)}.items():
+    for reference, other in {"stock": prose.logps(stock), "the truth": true(name)}.items():
         found = prose.distance(prose.logps(ours), other)
-        assert not prose.EXACT.exceeded(found), f"to {whose}: {found}"
+        assert not prose.EXACT.exceeded(found), f"to {reference}: {found}"
     assert prose.disagreements(stock, ours, clear=0.01) == []
 
 

@@ -34,8 +34,8 @@ def vectors(model: Model) -> list[list[float]]:
     tokenizer: Any = AutoTokenizer.from_pretrained(model(MINILM))
     bert: Any = AutoModel.from_pretrained(model(MINILM), dtype=torch.float32)
     with torch.inference_mode():
-        told = [bert(**tokenizer(text, return_tensors="pt"))[0][0].mean(0) for text in TEXTS]
-    return [vector.tolist() for vector in told]
+        means = [bert(**tokenizer(text, return_tensors="pt"))[0][0].mean(0) for text in TEXTS]
+    return [vector.tolist() for vector in means]
 
 
 @pytest.fixture
@@ -60,8 +60,8 @@ def embedded(model: Model, tmp_path: Path) -> Embedded:
             check=False,
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        told: dict[str, Any] = json.loads(out.read_text())
-        return told
+        result: dict[str, Any] = json.loads(out.read_text())
+        return result
 
     return run
 
@@ -94,12 +94,12 @@ def test_the_vectors_are_those_of_transformers(
     embedded: Embedded,
     record_property: Callable[[str, object], None],
 ) -> None:
-    told = embedded(plan, eager=eager, dtype=dtype)
-    cosines = [cosine(*pair) for pair in zip(told["vectors"], vectors, strict=True)]
+    result = embedded(plan, eager=eager, dtype=dtype)
+    cosines = [cosine(*pair) for pair in zip(result["vectors"], vectors, strict=True)]
     mode = "eager" if eager else "compiled"
     row = f"{MINILM} {dtype} {mode} {plan} | smallest cosine {min(cosines):.9f}"
     record_property("seen", row)
     assert min(cosines) >= NEAR[dtype]
     assert cosine(vectors[0], vectors[1]) < 0.9, "texts of another meaning have other vectors"
-    if told["report"]:
-        assert told["report"][0]["demotions"] == {}
+    if result["report"]:
+        assert result["report"][0]["demotions"] == {}

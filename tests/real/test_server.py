@@ -90,8 +90,8 @@ def assert_alike(first: Any, second: list[int]) -> None:
 
 def metric(server: Server, name: str) -> float:
     """The sum of all vLLM metrics with this name."""
-    with urllib.request.urlopen(f"{server.url}/metrics") as told:
-        text = told.read().decode()
+    with urllib.request.urlopen(f"{server.url}/metrics") as response:
+        text = response.read().decode()
     lines = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.M)
     assert lines, name
     return sum(map(float, lines))
@@ -162,9 +162,9 @@ def test_an_answer_in_the_form_of_a_json_schema(server: Server) -> None:
     }
     form = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
     answer = chat(server, "Tell me of the capital of France, as JSON.", response_format=form)
-    told = json.loads(answer.choices[0].message.content)
-    assert set(told) == {"city", "inhabitants"}
-    assert told["city"] in ("Paris", "Berlin") and isinstance(told["inhabitants"], int)
+    content = json.loads(answer.choices[0].message.content)
+    assert set(content) == {"city", "inhabitants"}
+    assert content["city"] in ("Paris", "Berlin") and isinstance(content["inhabitants"], int)
 
 
 @pytest.mark.slow

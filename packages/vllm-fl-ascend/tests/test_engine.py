@@ -68,7 +68,7 @@ def test_a_model_is_served_as_stock_serves_it(family: str, tmp_path: Path) -> No
     attends, calls = emulated.counted("attends", since=before), emulated.counted(since=before)
 
     (report,) = ours["report"]
-    impls = {op: told["impl"] for op, told in report["ops"].items()}
+    impls = {op: entry["impl"] for op, entry in report["ops"].items()}
     assert {impls[op] for op in (*called, "attention_backend")} == {"vendor.ascend"}
     # The kernel does not support the float32 weight of Gemma's norms.
     rejected = {"rms_norm"} if family == "gemma3" else set()

@@ -23,7 +23,7 @@ def engine_config(
             `tensor_parallel_size`; all others are fields of the model's text configuration.
     """
 
-    def told() -> int:
+    def size_of_heads() -> int:
         if isinstance(head_size, Exception):
             raise head_size
         return head_size
@@ -52,7 +52,7 @@ def engine_config(
             hf_text_config=SimpleNamespace(**fields),
             max_model_len=4096,
             use_mla=False,
-            get_head_size=told,
+            get_head_size=size_of_heads,
             get_hidden_size=lambda: 512,
             get_num_attention_heads=lambda parallel: 8 // parallel.tensor_parallel_size,
             get_num_kv_heads=lambda parallel: 2 // parallel.tensor_parallel_size,

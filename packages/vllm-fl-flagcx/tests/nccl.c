@@ -32,14 +32,14 @@ enum { ID = 256, STREAM = 0x57A3 };
 typedef struct { ncclComm_t nccl; } Comm;
 typedef struct { int mark; cudaStream_t raw; } Stream;
 
-static int told(int result) { return result <= IN_PROGRESS ? result : UNHANDLED_CCL; }
+static int to_flagcx(int result) { return result <= IN_PROGRESS ? result : UNHANDLED_CCL; }
 
 /* NCCL has further types and operations, which FlagCX has not. */
 static int wrong(const Comm *c, const Stream *s, int type, int op) {
   return !c || !s || s->mark != STREAM || type < 0 || type > BFLOAT16 || op < 0 || op > AVG;
 }
 
-#define CALL(type, op, call) return wrong(c, s, type, op) ? ARGUMENT : told(call)
+#define CALL(type, op, call) return wrong(c, s, type, op) ? ARGUMENT : to_flagcx(call)
 
 int flagcxAllReduce(MOVES, int op, Comm *c, Stream *s) {
   CALL(type, op, ncclAllReduce(from, to, count, type, op, c->nccl, s->raw));
@@ -63,8 +63,8 @@ int flagcxRecv(void *to, size_t count, int type, int peer, Comm *c, Stream *s) {
   CALL(type, 0, ncclRecv(to, count, type, peer, c->nccl, s->raw));
 }
 
-int flagcxGroupStart(Comm *c) { return c ? told(ncclGroupStart()) : ARGUMENT; }
-int flagcxGroupEnd(Comm *c) { return c ? told(ncclGroupEnd()) : ARGUMENT; }
+int flagcxGroupStart(Comm *c) { return c ? to_flagcx(ncclGroupStart()) : ARGUMENT; }
+int flagcxGroupEnd(Comm *c) { return c ? to_flagcx(ncclGroupEnd()) : ARGUMENT; }
 
 const char *flagcxGetErrorString(int result) {
   return result == UNHANDLED_CCL ? "an error of NCCL's"
@@ -78,7 +78,7 @@ int flagcxGetVersion(int *version) {
 
 int flagcxGetUniqueId(char *id) {
   ncclUniqueId unique;
-  int result = told(ncclGetUniqueId(&unique));
+  int result = to_flagcx(ncclGetUniqueId(&unique));
   memset(id, 0, ID);
   if (result == OK) memcpy(id, &unique, sizeof unique);
   return result;
@@ -90,7 +90,7 @@ int flagcxCommInitRank(Comm **out, int size, const char *id, int rank) {
   memcpy(&unique, id, sizeof unique);
   Comm *c = calloc(1, sizeof *c);
   if (!c) return SYSTEM;
-  int result = told(ncclCommInitRank(&c->nccl, size, unique, rank));
+  int result = to_flagcx(ncclCommInitRank(&c->nccl, size, unique, rank));
   if (result == OK) *out = c;
   else free(c);
   return result;
@@ -99,7 +99,7 @@ int flagcxCommInitRank(Comm **out, int size, const char *id, int rank) {
 /* NCCL waits here until no CUDA graph is left that was captured with the group. */
 int flagcxCommDestroy(Comm *c) {
   if (!c) return ARGUMENT;
-  int result = told(ncclCommDestroy(c->nccl));
+  int result = to_flagcx(ncclCommDestroy(c->nccl));
   free(c);
   return result;
 }

@@ -68,8 +68,8 @@ static double now(void) {
 }
 
 static double patience(void) {
-  const char *told = getenv("FLAGCX_TEST_SECONDS");
-  return told ? atof(told) : 20;
+  const char *seconds = getenv("FLAGCX_TEST_SECONDS");
+  return seconds ? atof(seconds) : 20;
 }
 
 static int lost(Comm *c) {

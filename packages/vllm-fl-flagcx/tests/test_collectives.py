@@ -36,10 +36,10 @@ def _rank(
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
     library.load(library.find(str(flagcx)))
     try:
-        told = body(rank, *args)
+        result = body(rank, *args)
     except BaseException as error:
-        told = f"{type(error).__name__}: {error}"
-    queue.put((rank, told))
+        result = f"{type(error).__name__}: {error}"
+    queue.put((rank, result))
     queue.close()
     queue.join_thread()
     os._exit(0)
@@ -59,15 +59,15 @@ def on_two(folder: Path, flagcx: Path, body: Callable[..., Any], *args: Any) -> 
     for each in ranks:
         each.start()
     deadline = time.monotonic() + 300
-    told: dict[int, Any] = {}
+    results: dict[int, Any] = {}
     while any(each.is_alive() for each in ranks) and time.monotonic() < deadline:
         while not queue.empty():
-            told.update([queue.get()])
+            results.update([queue.get()])
         time.sleep(0.01)
     assert [each.exitcode for each in ranks].count(None) == 0, "a rank hangs"
     while not queue.empty():
-        told.update([queue.get()])
-    return told
+        results.update([queue.get()])
+    return results
 
 
 assert get_current_vllm_config_or_none() is None  # imported once, not by each process
@@ -82,10 +82,10 @@ def joined() -> Any:
 def compare(rank: int, count: int) -> str:
     """1 in 50 sizes is larger than the library's slot."""
     it = joined()
-    told = against_torch.compare(it, rank, count, CPU, large=40_000, every=50)
+    problems = against_torch.compare(it, rank, count, CPU, large=40_000, every=50)
     it.destroy()
     it.destroy()  # may be called twice
-    return told
+    return problems
 
 
 @pytest.mark.slow
@@ -137,8 +137,8 @@ def die(rank: int) -> str:
 
 
 def test_a_rank_that_dies_ends_the_others_call(tmp_path: Path, flagcx: Path) -> None:
-    told = on_two(tmp_path, flagcx, die)
-    assert told == {
+    results = on_two(tmp_path, flagcx, die)
+    assert results == {
         0: "FlagcxError: flagcxAllReduce failed in group tp:0, rank 0: a rank is gone, or did not "
         "come (result 6)"
     }
@@ -155,8 +155,8 @@ def test_it_passes_the_verification_at_start(tmp_path: Path, flagcx: Path) -> No
 
 def test_a_wrong_library_does_not_pass_it(tmp_path: Path) -> None:
     wrong = built(tmp_path / "wrong", "-DWRONG")
-    told = on_two(tmp_path, wrong, verify)
-    assert told[0] == [] and "all_reduce of float32 [1, 1]: 1 of 1" in told[1][0]
+    results = on_two(tmp_path, wrong, verify)
+    assert results[0] == [] and "all_reduce of float32 [1, 1]: 1 of 1" in results[1][0]
 
 
 def test_every_method_of_vllms_base_is_ours_or_needs_no_collective() -> None:

@@ -26,10 +26,10 @@ def joined() -> Any:
 
 def compare(rank: int) -> str:
     it = joined()
-    told = against_torch.compare(it, rank, 60, CPU, large=40_000, every=50)
+    problems = against_torch.compare(it, rank, 60, CPU, large=40_000, every=50)
     it.destroy()
     it.destroy()  # may be called twice
-    return told
+    return problems
 
 
 def test_every_collective_gives_what_gloo_gives(tmp_path: Path, flagcx: Path) -> None:

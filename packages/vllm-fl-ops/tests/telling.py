@@ -61,7 +61,7 @@ def problem(spec: OpSpec, form: Form, sample: Sample) -> str:
     return str(worst(closed(results if many else results[0], sample), wanted_of(spec, sample))[1])
 
 
-def told(
+def detects(
     forms: Iterable[tuple[str, str, Form]],
     is_fine: Callable[[str, str], bool] | None = None,
     without: str = "-",

@@ -116,8 +116,8 @@ def test_codes_of_different_things_differ() -> None:
 def test_no_line_of_a_log_has_a_code_that_nobody_explains() -> None:
     folders = (Path(import_module(name).__file__ or "").parent for name in PACKAGES)
     text = "".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
-    told = set(re.findall(r"\bFL\d{3}\b", text))
-    assert OF_WARNINGS <= told <= ALL
+    found = set(re.findall(r"\bFL\d{3}\b", text))
+    assert OF_WARNINGS <= found <= ALL
 
 
 def test_core_raises_nothing_without_a_kind() -> None:
@@ -176,8 +176,8 @@ def test_a_traceback_says_how_to_read_the_page() -> None:
     try:
         raise InvalidSettingError("prefer: 'x'", key="prefer", origin="environment")
     except InvalidSettingError as error:
-        told = "".join(traceback.format_exception(error))
-    assert told.endswith("prefer: 'x' [FL102]\nRun `vllm-fl explain FL102` for causes and fixes.\n")
+        text = "".join(traceback.format_exception(error))
+    assert text.endswith("prefer: 'x' [FL102]\nRun `vllm-fl explain FL102` for causes and fixes.\n")
 
 
 @pytest.mark.parametrize(

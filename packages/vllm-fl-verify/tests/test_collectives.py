@@ -75,10 +75,10 @@ class Communicator:
 
 def found(size: int, make: Callable[[int], Any], dtype: torch.dtype = torch.bfloat16) -> list[str]:
     """The ranks' faults as `name: why`: the first of each dtype."""
-    told: list[str] = []
+    problems: list[str] = []
 
     def run(rank: int, communicator: Any) -> None:
-        told.extend(
+        problems.extend(
             filter(None, (step() for _, step in steps(communicator, rank, size, CPU, dtype)))
         )
 
@@ -87,7 +87,7 @@ def found(size: int, make: Callable[[int], Any], dtype: torch.dtype = torch.bflo
         thread.start()
     for thread in threads:
         thread.join()
-    return told
+    return problems
 
 
 def ranks(size: int, **wrong: Any) -> Callable[[int], Any]:
@@ -123,10 +123,10 @@ EACH = "all_reduce all_gather reduce_scatter broadcast recv all_gatherv reduce_s
 
 @pytest.mark.parametrize("name", EACH.split())
 def test_one_wrong_element_on_one_rank_is_found(name: str) -> None:
-    told = found(2, ranks(2, **{name: off_by_one}))
+    problems = found(2, ranks(2, **{name: off_by_one}))
     label = {"recv": "send and recv"}.get(name, name)
-    assert told and all(each.startswith(label) for each in told)
-    assert all(each.endswith("elements are incorrect") for each in told)
+    assert problems and all(each.startswith(label) for each in problems)
+    assert all(each.endswith("elements are incorrect") for each in problems)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +143,8 @@ def test_one_wrong_element_on_one_rank_is_found(name: str) -> None:
     ],
 )
 def test_what_a_wrong_library_does_is_found(name: str, wrong: Any, why: str) -> None:
-    told = found(2, ranks(2, **{name: wrong}))
-    assert any(why in each for each in told), told
+    problems = found(2, ranks(2, **{name: wrong}))
+    assert any(why in each for each in problems), problems
 
 
 def test_what_vllms_base_refuses_may_be_refused() -> None:

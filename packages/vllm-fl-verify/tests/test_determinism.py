@@ -66,25 +66,25 @@ def of(fn: Callable[..., Any], op: str = "silu_and_mul", **fields: Any) -> OpImp
     return OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, fn, "acme", **fields)
 
 
-def told(impl: OpImpl, sizes: ModelSizes | None = SIZES, **options: Any) -> Determinism:
+def measured(impl: OpImpl, sizes: ModelSizes | None = SIZES, **options: Any) -> Determinism:
     trials = Trials(known_contracts().contracts[impl.op_name], torch.float32, CPU, sizes, 0)
     return determinism_of(impl, trials, **options)
 
 
 def test_bits_that_are_a_rows_own_are_found_to_be() -> None:
-    assert told(of(sound)) == Determinism(True, True)
+    assert measured(of(sound)) == Determinism(True, True)
 
 
 @pytest.mark.parametrize("fn", [by_batch_size, alone, the_last_row])
 def test_bits_that_depend_on_the_batch_are_found(fn: Callable[..., Any]) -> None:
-    found = told(of(fn))
+    found = measured(of(fn))
     assert (found.runs, found.batches) == (True, False)
     assert "different bits in batches of" in found.reason and "2*96, float32" in found.reason
 
 
 def test_the_sign_of_zero_is_a_bit() -> None:
-    assert told(of(lambda x: sound(x).fill_(-0.0))).batches is True
-    assert told(of(lambda x: sound(x).fill_(-0.0 if len(x) > 32 else 0.0))).batches is False
+    assert measured(of(lambda x: sound(x).fill_(-0.0))).batches is True
+    assert measured(of(lambda x: sound(x).fill_(-0.0 if len(x) > 32 else 0.0))).batches is False
 
 
 def test_what_differs_between_two_runs_is_neither() -> None:
@@ -94,23 +94,23 @@ def test_what_differs_between_two_runs_is_neither() -> None:
         calls.append(1)
         return nudged(x, slice(None)) if len(calls) % 2 else sound(x)
 
-    found = told(of(each_time_another))
+    found = measured(of(each_time_another))
     assert (found.runs, found.batches) == (False, False)
     assert found.reason.startswith(f"the same call returned different bits ({POOL} x ")
 
 
 def test_a_batch_that_alone_is_refused_is_another_implementations() -> None:
     supports = lambda x: "too many" if len(x) > 100 else True  # noqa: E731
-    assert told(of(sound, supports=supports)).batches is None, "of its pool nothing is served"
+    assert measured(of(sound, supports=supports)).batches is None, "of its pool nothing is served"
     supports = lambda x: "too few" if len(x) < 5 else True  # noqa: E731
-    found = told(of(sound, supports=supports))
+    found = measured(of(sound, supports=supports))
     assert found.batches is False
     assert found.reason.startswith(f"it supports a batch of {POOL} tokens, but not of 1 ")
 
 
 def test_what_stands_is_not_measured_whatever_sizes_are_known() -> None:
     spec = known_contracts().contracts["causal_conv1d"]
-    assert told(oracle(spec)) == Determinism(None, None, STANDS)
+    assert measured(oracle(spec)) == Determinism(None, None, STANDS)
 
 
 def oracle(spec: OpSpec) -> OpImpl:
@@ -125,7 +125,7 @@ def oracle(spec: OpSpec) -> OpImpl:
 
 def test_one_scale_for_all_rows_can_never_be_batch_invariant() -> None:
     """By the contract itself: a batch's largest number affects every row's bits."""
-    found = told(oracle(known_contracts().contracts["quant_fp8"]))
+    found = measured(oracle(known_contracts().contracts["quant_fp8"]))
     assert (found.runs, found.batches) == (True, False)
 
 
@@ -139,8 +139,8 @@ def test_where_rows_depend_on_each_other_only_runs_are_compared() -> None:
 def variant(request: Request) -> dict[tuple[str, str], str]:
     """(op, impl id) -> why it must be disabled."""
     with request.trials() as trials:
-        told = {role.key: variance(request, role, trials[role.calls]) for role in request.roles}
-    return {key: why for key, why in told.items() if why}
+        reasons = {role.key: variance(request, role, trials[role.calls]) for role in request.roles}
+    return {key: why for key, why in reasons.items() if why}
 
 
 def test_a_start_measures_what_is_right_and_only_where_that_is_asked() -> None:
@@ -197,17 +197,17 @@ def test_what_nothing_measures_is_rejected_where_it_is_asked_for(
     aligning = of(
         known_contracts().contracts["moe_align_block_size"].oracle, "moe_align_block_size"
     )
-    told, specs = facts(env, **fields), known_contracts().contracts
-    assert told.wants_invariance == asks
+    engine, specs = facts(env, **fields), known_contracts().contracts
+    assert engine.wants_invariance == asks
     impls = silu("vendor.acme"), aligning, attention
-    found = [unmeasured(told, [impl], specs.get(impl.op_name)) for impl in impls]
+    found = [unmeasured(engine, [impl], specs.get(impl.op_name)) for impl in impls]
     assert [bool(reasons) for reasons in found] == [False, bool(asks), bool(asks)]
     assert all(why.startswith(f"{asks} is set, and ") for each in found for why in each.values())
 
 
 def test_without_verification_nothing_is_measured_and_so_nothing_serves() -> None:
-    told = facts(REQUIRED | {"VLLM_FL_PREFLIGHT": "run"})
-    (reason,) = unmeasured(told, [silu("vendor.acme")], None).values()
+    engine = facts(REQUIRED | {"VLLM_FL_PREFLIGHT": "run"})
+    (reason,) = unmeasured(engine, [silu("vendor.acme")], None).values()
     why = "VLLM_FL_PREFLIGHT=run does not measure it"
     assert reason == f"VLLM_FL_REQUIRE=batch_invariant is set, and {why}"
 

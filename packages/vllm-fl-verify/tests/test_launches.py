@@ -67,12 +67,12 @@ def test_both_sides_of_an_edge_are_verified() -> None:
         result = torch.nn.functional.silu(x[..., :half]) * x[..., half:]
         return result + 1 if len(x) == 700 else result
 
-    def told(call: Any, device: torch.device) -> launches.Launched:
+    def kernels(call: Any, device: torch.device) -> launches.Launched:
         call()
         return variant(sizes_seen[-1])
 
     impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, silu_and_mul, "acme")
     sizes, cpu = ModelSizes(64, 64, 2, 1, 64, 64, tokens=(1, 2048)), torch.device("cpu")
-    more: Any = {"seed": 3, "calls": 1e9, "launched": told}
+    more: Any = {"seed": 3, "calls": 1e9, "launched": kernels}
     found = find_faults(Request([Role(impl)], torch.float32, cpu, sizes, **more))
     assert "700 x" in found.objections["silu_and_mul", "vendor.acme"].reason

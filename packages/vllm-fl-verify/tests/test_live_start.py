@@ -64,23 +64,23 @@ engines.exchange = exchange
 worker = planned_worker(
     {"VLLM_FL_PREFLIGHT": "verify",
      "VLLM_FL_PER_OP": "silu_and_mul=vendor:wrong|vendor:acme;gelu_and_mul=vendor:idle"})
-told = {}
+result = {}
 try:
     worker.init_device()
     worker.load_model()
 except Exception as error:
-    told["raised"] = str(error)
+    result["raised"] = str(error)
 else:
-    told["report"] = worker.vllm_fl_report()
-    told["bound"] = [
+    result["report"] = worker.vllm_fl_report()
+    result["bound"] = [
         act._vllm_fl_plan is worker.vllm_fl_engine.plan for act in worker.model.blocks]
     x = torch.randn(300, 1280).bfloat16()
-    told["right"] = all(torch.equal(act(x), right(x)) for act in worker.model.blocks)
-    told["entry"] = worker.vllm_config.additional_config["vllm_fl"]
-    told["entry"].get("enabled", []).sort()
-told["calls"] = calls
+    result["right"] = all(torch.equal(act(x), right(x)) for act in worker.model.blocks)
+    result["entry"] = worker.vllm_config.additional_config["vllm_fl"]
+    result["entry"].get("enabled", []).sort()
+result["calls"] = calls
 worker.shutdown()
-print(json.dumps(told))
+print(json.dumps(result))
 """
 
 
@@ -109,13 +109,13 @@ def start(name: str) -> tuple[Any, str]:
 
 
 def test_a_fault_of_the_loaded_model_demotes_and_binds_the_layers_anew() -> None:
-    told, log = start("wrong")
-    report = told["report"]
+    result, log = start("wrong")
+    report = result["report"]
     assert "blocks.0, x (256, 1280) bfloat16" in report["demotions"]["silu_and_mul"]["vendor.wrong"]
     assert report["ops"]["silu_and_mul"]["impl"] == "vendor.acme"
-    assert told["bound"] == [True, True] and told["right"]
-    assert told["calls"] == COUNTS * 2, "once more for the plan without it"
-    assert told["entry"] == {"plan": report["digest"], "enabled": ENABLED}
+    assert result["bound"] == [True, True] and result["right"]
+    assert result["calls"] == COUNTS * 2, "once more for the plan without it"
+    assert result["entry"] == {"plan": report["digest"], "enabled": ENABLED}
     (line,) = [line for line in log.splitlines() if " planned: " in line]
     assert "silu_and_mul=vendor.acme" in line and f"digest {report['digest']}" in line
     assert len(line[line.index("vllm-fl: ") :]) <= 200
@@ -125,35 +125,35 @@ def test_a_fault_of_the_loaded_model_demotes_and_binds_the_layers_anew() -> None
 
 
 def test_what_another_rank_finds_is_off_on_this_one() -> None:
-    told, log = start("found there")
-    report = told["report"]
+    result, log = start("found there")
+    report = result["report"]
     why = report["demotions"]["silu_and_mul"]["vendor.wrong"]
     assert why == "failed at startup on rank 1: wrong in layer blocks.1"
     assert report["ops"]["silu_and_mul"]["impl"] == "vendor.acme"
-    assert told["calls"] == COUNTS * 2 and told["bound"] == [True, True]
+    assert result["calls"] == COUNTS * 2 and result["bound"] == [True, True]
     assert "detected at startup on rank 1; disabled on all ranks" in log
 
 
 def test_strict_mode_ends_the_start() -> None:
-    told, log = start("strict")
-    assert "in strict mode: rank 0: implementation 'vendor.wrong'" in told["raised"]
-    assert "in layer blocks.0" in told["raised"]
-    assert " planned" in log, "the plan is told all the same"
+    result, log = start("strict")
+    assert "in strict mode: rank 0: implementation 'vendor.wrong'" in result["raised"]
+    assert "in layer blocks.0" in result["raised"]
+    assert " planned" in log, "the plan is logged all the same"
 
 
 def test_what_refuses_every_call_of_the_loaded_model_is_rejected_and_nothing_says_its_name() -> (
     None
 ):
-    told, log = start("refuses all")
-    report = told["report"]
+    result, log = start("refuses all")
+    report = result["report"]
     assert report["ops"]["silu_and_mul"]["impl"] == "vendor.acme"
     (why,) = report["rejections"]["silu_and_mul"].values()
     assert why == "it supports no call of this model (rows of 1280)"
     assert report["demotions"] == {} and report["refusals"] == {} == report["fallbacks"]
-    assert told["bound"] == [True, True] and told["right"]
+    assert result["bound"] == [True, True] and result["right"]
     # Also tried at the largest batch before it is disabled; then the model without it.
-    assert told["calls"] == [*COUNTS, 512, *COUNTS, *COUNTS]
-    assert told["entry"] == {"plan": report["digest"], "enabled": ENABLED}
+    assert result["calls"] == [*COUNTS, 512, *COUNTS, *COUNTS]
+    assert result["entry"] == {"plan": report["digest"], "enabled": ENABLED}
     (line,) = [line for line in log.splitlines() if " planned: " in line]
     assert "silu_and_mul=vendor.acme" in line
     assert "silu_and_mul: vendor.wrong supports no call [FL412]" in report["remarks"]
@@ -161,10 +161,12 @@ def test_what_refuses_every_call_of_the_loaded_model_is_rejected_and_nothing_say
 
 
 def test_an_implementation_that_takes_some_calls_stays_and_uncalled_ops_are_not_counted() -> None:
-    told, log = start("takes the largest batch")
-    assert told["report"]["rejections"] == {} == told["report"]["refusals"] and "FL412" not in log
-    assert set(told["report"]["not_reached"]) == {"gelu_and_mul"}
-    assert told["report"]["ops"]["gelu_and_mul"]["impl"] == "vendor.idle", "and stays planned"
+    result, log = start("takes the largest batch")
+    assert (
+        result["report"]["rejections"] == {} == result["report"]["refusals"] and "FL412" not in log
+    )
+    assert set(result["report"]["not_reached"]) == {"gelu_and_mul"}
+    assert result["report"]["ops"]["gelu_and_mul"]["impl"] == "vendor.idle", "and stays planned"
     (line,) = [line for line in log.splitlines() if " planned: " in line]
     assert "vllm-fl: 1 op planned: silu_and_mul=vendor.wrong (" in line
-    assert "unused by this model: gelu_and_mul" in told["report"]["remarks"]
+    assert "unused by this model: gelu_and_mul" in result["report"]["remarks"]

@@ -95,8 +95,8 @@ class WithAttention(Older):
 @pytest.fixture
 def config() -> VllmConfig:
     made = VllmConfig()
-    told = SimpleNamespace(get_vocab_size=lambda: 1000, max_model_len=64)
-    object.__setattr__(made, "model_config", told)
+    model = SimpleNamespace(get_vocab_size=lambda: 1000, max_model_len=64)
+    object.__setattr__(made, "model_config", model)
     return made
 
 
@@ -124,15 +124,15 @@ def test_tokens_and_positions_are_varied_and_nothing_is_left(runner: Any, config
 
 
 class Rope(torch.nn.Module):
-    def __init__(self, rows: int, name: str = "cos_sin_cache", **told: int) -> None:
+    def __init__(self, rows: int, name: str = "cos_sin_cache", **fields: int) -> None:
         super().__init__()
         self.register_buffer(name, torch.zeros(rows, 4))
-        vars(self).update(told)
+        vars(self).update(fields)
 
 
-def table(rows: int, **told: int) -> torch.nn.Module:
+def table(rows: int, **fields: int) -> torch.nn.Module:
     found = torch.nn.Embedding(rows, 4)
-    vars(found).update(told)
+    vars(found).update(fields)
     return found
 
 

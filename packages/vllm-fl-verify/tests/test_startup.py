@@ -141,9 +141,9 @@ def test_what_layers_call_is_captured_where_vllm_captures(answering: Answering) 
     orders: Any = {OP: {"<=4": "reference", "rest": "vendor"}}
     for device in ("cuda", "cpu"):
         for mode in ("eager", "compiled"):
-            told = checks_of(sizes=ModelSizes(tokens=(1, 2048)), captured=(1, 64, 512))
-            told.device = torch.device(device)
-            told.objections(planning(managing(*impls, per_op_order=orders), mode))  # type: ignore[arg-type]
+            checks = checks_of(sizes=ModelSizes(tokens=(1, 2048)), captured=(1, 64, 512))
+            checks.device = torch.device(device)
+            checks.objections(planning(managing(*impls, per_op_order=orders), mode))  # type: ignore[arg-type]
     captured = [{r.impl.impl_id: r.captured for r in each.roles if r.captured} for each in asked]
     both = {"vendor.acme": 64, "reference.torch": 1}
     assert captured == [both, {"vendor.acme": 64}, {}, {}]
@@ -166,8 +166,8 @@ def test_a_rank_asks_for_runs_of_the_loaded_model(
     manager = managing(silu("vendor.acme"), silu("vendor.emca"), per_op_order={OP: order})
     for largest in (2048, 100):  # a model runs at most its largest batch
         sizes = ModelSizes(tokens=(1, largest))
-        told = checks_of(sizes=sizes, env={"VLLM_FL_PREFLIGHT": how})
-        assert told.counts(planning(manager)) == {min(n, largest) for n in counts}
+        checks = checks_of(sizes=sizes, env={"VLLM_FL_PREFLIGHT": how})
+        assert checks.counts(planning(manager)) == {min(n, largest) for n in counts}
 
 
 def test_what_the_model_has_no_layer_of_is_not_expected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,8 +177,8 @@ def test_what_the_model_has_no_layer_of_is_not_expected(monkeypatch: pytest.Monk
     plan = planning(managing(silu("vendor.acme"), gelu))
     without_experts = {op: plan.entries[op] for op in (OP, "gelu_and_mul", "rms_norm")}
     plan = dataclasses.replace(plan, entries=without_experts)
-    told = planned_for_nothing(plan, checks_of(provided={OP: ({},)}).facts)
-    assert told == {"gelu_and_mul": "this model has no layer for it"}
+    reasons = planned_for_nothing(plan, checks_of(provided={OP: ({},)}).facts)
+    assert reasons == {"gelu_and_mul": "this model has no layer for it"}
     assert planned_for_nothing(plan, checks_of().facts) == {}
 
 

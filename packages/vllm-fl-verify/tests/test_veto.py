@@ -41,21 +41,21 @@ def exchange(what, mine, failure=""):
 
 
 engines.exchange = exchange
-told = {}
+result = {}
 try:
     worker.init_device()
     worker.load_model()
     worker.compile_or_warm_up_model()
     worker.compile_or_warm_up_model()  # as vLLM does when ranks join: nothing is settled again
-    told["label"] = worker.vllm_fl_engine.plan.entries["silu_and_mul"].label
+    result["label"] = worker.vllm_fl_engine.plan.entries["silu_and_mul"].label
     x = torch.randn(3, 1280).bfloat16()
-    told["bound"] = [
+    result["bound"] = [
         vars(act).get("_vllm_fl_plan") is worker.vllm_fl_engine.plan for act in worker.model.blocks]
     worker.reload_weights()
 except Exception as error:
-    told["raised"] = f"{type(error).__name__}: {error}"
+    result["raised"] = f"{type(error).__name__}: {error}"
 worker.shutdown()
-print(json.dumps(told))
+print(json.dumps(result))
 """
 
 CASES = {
@@ -88,9 +88,9 @@ def engine(name: str) -> tuple[Any, str]:
 
 @pytest.mark.parametrize("moment", ["planned", "loaded", "cached"])
 def test_a_veto_on_one_rank_disables_on_all_and_binds_again(moment: str) -> None:
-    told, log = engine(moment)
+    result, log = engine(moment)
     rank = CASES[moment]["VETO_RANK"]
-    assert told == {"label": "stock", "bound": [moment != "planned"] * 2}
+    assert result == {"label": "stock", "bound": [moment != "planned"] * 2}
     warning = f"vetoed when it was {moment} (detected at startup on rank {rank}; disabled on all "
     assert warning in log and "[FL410]" in log
     begins = "stock" if moment == "planned" else "vendor.acme"
@@ -99,21 +99,23 @@ def test_a_veto_on_one_rank_disables_on_all_and_binds_again(moment: str) -> None
 
 
 def test_what_is_compiled_ends_the_startup_by_name() -> None:
-    told, log = engine("compiled")
-    assert told["raised"].startswith("StartError: vllm-fl: engine startup failed: rank 1: implem")
-    assert "vendor.acme' failed for op 'silu_and_mul': vetoed when it was cached" in told["raised"]
-    assert "The model is compiled with it" in told["raised"]
+    result, log = engine("compiled")
+    assert result["raised"].startswith("StartError: vllm-fl: engine startup failed: rank 1: implem")
+    assert (
+        "vendor.acme' failed for op 'silu_and_mul': vetoed when it was cached" in result["raised"]
+    )
+    assert "The model is compiled with it" in result["raised"]
     assert "Diary: it ends with vendor.acme" in log
 
 
 def test_after_an_update_the_caller_gets_the_veto() -> None:
-    told, log = engine("updated")
-    assert told["raised"].startswith("ServingError: After the weights were updated, verification")
-    assert "vetoed when it was updated (found on rank 1)" in told["raised"]
-    assert told["label"] == "vendor.acme" and "Diary: it serves with vendor.acme" in log
+    result, log = engine("updated")
+    assert result["raised"].startswith("ServingError: After the weights were updated, verification")
+    assert "vetoed when it was updated (found on rank 1)" in result["raised"]
+    assert result["label"] == "vendor.acme" and "Diary: it serves with vendor.acme" in log
 
 
 def test_the_session_ends_if_the_startup_fails() -> None:
-    told, log = engine("failing")
-    assert "in strict mode: rank 0: implementation 'vendor.acme' failed" in told["raised"]
+    result, log = engine("failing")
+    assert "in strict mode: rank 0: implementation 'vendor.acme' failed" in result["raised"]
     assert "Diary: it ends" in log and "Diary: it serves" not in log

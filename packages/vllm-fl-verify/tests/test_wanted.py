@@ -140,14 +140,14 @@ def test_a_mistake_of_the_contract_is_said_to_be_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schemas", "told"),
+    ("schemas", "message"),
     [
         (["(Tensor x) -> Tensor"], "'both': the oracle returns 2 results, .* call 0; "),
         (["(Tensor x, Tensor? y) -> (Tensor, Tensor)"], "'alone': .* 1 results, .* call 2; "),
         (["(Tensor x, Tensor y) -> (Tensor, Tensor)", "(Tensor x) -> Tensor"], ""),
     ],
 )
-def test_each_number_of_results_has_a_variant(schemas: list[str], told: str) -> None:
+def test_each_number_of_results_has_a_variant(schemas: list[str], message: str) -> None:
     def add(x: torch.Tensor, y: torch.Tensor | None) -> Any:
         return x if y is None else (x + y, y)
 
@@ -155,7 +155,7 @@ def test_each_number_of_results_has_a_variant(schemas: list[str], told: str) -> 
     variants = tuple(Variant("alone" * number, each) for number, each in enumerate(schemas))
     spec = replace(silu, oracle=add, fake=add, variants=variants, tolerances=TIGHT)
     x = torch.ones(3, 4)
-    with pytest.raises(ValueError, match=told) if told else nullcontext():
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
         assert worst(x, wanted_of(spec, Sample("alone", (x, None)))) == (0.0, "")
         assert worst((x * 2, x), wanted_of(spec, Sample("both", (x, x)))) == (0.0, "")
 
@@ -332,7 +332,7 @@ def test_blocks_of_rows_in_any_order(rows: list[int], experts: list[int]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("rows", "experts", "used", "told"),
+    ("rows", "experts", "used", "message"),
     [
         (ROWS, OF_BLOCKS, [8], "result 2: 1 of 1 elements differ; first at (0,): got 8, expec"),
         (ROWS, [1, 3, 3, -1], IN_USE, "result 1: 1 of 3 elements differ; first at (1,): "
@@ -347,10 +347,10 @@ def test_blocks_of_rows_in_any_order(rows: list[int], experts: list[int]) -> Non
     ],
 )  # fmt: skip
 def test_other_blocks_of_rows_are_wrong(
-    rows: list[int], experts: list[int], used: list[int], told: str
+    rows: list[int], experts: list[int], used: list[int], message: str
 ) -> None:
     share, problem = in_blocks(rows, experts, used)
-    assert share == INF and problem.startswith(told)
+    assert share == INF and problem.startswith(message)
 
 
 def form_of(spec: OpSpec, tokens: int) -> Form:

@@ -102,10 +102,10 @@ def settings() -> tuple[SettingSpec[Any], ...]:
 
 @hookimpl
 def worker_start(context: WorkerContext) -> WorkerReport:
-    told = context.settings
-    if told[TILE.key].value != "64":
-        raise RuntimeError(f"a tile of {told[TILE.key].value} is larger than the cache")
-    names = [name for name in REPLACED if name not in told[BLACKLIST.key].value]
+    values = context.settings
+    if values[TILE.key].value != "64":
+        raise RuntimeError(f"a tile of {values[TILE.key].value} is larger than the cache")
+    names = [name for name in REPLACED if name not in values[BLACKLIST.key].value]
     for name in names if not replaced else ():
         library.impl(name, replacement(name), "CPU")
         replaced.add(name)

@@ -22,7 +22,7 @@ def settings() -> Iterable[SettingSpec[Any]]:
 @hookimpl
 def worker_start(context: WorkerContext) -> WorkerReport:
     folder = context.settings[FOLDER.key].value
-    told = {
+    facts = {
         "node": os.environ["NODE"],
         "settings": {
             key: (getattr(setting.value, "written", setting.value), setting.origin)
@@ -32,5 +32,5 @@ def worker_start(context: WorkerContext) -> WorkerReport:
         "table": context.settings.tuned.file,
         "variables": sorted(name for name in os.environ if name.startswith(("VLLM_FL_", "FLAGCX"))),
     }
-    (Path(folder) / f"rank{context.rank}.json").write_text(json.dumps(told))
+    (Path(folder) / f"rank{context.rank}.json").write_text(json.dumps(facts))
     return WorkerReport()

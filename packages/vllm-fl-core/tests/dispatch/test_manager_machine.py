@@ -244,8 +244,8 @@ class Machine(RuleBasedStateMachine):
             assert type(result) is AllFailedError
             assert [impl_id for impl_id, _ in result.causes] == who
             for impl_id, cause in result.causes:
-                told = cause if isinstance(cause, str) else str(cause)
-                assert told in str(result) and impl_id in str(result)
+                message = cause if isinstance(cause, str) else str(cause)
+                assert message in str(result) and impl_id in str(result)
         else:
             assert type(result) is NoImplementationError
             rejected = dict(result.rejected)

@@ -287,8 +287,8 @@ def test_the_users_own_order_of_an_op_replaces_what_another_plugin_has_replaced(
     policy = SelectionPolicy(per_op_order={"silu_and_mul": tokens})
     trace = resolve("silu_and_mul", ALL, policy, engine=True, foreign=THEIRS, tokens=1)
     assert ids(trace) == want
-    (told,) = [candidate.reason for candidate in trace.candidates if candidate.impl is FOREIGN]
-    assert told == "layer SiluAndMul is replaced by acme.Silu of vllm-acme 1.0"
+    (reason,) = [candidate.reason for candidate in trace.candidates if candidate.impl is FOREIGN]
+    assert reason == "layer SiluAndMul is replaced by acme.Silu of vllm-acme 1.0"
 
 
 def test_strict_mode_drops_what_another_plugin_has_replaced_as_it_drops_vllms() -> None:

@@ -185,9 +185,9 @@ def test_what_is_asked_for_by_name_and_cannot_run_is_warned_of_with_the_reason(
     begin: Begin, env: dict[str, str], said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     begin(env, Absent(), platform="cpu")
-    told = [each.getMessage() for each in caplog.records if "silu_and_mul" in each.getMessage()]
-    assert len(told) == bool(said)
-    assert all(part in told[0] and told[0].endswith("[FL110]") for part in said)
+    messages = [each.getMessage() for each in caplog.records if "silu_and_mul" in each.getMessage()]
+    assert len(messages) == bool(said)
+    assert all(part in messages[0] and messages[0].endswith("[FL110]") for part in said)
 
 
 @pytest.mark.parametrize("asked", ["vendor:broken", "impl:vendor.broken"])

@@ -90,7 +90,7 @@ def test_an_entry_says_what_runs_at_which_size() -> None:
         f"{impl_id}: not listed: stock"
         for impl_id in ("default.flagos", "reference.torch", "vendor.acme")
     )
-    assert found.told == {
+    assert found.to_json() == {
         "impl": "default.flagos",
         "reason": "your order lists flagos",
         "rows": [
@@ -219,9 +219,11 @@ def left_at(plan: Plan, *tokens: int) -> list[bool]:
     """`stock_at` of each token count; it must match calls without a layer."""
     is_left = plan.stock_at(OP)
     assert is_left is not None
-    told = [is_left(n) for n in tokens]
-    assert told == [mark == 9 for mark in marks(plan.without_layer(OP, last=stock()), *tokens)]
-    return told
+    is_left_at = [is_left(n) for n in tokens]
+    assert is_left_at == [
+        mark == 9 for mark in marks(plan.without_layer(OP, last=stock()), *tokens)
+    ]
+    return is_left_at
 
 
 def test_a_plan_tells_which_sizes_are_left_to_vllm() -> None:

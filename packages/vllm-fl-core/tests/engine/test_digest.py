@@ -201,16 +201,16 @@ def test_settings_that_a_planned_plugin_declares_count(kernel: Path, tmp_path: P
     plan, owners = plan_of(importlib.import_module("digest_kernel"))
     owner = Owner("acme", "fl-acme", "1.0")
 
-    def told(planned: bool = True, **env: str) -> str:
+    def planned_digest(planned: bool = True, **env: str) -> str:
         who = owner if planned else Owner("other")
         plugin = Plugin(who, "acme.plugin", status="ok", settings=(fast,))
         settings = load_settings(env, plugins=(fast,))
         return digest(fingerprint(plan, owners, settings=settings, plugins=(plugin,)))
 
-    assert told() == told(ACME_FAST="0") != told(ACME_FAST="1")
-    assert told(False) == told(False, ACME_FAST="1")
+    assert planned_digest() == planned_digest(ACME_FAST="0") != planned_digest(ACME_FAST="1")
+    assert planned_digest(False) == planned_digest(False, ACME_FAST="1")
     # The file's value applies, but the code may have read the variable directly.
-    overridden = {told(VLLM_FL_CONFIG=str(file), ACME_FAST=text) for text in "01"}
+    overridden = {planned_digest(VLLM_FL_CONFIG=str(file), ACME_FAST=text) for text in "01"}
     assert len(overridden) == 2
 
 

@@ -220,6 +220,6 @@ def test_a_sealed_plan_logs_so_many_refusals_and_no_more(caplog: pytest.LogCaptu
     bound = plan.bind("silu_and_mul", object(), frozenset())
     for _ in range(1100):
         bound(X)
-    told = [record for record in caplog.records if "no room for" in record.getMessage()]
-    assert 0 < len(told) <= 1000
+    records = [record for record in caplog.records if "no room for" in record.getMessage()]
+    assert 0 < len(records) <= 1000
     assert plan.fallbacks["silu_and_mul", "vendor.beta"] == 1100

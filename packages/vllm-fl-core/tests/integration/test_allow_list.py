@@ -36,18 +36,18 @@ env = json.loads(os.environ["ENGINE"])
 carried = Carried(load_settings(env, platform="cpu"))
 engine = SimpleNamespace(additional_config={KEY: carried if env is not None else {}})
 trace = lambda: open(os.environ["TRACE"]).read().split()
-told = {"error": None}
+output = {"error": None}
 general_plugin()
-told["before"] = trace()
+output["before"] = trace()
 if os.environ.get("EARLY"):
     from vllm_fl.dispatch import get_default_manager
     get_default_manager().ensure_initialized()
 try:
     load_plugins(engine)
 except VllmFLError as error:
-    told["error"] = str(error)
-told["after"] = trace()
-print(json.dumps(told))
+    output["error"] = str(error)
+output["after"] = trace()
+print(json.dumps(output))
 """
 
 
@@ -71,17 +71,17 @@ def worker(site: Path, engine: dict[str, str], **variables: str) -> dict[str, ob
     ours = {"PYTHONPATH": path, "TRACE": str(site / "trace"), "ENGINE": json.dumps(engine)}
     done = forked.run(WORKER, env={**kept, **ours, **variables})
     assert done.returncode == 0, done.stderr
-    told: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    output: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return output
 
 
 def test_a_worker_imports_what_its_engine_allows_and_nothing_before_it_knows(site: Path) -> None:
-    told = worker(site, {"VLLM_FL_PLUGINS": "fl-bbb"})
-    assert told == {"error": None, "before": [], "after": ["bbb"]}
+    output = worker(site, {"VLLM_FL_PLUGINS": "fl-bbb"})
+    assert output == {"error": None, "before": [], "after": ["bbb"]}
 
 
 def test_what_was_loaded_by_another_list_ends_the_start_by_name(site: Path) -> None:
-    told = worker(site, {"VLLM_FL_PLUGINS": "fl-bbb"}, VLLM_FL_PLUGINS="fl-aaa", EARLY="1")
-    assert told["after"] == ["aaa"]
+    output = worker(site, {"VLLM_FL_PLUGINS": "fl-bbb"}, VLLM_FL_PLUGINS="fl-aaa", EARLY="1")
+    assert output["after"] == ["aaa"]
     for word in ("VLLM_FL_PLUGINS", "fl-aaa", "fl-bbb"):
-        assert word in str(told["error"])
+        assert word in str(output["error"])

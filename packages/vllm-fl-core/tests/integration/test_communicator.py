@@ -128,7 +128,7 @@ CASES: dict[str, tuple[tuple[CommunicatorImpl, ...], dict[str, Any]]] = {
 """(installed communicators, policy). Order matters: ranks are unusable after the last ones."""
 
 
-def _rank(rank: int, folder: Path, told: Any) -> None:
+def _rank(rank: int, folder: Path, queue: Any) -> None:
     """One process: for each case, vLLM's groups, made as a worker makes them."""
     torch.set_num_threads(1)
     monkeypatch = pytest.MonkeyPatch()
@@ -150,18 +150,18 @@ def _rank(rank: int, folder: Path, told: Any) -> None:
                 settle(engine, Moment.GROUPED)
             made = group.device_communicator
             reduced = float(made.all_reduce(torch.tensor([1.0 + rank])))
-            told.put((case, rank, type(made).__name__, groups.faults, reduced))
+            queue.put((case, rank, type(made).__name__, groups.faults, reduced))
         except Exception as error:
-            told.put((case, rank, type(error).__name__, str(error), 0.0))
+            queue.put((case, rank, type(error).__name__, str(error), 0.0))
         if case == "late":
             time.sleep(2)  # until the late rank has arrived
-    told.close()
-    told.join_thread()
+    queue.close()
+    queue.join_thread()
     os._exit(0)
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[Any, ...]]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[Any, ...]]]:
     """Case -> each rank's result: the communicator in use, the faults or the error, a sum."""
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
@@ -179,8 +179,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[Any, 
     }
 
 
-def test_what_is_planned_serves_in_the_groups(told: dict[str, Any]) -> None:
-    assert told["sound"] == [("Sound", {}, 3.0)] * 2
+def test_what_is_planned_serves_in_the_groups(outcomes: dict[str, Any]) -> None:
+    assert outcomes["sound"] == [("Sound", {}, 3.0)] * 2
 
 
 @pytest.mark.parametrize(
@@ -191,31 +191,31 @@ def test_what_is_planned_serves_in_the_groups(told: dict[str, Any]) -> None:
     ],
 )
 def test_what_is_wrong_on_one_rank_is_off_on_both(
-    told: dict[str, Any], case: str, why: str
+    outcomes: dict[str, Any], case: str, why: str
 ) -> None:
-    assert told[case] == [("DeviceCommunicatorBase", {KEY: (1, why, False)}, 3.0)] * 2
+    assert outcomes[case] == [("DeviceCommunicatorBase", {KEY: (1, why, False)}, 3.0)] * 2
 
 
-def test_the_next_candidate_serves(told: dict[str, Any]) -> None:
-    assert [serving for serving, _, _ in told["next"]] == ["Sound", "Sound"]
+def test_the_next_candidate_serves(outcomes: dict[str, Any]) -> None:
+    assert [serving for serving, _, _ in outcomes["next"]] == ["Sound", "Sound"]
 
 
-def test_strict_mode_ends_the_start_on_every_rank(told: dict[str, Any]) -> None:
-    assert len(told["strict"]) == 2
-    for error, text, _ in told["strict"]:
+def test_strict_mode_ends_the_start_on_every_rank(outcomes: dict[str, Any]) -> None:
+    assert len(outcomes["strict"]) == 2
+    for error, text, _ in outcomes["strict"]:
         assert error == StartError.__name__
         assert "in strict mode: rank 1: implementation 'vendor.acme' failed for op 'commu" in text
 
 
-def test_a_rank_that_never_comes_ends_the_start_and_is_no_hang(told: dict[str, Any]) -> None:
-    assert len(told["late"]) == 2
-    for error, text, _ in told["late"]:
+def test_a_rank_that_never_comes_ends_the_start_and_is_no_hang(outcomes: dict[str, Any]) -> None:
+    assert len(outcomes["late"]) == 2
+    for error, text, _ in outcomes["late"]:
         assert error == StartError.__name__
         assert "did not return within 1 s" in text and "VLLM_FL_PER_OP='communicator=stock'" in text
 
 
-def test_a_rank_that_dies_is_reported_as_dead(told: dict[str, Any]) -> None:
-    ((error, text, _),) = told["dies"]
+def test_a_rank_that_dies_is_reported_as_dead(outcomes: dict[str, Any]) -> None:
+    ((error, text, _),) = outcomes["dies"]
     assert error == "RuntimeError"
     assert "verify their communicators, and rank 1 (process " in text and " died." in text
 

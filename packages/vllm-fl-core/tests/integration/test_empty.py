@@ -131,8 +131,10 @@ def test_an_operator_is_there_from_an_engine_on_that_has_an_implementation_of_it
         assert torch.equal(call(), FIRST + 10)
         assert chosen.names == {"silu_and_mul": ["fl_test_bare::gated"]}
         assert chosen.defined == {"fl_test_bare::gated": TABLE[0]["schema"]}
-        told = PATCHER.told(engine_of(plan), chosen)["silu_and_mul"]["fl_test_bare::gated"]
-        assert told == {
+        reported = PATCHER.report_targets(engine_of(plan), chosen)["silu_and_mul"][
+            "fl_test_bare::gated"
+        ]
+        assert reported == {
             "replaced": None,
             "overridden_by": None,
             "without_engine": 0,
@@ -171,9 +173,11 @@ def test_a_call_that_gives_what_the_binding_does_not_know_raises_by_name(bare: N
     with engine(plan, target("wider")) as chosen:
         with pytest.raises(NoKernelError) as failure:
             call("wider", 2.0)
-        told = PATCHER.told(engine_of(plan), chosen)["silu_and_mul"]["fl_test_bare::wider"]
+        reported = PATCHER.report_targets(engine_of(plan), chosen)["silu_and_mul"][
+            "fl_test_bare::wider"
+        ]
     assert failure.value.operator == "fl_test_bare::wider"
-    assert told["other_arguments"] == 1
+    assert reported["other_arguments"] == 1
 
 
 def test_who_calls_without_an_engine_is_told_what_is_missing_and_what_to_do(bare: None) -> None:

@@ -99,8 +99,8 @@ def plan_of(*impls: Any, **options: Any) -> Plan:
     return replace(planning(managing(*impls)), **options)
 
 
-def told(plan: Plan, chosen: Choice) -> dict[str, Any]:
-    report = PATCHER.told(engine_of(plan), chosen)
+def reported(plan: Plan, chosen: Choice) -> dict[str, Any]:
+    report = PATCHER.report_targets(engine_of(plan), chosen)
     json.dumps(report)
     return report["silu_and_mul"]
 
@@ -113,7 +113,7 @@ def test_calls_reach_the_plan_wherever_the_function_is_looked_up(home: ModuleTyp
             gated = sys.modules[module].gated
             assert torch.equal(gated(X), FIRST + 10)
             assert torch.equal(gated(input=X, quantised=False), FIRST + 10)
-        assert told(plan, chosen)["fl_home.gated"]["places"] == 2
+        assert reported(plan, chosen)["fl_home.gated"]["places"] == 2
         assert chosen.names == {"silu_and_mul": ["fl_home.gated"]}
     assert home.gated is before and sys.modules["fl_caller"].gated is before
 
@@ -139,7 +139,7 @@ def test_what_is_not_the_op_is_vllms_and_counted(
     plan = plan_of(silu("vendor.a"))
     with engine(plan) as chosen:
         assert torch.equal(sys.modules["fl_home"].gated(*args, **named), STOCK * factor)
-        assert told(plan, chosen)["fl_home.gated"]["other_arguments"] == 1
+        assert reported(plan, chosen)["fl_home.gated"]["other_arguments"] == 1
 
 
 def test_who_is_no_engine_of_ours_gets_vllms_function(home: ModuleType) -> None:
@@ -179,7 +179,7 @@ def test_a_call_of_a_size_that_is_left_to_vllm_goes_to_its_function_as_it_came(
         assert torch.equal(call(few), STOCK[:2])
         assert torch.equal(call(few, scale=3.0), STOCK[:2] * 3)
         assert torch.equal(call(X), FIRST + 10)
-        assert told(plan, chosen)["fl_home.gated"]["other_arguments"] == 0
+        assert reported(plan, chosen)["fl_home.gated"]["other_arguments"] == 0
     assert all(given is few for given, _ in seen) and [scale for _, scale in seen] == [1.0, 3.0]
     assert not plan.fallbacks
 
@@ -215,7 +215,7 @@ def test_a_function_that_does_not_fit_is_left_and_says_why(
     plan = plan_of(silu("vendor.a"))
     with engine(plan, binding(FunctionTarget(paths, parameters, _route, _native))) as chosen:
         assert chosen.names == {}
-        assert why in told(plan, chosen)[paths[0]]["left"]
+        assert why in reported(plan, chosen)[paths[0]]["left"]
 
 
 def test_what_somebody_else_replaced_is_left_to_him(
@@ -233,6 +233,6 @@ def test_what_somebody_put_in_our_place_stays_there_and_is_reported(home: Module
     with engine(plan) as chosen:
         ours = home.gated
         home.gated = wrapper = lambda *args: ours(*args)  # type: ignore[attr-defined]
-        assert told(plan, chosen)["fl_home.gated"]["replaced_after_us"] == "fl_home.gated"
+        assert reported(plan, chosen)["fl_home.gated"]["replaced_after_us"] == "fl_home.gated"
     assert home.gated is wrapper
     assert torch.equal(home.gated(X), STOCK)

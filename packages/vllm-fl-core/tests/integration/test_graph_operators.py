@@ -187,12 +187,12 @@ def facts(mode: Any = "compiled", **fields: Any) -> EngineFacts:
 
 def test_where_no_pass_of_ours_runs_it_is_left_to_pytorch_and_says_why() -> None:
     assert OP not in PATCHER.why_not(facts()).ops
-    for told, word in (
+    for engine, word in (
         (facts("eager"), "compiled mode"),
         (facts(by_range=False), "compiler"),
         (facts(batch_invariant=True), "VLLM_BATCH_INVARIANT"),
     ):
-        assert word in PATCHER.why_not(told).ops[OP]
+        assert word in PATCHER.why_not(engine).ops[OP]
 
 
 def test_a_reference_is_what_the_graph_has_already() -> None:
@@ -439,7 +439,7 @@ CHANNELS = {
 
 
 @pytest.mark.parametrize(
-    ("quantization", "told", "has"),
+    ("quantization", "configured", "has"),
     [
         (None, None, False),
         ("fp8", None, True),
@@ -458,11 +458,13 @@ CHANNELS = {
     ],
 )
 def test_models_with_fp8_layers_may_have_the_op(
-    quantization: str | None, told: Any, has: bool, monkeypatch: pytest.MonkeyPatch
+    quantization: str | None, configured: Any, has: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     binding = known_contracts().bindings[FP8]
     assert binding.when is not None
-    hf = SimpleNamespace() if told is None else SimpleNamespace(quantization_config=told)
+    hf = (
+        SimpleNamespace() if configured is None else SimpleNamespace(quantization_config=configured)
+    )
     engine = SimpleNamespace(model_config=SimpleNamespace(quantization=quantization, hf_config=hf))
     assert binding.when(engine) is False, "vLLM's CPU platform has other kernels"
     monkeypatch.setattr(vllm.platforms.current_platform, "is_cpu", lambda: False)

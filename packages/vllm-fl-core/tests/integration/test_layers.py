@@ -104,8 +104,8 @@ def test_layers_of_each_of_vllms_tables_are_replaced_though_names_were_rebound_b
 def test_a_layer_of_another_plugins_is_told_with_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = type("Theirs", (), {"__module__": "pytest"})
     monkeypatch.setitem(custom_op.op_registry_oot, "SiluAndMul", theirs)
-    (told,) = [v for k, v in layers.foreign_layers().items() if k == "SiluAndMul"]
-    assert told.startswith("pytest.Theirs of pytest ")
+    (owner_text,) = [v for k, v in layers.foreign_layers().items() if k == "SiluAndMul"]
+    assert owner_text.startswith("pytest.Theirs of pytest ")
     nobodys = type("Nobodys", (), {"__module__": "no_such_module"})
     assert layers.owner_of(nobodys) == "no_such_module.Nobodys"
 

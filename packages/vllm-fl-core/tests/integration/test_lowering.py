@@ -425,7 +425,7 @@ def test_what_is_reported_is_what_was_planned_and_what_became_of_it(planned: Pla
     for sizes in ((1, 4), (5, 16)):
         lowered(plan, sizes, bound, torch.randn(8, 8))
     chosen = ranges.planned(by_range(plan), config([16, 64], []))[OP]
-    assert ranges.told(chosen) == "inlined in 1 of 2 ranges (17-64 tokens)"
+    assert ranges.describe(chosen) == "inlined in 1 of 2 ranges (17-64 tokens)"
     assert reported(plan, config([4, 16, 64])) == {
         OP: [
             {"first": 1, "last": 4, "impl": "vendor.acme", "places": 1, "operators": 0},

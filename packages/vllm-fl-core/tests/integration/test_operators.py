@@ -109,8 +109,8 @@ def overridden(fn: Callable[..., None], name: str = "gated") -> Iterator[torch.l
         library._destroy()
 
 
-def told(plan: Plan, chosen: Choice, name: str = "gated") -> dict[str, Any]:
-    report = PATCHER.told(engine_of(plan), chosen)
+def reported(plan: Plan, chosen: Choice, name: str = "gated") -> dict[str, Any]:
+    report = PATCHER.report_targets(engine_of(plan), chosen)
     json.dumps(report)
     return report["silu_and_mul"][f"fl_test_operators::{name}"]
 
@@ -136,7 +136,7 @@ def test_a_caller_without_engine_gets_the_replaced_kernel_and_is_counted() -> No
         thread.start()
         thread.join()
         call()
-        assert told(plan, chosen)["without_engine"] == 2
+        assert reported(plan, chosen)["without_engine"] == 2
 
 
 @pytest.mark.parametrize("name", ["gated", "asking"])
@@ -197,7 +197,7 @@ def test_nothing_is_overridden_by_what_calls_the_operator_itself() -> None:
     plan = plan_of(own)
     with engine(plan, binding(target(), target("asking"))) as chosen:
         assert chosen.names == {"silu_and_mul": ["fl_test_operators::asking"]}
-        assert told(plan, chosen) == {"left": "vendor.a calls it itself"}
+        assert reported(plan, chosen) == {"left": "vendor.a calls it itself"}
         assert torch.equal(call(), STOCK)
 
 
@@ -229,7 +229,7 @@ def test_who_overrode_before_us_is_what_stock_means_and_is_named(
     with overridden(theirs):
         with caplog.at_level(logging.WARNING), engine(plan) as chosen:
             assert call().eq(7).all()
-            assert Path(__file__).name in told(plan, chosen)["replaced"]
+            assert Path(__file__).name in reported(plan, chosen)["replaced"]
         assert Path(__file__).name in caplog.text
         assert call().eq(7).all()
     assert torch.equal(call(), STOCK)
@@ -240,7 +240,7 @@ def test_who_overrode_after_us_is_named_and_ours_stays_beneath_it(
 ) -> None:
     plan = plan_of(silu("vendor.a", 1.0))
     with engine(plan) as chosen:
-        assert told(plan, chosen)["overridden_by"] is None
+        assert reported(plan, chosen)["overridden_by"] is None
         beneath = torch.library.get_kernel("fl_test_operators::gated", "CPU")
         keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
@@ -251,7 +251,7 @@ def test_who_overrode_after_us_is_named_and_ours_stays_beneath_it(
         theirs_is_on_top = overridden(theirs)
         library = theirs_is_on_top.__enter__()
         assert torch.equal(call(), FIRST + 1001)
-        assert Path(__file__).name in told(plan, chosen)["overridden_by"]
+        assert Path(__file__).name in reported(plan, chosen)["overridden_by"]
         for _ in range(2):
             PATCHER.loaded(engine_of(plan))
         assert caplog.text.count("runs only if that override calls it") == 1
@@ -298,7 +298,7 @@ def test_a_call_of_a_size_that_is_left_to_vllm_goes_to_its_kernel_as_it_came() -
         assert torch.equal(call(), FIRST + 10)
         torch.ops.fl_test_operators.gated(input=few, out=out)
         assert [(a is out, b is few) for a, b in seen] == [(True, True)] * 2
-        found = told(plan, chosen)
+        found = reported(plan, chosen)
         assert found["without_engine"] == found["other_arguments"] == 0
     assert plan.calls == {("silu_and_mul", "vendor.a"): 1}
     assert not plan.fallbacks and not plan.record.refusals
@@ -311,7 +311,7 @@ def test_further_parameters_with_defaults_are_vllms_where_they_say_something() -
         assert torch.equal(call("longer", 1.0, False, n=0), FIRST + 1)
         for args, more in (((2.0,), {}), ((1.0, True), {}), ((), {"n": 1}), ((), {"flip": True})):
             assert torch.equal(call("longer", *args, **more), STOCK), (args, more)
-        assert told(plan, chosen, "longer")["other_arguments"] == 4
+        assert reported(plan, chosen, "longer")["other_arguments"] == 4
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,9 @@ def test_an_operator_that_does_not_fit_is_said_by_name(
     with engine(plan, binding(found, target("asking"))) as chosen:
         assert chosen.left == {"silu_and_mul": {found.name: why}}
         assert torch.equal(call("asking"), FIRST + 1), "the others are taken"
-        assert PATCHER.told(engine_of(plan), chosen)["silu_and_mul"][found.name] == {"left": why}
+        assert PATCHER.report_targets(engine_of(plan), chosen)["silu_and_mul"][found.name] == {
+            "left": why
+        }
     assert f"{found.name} is not replaced: {why}" in caplog.text
 
 
@@ -346,7 +348,7 @@ def test_a_layer_that_the_user_leaves_to_vllm_gets_nothing_through_its_operator(
     note = PATCHER.note(plan, "silu_and_mul")
     assert "SiluAndMul is not replaced" in note
     with engine(plan, bound) as chosen:
-        assert chosen.names == {} and told(plan, chosen) == {"left": note}
+        assert chosen.names == {} and reported(plan, chosen) == {"left": note}
         assert torch.equal(call(), STOCK)
     free = plan_of(silu("vendor.a", 1.0), kept_layers=frozenset({"RMSNorm"}))
     assert PATCHER.note(free, "silu_and_mul") == ""
@@ -362,7 +364,7 @@ def test_implementations_that_take_the_layer_are_passed_over() -> None:
         assert torch.equal(call(), FIRST + 2)
     alone = plan_of(first)
     with engine(alone) as chosen:
-        assert "need the calling layer" in told(alone, chosen)["left"]
+        assert "need the calling layer" in reported(alone, chosen)["left"]
 
 
 def test_compiled_code_calls_the_override_and_after_it_the_kernel() -> None:

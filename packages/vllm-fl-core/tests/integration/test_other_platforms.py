@@ -72,8 +72,8 @@ def test_one_that_fails_is_named(install: Install, monkeypatch: pytest.MonkeyPat
     """vLLM hides the error and uses another device."""
     install("raise OSError('libacme.so.3: no such file')")
     install("return 'acme.platform.AcmePlatform'", "bolt")
-    (told,) = platforms.broken_platforms()
-    assert "'acme' for vLLM's platform of vllm-acme 1.0 failed: OSError: libacme.so.3" in told
+    (message,) = platforms.broken_platforms()
+    assert "'acme' for vLLM's platform of vllm-acme 1.0 failed: OSError: libacme.so.3" in message
     assert foreign_platform() is not None
     monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
     assert platforms.broken_platforms() == (), "vLLM does not ask it"
@@ -268,8 +268,8 @@ def test_a_vendors_worker_is_wrapped_or_left(
     made = lookups.over_class(__name__, "Over:", name, Ours)
     assert (made is cls) is not lies_over
     assert issubclass(made, cls) and issubclass(made, Ours) is lies_over
-    told = [record.getMessage()[-7:] for record in caplog.records]
-    assert told == ([] if lies_over else ["[FL513]"])
+    codes = [record.getMessage()[-7:] for record in caplog.records]
+    assert codes == ([] if lies_over else ["[FL513]"])
 
 
 def test_one_named_like_vllms_own_is_said(
@@ -292,8 +292,8 @@ def test_two_that_answer_are_one_error_with_both(install: Install) -> None:
     install("return 'bolt.Platform'", "bolt")
     with pytest.raises(OwnerError) as error:
         platform.overlay_path()
-    for told in ("'acme' of vllm-acme 1.0", "'bolt' of vllm-bolt 1.0", "VLLM_PLUGINS=fl,"):
-        assert told in error.value.message
+    for part in ("'acme' of vllm-acme 1.0", "'bolt' of vllm-bolt 1.0", "VLLM_PLUGINS=fl,"):
+        assert part in error.value.message
     assert "uninstall" not in error.value.message
 
 
@@ -331,20 +331,20 @@ print(current_platform.is_cpu(), isinstance(current_platform, CpuPlatform))
 
 @needs_vllm
 @pytest.mark.parametrize(
-    ("variables", "told"),
+    ("variables", "line"),
     [
         ({}, "vllm_fl.integration.platform CpuPlatform acme"),
         ({"VLLM_PLUGINS": "fl"}, "vllm_fl.integration.platform CpuPlatformFL cpu"),
     ],
 )
 def test_the_platform_of_a_process_of_vllms(
-    install: Install, tmp_path: Path, variables: dict[str, str], told: str
+    install: Install, tmp_path: Path, variables: dict[str, str], line: str
 ) -> None:
     install("return 'vllm.platforms.cpu.CpuPlatform'")
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     done = forked.run(SCRIPT, env={**os.environ, "PYTHONPATH": path, **variables})
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-2:] == [told, "True True"]
+    assert done.stdout.splitlines()[-2:] == [line, "True True"]
 
 
 @needs_vllm

@@ -140,8 +140,8 @@ def test_two_engines_of_one_process_have_each_their_own(monkeypatch: pytest.Monk
         monkeypatch.setenv("VLLM_FL_PREFER", prefer)
         configs.append(engine_config())
         facts_of(configs[-1])
-    told = [facts_of(config).settings.policy.prefer for config in configs]
-    assert told == ["vendor", "reference"]
+    preferred = [facts_of(config).settings.policy.prefer for config in configs]
+    assert preferred == ["vendor", "reference"]
 
 
 def test_a_sealed_configuration_is_given_what_the_process_has(
@@ -292,9 +292,9 @@ def test_a_wrong_setting_ends_a_start_with_its_own_code(monkeypatch: pytest.Monk
     assert not isinstance(error, ValueError), "which vLLM's configuration makes its own error of"
     assert (error.code, error.key) == ("FL102", "prefer")
     assert str(error).endswith("Did you mean 'vendor'? [FL102]")
-    told = "".join(traceback.format_exception(error))
-    assert told.count("Traceback (most recent call last)") == 1
-    assert "`vllm-fl explain FL102`" in told
+    text = "".join(traceback.format_exception(error))
+    assert text.count("Traceback (most recent call last)") == 1
+    assert "`vllm-fl explain FL102`" in text
 
 
 def test_only_what_we_turned_on_is_turned_off_again() -> None:

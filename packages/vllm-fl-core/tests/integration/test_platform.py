@@ -159,8 +159,8 @@ def test_a_platform_that_is_put_in_behind_ours_is_said(
     bare.current_platform = CpuPlatform() if is_replaced else made()
     made.pre_register_and_update(parser="vLLM's")
     assert CpuPlatform.configured[-1] == "vLLM's"
-    told = [each.getMessage() for each in caplog.records]
-    assert [line[-7:] for line in told] == ["[FL213]"] * is_replaced
+    messages = [each.getMessage() for each in caplog.records]
+    assert [line[-7:] for line in messages] == ["[FL213]"] * is_replaced
 
 
 @needs_vllm

@@ -32,14 +32,14 @@ def built(model, arguments, architecture=None):
     # A configuration may have another word for what rules an op out.
     ruled_out = EngineFacts(load_settings({}), "eager", absent=frozenset({"rms_norm", "relu2"}))
     found, layers = completed(ruled_out, config)
-    told = {
+    facts = {
         "layers": layers, "absent": sorted(found.absent),
         "provided": {op: [{n: str(d) for n, d in kind.items()} for kind in kinds]
                      for op, kinds in found.provided.items()}}
     left = [parallel_state._TP, config.compilation_config.static_forward_context,
             torch.equal(state, torch.get_rng_state()), str(torch.get_default_dtype()),
             [*map(str, rotary_embedding._ROPE_DICT)]]
-    return told, left
+    return facts, left
 
 print(json.dumps({name: built(*case) for name, case in json.loads(sys.argv[1]).items()}))
 """
@@ -94,32 +94,34 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     found = json.loads(done.stdout.splitlines()[-1])
     for name, (_, left) in found.items():
         assert left == [None, {}, True, "torch.float32", []], f"of {name} nothing is left"
-    return {name: told for name, (told, _) in found.items()}
+    return {name: facts for name, (facts, _) in found.items()}
 
 
 def test_gemmas_norms_provide_a_float32_weight(built: Any) -> None:
-    told = built["gemma"]
-    assert told["layers"]["rms_norm"]["GemmaRMSNorm"] == 13 and "silu_and_mul" not in told["layers"]
-    assert told["provided"]["rms_norm"] == [{"weight": "torch.float32"}]
-    assert {"layer_norm", "relu2"} <= {*told["absent"]} and "rms_norm" not in told["absent"]
-    assert "gelu_and_mul" not in told["absent"]
-    assert "qk_norm_rope" not in told["absent"], "its queries and keys are normed by heads"
+    facts = built["gemma"]
+    assert (
+        facts["layers"]["rms_norm"]["GemmaRMSNorm"] == 13 and "silu_and_mul" not in facts["layers"]
+    )
+    assert facts["provided"]["rms_norm"] == [{"weight": "torch.float32"}]
+    assert {"layer_norm", "relu2"} <= {*facts["absent"]} and "rms_norm" not in facts["absent"]
+    assert "gelu_and_mul" not in facts["absent"]
+    assert "qk_norm_rope" not in facts["absent"], "its queries and keys are normed by heads"
 
 
 def test_a_llamas_norms_provide_one_of_the_models_dtype(built: Any) -> None:
     """One of four ranks knows the whole model."""
-    told = built["llama on four ranks"]
-    assert told["provided"]["rms_norm"] == [{"weight": "torch.bfloat16"}]
-    layers = told["layers"]
+    facts = built["llama on four ranks"]
+    assert facts["provided"]["rms_norm"] == [{"weight": "torch.bfloat16"}]
+    layers = facts["layers"]
     assert layers["rms_norm"]["RMSNorm"] == 5 and layers["silu_and_mul"]["SiluAndMul"] >= 1
-    assert "qk_norm_rope" in told["absent"], "it norms no heads"
+    assert "qk_norm_rope" in facts["absent"], "it norms no heads"
 
 
 def test_what_only_layers_run_and_the_model_has_none_of_is_absent(built: Any) -> None:
-    told = built["bert"]
-    assert "layer_norm" in told["absent"], "its norms are PyTorch's"
+    facts = built["bert"]
+    assert "layer_norm" in facts["absent"], "its norms are PyTorch's"
     # Layers do not decide about ops that operators also cover.
-    assert "silu_and_mul" not in told["absent"]
+    assert "silu_and_mul" not in facts["absent"]
 
 
 def test_a_model_that_cannot_be_built_so_is_not_known(built: Any) -> None:

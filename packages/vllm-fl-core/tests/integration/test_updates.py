@@ -114,9 +114,9 @@ def alone(what: str, mine: Any, failure: str = "") -> list[Any]:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """`engine(fn)`: a worker with this kernel; `told` replaces the exchange with other ranks."""
+    """`engine(fn)`: a worker with this kernel; `exchange` replaces that with other ranks."""
 
-    def made(fn: Callable[..., Any] = right, *, told: Any = None, mode: Any = "eager") -> Any:
+    def made(fn: Callable[..., Any] = right, *, exchange: Any = None, mode: Any = "eager") -> Any:
         config = VllmConfig()
         model_config = SimpleNamespace(get_vocab_size=lambda: 500, max_model_len=64)
         object.__setattr__(config, "model_config", model_config)
@@ -131,7 +131,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
         engine.is_loaded = True
         vars(engine.facts.settings)["preflight"] = "verify"
         checks_of(engine).live_counts = frozenset({8, 1})
-        monkeypatch.setattr(engines, "exchange", told or alone)
+        monkeypatch.setattr(engines, "exchange", exchange or alone)
         return worker
 
     return made
@@ -180,11 +180,11 @@ def test_who_keeps_what_it_made_of_old_weights_is_named_to_who_updates_them(
 def test_of_several_ranks_the_last_one_tells_the_caller(engine: Engine) -> None:
     """vLLM reads the ranks' answers in order, and leaves those after an error unread."""
 
-    def told(what: str, mine: Any, failure: str = "") -> list[Any]:
+    def exchange(what: str, mine: Any, failure: str = "") -> list[Any]:
         theirs = Opinion({KEY: Objection(FAILED, "it is wrong there")})
         return [mine, theirs if isinstance(mine, Opinion) else mine]
 
-    worker = engine(told=told)
+    worker = engine(exchange=exchange)
     parallel = worker.vllm_config.parallel_config
     object.__setattr__(parallel, "world_size", 2)
     assert worker.reload_weights() == "loaded"
@@ -212,13 +212,13 @@ def test_an_update_that_fails_gives_vllms_own_error_and_the_next_is_verified(
 def test_what_fails_on_another_rank_stops_the_look_on_this_one(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def told(*_: Any) -> Any:
+    def fail(*_: Any) -> Any:
         raise StartError(
             "vllm-fl: engine startup failed: " + "; ".join(["rank 1: OSError: gone"]),
             failures=("rank 1: OSError: gone",),
         )
 
-    worker = engine(told=told)
+    worker = engine(exchange=fail)
     assert worker.reload_weights() == "loaded"
     assert worker.model_runner.runs == 0
     assert "nothing was verified: rank 1: OSError: gone" in caplog.text

@@ -222,8 +222,8 @@ def test_custom_ops_speaks_of_custom_ops(
     plan: Make, mode: Any, custom_ops: tuple[str, ...], note: str
 ) -> None:
     made = plan(impl(), impl("Plain", "OwnPlain"))
-    told = facts(mode, custom_ops=custom_ops)
-    assert PATCHER.why_not(told).ops == ({"Plain": note} if note else {})
+    engine = facts(mode, custom_ops=custom_ops)
+    assert PATCHER.why_not(engine).ops == ({"Plain": note} if note else {})
     assert PATCHER.configure(made, None, {}) == ["test_plain"]
     rope = plan(impl("MRotaryEmbedding", "OwnRope"))  # also the name of an op's layer
     assert PATCHER.configure(rope, None, {}) == []

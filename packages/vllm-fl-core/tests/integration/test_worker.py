@@ -63,10 +63,10 @@ class TheirNorm(GemmaRMSNorm):
     pass
 
 
-def kept(whose, *states):
+def kept(suffix, *states):
     # At once: closing it waits only a limited time.
     while True:
-        with open(os.environ["REPORT"] + whose + ".json") as file:
+        with open(os.environ["REPORT"] + suffix + ".json") as file:
             left = json.load(file)
         if left["state"] in (states or ("ended", "failed")):
             return left
@@ -102,7 +102,7 @@ if "METRICS" in os.environ:
 worker = planned(Worker)
 worker.init_device()
 assert worker.load_model(load_dummy_weights=True) == "loaded"
-told = {
+output = {
     "failed": failed,
     "report": worker.vllm_fl_report(),
     "entry": config.additional_config["vllm_fl"],
@@ -114,21 +114,21 @@ if "METRICS" in os.environ:
     while not file.path.exists():
         assert file._thread.is_alive()
         time.sleep(0.01)
-    told["metrics"] = file.path.read_text()
+    output["metrics"] = file.path.read_text()
     assert worker.compile_or_warm_up_model() == "warm"
-    told["served"] = kept(".dp2.rank0", "serving")
+    output["served"] = kept(".dp2.rank0", "serving")
 for _ in range(2):
     try:
         reset_default_manager()
-        told["reset"].append("done")
+        output["reset"].append("done")
     except PolicySealedError:
-        told["reset"].append("sealed")
+        output["reset"].append("sealed")
     worker.shutdown()
 if "METRICS" in os.environ:
     file._thread.join()
-    told["left"] = [name for name in os.listdir(file.path.parent) if name.endswith(".prom")]
-    told["kept"] = kept(".dp2.rank0")
-print(json.dumps(told))
+    output["left"] = [name for name in os.listdir(file.path.parent) if name.endswith(".prom")]
+    output["kept"] = kept(".dp2.rank0")
+print(json.dumps(output))
 """
 
 
@@ -142,8 +142,8 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     here = {"CONFIGS": str(Path(__file__).parents[1]), "VLLM_PLUGINS": "fl"}
     here["VLLM_FL_PLUGINS"] = "vllm-fl-ops"  # as in the engine's settings
     bodies = {name: (START, variables) for name, variables in cases.items()}
-    told = run_each(HEAD, bodies, {**os.environ, **here})
-    return {name: json.loads(text.splitlines()[-1]) for name, text in told.items()}
+    outputs = run_each(HEAD, bodies, {**os.environ, **here})
+    return {name: json.loads(text.splitlines()[-1]) for name, text in outputs.items()}
 
 
 @pytest.fixture
@@ -152,9 +152,9 @@ def metered(starts: dict[str, Any]) -> Any:
 
 
 def test_a_start_seals_its_plan(starts: Any) -> None:
-    told = starts["plain"]
-    assert told["entry"] == {"plan": told["report"]["digest"]}
-    assert told["reset"] == ["sealed", "done"], "the seal ends with the engine"
+    output = starts["plain"]
+    assert output["entry"] == {"plan": output["report"]["digest"]}
+    assert output["reset"] == ["sealed", "done"], "the seal ends with the engine"
 
 
 def test_what_watches_changes_neither_plan_nor_digest(metered: Any, starts: Any) -> None:
@@ -167,22 +167,22 @@ def test_what_watches_changes_neither_plan_nor_digest(metered: Any, starts: Any)
 
 
 def test_a_worker_writes_its_counters_while_it_serves(metered: Any) -> None:
-    told = metered
-    lines = told["metrics"].splitlines()
+    output = metered
+    lines = output["metrics"].splitlines()
     plan = [line for line in lines if line.startswith("vllm_fl_plan_info{")]
-    assert len(plan) == len(told["report"]["ops"])
+    assert len(plan) == len(output["report"]["ops"])
     labels = ('dp="2"', 'engine="chat"', 'rank="0"')
     assert all(label in line for line in plan for label in labels)
-    assert all(told["report"]["digest"] in line for line in plan)
-    assert told["report"]["device"] is None, "no order depends on it"
-    assert told["left"] == [], "it ends with the worker"
-    assert told["served"]["state"] == "serving", "at once: it is written every hour in this test"
+    assert all(output["report"]["digest"] in line for line in plan)
+    assert output["report"]["device"] is None, "no order depends on it"
+    assert output["left"] == [], "it ends with the worker"
+    assert output["served"]["state"] == "serving", "at once: it is written every hour in this test"
 
 
 def test_a_worker_leaves_its_report(metered: Any) -> None:
     kept = metered["kept"]
-    told = {**metered["report"], "start": kept["report"]["start"]}  # its seconds increase
-    assert kept["report"] == told
+    expected = {**metered["report"], "start": kept["report"]["start"]}  # its seconds increase
+    assert kept["report"] == expected
     assert (kept["schema"], kept["state"], kept["error"]) == (1, "ended", None)
     assert (kept["rank"], kept["replica"]) == (0, 2)
     assert {"vllm", "torch", "vllm-fl-core"} <= {*kept["versions"]}

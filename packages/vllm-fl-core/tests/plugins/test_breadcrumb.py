@@ -115,12 +115,12 @@ def test_what_takes_long_is_named_while_it_runs(
     monkeypatch.setattr(breadcrumb, "SLOW", 0.01)
     named = threading.Event()
 
-    class Told(logging.Handler):
+    class Noting(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if "the import of acme is still running" in record.getMessage():
                 named.set()
 
-    handler = Told()
+    handler = Noting()
     logging.getLogger("vllm_fl.plugins").addHandler(handler)
     try:
         with breadcrumb.running("the import of acme"):

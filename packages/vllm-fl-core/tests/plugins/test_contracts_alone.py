@@ -150,11 +150,11 @@ def test_an_implementation_whose_contract_may_be_lost_ends_the_start_by_name(bro
             use()
         assert (caught.value.op, caught.value.impl) == ("acme_op", "vendor.acme")
         assert caught.value.distribution == "fl-acme-ops 1.0"
-        told = str(caught.value)
-        assert told.startswith(
+        message = str(caught.value)
+        assert message.startswith(
             "Op 'acme_op' has no contract to verify 'vendor.acme' of fl-acme 1.0"
         )
-        assert "Reinstall it" in told
+        assert "Reinstall it" in message
 
 
 def test_without_the_ops_an_implementation_ends_the_start_by_name() -> None:

@@ -92,9 +92,9 @@ def test_another_distributions_extension_is_refused_and_not_imported(
     (refused,) = loaded(found(distribution), only=only)
     assert (refused.status, refused.verifies) == ("failed", False)
     assert refused.error is not None and refused.error.code == "FL201"
-    told = str(refused.error)
-    assert f"of {distribution} 1.0 is not imported: the group {EXTENSIONS} is only for" in told
-    assert VERIFY in told
+    message = str(refused.error)
+    assert f"of {distribution} 1.0 is not imported: the group {EXTENSIONS} is only for" in message
+    assert VERIFY in message
     # Nor does it hide the module that it refers to if the user names that module.
     module = found(None, verifier(), "backend")
     named = Plugin(module.owner, f"{distribution}.plugin", module.load)
@@ -258,8 +258,8 @@ def test_a_verifier_is_asked_what_it_cannot_measure_and_no_thread_is_started(
     both, settings = (mine, other), load_settings({}, platform="cpu")
     assert rejections(both, settings, "silu_and_mul", [IMPL], FREE, SPEC) == {}
     assert rejections(both, settings, "silu_and_mul", [IMPL]) == {}
-    told = rejections(both, settings, "silu_and_mul", [IMPL], ASKS, SPEC)
-    assert told == {"vendor.acme": "VLLM_BATCH_INVARIANT=1, and it is not measured"}
+    rejected = rejections(both, settings, "silu_and_mul", [IMPL], ASKS, SPEC)
+    assert rejected == {"vendor.acme": "VLLM_BATCH_INVARIANT=1, and it is not measured"}
     assert asked == [(ASKS, SPEC)]
 
 
@@ -318,10 +318,10 @@ def test_a_verifier_cannot_be_blocked_by_leaving_it_out() -> None:
 )
 def test_a_broken_verifier_is_named_with_its_error(broken: Plugin) -> None:
     for others in ((), (found("fl-verify", verifier(), "backend"),)):
-        told = refusal(BACKEND, *others, broken)
-        assert told is not None and told.startswith(f"{NONE}Plugin 'acme'")
-        assert f"of {broken.owner.distribution} 1.0" in told and "no file" in told
-        assert told.endswith("Or set VLLM_FL_PREFLIGHT=off")
+        reason = refusal(BACKEND, *others, broken)
+        assert reason is not None and reason.startswith(f"{NONE}Plugin 'acme'")
+        assert f"of {broken.owner.distribution} 1.0" in reason and "no file" in reason
+        assert reason.endswith("Or set VLLM_FL_PREFLIGHT=off")
 
 
 def test_what_is_refused_or_broken_otherwise_is_no_verifier() -> None:

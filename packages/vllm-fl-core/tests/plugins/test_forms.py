@@ -256,7 +256,7 @@ def test_one_that_takes_any_arguments_is_given_the_contracts(take: Any) -> None:
     impl = held(of("gelu_and_mul", take(gelu), supports=take(lambda x, approximate: True)))
     assert impl.supports is not None
     for one in (impl.fn, impl.supports):
-        told = inspect.signature(one).parameters.values()
-        assert [*map(str, told)] == ["x", "approximate='none'"]
+        parameters = inspect.signature(one).parameters.values()
+        assert [*map(str, parameters)] == ["x", "approximate='none'"]
     assert impl.fn(1) == (1, "none") and impl.fn(1, approximate="tanh") == (1, "tanh")
     assert impl.supports(1) is True

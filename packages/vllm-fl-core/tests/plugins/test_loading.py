@@ -83,8 +83,8 @@ def failure(found: Plugin) -> PluginError:
 
 
 def test_a_failed_import_or_hook_says_the_line_of_the_plugins_own(write: Write) -> None:
-    told = str(failure(write("\nimport json\nimport no_such_library\n")))
-    (file,) = re.findall(r"No module named 'no_such_library' \(at (\S+):4\)\. ", told)
+    message = str(failure(write("\nimport json\nimport no_such_library\n")))
+    (file,) = re.findall(r"No module named 'no_such_library' \(at (\S+):4\)\. ", message)
     assert Path(file).name.startswith("plugin_acme_") and Path(file).is_file()
     deeper = "def supports(x): return json.loads(x)\nimport json\nsupports('{')"
     assert re.search(r"JSONDecodeError: .* \(at \S+\.py:2\)\. No", str(failure(write(deeper))))
@@ -96,15 +96,15 @@ def test_a_failed_import_or_hook_says_the_line_of_the_plugins_own(write: Write) 
 def test_a_failed_import_says_what_leaves_it_out(write: Write) -> None:
     broken, sound, other = write("1 / 0"), write(SOUND, "sound"), write("1 / 0", "other")
 
-    def told(*found: Plugin, only: list[str] | None = None) -> str:
+    def message_of(*found: Plugin, only: list[str] | None = None) -> str:
         return str(load(OpRegistry(), found, only=only)[0].error)
 
     listed = "disable it with VLLM_FL_PLUGINS="
-    assert f"{listed}fl-other,fl-sound." in told(broken, sound, other)
-    assert f"{listed}fl-sound." in told(broken, sound, other, only=["fl-acme", "FL_sound"])
-    assert f"{listed}''." in told(broken)
+    assert f"{listed}fl-other,fl-sound." in message_of(broken, sound, other)
+    assert f"{listed}fl-sound." in message_of(broken, sound, other, only=["fl-acme", "FL_sound"])
+    assert f"{listed}''." in message_of(broken)
     named = Plugin(Owner("acme"), broken.target, broken.load)
-    assert "or remove it from VLLM_FL_PLUGIN_MODULES." in told(named, sound)
+    assert "or remove it from VLLM_FL_PLUGIN_MODULES." in message_of(named, sound)
 
 
 @pytest.mark.parametrize("attribute", ["", "register"])
@@ -726,8 +726,8 @@ def test_two_with_one_op_both_fail_and_name_each_other(write: Write) -> None:
     for plugin, other in zip(
         plugins, ("fl-two 1.0 (/site/two)", "fl-one 1.0 (/site/one)"), strict=True
     ):
-        told = f"the contract of op 'double' rejected: also provided by {other}"
-        assert plugin.status == "failed" and told in str(plugin.error)
+        message = f"the contract of op 'double' rejected: also provided by {other}"
+        assert plugin.status == "failed" and message in str(plugin.error)
 
 
 @pytest.mark.parametrize(

@@ -300,8 +300,8 @@ class Collectives:
         size = self.world_size
         parts = [rows // size] * size if sizes is None else sizes
         if len(parts) != size or sum(parts) != rows:
-            told = f"{size} equal parts" if sizes is None else f"parts of {sizes}"
-            raise ValueError(f"{rows} rows cannot be split into {told}{self._where}")
+            wanted = f"{size} equal parts" if sizes is None else f"parts of {sizes}"
+            raise ValueError(f"{rows} rows cannot be split into {wanted}{self._where}")
         return parts
 
 

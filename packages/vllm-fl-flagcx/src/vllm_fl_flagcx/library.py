@@ -154,8 +154,8 @@ class Library:
     def _words(self, code: int) -> str:
         if not hasattr(self._lib, "flagcxGetErrorString"):
             return f"result {code}"
-        told: bytes | None = self._lib.flagcxGetErrorString(code)
-        return f"{(told or b'?').decode(errors='replace')} (result {code})"
+        text: bytes | None = self._lib.flagcxGetErrorString(code)
+        return f"{(text or b'?').decode(errors='replace')} (result {code})"
 
     def unique_id(self) -> bytes:
         """Create the id for the ranks of a new group."""

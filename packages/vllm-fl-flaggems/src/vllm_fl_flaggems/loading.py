@@ -230,8 +230,8 @@ def _is_flagtunes(error: BaseException) -> bool:
 
     `apply_flagtune` also runs kernels to measure them; their errors are not FlagTune's fault.
     """
-    told = f"{type(error).__module__} {getattr(error, 'name', None) or ''} {error}"
-    return "flagtune" in told.lower()
+    text = f"{type(error).__module__} {getattr(error, 'name', None) or ''} {error}"
+    return "flagtune" in text.lower()
 
 
 def _forget_failure() -> None:

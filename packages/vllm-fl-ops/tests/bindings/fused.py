@@ -168,7 +168,7 @@ def main() -> None:
         with torch._inductor.config.patch(enable_auto_functionalized_v2=False):
             return compiled(*given, *weights, table)
 
-    told = []
+    report = []
     with set_current_vllm_config(config), ir.enable_torch_wrap(), torch.no_grad():
         for epsilon in (1e-6, 3e-6):  # the pass looks for norms with the first
             fusions.Fusions().apply(engine_of(plan))
@@ -178,7 +178,7 @@ def main() -> None:
                 fused = run([fusion.QKNormRoPEFusionPass(config), ours], epsilon)
             fusions.Fusions().compiled(engine_of(plan))
             pairs = zip(alone, fused, strict=True)
-            told.append(
+            report.append(
                 {
                     "sites": vars(in_graphs(engine_of(plan)).sites["qk_norm_rope"]),
                     "fused": ["fused_qk_norm_rope" in code for code in codes[-2:]],
@@ -186,8 +186,8 @@ def main() -> None:
                     "said": said.pop(),
                 }
             )
-    told.append(sorted(joined))
-    print(json.dumps(told))
+    report.append(sorted(joined))
+    print(json.dumps(report))
     engine_of(plan).unbind()
     library._destroy()
 

@@ -22,9 +22,9 @@ from vllm_fl_ops.contracts.rules import RULES
 def test_every_op_has_a_binding_and_says_what_runs_past_it() -> None:
     assert set(known_contracts().bindings) == {*known_contracts().contracts}
     for binding in (*known_contracts().bindings.values(), ATTENTION_LAYERS):
-        told = binding.not_reached
-        assert told and len(set(told)) == len(told)
-        assert all(line.isprintable() and not line.endswith(".") for line in told)
+        lines = binding.not_reached
+        assert lines and len(set(lines)) == len(lines)
+        assert all(line.isprintable() and not line.endswith(".") for line in lines)
 
 
 def test_bindings_are_read_without_torch_and_vllm() -> None:

@@ -250,8 +250,8 @@ def test_weights_that_are_applied_already_are_ones_on_the_cpu_too(kernels: Any) 
     assert torch.equal(call["topk_weights"], weights)
 
 
-def config(device: str = "cuda", parallel: bool = False, **told: Any) -> Any:
-    inner = SimpleNamespace(**told)
+def config(device: str = "cuda", parallel: bool = False, **fields: Any) -> Any:
+    inner = SimpleNamespace(**fields)
     return SimpleNamespace(
         device_config=SimpleNamespace(device_type=device),
         parallel_config=SimpleNamespace(enable_expert_parallel=parallel, tensor_parallel_size=2),
@@ -263,10 +263,10 @@ def config(device: str = "cuda", parallel: bool = False, **told: Any) -> Any:
 
 def test_a_model_with_experts_by_any_name_may_have_the_op() -> None:
     assert BINDING.when is not None
-    for told in ({"num_experts": 8}, {"text": {"moe_layers": [1]}}, {"n_routed_experts": 64}):
-        assert BINDING.when(config(**told)), told
-    for told in ({"hidden_size": 64}, {"n_routed_experts": None}, {"num_local_experts": 0}):
-        assert not BINDING.when(config(**told)), told
+    for fields in ({"num_experts": 8}, {"text": {"moe_layers": [1]}}, {"n_routed_experts": 64}):
+        assert BINDING.when(config(**fields)), fields
+    for fields in ({"hidden_size": 64}, {"n_routed_experts": None}, {"num_local_experts": 0}):
+        assert not BINDING.when(config(**fields)), fields
 
 
 def test_under_expert_parallelism_the_cpu_build_is_left_alone() -> None:
@@ -284,7 +284,7 @@ def test_where_the_user_names_it_all_the_same_the_start_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "parallel", "wanted"),
+    ("fields", "parallel", "wanted"),
     [
         ({"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}, False, 384),
         ({"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}, True, 768),
@@ -292,9 +292,9 @@ def test_where_the_user_names_it_all_the_same_the_start_ends() -> None:
         ({"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 96}, True, 96),
     ],
 )
-def test_sizes_are_those_of_one_rank(told: dict[str, int], parallel: bool, wanted: int) -> None:
+def test_sizes_are_those_of_one_rank(fields: dict[str, int], parallel: bool, wanted: int) -> None:
     sizes = {rule.name: rule.ask for rule in BINDING.sizes}
-    asked = config(parallel=parallel, **told)
+    asked = config(parallel=parallel, **fields)
     assert sizes["expert_intermediate"](asked) == wanted
-    assert sizes["experts"](asked) == next(iter(told.values()))
-    assert sizes["experts_per_token"](asked) == told["num_experts_per_tok"]
+    assert sizes["experts"](asked) == next(iter(fields.values()))
+    assert sizes["experts_per_token"](asked) == fields["num_experts_per_tok"]

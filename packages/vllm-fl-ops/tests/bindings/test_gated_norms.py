@@ -30,8 +30,8 @@ def layer_of(cls: type, **attributes: Any) -> Any:
 
 
 def mamba2(**attributes: Any) -> Any:
-    told = {"use_rms_norm": True, "n_groups": 4, "tp_size": 1, "tp_rank": 0, "group_size": 6}
-    return layer_of(Mixer2RMSNormGated, variance_epsilon=1e-2, **told | attributes)
+    defaults = {"use_rms_norm": True, "n_groups": 4, "tp_size": 1, "tp_rank": 0, "group_size": 6}
+    return layer_of(Mixer2RMSNormGated, variance_epsilon=1e-2, **defaults | attributes)
 
 
 LAYERS = {
@@ -55,9 +55,9 @@ def ours(layer: Any, calls: list[str], *, native: bool = False) -> Any:
 
     def op(x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
         calls.append("ours")
-        told = [read(provider) for read in SPEC.from_layer.values()]
+        provided = [read(provider) for read in SPEC.from_layer.values()]
         computed = target.native if native else SPEC.oracle
-        return computed(x, z, *told).to(x.dtype)
+        return computed(x, z, *provided).to(x.dtype)
 
     return target.adapt(layer, op) if target.adapt else op
 

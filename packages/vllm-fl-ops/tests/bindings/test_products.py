@@ -320,8 +320,8 @@ def test_what_is_not_gelu_of_the_gate_is_left_alone(function: Function, whole: b
     assert not found(function, *made(), whole=whole, target=GELU)
 
 
-def config(quantization: str | None = None, transformers: bool = False, **told: Any) -> Any:
-    hf = SimpleNamespace(to_dict=lambda: told, **({"intermediate_size": 96} | told))
+def config(quantization: str | None = None, transformers: bool = False, **fields: Any) -> Any:
+    hf = SimpleNamespace(to_dict=lambda: fields, **({"intermediate_size": 96} | fields))
     return SimpleNamespace(
         model_config=SimpleNamespace(
             quantization=quantization,
@@ -334,7 +334,7 @@ def config(quantization: str | None = None, transformers: bool = False, **told: 
 
 
 @pytest.mark.parametrize(
-    ("told", "has"),
+    ("fields", "has"),
     [
         ({"hidden_act": "silu"}, True),  # Llama, Qwen, Mistral, Phi 3 and 4, Cohere, Granite
         ({"activation_type": "swiglu"}, True),
@@ -351,11 +351,11 @@ def config(quantization: str | None = None, transformers: bool = False, **told: 
     ids=str,
 )
 def test_models_with_swiglu_may_have_it(
-    told: dict[str, Any], has: bool, monkeypatch: pytest.MonkeyPatch
+    fields: dict[str, Any], has: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert BINDING.when is not None and OF_GELU.when is not None and not BINDING.products
-    engine = config(**told)
+    engine = config(**fields)
     assert BINDING.when(engine) is False, "vLLM's CPU platform packs its weights"
     monkeypatch.setattr(vllm.platforms.current_platform, "is_cpu", lambda: False)
     assert BINDING.when(engine) is has
-    assert OF_GELU.when(engine) is ("gelu_pytorch_tanh" in told.values())
+    assert OF_GELU.when(engine) is ("gelu_pytorch_tanh" in fields.values())

@@ -100,11 +100,11 @@ def vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def made(name: str, head_size: int = 32, **options: Any) -> Any:
     if name == "Ernie4_5_VLRotaryEmbedding":
         module = importlib.import_module(f"{rotary_embedding.__name__}.ernie45_vl_rope")
-        told = (head_size, head_size, 64, 1e4, True, torch.float32)
-        return getattr(module, name)(*told, mrope_section=[6, 6, 4])
-    told = ROPES.get(name, {"rope_type": "mllama4"})
+        given = (head_size, head_size, 64, 1e4, True, torch.float32)
+        return getattr(module, name)(*given, mrope_section=[6, 6, 4])
+    given = ROPES.get(name, {"rope_type": "mllama4"})
     options = {"dtype": torch.float32} | options
-    return get_rope(head_size, 64, rope_parameters=told, **options)
+    return get_rope(head_size, 64, rope_parameters=given, **options)
 
 
 def ours(layer: Any, *, native: bool = False) -> Any:

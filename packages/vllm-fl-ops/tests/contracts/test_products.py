@@ -315,9 +315,9 @@ def test_projections_of_a_served_model(large: bool) -> None:
     assert names(hidden=96, more={"dense_intermediate": 72.0})[0].startswith("96 -> 144")
     assert "96 -> 8" not in names(FP8, hidden=96, **heads, more=more), "a router is not quantised"
     assert names(SILU, hidden=96, more=more) == ["96 -> 2*80"]
-    untold = {"dense_intermediate": None}
+    unknown = {"dense_intermediate": None}
     assert names(SILU, hidden=96, more={"dense_intermediate": 0}) == []
-    assert names(SILU, hidden=96, more=untold) == names(SILU, more=more) == []
+    assert names(SILU, hidden=96, more=unknown) == names(SILU, more=more) == []
 
 
 @pytest.mark.parametrize("op", OPS)

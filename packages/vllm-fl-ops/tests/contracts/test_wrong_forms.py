@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from telling import CPU, Form, problem, told
+from telling import CPU, Form, detects, problem
 
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_ops.contracts import fused_experts
@@ -262,10 +262,10 @@ def experts() -> Iterator[tuple[str, str, Form]]:
 FINE = {"erf", "1.7", "always erf"}
 """Mistakes smaller than the rounding of a 16-bit dtype."""
 
-test_samples_tell_a_wrong_activation = told(
+test_samples_tell_a_wrong_activation = detects(
     activations(), lambda op, what: what in FINE and op != "gelu_and_mul", without="NaN"
 )
-test_samples_tell_a_wrong_op = told(
+test_samples_tell_a_wrong_op = detects(
     [
         form
         for family in (norms_and_ropes, linear_attention, paging, routing, experts)

@@ -136,7 +136,7 @@ def distribution(
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def progress_printed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when a verb has printed its progress, without waiting for a silence."""
     event = threading.Event()
 
@@ -147,7 +147,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     monkeypatch.setattr(_progress, "QUIET", 0.0)
     monkeypatch.setattr(_progress, "BEAT", 0.01)
     monkeypatch.setattr(_progress, "say", say)
-    monkeypatch.setattr(_progress, "told", event, raising=False)
+    monkeypatch.setattr(_progress, "printed", event, raising=False)
     return event
 
 

@@ -33,9 +33,9 @@ ENGINE = """
 import json, os, sys
 tabled = "VLLM_FL_TABLE" in os.environ
 assert json.loads(sys.argv[-1])["arguments"] == ["--enforce-eager"]
-told = {"acts": {acts}, "reason": "The table has no effect: device is H200", "file": {file}}
+table = {"acts": {acts}, "reason": "The table has no effect: device is H200", "file": {file}}
 digest = "d" + {plan} + "t" * (tabled and {acts})
-report = {"digest": digest, "table": told if tabled or {both} else None}
+report = {"digest": digest, "table": table if tabled or {both} else None}
 ready = {"report": report, "vocabulary": 50, "graph_tokens": {graphs}, "length": {length}}
 print(json.dumps(ready), flush=True)
 for line in sys.stdin:

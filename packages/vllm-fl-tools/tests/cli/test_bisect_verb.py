@@ -49,12 +49,12 @@ report = None if aside else {"ops": {op: {"impl": impl} for op, impl in ops.item
 ready = {"report": report, "vocabulary": 50, "length": 99, "graph_tokens": 0}
 print(json.dumps(ready), flush=True)
 for line in sys.stdin:
-    ((kind, told),) = json.loads(line).items()
+    ((kind, given),) = json.loads(line).items()
     is_wrong = (is_plan or is_startup) and ({wrong})
     error = 0 if exact else {error} if is_wrong else 0.01
-    tokens = told.get("forced") or [[7] * told["new_tokens"] for _ in told["prompts"]]
-    assert all(3 <= token < 50 for ids in told["prompts"] for token in ids)
-    prefill = [[-1.0 - error] * (len(ids) - 1) for ids in told["prompts"]]
+    tokens = given.get("forced") or [[7] * given["new_tokens"] for _ in given["prompts"]]
+    assert all(3 <= token < 50 for ids in given["prompts"] for token in ids)
+    prefill = [[-1.0 - error] * (len(ids) - 1) for ids in given["prompts"]]
     decode = [[-1.0 - error] * len(ids) for ids in tokens]
     answer = {"tokens": tokens, "prefill": prefill, "decode": decode}
     print(json.dumps(answer), flush=True)
@@ -79,14 +79,14 @@ def register_ops():
 LISTING = """
 import json, os, sys
 
-told = {"enabled": True, "plugins": {"{plugin}": {"release": "acme", "module": True}}}
-told |= {"lists": {"vendor_acme_off": {"variable": "ACME_OFF", "names": [], "allows": False}}}
-told |= {"remarks": [], "parts": []}
+listing = {"enabled": True, "plugins": {"{plugin}": {"release": "acme", "module": True}}}
+listing |= {"lists": {"vendor_acme_off": {"variable": "ACME_OFF", "names": [], "allows": False}}}
+listing |= {"remarks": [], "parts": []}
 for name in ("add", "mm", "sort", "topk"):
     part = {"kind": "name", "name": name, "what": f"operator {name}", "of": "{plugin}"}
-    told["parts"].append({**part, "setting": "vendor_acme_off"})
+    listing["parts"].append({**part, "setting": "vendor_acme_off"})
 with open(sys.argv[1], "w") as file:
-    json.dump(told, file)
+    json.dump(listing, file)
 """
 """The result of `_listing` for the plugin; the real one takes seconds to import torch."""
 

@@ -112,8 +112,8 @@ def test_a_sound_installation(fl: Command, plugin: Plugin) -> None:
 def test_its_text_has_findings_with_codes_and_plugins(fl: Command, plugin: Plugin) -> None:
     name = plugin("raise OSError('libacme.so.3 is missing')")
     wrong = {"VLLM_FL_PREFER": "vendr", "VLLM_PLUGINS": "acme"}
-    told = fl("doctor", "--json", **wrong).json()["findings"]
-    codes = {finding["check"]: finding["code"] for finding in told}
+    findings = fl("doctor", "--json", **wrong).json()["findings"]
+    codes = {finding["check"]: finding["code"] for finding in findings}
     # A wrong setting has its error's code, not the check's code.
     assert codes | {"plugins": "FL214", "settings": "FL102", "vllm-plugins": "FL511"} == codes
     done = fl("doctor", **wrong)
@@ -298,9 +298,11 @@ class TestSettings:
             VLLMFL_STRCT="1",
         )
         findings = found(done, "settings")
-        told = text(findings)
-        assert "ascend" not in told and "'cuda'" not in told, "a file may serve several machines"
-        assert "Did you mean 'ort'?" in told and "'VLLM_FL_STRICT'" in told
+        printed = text(findings)
+        assert "ascend" not in printed and "'cuda'" not in printed, (
+            "a file may serve several machines"
+        )
+        assert "Did you mean 'ort'?" in printed and "'VLLM_FL_STRICT'" in printed
         assert {finding["code"] for finding in findings} == {"FL110"}
         names = {"oot_blacklist.fused_moe", "op_backends.wobble"}
         assert names <= {*done.json()["unchecked"]}
@@ -522,8 +524,8 @@ def test_a_check_that_breaks_keeps_its_findings() -> None:
 def test_why_an_engine_would_not_start(fl: Command, plugin: Plugin) -> None:
     plugin()
     strict = {"VLLM_FL_STRICT": "1", "VLLM_FL_PER_OP": "silu_and_mul=vendor:cuda"}
-    told = {each["check"]: each for each in fl("doctor", "--json", **strict).json()["findings"]}
-    assert told["engine"]["code"] == "FL514" and "vendor:cuda" in told["engine"]["why"]
+    findings = {each["check"]: each for each in fl("doctor", "--json", **strict).json()["findings"]}
+    assert findings["engine"]["code"] == "FL514" and "vendor:cuda" in findings["engine"]["why"]
     assert fl("doctor", "--dtype", "half").status == 2  # vLLM's argument, without a model
 
 

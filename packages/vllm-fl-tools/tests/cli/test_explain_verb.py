@@ -70,16 +70,16 @@ def test_the_documentation_of_an_op_is_whole(op: str) -> None:
 def test_the_pages_of_an_op(fl: Command, plugin: Plugin) -> None:
     plugin()
     spec = known_contracts().contracts["rms_norm"]
-    page, told = fl("explain", "rms_norm").out, fl("explain", "rms_norm", "--json").json()
-    assert told["signature"].startswith("rms_norm(") and told["bypasses"]
-    assert all(bypass in page for bypass in told["bypasses"])
+    page, facts = fl("explain", "rms_norm").out, fl("explain", "rms_norm", "--json").json()
+    assert facts["signature"].startswith("rms_norm(") and facts["bypasses"]
+    assert all(bypass in page for bypass in facts["bypasses"])
     assert "vllm-fl explain rms_norm --contract" in page and "Args:" not in page
     done = fl("explain", "rms_norm", "--contract")
     assert done.status == 0 and documentation_of(spec) in done.out
     assert all(tolerance.reason in done.out for tolerance in spec.tolerances.values())
-    told = fl("explain", "rms_norm", "--contract", "--json").json()
-    assert told["dtypes"] == list(spec.dtypes)
-    assert set(told["tolerances"]["results"]) == set(spec.tolerances)
+    facts = fl("explain", "rms_norm", "--contract", "--json").json()
+    assert facts["dtypes"] == list(spec.dtypes)
+    assert set(facts["tolerances"]["results"]) == set(spec.tolerances)
 
 
 def test_what_only_vllm_knows_is_not_said_without_it(fl: Command, plugin: Plugin) -> None:

@@ -227,8 +227,8 @@ def test_an_unknown_op_or_platform_is_one_error_and_nothing_is_written(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["new", "foo", "--dir", str(tmp_path), *args]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.startswith("vllm-fl: ") and told.err.count("\n") == 1
-    assert said in told.err
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("vllm-fl: ") and output.err.count("\n") == 1
+    assert said in output.err
     assert list(tmp_path.iterdir()) == []

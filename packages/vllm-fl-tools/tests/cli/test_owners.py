@@ -16,15 +16,15 @@ from profiles import (
     report,
 )
 
-from vllm_fl_tools.cli._coverage import Owner, Whose, answers, attribute
+from vllm_fl_tools.cli._coverage import Owner, OwnerFinder, answers, attribute
 
 
-def whose(tokens: int = 1, plan: dict[str, Any] | None = None, **fields: Any) -> Whose:
-    return Whose(places(**fields), plan or report(), tokens)
+def finder(tokens: int = 1, plan: dict[str, Any] | None = None, **fields: Any) -> OwnerFinder:
+    return OwnerFinder(places(**fields), plan or report(), tokens)
 
 
 def owner(*path: str, **fields: Any) -> Owner:
-    return whose(**fields).of(path)
+    return finder(**fields).of(path)
 
 
 def rows(phase: dict[str, Any]) -> dict[tuple[str, str], tuple[float, float]]:
@@ -48,7 +48,7 @@ def test_no_time_is_counted_twice_and_a_call_is_one_of_the_op() -> None:
         (10.0, 2, (LINEAR, "aten::linear", "_C::onednn_mm")),
         (2.0, 1, ("## Call CompiledFxGraph 0123 ##",)),
     )
-    found = attribute(whose(), seen, on_host=True)
+    found = attribute(finder(), seen, on_host=True)
     assert rows(found) == {
         ("aten::linear in QKVParallelLinear", "stock"): (35.0, 1.0),
         ("rms_norm", "vendor.cpu"): (14.0, 3.0),
@@ -89,7 +89,7 @@ def test_a_contract_may_cover_code_that_no_implementation_can_run_here() -> None
         (10.0, 2, ("_C::silu_and_mul",)),
         (20.0, 2, (NORM, NORM_OP)),
     )
-    found = attribute(whose(plan=plan, **there), seen, on_host=True)
+    found = attribute(finder(plan=plan, **there), seen, on_host=True)
     assert found["coverage"] == pytest.approx(
         {"not here": 0.6, "runs": 0.2, "could run": 0.1, "no contract": 0.1}
     )
@@ -150,7 +150,7 @@ def test_kernels_have_the_owners_of_their_launches() -> None:
         (10.0, 2, "rms", ("vllm_fl::rms_norm_vendor_cpu_0123",)),
         steps=2,
     )
-    found = attribute(whose(), seen, on_host=False)
+    found = attribute(finder(), seen, on_host=False)
     assert rows(found) == {
         ("linear", "stock"): (11.0, 1.0),
         ("rms_norm", "vendor.cpu"): (7.0, 2.0),
@@ -169,7 +169,7 @@ def test_a_launch_without_a_known_caller() -> None:
         (1.0, 1, "gemm", ("cudaLaunchKernelExC",)),
         (2.0, 1, "Memcpy HtoD (Pageable -> Device)", None),
     )
-    assert rows(attribute(whose(), seen, on_host=False)) == {
+    assert rows(attribute(finder(), seen, on_host=False)) == {
         ("attention_backend", "stock"): (8.0, 2.0),
         ("Memcpy HtoD", "stock"): (2.0, 1.0),
         ("unattributed", ""): (1.0, 1.0),
@@ -188,5 +188,5 @@ def test_a_launch_without_a_known_caller() -> None:
 def test_a_profile_without_anything_says_what_is_missing(
     seen: dict[str, Any], is_host: bool, problem: str
 ) -> None:
-    found = attribute(whose(), seen, on_host=is_host)
+    found = attribute(finder(), seen, on_host=is_host)
     assert problem in found["problem"] and not found["rows"]

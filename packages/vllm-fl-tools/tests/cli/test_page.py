@@ -111,8 +111,8 @@ def made(fl: Command, tmp_path: Path, *contents: Any) -> Page:
     paths = []
     for number, content in enumerate(contents):
         path = tmp_path / f"f{number}.json"
-        told = tables.printed(content) if isinstance(content, Tuned) else content
-        path.write_text(json.dumps(told))
+        document = tables.printed(content) if isinstance(content, Tuned) else content
+        path.write_text(json.dumps(document))
         paths.append(str(path))
     done = fl("show", *paths, "--html", str(tmp_path / "page.html"))
     assert (done.status, done.err) == (0, "")
@@ -166,8 +166,8 @@ def test_what_stood_in_for_hardware_and_what_was_cut_short(fl: Command, tmp_path
     page = made(fl, tmp_path, run)
     words = "".join(page.words)
     assert "No such hardware was used" in words and "The run was interrupted" in words
-    told = page.row("f0.json")
-    assert "Acme's simulator" in told[1] and "incomplete" in told[2]
+    cells = page.row("f0.json")
+    assert "Acme's simulator" in cells[1] and "incomplete" in cells[2]
 
 
 def test_whatever_files_say_is_text(fl: Command, tmp_path: Path) -> None:

@@ -40,9 +40,9 @@ def test_orders_by_size(fl: Command, plugin: Plugin) -> None:
     plugin(TWO)
     orders = {"VLLM_FL_CONFIG": "sizes.yaml"}
     Path("sizes.yaml").write_text(f"op_backends: {{{OP}: {{<=16: vendor, rest: [stock]}}}}\n")
-    told = fl("plan", "--mode", "eager", "--json", **orders).json()["plan"]["ops"][OP]
-    assert told["impl"] == "stock"
-    assert [(row["up_to"], row["impl"]) for row in told["rows"]] == [(16, "vendor.acme")]
+    entry = fl("plan", "--mode", "eager", "--json", **orders).json()["plan"]["ops"][OP]
+    assert entry["impl"] == "stock"
+    assert [(row["up_to"], row["impl"]) for row in entry["rows"]] == [(16, "vendor.acme")]
     assert "vendor.acme(<=16)|stock" in fl("plan", **orders).out
 
 

@@ -17,22 +17,22 @@ ENGINE = """
 import json, os, sys
 
 request = json.loads(sys.argv[-1])
-told = json.load(open("told.json"))
+profiled = json.load(open("profiled.json"))
 assert request["options"]["worker_extension_cls"].startswith("vllm_fl_tools.integration.profiling")
 assert not os.path.exists(os.environ["VLLM_CACHE_ROOT"])
 if "--bad" in request.get("arguments", []):
     print(json.dumps({"usage": "unrecognized arguments: --bad"}), flush=True)
     sys.exit()
-ready = {"report": told["report"], "vocabulary": 50, "length": 400, "graph_tokens": 0}
+ready = {"report": profiled["report"], "vocabulary": 50, "length": 400, "graph_tokens": 0}
 print(json.dumps(ready), flush=True)
 asked = open("asked", "w")
 for line in sys.stdin:
     ((kind, what),) = json.loads(line).items()
     print(json.dumps([kind, what, request.get("arguments", [])]), file=asked, flush=True)
     if kind == "places":
-        answer = told["places"]
+        answer = profiled["places"]
     elif kind == "profile":
-        answer = told["seen"]
+        answer = profiled["seen"]
     else:
         answer = {"tokens": [], "steps": [0.0001] * (what["new_tokens"] * what["times"] - 1)}
         answer["steps"] = [9.0] * (what["new_tokens"] > 1) + answer["steps"]
@@ -59,8 +59,8 @@ def profile(fl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any
     monkeypatch.setattr(_engines, "COMMAND", (sys.executable, str(script)))
     monkeypatch.chdir(tmp_path)
 
-    def run(*arguments: str, told: dict[str, Any] = HOST, **variables: str) -> Any:
-        (tmp_path / "told.json").write_text(json.dumps(told))
+    def run(*arguments: str, profiled: dict[str, Any] = HOST, **variables: str) -> Any:
+        (tmp_path / "profiled.json").write_text(json.dumps(profiled))
         return fl("tune", "--profile", "--model", "model", *arguments, **variables)
 
     return run
@@ -92,9 +92,9 @@ def test_decode_and_prefill_are_asked_for_apart(profile: Any, tmp_path: Path) ->
     given = ("--enforce-eager", "-tp", "1", "--dtype", "bfloat16")
     done = profile("--batch", "1,8", *given)
     assert done.status == 0, done.err
-    told = asked(tmp_path)
-    assert all(arguments == list(given) for *_, arguments in told)
-    profiles = [what for kind, what, _ in told if kind == "profile"]
+    requests = asked(tmp_path)
+    assert all(arguments == list(given) for *_, arguments in requests)
+    profiles = [what for kind, what, _ in requests if kind == "profile"]
     assert [(p["decode"], p["visit"]["batch"], p["steps"]) for p in profiles] == [
         (True, 1, 16),
         (True, 8, 16),
@@ -102,23 +102,23 @@ def test_decode_and_prefill_are_asked_for_apart(profile: Any, tmp_path: Path) ->
     ]
     assert [p["visit"]["new_tokens"] for p in profiles] == [18, 18, 1]
     assert [p["visit"]["times"] for p in profiles] == [1, 1, 16]
-    seeds = [what["seed"] for kind, what, _ in told if kind == "visit"]
+    seeds = [what["seed"] for kind, what, _ in requests if kind == "visit"]
     assert len({*seeds}) == len(seeds), "a prompt would be found in the prefix cache"
 
 
 def test_a_device_s_kernels(profile: Any) -> None:
-    told = {
+    profiled = {
         "places": places(device="GPU 3000", ranks=2),
         "report": report(),
         "seen": on_device(90.0, (100.0, 2, "gemm", (LINEAR, "aten::mm")), steps=2),
     }
-    done = profile(told=told)
+    done = profile(profiled=profiled)
     assert done.status == 0, done.err
     assert "model: eager, GPU 3000, rank 0 of 2, digest 0123" in done.out
     assert "All kernels: 50.0 µs per step in 1 calls, 5.0 of them in parallel." in done.out
     assert "The step without the profiler: 100.0 µs.\n" in done.out
     assert "The remainder: 55.0 µs (55.0%)" in done.out
-    done = profile(told={**told, "seen": on_device(0.0)})
+    done = profile(profiled={**profiled, "seen": on_device(0.0)})
     assert done.status == 1
     assert "Not profiled: PyTorch's profiler recorded no kernel of the device" in done.out
 
@@ -150,9 +150,9 @@ def test_other_verbs_take_no_arguments_that_they_do_not_know(fl: Command) -> Non
 
 def test_a_page_of_it(profile: Any, fl: Command, tmp_path: Path) -> None:
     done = profile("--json", "--dtype", "bfloat16")
-    told = done.json()["coverage"]
-    assert [phase["kind"] for phase in told["phases"]] == ["decode", "prefill"]
-    assert told["phases"][0]["rows"][0]["kernels"] == {"_C::onednn_mm": 60.0}
+    coverage = done.json()["coverage"]
+    assert [phase["kind"] for phase in coverage["phases"]] == ["decode", "prefill"]
+    assert coverage["phases"][0]["rows"][0]["kernels"] == {"_C::onednn_mm": 60.0}
     (tmp_path / "seen.json").write_text(done.out)
     page = fl("show", "seen.json", "--html", "page.html", "--json")
     assert page.status == 0, page.err
@@ -160,7 +160,7 @@ def test_a_page_of_it(profile: Any, fl: Command, tmp_path: Path) -> None:
     text = (tmp_path / "page.html").read_text()
     assert "<h1>Profile</h1>" in text and "decode, batch 1" in text
     assert "The remainder: 20.0 µs (20.0%)" in text and "--dtype bfloat16" in text
-    told["phases"][0]["rows"][0]["us"] = "many"
-    (tmp_path / "odd.json").write_text(json.dumps({"schema": 1, "coverage": told}))
+    coverage["phases"][0]["rows"][0]["us"] = "many"
+    (tmp_path / "odd.json").write_text(json.dumps({"schema": 1, "coverage": coverage}))
     odd = fl("show", "odd.json", "--html", "page.html")
     assert odd.status == 2 and "odd.json: incomplete" in odd.err

@@ -11,7 +11,7 @@ from vllm_fl_tools.cli import _progress
 
 STALLS = """
 import vllm_fl_tools.cli._progress as _
-assert _.told.wait(60), "no message says what runs"
+assert _.printed.wait(60), "no message says what runs"
 
 @hookimpl
 def register_ops():
@@ -21,7 +21,7 @@ def register_ops():
 
 @pytest.mark.parametrize("verb", ["plan", "settings"])
 def test_what_a_plugin_does_is_named_while_it_runs(
-    fl: Command, plugin: Plugin, told: threading.Event, verb: str
+    fl: Command, plugin: Plugin, progress_printed: threading.Event, verb: str
 ) -> None:
     name = plugin(STALLS)
     done = fl(verb, "--json")
@@ -31,11 +31,11 @@ def test_what_a_plugin_does_is_named_while_it_runs(
         f" of plugin {each!r} " for each in (name, "ops", "operate", "verify")
     ]  # depends on timing
     assert any(what in line for what in ("working (", *running))
-    assert told.is_set()
+    assert progress_printed.is_set()
 
 
 def test_a_verb_that_waits_for_a_child_reports_it(
-    fl: Command, plugin: Plugin, told: threading.Event
+    fl: Command, plugin: Plugin, progress_printed: threading.Event
 ) -> None:
     plugin()
     done = fl("doctor", "--json")
@@ -43,7 +43,9 @@ def test_a_verb_that_waits_for_a_child_reports_it(
 
 
 def test_what_a_verb_does_is_reported_until_it_is_done(
-    told: threading.Event, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    progress_printed: threading.Event,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_progress, "EVERY", 0.0)
     tick = _progress.current.tick

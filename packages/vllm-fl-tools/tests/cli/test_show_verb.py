@@ -27,7 +27,7 @@ REPORT = {
 
 def left(folder: Path, ago: float = 1, **changes: Any) -> str:
     """A report that was written `ago` seconds ago."""
-    told = {
+    content = {
         "schema": 1,
         "written": (datetime.now(UTC) - timedelta(seconds=ago)).isoformat(timespec="seconds"),
         "state": "serving",
@@ -40,7 +40,7 @@ def left(folder: Path, ago: float = 1, **changes: Any) -> str:
         **changes,
     }
     path = folder / "chat.json"
-    path.write_text(json.dumps(told))
+    path.write_text(json.dumps(content))
     return str(path)
 
 
@@ -50,10 +50,10 @@ def test_plan_counters_what_was_taken_out_and_what_was_raised(fl: Command, tmp_p
     path = left(tmp_path, ago=9999, state="ended", error=error, failures=failures)
     done = fl("show", path)
     assert done.status == 0 and not done.err
-    for told in ("f00d", "vendor.cpu", "it is incorrect", "boom", "PREFER=vendor", "0.32.0"):
-        assert told in done.out
-    (told,) = fl("show", path, "--json").json()["files"]
-    assert told["content"]["report"] == REPORT and told["silent"] is None
+    for shown in ("f00d", "vendor.cpu", "it is incorrect", "boom", "PREFER=vendor", "0.32.0"):
+        assert shown in done.out
+    (shown,) = fl("show", path, "--json").json()["files"]
+    assert shown["content"]["report"] == REPORT and shown["silent"] is None
 
 
 @pytest.mark.parametrize(("state", "ago", "is_silent"), [
@@ -63,8 +63,8 @@ def test_a_process_that_was_killed_is_silent(
     fl: Command, tmp_path: Path, state: str, ago: float, is_silent: bool
 ) -> None:
     path = left(tmp_path, ago, state=state)
-    (told,) = fl("show", path, "--json").json()["files"]
-    assert (told["silent"] is not None) == is_silent
+    (shown,) = fl("show", path, "--json").json()["files"]
+    assert (shown["silent"] is not None) == is_silent
     assert ("The process is gone without a last report" in fl("show", path).out) == is_silent
 
 

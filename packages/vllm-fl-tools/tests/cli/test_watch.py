@@ -11,10 +11,10 @@ from vllm_fl_tools.cli._watch import Watch
 
 
 def test_a_unit_that_takes_long_is_named_though_its_end_is_told_elsewhere(
-    told: threading.Event, capsys: pytest.CaptureFixture[str]
+    progress_printed: threading.Event, capsys: pytest.CaptureFixture[str]
 ) -> None:
     watch = Watch(7, 60.0, lambda: None)
     with _progress.progress("tune"):
         watch.begin("rms_norm, 64 tokens", 3)
-        assert told.wait(60)
+        assert progress_printed.wait(60)
     assert "vllm-fl tune: [3/7] rms_norm, 64 tokens (" in capsys.readouterr().err

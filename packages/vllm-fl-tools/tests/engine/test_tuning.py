@@ -221,10 +221,10 @@ class TestChoosing:
         )
         (found,) = everything(op, 8)
         assert found.winner == ("default" if where else "vendor.fast")
-        told = {figure.impl: figure.slower for figure in found.figures()}
-        assert told["vendor.default"] == ""
+        slower = {figure.impl: figure.slower for figure in found.figures()}
+        assert slower["vendor.default"] == ""
         more = f"{us} µs more to launch, and 5 µs less on the device"
-        assert told["vendor.fast"] == (f"{where}: {op.forms[0].name}: {more}" if where else "")
+        assert slower["vendor.fast"] == (f"{where}: {op.forms[0].name}: {more}" if where else "")
 
     @pytest.mark.parametrize(
         ("known", "winner"),

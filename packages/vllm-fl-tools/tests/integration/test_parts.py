@@ -27,14 +27,14 @@ def engine(
     layers: dict[str, dict[str, int]],
     *,
     absent: tuple[str, ...] = ("fused_experts",),
-    **told: str,
+    **fields: str,
 ) -> Described:
     """An engine with a model of four hidden layers."""
     manager = get_default_manager()
     manager.ensure_initialized()
     assert manager.settings is not None
     facts = EngineFacts(manager.settings, MODE, absent=frozenset(absent))
-    model = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=4, **told))
+    model = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=4, **fields))
     config: Any = SimpleNamespace(model_config=model)
     return Described(facts, Plan(MODE, {}), layers=layers, config=config)
 

@@ -89,28 +89,28 @@ def seen(worker: Worker, *steps: Any, decode: bool = True, count: int = 4) -> An
     return worker.vllm_fl_profiled()
 
 
-def calls(told: Any) -> dict[tuple[str, ...], int]:
+def calls(profile: Any) -> dict[tuple[str, ...], int]:
     """Path -> calls, of operators and labels."""
-    return {tuple(told["paths"][number]): n for number, _, n in told["host"]}
+    return {tuple(profile["paths"][number]): n for number, _, n in profile["host"]}
 
 
 def test_implementations_and_layers_are_labelled(worker: Worker) -> None:
-    told = seen(worker, *[step()] * 6)
-    assert told["problem"] == "" and told["steps"] == 4
-    found = calls(told)
+    profile = seen(worker, *[step()] * 6)
+    assert profile["problem"] == "" and profile["steps"] == 4
+    found = calls(profile)
     assert found["vllm-fl/layer/Act", OP] == found["vllm-fl/layer/Act", "aten::exp"] == 4
     assert found["vllm-fl/layer/Act", OP, "aten::add"] == 4
-    assert all(us >= 0 for _, us, _ in told["host"])
+    assert all(us >= 0 for _, us, _ in profile["host"])
     assert torch.equal(worker.layer(X), (X[:, :4] + 5).exp()) and worker.graphs
 
 
 def test_only_steps_of_the_kind_are_seen(worker: Worker) -> None:
     """A prompt, its later chunks, and an empty step are not decoding."""
     others = [step(9, prompt=True), step(5), step(0)]
-    told = seen(worker, *others, *[step(3, drafted=2)] * 4, *others)
-    assert sum(calls(told).values()) and told["steps"] == 4
-    told = seen(worker, *[step()] * 3, *[step(9, prompt=True)] * 4, step(), decode=False)
-    assert told["steps"] == 4
+    profile = seen(worker, *others, *[step(3, drafted=2)] * 4, *others)
+    assert sum(calls(profile).values()) and profile["steps"] == 4
+    profile = seen(worker, *[step()] * 3, *[step(9, prompt=True)] * 4, step(), decode=False)
+    assert profile["steps"] == 4
     assert seen(worker, step(9, prompt=True)) == {"steps": 0, "problem": ""}
 
 
@@ -125,8 +125,8 @@ def test_labelled_steps_run_no_captured_graph_and_keep_the_padding(worker: Worke
 def test_the_implementation_that_runs_after_a_refusal_is_labelled() -> None:
     impls = refusing("vendor.no", "never", priority=999), silu("vendor.acme", 5)
     worker = Worker(planning(managing(*impls)))
-    told = seen(worker, *[step()] * 5)
-    assert calls(told)["vllm-fl/layer/Act", OP] == 4
+    profile = seen(worker, *[step()] * 5)
+    assert calls(profile)["vllm-fl/layer/Act", OP] == 4
 
 
 @pytest.mark.slow
@@ -136,10 +136,10 @@ def test_the_compiler_s_kernels_are_known_by_the_layers_in_them(worker: Worker) 
     with torch._inductor.config.patch(force_disable_caches=True), torch.no_grad():
         compiled(torch.randn(64, 64))
         worker.layer = compiled  # type: ignore[assignment]
-        told = seen(worker, *[step()] * 5)
+        profile = seen(worker, *[step()] * 5)
     places = worker.vllm_fl_places()
-    kernels = {path[-1] for path in calls(told)} & {*places["kernels"]}
-    assert kernels, (calls(told), places["kernels"])
+    kernels = {path[-1] for path in calls(profile)} & {*places["kernels"]}
+    assert kernels, (calls(profile), places["kernels"])
     assert {part for kernel in kernels for part in places["kernels"][kernel]} == {"SiLU", "ReLU6"}
 
 

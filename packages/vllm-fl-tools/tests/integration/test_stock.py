@@ -103,18 +103,18 @@ DESCRIBED = """
 import json, sys
 from vllm_fl_tools.cli._engine import engine_of
 
-told = {}
+output = {}
 for mode, more in {"eager": ["--enforce-eager"], "compiled": []}.items():
     engine = engine_of(sys.argv[1], more)
     facts, sizes = engine.facts, engine.facts.sizes
-    told[mode] = [sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_size, sizes.epsilon]
-    told[mode] += [str(facts.dtype), "fused_experts" in facts.absent, "rms_norm" in facts.absent]
+    output[mode] = [sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_size, sizes.epsilon]
+    output[mode] += [str(facts.dtype), "fused_experts" in facts.absent, "rms_norm" in facts.absent]
     scheduler = engine.config.scheduler_config
-    told[mode] += [sizes.tokens[-1] == scheduler.max_num_batched_tokens >= 512]
-    told[mode] += [list(facts.captured)]
+    output[mode] += [sizes.tokens[-1] == scheduler.max_num_batched_tokens >= 512]
+    output[mode] += [list(facts.captured)]
 offline = engine_of(sys.argv[1], [], offline=True).facts.sizes.tokens[-1]
-told["offline"] = offline / sizes.tokens[-1]
-print(json.dumps(told))
+output["offline"] = offline / sizes.tokens[-1]
+print(json.dumps(output))
 """
 
 
@@ -138,8 +138,8 @@ def test_a_models_configuration_is_enough(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", DESCRIBED, str(tmp_path)], capture_output=True, text=True, check=True
     )
-    told = json.loads(done.stdout.splitlines()[-1])
+    output = json.loads(done.stdout.splitlines()[-1])
     expected = [64, 4, 2, 32, 1e-5, "torch.bfloat16", True, False, True, []]
-    assert told["eager"] == expected
-    assert told["compiled"][:9] == expected[:9]
-    assert told["offline"] >= 2, "vllm.LLM takes larger batches than vllm serve"
+    assert output["eager"] == expected
+    assert output["compiled"][:9] == expected[:9]
+    assert output["offline"] >= 2, "vllm.LLM takes larger batches than vllm serve"

@@ -213,8 +213,8 @@ def test_other_tokens_than_those_that_it_was_told_to_repeat_are_no_answer(engine
 def test_it_says_how_likely_tokens_are(engine: Any) -> None:
     prompts, forced = [[3, 4, 5], [6]], [[8, 9], [7, 7]]
     asked = {"prompts": prompts, "new_tokens": 2}
-    free, told = {"score": asked}, {"score": {**asked, "forced": forced}}
-    ready, first, second = answers(engine(free, told, steps_aside=True))
+    free, forced_score = {"score": asked}, {"score": {**asked, "forced": forced}}
+    ready, first, second = answers(engine(free, forced_score, steps_aside=True))
     assert ready["report"] is None
     assert first["tokens"] == [[3, 3], [1, 1]]
     assert first["prefill"] == second["prefill"] == [[-4, -5], []]

@@ -236,8 +236,8 @@ def test_the_last_line_says_which_ranks_wrote_their_last_report(
     caplog.set_level("INFO", "vllm_fl")
     states = {"": "ended", ".rank1": "serving", ".rank2": "serving"}
     for rank, (name, state) in enumerate(states.items()):
-        told = {"rank": rank, "state": state, "written": "12:03:05"}
-        (tmp_path / f"chat.report{name}.json").write_text(json.dumps(told))
+        content = {"rank": rank, "state": state, "written": "12:03:05"}
+        (tmp_path / f"chat.report{name}.json").write_text(json.dumps(content))
     os.utime(tmp_path / "chat.report.rank2.json", (1, 1))  # of an earlier engine
     (tmp_path / "chat.report.rank3.json").write_text("{")
     log_last_states(str(tmp_path / "chat.prom"), 2.0)

@@ -94,9 +94,9 @@ def test_it_is_skipped_with_its_reason(check: str) -> None:
 
 @pytest.mark.parametrize("check", SERVING)
 def test_one_that_refuses_every_dtype_fails(check: str) -> None:
-    told = found(sound("silu_and_mul", supports=only()), check)
-    assert len(told) == 3
-    assert all("any dtype" in one.reason and "no kernel for" in one.reason for one in told)
+    failed = found(sound("silu_and_mul", supports=only()), check)
+    assert len(failed) == 3
+    assert all("any dtype" in one.reason and "no kernel for" in one.reason for one in failed)
 
 
 @pytest.mark.parametrize("check", SERVING)
@@ -132,8 +132,8 @@ def test_a_refusal_by_values_or_by_the_batch_fails(supports: Any) -> None:
 
 @pytest.mark.parametrize(("op", "name"), [("rms_norm", "weight"), ("silu_and_mul", "x")])
 def test_an_argument_that_no_contract_gives_up_is_none_to_consume(op: str, name: str) -> None:
-    (told,) = found(sound(op, consumes=frozenset({name})), "declaration")
-    assert told.case.check == "declaration"
+    (failure,) = found(sound(op, consumes=frozenset({name})), "declaration")
+    assert failure.case.check == "declaration"
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,8 @@ def test_a_kernel_that_ends_or_hangs_in_a_child_fails(in_child: Any) -> None:
         return right.silu_and_mul(x)
 
     wrong = dataclasses.replace(sound("silu_and_mul"), fn=kernel)
-    told = failures(wrong, without=CHECKS.keys() - {"fork"}, deadline=0.5)
-    assert [each.case.check for each in told] == ["fork"] * len(
+    failed = failures(wrong, without=CHECKS.keys() - {"fork"}, deadline=0.5)
+    assert [each.case.check for each in failed] == ["fork"] * len(
         known_contracts().contracts["silu_and_mul"].dtypes
     )
 
@@ -187,8 +187,8 @@ def test_one_that_takes_a_layer_first_and_is_wrong_fails() -> None:
         return x.copy_(norm(self, x)) if residual is None else norm(self, x, residual)
 
     assert len(found(layer_first(sloppy), "values")) > 20
-    told = found(layer_first(other_each_time), "values", "determinism")
-    assert {one.case.check for one in told} == {"values", "determinism"}
+    failed = found(layer_first(other_each_time), "values", "determinism")
+    assert {one.case.check for one in failed} == {"values", "determinism"}
     assert any("memory with 'x'" in one.reason for one in found(layer_first(in_place), "values"))
 
 
@@ -218,8 +218,8 @@ def test_rows_of_an_expert_in_another_order_each_time_are_the_same_result() -> N
         return torch.where(rows == next(turns) % 8, args[0].numel(), rows), experts, used
 
     assert found(oracle_impl(spec, other_rows_first), "values", "determinism", "fork") == []
-    told = found(oracle_impl(spec, one_lost), "values", "determinism")
-    assert {one.case.check for one in told} == {"values", "determinism"}
+    failed = found(oracle_impl(spec, one_lost), "values", "determinism")
+    assert {one.case.check for one in failed} == {"values", "determinism"}
 
 
 def test_a_fresh_process_holds_no_op_to_account_for_another(
@@ -247,8 +247,8 @@ def test_a_weight_of_integers_is_a_bad_input() -> None:
     wrong = dataclasses.replace(sound("rms_norm", supports=None), fn=silent)
     failed = found(wrong, "bad_inputs")
     assert all("although 'weight' is invalid" in one.reason for one in failed)
-    told = [one.case for one in failed]
-    dtypes = [case.dtype for case in told if case.sample == "weight: of int64"]
+    cases = [one.case for one in failed]
+    dtypes = [case.dtype for case in cases if case.sample == "weight: of int64"]
     assert dtypes == ["float32", "float16", "bfloat16"]
     assert found(sound("rms_norm"), "bad_inputs") == []
 
@@ -268,9 +268,9 @@ def test_numbers_that_are_right_are_packed_too() -> None:
         gate, up = x.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
 
-    told = found(dataclasses.replace(sound("silu_and_mul"), fn=silu), "values")
-    assert {one.case.sample for one in told} == {"16 tokens, x transposed in memory"}
-    assert all("strides (1, 16)" in one.reason for one in told)
+    failed = found(dataclasses.replace(sound("silu_and_mul"), fn=silu), "values")
+    assert {one.case.sample for one in failed} == {"16 tokens, x transposed in memory"}
+    assert all("strides (1, 16)" in one.reason for one in failed)
 
 
 def test_no_check_is_an_assert() -> None:

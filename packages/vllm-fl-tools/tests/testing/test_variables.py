@@ -32,7 +32,7 @@ def reads(how: Callable[[], object]) -> Callable[[Any], Any]:
     return silu_and_mul
 
 
-def told(fn: Callable[[Any], Any], **options: Any) -> list[str]:
+def reasons(fn: Callable[[Any], Any], **options: Any) -> list[str]:
     """The check's result for an implementation."""
     vendor = BackendImplKind.VENDOR
     impl = OpImpl("silu_and_mul", "vendor.acme", vendor, fn, "acme", **options)
@@ -50,7 +50,7 @@ WAYS = {
 
 @pytest.mark.parametrize("how", WAYS)
 def test_a_variable_that_nobody_declares_is_named(how: str) -> None:
-    (first, *_) = told(reads(WAYS[how]), traceable=True)
+    (first, *_) = reasons(reads(WAYS[how]), traceable=True)
     assert first.startswith("it reads the variable ACME_FAST while")
 
 
@@ -59,12 +59,12 @@ def test_one_that_is_declared_is_in_the_digest(monkeypatch: pytest.MonkeyPatch) 
     plugin = Plugin(Owner("acme"), "acme", status="ok", settings=(fast,))
     registry = get_default_manager().registry
     monkeypatch.setattr(registry, "plugins", (*registry.plugins, plugin))
-    assert told(reads(WAYS["get"]), traceable=True) == []
+    assert reasons(reads(WAYS["get"]), traceable=True) == []
 
 
 def test_what_no_compiler_looks_into_reads_what_it_likes_each_time() -> None:
-    assert told(reads(WAYS["get"])) == []
+    assert reasons(reads(WAYS["get"])) == []
 
 
 def test_what_torch_reads_is_not_the_implementations() -> None:
-    assert told(reads(lambda: torch.utils._config_module), traceable=True) == []
+    assert reasons(reads(lambda: torch.utils._config_module), traceable=True) == []

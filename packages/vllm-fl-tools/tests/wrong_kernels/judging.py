@@ -161,7 +161,7 @@ def _group(key: tuple[Any, ...]) -> dict[str, Verdict]:
     with locked(file):
         if not file.exists():
             file.write_text(json.dumps(_in_a_child(start_verdicts, names)))
-    return {name: Verdict(*told) for name, told in json.loads(file.read_text()).items()}
+    return {name: Verdict(*fields) for name, fields in json.loads(file.read_text()).items()}
 
 
 @cache

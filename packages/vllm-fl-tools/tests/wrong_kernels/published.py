@@ -64,7 +64,6 @@ NOT_AT_STARTUP: Mapping[str, tuple[str, str]] = MappingProxyType(
         "a_thread_for_each_expert": ("", "samples have fewer experts"),
         "last_of_all_experts": ("", "no sample selects all experts of an odd number"),
         "weights_of_one_shape": ("families", "the served model has other numbers of experts"),
-        "later_heads_of_a_warp": ("", "samples with partial rotation are shorter"),
         "maximum_misses_a_lane": ("call_op", "the served model has groups of another size"),
         "maximum_of_the_first_256": ("", "samples have smaller groups"),
         "blocks_along_y": ("", "samples have fewer elements"),

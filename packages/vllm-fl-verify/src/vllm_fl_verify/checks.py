@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import Counter
@@ -48,15 +49,19 @@ and 1, because torch would create separate graphs for them."""
 
 
 def _samples(run: Run) -> Objections:
-    """Compare the contract's samples, and calls with batches that cannot be rearranged."""
+    """Compare the contract's samples, and calls with batches that cannot be rearranged.
+
+    Uninitialised memory is full of NaN, except for caches.
+    """
     trials, refused, results = run.trials, [], []
     memories = trials.shared()
-    for index, (sample, wanted) in enumerate(zip(trials.samples, trials.wanted, strict=True)):
-        memory = memories.get(index)
-        result = yield from run.sampled(sample, wanted=wanted, memory=memory)
-        results.append(result)
-        if result.status == "refused" and memory is not None:
-            refused.append(f"{sample.name}, {result.dtype}: {result.reason}")
+    with contextlib.nullcontext() if run.spec.caches else dirty_memory():
+        for index, (sample, wanted) in enumerate(zip(trials.samples, trials.wanted, strict=True)):
+            memory = memories.get(index)
+            result = yield from run.sampled(sample, wanted=wanted, memory=memory)
+            results.append(result)
+            if result.status == "refused" and memory is not None:
+                refused.append(f"{sample.name}, {result.dtype}: {result.reason}")
     if refused and len(refused) == len(trials.standing):
         yield _refuses_all(refused[0])
     if run.request.compares and (problem := leaning(results)):

@@ -260,8 +260,8 @@ def variance(request: Request, role: Role, trials: Sequence[Trials]) -> str:
     for each, (how, call) in product(trials, forms):
         given: dict[str, Any] = {"layer_for": request.layer_for, "budget": request.share()}
         with role.running("the measurement of batch invariance"):
-            told = determinism_of(role.impl, each, call=call, **given)
-        if told.batches is not True:
-            verb = VARIANT if told.batches is False else "not known to be batch-invariant"
-            return f"{verb}: {how}{told.reason}"
+            measured = determinism_of(role.impl, each, call=call, **given)
+        if measured.batches is not True:
+            verb = VARIANT if measured.batches is False else "not known to be batch-invariant"
+            return f"{verb}: {how}{measured.reason}"
     return ""

@@ -57,13 +57,13 @@ def launched(call: Callable[[], object], device: torch.device) -> Launched:
     """Make a call and return the Triton kernels that it launches; on a CPU none, without a call."""
     found: set[tuple[str, int]] = set()
     if device.type != "cpu":
-        with _told_by_triton(found):
+        with _record_triton(found):
             call()
     return frozenset(found)
 
 
 @contextmanager
-def _told_by_triton(found: set[tuple[str, int]]) -> Iterator[None]:
+def _record_triton(found: set[tuple[str, int]]) -> Iterator[None]:
     """Add Triton's launches inside the block to `found`."""
     knobs = sys.modules.get("triton.knobs")
     hooks: Any = getattr(getattr(knobs, "runtime", None), "launch_enter_hook", None)
@@ -72,8 +72,8 @@ def _told_by_triton(found: set[tuple[str, int]]) -> Iterator[None]:
         return
 
     def note(metadata: Any) -> None:
-        told = metadata.get()
-        found.add((str(told.get("name")), int(told.get("function") or 0)))
+        facts = metadata.get()
+        found.add((str(facts.get("name")), int(facts.get("function") or 0)))
 
     hooks.add(note)
     try:

@@ -203,8 +203,8 @@ class Live:
     def _watched(self, impl: OpImpl) -> Iterator[None]:
         """Note for the next process that the block runs the implementation; log it if slow."""
         owner = self.owners.get((impl.op_name, impl.impl_id))
-        whose = owner.name if owner else ""
-        where = f"on live tensors in layer {self._layer}{whose and f' of {whose}'}"
+        owner_name = owner.name if owner else ""
+        where = f"on live tensors in layer {self._layer}{owner_name and f' of {owner_name}'}"
         what = f"the verification of {impl.op_name}={impl.impl_id} {where}"
         with breadcrumb.running(what, named=False), self._watch.over(what):
             yield

@@ -40,13 +40,13 @@ class Ran:
         refused: (op, impl id) -> why it supports no call, though it is their first candidate.
         served: (op, impl id) of implementations that computed a call.
         reached: ops that were called.
-        untold: ops that the engine may call although this run did not.
+        possible: ops that the engine may call although this run did not.
     """
 
     refused: dict[tuple[str, str], str]
     served: frozenset[tuple[str, str]]
     reached: frozenset[str]
-    untold: frozenset[str]
+    possible: frozenset[str]
 
 
 def compare(engine: Engine) -> dict[Key, Objection]:
@@ -148,9 +148,9 @@ def compare_with_cache(engine: Engine) -> dict[Key, Objection]:
     live, not_run = _seen_again(engine, counts, checks.valve)
     beside = "with the KV cache in memory"
     if not live.objections:
-        told = f"not verified on live tensors {beside}: {not_run}"
-        told = told if not_run else _compared(engine, live, began, f" {beside},")
-        engine.remarks[Moment.CACHED].append(told)
+        remark = f"not verified on live tensors {beside}: {not_run}"
+        remark = remark if not_run else _compared(engine, live, began, f" {beside},")
+        engine.remarks[Moment.CACHED].append(remark)
     return {
         key: replace(each, reason=f"{each.reason} ({beside})")
         for key, each in live.objections.items()
@@ -234,7 +234,7 @@ def _seen_live(
 def _ran(live: Live) -> Ran:
     """Return what a rank observed in completed runs of its part of the model."""
     table = installed_bindings()
-    untold = {
+    possible = {
         op
         for op in live.plan.entries
         if (binding := table.get(op)) is None
@@ -242,7 +242,7 @@ def _ran(live: Live) -> Ran:
         or not all(target.seen_live for target in binding.targets)
         or _has_more_than_ran(live, op)
     }
-    return Ran(live.refused, frozenset(live.served), frozenset(live.reached), frozenset(untold))
+    return Ran(live.refused, frozenset(live.served), frozenset(live.reached), frozenset(possible))
 
 
 def _has_more_than_ran(live: Live, op: str) -> bool:
@@ -268,7 +268,7 @@ def _refused(runs: Sequence[Ran]) -> dict[Key, str]:
 
 def _not_called(plan: Plan, runs: Sequence[Ran]) -> dict[str, str]:
     """Return op -> reason, for ops that no rank called, if the runs show that."""
-    known = frozenset[str]().union(*(ran.reached | ran.untold for ran in runs))
+    known = frozenset[str]().union(*(ran.reached | ran.possible for ran in runs))
     why = "a run of the model did not call it"
     planned = (op for op, entry in plan.entries.items() if entry.impls)
     return {op: why for op in planned if op not in known}

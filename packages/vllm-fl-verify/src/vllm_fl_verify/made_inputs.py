@@ -147,8 +147,8 @@ class Checks:
         planned = [table[op] for op, e in plan.entries.items() if e.impls and op in table]
         asked = {rule.name for binding in planned for rule in binding.sizes}
         unknown = [name for name in (sizes.unknown if sizes else ()) if name in asked]
-        told = f"some calls are unverified: the configuration does not define {', '.join(unknown)}"
-        return [f"seed {self.seed}", *([told] if unknown else ()), *self.remarks]
+        limit = f"some calls are unverified: the configuration does not define {', '.join(unknown)}"
+        return [f"seed {self.seed}", *([limit] if unknown else ()), *self.remarks]
 
 
 def lowering(facts: EngineFacts, device: torch.device) -> str:

@@ -72,11 +72,11 @@ class _Piece(NamedTuple):
     draw: Callable[[], object] | None = None
 
 
-class _Untold(str):
+class _Unreadable(str):
     """Value of state that cannot be read."""
 
 
-UNTOLD = _Untold("an unreadable value")
+UNREADABLE = _Unreadable("an unreadable value")
 
 
 @dataclass
@@ -130,7 +130,7 @@ def restore(before: State, device: torch.device) -> None:
     for piece, _ in _otherwise(before, device):
         then, name = before.values[piece.name], piece.name
         is_others = name in before.others or (piece.draw and name not in before.blamed)
-        if is_others or isinstance(then, _Untold):  # other pieces have the values of the latter
+        if is_others or isinstance(then, _Unreadable):  # other pieces have the values of the latter
             continue
         try:
             piece.set(then)
@@ -194,7 +194,7 @@ def _read(piece: _Piece) -> Any:
     try:
         return piece.get()
     except Exception:
-        return UNTOLD
+        return UNREADABLE
 
 
 def _same(then: Any, now: Any) -> bool:

@@ -77,8 +77,8 @@ class Role:
 
     def running(self, what: str) -> AbstractContextManager[None]:
         """Note for the next process that the block runs the implementation's code for `what`."""
-        whose = self.owner and f" of {self.owner}"
-        noted = f"{what} of {self.impl.op_name}={self.impl.impl_id}{whose}"
+        of_owner = self.owner and f" of {self.owner}"
+        noted = f"{what} of {self.impl.op_name}={self.impl.impl_id}{of_owner}"
         return breadcrumb.running(noted, named=False)
 
 
@@ -319,10 +319,10 @@ def as_provided(spec: OpSpec, sample: Sample, dtypes: Mapping[str, torch.dtype])
         given = spec.named(args).items()
         return tuple(arg.to(others[name]) if name in others else arg for name, arg in given)
 
-    told = "".join(f", {name} {dtype_name(dtype)}" for name, dtype in others.items())
+    suffix = "".join(f", {name} {dtype_name(dtype)}" for name, dtype in others.items())
     repeats = sample.repeats and (changed(sample.repeats[0]), sample.repeats[1])
     return dataclasses.replace(
-        sample, name=sample.name + told, args=changed(sample.args), repeats=repeats
+        sample, name=sample.name + suffix, args=changed(sample.args), repeats=repeats
     )
 
 

@@ -153,9 +153,9 @@ class Near(Wanted):
         mine = results[0].reshape(-1)[::every].to(exact)
         step = step_of(exact, exact.new_ones(()), self.dtype)
         # Not for numbers that need no rounding, or midpoints, which have two nearest numbers.
-        told = exact.isfinite() & mine.isfinite() & ((2 * exact / step) % 1 != 0)
-        told &= exact.abs() >= torch.finfo(self.dtype).smallest_normal
-        beyond = ((mine - exact) * exact.sign() / step)[told]
+        mask = exact.isfinite() & mine.isfinite() & ((2 * exact / step) % 1 != 0)
+        mask &= exact.abs() >= torch.finfo(self.dtype).smallest_normal
+        beyond = ((mine - exact) * exact.sign() / step)[mask]
         if len(beyond) < TELLING or (beyond.abs() < 1).double().mean() < WITHIN_A_STEP:
             return math.nan
         return float(beyond.clamp(-1, 1).mean())

@@ -134,13 +134,13 @@ def by_contract(route: Route, parameters: tuple[str, ...], spec: OpSpec, own: Bo
     """
     scope = {"_own": own, "_fake": spec.fake, "_parts": _parts}
     source = _Source(scope, route.constants)
-    told: dict[str, str | Selection] = {**route.renamed, **route.own_args}
-    new = {t: f"_to_{t}" for t in route.targets if t not in told and t not in spec.parameters}
+    mapped: dict[str, str | Selection] = {**route.renamed, **route.own_args}
+    new = {t: f"_to_{t}" for t in route.targets if t not in mapped and t not in spec.parameters}
     if new:
         made = f"_parts(_fake({', '.join(spec.parameters)}), {len(route.targets)})"
         source.lines.append(f"{', '.join(f'_to_{name}' for name in route.targets)}, = {made}")
     known = {*spec.parameters, *new.values()}
-    given = source.arguments(parameters, known, told | new, {})
+    given = source.arguments(parameters, known, mapped | new, {})
     arguments = dict(zip(parameters, given, strict=True))
     for name in route.targets:
         if name in route.own_args:
@@ -174,7 +174,7 @@ class _Source:
         self,
         wanted: Iterable[str],
         known: Collection[str],
-        told: Mapping[str, str | Selection],
+        mapped: Mapping[str, str | Selection],
         defaults: Mapping[str, Any],
     ) -> list[str]:
         """Return the source of the arguments of a call.
@@ -182,12 +182,12 @@ class _Source:
         Args:
             wanted: the parameters of the callee.
             known: the parameters of the generated function.
-            told: a wanted parameter -> the known parameter, or the function that computes it.
+            mapped: a wanted parameter -> the known parameter, or the function that computes it.
             defaults: the values of the others.
         """
         found = []
         for name in wanted:
-            argument = told.get(name, name)
+            argument = mapped.get(name, name)
             if not isinstance(argument, str):
                 found.append(self.call(argument, known))
             elif name in self.constants:

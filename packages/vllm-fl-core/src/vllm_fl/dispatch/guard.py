@@ -55,16 +55,16 @@ def uncontracted(op: str, impl: OpImpl) -> OpSpec:
     It has the parameters of `impl`, the first implementation, if each can be passed by position and
     by name. Otherwise it has no parameters, and the op accepts any arguments.
     """
-    told = (parameters_of(impl.fn) or ())[impl.needs_layer :]
+    parameters = (parameters_of(impl.fn) or ())[impl.needs_layer :]
     # Names that begin with an underscore could collide with names in generated code.
-    if any(p.kind is not p.POSITIONAL_OR_KEYWORD or p.name.startswith("_") for p in told):
-        told = ()
+    if any(p.kind is not p.POSITIONAL_OR_KEYWORD or p.name.startswith("_") for p in parameters):
+        parameters = ()
 
     def oracle(*args: Any) -> None:
         return None
 
     oracle.__name__ = op
-    oracle.__signature__ = inspect.Signature(told)  # type: ignore[attr-defined]
+    oracle.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return OpSpec(
         oracle,
         variants=(),

@@ -78,8 +78,8 @@ class dispatch_method:
             traced = not self.traces_own
             is_called = plan.mode == "eager" or not traced
             if is_called and (self.vllms is not None or plan.is_partly_stock(self.op)):
-                whose, kind = STOCK if self.vllms is None else FOREIGN, BackendImplKind.REFERENCE
-                base = OpImpl(self.op, whose.impl_id, kind, _leave, consumes=self.grants)
+                pseudo, kind = STOCK if self.vllms is None else FOREIGN, BackendImplKind.REFERENCE
+                base = OpImpl(self.op, pseudo.impl_id, kind, _leave, consumes=self.grants)
             last = self.last if self.vllms is None or base is None else base
             bound = plan.bind(self.op, provider, self.grants, last=last, own=base, traced=traced)
         if self.adapt:

@@ -132,11 +132,11 @@ def too_many(others: Sequence[ForeignPlatform], device: str | None = None) -> Ow
         others: the platforms.
         device: the device of a vllm-fl plugin that VLLM_FL_PLATFORM selects in addition, or None.
     """
-    told = ", ".join(f"{each.entry!r} of {each.release}" for each in others)
+    names = ", ".join(f"{each.entry!r} of {each.release}" for each in others)
     asked = f"; VLLM_FL_PLATFORM also selects {device!r}" if device else ""
     return OwnerError(
-        f"vLLM supports only one platform plugin, but found {told}{asked}. Choose with the list of "
-        f"plugins to load, such as VLLM_PLUGINS=fl,{others[0].entry}; see docs/platforms.md",
+        f"vLLM supports only one platform plugin, but found {names}{asked}. Choose with the list "
+        f"of plugins to load, such as VLLM_PLUGINS=fl,{others[0].entry}; see docs/platforms.md",
         plugin="fl",
         distribution=others[0].distribution,
     )
@@ -160,14 +160,14 @@ def _answer(entry: Any) -> ForeignPlatform | str | None:
     """
     name, version, _ = identity(entry.dist) if entry.dist else (entry.value, None, "")
     release = f"{name} {version}" if version else name
-    whose = f"plugin {entry.name!r} for vLLM's platform of {release}"
-    if whose in ENDED:
+    plugin = f"plugin {entry.name!r} for vLLM's platform of {release}"
+    if plugin in ENDED:
         return None
     try:
-        with running(f"the platform detection of {whose}"), silence():
+        with running(f"the platform detection of {plugin}"), silence():
             answer = entry.load()()
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return f"The {whose} failed: {quote(error)}"
+        return f"The {plugin} failed: {quote(error)}"
     return None if answer is None else ForeignPlatform(entry.name, name, release)

@@ -210,7 +210,7 @@ class Resolver:
         policy, engine, mode = self.policy, self.engine, self.mode
         order = policy.order(op, mode, engine=engine, tokens=tokens)
         listed = policy.listed(op, mode)
-        whose = "your" if listed is not None and listed.pinned else "the"
+        determiner = "your" if listed is not None and listed.pinned else "the"
         ranked: list[tuple[tuple[int, int, str], Impl | Stock, str]] = []
         excluded: list[Candidate] = []
         for impl in sorted(impls, key=lambda i: (i.kind.value, i.impl_id)):
@@ -225,7 +225,7 @@ class Resolver:
                 excluded.append(Candidate(impl, "rejected", rejection or ""))
             else:
                 rank = (place, -(impl.priority or 0), impl.impl_id)
-                ranked.append((rank, impl, f"{whose} order lists {order[place]}"))
+                ranked.append((rank, impl, f"{determiner} order lists {order[place]}"))
         named = {token.kind: n for n, token in enumerate(order)}
         forced = policy.strict and listed is not None and listed.pinned and "foreign" not in named
         foreign = self.foreign.get(op)
@@ -245,7 +245,7 @@ class Resolver:
                 ranked.append(((place, 0, ""), FOREIGN, reason))
         if engine and "stock" in named:
             ordered = listed or policy.prefer == "stock"
-            reason = f"{whose} order lists stock" if ordered else UNORDERED
+            reason = f"{determiner} order lists stock" if ordered else UNORDERED
             ranked.append(((named["stock"], 0, ""), STOCK, reason))
         elif engine and not forced:
             ranked.append(((len(order), 0, ""), STOCK, "vLLM's code is last by default"))
@@ -288,13 +288,13 @@ class Resolver:
         if first is None or op in snapshot.contracts:
             return
         owner = snapshot.owners.get((op, first.impl_id))
-        whose = f" of {owner.name}" if owner is not None else ""
-        lost = f"Op '{op}' has no contract to verify '{first.impl_id}'{whose}"
+        of_owner = f" of {owner.name}" if owner is not None else ""
+        lost = f"Op '{op}' has no contract to verify '{first.impl_id}'{of_owner}"
         for plugin in plugins:
             may_have_had_it = not plugin.hooks or "contracts" in plugin.hooks
             if plugin.error is not None and may_have_had_it:
-                told = f"{lost}; the plugin that may provide it failed."
-                raise _failed(told, plugin.error, op, first.impl_id)
+                message = f"{lost}; the plugin that may provide it failed."
+                raise _failed(message, plugin.error, op, first.impl_id)
         why = ops_missing(plugins)
         if why and owner in {plugin.owner for plugin in plugins}:
             raise PluginError(f"{lost}: {why}.", op=op, impl=first.impl_id, distribution=OPS)
@@ -306,11 +306,11 @@ class Resolver:
                 continue
             for plugin in self.registry.plugins:
                 if plugin.error is not None and plugin.may_bring(token.name, trace.op):
-                    told = (
+                    message = (
                         f"The settings select '{token}' for op '{trace.op}', but the plugin that "
                         "would provide it failed."
                     )
-                    raise _failed(told, plugin.error, trace.op, token.name)
+                    raise _failed(message, plugin.error, trace.op, token.name)
 
     def _unknown(self, op: str) -> UnknownOpError:
         snapshot, plugins = self.registry.snapshot(), self.registry.plugins
@@ -356,10 +356,10 @@ class Resolver:
         )
 
 
-def _failed(told: str, error: PluginError, op: str, impl: str) -> PluginError:
+def _failed(message: str, error: PluginError, op: str, impl: str) -> PluginError:
     """Return the error for an implementation or contract of a plugin that failed with `error`."""
     return PluginError(
-        f"{told} {error.message}",
+        f"{message} {error.message}",
         op=op,
         impl=impl,
         plugin=error.plugin,

@@ -128,16 +128,15 @@ class PlanEntry:
         """A short reason for the choice; by size, for the largest calls."""
         return self.note or _reason(self.rows[-1][1])
 
-    @property
-    def told(self) -> dict[str, Any]:
-        """`impl` and `reason`, JSON-able; by size also `rows`, a list of {up_to, impl, reason}."""
-        told: dict[str, Any] = {"impl": self._label(self.candidates[-1][1]), "reason": self.reason}
+    def to_json(self) -> dict[str, Any]:
+        """Return `impl` and `reason` as JSON; by size also `rows`, of {up_to, impl, reason}."""
+        entry: dict[str, Any] = {"impl": self._label(self.candidates[-1][1]), "reason": self.reason}
         if self.ceilings:
-            told["rows"] = [
+            entry["rows"] = [
                 {"up_to": n, "impl": self._label(trace.before_stock), "reason": _reason(trace)}
                 for n, trace in self.rows[:-1]
             ]
-        return told
+        return entry
 
 
 def _reason(trace: Trace) -> str:

@@ -152,14 +152,14 @@ def _check_loaded(settings: Settings) -> None:
     if startup is None or startup.loaded_under(settings):
         return
 
-    def told(allowed: Sequence[str] | None, modules: Sequence[str]) -> str:
+    def describe(allowed: Sequence[str] | None, modules: Sequence[str]) -> str:
         names = "all" if allowed is None else ",".join(allowed) or "none"
         return f"{names} and modules {','.join(modules) or 'none'}"
 
     raise PluginError(
         "vllm-fl: this process has loaded the plugins that its environment allows "
-        f"({told(startup.allowed, startup.modules)}), but its engine's configuration allows "
-        f"{told(settings.plugins, settings.plugin_modules)}. Set VLLM_FL_PLUGINS and "
+        f"({describe(startup.allowed, startup.modules)}), but its engine's configuration allows "
+        f"{describe(settings.plugins, settings.plugin_modules)}. Set VLLM_FL_PLUGINS and "
         "VLLM_FL_PLUGIN_MODULES to the same values in all processes of an engine, before the first "
         "use of vllm-fl: a plugin's device and earlier calls of a script use the environment.",
         plugin="fl",

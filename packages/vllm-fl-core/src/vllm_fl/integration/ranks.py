@@ -36,7 +36,7 @@ class Disabled(NamedTuple):
         return self.why
 
     @property
-    def told(self) -> str:
+    def remark(self) -> str:
         """A remark for the report, or empty; the warning has the details."""
         if self.code != REJECTED:
             return f"is disabled [{self.code}]"
@@ -134,6 +134,6 @@ def _short(impls: list[dict[str, Any]]) -> str:
 
 
 def _one(impl: dict[str, Any]) -> str:
-    kernels = "".join(f", {name} {told}" for name, told in impl.get("kernels", {}).items())
+    kernels = "".join(f", {name} {kernel}" for name, kernel in impl.get("kernels", {}).items())
     of = f"{impl['distribution']} {impl['version']}"
     return f"{impl['impl']} ({of}, source {impl['source']}{kernels})"

@@ -167,7 +167,7 @@ class PlannedWorker:
             "rank": self.rank,
             "mode": plan.mode,
             "digest": engine.digest,
-            "ops": {op: entry.told for op, entry in plan.entries.items()},
+            "ops": {op: entry.to_json() for op, entry in plan.entries.items()},
             "calls": _nested(plan.calls),
             "fallbacks": _nested(plan.fallbacks),
             "refusals": _nested(plan.record.refusals),
@@ -246,7 +246,7 @@ def _say_plan(engine: Engine) -> None:
     total = sum(seconds.get(phase, 0.0) for phase in (PLANNING, LIVE))
     took = f"{how} {total:.1f} s" if how else "not verified"
     digested = f"digest {engine.digest}"
-    out = [f"{op}: {impl} {o.told}" for (op, impl), o in engine.disabled.items() if o.told]
+    out = [f"{op}: {impl} {o.remark}" for (op, impl), o in engine.disabled.items() if o.remark]
     own = [*start_line.notes(plan, engine.unused), *out, took, digested, *_remarks(engine)]
     found = engine.remarks[Moment.PLANNED]
     engine.remarks[Moment.PLANNED] = own + [each for each in found if each not in own]
@@ -269,7 +269,7 @@ def _remarks(engine: Engine) -> list[str]:
         found.append(f"{facts.wants_invariance}: measured; of vLLM's code, only layers are")
     found += [f"{op}: {impl_id} {why}" for (op, impl_id), why in why_not(facts).impls.items()]
     inlined = ranges.planned(by_range(engine.plan), engine.config)
-    return found + [f"{op} {ranges.told(chosen)}" for op, chosen in inlined.items()]
+    return found + [f"{op} {ranges.describe(chosen)}" for op, chosen in inlined.items()]
 
 
 def _orders_by_device(engine: Engine) -> dict[str, str]:

@@ -40,7 +40,7 @@ ENDED: dict[str, str] = {}
 """Plugin, as text -> how it ended an earlier process of this command. It is not run again."""
 
 
-def whose(owner: Owner) -> str:
+def describe_owner(owner: Owner) -> str:
     """Return the plugin and its distribution, for notes."""
     return clean(f"plugin {owner.plugin!r} of {owner.label}")
 
@@ -62,7 +62,7 @@ def contained(
     """
     owner = plugin.owner
     try:
-        with running(f"{what.replace('its', 'the')} of {whose(owner)}", named=named):
+        with running(f"{what.replace('its', 'the')} of {describe_owner(owner)}", named=named):
             yield
     except KeyboardInterrupt:
         raise
@@ -235,13 +235,13 @@ def objections(plugin: Plugin, engine: Engine, moment: Moment) -> dict[Key, Obje
         return found
 
 
-def _objection(key: Any, told: Any) -> tuple[Key, Objection]:
+def _objection(key: Any, objection: Any) -> tuple[Key, Objection]:
     """Convert an objection to plain types, because ranks exchange it."""
-    if not isinstance(told, Objection):
-        raise TypeError(f"inspect_plan returned {told!r} for {key!r}; expected Objection")
+    if not isinstance(objection, Objection):
+        raise TypeError(f"inspect_plan returned {objection!r} for {key!r}; expected Objection")
     op, impl_id = key
-    reason = clean(str(told.reason))
-    return (str(op), str(impl_id)), Objection(str(told.code), reason, bool(told.ends_strict))
+    code, reason = str(objection.code), clean(str(objection.reason))
+    return (str(op), str(impl_id)), Objection(code, reason, bool(objection.ends_strict))
 
 
 def enter_session(plugin: Plugin, engine: Engine) -> Callable[[], None]:

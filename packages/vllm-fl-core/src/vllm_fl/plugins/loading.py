@@ -14,7 +14,7 @@ from ..contracts.spec import unserved
 from ..errors import DuplicateError, PluginError
 from ..logs import get_logger
 from ..text import clean
-from .calling import ENDED, contained, whose
+from .calling import ENDED, contained, describe_owner
 from .declared import IMPLS, OLD_FORM, check_settings, declare
 from .discovery import ban_of, remedy_for, select_allowed
 from .installed import CORE
@@ -60,8 +60,8 @@ def load(
             before = _variables()
             _import(plugin, registry, holders)
             if changed := sorted({name for name, _ in before ^ _variables()}):
-                told = f"{plugin.owner.who} set {', '.join(map(clean, changed))}"
-                log.warning("%s; only the user may set these. [FL214]", told)
+                remark = f"{plugin.owner.who} set {', '.join(map(clean, changed))}"
+                log.warning("%s; only the user may set these. [FL214]", remark)
         elif (error := ban_of(plugin)) is not None:
             plugin.fail(error)
         else:
@@ -88,7 +88,7 @@ def _variables() -> set[tuple[str, str]]:
 def _import(plugin: Plugin, registry: Any, holders: dict[str, str]) -> None:
     """Import a plugin, and collect its implementations, contracts and settings."""
     try:
-        if (ended := ENDED.get(whose(plugin.owner))) is not None:
+        if (ended := ENDED.get(describe_owner(plugin.owner))) is not None:
             raise plugin.owner.error(f" failed: {ended}. {plugin.todo}")
         with contained(plugin, "the import"):
             declare(plugin, plugin.load())

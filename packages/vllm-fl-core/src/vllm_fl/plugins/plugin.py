@@ -66,8 +66,8 @@ class Owner:
         self, message: str, *, kind: type[PluginError] = PluginError, **facts: Any
     ) -> PluginError:
         """Return an error that this plugin has caused. Its message begins with `who`."""
-        told = f"{self.who}{message}"
-        return kind(told, plugin=self.plugin, distribution=self.release, **facts)
+        text = f"{self.who}{message}"
+        return kind(text, plugin=self.plugin, distribution=self.release, **facts)
 
     def __str__(self) -> str:
         return f"{self.name} ({self.path})" if self.path else self.name

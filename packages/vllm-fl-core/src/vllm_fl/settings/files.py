@@ -238,8 +238,8 @@ class _File:
         if figure is None:
             return order, ""
         names = ("date", "device", "ratio", "what")
-        told = self.parts(key, figure, origin, names)
-        day, device, ratio, what = (_scalar(key, told[name], origin) for name in names)
+        figure_parts = self.parts(key, figure, origin, names)
+        day, device, ratio, what = (_scalar(key, figure_parts[name], origin) for name in names)
         factor = f"{checked(float, ratio, key, origin):g} times as fast"
         return order, f"measured {day} on {device}: {factor} in {what}"
 

@@ -70,8 +70,8 @@ class Token:
     def parse(cls, text: str) -> Token:
         """Parse a selector. Raises ValueError, with a suggestion."""
         if not isinstance(text, str):
-            told = "a mapping (vendor:NAME has no space after its colon)"
-            found = told if isinstance(text, Mapping) else kind_of(text)
+            mapping = "a mapping (vendor:NAME has no space after its colon)"
+            found = mapping if isinstance(text, Mapping) else kind_of(text)
             raise ValueError(f"expected a selector such as 'vendor:cuda', got {found}")
         head, colon, name = text.strip().partition(":")
         first, dot, rest = head.partition(".")

@@ -30,8 +30,8 @@ def may_have_experts(config: Any) -> bool:
     return any(("expert" in name or "moe" in name) and value for name, value in named)
 
 
-def _named(told: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in told.items():
+def _named(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
         yield str(name).lower(), value
         if isinstance(value, Mapping):
             yield from _named(value)

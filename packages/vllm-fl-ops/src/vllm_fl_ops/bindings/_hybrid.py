@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_fl.contracts.binding import SizeRule
 
-from ..contracts.rules import first_told
+from ..contracts.rules import first_set
 
 __all__ = [
     "CONVOLVING",
@@ -90,10 +90,10 @@ def _ranks(config: Any) -> int:
 def mamba_width(config: Any) -> int:
     """Features of a Mamba layer's inner width, over all ranks."""
     text = _text(config)
-    whole = first_told(text, ("mamba_d_ssm", "mamba_intermediate_size"))
+    whole = first_set(text, ("mamba_d_ssm", "mamba_intermediate_size"))
     if whole is None:
-        heads = first_told(text, ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads"))
-        each = first_told(text, ("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim"))
+        heads = first_set(text, ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads"))
+        each = first_set(text, ("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim"))
         whole = heads * each
     return int(whole)
 
@@ -114,13 +114,13 @@ def _conv_features(config: Any) -> int:
         return int(own["num_heads"]) * int(own["head_dim"]) // ranks
     if getattr(text, "conv_L_cache", None):
         return int(getattr(text, "conv_dim", None) or text.hidden_size) // ranks
-    states = int(first_told(text, _GROUPS)) * int(first_told(text, _STATES))
+    states = int(first_set(text, _GROUPS)) * int(first_set(text, _STATES))
     return (mamba_width(config) + 2 * states) // ranks
 
 
 def _conv_taps(config: Any) -> int:
     own = _kimi(config)
-    return int(own["short_conv_kernel_size"] if own else first_told(_text(config), _KERNELS))
+    return int(own["short_conv_kernel_size"] if own else first_set(_text(config), _KERNELS))
 
 
 def _linear(name: str, typical: int, *, shared: bool = False) -> SizeRule:
@@ -141,7 +141,7 @@ LINEAR_SIZES = (
     _linear("linear_value_head_dim", 128),
 )
 CONV_SIZES = (
-    SizeRule("conv_bias", lambda config: bool(first_told(_text(config), _BIASES)), 0, in_kit=False),
+    SizeRule("conv_bias", lambda config: bool(first_set(_text(config), _BIASES)), 0, in_kit=False),
     SizeRule("conv_features", _conv_features, 2048, in_kit=False),
     SizeRule("conv_taps", _conv_taps, 4, in_kit=False),
 )

@@ -10,7 +10,7 @@ from vllm_fl.contracts.binding import SizeRule
 __all__ = ["KV_RANK", "Q_RANK", "ROPE_SIZE", "VALUE_SIZE"]
 
 
-def _told(name: str) -> Callable[[Any], int]:
+def _make_reader(name: str) -> Callable[[Any], int]:
     def ask(config: Any) -> int:
         model = config.model_config
         return (
@@ -22,7 +22,7 @@ def _told(name: str) -> Callable[[Any], int]:
     return ask
 
 
-KV_RANK = SizeRule("kv_lora_rank", _told("kv_lora_rank"), 0, in_kit=False)
-Q_RANK = SizeRule("q_lora_rank", _told("q_lora_rank"), 0, in_kit=False)
-ROPE_SIZE = SizeRule("qk_rope_head_dim", _told("qk_rope_head_dim"), 0, in_kit=False)
-VALUE_SIZE = SizeRule("v_head_dim", _told("v_head_dim"), 0, in_kit=False)
+KV_RANK = SizeRule("kv_lora_rank", _make_reader("kv_lora_rank"), 0, in_kit=False)
+Q_RANK = SizeRule("q_lora_rank", _make_reader("q_lora_rank"), 0, in_kit=False)
+ROPE_SIZE = SizeRule("qk_rope_head_dim", _make_reader("qk_rope_head_dim"), 0, in_kit=False)
+VALUE_SIZE = SizeRule("v_head_dim", _make_reader("v_head_dim"), 0, in_kit=False)

@@ -5,8 +5,8 @@ from __future__ import annotations
 __all__ = ["EXPERTS", "GELU_TANH", "HW_AGNOSTIC", "names"]
 
 EXPERTS = (
-    "experts whose kernel also computes the activation: vLLM's quantised experts, and experts "
-    "of its CPU build"
+    "experts with a kernel that also computes the activation: vLLM's quantised experts, and "
+    "experts of its CPU build"
 )
 GELU_TANH = "`gelu_pytorch_tanh`, which computes the same function by a PyTorch operator"
 HW_AGNOSTIC = (

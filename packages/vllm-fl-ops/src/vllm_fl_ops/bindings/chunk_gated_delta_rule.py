@@ -98,8 +98,8 @@ def _from(replaced: Bound) -> Bound:
     def op(*call: Any) -> tuple[Tensor, Tensor]:
         import torch
 
-        q, k, v, g, beta, initial_state, cu_seqlens, *told = call
-        epsilon = told[0] if told else None
+        q, k, v, g, beta, initial_state, cu_seqlens, *rest = call
+        epsilon = rest[0] if rest else None
         states = initial_state.transpose(2, 3).clone(memory_format=torch.contiguous_format)
         rows = torch.arange(len(states), dtype=torch.int32, device=states.device)
         tensors = (x[None] for x in (q, k, v, g, beta.to(q.dtype)))

@@ -83,8 +83,8 @@ BINDING = Binding(
     ),
     sizes=(EXPERT_COUNT, EXPERTS_OF_A_TOKEN, EXPERT_GROUPS, GROUPS_OF_A_TOKEN),
     not_reached=(
-        "experts whose kernel also routes (FlashInfer's monolithic TensorRT-LLM experts), and "
-        "AITER's routing on ROCm",
+        "experts with a kernel that also routes (FlashInfer's monolithic TensorRT-LLM experts), "
+        "and AITER's routing on ROCm",
         "models with a single group, which vLLM routes by `moe_topk`",
         "vLLM's CPU build: compiled models, where routing is part of the graph, and releases "
         "without a router of its own",

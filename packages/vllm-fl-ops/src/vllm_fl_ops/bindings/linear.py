@@ -91,14 +91,14 @@ def _biased(config: Any) -> int:
     4 for the MLP."""
     text = config.model_config.hf_text_config
 
-    def told(*names: str) -> bool:
+    def is_set(*names: str) -> bool:
         return any(getattr(text, name, None) is True for name in names)
 
     # Qwen2's configuration has no setting for it: the model's class has the bias.
     is_qwen2 = str(getattr(text, "model_type", "")).startswith("qwen2")
-    whole = told("attention_bias", "bias", "use_bias")
-    own = whole or is_qwen2 or told("qkv_bias", "add_qkv_bias")
-    return own + 2 * whole + 4 * told("mlp_bias", "use_bias")
+    whole = is_set("attention_bias", "bias", "use_bias")
+    own = whole or is_qwen2 or is_set("qkv_bias", "add_qkv_bias")
+    return own + 2 * whole + 4 * is_set("mlp_bias", "use_bias")
 
 
 def may_have(config: Any) -> bool:
@@ -121,7 +121,7 @@ BINDING = Binding(
     ),
     not_reached=(
         "eager mode, vLLM's CPU platform (its layers have packed weights), and plugin devices "
-        "whose compiler runs no vLLM passes",
+        "with a compiler that runs no vLLM passes",
         "quantised layers, and kernels that compute more than a product (experts, attention)",
         "the product for the logits, which is outside the compiled model",
     ),

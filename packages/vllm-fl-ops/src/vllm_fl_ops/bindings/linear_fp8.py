@@ -71,15 +71,15 @@ def _may_have(config: Any) -> bool:
 
     if current_platform.is_cpu():
         return False
-    told = getattr(config.model_config.hf_config, "quantization_config", None) or {}
+    quantization = getattr(config.model_config.hf_config, "quantization_config", None) or {}
     match config.model_config.quantization:
         case name if name in W8A8:
-            return not told.get("weight_block_size")
+            return not quantization.get("weight_block_size")
         case "modelopt":
-            algorithm = (told.get("quantization") or told)["quant_algo"]
+            algorithm = (quantization.get("quantization") or quantization)["quant_algo"]
             return str(algorithm).upper() in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
         case "compressed-tensors":
-            return any(map(_is_w8a8, told["config_groups"].values()))
+            return any(map(_is_w8a8, quantization["config_groups"].values()))
     return False
 
 

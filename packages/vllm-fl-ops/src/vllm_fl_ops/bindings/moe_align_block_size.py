@@ -54,7 +54,7 @@ BINDING = Binding(
     not_reached=(
         "experts of `fused_experts`, if that op is planned: its implementations do their own "
         "sorting",
-        "experts whose kernel also sorts (FlashInfer, DeepGEMM, AITER), batched experts, and "
+        "experts with a kernel that also sorts (FlashInfer, DeepGEMM, AITER), batched experts, and "
         "experts with LoRA",
         "small batches of vLLM's Triton experts, where each row is a block, and calls that also "
         "request the position of each row (`return_scatter_idx`)",

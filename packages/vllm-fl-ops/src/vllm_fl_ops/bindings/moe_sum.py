@@ -36,7 +36,7 @@ BINDING = Binding(
     ),
     sizes=(HIDDEN, EXPERTS_OF_A_TOKEN),
     not_reached=(
-        "experts whose kernel also adds up (FlashInfer, batched experts, vLLM's CPU build)",
+        "experts with a kernel that also adds up (FlashInfer, batched experts, vLLM's CPU build)",
         "experts that multiply and add in one Triton kernel (`moe_fused_mul_sum`)",
     ),
     when=has_experts,

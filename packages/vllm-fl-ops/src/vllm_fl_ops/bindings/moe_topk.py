@@ -72,7 +72,7 @@ BINDING = Binding(
     ),
     sizes=(EXPERT_COUNT, EXPERTS_OF_A_TOKEN),
     not_reached=(
-        "experts whose kernel also routes (FlashInfer's monolithic TensorRT-LLM experts)",
+        "experts with a kernel that also routes (FlashInfer's monolithic TensorRT-LLM experts)",
         "scores other than softmax and sigmoid (DeepSeek V4), a model's own routing function, and "
         "AITER's routing on ROCm",
         "vLLM's CPU build: compiled models, where routing is part of the graph, and releases "

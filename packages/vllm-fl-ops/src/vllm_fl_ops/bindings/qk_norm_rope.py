@@ -76,8 +76,8 @@ def _norms_heads(layer: Any, config: Any) -> bool:
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
     model = config.model_config
-    told = model.hf_text_config.to_dict().items()
-    sizes = {model.get_head_size(), *(size for name, size in told if "head_dim" in name)}
+    fields = model.hf_text_config.to_dict().items()
+    sizes = {model.get_head_size(), *(size for name, size in fields if "head_dim" in name)}
     return isinstance(layer, RMSNorm | GemmaRMSNorm) and layer.weight.shape[0] in sizes
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.binding import Binding, Bound, LayerTarget, SizeRule
 
-from ..contracts.rules import EPSILON, first_told
+from ..contracts.rules import EPSILON, first_set
 from ._hybrid import mamba_width
 from .rms_norm import StandIn
 
@@ -112,7 +112,7 @@ def _groups(config: Any) -> int:
     text = config.model_config.hf_text_config
     if getattr(text, "linear_value_head_dim", None) or getattr(text, "linear_attn_config", None):
         return 1
-    groups = first_told(text, ("mamba_n_groups", "mamba_ngroups", "n_groups"))
+    groups = first_set(text, ("mamba_n_groups", "mamba_ngroups", "n_groups"))
     return max(1, int(groups) // int(config.parallel_config.tensor_parallel_size))
 
 

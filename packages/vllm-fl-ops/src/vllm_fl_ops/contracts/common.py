@@ -41,10 +41,10 @@ def contract(
     def of_model(
         sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
     ) -> Iterable[Sample]:
-        told = [getattr(sizes, name, sizes.more.get(name)) for name in asked]
-        if None in told:
+        values = [getattr(sizes, name, sizes.more.get(name)) for name in asked]
+        if None in values:
             return ()
-        return served(Source(dtype, device, large), sizes, *(int(size or 0) for size in told))
+        return served(Source(dtype, device, large), sizes, *(int(size or 0) for size in values))
 
     def of_all(dtype: torch.dtype, device: torch.device) -> Iterable[Sample]:
         return samples(Source(dtype, device))

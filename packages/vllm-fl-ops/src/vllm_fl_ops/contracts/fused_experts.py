@@ -293,17 +293,17 @@ def _shapes(
         smaller = f"{narrow[0]} of {hidden} features through {narrow[1]} of {inner}"
         yield (experts, *narrow), k, f"{smaller}, for all {experts} experts"
     few = min(experts, FEW_EXPERTS)
-    told = f"{few} of {experts} experts" if few < experts else ""
+    remark = f"{few} of {experts} experts" if few < experts else ""
     room = ONE_EXPERT // 3
     if hidden * inner <= room:
-        yield (few, hidden, inner), min(k, 2), told
+        yield (few, hidden, inner), min(k, 2), remark
         return
     within, features = (max(64, room // size // 64 * 64) for size in (hidden, inner))
     for shape, what in (
         ((few, hidden, min(within, inner)), f"{min(within, inner)} of {inner} inside"),
         ((few, min(features, hidden), inner), f"{min(features, hidden)} of {hidden} features"),
     ):
-        yield shape, min(k, 2), ", ".join(filter(None, (told, what)))
+        yield shape, min(k, 2), ", ".join(filter(None, (remark, what)))
 
 
 def _part(*call: Any) -> tuple[Any, ...]:

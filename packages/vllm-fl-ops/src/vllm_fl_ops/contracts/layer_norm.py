@@ -80,7 +80,7 @@ def _samples(source: Source) -> Iterator[Sample]:
         ("1 token", (1, 512)),
         ("16 tokens", (16, 128)),
         ("0 tokens", (0, 64)),
-        ("1 feature, whose deviation is 0", (3, 1)),
+        ("1 feature, with a deviation of 0", (3, 1)),
         ("odd sizes, 3-D", (2, 3, 129)),
         ("beyond one block", (2, 1031)),
     ):

@@ -17,7 +17,7 @@ __all__ = [
     "KV_HEADS",
     "ROTARY",
     "RULES",
-    "first_told",
+    "first_set",
     "typical_sizes",
 ]
 
@@ -33,7 +33,7 @@ _HALF_ROTARY = frozenset({"chatglm", "glm4", "glm"})
 
 def _intermediate(config: Any) -> int:
     """Features of one half of the MLP. In a list with a width per layer, the first counts."""
-    value = first_told(config.model_config.hf_text_config, _WIDTHS)
+    value = first_set(config.model_config.hf_text_config, _WIDTHS)
     width = int(value[0] if isinstance(value, list | tuple) else value)
     return max(1, width // int(config.parallel_config.tensor_parallel_size))
 
@@ -44,17 +44,17 @@ def _rotary(config: Any) -> int:
     parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     if not isinstance(parameters, dict):
         parameters = {}
-    told = parameters.get("rope_dim") or getattr(text, "rotary_dim", None)
-    if told:
-        return int(told)
+    size = parameters.get("rope_dim") or getattr(text, "rotary_dim", None)
+    if size:
+        return int(size)
     share = parameters.get("partial_rotary_factor")
-    share = share or first_told(text, _ROTARY_SHARES)
+    share = share or first_set(text, _ROTARY_SHARES)
     if share is None and getattr(text, "model_type", "") in _HALF_ROTARY:
         share = 0.5
     return max(2, int(config.model_config.get_head_size() * (share or 1.0)))
 
 
-def first_told(text: Any, names: tuple[str, ...]) -> Any:
+def first_set(text: Any, names: tuple[str, ...]) -> Any:
     """The value of the first of these attributes with a value, or None."""
     return next((v for name in names if (v := getattr(text, name, None)) is not None), None)
 
@@ -70,7 +70,7 @@ KV_HEADS = SizeRule(
 HEAD_SIZE = SizeRule("head_size", lambda config: int(config.model_config.get_head_size()), 128)
 ROTARY = SizeRule("rotary", _rotary, 128)
 EPSILON = SizeRule(
-    "epsilon", lambda c: float(first_told(c.model_config.hf_text_config, _EPSILONS) or 1e-6), 1e-6
+    "epsilon", lambda c: float(first_set(c.model_config.hf_text_config, _EPSILONS) or 1e-6), 1e-6
 )
 
 RULES = (HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_SIZE, ROTARY, EPSILON)

@@ -278,14 +278,14 @@ def _beyond_graphs(engines: Mapping[str, Engine]) -> dict[str, Visit]:
 
 def _check(engine: Engine, path: str | None) -> None:
     """Raise AcceptError if an engine does not use this table."""
-    told = engine.report["table"]
-    if (told and told["file"]) != path:
+    table = engine.report["table"]
+    if (table and table["file"]) != path:
         raise AcceptError(
             f"The table is ignored: {CONFIG} overrides VLLM_FL_TABLE. Unset it, "
             "or remove the table from its file"
         )
-    if told and not told["acts"]:
-        raise AcceptError(told["reason"])
+    if table and not table["acts"]:
+        raise AcceptError(table["reason"])
 
 
 def _warmed_up(engine: Engine, phases: Mapping[str, Visit]) -> dict[str, float]:

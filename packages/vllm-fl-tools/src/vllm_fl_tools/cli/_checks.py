@@ -156,10 +156,10 @@ def owners() -> Iterator[Problem]:
         what, _, todo = text.partition(": ")
         yield f"{what}.", "vLLM would load only one of the two.", todo
     packages = metadata.packages_distributions()
-    told = " ".join(ours)
+    names = " ".join(ours)
     for name in IMPORTS:
         found = sorted({canonical(dist) for dist in packages.get(name, ())})
-        if len(found) > 1 and not any(dist in told for dist in found):
+        if len(found) > 1 and not any(dist in names for dist in found):
             yield (
                 f"The import name {name!r} has {len(found)} owners: {', '.join(found)}.",
                 "They overwrite each other's files, so the order of installation decides which is "
@@ -184,7 +184,7 @@ def platforms() -> Iterator[Problem]:
                 f"author of {each.distribution} to rename the entry point.",
                 f"export VLLM_FL_PLATFORM={each.name}",
             )
-    ended = (f"The {whose}: {end}" for whose, end in ENDED.items() if VLLMS in whose)
+    ended = (f"The {plugin}: {end}" for plugin, end in ENDED.items() if VLLMS in plugin)
     for what in (*ended, *broken_platforms()):
         why = "vLLM calls it in every process and hides its error. VLLM_PLUGINS can exclude it."
         name = what.partition(VLLMS)[2].split()[0]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Owner", "Whose", "attribute", "named", "sums"]
+__all__ = ["Owner", "OwnerFinder", "attribute", "named", "sums"]
 
 OP_LABEL, LAYER_LABEL = "vllm-fl/op/", "vllm-fl/layer/"
 
@@ -67,7 +67,7 @@ KERNELS = 5
 
 
 @dataclass(frozen=True)
-class Whose:
+class OwnerFinder:
     """Finds the owners of names in a profile.
 
     Args:
@@ -122,9 +122,9 @@ class Whose:
         return Owner(op, STOCK, "", NO)
 
     def _planned(self, op: str) -> str:
-        told = self.report["ops"].get(op, {"impl": STOCK})
-        rows = [row for row in told.get("rows", ()) if self.tokens <= row["up_to"]]
-        impl: str = (rows[0] if rows else told)["impl"]
+        entry = self.report["ops"].get(op, {"impl": STOCK})
+        rows = [row for row in entry.get("rows", ()) if self.tokens <= row["up_to"]]
+        impl: str = (rows[0] if rows else entry)["impl"]
         return STOCK if impl == "foreign" else impl
 
     def _attention(self) -> Owner:
@@ -176,11 +176,11 @@ def _layer(name: str) -> str:
     return name.removeprefix(LAYER_LABEL) if name.startswith(LAYER_LABEL) else ""
 
 
-def attribute(whose: Whose, seen: Mapping[str, Any], *, on_host: bool) -> dict[str, Any]:
+def attribute(finder: OwnerFinder, seen: Mapping[str, Any], *, on_host: bool) -> dict[str, Any]:
     """Return the owners of the time of one kind of step, as JSON data.
 
     Args:
-        whose, seen: the finder of owners, and the profile of labelled steps.
+        finder, seen: the finder of owners, and the profile of labelled steps.
         on_host: whether the device is the host. Then operators count instead of kernels.
 
     Returns:
@@ -189,13 +189,13 @@ def attribute(whose: Whose, seen: Mapping[str, Any], *, on_host: bool) -> dict[s
         `kernels` {name: µs per step}; `total_us`: sum of the rows per step; `busy_us`: time with at
         least one kernel on the device, on a CPU `total_us`; `reached`: share by `Owner.reached`;
         `coverage`: share by coverage; `problem`: reason for an empty result. A row also has its
-        `coverage` and `why`, from `Whose.coverage`.
+        `coverage` and `why`, from `OwnerFinder.coverage`.
     """
     problem = seen["problem"]
     steps = 0 if problem else seen["steps"]
     rows: dict[Owner, dict[str, Any]] = {}
     if steps:
-        found = _on_host(whose, seen) if on_host else _on_device(whose, seen)
+        found = _on_host(finder, seen) if on_host else _on_device(finder, seen)
         for owner, name, us, calls in found:
             row = rows.setdefault(owner, {"us": 0.0, "calls": 0.0, "kernels": Counter()})
             row["us"] += us / steps
@@ -207,20 +207,20 @@ def attribute(whose: Whose, seen: Mapping[str, Any], *, on_host: bool) -> dict[s
     elif not total:
         what = "operator" if on_host else "kernel of the device"
         problem = f"PyTorch's profiler recorded no {what}; it may lack support for that device"
-    told: list[dict[str, Any]] = []
+    table: list[dict[str, Any]] = []
     reached, coverage = Counter[str](), Counter[str]()
     for owner, row in sorted(rows.items(), key=lambda row: -row[1]["us"]):
         if row["us"]:
             share, longest = row["us"] / total, dict(row["kernels"].most_common(KERNELS))
-            covered, why = whose.coverage(owner)
+            covered, why = finder.coverage(owner)
             row |= {"share": share, "kernels": longest, "coverage": covered, "why": why}
-            told.append({**asdict(owner), **row})
+            table.append({**asdict(owner), **row})
             reached[owner.reached] += share
             coverage[covered] += share
     return {
         "of": "operators" if on_host else "kernels",
         "steps": steps,
-        "rows": told,
+        "rows": table,
         "total_us": total,
         "busy_us": total if on_host or not steps else seen["busy"] / steps,
         "reached": dict(reached),
@@ -233,22 +233,22 @@ Found = Iterator[tuple[Owner, str, float, float]]
 """(owner, kernel or operator, µs, calls) in all profiled steps."""
 
 
-def _on_host(whose: Whose, seen: Mapping[str, Any]) -> Found:
+def _on_host(finder: OwnerFinder, seen: Mapping[str, Any]) -> Found:
     """Yield the times of operators, without layers' labels and the compiler's wrappers.
 
     Times exclude callees. A call counts if its caller has another owner.
     """
-    known = whose.places["kernels"]
+    known = finder.places["kernels"]
     for number, us, calls in seen["host"]:
         path = seen["paths"][number]
-        name, owner = path[-1], whose.of(path)
-        is_new = len(path) == 1 or whose.of(path[:-1]) != owner
+        name, owner = path[-1], finder.of(path)
+        is_new = len(path) == 1 or finder.of(path[:-1]) != owner
         is_code = "::" in name or name in known or bool(INDUCTOR.match(name))
         is_code = is_code or name.startswith(OP_LABEL)
         yield owner, name, us if is_code else 0.0, calls if is_new else 0
 
 
-def _on_device(whose: Whose, seen: Mapping[str, Any]) -> Found:
+def _on_device(finder: OwnerFinder, seen: Mapping[str, Any]) -> Found:
     """Yield kernels' times. An unattributed launch gets the owner of other launches, if unique."""
     owners: dict[str, dict[Owner, None]] = {}
     unknown = []
@@ -257,12 +257,12 @@ def _on_device(whose: Whose, seen: Mapping[str, Any]) -> Found:
         if not any(map(_tells, path)):
             unknown.append((name, us, calls))
             continue
-        owner = whose.of([*path, name])
+        owner = finder.of([*path, name])
         owners.setdefault(name, {})[owner] = None
         yield owner, name, us, calls
     for name, us, calls in unknown:
         known = [*owners.get(name, ())]
-        yield known[0] if len(known) == 1 else _by_name(whose, name), name, us, calls
+        yield known[0] if len(known) == 1 else _by_name(finder, name), name, us, calls
 
 
 def _tells(name: str) -> bool:
@@ -270,9 +270,9 @@ def _tells(name: str) -> bool:
     return name.startswith((OP_LABEL, LAYER_LABEL)) or bool(OPERATOR.fullmatch(name))
 
 
-def _by_name(whose: Whose, kernel: str) -> Owner:
-    if kernel in whose.places["kernels"] or INDUCTOR.match(kernel) or MOVES.match(kernel):
-        return whose.of([kernel])
+def _by_name(finder: OwnerFinder, kernel: str) -> Owner:
+    if kernel in finder.places["kernels"] or INDUCTOR.match(kernel) or MOVES.match(kernel):
+        return finder.of([kernel])
     return Owner("", "", "unattributed", UNKNOWN)
 
 

@@ -52,8 +52,8 @@ def save(arguments: argparse.Namespace) -> int:
 
 
 def text_of(content: Mapping[str, Any]) -> str:
-    told = {MARK: VERSION, **content}
-    return json.dumps(told, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+    marked = {MARK: VERSION, **content}
+    return json.dumps(marked, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _check_alike(first: dict[str, Any], others: list[dict[str, Any]]) -> None:
@@ -63,8 +63,8 @@ def _check_alike(first: dict[str, Any], others: list[dict[str, Any]]) -> None:
     lock = Locked("", first["facts"], first["result"], first["seed"])
     for rank, other in enumerate(others, 1):
         if lines := differences(lock, other["facts"]):
-            told = "; ".join(lines)
-            raise UsageError(f"a lock file needs equal ranks, but rank {rank} differs: {told}")
+            joined = "; ".join(lines)
+            raise UsageError(f"a lock file needs equal ranks, but rank {rank} differs: {joined}")
 
 
 def _show(facts: Mapping[str, Any]) -> None:

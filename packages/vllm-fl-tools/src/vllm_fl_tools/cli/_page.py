@@ -119,15 +119,15 @@ def why(op: TunedOp, tokens: int) -> str:
     best = max(others, key=lambda f: f.ratio or 0, default=None)
     if best is None:
         return "no other implementation was measured here"
-    told = []
+    reasons = []
     if best.ratio is not None:
         lost = (
             "slower in one of the op's calls, or to launch" if best.slower else "not enough faster"
         )
-        told.append(f"the fastest other, {best.impl}, {lost}: {_compared(best)}")
+        reasons.append(f"the fastest other, {best.impl}, {lost}: {_compared(best)}")
     if wrong := sum(bool(f.rejected) for f in others):
-        told.append(f"{wrong} rejected")
-    return "; ".join(told)
+        reasons.append(f"{wrong} rejected")
+    return "; ".join(reasons)
 
 
 def _compared(figure: Figure) -> str:

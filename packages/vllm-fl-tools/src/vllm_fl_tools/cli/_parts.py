@@ -159,13 +159,13 @@ def _read(path: str, variable: str) -> Content:
 class Parts:
     """The parts of an engine of this environment, each plugin before its parts.
 
-    `told` is the result of `_listing.listing`.
+    `listing` is the result of `_listing.listing`.
     """
 
-    def __init__(self, told: Mapping[str, Any]) -> None:
-        self._plugins: Mapping[str, Any] = told["plugins"]
-        self._lists: Mapping[str, Any] = told["lists"]
-        every = [Part(**part) for part in told["parts"]]
+    def __init__(self, listing: Mapping[str, Any]) -> None:
+        self._plugins: Mapping[str, Any] = listing["plugins"]
+        self._lists: Mapping[str, Any] = listing["lists"]
+        every = [Part(**part) for part in listing["parts"]]
         plugins = [
             Part(PLUGIN, name, f"plugin {about['release']}")
             for name, about in self._plugins.items()
@@ -244,23 +244,23 @@ def listed(environment: Mapping[str, str]) -> Parts:
         UsageError: a setting is invalid, or vllm-fl is disabled.
     """
     ended: list[str] = []
-    told = None
-    while told is None:
-        told, plugin = _asked(environment, ended)
-        if told is None:
+    listing = None
+    while listing is None:
+        listing, plugin = _asked(environment, ended)
+        if listing is None:
             if not plugin or plugin in ended:
                 raise UsageError("The plugins failed to load: see `vllm-fl doctor`")
             say(f"vllm-fl: {plugin} hangs, or ends the process that loads it", error=True)
             ended.append(plugin)
-    if "problem" in told:
-        raise UsageError(told["problem"], code=told["code"])
-    if not told["enabled"]:
+    if "problem" in listing:
+        raise UsageError(listing["problem"], code=listing["code"])
+    if not listing["enabled"]:
         raise UsageError(
             f"{Settings.enabled.variable} is set to off, so vllm-fl does not affect the startup"
         )
-    for remark in told["remarks"]:
+    for remark in listing["remarks"]:
         say(f"vllm-fl: {remark}", error=True)
-    return Parts(told)
+    return Parts(listing)
 
 
 def _asked(
@@ -285,7 +285,7 @@ def _asked(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        told = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+        listing = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
         crumb = last(Path(folder))
     owner = "" if crumb is None else crumb.what.partition(" of ")[2]
-    return told, owner if owner.startswith("plugin ") else ""
+    return listing, owner if owner.startswith("plugin ") else ""

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ._coverage import Whose, answers, attribute, named, sums
+from ._coverage import OwnerFinder, answers, attribute, named, sums
 from ._engines import Engine, check_model, planned, running
 from ._options import counts
 from ._show import UsageError, answer, print_table, say
@@ -116,18 +116,19 @@ def _judged(
     phase: dict[str, Any], places: Mapping[str, Any], report: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the phase with rows instead of the profile."""
-    told = dict(phase)
-    seen = told.pop("seen")
+    facts = dict(phase)
+    seen = facts.pop("seen")
     tokens = phase["batch"] if phase["kind"] == "decode" else phase["prompt_tokens"]
-    found = attribute(Whose(places, report, tokens), seen, on_host=places["device"] == "cpu")
-    return {**told, **found, "remainder_us": phase["step_us"] - found["busy_us"]}
+    found = attribute(OwnerFinder(places, report, tokens), seen, on_host=places["device"] == "cpu")
+    return {**facts, **found, "remainder_us": phase["step_us"] - found["busy_us"]}
 
 
 def show(facts: Mapping[str, Any]) -> None:
-    told = facts["coverage"]
-    ranks = f", rank 0 of {told['ranks']}" if told["ranks"] > 1 else ""
-    say(f"{told['model']}: {told['mode']}, {told['device']}{ranks}, digest {told['digest']}")
-    for phase in told["phases"]:
+    coverage = facts["coverage"]
+    ranks = f", rank 0 of {coverage['ranks']}" if coverage["ranks"] > 1 else ""
+    on = f"{coverage['mode']}, {coverage['device']}{ranks}"
+    say(f"{coverage['model']}: {on}, digest {coverage['digest']}")
+    for phase in coverage["phases"]:
         say(f"\n{phase['name']}")
         if phase["problem"]:
             say(f"Not profiled: {phase['problem']}.")

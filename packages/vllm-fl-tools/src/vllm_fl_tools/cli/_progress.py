@@ -26,12 +26,12 @@ class Progress:
 
     def begin(self, verb: str) -> None:
         self.verb, self.doing = verb, ""
-        self._start, self._is_told = time.monotonic(), False
+        self._start, self._has_printed = time.monotonic(), False
 
     def tick(self, elsewhere: str = "") -> None:
         """Print a line if it is due. `elsewhere` is a plugin's code in another process."""
         silence = time.monotonic() - max(last_said(), self._start)
-        if silence >= (EVERY if self._is_told else QUIET):
+        if silence >= (EVERY if self._has_printed else QUIET):
             self.tell(elsewhere)
 
     def tell(self, elsewhere: str = "") -> None:
@@ -39,7 +39,7 @@ class Progress:
         seconds = time.monotonic() - self._start
         if seconds < QUIET:
             return
-        self._is_told = True
+        self._has_printed = True
         what = self.doing or elsewhere or breadcrumb.now() or "working"
         with suppress(OSError, ValueError):  # stderr may be closed
             say(f"vllm-fl {self.verb}: {what} ({seconds:.0f} s)", error=True)

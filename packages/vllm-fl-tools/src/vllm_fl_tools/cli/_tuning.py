@@ -83,7 +83,7 @@ class Subject:
     ordered: tuple[str, ...] = ()
 
     @property
-    def told(self) -> dict[str, float]:
+    def known_sizes(self) -> dict[str, float]:
         """The known sizes, by name."""
         sizes = self.sizes
         own = {f.name: getattr(sizes, f.name) for f in fields(sizes)}
@@ -359,8 +359,8 @@ class Work:
         def stuck() -> None:
             """Report a call in native code that no signal ends, before the process ends."""
             op, tokens, name = running
-            told = f"{op}, {tokens} tokens: {name} hangs and cannot be interrupted"
-            say(f"vllm-fl: {told}; exclude it by listing the others with --impl", error=True)
+            problem = f"{op}, {tokens} tokens: {name} hangs and cannot be interrupted"
+            say(f"vllm-fl: {problem}; exclude it by listing the others with --impl", error=True)
 
         watch = Watch(self.units, limit, stuck)
 
@@ -443,7 +443,7 @@ class Work:
         return Tuned(
             subject.mode,
             dtype_name(subject.dtype),
-            subject.told,
+            subject.known_sizes,
             subject.name,
             datetime.now(UTC).isoformat(timespec="seconds"),
             round(self._seconds, 1),
@@ -482,9 +482,9 @@ def _outcome(found: Measured) -> str:
     figures = {figure.impl: figure for figure in found.figures() if figure.us is not None}
     if (winner := figures.get(found.winner)) is not None:
         speed = f"{winner.ratio:.2f} times as fast as {found.default}"
-        told = f"{winner.impl} {winner.us:.1f} µs, {speed}"
+        outcome = f"{winner.impl} {winner.us:.1f} µs, {speed}"
     else:
         default = figures.get(found.default)
         speed = "not timed" if default is None else f"{default.us:.1f} µs"
-        told = f"{found.default} is kept, {speed}"
-    return "; ".join([told, *[f"rejected: {', '.join(found.rejected)}"] * bool(found.rejected)])
+        outcome = f"{found.default} is kept, {speed}"
+    return "; ".join([outcome, *[f"rejected: {', '.join(found.rejected)}"] * bool(found.rejected)])

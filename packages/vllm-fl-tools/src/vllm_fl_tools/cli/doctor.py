@@ -209,14 +209,14 @@ def _ending(why: str) -> Finding:
 
 def _page_of(error: str, code: str) -> str:
     """Return the command that explains an error: by the code at its end, or else by `code`."""
-    told = _CODE.search(error)
-    return f"vllm-fl explain {told[1] if told else code}"
+    found = _CODE.search(error)
+    return f"vllm-fl explain {found[1] if found else code}"
 
 
 def code_of(finding: Finding) -> str | None:
     """Return the code of a finding's error or check; None for a plugin's check."""
-    told = _CODE.search(finding.what)
-    return told[1] if told else CODES.get(finding.check)
+    found = _CODE.search(finding.what)
+    return found[1] if found else CODES.get(finding.check)
 
 
 def contained(check: str, find: Callable[[], Iterable[Finding | Problem]]) -> list[Finding]:
@@ -370,11 +370,11 @@ class _Examined:
         manager = OpManager()
         manager.use_startup(Startup(self.plugins, self.settings), self.registry)
         snapshot = self.registry.snapshot()
-        told = defaultdict[Owner, dict[Any, None]](dict)
+        reasons = defaultdict[Owner, dict[Any, None]](dict)
         for op, impls in snapshot.impls_by_op.items():
             for impl in impls:
-                told[snapshot.owners[op, impl.impl_id]][impl.availability()] = None
-        for owner, whys in told.items():
+                reasons[snapshot.owners[op, impl.impl_id]][impl.availability()] = None
+        for owner, whys in reasons.items():
             if lacks := "; ".join(why for why in whys if why is not True):
                 self.unused[owner] = f"{'some ops ' * (True in whys)}not used here: {lacks}"
         for op in snapshot.contracts:

@@ -146,12 +146,12 @@ def _for_scripts_alone(op: str, snapshot: RegistrySnapshot) -> str:
 def _engine_view(manager: OpManager, op: str, engine: Described) -> dict[str, Any]:
     entry, facts = entry_of(engine, op), engine.facts.ordered
     note = entry.note if entry else "not in this engine's plan"
-    told = _view(manager, op, entry.rows if entry else (), facts.settings, facts.mode)
+    view = _view(manager, op, entry.rows if entry else (), facts.settings, facts.mode)
     if engine.aside:
-        note, told["selected"] = f"vLLM runs without vllm-fl: {engine.aside}", STOCK.impl_id
+        note, view["selected"] = f"vLLM runs without vllm-fl: {engine.aside}", STOCK.impl_id
     elif entry and note:
-        told |= {"selected": entry.left_to.impl_id, "rows": []}
-    return {"mode": facts.mode, "note": note, **told}
+        view |= {"selected": entry.left_to.impl_id, "rows": []}
+    return {"mode": facts.mode, "note": note, **view}
 
 
 def _view(
@@ -159,7 +159,7 @@ def _view(
 ) -> dict[str, Any]:
     owners = manager.registry.snapshot().owners
 
-    def told(trace: Trace) -> dict[str, Any]:
+    def describe(trace: Trace) -> dict[str, Any]:
         return {
             "order": [str(token) for token in trace.order],
             "selected": trace.selected.impl_id if trace.selected else None,
@@ -172,8 +172,8 @@ def _view(
     *smaller, (_, rest) = rows or ((None, Trace(op, mode, (), ())),)
     return {
         "origin": _origin(settings, op, mode),
-        **told(rest),
-        "rows": [{"up_to": ceiling, **told(row)} for ceiling, row in smaller],
+        **describe(rest),
+        "rows": [{"up_to": ceiling, **describe(row)} for ceiling, row in smaller],
     }
 
 
@@ -222,7 +222,7 @@ def _show_code(code: str, *, as_json: bool) -> int:
     if text is None:
         raise UsageError(f"{code}: unknown code. Known: {', '.join(codes())}")
     facts = {"code": code, "title": title(text), "page": text}
-    answer(facts, lambda told: say(told["page"].rstrip()), as_json=as_json)
+    answer(facts, lambda shown: say(shown["page"].rstrip()), as_json=as_json)
     return 0
 
 

@@ -173,11 +173,12 @@ def _no_plugin(platform: str) -> str | None:
             found[ForeignPlatform(entry.name, distribution, release).name] = release
     if platform in found or platform in PLATFORMS:
         return None
-    told = ", ".join(f"{name} ({release})" for name, release in sorted(found.items()))
+    installed = ", ".join(f"{name} ({release})" for name, release in sorted(found.items()))
     return (
         f"--over {platform!r}: no installed platform plugin for vLLM has this entry point."
-        f"{closest(platform, (*found, *PLATFORMS))} Installed: {told or 'none'}. Install it first "
-        "(pip install --no-deps; the device may be missing), or run this where it is installed"
+        f"{closest(platform, (*found, *PLATFORMS))} Installed: {installed or 'none'}. Install it "
+        "first (pip install --no-deps; the device may be missing), or run this where it is "
+        "installed"
     )
 
 

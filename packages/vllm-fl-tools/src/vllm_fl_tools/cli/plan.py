@@ -109,7 +109,7 @@ def _as_json(engine: Described, arguments: argparse.Namespace) -> dict[str, Any]
         "absent": "" if snapshot.contracts else ops_missing(manager.registry.plugins),
         "ops": {
             op: {
-                **entry.told,
+                **entry.to_json(),
                 "layers": dict(engine.layers.get(op, {})),
                 "in_model": op not in missing,
             }
@@ -149,17 +149,17 @@ def _given(what: str) -> dict[str, Any] | None:
         wrong = f"--diff {what}: not `{STOCK}`, and not a readable file: {why}"
         raise UsageError(wrong) from error
     try:
-        told = json.loads(text)
+        document = json.loads(text)
     except ValueError:  # for example, YAML
-        told = None
-    keys = {*told} if isinstance(told, dict) else set()
+        document = None
+    keys = {*document} if isinstance(document, dict) else set()
     if what.endswith(".lock") or MARK in keys:
         lock = read_lock(what, key="--diff")
         return {**_of_lock(lock, lock.facts["plan"]), "warnings": []}
     if "plan" not in keys and not what.endswith(".json"):
         return None
     try:
-        ops = {op: _told(each) for op, each in _in_model(told["plan"]["ops"]).items()}
+        ops = {op: _outcome(each) for op, each in _in_model(document["plan"]["ops"]).items()}
     except (AttributeError, KeyError, TypeError) as error:
         wrong = f"--diff {what}: not the output of `vllm-fl plan --json`"
         raise UsageError(wrong) from error
@@ -167,8 +167,10 @@ def _given(what: str) -> dict[str, Any] | None:
 
 
 def _of_lock(lock: Locked, ops: Mapping[str, Any]) -> dict[str, Any]:
-    told = {op: {**_of_label(label), "reason": "locked", "layers": {}} for op, label in ops.items()}
-    return {"lock": lock.file, "ops": told, "aside": ""}
+    known = {
+        op: {**_of_label(label), "reason": "locked", "layers": {}} for op, label in ops.items()
+    }
+    return {"lock": lock.file, "ops": known, "aside": ""}
 
 
 def _of_label(label: str) -> dict[str, Any]:
@@ -192,7 +194,7 @@ def _differences(now: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
     ops = dict.fromkeys((*_in_model(now["ops"]), *_in_model(other["ops"])))
     pairs = {op: (of(now, op), of(other, op)) for op in ops}
     return {
-        op: {"now": _told(mine), "then": _told(then)}
+        op: {"now": _outcome(mine), "then": _outcome(then)}
         for op, (mine, then) in pairs.items()
         if _runs(mine) != _runs(then)
     }
@@ -203,7 +205,7 @@ def _in_model(ops: Mapping[str, Any]) -> dict[str, Any]:
     return {op: entry for op, entry in ops.items() if entry.get("in_model", True)}
 
 
-def _told(entry: Mapping[str, Any]) -> dict[str, Any]:
+def _outcome(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {**_runs(entry), "reason": str(entry["reason"])}
 
 
@@ -215,10 +217,10 @@ def _runs(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def show(facts: Mapping[str, Any]) -> None:
     plan = facts["plan"]
-    told = [plan["mode"], plan["dtype"], plan["platform"]]
+    remarks = [plan["mode"], plan["dtype"], plan["platform"]]
     if plan["tokens"] is not None:
-        told.append(f"up to {plan['tokens']} tokens of {plan['sequences']} sequences at once")
-    say(f"{plan['model'] or 'Any model'}: {', '.join(filter(None, told))}")
+        remarks.append(f"up to {plan['tokens']} tokens of {plan['sequences']} sequences at once")
+    say(f"{plan['model'] or 'Any model'}: {', '.join(filter(None, remarks))}")
     if plan["unasked"]:
         say(f"{plan['unasked']}: this plan considers only settings and plugins.")
     if plan.get("absent"):

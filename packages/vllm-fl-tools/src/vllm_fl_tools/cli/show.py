@@ -176,15 +176,15 @@ def _show_page(facts: Mapping[str, Any]) -> None:
     say(f"{facts['html']}: {facts['bytes'] / 1e6:.2f} MB of {len(facts['files'])} files")
 
 
-def _show_worker(told: Mapping[str, Any], silent: int | None) -> None:
-    report, state = told["report"], str(told.get("state"))
+def _show_worker(content: Mapping[str, Any], silent: int | None) -> None:
+    report, state = content["report"], str(content.get("state"))
     say(
-        f"{told.get('model')}, rank {told.get('rank')} of replica {told.get('replica')}: "
+        f"{content.get('model')}, rank {content.get('rank')} of replica {content.get('replica')}: "
         f"{report.get('mode')}, digest {report.get('digest')}"
     )
     say(
-        f"Process {told.get('pid')} on {told.get('host')}, started {told.get('started')}: "
-        f"{STATES.get(state, state)} at {told['written']}."
+        f"Process {content.get('pid')} on {content.get('host')}, started {content.get('started')}: "
+        f"{STATES.get(state, state)} at {content['written']}."
     )
     if silent is not None:
         say(
@@ -192,10 +192,10 @@ def _show_worker(told: Mapping[str, Any], silent: int | None) -> None:
             f"due every {EVERY:.0f} s. It was killed, or got SIGTERM without --shutdown-timeout "
             "(or the file became unwritable). Later calls and errors are missing here."
         )
-    error = told.get("error")
+    error = content.get("error")
     if error:
         say(f"{error['time']}: {error['method']} raised {error['why']}")
-    for failure in told.get("failures") or ():
+    for failure in content.get("failures") or ():
         say(f"Implementation '{failure['impl']}' of op '{failure['op']}' raised {failure['why']}")
     tables = [report.get(name) or {} for name in ("calls", "refusals", "fallbacks")]
     rows = []
@@ -222,8 +222,8 @@ def _show_worker(told: Mapping[str, Any], silent: int | None) -> None:
         print_table(["op", "implementation", "what", "why"], disabled)
     unused = (report.get("not_reached") or {}).items()
     for title, lines in (
-        ("Differs from the lock file", told.get("lock")),
-        ("Setting", told.get("settings")),
+        ("Differs from the lock file", content.get("lock")),
+        ("Setting", content.get("settings")),
         ("Unused by this model", [f"{op}: {why}" for op, why in unused]),
     ):
         for line in lines or ():
@@ -231,5 +231,5 @@ def _show_worker(told: Mapping[str, Any], silent: int | None) -> None:
     took = report.get("start") or {}
     if took:
         say("Startup, in seconds: " + ", ".join(f"{what} {s:.1f}" for what, s in took.items()))
-    versions = {**(told.get("versions") or {}), **(told.get("plugins") or {})}
+    versions = {**(content.get("versions") or {}), **(content.get("plugins") or {})}
     say(", ".join(f"{name} {version}" for name, version in versions.items()))

@@ -117,8 +117,8 @@ def run(arguments: argparse.Namespace) -> int:
             with draft_of(str(out), "--out") as file:
                 file.put(table.text.encode(), lasting=True)
         except KeyboardInterrupt:
-            told = f"after {work.done} of {work.units} measurements; no table was written"
-            say(f"vllm-fl: interrupted {told}", error=True)
+            progress = f"after {work.done} of {work.units} measurements; no table was written"
+            say(f"vllm-fl: interrupted {progress}", error=True)
             return INTERRUPTED
         except OSError as error:
             why = f"cannot write {error.filename or out}: {error.strerror or error}"

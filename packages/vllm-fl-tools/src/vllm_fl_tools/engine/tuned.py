@@ -123,10 +123,10 @@ class Tuned:
             AttributeError, KeyError, TypeError, ValueError: the data has another structure.
         """
         ops = {}
-        for op, told in data["ops"].items():
-            rows = tuple(Row(**row) for row in told["rows"])
-            figures = tuple(Figure(**figure) for figure in told["figures"])
-            ops[op] = TunedOp(told["default"], rows, figures)
+        for op, entry in data["ops"].items():
+            rows = tuple(Row(**row) for row in entry["rows"])
+            figures = tuple(Figure(**figure) for figure in entry["figures"])
+            ops[op] = TunedOp(entry["default"], rows, figures)
         return cls(**{**data, "ops": ops})
 
     @property

@@ -285,10 +285,10 @@ class OpTuning:
                     break
                 why.append(fault)
             else:
-                told = "; ".join(dict.fromkeys(why)) or "vLLM has no implementation of this call"
+                reason = "; ".join(dict.fromkeys(why)) or "vLLM has no implementation of this call"
                 if not why or not all(fault.startswith("unsupported: ") for fault in why):
-                    return told
-                served.append(told)
+                    return reason
+                served.append(reason)
         refusals = [one for one in served if isinstance(one, str)]
         return refusals[0] if refusals and len(refusals) == len(served) else served
 

@@ -53,19 +53,19 @@ def watch_compiler() -> None:
     from torch._inductor import config, debug
 
     config.cpp.enable_kernel_profile = True
-    told = getattr(debug, name, None)
-    if told is None or hasattr(told, "__wrapped__"):
+    original = getattr(debug, name, None)
+    if original is None or hasattr(original, "__wrapped__"):
         return
 
-    @functools.wraps(told)
+    @functools.wraps(original)
     def noting(schedule: Any, kernel: str, *args: Any, **more: Any) -> Any:
         _note(schedule, kernel)
-        return told(schedule, kernel, *args, **more)
+        return original(schedule, kernel, *args, **more)
 
     # Modules that generate kernels import the function by name, before or after this.
     for module in list(sys.modules.values()):
         is_inductor = getattr(module, "__name__", "").startswith("torch._inductor")
-        if is_inductor and vars(module).get(name) is told:
+        if is_inductor and vars(module).get(name) is original:
             setattr(module, name, noting)
 
 

@@ -86,13 +86,13 @@ class _Served:
 
         llm.llm_engine.step = step
 
-    def visit(self, **told: Any) -> dict[str, Any]:
+    def visit(self, **fields: Any) -> dict[str, Any]:
         """Run a `Visit`; return `tokens` by prompt, and the seconds of the engine's `steps`.
 
         Raises:
             RuntimeError: vLLM did not repeat the tokens.
         """
-        visit = Visit(**told)
+        visit = Visit(**fields)
         answers: list[list[int]] = []
         steps: list[float] = []
         for batch in visit.batches(self._llm.llm_engine.model_config.get_vocab_size()):
@@ -124,8 +124,8 @@ class _Served:
         Raises:
             RuntimeError: vLLM sampled tokens other than `forced`.
         """
-        told = [{"extra_args": {FORCED: ids}} for ids in forced or ()] or [{}] * len(prompts)
-        sampling = [_sampling(new_tokens, logprobs=0, prompt_logprobs=0, **more) for more in told]
+        extras = [{"extra_args": {FORCED: ids}} for ids in forced or ()] or [{}] * len(prompts)
+        sampling = [_sampling(new_tokens, logprobs=0, prompt_logprobs=0, **more) for more in extras]
         outputs = self._generate(prompts, sampling)
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         if forced is not None and tokens != forced:
@@ -156,8 +156,8 @@ class _Served:
 
     def places(self) -> dict[str, Any]:
         """Return the result of `profiling.Profiling.vllm_fl_places`."""
-        told: list[dict[str, Any]] = self._llm.collective_rpc("vllm_fl_places")
-        return told[0]
+        answers: list[dict[str, Any]] = self._llm.collective_rpc("vllm_fl_places")
+        return answers[0]
 
     def _generate(self, prompts: list[list[int]], sampling: list[Any]) -> list[Any]:
         """Generate for a batch; all requests wait before the engine's first step.
@@ -185,7 +185,7 @@ def _sampling(new_tokens: int, **more: Any) -> Any:
 
 
 def _of_tokens(by_position: Any, tokens: list[int]) -> list[float]:
-    return [told[token].logprob for told, token in zip(by_position, tokens, strict=True)]
+    return [logprobs[token].logprob for logprobs, token in zip(by_position, tokens, strict=True)]
 
 
 def _length(options: dict[str, Any]) -> int:
@@ -261,8 +261,8 @@ def _main(request: dict[str, Any]) -> None:
         graph_tokens=max(captured or (0,)),
     )
     for line in sys.stdin:
-        ((kind, told),) = json.loads(line).items()
-        answer(**getattr(served, kind)(**told))
+        ((kind, arguments),) = json.loads(line).items()
+        answer(**getattr(served, kind)(**arguments))
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ class Lock:
         if self.engine.rank == 0:
             log.warning("This engine differs from the lock %s [%s]%s", file, LockError.code, each)
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the contents of a lock file."""
         disabled: dict[str, dict[str, str]] = {}
         for (op, impl_id), each in sorted(self.engine.disabled.items()):

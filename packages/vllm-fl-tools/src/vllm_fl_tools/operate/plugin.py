@@ -54,7 +54,7 @@ def worker_report(engine: Any) -> Mapping[str, object] | None:
     """Report the contents of the lock file that `vllm-fl plan --save` writes."""
     from .locking import Lock
 
-    return {"lock": engine.state[Lock].told()} if Lock in engine.state else None
+    return {"lock": engine.state[Lock].to_json()} if Lock in engine.state else None
 
 
 @contextmanager

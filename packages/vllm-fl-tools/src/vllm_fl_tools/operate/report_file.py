@@ -60,7 +60,7 @@ def session(engine: Engine, metrics: str, lock: Callable[[], Sequence[str]]) -> 
             {"op": op, "impl": impl_id, "why": scrub(why)}
             for (op, impl_id), why in list(engine.plan.record.failures.items())
         ]
-        told = {
+        content = {
             "schema": SCHEMA,
             "written": _now(),
             "state": engine.status,
@@ -70,7 +70,7 @@ def session(engine: Engine, metrics: str, lock: Callable[[], Sequence[str]]) -> 
             **about,
             "report": engine.worker.vllm_fl_report(),
         }
-        return json.dumps(told, indent=1, default=str) + "\n"
+        return json.dumps(content, indent=1, default=str) + "\n"
 
     named = Path(metrics).with_suffix(".report.json")
     path = of_worker(named, rank, replica) if rank or replica else named
@@ -100,8 +100,8 @@ def log_last_states(metrics: str, since: float) -> None:
     named = Path(metrics)
     for path in sorted(named.parent.glob(f"{glob.escape(named.stem)}.report*.json")):
         with suppress(OSError, ValueError, KeyError, TypeError):
-            told = json.loads(path.read_text("utf-8"))
-            rank, state, written = (told[key] for key in ("rank", "state", "written"))
+            content = json.loads(path.read_text("utf-8"))
+            rank, state, written = (content[key] for key in ("rank", "state", "written"))
             if path.stat().st_mtime < since:
                 continue
             if state in ("ended", "failed"):

@@ -163,8 +163,8 @@ def calls_of(spec: OpSpec, name: str, device: Any) -> Iterator[Sample]:
     """Yield the calls of a family, with each number of tokens."""
     dtype = getattr(torch, served_dtype(spec))
     family = next(each for each in FAMILIES if each.name == name)
-    told = family.provided.get(spec.name, {})
-    provided = {name: getattr(torch, kind) for name, kind in told.items()}
+    kinds = family.provided.get(spec.name, {})
+    provided = {name: getattr(torch, kind) for name, kind in kinds.items()}
     for count in STANDING_COUNTS if spec.stands else COUNTS:
         length = min(family.sizes.max_position, LENGTH)
         sizes = replace(family.sizes, tokens=(count,), max_position=length)
@@ -181,8 +181,8 @@ def smaller(specs: Mapping[str, OpSpec]) -> dict[str, str]:
         for family in FAMILIES:
             counts = STANDING_COUNTS if spec.stands else COUNTS[:1]
             sizes = replace(family.sizes, tokens=counts, max_position=64)
-            told = (call.smaller for call in _made(spec, sizes, dtype))
-            if some := [*dict.fromkeys(filter(None, told))]:
+            reasons = (call.smaller for call in _made(spec, sizes, dtype))
+            if some := [*dict.fromkeys(filter(None, reasons))]:
                 phrases[family.name.partition("/")[2]] = some
         if phrases:
             name, some = next(iter(phrases.items()))

@@ -41,11 +41,11 @@ def undeclared(subject: Subject, dtype: str) -> str:
     names -= {spec.variable for p in plugins for spec in p.settings}
     if not names:
         return ""
-    told = ", ".join(sorted(names)[:5]) + (", …" if len(names) > 5 else "")
+    listed = ", ".join(sorted(names)[:5]) + (", …" if len(names) > 5 else "")
     return (
-        f"it reads the variable {told} while a compiler traces it, and no plugin declares it: code "
-        "that vLLM caches would also run with another value. Declare it in the hook `settings`, or "
-        "return it from `worker_start`"
+        f"it reads the variable {listed} while a compiler traces it, and no plugin declares it: "
+        "code that vLLM caches would also run with another value. Declare it in the hook "
+        "`settings`, or return it from `worker_start`"
     )
 
 

@@ -8,7 +8,7 @@ __all__ = ["Backend"]
 class Backend:
     """A backend's name, vendor and availability, for `register_builtins(registry)` plugins.
 
-    An `OpImpl` whose function is a method of an instance takes its availability from here.
+    An `OpImpl` with a method of an instance as its function takes its availability from here.
     """
 
     @property

@@ -115,7 +115,7 @@ def planned(
     return found
 
 
-def told(chosen: Sequence[tuple[Range, str | None]]) -> str:
+def describe(chosen: Sequence[tuple[Range, str | None]]) -> str:
     inside = [sizes for sizes, impl_id in chosen if impl_id is not None]
     where = ", ".join(str(sizes) for sizes in inside)
     return f"inlined in {len(inside)} of {len(chosen)} ranges ({where} tokens)"

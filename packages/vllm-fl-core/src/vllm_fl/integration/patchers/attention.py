@@ -136,8 +136,8 @@ class Attention(Patcher):
         Only backends before `stock` in the order are called: vLLM's backend supports every model,
         and a `supports` may import a kernel library, which takes seconds.
         """
-        told = facts.attention_backend
-        notes = {} if told is None else {ATTENTION: f"attention_config.backend is {told}"}
+        backend = facts.attention_backend
+        notes = {} if backend is None else {ATTENTION: f"attention_config.backend is {backend}"}
         order = facts.settings.policy.order(ATTENTION, facts.mode, engine=True)
         before = [*takewhile(lambda token: token.kind != STOCK.token, order)]
         refused = classes.refusals(

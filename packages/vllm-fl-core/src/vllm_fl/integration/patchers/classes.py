@@ -34,7 +34,7 @@ def refusal_of(impl: ClassImpl, op: str, request: object) -> str | None:
 def refusals(
     op: str,
     request: object,
-    whose: str,
+    requester: str,
     ask: Callable[[ClassImpl, str, object], str | None] = refusal_of,
     among: Callable[[ClassImpl], bool] = lambda impl: True,
 ) -> dict[tuple[str, str], str]:
@@ -45,7 +45,7 @@ def refusals(
     Args:
         op: the op, or the layer, that the classes are registered for.
         request: the request for `supports`; the result is empty without a request.
-        whose: the subject of the request in the reason, such as `this engine`.
+        requester: the subject of the request in the reason, such as `this engine`.
         ask: (class, op, request) -> the reason, or None.
         among: whether to call `ask` for a class.
     """
@@ -53,7 +53,7 @@ def refusals(
         return {}
     impls = get_default_manager().registry.snapshot().impls_by_op.get(op, ())
     return {
-        (op, impl.impl_id): f"does not support {whose}: {reason}"
+        (op, impl.impl_id): f"does not support {requester}: {reason}"
         for impl in impls
         if isinstance(impl, ClassImpl)
         and among(impl)

@@ -176,8 +176,8 @@ class Groups:
         Raises:
             StartError: a call of the communicator is stuck on any rank.
         """
-        told = gathered(mine, group, "verify their communicators")
-        fault = next((each for each in told if each is not None), None)
+        faults = gathered(mine, group, "verify their communicators")
+        fault = next((each for each in faults if each is not None), None)
         if fault is None:
             return False
         if fault.stuck:
@@ -201,15 +201,15 @@ def fault_of(step: Callable[[], str | None], device: torch.device) -> tuple[str,
         step: returns the fault as text, empty, or None. An exception is also a fault.
         device: the current device of the thread.
     """
-    told: list[str] = []
+    faults: list[str] = []
 
     def run() -> None:
         try:
             if device.type != "cpu":
                 torch.get_device_module(device.type).set_device(device)
-            told.append(step() or "")
+            faults.append(step() or "")
         except BaseException as error:  # a library's wrapper may raise anything
-            told.append(quote(error))
+            faults.append(quote(error))
 
     context = contextvars.copy_context()
     thread = threading.Thread(target=context.run, args=(run,), daemon=True, name="vllm-fl groups")
@@ -217,7 +217,7 @@ def fault_of(step: Callable[[], str | None], device: torch.device) -> tuple[str,
     thread.join(LIMIT)
     if thread.is_alive():
         return f"it did not return within {LIMIT:g} s", True
-    return told[0], False
+    return faults[0], False
 
 
 def problem_of(path: str, cls: Any) -> str:

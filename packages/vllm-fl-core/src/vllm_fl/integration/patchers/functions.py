@@ -76,7 +76,7 @@ class _Function(Replacement):
                 lookup.restore()
         return True
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the function's entry in the worker report.
 
         `places` is the number of replaced lookups, `replaced_after_us` a lookup that other code has

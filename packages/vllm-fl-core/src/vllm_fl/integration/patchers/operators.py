@@ -124,7 +124,7 @@ class _Override(Replacement):
         now = _registered(self.target.name, self.dispatch)
         return now[0] if len(now) > len(self.beneath) + 1 else ""
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the override's entry in the worker report.
 
         `replaced` and `overridden_by` are where the stock kernel and a later override were

@@ -85,7 +85,7 @@ class Replacement:
         """Restore the replaced code if no other code needs ours; return whether it did."""
         raise NotImplementedError
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the entry in the worker report."""
         raise NotImplementedError
 
@@ -253,8 +253,10 @@ class Taking(Patcher):
             for name, why in left.items():
                 log.debug("Op '%s': %s is not replaced: %s", op, name, why)
 
-    def told(self, engine: Engine, chosen: Choice) -> dict[str, dict[str, dict[str, Any]]]:
-        """Return op -> target -> {`left`: reason} or `Replacement.told`, for the worker report."""
+    def report_targets(
+        self, engine: Engine, chosen: Choice
+    ) -> dict[str, dict[str, dict[str, Any]]]:
+        """Return op -> target -> {`left`: reason} or `Replacement.to_json()`, for the report."""
         found: dict[str, dict[str, dict[str, Any]]] = {
             op: {name: {"left": why} for name, why in left.items()}
             for op, left in chosen.left.items()
@@ -262,7 +264,7 @@ class Taking(Patcher):
         ours = {each.target.name: each for each in replacements_of(engine)}
         for op, names in chosen.names.items():
             # Another thread may unbind the plan during a report.
-            found.setdefault(op, {}).update({n: ours[n].told() for n in names if n in ours})
+            found.setdefault(op, {}).update({n: ours[n].to_json() for n in names if n in ours})
         return found
 
     def choose(self, engine: Engine) -> dict[str, Any]:
@@ -274,7 +276,7 @@ class Taking(Patcher):
         self.take(engine, engine.state[type(self)])
 
     def report(self, engine: Engine) -> dict[str, Any]:
-        return {self.key: self.told(engine, engine.state[type(self)])}
+        return {self.key: self.report_targets(engine, engine.state[type(self)])}
 
 
 def _give_back(engine: Engine, ours: Replacement) -> None:
