@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections import Counter
@@ -49,19 +48,15 @@ and 1, because torch would create separate graphs for them."""
 
 
 def _samples(run: Run) -> Objections:
-    """Compare the contract's samples, and calls with batches that cannot be rearranged.
-
-    Uninitialised memory is full of NaN, except for caches.
-    """
+    """Compare the contract's samples, and calls with batches that cannot be rearranged."""
     trials, refused, results = run.trials, [], []
     memories = trials.shared()
-    with contextlib.nullcontext() if run.spec.caches else dirty_memory():
-        for index, (sample, wanted) in enumerate(zip(trials.samples, trials.wanted, strict=True)):
-            memory = memories.get(index)
-            result = yield from run.sampled(sample, wanted=wanted, memory=memory)
-            results.append(result)
-            if result.status == "refused" and memory is not None:
-                refused.append(f"{sample.name}, {result.dtype}: {result.reason}")
+    for index, (sample, wanted) in enumerate(zip(trials.samples, trials.wanted, strict=True)):
+        memory = memories.get(index)
+        result = yield from run.sampled(sample, wanted=wanted, memory=memory)
+        results.append(result)
+        if result.status == "refused" and memory is not None:
+            refused.append(f"{sample.name}, {result.dtype}: {result.reason}")
     if refused and len(refused) == len(trials.standing):
         yield _refuses_all(refused[0])
     if run.request.compares and (problem := leaning(results)):
@@ -117,8 +112,14 @@ def _in_another_thread(run: Run, form: Form) -> Objections:
 
 def _dirty_memory(run: Run) -> Objections:
     """Compare calls that find NaN in uninitialised memory."""
-    counts = {run.trials.few, *run.trials.among(LARGE_COUNTS)}
-    for form in () if run.spec.caches else run.forms:
+    if run.spec.caches:
+        return
+    trials, counts = run.trials, {run.trials.few, *run.trials.among(LARGE_COUNTS)}
+    with dirty_memory():
+        for sample, wanted in zip(trials.samples, trials.wanted, strict=True):
+            if not (sample.relaid or sample.enlarged or run.spec.stands):
+                yield from run.sampled(sample, wanted=wanted)
+    for form in run.forms:
         form.switch(large=False)
         with dirty_memory():
             yield from run.batches(form, _in_turn(counts))
