@@ -21,7 +21,7 @@ __all__ = ["AT_START", "BY_KIT", "chosen"]
 
 AT_START: Mapping[str, str] = MappingProxyType(
     {
-        "_samples": "four_dimensions",
+        "_samples": "features_apart_relu2_x",
         "_process": "number_of_threads",
         "_batches": "one_less_than_the_largest_batch",
         "_dirty_memory": "leaves_rows_of_zeros",
