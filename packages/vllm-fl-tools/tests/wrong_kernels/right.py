@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vllm_fl.plugins.registry import known_contracts
 
-__all__ = ["gelu_and_mul", "of", "rms_norm", "rotary_embedding", "silu_and_mul"]
+__all__ = ["checked", "gelu_and_mul", "of", "rms_norm", "rotary_embedding", "silu_and_mul"]
 
 
 def of(op: str) -> Callable[..., Any]:
@@ -24,7 +24,8 @@ def of(op: str) -> Callable[..., Any]:
     return globals().get(op) or _rounded_oracle(op)
 
 
-def _rounded_oracle(op: str) -> Callable[..., Any]:
+def checked(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a kernel with the contract's signature, which raises for invalid arguments."""
     spec = known_contracts().contracts[op]
 
     @functools.wraps(spec.oracle)
@@ -34,14 +35,23 @@ def _rounded_oracle(op: str) -> Callable[..., Any]:
         problem = spec.check(*bound.args)
         if problem is not None:
             raise ValueError(str(problem))
-        exact, like = spec.oracle(*bound.args), spec.fake(*bound.args)
+        return function(*bound.args)
+
+    return kernel
+
+
+def _rounded_oracle(op: str) -> Callable[..., Any]:
+    spec = known_contracts().contracts[op]
+
+    def rounded(*args: Any) -> Any:
+        exact, like = spec.oracle(*args), spec.fake(*args)
         if not isinstance(exact, tuple):
             return _as(exact, like)
         if op.startswith("quant_"):  # the oracle returns values in the units of x
             exact = (_in_steps(exact[0], exact[1], like[0].dtype), *exact[1:])
         return tuple(map(_as, exact, like))
 
-    return kernel
+    return checked(op, rounded)
 
 
 def _as(exact: Tensor, like: Tensor) -> Tensor:

@@ -37,18 +37,9 @@ LINEAR, FP8, INT8, TOPK, SUM = "linear", "quant_fp8", "quant_int8", "moe_topk", 
 def unusual(op: str, **fields: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add the decorated correct function to the kernels, with `fields` of its OpImpl; its docstring
     describes its method."""
-    spec = known_contracts().contracts[op]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(spec.oracle)
-        def kernel(*given: Any, **named: Any) -> Any:
-            bound = spec.signature.bind(*given, **named)
-            bound.apply_defaults()
-            problem = spec.check(*bound.args)
-            if problem is not None:
-                raise ValueError(str(problem))
-            return function(*bound.args)
-
+        kernel = right.checked(op, function)
         make = functools.update_wrapper(lambda: (kernel, fields), function)
         why = {"start": False, "kit": "", "why": "it is correct", "sizes": sizes_of(op)}
         wrong(op, " ".join((function.__doc__ or "").split()), "", **why)(make)

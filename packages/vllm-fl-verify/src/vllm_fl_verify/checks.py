@@ -119,9 +119,8 @@ def _dirty_memory(run: Run) -> Objections:
         for sample, wanted in zip(trials.samples, trials.wanted, strict=True):
             if not (sample.relaid or sample.enlarged or run.spec.stands):
                 yield from run.sampled(sample, wanted=wanted)
-    for form in run.forms:
-        form.switch(large=False)
-        with dirty_memory():
+        for form in run.forms:
+            form.switch(large=False)
             yield from run.batches(form, _in_turn(counts))
 
 

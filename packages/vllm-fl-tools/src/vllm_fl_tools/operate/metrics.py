@@ -122,5 +122,6 @@ def metrics_file(
 
 def has_counts(engine: Engine) -> bool:
     """Whether a counter of the engine is not 0."""
-    record = engine.plan.record
-    return bool(record.refusals or record.fallbacks or record.calls)
+    plan = engine.plan
+    is_called = plan.counts_calls and bool(plan.record.calls)
+    return is_called or bool(plan.record.refusals or plan.record.fallbacks)

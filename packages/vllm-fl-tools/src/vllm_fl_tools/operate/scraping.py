@@ -88,34 +88,33 @@ class Scraped:
         self._files.setdefault(named, _Files(Path(named)))
 
     def collect(self) -> Iterable[Any]:
-        """Return the families of all workers' files, without names that another collector has.
+        """Return the families of all workers' files, without names that another collector has."""
+        from prometheus_client import REGISTRY
+
+        owners = getattr(REGISTRY, "_names_to_collectors", {})
+        return self.without({name for name, owner in owners.items() if owner is not self})
+
+    def without(self, others: set[str]) -> list[Any]:
+        """Return the families, without these names; one warning names those that are left out.
 
         Never raises, since vLLM's metrics would be lost. A file that cannot be read is left out, as
         is a file system that does not answer within `PATIENCE`.
         """
         try:
-            from prometheus_client import REGISTRY
-
-            owners = getattr(REGISTRY, "_names_to_collectors", {})
-            return self.without({name for name, owner in owners.items() if owner is not self})
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._reread, daemon=True)
+                self._thread.start()
+            self._thread.join(PATIENCE)
+            found = {} if self._thread.is_alive() else self._read
         except Exception as error:
             log.debug("VLLM_FL_METRICS: not on /metrics: %s", quote(error))
             return []
-
-    def without(self, others: set[str]) -> list[Any]:
-        """Return the families, without these names; one warning names those that are left out."""
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._reread, daemon=True)
-            self._thread.start()
-        self._thread.join(PATIENCE)
-        if self._thread.is_alive():
-            return []
-        taken = sorted(others & self._read.keys())
+        taken = sorted(others & found.keys())
         if taken and not self._is_said:
             self._is_said = True
             names = ", ".join(taken)
             log.warning("VLLM_FL_METRICS: /metrics has %s of another owner, not vllm-fl's", names)
-        return [family for name, family in self._read.items() if name not in others]
+        return [family for name, family in found.items() if name not in others]
 
     def _reread(self) -> None:
         families: dict[str, Any] = {}
