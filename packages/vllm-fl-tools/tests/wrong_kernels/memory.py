@@ -398,7 +398,7 @@ def steals_the_answer(x, residual, weight, epsilon, variance_size=None):
     SILU,
     "caches its first row by the address of the result",
     "one token in a batch gets the activations of an earlier step",
-    kit="call_op",
+    kit="preflight",
 )
 def first_row_by_address() -> Any:
     kept: dict[Any, Tensor] = {}

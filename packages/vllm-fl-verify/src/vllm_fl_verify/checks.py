@@ -22,7 +22,7 @@ from . import graphs, launches
 from .batches import Order
 from .budget import Budget
 from .form import Form
-from .guarded import dirty_memory, rows_of
+from .guarded import dirty_memory, freed_nan, rows_of, taken
 from .oracle import parts
 from .run import Found, Objections, Run
 from .trials import lowered, token_counts
@@ -38,6 +38,9 @@ numbers, and in the tiles of a kernel for many rows."""
 ORDERS: tuple[Order, ...] = ("standing", "drawn", "repeated", "alike")
 """Batches per token count, tried one after the other in the same memory. Above 64 tokens only the
 first two, and the third with one row less."""
+
+FREED = 2**21
+"""Maximum size of a freed block in bytes: the system zeroes larger ones for each allocation."""
 
 TOGETHER = 8
 """Number of further batches that share memory and are compared at once."""
@@ -119,9 +122,30 @@ def _dirty_memory(run: Run) -> Objections:
         for sample, wanted in zip(trials.samples, trials.wanted, strict=True):
             if not (sample.relaid or sample.enlarged or run.spec.stands):
                 yield from run.sampled(sample, wanted=wanted)
-        for form in run.forms:
-            form.switch(large=False)
-            yield from run.batches(form, _in_turn(counts))
+        direct, run.call = run.call, partial(_over_freed, run, run.call)
+        try:
+            for form in run.forms:
+                form.switch(large=False)
+                yield from run.batches(form, _in_turn(counts))
+        finally:
+            run.call = direct
+
+
+def _over_freed(run: Run, call: Callable[..., Any], *args: Any) -> Any:
+    """Make a call over freed NaN; before it, one with the rows in another order in that memory."""
+    spec, calls = run.spec, [args]
+    if not (spec.whole_batch or run.impl.consumes):
+        order = torch.arange(spec.tokens(args)).roll(1)
+        calls.insert(0, spec.with_changed_rows(args, lambda x: _laid(taken(x, order), x)))
+    nbytes = sorted({x.nbytes for x in spec.with_rows(args).values()})
+    sizes = [n for most in nbytes for n in (most // 2, most, 2 * most) if 0 < n <= FREED]
+    result = None
+    for each in calls:
+        result = None  # its memory is used again
+        held = freed_nan(sizes, run.trials.device)
+        result = call(*each)
+        del held
+    return result
 
 
 def _further_batches(run: Run) -> Objections:
@@ -327,8 +351,11 @@ def _apart(spec: OpSpec, args: Sequence[Any]) -> tuple[Any, ...]:
 
     seen = Counter(map(place, args))
     return tuple(
-        arg.new_empty_strided(arg.shape, arg.stride()).copy_(arg)
-        if name in spec.by_token and place(arg) and seen[place(arg)] > 1
-        else arg
+        _laid(arg, arg) if name in spec.by_token and place(arg) and seen[place(arg)] > 1 else arg
         for name, arg in spec.named(args).items()
     )
+
+
+def _laid(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the values in memory of their own, with the strides of `like`."""
+    return like.new_empty_strided(like.shape, like.stride()).copy_(values)

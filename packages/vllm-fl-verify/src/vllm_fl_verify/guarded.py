@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+BLOCKS = 4
+"""Blocks of a size that `freed_nan` frees: as many as an allocator may hold of this size."""
 
 GUARD = 256
 """Elements before and after each storage; a multiple of all usual alignments."""
@@ -269,6 +272,22 @@ def dirty_memory() -> Iterator[None]:
         finally:
             fills.fill_uninitialized_memory = before
             torch.set_deterministic_debug_mode(mode)
+
+
+def freed_nan(sizes: Iterable[int], device: torch.device) -> list[Any]:
+    """Free blocks of these sizes, in bytes, full of NaN, which the next allocations get.
+
+    Returns:
+        Memory to hold until then. Without it an allocator returns freed memory to the system, and
+        gets zeros from it.
+    """
+    blocks: list[Any] = []
+    for size in sizes:
+        for _ in range(BLOCKS):
+            blocks.append(torch.full((size,), 255, dtype=torch.uint8, device=device))
+            if device.type == "cpu":  # blocks of PyTorch are aligned, others need less memory
+                blocks.append(bytearray(b"\xff") * size)
+    return blocks[-2:]
 
 
 def joined_rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
