@@ -37,7 +37,8 @@ PAGE = ROOT / "docs" / "layers.md"
 INTRODUCTION = """\
 # Layers of vLLM
 
-Every layer class that vLLM registers (`CustomOp`, `PluggableLayer`), and how it can be replaced:
+This page lists every layer class that vLLM registers (`CustomOp`, `PluggableLayer`), and how it
+can be replaced:
 
 - by an **op**: its implementations compute in the layer, are verified at startup, and can decline
   single calls ([Contracts](dispatch.md#contracts));
