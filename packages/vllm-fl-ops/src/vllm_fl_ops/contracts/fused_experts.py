@@ -244,7 +244,7 @@ def _samples(source: Source) -> Iterator[Sample]:
     x, *of_two = padded(2)
     yield Sample("padding", (x, w13, w2, *of_two, *plain), open_rows=(7,))
     x, *of_three = padded(3)
-    elsewhere = x, w13[:3], w2[:3], *of_three, "silu", False, 8, here.flip(0), None, None
+    elsewhere = x, w13[:3], w2[:3], *of_three, "silu", False, 8, here.roll(1), None, None
     yield Sample("padding, experts of other ranks", elsewhere, open_rows=(7,))
     x, *of_one = padded(1)
     on_input = x, w13, w2, *of_one, "silu", True, -1, None, None, None

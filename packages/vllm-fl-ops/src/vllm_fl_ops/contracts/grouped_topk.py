@@ -173,6 +173,10 @@ def _samples(source: Source) -> Iterator[Sample]:
     ties[:, 3] = ties[:, 8] = ties[:, 12] = 4.5  # three groups' equal scores for two choices
     ties[:, 5] = 6.0
     yield Sample("ties", (ties, 3, True, 4, 4, "softmax", 1.0, None))
+    equal = router_logits(source, 6, 32, spread=0.125)
+    equal[:, [0, 1, 8, 9, 16, 17]] = equal.new_tensor((2.0, 2.0, 1.5, 1.4, 1.25, 1.2))
+    args = (equal, 4, True, 4, 2, "sigmoid", 1.0, bias_for_choice(source, 32, 0.0))
+    yield Sample("two equal highest scores in a group", args)
     bias = bias_for_choice(source, 64, 0.1)
     broken = router_logits(source, 5, 64)
     broken[1, 7], broken[3, 40], broken[4] = math.nan, math.inf, -math.inf

@@ -112,6 +112,8 @@ def _samples(source: Source) -> Iterator[Sample]:
     yield Sample("odd sizes, far apart, plain", (far, 3, False, "softmax", 1.5, None))
     every = router_logits(source, 5, 8)
     yield Sample("every expert, plain", (every, 8, False, "softmax", 1.0, None))
+    odd = router_logits(source, 5, 7)
+    yield Sample("every one of 7 experts", (odd, 7, True, "softmax", 1.0, None))
     ties = router_logits(source, 6, 16)
     ties[:, 3] = ties[:, 8] = ties[:, 12] = 4.5  # three equal scores for two choices
     ties[:, 5] = 6.0
