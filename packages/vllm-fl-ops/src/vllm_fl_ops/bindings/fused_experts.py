@@ -1,10 +1,10 @@
 """Binding of `fused_experts`.
 
-On CUDA the target is a method in vLLM's Triton backend for experts. On the CPU it is an operator
-with weights that another operator packs once, after loading. If the op is planned, the other
-operator leaves them unpacked: there is one copy, in the contract's layout.
+On CUDA the target is a method in vLLM's Triton backend for experts. On the CPU it is an operator.
+Another operator packs the weights once, after loading. If the op is planned, that operator leaves
+the weights unpacked, so there is one copy, in the contract's layout.
 
-On a plugin's device vLLM has no experts: if the op is planned, the Triton backend is used there.
+On a plugin's device vLLM has no experts. If the op is planned, the Triton backend is used there.
 """
 
 from __future__ import annotations

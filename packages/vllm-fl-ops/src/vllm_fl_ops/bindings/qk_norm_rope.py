@@ -40,8 +40,10 @@ def _apart(
 
 
 def _native(qkv: Tensor, *rest: Any) -> Tensor:
-    """Write the results of `_apart` into the projection: more than twice their bytes in compiled
-    code."""
+    """Write the results of `_apart` into the projection.
+
+    In compiled code, this moves more than twice the bytes of the projection.
+    """
     start = 0
     for heads_of in _apart(qkv, *rest):
         if heads_of is not None:
@@ -109,8 +111,8 @@ BINDING = Binding(
             ),
             tokens="qkv",
         ),
-        # It also finds norms with float32 weights, such as GemmaRMSNorm's in a graph (Gemma 3).
-        # vLLM's kernel raises an error for them, hence an implementation must support them.
+        # The pass also finds norms with float32 weights, such as GemmaRMSNorm's in a graph (Gemma
+        # 3). vLLM's kernel raises an error for such norms, so an implementation must support them.
         FusionTarget(
             "vllm.compilation.passes.fusion.qk_norm_rope_fusion.QKNormRoPEFusionPass",
             "enable_qk_norm_rope_fusion",

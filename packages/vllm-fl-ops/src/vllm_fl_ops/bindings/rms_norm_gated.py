@@ -108,7 +108,7 @@ def _width(config: Any) -> int:
 
 
 def _groups(config: Any) -> int:
-    """Groups of features with one mean on this rank; 1 if a row is a head."""
+    """Groups of features on this rank, each with its own mean; 1 if a row is a head."""
     text = config.model_config.hf_text_config
     if getattr(text, "linear_value_head_dim", None) or getattr(text, "linear_attn_config", None):
         return 1

@@ -86,10 +86,10 @@ def _of_heads(layer: Any, rotate: Bound) -> Bound:
 
 
 def _by_rows(layer: Any, rotate: Bound) -> Bound:
-    """Adapt the op to the rope of Ernie 4.5 and Bailing: a token's cos and sin come from three
+    """Adapt the op to the rope of Ernie 4.5 and Bailing. A token's cos and sin come from three
     rows.
 
-    The first pairs alternate between height and width, and the last have the time.
+    The first pairs alternate between height and width, and the last pairs use the time.
     """
     section = layer.mrope_section or (0, 0, 0)
     first_of_time = getattr(layer, "spatial_size", section[0] + section[1])
