@@ -254,7 +254,11 @@ def _on_host(finder: OwnerFinder, seen: Mapping[str, Any]) -> Found:
 
 
 def _on_device(finder: OwnerFinder, seen: Mapping[str, Any]) -> Found:
-    """Yield kernels' times. A launch without owner gets that of other launches, if unique."""
+    """Yield the times of kernels.
+
+    A launch without a known owner gets the owner of the kernel's other launches, if there is only
+    one.
+    """
     owners: dict[str, dict[Owner, None]] = {}
     unknown = []
     for number, name, us, calls in seen["kernels"]:

@@ -1,8 +1,8 @@
 """Finds the part that ends, hangs or corrupts a startup.
 
-To need few startups, it starts vLLM without vllm-fl first, because a failure of that does not
-depend on parts. Then it tries the startup as configured, the parts in the text of the failure, and
-halves of the parts.
+To need few startups, a search begins with vLLM without vllm-fl, because a failure without vllm-fl
+does not depend on parts. Then it tries the startup as configured, the parts in the text of the
+failure, and halves of the parts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls that violate a contract: its own, and others derived from its argument declarations."""
+"""Calls that violate a contract: from the contract, or derived from its argument declarations."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class Subject:
     def bits(self, sample: Sample) -> str:
         """Return a hash of the result. The call may overwrite tensors of `sample`.
 
-        The contract leaves the order of an expert's rows open: the hash does not depend on it.
+        The hash does not depend on the order of an expert's rows, which the contract leaves open.
         """
         args = fresh(sample).args  # the call may overwrite the sample
         return digest(_promised(self.spec, self.call(sample), args))

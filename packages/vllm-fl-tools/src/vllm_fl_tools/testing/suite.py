@@ -110,9 +110,10 @@ for _check in CHECKS:  # separate methods can be selected by name
 
 
 def _keep_out_of_traces() -> None:
-    """Remove pytest's handlers from torch's trace: its records have no text and print empty lines.
+    """Remove pytest's handlers from torch's trace, which would print empty lines.
 
-    pytest adds them to every logger that does not propagate.
+    The records of the trace have no text. pytest adds handlers to every logger that does not
+    propagate.
     """
     trace = logging.getLogger("torch.__trace")
     for handler in [*trace.handlers]:

@@ -113,7 +113,7 @@ def to_compile(*, runs: bool = True) -> Iterator[set[str]]:
     """Collect the compilations that a GPU would need for the kernels launched in the block.
 
     Triton compiles a kernel again for another dtype, constant or option, for an integer that is 1,
-    and if divisibility by 16 of an integer or address changes; Triton's code decides that.
+    and if divisibility by 16 of an integer or address changes. Triton's own code decides this.
     Configurations that `triton.autotune` would try or choose are not included.
 
     Args:
@@ -274,13 +274,13 @@ def _first_configuration() -> None:
 
 
 def _wrapped_kernels_run() -> None:
-    """Run kernels directly instead of in a graph: PyTorch wraps only compiled kernels."""
+    """Run kernels directly instead of in a graph, because PyTorch wraps only compiled kernels."""
     library: Any = import_module("torch.library")
     library.wrap_triton = lambda triton_kernel: triton_kernel
 
 
 def _interpreted_functions_look_compiled() -> None:
-    """Make interpreted functions `JITFunction`s: libraries check that, and use `src`."""
+    """Make interpreted functions `JITFunction`s, because libraries check for that and use `src`."""
     triton: Any = import_module("triton")
     jit: Any = import_module("triton.runtime.jit")
     function: Any = _interpreter().InterpretedFunction
@@ -414,8 +414,8 @@ def _logical_operators() -> None:
 def _float_arguments() -> None:
     """Convert a float argument of a kernel to a fp32 scalar, like the compiler.
 
-    The interpreter keeps a Python number without `.to`, which gets the dtype of a fp16 or bf16
-    block in an operation.
+    The interpreter keeps a Python number. This has no `.to`, and in an operation it gets the dtype
+    of a fp16 or bf16 block.
     """
     interpreter, np = _interpreter(), import_module("numpy")
     tl = import_module("triton.language")
