@@ -32,8 +32,8 @@ class FlagcxCudaCommunicator(Collectives, CudaCommunicator):  # type: ignore[mis
     def _leave(self, comm: Any) -> None:
         """Leave the group in another thread.
 
-        NCCL waits until all graphs that were captured with the group are deleted, and vLLM deletes
-        its graphs after its groups, in this thread. Errors are printed on standard error.
+        NCCL waits until all graphs that were captured with the group are deleted. vLLM deletes its
+        graphs after its groups, in this thread. Errors are printed on standard error.
         """
 
         def leave() -> None:

@@ -52,7 +52,7 @@ STREAM_COPY, STREAM_FREE = 12, 13
 
 
 class LibraryError(Exception):
-    """No usable FlagCX: a message of one line with path and reason."""
+    """FlagCX cannot be used. The message has path and reason, in one line."""
 
 
 class FlagcxError(RuntimeError):

@@ -56,14 +56,14 @@ def fused_experts(
         RuntimeError: the kernel rejects its arguments.
         IndexError: an id is too large.
     """
-    # The kernel reads the weights of every id: replace missing experts by expert 0 with weight 0.
+    # The kernel reads the weights of every id, so replace missing experts by expert 0, weight 0.
     if topk_ids.numel() and int(topk_ids.max()) >= len(w13):
         raise IndexError(f"topk_ids must be below {len(w13)}, got {int(topk_ids.max())}")
     absent = topk_ids < 0
     ids = topk_ids.clamp(min=0).to(torch.int32).contiguous()
     x, weights = hidden_states.contiguous(), topk_weights.masked_fill(absent, 0.0).contiguous()
     if apply_router_weight_on_input:
-        # Scale here: if the kernel did it, it would overwrite the weights.
+        # Scale here, because the kernel would overwrite the weights.
         x, weights = x * weights.to(x.dtype), torch.ones_like(weights).masked_fill(absent, 0.0)
     out = torch.empty_like(x)
     kernel("cpu_fused_moe")(
