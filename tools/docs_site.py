@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def version() -> str:
-    """Return core's version without the patch number: a patch release keeps the pages valid."""
+    """Return core's version without the patch number, as a patch release keeps the pages valid."""
     project = tomllib.loads((CORE.parent / "pyproject.toml").read_text())["project"]
     return ".".join(project["version"].split(".")[:2])
 
@@ -174,7 +174,7 @@ def named(nav: Any) -> Iterator[str]:
 
 
 def unlisted() -> list[str]:
-    """Pages that are only linked and searchable: in the navigation they would hide the others."""
+    """Pages that are only linked and searchable. In the navigation they would hide the others."""
     kernels = (ROOT / "docs" / "wrong-kernels").glob("*.md")
     return [str(path.relative_to(ROOT)) for path in sorted([*CODES.glob("*.md"), *kernels])]
 
@@ -259,7 +259,7 @@ def linked(source: str, sources: Mapping[str, str], url: str) -> str:
     joined = "".join([*parts, prose(text[end:])])
     if (ROOT / source).parent == CODES:  # it is not in the navigation
         joined = re.sub(r"(?m)^(# .+)$", r"\1\n\n[All codes](../errors.md)", joined, count=1)
-    # In table code, GitHub needs `|` escaped; Python-Markdown would show the backslash.
+    # In table code, GitHub needs `|` escaped, but Python-Markdown would show the backslash.
     return re.sub(r"^\|.*$", lambda row: re.sub(r"`[^`]+`", _bars, row[0]), joined, flags=re.M)
 
 

@@ -100,8 +100,8 @@ def run(
 
     With `forks` the process is forked by `forked` and `python` is ignored; tests use this.
 
-    A single-rank engine computes in one thread, on the first core that this process may use:
-    engines then sum in the same order on all machines. Set VLLM_CPU_OMP_THREADS_BIND to override.
+    A single-rank engine computes in one thread, on the first core that this process may use.
+    Engines then sum in the same order on all machines. Set VLLM_CPU_OMP_THREADS_BIND to override.
 
     Returns:
         A dictionary with `log`, the output of the process, and
@@ -182,8 +182,8 @@ def _fresh(
 def largest_difference(a: dict[str, Any], b: dict[str, Any]) -> tuple[float, float]:
     """Return (largest difference of two runs' logits, largest magnitude in the first).
 
-    An answer's logits are compared up to and including the first token that differs: after it, the
-    runs have different inputs.
+    An answer's logits are compared up to and including the first token that differs, because the
+    runs then have different inputs.
     """
     worst = magnitude = 0.0
     for i, prompt in enumerate(a["logits"]):
@@ -316,7 +316,7 @@ def _together(llm: Any, prompts: Any, sampling: Any, **through: Any) -> list[Any
 
 
 def _scored(llm: Any, texts: list[list[int]], **through: Any) -> list[Any]:
-    """Per text and token except the first: its log-probability, and those of the two likeliest."""
+    """Per text and token except the first: the log-probabilities of it and of the two likeliest."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=1, detokenize=False, prompt_logprobs=2)

@@ -79,7 +79,7 @@ def _texts(tokenizer: Any) -> list[list[int]]:
     licence = (Path(__file__).resolve().parent.parent / "LICENSE").read_text()
     documented = (argparse, decimal, random, logging, argparse.ArgumentParser, logging.Logger)
     documentation = "\n\n".join(filter(None, map(inspect.getdoc, documented)))
-    # Collapse white space: a licence contains much, and each run of spaces is a token.
+    # Collapse white space, because a licence has much of it, and each run of spaces is a token.
     flowing = (" ".join(text.split()) for text in (licence, documentation))
     return [tokenizer(text)["input_ids"][:TEXT_TOKENS] for text in flowing]
 
@@ -218,8 +218,11 @@ EXACT = Bars(median=2e-5, p99=2e-4, mean=2e-5)
 
 
 def problems(stock: dict[str, Any], mine: dict[str, Any], true: Sequence[float]) -> list[str]:
-    """Explain why a bfloat16 engine is less accurate than stock: too far from stock, farther from
-    `true` than stock, or another likeliest token although stock's lead is clear. Empty if none."""
+    """Explain why a bfloat16 engine is less accurate than stock; empty if it is not.
+
+    It may be too far from stock, farther from `true` than stock, or have another likeliest token
+    although stock's lead is clear.
+    """
     of_stock, of_mine = logps(stock), logps(mine)
     own = distance(of_stock, true)
     apart = replace(RIGHT, p99=max(RIGHT.p99, APART * own.p99))
