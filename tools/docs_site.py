@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def version() -> str:
-    """Return core's version without the patch number, as a patch release keeps the pages valid."""
+    """Return core's version without the patch number. Patch releases keep the pages valid."""
     project = tomllib.loads((CORE.parent / "pyproject.toml").read_text())["project"]
     return ".".join(project["version"].split(".")[:2])
 

@@ -79,7 +79,7 @@ def _texts(tokenizer: Any) -> list[list[int]]:
     licence = (Path(__file__).resolve().parent.parent / "LICENSE").read_text()
     documented = (argparse, decimal, random, logging, argparse.ArgumentParser, logging.Logger)
     documentation = "\n\n".join(filter(None, map(inspect.getdoc, documented)))
-    # Collapse white space, because a licence has much of it, and each run of spaces is a token.
+    # Collapse white space, because licences have long runs of spaces, and each run is a token.
     flowing = (" ".join(text.split()) for text in (licence, documentation))
     return [tokenizer(text)["input_ids"][:TEXT_TOKENS] for text in flowing]
 

@@ -27,9 +27,9 @@ def start(context: WorkerContext) -> WorkerReport | None:
     """Replace PyTorch operators as configured, once per process.
 
     A whitelist has the FlagGems functions to use. A blacklist has functions not to use, and also
-    excludes all overloads and in-place variants of their operators. Without a list, no operator is
-    replaced: no contract defines what operators compute, and vLLM does not start on every device if
-    all are replaced. Rank 0 writes the replaced operators to `oplist_path`.
+    excludes all overloads and in-place variants of their operators. Operators are replaced only
+    with a list, because no contract defines what they compute, and because vLLM does not start on
+    every device if all are replaced. Rank 0 writes the replaced operators to `oplist_path`.
 
     Args:
         context: the worker, its device and its settings.

@@ -140,7 +140,7 @@ OPS = (
     implementation(
         causal_conv1d_update,
         "causal_conv1d_update_cpu_vec",
-        takes=("state_len == width - 1",),  # else the kernel uses another column
+        takes=("state_len == width - 1",),  # otherwise it uses another column
         consumes=("conv_state",),
     ),
 )

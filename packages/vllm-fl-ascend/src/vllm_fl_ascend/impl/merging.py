@@ -37,7 +37,7 @@ def merge_attn_states(
     no_keys = most == -math.inf
     most = most.masked_fill(no_keys, 0.0)
     sums = [(lse - most).clamp(min=NOTHING).flatten() for lse in (prefix, suffix)]
-    # The kernel would add 0 times the output of a side without keys, which may be uninitialised.
+    # The output of a side without keys may be uninitialised. The kernel would add it, times 0.
     outputs = [
         x.masked_fill((lse == -math.inf)[..., None], 0.0).flatten(0, 1).contiguous()
         for x, lse in ((prefix_output, prefix), (suffix_output, suffix))

@@ -37,8 +37,8 @@ log = get_logger("flaggems")
 class AttentionFLMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
     """vLLM's metadata builder without the parts that only FlashAttention's kernels read."""
 
-    # One-token batches use another kernel, which packs the query heads of a group. A captured graph
-    # of such a batch is valid only for such batches, as with FlashAttention 2.
+    # One-token batches use another kernel, which packs the query heads of a group. Like in
+    # FlashAttention 2, a captured graph of such a batch is valid only for such batches.
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

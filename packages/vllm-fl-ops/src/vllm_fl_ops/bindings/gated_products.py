@@ -121,7 +121,7 @@ def _is(part: Any, formula: Any, gates: dict[Any, None]) -> bool:
 
 
 def _whole_of(half: Any, first: bool) -> Any:
-    """The matrix of which a node is the first or second half of the columns, or None."""
+    """The matrix that has this node as the first or second half of its columns, or None."""
     match _target(half):
         case "aten.slice.Tensor":
             whole, begins, ends = _sliced(*half.args)

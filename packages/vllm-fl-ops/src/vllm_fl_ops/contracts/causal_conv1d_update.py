@@ -43,8 +43,8 @@ def causal_conv1d_update(
         bias: (dim,), of x's dtype, or None for 0.
         activation: "silu", or None for no activation.
         conv_state_indices: (tokens,), int32 or int64, distinct except 0: the slots of the tokens'
-            sequences. A token with slot 0 is padding: slot 0 is vLLM's null block, which no
-            sequence uses. Padding tokens and the null block may contain NaN, which affects nothing
+            sequences. A token with slot 0 is padding. Slot 0 is vLLM's null block, and is not used
+            by a sequence. Padding tokens and the null block may contain NaN, which affects nothing
             else.
 
     Returns:

@@ -40,8 +40,8 @@ def chunk_gated_delta_rule(
             no other sequence.
         v: (tokens, value_heads, value_size), of q's dtype, of any layout; value_heads is a multiple
             of heads. value_heads / heads consecutive heads of v share a head of q and k.
-        g: (tokens, value_heads), float32, of any layout, at most 0: the logarithm of the factor by
-            which a state decays.
+        g: (tokens, value_heads), float32, of any layout, at most 0: the logarithm of the decay
+            factor of a state.
         beta: (tokens, value_heads), of q's dtype or float32, of any layout, from 0 to 1.
         initial_state: (sequences, value_heads, value_size, key_size), of q's dtype or float32.
         cu_seqlens: (sequences + 1,), int32 or int64: the first token of each sequence, then the

@@ -140,8 +140,8 @@ def gelu_and_mul_sparse(
             this rank's part of a layer; d is at least 1, unless there are no rows. The result of a
             row with NaN or infinity is unspecified.
         std_multiplier: the distance from mean to cutoff in standard deviations. It is the quantile
-            of the normal distribution for the share of gates to set to 0. A finite number, or a
-            tensor with one element, as in layers before vLLM 0.30.
+            of the normal distribution for the share of gates to set to 0. A finite number, or (in
+            layers before vLLM 0.30) a tensor with one element.
         approximate: "none" or "tanh".
 
     Returns:
@@ -249,8 +249,8 @@ def swigluoai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0)
 
     Args:
         x: (..., 2 * d), float32, float16 or bfloat16, of any layout: features of the gate and the
-            up projection alternate. The result for a NaN is unspecified, because some of vLLM's
-            CUDA kernels clamp it to `limit`.
+            up projection alternate. The result for a NaN is unspecified, because some CUDA kernels
+            of vLLM clamp it to `limit`.
         alpha: how steep the sigmoid is; finite.
         limit: in the units of x; finite and above 0. If x's dtype cannot represent it, it may be
             rounded to that dtype.

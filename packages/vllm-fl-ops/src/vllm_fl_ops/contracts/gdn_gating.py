@@ -26,16 +26,16 @@ def gdn_gating(
 
     Args:
         a: (tokens, heads), float32, float16 or bfloat16, of any layout: usually one half of a
-            projection's result, with b as the other half. For NaN and infinity in a or b, the
-            result is that of the formula. They affect only their element.
+            projection's result, with b as the other half. NaN and infinity in a or b affect only
+            their element, which has the result of the formula.
         b: of a's shape, dtype and device, of any layout.
         A_log: (heads,), the logarithm of each head's rate, of a's dtype or float32.
         dt_bias: (heads,), added to every row of a, of a's dtype or float32.
 
     Returns:
         (g, beta), both (tokens, heads) and contiguous. g is float32 and at most 0: the logarithm of
-        the factor by which a head's state decays. beta has b's dtype, and is from 0 to 1. The
-        inputs are not modified.
+        the decay factor of a head's state. beta has b's dtype, and is from 0 to 1. The inputs are
+        not modified.
 
     Raises:
         CallError: an argument violates this contract.

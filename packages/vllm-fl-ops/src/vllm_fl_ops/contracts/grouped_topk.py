@@ -85,7 +85,7 @@ def grouped_topk(
 def _allowed(
     scores: torch.Tensor, groups: int, topk_group: int, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the numbers by which experts are chosen, -inf for experts outside the groups."""
+    """Return the numbers that decide the choice of experts: -inf outside the chosen groups."""
     import torch
 
     choice = (scores if bias is None else scores + bias.double()).unflatten(-1, (groups, -1))

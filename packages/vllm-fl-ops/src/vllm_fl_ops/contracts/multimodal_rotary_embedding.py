@@ -112,7 +112,7 @@ def _by_complex_numbers(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _positions(source: Source, tokens: int, max_position: int) -> torch.Tensor:
-    """(tokens, 3) positions, each axis in another order; a transposed view, like a layer's."""
+    """(tokens, 3) positions, each axis in another order; a transposed view, like in layers."""
     import torch
 
     ids = torch.arange(tokens, device=source.device)

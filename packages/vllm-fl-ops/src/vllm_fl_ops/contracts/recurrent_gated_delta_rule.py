@@ -49,8 +49,8 @@ def recurrent_gated_delta_rule(
         state: (slots, value_heads, value_size, key_size), of q's dtype or float32. Each slot is
             contiguous; there may be gaps between slots.
         state_indices: (tokens,), int32 or int64, distinct except 0: the slots of the tokens'
-            sequences. A token with slot 0 is padding: slot 0 is vLLM's null block, which no
-            sequence uses. Padding tokens and the null block may contain NaN, which affects nothing
+            sequences. A token with slot 0 is padding. Slot 0 is vLLM's null block, and is not used
+            by a sequence. Padding tokens and the null block may contain NaN, which affects nothing
             else.
         epsilon: None uses q and k unchanged; the state then grows without bound if a k is longer
             than 1. A number above 0 divides each row x of q and k by sqrt(sum(x**2) + epsilon)

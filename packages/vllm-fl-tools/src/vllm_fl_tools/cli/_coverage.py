@@ -40,7 +40,7 @@ YES, PARTLY, NO, UNKNOWN = "yes", "partly", "no", "?"
 """Whether an implementation of the plan runs; `partly` if it is fused with code from vLLM."""
 
 RUN, COULD, ELSEWHERE, UNCOVERED = "runs", "could run", "not here", "no contract"
-"""Coverage of code, in this order: an implementation runs; settings or vLLM's options select vLLM's
+"""Coverage of code, in this order: an implementation runs; settings or options of vLLM select stock
 code; a contract covers the code only in other modes, platforms or layers; no contract covers it.
 """
 

@@ -137,7 +137,7 @@ def any_engines(modes: Sequence[Mode] = MODES) -> list[Described]:
         except Exception as error:  # vLLM and its plugins may be broken in any way
             unasked = f"vLLM failed: {quote(error)}"
     manager = get_default_manager()
-    settings = read_settings(manager.registry)  # not cached, as `plan --diff FILE` changes them
+    settings = read_settings(manager.registry)  # not cached: `plan --diff FILE` changes them
     found = []
     for facts in (EngineFacts(settings, mode) for mode in modes):
         found.append(Described(facts, make_plan(manager, facts), unasked=unasked))

@@ -141,8 +141,8 @@ class InGraphs:
         """Whether an engine inlines the op by range of sizes, or a pass finds it by range.
 
         False on a CPU, because vLLM traces and compiles its model once there. False if an operator
-        outside of vLLM's IR overwrites its arguments, or if vLLM's code for another op, such as the
-        experts, may call the op's operator.
+        that is not in vLLM's IR overwrites its arguments, or if vLLM's code for another op, such as
+        the experts, may call the op's operator.
         """
         if self.subject.mode != "compiled" or self.subject.device.type != "cuda":
             return False

@@ -165,7 +165,7 @@ def _no_platform(platform: str) -> str | None:
 def _no_plugin(platform: str) -> str | None:
     """Return the problem of `--over`.
 
-    The device may be absent, as packages are written anywhere.
+    The device may be absent, because packages are written on any machine.
     """
     if platform in IN_TREE:
         return f"--over {platform!r}: it is part of vLLM, not of a plugin; use --platform"

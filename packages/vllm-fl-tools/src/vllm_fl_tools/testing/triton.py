@@ -113,7 +113,7 @@ def to_compile(*, runs: bool = True) -> Iterator[set[str]]:
     """Collect the compilations that a GPU would need for the kernels launched in the block.
 
     Triton compiles a kernel again for another dtype, constant or option, for an integer that is 1,
-    and if divisibility by 16 of an integer or address changes. Triton's own code decides this.
+    and if divisibility by 16 of an integer or address changes. Code of Triton decides this.
     Configurations that `triton.autotune` would try or choose are not included.
 
     Args:
