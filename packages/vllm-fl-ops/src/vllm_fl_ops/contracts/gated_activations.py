@@ -133,12 +133,12 @@ def gelu_and_mul_sparse(
     """gelu(max(gate - cutoff, 0)) * x[..., d:], where d = x.shape[-1] // 2.
 
     gate is x[..., :d], and cutoff is mean(gate) + std_multiplier * std(gate), over the d gates of a
-    row; std divides by d, not by d - 1. gelu is as in `gelu_and_mul`.
+    row. std divides by d, not by d - 1. gelu is as in `gelu_and_mul`.
 
     Args:
-        x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate, then up projection, of
-            this rank's part of a layer; d is at least 1, unless there are no rows. The result of a
-            row with NaN or infinity is unspecified.
+        x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate, then up projection, both
+            for this rank's part of a layer. d is at least 1, unless there are no rows. The result
+            of a row with NaN or infinity is unspecified.
         std_multiplier: the distance from mean to cutoff in standard deviations. It is the quantile
             of the normal distribution for the share of gates to set to 0. A finite number, or (in
             layers before vLLM 0.30) a tensor with one element.

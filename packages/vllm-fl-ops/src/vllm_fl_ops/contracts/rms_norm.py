@@ -42,7 +42,7 @@ def rms_norm(
     Returns:
         The normalised tensor, or (normalised, y) with a residual: y, in x's dtype, is the next
         residual. Both are contiguous, of x's shape, dtype and device. The inputs are not modified,
-        unless there is a residual and the implementation may consume it or x.
+        except x and residual if the implementation may consume them and there is a residual.
 
     Raises:
         CallError: an argument violates this contract.

@@ -50,8 +50,9 @@ def rotary_embedding(
         rotary_interleaved: which features make a pair.
 
     Returns:
-        (query, key) rotated, contiguous, with unchanged shapes and dtype; The second is None if key
-        is None. The inputs are not modified, unless the implementation may consume query or key.
+        (query, key) rotated, contiguous, with unchanged shapes and dtype; The second result is None
+        if key is None. The inputs are not modified, unless the implementation may consume query or
+        key.
 
     Raises:
         CallError: an argument violates this contract. A position outside the tables is not checked

@@ -16,7 +16,7 @@ __all__ = ["Owner", "OwnerFinder", "attribute", "named", "sums"]
 OP_LABEL, LAYER_LABEL = "vllm-fl/op/", "vllm-fl/layer/"
 
 STOCK, OWN_FORMS = "stock", ("stock.vllm", "foreign.oot")  # includes another plugin's code
-"""A plan's name for vLLM's code, and ids of implementations that mean it."""
+"""A plan's name for vLLM's code, and ids of implementations with the same meaning."""
 
 ATTENTION = "attention_backend"
 

@@ -204,8 +204,8 @@ class Outputs:
 def excess(base: Collection[float], plan: Collection[float]) -> tuple[float, float, int, int]:
     """Find the threshold above which a plan has the most errors, relative to the limit.
 
-    The limit is based on the variance of the difference of two independent counts with the same
-    mean, which is the sum of the counts.
+    For the limit, the variance of the difference of two independent counts with the same mean is
+    estimated by the sum of the counts.
 
     Args:
         base, plan: the errors of both at the same tokens.

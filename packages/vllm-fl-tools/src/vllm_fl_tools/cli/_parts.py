@@ -98,8 +98,8 @@ class Changes:
         """Return the changes for an environment.
 
         Returns:
-            The variables that change; the variable of a settings file that overrides such
-            variables, or an empty string; the content of that file, before and after.
+            (variables that change, variable of a settings file that overrides such variables or an
+            empty string, content of that file before, content after).
         """
         names = (CONFIG, OP_CONFIG) if self.orders else (CONFIG,)
         file = next((name for name in names if environment.get(name, "").strip()), "")

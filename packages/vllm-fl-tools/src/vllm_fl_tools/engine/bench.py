@@ -67,7 +67,7 @@ class Bench:
         """Return a function that times the forms of an op once, in µs per call.
 
         Each form is called once with each of its arguments. On a CPU the result is the median,
-        since another process may interrupt a call; on a device with a queue it is the mean. Forms
+        because another process may interrupt a call. On a device with a queue it is the mean. Forms
         share no arguments, so caches are cold for every form.
         """
         parts = [(self._timed(call, sets), renew) for call, sets, renew in forms]

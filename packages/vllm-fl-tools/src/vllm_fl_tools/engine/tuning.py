@@ -46,7 +46,10 @@ ROUND = 400e-6
 """Minimum seconds of a round of one form, above the noise of the clock."""
 
 MOST_CALLS, MOST_BYTES = 64, 512 * 2**20
-"""Maximum number of calls in a round, each with its own arguments, and bytes of the arguments."""
+"""Maximum number of calls in a round, and maximum bytes of their arguments.
+
+No calls share arguments.
+"""
 
 HOST_OF_A_LAYER = 2000.0
 """µs within which the host launches a layer of a model. Launches delay nothing if the device needs
@@ -181,8 +184,8 @@ class OpTuning:
     def _slower(self, parts: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, str]:
         """Return candidate -> a form in which it is slower than the default, and the ratio.
 
-        How often a model makes each call is unknown: another op may replace all calls of a form,
-        such as norms with a residual, norms without it, or norms of heads.
+        It is unknown how often a model makes each call. Another op may replace all calls of a form,
+        such as norms with a residual, norms without a residual, or norms of heads.
         """
         found = {}
         for name, rounds in parts.items():

@@ -1,7 +1,7 @@
 """Forces engines to generate given tokens, which makes their log-probabilities comparable.
 
 Only for `vllm-fl bisect`, with vLLM's argument `logits_processors`. Log-probabilities are not
-affected: vLLM computes them before any processor changes the logits.
+affected, because vLLM computes them before any processor changes the logits.
 """
 
 from __future__ import annotations

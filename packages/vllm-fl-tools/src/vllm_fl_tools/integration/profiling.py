@@ -3,8 +3,8 @@
 Only for `vllm-fl tune --profile`, with vLLM's argument `worker_extension_cls`. The worker returns
 names and times; the verb attributes them to ops (`cli/_coverage.py`).
 
-The steps run with a label around each implementation and layer, and without captured graphs, since
-a kernel in a captured graph has no caller.
+The steps run with a label around each implementation and layer, and without captured graphs,
+because a kernel in a captured graph has no caller.
 """
 
 from __future__ import annotations

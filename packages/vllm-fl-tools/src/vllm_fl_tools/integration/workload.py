@@ -228,7 +228,7 @@ def _as_served(model: str, arguments: list[str]) -> dict[str, Any]:
 
 def _main(request: dict[str, Any]) -> None:
     """Answer requests until standard input ends."""
-    # An engine's processes inherit descriptor 1 and print there: separate the answers.
+    # An engine's processes inherit descriptor 1 and print there, so separate the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

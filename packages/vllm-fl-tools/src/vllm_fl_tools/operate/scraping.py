@@ -1,4 +1,4 @@
-"""The workers' metrics on vLLM's `/metrics`: the API server's process reads their files.
+"""The workers' metrics on vLLM's `/metrics`. The API server's process reads the workers' files.
 
 vLLM shows prometheus_client's registry there. With several API servers, or if the user sets
 PROMETHEUS_MULTIPROC_DIR, it shows another registry, which has only a `MultiProcessCollector`. The

@@ -21,8 +21,9 @@ POLL = 0.02
 """Seconds between two checks whether a reader asked for a new state."""
 
 PATIENCE = 1.0
-"""Seconds that `close` waits for a file system that does not respond; three times as long if the
-file is kept, because its last state matters."""
+"""Seconds that `close` waits for a file system that does not respond. It waits three times as long
+if the file is kept, because the last state then matters.
+"""
 
 log = get_logger("engine")
 

@@ -32,8 +32,8 @@ class OpConformance:
     Attributes:
         backend: the implementations' id (`vendor.acme`).
         device: torch's name of the device; None for the platform's device.
-        sizes: the model for the tested calls, in tokens and features; by default Qwen3-0.6B and
-            additional public models, otherwise only this model.
+        sizes: the model for the tested calls, in tokens and features. By default, Qwen3-0.6B and
+            additional public models are tested; if set, only this model.
         deadline: seconds for one op in `test_fork`, `test_spawn` and vLLM in `test_engine`.
     """
 

@@ -24,8 +24,8 @@ including the processes that the kit starts::
 
     TRITON_INTERPRET=1 VLLM_FL_PLUGIN_MODULES=on_interpreter PYTHONPATH=tests python -m pytest
 
-Set small `sizes` in the test class: a program of a thousand elements takes about a millisecond, and
-a call of a served model has thousands of programs.
+Set small `sizes` in the test class, because a program of a thousand elements takes about a
+millisecond, and a call of a served model has thousands of programs.
 
 =====================================  ============================================================
 the interpreter                        after `interpreted()`
@@ -113,7 +113,7 @@ def to_compile(*, runs: bool = True) -> Iterator[set[str]]:
     """Collect the compilations that a GPU would need for the kernels launched in the block.
 
     Triton compiles a kernel again for another dtype, constant or option, for an integer that is 1,
-    and if divisibility by 16 of an integer or address changes. Code of Triton decides this.
+    and if divisibility by 16 of an integer or address changes. Triton itself decides this.
     Configurations that `triton.autotune` would try or choose are not included.
 
     Args:
