@@ -316,7 +316,7 @@ def _together(llm: Any, prompts: Any, sampling: Any, **through: Any) -> list[Any
 
 
 def _scored(llm: Any, texts: list[list[int]], **through: Any) -> list[Any]:
-    """Per text and token except the first: the log-probabilities of it and of the two likeliest."""
+    """Log-probabilities of each token except a text's first, and of the two likeliest tokens."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=1, detokenize=False, prompt_logprobs=2)

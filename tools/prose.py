@@ -43,8 +43,9 @@ NEW_TOKENS = 24
 """Tokens per answer."""
 
 CLEAR = 0.7
-"""A lead in nats that rounding does not reverse. Two correct bfloat16 engines agreed on the
-likeliest of 1 200 tokens wherever its lead was at least 0.3."""
+"""A lead in nats that rounding does not reverse. In 1 200 tokens, two correct bfloat16 engines
+agreed on the likeliest token wherever its lead was at least 0.3.
+"""
 
 QUESTIONS = (
     "What is the capital of France?",

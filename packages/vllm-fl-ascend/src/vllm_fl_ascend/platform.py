@@ -34,12 +34,13 @@ class AscendPlatform(Platform):  # type: ignore[misc]
     device_control_env_var = "ASCEND_RT_VISIBLE_DEVICES"
     ray_noset_device_env_vars = ["RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"]  # noqa: RUF012
     dist_backend = "hccl"
-    # For code that vLLM compiles separately, such as its sampler: Inductor does not support NPUs.
+    # For code that vLLM compiles separately, such as its sampler, because Inductor does not support
+    # NPUs.
     simple_compile_backend = "eager"
 
     @classmethod
     def import_kernels(cls) -> None:
-        """Import nothing: vLLM's kernels are for other hardware."""
+        """Import nothing, because vLLM's kernels are for other hardware."""
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:

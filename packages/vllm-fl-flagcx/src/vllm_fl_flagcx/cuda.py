@@ -27,7 +27,7 @@ class FlagcxCudaCommunicator(Collectives, CudaCommunicator):  # type: ignore[mis
         self.flagcx_join()
 
     def _log_all_reduce_backend_selection(self) -> None:
-        """Log nothing: vLLM's line lists libraries that are not used here."""
+        """Log nothing, because vLLM's line lists libraries that are not used here."""
 
     def _leave(self, comm: Any) -> None:
         """Leave the group in another thread.

@@ -14,7 +14,7 @@ TILE = 32
 """Features per tile of the kernel, which cannot process partial tiles."""
 
 ISA = "vec"
-"""The kernel variant for any processor. With matrix units, a faster one for bf16 exists."""
+"""The kernel variant for any processor. With matrix units, there is a faster variant for bf16."""
 
 
 def fused_experts(
@@ -33,8 +33,8 @@ def fused_experts(
     """Pack the weights for the kernel and call it.
 
     Every call packs the weights, which takes longer than the kernel for a few tokens. An engine
-    that plans this implementation does not call it: vLLM packs the weights once on loading and
-    calls the same kernel itself.
+    that plans this implementation does not call it, because vLLM packs the weights once on loading
+    and calls the same kernel itself.
 
     Args:
         hidden_states: (tokens, hidden), float32, float16 or bfloat16; hidden a multiple of 32.

@@ -35,7 +35,7 @@ def rms_norm(
     Raises:
         RuntimeError: the kernel rejects a dtype or a size.
     """
-    # The kernels ignore strides: heads of a qkv buffer would give incorrect results without an
+    # The kernels ignore strides, so heads of a qkv buffer would give incorrect results without an
     # error. Copy and kernel together are still faster than PyTorch.
     scale = None if weight is None else rounded(weight)
     if residual is None:

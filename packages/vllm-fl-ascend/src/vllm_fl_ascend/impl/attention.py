@@ -1,8 +1,8 @@
 """Attention for vLLM's v1 engine, on `npu_fused_infer_attention_score`.
 
 One call computes a batch that mixes prompts, chunks of prompts, prompts after a cached prefix and
-decoded tokens. For that, this step's keys are written to the cache first; a step's queries are the
-last tokens of their sequence.
+decoded tokens. This step's keys are written to the cache first, and a step's queries are the last
+tokens of their sequence.
 
 It requires a CANN release with a kernel that reads packed sequences from a paged cache. Other
 releases report "When layout is TND, not support Page Attention". It also requires vLLM, so it is

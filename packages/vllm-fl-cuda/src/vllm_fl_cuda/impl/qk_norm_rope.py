@@ -80,7 +80,7 @@ def _turns_whole_threads(head_size: int, half: int, rotary_interleaved: bool) ->
 def _turns_part(
     qkv: torch.Tensor, head_size: int, half: int, rotary_interleaved: bool
 ) -> Availability:
-    """Reject partial rotation on Hopper, which is incorrect in large batches (vllm#51049).
+    """Reject partial rotation on Hopper: large batches have incorrect results (vllm#51049).
 
     If only a part of a head rotates, some threads do not take part in the exchange between halves.
     From 10 240 query and key heads in a batch on, a warp on Hopper computes several heads, and all

@@ -98,7 +98,7 @@ def _public(
     rotary = 2 * cos.shape[-1]
     # Without a key, rotate one query head again and ignore the result.
     both = (query, query[:, :1] if key is None else key)
-    # Not in place: a thread may read features that another thread has rotated already.
+    # Not in place, because a thread may read features that another thread has rotated already.
     turned = flag_gems().apply_rotary_pos_emb(
         *(x[..., :rotary] for x in both), cos, sin, positions, rotary_interleaved
     )

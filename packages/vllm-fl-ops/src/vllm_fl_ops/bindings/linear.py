@@ -88,9 +88,7 @@ def _router_experts(config: Any) -> int:
 
 
 def _biased(config: Any) -> int:
-    """The sum of 1, 2 and 4 if queries, keys and values, the attention's output, and the MLP have a
-    bias.
-    """
+    """A sum of 1 for biases of queries, keys and values, 2 of attention's output, 4 of the MLP."""
     text = config.model_config.hf_text_config
 
     def is_set(*names: str) -> bool:

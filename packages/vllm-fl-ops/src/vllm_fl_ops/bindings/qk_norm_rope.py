@@ -35,7 +35,7 @@ def _apart(
     k = qkv[:, query : query + key].reshape(-1, kv_heads, size)
     q = rms_norm.native(q, None, q_weight, epsilon)
     k = rms_norm.native(k, None, k_weight, epsilon)
-    # Pass the whole table, like layers: gathering rows first would take separate kernels.
+    # Pass the whole table, like layers, because gathering rows first would take separate kernels.
     return _rope(position_ids, q, k, size, cos_sin_cache, not rotary_interleaved)
 
 
@@ -61,7 +61,7 @@ def _rope(
     cos_sin_cache: Tensor,
     is_neox: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The code that vLLM compiles instead of the operator that its rope calls as a custom op."""
+    """Rotate like vLLM in compiled graphs, without the operator that its layer otherwise calls."""
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
     # A graph may have two symbols for the number of tokens; the layer's code has only one.

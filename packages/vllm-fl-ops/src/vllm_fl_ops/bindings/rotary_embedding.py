@@ -30,7 +30,7 @@ def native(
     import torch
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
-    # Only the rows of these positions: the whole table may have a hundred thousand.
+    # Only the rows of these positions, because the whole table may have a hundred thousand rows.
     rows = torch.cat((cos[position_ids], sin[position_ids]), dim=-1)
     at = torch.arange(rows.shape[0], device=rows.device)
     rotated: tuple[Tensor, Tensor | None] = RotaryEmbedding.forward_static(

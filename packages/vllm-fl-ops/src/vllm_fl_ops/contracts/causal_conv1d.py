@@ -34,8 +34,8 @@ def causal_conv1d(
 
     Each feature is convolved separately. The inputs before the first token of a sequence are its
     state, or 0 without a state. The call replaces the state by the last width - 1 inputs of the
-    sequence, newest last. If the sequence is shorter, the new state includes inputs of the previous
-    state.
+    sequence, newest last. If the sequence is shorter than that, the new state includes inputs of
+    the previous state.
 
     Args:
         x: (tokens, dim), float32, float16 or bfloat16, of any layout. The sequences follow each

@@ -33,8 +33,8 @@ def contract(
         oracle, arguments, results, more: see `declared`.
         samples: source -> the calls that every implementation must compute correctly.
         served: (source, model sizes, size, ...) -> the calls of a served model. The name of each
-            `size` is a field of `ModelSizes`, or a key of its `more`. There are no calls if such a
-            size is unknown.
+            `size` is a field of `ModelSizes`, or a key of its `more`. If such a size is unknown,
+            the result is empty.
     """
     asked = list(inspect.signature(served).parameters)[2:]
 

@@ -27,7 +27,7 @@ ALL_EXPERTS, ONE_EXPERT = 1 << 22, 5 << 20
 """The most weights in a sample: of all experts at the model's size, and of one expert."""
 
 FEW_EXPERTS, NARROW = 4, (128, 64)
-"""Limits for a larger model: experts if all features are used, features if all experts are."""
+"""Sizes of reduced calls: experts if all features are kept, features if all experts are kept."""
 
 
 def fused_experts(

@@ -26,8 +26,8 @@ def gdn_gating(
 
     Args:
         a: (tokens, heads), float32, float16 or bfloat16, of any layout: usually one half of a
-            projection's result, with b as the other half. NaN and infinity in a or b affect only
-            their element, with the result of the formula.
+            projection's result, with b as the other half. The formula also applies to NaN and
+            infinity in a or b, which affect only their own element.
         b: of a's shape, dtype and device, of any layout.
         A_log: (heads,), the logarithm of each head's rate, of a's dtype or float32.
         dt_bias: (heads,), added to every row of a, of a's dtype or float32.

@@ -57,7 +57,7 @@ def moe_topk(
     Returns:
         (weights, ids), both (tokens, topk) and contiguous, on gating_output's device. weights is
         float32; ids is int32 from 0 to experts - 1, distinct for each token. A token's experts may
-        be in any order. The choice is free between equal scores. The inputs are not modified.
+        be in any order. Between equal scores, any choice is correct. The inputs are not modified.
 
     Raises:
         CallError: an argument violates this contract.

@@ -49,8 +49,8 @@ def reshape_and_cache(
         value_cache: of key_cache's shape, dtype and device, of any layout. The caches share no
             element.
         slot_mapping: (tokens,), int64, of any layout, below blocks * block_size. A token with a
-            negative slot (vLLM's -1, for padding) is not written, and its row may hold anything. If
-            two tokens have the same slot, either may remain there.
+            negative slot (vLLM's -1, for padding) is not written, and its row may contain any
+            values. If two tokens have the same slot, either may be there afterwards.
 
     Returns:
         (key_cache, value_cache) after the writes. An implementation that consumes the caches writes

@@ -227,7 +227,7 @@ def _of_latent(
 
 
 def served_positions(source: Source, tokens: int, max_position: int, large: bool) -> torch.Tensor:
-    """Positions of a batch as vLLM makes it, including both ends of the model's length."""
+    """Positions of a batch as in vLLM, including the model's first and last position."""
     import torch
 
     before = 5  # a single token is in the middle of its prompt

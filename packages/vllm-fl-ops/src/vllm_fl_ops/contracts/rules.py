@@ -32,7 +32,7 @@ _HALF_ROTARY = frozenset({"chatglm", "glm4", "glm"})
 
 
 def _intermediate(config: Any) -> int:
-    """Features of one half of the MLP. Of a list with a width per layer, use the first."""
+    """Features of one half of the MLP. In a list of widths per layer, use the first."""
     value = first_set(config.model_config.hf_text_config, _WIDTHS)
     width = int(value[0] if isinstance(value, list | tuple) else value)
     return max(1, width // int(config.parallel_config.tensor_parallel_size))
@@ -55,7 +55,7 @@ def _rotary(config: Any) -> int:
 
 
 def first_set(text: Any, names: tuple[str, ...]) -> Any:
-    """The value of the first of these attributes with a value, or None."""
+    """The first value that is set among these attributes, or None."""
     return next((v for name in names if (v := getattr(text, name, None)) is not None), None)
 
 

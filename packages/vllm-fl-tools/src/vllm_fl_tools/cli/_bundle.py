@@ -25,7 +25,7 @@ from ._progress import doing
 from ._show import UsageError, say
 
 PATIENCE = 600.0
-"""Time limit of one verb in seconds; it imports torch and vLLM, perhaps from a network disk."""
+"""Time limit of one verb in seconds. It imports torch and vLLM, perhaps from a network disk."""
 
 LARGEST = 4 << 20
 """Maximum bytes of one file."""

@@ -105,7 +105,7 @@ class OwnerFinder:
         return self._uncovered(path)
 
     def coverage(self, owner: Owner) -> tuple[str, str]:
-        """Return (coverage, the reason against implementations, as `vllm-fl explain` gives it)."""
+        """Return (coverage, why no implementation runs, in the words of `vllm-fl explain`)."""
         if owner.reached != NO:
             return (UNKNOWN if owner.reached == UNKNOWN else RUN), ""
         if not owner.op:

@@ -54,7 +54,7 @@ order differ by less.
 """
 
 PROMPTS, NEW_TOKENS = 16, 32
-"""Number of prompts that the limits need, and of tokens that are forced after each."""
+"""Number of prompts that the limits need, and number of forced tokens after each prompt."""
 
 STOCK = "stock"
 
@@ -204,8 +204,8 @@ class Outputs:
 def excess(base: Collection[float], plan: Collection[float]) -> tuple[float, float, int, int]:
     """Find the threshold above which a plan has the most errors, relative to the limit.
 
-    For the limit, the variance of the difference of two independent counts with the same mean is
-    estimated by the sum of the counts.
+    The limit uses this: for two independent counts with the same mean, the variance of their
+    difference is about their sum.
 
     Args:
         base, plan: the errors of both at the same tokens.

@@ -98,8 +98,8 @@ class Changes:
         """Return the changes for an environment.
 
         Returns:
-            (variables that change, variable of a settings file that overrides such variables or an
-            empty string, content of that file before, content after).
+            (changed variables, variable of a settings file that overrides such variables or an
+            empty string, old content of that file, new content).
         """
         names = (CONFIG, OP_CONFIG) if self.orders else (CONFIG,)
         file = next((name for name in names if environment.get(name, "").strip()), "")

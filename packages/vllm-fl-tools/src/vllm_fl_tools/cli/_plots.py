@@ -70,7 +70,7 @@ STYLE = {
 }
 
 SIZE = 4.5, 3.0
-"""Inches of 72 CSS pixels: on a phone, the plot is scaled down a little and remains readable."""
+"""Inches of 72 CSS pixels. On a phone, the plot is scaled down a little and remains readable."""
 
 
 class Look(NamedTuple):

@@ -81,8 +81,8 @@ def culprits(
         beneath: part -> its dependent parts.
 
     Returns:
-        Disjoint sets, in the order of the search. No set if all parts together are correct, and one
-        empty set for a failure without any part.
+        Disjoint sets, in the order of the search. There is no set if all parts together are
+        correct, and one empty set for a failure without any part.
 
     Raises:
         UnsettledError: all parts together fail, but no set of at most `MOST` parts does.

@@ -48,8 +48,9 @@ Score = Mapping[str, Any]
 """The result of `integration.workload`'s `score`."""
 
 Start = Callable[[str, Collection[str], bool, float | None], Score]
-"""(description, disabled parts, whether launches block, time limit in seconds) -> score. Without
-vllm-fl if OURS is one of the parts. Raises EngineError or UsageError."""
+"""(description, disabled parts, whether launches block, time limit in seconds) -> score. The engine
+has no vllm-fl if OURS is one of the parts. Raises EngineError or UsageError.
+"""
 
 
 class Startups:

@@ -217,7 +217,7 @@ def title(text: str) -> str:
 
 
 def _show_code(code: str, *, as_json: bool) -> int:
-    """Show the page of a code. It loads no plugins and settings, since these may be at fault."""
+    """Show the page of a code. No plugins and settings are loaded, because they may be at fault."""
     text = page(code)
     if text is None:
         raise UsageError(f"{code}: unknown code. Known: {', '.join(codes())}")

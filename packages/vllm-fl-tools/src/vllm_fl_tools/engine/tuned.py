@@ -9,7 +9,7 @@ from typing import Any
 from vllm_fl.settings.policy import REST, Mode, Token
 
 DEFAULT = "default"
-"""Value in a row without a faster implementation: the default stays."""
+"""Value in a row if no implementation is faster than the default."""
 
 STOCK = "stock"
 """Name of vLLM's implementation of an op, in results and options."""
@@ -52,7 +52,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Row:
-    """The choice for calls of more tokens than in the previous row, and at most `up_to`.
+    """The choice for calls with at most `up_to` tokens, and more than in the previous row.
 
     `impl` is an implementation's id, `stock`, or `default`.
     """
@@ -67,7 +67,7 @@ class TunedOp:
 
     Args:
         default: the implementation's id without a tuning table, or `stock`.
-        rows: in ascending order. Calls of more tokens than in the last row use the default.
+        rows: in ascending order. Calls with more tokens than in the last row use the default.
         figures: the measurements.
     """
 

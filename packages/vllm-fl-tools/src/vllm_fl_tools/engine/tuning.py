@@ -327,7 +327,7 @@ class OpTuning:
         return ""
 
     def _poisoning(self, served: _Served) -> Callable[..., Any]:
-        """Wrap the call. Before it, fill memory that results will probably reuse with NaN."""
+        """Wrap the call: write NaN to memory that its results will probably reuse."""
 
         def poisoned(*args: Any) -> Any:
             shapes = parts(self.spec.fake(*args))

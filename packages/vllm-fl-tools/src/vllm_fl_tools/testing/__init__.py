@@ -50,8 +50,8 @@ does an entry without a test. This keeps the file up to date.
 **Sizes and time.** The tests use the calls of a model, set by the class attribute `sizes`, a
 `ModelSizes` (by default Qwen3-0.6B, with additional calls of few tokens from public models that
 have the op). Set smaller sizes if kernels are interpreted, or the sizes of your model if kernels
-are made for it. `deadline` limits the seconds of a child process for one op, by default 120:
-increase it if kernels compile slowly.
+are made for it. `deadline` limits the seconds of a child process for one op, by default 120.
+Increase it if kernels compile slowly.
 
 **Without pytest.** `failures(impl)` runs the same checks on one implementation without pytest.
 

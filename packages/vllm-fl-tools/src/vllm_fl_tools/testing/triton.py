@@ -43,7 +43,7 @@ a kernel is not a `JITFunction`        it is, with `src`, `cache_key` and `signa
 =====================================  ============================================================
 
 This verifies results. It does not verify that a kernel compiles or that its programs do not race,
-and measures no performance. An access outside of a tensor may end the process: exclude such a
+and measures no performance. An access outside of a tensor may end the process, so exclude such a
 sample with `run = false` in the backend's `xfails.toml`.
 '''
 
@@ -80,9 +80,9 @@ LAUNCH_OPTIONS = frozenset(
 def interpreted(*, cuda: bool = False) -> None:
     """Make this process run Triton's kernels in the interpreter, on CPU tensors.
 
-    Call it before a kernel is imported: kernels that are decorated earlier are compiled or tuned
-    for a GPU. It applies until the process ends. Child processes inherit TRITON_INTERPRET, but must
-    call it again. A second call has no effect.
+    Call it before a kernel is imported, because kernels that are decorated earlier are compiled or
+    tuned for a GPU. It applies until the process ends. Child processes inherit TRITON_INTERPRET,
+    but must call it again. A second call has no effect.
 
     Args:
         cuda: also replace functions of `torch.cuda` that kernel libraries call when they are
