@@ -47,7 +47,7 @@ FLA_EPSILON = 1e-6
 """Added by vLLM's Triton kernels to a head's squared length, before the square root."""
 
 CPU_EPSILON = 1e-5
-"""The same number in the CPU build's recurrent kernel. In the chunked kernel, it is a parameter."""
+"""Added instead by the CPU build's recurrent kernel. The chunked kernel has a parameter for it."""
 
 
 def has_states(config: Any) -> bool:

@@ -136,7 +136,7 @@ def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
     rank, rope = sizes.more.get("kv_lora_rank", 0), sizes.more.get("qk_rope_head_dim", 0)
     if rank is None or rope is None:
         return
-    rank, rope = int(rank) or 512, int(rope) or 64  # if absent: all known models
+    rank, rope = int(rank) or 512, int(rope) or 64  # all models have these sizes
     block = int(sizes.more.get("block_size") or BLOCK_SIZE)
     for tokens in sizes.tokens:
         kv_c = activations(source, tokens, rank, scale=30.0)

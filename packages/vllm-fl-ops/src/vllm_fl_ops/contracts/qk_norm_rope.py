@@ -33,8 +33,8 @@ def qk_norm_rope(
 
     A head x becomes y = x / sqrt(mean(x**2) + epsilon) * weight, and pairs of features (a, b) of y
     become (a*c - b*s, b*c + a*s). c and s are the two halves of the table's row at the token's
-    position. The first 2 * half features of y rotate, the others do not. Pair i is the features (i,
-    i + half) as in GPT-NeoX, or with rotary_interleaved=True (2 * i, 2 * i + 1) as in GPT-J.
+    position. Only the first 2 * half features of y rotate. Pair i is the features (i, i + half) as
+    in GPT-NeoX, or with rotary_interleaved=True (2 * i, 2 * i + 1) as in GPT-J.
 
     Args:
         qkv: (tokens, (heads + kv_heads + n) * head_size), float32, float16 or bfloat16, of any

@@ -36,8 +36,9 @@ def recurrent_gated_delta_rule(
     """The output of each token, and the cache with the states after the tokens.
 
     S is the state of the token's sequence, (value_size, key_size) for each head. g and beta are the
-    results of `gdn_gating` for a, b, A_log and dt_bias, but not rounded. Then S = exp(g) * S; S = S
-    + beta * (v - S k) k^T; out = S q / sqrt(key_size).
+    results of `gdn_gating` for a, b, A_log and dt_bias, but not rounded.
+
+    S = exp(g) * S; S = S + beta * (v - S k) k^T; out = S q / sqrt(key_size).
 
     Args:
         q, k: (tokens, heads, key_size), float32, float16 or bfloat16, of any layout. Each token is

@@ -50,7 +50,7 @@ def rotary_embedding(
         rotary_interleaved: which features make a pair.
 
     Returns:
-        (query, key) rotated, contiguous, with unchanged shapes and dtype; The second result is None
+        (query, key) rotated, contiguous, with unchanged shapes and dtype. The second result is None
         if key is None. The inputs are not modified, unless the implementation may consume query or
         key.
 
