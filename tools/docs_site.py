@@ -13,9 +13,12 @@ of all versions and lets the reader choose one. Generated pages:
 - `options`: the output of each verb's `--help`;
 - `report`: the output of `vllm-fl show --html` for one tuning table and the support matrix's runs.
 
-The build fails on a broken link, a page of docs/ that is missing from site.yml, a public name
-without a docstring, anything that a browser would load from another host, and each warning of the
-generator.
+The build fails on each warning of the generator, and on:
+
+- a broken link
+- a page of docs/ that is missing from site.yml
+- a public name without a docstring
+- anything that a browser would load from another host
 """
 
 from __future__ import annotations
@@ -91,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def version() -> str:
-    """Return core's version without the patch number: a patch release keeps the pages valid."""
+    """Return core's version without the patch number. Patch releases keep the pages valid."""
     project = tomllib.loads((CORE.parent / "pyproject.toml").read_text())["project"]
     return ".".join(project["version"].split(".")[:2])
 
@@ -174,7 +177,7 @@ def named(nav: Any) -> Iterator[str]:
 
 
 def unlisted() -> list[str]:
-    """Pages that are only linked and searchable: in the navigation they would hide the others."""
+    """Pages that are only linked and searchable. In the navigation they would hide the others."""
     kernels = (ROOT / "docs" / "wrong-kernels").glob("*.md")
     return [str(path.relative_to(ROOT)) for path in sorted([*CODES.glob("*.md"), *kernels])]
 
@@ -259,7 +262,7 @@ def linked(source: str, sources: Mapping[str, str], url: str) -> str:
     joined = "".join([*parts, prose(text[end:])])
     if (ROOT / source).parent == CODES:  # it is not in the navigation
         joined = re.sub(r"(?m)^(# .+)$", r"\1\n\n[All codes](../errors.md)", joined, count=1)
-    # In table code, GitHub needs `|` escaped; Python-Markdown would show the backslash.
+    # In table code, GitHub needs `|` escaped, but Python-Markdown would show the backslash.
     return re.sub(r"^\|.*$", lambda row: re.sub(r"`[^`]+`", _bars, row[0]), joined, flags=re.M)
 
 

@@ -56,7 +56,7 @@ class Job:
             the answers. Not with `logits`.
         adapter: the folder of a LoRA adapter that all requests use; empty for none.
         updates: calls of all workers after the batches, each [method, keyword arguments, whether
-            the batches run again afterwards]; the prefix cache is reset after each call. `LLM.NAME`
+            the batches run again afterwards]. The prefix cache is reset after each call. `LLM.NAME`
             calls a method of `vllm.LLM` instead.
         midway: a method called on all workers during another run of the last batch, at the end.
         meets: a folder in which data-parallel engines (numbered by VLLM_DP_RANK) create a file when
@@ -100,8 +100,8 @@ def run(
 
     With `forks` the process is forked by `forked` and `python` is ignored; tests use this.
 
-    A single-rank engine computes in one thread, on the first core that this process may use:
-    engines then sum in the same order on all machines. Set VLLM_CPU_OMP_THREADS_BIND to override.
+    A single-rank engine computes in one thread, on the first core that this process may use.
+    Engines then sum in the same order on all machines. Set VLLM_CPU_OMP_THREADS_BIND to override.
 
     Returns:
         A dictionary with `log`, the output of the process, and
@@ -182,8 +182,8 @@ def _fresh(
 def largest_difference(a: dict[str, Any], b: dict[str, Any]) -> tuple[float, float]:
     """Return (largest difference of two runs' logits, largest magnitude in the first).
 
-    An answer's logits are compared up to and including the first token that differs: after it, the
-    runs have different inputs.
+    An answer's logits are compared up to and including the first token that differs, because the
+    runs then have different inputs.
     """
     worst = magnitude = 0.0
     for i, prompt in enumerate(a["logits"]):
@@ -316,7 +316,7 @@ def _together(llm: Any, prompts: Any, sampling: Any, **through: Any) -> list[Any
 
 
 def _scored(llm: Any, texts: list[list[int]], **through: Any) -> list[Any]:
-    """Per text and token except the first: its log-probability, and those of the two likeliest."""
+    """Log-probabilities of each token except a text's first, and of the two likeliest tokens."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=1, detokenize=False, prompt_logprobs=2)

@@ -62,8 +62,9 @@ EMPTY_BUILD = (
 """Build requirements, in addition to torch, of an empty build from vLLM's sdist."""
 
 FLAGGEMS = ("flag-gems==5.0.2", "packaging", "pyyaml", "sqlalchemy>=2.0.48,<2.1")
-"""FlagGems and its imports, installed with `--no-deps`: its numpy pin conflicts with vLLM. The
-commands for users are in packages/vllm-fl-flaggems/README.md."""
+"""FlagGems and its imports, installed with `--no-deps` because its numpy pin conflicts with vLLM.
+The commands for users are in packages/vllm-fl-flaggems/README.md.
+"""
 
 FLAGGEMS_TRITON = "triton==3.7.1"
 """The newest Triton with an interpreter that runs all FlagGems 5.0.2 kernels that we use."""
@@ -99,8 +100,9 @@ RAY = ("ray==2.60.0", "msgpack==1.2.4")
 """Ray, and its imports that are not among vLLM's requirements."""
 
 TORCH_NPU = "2.13.0"
-"""The torch_npu release that matches `TORCH`. Tests read its wheel but never install it: with its
-entry point installed, `import torch` fails on machines without CANN."""
+"""The torch_npu release that matches `TORCH`. Tests read its wheel but never install it, because
+`import torch` then fails on machines without CANN.
+"""
 
 UV = "uv==0.13.9"
 BUILD = ("build==1.6.1", "hatchling==1.33.0", "setuptools==78.1.1")
@@ -196,7 +198,7 @@ class Env:
         """
         if program := uv():
             command = [program, "pip", "install", "--python", self.python, *arguments]
-            # Tests may damage our installed wheels: do not hard-link them to the cache.
+            # Tests may damage our installed wheels, so do not hard-link them to the cache.
             copied = {"UV_LINK_MODE": "copy"} if "--no-index" in arguments else {}
             if not (output := _followed(command, self.variables(**copied))):
                 return
@@ -353,7 +355,7 @@ def empty_wheel(vllm: str) -> Path:
     with locked(folder):
         if not any(folder.glob(f"vllm-{vllm}-*.whl")):
             build = _layer("vllm-build", engine(), EMPTY_BUILD)
-            # No cache: pip's cache key is the sdist, not the device that it was built for.
+            # No cache, because pip's cache key is the sdist, not the device that it was built for.
             options = ("--no-deps", "--no-build-isolation", "--no-binary", "vllm", "--no-cache-dir")
             build.run(
                 *("-m", "pip", "wheel", "-q", "--disable-pip-version-check", *options),
@@ -414,7 +416,7 @@ def _lay_over(base: Env, path: Path) -> Env:
     shutil.rmtree(path, ignore_errors=True)
     subprocess.run([base.python, "-m", "venv", "--without-pip", str(path)], check=True)
     env = Env(path, base)
-    # addsitedir, not a bare path: it also processes the shared packages' .pth files.
+    # addsitedir instead of a bare path, because it also processes the shared packages' .pth files.
     link = f"import site; site.addsitedir({str(base.site_packages)!r})\n"
     (env.site_packages / "_shared.pth").write_text(link)
     return env
@@ -548,7 +550,7 @@ def _announce(path: Path) -> None:
 
 
 def _marker(path: Path) -> Path:
-    """A file written last: an environment without it is incomplete and is recreated."""
+    """A file that is written last. An environment without it is incomplete and is recreated."""
     return path / "complete.json"
 
 

@@ -115,7 +115,7 @@ def _begin(
     os.environ.update(env)
     sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
     vars(process)["_parent_process"] = None  # otherwise core logs as in an engine's child process
-    gc.freeze()  # vLLM collects garbage often: exclude the objects of the preloaded modules
+    gc.freeze()  # vLLM collects garbage often, so exclude the preloaded modules
     try:
         function(*arguments)
     except Exception:  # print the traceback and exit with 1, like an interpreter

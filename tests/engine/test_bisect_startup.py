@@ -14,7 +14,7 @@ import pytest
 from engine_run import Job
 from engines import IN_ONE_PROCESS, batches, run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # dozens of startups
 
 LIST = "vendor_replacer_blacklist"
 

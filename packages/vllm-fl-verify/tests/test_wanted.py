@@ -119,6 +119,14 @@ def test_what_differs_is_named_with_its_place() -> None:
     )
 
 
+@pytest.mark.parametrize(("odd", "says"), [(1.01, "; got/expected is 1.010 everywhere"), (1.1, "")])
+def test_a_constant_factor_is_named(odd: float, says: str) -> None:
+    exact = torch.tensor([1.0, -2.0, 0.0, 5.0], dtype=torch.float64)
+    got = exact.float() * torch.tensor([1.01, 1.01, 1.01, odd])
+    _, problem = judged(got, exact, Within(TIGHT))
+    assert problem.partition("tolerance)")[2] == says
+
+
 def test_each_output_has_its_own_rule_and_absent_ones_none() -> None:
     x, ids = torch.ones(3), torch.tensor([1, 2])
     wide = (x.double(), ids, None)

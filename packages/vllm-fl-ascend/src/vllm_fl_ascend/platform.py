@@ -34,12 +34,13 @@ class AscendPlatform(Platform):  # type: ignore[misc]
     device_control_env_var = "ASCEND_RT_VISIBLE_DEVICES"
     ray_noset_device_env_vars = ["RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"]  # noqa: RUF012
     dist_backend = "hccl"
-    # For code that vLLM compiles separately, such as its sampler: Inductor does not support NPUs.
+    # For code that vLLM compiles separately, such as its sampler, because Inductor does not support
+    # NPUs.
     simple_compile_backend = "eager"
 
     @classmethod
     def import_kernels(cls) -> None:
-        """Import nothing: vLLM's kernels are for other hardware."""
+        """Import nothing, because vLLM's kernels are for other hardware."""
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
@@ -90,7 +91,7 @@ class AscendPlatform(Platform):  # type: ignore[misc]
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
-        """Select vLLM's first model runner: the second is written in Triton."""
+        """Select vLLM's first model runner, because the second is written in Triton."""
         os.environ.setdefault(RUNNER, "0")
 
     @classmethod
@@ -119,7 +120,7 @@ class AscendPlatform(Platform):  # type: ignore[misc]
                 "vllm-fl-ascend runs the model eagerly, without torch.compile and graphs: neither "
                 "is verified on NPUs yet (set --enforce-eager to avoid this message)"
             )
-            # Set it in the model's configuration as well: later steps of vLLM read it.
+            # Also set this in the model's configuration, because later steps of vLLM read it there.
             model.enforce_eager = True
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE

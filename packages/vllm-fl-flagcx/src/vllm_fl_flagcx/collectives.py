@@ -1,4 +1,4 @@
-"""vLLM's collectives on FlagCX, the code that both communicators share.
+"""vLLM's collectives on FlagCX: the code that both communicators share.
 
 Shapes are those in vLLM's `DeviceCommunicatorBase`; ranks are positions in the group. Calls run on
 the current stream of the device. Reductions sum; other operations transfer bytes, for any dtype.
@@ -135,7 +135,7 @@ class Collectives:
         dim: int = 0,
         sizes: list[int] | None = None,
     ) -> torch.Tensor | list[torch.Tensor]:
-        """Like `all_gather`, for different numbers of rows, `sizes`; for a list, each tensor.
+        """Like `all_gather`, with `sizes` rows of the ranks. A list is gathered tensor by tensor.
 
         Raises:
             NotImplementedError: another dimension than the first.

@@ -27,13 +27,13 @@ class FlagcxCudaCommunicator(Collectives, CudaCommunicator):  # type: ignore[mis
         self.flagcx_join()
 
     def _log_all_reduce_backend_selection(self) -> None:
-        """Log nothing: vLLM's line lists libraries that are not used here."""
+        """Log nothing, because vLLM's line lists libraries that are not used here."""
 
     def _leave(self, comm: Any) -> None:
         """Leave the group in another thread.
 
-        NCCL waits until all graphs that were captured with the group are deleted, and vLLM deletes
-        its graphs after its groups, in this thread. Errors are printed on standard error.
+        NCCL waits until all graphs that were captured with the group are deleted. vLLM deletes its
+        graphs after its groups, in this thread. Errors are printed on standard error.
         """
 
         def leave() -> None:

@@ -1,7 +1,7 @@
 """FlagCX's C library: finding, loading and checking it, and calls that raise on errors.
 
-The functions are bound here, since FlagCX's Python wrapper ignores errors when it loads the library
-and starts groups without passing a communicator.
+The functions are bound here, because FlagCX's Python wrapper has two faults: it ignores errors when
+it loads the library, and starts groups without passing a communicator.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ STREAM_COPY, STREAM_FREE = 12, 13
 
 
 class LibraryError(Exception):
-    """No usable FlagCX: a message of one line with path and reason."""
+    """FlagCX cannot be used. The message has path and reason, in one line."""
 
 
 class FlagcxError(RuntimeError):

@@ -20,16 +20,16 @@ __all__ = ["known_names", "replaceable", "start", "write_list"]
 NO_LIST = f"no list selects any ({WHITELIST.variable}, {BLACKLIST.variable})"
 
 _replaced: list[tuple[str, ...]] = []
-"""The replaced operators of this process, if any: replacing cannot be undone."""
+"""The replaced operators of this process, if any. Replacing cannot be undone."""
 
 
 def start(context: WorkerContext) -> WorkerReport | None:
     """Replace PyTorch operators as configured, once per process.
 
-    A whitelist has the FlagGems functions to use. A blacklist has those not to use, and excludes
-    all overloads and in-place variants of their operators. Without a list no operator is replaced:
-    no contract defines what they compute, and vLLM does not start with all of them on every device.
-    Rank 0 writes the replaced operators to `oplist_path`.
+    A whitelist has the FlagGems functions to use. A blacklist has functions not to use, and also
+    excludes all overloads and in-place variants of their operators. Operators are replaced only
+    with a list, because no contract defines what they compute, and because vLLM does not start on
+    every device if all are replaced. Rank 0 writes the replaced operators to `oplist_path`.
 
     Args:
         context: the worker, its device and its settings.

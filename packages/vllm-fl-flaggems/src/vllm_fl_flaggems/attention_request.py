@@ -21,8 +21,8 @@ PLANES = "FlagGems's attention needs keys and values in one piece each, as in LH
 def supports_attention(request: AttentionRequest) -> Availability:
     """Return True, or the reason why FlagGems cannot compute the request.
 
-    FlagGems checks little: its kernels ignore sinks, the dtype and scales of the KV cache and the
-    order of its dimensions, and then return incorrect results.
+    FlagGems itself checks little. Its kernels ignore sinks, and the dtype, scales and order of
+    dimensions of the KV cache; they then return incorrect results.
     """
     if reason := refused(request, BACKEND, "has_sliding_window"):
         return reason

@@ -1,7 +1,7 @@
 """Direct launches of Triton kernels in FlagGems, on NVIDIA GPUs.
 
 A call through FlagGems 5.0.2 costs the host 26 to 118 µs on an H200 and does not let the caller
-choose the number of warps; a direct launch costs 20 to 60 µs, including the plan's checks for
+choose the number of warps. A direct launch costs 20 to 60 µs, including the plan's checks for
 unsupported calls. Only kernels with known parameters are launched directly. For other releases and
 vendors, the public functions of FlagGems are called.
 """
@@ -70,12 +70,14 @@ CUDA: Final = ("cuda", "cpu")
 
 ELEMENTS: Final = 1024
 WARPS: Final = 4
-"""Elements and warps of one program (a group of heads): 8 elements a thread, which for 16-bit types
-is one load of the widest kind. For `qk_norm_rope` on an H200 this is the fastest size from 8 tokens
-on; compared with twice as many elements it takes 5 % less at 16384 tokens and 20 % less at 1."""
+"""Elements and warps of one program (a group of heads): 8 elements per thread. For 16-bit types,
+these are one load of the widest kind. For `qk_norm_rope` on an H200, this size is the fastest from
+8 tokens on. Compared with twice as many elements, it takes 5 % less time at 16384 tokens, and 20 %
+less at one token.
+"""
 
 ELEMENTS_A_WARP: Final = 512
-"""Elements of a row per warp: with more warps they wait for each other, with fewer for memory."""
+"""Elements of a row per warp. More warps would wait for each other; fewer would wait for memory."""
 
 ALIGNED: Final = 16
 """Bytes: Triton compiles separately for pointers that are a multiple of this."""
@@ -119,10 +121,10 @@ def launchable(name: str) -> Any | None:
 def _for_matrices(function: Any) -> Any:
     """Return FlagGems's generated two-dimensional kernel for a pointwise function.
 
-    With plain pointers, which every Triton supports and which work beyond 2**31 elements. FlagGems
-    annotates the strides as int, which keeps Triton from specialising on a stride of 1, and so it
-    loads element by element: 371 instead of 276 µs for 16384 rows of 12288 columns on an H200. The
-    returned kernel has no such annotations.
+    It uses plain pointers, which every Triton supports and which work beyond 2**31 elements.
+    FlagGems annotates the strides as int, which keeps Triton from specialising on a stride of 1.
+    Such a kernel loads element by element, and takes 371 instead of 276 µs for 16384 rows of 12288
+    columns on an H200. The returned kernel has no such annotations.
     """
     config = dataclasses.replace(function.config, prefer_block_pointer=False)
     own = type(function)(function.fx, function._scalar_fn, config)
@@ -138,8 +140,8 @@ class Launcher:
 
     At each launch, Triton determines whether it has compiled the kernel for these dtypes,
     alignments and numbers. A `Launcher` looks the compiled kernel up by these values and calls it,
-    as in the softmax tutorial of Triton. Only for NVIDIA GPUs: on AMD a compiled kernel also
-    depends on tensor sizes, and other backends may have further conditions.
+    as in the softmax tutorial of Triton. Only for NVIDIA GPUs, because on AMD a compiled kernel
+    also depends on tensor sizes, and other backends may have further conditions.
 
     Args:
         kernel: a Triton function; its parameters are tensors, then numbers, then constants.
@@ -205,7 +207,7 @@ def contiguous(x: torch.Tensor) -> torch.Tensor:
     """Return `x` itself if it is contiguous, otherwise a contiguous copy.
 
     Copies eight bytes at a time if the rows allow it. On an H200 the query heads of 16384 tokens
-    take 71 µs, against 155 with PyTorch's copy of two-byte elements.
+    take 71 µs, against 155 µs with PyTorch's copy of two-byte elements.
     """
     if x.is_contiguous():
         return x

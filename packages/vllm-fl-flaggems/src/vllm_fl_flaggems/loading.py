@@ -1,8 +1,8 @@
 """Installation check, import and repairs of FlagGems.
 
-FlagGems 5.0.2 cannot be imported without precautions: a wrong import order may crash the process, a
-newer Triton breaks its cached launches, and without a device the import raises. Each function
-explains the problem that it works around, and does nothing for releases that do not have it.
+FlagGems 5.0.2 cannot be imported without precautions. A wrong import order may crash the process, a
+newer Triton breaks cached launches, and without a device the import raises. Each function explains
+the problem that it works around, and does nothing for releases that do not have it.
 """
 
 from __future__ import annotations
@@ -45,16 +45,17 @@ VLLM_EXTENSIONS = (
     "vllm._moe_C",
     "vllm.vllm_flash_attn._vllm_fa3_C",
 )
-"""vLLM's C++ extensions. FlagGems 5.0.2 knows only older names; if their operators are missing it
-defines them itself, and when vLLM's extension is loaded later the process aborts ("Tried to
-register an operator with the same name"). Loading these first, in this order, avoids that."""
+"""vLLM's C++ extensions. FlagGems 5.0.2 knows only older names. If their operators are missing,
+FlagGems defines them itself. When vLLM's extension is loaded later, the process aborts ("Tried to
+register an operator with the same name"). Loading the extensions first, in this order, avoids that.
+"""
 
 
 def available() -> Availability:
     """Return True, or the reason why FlagGems cannot run here.
 
-    Uses only metadata: importing FlagGems takes seconds and initialises the device, and then a
-    process can no longer fork its workers. `problem` reports failures of the import itself.
+    Uses only metadata, because importing FlagGems takes seconds and initialises the device, and
+    then a process can no longer fork its workers. `problem` reports failures of the import itself.
     """
     if loaded:
         return problem() or True
@@ -169,9 +170,9 @@ def _triton() -> tuple[int, int]:
 def _repair_cached_launches() -> None:
     """Make FlagGems pass compile-time arguments to cached kernels on Triton 3.7 and later.
 
-    It does so only for Triton 3.3 to 3.6. Later releases need them too: otherwise the following
-    arguments shift and a kernel reads outside its tensors. FlagGems compares `minor_version` at
-    each launch.
+    FlagGems does so only for Triton 3.3 to 3.6, but later releases need these arguments too.
+    Otherwise the following arguments shift, and a kernel reads outside its tensors. FlagGems
+    compares `minor_version` at each launch.
     """
     # `flag_gems.utils.libentry` as an attribute is a function; the module is in sys.modules.
     module: Any = sys.modules.get("flag_gems.utils.libentry")
@@ -182,7 +183,7 @@ def _repair_cached_launches() -> None:
 
 
 def _repair_block_pointers() -> None:
-    """Disable block pointers in pointwise kernels: Triton 3.8 changes `make_block_ptr`."""
+    """Disable block pointers in pointwise kernels, because Triton 3.8 changes `make_block_ptr`."""
     if _triton() < (3, 8):
         return
     try:
@@ -239,5 +240,5 @@ def _forget_failure() -> None:
         loaded.clear()
 
 
-# A forked child opens the device itself: an import that failed in the parent may succeed there.
+# A forked child opens the device itself, so an import that failed in the parent may succeed.
 os.register_at_fork(after_in_child=_forget_failure)

@@ -128,8 +128,8 @@ def doctor(settings: Any) -> Iterator[Finding]:
 def worker_start(context: WorkerContext) -> WorkerReport | None:
     """Replace PyTorch operators by FlagGems, as configured.
 
-    Reports whether kernels begin early (`begins_early`): compiled code depends on that variable,
-    but it is not in the key of vLLM's compile cache.
+    Reports whether kernels begin early (`begins_early`), because compiled code depends on that, and
+    the key of vLLM's compile cache does not include it.
     """
     from .aten import start
     from .impl.linear import begins_early

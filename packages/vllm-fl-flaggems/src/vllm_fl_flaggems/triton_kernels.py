@@ -50,7 +50,7 @@ def qk_norm_rope_kernel(
     pair = tl.arange(0, PAIRS)
     is_pair = pair < HALF
     if INTERLEAVED:
-        # Load pairs together, 16 bytes at a time, and split them in registers: separate loads of
+        # Load pairs together, 16 bytes at a time, and split them in registers. Separate loads of
         # first and second elements would access single elements.
         turning = tl.arange(0, 2 * PAIRS)
         is_turning = turning < 2 * HALF
@@ -87,7 +87,7 @@ def qk_norm_rope_kernel(
     b = b * norm * tl.where(is_query, q_second[None, :], k_second[None, :])
     first, second = a * cos - b * sin, b * cos + a * sin
 
-    # Several threads may hold the same features: all must read before one writes.
+    # Several threads may hold the same features, so all must read before one writes.
     tl.debug_barrier()
     dtype = qkv_ptr.dtype.element_ty
     if INTERLEAVED:
@@ -266,8 +266,8 @@ def linear_kernel(
     """Compute the next ROWS outputs of all tokens, at most TOKENS.
 
     x and weight are tensor descriptors of blocks with TOKENS and ROWS rows; reads beyond the
-    matrices give zeros. weight_ptr is the address of the weight. The weight is the left factor: it
-    has enough rows for a tensor core instruction, unlike a few tokens.
+    matrices give zeros. weight_ptr is the address of the weight. The weight is the left factor,
+    because it has enough rows for a tensor core instruction, unlike a few tokens.
 
     8-bit numbers have scales: one for x or, if PER_TOKEN, for each of its rows; one for the weight
     or, if PER_OUTPUT, for each of its rows.
@@ -309,5 +309,5 @@ def linear_kernel(
 
 @triton.jit
 def _scales(scale_ptr, at, count, EACH: tl.constexpr):
-    """Load the scales of these rows, of `count`: one per row if EACH, otherwise a single one."""
+    """Load the scales of rows `at` of `count` rows: one per row if EACH, otherwise one for all."""
     return tl.load(scale_ptr + (at if EACH else at * 0), mask=at < count, other=0.0)

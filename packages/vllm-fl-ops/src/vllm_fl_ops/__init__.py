@@ -1,1 +1,1 @@
-"""The contracts of vllm-fl's ops, and where vLLM runs each. Imports no torch and no vLLM."""
+"""The contracts of vllm-fl's ops, and where vLLM runs each op. Does not import torch or vLLM."""

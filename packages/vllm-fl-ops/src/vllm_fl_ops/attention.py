@@ -78,7 +78,7 @@ class InPlanes:
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        """False: connectors move blocks, and expect a block's keys and values to be contiguous."""
+        """False. Connectors move blocks, and expect a block's keys and values to be contiguous."""
         return False
 
 

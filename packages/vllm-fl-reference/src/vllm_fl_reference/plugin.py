@@ -50,5 +50,5 @@ def register_ops() -> list[OpImpl]:
 
 @hookimpl
 def policy(platform: str) -> PolicyDefaults | None:
-    """Orders with vLLM's code first for the ops that it has kernels for; None without kernels."""
+    """Orders with vLLM's code first for ops with kernels in vLLM; None if vLLM has no kernels."""
     return PolicyDefaults(POLICY) if platform in WITH_KERNELS else None

@@ -1,6 +1,6 @@
 """Writes files atomically, and never through a symbolic link at their path.
 
-In a shared directory such as /tmp, another user may have created a link to a file of the user.
+In a shared directory such as /tmp, another user may have created a link to a file of this user.
 """
 
 from __future__ import annotations

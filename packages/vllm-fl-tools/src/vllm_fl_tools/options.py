@@ -1,4 +1,4 @@
-"""Command-line options for pytest. Every run of pytest imports this module: keep imports few."""
+"""Command-line options for pytest. Every run of pytest imports this module, so keep imports few."""
 
 from __future__ import annotations
 

@@ -45,15 +45,6 @@ FP8, GROUP, INT8, TOPK, ALIGN, QK, MROPE = (
 
 NOT_AT_STARTUP: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "no_expert_is_the_last": (
-            "",
-            "no sample has both a slot without an expert and a map whose last expert is local",
-        ),
-        "softplus_overflows": ("", "samples have no sums above 88"),
-        "equal_highest_are_masked_at_once": (
-            "",
-            "no sample has two equal highest scores that decide the rank of their group",
-        ),
         "rows_along_y": ("", "samples have fewer rows"),
         "variance_by_two_means": (
             "values",
@@ -62,7 +53,6 @@ NOT_AT_STARTUP: Mapping[str, tuple[str, str]] = MappingProxyType(
         "reduces_an_unwritten_workspace": ("families", "the served model has narrower layers"),
         "tokens_along_z": ("", "samples have fewer tokens"),
         "a_thread_for_each_expert": ("", "samples have fewer experts"),
-        "last_of_all_experts": ("", "no sample selects all experts of an odd number"),
         "weights_of_one_shape": ("families", "the served model has other numbers of experts"),
         "maximum_misses_a_lane": ("call_op", "the served model has groups of another size"),
         "maximum_of_the_first_256": ("", "samples have smaller groups"),

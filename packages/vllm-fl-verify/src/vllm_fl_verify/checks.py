@@ -132,7 +132,7 @@ def _dirty_memory(run: Run) -> Objections:
 
 
 def _over_freed(run: Run, call: Callable[..., Any], *args: Any) -> Any:
-    """Make a call over freed NaN; before it, one with the rows in another order in that memory."""
+    """Make a call over freed NaN, after a call with other rows has used and freed that memory."""
     spec, calls = run.spec, [args]
     if not (spec.whole_batch or run.impl.consumes):
         order = torch.arange(spec.tokens(args)).roll(1)
@@ -357,5 +357,5 @@ def _apart(spec: OpSpec, args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _laid(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the values in memory of their own, with the strides of `like`."""
+    """Copy the values to new memory, with the strides of `like`."""
     return like.new_empty_strided(like.shape, like.stride()).copy_(values)

@@ -143,7 +143,17 @@ class Near(Wanted):
         mine = results[0].to(self.exact.device)
         off = self.share(mine)
         problem = _problem(names[0], *off, mine.numel())
-        return off[0], problem and f"{problem}; worst at {self._farthest(mine, tokens)}"
+        if not problem:
+            return off[0], ""
+        return off[0], f"{problem}; worst at {self._farthest(mine, tokens)}{self._factor(mine)}"
+
+    def _factor(self, mine: torch.Tensor) -> str:
+        """Return the factor that explains all errors, for a message, or an empty string."""
+        factor = self._slope(mine) + 1
+        if mine.numel() < 2 or not factor or not math.isfinite(factor):
+            return ""
+        explains = self.share(mine.to(self.exact.dtype) / factor)[0] <= 1.0
+        return f"; got/expected is {factor:.3f} everywhere" if explains else ""
 
     def leans(self, results: Results) -> float:
         if self.dtype not in COARSE:
@@ -163,7 +173,10 @@ class Near(Wanted):
     def slope(self, results: Results) -> float:
         if self.dtype not in COARSE or self.exact.numel() < SLOPING:
             return math.nan
-        mine, exact = results[0].to(self.exact), self.exact
+        return self._slope(results[0])
+
+    def _slope(self, mine: torch.Tensor) -> float:
+        mine, exact = mine.to(self.exact), self.exact
         mine, exact = (x.where(mine.isfinite() & exact.isfinite(), 0.0) for x in (mine, exact))
         return float((mine * exact).sum() / exact.square().sum()) - 1
 

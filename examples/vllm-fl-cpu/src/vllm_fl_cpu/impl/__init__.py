@@ -25,8 +25,9 @@ LANES = 8
 """Elements per vector of the kernels; the innermost size must be a multiple of this."""
 
 ALIGNMENT = 16
-"""Bytes. The AVX2 kernels store bf16 vectors with an aligned instruction: other addresses crash the
-process (vLLM 0.32)."""
+"""Bytes. The AVX2 kernels store bf16 vectors with an aligned instruction, so other addresses crash
+the process (vLLM 0.32).
+"""
 
 
 @cache

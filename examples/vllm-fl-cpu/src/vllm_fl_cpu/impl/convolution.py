@@ -49,7 +49,7 @@ def causal_conv1d(
         activation: "silu" or None.
 
     Returns:
-        (out, conv_states): out with x's shape and dtype, and the argument conv_states.
+        (out, conv_states). `out` has x's shape and dtype; conv_states is the argument.
 
     Raises:
         ValueError: a cache index is not in 1, …, slots - 1, or query_start_loc does not rise from 0
@@ -103,8 +103,8 @@ def causal_conv1d_update(
         conv_state_indices: (tokens,), int32 or int64; 0 is padding.
 
     Returns:
-        (out, conv_state): out with x's shape and dtype, equal to x for padding; the argument
-        conv_state.
+        (out, conv_state). `out` has x's shape and dtype, and equals x for padding; conv_state is
+        the argument.
 
     Raises:
         ValueError: a slot is outside conv_state.
@@ -140,7 +140,7 @@ OPS = (
     implementation(
         causal_conv1d_update,
         "causal_conv1d_update_cpu_vec",
-        takes=("state_len == width - 1",),  # for others it stores the newest in another column
+        takes=("state_len == width - 1",),  # otherwise it uses another column
         consumes=("conv_state",),
     ),
 )

@@ -14,7 +14,7 @@ TILE = 32
 """Features per tile of the kernel, which cannot process partial tiles."""
 
 ISA = "vec"
-"""The kernel variant for any processor. With matrix units, a faster one for bf16 exists."""
+"""The kernel variant for any processor. With matrix units, there is a faster variant for bf16."""
 
 
 def fused_experts(
@@ -33,8 +33,8 @@ def fused_experts(
     """Pack the weights for the kernel and call it.
 
     Every call packs the weights, which takes longer than the kernel for a few tokens. An engine
-    that plans this implementation does not call it: vLLM packs the weights once on loading and
-    calls the same kernel itself.
+    that plans this implementation does not call it, because vLLM packs the weights once on loading
+    and calls the same kernel itself.
 
     Args:
         hidden_states: (tokens, hidden), float32, float16 or bfloat16; hidden a multiple of 32.
@@ -56,14 +56,14 @@ def fused_experts(
         RuntimeError: the kernel rejects its arguments.
         IndexError: an id is too large.
     """
-    # The kernel reads the weights of every id: replace missing experts by expert 0 with weight 0.
+    # The kernel reads the weights of every id, so replace missing experts by expert 0, weight 0.
     if topk_ids.numel() and int(topk_ids.max()) >= len(w13):
         raise IndexError(f"topk_ids must be below {len(w13)}, got {int(topk_ids.max())}")
     absent = topk_ids < 0
     ids = topk_ids.clamp(min=0).to(torch.int32).contiguous()
     x, weights = hidden_states.contiguous(), topk_weights.masked_fill(absent, 0.0).contiguous()
     if apply_router_weight_on_input:
-        # Scale here: if the kernel did it, it would overwrite the weights.
+        # Scale here, because the kernel would overwrite the weights.
         x, weights = x * weights.to(x.dtype), torch.ones_like(weights).masked_fill(absent, 0.0)
     out = torch.empty_like(x)
     kernel("cpu_fused_moe")(

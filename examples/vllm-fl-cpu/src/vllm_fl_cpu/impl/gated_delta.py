@@ -35,7 +35,7 @@ def gdn_gating(
         dt_bias: (heads,), with a's dtype.
 
     Returns:
-        (g, beta), both (tokens, heads): g in float32, beta with b's dtype.
+        (g, beta), both (tokens, heads). g is float32; beta has b's dtype.
     """
     g, beta = kernel("fused_gdn_gating_cpu")(
         A_log.contiguous(), a.contiguous(), b.contiguous(), dt_bias.contiguous()
@@ -55,7 +55,7 @@ def chunk_gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute chunks of 64 tokens as matrix products, rounding to bfloat16 before each.
 
-    The kernel expects states as (keys, values) in a cache that it overwrites: it gets a copy.
+    The kernel expects states as (keys, values) in a cache that it overwrites, so it gets a copy.
 
     Args:
         q, k: (tokens, heads, size), bfloat16, any layout; size 64 or 128.
@@ -106,8 +106,8 @@ def recurrent_gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute gates and rule in fp32.
 
-    The kernel expects states as (keys, values) and does not support padding: it gets a copy of the
-    tokens' states.
+    The kernel expects states as (keys, values) and does not support padding, so it gets a copy of
+    the tokens' states.
 
     Args:
         q, k: (tokens, heads, key_size), float16 or bfloat16, any layout.
@@ -121,7 +121,7 @@ def recurrent_gated_delta_rule(
             normalisation.
 
     Returns:
-        (out, state): out with v's shape and dtype, 0 for padding; the argument state.
+        (out, state). `out` has v's shape and dtype, and is 0 for padding; state is the argument.
 
     Raises:
         ValueError: an index is negative.

@@ -26,7 +26,8 @@ def rms_norm(
         residual: with x's shape and dtype, or None.
         weight: (hidden,), contiguous, with x's dtype, or None for 1.
         epsilon: added to the mean of squares.
-        variance_size: must be None (ensured by `takes`): the kernel averages over all features.
+        variance_size: must be None (ensured by `takes`), because the kernel averages over all
+            features.
 
     Returns:
         The normed tensor; with a residual the pair (normed, y).
@@ -34,7 +35,7 @@ def rms_norm(
     Raises:
         RuntimeError: the kernel rejects a dtype or a size.
     """
-    # The kernels ignore strides: heads of a qkv buffer would give incorrect results without an
+    # The kernels ignore strides, so heads of a qkv buffer would give incorrect results without an
     # error. Copy and kernel together are still faster than PyTorch.
     scale = None if weight is None else rounded(weight)
     if residual is None:

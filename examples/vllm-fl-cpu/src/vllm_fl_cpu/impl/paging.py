@@ -26,7 +26,7 @@ def concat_and_cache_mla(
         The argument kv_cache.
     """
     rows = (x if x.stride(1) == 1 else x.contiguous() for x in (kv_c, k_pe))
-    # The kernel copies 16-bit elements: pass float32 as pairs of them.
+    # The kernel copies 16-bit elements, so pass float32 as pairs of them.
     halves = [x.view(torch.bfloat16) for x in (*rows, kv_cache)]
     kernel("concat_and_cache_mla_cpu")(*halves, slot_mapping.contiguous())
     return kv_cache

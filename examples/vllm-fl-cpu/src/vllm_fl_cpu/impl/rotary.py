@@ -21,8 +21,8 @@ def rotary_embedding(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rotate the first 2 * cos.shape[-1] features of each head in fp32, rounded once.
 
-    bfloat16 results are truncated if `cuts_off` is true, like those of stock. The kernel works in
-    place: query and key may be overwritten.
+    bfloat16 results are truncated if `cuts_off` is true, like vLLM's own. The kernel works in
+    place, and may overwrite query and key.
 
     Args:
         query: (tokens, heads, head_size), float32, float16 or bfloat16, any layout.

@@ -1,10 +1,12 @@
 """Attention for vLLM's v1 engine, on `npu_fused_infer_attention_score`.
 
 One call computes a batch that mixes prompts, chunks of prompts, prompts after a cached prefix and
-decoded tokens: this step's keys are written to the cache first, and a step's queries are the last
-tokens of their sequence. Requires a CANN release with a kernel that reads packed sequences from a
-paged cache; others report "When layout is TND, not support Page Attention". Requires vLLM, so it is
-imported only if the plan chooses it; torch_npu is needed when a layer is built.
+decoded tokens. This step's keys are written to the cache first, and a step's queries are the last
+tokens of their sequence.
+
+It requires a CANN release with a kernel that reads packed sequences from a paged cache. Other
+releases report "When layout is TND, not support Page Attention". It also requires vLLM, so it is
+imported only if the plan chooses it. torch_npu is needed when a layer is built.
 """
 
 from __future__ import annotations
@@ -58,12 +60,12 @@ class AscendAttentionBackend(InPlanes, AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int]:
-        """Return 128, which is vLLM's block size then unless the user sets one."""
+        """Return 128. vLLM then uses this block size unless the user sets one."""
         return [BLOCK_SIZE]
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
-        """Accept only 128: the cache cannot be split into smaller blocks."""
+        """Accept only 128, because the cache cannot be split into smaller blocks."""
         return block_size in (None, BLOCK_SIZE)
 
     @staticmethod
@@ -92,17 +94,17 @@ class AscendAttentionBackend(InPlanes, AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """Return True: the kernel has a band mask."""
+        """Return True, because the kernel has a band mask."""
         return True
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        """Return True: the kernel can run without a mask."""
+        """Return True, because the kernel can run without a mask."""
         return True
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Return False: the kernel reads the lengths from the host."""
+        """Return False, because the kernel reads the lengths from the host."""
         return False
 
 
@@ -126,10 +128,10 @@ class AscendMetadata(AttentionMetadata):  # type: ignore[misc]
 
 
 class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):  # type: ignore[misc]
-    """Builds the metadata of a step, for all layers: the kernel needs lengths as Python lists.
+    """Builds the metadata of a step, for all layers. The kernel needs lengths as Python lists.
 
     With speculative decoding only the device knows how many draft tokens were accepted, so the
-    lengths are copied from it, one synchronisation per step.
+    lengths are copied from the device, with one synchronisation per step.
     """
 
     def __init__(
@@ -164,8 +166,8 @@ class AscendMetadataBuilder(AttentionMetadataBuilder[AscendMetadata]):  # type: 
             query_ends=query_ends,
             seq_lens=lengths[:sequences].tolist(),
             block_table=common.block_table_tensor[:sequences],
-            # The kernel requires valid slots. Padding has -1 and gets slot 0: vLLM assigns block 0
-            # to no sequence.
+            # The kernel requires valid slots. Padding has -1 and gets slot 0, because no sequence
+            # uses block 0.
             slot_mapping=common.slot_mapping[: query_ends[-1]].clamp_min(0),
             causal=common.causal,
         )

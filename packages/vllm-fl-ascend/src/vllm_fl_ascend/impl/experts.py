@@ -34,7 +34,7 @@ def fused_experts(
 ) -> torch.Tensor:
     """Sort tokens by expert, multiply in groups, and sum the results of each token.
 
-    Operators: `npu_moe_init_routing_v2`, `npu_grouped_matmul`, that of the activation,
+    Operators: `npu_moe_init_routing_v2`, `npu_grouped_matmul`, the activation's operator,
     `npu_grouped_matmul`, `npu_moe_token_unpermute`. Intermediate results and routing weights are
     rounded to bfloat16, the only supported dtype. Not supported: `expert_map`, biases.
 
@@ -73,7 +73,10 @@ def fused_experts(
 
 
 def _multiplied(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Multiply each expert's rows by its matrix; rows are sorted by expert, `counts` per expert."""
+    """Multiply each expert's rows by its matrix.
+
+    Rows are sorted by expert; `counts` has their numbers.
+    """
     (product,) = torch.ops.npu.npu_grouped_matmul.default(
         [rows],
         [weight.transpose(1, 2)],

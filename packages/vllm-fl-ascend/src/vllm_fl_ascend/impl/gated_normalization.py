@@ -29,7 +29,7 @@ def rms_norm_gated(
 ) -> torch.Tensor:
     """norm(x) * act(z), or norm(x * act(z)), by `npu_rms_norm` in fp32, rounded once.
 
-    In fp32, since the product of large features with their gate overflows float16.
+    fp32 is necessary because the product of large features with their gate overflows float16.
     """
     if not x.numel():
         return x.new_empty(x.shape)

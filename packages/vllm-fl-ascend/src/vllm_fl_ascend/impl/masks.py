@@ -22,9 +22,9 @@ def template(device: torch.device) -> torch.Tensor:
 def sight(causal: bool, window: int | None, device: torch.device) -> dict[str, Any]:
     """Return the kernel arguments that define which keys a query can attend to.
 
-    In the kernel's modes 3 and 4 the diagonal ends in the lower right corner: the last query of a
-    sequence is at its last key. So the same arguments are correct for a prompt, its later chunks, a
-    prompt after a cached prefix, and a decoded token.
+    In the kernel's modes 3 and 4, the diagonal ends in the lower right corner, so the last query of
+    a sequence is at its last key. Therefore the same arguments are correct for a prompt, its later
+    chunks, a prompt after a cached prefix, and a decoded token.
 
     Args:
         causal: whether later keys are hidden.

@@ -14,7 +14,7 @@ MULTIPLE, LARGEST = 8, 512
 """Limits of a head's number of features (CANN, aclnnAttentionUpdate)."""
 
 NOTHING = -1e4
-"""A log-sum-exp with weight 0 in fp32 (against 0), since the kernel may not support infinity."""
+"""Replaces -inf, which the kernel may not support. Against a log-sum-exp of 0, its weight is 0."""
 
 
 def merge_attn_states(
@@ -37,7 +37,7 @@ def merge_attn_states(
     no_keys = most == -math.inf
     most = most.masked_fill(no_keys, 0.0)
     sums = [(lse - most).clamp(min=NOTHING).flatten() for lse in (prefix, suffix)]
-    # The output of a side without keys may be uninitialised, and the kernel would add 0 times it.
+    # The output of a side without keys may be uninitialised. The kernel would add it, times 0.
     outputs = [
         x.masked_fill((lse == -math.inf)[..., None], 0.0).flatten(0, 1).contiguous()
         for x, lse in ((prefix_output, prefix), (suffix_output, suffix))

@@ -18,8 +18,8 @@ def rms_norm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """y / sqrt(mean(y**2) + epsilon) * weight, with y = x + residual; out of place.
 
-    Uses `npu_rms_norm`, or `npu_add_rms_norm` with a residual. Without a weight a tensor of ones is
-    created. Not supported: `variance_size`, a weight of another dtype.
+    Uses `npu_rms_norm`, or `npu_add_rms_norm` with a residual. Without a weight, a tensor of ones
+    is created. Not supported: `variance_size`, a weight of another dtype.
     """
     if not x.numel():
         empty = x.new_empty(x.shape)

@@ -22,7 +22,7 @@ def rotary_embedding(
     """Rotate the first 2 * cos.shape[-1] features of each head, by `npu_mrope`; out of place."""
     if not query.numel():
         return query.new_empty(query.shape), None if key is None else key.new_empty(key.shape)
-    # The kernel requires two tensors. Without a key, rotate one query head again, unused.
+    # The kernel requires two tensors. Without a key, rotate one query head again and ignore it.
     second = query[:, :1] if key is None else key
     turned, other = torch.ops.npu.npu_mrope.default(
         position_ids.long(),

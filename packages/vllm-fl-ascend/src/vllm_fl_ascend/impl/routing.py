@@ -42,8 +42,9 @@ def grouped_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the best experts of each token's best groups, by `npu_moe_gating_top_k`, in fp32.
 
-    Groups must have 3 or more experts; with their sizes rounded up to multiples of 32, at most 2048
-    experts. Sigmoid is supported only with `renormalize`; an unknown score raises KeyError.
+    Groups must have 3 or more experts. With group sizes rounded up to multiples of 32, there may be
+    at most 2048 experts. Sigmoid is supported only with `renormalize`; an unknown score raises
+    KeyError.
     """
     by_two = e_score_correction_bias is not None
     groups = (num_expert_group, topk_group, int(by_two))

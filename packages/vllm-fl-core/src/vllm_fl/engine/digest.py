@@ -25,9 +25,6 @@ from .plan import Plan
 BENEATH = ("vllm", "torch", "triton")
 """Distributions below all implementations, identified by version: too large to hash."""
 
-LARGE = 8 * 2**20
-"""Minimum bytes of a large file: only its size, beginning and end are hashed."""
-
 UNKNOWN = "no files found"
 NO_CODE = {"__pycache__", ".git"}
 """Names of folders without code."""
@@ -202,15 +199,9 @@ def _files(top: str) -> Iterator[tuple[str, str]]:
 
 
 def _content(path: str) -> bytes:
-    """Return the content of a file; of a large one its size, its beginning and its end."""
     try:
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < LARGE:
-                return file.read()
-            start = file.read(LARGE // 2)
-            file.seek(-LARGE // 2, os.SEEK_END)
-            return b"%d %s %s" % (size, start, file.read())
+            return hashlib.file_digest(file, "sha256").digest()
     except OSError:
         return b"(cannot be read)"
 

@@ -20,8 +20,9 @@ __all__ = ["ALIGNMENT", "capability", "implementation", "kernel", "packed"]
 
 
 ALIGNMENT = 32
-"""Bytes of the widest vector that the kernels load (16 before Blackwell). They choose vectors by
-the innermost size only; an unaligned address destroys the process's CUDA context."""
+"""Bytes of the widest vector that the kernels load (16 before Blackwell). The kernels choose
+vectors by the innermost size only, so an unaligned address destroys the process's CUDA context.
+"""
 
 EXTENSIONS = (
     "vllm._C_stable_libtorch",

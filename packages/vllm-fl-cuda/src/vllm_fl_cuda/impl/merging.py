@@ -23,7 +23,7 @@ def merge_attn_states(
     If neither side had keys, output is prefix_output.
     """
     output = prefix_output.new_empty(prefix_output.shape)
-    # Heads first, without gaps: the kernel of vLLM 0.26 ignores strides of the log-sum-exps.
+    # Heads first, without gaps, because vLLM 0.26's kernel ignores strides of the log-sum-exps.
     sums = prefix_lse.new_empty(prefix_lse.shape[::-1])
     if output.numel():  # an empty grid is a launch error
         if not _one_grid(prefix_output, suffix_output):

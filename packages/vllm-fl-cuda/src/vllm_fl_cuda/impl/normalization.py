@@ -18,9 +18,10 @@ def rms_norm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """y / sqrt(mean(y**2) + epsilon) * weight in fp32, with y = x + residual in x's dtype.
 
-    With a residual the kernel works in place: x and residual may be overwritten. Without one, x is
-    read with its strides: the heads of a qkv buffer are not copied. Not supported: `variance_size`,
-    a weight of another dtype. RuntimeError if the kernel rejects a dtype or a size.
+    With a residual the kernel works in place, and may overwrite x and residual. Without one, x is
+    read with its strides, so the heads of a qkv buffer are not copied. Not supported:
+    `variance_size`, a weight of another dtype. RuntimeError if the kernel rejects a dtype or a
+    size.
     """
     if residual is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -21,7 +21,8 @@ CONCAT = "_C_cache_ops::concat_and_cache_mla"
 
 VECTOR = 16
 """Bytes that the kernel for keys and values moves at once. In vLLM 0.26 it checks only the address
-that it reads: an unaligned row of the cache destroys the CUDA context."""
+that it reads, so an unaligned row of the cache destroys the CUDA context.
+"""
 
 
 def reshape_and_cache(

@@ -1,7 +1,7 @@
 """Norms of query and key heads with rotary embedding, on vLLM's CUDA kernel.
 
 The pass in vLLM also matches heads with float32 weights, such as in GemmaRMSNorm, but the kernel
-raises for them. Here the next implementation computes them.
+raises for them. Here such calls are unsupported, and the next implementation computes them.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def qk_norm_rope(
 def _turns_whole_threads(head_size: int, half: int, rotary_interleaved: bool) -> Availability:
     """Require that either all or none of a thread's features rotate.
 
-    Unless interleaved, threads exchange features with the thread number that differs in one bit, so
-    the number of threads per half must be a power of two.
+    Unless pairs are interleaved, a thread exchanges features with the thread at a number that
+    differs in one bit. Therefore the number of threads per half must be a power of two.
     """
     each = head_size // LANES
     whole = 2 * half % (each if rotary_interleaved else 2 * each) == 0
@@ -80,7 +80,7 @@ def _turns_whole_threads(head_size: int, half: int, rotary_interleaved: bool) ->
 def _turns_part(
     qkv: torch.Tensor, head_size: int, half: int, rotary_interleaved: bool
 ) -> Availability:
-    """Reject partial rotation on Hopper: incorrect in large batches (vllm#51049).
+    """Reject partial rotation on Hopper: large batches have incorrect results (vllm#51049).
 
     If only a part of a head rotates, some threads do not take part in the exchange between halves.
     From 10 240 query and key heads in a batch on, a warp on Hopper computes several heads, and all
@@ -95,7 +95,7 @@ def _turns_part(
 
 
 def _has_code(qkv: torch.Tensor, cos_sin_cache: torch.Tensor) -> Availability:
-    """Reject bfloat16 before Ampere: the kernel would return without a result."""
+    """Reject bfloat16 before Ampere, because the kernel would return without a result."""
     has_it = torch.bfloat16 in (qkv.dtype, cos_sin_cache.dtype)
     if has_it and capability(qkv.device) < (8, 0):
         return "the kernel supports bfloat16 from compute capability 8.0 on"

@@ -19,7 +19,8 @@ __all__ = [
 
 SPECIAL_SIZES = frozenset({1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 576})
 """Numbers of experts with a specialised kernel. The general kernel searches for a score above -1,
-and chooses expert 0 again if a bias leaves none."""
+and chooses expert 0 again if no biased score is above -1.
+"""
 
 MOST = 32
 """Maximum groups, and experts per token, of the grouped kernel."""
@@ -77,8 +78,8 @@ def grouped_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the best experts of each token's best groups, and their weights, in fp32.
 
-    PyTorch computes a softmax before the kernel. Not supported: no bias, more than 32 groups or
-    experts per token.
+    PyTorch computes a softmax before the kernel. Not supported: a missing bias, more than 32 groups
+    or experts per token.
     """
     logits = packed(gating_output.float())  # the kernel rounds scores to the logits' dtype
     if not logits.numel():

@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 TILE = 1024
-"""Elements of a row per program: sixteen a thread, loaded with two of the widest instructions."""
+"""Elements of a row per program: sixteen per thread, loaded with two of the widest instructions."""
 
 GELU = {"none": "gelu_none_and_mul_kernel", "tanh": "gelu_tanh_and_mul_kernel"}
 """Approximation -> kernel."""

@@ -1,7 +1,7 @@
 """Attention for vLLM's v1 engine, on FlagGems's `flash_attn_varlen_func`.
 
-vLLM's FlashAttention backend with other kernels, cache shape and limits, and with a warm-up before
-the first request. Requires vLLM; imported only if the plan chooses it.
+It is vLLM's FlashAttention backend with other kernels, cache shape and limits, and with a warm-up
+before the first request. It requires vLLM, and is imported only if the plan chooses it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ log = get_logger("flaggems")
 class AttentionFLMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
     """vLLM's metadata builder without the parts that only FlashAttention's kernels read."""
 
-    # One-token batches use another kernel, which packs the query heads of a group: as with
-    # FlashAttention 2, a captured graph is valid only for such batches.
+    # One-token batches use another kernel, which packs the query heads of a group. Like in
+    # FlashAttention 2, a captured graph of such a batch is valid only for such batches.
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -46,7 +46,7 @@ class AttentionFLMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
         self.aot_schedule = False  # FlashAttention 3's scheduler: an unused kernel per step
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-        """Return False: FlagGems has no attention over a shared prefix."""
+        """Return False, because FlagGems has no attention over a shared prefix."""
         return False
 
 
@@ -75,8 +75,8 @@ class AttentionFLBackend(InPlanes, FlashAttentionBackend):  # type: ignore[misc]
         """Return (2, blocks, block_size, heads, head_size): all keys, then all values.
 
         The shape in vLLM interleaves keys and values. FlagGems ignores some strides: it writes a
-        token with contiguous heads and reads a layer's blocks as one run of tokens. Only contiguous
-        keys and contiguous values give correct results.
+        token with contiguous heads and reads a layer's blocks as one run of tokens. Therefore only
+        contiguous keys and contiguous values give correct results.
 
         Raises:
             ValueError: block_size is not a multiple of 16.
@@ -87,7 +87,7 @@ class AttentionFLBackend(InPlanes, FlashAttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """Raise NotImplementedError: the memory layout follows the shape."""
+        """Raise NotImplementedError, because the memory layout follows the shape."""
         raise NotImplementedError
 
     @classmethod
@@ -107,27 +107,27 @@ class AttentionFLBackend(InPlanes, FlashAttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """Return False: FlagGems ignores sinks."""
+        """Return False, because FlagGems ignores sinks."""
         return False
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """Return False: FlagGems has no mask for a bidirectional prefix."""
+        """Return False, because FlagGems has no mask for a bidirectional prefix."""
         return False
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        """Return False: not tested."""
+        """Return False, because this is not tested."""
         return False
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """Return False: the kernel's block sizes depend on the batch."""
+        """Return False, because the kernel's block sizes depend on the batch."""
         return False
 
     @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
-        """Return False: FlagGems ignores scales."""
+        """Return False, because FlagGems ignores scales."""
         return False
 
 
@@ -231,8 +231,8 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
         """Compile each kernel that a batch of this engine may need, once per kind of layer.
 
         FlagGems compiles another kernel for decoding batches, for each tile size, and for sequences
-        longer than the window; engine startup runs few of these. The arguments have the strides of
-        this call, because the kernel derives constants from them.
+        longer than the window. Engine startup runs few of these kernels. The arguments have the
+        strides of this call, because the kernel derives constants from them.
         """
         assert self._limits is not None
         tokens, requests, length = self._limits

@@ -28,7 +28,7 @@ def fused_experts(
     w13_bias: torch.Tensor | None = None,
     w2_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run FlagGems's `fused_experts_impl`: intermediates are rounded, the sum is in fp32.
+    """Run FlagGems's `fused_experts_impl`. Intermediate results are rounded; the sum is in fp32.
 
     Not supported: float32, activations other than "silu", biases together with weights on the
     input. `global_num_experts` is ignored. An invalid id raises IndexError on the CPU only.
@@ -40,7 +40,7 @@ def fused_experts(
         w13.contiguous(),
         w2.contiguous(),
         # The kernels ignore strides of the routing, and write outside their memory for an invalid
-        # id. Such a position gets a valid id with weight 0.
+        # id. A position with an invalid id gets a valid id, with weight 0.
         topk_weights.masked_fill(absent, 0.0).contiguous(),
         ids.contiguous(),
         activation=activation,
@@ -55,7 +55,7 @@ def fused_experts(
 
 @cache
 def _kernels() -> Any:
-    """Return FlagGems's module; log its warnings, which repeat in every call, only once."""
+    """Return FlagGems's module. Its warnings repeat in every call, but are logged only once."""
     module = flag_gems_module("fused.fused_moe")
     said: set[str] = set()
 
@@ -72,7 +72,7 @@ OPS = (
         fused_experts,
         "hidden_states.dtype != torch.float32",  # the kernels would use TF32, with 10 bits
         "activation == 'silu'",
-        # The kernels multiply the bias by the weight as well, which belongs only to the input.
+        # The kernels also multiply the bias by the weight, which belongs only to the input.
         "not apply_router_weight_on_input or w13_bias is None",
     ),
 )

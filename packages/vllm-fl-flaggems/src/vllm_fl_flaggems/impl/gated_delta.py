@@ -1,9 +1,9 @@
 """The gated delta rule in decode, on FlagGems's Triton kernels.
 
-Without the chunked rule for prefill: the kernel of FlagGems 5.0.2 that solves the triangle of each
-chunk stores a matrix to global memory and loads it in other threads without a barrier (seen in the
-code for compute capability 9.0 with 2, 4 and 8 warps). A thread may read values that are not
-written yet, and no test would find that reliably.
+The chunked rule for prefill is not used. In FlagGems 5.0.2, the kernel that solves the triangle of
+each chunk stores a matrix to global memory, and other threads load it without a barrier (seen in
+the code for compute capability 9.0 with 2, 4 and 8 warps). These threads may read values that are
+not written yet, and no test would find that reliably.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EPSILON = 1e-6
 """Added by the kernels to the squared length of a head when they normalise it."""
 
 MOST_WITH_KEYS_FIRST = 64
-"""FlagGems 5.0.2 has (key, value) states up to this number of tokens, (value, key) above."""
+"""Up to this number of tokens, states in FlagGems 5.0.2 are (key, value), then (value, key)."""
 
 
 def recurrent_gated_delta_rule(
@@ -37,8 +37,8 @@ def recurrent_gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the gates with PyTorch and the rule with a kernel, both in fp32; round once.
 
-    The kernel works on copies of the states: it does not support padding, and its state layout
-    depends on the number of tokens. Epsilon must be None or 1e-6.
+    The kernel works on copies of the states, because it does not support padding, and its state
+    layout depends on the number of tokens. Epsilon must be None or 1e-6.
     """
     tokens = len(q)
     if not tokens:

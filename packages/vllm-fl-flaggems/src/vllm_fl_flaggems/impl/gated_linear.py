@@ -1,8 +1,9 @@
 """Gate and up product of an MLP with its activation for few tokens, on this package's kernels.
 
-The kernels of `linear`: each program computes rows of both halves of the weight and stores only the
-activated result. That saves a round trip through memory and a launch. For more than 64 tokens, and
-for more than one if the kernels cannot copy blocks (see `prepared`), PyTorch computes both.
+It uses the kernels of `linear`. Each program computes rows of both halves of the weight and stores
+only the activated result. That saves a round trip through memory and a launch. PyTorch computes
+product and activation for more than 64 tokens, or for more than one token if the kernels cannot
+copy blocks (see `prepared`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["OPS", "linear_gelu_tanh_and_mul", "linear_silu_and_mul"]
 def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """silu(x @ gate.T) * (x @ up.T), with gate the first half of weight's rows and up the second.
 
-    Up to 64 tokens are summed and activated in fp32 and rounded once. Not supported: float32,
+    For up to 64 tokens, sum and activation are in fp32, rounded once. Not supported: float32,
     weights with non-contiguous rows.
     """
     return _gated(x, weight, "silu", silu)
@@ -64,8 +65,7 @@ def _gated(
 def _tile(outputs: int, tokens: int) -> Tile:
     """Return the fastest tile for the shapes of ten models on an H100 (2026-11-27).
 
-    A multiprocessor runs three programs with Tile(32, 128, 4), which is used if all programs then
-    run at once.
+    Tile(32, 128, 4) is used if all programs then run at once. A multiprocessor runs three of them.
     """
     programs = -(-outputs // 32)
     if programs <= PROCESSORS:

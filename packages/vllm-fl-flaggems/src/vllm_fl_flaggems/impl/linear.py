@@ -1,8 +1,9 @@
 """Linear layers' products for few tokens, on this package's Triton kernels.
 
 Such a product reads each weight once, so memory bandwidth limits it. PyTorch (or FlagGems, if it
-replaces `mm` in ATen) computes products of more than 64 tokens, and of several tokens if it is
-faster, if rows do not begin at multiples of 16 bytes, or on a GPU older than Hopper.
+replaces `mm` in ATen) computes products of more than 64 tokens. It also computes products of
+several tokens if it is faster, if rows do not begin at multiples of 16 bytes, or on a GPU older
+than Hopper.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ROWS = 64
 """Weight rows of a program: as many as one instruction of Hopper's tensor cores multiplies."""
 
 FEWEST_TOKENS = 16
-"""The minimum of a tensor core instruction; up to here, blocks are longer."""
+"""The minimum of a tensor core instruction. Up to this number of tokens, blocks are longer."""
 
 LINES = 4
 """Lines of 128 bytes of each weight row that a program prefetches to L2 before it waits."""
@@ -77,10 +78,10 @@ class Scales(NamedTuple):
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x @ weight.T + bias, summed in fp32 and rounded once.
 
-    The block sizes were the fastest for Qwen3-8B: on an H100 up to 16 tokens, on an H200 for more,
-    there also for Qwen3-30B-A3B and for two ranks. Block size and choice of kernel depend only on
-    shapes, so equal calls have equal results. Not supported: float32, weights with non-contiguous
-    rows.
+    The block sizes were the fastest for Qwen3-8B, on an H100 up to 16 tokens and on an H200 for
+    more. On the H200 they were also the fastest for Qwen3-30B-A3B and for two ranks. Block size and
+    choice of kernel depend only on shapes, so equal calls have equal results. Not supported:
+    float32, weights with non-contiguous rows.
     """
     tokens, outputs = len(x), len(weight)
     ready = prepared(x, weight)
@@ -116,9 +117,9 @@ def copies_blocks(device: torch.device) -> bool:
 def _is_faster(tokens: int, outputs: int, features: int) -> bool:
     """Return whether the kernel is as fast as PyTorch for two or more tokens.
 
-    Measured on an H100 at 41 shapes of nine models (2026-11-27), with errors of 2 to 5 % at a few
-    narrow shapes. A program reads all features of 64 outputs. cuBLAS is faster if it can split many
-    features over few outputs, and for many tokens, because of its smaller tiles.
+    Measured on an H100 at 41 shapes of nine models (2026-11-27). At a few narrow shapes, a wrong
+    choice costs 2 to 5 %. A program reads all features of 64 outputs. cuBLAS is faster if it can
+    split many features over few outputs, and for many tokens, because of its smaller tiles.
     """
     programs = -(-outputs // ROWS)
     if tokens > FEW_TOKENS:
@@ -136,11 +137,11 @@ def is_aligned(matrix: torch.Tensor) -> bool:
 
 
 def begins_early(device: torch.device) -> bool:
-    """Return whether products begin while the previous kernel ends, as Inductor's kernels then do.
+    """Return whether products begin while the previous kernel ends, if Inductor's kernels do so.
 
-    If only the products did, they would be slower: on an H100 the layers of Qwen3-8B without
-    attention took 4 % less for one token if all kernels began early, 1.5 % more if only the
-    products did.
+    If only the products began early, they would be slower. On an H100, the layers of Qwen3-8B
+    without attention took 4 % less time for one token if all kernels began early, and 1.5 % more if
+    only the products did.
     """
     if device.type != "cuda" or not copies_blocks(device):
         return False
@@ -250,7 +251,8 @@ def _tile(outputs: int, tokens: int) -> Tile:
     """Return the fastest tile of a product on an H100 (2026-11-27).
 
     Blocks are twice as long for few tokens. For more tokens, as many blocks are in flight as fit
-    into a multiprocessor's memory; only three if several programs have to share a multiprocessor.
+    into a multiprocessor's memory, but only three if several programs have to share a
+    multiprocessor.
     """
     if tokens <= FEWEST_TOKENS:
         return Tile(ROWS, 256, 4)

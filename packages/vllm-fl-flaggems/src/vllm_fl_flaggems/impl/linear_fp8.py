@@ -1,7 +1,6 @@
-"""Linear layers' products of 8-bit numbers for few tokens: the kernels of `linear`, with scales.
+"""Linear layers' products of 8-bit numbers for few tokens, by the kernels of `linear` with scales.
 
-If available, the product in vLLM computes more tokens, and several tokens of layers for which it is
-faster.
+For more tokens, and for several tokens if it is faster, vLLM's operator is used, if available.
 """
 
 from __future__ import annotations
@@ -21,11 +20,12 @@ MOST_TOKENS = 32
 """For more tokens vLLM's product is as fast or faster."""
 
 MANY_OUTPUTS = 10_240
-"""From this number on a multiprocessor runs several programs at a time, with shorter blocks."""
+"""From this number on, a multiprocessor runs several programs at a time, with shorter blocks."""
 
 FEW_OUTPUTS, MANY_FEATURES = 3072, 4096
-"""With fewer outputs and more features, vLLM's product of several tokens is faster: it splits the
-features."""
+"""With fewer outputs and more features, vLLM's product of several tokens is faster, because it
+splits the features.
+"""
 
 RESULTS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -40,9 +40,9 @@ def linear_fp8(
 ) -> torch.Tensor:
     """(x * x_scale) @ (weight * weight_scale).T + bias, rounded once.
 
-    One token is summed in fp32. The tensor cores sum several tokens with about 14 bits, like vLLM.
-    The block sizes were the fastest on an H100 by the mean of 16 shapes of eight models
-    (2026-11-27).
+    One token is summed in fp32. For several tokens, the tensor cores sum with about 14 bits, like
+    vLLM's operator. The block sizes were the fastest on an H100 by the mean of 16 shapes of eight
+    models (2026-11-27).
 
     Raises:
         NotImplementedError: there are more than `MOST_TOKENS` tokens or the weight is not aligned,

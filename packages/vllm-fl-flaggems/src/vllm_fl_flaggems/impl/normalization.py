@@ -49,7 +49,7 @@ def _norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torch
         return normed
     x = contiguous(x)
     normed = x.new_empty(x.shape)
-    # For gradients: the kernel always writes it.
+    # The kernel always writes this, for gradients.
     inverse = x.new_empty(x.shape[:-1], dtype=torch.float32)
     _launch(kernel, (normed, inverse, x), weight, epsilon)
     return normed
@@ -146,7 +146,7 @@ def _launch_layer_norm(
     rows = x.shape[:-1].numel()
     block = min(1 << (hidden - 1).bit_length(), LONGEST_ROW)
     normed = x.new_empty(x.shape)
-    # For gradients: the kernels always write them.
+    # The kernels always write these, for gradients.
     mean, spread = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
     weight, bias = (None if each is None else each.contiguous() for each in (weight, bias))
     with torch.cuda.device(x.device):

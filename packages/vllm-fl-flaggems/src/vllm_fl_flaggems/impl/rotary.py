@@ -98,7 +98,7 @@ def _public(
     rotary = 2 * cos.shape[-1]
     # Without a key, rotate one query head again and ignore the result.
     both = (query, query[:, :1] if key is None else key)
-    # Not in place: a thread may read features that another thread has rotated already.
+    # Not in place, because a thread may read features that another thread has rotated already.
     turned = flag_gems().apply_rotary_pos_emb(
         *(x[..., :rotary] for x in both), cos, sin, positions, rotary_interleaved
     )
@@ -119,11 +119,11 @@ def _strides(x: torch.Tensor, aside: int) -> tuple[int, ...]:
 
 
 def _side_by_side(q: torch.Tensor, k: torch.Tensor) -> int:
-    """Return into how many rows, each with its own program, a token's heads are divided.
+    """Return the number of rows, each with its own program, that a token's heads are divided into.
 
-    FlagGems's program rotates a token's heads in sequence: at least 8 µs on an H200, against 2 to 6
-    µs with 8 rows. Many tokens fill the GPU without it, and tensors with gaps between tokens would
-    have to be copied.
+    FlagGems's program rotates a token's heads in sequence, which takes at least 8 µs on an H200,
+    against 2 to 6 µs with 8 rows. There is one row for many tokens, which fill the GPU anyway, and
+    for tensors with gaps, which would have to be copied.
     """
     if len(q) > FEW_TOKENS or not (q.is_contiguous() and k.is_contiguous()):
         return 1

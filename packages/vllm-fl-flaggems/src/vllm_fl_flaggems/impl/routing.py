@@ -60,8 +60,8 @@ def grouped_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the best experts of each token's best groups, and their weights, in fp32.
 
-    PyTorch computes the scores. `topk` must be a power of two up to 32; not supported: no bias,
-    more than 32 groups.
+    PyTorch computes the scores. `topk` must be a power of two up to 32. Not supported: a missing
+    bias, more than 32 groups.
     """
     gems = flag_gems()
     logits = contiguous(gating_output).float()  # the kernels round scores to the logits' dtype
@@ -90,9 +90,9 @@ def moe_align_block_size(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sort rows by expert and pad each expert's rows to whole blocks.
 
-    The kernels write outside their memory for an invalid id, so rows without an expert on this rank
-    are assigned to an extra expert after all others, and its blocks are removed. Invalid ids raise
-    IndexError on the CPU only.
+    The kernels write outside their memory for an invalid id. Therefore rows without an expert on
+    this rank get an extra expert after all others, and the blocks of that expert are removed.
+    Invalid ids raise IndexError on the CPU only.
     """
     gems = flag_gems()
     rows = topk_ids.numel()
@@ -134,7 +134,7 @@ def moe_sum(
 def of_experts(topk_ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (ids clamped to valid experts, mask of the changed positions).
 
-    An invalid id raises IndexError on the CPU only; on a device the check would wait for it.
+    An invalid id raises IndexError on the CPU only; elsewhere the check would wait for the device.
     """
     if topk_ids.is_cpu and topk_ids.numel() and int(topk_ids.max()) >= count:
         raise IndexError(f"topk_ids must be below {count}, got {int(topk_ids.max())}")

@@ -38,7 +38,7 @@ def _named(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def first(config: Any, names: tuple[str, ...]) -> int:
-    """The first of these numbers in the configuration; of a list, the number of the first layer.
+    """The first of these numbers in the configuration. In a list, use the first layer's.
 
     Raises:
         StopIteration: the configuration does not have them.

@@ -44,10 +44,10 @@ NULL_BLOCK = 0
 """The block in vLLM's caches that no sequence uses."""
 
 FLA_EPSILON = 1e-6
-"""Added by vLLM's Triton kernels to a head's squared length, before they divide by its root."""
+"""Added by vLLM's Triton kernels to a head's squared length, before the square root."""
 
 CPU_EPSILON = 1e-5
-"""Added by the CPU build's recurrent kernel; the chunked kernel has a parameter for it."""
+"""Added instead by the CPU build's recurrent kernel. The chunked kernel has a parameter for it."""
 
 
 def has_states(config: Any) -> bool:

@@ -13,8 +13,7 @@ def has_experts(config: Any) -> bool:
 
 
 def has_paged_attention(config: Any) -> bool:
-    """Return whether attention uses vLLM's cache functions for GPUs: on a CPU, it has other
-    operators."""
+    """Return whether attention uses vLLM's cache functions for GPUs. CPUs have other operators."""
     from vllm.platforms import current_platform
 
     return not current_platform.is_cpu()
@@ -60,6 +59,6 @@ def _texts(value: Any) -> Iterator[str]:
 def is_quantised(config: Any) -> bool:
     """Return whether the model's weights are quantised, by any scheme.
 
-    Which layers also quantise their activations, and how, is decided when they are built.
+    Whether and how layers also quantise their activations is decided when they are built.
     """
     return config.model_config.quantization is not None

@@ -1,10 +1,10 @@
 """Binding of `fused_experts`.
 
-On CUDA the target is a method in vLLM's Triton backend for experts. On the CPU it is an operator
-with weights that another operator packs once, after loading. If the op is planned, the other
-operator leaves them unpacked: there is one copy, in the contract's layout.
+On CUDA the target is a method in vLLM's Triton backend for experts. On the CPU it is an operator.
+Another operator packs the weights once, after loading. If the op is planned, that operator leaves
+the weights unpacked, so there is one copy, in the contract's layout.
 
-On a plugin's device vLLM has no experts: if the op is planned, the Triton backend is used there.
+On a plugin's device vLLM has no experts. If the op is planned, the Triton backend is used there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ALONE = "vLLM's experts can only run inside a call of their layer"
 
 
 class _Thread(threading.local):
-    """The arguments of the call by vLLM that a thread is computing."""
+    """The arguments of the call from vLLM that this thread computes."""
 
     call: tuple[Any, ...] | None = None
 
@@ -97,7 +97,7 @@ def _is_plain(experts: Any, x: Tensor, w1: Tensor, activation: Any) -> bool:
 
 
 def _of_tokens(topk_weights: Tensor, topk_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The routing without the id -1, which routers may assign to padding tokens."""
+    """Replace the id -1, which routers may assign to padding tokens, by id 0 with weight 0."""
     import vllm.envs
     from vllm.forward_context import get_forward_context, is_forward_context_available
 

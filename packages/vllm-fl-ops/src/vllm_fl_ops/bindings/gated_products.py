@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["BINDING"]
 
 GATE = "gate"
-"""The gate in a formula: an operator and its arguments, each a number, the gate or a formula, and
-last a dictionary of arguments by name, if any."""
+"""The gate in a formula. A formula is an operator and its arguments: numbers, the gate and
+formulas, and last a dictionary of keyword arguments, if any.
+"""
 
 CONVERTED = "prims.convert_element_type.default"
 
@@ -35,10 +36,10 @@ def _gated_product(
     """Return the binding of a product with an activation.
 
     Args:
-        part: the activation's op, which stays vLLM's if this op is planned.
+        part: the activation's op. It keeps vLLM's implementation if this op is planned.
         activation: of the gate, by PyTorch.
-        formulas: its forms in graphs: decomposed by Inductor (in half precision computed in float32
-            and converted back), and as one operator.
+        formulas: its forms in graphs: decomposed by Inductor, and as one operator. The decomposed
+            form computes half precision in float32 and converts the result.
         has_it: VllmConfig -> whether the model has an MLP with this activation.
     """
 
@@ -70,8 +71,10 @@ def _gated_product(
 
 
 def _find(formulas: tuple[Any, ...], node: Any) -> tuple[Any, ...] | None:
-    """x and weight of activation(gate) * up, if both are halves of a product that nothing else
-    reads, or None."""
+    """Return x and weight of activation(gate) * up, or None.
+
+    gate and up must be the halves of a product that nothing else reads.
+    """
     for activated, up in (node.args, node.args[::-1]):
         gate = next(filter(None, (_gate_of(activated, each) for each in formulas)), None)
         product = _whole_of(gate, first=True)
@@ -85,8 +88,7 @@ def _find(formulas: tuple[Any, ...], node: Any) -> tuple[Any, ...] | None:
 
 
 def _is_read_by(node: Any, product: Any) -> bool:
-    """Return whether a product, and each node between it and `node`, is read only on the way
-    there."""
+    """Return whether `product`, and the nodes from it to `node`, have no other readers."""
     between = [node]
     for of in between:
         between += [each for each in of.all_input_nodes if each not in (product, *between)]
@@ -105,7 +107,7 @@ def _gate_of(activated: Any, formula: Any) -> Any:
 
 
 def _is(part: Any, formula: Any, gates: dict[Any, None]) -> bool:
-    """Return whether a node computes a formula, or a number equals it; add its gates to `gates`."""
+    """Return whether a node computes a formula, or a number equals it. Add its gates to `gates`."""
     if formula is GATE:
         gates[part] = None
         return True
@@ -119,7 +121,7 @@ def _is(part: Any, formula: Any, gates: dict[Any, None]) -> bool:
 
 
 def _whole_of(half: Any, first: bool) -> Any:
-    """The matrix that has a node as its first or second half of columns, or None."""
+    """The matrix that has this node as the first or second half of its columns, or None."""
     match _target(half):
         case "aten.slice.Tensor":
             whole, begins, ends = _sliced(*half.args)
@@ -160,8 +162,7 @@ def _target(node: Any) -> str:
 
 
 def _has_silu(config: Any) -> bool:
-    """Return whether the configuration names silu, or no activation, such as for ChatGLM and
-    LFM2."""
+    """Return whether the configuration has silu, or (for ChatGLM and LFM2) no activation."""
     named = [word for word in ("silu", "swiglu", "_act", "activation") if mentions(word)(config)]
     return not named or named[0] in ("silu", "swiglu")
 

@@ -69,7 +69,7 @@ BINDING = Binding(
         LayerTarget(
             f"{_ROUTER}.grouped_topk_router.GroupedTopk", _native, adapt=_from_hidden_states
         ),
-        # vLLM's router calls it without a layer; it calls `_moe_C::grouped_topk`.
+        # vLLM's router calls this function without a layer. It calls `_moe_C::grouped_topk`.
         FunctionTarget(
             (f"{_ROUTER}.grouped_topk_router.grouped_topk",),
             ("hidden_states", *_CPU),

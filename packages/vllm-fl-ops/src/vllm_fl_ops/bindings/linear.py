@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 __all__ = ["BINDING", "DENSE_INTERMEDIATE", "OPERATORS", "may_have", "product_of"]
 
 OPERATORS = ("aten.mm.default", "aten.addmm.default", "aten.sum.dim_IntList")
-"""The last is Inductor's form of a product of one row, compiled for that size only: a sum of
-products."""
+"""The last, a sum of products, is Inductor's form of a product of one row, if it compiles for that
+size only.
+"""
 
 
 def _native(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -87,14 +88,13 @@ def _router_experts(config: Any) -> int:
 
 
 def _biased(config: Any) -> int:
-    """Products with a bias, as a sum: 1 for queries, keys and values; 2 for the attention's output;
-    4 for the MLP."""
+    """A sum of 1 for biases of queries, keys and values, 2 of attention's output, 4 of the MLP."""
     text = config.model_config.hf_text_config
 
     def is_set(*names: str) -> bool:
         return any(getattr(text, name, None) is True for name in names)
 
-    # Qwen2's configuration has no setting for it: the model's class has the bias.
+    # Qwen2's configuration has no setting for the bias; the model's class adds it.
     is_qwen2 = str(getattr(text, "model_type", "")).startswith("qwen2")
     whole = is_set("attention_bias", "bias", "use_bias")
     own = whole or is_qwen2 or is_set("qkv_bias", "add_qkv_bias")
@@ -102,7 +102,7 @@ def _biased(config: Any) -> int:
 
 
 def may_have(config: Any) -> bool:
-    """Return whether the model has weights as loaded: not quantised, and not packed, as on CPUs."""
+    """Return whether the weights are not quantised, and not packed (as they are on CPUs)."""
     from vllm.platforms import current_platform
 
     return not is_quantised(config) and not current_platform.is_cpu()

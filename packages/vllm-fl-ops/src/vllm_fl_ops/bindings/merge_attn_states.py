@@ -48,7 +48,7 @@ ROUTE = Route(
     only=_is_plain,
     out=("output", "output_lse"),
     results=_heads_first,
-    # The kernels use one output's strides for both; vLLM 0.26's ignore the strides of sums.
+    # The kernels use one output's strides for both. vLLM 0.26's kernels ignore the strides of sums.
     own_args={
         "prefix_output": lambda prefix_output: prefix_output.contiguous(),
         "suffix_output": lambda suffix_output: suffix_output.contiguous(),

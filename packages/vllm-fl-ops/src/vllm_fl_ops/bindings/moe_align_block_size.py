@@ -31,8 +31,9 @@ _CALLERS = (
 
 
 def _has_signed_ids(topk_ids: Tensor) -> bool:
-    """Return whether ids have a dtype of the contract: some all-to-all kernels return unsigned
-    ids."""
+    """Return whether the contract has the dtype of ids. Some all-to-all kernels return unsigned
+    ids.
+    """
     import torch
 
     return topk_ids.ndim == 2 and topk_ids.dtype in (torch.int32, torch.int64)

@@ -23,7 +23,7 @@ def _marked(routing: tuple[Tensor, Tensor], is_padding: Tensor | None) -> tuple[
 
 
 def _rows(gating_output: Tensor, topk: int) -> Tensor:
-    """A tensor that a kernel also writes to, and that no supported release reads."""
+    """A tensor that kernels also write. No supported release reads it."""
     from torch import int32
 
     return gating_output.new_empty((gating_output.shape[0], topk), dtype=int32)

@@ -35,13 +35,15 @@ def _apart(
     k = qkv[:, query : query + key].reshape(-1, kv_heads, size)
     q = rms_norm.native(q, None, q_weight, epsilon)
     k = rms_norm.native(k, None, k_weight, epsilon)
-    # Pass the whole table, like layers: gathering rows first would take separate kernels.
+    # Pass the whole table, like layers, because gathering rows first would take separate kernels.
     return _rope(position_ids, q, k, size, cos_sin_cache, not rotary_interleaved)
 
 
 def _native(qkv: Tensor, *rest: Any) -> Tensor:
-    """Write the results of `_apart` into the projection: more than twice their bytes in compiled
-    code."""
+    """Write the results of `_apart` into the projection.
+
+    In compiled code, this moves more than twice the bytes of the projection.
+    """
     start = 0
     for heads_of in _apart(qkv, *rest):
         if heads_of is not None:
@@ -59,10 +61,10 @@ def _rope(
     cos_sin_cache: Tensor,
     is_neox: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The code that vLLM compiles instead of the operator that its rope calls as a custom op."""
+    """Rotate like vLLM in compiled graphs, without the operator that its layer otherwise calls."""
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
-    # In a graph the two token counts may be two unknowns; the layer's code has only one.
+    # A graph may have two symbols for the number of tokens; the layer's code has only one.
     positions = positions.flatten().view(query.shape[0])
     rotary = cos_sin_cache.shape[-1]
     turned: tuple[Tensor, Tensor | None] = RotaryEmbedding.forward_static(
@@ -109,8 +111,8 @@ BINDING = Binding(
             ),
             tokens="qkv",
         ),
-        # It also finds norms with float32 weights, such as GemmaRMSNorm's in a graph (Gemma 3).
-        # vLLM's kernel raises an error for them, hence an implementation must support them.
+        # The pass also finds norms with float32 weights, such as GemmaRMSNorm's in a graph (Gemma
+        # 3). vLLM's kernel raises an error for such norms, so an implementation must support them.
         FusionTarget(
             "vllm.compilation.passes.fusion.qk_norm_rope_fusion.QKNormRoPEFusionPass",
             "enable_qk_norm_rope_fusion",

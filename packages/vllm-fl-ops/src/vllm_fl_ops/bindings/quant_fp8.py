@@ -76,7 +76,7 @@ def _is_one(scale: Tensor) -> bool:
 
 
 def _has_e4m3fn() -> bool:
-    """Return whether this platform's fp8 is float8_e4m3fn: MI300's is another format."""
+    """Return whether this platform's fp8 is float8_e4m3fn. On MI300 it is another format."""
     import torch
     from vllm.platforms import current_platform
 
@@ -166,7 +166,7 @@ def _may_have(config: Any) -> bool:
 
 BINDING = Binding(
     targets=(
-        # Enabling it in vLLM would change what vLLM fuses with norms and activations.
+        # Enabling the layer in vLLM would change what vLLM fuses with norms and activations.
         LayerTarget(LAYER, _native, adapt=_of_layer, enabled=False),
         _static("group_shape"),
         _static(),

@@ -17,8 +17,7 @@ __all__ = ["BINDING"]
 
 
 def _is_plain(input: Tensor, output_q: Tensor, output_s: Tensor, group_size: int) -> bool:
-    """Return whether the format is E4M3, and scales are in rows: any other layout would be a
-    guess."""
+    """Return whether the format is E4M3 and scales are in rows. Any other layout is ambiguous."""
     import torch
 
     rows, groups = input.shape[:-1].numel(), input.shape[-1] // group_size

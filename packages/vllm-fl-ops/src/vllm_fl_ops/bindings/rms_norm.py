@@ -44,7 +44,7 @@ class StandIn:
         self.layer = layer
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # read of a copy without attributes yet
+        if name.startswith("__"):  # read on a copy that has no attributes yet
             raise AttributeError(name)
         return getattr(self.layer, name)
 

@@ -62,8 +62,10 @@ class _FusedAsRMSNormGated(StandIn):
 
 
 def _on_this_rank(layer: Any, norm: Bound) -> Bound:
-    """Adapt the op to Mamba 2's norm. vLLM's method stays for layers without a norm, or with groups
-    that span ranks."""
+    """Adapt the op to Mamba 2's norm.
+
+    Layers without a norm, or with groups that span ranks, keep vLLM's method.
+    """
     if not layer.use_rms_norm or layer.n_groups % layer.tp_size:
         return partial(_vllms(layer).forward_native, layer)
 
@@ -74,8 +76,10 @@ def _on_this_rank(layer: Any, norm: Bound) -> Bound:
 
 
 def _without_residual(layer: Any, norm: Bound) -> Bound:
-    """Adapt the op to Kimi's norm. vLLM's kernel stays for calls with a residual or without a
-    weight."""
+    """Adapt the op to Kimi's norm.
+
+    Calls with a residual or without a weight keep vLLM's kernel.
+    """
 
     def forward(
         x: Tensor,
@@ -92,7 +96,7 @@ def _without_residual(layer: Any, norm: Bound) -> Bound:
 
 
 def _vllms(layer: Any) -> Any:
-    """vLLM's class of a layer: the layer may be an instance of our subclass."""
+    """Return vLLM's class of a layer. The layer may be an instance of our subclass."""
     return next(cls for cls in type(layer).__mro__ if cls.__module__.startswith("vllm."))
 
 
@@ -108,7 +112,7 @@ def _width(config: Any) -> int:
 
 
 def _groups(config: Any) -> int:
-    """Groups of features with one mean on this rank; 1 if a row is a head."""
+    """Groups of features on this rank, each with its own mean; 1 if a row is a head."""
     text = config.model_config.hf_text_config
     if getattr(text, "linear_value_head_dim", None) or getattr(text, "linear_attn_config", None):
         return 1

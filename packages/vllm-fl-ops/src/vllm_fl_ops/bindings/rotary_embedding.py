@@ -30,7 +30,7 @@ def native(
     import torch
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
-    # Only the rows of these positions: the whole table may have a hundred thousand.
+    # Only the rows of these positions, because the whole table may have a hundred thousand rows.
     rows = torch.cat((cos[position_ids], sin[position_ids]), dim=-1)
     at = torch.arange(rows.shape[0], device=rows.device)
     rotated: tuple[Tensor, Tensor | None] = RotaryEmbedding.forward_static(
@@ -65,8 +65,7 @@ def _from_positions(layer: Any, rotate: Bound) -> Bound:
 
 
 def _of_heads(layer: Any, rotate: Bound) -> Bound:
-    """Adapt the op to DeepSeek's rope: query and key have separate heads, and the table may be
-    fp32."""
+    """Adapt the op to DeepSeek's rope. Query and key have separate heads; the table may be fp32."""
     tables = halves()
 
     def forward(
@@ -86,10 +85,10 @@ def _of_heads(layer: Any, rotate: Bound) -> Bound:
 
 
 def _by_rows(layer: Any, rotate: Bound) -> Bound:
-    """Adapt the op to the rope of Ernie 4.5 and Bailing: a token's cos and sin come from three
+    """Adapt the op to the rope of Ernie 4.5 and Bailing. A token's cos and sin come from three
     rows.
 
-    The first pairs alternate between height and width, and the last have the time.
+    The first pairs alternate between height and width, and the last pairs use the time.
     """
     section = layer.mrope_section or (0, 0, 0)
     first_of_time = getattr(layer, "spatial_size", section[0] + section[1])

@@ -45,11 +45,11 @@ def activation(
 
     Args:
         oracle: (x, further arguments) -> the result in fp64.
-        second_form: the same by another formula.
+        second_form: the same function by another formula.
         tolerances: by dtype.
-        gated: whether x is two halves, (..., 2 * d), and the result (..., d).
-        special: whether NaN must give NaN, and infinity infinity; otherwise the result of a row
-            with either is unspecified.
+        gated: whether x has two halves, (..., 2 * d). The result is then (..., d).
+        special: whether NaN must give NaN, and infinity must give infinity. If False, the result of
+            a row with either is unspecified.
         beside: the further arguments.
         samples: calls that every implementation must compute correctly; None: made from
             `activation_inputs`.

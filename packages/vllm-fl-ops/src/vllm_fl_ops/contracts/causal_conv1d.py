@@ -33,12 +33,13 @@ def causal_conv1d(
     """out[t] = act(bias + sum of weight[:, i] * x[t - width + 1 + i] for i from 0 to width - 1).
 
     Each feature is convolved separately. The inputs before the first token of a sequence are its
-    state, or 0 without a state. Afterwards the state is the last width - 1 inputs of the sequence,
-    newest last; for a shorter sequence it includes inputs of the previous state.
+    state, or 0 without a state. The call replaces the state by the last width - 1 inputs of the
+    sequence, newest last. If the sequence is shorter than that, the new state includes inputs of
+    the previous state.
 
     Args:
-        x: (tokens, dim), float32, float16 or bfloat16, of any layout: one sequence after another. A
-            NaN affects only its feature of its sequence.
+        x: (tokens, dim), float32, float16 or bfloat16, of any layout. The sequences follow each
+            other. A NaN affects only the same feature of the same sequence.
         weight: (dim, width), of x's dtype, width from 2 to 5.
         bias: (dim,), of x's dtype, or None for 0.
         conv_states: (slots, dim, state_len), of x's dtype, of any layout, state_len at least
@@ -47,20 +48,21 @@ def causal_conv1d(
         query_start_loc: (sequences + 1,), int32 or int64: the first token of each sequence, then
             the number of tokens. The state of an empty sequence is unchanged.
         cache_indices: (sequences,), int32 or int64, from 1, distinct: the slots of the sequences.
-            Slot 0 is vLLM's null block: no sequence uses it.
+            Slot 0 is vLLM's null block, and is not used by a sequence.
         has_initial_state: (sequences,), bool. If it is False, the contents of the state are not
             read, and may be NaN.
         activation: "silu", or None for no activation.
 
     Returns:
-        (out, conv_states): out of x's shape and dtype, contiguous; conv_states like the argument,
-        with the states of the sequences written. The inputs are not modified, except conv_states if
-        the implementation consumes it: it then returns the same tensor.
+        (out, conv_states). `out` has x's shape and dtype, and is contiguous. conv_states is like
+        the argument, with the states of the sequences written. The inputs are not modified, with
+        one exception: an implementation that consumes conv_states writes into it and returns the
+        same tensor.
 
     Raises:
         CallError: an argument violates this contract. The values of query_start_loc and
-            cache_indices are not checked before the call: on an accelerator, incorrect values are a
-            device error or undefined.
+            cache_indices are not checked before the call. On an accelerator, incorrect values cause
+            a device error or undefined results.
 
     Source: Gu and Dao, "Mamba" (arXiv:2312.00752), its depthwise convolution; states: vLLM's
     `causal_conv1d_fn`.
@@ -110,7 +112,7 @@ def _by_torch(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _call(
     source: Source, ends: tuple[int, ...], dim: int = 64, width: int = 4, more: int = 0
 ) -> dict[str, Any]:
-    """A call over sequences with these ends; every other sequence, from the first, has a state.
+    """A call over sequences with these ends. Every other sequence, from the first, has a state.
 
     The states have `more` further columns.
     """
@@ -156,8 +158,10 @@ def _samples(source: Source) -> Iterator[Sample]:
 
 
 def served_features(made: Callable[..., dict[str, Any]]) -> Callable[..., Iterator[Sample]]:
-    """`served` of a convolution, from `made`: (source, tokens, dim, width) -> arguments by
-    parameter."""
+    """Return the `served` of a convolution.
+
+    `made`: (source, tokens, dim, width) -> arguments by parameter.
+    """
 
     def served(
         source: Source, sizes: ModelSizes, conv_features: int, conv_taps: int
@@ -202,7 +206,7 @@ def _also(
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield from outside(good, "cache_indices", len(good["conv_states"]))
     at = good["query_start_loc"]
-    if at.device.type == "cpu":  # it would make an accelerator unusable
+    if at.device.type == "cpu":  # bad offsets make an accelerator unusable
         yield "query_start_loc beyond the tokens", {"query_start_loc": at * 2}
         yield (
             "query_start_loc before the last token",

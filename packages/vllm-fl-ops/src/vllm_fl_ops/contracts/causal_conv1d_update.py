@@ -31,7 +31,7 @@ def causal_conv1d_update(
     """out = act(bias + weight[:, -1] * x + sum of weight[:, i] * state[:, i] for the other taps).
 
     Each feature is convolved separately. The state is the last width - 1 inputs of the sequence,
-    newest last; afterwards x is the newest, and the oldest is dropped.
+    newest last. The call drops the oldest input and adds x.
 
     Args:
         x: (tokens, dim), float32, float16 or bfloat16, of any layout. Each token is from a
@@ -43,19 +43,20 @@ def causal_conv1d_update(
         bias: (dim,), of x's dtype, or None for 0.
         activation: "silu", or None for no activation.
         conv_state_indices: (tokens,), int32 or int64, distinct except 0: the slots of the tokens'
-            sequences. 0 is padding: vLLM's null block, not used by a sequence. The contents of
-            padding and of the null block may be NaN, and affect nothing else.
+            sequences. A token with slot 0 is padding. Slot 0 is vLLM's null block, and is not used
+            by a sequence. Padding tokens and the null block may contain NaN, which affects nothing
+            else.
 
     Returns:
-        (out, conv_state): out of x's shape and dtype, contiguous, equal to x for a padding token;
-        conv_state like the argument, with the slots of the tokens written and all others, including
-        slot 0, unchanged. The inputs are not modified, except conv_state if the implementation
-        consumes it, and x if it may consume x: it then returns the same tensors.
+        (out, conv_state). `out` has x's shape and dtype, and is contiguous; for a padding token it
+        equals x. conv_state is like the argument, with the slots of the tokens written. All other
+        slots, including slot 0, are unchanged. The inputs are not modified, except conv_state and x
+        if the implementation consumes them: it then returns the same tensors.
 
     Raises:
         CallError: an argument violates this contract. The values of conv_state_indices are not
-            checked before the call: on an accelerator, incorrect values are a device error or
-            undefined.
+            checked before the call. On an accelerator, incorrect values cause a device error or
+            undefined results.
 
     Source: Gu and Dao, "Mamba" (arXiv:2312.00752), its depthwise convolution; states and padding:
     vLLM's `causal_conv1d_update`.

@@ -39,23 +39,24 @@ def chunk_gated_delta_rule(
         q, k: (tokens, heads, key_size), float32, float16 or bfloat16, of any layout. A NaN affects
             no other sequence.
         v: (tokens, value_heads, value_size), of q's dtype, of any layout; value_heads is a multiple
-            of heads, and value_heads / heads consecutive heads share a head of q and k.
-        g: (tokens, value_heads), float32, of any layout, at most 0: the logarithm of the share that
-            a state keeps.
+            of heads. value_heads / heads consecutive heads of v share a head of q and k.
+        g: (tokens, value_heads), float32, of any layout, at most 0: the logarithm of the decay
+            factor of a state.
         beta: (tokens, value_heads), of q's dtype or float32, of any layout, from 0 to 1.
         initial_state: (sequences, value_heads, value_size, key_size), of q's dtype or float32.
         cu_seqlens: (sequences + 1,), int32 or int64: the first token of each sequence, then the
             number of tokens. The state of an empty sequence is returned unchanged.
-        epsilon: None to use q and k unchanged: with a k longer than 1, the state grows without
-            bound. A number above 0 to divide each by sqrt(sum(x**2) + epsilon) first.
+        epsilon: None uses q and k unchanged; the state then grows without bound if a k is longer
+            than 1. A number above 0 divides each row x of q and k by sqrt(sum(x**2) + epsilon)
+            first.
 
     Returns:
-        (out, final_state), contiguous: out of v's shape and dtype, final_state like initial_state.
-        The inputs are not modified.
+        (out, final_state), contiguous. `out` has v's shape and dtype; final_state has those of
+        initial_state. The inputs are not modified.
 
     Raises:
-        CallError: an argument violates this contract. cu_seqlens is not checked before the call: on
-            an accelerator, incorrect values are a device error or undefined.
+        CallError: an argument violates this contract. cu_seqlens is not checked before the call. On
+            an accelerator, incorrect values cause a device error or undefined results.
 
     Source: Yang et al., "Gated Delta Networks" (arXiv:2412.06464), equation 10.
     """
@@ -81,7 +82,7 @@ def _widened(
     beta: torch.Tensor,
     epsilon: float | None,
 ) -> tuple[torch.Tensor, ...]:
-    """All in fp64, q and k normalised and repeated for each head of v, and q scaled."""
+    """All in fp64; q and k are normalised and repeated for each head of v, and q is scaled."""
     q, k = q.double(), k.double()
     if epsilon is not None:
         q, k = (x * (x.pow(2).sum(-1, keepdim=True) + epsilon).rsqrt() for x in (q, k))
@@ -91,7 +92,7 @@ def _widened(
 
 
 def _by_triangular_systems(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A sequence as one chunk: the additions of its tokens to the state solve a linear system."""
+    """Each sequence as one chunk: solve a linear system for what tokens add to the state."""
     import torch
 
     q, k, v, g, beta, initial_state, cu_seqlens, epsilon = call
@@ -126,7 +127,7 @@ def _call(
     value_size: int = 64,
     strength: float = 1.0,
 ) -> dict[str, Any]:
-    """A call over sequences with these ends; states fade faster with a larger `strength`."""
+    """A call over sequences with these ends. States fade faster with a larger `strength`."""
     import torch
     import torch.nn.functional as F
 
@@ -190,8 +191,10 @@ def _samples(source: Source) -> Iterator[Sample]:
 
 
 def served_heads(made: Callable[..., dict[str, Any]]) -> Callable[..., Iterator[Sample]]:
-    """`served` of a delta rule, from `made`: (source, tokens, heads, value_heads, key_size,
-    value_size) -> arguments by parameter."""
+    """Return the `served` of a delta rule.
+
+    `made`: (source, tokens, heads, value_heads, key_size, value_size) -> arguments by parameter.
+    """
 
     def served(
         source: Source,
@@ -239,7 +242,7 @@ def _also(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, begins: Any, *_
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     at = good["cu_seqlens"]
     yield "states of integers", {"initial_state": good["initial_state"].long()}
-    if at.device.type == "cpu":  # they would make an accelerator unusable
+    if at.device.type == "cpu":  # bad offsets make an accelerator unusable
         yield "cu_seqlens beyond the tokens", {"cu_seqlens": at * 2}
         yield "cu_seqlens before the last token", {"cu_seqlens": at.clamp(max=len(good["q"]) - 1)}
         yield "cu_seqlens that fall", {"cu_seqlens": at.flip(0)}

@@ -33,8 +33,8 @@ def contract(
         oracle, arguments, results, more: see `declared`.
         samples: source -> the calls that every implementation must compute correctly.
         served: (source, model sizes, size, ...) -> the calls of a served model. The name of each
-            `size` is a field of `ModelSizes`, or a key of its `more`. No calls if such a size is
-            unknown.
+            `size` is a field of `ModelSizes`, or a key of its `more`. If such a size is unknown,
+            the result is empty.
     """
     asked = list(inspect.signature(served).parameters)[2:]
 
@@ -109,8 +109,10 @@ def activations(source: Source, *shape: int, scale: float) -> torch.Tensor:
 
 
 def outside(good: Mapping[str, Any], name: str, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield bad inputs with indices from `count` on, and below 0; none on an accelerator, which
-    they would make unusable."""
+    """Yield bad inputs with indices from `count` on, and below 0.
+
+    On an accelerator there are none, because bad indices make it unusable.
+    """
     at = good[name]
     if at.device.type == "cpu":
         yield f"{name} beyond the last one", {name: at + count}

@@ -45,16 +45,16 @@ def concat_and_cache_mla(
         kv_cache: (blocks, block_size, kv_lora_rank + rope_size), of kv_c's dtype and device, of any
             layout: there may be gaps between rows and between blocks.
         slot_mapping: (tokens,), int64, of any layout, below blocks * block_size. A token with a
-            negative slot (vLLM's -1, for padding) is not written, and its row may hold anything. If
-            two tokens have the same slot, either may remain there.
+            negative slot (vLLM's -1, for padding) is not written, and its row may contain any
+            values. If two tokens have the same slot, either may be there afterwards.
 
     Returns:
-        kv_cache after the writes. An implementation that consumes it writes into it and returns the
-        same tensor, in an engine and in `call_op`.
+        kv_cache after the writes. An implementation that consumes kv_cache writes into kv_cache and
+        returns the same tensor, in an engine and in `call_op`.
 
     Raises:
         CallError: an argument violates this contract. A slot beyond the cache is not checked before
-            the call: on an accelerator, it is a device error or undefined.
+            the call. On an accelerator, it causes a device error or undefined results.
 
     Source: DeepSeek-AI, "DeepSeek-V2" (arXiv:2405.04434), section 2.1.3, on the cached numbers;
     vLLM's `concat_and_cache_mla` with kv_cache_dtype "auto".
@@ -136,7 +136,7 @@ def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
     rank, rope = sizes.more.get("kv_lora_rank", 0), sizes.more.get("qk_rope_head_dim", 0)
     if rank is None or rope is None:
         return
-    rank, rope = int(rank) or 512, int(rope) or 64  # if absent, the sizes of all models
+    rank, rope = int(rank) or 512, int(rope) or 64  # all models have these sizes
     block = int(sizes.more.get("block_size") or BLOCK_SIZE)
     for tokens in sizes.tokens:
         kv_c = activations(source, tokens, rank, scale=30.0)
@@ -166,5 +166,5 @@ SPEC = contract(
     dtypes=("float32", "float16", "bfloat16"),
     outputs=(Exact(),),
     whole_batch=True,
-    ignores_repeats=True,  # the same numbers, to the same slots
+    ignores_repeats=True,  # repeats write the same numbers
 )

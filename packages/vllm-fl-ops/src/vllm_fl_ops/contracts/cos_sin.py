@@ -39,7 +39,7 @@ def joint_cos_sin(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
 
 
 def adjacent(cos: torch.Tensor, sin: torch.Tensor) -> Availability:
-    """True, or why a kernel cannot read both as one table: a rule for `OpImpl`."""
+    """Return True, or why a kernel cannot read both as one table. A rule for `OpImpl`."""
     return joint_cos_sin(cos, sin) is not None or "cos and sin are not the two halves of one cache"
 
 
@@ -47,7 +47,7 @@ _joint: dict[
     tuple[int, int],
     tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], torch.Tensor],
 ] = {}
-"""The caches of live pairs: a layer passes the same pair at every step."""
+"""The caches of live pairs, because a layer passes the same pair at every step."""
 
 
 def _as_one(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:

@@ -28,7 +28,7 @@ def gelu_new(x: torch.Tensor) -> torch.Tensor:
 
     Returns:
         Contiguous, of x's shape, dtype and device. x is not modified. The result for a value below
-        -3 may be 0: vLLM's implementation and its CUDA kernels round 1 + tanh to x's dtype.
+        -3 may be 0, because vLLM's implementation and its CUDA kernels round 1 + tanh to x's dtype.
 
     Raises:
         CallError: an argument violates this contract.
@@ -51,14 +51,14 @@ def _new_by_torch(x: torch.Tensor) -> torch.Tensor:
 def gelu_fast(x: torch.Tensor) -> torch.Tensor:
     """x * (1 + tanh(0.7978845608 * x * (1 + 0.044715 * x**2))) / 2, elementwise.
 
-    This is `gelu_new` with sqrt(2 / pi) to ten digits, and other roundings of the tanh's argument.
+    This is `gelu_new` with sqrt(2 / pi) to ten digits. The argument of tanh is rounded differently.
 
     Args:
         x: float32, float16 or bfloat16, of any shape and layout.
 
     Returns:
         Contiguous, of x's shape, dtype and device. x is not modified. The result for a value below
-        -3 may be 0: vLLM's implementation and its CUDA kernels round 1 + tanh to x's dtype.
+        -3 may be 0, because vLLM's implementation and its CUDA kernels round 1 + tanh to x's dtype.
 
     Raises:
         CallError: an argument violates this contract.
@@ -106,7 +106,7 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
 
     Args:
         x: float32, float16 or bfloat16, of any shape and layout. The result for a NaN is
-            unspecified: vLLM's CUDA kernel reads it as 0.
+            unspecified, because vLLM's CUDA kernel reads it as 0.
 
     Returns:
         Contiguous, of x's shape, dtype and device. x is not modified.
@@ -126,7 +126,7 @@ def _relu2_by_sign(x: torch.Tensor) -> torch.Tensor:
 
 
 LEARNED = ("alpha_p", "alpha_n", "beta", "eps")
-"""The other arguments, and the layer's attributes of the same names."""
+"""The arguments after x. The layer has attributes with the same names."""
 
 
 def xielu(
@@ -142,11 +142,11 @@ def xielu(
 
     Args:
         x: float32, float16 or bfloat16, of any shape and layout.
-        alpha_p: one element, of x's dtype or bfloat16, as learned. vLLM keeps it in bfloat16 for
-            any dtype of x: softplus may then be rounded to bfloat16.
+        alpha_p: one element, of x's dtype or bfloat16, the learned value. vLLM keeps it in bfloat16
+            for any dtype of x, so softplus may be rounded to bfloat16.
         alpha_n: like alpha_p.
         beta: one element, of x's dtype or bfloat16: the slope at 0.
-        eps: one element, of x's dtype or bfloat16, at most 0: where expm1 begins.
+        eps: one element, of x's dtype or bfloat16, at most 0: the largest argument of expm1.
 
     Returns:
         Contiguous, of x's shape, dtype and device. The inputs are not modified.

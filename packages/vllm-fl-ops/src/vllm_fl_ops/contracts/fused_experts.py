@@ -24,11 +24,10 @@ ALPHA, LIMIT = 1.702, 7.0
 """Constants of gpt-oss's activation."""
 
 ALL_EXPERTS, ONE_EXPERT = 1 << 22, 5 << 20
-"""Limits of numbers of weights: of all experts at the model's size, and of one with all
-features."""
+"""The most weights in a sample: of all experts at the model's size, and of one expert."""
 
 FEW_EXPERTS, NARROW = 4, (128, 64)
-"""Of a larger model's calls: the experts with all features, and the features of all experts."""
+"""Sizes of reduced calls: experts if all features are kept, features if all experts are kept."""
 
 
 def fused_experts(
@@ -46,9 +45,10 @@ def fused_experts(
 ) -> torch.Tensor:
     """The sum, over a token's experts, of weight * (act(x @ w13.T + w13_bias) @ w2.T + w2_bias).
 
-    act of a gate and an up projection is silu(gate) * up ("silu"), gelu(gate) * up with the error
-    function ("gelu") or with the approximation by tanh ("gelu_tanh"), or gpt-oss's activation
-    ("swigluoai"): (up + 1) * gate * sigmoid(1.702 * gate), with gate at most 7 and up from -7 to 7.
+    act is a function of a gate and an up projection. For "silu" it is silu(gate) * up. For "gelu"
+    (with the error function) and "gelu_tanh" (approximated by tanh) it is gelu(gate) * up. For
+    "swigluoai", gpt-oss's activation, it is (up + 1) * gate * sigmoid(1.702 * gate), with gate at
+    most 7 and up from -7 to 7.
 
     Args:
         hidden_states: (tokens, hidden), float32, float16 or bfloat16, of any layout. A row with NaN
@@ -65,8 +65,8 @@ def fused_experts(
         activation: "silu", "gelu", "gelu_tanh" or "swigluoai".
         apply_router_weight_on_input: whether the weight multiplies x instead of the result. Only
             with k = 1.
-        global_num_experts: the number of the model's experts: the length of expert_map, or without
-            a map the number in w13, or -1 for that number.
+        global_num_experts: the number of the model's experts: the length of expert_map. Without a
+            map, the number of experts in w13, or -1, which means the same.
         expert_map: (global_num_experts,), int32: the index of each expert in w13 and w2, or -1 for
             an expert on another rank, which adds nothing. None: all experts are on this rank, in
             order.
@@ -79,7 +79,7 @@ def fused_experts(
 
     Raises:
         CallError: an argument violates this contract. An id beyond the experts is an error on a
-            CPU. An accelerator does not check it: it is a device error or undefined.
+            CPU. On an accelerator, it causes a device error or undefined results.
 
     Source: Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated
     Mixture-of-Experts Layer" (arXiv:1701.06538), with the gated experts of Jiang et al., "Mixtral
@@ -121,7 +121,7 @@ def _activated(inner: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def _dense(*call: Any) -> torch.Tensor:
-    """Every token through every expert of the model; experts on other ranks are zeros."""
+    """Compute every token with every expert of the model; experts on other ranks are zeros."""
     import torch
 
     hidden_states, w13, w2, topk_weights, topk_ids, *rest = call
@@ -244,7 +244,7 @@ def _samples(source: Source) -> Iterator[Sample]:
     x, *of_two = padded(2)
     yield Sample("padding", (x, w13, w2, *of_two, *plain), open_rows=(7,))
     x, *of_three = padded(3)
-    elsewhere = x, w13[:3], w2[:3], *of_three, "silu", False, 8, here.flip(0), None, None
+    elsewhere = x, w13[:3], w2[:3], *of_three, "silu", False, 8, here.roll(1), None, None
     yield Sample("padding, experts of other ranks", elsewhere, open_rows=(7,))
     x, *of_one = padded(1)
     on_input = x, w13, w2, *of_one, "silu", True, -1, None, None, None
@@ -282,8 +282,9 @@ def _shapes(
 ) -> Iterator[tuple[tuple[int, int, int], int, str]]:
     """Yield ((experts, hidden, intermediate), experts of a token, how it is reduced) of the calls.
 
-    A large model has calls of all experts with few features, and of few experts with all features:
-    for all of both, the oracle would take seconds. Live verification has the model's weights.
+    For a large model, some calls have all experts with few features, and others have few experts
+    with all features. With all experts and all features, the oracle would take seconds. Live
+    verification uses the model's weights.
     """
     if 3 * experts * hidden * inner <= ALL_EXPERTS:
         yield (experts, hidden, inner), k, ""
@@ -334,7 +335,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "weights on the input, for two experts", {"apply_router_weight_on_input": True}
     here = torch.arange(count, dtype=torch.int32, device=x.device)
     mapped = {"expert_map": here, "global_num_experts": count}
-    if x.device.type == "cpu":  # it would make an accelerator unusable
+    if x.device.type == "cpu":  # bad ids make an accelerator unusable
         yield "an id beyond the experts", {"topk_ids": ids + count}
         yield "an id beyond the map", mapped | {"topk_ids": ids + count}
     yield "a list of experts", mapped | {"expert_map": [*range(count)]}

@@ -133,15 +133,15 @@ def gelu_and_mul_sparse(
     """gelu(max(gate - cutoff, 0)) * x[..., d:], where d = x.shape[-1] // 2.
 
     gate is x[..., :d], and cutoff is mean(gate) + std_multiplier * std(gate), over the d gates of a
-    row; std divides by d, not by d - 1. gelu is as in `gelu_and_mul`.
+    row. std divides by d, not by d - 1. gelu is as in `gelu_and_mul`.
 
     Args:
-        x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate, then up projection, of
-            this rank's part of a layer; d is at least 1, unless there are no rows. The result of a
-            row with NaN or infinity is unspecified.
-        std_multiplier: the distance of cutoff and mean in standard deviations: the normal
-            distribution's quantile of the share of gates to set to 0. A finite number, or a tensor
-            with one, which layers before vLLM 0.30 have.
+        x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate, then up projection, both
+            for this rank's part of a layer. d is at least 1, unless there are no rows. The result
+            of a row with NaN or infinity is unspecified.
+        std_multiplier: the distance from mean to cutoff in standard deviations. It is the quantile
+            of the normal distribution for the share of gates to set to 0. A finite number, or (in
+            layers before vLLM 0.30) a tensor with one element.
         approximate: "none" or "tanh".
 
     Returns:
@@ -212,7 +212,7 @@ def fatrelu_and_mul(x: torch.Tensor, threshold: float = 0.0) -> torch.Tensor:
 
     Args:
         x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate, then up projection. The
-            result for a NaN in the gate is unspecified: vLLM's CUDA kernel reads it as 0.
+            result for a NaN in the gate is unspecified, because vLLM's CUDA kernel reads it as 0.
         threshold: in the units of x; finite. If x's dtype cannot represent it, it may be rounded to
             that dtype before the comparison.
 
@@ -249,8 +249,8 @@ def swigluoai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0)
 
     Args:
         x: (..., 2 * d), float32, float16 or bfloat16, of any layout: features of the gate and the
-            up projection alternate. The result for a NaN is unspecified: some of vLLM's CUDA
-            kernels clamp it to `limit`.
+            up projection alternate. The result for a NaN is unspecified, because some CUDA kernels
+            of vLLM clamp it to `limit`.
         alpha: how steep the sigmoid is; finite.
         limit: in the units of x; finite and above 0. If x's dtype cannot represent it, it may be
             rounded to that dtype.
@@ -310,7 +310,7 @@ def silu_and_mul_with_clamp(
 
     Args:
         x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate, then up projection. The
-            result for a NaN is unspecified: vLLM's CUDA kernel clamps it to `limit`.
+            result for a NaN is unspecified, because vLLM's CUDA kernel clamps it to `limit`.
         limit: in the units of x; finite and above 0. If x's dtype cannot represent it, it may be
             rounded to that dtype.
         alpha: how steep the sigmoid is; finite.
@@ -428,7 +428,7 @@ SPECS = (
         beside={"threshold": scalar()},
         special=False,
         further=_near_threshold,
-        call=lambda x: (x, 0.25),  # which every dtype represents
+        call=lambda x: (x, 0.25),  # every dtype represents 0.25
         bad=lambda good: not_finite("threshold"),
         **of_layer("threshold"),
     ),

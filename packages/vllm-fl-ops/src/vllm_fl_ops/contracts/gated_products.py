@@ -129,12 +129,13 @@ def _samples(source: Source) -> Iterator[Sample]:
     far = _of("gates far from zero", source, source.normal(6, 256), 64, scale=300.0)
     far.args[1][:64] *= 300.0  # an activation is g or 0 here; exp(g) overflows
     yield far
-    # Gates reach 4 to 16, to find an activation that is cut nearer to zero; up is beyond any limit.
+    # Gates reach 4 to 16, which finds an activation that is clamped nearer to zero. Up is beyond
+    # any limit.
     far = _of("up far from zero", source, source.normal(6, 256), 64, scale=4 * 300.0)
     far.args[1][:64] *= 4.0
     far.args[1][64:] *= 300.0
     yield far
-    # All results are 0, which shows the remainder that a limit of gate or its sigmoid leaves.
+    # All results are 0. With a clamped gate or sigmoid, they would not be.
     below = _of("gates far below zero", source, source.normal(6, 256).abs(), 64)
     below.args[1][:64] = -30.0 * below.args[1][:64].abs()
     below.args[1][64:] *= 300.0

@@ -26,15 +26,15 @@ def gdn_gating(
 
     Args:
         a: (tokens, heads), float32, float16 or bfloat16, of any layout: usually one half of a
-            projection's result, with b as the other half. NaN and infinity in a or b give the
-            result of the formula, and affect only their element.
+            projection's result, with b as the other half. The formula also applies to NaN and
+            infinity in a or b, which affect only their own element.
         b: of a's shape, dtype and device, of any layout.
         A_log: (heads,), the logarithm of each head's rate, of a's dtype or float32.
         dt_bias: (heads,), added to every row of a, of a's dtype or float32.
 
     Returns:
-        (g, beta): both (tokens, heads) and contiguous; g is float32 and at most 0, the logarithm of
-        the share of its state that a head keeps; beta is of b's dtype, from 0 to 1. The inputs are
+        (g, beta), both (tokens, heads) and contiguous. g is float32 and at most 0: the logarithm of
+        the decay factor of a head's state. beta has b's dtype, and is from 0 to 1. The inputs are
         not modified.
 
     Raises:
@@ -75,7 +75,9 @@ def _samples(source: Source) -> Iterator[Sample]:
     *_, A_log, dt_bias = _calls(source, 1, 6)
     halves = source.normal(6, 12)
     yield Sample("halves of one tensor", (halves[:, 6:], halves[:, :6], A_log, dt_bias))
-    yield Sample("far from zero", _calls(source, 9, 16, scale=12.0))
+    far = _calls(source, 9, 16, scale=12.0)
+    far[0][3] = 96.0  # e^96 overflows float32
+    yield Sample("far from zero", far)
     a, b, A_log, dt_bias = _calls(source, 4, 8)
     yield Sample("A_log in the dtype of a", (a, b, A_log.to(source.dtype), dt_bias))
     yield Sample("dt_bias in float32", (a, b, A_log, dt_bias.to(torch.float32)))

@@ -43,16 +43,18 @@ def grouped_topk(
 
     Scores are softmax(gating_output) or sigmoid(gating_output) over all experts, in fp32. A group
     is a range of consecutive experts. With a bias, experts are chosen by score + bias, and groups
-    by the sum of their two highest. Without a bias, experts are chosen by score, and groups by
-    their highest. Weights are the scores without the bias.
+    by the sum of their two highest values of score + bias. Without a bias, experts are chosen by
+    score, and groups by their highest score. Weights are the scores without the bias.
 
     Args:
         gating_output: (tokens, experts), the router's logits without unit: float32, float16 or
             bfloat16, of any layout. The result of a token with a logit that is not finite is
             unspecified, and affects no other token.
-        topk: the number of experts of a token, from 1 to the number in topk_group groups.
-        renormalize: whether to divide a token's weights by their sum. The weights of a token with
-            all chosen scores below 1e-6 are then unspecified: kernels add small numbers to the sum.
+        topk: the number of experts of a token, from 1 to the number of experts in topk_group
+            groups.
+        renormalize: whether to divide a token's weights by their sum. If all chosen scores of a
+            token are below 1e-6, its weights are then unspecified, because kernels add small
+            numbers to the sum.
         num_expert_group: the number of groups, of equal size; with a bias, of at least two experts.
         topk_group: the number of groups to choose a token's experts from, 1 to num_expert_group.
         scoring_func: "softmax" or "sigmoid".
@@ -60,10 +62,10 @@ def grouped_topk(
         e_score_correction_bias: (experts,), finite, float32, float16 or bfloat16, or None.
 
     Returns:
-        (weights, ids), both (tokens, topk) and contiguous, on gating_output's device: float32, and
-        int32 from 0 to experts - 1, distinct for each token. The order of a token's experts is
-        free, and so is the choice between equal scores, or equal groups. The inputs are not
-        modified.
+        (weights, ids), both (tokens, topk) and contiguous, on gating_output's device. weights is
+        float32; ids is int32 from 0 to experts - 1, distinct for each token. A token's experts may
+        be in any order. Between equal scores, or equal groups, any choice is correct. The inputs
+        are not modified.
 
     Raises:
         CallError: an argument violates this contract.
@@ -83,7 +85,7 @@ def grouped_topk(
 def _allowed(
     scores: torch.Tensor, groups: int, topk_group: int, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the numbers that decide between experts: -inf for experts of other groups."""
+    """Return the numbers that decide the choice of experts: -inf outside the chosen groups."""
     import torch
 
     choice = (scores if bias is None else scores + bias.double()).unflatten(-1, (groups, -1))
@@ -170,9 +172,13 @@ def _samples(source: Source) -> Iterator[Sample]:
     small = router_logits(source, 4, 195)
     yield Sample("many small groups", (small, 6, True, 65, 3, "softmax", 1.0, None))
     ties = router_logits(source, 6, 16)
-    ties[:, 3] = ties[:, 8] = ties[:, 12] = 4.5  # three groups' equal scores for two choices
+    ties[:, 3] = ties[:, 8] = ties[:, 12] = 4.5  # equal scores in three groups
     ties[:, 5] = 6.0
     yield Sample("ties", (ties, 3, True, 4, 4, "softmax", 1.0, None))
+    equal = router_logits(source, 6, 32, spread=0.125)
+    equal[:, [0, 1, 8, 9, 16, 17]] = equal.new_tensor((2.0, 2.0, 1.5, 1.4, 1.25, 1.2))
+    args = (equal, 4, True, 4, 2, "sigmoid", 1.0, bias_for_choice(source, 32, 0.0))
+    yield Sample("two equal highest scores in a group", args)
     bias = bias_for_choice(source, 64, 0.1)
     broken = router_logits(source, 5, 64)
     broken[1, 7], broken[3, 40], broken[4] = math.nan, math.inf, -math.inf

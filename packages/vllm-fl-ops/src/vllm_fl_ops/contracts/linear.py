@@ -41,9 +41,9 @@ SHAPES = (
     ("1 feature", 5, 1, 259),
     ("1 output feature", 7, 2063, 1),
 )
-"""(name, tokens, in_features, out_features) of samples, at sizes where kernels of products change.
+"""(name, tokens, in_features, out_features) of samples, at sizes where libraries change kernels.
 
-The first is small: checks that make one call of each kind use it.
+The first is small, because checks with one call of each kind use it.
 """
 
 ROWS_AT_ONCE = 256
@@ -54,8 +54,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """x @ weight.T + bias.
 
     Args:
-        x: (tokens, in_features), float32, float16 or bfloat16, of any layout: a part of a wider
-            projection is a strided view. in_features is at least 1. NaN and infinity affect only
+        x: (tokens, in_features), float32, float16 or bfloat16, of any layout, such as a strided
+            view of a wider projection. in_features is at least 1. NaN and infinity affect only
             their row.
         weight: (out_features, in_features), of x's dtype and device, of any layout.
         bias: (out_features,), of x's dtype and device, of any layout, or None for 0.
@@ -77,8 +77,8 @@ def product(
 ) -> torch.Tensor:
     """x @ (weight * scale).T in float64, with a scale per row or one for all rows.
 
-    Rows are converted a few at a time, to stay in a processor's cache: a large weight at once takes
-    a host two to five times as long.
+    Rows are converted a few at a time, to stay in a processor's cache. Converting a large weight at
+    once takes two to five times as long on a host.
     """
     import torch
 
@@ -174,9 +174,9 @@ def repeated(few: Sample, columns: torch.Tensor, *places: int, parts: int = 1) -
     Args:
         few: the smaller call.
         columns: for each output feature, its number in the smaller call.
-        places: positions of arguments with a row per output feature, or per output feature of each
-            part. None, and one number for all rows, are kept.
-        parts: of these arguments.
+        places: positions of the arguments that have a row per output feature, or per output feature
+            of each part. An argument that is None, or one number for all rows, is kept.
+        parts: the number of parts of these arguments.
     """
     import torch
 

@@ -86,7 +86,7 @@ def _eight_bits(values: torch.Tensor, *, by_row: bool) -> tuple[torch.Tensor, to
 
 
 def _rows(source: Source, count: int, features: int, scale: float = 1.0) -> torch.Tensor:
-    """Normal numbers in float32, uneven."""
+    """Normal numbers in float32, with rows of different magnitudes."""
     import torch
 
     return _uneven(source.normal(count, features, scale=scale, dtype=torch.float32))

@@ -28,9 +28,10 @@ def merge_attn_states(
     """The attention over all keys, merged from the attention over a prefix and over the suffix.
 
     With the weights p = exp(prefix_lse) and s = exp(suffix_lse) of each token and head, the output
-    is (p * prefix_output + s * suffix_output) / (p + s), and its log-sum-exp log(p + s). A
+    is (p * prefix_output + s * suffix_output) / (p + s), and its log-sum-exp is log(p + s). A
     log-sum-exp of -inf, or of +inf as in FlashAttention 2, means that a side has no keys. The other
-    side is then the result, and this side's output is ignored: it may be uninitialised memory.
+    side is then the result. The output of the side without keys is ignored, and may be
+    uninitialised memory.
 
     Args:
         prefix_output: (tokens, heads, head_size), float32, float16 or bfloat16, of any layout: a
@@ -41,9 +42,9 @@ def merge_attn_states(
         suffix_lse: like prefix_lse.
 
     Returns:
-        (output, lse), contiguous: output of prefix_output's shape, dtype and device, lse
-        (tokens, heads), float32. If both sides have no keys, lse is -inf, and output is 0 if both
-        outputs are 0; otherwise output is either 0 or prefix_output.
+        (output, lse), contiguous. output has prefix_output's shape, dtype and device; lse is
+        (tokens, heads), float32. If both sides have no keys, lse is -inf. output is then 0 if both
+        outputs are 0, and otherwise either 0 or prefix_output.
 
     Raises:
         CallError: an argument violates this contract.

@@ -27,7 +27,7 @@ def moe_align_block_size(
     pad_sorted_ids: bool = False,
     ignore_invalid_experts: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The rows of all experts, sorted by expert, with the rows of each padded to whole blocks.
+    """The rows of all experts, sorted by expert; each expert's rows are padded to whole blocks.
 
     A row is a position in topk_ids: token * topk + k. Experts are in ascending order, and an expert
     without rows has no block.
@@ -42,22 +42,22 @@ def moe_align_block_size(
             experts keep their numbers.
         pad_sorted_ids: whether to round the length of sorted_token_ids up to whole blocks.
         ignore_invalid_experts: with a map, whether to omit rows of experts on other ranks and to
-            sort by the numbers on this rank. Otherwise the map is applied only to expert_ids: the
-            block of an expert on another rank has -1.
+            sort by the numbers on this rank. If False, the map is applied only to expert_ids, which
+            are -1 for blocks of experts on other ranks.
 
     Returns:
         (sorted_token_ids, expert_ids, num_tokens_post_padded), int32, contiguous, on topk_ids'
-        device. sorted_token_ids has room for the worst case: the smaller of numel * block_size and
-        numel + num_experts * (block_size - 1), with numel = topk_ids.numel(), and the second
-        rounded up to whole blocks with pad_sorted_ids. The rows of each expert are padded with
-        numel. expert_ids has the expert of each block of sorted_token_ids, including an incomplete
-        last block. num_tokens_post_padded, of shape (1,), is the used length of sorted_token_ids;
-        the contents after it, in both, are unspecified. The order of an expert's rows is free. The
-        inputs are not modified.
+        device. sorted_token_ids has the rows of each expert, in any order, padded with numel =
+        topk_ids.numel(). Its length suffices for any routing: the smaller of numel * block_size and
+        numel + num_experts * (block_size - 1). With pad_sorted_ids, the second is rounded up to
+        whole blocks. expert_ids has the expert of each block of sorted_token_ids, including an
+        incomplete last block. num_tokens_post_padded, of shape (1,), is the used length of
+        sorted_token_ids. The contents of sorted_token_ids and expert_ids after that length are
+        unspecified. The inputs are not modified.
 
     Raises:
         CallError: an argument violates this contract. An id above num_experts - 1 is an error on a
-            CPU. An accelerator does not check it: it is a device error or undefined.
+            CPU. On an accelerator, it causes a device error or undefined results.
 
     Source: block-sparse products of experts, Gale et al., "MegaBlocks" (arXiv:2211.15841), section
     5.2; the results: vLLM's `moe_align_block_size`, as of 0.26.
@@ -195,7 +195,7 @@ def _fake(
 
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     ids = good["topk_ids"]
-    if ids.device.type == "cpu":  # it would make an accelerator unusable
+    if ids.device.type == "cpu":  # bad ids make an accelerator unusable
         here = ids.new_zeros(good["num_experts"]).int()
         yield "an id beyond the experts", {"topk_ids": ids + len(here)}
         yield "an id beyond the map", {"topk_ids": ids + len(here), "expert_map": here}

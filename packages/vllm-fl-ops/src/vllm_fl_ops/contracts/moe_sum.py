@@ -28,13 +28,13 @@ def moe_sum(
 
     Args:
         input: (tokens, topk, hidden), float32, float16 or bfloat16, of any layout: the result of
-            each of a token's experts, times its weight. NaN and infinity at a position that is
-            added are added like any number.
+            each of a token's experts, times its weight. NaN and infinity are added like any number.
         topk_ids: (tokens, topk), int32 or int64, on input's device, of any layout: the experts, or
             a negative number for a position without an expert. The input at such a position is not
             added: it may be NaN, or uninitialised memory. None: every position is added.
         expert_map: (experts,), int32, on input's device: the number of each expert on this rank, or
-            -1 for an expert on another rank, which is not added either. Only with topk_ids.
+            -1 for an expert on another rank. Results of such an expert are not added. Only with
+            topk_ids.
 
     Returns:
         (tokens, hidden), contiguous, of input's dtype and device; 0 if nothing is added. The inputs
@@ -42,7 +42,7 @@ def moe_sum(
 
     Raises:
         CallError: an argument violates this contract. An id beyond expert_map is an error on a CPU.
-            An accelerator does not check it: it is a device error or undefined.
+            On an accelerator, it causes a device error or undefined results.
 
     Source: Shazeer et al., "Outrageously Large Neural Networks" (arXiv:1701.06538), equation 1; the
     positions without an expert: vLLM's `moe_sum`, as of 0.26.
@@ -138,7 +138,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "four dimensions, no feature", {"input": input[..., None, :][..., :0]}
     here = input.new_zeros(4).int()
     yield "a map without ids", {"expert_map": here}
-    if input.device.type == "cpu":  # it would make an accelerator unusable
+    if input.device.type == "cpu":  # bad ids make an accelerator unusable
         beyond = input.new_full(input.shape[:2], 4).int()
         yield "an id beyond the map", {"topk_ids": beyond, "expert_map": here}
 

@@ -47,17 +47,17 @@ def moe_topk(
             bfloat16, of any layout. The result of a token with a logit that is not finite is
             unspecified, and affects no other token.
         topk: the number of experts of a token, from 1 to experts.
-        renormalize: whether to divide a token's weights by their sum. The weights of a token with
-            all chosen scores below 1e-6 are then unspecified: kernels add numbers of up to 1e-8 to
-            the sum.
+        renormalize: whether to divide a token's weights by their sum. If all chosen scores of a
+            token are below 1e-6, its weights are then unspecified, because kernels add numbers of
+            up to 1e-8 to the sum.
         scoring_func: "softmax" or "sigmoid".
         routed_scaling_factor: a finite factor of the weights, applied last.
         e_score_correction_bias: (experts,), finite, float32, float16 or bfloat16, or None.
 
     Returns:
-        (weights, ids), both (tokens, topk) and contiguous, on gating_output's device: float32, and
-        int32 from 0 to experts - 1, distinct for each token. The order of a token's experts is
-        free, and so is the choice between equal scores. The inputs are not modified.
+        (weights, ids), both (tokens, topk) and contiguous, on gating_output's device. weights is
+        float32; ids is int32 from 0 to experts - 1, distinct for each token. A token's experts may
+        be in any order. Between equal scores, any choice is correct. The inputs are not modified.
 
     Raises:
         CallError: an argument violates this contract.
@@ -112,6 +112,8 @@ def _samples(source: Source) -> Iterator[Sample]:
     yield Sample("odd sizes, far apart, plain", (far, 3, False, "softmax", 1.5, None))
     every = router_logits(source, 5, 8)
     yield Sample("every expert, plain", (every, 8, False, "softmax", 1.0, None))
+    odd = router_logits(source, 5, 7)
+    yield Sample("every one of 7 experts", (odd, 7, True, "softmax", 1.0, None))
     ties = router_logits(source, 6, 16)
     ties[:, 3] = ties[:, 8] = ties[:, 12] = 4.5  # three equal scores for two choices
     ties[:, 5] = 6.0

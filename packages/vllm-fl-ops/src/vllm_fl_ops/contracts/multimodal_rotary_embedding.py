@@ -53,11 +53,12 @@ def multimodal_rotary_embedding(
         rotary_interleaved: which features make a pair.
 
     Returns:
-        (query, key) rotated, contiguous, of their shapes and dtype. The inputs are not modified.
+        (query, key) rotated, contiguous, with unchanged shapes and dtype. The inputs are not
+        modified.
 
     Raises:
         CallError: an argument violates this contract. A position outside the tables is not checked
-            before the call: on an accelerator, it is a device error or undefined.
+            before the call. On an accelerator, it causes a device error or undefined results.
 
     Source: Wang et al., "Qwen2-VL" (arXiv:2409.12191), section 2.1, multimodal rotary position
     embedding; the interleaved axes: vLLM's `MRotaryEmbedding`.
@@ -111,7 +112,7 @@ def _by_complex_numbers(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _positions(source: Source, tokens: int, max_position: int) -> torch.Tensor:
-    """(tokens, 3) positions, each axis in another order; a transposed view, as layers pass it."""
+    """(tokens, 3) positions, each axis in another order; a transposed view, like in layers."""
     import torch
 
     ids = torch.arange(tokens, device=source.device)
@@ -173,7 +174,8 @@ def _served(
     section = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
     for tokens in sizes.tokens:
         one = served_positions(source, tokens, sizes.max_position, source.large)
-        # A layer's is transposed; this is not, because verification takes rows in memory as tokens.
+        # Layers pass a transposed view. This tensor is not transposed, because verification takes
+        # rows in memory as tokens.
         at = torch.stack([one, one // 2, one // 3], dim=-1)
         for interleaved in (False, True):
             q, k = heads_of_qkv(source, tokens, heads, kv_heads, head_size, scale)

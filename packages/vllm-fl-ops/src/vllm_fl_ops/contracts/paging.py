@@ -95,7 +95,7 @@ def slots(tokens: int, capacity: int, device: torch.device, *, skipped: int = 0)
 def written(cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
     """A contiguous copy of `cache` with `rows` in their slots.
 
-    It has the cache's dtype: fp64 would not be more exact.
+    It has the cache's dtype, because fp64 would not be more exact.
     """
     import torch
 

@@ -33,7 +33,7 @@ def qk_norm_rope(
 
     A head x becomes y = x / sqrt(mean(x**2) + epsilon) * weight, and pairs of features (a, b) of y
     become (a*c - b*s, b*c + a*s). c and s are the two halves of the table's row at the token's
-    position. The first 2 * half features of y rotate, the others do not. Pair i is (i, i + half) as
+    position. Only the first 2 * half features of y rotate. Pair i is the features (i, i + half) as
     in GPT-NeoX, or with rotary_interleaved=True (2 * i, 2 * i + 1) as in GPT-J.
 
     Args:
@@ -54,7 +54,7 @@ def qk_norm_rope(
 
     Raises:
         CallError: an argument violates this contract. A position outside the table is not checked
-            before the call: on an accelerator, it is a device error or undefined.
+            before the call. On an accelerator, it causes a device error or undefined results.
 
     Source: query-key norm as in Henry et al. (arXiv:2010.04245), with the RMS norm of Zhang and
     Sennrich (arXiv:1910.07467) and the embedding of Su et al. (arXiv:2104.09864), equation 34; in

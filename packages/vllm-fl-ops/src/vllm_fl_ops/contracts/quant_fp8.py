@@ -32,15 +32,14 @@ def quant_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The nearest float8_e4m3fn to x / scale, saturating at 448: x is close to value * scale.
 
-    Without `scale`, the scale is max |x| / 448 over all of x, or with `per_token` over each row,
-    with |x| limited to `scale_ub`. It is at least 1 / (448 * 512).
+    Without `scale`, the scale is max |x| / 448. The maximum is over all of x, or with `per_token`
+    over each row, and is limited to `scale_ub`. The scale is then at least 1 / (448 * 512).
 
     Args:
         x: (tokens, hidden), float32, float16 or bfloat16, of any layout; hidden is at least 1. The
-            result of a row with NaN or infinity is unspecified; other rows are not affected if each
-            row has its own scale, or the scale is given. Without scale and per_token, all of x must
-            be finite, and the result is unspecified if all |x| are below 1 / 512: some kernels have
-            no minimum scale in that case.
+            result of a row with NaN or infinity is unspecified. With `scale` or `per_token`, other
+            rows are not affected. With neither, all of x must be finite; the result is unspecified
+            if all |x| are below 1 / 512, because some kernels then have no minimum scale.
         scale: one float32 number, in any shape, in the units of x, above 0 and not subnormal; None
             to compute it from x.
         scale_ub: one float32 number, in any shape, in the units of x, above 0. Only with
@@ -48,8 +47,8 @@ def quant_fp8(
         per_token: whether to compute a scale for each token. Only without `scale`.
 
     Returns:
-        (value, scale): contiguous, on x's device, sharing no memory with an argument. value:
-        float8_e4m3fn, (tokens, hidden); ties may round either way. scale: float32, (1,), or
+        (value, scale), contiguous, on x's device. They share no memory with an argument. value is
+        float8_e4m3fn, (tokens, hidden); ties may round either way. scale is float32, (1,), or
         (tokens, 1) with `per_token`, or a copy of the argument in its shape. x is not modified.
 
     Raises:
@@ -192,6 +191,6 @@ SPEC = contract(
         )
     },
     outputs=(QuantisedPair(steps=0.5),),
-    whole_batch=True,  # one scale for all rows,
-    ignores_repeats=True,  # from their largest number
+    whole_batch=True,  # all rows share a scale
+    ignores_repeats=True,  # repeats keep the maximum
 )

@@ -27,8 +27,8 @@ def quant_fp8_group(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The nearest float8_e4m3fn to x / scale: x is close to value * scale of its group.
 
-    The scale is the largest |x| of `group_size` features of a token, at least `eps`, divided by
-    448. With `ue8m0` it is rounded up to a power of two.
+    A group is `group_size` features of a token. Its scale is max(largest |x|, `eps`) / 448; with
+    `ue8m0`, rounded up to a power of two.
 
     Args:
         x: (tokens, hidden), float32, float16 or bfloat16, of any layout; hidden is at least 1. The
@@ -39,8 +39,8 @@ def quant_fp8_group(
             then unspecified, because some kernels have a minimum scale of that size.
 
     Returns:
-        (value, scale): contiguous, on x's device. value: float8_e4m3fn, (tokens, hidden); ties may
-        round either way. scale: float32, (tokens, hidden / group_size). x is not modified.
+        (value, scale), contiguous, on x's device. value is float8_e4m3fn, (tokens, hidden); ties
+        may round either way. scale is float32, (tokens, hidden / group_size). x is not modified.
 
     Raises:
         CallError: an argument violates this contract.

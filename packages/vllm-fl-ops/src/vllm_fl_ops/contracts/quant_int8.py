@@ -29,10 +29,10 @@ def quant_int8(
 ) -> tuple[torch.Tensor, ...]:
     """The nearest int8 to x / scale + azp, saturating: x is close to (value - azp) * scale.
 
-    Without `scale`, each row has its own: max |x| / 127, without a zero point; or with
-    `asymmetric`, (max x - min x) / 255, and as zero point the integer nearest to -128 - min
-    x / scale. In a row of equal numbers, min and max include 0, which makes the result exact; the
-    zero point of a row of zeros is -128.
+    Without `scale`, each row has its own scale: max |x| / 127, without a zero point. With
+    `asymmetric`, the scale is (max x - min x) / 255, and the zero point is the integer nearest to
+    -128 - min x / scale. In a row of equal numbers, min and max include 0, which makes the result
+    exact. The zero point of a row of zeros is -128.
 
     Args:
         x: (tokens, hidden), float32, float16 or bfloat16, of any layout; hidden is at least 1. The
@@ -41,14 +41,14 @@ def quant_int8(
             for a scale per token.
         azp: one int32 number, in any shape: the value that represents x = 0. Only with `scale`;
             None for 0.
-        asymmetric: True for a zero point per token, the third result; otherwise None, not False,
-            because it determines the number of results. Only without `scale`.
+        asymmetric: True for a zero point per token, which is then the third result. Otherwise None,
+            not False, because the number of results depends on it. Only without `scale`.
 
     Returns:
-        (value, scale), or (value, scale, azp) with `asymmetric`; contiguous, on x's device, sharing
-        no memory with an argument. value: int8, (tokens, hidden); ties may round either way. scale:
-        float32, (tokens, 1), or a copy of the argument in its shape. A row of zeros has a scale of
-        at most 1e-12. azp: int32, (tokens, 1). x is not modified.
+        (value, scale), or (value, scale, azp) with `asymmetric`; contiguous, on x's device. They
+        share no memory with an argument. value is int8, (tokens, hidden); ties may round either
+        way. scale is float32, (tokens, 1), or a copy of the argument in its shape. A row of zeros
+        has a scale of at most 1e-12. azp is int32, (tokens, 1). x is not modified.
 
     Raises:
         CallError: an argument violates this contract.
@@ -105,7 +105,7 @@ def _by_limits(
 
 
 def _uneven(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """x with these limits in every row: no zero point is half-way between two integers."""
+    """x with these limits in every row, so no zero point is half-way between two integers."""
     x = x.clamp(low, high)
     x[:, 0], x[:, -1] = low, high
     return x
@@ -218,6 +218,6 @@ SPEC = contract(
         )
     },
     outputs=(QuantisedPair(steps=0.5), Exact()),
-    whole_batch=True,  # a given scale is one number for all rows,
-    ignores_repeats=True,  # which no row influences
+    whole_batch=True,  # all rows share a given scale
+    ignores_repeats=True,  # repeats do not change it
 )

@@ -35,34 +35,37 @@ def recurrent_gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output of each token, and the cache with the states after the tokens.
 
-    S is the state of the token's sequence, (value_size, key_size) for each head; g and beta are the
-    gates that `gdn_gating` computes from a, b, A_log and dt_bias, but not rounded: S = exp(g) * S;
-    S = S + beta * (v - S k) k^T; out = S q / sqrt(key_size).
+    S is the state of the token's sequence, (value_size, key_size) for each head. g and beta are the
+    results of `gdn_gating` for a, b, A_log and dt_bias, but not rounded.
+
+    S = exp(g) * S; S = S + beta * (v - S k) k^T; out = S q / sqrt(key_size).
 
     Args:
         q, k: (tokens, heads, key_size), float32, float16 or bfloat16, of any layout. Each token is
             from a different sequence.
         v: (tokens, value_heads, value_size), of q's dtype, of any layout; value_heads is a multiple
-            of heads, and value_heads / heads consecutive heads share a head of q and k.
+            of heads. value_heads / heads consecutive heads of v share a head of q and k.
         a, b: (tokens, value_heads), of q's dtype, of any layout.
         A_log, dt_bias: (value_heads,), of q's dtype or float32.
         state: (slots, value_heads, value_size, key_size), of q's dtype or float32. Each slot is
             contiguous; there may be gaps between slots.
         state_indices: (tokens,), int32 or int64, distinct except 0: the slots of the tokens'
-            sequences. 0 is padding: vLLM's null block, not used by a sequence. The contents of
-            padding and of the null block may be NaN, and affect nothing else.
-        epsilon: None to use q and k unchanged: with a k longer than 1, the state grows without
-            bound. A number above 0 to divide each by sqrt(sum(x**2) + epsilon) first.
+            sequences. A token with slot 0 is padding. Slot 0 is vLLM's null block, and is not used
+            by a sequence. Padding tokens and the null block may contain NaN, which affects nothing
+            else.
+        epsilon: None uses q and k unchanged; the state then grows without bound if a k is longer
+            than 1. A number above 0 divides each row x of q and k by sqrt(sum(x**2) + epsilon)
+            first.
 
     Returns:
-        (out, state): out of v's shape and dtype, contiguous, 0 for a padding token; state of the
-        argument's shape and dtype, with the slots of the tokens written and all others, including
-        slot 0, unchanged. The inputs are not modified, except state if the implementation consumes
-        it: it then returns the same tensor.
+        (out, state). `out` has v's shape and dtype, and is contiguous; it is 0 for a padding token.
+        state has the argument's shape and dtype, with the slots of the tokens written. All other
+        slots, including slot 0, are unchanged. The inputs are not modified, except state if the
+        implementation consumes it: it then returns the same tensor.
 
     Raises:
-        CallError: an argument violates this contract. state_indices is not checked before the call:
-            on an accelerator, incorrect values are a device error or undefined.
+        CallError: an argument violates this contract. state_indices is not checked before the call.
+            On an accelerator, incorrect values cause a device error or undefined results.
 
     Source: Yang et al., "Gated Delta Networks" (arXiv:2412.06464), equation 10.
     """

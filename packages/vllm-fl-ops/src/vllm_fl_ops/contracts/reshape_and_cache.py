@@ -46,11 +46,11 @@ def reshape_and_cache(
         key_cache: (blocks, block_size, kv_heads, head_size), of key's dtype and device, of any
             layout. A cache with heads before slots in memory (HND) is passed as a view, and so is
             one half of a tensor with keys and values next to each other.
-        value_cache: of key_cache's shape, dtype and device, of any layout, without an element in
-            common with it.
+        value_cache: of key_cache's shape, dtype and device, of any layout. The caches share no
+            element.
         slot_mapping: (tokens,), int64, of any layout, below blocks * block_size. A token with a
-            negative slot (vLLM's -1, for padding) is not written, and its row may hold anything. If
-            two tokens have the same slot, either may remain there.
+            negative slot (vLLM's -1, for padding) is not written, and its row may contain any
+            values. If two tokens have the same slot, either may be there afterwards.
 
     Returns:
         (key_cache, value_cache) after the writes. An implementation that consumes the caches writes
@@ -58,7 +58,7 @@ def reshape_and_cache(
 
     Raises:
         CallError: an argument violates this contract. A slot beyond the cache is not checked before
-            the call: on an accelerator, it is a device error or undefined.
+            the call. On an accelerator, it causes a device error or undefined results.
 
     Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
     PagedAttention" (arXiv:2309.06180), section 4.2; vLLM's `reshape_and_cache_flash` with
@@ -150,14 +150,14 @@ def _samples(source: Source) -> Iterator[Sample]:
     key, value = key[..., :32], value[..., :32]
     caches = _separate(source, 4, 8, 2, 32)
     yield Sample("padded heads", (key, value, *caches, slots(7, 32, source.device)))
-    key, value = source.normal(7, 2, 32, 2).unbind(-1)  # and features apart
+    key, value = source.normal(7, 2, 32, 2).unbind(-1)  # and gaps between features
     caches = source.normal(4, 8, 2, 32), source.normal(4, 2, 8, 32).transpose(1, 2)
     yield Sample("two layouts", (key, value, *caches, slots(7, 32, source.device)))
     key, value = source.normal(7, 2, 32), source.normal(7, 2, 32)
     sparse = source.normal(4, 8, 2, 32, 2).unbind(-1)
     yield Sample("features apart", (key, value, *sparse, slots(7, 32, source.device)))
 
-    for size in (32, 64, 128, 528):  # 528 with states of linear attention
+    for size in (32, 64, 128, 528):  # 528 in models with linear attention
         key, value = source.normal(9, 2, 32), source.normal(9, 2, 32)
         caches = _separate(source, 3, size, 2, 32)
         mapping = slots(9, 3 * size, source.device, skipped=4)
@@ -237,5 +237,5 @@ SPEC = contract(
     dtypes=("float32", "float16", "bfloat16"),
     outputs=(Exact(), Exact()),
     whole_batch=True,
-    ignores_repeats=True,  # the same numbers, to the same slots
+    ignores_repeats=True,  # repeats write the same numbers
 )

@@ -31,18 +31,18 @@ def rms_norm(
     the sum rounded to x's dtype.
 
     Args:
-        x: (..., hidden), float32, float16 or bfloat16, of any layout: the heads of a q projection
-            are a strided (tokens, heads, head_size) view of the qkv buffer. A row with NaN gives
-            NaN, a row with infinity gives 0 and NaN, and other rows are not affected.
+        x: (..., hidden), float32, float16 or bfloat16, of any layout, such as the heads of a q
+            projection, a strided (tokens, heads, head_size) view of the qkv buffer. A row with NaN
+            gives NaN, a row with infinity gives 0 and NaN, and other rows are not affected.
         residual: of x's shape, dtype and device, of any layout, or None.
         weight: (hidden,), of x's dtype or float32, on x's device, or None for 1.
         epsilon: added to the mean of squares, in its units; finite and not negative.
         variance_size: take the mean over the first `variance_size` features only; None for all.
 
     Returns:
-        The normalised tensor; with a residual, (normalised, y): y, in x's dtype, is the next
+        The normalised tensor, or (normalised, y) with a residual: y, in x's dtype, is the next
         residual. Both are contiguous, of x's shape, dtype and device. The inputs are not modified,
-        unless there is a residual and the implementation may consume it or x.
+        except x and residual if the implementation may consume them and there is a residual.
 
     Raises:
         CallError: an argument violates this contract.
@@ -140,7 +140,7 @@ def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
             name = f"{tokens} x {sizes.hidden}{', large' * source.large}"
             yield Sample(name, (x, None, weight, eps, None))
             yield Sample(f"{name}, residual", (x.clone(), residual, weight, eps, None))
-        is_latent = bool(sizes.more.get("kv_lora_rank"))  # attention: norms no heads
+        is_latent = bool(sizes.more.get("kv_lora_rank"))  # such attention norms no heads
         if heads is not None and kv_heads is not None and size is not None and not is_latent:
             qkv = _activations(source, tokens, (heads + 2 * kv_heads) * size)
             query = qkv[:, : heads * size].view(tokens, heads, size)

@@ -36,8 +36,8 @@ def rotary_embedding(
     """Rotate pairs of features (a, b) of each head to (a*c - b*s, b*c + a*s).
 
     c and s are the rows of cos and sin at the token's position. With half = cos.shape[-1], the
-    first 2 * half features of a head rotate and the others are unchanged. Pair i is (i, i + half)
-    as in GPT-NeoX, or with rotary_interleaved=True (2 * i, 2 * i + 1) as in GPT-J.
+    first 2 * half features of a head rotate and the others are unchanged. Pair i is the features
+    (i, i + half) as in GPT-NeoX, or with rotary_interleaved=True (2 * i, 2 * i + 1) as in GPT-J.
 
     Args:
         query: (tokens, heads, head_size), float32, float16 or bfloat16, of any layout, such as a
@@ -50,12 +50,13 @@ def rotary_embedding(
         rotary_interleaved: which features make a pair.
 
     Returns:
-        (query, key) rotated, contiguous, of their shapes and dtype; None for a key of None. The
-        inputs are not modified, unless the implementation may consume query or key.
+        (query, key) rotated, contiguous, with unchanged shapes and dtype. The second result is None
+        if key is None. The inputs are not modified, unless the implementation may consume query or
+        key.
 
     Raises:
         CallError: an argument violates this contract. A position outside the tables is not checked
-            before the call: on an accelerator, it is a device error or undefined.
+            before the call. On an accelerator, it causes a device error or undefined results.
 
     Source: Su et al., "RoFormer" (arXiv:2104.09864), equation 34; pairings: vLLM's
     `ApplyRotaryEmb`.
@@ -226,7 +227,7 @@ def _of_latent(
 
 
 def served_positions(source: Source, tokens: int, max_position: int, large: bool) -> torch.Tensor:
-    """Positions of a batch as vLLM makes it, including both ends of the model's length."""
+    """Positions of a batch as in vLLM, including the model's first and last position."""
     import torch
 
     before = 5  # a single token is in the middle of its prompt

@@ -27,8 +27,9 @@ SCORING = ("softmax", "sigmoid")
 """The functions from a router's logits to scores."""
 
 MARGIN = 5e-7
-"""The smallest difference of two scores, of at most 1 before a bias, with a certain order: several
-times the fp32 rounding of a score and of its sum with a bias."""
+"""Scores that differ by less may be in either order. Several times the fp32 rounding of a score, at
+most 1, and of its sum with a bias.
+"""
 
 RESULTS = (tensor("tokens, topk", "float32"), tensor("tokens, topk", "int32"))
 """The weights of each token's experts, and their ids."""
@@ -65,7 +66,7 @@ def router_logits(source: Source, tokens: int, experts: int, spread: float = 1.0
     """(tokens, experts) logits, in random order and distinct within each token.
 
     Random numbers rounded to 16 bits often tie, and an implementation that breaks ties differently
-    would choose other experts. Up to 1024 experts, these are exact in every dtype.
+    would choose other experts. With up to 1024 experts, these logits are exact in every dtype.
 
     Args:
         source: of the order.

@@ -28,11 +28,11 @@ _ROTARY_SHARES = ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction")
 _EPSILONS = ("rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon", "norm_eps")
 
 _HALF_ROTARY = frozenset({"chatglm", "glm4", "glm"})
-"""Model types for which vLLM rotates half of each head by default, without a configured share."""
+"""Model types for which vLLM rotates half of each head if no share is configured."""
 
 
 def _intermediate(config: Any) -> int:
-    """Features of one half of the MLP. In a list with a width per layer, the first counts."""
+    """Features of one half of the MLP. In a list of widths per layer, use the first."""
     value = first_set(config.model_config.hf_text_config, _WIDTHS)
     width = int(value[0] if isinstance(value, list | tuple) else value)
     return max(1, width // int(config.parallel_config.tensor_parallel_size))
@@ -55,7 +55,7 @@ def _rotary(config: Any) -> int:
 
 
 def first_set(text: Any, names: tuple[str, ...]) -> Any:
-    """The value of the first of these attributes with a value, or None."""
+    """The first value that is set among these attributes, or None."""
     return next((v for name in names if (v := getattr(text, name, None)) is not None), None)
 
 

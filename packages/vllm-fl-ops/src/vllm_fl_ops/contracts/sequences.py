@@ -20,8 +20,9 @@ LONG = 257
 """Tokens of the first sequence in a batch of 300 or more: one more than four chunks of 64."""
 
 STATES, INPUTS = 256, 2**20
-"""The most head states (tokens x heads), and inputs of a convolution (tokens x features), of a call
-that the oracle computes."""
+"""Limits of a call that the oracle computes: head states (tokens x heads), and inputs of a
+convolution (tokens x features).
+"""
 
 
 def ends(tokens: int, turned: bool = False) -> tuple[int, ...]:
@@ -29,8 +30,8 @@ def ends(tokens: int, turned: bool = False) -> tuple[int, ...]:
 
     Args:
         tokens: of the batch.
-        turned: whether the long prompt is last, and a token shorter: the same shapes, with other
-            ends.
+        turned: whether the long prompt is last, and a token shorter. Shapes stay equal; the ends
+            differ.
     """
     first, others = (LONG if tokens >= 300 else -(-tokens // 2)), cycle(_LENGTHS)
     lengths = [first]
@@ -56,8 +57,8 @@ def fitting_heads(tokens: int, heads: int, value_heads: int) -> tuple[int, int, 
     """Return (key heads, value heads, how the call is reduced) for a call with this number of
     tokens.
 
-    Heads are independent and the oracle is slow. Calls with few tokens have all heads; longer calls
-    have one key head with its value heads, or one of each.
+    The oracle is slow, and heads are independent. Therefore only calls with few tokens have all
+    heads. Longer calls have one key head with its value heads, or one of each.
     """
     share = value_heads // heads
     choices = ((heads, value_heads), (1, share), (1, 1))

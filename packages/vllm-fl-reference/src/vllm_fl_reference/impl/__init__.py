@@ -40,7 +40,7 @@ def implementations(
 
 
 def _packed(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Make results contiguous: PyTorch often keeps the strides of a dense argument."""
+    """Make results contiguous, because PyTorch often keeps the strides of a dense argument."""
 
     @wraps(fn)
     def packed(*args: Any, **kwargs: Any) -> Any:

@@ -33,10 +33,11 @@ def fused_experts(
     w13_bias: torch.Tensor | None = None,
     w2_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute expert by expert; each expert's result is rounded, their sum is in fp32.
+    """Compute expert by expert. Each expert's result is rounded; the sum is in fp32.
 
     The host counts the tokens of each expert, which synchronises with the device. During CUDA graph
-    capture this is impossible, so every expert computes all tokens: experts / k times the work.
+    capture this is impossible, so every expert computes all tokens, which is experts / k times the
+    work.
 
     An invalid id raises IndexError on the CPU only.
     """

@@ -79,7 +79,7 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bo
         parts = [turned_a, turned_b]
     if rotary < x.shape[-1]:
         parts.append(x[..., rotary:])
-    # One copy: vLLM's method joins the halves first and then the other features, even if none.
+    # One copy. vLLM's method joins the halves first, then adds the other features, even if none.
     return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
 
 

@@ -61,7 +61,7 @@ def _answer(words: Sequence[str]) -> int:
     if more and not arguments.takes_more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     arguments.more = more
-    if arguments.verb != "explain":  # it prints the page of this error
+    if arguments.verb != "explain":  # this verb prints the page of the error
         _check_temporary_folder()
     with answering(), progress(arguments.verb, forks=arguments.verb == "doctor"):
         status: int = arguments.run(arguments)
@@ -83,7 +83,8 @@ def _check_temporary_folder() -> None:
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     """Return the parser of a command line.
 
-    If it begins with a verb, only that verb is imported; otherwise all, to show their summaries.
+    If the line begins with a verb, only that verb is imported. Otherwise all verbs are imported, to
+    show their summaries.
     """
     parser = argparse.ArgumentParser(
         prog="vllm-fl",
@@ -152,5 +153,5 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _ops(**_: object) -> list[str]:
-    """Return the ops of contract distributions, which does not load plugins."""
+    """Return the ops of contract distributions, without loading plugins."""
     return [*known_contracts().contracts]

@@ -1,11 +1,11 @@
 """`vllm-fl tune --accept`: compares a model's speed with a tuning table and without it.
 
 Two engines run in separate processes, and only one works at a time. Every round runs each phase on
-both, in short alternating turns; the engine that begins also alternates. Ratios are taken within a
-round, since other load on the machine affects both. While they are timed, both decode the same
-tokens, and thus compute the same steps. The memory layout of a process makes it faster or slower
-for its whole life: half of the rounds use a second pair of engines, which also shows whether the
-table reproduces its plan and its tokens.
+both, in short alternating turns. The engine that begins also alternates. Ratios are taken within a
+round, because other load on the machine then affects both engines. In timed steps, both engines
+decode the same tokens, and thus compute the same steps. The memory layout of a process makes it
+faster or slower for its whole life. Therefore half of the rounds use a second pair of engines. The
+second pair also shows whether the table reproduces its plan and its tokens.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ ROUNDS = 10
 STARTS = 2
 
 LEAST = 0.98
-"""Minimum speed relative to the default of a table that is not slower: identical engines differ by
-one or two percent between startups."""
+"""Minimum speed of an accepted table, relative to the default. Identical engines differ by one or
+two percent between startups.
+"""
 
 ROUND = 1.0
 """Target seconds of an engine's work in a round of a phase; the number of steps is limited."""
@@ -62,7 +63,7 @@ TABLED, DEFAULT = "with the table", "without it"
 
 
 class AcceptError(VllmFLError):
-    """A table cannot be judged: the engines do not use it as expected."""
+    """A table cannot be judged, because the engines do not use it as expected."""
 
     code = "FL602"
 
@@ -203,7 +204,7 @@ def _show(served: Served, verdict: Verdict) -> None:
 def compare_engines(path: str, model: str, more: Sequence[str], rounds: int) -> Served:
     """Serve a model with a table and without it, alternately.
 
-    `more` are arguments for vLLM; each pair of engines runs `rounds`.
+    `more` are arguments for vLLM. Each pair of engines runs this number of `rounds`.
 
     Raises:
         EngineError: an engine failed.
@@ -240,7 +241,7 @@ def compare_engines(path: str, model: str, more: Sequence[str], rounds: int) -> 
             for number in range(rounds):
                 for phase, visit in phases.items():
                     # The memory of an idle process may have been reclaimed, which slows its first
-                    # tokens. They are greedy and not timed.
+                    # tokens. These tokens are greedy, and not timed.
                     again = f"again {number}"
                     free = dataclasses.replace(visit, seed=again, repeated=False, times=1)
                     for name in order:
@@ -260,7 +261,7 @@ def compare_engines(path: str, model: str, more: Sequence[str], rounds: int) -> 
 
 
 def _part(visit: Visit) -> Visit:
-    """Return the part of a visit for one of a round's turns."""
+    """Return the part of a visit that belongs to one turn of a round."""
     new, times = -(-visit.new_tokens // TURNS), -(-visit.times // TURNS)
     return dataclasses.replace(visit, new_tokens=new, times=times)
 
@@ -301,7 +302,7 @@ def _warmed_up(engine: Engine, phases: Mapping[str, Visit]) -> dict[str, float]:
 def _fitted(
     phases: Mapping[str, Visit], warm: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Visit]:
-    """Return the phases with the steps of a round: new tokens, or consecutive prompts."""
+    """Return the phases with as many steps (new tokens, or consecutive prompts) as fit a round."""
     fitted = {}
     for phase, visit in phases.items():
         step = min(of_engine[phase] for of_engine in warm.values())
@@ -315,7 +316,7 @@ def _fitted(
 
 
 def _of_steps(steps: Sequence[float]) -> float:
-    """Return the lower quartile of the steps: other load only makes steps longer."""
+    """Return the lower quartile of the steps, because other load only makes steps longer."""
     ordered = sorted(steps)
     return ordered[len(ordered) // 4]
 

@@ -25,7 +25,7 @@ from ._progress import doing
 from ._show import UsageError, say
 
 PATIENCE = 600.0
-"""Time limit of one verb in seconds; it imports torch and vLLM, perhaps from a network disk."""
+"""Time limit of one verb in seconds. It imports torch and vLLM, perhaps from a network disk."""
 
 LARGEST = 4 << 20
 """Maximum bytes of one file."""
@@ -54,7 +54,7 @@ def archive_of(path: str) -> Draft:
 def write(draft: Draft, found: Mapping[str, Any], model: str | None, more: Sequence[str]) -> None:
     """Write the archive, with the doctor's answer `found`, to the draft of `archive_of`.
 
-    `model` and `more`, arguments for vLLM, determine the plan in it.
+    `model` and `more`, arguments for vLLM, determine the plan in the archive.
     """
     secrets = _secrets(more)
     parts = {name: _clean(text, secrets).encode() for name, text in _parts(found, model, more)}

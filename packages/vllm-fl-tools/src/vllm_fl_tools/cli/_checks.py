@@ -80,7 +80,7 @@ BROKEN = "FL702"
 
 
 def entry_point() -> Iterator[Problem]:
-    """Find a missing entry point: vLLM ignores a copy on PYTHONPATH without metadata."""
+    """Find a missing entry point. vLLM ignores a copy on PYTHONPATH that has no metadata."""
     for group in ENGINE_GROUPS:
         if not metadata.entry_points(group=group, name="fl"):
             yield (
@@ -128,7 +128,7 @@ def twice() -> Iterator[Problem]:
 
 
 def _is_ours(dist: Any) -> bool:
-    """Return whether it is core or a plugin for core, by name, entry points or requirements."""
+    """Return whether this is core or a plugin for core, by name, entry points or requirements."""
     names = [dist.name, *(requirement.partition(";")[0] for requirement in dist.requires or ())]
     ours = any(canonical(name).startswith("vllm-fl-") for name in names)
     return ours or any(dist.entry_points.select(group=group) for group in KINDS)
@@ -352,7 +352,7 @@ def warned(settings: Settings, env: Mapping[str, str]) -> Iterator[Problem]:
     has_others = any(env.get(name, "").strip() for name in overridden(settings.declared))
     for warning in settings.warnings:
         if warning.startswith(f"{CONFIG}=") and not has_others:
-            continue  # replacing the file of a plugin is its purpose
+            continue  # CONFIG exists to replace a plugin's file
         yield warning, "This setting has no effect.", undo(warning)
 
 

@@ -42,7 +42,7 @@ def surviving(
     If a plugin ends the child (`os._exit`, an abort) or hangs, `work` is repeated without it, and
     the plugin is shown as failed.
 
-    `ended` has plugin -> how it ended a child, and is extended by plugins that end this child.
+    `ended` has plugin -> how it ended a child. A plugin that ends this child is added.
 
     Raises:
         LoadingError: the child ended while no known plugin was running.
@@ -75,7 +75,7 @@ def _once(work: Callable[[], dict[str, Any]], ended: dict[str, str]) -> tuple[by
         writer.close()
         before, since = None, time.monotonic()
         try:
-            # EOF may never come: a process that a plugin started may keep the pipe open.
+            # EOF may never come, because a process that a plugin started may keep the pipe open.
             while not reader.poll(BEAT) and child.exitcode is None:
                 crumb = breadcrumb.last(Path(notes))
                 if crumb != before:

@@ -16,7 +16,7 @@ __all__ = ["Owner", "OwnerFinder", "attribute", "named", "sums"]
 OP_LABEL, LAYER_LABEL = "vllm-fl/op/", "vllm-fl/layer/"
 
 STOCK, OWN_FORMS = "stock", ("stock.vllm", "foreign.oot")  # includes another plugin's code
-"""A plan's name for vLLM's code, and ids of implementations that mean it."""
+"""A plan's name for vLLM's code, and ids of implementations with the same meaning."""
 
 ATTENTION = "attention_backend"
 
@@ -40,8 +40,9 @@ YES, PARTLY, NO, UNKNOWN = "yes", "partly", "no", "?"
 """Whether an implementation of the plan runs; `partly` if it is fused with code from vLLM."""
 
 RUN, COULD, ELSEWHERE, UNCOVERED = "runs", "could run", "not here", "no contract"
-"""Coverage of code: an implementation runs; settings or vLLM's options decide for vLLM's code; a
-contract covers it in other modes, platforms or layers; no contract covers it."""
+"""Coverage of code, in this order: an implementation runs; settings or options of vLLM select stock
+code; a contract covers the code only in other modes, platforms or layers; no contract covers it.
+"""
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class OwnerFinder:
         return self._uncovered(path)
 
     def coverage(self, owner: Owner) -> tuple[str, str]:
-        """Return (coverage, the reason against implementations, as `vllm-fl explain` gives it)."""
+        """Return (coverage, why no implementation runs, in the words of `vllm-fl explain`)."""
         if owner.reached != NO:
             return (UNKNOWN if owner.reached == UNKNOWN else RUN), ""
         if not owner.op:
@@ -156,9 +157,9 @@ class OwnerFinder:
         return Owner(f"fused: {', '.join(ops)}", run_by, name, reached)
 
     def _uncovered(self, path: Sequence[str]) -> Owner:
-        """Return an owner by name: the innermost layer's outermost operator.
+        """Return an owner by name: the outermost operator in the innermost layer.
 
-        It has an op if it is the matrix product of a layer, and no target covers that.
+        The owner has an op if the operator is the matrix product of a layer.
         """
         last = max((n for n, name in enumerate(path) if _layer(name)), default=-1)
         called = [name for name in path[last + 1 :] if OPERATOR.fullmatch(name)]
@@ -184,12 +185,16 @@ def attribute(finder: OwnerFinder, seen: Mapping[str, Any], *, on_host: bool) ->
         on_host: whether the device is the host. Then operators count instead of kernels.
 
     Returns:
-        `of`: operators or kernels; `steps`: number of profiled steps; `rows`, longest first: the
-        fields of an `Owner`, `us` and `calls` per step, the `share` of all rows, and the longest
-        `kernels` {name: µs per step}; `total_us`: sum of the rows per step; `busy_us`: time with at
-        least one kernel on the device, on a CPU `total_us`; `reached`: share by `Owner.reached`;
-        `coverage`: share by coverage; `problem`: reason for an empty result. A row also has its
-        `coverage` and `why`, from `OwnerFinder.coverage`.
+        A dictionary with these keys:
+
+        - `of`: operators or kernels; `steps`: number of profiled steps
+        - `rows`, longest first: the fields of an `Owner`, `us` and `calls` per step, the `share` of
+          all rows, the longest `kernels` {name: µs per step}, and `coverage` and `why` from
+          `OwnerFinder.coverage`
+        - `total_us`: sum of the rows per step
+        - `busy_us`: time with at least one kernel on the device; on a CPU, `total_us`
+        - `reached`: share by `Owner.reached`; `coverage`: share by coverage
+        - `problem`: reason for an empty result
     """
     problem = seen["problem"]
     steps = 0 if problem else seen["steps"]
@@ -249,7 +254,11 @@ def _on_host(finder: OwnerFinder, seen: Mapping[str, Any]) -> Found:
 
 
 def _on_device(finder: OwnerFinder, seen: Mapping[str, Any]) -> Found:
-    """Yield kernels' times. An unattributed launch gets the owner of other launches, if unique."""
+    """Yield the times of kernels.
+
+    A launch without a known owner gets the owner of the kernel's other launches, if there is only
+    one.
+    """
     owners: dict[str, dict[Owner, None]] = {}
     unknown = []
     for number, name, us, calls in seen["kernels"]:
@@ -306,7 +315,7 @@ def answers(phase: Mapping[str, Any]) -> list[str]:
 
 
 def _unless(shares: Mapping[str, float], reached: Mapping[str, float]) -> str:
-    """Return the end of the first line: shares that belong to no side."""
+    """Return the end of the first line: shares of mixed and unknown code."""
     partly, unknown = reached.get(PARTLY, 0.0), shares.get(UNKNOWN, 0.0)
     more = [f"{partly:.1%} run in kernels that also have vLLM's code"] * bool(partly)
     more += [f"{unknown:.1%} are unknown"] * bool(unknown)

@@ -48,7 +48,8 @@ def takes_vllms(parser: argparse.ArgumentParser) -> None:
 def asked_of(arguments: argparse.Namespace, *, offline: bool = False) -> list[Described]:
     """Return the engines that a verb's `--mode`, `--model` and other arguments describe.
 
-    Empty for a script; without a model, one engine for each mode. `offline` is for `engine_of`.
+    The list is empty for a script. Without a model, it has one engine for each mode. `offline` is
+    passed to `engine_of`.
 
     Raises:
         UsageError, VllmFLError: like `check_words`, `engine_of` and `any_engines`.
@@ -144,11 +145,11 @@ def any_engines(modes: Sequence[Mode] = MODES) -> list[Described]:
 
 
 def entry_of(engine: Described, op: str) -> PlanEntry | None:
-    """Return an engine's plan for an op; None if it runs vLLM's code, or does not have the op."""
+    """Return an engine's plan for an op; None if the engine runs vLLM's code, or lacks the op."""
     found = engine.plan.entries.get(op)
     if found is not None or engine.aside or engine.has_model:
         return found
-    # A communicator needs several ranks; their number is unknown without a model.
+    # A communicator needs several ranks. The number of ranks is unknown without a model.
     facts = engine.facts
     rows = get_default_manager().rows(op, mode=facts.mode, engine=True, settings=facts.settings)
     return PlanEntry(op, rows)
@@ -158,7 +159,7 @@ def entry_of(engine: Described, op: str) -> PlanEntry | None:
 def _asking(what: str) -> Iterator[None]:
     """Show progress during the block, log only errors of vLLM, and collect no garbage.
 
-    The search for garbage in imported modules takes a second of CPU time.
+    Collecting garbage in the imported modules would take a second of CPU time.
     """
     level = "VLLM_LOGGING_LEVEL"
     is_set = level in os.environ

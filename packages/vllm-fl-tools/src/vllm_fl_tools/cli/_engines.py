@@ -45,7 +45,7 @@ START_TIMEOUT, ANSWER_TIMEOUT = 1800.0, 600.0
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONFAULTHANDLER": "1"}
-"""Little memory, and stacks in the log of a process that a signal ends."""
+"""Limits memory, and writes stacks to the log when a signal ends a process."""
 
 LEFT_ALONE = {Settings.metrics.variable: ""}
 """Disables a server's output files in engines of verbs."""
@@ -62,7 +62,7 @@ class EngineError(VllmFLError):
 
     Attributes:
         log: the end of its log.
-        hung: whether it did not answer in time.
+        hung: whether the engine did not answer in time.
         ran: the last note by one of its processes about its work, or empty.
     """
 
@@ -196,9 +196,10 @@ def running(
         model: the model's folder; missing weights are random.
         options: further arguments of `vllm.LLM`.
         environment: all variables of its processes.
-        steps_aside: whether the environment switches vllm-fl off: the engine's report is empty.
-        as_served: whether to start it like `vllm serve`, without `options`; its report then has the
-            facts of all `ranks` for a lock file.
+        steps_aside: whether the environment switches vllm-fl off. The engine's report is then
+            empty.
+        as_served: whether to start it like `vllm serve`, without `options`. Its report then has the
+            facts of all `ranks`, for a lock file.
         longest: maximum tokens of a sequence, also limited by the model; None for the value in
             `options`.
         arguments: the user's arguments of `vllm serve`.
@@ -232,7 +233,7 @@ def running(
 
 
 def _end(leader: subprocess.Popen[str]) -> None:
-    """Kill the processes of a session, and wait: the next engine needs their device memory."""
+    """Kill the processes of a session, and wait, because the next engine needs their memory."""
     end = time.monotonic() + LAST_WORDS
     while living := _living(leader.pid):
         for pid in living:
@@ -246,7 +247,7 @@ def _end(leader: subprocess.Popen[str]) -> None:
 
 
 def _end_with_stacks(leader: subprocess.Popen[str]) -> None:
-    """Abort a session's processes one after the other: each writes its stacks."""
+    """Abort a session's processes one after the other, so each writes its stacks."""
     for pid in sorted(_living(leader.pid), reverse=True):  # the leader, which waits, comes last
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGABRT)

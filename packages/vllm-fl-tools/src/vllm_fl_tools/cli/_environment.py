@@ -57,7 +57,7 @@ for name in sys.argv[1:]:
         facts["broken"][name] = f"{type(error).__name__}: {error}"
 print("\\n" + json.dumps(facts))
 """
-"""Imports torch in a child process: a broken torch may raise, hang, or end its process."""
+"""Imports torch in a child process, because a broken torch may raise, hang, or end its process."""
 
 
 def distributions(kernels: Collection[str] = ()) -> dict[str, str]:

@@ -40,8 +40,9 @@ def read_log(text: str) -> tuple[str, Names]:
     """Read the log of an engine that failed.
 
     Returns:
-        The exception or the signal, empty if the log has neither; and the functions and modules of
-        all stacks, innermost first, without vLLM and PyTorch.
+        (failure, names). The failure is the exception or the signal, or empty if the log has
+        neither. The names are the functions and modules of all stacks, innermost first, without
+        vLLM and PyTorch.
     """
     every = [(PREFIX.match(line), line) for line in text.splitlines()]
     lines = [

@@ -22,7 +22,7 @@ from ._options import draft_of
 from ._show import UsageError, answer, say
 
 DRAFT: dict[str, Any] = {"facts": {}, "result": {}, "seed": None}
-"""An empty lock file: an engine compares nothing with it, but records its facts."""
+"""An empty lock file. An engine compares nothing with it, but records the engine's own facts."""
 
 
 def save(arguments: argparse.Namespace) -> int:
@@ -57,7 +57,7 @@ def text_of(content: Mapping[str, Any]) -> str:
 
 
 def _check_alike(first: dict[str, Any], others: list[dict[str, Any]]) -> None:
-    """Raise UsageError if ranks have different facts: no startup could match the lock file."""
+    """Raise UsageError if facts differ between ranks, as no startup could match the lock file."""
     from ..operate.locking import differences  # imports vLLM, which verbs import on demand
 
     lock = Locked("", first["facts"], first["result"], first["seed"])

@@ -1,4 +1,4 @@
-"""General plugins for vLLM from other distributions: each can make its startup fail.
+"""General plugins for vLLM from other distributions. Each can make vLLM's startup fail.
 
 vLLM calls them in every process. Its error does not name the plugin or the distribution.
 """
@@ -30,7 +30,7 @@ LOADED = (*ENGINE_GROUPS, "vllm.io_processor_plugins", "vllm.stat_logger_plugins
 
 
 def loaded(*without: str) -> list[str]:
-    """Return the value of VLLM_PLUGINS that excludes only these plugins in addition."""
+    """Return the value of VLLM_PLUGINS that additionally excludes these plugins."""
     given = os.environ.get(VARIABLE)
     names = [each.name for each in entry_points(*LOADED)] if given is None else given.split(",")
     return [name for name in dict.fromkeys(names) if name not in without]

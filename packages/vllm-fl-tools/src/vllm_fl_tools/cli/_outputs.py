@@ -1,12 +1,14 @@
 """Finds the operator that makes a plan less exact than a baseline.
 
-All engines get the same tokens, the answers of a float32 engine, and report the log-probability of
-each. Errors are the differences from the float32 engine. A correct plan also has errors, because it
-computes in the model's dtype: a baseline in the same dtype has comparable errors.
+All engines get the same tokens, and report the log-probability of each token. The tokens are the
+answers of a float32 engine. Errors are the differences from the float32 engine. A correct plan also
+has errors, because it computes in the model's dtype. A baseline in the same dtype has comparable
+errors.
 
-A correct plan that rounds more often has larger errors at all tokens, by one factor. The sizes of
-the errors are therefore compared after division by that factor, above every threshold: low
-thresholds find an error of all tokens, and high thresholds an error of a few.
+A correct plan that rounds more often has larger errors at all tokens, by one factor. The errors of
+the plan are therefore divided by that factor. Then the numbers of errors above every threshold are
+compared. Low thresholds find an error of all tokens, and high thresholds find an error of a few
+tokens.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ PHASES = ("prefill", "decode")
 LIMIT = 1.5
 """Maximum ratio of a correct plan's median error to the baseline's.
 
-A plan that rounds twice for each rounding of the baseline has about sqrt(2) = 1.41 times its error,
-and is correct. docs/measurements/verbs.md has the measurements of all limits.
+A plan that rounds twice for each rounding of the baseline has about sqrt(2) = 1.41 times the
+baseline's error, and is correct. docs/measurements/verbs.md has the measurements of all limits.
 """
 
 MARGIN = 1.25
@@ -47,11 +49,12 @@ CHANCE = 3
 """Additional margin of the numbers, in standard deviations."""
 
 FLOOR = 1e-4
-"""Minimum error of a baseline: a float32 baseline has no error, and float32 sums in another order
-differ by less."""
+"""Minimum error of a baseline, because a float32 baseline has no error. Float32 sums in another
+order differ by less.
+"""
 
 PROMPTS, NEW_TOKENS = 16, 32
-"""Number of prompts that the limits need, and of tokens that are forced after each."""
+"""Number of prompts that the limits need, and number of forced tokens after each prompt."""
 
 STOCK = "stock"
 
@@ -89,7 +92,8 @@ class Outputs:
         listed: lists the parts of the plan's engine; called only if the plan is incorrect.
 
     Attributes:
-        differing: op -> implementation of the plan, for ops that the baseline implements otherwise.
+        differing: op -> implementation of the plan, for ops with another implementation in the
+            baseline.
         what: part -> description, for these ops and for operators replaced outside the plan.
         errors: kind of engine -> phase -> median error, in nats; None if an error is not finite.
         plan: the verdict on the whole plan.
@@ -200,14 +204,15 @@ class Outputs:
 def excess(base: Collection[float], plan: Collection[float]) -> tuple[float, float, int, int]:
     """Find the threshold above which a plan has the most errors, relative to the limit.
 
-    The difference of two independent counts with the same mean has their sum as its variance.
+    The limit uses this: for two independent counts with the same mean, the variance of their
+    difference is about their sum.
 
     Args:
         base, plan: the errors of both at the same tokens.
 
     Returns:
-        The ratio of the last two; the threshold; the number of the plan's errors above it; the
-        limit of that number.
+        (number / limit, threshold, number of the plan's errors above the threshold, limit of that
+        number).
     """
     own = sorted(max(error, FLOOR) for error in base)
     errors = sorted(error if math.isfinite(error) else math.inf for error in plan)
@@ -228,7 +233,7 @@ def _implementations(engine: Running) -> dict[str, str]:
     for op, entry in engine.report.get("ops", {}).items():
         rows = [f"{row['impl']}(<={row['up_to']})" for row in entry.get("rows", ())]
         label = "|".join([*rows, entry["impl"]])
-        found[op] = STOCK if label == "foreign" else label  # the same code, without vllm-fl
+        found[op] = STOCK if label == "foreign" else label  # the same code without vllm-fl
     return found
 
 

@@ -1,9 +1,14 @@
 """The parts that an engine can start without, and the settings that disable them.
 
-A part is an op that a plugin's implementation runs, an operator that a backend replaces outside the
-plan (FlagGems replaces operators of PyTorch), a plugin, or a setting of the user. A plugin is
-loaded while it or any of its parts is on: a trial of one op does not become a trial of two parts.
-Another distribution's general plugin for vLLM, a neighbour, is also a part.
+A part is:
+
+- an op that a plugin's implementation runs
+- an operator that a backend replaces outside the plan (FlagGems replaces operators of PyTorch)
+- a plugin
+- a setting of the user
+- a neighbour: another distribution's general plugin for vLLM
+
+A plugin is loaded if it or any of its parts is on, so a trial of one op is a trial of one part.
 """
 
 from __future__ import annotations
@@ -93,8 +98,8 @@ class Changes:
         """Return the changes for an environment.
 
         Returns:
-            The variables that change; the variable of a settings file that overrides such
-            variables, or an empty string; the content of that file, before and after.
+            (changed variables, variable of a settings file that overrides such variables or an
+            empty string, old content of that file, new content).
         """
         names = (CONFIG, OP_CONFIG) if self.orders else (CONFIG,)
         file = next((name for name in names if environment.get(name, "").strip()), "")
@@ -186,7 +191,7 @@ class Parts:
         return found
 
     def without(self, on: Iterable[str]) -> frozenset[str]:
-        """Return the disabled parts if only these and their plugins are on."""
+        """Return the parts that are disabled if only these parts and their plugins are on."""
         needed = {f"{PLUGIN} {of}" for key in on if (of := self.by_key[key].of) is not None}
         return frozenset(self.by_key) - needed - {*on}
 
@@ -238,7 +243,7 @@ class Parts:
 def listed(environment: Mapping[str, str]) -> Parts:
     """List the parts of an engine of this environment.
 
-    A plugin that hangs or ends the process that loads it is a part without further parts.
+    A plugin that hangs or ends the process that loads it is listed without its parts.
 
     Raises:
         UsageError: a setting is invalid, or vllm-fl is disabled.

@@ -1,7 +1,7 @@
 """The plots of the benchmark report: SVG by matplotlib, with colours from the page.
 
-Colours are CSS variables (`--ink`, `--s0`, …), which the page sets for light and dark mode: both
-use the same drawing. Text is not converted to paths, and ids are unique on the page.
+Colours are CSS variables (`--ink`, `--s0`, …), which the page sets for light and dark mode. Both
+modes use the same drawing. Text is not converted to paths, and ids are unique on the page.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ COLOURS = {
     "--s4": ("#af8e21", "#ffff32"),
     "--s5": ("#3b1a56", "#b3d99f"),
 }
-"""Colours in light and dark mode: text has a contrast of at least 4.5 to its background, lines of
-plots of at least 3. The series `--s…` also differ clearly with red-green blindness."""
+"""Colours in light and dark mode. The contrast to the background is at least 4.5 for text, and at
+least 3 for lines of plots. The series `--s…` also differ clearly with red-green blindness.
+"""
 
 SERIES = 6
-"""Number of colours for implementations. Further ones repeat them with other markers and dashes."""
+"""Number of colours for implementations. Further ones repeat colours with other marks."""
 
 MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"))
 """(matplotlib's name, character on the page)."""
@@ -49,7 +50,7 @@ MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"))
 DASHES = ("-", "--", ":", "-.")
 
 STAND_INS = {f"#fd00{number:02x}": name for number, name in enumerate(COLOURS)}
-"""Colours that represent the variables while matplotlib draws, which does not know variables."""
+"""Colours that represent the variables in matplotlib, which does not know CSS variables."""
 
 OF = {name: colour for colour, name in STAND_INS.items()}
 
@@ -69,7 +70,7 @@ STYLE = {
 }
 
 SIZE = 4.5, 3.0
-"""Inches of 72 CSS pixels: on a phone, the plot is scaled down a little and remains readable."""
+"""Inches of 72 CSS pixels. On a phone, the plot is scaled down a little and remains readable."""
 
 
 class Look(NamedTuple):
@@ -110,12 +111,12 @@ def drawing(
     serving: Mapping[int, str],
     look: Mapping[str, Look],
 ) -> str:
-    """Return one plot as the text of an `<svg>` element, empty without values; deterministic.
+    """Return one plot as the deterministic text of an `<svg>` element; empty without values.
 
     Args:
         key: unique on the page.
-        figures: the measurements, with a line for each implementation, interrupted at missing
-            numbers of tokens; rejections are marked at the bottom.
+        figures: the measurements. Each implementation is a line, interrupted at missing numbers of
+            tokens. Rejections are marked at the bottom.
         serving: tokens -> the chosen implementation, which is marked.
         look: implementation -> its look.
     """

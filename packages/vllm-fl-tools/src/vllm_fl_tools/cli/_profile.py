@@ -20,8 +20,9 @@ from ._show import UsageError, answer, print_table, say
 EXTENSION = "vllm_fl_tools.integration.profiling.Profiling"
 
 CACHES = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-"""Variable -> folder of a cache, empty for the engine: it is unknown what an earlier engine fused.
-Layers of one model share compiled code."""
+"""Variable -> folder of a cache. The engine's caches are empty, because it is unknown what an
+earlier engine fused. Layers of one model share compiled code.
+"""
 
 EXTENSION_OPTION = "--worker-extension-cls"
 """The argument that makes a worker of vLLM profile."""
@@ -107,7 +108,7 @@ def _phase(engine: Engine, decode: bool, batch: int, prompt: int) -> dict[str, A
 
 
 def _usual(seconds: Sequence[float]) -> float:
-    """Return the mean of the middle half: a busy machine makes some steps much longer."""
+    """Return the mean of the middle half, because a busy machine makes some steps much longer."""
     ordered, cut = sorted(seconds), len(seconds) // 4
     return statistics.fmean(ordered[cut : len(ordered) - cut])
 

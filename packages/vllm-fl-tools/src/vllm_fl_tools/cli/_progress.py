@@ -52,8 +52,8 @@ current = Progress()
 def progress(verb: str, *, forks: bool = False) -> Iterator[None]:
     """Report the progress of a verb during the block.
 
-    With `forks`, the verb forks this process, which must then have no second thread: the verb calls
-    `current.tick` itself.
+    With `forks`, the verb forks this process, which must then have no second thread. Therefore the
+    verb calls `current.tick` itself.
     """
     current.begin(verb)
     ended = threading.Event()

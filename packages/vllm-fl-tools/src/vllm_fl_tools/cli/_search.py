@@ -53,8 +53,9 @@ def search(
     """Search for culprits, with the arguments of `culprits`.
 
     Returns:
-        `right`; `found`; `elsewhere`: it also fails without any part; or `unsteady`: trials
-        contradict each other. And the culprits; for the last two statuses, one with an empty set.
+        (status, culprits). The status is `right`, `found`, `elsewhere` (the whole also fails
+        without any part) or `unsteady` (trials contradict each other). For the last two, the only
+        culprit has no parts.
     """
     parts = tuple(parts)
     try:
@@ -71,8 +72,8 @@ def culprits(
 ) -> list[Culprit]:
     """Return the smallest sets of parts that fail by themselves.
 
-    Assumes that adding parts to a failing set keeps it failing: two errors that cancel each other
-    are not found. One culprit among n parts needs about log2(n) + 3 trials.
+    Assumes that a failing set with more parts also fails, so two errors that cancel each other are
+    not found. One culprit among n parts needs about log2(n) + 3 trials.
 
     Args:
         parts: all parts, without duplicates.
@@ -80,8 +81,8 @@ def culprits(
         beneath: part -> its dependent parts.
 
     Returns:
-        Disjoint sets, in the order of the search. No set if all parts together are correct, and one
-        empty set for a failure without any part.
+        Disjoint sets, in the order of the search. There is no set if all parts together are
+        correct, and one empty set for a failure without any part.
 
     Raises:
         UnsettledError: all parts together fail, but no set of at most `MOST` parts does.

@@ -29,7 +29,7 @@ class UsageError(VllmFLError):
 
 @contextlib.contextmanager
 def answering(to: TextIO | None = None) -> Iterator[None]:
-    """Use standard output only for answers in the block: logs of vLLM or a compiler go to stderr.
+    """In the block, only answers go to standard output; logs of vLLM or a compiler go to stderr.
 
     `to` is the output for answers; None for standard output.
     """

@@ -1,7 +1,8 @@
 """Finds the part that ends, hangs or corrupts a startup.
 
-The order needs the fewest startups: vLLM without vllm-fl, because its failure would not depend on
-parts; the startup as configured; the parts in the text of the failure; halves of the parts.
+To need few startups, a search begins with vLLM without vllm-fl, because a failure without vllm-fl
+does not depend on parts. Then it tries the startup as configured, the parts in the text of the
+failure, and halves of the parts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MEDIAN = 0.2
 Rounding to bfloat16 accounts for 0.03. The comparison of outputs finds smaller errors."""
 
 FAR, FAR_SHARE = 1.0, 0.1
-"""Nats, and the share of tokens that may differ by more: a few may use other experts."""
+"""Nats, and the share of tokens that may differ by more, because a few may use other experts."""
 
 TIMES, LEAST_LIMIT = 5, 60.0
 """Time limit of a startup: a multiple of the time of stock vLLM, and the minimum in seconds."""
@@ -47,8 +48,9 @@ Score = Mapping[str, Any]
 """The result of `integration.workload`'s `score`."""
 
 Start = Callable[[str, Collection[str], bool, float | None], Score]
-"""(description, disabled parts, whether launches block, time limit in seconds) -> score. Without
-vllm-fl if OURS is one of the parts. Raises EngineError or UsageError."""
+"""(description, disabled parts, whether launches block, time limit in seconds) -> score. The engine
+has no vllm-fl if OURS is one of the parts. Raises EngineError or UsageError.
+"""
 
 
 class Startups:
@@ -68,7 +70,7 @@ class Startups:
         return {key: part.what for key, part in self._parts.by_key.items()}
 
     def changes(self, off: Collection[str]) -> Changes:
-        """Return the settings that disable these parts, and parts that need one."""
+        """Return the settings that disable these parts, and the parts that depend on them."""
         gone = {*off, *(below for key in off for below in self._parts.beneath.get(key, ()))}
         return self._parts.changes(gone)
 
@@ -76,9 +78,9 @@ class Startups:
         """Search for the parts at fault.
 
         Returns:
-            `right`; `stock`: vLLM fails without vllm-fl and neighbours; `found`; `elsewhere`:
-            vllm-fl fails without any part; `unsteady`: the failure is not reproducible. And the
-            culprits, without parts unless the status is `found`.
+            (status, culprits). The status is `right`, `found`, `stock` (vLLM fails without vllm-fl
+            and neighbours), `elsewhere` (vllm-fl fails without any part), or `unsteady` (the
+            failure is not reproducible). Culprits have parts only if the status is `found`.
 
         Raises:
             UsageError: vLLM rejects the user's arguments.

@@ -67,8 +67,8 @@ class Subject:
         absent: ops that the model does not have.
         captured: tokens of the largest captured graph; 0 without graphs, None if unknown.
         plan: of the engine, without a table; None if only sizes are known.
-        ordered: ops with a device-specific order in an engine without a table, which the default
-            does not use.
+        ordered: ops with a device-specific order in an engine without a table. The default ignores
+            this order.
     """
 
     name: str
@@ -108,9 +108,9 @@ class InGraphs:
     def traced(self) -> frozenset[str]:
         """Candidates with calls in the graph that a compiler traces of the model.
 
-        It has calls from layers and of graph operators. It does not have operators, functions and
-        layers that vLLM calls inside an operator. For an op that a pass of vLLM finds, it has
-        vLLM's implementation without the pass.
+        The graph has calls from layers and of graph operators. It does not have operators,
+        functions and layers that vLLM calls inside an operator. For an op that a pass of vLLM
+        finds, the graph has vLLM's implementation before the pass.
         """
         if self.binding.between_graphs:
             return frozenset()
@@ -120,14 +120,13 @@ class InGraphs:
 
     @property
     def bound_to_all(self) -> frozenset[str]:
-        """Candidates that run at all sizes or none if a graph is compiled for all sizes.
+        """Candidates that run at all sizes or at none, if a graph is compiled for all sizes.
 
         These are candidates that the compiler inlines into the model's graph, instead of calling
-        one operator; and vLLM's implementation if it is in the graph, with any kernel. It is also
-        vLLM's implementation if some target of the op does not define the size of a call
-        (`tokens`): the arguments would be converted to the contract and back at sizes that a row
-        assigns to vLLM. If all targets define it, a call that is assigned to vLLM only costs the
-        host a few microseconds of Python.
+        one operator. vLLM's implementation is among them if it is in the graph, with any kernel, or
+        if some target of the op does not define the size of a call (`tokens`). Without the size,
+        arguments are converted to the contract and back, even at sizes that a row assigns to vLLM.
+        With it, a call that is assigned to vLLM only costs the host a few microseconds of Python.
         """
         from vllm_fl.engine.opaque import is_opaque
 
@@ -141,9 +140,9 @@ class InGraphs:
     def is_by_range(self) -> bool:
         """Whether an engine inlines the op by range of sizes, or a pass finds it by range.
 
-        Not on a CPU, because vLLM traces and compiles its model once; not if an operator outside of
-        vLLM's IR overwrites its arguments; and not if vLLM's code for another op, such as the
-        experts, may call the op's operator.
+        False on a CPU, because vLLM traces and compiles its model once there. False if an operator
+        that is not in vLLM's IR overwrites its arguments, or if vLLM's code for another op, such as
+        the experts, may call the op's operator.
         """
         if self.subject.mode != "compiled" or self.subject.device.type != "cuda":
             return False

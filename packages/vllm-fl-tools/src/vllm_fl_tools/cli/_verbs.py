@@ -1,7 +1,7 @@
 """The verbs of the command: one module each, with `add_arguments(parser)` and `run(arguments)`.
 
-The first line of a module's docstring is "`vllm-fl VERB`: SUMMARY.", which `vllm-fl --help` prints;
-the last is "Example: vllm-fl VERB …", with which `vllm-fl VERB --help` ends.
+The first line of a module's docstring is "`vllm-fl VERB`: SUMMARY.", which `vllm-fl --help` prints.
+The last line is "Example: vllm-fl VERB …", which `vllm-fl VERB --help` prints at its end.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ BLOCKING = {
     "ASCEND_LAUNCH_BLOCKING": "1",
     "MUSA_LAUNCH_BLOCKING": "1",
 }
-"""Variables that make the call with a device's fault raise it, instead of a later call."""
+"""Variables that make the faulty call on a device raise the error, instead of a later call."""
 
 HOW = {"ended": "ends the startup", "hung": "hangs", "wrong": "is incorrect"}
 

@@ -363,7 +363,7 @@ class _Examined:
     def find_idle_ops(self) -> Iterator[Finding | Problem]:
         """Find ops with an available implementation that the settings reject.
 
-        Missing hardware is only noted: an image for several machines has backends for each.
+        Missing hardware is only noted, because an image for several machines has backends for each.
         """
         if self.settings is None or not any(p.status == "ok" for p in self.plugins):
             return

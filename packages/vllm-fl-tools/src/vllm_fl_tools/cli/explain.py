@@ -122,7 +122,7 @@ def _unused_table(engines: Sequence[Described]) -> str | None:
 def _engines_of(
     manager: OpManager, op: str, engines: Sequence[Described], mode: str | None
 ) -> Sequence[Described]:
-    """Return the engines that may have the op; empty if only scripts call it, or for a script."""
+    """Return the engines that may have the op; empty for scripts and for ops of scripts only."""
     snapshot = manager.registry.snapshot()
     if op in NAMED_CLASSES or op in snapshot.layers:  # a class for vLLM, not for scripts
         return engines or any_engines()
@@ -217,7 +217,7 @@ def title(text: str) -> str:
 
 
 def _show_code(code: str, *, as_json: bool) -> int:
-    """Show the page of a code. It loads no plugins and settings, since these may be at fault."""
+    """Show the page of a code. No plugins and settings are loaded, because they may be at fault."""
     text = page(code)
     if text is None:
         raise UsageError(f"{code}: unknown code. Known: {', '.join(codes())}")

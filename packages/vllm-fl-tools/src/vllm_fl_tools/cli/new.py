@@ -163,7 +163,10 @@ def _no_platform(platform: str) -> str | None:
 
 
 def _no_plugin(platform: str) -> str | None:
-    """Return the problem of `--over`. The device may be absent: packages are written anywhere."""
+    """Return the problem of `--over`.
+
+    The device may be absent, because packages are written on any machine.
+    """
     if platform in IN_TREE:
         return f"--over {platform!r}: it is part of vLLM, not of a plugin; use --platform"
     found = {}
@@ -220,7 +223,7 @@ package in the same environment. Ops that `{platform}.yaml` does not list do not
 
 
 def _write(name: str, ops: Sequence[str], changes: Mapping[str, str], folder: Path) -> None:
-    """Write the package to a temporary folder and rename it: a failure leaves no files."""
+    """Write the package to a temporary folder and rename it, so a failure leaves no files."""
     with tempfile.TemporaryDirectory(prefix=".vllm-fl-new-", dir=folder.parent) as scratch:
         written = Path(scratch) / "package"
         left_out = {f"{IMPL}/{op}.py" for op in template_ops() if op not in ops}

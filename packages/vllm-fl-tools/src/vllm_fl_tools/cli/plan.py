@@ -1,6 +1,6 @@
 """`vllm-fl plan`: show which implementations an engine would run, and compare plans.
 
-Nothing is started or verified: verification may still disable implementations.
+Nothing is started or verified, so verification may still disable implementations.
 
 Example: vllm-fl plan --model DIR --diff stock
 """

@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _current(path: str) -> dict[str, Any]:
-    """Read a file like `_read`; an engine that serves is asked for its current counts first."""
+    """Read a file like `_read`, after a running engine has written its current counts."""
     found = _read(path)
     is_alive = found["kind"] == "worker" and found["silent"] is None
     if not is_alive or found["content"].get("state") != "serving":

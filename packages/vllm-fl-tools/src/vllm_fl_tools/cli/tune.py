@@ -157,13 +157,13 @@ def _subject(
     """Return the model in a folder, with the engine that would serve it."""
     if arguments.model is None:
         raise UsageError("tune needs --model DIR")
-    # `offline` has the larger default of the largest batch: the sizes cover both ways of serving.
+    # `offline` has a larger default for the largest batch, so the sizes cover both ways of serving.
     engine = engine_of(arguments.model, arguments.more, offline=True)
     if engine.aside:
         raise UsageError(f"vLLM runs without vllm-fl: {engine.aside}")
     from vllm_fl.integration.planning import plan_for
 
-    # The default excludes a table, and the orders that are shipped for the device.
+    # The default excludes a tuning table and the orders that are shipped for the device.
     facts = engine.facts
     facts = replace(facts, settings=facts.settings.without_table("it is measured"))
     ordered = (*facts.ordered.settings.held_by_device,)

@@ -1,6 +1,6 @@
 """`vllm-fl verify`: compare every implementation with the exact result, on this device.
 
-The policy is ignored: an implementation that is disabled today may be needed tomorrow.
+The policy is ignored, because an implementation that is disabled today may be needed tomorrow.
 
 Example: vllm-fl verify --op rms_norm --dtype bfloat16
 """
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     specs = manager.registry.snapshot().contracts.values()
     check_known("dtype", arguments.dtype, {dtype for spec in specs for dtype in spec.dtypes})
     device = device_of(arguments.device)
-    # Read it first: a kernel may break the device.
+    # Read the name first, because a kernel may break the device.
     name = cpu_name() if device.type == "cpu" else device_name(device)
     work = _Work(manager, runnable, arguments.dtype, device)
     found = {

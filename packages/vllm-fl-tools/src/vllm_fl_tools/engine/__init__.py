@@ -1,1 +1,1 @@
-"""Measures implementations without vLLM, called as an engine calls them."""
+"""Measures implementations without vLLM, with the calls of an engine."""

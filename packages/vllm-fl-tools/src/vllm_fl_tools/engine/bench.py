@@ -20,8 +20,9 @@ from .timing import Timer
 __all__ = ["Bench", "cold_bytes"]
 
 LONGEST = 10e-3
-"""Limit in seconds for the calls of a round on a CPU: calls of microseconds can take milliseconds
-each on a busy CPU."""
+"""Limit in seconds for the calls of a round on a CPU, because calls of microseconds can take
+milliseconds each on a busy CPU.
+"""
 
 WARM_UP = 3
 
@@ -35,9 +36,9 @@ Timed = tuple[Callable[..., Any], Sequence[tuple[Any, ...]], Callable[[], None]]
 class Bench:
     """Times calls with cold caches, in the way that the mode runs them. `clock` returns seconds.
 
-    On a CPU, and in eager mode on a device, a call's time is from Python until the device has
-    finished, including the host's work. In compiled mode on CUDA the calls are captured in a graph,
-    and their time is the device time of its replay.
+    On a CPU, and in eager mode on a device, a call's time begins in Python, and ends when the
+    device has finished. It includes the host's work. In compiled mode on CUDA the calls are
+    captured in a graph, and their time is the device time of its replay.
     """
 
     def __init__(self, device: torch.device, mode: Mode, clock: Callable[[], float]) -> None:
@@ -47,12 +48,12 @@ class Bench:
         self.parts: dict[str, list[list[float]]] = {}
         self.launches: dict[str, Callable[[], list[float]]] = {}
         if self.captures:
-            gc.collect()  # an older graph that is freed during a capture would break it
+            gc.collect()  # freeing an older graph would break a capture
         self._wait = getattr(torch.get_device_module(device), "synchronize", lambda: None)
         self._flushed = torch.zeros(cold_bytes(device), dtype=torch.uint8, device=device)
 
     def seconds_of(self, call: Callable[..., Any], args: tuple[Any, ...]) -> float:
-        """Return a rough duration, after the calls that compile and allocate."""
+        """Return the rough duration of a call, after the calls that compile and allocate."""
         seconds = 0.0
         for _ in range(WARM_UP + 1):
             self._wait()
@@ -66,8 +67,8 @@ class Bench:
         """Return a function that times the forms of an op once, in µs per call.
 
         Each form is called once with each of its arguments. On a CPU the result is the median,
-        since another process may interrupt a call; on a device with a queue it is the mean. Forms
-        share no arguments: caches that are cold for the first form are cold for all.
+        because another process may interrupt a call. On a device with a queue it is the mean. Forms
+        share no arguments, so caches are cold for every form.
         """
         parts = [(self._timed(call, sets), renew) for call, sets, renew in forms]
 

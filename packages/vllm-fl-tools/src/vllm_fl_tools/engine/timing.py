@@ -1,7 +1,7 @@
 """Interleaved timing of several functions, and choices from the results.
 
-The speed of a machine drifts. Functions are therefore timed next to each other, once per round, in
-an order that changes between rounds, and only ratios within a round are compared.
+The speed of a machine drifts. Therefore every function is timed once per round, in an order that
+changes between rounds. Only ratios within a round are compared.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Measured:
         default: the implementation's id without a tuning table, or `stock`.
         rejected: name -> why it was not timed to the end.
         times: name -> its time in each round, µs.
-        slower: name -> the form in which it is slower than the default, and the ratio; or how much
-            longer its launch takes, at sizes without a captured graph.
+        slower: name -> why it cannot win: the form in which it is slower than the default, with the
+            ratio; or how much longer its launch takes, at sizes without a captured graph.
     """
 
     tokens: int
@@ -191,8 +191,8 @@ def best_edges(
 ) -> tuple[int, ...]:
     """Choose how to split numbers of tokens into separately compiled ranges, for the largest gain.
 
-    The gain of a split is the product, over all ops and numbers of tokens, of the speed-ups of the
-    resulting rows over the default.
+    The gain of a split is the product of the speed-ups of its rows over the default, for all ops
+    and numbers of tokens.
 
     Args:
         ops: (measurements, inlined implementations) of each op.

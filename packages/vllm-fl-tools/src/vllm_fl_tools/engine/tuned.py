@@ -9,7 +9,7 @@ from typing import Any
 from vllm_fl.settings.policy import REST, Mode, Token
 
 DEFAULT = "default"
-"""Value in a row without a faster implementation: the default stays."""
+"""Value in a row if no implementation is faster than the default."""
 
 STOCK = "stock"
 """Name of vLLM's implementation of an op, in results and options."""
@@ -28,14 +28,14 @@ class Figure:
         us: median time of a call, µs; None if it was not timed.
         low, high: quartiles, µs.
         n: number of timings.
-        ratio: the default's time divided by this time, the median of pairs measured next to each
-            other; above 1 the implementation is faster than the default.
+        ratio: the default's time divided by this time: the median over pairs of consecutive
+            measurements. Above 1, the implementation is faster than the default.
         ratio_low: the lower quartile of these ratios.
-        slower: the form in which it is slower than the default, and the ratio (how often a model
-            calls each form is not known); or a longer launch, at sizes without a captured graph. A
-            slower implementation gets no row. Empty otherwise.
-        rejected: why it was not timed: incorrect, with its worst element, or an unsupported call;
-            empty otherwise.
+        slower: why the implementation gets no row: the form in which it is slower than the default,
+            with the ratio; or a longer launch, at sizes without a captured graph. Empty otherwise.
+            It is unknown how often a model calls each form.
+        rejected: why it was not timed: an incorrect result, with the worst element, or an
+            unsupported call. Empty otherwise.
     """
 
     tokens: int
@@ -52,7 +52,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Row:
-    """The choice for calls of more tokens than in the previous row, and at most `up_to`.
+    """The choice for calls with at most `up_to` tokens, and more than in the previous row.
 
     `impl` is an implementation's id, `stock`, or `default`.
     """
@@ -67,7 +67,7 @@ class TunedOp:
 
     Args:
         default: the implementation's id without a tuning table, or `stock`.
-        rows: in ascending order. Calls of more tokens than in the last row use the default.
+        rows: in ascending order. Calls with more tokens than in the last row use the default.
         figures: the measurements.
     """
 

@@ -1,7 +1,7 @@
 """Measures the candidates of an op in the way that an engine calls them, interleaved.
 
-Only for `vllm-fl tune`. Engines do not import it: a choice that is measured at startup could differ
-between startups.
+Only for `vllm-fl tune`. Engines do not import it, because a choice that is measured at startup
+could differ between startups.
 """
 
 from __future__ import annotations
@@ -46,12 +46,15 @@ ROUND = 400e-6
 """Minimum seconds of a round of one form, above the noise of the clock."""
 
 MOST_CALLS, MOST_BYTES = 64, 512 * 2**20
-"""Maximum number of calls in a round, each with its own arguments, and bytes of the arguments."""
+"""Maximum number of calls in a round, and maximum bytes of their arguments.
+
+No calls share arguments.
+"""
 
 HOST_OF_A_LAYER = 2000.0
 """µs within which the host launches a layer of a model. Launches delay nothing if the device needs
 longer for a layer. On an H200's host, vLLM needed 770 µs for a layer of Qwen3-8B in a prefill of
-1024 tokens; its kernels took 580 µs."""
+1024 tokens; the layer's kernels took 580 µs."""
 
 LOWERED_BY = "inductor"
 
@@ -68,8 +71,8 @@ class Contender:
 
     Args:
         name: an implementation's id, or `stock`.
-        impls: the implementation; for vLLM several functions, each for some calls: for each call
-            the first correct function is timed.
+        impls: the implementation, or vLLM's functions. Each of these may be for some calls only;
+            for each call, the first correct function is timed.
         bare: whether it is called without a guard, like vLLM's functions.
         apart: impl id -> function that is timed instead, without work that only the comparison
             needs, such as joining results.
@@ -89,9 +92,9 @@ class _Served:
         impl: the implementation.
         call: the function that an engine calls, with the contract's parameters.
         timed: the timed function: `call`, or the replacement in the candidate's `apart`.
-        launched: the function that the host launches in a compiled graph, because a graph of only
-            this call costs the host more than the call.
-        bare: whether it is vLLM's code: its callers accept results in any layout.
+        launched: the function for timing launches. It is not compiled, because a compiled graph of
+            only this call costs the host more than the call.
+        bare: whether it is vLLM's code. Callers of vLLM's code accept results in any layout.
     """
 
     impl: OpImpl
@@ -122,7 +125,7 @@ class OpTuning:
         between_graphs: whether vLLM calls the op between the pieces of its piecewise graphs
             (`Binding.between_graphs`).
         once: whether a layer makes each call of the op exactly once. Then only the sum of the calls
-            decides; otherwise a winner must not be slower in any of them.
+            decides; otherwise a winner must not be slower in any call.
         products: tokens of a step -> device time of matrix products in a layer, µs; 0 if unknown.
     """
 
@@ -181,8 +184,8 @@ class OpTuning:
     def _slower(self, parts: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, str]:
         """Return candidate -> a form in which it is slower than the default, and the ratio.
 
-        How often a model makes each call is unknown: another op may replace all calls of a form,
-        such as norms with a residual, norms without it, or norms of heads.
+        It is unknown how often a model makes each call. Another op may replace all calls of a form,
+        such as norms with a residual, norms without a residual, or norms of heads.
         """
         found = {}
         for name, rounds in parts.items():
@@ -263,7 +266,7 @@ class OpTuning:
         return sound
 
     def _sound(self, contender: Contender, tokens: int) -> list[_Served | str] | str:
-        """Return each form's functions, or why it is unsupported; or the reason for rejection.
+        """Return for each form the functions, or why it is unsupported; or a reason for rejection.
 
         A candidate is rejected for an incorrect result or an exception in any form, or if it
         supports no form.
@@ -324,7 +327,7 @@ class OpTuning:
         return ""
 
     def _poisoning(self, served: _Served) -> Callable[..., Any]:
-        """Wrap the call: fill memory that the allocator probably reuses for results with NaN."""
+        """Wrap the call: write NaN to memory that its results will probably reuse."""
 
         def poisoned(*args: Any) -> Any:
             shapes = parts(self.spec.fake(*args))
@@ -381,8 +384,8 @@ class OpTuning:
     def _compiled(self, function: Callable[..., Any], form: Form) -> Callable[..., Any]:
         """Compile like vLLM: one graph for every number of tokens, without guards.
 
-        The graph makes the views of heads from their projection, like a model's graph: compilers
-        treat inputs that share memory differently.
+        The graph makes the views of heads from their projection, like a model's graph, because
+        compilers treat inputs that share memory differently.
         """
         slices = _slices(self.spec, self.spec.with_rows(form.samples[0].args))
         places = {name: self.spec.parameters.index(name) for name in slices}
@@ -396,7 +399,7 @@ class OpTuning:
                 own[places[name]] = part.unflatten(1, piece.tail)
             return function(*own)
 
-        # Dynamo stores compiled code with the code object; every graph needs its own.
+        # Dynamo stores compiled code with the code object, so every graph needs its own.
         code = traced.__code__.replace(co_name=self.spec.name)
         compiled = torch.compile(
             FunctionType(code, globals(), None, None, traced.__closure__),
@@ -426,8 +429,8 @@ class OpTuning:
     def _whole(self, view: torch.Tensor, piece: _Piece) -> torch.Tensor:
         """Return the projection that contains `view`, as a tensor with offset 0 in its storage.
 
-        torch's functional form of an operator that writes to two views of an input reads these
-        views at offset 0 of the storage.
+        If an operator writes to two views of an input, torch's functional form of the operator
+        reads these views at offset 0 of the storage.
         """
         key = view.data_ptr(), view.shape[0]
         if key not in self._wholes:
@@ -478,7 +481,8 @@ class OpTuning:
     def _with_own(self, sets: Sequence[_Laid]) -> list[_Laid]:
         """Return the calls with weights that rotate between copies.
 
-        Layers of a model have different weights: no cache must keep a copy until it is used again.
+        Layers of a model have different weights, so no cache may keep a copy until it is used
+        again.
         """
         given = zip(self.spec.parameters, sets[0].args, strict=True)
         places = [

@@ -1,7 +1,7 @@
 """Forces engines to generate given tokens, which makes their log-probabilities comparable.
 
 Only for `vllm-fl bisect`, with vLLM's argument `logits_processors`. Log-probabilities are not
-affected: vLLM computes them before any processor changes the logits.
+affected, because vLLM computes them before any processor changes the logits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Forcing(AdapterLogitsProcessor):  # type: ignore[misc]  # vLLM is not type
     """Forces the tokens of `SamplingParams.extra_args`, in order."""
 
     def is_argmax_invariant(self) -> bool:
-        """Return False: vLLM must also call it for greedy requests."""
+        """Return False, because vLLM must also call this processor for greedy requests."""
         return False
 
     def new_req_logits_processor(self, params: Any) -> Callable[..., Tensor] | None:

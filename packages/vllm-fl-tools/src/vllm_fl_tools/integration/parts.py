@@ -16,8 +16,8 @@ __all__ = ["taken_in", "without"]
 def without(engine: Described, bindings: Mapping[str, Binding]) -> frozenset[str]:
     """Return the ops that the model does not have; empty if its layers are unknown.
 
-    These are the ops of layers that the model does not build, except the activation that its
-    experts call (`Binding.calls_operators`), and ops that fuse such an op.
+    These are the ops of layers that the model does not build, and ops that fuse such an op. The
+    activation that the model's experts call (`Binding.calls_operators`) is not among them.
     """
     absent, layers = engine.facts.absent, engine.layers
     is_called = any(b.calls_operators and op not in absent for op, b in bindings.items())
@@ -34,7 +34,7 @@ def without(engine: Described, bindings: Mapping[str, Binding]) -> frozenset[str
 
 
 def taken_in(binding: Binding) -> frozenset[str]:
-    """Return the ops that an op fuses. While a fused op is planned, no graph has the op."""
+    """Return the ops that an op fuses. While the fusing op is planned, no graph has them."""
     targets = (target for target in binding.targets if isinstance(target, GraphTarget))
     return frozenset(part for target in targets for part in target.parts)
 

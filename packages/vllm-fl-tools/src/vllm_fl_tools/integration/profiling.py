@@ -3,8 +3,8 @@
 Only for `vllm-fl tune --profile`, with vLLM's argument `worker_extension_cls`. The worker returns
 names and times; the verb attributes them to ops (`cli/_coverage.py`).
 
-The steps run with a label around each implementation and layer, and without captured graphs, since
-a kernel in a captured graph has no caller.
+The steps run with a label around each implementation and layer, and without captured graphs,
+because a kernel in a captured graph has no caller.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _part_of(node: torch.fx.Node, fused: bool) -> str | None:
 
 
 def _named(cls: type) -> str:
-    """Return vLLM's name of a layer's class: vllm-fl replaces layers by subclasses."""
+    """Return vLLM's name of a layer's class, because vllm-fl replaces layers by subclasses."""
     return next(c.__name__ for c in cls.__mro__ if c.__module__ != layers.__name__)
 
 
@@ -121,7 +121,7 @@ class Profiling:
     def vllm_fl_profile(self, decode: bool, steps: int) -> None:
         """Profile the next `steps` steps of one kind, or until a step of the other kind.
 
-        `decode` selects steps that only decode; otherwise steps with a prompt.
+        With `decode`, these are steps that only decode; otherwise, steps with a prompt.
         """
         self.vllm_fl_window = _Window(self, decode, steps)
 
@@ -133,11 +133,16 @@ class Profiling:
         """Return the meaning of names in a profile.
 
         Returns:
-            `layers` {class: op}; `products` {class of layers with a matrix product: op};
-            `operators` {operator of vLLM or PyTorch: op}; `ours` {operator of vllm-fl: [op, impl
-            id]}; `kernels` {kernel of Inductor: its parts}; `not_covered` {op: vLLM's code that no
-            target covers}; `attention`, names of backends; `left`, classes of layers that the plan
-            does not replace; `device`, its name; `ranks`.
+            A dictionary with these keys:
+
+            - `layers` {class: op}; `products` {class of layers with a matrix product: op}
+            - `operators` {operator of vLLM or PyTorch: op}
+            - `ours` {operator of vllm-fl: [op, impl id]}
+            - `kernels` {kernel of Inductor: its parts}
+            - `not_covered` {op: vLLM's code that no target covers}
+            - `attention`: names of backends
+            - `left`: classes of layers that the plan does not replace
+            - `device`: its name; `ranks`: their number
         """
         worker: Any = self
         table = installed_bindings()

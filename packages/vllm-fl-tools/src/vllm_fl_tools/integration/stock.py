@@ -24,8 +24,9 @@ __all__ = ["apart", "stock_forms"]
 def stock_forms(op: str, binding: Binding, mode: Mode, device: torch.device) -> tuple[OpImpl, ...]:
     """Return vLLM's implementations of `op`, with the contract's parameters; layers' code first.
 
-    vLLM may have a kernel for each kind of call: each returns incorrect results or raises for other
-    calls. Empty if vLLM does not run the op in this mode, or has no separate function for it.
+    vLLM may have a kernel for each kind of call. For other calls, such a kernel returns incorrect
+    results or raises. The tuple is empty if vLLM does not run the op in this mode, or has no
+    separate function for it.
 
     In compiled mode, Inductor compiles a layer's PyTorch code.
     """
@@ -76,7 +77,7 @@ def _called(op: str, target: Target, device: torch.device) -> OpImpl | None:
 
 
 def apart(binding: Binding, forms: Sequence[OpImpl]) -> dict[str, Callable[..., object]]:
-    """Return impl id -> the cheaper function in vLLM's graph, for results of `stock_forms`."""
+    """Return impl id -> the cheaper function in vLLM's graph, for implementations in `forms`."""
     less = {target.plain: target.apart for target in binding.targets if target.apart is not None}
     return {form.impl_id: less[form.fn] for form in forms if form.fn in less}
 

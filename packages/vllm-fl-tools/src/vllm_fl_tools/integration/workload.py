@@ -2,15 +2,18 @@
 
     python -m vllm_fl_tools.integration.workload '{"model": DIR, "options": {…}}'
 
-Optional keys: `arguments`, as for `vllm serve` (if they are invalid, the only answer has `usage`);
-`longest`, the maximum tokens of a sequence, also limited by the model; `as_served`, which starts
-the engine like `vllm serve`, without `options`, reports its `ranks` for a lock file, and exits.
+Optional keys:
 
-Answers are lines of JSON on the original standard output; logs go to standard error. When the
-engine is ready, it writes the first answer: `report`, the worker report, or null without vllm-fl;
+- `arguments`, as for `vllm serve`; if they are invalid, the only answer has `usage`
+- `longest`, the maximum tokens of a sequence, also limited by the model
+- `as_served`: start the engine like `vllm serve`, without `options`, report its `ranks` for a lock
+  file, and exit
+
+Answers are lines of JSON on the original standard output; logs go to standard error. The engine
+writes the first answer when it is ready: `report`, the worker report, or null without vllm-fl;
 `vocabulary`, the number of tokens; `length`, the maximum tokens of a sequence; `graph_tokens`, the
-tokens of the largest captured graph, 0 without graphs. Then it answers each line of input, an
-object with one key, a method of `_Served`, and the method's arguments as its value.
+tokens of the largest captured graph, 0 without graphs. Then it answers each line of input. A line
+is an object with one key, a method of `_Served`; the value has the method's arguments.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ class Visit:
         new_tokens: generated tokens for each prompt.
         repeated: whether a prompt is answered with its last token. Engines with rounding
             differences then compute the same steps. Otherwise they may generate different tokens,
-            and for example experts make the duration of a step depend on its tokens.
+            and the duration of a step may depend on its tokens, for example with experts.
         times: number of consecutive batches, each with other prompts.
     """
 
@@ -162,8 +165,9 @@ class _Served:
     def _generate(self, prompts: list[list[int]], sampling: list[Any]) -> list[Any]:
         """Generate for a batch; all requests wait before the engine's first step.
 
-        `LLM.generate` sends them one by one to the engine's process, which starts with the first to
-        arrive: chance would decide which are computed together, and how sums are rounded.
+        `LLM.generate` sends requests one by one to the engine's process, which starts with the
+        first to arrive. Without waiting, chance would decide which requests are computed together,
+        and how sums are rounded.
         """
         llm, asked = self._llm, [{"prompt_token_ids": ids} for ids in prompts]
         if len(asked) == 1:
@@ -224,7 +228,7 @@ def _as_served(model: str, arguments: list[str]) -> dict[str, Any]:
 
 def _main(request: dict[str, Any]) -> None:
     """Answer requests until standard input ends."""
-    # An engine's processes inherit descriptor 1 and print there: separate the answers.
+    # An engine's processes inherit descriptor 1 and print there, so separate the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

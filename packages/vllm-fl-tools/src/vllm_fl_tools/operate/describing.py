@@ -1,7 +1,7 @@
 """Describes what an engine would run, before verification.
 
-Workers and verbs use the same functions: a worker on its configuration, a verb on the configuration
-that vLLM makes of the same arguments.
+Workers and verbs use the same functions. A worker uses its configuration, and a verb uses the
+configuration that vLLM makes from the same arguments.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def describe(arguments: EngineArgs, usage_context: UsageContext | None) -> Descr
 
     Args:
         arguments: as made by `vllm serve` or `vllm.LLM`.
-        usage_context: which of the two made them: vLLM's largest batch depends on it.
+        usage_context: which of the two made them, because vLLM's largest batch depends on that.
 
     Raises:
         SettingsError: a setting is invalid, and the engine would not start.

@@ -20,7 +20,7 @@ def identity(device: torch.device, owners: Iterable[Owner]) -> dict[str, str]:
 
     Args:
         device: the device that the ops run on.
-        owners: of implementations and ops, and of the libraries that these call.
+        owners: the owners of implementations, of ops, and of the libraries that they call.
     """
     import torch
 

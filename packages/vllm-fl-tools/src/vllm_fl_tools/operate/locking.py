@@ -1,4 +1,4 @@
-"""Compares an engine, or its description, with a lock file: its facts and its plan, as JSON."""
+"""Compares the facts and the plan of an engine, or of its description, with a lock file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ OF_HOST = re.compile(
     r"|^(compilation|additional)_config$|^ir_op_priority$|logging|observability|profiler"
 )
 """Names that differ between hosts and startups without effect on results, and fields that vllm-fl
-changes itself: `EngineFacts` has the user's values of these."""
+changes itself. `EngineFacts` has the user's values of these fields.
+"""
 
 OF_MODEL = ("argument", "model configuration", "plan")
 """Facts that only an engine with a model has."""

@@ -41,8 +41,8 @@ def exposition(
 ) -> str:
     """Return a plan and its counters in Prometheus' text format.
 
-    prometheus_client's Counter and Gauge are not used: under PROMETHEUS_MULTIPROC_DIR they map
-    files into memory, and a full disk then kills the worker.
+    prometheus_client's Counter and Gauge are not used, because they map files into memory under
+    PROMETHEUS_MULTIPROC_DIR, and a full disk then kills the worker.
 
     Args:
         plan, digest: the current plan.
@@ -54,8 +54,8 @@ def exposition(
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     record = plan.record
-    # A counter that exists from startup on lets Prometheus see its first step. Calls have no 0:
-    # those in graphs are not counted.
+    # Prometheus sees the first increase only of counters that exist from startup on. Counters of
+    # calls do not start at 0, because calls in graphs are not counted.
     zero = {(op, i.impl_id): 0 for op, entry in plan.entries.items() for i in entry.impls}
     plan_info = {(op, e.label, plan.mode, digest): 1 for op, e in plan.entries.items()}
     samples: dict[str, Mapping[Any, float]] = {

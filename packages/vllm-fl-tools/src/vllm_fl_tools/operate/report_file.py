@@ -91,11 +91,12 @@ def session(engine: Engine, metrics: str, lock: Callable[[], Sequence[str]]) -> 
 
 
 def log_last_states(metrics: str, since: float) -> None:
-    """Log in the server's last line if each worker wrote its last report, and where it is.
+    """At the server's end, log whether each worker wrote its last report, and where it is.
 
     Args:
         metrics: the metrics file that the user names.
-        since: when this process began, in seconds of `time.time`. Older files are not its engine's.
+        since: when this process began, in seconds of `time.time`. Older files are from other
+            engines.
     """
     named = Path(metrics)
     for path in sorted(named.parent.glob(f"{glob.escape(named.stem)}.report*.json")):

@@ -1,9 +1,9 @@
-"""The workers' metrics on vLLM's `/metrics`: the API server's process reads their files.
+"""The workers' metrics on vLLM's `/metrics`. The API server's process reads the workers' files.
 
 vLLM shows prometheus_client's registry there. With several API servers, or if the user sets
-PROMETHEUS_MULTIPROC_DIR, it shows another one, which has only a `MultiProcessCollector`. Both get
-the workers' files. Workers do not use prometheus_client's own files: they are mapped into memory,
-and a full disk ends the process that writes them.
+PROMETHEUS_MULTIPROC_DIR, it shows another registry, which has only a `MultiProcessCollector`. The
+workers' files are added to both. Workers do not use prometheus_client's own files, because these
+are mapped into memory, and a full disk ends the process that writes them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from vllm_fl.text import quote
 from .state_file import request
 
 PATIENCE = 1.0
-"""Seconds that a scrape waits for the files: the server answers no request meanwhile."""
+"""Seconds that a scrape waits for the files. The server answers no other request in this time."""
 
 FRESH = 0.5
-"""Seconds of them that it waits for the workers to write their current counts."""
+"""The part of `PATIENCE` for the workers to write their current counts."""
 
 OURS = "vllm_fl_"
 
 Written = tuple[str, int, int]
-"""A file as it was written once: path, inode and mtime in ns."""
+"""One version of a file: path, inode and mtime in ns."""
 
 log = get_logger("engine")
 
@@ -40,7 +40,7 @@ _scraped: list[Scraped] = []
 
 
 def show(named: str) -> None:
-    """Add the workers' files to what this process shows of prometheus_client.
+    """Add the workers' files to prometheus_client's metrics in this process.
 
     Args:
         named: the file of VLLM_FL_METRICS. A second call with the same file does nothing.
@@ -84,7 +84,7 @@ class Scraped:
         self.add(named)
 
     def add(self, named: str) -> None:
-        """Show the files of another engine of this process, too."""
+        """Also show the files of another engine of this process."""
         self._files.setdefault(named, _Files(Path(named)))
 
     def collect(self) -> Iterable[Any]:
@@ -95,10 +95,10 @@ class Scraped:
         return self.without({name for name, owner in owners.items() if owner is not self})
 
     def without(self, others: set[str]) -> list[Any]:
-        """Return the families, without these names; one warning names those that are left out.
+        """Return the families, without these names. One warning lists the omitted families.
 
-        Never raises, since vLLM's metrics would be lost. A file that cannot be read is left out, as
-        is a file system that does not answer within `PATIENCE`.
+        Never raises, because vLLM's metrics would be lost. A file that cannot be read is omitted.
+        If the files are not read within `PATIENCE`, all are omitted.
         """
         try:
             if self._thread is None or not self._thread.is_alive():
@@ -140,12 +140,12 @@ class _Files:
         self.named = named
         own = rf"{re.escape(named.stem)}(\.dp\d+)?\.rank\d+{re.escape(named.suffix)}"
         self._is_workers = re.compile(own).fullmatch
-        # Files that exist before this process are of an engine that was killed.
+        # Files that are older than this process are from an engine that was killed.
         self._old: frozenset[Written] = frozenset()
         self._old = frozenset(self._new())
 
     def paths(self) -> list[Path]:
-        """Return their paths."""
+        """Return the paths of the files."""
         return sorted(Path(path) for path, *_ in self._new())
 
     def _new(self) -> set[Written]:

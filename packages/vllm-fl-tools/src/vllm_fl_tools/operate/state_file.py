@@ -15,14 +15,15 @@ from vllm_fl.text import quote
 from vllm_fl_tools.files import Draft
 
 EVERY = 20.0
-"""Seconds between two periodic writes: collectors read every 15 to 60 s."""
+"""Seconds between two periodic writes, because collectors read every 15 to 60 s."""
 
 POLL = 0.02
 """Seconds between two checks whether a reader asked for a new state."""
 
 PATIENCE = 1.0
-"""Seconds that `close` waits for a file system that does not respond; three times as long if the
-file is kept, because its last state matters."""
+"""Seconds that `close` waits for a file system that does not respond. It waits three times as long
+if the file is kept, because the last state then matters.
+"""
 
 log = get_logger("engine")
 
@@ -42,8 +43,8 @@ def request(files: Mapping[Path, Callable[[], Iterable[Path]]], patience: float)
     """Ask the workers of this machine for their current state, and wait until their files have it.
 
     Args:
-        files: metrics file that the user sets -> returns the workers' files. A file that was not
-            written for longer than `EVERY` is not waited for: its process is gone.
+        files: metrics file that the user sets -> returns the workers' files. Files older than
+            `EVERY` are ignored, because their processes are gone.
         patience: seconds to wait at most.
     """
     deadline, asked = time.monotonic() + patience, time.time_ns()
@@ -75,11 +76,11 @@ class StateFile:
     the first failure is logged; every failure is retried.
 
     Args:
-        variable: the setting that names it, for the log.
+        variable: the setting that names the file, for the log.
         named: the file that the user sets.
         path: the worker's file.
         text: returns the state, or None if it must not be written now.
-        stays: whether the file is written at the end and stays; otherwise it is deleted.
+        stays: whether the file is written at the end and kept; otherwise it is deleted.
         every: seconds between two periodic writes.
         has_counted: whether the state has counts that are not 0.
     """

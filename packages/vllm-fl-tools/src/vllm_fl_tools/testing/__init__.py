@@ -38,20 +38,20 @@ its contract:
 ========================  =========================================================================
 
 Unsupported calls and dtypes are skipped, and pytest prints the reason. pytest counts a run with
-only skipped tests as a success: on a machine with the device, use `python -m pytest
+only skipped tests as a success. Therefore, on a machine with the device, use `python -m pytest
 --require-available`, which fails if an implementation is not available. `test_engine` starts one
 engine for all ops. If that fails, it starts one for each op, to find the op at fault. It always
 stops all processes of vLLM.
 
 **Exceptions are data.** List known deviations of a backend, with reasons, in `xfails.toml` in the
 directory of the test file (`Xfail` has the keys). A test that passes despite an entry fails, and so
-does an entry without a test: the file stays up to date.
+does an entry without a test. This keeps the file up to date.
 
 **Sizes and time.** The tests use the calls of a model, set by the class attribute `sizes`, a
 `ModelSizes` (by default Qwen3-0.6B, with additional calls of few tokens from public models that
 have the op). Set smaller sizes if kernels are interpreted, or the sizes of your model if kernels
-are made for it. `deadline` limits the seconds of a child process for one op, by default 120:
-increase it if kernels compile slowly.
+are made for it. `deadline` limits the seconds of a child process for one op, by default 120.
+Increase it if kernels compile slowly.
 
 **Without pytest.** `failures(impl)` runs the same checks on one implementation without pytest.
 

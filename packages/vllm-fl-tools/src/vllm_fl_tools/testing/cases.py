@@ -26,8 +26,8 @@ class Check:
     """A property that every implementation must have.
 
     Args:
-        function: raises AssertionError without it.
-        each: its unit: a sample, bad input, family of models, dtype, or the op.
+        function: raises AssertionError if the implementation does not have the property.
+        each: what it runs for: each sample, bad input, family of models or dtype, or the op.
     """
 
     function: Callable[[Subject, str, str], None]

@@ -101,8 +101,8 @@ def families(subject: Subject, dtype: str, sample: str) -> None:
 def large_pools(subject: Subject, dtype: str, sample: str) -> None:
     """Entries of caches, state pools and expert weights beyond 2**31 elements are found.
 
-    The entries are far apart in memory that is otherwise untouched, which a CPU does not allocate.
-    An offset that overflows 32 bits is within that memory. Only one dtype is tried.
+    The entries are far apart. The memory between them is untouched, so a CPU does not allocate it.
+    An offset that overflows 32 bits stays within that memory. Only one dtype is tried.
 
     Raises:
         Refused: the device has not enough memory.
@@ -142,7 +142,7 @@ def _off(sample: Sample, wanted: Sequence[Wanted | None], got: Any) -> Off:
 
 
 def _far_apart(pool: torch.Tensor) -> torch.Tensor:
-    """A copy with its last entry more than 2**31 elements behind its first."""
+    """A copy with its last entry more than 2**31 elements after its first."""
     step = -(-FAR // (len(pool) - 1) // 256) * 256
     memory = pool.new_empty(FAR + (len(pool) - 1) * step + pool[0].numel())
     inner = pool[0].contiguous().stride()
@@ -254,7 +254,7 @@ def preflight(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def _profiled(call: Callable[[], object], device: torch.device) -> Launched:
-    """Return what a call launches, with any compiler: a profile has the names of all kernels."""
+    """Return what a call launches, with any compiler. A profile has the names of all kernels."""
     if device.type == "cpu":
         return frozenset()
     kinds = torch.profiler.ProfilerActivity

@@ -25,7 +25,7 @@ class Xfail:
         dtype: `float32`, `float16` or `bfloat16`; empty for all.
         check: the test without its `test_`.
         sample: name of the sample or bad input; empty for all.
-        run: false for a test that would end the process: it does not run.
+        run: false for a test that must not run, because it would end the process.
     """
 
     op: str

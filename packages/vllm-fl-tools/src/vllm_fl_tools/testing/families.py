@@ -1,7 +1,7 @@
 """Typical sizes of public models, for the calls that the kit tests.
 
 The sizes are from the models' configurations, for one rank. Sizes that a model does not have are
-omitted: the model does not call ops that need them.
+omitted, because it does not call ops that need them.
 """
 
 from __future__ import annotations

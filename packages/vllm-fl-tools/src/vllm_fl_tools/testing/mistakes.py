@@ -1,4 +1,4 @@
-"""Calls that violate a contract: its own, and others derived from its argument declarations."""
+"""Calls that violate a contract: from the contract, or derived from its argument declarations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def bad_inputs(spec: OpSpec, dtype: torch.dtype, device: torch.device) -> Iterat
             of = _of_tensors if isinstance(missing.pop(name), Tensor) else _of_values
             for what, value in of(name, spec.arguments[name], good[name]):
                 args = tuple((good | {name: value}).values())
-                # Skip mistakes that only values show: such a call can make a device unusable.
+                # Skip mistakes that only values show, because such a call can make a device
+                # unusable.
                 if problem := spec.check(*map(_valueless, args)):
                     yield BadInput(f"{name}: {what}", args, problem[0])
 

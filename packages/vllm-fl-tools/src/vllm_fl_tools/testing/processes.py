@@ -106,7 +106,8 @@ def spawn(subject: Subject, dtype: str, sample: str) -> None:
 def _spawned(place: tuple[Any, ...], deadline: float) -> dict[str, Answers | str] | str:
     """Return op -> answers of one new process for all ops, or how the op failed there.
 
-    Each dtype has one process, which takes seconds to start. If it ended early, return the reason.
+    All ops of a dtype share a process, because it takes seconds to start. If it ended early, return
+    the reason.
     """
     return _run("spawn", _answer_installed, place, deadline)
 

@@ -43,8 +43,9 @@ __all__ = [
 ]
 
 HIDDEN = methodcaller("errisinstance", AssertionError)
-"""For `__tracebackhide__`: pytest hides a function's frames from AssertionErrors, since their
-message is sufficient for a backend's author."""
+"""For `__tracebackhide__`: pytest hides a function's frames from AssertionErrors, because the
+message is sufficient for a backend's author.
+"""
 
 __tracebackhide__ = HIDDEN
 
@@ -67,7 +68,7 @@ class Subject:
     """One implementation under test.
 
     Args:
-        impl: with the contract's parameters, or with a layer and the other parameters.
+        impl: called with the contract's parameters, or with a layer and the other parameters.
         device: of the inputs.
         sizes: of the model. A plugin's binding provides typical values for missing sizes.
         left_out: (op, dtype, sample) with known deviations: only `values` uses them.
@@ -153,7 +154,7 @@ class Subject:
     def bits(self, sample: Sample) -> str:
         """Return a hash of the result. The call may overwrite tensors of `sample`.
 
-        The contract leaves the order of an expert's rows open: the hash does not depend on it.
+        The hash does not depend on the order of an expert's rows, which the contract leaves open.
         """
         args = fresh(sample).args  # the call may overwrite the sample
         return digest(_promised(self.spec, self.call(sample), args))

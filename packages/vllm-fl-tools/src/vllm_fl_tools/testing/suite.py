@@ -32,8 +32,8 @@ class OpConformance:
     Attributes:
         backend: the implementations' id (`vendor.acme`).
         device: torch's name of the device; None for the platform's device.
-        sizes: the model for the tested calls, in tokens and features; by default Qwen3-0.6B and
-            additional public models, otherwise only this model.
+        sizes: the model for the tested calls, in tokens and features. By default, Qwen3-0.6B and
+            additional public models are tested; if set, only this model.
         deadline: seconds for one op in `test_fork`, `test_spawn` and vLLM in `test_engine`.
     """
 
@@ -110,9 +110,10 @@ for _check in CHECKS:  # separate methods can be selected by name
 
 
 def _keep_out_of_traces() -> None:
-    """Remove pytest's handlers from torch's trace: its records have no text and print empty lines.
+    """Remove pytest's handlers from torch's trace, which would print empty lines.
 
-    pytest adds them to every logger that does not propagate.
+    The records of the trace have no text. pytest adds handlers to every logger that does not
+    propagate.
     """
     trace = logging.getLogger("torch.__trace")
     for handler in [*trace.handlers]:

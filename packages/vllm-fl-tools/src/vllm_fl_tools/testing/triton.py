@@ -24,8 +24,8 @@ including the processes that the kit starts::
 
     TRITON_INTERPRET=1 VLLM_FL_PLUGIN_MODULES=on_interpreter PYTHONPATH=tests python -m pytest
 
-Set small `sizes` in the test class: a program of a thousand elements takes about a millisecond, and
-a call of a served model has thousands of programs.
+Set small `sizes` in the test class, because a program of a thousand elements takes about a
+millisecond, and a call of a served model has thousands of programs.
 
 =====================================  ============================================================
 the interpreter                        after `interpreted()`
@@ -43,7 +43,7 @@ a kernel is not a `JITFunction`        it is, with `src`, `cache_key` and `signa
 =====================================  ============================================================
 
 This verifies results. It does not verify that a kernel compiles or that its programs do not race,
-and measures no performance. An access outside of a tensor may end the process: exclude such a
+and measures no performance. An access outside of a tensor may end the process, so exclude such a
 sample with `run = false` in the backend's `xfails.toml`.
 '''
 
@@ -80,9 +80,9 @@ LAUNCH_OPTIONS = frozenset(
 def interpreted(*, cuda: bool = False) -> None:
     """Make this process run Triton's kernels in the interpreter, on CPU tensors.
 
-    Call it before a kernel is imported: kernels that are decorated earlier are compiled or tuned
-    for a GPU. It applies until the process ends. Child processes inherit TRITON_INTERPRET, but must
-    call it again. A second call has no effect.
+    Call it before a kernel is imported, because kernels that are decorated earlier are compiled or
+    tuned for a GPU. It applies until the process ends. Child processes inherit TRITON_INTERPRET,
+    but must call it again. A second call has no effect.
 
     Args:
         cuda: also replace functions of `torch.cuda` that kernel libraries call when they are
@@ -113,7 +113,7 @@ def to_compile(*, runs: bool = True) -> Iterator[set[str]]:
     """Collect the compilations that a GPU would need for the kernels launched in the block.
 
     Triton compiles a kernel again for another dtype, constant or option, for an integer that is 1,
-    and if divisibility by 16 of an integer or address changes; Triton's code decides that.
+    and if divisibility by 16 of an integer or address changes. Triton itself decides this.
     Configurations that `triton.autotune` would try or choose are not included.
 
     Args:
@@ -274,13 +274,13 @@ def _first_configuration() -> None:
 
 
 def _wrapped_kernels_run() -> None:
-    """Run kernels directly instead of in a graph: PyTorch wraps only compiled kernels."""
+    """Run kernels directly instead of in a graph, because PyTorch wraps only compiled kernels."""
     library: Any = import_module("torch.library")
     library.wrap_triton = lambda triton_kernel: triton_kernel
 
 
 def _interpreted_functions_look_compiled() -> None:
-    """Make interpreted functions `JITFunction`s: libraries check that, and use `src`."""
+    """Make interpreted functions `JITFunction`s, because libraries check for that and use `src`."""
     triton: Any = import_module("triton")
     jit: Any = import_module("triton.runtime.jit")
     function: Any = _interpreter().InterpretedFunction
@@ -414,8 +414,8 @@ def _logical_operators() -> None:
 def _float_arguments() -> None:
     """Convert a float argument of a kernel to a fp32 scalar, like the compiler.
 
-    The interpreter keeps a Python number without `.to`, which gets the dtype of a fp16 or bf16
-    block in an operation.
+    The interpreter keeps a Python number. This has no `.to`, and in an operation it gets the dtype
+    of a fp16 or bf16 block.
     """
     interpreter, np = _interpreter(), import_module("numpy")
     tl = import_module("triton.language")
