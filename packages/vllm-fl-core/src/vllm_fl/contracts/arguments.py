@@ -88,7 +88,8 @@ class Tensor(Argument):
     may_be_one: bool = False
 
     def or_one(self) -> Self:
-        """Return a declaration that also allows one number for all rows, of at most one dimension."""
+        """Return a declaration that also allows one number for all rows, in at most one
+        dimension."""
         return replace(self, may_be_one=True)
 
     def is_one(self, value: torch.Tensor) -> bool:
@@ -158,7 +159,7 @@ def _first(call: Call) -> tuple[str, torch.Tensor]:
 
 
 def _dtype(name: str, call: Call) -> torch.dtype:
-    """Return the dtype `name`, or that of the argument `name` (a tensor, or the name of a dtype)."""
+    """Return the dtype `name`, or that of the argument `name` (a tensor or a dtype's name)."""
     import torch
 
     named = call.get(name, name)

@@ -379,7 +379,7 @@ class OpSpec:
         return self.consumable - self.by_token
 
     def has_rows(self, name: str, argument: Any) -> bool:
-        """Whether an argument has a row per token. False for None, and for one number for all rows."""
+        """Whether an argument has a row per token. False for None and for one number for all."""
         if name not in self.by_token or argument is None:
             return False
         return name not in self.arguments or not self.arguments[name].is_one(argument)
