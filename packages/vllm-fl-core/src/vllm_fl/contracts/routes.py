@@ -32,8 +32,8 @@ Selection = Callable[..., Any]
 class Route:
     """The conversion of arguments from a target to the contract, and of the op's results back.
 
-    A contract's parameter that is not declared gets the target's parameter with the same name. If
-    there is none, it gets its default.
+    A contract's parameter that is not declared gets the target's parameter with the same name.
+    Without such a parameter, it gets its default.
 
     Args:
         args: the contract's parameter -> a parameter of the target, such as `{"x": "input"}`, or a
@@ -207,7 +207,7 @@ class _Source:
         return f"{self.value(selection)}({', '.join([*first, *names])})"
 
     def value(self, value: Any) -> str:
-        """Return the source of a value. Adds the value to the scope unless it is None or a bool."""
+        """Return the source of a value. Adds the value to the scope, except None and bools."""
         if value is None or isinstance(value, bool):
             return str(value)
         name = f"_{len(self.scope)}"

@@ -35,7 +35,7 @@ DERIVED = Route()
 @dataclass(frozen=True)
 class Target:
     reaches_compiler: ClassVar[bool] = False
-    """Whether compiled code calls the op here. If not, no compiler sees the call."""
+    """Whether compiled code calls the op here. Otherwise no compiler sees the call."""
 
     seen_live: ClassVar[bool] = True
     """Whether an uncompiled run of the loaded model calls the op here."""
@@ -96,8 +96,6 @@ class Target:
 
 
 class _Routed(Target):
-    """A target with a route from its arguments to those of the contract."""
-
     route: Callable[[Bound], Bound]
     parameters: tuple[str, ...]
     grants: tuple[str, ...]
@@ -232,8 +230,8 @@ class FunctionTarget(_Routed):
     Args:
         paths: all locations where vLLM's callers look the function up, such as
             `vllm.model_executor.layers.fused_moe.fused_moe.fused_experts`. Include each module that
-            imports the function by name. A method is listed with its class. The first path is the function's
-            name. Other paths that a release of vLLM lacks are ignored.
+            imports the function by name. A method is listed with its class. The first path is the
+            function's name. Other paths that a release of vLLM lacks are ignored.
         parameters: the function's parameters, in order, including `self` for a method. See
             `OperatorTarget`.
         route, native, grants: see `OperatorTarget`. The routed function returns the same kind of

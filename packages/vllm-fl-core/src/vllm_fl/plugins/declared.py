@@ -26,14 +26,12 @@ IMPLS = {
 """Hook that returns implementations -> their type."""
 
 PROVIDING = (*IMPLS, "contracts", "device", "policy")
-"""The hooks that an extension must not implement."""
 
 OLD_FORM = "register_builtins"
 OLD_NAMES = (OLD_FORM, "vllm_fl_register", "register")
 
 
 def declare(plugin: Plugin, module: object) -> None:
-    """Set the plugin's hooks, kernel distributions and verifier flag from its module."""
     _check_api(module)
     plugin.hooks = _hooks_of(module)
     _check_kind(plugin.kind, plugin.hooks)
@@ -70,7 +68,6 @@ def _hooks_of(plugin: object) -> Mapping[str, Callable[..., Any]]:
 
 
 def _check_kind(kind: Kind, hooks: Collection[str]) -> None:
-    """Check that the plugin's entry-point group allows its hooks."""
     if kind == "contracts" and {*hooks} != {"contracts"}:
         raise TypeError(
             f"the group {CONTRACTS} is only for contracts, but it implements {', '.join(hooks)}; "
@@ -117,7 +114,7 @@ def check_settings(specs: Sequence[Any], owner: Owner, holders: dict[str, str]) 
     """Check the settings of a plugin.
 
     Args:
-        specs: the settings.
+        specs: what the hook `settings` returned.
         owner: the plugin's owner.
         holders: key or variable -> the distribution that declares it; extended here.
     """

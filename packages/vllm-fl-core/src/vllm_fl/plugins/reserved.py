@@ -24,15 +24,12 @@ OFF = "set VLLM_FL_PREFLIGHT=off"
 
 
 def holder_of(impl_id: str) -> str | None:
-    """Return the only distribution that may use an id, or None."""
     return RESERVED.get(_reserved(impl_id))
 
 
 def reservation(impl_id: str, owner: Owner) -> str:
-    """Return why `owner` may not use this id; empty if it may.
-
-    An owner without a distribution (a script, a user's module) may use all ids except `stock.`.
-    """
+    """Return why `owner` may not use this id; empty if it may. An owner without a distribution (a
+    script, a user's module) may use all ids except `stock.`."""
     reserved = _reserved(impl_id)
     is_prefix = reserved.endswith(".")
     ids = f"ids that begin with {reserved!r}" if is_prefix else f"the id {reserved!r}"
@@ -94,5 +91,5 @@ def unread(settings: Mapping[str, object], plugins: Iterable[Plugin]) -> str | N
 
 
 def _is_verifier(plugin: Plugin) -> bool:
-    """Return whether a failed plugin is a verifier, even if it failed before declaring that."""
+    """Whether a plugin is a verifier. It may have failed before its VERIFIES was read."""
     return plugin.verifies or (plugin.kind == "extension" and plugin.owner.is_of(VERIFY))

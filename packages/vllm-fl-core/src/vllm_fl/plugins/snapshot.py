@@ -38,7 +38,6 @@ class RegistrySnapshot:
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """Every op with a contract or an implementation, sorted by name."""
         return tuple(sorted({*self.contracts, *self.impls_by_op}))
 
     @property

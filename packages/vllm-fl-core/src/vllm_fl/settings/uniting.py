@@ -19,11 +19,11 @@ Brought = Mapping[str, Sequence[tuple[str, Impl]]]
 
 
 def unite(files: Sequence[tuple[str, Layer]], brought: Brought, declared: Declared) -> Layer:
-    """Merge files into one layer, independently of their order.
+    """Merge files into one layer. The order of the files does not matter.
 
     In the order of an op, each file ranks its distribution's implementations. Blacklists and
-    `deny_vendors` are joined. Whitelists are intersected, without names of a blacklist. Any other
-    setting with different values returns to its default.
+    `deny_vendors` are joined. Whitelists are intersected, and names of a blacklist are removed from
+    them. Any other setting with different values returns to its default.
 
     Args:
         files: (distribution, its settings).
@@ -61,7 +61,7 @@ def unite(files: Sequence[tuple[str, Layer]], brought: Brought, declared: Declar
 
 
 def close_pairs(layer: Layer, declared: Declared) -> None:
-    """Clear a layer's blacklist if it sets the whitelist, and vice versa.
+    """Clear a layer's blacklist if the layer sets the whitelist, and vice versa.
 
     Otherwise the other list of a lower layer would apply as well.
 
@@ -82,7 +82,6 @@ def close_pairs(layer: Layer, declared: Declared) -> None:
 
 
 def _united(settings: Sequence[Setting], spec: SettingSpec[object] | None) -> Setting:
-    """Merge a setting of several files that is not an order."""
     values = [setting.value for setting in settings]
     origin = _and(setting.origin for setting in settings)
     default = spec.default if spec else ()
@@ -105,8 +104,8 @@ def _united_order(
     """Merge the orders of one op, for each of the engine's modes.
 
     The files are sorted by the kinds that their distributions provide, in the default order. The
-    first file's order begins the result. Selectors of other files follow directly before `stock`,
-    or after it if they follow `stock` there.
+    result begins with the first file's order. Selectors of the other files are inserted directly
+    before `stock`, or after it if they follow `stock` in their file.
     """
 
     def rank(distribution: str) -> tuple[int, str]:
@@ -121,7 +120,9 @@ def _united_order(
         after: list[Token] = []
         for distribution, setting in sorted(each, key=lambda item: rank(item[0])):
             side = before
-            for _, tokens in cast("OpOrder", setting.value).rows(mode):  # always one row
+            for _, tokens in cast("OpOrder", setting.value).rows(
+                mode
+            ):  # A plugin's order has one row.
                 for token in tokens:
                     side = after if token == stock else side
                     others = listing - {distribution}
@@ -136,7 +137,6 @@ def _united_order(
 def _narrowed(
     token: Token, earlier: Sequence[Token], others: set[str], impls: Sequence[tuple[str, Impl]]
 ) -> Iterator[Token]:
-    """Restrict a selector to implementations that no other distribution's file ranks."""
     matched = [(owner, impl) for owner, impl in impls if token.matches(impl)]
     if not any(owner in others for owner, _ in matched):
         yield token
