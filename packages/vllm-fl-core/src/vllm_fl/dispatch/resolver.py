@@ -1,6 +1,6 @@
 """The resolver: sorts the candidates of an op by policy and rejections, with a reason for each.
 
-Log lines, errors, the command line and the engine's plan are all made from its `Trace`.
+Log lines, errors, the command line and the engine's plan all use its `Trace`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..text import closest
 
 @dataclass(frozen=True)
 class Stock:
-    """vLLM's implementation, which runs without vllm-fl. In an engine it is always considered."""
+    """vLLM's implementation, which runs without vllm-fl. It is always a candidate in an engine."""
 
     impl_id: str = "stock.vllm"
     vendor: None = None
@@ -33,22 +33,20 @@ class Stock:
 
     @property
     def token(self) -> str:
-        """Its selector in an order."""
         return self.impl_id.partition(".")[0]
 
 
 STOCK = Stock()
-"""vLLM's code, unmodified."""
 
 FOREIGN = Stock("foreign.oot")
-"""The class of another vLLM plugin that replaces a layer of the op, unmodified."""
+"""The class of another vLLM plugin that replaces a layer of the op."""
 
 UNORDERED = "default, no order for this op"
-"""The reason for the position of `stock` without an order for the op."""
+"""The reason for the position of `stock`, if the op has no order."""
 
 
 UNAVAILABLE = "not available: "
-"""The start of the reason for implementations that are not available on the machine."""
+"""The beginning of the reason, if an implementation is not available on the machine."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Trace:
-    """All candidates of one op: the admitted candidates in order, then the rejected candidates."""
+    """All candidates of one op: the admitted candidates in order, then the rejected ones."""
 
     op: str
     mode: Mode
@@ -81,12 +79,10 @@ class Trace:
 
     @property
     def selected(self) -> Impl | Stock | None:
-        """The first candidate, or None if all were rejected."""
         return next(iter(self.admitted), None)
 
     @property
     def admitted(self) -> tuple[Impl | Stock, ...]:
-        """The implementations that were not rejected, in order."""
         return tuple(c.impl for c in self.candidates if c.status != "rejected")
 
     @property
@@ -97,12 +93,10 @@ class Trace:
 
     @property
     def rejected(self) -> tuple[tuple[str, str], ...]:
-        """(impl id, reason) of the rejected implementations."""
         return tuple((c.impl_id, c.reason) for c in self.candidates if c.status == "rejected")
 
     @property
     def unavailable(self) -> dict[str, str]:
-        """Impl id -> why it is not available on this machine."""
         return {
             impl_id: why.removeprefix(UNAVAILABLE)
             for impl_id, why in self.rejected
@@ -116,7 +110,6 @@ class Trace:
 
 
 def describe(impl: Impl | Stock) -> str:
-    """Return an implementation for a log line, such as `'vendor.cpu' (kind=vendor, vendor=cpu)`."""
     kind = impl.token if isinstance(impl, Stock) else impl.kind.value
     return f"'{impl.impl_id}' (kind={kind}, vendor={impl.vendor})"
 
@@ -131,12 +124,12 @@ class Resolver:
     Args:
         registry: the implementations, contracts and plugins.
         policy: the policy.
-        settings: the settings, for rejections by plugins; None: plugins are not called.
+        settings: the settings for rejections by plugins. None: plugins are not called.
         mode: the engine's mode; an op may have an order for each mode.
         engine: whether vLLM's code is a candidate.
         disabled: (op, impl id) -> why it is disabled or demoted.
-        without_layer: reject implementations that take the calling layer.
-        foreign: op -> layers of the op that another plugin has replaced -> the plugin's name.
+        without_layer: whether to reject implementations that need the calling layer.
+        foreign: op -> layer of the op that another plugin has replaced -> the plugin's name.
         facts: the engine's facts (`EngineFacts`), for rejections by plugins.
     """
 
@@ -159,7 +152,7 @@ class Resolver:
             UnknownOpError: no contract and no plugin has `op`.
             PluginError: the policy selects an implementation of a plugin that failed, or the
                 contract of `op` is missing.
-            SettingsError: the order of `op` depends on the size, but its calls have no size.
+            SettingsError: the order of `op` depends on the size, but the op's calls have no size.
         """
         snapshot = self.registry.snapshot()
         impls = snapshot.impls_by_op.get(op, ())
@@ -189,17 +182,17 @@ class Resolver:
     ) -> Trace:
         """Return the candidates of one op, in order, for calls of one size.
 
-        An implementation is rejected by a vendor filter, by `rejected`, if no selector of the order
-        matches it, or if it is not available on the machine; the first of these is the reason. The
-        implementations of one selector are sorted by descending priority, then by impl id.
+        An implementation is rejected if a vendor filter or `rejected` excludes it, if no selector
+        of the order matches it, or if it is not available on the machine. The first of these is the
+        reason. The implementations of one selector are sorted by descending priority, then by impl
+        id.
 
-        In an engine, `stock` has the position of its selector in the order, or is last. In strict
-        mode, a user's order without `stock` and `foreign` excludes it.
+        In an engine, `stock` has the position of its selector in the order, or else is last. In
+        strict mode, a user's order without `stock` and `foreign` excludes it.
 
         Layers that another plugin has replaced have the position of the selector `foreign`. Without
-        that selector they are first, with two exceptions: if the user's order is for the op itself,
-        or if the order for another size has `foreign`, they are last, and strict mode excludes
-        them.
+        that selector they are first, with two exceptions: the user's order is for the op itself, or
+        the order for another size has `foreign`. Then they are last, and strict mode excludes them.
 
         Args:
             op: the op's name.
@@ -300,7 +293,6 @@ class Resolver:
             raise PluginError(f"{lost}: {why}.", op=op, impl=first.impl_id, distribution=OPS)
 
     def _check_named(self, trace: Trace, impls: tuple[Impl, ...]) -> None:
-        """Raise PluginError if the order selects an implementation of a plugin that failed."""
         for token in trace.order:
             if token.name is None or any(token.matches(impl) for impl in impls):
                 continue
@@ -326,7 +318,6 @@ class Resolver:
         )
 
     def nothing_for(self, trace: Trace) -> NoImplementationError:
-        """Return the error for an op if every candidate was rejected, or none is installed."""
         snapshot, rejected = self.registry.snapshot(), trace.rejected
         if rejected:
             why = "every candidate was rejected: " + "; ".join(f"{i}: {r}" for i, r in rejected)
@@ -357,7 +348,6 @@ class Resolver:
 
 
 def _failed(message: str, error: PluginError, op: str, impl: str) -> PluginError:
-    """Return the error for an implementation or contract of a plugin that failed with `error`."""
     return PluginError(
         f"{message} {error.message}",
         op=op,
