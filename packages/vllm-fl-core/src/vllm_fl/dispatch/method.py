@@ -96,6 +96,7 @@ class dispatch_method:
         return bound
 
     def own(self, instance: Any, cls: type | None = None) -> Bound:
+        """Return the method of the base class, or of `cls`, one of its bases."""
         mro = type(instance).__mro__
         after = self.owner if cls is None else mro[mro.index(cls) - 1]
         method: Bound = getattr(super(after, instance), self.name)

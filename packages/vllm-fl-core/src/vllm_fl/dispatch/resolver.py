@@ -252,8 +252,7 @@ class Resolver:
         """Return the maximum tokens of each row of the order of `op`, ascending.
 
         Raises:
-            SettingsError: the order depends on the size, but the contract of `op` has no
-                `by_token`.
+            SettingsError: the order depends on the size, but no argument has a row per token.
         """
         ceilings = self.policy.ceilings(op, self.mode)
         spec = self.registry.snapshot().contracts.get(op)

@@ -1,4 +1,5 @@
-"""The digest of a sealed plan: what affects compiled code and is not in vLLM's cache key."""
+"""The digest of a sealed plan: everything that affects compiled code and is not in vLLM's cache
+key."""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ from ..settings.schema import Setting, Settings
 from .plan import Plan
 
 BENEATH = ("vllm", "torch", "triton")
-"""Distributions below all implementations, identified by version: too large to hash."""
+"""Distributions that all implementations use. They are identified by version, because they are too
+large to hash."""
 
 LARGE = 8 * 2**20
-"""Minimum bytes of a large file: only its size, beginning and end are hashed."""
+"""Minimum bytes of a large file. Only its size, beginning and end are hashed."""
 
 UNKNOWN = "no files found"
 NO_CODE = {"__pycache__", ".git"}
-"""Names of folders without code."""
 
 
 def fingerprint(
@@ -42,7 +43,7 @@ def fingerprint(
     settings: Settings | None = None,
     plugins: Iterable[Plugin] = (),
 ) -> dict[str, Any]:
-    """Return the facts of a plan, JSON-able: plans with equal facts run the same code.
+    """Return the facts of a plan as JSON-able values. Plans with equal facts run the same code.
 
     Args:
         plan: the plan.
@@ -53,10 +54,10 @@ def fingerprint(
         plugins: the loaded plugins.
 
     Returns:
-        `mode`, `strict` and `required`; `ops`: each op's candidates with the hash of their code,
-            also for each row by size (key `rms_norm(<=16)`); `contracts`: the code of planned ops'
-            contracts; `versions` of core and `BENEATH`; `settings` of the plan's plugins (a
-            compiler may have inlined them).
+        `mode`, `strict` and `required`; `ops`, each op's candidates with the hash of their code,
+            also for each row by size (key `rms_norm(<=16)`); `contracts`, the code of the planned
+            ops' contracts; `versions` of core and `BENEATH`; and `settings` of the plan's plugins,
+            because a compiler may have inlined them.
     """
     rows = {
         f"{op}(<={ceiling})" if ceiling else op: [
@@ -84,16 +85,14 @@ def fingerprint(
 
 
 def _values(setting: Setting) -> list[Any]:
-    """Return a setting's value, and the text of its variable if a file has overridden it.
-
-    Code of a plugin may read either.
-    """
+    """Return a setting's value, and the text of its variable if a file has overridden it. Code of a
+    plugin may read either."""
     texts = [text for text, origin in setting.overrides if origin.startswith("environment")]
     return [setting.value, *texts]
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of `BENEATH` and core; core also has its code hash."""
+    """Return the versions of `BENEATH` and core. For core, the hash of its code is added."""
     beneath = {name: found for name in BENEATH if (found := installed_version(name))}
     return {**beneath, CORE: f"{installed_version(CORE)} {code_of(CORE, 'vllm_fl')}"}
 
@@ -102,7 +101,7 @@ def _candidate(impl: Impl, owner: Owner) -> dict[str, Any]:
     code = impl.fn if isinstance(impl, OpImpl) else impl.class_path
     module = _module_of(code)
     if owner.distribution is None and _top(module) in BENEATH:
-        module = owner.plugin  # the module of a plugin that uses a function of torch
+        module = owner.plugin  # a plugin's module that uses a function of torch
     facts = code_facts(owner, module)
     if facts["source"] == UNKNOWN:
         name = code if isinstance(code, str) else type(code).__qualname__
@@ -117,7 +116,6 @@ def _candidate(impl: Impl, owner: Owner) -> dict[str, Any]:
 
 
 def code_facts(owner: Owner, module: str) -> dict[str, Any]:
-    """Return hashes of the owner's code, and versions and hashes of its kernel distributions."""
     facts: dict[str, Any] = {"source": code_of(owner.distribution, module)}
     if owner.kernels:
         facts["kernels"] = {
@@ -132,7 +130,7 @@ def digest(facts: Mapping[str, Any]) -> str:
 
 
 def code_of(distribution: str | None, module: str = "") -> str:
-    """Return the hash of all files of a distribution's top-level modules.
+    """Return the hash of all files in a distribution's top-level modules.
 
     Args:
         distribution: its name; None for code without a distribution.
@@ -147,7 +145,7 @@ def code_of(distribution: str | None, module: str = "") -> str:
 
 @cache
 def _code_of(distribution: str | None, module: str, file: str) -> str:
-    """Return the hash, computed again if the module is loaded from another file."""
+    """Compute the hash again if the module was loaded from a different file."""
     tops = {_top(module), *_top_levels(distribution)} - {"", *BENEATH}
     found = sorted(each for top in tops for each in _files(top))
     state = hashlib.sha256()
@@ -159,12 +157,11 @@ def _code_of(distribution: str | None, module: str, file: str) -> str:
 
 
 def _top_levels(name: str | None) -> set[str]:
-    """Return a distribution's top-level modules."""
     dist = next(iter(distributions(name=name)), None) if name else None
     if dist is None:
         return set()
     tops = set((dist.read_text("top_level.txt") or "").split())
-    if not tops:  # an editable installation has no files in the environment
+    if not tops:  # An editable installation has no files in the environment.
         inside = (file.parts for file in dist.files or () if file.parts[0] != "..")
         first = (parts[0] if parts[1:] else inspect.getmodulename(parts[0]) for parts in inside)
         tops = {top for top in first if top and top.isidentifier() and top not in NO_CODE}
@@ -174,7 +171,6 @@ def _top_levels(name: str | None) -> set[str]:
 
 
 def _files(top: str) -> Iterator[tuple[str, str]]:
-    """Yield (name, path) of each file of a top-level package or module."""
     module: Any = sys.modules.get(top)
     if module is None:
         try:
@@ -202,7 +198,7 @@ def _files(top: str) -> Iterator[tuple[str, str]]:
 
 
 def _content(path: str) -> bytes:
-    """Return the content of a file; of a large one its size, its beginning and its end."""
+    """Return the content of a file. For a large file, return its size, beginning and end."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -220,7 +216,6 @@ def _top(module: str) -> str:
 
 
 def _module_of(code: Callable[..., Any] | str) -> str:
-    """Return the module of a function or of a class path, or an empty text."""
     if isinstance(code, str):
         return code.rpartition(".")[0]
     code = inspect.unwrap(code)

@@ -26,7 +26,7 @@ from ..plugins.types import OpImpl
 
 
 class Watched(TorchDispatchMode):
-    """Records calls of operators in the block.
+    """Records the calls of operators in a block.
 
     Args:
         is_wanted: operator -> whether to record its calls.
@@ -56,7 +56,8 @@ class Site:
     Args:
         chain: the candidates, by the size of a call.
         tokens: the operator's arguments -> the number of tokens of the call.
-        inlined: an implementation -> a function of the operator's parameters that runs only it.
+        inlined: an implementation -> a function of the operator's parameters that runs only this
+            implementation.
     """
 
     chain: Chain
@@ -69,10 +70,10 @@ class _Operator:
     """An operator of this process.
 
     Args:
-        op: its op.
+        op: the op that it computes.
         impl_id: the first candidate for the largest calls.
         body: the function that it runs.
-        site: how to replace it, if it is ordered by size and overwrites no argument.
+        site: how to replace it; None unless it is ordered by size and overwrites no argument.
     """
 
     op: str
@@ -82,8 +83,8 @@ class _Operator:
 
 
 _operators: dict[str, _Operator] = {}
-"""By name. A process cannot define an operator twice, so a plan that reuses the place of an ended
-engine also reuses its operators, with new bodies."""
+"""Operators by name. A process cannot define an operator twice. A plan that takes the place of an
+ended engine therefore reuses its operators with new bodies."""
 
 
 def operators() -> dict[str, tuple[str, str]]:
@@ -97,18 +98,14 @@ def ordered() -> dict[Callable[..., Any], Site]:
 
 
 def inlined(chain: Chain, impl: OpImpl) -> Callable[..., Any]:
-    """Return `impl` as traceable code with the contract's parameters, without a fallback.
-
-    Args:
-        chain: a chain of the op.
-        impl: one of its candidates that a compiler may trace.
-    """
+    """Return `impl`, a traceable candidate of `chain`, as code without a fallback. It has the
+    contract's parameters."""
     bare = dataclasses.replace(chain.of(impl, bare=True), grants=frozenset())
     return chain.record.counting(call_guard(bare), chain.op, impl.impl_id)
 
 
 def unique_name(readable: str, *identity: object) -> str:
-    """Return a readable ASCII name for vLLM or torch, different for each identity.
+    """Return a readable ASCII name for vLLM or torch. It differs for each identity.
 
     Args:
         readable: the readable part, in lower-case letters, digits and underscores.
@@ -120,25 +117,23 @@ def unique_name(readable: str, *identity: object) -> str:
 
 
 def is_opaque(impl: OpImpl) -> bool:
-    """Return whether a compiler must not trace the implementation.
-
-    With `supports` it is opaque even if traceable: a trace would evaluate `supports` only once, for
-    the shapes of the first compilation.
-    """
+    """Whether a compiler must not trace the implementation. An implementation with `supports` is
+    opaque even if it is traceable: a trace would evaluate `supports` only once, for the shapes of
+    the first compilation."""
     return not impl.traceable or impl.supports is not None
 
 
 def is_inlined(impl: OpImpl) -> bool:
-    """Return whether an implementation's code may replace its operator in a graph."""
+    """Whether an implementation's code may replace its operator in a graph."""
     return not (is_opaque(impl) or impl.consumes or impl.needs_layer)
 
 
 def mutated(chain: Chain, variant: Variant, *, rest_is_inlined: bool = False) -> tuple[str, ...]:
     """Return the arguments that the operator of this variant overwrites with its results.
 
-    The schema is fixed when the operator is defined, so one row decides for all sizes: if an
-    implementation for up to 8 tokens overwrites `x`, and the implementation for the rest does not,
-    the operator overwrites nothing, and the first one gets a copy.
+    The schema is fixed when the operator is defined, so one row decides for all sizes. Example: the
+    implementation for up to 8 tokens overwrites `x`, and the implementation for the rest does not.
+    Then the operator overwrites nothing, and the first implementation gets a copy.
 
     Args:
         chain, rest_is_inlined: as for `opaque_op`.
@@ -155,18 +150,18 @@ def mutated(chain: Chain, variant: Variant, *, rest_is_inlined: bool = False) ->
 def opaque_op(chain: Chain, place: int = 1, *, rest_is_inlined: bool = False) -> OpImpl:
     """Return the first implementation of `chain`, with a torch.library operator as its function.
 
-    The chain and the plan's place determine the operator's name, so a compiled graph finds it in
-    another process, and two plans that run at the same time have separate operators. Registering
-    the chain again in that place replaces the body.
+    The chain and the plan's place determine the operator's name. A compiled graph therefore finds
+    the operator in another process, and two simultaneous plans have separate operators. Registering
+    the chain again in the same place replaces the body.
 
     Args:
-        chain: the candidates, and the arguments that the caller grants. If it has several rows, the
-            operator selects the row when it runs (in a CUDA graph once, at capture). It mutates its
-            arguments if the first candidate of the largest calls does.
+        chain: the candidates, and the arguments that the caller grants. If there are several rows,
+            the operator selects the row when it runs (in a CUDA graph only once, at capture). It
+            mutates its arguments if the first candidate of the largest calls does.
         place: the plan's place (`Plan.place`).
         rest_is_inlined: whether code of rows that can be inlined replaces the operator, regardless
-            of its schema. It then mutates its arguments if the first candidate of the largest calls
-            that it still runs does.
+            of its schema. The operator then runs only the other rows. It mutates its arguments if
+            the first candidate of the largest of these does.
     """
     spec, first = chain.spec, chain.impls[0]
     rows = [[n, [impl.impl_id for impl in impls]] for n, impls in chain.rows]
@@ -194,11 +189,8 @@ def opaque_op(chain: Chain, place: int = 1, *, rest_is_inlined: bool = False) ->
 
 
 def _site(chain: Chain, variant: Variant) -> Site:
-    """Return how to replace the operator of a variant.
-
-    The results of the replacement are contiguous and alias no argument, like the operator's
-    results.
-    """
+    """Return how to replace the operator of a variant. Like the operator's results, those of the
+    replacement are contiguous and alias no argument."""
     spec = chain.spec
     tokens = _of_variant(spec, variant, lambda *args: spec.tokens(args))
 
@@ -209,7 +201,6 @@ def _site(chain: Chain, variant: Variant) -> Site:
 
 
 def _returning(variant: Variant, guard: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the body of an operator that does not mutate its arguments."""
     single = variant.returns == 1
 
     def body(*args: Any) -> Any:
@@ -220,13 +211,11 @@ def _returning(variant: Variant, guard: Callable[..., Any]) -> Callable[..., Any
 
 
 def _writing(spec: OpSpec, variant: Variant, guard: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the body of an operator that writes its results to its arguments."""
     targets = [spec.parameters.index(parameter) for parameter in variant.overwrites]
 
     def body(*args: Any) -> None:
         result = guard(*args)
-        # An implementation may be unable to write to an argument; a later candidate may write to
-        # none.
+        # Some implementations cannot write to an argument. A later candidate may write to none.
         put(tuple(args[at] for at in targets), result)
 
     return body
@@ -256,7 +245,7 @@ def _overload(name: str) -> Callable[..., Any]:
 
 
 def _of_variant(spec: OpSpec, variant: Variant, op: Callable[..., Any]) -> Callable[..., Any]:
-    """Convert `op`, with the contract's parameters, to the parameters of a variant's operator.
+    """Convert `op` from the contract's parameters to those of a variant's operator.
 
     A variant omits parameters, and torch omits trailing arguments that equal the schema's defaults.
     """
@@ -269,12 +258,13 @@ def _of_variant(spec: OpSpec, variant: Variant, op: Callable[..., Any]) -> Calla
 def _router(
     spec: OpSpec, branches: Sequence[tuple[Variant, tuple[str, ...], Callable[..., Any]]]
 ) -> Callable[..., Any]:
-    """Generate a function that selects the operator by its None arguments; Dynamo can trace it.
+    """Generate a function that selects the operator by the arguments that are None. Dynamo can
+    trace it.
 
     Args:
         spec: the contract.
-        branches: (variant, the arguments that contain its results afterwards, its operator),
-            variants with fewer parameters first.
+        branches: (variant, the arguments to which the operator writes results, the operator).
+            Variants with fewer parameters are first.
     """
     scope: dict[str, Any] = {}
     lines = [f"def {spec.name}({', '.join(spec.parameters)}):"]
@@ -293,10 +283,8 @@ def _router(
 
 
 def _fresh(result: Any, args: tuple[Any, ...]) -> Any:
-    """Copy results where necessary.
-
-    An operator must not return an input, a view of one, or one tensor twice. Its results must be
-    contiguous, because its fake returns contiguous tensors.
+    """Copy results if necessary. An operator must not return an input, a view of an input, or the
+    same tensor twice. Its results must be contiguous, because its fake returns contiguous tensors.
     """
     taken = [arg for arg in args if isinstance(arg, torch.Tensor)]
     parts = []

@@ -9,10 +9,10 @@ from typing import Any
 
 
 class Phases:
-    """Seconds per phase, without nested phases.
+    """Seconds per phase, without the time of nested phases.
 
     Attributes:
-        seconds: phase -> its seconds so far, ordered by when each first ended.
+        seconds: phase -> its seconds so far. Ordered by when each phase first ended.
     """
 
     def __init__(self) -> None:
@@ -33,6 +33,6 @@ class Phases:
 
 
 def phases_of(worker: Any) -> Phases:
-    """Return the phases of a worker's startup; created at the first call."""
+    """Return the phases of a worker's startup. The first call creates them."""
     found: Phases = vars(worker).setdefault("vllm_fl_phases", Phases())
     return found

@@ -31,11 +31,12 @@ log = get_logger("engine")
 
 
 def facts_of(vllm_config: VllmConfig) -> EngineFacts:
-    """Read the engine's facts from its configuration, which vLLM completes step by step.
+    """Read the engine's facts from its configuration. vLLM completes the configuration step by
+    step.
 
     Raises:
         SettingsError: a setting is invalid.
-        PluginError: this process has already loaded other plugins than the settings allow.
+        PluginError: this process has already loaded different plugins than the settings allow.
     """
     from vllm import envs
     from vllm.config import CompilationMode
@@ -43,8 +44,8 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
     try:
         settings = _settings_of(vllm_config)
     except InvalidSettingError as error:
-        # pydantic, which validates vLLM's configuration, would wrap a ValueError in its own error.
-        # The message is complete without the first traceback.
+        # When pydantic validates vLLM's configuration, it wraps a ValueError in an error of its
+        # own. The message is complete without the first traceback.
         raise SettingsError(
             error.message, key=error.key, origin=error.origin, op=error.op, code=error.code
         ) from None
@@ -77,40 +78,43 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
 
 
 def device_name() -> str:
-    """Return the device name of vLLM's platform, without opening the device; empty if unknown."""
+    """Return the device name of vLLM's platform without opening the device; empty if unknown."""
     from vllm.platforms import current_platform
 
     try:
         return str(current_platform.get_device_name())
-    except Exception as error:  # a platform may be third-party code
+    except Exception as error:  # A platform may be third-party code.
         log.debug("cannot determine the platform's device: %s", error)
         return ""
 
 
 def lacks(vllm_config: VllmConfig, op: str, binding: Binding) -> bool:
-    """Return whether the model's configuration rules the op out."""
+    """Whether the model's configuration excludes the op."""
     try:
         return binding.when is not None and not binding.when(vllm_config)
-    except Exception as error:  # a model's configuration may lack any attribute
+    except Exception as error:  # A model's configuration may lack any attribute.
         log.debug("cannot determine from the model configuration whether it has %s: %s", op, error)
         return False
 
 
 def _settings_of(vllm_config: VllmConfig) -> Settings:
-    """Return the engine's settings, read once, in the process that makes its configuration.
+    """Return the engine's settings. The process that makes the engine's configuration reads them.
 
-    They travel in `additional_config`: a worker may not inherit the environment, and engines of one
-    process may have different settings. A process that cannot read settings adopts the engine's.
+    They are stored in `additional_config`, because a worker may not inherit the environment, and
+    because engines of one process may have different settings. A process that cannot read settings
+    uses the engine's.
     """
     from vllm.platforms import current_platform
 
     settings = load_plugins(vllm_config)
     manager = get_default_manager()
     startup = manager.startup
-    assert startup is not None  # the default manager finds its own plugins
+    assert startup is not None
     if settings is None:
         if is_sealed(vllm_config):
-            return startup.settings  # sealing removed the engine's settings; files may be gone
+            return (
+                startup.settings
+            )  # Sealing removed the engine's settings, and files may no longer exist.
         entry = entry_of(vllm_config)
         settings = _read_settings(current_platform.vllm_fl_platform, entry.orders)
         _check_loaded(settings)
@@ -123,15 +127,15 @@ def _settings_of(vllm_config: VllmConfig) -> Settings:
 def load_plugins(vllm_config: VllmConfig) -> Settings | None:
     """Load the plugins that the engine's settings allow, once per process.
 
-    Errors in the settings of this process are deferred until these are needed: a worker gets its
-    engine's settings with the configuration, and files may be gone. The variables that the plugins
-    declare are registered with vLLM.
+    Errors in the settings of this process are deferred until the settings are needed. A worker gets
+    its engine's settings with the configuration, and files may no longer exist. The variables that
+    the plugins declare are registered with vLLM.
 
     Returns:
         The engine's settings, if the configuration has them.
 
     Raises:
-        PluginError: this process has already loaded other plugins.
+        PluginError: this process has already loaded different plugins.
     """
     from vllm.platforms import current_platform
 
@@ -167,7 +171,6 @@ def _check_loaded(settings: Settings) -> None:
 
 
 def _read_settings(platform: str, orders: Mapping[str, object]) -> Settings:
-    """Read the settings of an engine that is being configured, and check names in them."""
     registry = get_default_manager().registry
     settings = read_settings(registry, platform=platform, orders=orders)
     if not settings.oot_enabled:
@@ -175,7 +178,7 @@ def _read_settings(platform: str, orders: Mapping[str, object]) -> Settings:
     listed = {*(settings.oot_whitelist or ()), *settings.oot_blacklist}
     layers = frozenset[str]()
     for patcher in PATCHERS:
-        if not layers or not layers.issuperset(listed):  # later patchers read vLLM's source
+        if not layers or not layers.issuperset(listed):  # Later patchers read vLLM's source.
             layers |= patcher.layer_names()
     return check_names(
         settings,
@@ -189,7 +192,7 @@ def plan_for(
     facts: EngineFacts,
     demoted: Mapping[tuple[str, str], str] | None = None,
 ) -> Plan:
-    """Make the plan of an engine. The user's settings of vLLM take precedence.
+    """Make the plan of an engine. The user's settings of vLLM have priority.
 
     Args:
         facts: the engine's facts.
@@ -223,11 +226,9 @@ def refuse_unverified(facts: EngineFacts) -> None:
 
 
 def plan_now() -> Plan | None:
-    """Return the plan for vLLM's current configuration, before a worker has made the plan.
-
-    None if it was not made on our platform: a script can make a configuration before the overlay is
-    installed in place.
-    """
+    """Return the plan for vLLM's current configuration, before a worker has made the plan. None if
+    the configuration was not made on our platform: a script can make one before the overlay is
+    installed in place."""
     from vllm.config import get_current_vllm_config
 
     vllm_config = get_current_vllm_config()
@@ -240,7 +241,7 @@ def plan_now() -> Plan | None:
 def apply(plan: Plan, vllm_config: VllmConfig) -> None:
     """Configure vLLM for a plan: custom ops, compiler passes and compile ranges.
 
-    Changes for an earlier plan are undone. All other settings of vLLM and the user stay.
+    Changes for an earlier plan are undone. All other settings of vLLM and the user are kept.
     """
     custom_ops = vllm_config.compilation_config.custom_ops
     entry = entry_of(vllm_config)
@@ -275,7 +276,7 @@ def _kept_by_vllm(facts: EngineFacts) -> dict[str, str]:
 
 
 def note_user_priority(vllm_config: VllmConfig) -> None:
-    """Keep the user's `ir_op_priority` and disabled passes, before vLLM changes both."""
+    """Save the user's `ir_op_priority` and disabled passes, before vLLM changes both."""
     entry = entry_of(vllm_config)
     if "user" not in entry:
         entry["user"] = merged(lambda each: each.note_user(vllm_config))

@@ -1,5 +1,5 @@
 """The worker: makes, verifies and seals the plan, lets vLLM's worker build the model, and verifies
-again on the tensors of the loaded model."""
+the plan again on the tensors of the loaded model."""
 
 from __future__ import annotations
 
@@ -35,24 +35,21 @@ if TYPE_CHECKING:
 PREFIX = "Planned:"
 
 PLANNING, LIVE = "plan and verification", "verification on live tensors"
-"""The startup phases that settle the ranks on a plan."""
+"""The startup phases in which the ranks settle on a plan."""
 
 log = get_logger("engine")
 
 
 class PlannedWorker:
-    """A mixin over the worker class that vLLM chose."""
-
     vllm_config: VllmConfig
     device: torch.device
     rank: int
     vllm_fl_engine: Engine | None = None
 
     def __init_subclass__(cls) -> None:
-        """Wrap the worker's methods: they run for its engine, and weight updates are followed.
-
-        The base class's `__init_subclass__` is not called: it may register or reject subclasses.
-        """
+        """Wrap the worker's methods, to attribute their calls to its engine and to follow weight
+        updates. Does not call the base class's `__init_subclass__`, which may register or reject
+        subclasses."""
         updates.watch(cls)
         for name in dir(cls):
             method = getattr_static(cls, name)
@@ -60,7 +57,8 @@ class PlannedWorker:
                 setattr(cls, name, with_own_engine(method))
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        """Load the plugins that the engine's settings allow: vLLM's `__init__` needs norms."""
+        """Load the plugins that the engine's settings allow, because vLLM's `__init__`
+        needs norms."""
         with phases_of(self).during("plugins and settings"):
             load_plugins(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
@@ -80,10 +78,9 @@ class PlannedWorker:
         return opened
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Seal the plan, build the model on it, verify it on live tensors, and log it."""
         engine, phases = self.vllm_fl_engine, phases_of(self)
-        assert engine is not None  # vLLM opens the device first
-        # The other ranks of a running engine (elastic EP) no longer gather with a rank that joins.
+        assert engine is not None
+        # In elastic EP, the ranks of a running engine do not gather with a rank that joins.
         engine.joins = bool(kwargs.get("load_dummy_weights"))
         with phases.during(PLANNING):
             lines = _begin(engine)
@@ -110,9 +107,9 @@ class PlannedWorker:
     def compile_or_warm_up_model(self) -> Any:
         """Verify the plan with the KV cache, run vLLM's warm-up, and begin to serve.
 
-        Before the warm-up the KV cache is allocated and no graph is captured. After it the model is
-        compiled, and patchers log the results of passes and later overrides of operators. From then
-        on steps serve requests, and plugins may sample them.
+        Before the warm-up, the KV cache is allocated and no graph is captured. After it the model
+        is compiled, and patchers log the results of passes and later overrides of operators. From
+        then on steps serve requests, and plugins may sample them.
         """
         engine = self.vllm_fl_engine
         # vLLM warms up again when ranks join or leave (elastic EP), without gathering.
@@ -130,7 +127,8 @@ class PlannedWorker:
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
         for patcher in PATCHERS:
             patcher.compiled(engine)
-        # Warm-up steps serve no request. In compiled mode only tracings are counted: keep those.
+        # Warm-up steps serve no request. In compiled mode only tracings are counted, and these are
+        # kept.
         engine.plan.record.begin(keeps_calls=engine.plan.mode == "compiled")
         engine.serve()
         return times
@@ -138,13 +136,14 @@ class PlannedWorker:
     def vllm_fl_verify(self) -> str:
         """Verify the plan again on the loaded model's tensors, for `collective_rpc`.
 
-        For weight updates without vLLM's methods, which verify by themselves.
+        Call it after weight updates that do not use vLLM's methods. These methods verify the plan
+        themselves.
 
         Returns:
             What was verified, or the reason why nothing was.
 
         Raises:
-            ServingError: an implementation is incorrect on any rank; the last rank raises it.
+            ServingError: an implementation is incorrect on any rank. The last rank raises it.
         """
         engine = self.vllm_fl_engine
         if engine is None or engine.joins:
@@ -154,11 +153,11 @@ class PlannedWorker:
     def vllm_fl_report(self) -> dict[str, Any]:
         """Return this worker's plan and counters, for `collective_rpc`.
 
-        Counters begin when the engine begins to serve. The result is JSON-serialisable;
+        Counters begin when the engine begins to serve. The result is JSON-able.
         docs/worker-report.md describes its keys.
         """
         engine = self.vllm_fl_engine
-        assert engine is not None  # vLLM forwards no `collective_rpc` before that
+        assert engine is not None  # vLLM forwards no `collective_rpc` before.
         plan, table = engine.plan, engine.facts.settings.tuned
         compilation = self.vllm_config.compilation_config
         rejected = {key: out.why for key, out in engine.disabled.items() if out.code == REJECTED}
@@ -211,9 +210,8 @@ class PlannedWorker:
 
 
 def _begin(engine: Engine) -> list[str]:
-    """Complete the engine's facts and make its first plan; return the log lines of plugins."""
     config, manager = engine.config, get_default_manager()
-    # Read again now that the device is open: a platform may have registered its layers with it.
+    # Read again, because a platform may register its layers when the device is opened.
     facts, _ = completed(facts_of(config), config)
     engine.facts = facts
     device, rank, invariance = engine.device, engine.rank, facts.wants_invariance
@@ -228,19 +226,19 @@ def _begin(engine: Engine) -> list[str]:
 
 
 def _attend_once(engine: Engine) -> None:
-    """Run a plugin's attention once: it may compile its kernels at the first call."""
+    """Run a plugin's attention once, because it may compile its kernels at the first call."""
     if not engine.plan.entries[ATTENTION].classes(AttentionImpl):
         return
     try:
         with phases_of(engine.worker).during("attention's first call"), calling(engine):
             is_eager = engine.plan.mode == "eager"
             attend(engine.runner, engine.config, is_eager=is_eager)
-    except Exception as error:  # vLLM's dummy run may be missing, and does not fit every model
+    except Exception as error:  # vLLM's dummy run may be missing, and does not fit every model.
         log.info("Attention was not called before the first request: %s", quote(error))
 
 
 def _say_plan(engine: Engine) -> None:
-    """Keep remarks on the startup for the report and DEBUG; rank 0 logs the start line."""
+    """Keep remarks on the startup for the report and DEBUG. Rank 0 logs the start line."""
     plan, seconds = engine.plan, phases_of(engine.worker).seconds
     how = {"verify": "verified in", "run": "run in"}.get(engine.facts.settings.preflight)
     total = sum(seconds.get(phase, 0.0) for phase in (PLANNING, LIVE))
@@ -258,7 +256,6 @@ def _say_plan(engine: Engine) -> None:
 
 
 def _remarks(engine: Engine) -> list[str]:
-    """Return remarks on settings, and on classes that do not support this engine."""
     facts, found = engine.facts, []
     table, ordered = facts.settings.tuned, _orders_by_device(engine)
     if table is not None:
@@ -273,7 +270,7 @@ def _remarks(engine: Engine) -> list[str]:
 
 
 def _orders_by_device(engine: Engine) -> dict[str, str]:
-    """Return op -> origin and measurement of its order for this device, for applied orders."""
+    """Return op -> origin and measurement of its order for this device."""
     return engine.facts.ordered.settings.held_by_device
 
 
@@ -285,7 +282,6 @@ def _nested(table: Any) -> dict[str, dict[str, Any]]:
 
 
 def wrap_worker(vllm_config: VllmConfig) -> None:
-    """Put our class over the worker class that vLLM chose, once."""
     parallel = vllm_config.parallel_config
     path = parallel.worker_cls
     if isinstance(path, str) and path != "auto" and not path.startswith(f"{__name__}.{PREFIX}"):
@@ -293,7 +289,7 @@ def wrap_worker(vllm_config: VllmConfig) -> None:
 
 
 def __getattr__(name: str) -> type:
-    """Make the class on demand: only its path travels to the workers."""
+    """Make the class on demand, because workers get only its path."""
     made = over_class(__name__, PREFIX, name, PlannedWorker)
     if not issubclass(made, PlannedWorker):
         take_off()

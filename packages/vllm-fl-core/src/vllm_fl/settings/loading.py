@@ -195,6 +195,7 @@ def _add_table(entries: Layer) -> Table | None:
 
 
 def policy_from_config(path: str | os.PathLike[str]) -> SelectionPolicy:
+    """Return the policy of a YAML file. Ignores `extends`. Raises SettingsError."""
     own = read_settings_file(path, ITEMS, key="config")
     own.pop(EXTENDS, None)
     if any(key.startswith(GROUPS) for key in own):
