@@ -1,8 +1,8 @@
 """Opaque ops: torch.library operators for implementations that a compiler must not trace.
 
-Dynamo, Inductor and CUDA graphs see one operator with the contract's schema and fake. The chain of
-candidates, with its fallbacks, runs inside it. If an implementation overwrites arguments that the
-caller grants, the operator mutates them, without copies.
+Dynamo, Inductor and CUDA graphs see one operator with the contract's schema and fake. The
+candidates and their fallbacks run inside it. If an implementation overwrites arguments that the
+caller grants, the operator mutates them, so they are not copied.
 """
 
 from __future__ import annotations

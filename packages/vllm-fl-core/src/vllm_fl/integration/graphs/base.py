@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ..engines import Engine
 
 FUNCTIONAL = torch.ops.higher_order.auto_functionalized
-"""The form in graphs of an operator that overwrites arguments: it returns the results of the
-operator, and a tensor for each overwritten argument."""
+"""The form in graphs of an operator that overwrites arguments. It returns the operator's results,
+and a tensor for each overwritten argument."""
 
 
 class GraphPass(InductorPass):  # type: ignore[misc]
@@ -43,7 +43,6 @@ class GraphPass(InductorPass):  # type: ignore[misc]
 
     @property
     def sizes(self) -> Range:
-        """The token counts of the graph that vLLM is compiling."""
         return ranges.now(self.config)
 
     @property
@@ -51,6 +50,6 @@ class GraphPass(InductorPass):  # type: ignore[misc]
         return in_graphs(self.engine)
 
     def uuid(self) -> str:
-        """Return the pass's key for compile caches, from its source and the plan's digest."""
+        """Return the pass's key for compile caches: a hash of its source, and the plan's digest."""
         source = inspect.getsource(sys.modules[type(self).__module__])
         return f"{self.hash_source(source)}|{digest_of(self.config)}"

@@ -18,13 +18,13 @@ log = get_logger("engine")
 
 
 def named(path: str) -> Any:
-    """Import the object at `module.name`; errors of the import pass through."""
+    """Import the object at `module.name`. Errors of the import are raised unchanged."""
     module, _, name = path.rpartition(".")
     return getattr(import_module(module), name)
 
 
 def path_over(module: str, prefix: str, path: str) -> str:
-    """Return the path of our class over the class at `path`: vLLM gets only a path."""
+    """Return the path of our class over the class at `path`, because vLLM gets only a path."""
     return f"{module}.{prefix}{path.replace('.', ':')}"
 
 
@@ -32,8 +32,8 @@ def over_class(module: str, prefix: str, name: str, mixin: type) -> type:
     """Make the class for a name from `path_over`: `mixin` over the base class in the name.
 
     Returns:
-        The base class itself, after an error is logged, if it lacks a method of `mixin` or cannot
-        have a subclass.
+        The class. If the base class lacks a method of `mixin` or cannot have a subclass, an error
+            is logged and the base class is returned.
 
     Raises:
         AttributeError: the name does not start with `prefix`.
@@ -46,13 +46,12 @@ def over_class(module: str, prefix: str, name: str, mixin: type) -> type:
         if lacks := [each for each in ours if not hasattr(base, each)]:
             raise TypeError(f"it has no {', '.join(lacks)}")
         return laid_over(module, name, mixin, base)
-    except Exception as error:  # its metaclass is third-party code
+    except Exception as error:  # Its metaclass is third-party code.
         log_refusal(base, error)
         return base
 
 
 def log_refusal(base: type, error: Exception, level: int = logging.ERROR) -> None:
-    """Log why a class cannot have our overlay."""
     text = "vllm-fl is disabled, vLLM runs unmodified: cannot wrap %s.%s: %s [FL513]"
     log.log(level, text, base.__module__, base.__qualname__, quote(error))
 
@@ -66,7 +65,7 @@ def laid_over(module: str, name: str, mixin: type, base: type, **own: Any) -> ty
 
 
 def take_off() -> None:
-    """Remove our overlay from the class of `current_platform`, if it has the overlay."""
+    """Remove our overlay from the class of `current_platform`."""
     from vllm.platforms import current_platform
 
     if hasattr(type(current_platform), "vllm_fl_platform"):
@@ -94,17 +93,14 @@ class Lookup:
 
     @property
     def now(self) -> Any:
-        """The current function, or None if the attribute is missing."""
         found = inspect.getattr_static(self.owner, self.attribute, None)
         return found.__func__ if isinstance(found, staticmethod) else found
 
     def put(self, function: Callable[..., Any]) -> None:
-        """Set `function`, in a `staticmethod` if the original was a `staticmethod`."""
         as_held = staticmethod(function) if isinstance(self.held, staticmethod) else function
         setattr(self.owner, self.attribute, as_held)
 
     def restore(self) -> None:
-        """Set the original value."""
         setattr(self.owner, self.attribute, self.held)
 
 
