@@ -322,7 +322,7 @@ class OpManager:
 
     def _demote(self, op: str, impl_id: str, why: str) -> bool:
         if self._seals:
-            return False  # An engine uses the plan, and a demotion could not be undone.
+            return False  # an engine uses the plan, and a demotion could not be undone
         with self._lock:
             if (op, impl_id) not in self._record.demotions:
                 self._record.demote(op, impl_id, why)
@@ -417,7 +417,7 @@ def _start_clean_in_child() -> None:
     _held.pop_all()  # drops the locks without releasing them
     for manager in _managers:
         manager._lock = threading.RLock()
-        manager._registry._lock = threading.Lock()  # A thread of the parent may hold it.
+        manager._registry._lock = threading.Lock()  # a thread of the parent may hold it
         manager._record.clear()
         manager._forget()
 

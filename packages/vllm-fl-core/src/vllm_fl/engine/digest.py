@@ -161,7 +161,7 @@ def _top_levels(name: str | None) -> set[str]:
     if dist is None:
         return set()
     tops = set((dist.read_text("top_level.txt") or "").split())
-    if not tops:  # An editable installation has no files in the environment.
+    if not tops:  # an editable installation has no files in the environment
         inside = (file.parts for file in dist.files or () if file.parts[0] != "..")
         first = (parts[0] if parts[1:] else inspect.getmodulename(parts[0]) for parts in inside)
         tops = {top for top in first if top and top.isidentifier() and top not in NO_CODE}

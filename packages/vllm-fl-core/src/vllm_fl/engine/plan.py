@@ -258,7 +258,7 @@ class Plan:
             impls = _callable(trace.before_stock, with_layer=with_layer)
             if impls and last is not None:
                 return (*impls, last)
-            if impls:  # Without `last`, the candidates after stock follow.
+            if impls:  # without `last`, the candidates after stock follow
                 return _callable(trace.admitted, with_layer=with_layer)
             impls = vllms or _callable(trace.admitted, with_layer=with_layer)
             impls = impls or _callable(entry.impls, with_layer=with_layer)
@@ -386,7 +386,7 @@ def make_plan(
         if op in absent:
             continue
         traces = resolver.rows(op)
-        if facts.wants_invariance:  # Two implementations may differ in bits.
+        if facts.wants_invariance:  # two implementations may differ in bits
             traces = traces[-1:]
         reached = [(n, trace) for n, trace in traces if n is not None and n < largest]
         rows = (*reached, (None, traces[len(reached)][1]))

@@ -135,7 +135,7 @@ def hide_our_variables(more: Iterable[str] = ()) -> None:
     """
     import vllm.envs
 
-    table = getattr(vllm.envs, "environment_variables", {})  # An unsupported vLLM may lack it.
+    table = getattr(vllm.envs, "environment_variables", {})  # an unsupported vLLM may lack it
     for name in sorted({*VARIABLES, *more, *os.environ}):
         if name.startswith("VLLM_FL_"):
             table.setdefault(name, lambda: None)

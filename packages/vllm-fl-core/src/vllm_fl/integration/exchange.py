@@ -90,7 +90,7 @@ def gathered(mine: T, cpu_group: Any, what: str) -> list[T]:
         failure = ranks.wait()
         if not failure:
             dist.all_gather_object(found, mine, group=cpu_group)
-    except RuntimeError as error:  # A dead process may have hosted the store.
+    except RuntimeError as error:  # a dead process may have hosted the store
         failure = ranks.dead() or f"cannot reach them: {quote(error)}"
     if failure:
         waited = f"{ranks.names[ranks.here]} waited for the other ranks to {what}"
@@ -132,7 +132,7 @@ class _Ranks:
         if turn == 1:
             process = os.uname().nodename, os.getpid(), time.time()
             store.set(f"process/{here}", json.dumps(process))
-        else:  # All ranks have ended the last exchange.
+        else:  # all ranks have ended the last exchange
             store.delete_key(f"{turn - 1}/{here}")
         store.set(f"{turn}/{here}", "")
         given_up, arrivals = f"{turn}/given up", {n: f"{turn}/{n}" for n in self.others}

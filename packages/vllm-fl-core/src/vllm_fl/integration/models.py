@@ -50,7 +50,7 @@ def completed(
         with _noting(made):
             _build(vllm_config)
         return _with_layers(facts, made, vllm_config)
-    except Exception as error:  # A model may raise anything.
+    except Exception as error:  # a model may raise anything
         log.debug("Cannot build the model on the meta device: %s", quote(error))
         return facts, {}
     finally:
@@ -85,9 +85,7 @@ def _with_layers(
     }
     facts = replace(
         facts,
-        absent=(facts.absent | absent).difference(
-            layers
-        ),  # Existing layers override the configuration.
+        absent=(facts.absent | absent).difference(layers),  # layers override the configuration
         provided={op: tuple(kinds) for op, kinds in provided.items()},
         foreign=foreign,
     )
@@ -103,7 +101,7 @@ def _provided(spec: OpSpec | None, layer: Layer, instance: Any) -> dict[str, tor
     for name, read in spec.from_layer.items() if spec is not None else ():
         try:
             value = read(provider)
-        except Exception as error:  # A layer may be incomplete without weights.
+        except Exception as error:  # a layer may be incomplete without weights
             log.debug("Cannot read %s of %s: %s", name, layer.cls, quote(error))
             continue
         if isinstance(value, torch.Tensor):
@@ -164,7 +162,7 @@ def _alone(vllm_config: VllmConfig) -> VllmConfig:
     alone = copy.copy(vllm_config)
     for name, changed in parts.items():
         part = copy.copy(getattr(vllm_config, name))
-        if part is not None:  # The parts are frozen.
+        if part is not None:  # the parts are frozen
             tables = {k: v for k, v in vars(part).items() if isinstance(v, dict | list | set)}
             vars(part).update({k: copy.copy(v) for k, v in tables.items()} | changed)
         vars(alone)[name] = part

@@ -32,7 +32,7 @@ PATCHERS: tuple[Patcher, ...] = (
     Ir(),
     Operators(),
     Functions(),
-    Fusions(),  # Creates `InGraphs`, to which the next patcher adds.
+    Fusions(),  # creates `InGraphs`, to which the next patcher adds
     OperatorsInGraphs(),
 )
 

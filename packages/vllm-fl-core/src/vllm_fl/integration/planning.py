@@ -83,7 +83,7 @@ def device_name() -> str:
 
     try:
         return str(current_platform.get_device_name())
-    except Exception as error:  # A platform may be third-party code.
+    except Exception as error:  # a platform may be third-party code
         log.debug("cannot determine the platform's device: %s", error)
         return ""
 
@@ -92,7 +92,7 @@ def lacks(vllm_config: VllmConfig, op: str, binding: Binding) -> bool:
     """Whether the model's configuration excludes the op."""
     try:
         return binding.when is not None and not binding.when(vllm_config)
-    except Exception as error:  # A model's configuration may lack any attribute.
+    except Exception as error:  # a model's configuration may lack any attribute
         log.debug("cannot determine from the model configuration whether it has %s: %s", op, error)
         return False
 
@@ -112,9 +112,7 @@ def _settings_of(vllm_config: VllmConfig) -> Settings:
     assert startup is not None
     if settings is None:
         if is_sealed(vllm_config):
-            return (
-                startup.settings
-            )  # Sealing removed the engine's settings, and files may no longer exist.
+            return startup.settings  # sealing removed the engine's; files may no longer exist
         entry = entry_of(vllm_config)
         settings = _read_settings(current_platform.vllm_fl_platform, entry.orders)
         _check_loaded(settings)
@@ -178,7 +176,7 @@ def _read_settings(platform: str, orders: Mapping[str, object]) -> Settings:
     listed = {*(settings.oot_whitelist or ()), *settings.oot_blacklist}
     layers = frozenset[str]()
     for patcher in PATCHERS:
-        if not layers or not layers.issuperset(listed):  # Later patchers read vLLM's source.
+        if not layers or not layers.issuperset(listed):  # later patchers read vLLM's source
             layers |= patcher.layer_names()
     return check_names(
         settings,

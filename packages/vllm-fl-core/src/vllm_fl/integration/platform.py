@@ -230,13 +230,13 @@ def lay_in_place(forced: str | None = None) -> None:
     foreign, base = foreign_platform(), type(current_platform)
     name = foreign.name if foreign is not None else vllms_own()
     if name is None:
-        return  # Neither vLLM nor a plugin knows the machine.
+        return  # neither vLLM nor a plugin knows the machine
     if foreign is not None and foreign.has_vllms_name and speaks_for_all():
         log.warning("%s [FL213]", foreign.named_like_vllms)
     try:
         made = _made_in_place(base, vllm_fl_platform=name)
         object.__setattr__(current_platform, "__class__", made)
-    except Exception as error:  # Its metaclass is third-party code.
+    except Exception as error:  # its metaclass is third-party code
         log_refusal(base, error, logging.ERROR if speaks_for_all() else logging.DEBUG)
 
 

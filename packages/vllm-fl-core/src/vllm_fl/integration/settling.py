@@ -82,7 +82,7 @@ def choices(plan: Plan) -> dict[Key, Any]:
         if impl.choices is not None:
             try:
                 chosen = json.loads(json.dumps(impl.choices()))
-            except Exception as error:  # The choices are only reported.
+            except Exception as error:  # the choices are only reported
                 chosen = f"choices() raised {quote(error)}"
             found[impl.op_name, impl.impl_id] = chosen
     return found
@@ -117,7 +117,7 @@ def bind(engine: Engine) -> None:
     engine.on_unbind(get_default_manager().seal(f"the engine's worker (rank {engine.rank})"))
     plan = engine.plan = take_place(engine.plan)
     engine.on_unbind(leave_place, plan)
-    if plan.place > 1:  # The operators of this plan have different names in compiled code.
+    if plan.place > 1:  # the operators of this plan have different names in compiled code
         contents = {**contents, "place": plan.place}
     chosen = patching.merged(lambda each: each.choose(engine))
     engine.digest = digest({**contents, **chosen})
@@ -140,7 +140,7 @@ def _disable(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> Non
         each.warn(op, impl_id)
     engine.disabled |= new
     if moment is Moment.GROUPED:
-        assert engine.groups is not None  # Only communicators have objections here.
+        assert engine.groups is not None  # only communicators have objections here
         engine.groups.replace()
         return
     if moment is not Moment.PLANNED:
@@ -173,7 +173,7 @@ def _together(engine: Engine, moment: Moment, ask: Callable[[], Opinion]) -> lis
     what = f"agree on implementations to disable ({moment})"
     try:
         mine = ask()
-    except BaseException as error:  # A plugin may raise anything, including SystemExit.
+    except BaseException as error:  # a plugin may raise anything, including SystemExit
         own = error if isinstance(error, VllmFLError) else None
         is_known = isinstance(own, StartError) and own.failures
         if is_known or isinstance(error, KeyboardInterrupt):

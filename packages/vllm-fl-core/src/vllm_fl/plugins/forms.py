@@ -76,7 +76,7 @@ def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:
             supports = _written(nothing, wanted, [*_refusing(missing, RETURNS), "return True"])
         # The additional parameters are never passed, so they are not overwritten.
         consumes -= {p.name for p in further}
-    if fn is not impl.fn:  # The older form's probe is an attribute of the wrapped function.
+    if fn is not impl.fn:  # the older form's probe is an attribute of the wrapped function
         available = available or older_probe(impl.fn)
     if (fn, supports, consumes) == (impl.fn, impl.supports, impl.consumes):
         return impl
@@ -156,9 +156,7 @@ def _bridged(
     names = {p.name for p in wanted}
     by_name = False
     for p in spread:
-        by_name |= (
-            p.kind is p.KEYWORD_ONLY or p.name not in names
-        )  # the argument after an omitted one cannot be passed by position
+        by_name |= p.kind is p.KEYWORD_ONLY or p.name not in names  # positions shift
         if p.name in names:
             given.append(f"{p.name}={p.name}" if by_name else p.name)
     if intact and flagged:

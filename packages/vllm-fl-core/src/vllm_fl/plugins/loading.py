@@ -184,7 +184,5 @@ def _add_contracts(registry: Any, plugin: Plugin, claims: Claims) -> None:
     for contract, binding in plugin.contracts:
         known = registry.snapshot()
         is_known = known.contracts.get(contract.name) is contract.spec
-        if (
-            not is_known or known.authors.get(contract.name) != owner
-        ):  # a script's registry begins with the contracts
+        if not is_known or known.authors.get(contract.name) != owner:  # the registry of a script
             registry.add_contract(contract, binding, owner)

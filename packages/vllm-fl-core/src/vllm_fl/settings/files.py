@@ -164,9 +164,7 @@ class _File:
             elif (spec := declared.get(key)) is not None and spec.in_file:
                 if value is not None:
                     read = _value(spec, value, origin)
-                    if (
-                        key == "table"
-                    ):  # The path is relative to the file, not to the working directory.
+                    if key == "table":  # relative to the file
                         read = os.path.join(os.path.dirname(os.path.abspath(self.path)), str(read))
                     yield Setting(key, read, origin)
             elif is_absent(key, declared) and (value is None or _plain(value) is not None):

@@ -262,9 +262,7 @@ def _spread(layer: Layer, groups: Groups) -> Layer:
             of_op, origin = f"{ORDER_PREFIX}{op}", f"{layer[key].origin} ({GROUP}{group})"
             found = dataclasses.replace(layer[key], key=of_op, value=order, origin=origin)
             own = orders.get(of_op)
-            if (
-                own is not None
-            ):  # The group's order applies to modes that the op's own order leaves open.
+            if own is not None:  # the group's order applies to open modes
                 value = dataclasses.replace(
                     own, eager=own.eager or order.eager, compiled=own.compiled or order.compiled
                 )
@@ -283,7 +281,7 @@ def _environment(env: Mapping[str, str], declared: Declared) -> Layer:
                 continue
             origin = f"environment {variable}"
             value = checked(partial(value_of, spec), text, key, origin)
-            if key not in layer or value is False:  # If both variables are set, false has priority.
+            if key not in layer or value is False:  # if both variables are set, false has priority
                 layer[key] = Setting(key, value, origin)
     return layer
 

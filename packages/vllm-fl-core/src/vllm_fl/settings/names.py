@@ -96,9 +96,7 @@ def check_names(
                 f"no installed op belongs to the group {name!r}; it has no effect.{groups_here}"
             )
         elif not (use.space == "vendor" and use.is_users_order and impls is not None):
-            near = (
-                names if use.space in OURS else known["op"]
-            )  # A list of a plugin's setting may contain ops.
+            near = names if use.space in OURS else known["op"]  # a plugin's list may contain ops
             if near is not None and name not in near and (meant := closest(name, near, 0.8)):
                 problem = f"no {use.space} {name!r} is installed; it has no effect.{meant}"
         if problem:
@@ -196,7 +194,7 @@ def _said(
             problems[token] = f"no installed implementation of {op} matches {str(token)!r}.{slip}"
     rows = [tokens for mode in MODES for _, tokens in order.rows(mode)]
     is_lost = bool(impls) and not failed and any(problems.keys() >= {*row} for row in rows)
-    if not is_lost:  # Other machines may have this kind, or the vendor of a platform.
+    if not is_lost:  # other machines may have this kind, or the vendor of a platform
         problems = {
             token: why
             for token, why in problems.items()

@@ -278,7 +278,7 @@ class Settings(Mapping[str, Setting]):
         chosen = {}
         for key, setting in self.items():
             if key in paired and not setting.value:
-                continue  # The other list of the pair cleared it.
+                continue  # the other list of the pair cleared it
             in_file = self.config is not None and setting.origin.startswith(f"{self.config}:")
             by_variable = setting.origin.startswith(("environment ", COMMAND_LINE))
             if in_file or by_variable or f"(environment {OP_CONFIG})" in setting.origin:

@@ -120,9 +120,7 @@ def _united_order(
         after: list[Token] = []
         for distribution, setting in sorted(each, key=lambda item: rank(item[0])):
             side = before
-            for _, tokens in cast("OpOrder", setting.value).rows(
-                mode
-            ):  # A plugin's order has one row.
+            for _, tokens in cast("OpOrder", setting.value).rows(mode):  # always one row
                 for token in tokens:
                     side = after if token == stock else side
                     others = listing - {distribution}

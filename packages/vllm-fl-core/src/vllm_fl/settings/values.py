@@ -99,7 +99,7 @@ def value_of(spec: SettingSpec[Any], text: str) -> object:
             return spec.read(text)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # A plugin's `read` may raise anything.
+        except BaseException as error:  # a plugin's `read` may raise anything
             raise ValueError(quote(error).removeprefix("ValueError: ")) from error
     if isinstance(spec.default, bool):
         if text.lower() not in BOOLEANS:

@@ -80,5 +80,5 @@ def class_of(
             return path, cls, problem(path, cls)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # A plugin may raise anything, including SystemExit.
+    except BaseException as error:  # a plugin may raise anything, including SystemExit
         return path, None, f"its class {path or 'path'} failed: {quote(error)}"

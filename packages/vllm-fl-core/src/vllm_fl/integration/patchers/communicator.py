@@ -208,7 +208,7 @@ def fault_of(step: Callable[[], str | None], device: torch.device) -> tuple[str,
             if device.type != "cpu":
                 torch.get_device_module(device.type).set_device(device)
             faults.append(step() or "")
-        except BaseException as error:  # A library's wrapper may raise anything.
+        except BaseException as error:  # a library's wrapper may raise anything
             faults.append(quote(error))
 
     context = contextvars.copy_context()
@@ -245,7 +245,7 @@ def stock_class() -> Callable[..., Any]:
 def _destroy(communicator: Any) -> None:
     try:
         communicator.destroy()
-    except Exception as error:  # Its fault is already reported.
+    except Exception as error:  # its fault is already reported
         log.debug("cannot destroy a disabled communicator: %s", quote(error))
 
 

@@ -131,7 +131,7 @@ def _found(path: str) -> type | None:
 
 def _inheriting(base: type) -> list[type]:
     found = [base]
-    for cls in found:  # Subclasses of subclasses are added during the loop.
+    for cls in found:  # subclasses of subclasses are added during the loop
         subclasses: list[type] = cls.__subclasses__()
         for subclass in subclasses:
             own_forward = any(name.startswith("forward") for name in vars(subclass))
@@ -396,7 +396,7 @@ def owner_of(cls: type) -> str:
     try:
         names = packages_distributions().get(cls.__module__.partition(".")[0], [])
         owners = [identity(distribution(name)) for name in dict.fromkeys(names)]
-    except Exception:  # The metadata of a distribution may be incomplete.
+    except Exception:  # the metadata of a distribution may be incomplete
         return path
     named = " and ".join(f"{name} {version}" for name, version, _ in owners)
     return f"{path} of {named}" if named else path

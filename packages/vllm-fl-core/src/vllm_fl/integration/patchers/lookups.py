@@ -46,7 +46,7 @@ def over_class(module: str, prefix: str, name: str, mixin: type) -> type:
         if lacks := [each for each in ours if not hasattr(base, each)]:
             raise TypeError(f"it has no {', '.join(lacks)}")
         return laid_over(module, name, mixin, base)
-    except Exception as error:  # Its metaclass is third-party code.
+    except Exception as error:  # its metaclass is third-party code
         log_refusal(base, error)
         return base
 

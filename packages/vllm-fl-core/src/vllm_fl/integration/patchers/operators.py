@@ -61,7 +61,7 @@ def _calls_of(
             if verdict_of(impl, spec, sample.args) is True:
                 with watched, torch.inference_mode():
                     impl.fn(*sample.args)
-        except Exception as error:  # Verification and the guard handle errors.
+        except Exception as error:  # verification and the guard handle errors
             log.debug("%s of %s: its operators are unknown: %s", impl.impl_id, spec.name, error)
         if {operator.name() for operator, _, _ in watched.calls} == wanted:
             break

@@ -290,7 +290,7 @@ def _leaving(target: Taken, is_stock: Callable[[int], bool] | None) -> Leaves | 
     def leaves(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
         try:
             tokens = (args[position] if position < len(args) else named[name]).shape[0]
-        except (AttributeError, IndexError, KeyError):  # If it is not a tensor, the route raises.
+        except (AttributeError, IndexError, KeyError):  # if it is not a tensor, the route raises
             return False
         return is_stock(tokens)
 
