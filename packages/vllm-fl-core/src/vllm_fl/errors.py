@@ -160,7 +160,7 @@ class CallError(VllmFLError):
 
     Attributes:
         argument: the invalid parameter (`x`), or `(call)` if the call cannot be read.
-        problem: the problem, as a phrase that follows the argument's name.
+        problem: the problem: a phrase that follows the argument's name.
     """
 
     code = "FL402"
@@ -201,8 +201,8 @@ class ServingError(VllmFLError):
     """An implementation in a serving engine is incorrect, such as after an update of the weights.
 
     Attributes:
-        wrong: (op, impl id) -> the reason, for each incorrect implementation. `op` and `impl` are
-            those of the first one.
+        wrong: (op, impl id) -> the reason, for each incorrect implementation. `op` and `impl` refer
+            to the first.
     """
 
     code = "FL504"

@@ -44,7 +44,7 @@ _SHAPES = re.compile(
     r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
     r"|(?<=Bearer )[\w.~+/=-]{8,}"
 )
-"""Matches tokens with a known form, such as those of Hugging Face, GitHub, GitLab and OpenAI."""
+"""Matches tokens with a known form, such as tokens of Hugging Face, GitHub, GitLab and OpenAI."""
 
 
 def clean(text: str, line_break: str = " ") -> str:

@@ -1,7 +1,7 @@
 """Limits of verification as numbers of calls instead of seconds.
 
-A call with many bytes counts as several calls. The model, the seed and the kind of device therefore
-determine what is verified, but not the machine's speed. Only `Valve` uses a clock.
+A call with many bytes is charged as several calls. The model, the seed and the kind of device
+therefore determine what is verified, but not the machine's speed. Only `Valve` uses a clock.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from vllm_fl.logs import get_logger
 log = get_logger("engine")
 
 ON_CPU, ELSEWHERE = 2**20, 2**26
-"""Bytes that count as one call, on a CPU and on other devices. Other devices are faster by about
-this factor."""
+"""Bytes of one call, on a CPU and on other devices, which are faster by about this factor."""
 
 SECONDS = 600.0
 """Limit of one startup's verification. It usually takes a few seconds."""
 
 
 def as_calls(nbytes: float, device: torch.device) -> float:
-    """Return the number of calls, at least 1, that `nbytes` count as."""
+    """Return `nbytes` as a number of calls, at least 1."""
     return max(1.0, nbytes / (ON_CPU if device.type == "cpu" else ELSEWHERE))
 
 

@@ -113,7 +113,7 @@ def _in_another_thread(run: Run, form: Form) -> Objections:
 
 
 def _dirty_memory(run: Run) -> Objections:
-    """Compare calls for which uninitialised memory contains NaN."""
+    """Compare calls while uninitialised memory contains NaN."""
     if run.spec.caches:
         return
     trials, counts = run.trials, {run.trials.few, *run.trials.among(LARGE_COUNTS)}
@@ -148,8 +148,7 @@ def _over_freed(run: Run, call: Callable[..., Any], *args: Any) -> Any:
 
 
 def _further_batches(run: Run) -> Objections:
-    """Compare further token counts within the budget. First are those at which different kernels
-    run."""
+    """Compare further token counts within the budget, beginning where different kernels run."""
     trials = run.trials
     _, further = token_counts(trials.largest, trials.seed, trials.smallest)
     budget, what = run.request.share(), f"further batches of {run.name}"
@@ -339,9 +338,8 @@ CHECKS: tuple[Callable[[Run], Objections], ...] = (
 def _apart(spec: OpSpec, args: Sequence[Any]) -> tuple[Any, ...]:
     """Return the arguments with each activation in its own memory. Strides do not change.
 
-    Heads of one projection are views that the model's graph creates. As inputs of a graph that
-    writes to them, torch treats them differently: their memory becomes one input without a dynamic
-    size.
+    Heads of one projection are views that the model's graph creates. torch treats them differently
+    as inputs of a graph that writes to them: their memory becomes one input without a dynamic size.
     """
 
     def place(arg: Any) -> int:

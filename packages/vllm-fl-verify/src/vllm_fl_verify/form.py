@@ -61,7 +61,7 @@ class Form:
         """Return the error of a batch's results.
 
         If results have a row per token, or if repeated rows change nothing, the oracle computes
-        only the pool, once. Of equal rows in a batch, only the first is compared with the oracle's.
+        only the pool, once. Of equal rows in a batch, only the first is compared with the oracle.
         Rows with different bits are compared in further rounds.
 
         Args:
@@ -91,7 +91,7 @@ class Form:
         return off
 
     def calls(self, count: int) -> float:
-        """Return the number of calls that a batch of this many tokens counts as."""
+        """Return the cost of a batch of this many tokens, in calls."""
         of_token = self.pool(False).nbytes / self._rows
         device = next(iter(self.pool(False).storages)).memory.device
         return as_calls(self.static.nbytes + count * of_token, device)
@@ -119,8 +119,8 @@ class Form:
 
 
 def _differing(got: Any, tokens: torch.Tensor, others: torch.Tensor, count: int) -> torch.Tensor:
-    """Return a mask of tokens with bits that differ from those of the equal tokens `others`. This
-    may be correct: at an edge, a kernel uses different tiles."""
+    """Return a mask of tokens with different bits than the equal tokens `others`. This may be
+    correct: at an edge, a kernel uses different tiles."""
     found = torch.zeros_like(tokens, dtype=torch.bool)
     for part in parts(got):
         if isinstance(part, torch.Tensor) and _has_rows(part, count):

@@ -117,7 +117,7 @@ def guarded(
     Args:
         arguments: parameter -> argument, in the contract's order.
         by_token: the activations. Other tensors (weights, tables) are created outside inference
-            mode, like those of models.
+            mode, like a model's weights.
         poisons: whether to fill gaps of strided views with NaN. If not, the gaps are copied.
     """
     storages: dict[int, _Storage] = {}
@@ -242,7 +242,7 @@ def taken(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def dirty_memory() -> Iterator[None]:
-    """Inside the block, fill uninitialised memory, such as that of `torch.empty`, with NaN."""
+    """Inside the block, fill uninitialised memory (such as from `torch.empty`) with NaN."""
     fills: Any = torch.utils.deterministic
     mode = torch.get_deterministic_debug_mode()
     before = fills.fill_uninitialized_memory

@@ -1,4 +1,4 @@
-"""Token counts at which a call launches different kernels, because only some may be incorrect.
+"""Token counts that make a call launch different kernels. Only some of these may be incorrect.
 
 Triton reports the compiled variant of each launched kernel. Kernels of other compilers can only be
 distinguished by name in a profile, which leaves the driver's tracing enabled. The kit's check of a
@@ -22,7 +22,7 @@ Launched = frozenset[tuple[str, int]]
 def edges(
     kernels: Callable[[int], Launched], smallest: int, largest: int, goes_on: Callable[[], bool]
 ) -> Iterator[int]:
-    """Yield the token counts from which on a call launches different kernels than below.
+    """Yield each first token count that makes a call launch different kernels than below.
 
     Args:
         kernels: token count -> kernels that a call launches.

@@ -36,7 +36,7 @@ class Checks:
     Args:
         engine: the engine.
         live_counts: token counts for runs of the loaded model, from all ranks.
-        smaller: op -> calls that were verified at smaller sizes than those of the model.
+        smaller: op -> calls that were verified at smaller sizes than in the model.
         remarks: what could not be verified, one phrase each.
         seen: the plan that was last compared in the loaded model.
     """
@@ -101,8 +101,7 @@ class Checks:
         )
 
     def _warm_counts(self, entry: PlanEntry, impl: OpImpl) -> list[int]:
-        """Return the token counts for the warm-up of `impl`. Only those at which it is the first
-        choice.
+        """Return the warm-up's token counts for `impl`, if it is the first choice at these counts.
 
         Plain PyTorch compiles nothing when called, and traced code is part of the model's graph, so
         neither has a warm-up.
@@ -118,9 +117,9 @@ class Checks:
         ]
 
     def _captured_tokens(self, plan: Plan, impl: OpImpl, least: int, most: float) -> int:
-        """Return the token count for capturing `impl` in a graph, or 0. The compiler replaces
-        traced code. Operators and functions outside layers, such as cache writes, may run between
-        graphs, so they need not be capturable."""
+        """Return the size at which to capture `impl` in a graph, in tokens, or 0. The compiler
+        replaces traced code. Operators and functions outside layers, such as cache writes, may run
+        between graphs, so they need not be capturable."""
         if self.device.type != "cuda" or (plan.mode == "compiled" and not is_opaque(impl)):
             return 0
         known = (n for n in self.facts.captured if least <= n <= min(most, probe.TOKENS))

@@ -44,8 +44,8 @@ class Findings:
     Args:
         objections: (op, impl id) -> why it must not run.
         remarks: what was not verified, one phrase each, for the report.
-        smaller: op -> calls that were verified at smaller sizes than those of the model. Ops
-            without such calls are omitted.
+        smaller: op -> calls that were verified at smaller sizes than in the model. Ops without such
+            calls are omitted.
     """
 
     objections: dict[Key, Objection] = field(default_factory=dict)

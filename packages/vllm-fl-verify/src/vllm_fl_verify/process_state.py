@@ -232,7 +232,7 @@ def _set_device(place: torch.device) -> None:
 
 
 def _is_left_on(mode: object) -> bool:
-    """Whether it is the device of a block instead of that of `torch.set_default_device`."""
+    """Whether it is the device of a block and was not set by `torch.set_default_device`."""
     default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     return isinstance(mode, DeviceContext) and mode is not default
 
@@ -292,8 +292,7 @@ def _set_loggers(loggers: dict[logging.Logger, Any]) -> None:
 
 
 def _umask() -> str:
-    """Read the umask. os.umask would have to set it, and other threads could create files
-    meanwhile."""
+    """Read the umask. os.umask would have to set it, which other threads could notice."""
     lines = Path("/proc/self/status").read_text("ascii", errors="replace").splitlines()
     return next(line.split()[1] for line in lines if line.startswith("Umask:"))
 

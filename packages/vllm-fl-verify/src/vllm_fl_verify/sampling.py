@@ -114,8 +114,8 @@ def _graph_switch(runner: Any) -> tuple[Any, str, object] | None:
 @contextmanager
 def _eager(runner: Any, compiled: list[torch.nn.Module]) -> Iterator[None]:
     """Inside the block, run the model uncompiled and without graphs. `compiled` are the modules
-    that vLLM compiles. vLLM's own switch, `skip_compiled` of its forward context, is set inside its
-    model runners."""
+    that vLLM compiles. vLLM's switch for this, `skip_compiled` of its forward context, is set
+    inside its model runners."""
     switches = [_graph_switch(runner), *((module, "do_not_compile", True) for module in compiled)]
     with ExitStack() as back:
         for thing, name, value in filter(None, switches):

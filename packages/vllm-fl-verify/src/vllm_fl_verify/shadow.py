@@ -39,8 +39,7 @@ ROWS = 256
 """Maximum compared rows of a call. Over several sampled steps, all rows are compared."""
 
 LARGEST = 1 << 28
-"""Maximum bytes, in fp64, of a compared call's arguments, because vLLM uses most of the device's
-memory."""
+"""Maximum bytes of a compared call's arguments in fp64. vLLM uses most of the device's memory."""
 
 TURN = (5**0.5 - 1) / 2
 """The golden ratio minus 1. The fractional parts of its multiples are evenly distributed, without a

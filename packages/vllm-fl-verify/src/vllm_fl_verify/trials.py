@@ -52,8 +52,8 @@ class Role:
         impl: the implementation.
         owner: the package that provides it, for the note that remains if a kernel crashes the
             process.
-        compiled: the form for the compiler, a function of the contract's parameters. None if the
-            model is not compiled with it.
+        compiled: the form for the compiler, with the contract's parameters. None if the model is
+            not compiled with it.
         warm: token counts to run before the engine serves, the most important first.
         captured: token count that vLLM will capture in a graph; 0 for none.
         least, most: minimum and maximum tokens of its calls. An order by size may restrict them.
@@ -196,7 +196,7 @@ class Trials:
         device: device of the calls.
         sizes: the model's sizes; None if they cannot be determined from its configuration.
         seed: for random choices.
-        provided: dtypes of the values that layers provide; empty for those of the contract.
+        provided: dtypes of the values that layers provide; empty for the contract's dtypes.
     """
 
     spec: OpSpec

@@ -172,7 +172,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def as_call(
     impl: OpImpl, spec: OpSpec, layer_for: LayerFactory | None = None
 ) -> Callable[..., Any]:
-    """Return the implementation as a function of the contract's parameters. `layer_for` creates a
+    """Return the implementation as a function with the contract's parameters. `layer_for` creates a
     layer for implementations that need it. None for the contract's stand-in."""
     if not impl.needs_layer:
         return impl.fn
@@ -264,8 +264,8 @@ def called(
         impl: the implementation.
         spec: its op's contract.
         call: the arguments.
-        looked_at: arguments whose content was just saved, to check their memory after the call;
-            None for all. For an unsupported call, all arguments are checked.
+        looked_at: the arguments with content that was just saved, to check their memory after the
+            call; None for all. For an unsupported call, all arguments are checked.
         packed: whether results must be contiguous.
 
     Returns:
@@ -304,7 +304,7 @@ def compared(got: Any, off: Callable[[Any], Off]) -> tuple[float, Failure | None
 def answer(
     fn: Callable[..., Any], impl: OpImpl, spec: OpSpec, args: Sequence[Any], **how: Any
 ) -> Outcome:
-    """Call `fn`, a function of the contract's parameters, if `supports` accepts the call."""
+    """Call `fn`, with the contract's parameters, if `supports` accepts the call."""
     failure = accept(impl, spec, args)
     return attempt("it raised", fn, *args, **how) if failure is None else (None, failure)
 

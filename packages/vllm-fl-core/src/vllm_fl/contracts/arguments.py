@@ -52,7 +52,7 @@ class Argument:
     Args:
         kind: its type in a torch schema.
         classes: the classes that it may have. A float must be finite.
-        where: a condition on the call, in which `value` is the argument; empty for no condition.
+        where: a condition on the call, with `value` as this argument; empty for no condition.
         may_be_none: whether None is also valid.
     """
 
@@ -159,7 +159,7 @@ def _first(call: Call) -> tuple[str, torch.Tensor]:
 
 
 def _dtype(name: str, call: Call) -> torch.dtype:
-    """Return the dtype `name`, or that of the argument `name` (a tensor or a dtype's name)."""
+    """Return the dtype `name`, or the dtype of the argument `name` (a tensor or a dtype's name)."""
     import torch
 
     named = call.get(name, name)

@@ -71,7 +71,8 @@ class Binding:
         former_layers: the op's layers in vllm-plugin-FL's lists of layers. If the installed vLLM
             lacks the layer, a setting with such a name causes a warning instead of an error.
         batch_invariant: the vLLM code that VLLM_BATCH_INVARIANT requires instead of the op, such as
-            `vLLM's own kernel`. If the variable is set, the op stays `stock`. Empty for none.
+            `vLLM's own kernel`. If the variable is set, the op stays `stock`. Empty if it requires
+            no such code.
         needs: names that the targets call or read, such as `vllm.package.module:Class.method`. If
             the installed vLLM lacks a name, the op stays `stock`, and the reason is reported. The
             classes and functions of the targets need not be listed.

@@ -62,7 +62,7 @@ class QuantisedPair:
     if the op does. The value has an integer or floating-point dtype (`int8`, `float8_e4m3fn`) with
     one element for each number. Packed dtypes are not supported. There is one scale for all numbers
     (in any shape of one element), for each row (the value's shape without its last dimension), or
-    for each group. Groups divide each dimension of the value into equal parts, of which the last
+    for each group. Groups divide each dimension of the value into equal parts, but the last part
     may be smaller.
 
     Args:
@@ -89,7 +89,7 @@ class Routing:
     A token's experts may be in any order. They must be the oracle's experts if the k-th and
     (k+1)-th highest scores differ by more than `margin`. Otherwise the experts with scores within
     the margin are tied, and any of them may be chosen. Each expert's weight must be within the
-    tolerance. If the tied experts differ from the oracle's, the token's weights are sorted and then
+    tolerance. If the oracle chose other tied experts, the token's weights are sorted and then
     compared.
 
     Args:

@@ -46,10 +46,10 @@ class Route:
             result. Empty if the target returns its results.
         results: (the op's results, parameters of the target) -> the results that are written to
             `out`, or returned.
-        own_args: the target's parameter -> a function of the contract's parameters that returns the
-            argument for vLLM's kernel. For parameters that `args` and `constants` do not determine.
-            A parameter of `out` that is not in the contract gets a new tensor from the contract's
-            `fake`.
+        own_args: the target's parameter -> a function of parameters of the contract that returns
+            the argument for vLLM's kernel. For parameters that `args` and `constants` do not
+            determine. A parameter of `out` that is not in the contract gets a new tensor from the
+            contract's `fake`.
         own_results: (the results that vLLM's kernel returned or wrote to `out`, parameters of the
             contract) -> the op's results.
     """

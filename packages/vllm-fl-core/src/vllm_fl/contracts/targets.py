@@ -176,8 +176,8 @@ class OperatorTarget(_Routed):
     Args:
         name: the operator, such as `_C::silu_and_mul`.
         parameters: the operator's parameters, in the order of its schema. A release of vLLM may
-            have more parameters at the end. A call in which one of these differs from its default
-            runs the replaced kernel.
+            have more parameters at the end. A call that sets any of these to a different value than
+            its default runs the replaced kernel.
         route: the conversion from the operator's arguments to the contract. If it cannot be
             declared, a function: (the op with the contract's parameters) -> a kernel with
             `parameters`. The kernel writes the results to the operator's tensors (`put`). For a
@@ -190,8 +190,8 @@ class OperatorTarget(_Routed):
             overwrite them as well. By default the `out` of a declared route.
         tokens: the parameter with the op's number of tokens as its first dimension, in every call
             that `route` accepts. If the plan assigns a number of tokens to `stock`, the replaced
-            kernel runs directly. Empty if there is no such parameter, or if `route` and `native`
-            must convert every call while the op is planned.
+            kernel runs directly. Empty without such a parameter, or if `route` and `native` must
+            convert every call while the op is planned.
         on_cpu: whether vLLM's layers also call the operator on a CPU. Most layers use plain PyTorch
             on a CPU, even if the operator exists.
         within: whether `native` only works inside a call of the target, and raises elsewhere.
@@ -316,7 +316,7 @@ class FusionTarget(Target):
 
     Args:
         path: the pass's class, such as `vllm.compilation.passes.fusion.…Pass`.
-        flag: the field of vLLM's PassConfig that enables the pass.
+        flag: the PassConfig field in vLLM that enables the pass.
         parts: the ops that the pass looks for, in vLLM's implementation.
         layers: the layers (by their names in `custom_ops`) that must be enabled for the pass.
         native: vLLM's computation without the pass, with the contract's parameters.

@@ -191,7 +191,7 @@ def copied(argument: Any) -> Any:
 
 
 def _poisons_the_device(error: Exception) -> bool:
-    """Whether an error is out-of-memory, or a device error after which all kernels fail."""
+    """Whether an error is out-of-memory, or a device error that makes all later kernels fail."""
     if isinstance(error, MemoryError):
         return True
     kinds = {c.__name__ for c in type(error).__mro__}

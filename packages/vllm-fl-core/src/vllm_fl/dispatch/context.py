@@ -13,7 +13,7 @@ override: ContextVar[SelectionPolicy | None] = ContextVar("vllm_fl_policy", defa
 
 
 class _Global:
-    """The argument of `set_global_policy`, for managers without a policy of their own."""
+    """The argument of `set_global_policy`, for managers that were created without a policy."""
 
     policy: SelectionPolicy | None = None
 

@@ -90,8 +90,8 @@ def call_guard(chain: Chain) -> Callable[..., Any]:
 
 
 def method_guard(chain: Chain) -> Callable[..., Any]:
-    """Return the op as a method. Its parameters are the layer, then those that the layer does not
-    provide.
+    """Return the op as a method. Its parameters are the layer, then the parameters that the layer
+    does not provide.
 
     The layer's values are read at each call, because its weights may be replaced.
     """

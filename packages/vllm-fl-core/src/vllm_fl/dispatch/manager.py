@@ -43,8 +43,7 @@ class OpManager:
     """Resolves ops and calls them. One per process is enough: `get_default_manager()`.
 
     Args:
-        registry: the implementations. By default those of the installed plugins, which are loaded
-            at the first use.
+        registry: the implementations. By default the installed plugins are loaded at the first use.
         policy: this manager's policy. By default the policy of `set_global_policy`, or else that of
             the settings. With both arguments the manager does not read settings.
     """
@@ -291,8 +290,8 @@ class OpManager:
         """Set the policy of this manager and end all demotions.
 
         Args:
-            policy: the policy. None for the first that exists: the policy of the constructor, the
-                global policy, the policy of the settings, which are read again.
+            policy: the policy. None for the constructor's policy, or else the global policy, or
+                else the policy of the settings, which are read again.
 
         Raises:
             PolicySealedError: an engine's layers are bound to a plan.
@@ -385,7 +384,7 @@ def _check_policy(policy: object) -> None:
 
 
 def set_global_policy(policy: SelectionPolicy | None) -> None:
-    """Set the policy of all managers created without a policy. None: use that of the settings.
+    """Set the policy of all managers created without a policy; None for the settings' policy.
 
     Raises:
         PolicySealedError: an engine's layers are bound to a plan. The policy has not changed.

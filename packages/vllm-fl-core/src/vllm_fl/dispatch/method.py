@@ -31,7 +31,7 @@ class dispatch_method:
         grants: arguments that the layer owns and an implementation may therefore overwrite.
         adapt: (layer, the bound op) -> the method, for a layer with different parameters.
         last: vLLM's implementation, for a call that no candidate of a plan supports.
-        stand_in: layer -> an object that is used instead of it: as the source of the parameters in
+        stand_in: layer -> an object that replaces the layer as the source of the parameters in
             `from_layer`, and as the argument of implementations that need the layer. For a layer
             without the attributes that the contract expects.
         traces_own: whether compiled code gets vLLM's method, which must have the parameters of the
@@ -115,7 +115,7 @@ def _leave(*_: Any) -> Any:
 
 
 def _unless_left(own: Bound, bound: Bound, *args: Any, **kwargs: Any) -> Any:
-    """Call `bound`. If it raises `Left`, which it does before any computation, call `own`."""
+    """Call `bound`. If it raises `Left`, call `own`. Nothing has been computed then."""
     try:
         return bound(*args, **kwargs)
     except Left:

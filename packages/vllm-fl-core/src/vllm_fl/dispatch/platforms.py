@@ -39,8 +39,8 @@ class ForeignPlatform:
     @property
     def name(self) -> str:
         """The platform's name in settings: the name of its entry point, not of a device. If vLLM
-        has a platform with this name, the distribution's name is used instead, so that settings
-        files of vLLM's platform do not apply."""
+        has a platform with this name, the distribution's name is used instead, because settings
+        files of vLLM's platform must not apply."""
         return (
             canonical(self.distribution) if self.has_vllms_name else normalise_platform(self.entry)
         )

@@ -63,10 +63,10 @@ def _names(allowed: Sequence[str] | None) -> frozenset[str] | None:
 def detect_platform(plugins: Sequence[Plugin] = ()) -> str:
     """Return the platform of this machine, for settings files, as in a vLLM engine.
 
-    It is the first that exists of: the platform plugin of another package (by the name of its entry
-    point), vLLM's built-in platform, the device of a vllm-fl plugin, the device of torch (`ascend`
-    by its extension), cpu. torch is not imported for this, because a process without torch cannot
-    run a kernel on a device.
+    It is the platform plugin of another package (by the name of its entry point), or else vLLM's
+    built-in platform, the device of a vllm-fl plugin, the device of torch (`ascend` by its
+    extension), or cpu. torch is not imported for this, because a process without torch cannot run a
+    kernel on a device.
 
     Args:
         plugins: the plugins that may provide a device. Errors of plugins are logged.

@@ -73,7 +73,7 @@ class _Operator:
         op: the op that it computes.
         impl_id: the first candidate for the largest calls.
         body: the function that it runs.
-        site: how to replace it; None unless it is ordered by size and overwrites no argument.
+        site: how to replace it, if it is ordered by size and overwrites no argument.
     """
 
     op: str
@@ -83,8 +83,8 @@ class _Operator:
 
 
 _operators: dict[str, _Operator] = {}
-"""Operators by name. A process cannot define an operator twice. A plan that takes the place of an
-ended engine therefore reuses its operators with new bodies."""
+"""Operators by name. A process cannot define an operator twice. A plan in the same place as that of
+an ended engine therefore reuses its operators with new bodies."""
 
 
 def operators() -> dict[str, tuple[str, str]]:
@@ -189,8 +189,8 @@ def opaque_op(chain: Chain, place: int = 1, *, rest_is_inlined: bool = False) ->
 
 
 def _site(chain: Chain, variant: Variant) -> Site:
-    """Return how to replace the operator of a variant. Like the operator's results, those of the
-    replacement are contiguous and alias no argument."""
+    """Return how to replace the operator of a variant. The results of the replacement are
+    contiguous and alias no argument, like the operator's results."""
     spec = chain.spec
     tokens = _of_variant(spec, variant, lambda *args: spec.tokens(args))
 
@@ -245,7 +245,7 @@ def _overload(name: str) -> Callable[..., Any]:
 
 
 def _of_variant(spec: OpSpec, variant: Variant, op: Callable[..., Any]) -> Callable[..., Any]:
-    """Convert `op` from the contract's parameters to those of a variant's operator.
+    """Convert `op` from the contract's parameters to the parameters of a variant's operator.
 
     A variant omits parameters, and torch omits trailing arguments that equal the schema's defaults.
     """
@@ -263,7 +263,7 @@ def _router(
 
     Args:
         spec: the contract.
-        branches: (variant, the arguments to which the operator writes results, the operator).
+        branches: (variant, the arguments that the operator overwrites with results, the operator).
             Variants with fewer parameters are first.
     """
     scope: dict[str, Any] = {}

@@ -330,8 +330,8 @@ class Plan:
         Args:
             op: the op.
             first: one of the entry's `firsts`. Its row is verified.
-            inlined: whether to inline an op that is ordered by size, as in graphs that are compiled
-                by range.
+            inlined: whether to inline an op that is ordered by size. True for graphs that are
+                compiled by range.
         """
         plan = dataclasses.replace(self, counts_calls=False, record=Record(log), place=0)
         rows = (_callable(impls) for _, impls in reversed(self.entries[op].candidates))

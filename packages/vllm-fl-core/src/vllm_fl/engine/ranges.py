@@ -1,4 +1,4 @@
-"""Ranges of token counts for which a compiler can inline one implementation of an op.
+"""Ranges of token counts that allow a compiler to inline one implementation of an op.
 
 A graph is traced only once, so an op that is ordered by size is one operator in it. vLLM can
 compile that graph separately for several ranges of token counts. If all rows in a range have the
@@ -65,7 +65,7 @@ def edges(chains: Iterable[Chain], largest: int, captured: int = 0) -> tuple[int
     """Return where to split the token counts, into at most `MOST` ranges, to inline the most.
 
     Splits only at the maximum tokens of rows. The gain of inlining an op is measured in doublings
-    of the token count: the range from 64 to 128 counts as much as that from 4096 to 8192. The best
+    of the token count: the ranges from 64 to 128 and from 4096 to 8192 have equal gains. The best
     split has the largest total gain above the captured sizes, because the host launches each
     operator there. Among equal splits, the order is: the largest gain over all sizes, the fewest
     ranges, the largest edges.

@@ -1,7 +1,7 @@
 """The base of the patchers. Each replaces one kind of target in vLLM for the plan of an engine.
 
-`patching.py` lists the patchers. The methods are in the order in which planning and worker call
-them.
+`patching.py` lists the patchers. The order of the methods is the order of the calls by planning and
+worker.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class WhyNot(NamedTuple):
     Attributes:
         ops: op -> why vLLM keeps the whole op.
         impls: (op, impl id) -> why the implementation does not support the engine.
-        layers: the names of vLLM's layer classes that settings exclude.
+        layers: names of layer classes of vLLM that settings exclude.
     """
 
     ops: Mapping[str, str] = {}
@@ -113,8 +113,7 @@ class Patcher:
         return {}
 
     def contents(self, plan: Plan) -> Mapping[str, Any]:
-        """Return facts about other plugins' code that runs under the plan, for the plan's
-        digest."""
+        """Return facts about code of other plugins that runs under the plan, for its digest."""
         return {}
 
     def faults(self, plan: Plan, facts: EngineFacts) -> Mapping[Key, str]:

@@ -101,8 +101,8 @@ def _settings_of(vllm_config: VllmConfig) -> Settings:
     """Return the engine's settings. The process that makes the engine's configuration reads them.
 
     They are stored in `additional_config`, because a worker may not inherit the environment, and
-    because engines of one process may have different settings. A process that cannot read settings
-    uses the engine's.
+    because engines of one process may have different settings. A process that cannot read its
+    settings uses the engine's settings.
     """
     from vllm.platforms import current_platform
 

@@ -54,7 +54,7 @@ class PlatformOverlay:
     def pre_register_and_update(cls, *args: Any, **kwargs: Any) -> None:
         """Warn if a general plugin has replaced vLLM's platform after ours was called.
 
-        vLLM calls this after all general plugins, on the platform object from before.
+        vLLM calls this after all general plugins, on the platform that it had before them.
         """
         from vllm.platforms import current_platform
 

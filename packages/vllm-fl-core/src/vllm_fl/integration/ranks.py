@@ -17,7 +17,7 @@ class Disabled(NamedTuple):
 
     Attributes:
         code: `FAILED`, `LACKED` or `REJECTED`.
-        rank: the rank on which it failed, is missing or is rejected.
+        rank: the rank that reported this.
         why: the reason; for `LACKED`, the distribution to install on that rank.
         ends_strict: whether it fails the startup in strict mode.
     """
@@ -103,7 +103,7 @@ def lacking(opinions: Sequence[Opinion]) -> dict[Key, Disabled]:
 
 
 def differences(opinions: Sequence[Opinion]) -> list[str]:
-    """Compare the plans of the ranks with that of rank 0. Return one sentence per difference."""
+    """Compare the ranks' plans with the plan of rank 0. Return one sentence per difference."""
     lines = []
     base = opinions[0].contents
     for rank, other in enumerate((each.contents for each in opinions[1:]), 1):

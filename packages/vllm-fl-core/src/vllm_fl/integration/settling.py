@@ -33,7 +33,7 @@ def settle(engine: Engine, moment: Moment) -> dict[Key, str]:
     Patchers and plugins are called first. Verifiers are called only if no rank has objected.
 
     Returns:
-        At UPDATED, when nothing can be disabled: (op, impl id) -> why it is incorrect, and on which
+        At UPDATED, when nothing can be disabled: (op, impl id) -> why it is incorrect, with the
             rank. Empty at other moments.
 
     Raises:
@@ -211,7 +211,7 @@ def _patchers_object(engine: Engine, moment: Moment) -> dict[Key, Objection]:
     """Return objections to implementations that patchers cannot install as planned.
 
     Raises:
-        StartError: in strict mode, no implementation of an op may run.
+        StartError: in strict mode, an op has no implementation that may run.
     """
     if moment is Moment.GROUPED and engine.groups is not None:
         found = engine.groups.faults_here()

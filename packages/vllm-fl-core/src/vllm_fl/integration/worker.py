@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 PREFIX = "Planned:"
 
 PLANNING, LIVE = "plan and verification", "verification on live tensors"
-"""The startup phases in which the ranks settle on a plan."""
+"""The startup phases that settle the ranks on a plan."""
 
 log = get_logger("engine")
 
@@ -48,8 +48,8 @@ class PlannedWorker:
 
     def __init_subclass__(cls) -> None:
         """Wrap the worker's methods, to attribute their calls to its engine and to follow weight
-        updates. Does not call the base class's `__init_subclass__`, which may register or reject
-        subclasses."""
+        updates. Does not call the base class's `__init_subclass__`, because it may register or
+        reject subclasses."""
         updates.watch(cls)
         for name in dir(cls):
             method = getattr_static(cls, name)

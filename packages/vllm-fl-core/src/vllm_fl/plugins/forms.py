@@ -32,8 +32,8 @@ INPLACE = "inplace"
 
 def asked_for(impl: OpImpl, spec: OpSpec) -> Callable[..., object] | None:
     """Return the function that decides whether `impl` supports a call; None if it supports all
-    calls. An implementation that needs the layer supports only plain layers, as the contract
-    defines them."""
+    calls. An implementation that needs the layer supports only layers that are plain by the
+    contract."""
     return spec.plain if impl.needs_layer else impl.supports
 
 

@@ -68,9 +68,8 @@ def register_ops() -> Iterable[OpImpl]:  # type: ignore[empty-body]
 def attention_backend() -> Iterable[AttentionImpl]:  # type: ignore[empty-body]
     """Return the attention backends of this backend, by class path.
 
-    Called once per process, with `register_ops`. The policy orders the candidates of all plugins
-    and vLLM's choice (`stock`). An attention backend that the user sets in vLLM overrides the
-    policy.
+    Called once per process, with `register_ops`. The policy sorts the candidates of all plugins and
+    vLLM's choice (`stock`). An attention backend that the user sets in vLLM overrides the policy.
 
     Example::
 
@@ -85,11 +84,11 @@ def attention_backend() -> Iterable[AttentionImpl]:  # type: ignore[empty-body]
 def communicator() -> Iterable[CommunicatorImpl]:  # type: ignore[empty-body]
     """Return the communicators of this backend, by class path.
 
-    Called once per process, with `register_ops`. The policy orders the candidates of all plugins.
+    Called once per process, with `register_ops`. The policy sorts the candidates of all plugins.
     The last candidate is `stock`, the communicator of vLLM or of the device plugin. Each worker
-    creates the chosen communicator for each of vLLM's groups of ranks. Before a communicator is
-    used, its collectives must return known results on all ranks of the group. Otherwise all ranks
-    of the group use the next candidate.
+    creates the chosen communicator for each group of ranks in vLLM. Before a communicator is used,
+    its collectives must return known results on all ranks of the group. Otherwise all ranks of the
+    group use the next candidate.
 
     Example::
 
@@ -144,7 +143,7 @@ def device() -> DeviceProfile | None:
     The hook is called if vLLM has no platform for this machine, or if VLLM_FL_PLATFORM selects a
     different platform. It is called in every process, possibly more than once, while vLLM looks for
     its platform. The device does not exist yet. Importing the plugin must not import vLLM. Two
-    detected devices are an error, unless VLLM_FL_PLATFORM selects one of them.
+    detected devices are an error, unless VLLM_FL_PLATFORM selects one.
 
     Example::
 
@@ -337,8 +336,8 @@ def communicator_checks(engine: Engine, communicator: Any, group: GroupFacts) ->
 def process_start() -> None:
     """Prepare a process before it creates a configuration or an engine. Only for extensions.
 
-    Called once in every process that loads vLLM's plugins, including the API server, which has no
-    engine. A `SettingsError` fails the startup; other exceptions are logged.
+    Called once in every process that loads vLLM's plugins, including the API server (without an
+    engine). A `SettingsError` fails the startup; other exceptions are logged.
 
     Example::
 

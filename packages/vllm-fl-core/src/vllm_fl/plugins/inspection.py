@@ -96,8 +96,8 @@ class WorkerContext:
         dtype: the model's `torch.dtype`.
         rank: this worker's rank.
         vllm_config: vLLM's configuration, for everything else.
-        wants_invariance: the setting, as the user wrote it, that requires all implementations to be
-            measured as batch-invariant, including vLLM's; empty without such a setting. With
+        wants_invariance: the setting, as the user wrote it, that requires all implementations, and
+            also vLLM's code, to be measured as batch-invariant. Empty without such a setting. With
             VLLM_BATCH_INVARIANT=1 vLLM replaces PyTorch operators.
     """
 

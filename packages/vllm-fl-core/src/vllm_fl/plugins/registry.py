@@ -196,8 +196,7 @@ def _check_contract(known: RegistrySnapshot, op: str, binding: Binding, owner: O
 
 
 def _check_parameters(impl: OpImpl, spec: OpSpec, owner: Owner) -> None:
-    """Check that the parameters equal the contract's, because calls pass them by position and by
-    name."""
+    """Check that the contract has the same parameters. Calls pass them by position and by name."""
     wanted = tuple(spec.signature.parameters.values())
     for what in ("fn", "supports"):
         function = getattr(impl, what)

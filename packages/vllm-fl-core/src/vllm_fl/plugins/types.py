@@ -1,4 +1,4 @@
-"""The types with which plugins describe implementations to core. Does not import torch or vllm."""
+"""The types by which plugins describe implementations to core. Does not import torch or vllm."""
 
 from __future__ import annotations
 
@@ -125,8 +125,8 @@ class OpImpl(_Impl):
         available: () -> True, or the reason why it cannot run on this machine. Called once per
             process. It may look for a device, but should not import a large library.
         supports: the contract's parameters -> True, or the reason why it does not support them. It
-            may depend on dtypes, ranks, layouts and on which arguments are None. It must not depend
-            on values or on the batch size.
+            may depend on dtypes, ranks and layouts, and on whether an argument is None. It must not
+            depend on values or on the batch size.
         takes: rules for supported calls, in addition to the contract; excludes `supports`. A rule
             is an expression such as `epsilon >= 0`, or a function of some arguments
             (`contracts/takes.py`). The rules are compiled when the implementation is registered. If
@@ -274,8 +274,8 @@ class CommunicatorImpl(_ClassImpl[CommunicatorRequest]):
         impl_id: as for `OpImpl`.
         class_path: `module.Class`, a vLLM `DeviceCommunicatorBase` subclass; or CommunicatorRequest
             -> such a path. If vLLM's communicator is a `CudaCommunicator` or `XpuCommunicator`, the
-            class must be a subclass of it. The function is called in each worker before the first
-            group is created, and may load a library.
+            class must be a subclass. The function is called in each worker before the first group
+            is created, and may load a library.
         kind, vendor, priority, available: as for `OpImpl`.
         supports: CommunicatorRequest -> True, or the reason why not. Called in every process of an
             engine. It may look for files, but should not load a library.

@@ -52,7 +52,7 @@ class DeviceOrder:
 
 @dataclass(frozen=True)
 class Table:
-    """The tuning table (setting `table`), with the conditions on which its orders apply.
+    """The tuning table (setting `table`), with the conditions for its orders.
 
     Args:
         file: its path.
@@ -77,8 +77,8 @@ class Table:
 
         Args:
             device: the name of the device.
-            version: returns the version of a distribution, or None. The name `vllm` stands for any
-                build of vLLM.
+            version: returns the version of a distribution, or None. The name `vllm` is valid for
+                any build of vLLM.
         """
         held = {"vllm": self.vllm} if self.vllm else {}
         for name, then in {**held, **self.distributions}.items():

@@ -69,7 +69,7 @@ def read_settings_file(
         path: the file (text, bytes or `os.PathLike`).
         declared: the known settings.
         key: the setting that contains the path, for the error if the file cannot be read.
-        distribution: the distribution that provides the file; None for a user's file, whose orders
+        distribution: the distribution that provides the file; None for a user's file. Its orders
             are pinned.
         asked_by: the origin of `path`, if a variable contains it.
 

@@ -263,7 +263,7 @@ class Settings(Mapping[str, Setting]):
 
     @property
     def unowned(self) -> tuple[str, ...]:
-        """The keys or variables of settings whose plugin is not loaded. They have no effect."""
+        """The keys or variables of settings without a loaded plugin. They have no effect."""
         return tuple(
             key
             for key in self

@@ -1,9 +1,9 @@
 """The platform's pass manager with our passes added.
 
-The platform determines the class of vLLM's pass manager. Our subclass adds the passes that the plan
-of the compiling engine needs, before vLLM lowers its IR ops. `replacing.py` replaces operators with
-planned ops, and `lowering.py` inlines ops with an order by size. A third pass counts the operators
-that vLLM's passes inserted.
+vLLM gets the class of its pass manager from the platform. Our subclass adds the passes that the
+plan of the compiling engine needs, before vLLM lowers its IR ops. `replacing.py` replaces operators
+with planned ops, and `lowering.py` inlines ops with an order by size. A third pass counts the
+operators that vLLM's passes inserted.
 
 Imported only in a worker that compiles.
 """

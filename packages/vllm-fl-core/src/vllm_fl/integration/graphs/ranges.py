@@ -86,7 +86,7 @@ def compiled(vllm_config: VllmConfig) -> list[Range]:
 
 
 def now(vllm_config: VllmConfig) -> Range:
-    """Return the token counts for which vLLM is compiling a graph."""
+    """Return the token counts of the graph that vLLM is compiling."""
     from vllm.compilation.passes.inductor_pass import get_pass_context
 
     compiled = get_pass_context().compile_range

@@ -1,6 +1,6 @@
 """Choose the attention backend: planned for the model, and again for each layer that vLLM builds.
 
-`attend` then runs it once, uncompiled, so that just-in-time kernels are compiled before serving.
+`attend` then runs it once, uncompiled, to compile just-in-time kernels before serving.
 """
 
 from __future__ import annotations

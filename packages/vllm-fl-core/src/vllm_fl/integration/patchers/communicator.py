@@ -37,7 +37,7 @@ FACTORY = f"{__name__}.make"
 """The path that vLLM gets instead of a communicator's class path."""
 
 CAPTURED = ("CudaCommunicator", "XpuCommunicator")
-"""The classes of vLLM through which it captures graphs. A replacement must be a subclass."""
+"""The communicators that vLLM can use in captured graphs. A replacement must be a subclass."""
 
 ELASTIC = "elastic expert parallelism changes the ranks and uses vLLM's communicators"
 
@@ -170,8 +170,8 @@ class Groups:
             yield from checks(plugin, self.engine, communicator, facts)
 
     def _is_off(self, impl: CommunicatorImpl, mine: Fault | None, group: Any) -> bool:
-        """Gather the faults of the group's ranks, all of which call this. Return whether a rank has
-        one.
+        """Gather the faults of the group's ranks. All ranks call this. Return whether a rank has a
+        fault.
 
         Raises:
             StartError: a call of the communicator is stuck on a rank.

@@ -97,7 +97,8 @@ class Fusions(Patcher):
         return WhyNot({op: why for op, why in found.items() if why})
 
     def keep_stock(self, plan: Plan) -> dict[str, str]:
-        """Return the parts of planned ops. They must stay stock, so that vLLM's passes match them.
+        """Return the parts of planned ops. They must stay stock, because vLLM's passes match only
+        these.
 
         IR ops are omitted, because graphs contain them unchanged until the passes have run. A fused
         op that is stock at some sizes is returned itself.
@@ -192,8 +193,8 @@ class OperatorsInGraphs(Patcher):
     def keep_stock(self, plan: Plan) -> dict[str, str]:
         """Return the ops that keep their original operator.
 
-        Either all candidates are reference implementations, which are no better than the operator,
-        or a part is planned, which our pass cannot match.
+        Either all candidates are reference implementations, and the operator is as good, or a part
+        is planned, which our pass cannot match.
         """
         found: dict[str, str] = {}
         for op, target in planned(plan, GraphTarget):

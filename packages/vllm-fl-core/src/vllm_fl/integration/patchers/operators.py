@@ -74,8 +74,7 @@ class _Override(Replacement):
     Attributes:
         dispatch: the dispatch key of the kernel.
         kernel: the replaced kernel.
-        beneath: where the replaced kernel and inactive kernels were registered; the active kernel
-            first.
+        beneath: the registrations of the replaced kernel and of inactive kernels, active first.
         logged: the latest override by other code that was logged.
     """
 

@@ -41,8 +41,7 @@ def _reached_by(op: str, impl: classes.ClassImpl, layer: str, request: object) -
 
 class WholeLayers(Patcher):
     def layer_names(self) -> frozenset[str]:
-        """Return class names and registered names, including those of classes that are not
-        imported."""
+        """Return class names and registered names, even of classes that are not imported."""
         brought = get_default_manager().registry.snapshot().layers
         return frozenset({*brought, *declared_layers(), *declared_layers().values()})
 
