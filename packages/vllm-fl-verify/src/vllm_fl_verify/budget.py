@@ -1,7 +1,7 @@
 """Limits of verification as numbers of calls instead of seconds.
 
-A call with many bytes is charged as several calls. The model, the seed and the kind of device
-therefore determine what is verified, but not the machine's speed. Only `Valve` uses a clock.
+A call with many bytes equals several calls. The model, the seed and the kind of device therefore
+determine what is verified, but not the machine's speed. Only `Valve` uses a clock.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class _Collectives:
         gathered = torch.cat(every, -1) if rank == 0 else None
         yield "gather", "gather", (own(shape), 0, -1), gathered
         yield "send and recv", partial(self.ring, shape), (), every[rank - 1]
-        # Ranks have different numbers of rows, as in replicas with different batches.
+        # Ranks have different numbers of rows, like replicas with different batches.
         sizes = [1 + r % 3 for r in range(size)]
         parts = [self.given(r, (rows, *shape[1:])) for r, rows in enumerate(sizes)]
         both = torch.cat(parts)

@@ -36,7 +36,7 @@ def captured(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
         gc.collect()
         gc.disable()  # freeing an older graph would invalidate the capture
         try:
-            # A separate block is necessary, because that of the graph does not leave the stream on
+            # A separate block is necessary, because the graph's block does not leave the stream on
             # failure.
             with torch.cuda.stream(stream), torch.cuda.graph(graph, pool=pool, stream=stream):
                 try:

@@ -35,7 +35,7 @@ class Checks:
 
     Args:
         engine: the engine.
-        live_counts: token counts for runs of the loaded model, from all ranks.
+        live_counts: sizes of the loaded model's runs in tokens, from all ranks.
         smaller: op -> calls that were verified at smaller sizes than in the model.
         remarks: what could not be verified, one phrase each.
         seen: the plan that was last compared in the loaded model.
@@ -126,7 +126,7 @@ class Checks:
         return max(known, default=0)
 
     def counts(self, plan: Plan) -> frozenset[int]:
-        """Return this rank's token counts for runs of the loaded model; empty if it compares
+        """Return the sizes of this rank's runs of the loaded model, in tokens; empty if it compares
         nothing. They include the maximum tokens of rows in tuning tables."""
         entries = [entry for entry in plan.entries.values() if entry.impls]
         if self.how != "verify" or not entries:

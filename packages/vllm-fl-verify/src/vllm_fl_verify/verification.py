@@ -336,7 +336,7 @@ def misplaced(
 
     Args:
         got: result of the implementation.
-        shapes: result of the contract's fake for the same call.
+        shapes: what the contract's fake returns for the same call.
         call: the arguments.
         consumed: arguments that may be overwritten and therefore returned.
         packed: whether results must be contiguous.

@@ -61,8 +61,8 @@ class Binding:
         sizes: the sizes that the contract's `served` needs.
         not_reached: code in vLLM that computes the op but is not a target; one phrase each.
         when: vLLM's VllmConfig -> whether the served model may have the op; an exception means yes.
-            If the model cannot have the op, vllm-fl plans and verifies it only if the user's
-            settings refer to it. None: any model may have the op.
+            If the model cannot have the op, it is planned and verified only if the user's settings
+            refer to it. None: any model may have the op.
         between_graphs: whether vLLM calls the op between the pieces of its piecewise CUDA graphs
             (`splitting_ops`: attention, linear attention). In a prefill step the host then launches
             the op even at captured sizes, so `vllm-fl tune` includes the launch time.

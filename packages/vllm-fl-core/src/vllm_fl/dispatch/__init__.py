@@ -160,7 +160,8 @@ def discover_plugins(registry: OpRegistry) -> tuple[Plugin, ...]:
 
 
 def get_discovered_plugins() -> tuple[Plugin, ...]:
-    """Return the plugins that `discover_plugins` loaded, or else the default manager's plugins."""
+    """Return the plugins that `discover_plugins` loaded; by default the default manager's
+    plugins."""
     if _Discovered.plugins is not None:
         return _Discovered.plugins
     return get_default_manager().registry.plugins

@@ -63,10 +63,10 @@ def _names(allowed: Sequence[str] | None) -> frozenset[str] | None:
 def detect_platform(plugins: Sequence[Plugin] = ()) -> str:
     """Return the platform of this machine, for settings files, as in a vLLM engine.
 
-    It is the platform plugin of another package (by the name of its entry point), or else vLLM's
-    built-in platform, the device of a vllm-fl plugin, the device of torch (`ascend` by its
-    extension), or cpu. torch is not imported for this, because a process without torch cannot run a
-    kernel on a device.
+    The candidates, in this order, are: the platform plugin of another package (by the name of its
+    entry point), vLLM's built-in platform, the device of a vllm-fl plugin, the device of torch
+    (`ascend` by its extension), cpu. torch is not imported for this, because a process without
+    torch cannot run a kernel on a device.
 
     Args:
         plugins: the plugins that may provide a device. Errors of plugins are logged.
@@ -135,8 +135,8 @@ def start(
     plugins = plugin_loader.load(registry, found, only=asked.plugins, variables=TAKEN)
     for plugin in plugins:
         _report(plugin.error)
-    # Only the process that logs warnings needs them. Availability checks would also open a worker's
-    # device too early.
+    # Only the process that logs warnings needs them. Availability checks would also open the device
+    # of a worker too early.
     asks = engine is None and speaks_for_all()
     settings, problem = try_settings(registry, env, platform=platform, asks=asks)
     if problem is None:

@@ -32,7 +32,7 @@ PATCHERS: tuple[Patcher, ...] = (
     Ir(),
     Operators(),
     Functions(),
-    Fusions(),  # creates `InGraphs`, to which the next patcher adds
+    Fusions(),  # creates `InGraphs`, before the next patcher adds to it
     OperatorsInGraphs(),
 )
 

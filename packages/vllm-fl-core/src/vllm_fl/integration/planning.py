@@ -112,7 +112,7 @@ def _settings_of(vllm_config: VllmConfig) -> Settings:
     assert startup is not None
     if settings is None:
         if is_sealed(vllm_config):
-            return startup.settings  # sealing removed the engine's; files may no longer exist
+            return startup.settings  # the engine's are removed; files may no longer exist
         entry = entry_of(vllm_config)
         settings = _read_settings(current_platform.vllm_fl_platform, entry.orders)
         _check_loaded(settings)

@@ -48,7 +48,7 @@ class PlatformOverlay:
     vllm_fl_device: DeviceProfile | None = None
 
     def __init_subclass__(cls) -> None:
-        """Do not call the base class's method, which may register or reject subclasses."""
+        """Do not call the base class's method: it may register or reject subclasses."""
 
     @classmethod
     def pre_register_and_update(cls, *args: Any, **kwargs: Any) -> None:
@@ -230,7 +230,7 @@ def lay_in_place(forced: str | None = None) -> None:
     foreign, base = foreign_platform(), type(current_platform)
     name = foreign.name if foreign is not None else vllms_own()
     if name is None:
-        return  # neither vLLM nor a plugin knows the machine
+        return  # a machine that vLLM and the plugins do not know
     if foreign is not None and foreign.has_vllms_name and speaks_for_all():
         log.warning("%s [FL213]", foreign.named_like_vllms)
     try:

@@ -104,10 +104,10 @@ def layers() -> Iterable[LayerImpl]:  # type: ignore[empty-body]
     """Return the classes of this backend for whole vLLM layers, by class path.
 
     Called once per process, with `register_ops`. The hook is for layers without an op: linear
-    layers, embeddings, convolutions, mixers, encoder attention. Settings and plans use the layer's
-    class name like the name of an op. vLLM's class is the last candidate (`stock`). The chosen
-    class is in vLLM's table of replacements only while the engine's model is built. The class is
-    not verified.
+    layers, embeddings, convolutions, mixers, encoder attention. In settings and plans, the name of
+    the layer's class is used like the name of an op. vLLM's class is the last candidate (`stock`).
+    The chosen class is in vLLM's table of replacements only while the engine's model is built. The
+    class is not verified.
 
     Example::
 

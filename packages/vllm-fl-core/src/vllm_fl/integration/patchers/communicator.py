@@ -37,7 +37,7 @@ FACTORY = f"{__name__}.make"
 """The path that vLLM gets instead of a communicator's class path."""
 
 CAPTURED = ("CudaCommunicator", "XpuCommunicator")
-"""The communicators that vLLM can use in captured graphs. A replacement must be a subclass."""
+"""The communicator classes that vLLM uses to capture graphs. A replacement must be a subclass."""
 
 ELASTIC = "elastic expert parallelism changes the ranks and uses vLLM's communicators"
 

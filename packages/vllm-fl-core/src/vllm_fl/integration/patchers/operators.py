@@ -188,7 +188,7 @@ class Operators(Taking):
         taken, left = dict(fitting.taken), {op: dict(why) for op, why in fitting.left.items()}
         for op, targets in fitting.taken.items():
             # A pass may insert calls that vLLM's kernel does not support. Therefore its operators
-            # are always overridden, so that the chain can fall back.
+            # are always overridden, which lets the chain fall back.
             by_pass = any(target.puts_operators for target in bindings[op].targets)
             calls: dict[str, str] = {}
             firsts = [impl for impl in plan.entries[op].firsts if not impl.needs_layer]
