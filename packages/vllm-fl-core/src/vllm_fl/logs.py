@@ -90,9 +90,6 @@ def silence(*, ours: bool = True) -> AbstractContextManager[None]:
     """In the block, hide this thread's records of all loggers, except errors.
 
     Other threads can still log, such as the watchdog for slow code.
-
-    Args:
-        ours: whether to hide the records of vllm-fl's loggers as well.
     """
     thread = threading.get_ident()
 

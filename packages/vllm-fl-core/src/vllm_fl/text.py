@@ -128,8 +128,6 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the known name that is most similar to `word`, ignoring case, or None.
 
     Args:
-        word: the misspelt name.
-        known: the valid names.
         cutoff: the least similarity, from 0 to 1. A name with two adjacent letters swapped always
             matches, because these may be half of a short name.
     """

@@ -91,9 +91,7 @@ def by_target(route: Route, parameters: tuple[str, ...], spec: OpSpec, op: Bound
         def place(result, input):
             return _put(result, _op(input))
 
-    Raises:
-        TypeError: the route has no value for a parameter of the contract, or uses an unknown
-            parameter.
+    Raises TypeError if the route lacks a parameter of the contract or uses an unknown one.
     """
     source, defaults = _Source({"_op": op, "_put": put}, route.constants), _defaults(spec)
     checks = []
@@ -127,9 +125,7 @@ def by_contract(route: Route, parameters: tuple[str, ...], spec: OpSpec, own: Bo
             _own(_to_result, x)
             return _to_result
 
-    Raises:
-        TypeError: the route has no value for a parameter of the target, or uses an unknown
-            parameter.
+    Raises TypeError if the route lacks a parameter of the target or uses an unknown one.
     """
     scope = {"_own": own, "_fake": spec.fake, "_parts": _parts}
     source = _Source(scope, route.constants)
@@ -157,13 +153,8 @@ def by_contract(route: Route, parameters: tuple[str, ...], spec: OpSpec, own: Bo
 
 @dataclass
 class _Source:
-    """The source of a function that is being generated.
-
-    Args:
-        scope: the values that the function uses, by name.
-        constants: see `Route`.
-        lines: the body so far.
-    """
+    """The source of a function that is being generated. `scope` has the values that the function
+    uses, by name. `lines` is the body so far."""
 
     scope: dict[str, Any]
     constants: Mapping[str, Any]
@@ -182,7 +173,6 @@ class _Source:
             wanted: the parameters of the callee.
             known: the parameters of the generated function.
             mapped: a wanted parameter -> the known parameter, or the function that computes it.
-            defaults: the values of the others.
         """
         found = []
         for name in wanted:
@@ -217,14 +207,8 @@ class _Source:
     def compiled(
         self, name: str, parameters: Sequence[str], values: Mapping[str, Any], result: str
     ) -> Bound:
-        """Compile the function.
-
-        Args:
-            name: its name.
-            parameters: its parameters; those at the end that are in `values` are optional.
-            values: parameter -> default.
-            result: the source of the expression that it returns.
-        """
+        """Compile the function. Parameters at the end that are in `values` are optional, with these
+        defaults. `result` is the source of the expression that it returns."""
         last = next((n for n, p in enumerate(reversed(parameters)) if p not in values), None)
         optional = parameters[len(parameters) - last :] if last is not None else parameters
         heads = (f"{p}={self.value(values[p])}" if p in optional else p for p in parameters)

@@ -87,7 +87,6 @@ def positions(count: int, length: int, generator: torch.Generator) -> torch.Tens
     Args:
         count: number of tokens.
         length: the model's maximum length; positions are below it.
-        generator: a generator on the CPU.
 
     Returns:
         (count,), int64, on the CPU.

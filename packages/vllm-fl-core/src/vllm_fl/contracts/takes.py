@@ -41,7 +41,6 @@ def supports_of(spec: OpSpec, rules: Iterable[Rule]) -> Callable[..., object]:
             return True
 
     Args:
-        spec: the contract.
         rules: each may use the parameters, the sizes in the contract's shapes, and `torch`. If an
             argument is None, its sizes are None.
 
@@ -96,8 +95,6 @@ def _checks(name: str, argument: Argument, spec: OpSpec, sizes: dict[str, bool])
     """Return statements that check an argument. They assume that it is not None.
 
     Args:
-        name, argument: the argument.
-        spec: the contract.
         sizes: the known names -> whether every call has a value for them; new names are added.
     """
     where = [_unless(re.sub(r"\bvalue\b", name, argument.where))] if argument.where else []

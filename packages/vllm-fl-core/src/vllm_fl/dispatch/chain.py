@@ -38,12 +38,10 @@ class Chain:
     """The candidates of one op under one policy, in order, and the fallback between them.
 
     Args:
-        op: the op's name.
         rows: the candidates by the size of a call. No row is empty. Only an op with a contract has
             several rows.
         spec: the contract, or a substitute (`uncontracted`).
         strict: whether to raise the first failure instead of falling back.
-        record: the counters and demotions.
         grants: parameters that an implementation may overwrite. Others are copied before they are
             overwritten.
         bare: whether to run the first candidate without a guard or counter, for code that a

@@ -29,7 +29,6 @@ class Guard:
     """A compiled guard. To switch it to other candidates, the globals of its code are changed.
 
     Args:
-        chain: the candidates of one row.
         scope: the globals. `_chain`, `_fn` and `_supports` change.
     """
 
@@ -199,7 +198,6 @@ def _compile(
             return _chain.refuse(_verdict, _Call(None, x))
 
     Args:
-        chain: the candidates of one row.
         provided: see `Provided`, for a method; None for a function.
         heads, scope: the result of `_heads`, and the scope that it filled.
     """

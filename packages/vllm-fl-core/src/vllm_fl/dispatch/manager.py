@@ -360,11 +360,8 @@ class OpManager:
 
 
 def _candidates(resolver: Resolver, trace: Trace) -> list[OpImpl]:
-    """Return the candidates of calls without an engine, in order.
-
-    Raises:
-        NoImplementationError: every implementation was rejected, or none is installed.
-    """
+    """Return the candidates of calls without an engine, in order. Raises NoImplementationError if
+    there are none."""
     impls = [impl for impl in trace.admitted if isinstance(impl, OpImpl)]
     if not impls:
         raise resolver.nothing_for(trace)
@@ -385,10 +382,7 @@ def _check_policy(policy: object) -> None:
 
 def set_global_policy(policy: SelectionPolicy | None) -> None:
     """Set the policy of all managers created without a policy; None for the settings' policy.
-
-    Raises:
-        PolicySealedError: an engine's layers are bound to a plan. The policy has not changed.
-    """
+    Raises PolicySealedError, without a change, if an engine's layers are bound to a plan."""
     _check_policy(policy)
     following = [manager for manager in _managers if manager._given[1] is None]
     for manager in following:

@@ -24,7 +24,6 @@ class ForeignPlatform:
 
     Args:
         entry: the name of its entry point, as in VLLM_PLUGINS.
-        distribution: the distribution that provides it.
         release: the distribution with its version.
     """
 

@@ -31,7 +31,6 @@ class Record:
     is {A: 2}, `_moved` is {A: -1, B: 1}, and `calls`, their sum, is {A: 1, B: 1}.
 
     Args:
-        log: the logger.
         decide: (op, impl id, why) -> whether to demote an implementation that failed; calls
             `demote` if so. None: never demote but raise the failure, such as under a sealed plan.
     """
@@ -77,11 +76,8 @@ class Record:
         }
 
     def begin(self, *, keeps_calls: bool = False) -> None:
-        """Reset the counters. Fallbacks from the time when the model was built are kept.
-
-        Args:
-            keeps_calls: whether to keep `calls`, such as the number of tracings.
-        """
+        """Reset the counters, but not `calls` if `keeps_calls`. Fallbacks from the time when the
+        model was built are kept."""
         calls = self.calls if keeps_calls else Counter[Key]()
         for key in set(self._moved) & set(self.fallbacks):
             del self.fallbacks[key]
@@ -138,17 +134,8 @@ class Record:
             self._log.info(text, impl.impl_id, op, reason)
 
     def failed(self, op: str, impl: OpImpl, error: Exception, *, last: bool) -> bool:
-        """Record that `impl` raised an error.
-
-        Args:
-            op: the op's name.
-            impl: the implementation.
-            error: the error.
-            last: whether it was the last candidate.
-
-        Returns:
-            Whether `impl` was demoted. If not, the caller must raise the error.
-        """
+        """Record that `impl`, the last candidate or not, raised an error. Return whether it was
+        demoted. If not, the caller must raise the error."""
         self.failures[op, impl.impl_id] = quote(error)
         why = f"failed earlier: {quote(error)}"
         demoted = self._decide is not None and self._decide(op, impl.impl_id, why)

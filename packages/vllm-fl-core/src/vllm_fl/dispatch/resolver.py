@@ -54,7 +54,6 @@ class Candidate:
     """One implementation and its status.
 
     Args:
-        impl: the implementation.
         status: `selected` (the first), `eligible` (any other) or `rejected`.
         reason: why it was rejected, or the selector that gives its position in the order.
     """
@@ -122,8 +121,6 @@ class Resolver:
     """Decides between the implementations of ops.
 
     Args:
-        registry: the implementations, contracts and plugins.
-        policy: the policy.
         settings: the settings for rejections by plugins. None: plugins are not called.
         mode: the engine's mode; an op may have an order for each mode.
         engine: whether vLLM's code is a candidate.
@@ -195,8 +192,6 @@ class Resolver:
         the order for another size has `foreign`. Then they are last, and strict mode excludes them.
 
         Args:
-            op: the op's name.
-            impls: its implementations.
             rejected: impl id -> why it is rejected, independent of the policy.
             tokens: the number of tokens of the calls; None: more than all maximums.
         """
@@ -249,11 +244,8 @@ class Resolver:
         return Trace(op, mode, order, (*candidates, *excluded))
 
     def ceilings(self, op: str) -> tuple[int, ...]:
-        """Return the maximum tokens of each row of the order of `op`, ascending.
-
-        Raises:
-            SettingsError: the order depends on the size, but no argument has a row per token.
-        """
+        """Return the maximum tokens of each row of the order of `op`, ascending. Raises
+        SettingsError if the order depends on the size, but no argument has a row per token."""
         ceilings = self.policy.ceilings(op, self.mode)
         spec = self.registry.snapshot().contracts.get(op)
         if ceilings and (spec is None or not spec.by_token):
@@ -269,11 +261,8 @@ class Resolver:
         return ceilings
 
     def check_contract(self, op: str) -> None:
-        """Check that an op with implementations has a contract to verify them.
-
-        Raises:
-            PluginError: the contract is missing because a plugin failed or is not installed.
-        """
+        """Check that an op with implementations has a contract to verify them. Raises PluginError
+        if it is missing because a plugin failed or is not installed."""
         snapshot, plugins = self.registry.snapshot(), self.registry.plugins
         impls = snapshot.impls_by_op.get(op, ())
         first = next((impl for impl in impls if isinstance(impl, OpImpl)), None)

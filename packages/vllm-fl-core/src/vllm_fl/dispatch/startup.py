@@ -34,7 +34,6 @@ class Startup:
     """The loaded plugins and the effective settings.
 
     Args:
-        plugins: the plugins, each with its status.
         settings: the effective settings, or the defaults if these could not be read.
         problem: why they could not be read. It is not raised at once, because a worker gets the
             settings of its engine.
@@ -67,9 +66,6 @@ def detect_platform(plugins: Sequence[Plugin] = ()) -> str:
     entry point), vLLM's built-in platform, the device of a vllm-fl plugin, the device of torch
     (`ascend` by its extension), cpu. torch is not imported for this, because a process without
     torch cannot run a kernel on a device.
-
-    Args:
-        plugins: the plugins that may provide a device. Errors of plugins are logged.
     """
     foreign = foreign_platform()
     if foreign is not None:
@@ -115,8 +111,6 @@ def start(
     """Load the plugins into `registry` and read the settings.
 
     Args:
-        registry: the registry.
-        env: the environment variables; by default those of the process.
         platform: the platform, if the caller knows it. VLLM_FL_PLATFORM overrides it.
         engine: in a worker, the settings of its engine. They determine which plugins to load,
             instead of the environment of this process.
@@ -176,11 +170,7 @@ def try_settings(
     platform: str | None = None,
     asks: bool = True,
 ) -> tuple[Settings, SettingsError | None]:
-    """Return the effective settings, or the defaults and the error. For arguments see `start`.
-
-    Raises:
-        SettingsError: a variable that is needed for startup is invalid.
-    """
+    """Return the effective settings, or the defaults and the error. For arguments see `start`."""
     early = load_startup(env)
     platform = platform or _detected(early, registry.plugins)
     try:

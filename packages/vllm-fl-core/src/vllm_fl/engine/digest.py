@@ -46,12 +46,9 @@ def fingerprint(
     """Return the facts of a plan as JSON-able values. Plans with equal facts run the same code.
 
     Args:
-        plan: the plan.
         owners: (op, impl id) -> the owner of the implementation.
         authors: op -> the owner of its contract and its binding.
         required: the property that implementations must have, or empty.
-        settings: the engine's settings.
-        plugins: the loaded plugins.
 
     Returns:
         `mode`, `strict` and `required`; `ops`, each op's candidates with the hash of their code,
@@ -130,15 +127,9 @@ def digest(facts: Mapping[str, Any]) -> str:
 
 
 def code_of(distribution: str | None, module: str = "") -> str:
-    """Return the hash of all files in a distribution's top-level modules.
-
-    Args:
-        distribution: its name; None for code without a distribution.
-        module: one of its modules.
-
-    Returns:
-        16 hexadecimal digits; `UNKNOWN` if no file is found.
-    """
+    """Return a hash of all files in a distribution's top-level modules: 16 hexadecimal digits, or
+    `UNKNOWN` without files. `distribution` is None for code without a distribution; `module` is one
+    of its modules."""
     loaded = sys.modules.get(_top(module))
     return _code_of(distribution, module, str(getattr(loaded, "__file__", None)))
 

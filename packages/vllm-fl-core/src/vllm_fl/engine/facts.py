@@ -25,9 +25,6 @@ class EngineFacts:
     in `request`, and `ir_priority` and `passes_off` in `note_user`.
 
     Args:
-        settings: vllm-fl's settings, including the policy.
-        mode: eager or compiled.
-        dtype: the model's dtype; None without a model.
         sizes: the model's sizes on one rank; None without a model.
         attention: the request of the model's attention layers; None if unknown.
         communicator: the ranks that a communicator would connect; None for a single rank.

@@ -26,11 +26,7 @@ from ..plugins.types import OpImpl
 
 
 class Watched(TorchDispatchMode):
-    """Records the calls of operators in a block.
-
-    Args:
-        is_wanted: operator -> whether to record its calls.
-    """
+    """Records the calls of operators in a block."""
 
     def __init__(self, is_wanted: Callable[[Any], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -54,7 +50,6 @@ class Site:
     """An operator in a graph, and the code that may replace it.
 
     Args:
-        chain: the candidates, by the size of a call.
         tokens: the operator's arguments -> the number of tokens of the call.
         inlined: an implementation -> a function of the operator's parameters that runs only this
             implementation.
@@ -67,14 +62,9 @@ class Site:
 
 @dataclass(frozen=True)
 class _Operator:
-    """An operator of this process.
-
-    Args:
-        op: the op that it computes.
-        impl_id: the first candidate for the largest calls.
-        body: the function that it runs.
-        site: how to replace it, if it is ordered by size and overwrites no argument.
-    """
+    """An operator of this process, with the function that it runs. `impl_id` is the first candidate
+    for the largest calls. `site` tells how to replace it if it is ordered by size and overwrites no
+    argument."""
 
     op: str
     impl_id: str
@@ -105,12 +95,8 @@ def inlined(chain: Chain, impl: OpImpl) -> Callable[..., Any]:
 
 
 def unique_name(readable: str, *identity: object) -> str:
-    """Return a readable ASCII name for vLLM or torch. It differs for each identity.
-
-    Args:
-        readable: the readable part, in lower-case letters, digits and underscores.
-        identity: JSON-able values that distinguish the name.
-    """
+    """Return an ASCII name for vLLM or torch, which begins with the readable part. It differs for
+    each identity, a tuple of JSON-able values."""
     word = re.sub(r"[^a-z0-9_]+", "_", readable.lower())[:80]
     text = json.dumps([readable, *identity])
     return f"{word}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -134,10 +120,6 @@ def mutated(chain: Chain, variant: Variant, *, rest_is_inlined: bool = False) ->
     The schema is fixed when the operator is defined, so one row decides for all sizes. Example: the
     implementation for up to 8 tokens overwrites `x`, and the implementation for the rest does not.
     Then the operator overwrites nothing, and the first implementation gets a copy.
-
-    Args:
-        chain, rest_is_inlined: as for `opaque_op`.
-        variant: a variant of the contract.
     """
     deciding = chain.impls[0]
     if rest_is_inlined:
@@ -262,7 +244,6 @@ def _router(
     trace it.
 
     Args:
-        spec: the contract.
         branches: (variant, the arguments that the operator overwrites with results, the operator).
             Variants with fewer parameters are first.
     """

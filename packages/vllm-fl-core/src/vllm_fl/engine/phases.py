@@ -9,11 +9,8 @@ from typing import Any
 
 
 class Phases:
-    """Seconds per phase, without the time of nested phases.
-
-    Attributes:
-        seconds: phase -> its seconds so far. Ordered by when each phase first ended.
-    """
+    """Seconds per phase without the time of nested phases, ordered by when each phase
+    first ended."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

@@ -46,7 +46,6 @@ class PlanEntry:
     """The plan of one op.
 
     Args:
-        op: the op's name.
         rows: all candidates and the decisions about them, by the size of a call.
         note: why vLLM's implementation is used regardless of the rows; or empty.
     """
@@ -151,13 +150,9 @@ class Plan:
     """Op -> implementation for one engine.
 
     Args:
-        mode: eager or compiled.
-        entries: the plan of each op.
         strict: whether failures are raised instead of falling back to the next candidate.
-        counts_calls: whether calls are counted (VLLM_FL_COUNT_CALLS=1).
         record: counters, and the implementations disabled at startup.
         kept_layers: classes of vLLM that settings exclude, although their op is planned.
-        contracts: every op's contract.
         place: the plan's number among the plans of compiled engines in this process (`take_place`).
             Operators have it in their names, because torch allows only one operator per name.
     """
@@ -282,7 +277,6 @@ class Plan:
         """Return `op` as a method of `layer`.
 
         Args:
-            op, grants, last: as for `chain`.
             layer: provides the parameters in the contract's `from_layer`.
             own: the layer's original method, or a function that calls it. It runs at stock sizes if
                 the layer is not compiled.
@@ -328,7 +322,6 @@ class Plan:
         place 0.
 
         Args:
-            op: the op.
             first: one of the entry's `firsts`. Its row is verified.
             inlined: whether to inline an op that is ordered by size. True for graphs that are
                 compiled by range.
@@ -354,11 +347,8 @@ def make_plan(
     Omits ops that the model cannot have, unless the user has set an order for the op itself.
 
     Args:
-        manager: provides the installed implementations.
-        facts: the facts of the engine.
         demoted: (op, impl id) -> why it must not run in this engine.
         notes: op -> why vLLM's implementation is used regardless of the policy.
-        kept_layers: the classes of vLLM that settings exclude.
 
     Raises:
         PluginError: an implementation has no contract, because its plugin failed or is missing.

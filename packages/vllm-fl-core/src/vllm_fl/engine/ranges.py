@@ -42,15 +42,8 @@ class Range:
 
 def choice(chain: Chain, sizes: Range) -> OpImpl | None:
     """Return the implementation that runs all calls of these sizes, if its code may be inlined.
-
-    Args:
-        chain: the op's candidates, by rows.
-        sizes: the token counts of the calls.
-
-    Returns:
-        None if the rows differ, or if the implementation is opaque, overwrites its arguments or
-            needs a layer.
-    """
+    None if the rows differ, or if the implementation is opaque, overwrites its arguments or needs a
+    layer."""
     firsts, below = {}, 0
     for ceiling, (first, *_) in chain.rows:
         up_to = sizes.last if ceiling is None else ceiling
@@ -71,8 +64,6 @@ def edges(chains: Iterable[Chain], largest: int, captured: int = 0) -> tuple[int
     ranges, the largest edges.
 
     Args:
-        chains: one for each op that is ordered by size.
-        largest: the largest batch, in tokens.
         captured: the largest batch with a captured graph, in tokens; 0 without graphs.
 
     Returns:

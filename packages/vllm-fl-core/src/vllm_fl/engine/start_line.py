@@ -17,7 +17,6 @@ def line(plan: Plan, *facts: str, not_reached: Collection[str] = ()) -> str:
     first, then functions, then ops of another vLLM plugin.
 
     Args:
-        plan: the plan.
         facts: phrases after the mode.
         not_reached: planned ops that this model does not use. They are not counted.
     """

@@ -44,14 +44,9 @@ class Carried(dict[str, Any]):
 
 
 def seal(vllm_config: VllmConfig, digest: str) -> Callable[[], None]:
-    """Add the plan's digest to the configuration, for vLLM's compile-cache key.
-
-    The digest replaces the settings, so a setting that does not change the plan causes no cache
-    miss.
-
-    Returns:
-        A function that restores the previous entry, for a startup that must plan again.
-    """
+    """Add the plan's digest to the configuration, for vLLM's compile-cache key. The digest replaces
+    the settings, so a setting that does not change the plan causes no cache miss. Returns a
+    function that restores the previous entry, for a startup that must plan again."""
     extra = vllm_config.additional_config
     if not isinstance(extra, dict):
         return lambda: None
@@ -79,13 +74,9 @@ def digest_of(vllm_config: VllmConfig) -> str:
 
 
 def entry_of(vllm_config: VllmConfig) -> Carried:
-    """Return our entry of the configuration. Create it if it is missing.
-
-    If `additional_config` is an object of the user, changes to the entry are lost.
-
-    Raises:
-        SettingsError: the user has set the entry by hand.
-    """
+    """Return our entry of the configuration. Create it if it is missing. If `additional_config` is
+    an object of the user, changes to the entry are lost. Raises SettingsError if the user has set
+    an invalid entry."""
     extra = vllm_config.additional_config
     if not isinstance(extra, dict):
         return Carried()

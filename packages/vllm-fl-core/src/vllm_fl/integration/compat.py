@@ -129,9 +129,6 @@ def hide_our_variables(more: Iterable[str] = ()) -> None:
     0.31 on. Both read the same table. vLLM's compile-cache key contains the names and values of the
     table. Getters return None, because the plan's digest is a better key than the values. All names
     are always registered, so the key does not vary with them.
-
-    Args:
-        more: the variables of the settings of loaded plugins.
     """
     import vllm.envs
 

@@ -50,9 +50,7 @@ class Engine:
     """One engine in this process, until it ends or its startup fails.
 
     Args:
-        facts: the engine's facts.
         rank: the worker's rank within the engine.
-        worker: vLLM's worker.
         joins: whether the rank joins a running engine (elastic EP). The other ranks then do not
             gather with it.
 
@@ -60,7 +58,6 @@ class Engine:
         device: the worker's device, once it is open.
         plan: the current plan, once it is made. Replaced when an implementation is disabled.
         contents: the contents of the plan, JSON-serialisable.
-        digest: the digest of the sealed plan.
         groups: makes the communicators of vLLM's rank groups; None if vLLM makes them.
         worker_facts: distribution -> facts that its plugin has reported.
         disabled: (op, impl id) -> why it is disabled on all ranks.
@@ -100,19 +97,13 @@ class Engine:
     _on_serving: list[Callable[[], object]] = field(default_factory=list, init=False)
 
     def gather(self, what: str, mine: T) -> list[T]:
-        """Return every rank's value (`exchange`). On a rank that joins, only its own value.
-
-        Raises:
-            StartError: a rank has failed, died or is late. Raised on all ranks, with `failures`.
-        """
+        """Return every rank's value (`exchange`). On a rank that joins, only its own value. If a
+        rank has failed, died or is late, all ranks raise a StartError with `failures`."""
         return [mine] if self.joins else exchange(what, mine)
 
     def fail(self, what: str, why: str) -> None:
-        """Report a failure to the other ranks, which are gathering.
-
-        Raises:
-            StartError: always, on all ranks, with `failures`. Never on a rank that joins.
-        """
+        """Report a failure to the other ranks, which are gathering. All ranks then raise a
+        StartError with `failures`. A rank that joins does not raise."""
         if not self.joins:
             exchange(what, None, why)
 

@@ -49,7 +49,6 @@ def exchange(what: str, mine: T, failure: str = "") -> list[T]:
         what: the purpose, such as `settle on a plan`. All ranks must make the same exchanges in the
             same order.
         mine: this rank's value; it is pickled.
-        failure: why this rank has failed, or empty.
 
     Raises:
         StartError: a rank has failed, died or is late, or ranks are at different steps. With
@@ -75,7 +74,6 @@ def gathered(mine: T, cpu_group: Any, what: str) -> list[T]:
     """Return the values of a group's ranks, in rank order.
 
     Args:
-        mine: this rank's value; it is pickled.
         cpu_group: a torch.distributed group with the gloo backend.
         what: the purpose, for the log and the error, such as `verify their kernels`.
 

@@ -42,11 +42,8 @@ class WhyNot(NamedTuple):
 
 
 class Patcher:
-    """Replaces one kind of target. By default its methods have no effect.
-
-    Attributes:
-        kind: the class of its targets; None if bindings do not declare such targets.
-    """
+    """Replaces one kind of target. By default its methods have no effect. `kind` is the class of
+    its targets, if bindings declare such targets."""
 
     kind: type[Target] | None = None
 
@@ -72,13 +69,8 @@ class Patcher:
         *,
         compiled: bool,
     ) -> Mapping[str, Any]:
-        """Return the fields of `EngineFacts` that the patcher reads from a configuration.
-
-        Args:
-            vllm_config: the engine's configuration. Its `model_config` may be None.
-            settings: the engine's settings.
-            compiled: whether vLLM compiles the model.
-        """
+        """Return the fields of `EngineFacts` that the patcher reads from a configuration. The
+        configuration's `model_config` may be None."""
         return {}
 
     def opening(self, engine: Engine) -> AbstractContextManager[object]:
@@ -96,16 +88,8 @@ class Patcher:
     def configure(
         self, plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any]
     ) -> Iterable[str]:
-        """Change the configuration for a plan, and undo changes for an earlier plan.
-
-        Args:
-            plan: the plan.
-            vllm_config: the engine's configuration.
-            entry: keeps a record of the changes.
-
-        Returns:
-            The custom ops to enable, by vLLM's names.
-        """
+        """Change the configuration for a plan, and undo changes for an earlier plan. `entry` keeps
+        a record of the changes. Returns the custom ops to enable, by vLLM's names."""
         return ()
 
     def by_range(self, plan: Plan) -> Mapping[str, Chain]:

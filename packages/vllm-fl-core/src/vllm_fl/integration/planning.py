@@ -32,12 +32,7 @@ log = get_logger("engine")
 
 def facts_of(vllm_config: VllmConfig) -> EngineFacts:
     """Read the engine's facts from its configuration. vLLM completes the configuration step by
-    step.
-
-    Raises:
-        SettingsError: a setting is invalid.
-        PluginError: this process has already loaded different plugins than the settings allow.
-    """
+    step. Raises SettingsError for an invalid setting, PluginError as `load_plugins` does."""
     from vllm import envs
     from vllm.config import CompilationMode
 
@@ -129,9 +124,6 @@ def load_plugins(vllm_config: VllmConfig) -> Settings | None:
     its engine's settings with the configuration, and files may no longer exist. The variables that
     the plugins declare are registered with vLLM.
 
-    Returns:
-        The engine's settings, if the configuration has them.
-
     Raises:
         PluginError: this process has already loaded different plugins.
     """
@@ -193,7 +185,6 @@ def plan_for(
     """Make the plan of an engine. The user's settings of vLLM have priority.
 
     Args:
-        facts: the engine's facts.
         demoted: (op, impl id) -> why it is disabled, or was rejected by a startup measurement.
     """
     facts = facts.ordered

@@ -179,9 +179,6 @@ def overlay_path(forced: str | None = None) -> str | None:
     A platform of vLLM has priority over devices of plugins, unless VLLM_FL_PLATFORM selects a
     device.
 
-    Args:
-        forced: the value of VLLM_FL_PLATFORM, or None.
-
     Returns:
         None if the platform plugin of another distribution answers (`lay_in_place` overlays its
         class), or if neither vLLM nor a plugin knows the machine.

@@ -63,7 +63,6 @@ class Opinion:
         objections: (op, impl id) -> why it must not serve.
         contents: parts of its plan at PLANNED, choices by timing at CACHED, empty at other moments.
         installed: (op, impl id) of every implementation that is installed there.
-        unavailable: (op, impl id) -> why it is not available there.
         table: why the tuning table has no effect there; empty if it applies.
     """
 

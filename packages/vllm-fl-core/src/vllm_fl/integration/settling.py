@@ -208,11 +208,8 @@ def _opinion(engine: Engine, moment: Moment, change: Callable[[], object] | None
 
 
 def _patchers_object(engine: Engine, moment: Moment) -> dict[Key, Objection]:
-    """Return objections to implementations that patchers cannot install as planned.
-
-    Raises:
-        StartError: in strict mode, an op has no implementation that may run.
-    """
+    """Return objections to implementations that patchers cannot install as planned. Raises
+    StartError in strict mode if an op has no implementation that may run."""
     if moment is Moment.GROUPED and engine.groups is not None:
         found = engine.groups.faults_here()
     elif moment is Moment.PLANNED:
@@ -227,10 +224,7 @@ def _patchers_object(engine: Engine, moment: Moment) -> dict[Key, Objection]:
 
 def _drops_table(engine: Engine, opinions: list[Opinion]) -> bool:
     """Drop the tuning table on all ranks if a rank cannot use it. Return whether to plan again.
-
-    Raises:
-        StartError: in strict mode, the table has no effect.
-    """
+    Raises StartError in strict mode if the table has no effect."""
     found = [(rank, each.table) for rank, each in enumerate(opinions) if each.table]
     if not found:
         return False

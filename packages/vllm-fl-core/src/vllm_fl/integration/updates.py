@@ -70,9 +70,6 @@ def _followed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 def check(engine: Engine, occasion: str) -> str:
     """Verify the plan on all ranks of a serving engine, between two steps.
 
-    Args:
-        occasion: the reason, for the log.
-
     Returns:
         What was verified, or why nothing was.
 

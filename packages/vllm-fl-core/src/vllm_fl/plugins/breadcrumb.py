@@ -46,12 +46,8 @@ class Crumb:
 
     Args:
         what: the innermost code that ran, with its distribution.
-        host: the host name.
-        pid: the process ID.
         when: when the code began, in seconds since the epoch.
         prefix: the environment (`sys.prefix`).
-        file: the path of the note.
-        lives: whether the process is alive.
     """
 
     what: str
@@ -224,7 +220,6 @@ def run_by(host: str, pid: int, since: float) -> str:
 
     Args:
         host: its host. Several hosts may share a home.
-        pid: its process ID.
         since: a time after the process started. Older notes are from a former process with this ID.
     """
     of_it = [c for c in _crumbs(folder()) if (c.host, c.pid) == (host, pid) and c.when >= since]

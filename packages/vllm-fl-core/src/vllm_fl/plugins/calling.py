@@ -54,7 +54,6 @@ def contained(
     A KeyboardInterrupt is raised unchanged.
 
     Args:
-        plugin: the plugin.
         what: the part of the code, for the error and the log: `the import`, `its policy hook`.
         todo: the consequence of a failure and what to do; by default how to run without the plugin.
         named: whether to log the code if it is slow.
@@ -110,11 +109,8 @@ def in_hook(
 
 
 def results_of(plugin: Plugin, hook: str, kind: type, **arguments: object) -> list[Any]:
-    """Call a plugin's hook in an `in_hook` block. Returns at most one result, never None.
-
-    Raises:
-        TypeError: a result is not a `kind`.
-    """
+    """Call a plugin's hook in an `in_hook` block. Returns at most one result, never None. Raises
+    TypeError if a result is not a `kind`."""
     if not plugin.is_loaded or hook not in plugin.hooks:
         return []
     results: list[Any] = plugin.hooks[hook](**arguments)
@@ -166,12 +162,7 @@ def rejections(
     because invariance cannot be measured.
 
     Args:
-        plugins: the loaded plugins.
-        settings: the effective settings.
-        op: the op.
-        impls: its implementations.
         facts: the engine's `EngineFacts`; None outside an engine.
-        contract: the contract of the op.
 
     Raises:
         PluginError: a hook failed. It might have rejected an implementation that the user has
@@ -204,9 +195,6 @@ def start_in_worker(
     plugins: Sequence[Plugin], context: WorkerContext
 ) -> dict[str, tuple[Plugin, WorkerReport]]:
     """Call the plugins' `worker_start` hooks.
-
-    Returns:
-        Distribution -> (its plugin, its report).
 
     Raises:
         PluginError: a hook failed. An engine must not run with an incomplete setup.
@@ -259,12 +247,9 @@ def enter_session(plugin: Plugin, engine: Engine) -> Callable[[], None]:
 
 
 def sections(plugin: Plugin, engine: Engine, taken: Container[str] = ()) -> dict[str, object]:
-    """Return a plugin's keys of the worker report (`worker_report`).
-
-    Raises:
-        PluginError: the hook failed, returned a key that the report already has (`taken`), or
-            returned a value that JSON cannot represent.
-    """
+    """Return a plugin's keys of the worker report (`worker_report`). Raises PluginError if the hook
+    failed, returned a key that the report already has (`taken`), or returned a value that JSON
+    cannot represent."""
     with in_hook(plugin, "worker_report", named=False, passing=True):
         results = results_of(plugin, "worker_report", Mapping, engine=engine)
         found = {str(key): value for each in results for key, value in each.items()}

@@ -40,12 +40,8 @@ def declare(plugin: Plugin, module: object) -> None:
 
 
 def _hooks_of(plugin: object) -> Mapping[str, Callable[..., Any]]:
-    """Return the hooks of a plugin, or its older `register_builtins(registry)`.
-
-    Raises:
-        TypeError: it implements none.
-        PluginValidationError: a hook is unknown or has other parameters.
-    """
+    """Return the hooks of a plugin, or its older `register_builtins(registry)`. Raises TypeError
+    without hooks, PluginValidationError if a hook is unknown or has wrong parameters."""
     is_class = isinstance(plugin, type)
     if not is_class:
         manager = pluggy.PluginManager(PROJECT)
@@ -114,8 +110,6 @@ def check_settings(specs: Sequence[Any], owner: Owner, holders: dict[str, str]) 
     """Check the settings of a plugin.
 
     Args:
-        specs: what the hook `settings` returned.
-        owner: the plugin's owner.
         holders: key or variable -> the distribution that declares it; extended here.
     """
     names: dict[str, str] = {}

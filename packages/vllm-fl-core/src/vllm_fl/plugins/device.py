@@ -67,7 +67,6 @@ def find_device(plugins: Sequence[Plugin], name: str | None = None) -> DevicePro
     """Return the device of this machine, or None if no plugin supports it.
 
     Args:
-        plugins: the loaded plugins.
         name: the platform that the user forced; other devices are ignored.
 
     Raises:

@@ -135,9 +135,7 @@ def _bridged(
 
     Args:
         fn: the implementation, or its `supports`.
-        wanted: the parameters of the contract.
         own: the parameters of `fn`, without the layer.
-        refuse: the statement for an unsupported call.
         lacking: further parameters that must have their default.
         layer: the name of `fn`'s first parameter, if it is the layer.
         intact: whether `fn` must leave its arguments unchanged.

@@ -44,7 +44,6 @@ def load(
 
     Args:
         registry: an `OpRegistry`. A plugin that fails has no effect on it.
-        found: the plugins, in the order of loading.
         only: the distributions to load (`select_allowed`); None loads all.
         variables: core's variables and keys, which plugins must not declare.
     """

@@ -27,8 +27,6 @@ class Owner:
     Args:
         plugin: the name of the entry point or of the module.
         distribution: the installed distribution, or None for a bare module.
-        version: its version, or None.
-        path: its location.
         kernels: other distributions with code that the plugin's implementations run.
     """
 
@@ -77,19 +75,14 @@ class Plugin:
     """One installed plugin and its state. Only `load` changes it.
 
     Args:
-        owner: see `Owner`.
         target: the value of the entry point (`acme.plugin`).
-        load: imports the target.
         kind: `backend`, `contracts` (provides only contracts) or `extension`. An extension belongs
             to this project, provides no implementations, and is loaded regardless of
             VLLM_FL_PLUGINS.
         status: `found`, and after loading `ok`, `failed`, or `disabled` (not in VLLM_FL_PLUGINS).
-        error: why it failed.
         hooks: the hooks that it implements, each as a function that returns a list of results;
             `register_builtins` is the older form.
         verifies: whether its module declares `VERIFIES = True`.
-        impls: its implementations.
-        settings: the settings that it declares.
         contracts: its ops, each with its targets in vLLM.
         todo: how to run without the plugin.
     """

@@ -60,7 +60,6 @@ def unverified(preflight: str, plugins: Iterable[Plugin], *, plans_others: bool)
     """Return why an engine must not start if no plugin can verify its kernels, or None.
 
     Args:
-        preflight: the value of VLLM_FL_PREFLIGHT.
         plugins: all installed plugins, including failed ones.
         plans_others: whether the plan has implementations other than `stock`.
     """
@@ -76,12 +75,7 @@ def unverified(preflight: str, plugins: Iterable[Plugin], *, plans_others: bool)
 
 
 def unread(settings: Mapping[str, object], plugins: Iterable[Plugin]) -> str | None:
-    """Return why an engine must not start if no extension reads a setting that is set, or None.
-
-    Args:
-        settings: key -> the value that is set, or None.
-        plugins: the installed plugins.
-    """
+    """Return why an engine must not start if no extension reads a setting that is set, or None."""
     loaded = {p.owner.plugin for p in plugins if p.kind == "extension" and p.is_loaded}
     for key, (extension, distribution) in READ_BY.items():
         if settings.get(key) is not None and extension not in loaded:

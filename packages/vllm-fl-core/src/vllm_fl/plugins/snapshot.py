@@ -21,8 +21,6 @@ class RegistrySnapshot:
             for attention backends, `communicator` for communicators, and vLLM's class name for
             whole layers.
         owners: (op, impl id) -> the owner of the implementation.
-        contracts: op -> its contract.
-        bindings: op -> its targets in vLLM.
         authors: op -> the owner of its contract and its binding.
     """
 

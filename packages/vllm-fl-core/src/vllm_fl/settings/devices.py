@@ -55,10 +55,8 @@ class Table:
     """The tuning table (setting `table`), with the conditions for its orders.
 
     Args:
-        file: its path.
         vllm: the release of vLLM; empty for any.
         device: the name of the device; empty for any.
-        distributions: name -> version of the measured distributions.
         unused: why its orders have no effect in an engine; empty if they apply.
     """
 
@@ -73,13 +71,8 @@ class Table:
         return f"The tuning table {self.file} has no effect: {self.unused}" if self.unused else ""
 
     def differs(self, device: str, version: Callable[[str], str | None]) -> str:
-        """Return the first condition that is not met, or empty.
-
-        Args:
-            device: the name of the device.
-            version: returns the version of a distribution, or None. The name `vllm` is valid for
-                any build of vLLM.
-        """
+        """Return the first condition that is not met, or empty. `version` returns the version of a
+        distribution, or None; `vllm` is valid for any build of vLLM."""
         held = {"vllm": self.vllm} if self.vllm else {}
         for name, then in {**held, **self.distributions}.items():
             if (now := version(name)) != then:

@@ -67,7 +67,6 @@ def read_settings_file(
 
     Args:
         path: the file (text, bytes or `os.PathLike`).
-        declared: the known settings.
         key: the setting that contains the path, for the error if the file cannot be read.
         distribution: the distribution that provides the file; None for a user's file. Its orders
             are pinned.
@@ -108,7 +107,6 @@ class _File:
     """One file.
 
     Args:
-        path: its path.
         key: the setting that contains the path.
         suffix: text after the line number in an origin.
         users: whether it is a user's file.

@@ -70,11 +70,7 @@ SWITCHES: Declared = {"strict": Settings.strict, "deny_vendors": Settings.deny_v
 
 
 def load_startup(env: Mapping[str, str] = os.environ) -> Settings:
-    """Read the settings that a process needs before its plugins are known, from the environment.
-
-    Raises:
-        SettingsError: a value is invalid.
-    """
+    """Read the settings that a process needs before its plugins are known, from the environment."""
     return Settings(tuple(_stacked([_environment(env, STARTUP)], STARTUP).values()))
 
 
@@ -93,13 +89,10 @@ def load_settings(
     """Read the effective settings. `check_names` checks the names in them later.
 
     Args:
-        env: the environment.
         platform: the detected platform; VLLM_FL_PLATFORM overrides it.
         platform_files: (distribution, YAML file) of each plugin's file for the platform.
         brought: the installed implementations. Each distribution's file orders its own
             implementations.
-        groups: group -> its ops.
-        plugins: the settings that plugins declare.
         platforms: further known platforms, in addition to `PLATFORMS`.
         foreign: whether another plugin provides the platform. If no platform file applies to it,
             `prefer` defaults to `stock`.

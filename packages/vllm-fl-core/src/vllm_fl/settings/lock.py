@@ -47,7 +47,6 @@ def read_lock(path: str, *, key: str = "lock", origin: str = "") -> Locked:
     Args:
         path: the file, with the prefix `warn:` if a difference only logs a warning.
         key: the setting or option that contains the path, for errors.
-        origin: the origin of `path`.
 
     Raises:
         SettingsError: the file cannot be read, is not a lock file, or has a different version.

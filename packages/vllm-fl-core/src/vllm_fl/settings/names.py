@@ -59,7 +59,6 @@ def check_names(
     similar, a warning suggests it.
 
     Args:
-        settings: the result of `load_settings`.
         impls: op -> the installed implementations, to check the selectors in the user's orders;
             None to skip this check.
         bindings: the bindings of the ops, with their names in vllm-plugin-FL.
@@ -146,8 +145,6 @@ def unmatched(
     if no implementation in the order is usable.
 
     Args:
-        settings: the settings.
-        impls_by_op: op -> the installed implementations.
         plugins: the installed plugins. An id or vendor that a failed plugin may have provided is
             not reported here, because a call of the op reports the plugin's error.
     """

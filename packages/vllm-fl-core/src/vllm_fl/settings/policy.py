@@ -377,8 +377,6 @@ class SelectionPolicy:
         """Return the selectors for `op` in order.
 
         Args:
-            op: the op's name.
-            mode: the engine's mode.
             engine: whether to use an engine's default order, with `stock`.
             tokens: the number of tokens of the call; None for the row of the largest calls.
         """

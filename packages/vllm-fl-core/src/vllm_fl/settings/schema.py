@@ -108,12 +108,9 @@ class Settings(Mapping[str, Setting]):
     plugins are known. Other attributes then raise KeyError.
 
     Args:
-        entries: the settings, in the order of the reference.
         warnings: warnings for the user, one sentence each.
         unchecked: names that are unknown or not checked yet, such as `oot_blacklist.fused_moe`.
             `check_names` removes known names.
-        tuned: the tuning table (setting `table`).
-        locked: the lock file (setting `lock`).
         declared: the declarations of core and of the loaded plugins.
     """
 
@@ -212,16 +209,12 @@ class Settings(Mapping[str, Setting]):
         return dataclasses.replace(self, tuned=dataclasses.replace(self.tuned, unused=why))
 
     def with_devices(self, device: str, mode: Mode) -> Settings:
-        """Return these settings with the orders for a device.
+        """Return these settings with the orders for a device. Without a device name they are
+        unchanged.
 
         Precedence, highest first: the user's orders for the device, the user's orders for any
         device, the tuning table, orders of backends for the device. The user's `prefer` also
         overrides orders of backends.
-
-        Args:
-            device: the name of the engine's device. If it is empty, the settings are returned
-                unchanged.
-            mode: the engine's mode.
         """
         if not device:
             return self

@@ -25,11 +25,6 @@ def unite(files: Sequence[tuple[str, Layer]], brought: Brought, declared: Declar
     `deny_vendors` are joined. Whitelists are intersected, and names of a blacklist are removed from
     them. Any other setting with different values returns to its default.
 
-    Args:
-        files: (distribution, its settings).
-        brought: the installed implementations, and their distributions.
-        declared: the known settings.
-
     Raises:
         SettingsError: a file sets both the whitelist and the blacklist of a pair.
     """
@@ -61,13 +56,8 @@ def unite(files: Sequence[tuple[str, Layer]], brought: Brought, declared: Declar
 
 
 def close_pairs(layer: Layer, declared: Declared) -> None:
-    """Clear a layer's blacklist if the layer sets the whitelist, and vice versa.
-
-    Otherwise the other list of a lower layer would apply as well.
-
-    Raises:
-        SettingsError: the layer sets both.
-    """
+    """Clear a layer's blacklist if the layer sets the whitelist, and vice versa. Otherwise the
+    other list of a lower layer would apply as well. Raises SettingsError if the layer sets both."""
     for white, black in pairs(declared):
         if white in layer and black in layer:
             raise wrong(

@@ -26,11 +26,7 @@ and a tensor for each overwritten argument."""
 
 
 class GraphPass(InductorPass):  # type: ignore[misc]
-    """A graph pass of one engine.
-
-    Attributes:
-        tasks: the operators or ops to find. The pass does not run without tasks.
-    """
+    """A graph pass of one engine. It does not run without `tasks`, the operators or ops to find."""
 
     tasks: Any
 

@@ -157,10 +157,6 @@ def _called(tokens: Any, sizes: Range, graph: fx.Graph) -> Range | None:
 
     Graph inputs that no traced operation has combined have different symbols. vLLM uses each of
     these as the number of tokens: `create_concrete_args` replaces all of them by a single size.
-
-    Args:
-        tokens: an int, or a SymInt that is an expression of the graph's symbols.
-        sizes: the token counts that the graph is compiled for.
     """
     if isinstance(tokens, int):
         return Range(tokens, tokens)

@@ -32,13 +32,9 @@ def is_compiled_by_range(vllm_config: VllmConfig) -> bool:
 def split(
     vllm_config: VllmConfig, chains: Mapping[str, Chain], entry: MutableMapping[str, Any]
 ) -> None:
-    """Split vLLM's compile ranges for a plan, and undo the splits of an earlier plan.
-
-    Args:
-        vllm_config: the engine's configuration, changed here.
-        chains: op -> its candidates, for ops that graphs can select by range of sizes.
-        entry: stores our edges for a later call.
-    """
+    """Split vLLM's compile ranges for a plan, and undo the splits of an earlier plan. `chains` has
+    the candidates of ops that graphs can select by range of sizes. `entry` stores our edges for a
+    later call."""
     compilation = vllm_config.compilation_config
     ours = set(entry.pop("edges", ()))
     if ours:

@@ -30,13 +30,8 @@ class Sites:
 
 @dataclass(frozen=True)
 class Sought:
-    """An op that our pass finds in graphs.
-
-    Args:
-        target: the target that finds it.
-        chain: its candidates by size.
-        operator: the op as a torch operator with the contract's schema.
-    """
+    """An op that our pass finds in graphs by its target. `operator` is the op as a torch operator
+    with the contract's schema."""
 
     target: GraphTarget
     chain: Chain
@@ -48,8 +43,6 @@ class InGraphs:
     """Tasks and results of the passes of one engine.
 
     Attributes:
-        sites: op -> the results of its pass.
-        sought: the ops that our pass finds.
         inlined: (op, range, impl id) -> how often its code replaced an operator.
         stayed: (op, range) -> how often the operator was kept.
     """

@@ -23,8 +23,6 @@ def under_one(code: Callable[..., Any], values: Sequence[Any], results: Any) -> 
 
     Args:
         code: a function of the arguments that returns values in the structure of `results`.
-        values: the operator's arguments in the graph.
-        results: the operator's results in the graph.
 
     Raises:
         ValueError: a size or stride is an expression with a different symbol, or a result has a

@@ -45,7 +45,6 @@ def choose(
     Args:
         selected_backend: the backend that the user has set in vLLM. It has priority.
         attn_selector_config: vLLM's request. Its fields depend on the release.
-        num_heads: query heads of one rank, if vLLM passes them.
 
     Raises:
         AllFailedError: in strict mode, the planned backend does not support this layer.
@@ -175,7 +174,6 @@ def attend(runner: Any, vllm_config: VllmConfig, *, is_eager: bool) -> None:
     `is_eager`.
 
     Args:
-        runner: vLLM's model runner, newer or older.
         is_eager: whether nothing is compiled or captured.
     """
     from vllm.config.vllm import set_current_vllm_config

@@ -42,11 +42,9 @@ def refusals(
     Unavailable classes are skipped, because they already have a reason and must not be called.
 
     Args:
-        op: the op or layer that the classes are registered for.
         request: the request for `supports`. If it is None, the result is empty.
         requester: the subject of the request in the reason, such as `this engine`.
         ask: (class, op, request) -> the reason, or None.
-        among: whether to call `ask` for a class.
     """
     if request is None:
         return {}
@@ -67,8 +65,6 @@ def class_of(
     """Import a class. Return its path, the class or None, and why it cannot be used or empty.
 
     Args:
-        impl, op: the implementation, and the op or layer that it is registered for.
-        request: the argument of `class_path`, if that is a function.
         problem: (path, class) -> why the class cannot be used, or empty.
     """
     path = ""

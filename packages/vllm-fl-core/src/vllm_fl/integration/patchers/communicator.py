@@ -52,7 +52,6 @@ class Fault(NamedTuple):
 
     Attributes:
         rank: the global rank that found the fault.
-        why: the reason.
         stuck: whether a call has not returned. Until it returns, the group cannot exchange
             anything.
     """
@@ -75,7 +74,6 @@ class Groups:
     """The communicators of one worker's rank groups, for an engine with several ranks.
 
     Attributes:
-        communicators: the candidates.
         faults: (op, impl id) -> the fault of a communicator that must not serve.
     """
 
@@ -171,11 +169,7 @@ class Groups:
 
     def _is_off(self, impl: CommunicatorImpl, mine: Fault | None, group: Any) -> bool:
         """Gather the faults of the group's ranks. All ranks call this. Return whether a rank has a
-        fault.
-
-        Raises:
-            StartError: a call of the communicator is stuck on a rank.
-        """
+        fault. Raises StartError if a call of the communicator is stuck on a rank."""
         faults = gathered(mine, group, "verify their communicators")
         fault = next((each for each in faults if each is not None), None)
         if fault is None:
@@ -199,7 +193,6 @@ def fault_of(step: Callable[[], str | None], device: torch.device) -> tuple[str,
 
     Args:
         step: returns the fault as text; empty or None for no fault. An exception is also a fault.
-        device: the current device of the thread.
     """
     faults: list[str] = []
 

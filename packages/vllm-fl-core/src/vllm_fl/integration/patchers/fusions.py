@@ -118,10 +118,7 @@ class Fusions(Patcher):
         self, plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any]
     ) -> list[str]:
         """Enable the passes of planned ops, and disable passes that only an earlier plan needed.
-
-        Returns:
-            The layers that these passes match.
-        """
+        Returns the layers that these passes match."""
         passes, ours = vllm_config.compilation_config.pass_config, set(entry.get("passes", ()))
         found = [target for _, target in planned(plan, FusionTarget)]
         wanted = {target.flag for target in found}

@@ -58,13 +58,8 @@ _one_at_a_time = threading.RLock()
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer class of vLLM that runs an op.
-
-    Args:
-        base: the class.
-        op: the op.
-        target: the target for the class or for its parent class.
-    """
+    """A layer class of vLLM that runs an op. The target is that of the class or its
+    parent class."""
 
     base: type
     op: str

@@ -74,13 +74,8 @@ def take_off() -> None:
 
 @dataclass(frozen=True)
 class Lookup:
-    """The location of a function, and its original value.
-
-    Args:
-        owner: a module or a class.
-        attribute: the name in `owner`.
-        held: the original value, possibly a `staticmethod` object.
-    """
+    """A function's location: an attribute of a module or class. `held` is its original value,
+    possibly a `staticmethod` object."""
 
     owner: Any
     attribute: str
@@ -105,11 +100,8 @@ class Lookup:
 
 
 def lookup_of(path: str) -> Lookup:
-    """Return the lookup of `path`.
-
-    Raises:
-        Exception: this vLLM does not have it, or importing it fails.
-    """
+    """Return the lookup of `path`. Raises any exception if this vLLM lacks it or cannot
+    import it."""
     above, _, attribute = path.rpartition(".")
     owner: Any = resolve_name(above)
     if isinstance(owner, type) and attribute not in vars(owner):

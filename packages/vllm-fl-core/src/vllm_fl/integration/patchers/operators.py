@@ -72,8 +72,6 @@ class _Override(Replacement):
     """The override of an operator's kernel.
 
     Attributes:
-        dispatch: the dispatch key of the kernel.
-        kernel: the replaced kernel.
         beneath: the registrations of the replaced kernel and of inactive kernels, active first.
         logged: the latest override by other code that was logged.
     """

@@ -35,7 +35,6 @@ class Choice:
     """The operators or functions that an engine replaces.
 
     Args:
-        taken: op -> the targets to replace.
         left: op -> target -> why it is not replaced.
         defined: operator -> schema, for operators to define in an empty build of vLLM.
     """
@@ -61,7 +60,6 @@ class Replacement:
 
     Args:
         parameters: the names of all parameters of the target, in order.
-        defaults: optional parameter -> its default.
 
     Attributes:
         answers: engine with a plan for the target -> (the op with the target's parameters, a
@@ -147,12 +145,7 @@ class Replacement:
 
 
 def mismatch(target: Taken, names: Sequence[str], optional: Collection[str]) -> str:
-    """Return why a target lacks the parameters of its binding, or empty.
-
-    Args:
-        names: the target's parameters in this vLLM, in order.
-        optional: its parameters with a default.
-    """
+    """Return why a target lacks the parameters of its binding, or empty."""
     count = len(target.parameters)
     if tuple(names[:count]) != target.parameters:
         return f"its parameters are {', '.join(names)}; expected: {', '.join(target.parameters)}"
@@ -175,11 +168,8 @@ def replacements_of(engine: Engine) -> list[Replacement]:
 
 
 class Taking(Patcher):
-    """The base of the patchers of such targets.
-
-    Attributes:
-        key: the key in the digest and in the worker report.
-    """
+    """The base of the patchers of such targets. `key` is the key in the digest and in the
+    report."""
 
     key: str
 

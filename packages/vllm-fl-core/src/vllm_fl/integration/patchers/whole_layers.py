@@ -111,13 +111,9 @@ class WholeLayers(Patcher):
         return in_tables((table, name, _chosen(impl)[0]) for name, impl in layers)
 
     def loaded(self, engine: Engine) -> None:
-        """Count the model's layers that have planned classes, and their calls.
-
-        vLLM matches exact class names and does not report a class without layers.
-
-        Raises:
-            TargetError: in strict mode, a layer still has vLLM's class.
-        """
+        """Count the model's layers that have planned classes, and their calls. vLLM matches exact
+        class names and does not report a class without layers. In strict mode, a layer that still
+        has vLLM's class raises a TargetError."""
         plan, model = engine.plan, engine.model
         counts: dict[str, int] = engine.state.setdefault(WholeLayers, {})
         if plan.layers and model is None:
