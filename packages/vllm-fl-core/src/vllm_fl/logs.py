@@ -87,10 +87,8 @@ def quiet(level: int) -> AbstractContextManager[None]:
 
 
 def silence(*, ours: bool = True) -> AbstractContextManager[None]:
-    """In the block, hide this thread's records of all loggers, except errors.
-
-    Other threads can still log, such as the watchdog for slow code.
-    """
+    """In the block, hide this thread's records of all loggers, except errors. Other threads can
+    still log, such as the watchdog for slow code."""
     thread = threading.get_ident()
 
     def is_heard(record: logging.LogRecord) -> bool:

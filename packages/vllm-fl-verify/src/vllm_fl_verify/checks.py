@@ -246,12 +246,10 @@ def _capture(run: Run, args: tuple[Any, ...]) -> Outcome:
 
 
 def _compiled(run: Run) -> Objections:
-    """Compile the form that the compiler will get, in one graph for all batches.
-
-    Of an opaque operator, the compiler only sees which arguments are present, and their strides.
-    All contiguous calls are therefore equal for the compiler. An operator that overwrites nothing
-    is only traced, because Inductor lowers it to a call of itself.
-    """
+    """Compile the form that the compiler will get, in one graph for all batches. Of an opaque
+    operator, the compiler only sees which arguments are present, and their strides. All contiguous
+    calls are therefore equal for the compiler. An operator that overwrites nothing is only traced,
+    because Inductor lowers it to a call of itself."""
     startup, backend = run.startup, run.request.backend
     is_operator = is_opaque(run.impl)
     if is_operator and not run.impl.consumes:
@@ -336,11 +334,9 @@ CHECKS: tuple[Callable[[Run], Objections], ...] = (
 
 
 def _apart(spec: OpSpec, args: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the arguments with each activation in its own memory. Strides do not change.
-
-    Heads of one projection are views that the model's graph creates. torch treats them differently
-    as inputs of a graph that writes to them: their memory becomes one input without a dynamic size.
-    """
+    """Return the arguments with each activation in its own memory. Strides do not change. Heads of
+    one projection are views that the model's graph creates. torch treats them differently as inputs
+    of a graph that writes to them: their memory becomes one input without a dynamic size."""
 
     def place(arg: Any) -> int:
         return int(arg.untyped_storage().data_ptr()) if isinstance(arg, torch.Tensor) else 0

@@ -81,12 +81,10 @@ def unmeasured(facts: EngineFacts, impls: Iterable[Impl], spec: OpSpec | None) -
 
 
 def _has_no_rows(spec: OpSpec) -> bool:
-    """Whether no measurement can show that an implementation of the op is batch-invariant.
-
-    This is the case if the contract allows a row of a result to depend on other rows: a different
-    batch is then a different call. Ops that only move numbers, and ops that ignore repeated rows,
-    can still be measured.
-    """
+    """Whether no measurement can show that an implementation of the op is batch-invariant. This is
+    the case if the contract allows a row of a result to depend on other rows: a different batch is
+    then a different call. Ops that only move numbers, and ops that ignore repeated rows, can still
+    be measured."""
     return spec.whole_batch and not (spec.ignores_repeats or _is_exact(spec))
 
 
@@ -247,10 +245,8 @@ def _differing(mine: torch.Tensor | None, base: torch.Tensor | None) -> int:
 
 
 def variance(request: Request, role: Role, trials: Sequence[Trials]) -> str:
-    """Return why a role must not run if batch invariance is required, or an empty string.
-
-    `role` must be correct. Its compiled form is measured as well. `trials` has one entry per dtype.
-    """
+    """Return why a role must not run if batch invariance is required, or an empty string. `role`
+    must be correct. Its compiled form is measured as well. `trials` has one entry per dtype."""
     forms: list[tuple[str, Callable[..., Any] | None]] = [("", None)]
     if role.compiled is not None:
         form = lowered(role.compiled, request.backend)

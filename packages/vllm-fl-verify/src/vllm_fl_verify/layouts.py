@@ -24,12 +24,9 @@ MOST = 2**19
 
 def relaid(spec: OpSpec, samples: Iterable[Sample]) -> Iterator[Sample]:
     """Yield calls with one activation in a different layout: with gaps between elements, or
-    transposed.
-
-    For each set of present arguments, they are made from the first sample with two or more tokens,
-    and with two or more features in its first activation. Layouts that the contract's `check`
-    rejects are omitted.
-    """
+    transposed. For each set of present arguments, they are made from the first sample with two or
+    more tokens, and with two or more features in its first activation. Layouts that the contract's
+    `check` rejects are omitted."""
     seen = set()
     for sample in samples:
         given = tuple(arg is None for arg in sample.args)
@@ -49,11 +46,9 @@ def relaid(spec: OpSpec, samples: Iterable[Sample]) -> Iterator[Sample]:
 
 def enlarged(spec: OpSpec, samples: Iterable[Sample]) -> Iterator[Sample]:
     """Yield samples with few rows, extended to 300 rows by random repetition, with equal strides.
-
     If only small samples have an option or a layout, it may be incorrect for more rows. For each
     set of options and layouts, the first sample that is not too large is used. Contracts with fixed
-    batches have no such samples.
-    """
+    batches have no such samples."""
     seen = set()
     for sample in () if spec.stands else samples:
         count, given = spec.tokens(sample.args), tuple(map(_option, sample.args))

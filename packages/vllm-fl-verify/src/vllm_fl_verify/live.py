@@ -369,11 +369,9 @@ def _on_host(value: Any, rows: torch.Tensor | None) -> Any:
 
 
 def _growth(spec: OpSpec) -> int:
-    """Return the power with which errors grow with the magnitude of values.
-
-    It is derived from the contract's samples of large values. It is 0 for norms, because a larger
-    tolerance for one large feature would hide errors in the others. It may be 2 for products.
-    """
+    """Return the power with which errors grow with the magnitude of values. It is derived from the
+    contract's samples of large values. It is 0 for norms, because a larger tolerance for one large
+    feature would hide errors in the others. It may be 2 for products."""
     more = defaultdict[str, float | None](lambda: 64)
     small = ModelSizes(64, 64, heads=2, kv_heads=1, head_size=64, rotary=64, more=more)
     dtype = getattr(torch, spec.dtypes[-1])

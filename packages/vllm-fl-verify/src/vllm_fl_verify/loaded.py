@@ -97,10 +97,8 @@ def compare(engine: Engine) -> dict[Key, Objection]:
 
 def measure_stock(engine: Engine) -> None:
     """If required, report vLLM's layers that are not batch-invariant. They are used nevertheless.
-
     The layers are called uncompiled. Layers with different parameters than the contract are
-    omitted.
-    """
+    omitted."""
     required, plan = engine.facts.wants_invariance, engine.plan
     modules = [each for model in engine.models.values() for each in model.modules()]
     for layer in layer_table() if required else ():

@@ -102,10 +102,8 @@ class Checks:
 
     def _warm_counts(self, entry: PlanEntry, impl: OpImpl) -> list[int]:
         """Return the warm-up's token counts for `impl`, if it is the first choice at these counts.
-
         Plain PyTorch compiles nothing when called, and traced code is part of the model's graph, so
-        neither has a warm-up.
-        """
+        neither has a warm-up."""
         sizes = self.facts.sizes
         if sizes is None or not is_opaque(impl):
             return []
@@ -181,11 +179,9 @@ def _bounds(entry: PlanEntry, impl: OpImpl) -> tuple[int, float]:
 
 
 def layer_for(spec: OpSpec, provided: Mapping[str, Any]) -> object:
-    """Return a layer of a vLLM class with the values `provided` for `spec.from_layer`.
-
-    It is for implementations that need a layer. The class's constructor is not called, because it
-    would choose an implementation.
-    """
+    """Return a layer of a vLLM class with the values `provided` for `spec.from_layer`. It is for
+    implementations that need a layer. The class's constructor is not called, because it would
+    choose an implementation."""
     stand_in = spec.layer(**provided)
     base = next((layer.base for layer in layer_table() if layer.op == spec.name), None)
     if base is None:

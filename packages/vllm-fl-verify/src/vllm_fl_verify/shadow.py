@@ -139,10 +139,8 @@ class Shadow:
     @contextmanager
     def comparing(self) -> Iterator[None]:
         """Compare due calls of the plan's implementations inside the block, which runs one step.
-
         Ranks that make the same calls compare the same calls. At the end the errors are read, with
-        one synchronisation of the device.
-        """
+        one synchronisation of the device."""
         self._at.clear()
         self._on_device.clear()
         self._every = max(1, -(-self._most // CALLS))
@@ -176,11 +174,9 @@ class Shadow:
             table[key] = table.get(key, Tally()).plus(tally)
 
     def report(self) -> dict[str, Any]:
-        """Return all results as JSON-able values.
-
-        Keys: `rate`, `steps`, `sampled`, `compared` {op: {impl id: {tokens: {seen, calls, share,
-        relative, wrong, nan, inf}}}}, `left` {op: why it is not compared}, `too_large` {op: calls}.
-        """
+        """Return all results as JSON-able values. Keys: `rate`, `steps`, `sampled`, `compared` {op:
+        {impl id: {tokens: {seen, calls, share, relative, wrong, nan, inf}}}}, `left` {op: why it is
+        not compared}, `too_large` {op: calls}."""
         compared: dict[str, dict[str, dict[str, Any]]] = {}
         for (op, impl_id, tokens), tally in sorted(self.seen.items()):
             of_impl = compared.setdefault(op, {}).setdefault(impl_id, {})

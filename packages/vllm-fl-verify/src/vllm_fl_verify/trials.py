@@ -163,11 +163,9 @@ def dtypes_of(spec: OpSpec, dtype: torch.dtype) -> list[torch.dtype]:
 
 
 def token_counts(largest: int, seed: int, smallest: int = 1) -> tuple[list[int], list[int]]:
-    """Return (token counts that are always tried, further ones to try within the budget).
-
-    The first are also tried with one row less. The second are those around each power of two,
-    followed in random order by small counts and five counts per interval of powers of two.
-    """
+    """Return (token counts that are always tried, further ones to try within the budget). The first
+    are also tried with one row less. The second are those around each power of two, followed in
+    random order by small counts and five counts per interval of powers of two."""
     rng = random.Random(seed)
     always = {1, 2, 3, 4, 8, 12, 16, 17, 32, 33, 64, 65, 100, 256, 257, smallest, largest}
     always.add(rng.randint(smallest, largest))
@@ -313,12 +311,9 @@ def as_provided(spec: OpSpec, sample: Sample, dtypes: Mapping[str, torch.dtype])
 
 @contextmanager
 def without_old_objects() -> Iterator[None]:
-    """Limit the garbage collector to new objects inside the block.
-
-    Each graph capture, and the end of each verification, calls the collector. A process that has
-    imported vLLM has a million objects. If the process is forked, the collector copies their
-    memory.
-    """
+    """Limit the garbage collector to new objects inside the block. Each graph capture, and the end
+    of each verification, calls the collector. A process that has imported vLLM has a million
+    objects. If the process is forked, the collector copies their memory."""
     gc.freeze()
     try:
         yield

@@ -134,11 +134,9 @@ class Comparison:
 
 
 def leaning(compared: Sequence[Comparison]) -> str:
-    """Return how results are biased that are each within the tolerance, or an empty string.
-
-    Biased means that all samples deviate in the same direction or by the same factor. Layers of a
-    model accumulate such errors. `compared` are the samples of one implementation in one dtype.
-    """
+    """Return how results are biased that are each within the tolerance, or an empty string. Biased
+    means that all samples deviate in the same direction or by the same factor. Layers of a model
+    accumulate such errors. `compared` are the samples of one implementation in one dtype."""
     for name, some in _by_result(each.leans for each in compared):
         if len(some) >= SAMPLES and (min(some) > LEANING or max(some) < -LEANING):
             return (
@@ -427,11 +425,9 @@ def synchronise(device: torch.device) -> None:
 
 
 def refusal_of(error: BaseException) -> str:
-    """Return why a call was not supported; empty if `error` has a different meaning.
-
-    `error` is the NotImplementedError of an implementation, or the AllFailedError of a chain if no
-    candidate supports the call (in strict mode, if the first candidate does not).
-    """
+    """Return why a call was not supported; empty if `error` has a different meaning. `error` is the
+    NotImplementedError of an implementation, or the AllFailedError of a chain if no candidate
+    supports the call (in strict mode, if the first candidate does not)."""
     causes = [c for _, c in error.causes] if isinstance(error, AllFailedError) else [error]
     if not all(isinstance(cause, str | NotImplementedError) for cause in causes):
         return ""

@@ -70,19 +70,14 @@ class Wanted:
         raise NotImplementedError
 
     def leans(self, results: Results) -> float:
-        """Return the average bias of results, away from zero, in steps of their dtype.
-
-        It is about 0 for rounding to nearest, and -0.5 for truncation. NaN if too few elements are
-        rounded, or if too few are within a step.
-        """
+        """Return the average bias of results, away from zero, in steps of their dtype. It is about
+        0 for rounding to nearest, and -0.5 for truncation. NaN if too few elements are rounded, or
+        if too few are within a step."""
         return math.nan
 
     def slope(self, results: Results) -> float:
-        """Return the factor of results relative to the exact numbers, minus 1.
-
-        The factor is the least-squares fit of a line through 0. NaN for few elements or a fine
-        dtype.
-        """
+        """Return the factor of results relative to the exact numbers, minus 1. The factor is the
+        least-squares fit of a line through 0. NaN for few elements or a fine dtype."""
         return math.nan
 
     def is_empty(self, results: Results) -> bool:

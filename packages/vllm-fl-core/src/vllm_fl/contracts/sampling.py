@@ -60,10 +60,8 @@ class Source:
 
     def spiked(self, *shape: int, scale: float, peak: float) -> torch.Tensor:
         """Draw normal numbers of `scale`, with every 61st feature replaced by `peak` or -`peak`.
-
         Large models have such features in a few channels (Sun et al., "Massive Activations in Large
-        Language Models", arXiv:2402.17762).
-        """
+        Language Models", arXiv:2402.17762)."""
         import torch
 
         block = self.normal(*shape, scale=scale)

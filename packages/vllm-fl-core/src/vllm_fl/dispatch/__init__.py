@@ -160,7 +160,7 @@ def discover_plugins(registry: OpRegistry) -> tuple[Plugin, ...]:
 
 
 def get_discovered_plugins() -> tuple[Plugin, ...]:
-    """Return the plugins that `discover_plugins` loaded; by default the default manager's
+    """Return the plugins of `discover_plugins`. Before its first call, the default manager's
     plugins."""
     if _Discovered.plugins is not None:
         return _Discovered.plugins

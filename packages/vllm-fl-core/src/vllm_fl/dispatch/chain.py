@@ -18,11 +18,9 @@ from .resolver import NEEDS_LAYER
 
 
 class Left(Exception):
-    """Raised to run the layer's original method instead.
-
-    The bound op raises it, but only the caller of the method has the original arguments. An
-    exception can pass through the method that `adapt` made around the op.
-    """
+    """Raised to run the layer's original method instead. The bound op raises it, but only the
+    caller of the method has the original arguments. An exception can pass through the method that
+    `adapt` made around the op."""
 
 
 class Call:

@@ -49,11 +49,9 @@ class Guard:
 
 
 def uncontracted(op: str, impl: OpImpl) -> OpSpec:
-    """Make a substitute for the missing contract of an op. It checks nothing.
-
-    It has the parameters of `impl`, the first implementation, if each can be passed by position and
-    by name. Otherwise it has no parameters, and the op accepts any arguments.
-    """
+    """Make a substitute for the missing contract of an op. It checks nothing. It has the parameters
+    of `impl`, the first implementation, if each can be passed by position and by name. Otherwise it
+    has no parameters, and the op accepts any arguments."""
     parameters = (parameters_of(impl.fn) or ())[impl.needs_layer :]
     # Names with a leading underscore could collide with names in the generated code.
     if any(p.kind is not p.POSITIONAL_OR_KEYWORD or p.name.startswith("_") for p in parameters):
@@ -90,10 +88,8 @@ def call_guard(chain: Chain) -> Callable[..., Any]:
 
 def method_guard(chain: Chain) -> Callable[..., Any]:
     """Return the op as a method. Its parameters are the layer, then the parameters that the layer
-    does not provide.
-
-    The layer's values are read at each call, because its weights may be replaced.
-    """
+    does not provide. The layer's values are read at each call, because its weights may be
+    replaced."""
     return _written(chain, chain.spec.from_layer)
 
 

@@ -281,9 +281,7 @@ class OpManager:
 
     def bind(self, op: str, instance: object, grants: frozenset[str] = frozenset()) -> Bound:
         """Return `op` as a method of `instance`, without the parameters that the layer provides.
-
-        The layer owns the arguments in `grants`, so an implementation may overwrite them.
-        """
+        The layer owns the arguments in `grants`, so an implementation may overwrite them."""
         return MethodType(self._bound(op, grants), instance)
 
     def set_policy(self, policy: SelectionPolicy | None) -> None:
@@ -395,8 +393,7 @@ def set_global_policy(policy: SelectionPolicy | None) -> None:
 _managers: weakref.WeakSet[OpManager] = weakref.WeakSet()
 
 _held = ExitStack()
-"""The locks that are held during a fork. They are stored because managers may be created or deleted
-in the meantime."""
+"""The locks that are held during a fork. Managers may be created or deleted in the meantime."""
 
 
 def _hold_for_fork() -> None:

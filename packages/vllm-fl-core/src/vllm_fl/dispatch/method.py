@@ -89,7 +89,7 @@ class dispatch_method:
         if plan is not None and plan.mode == "compiled" and self.traces_own:
             from torch.compiler import is_compiling
 
-            # With a partial instead of a closure, a copy of the layer also copies the methods in
+            # A partial instead of a closure, because copies of the layer also copy the methods in
             # it.
             own = self.own(instance, self.vllms)
             return partial(_unless_compiling, is_compiling, own, bound)

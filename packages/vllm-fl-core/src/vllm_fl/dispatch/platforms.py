@@ -65,11 +65,9 @@ def targets_cpu() -> bool:
 
 
 def vllms_own() -> str | None:
-    """Return vLLM's built-in platform for this machine, or None. A platform plugin overrides it.
-
-    If vLLM is imported, the result is exact. Otherwise it is determined from vLLM's metadata, and
-    from torch if torch is imported.
-    """
+    """Return vLLM's built-in platform for this machine, or None. A platform plugin overrides it. If
+    vLLM is imported, the result is exact. Otherwise it is determined from vLLM's metadata, and from
+    torch if torch is imported."""
     if targets_cpu():
         return "cpu"
     platforms = sys.modules.get("vllm.platforms")
@@ -93,7 +91,7 @@ def torchs_own() -> str | None:
 def _answers_here(detect: Callable[[], object]) -> bool:
     try:
         return detect() is not None
-    except Exception:  # vLLM also ignores such a platform.
+    except Exception:  # vLLM also ignores such a platform
         return False
 
 
@@ -140,14 +138,8 @@ def _installed(path: tuple[str, ...]) -> list[Any]:
 @cache
 def _answer(entry: Any) -> ForeignPlatform | str | None:
     """Call a platform plugin of another package. Cached, because vLLM calls our plugin several
-    times.
-
-    Its log lines are hidden, because vLLM calls the plugin again.
-
-    Returns:
-        A sentence if it failed; None if it declines, or if it ended an earlier process of this
-        command.
-    """
+    times. The plugin's log lines are hidden, because vLLM calls it again. Returns a sentence if it
+    failed, None if it declines or if it ended an earlier process of this command."""
     name, version, _ = identity(entry.dist) if entry.dist else (entry.value, None, "")
     release = f"{name} {version}" if version else name
     plugin = f"plugin {entry.name!r} for vLLM's platform of {release}"

@@ -66,8 +66,8 @@ class Record:
         return self._asked + Counter(moved)
 
     def passed_over(self) -> dict[Key, str]:
-        """Return (op, impl id) -> a reason. The implementations refused calls, and passed on more
-        calls than they computed for others."""
+        """Return (op, impl id) -> a reason, for implementations that refused calls and passed on
+        more calls than they computed for others."""
         reasons = {what[1:3]: what[3] for what in sorted(self._said) if what[0] == "refused"}
         return {
             key: reasons.get(key, "the log has the reasons")
@@ -134,8 +134,8 @@ class Record:
             self._log.info(text, impl.impl_id, op, reason)
 
     def failed(self, op: str, impl: OpImpl, error: Exception, *, last: bool) -> bool:
-        """Record that `impl`, the last candidate or not, raised an error. Return whether it was
-        demoted. If not, the caller must raise the error."""
+        """Record that `impl` raised an error. `last`: it was the last candidate. Return whether it
+        was demoted. If not, the caller must raise the error."""
         self.failures[op, impl.impl_id] = quote(error)
         why = f"failed earlier: {quote(error)}"
         demoted = self._decide is not None and self._decide(op, impl.impl_id, why)

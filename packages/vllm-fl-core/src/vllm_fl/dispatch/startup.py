@@ -112,8 +112,8 @@ def start(
 
     Args:
         platform: the platform, if the caller knows it. VLLM_FL_PLATFORM overrides it.
-        engine: in a worker, the settings of its engine. They determine which plugins to load,
-            instead of the environment of this process.
+        engine: in a worker, the settings of its engine. They, and not this process's environment,
+            determine which plugins to load.
 
     Raises:
         SettingsError: a variable that is needed for startup is invalid.

@@ -74,7 +74,7 @@ class EngineFacts:
         return self if settings is self.settings else replace(self, settings=settings)
 
     def with_checked_table(self) -> EngineFacts:
-        """Return these facts. If the tuning table does not apply here, its orders are removed."""
+        """Return these facts, without the orders of a tuning table that does not apply here."""
         table = self.settings.tuned
         if table is None:
             return self

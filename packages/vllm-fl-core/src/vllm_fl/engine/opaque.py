@@ -63,7 +63,7 @@ class Site:
 @dataclass(frozen=True)
 class _Operator:
     """An operator of this process, with the function that it runs. `impl_id` is the first candidate
-    for the largest calls. `site` tells how to replace it if it is ordered by size and overwrites no
+    for the largest calls. `site` is how to replace it, if it is ordered by size and overwrites no
     argument."""
 
     op: str
@@ -227,10 +227,9 @@ def _overload(name: str) -> Callable[..., Any]:
 
 
 def _of_variant(spec: OpSpec, variant: Variant, op: Callable[..., Any]) -> Callable[..., Any]:
-    """Convert `op` from the contract's parameters to the parameters of a variant's operator.
-
-    A variant omits parameters, and torch omits trailing arguments that equal the schema's defaults.
-    """
+    """Convert `op` from the contract's parameters to the parameters of a variant's operator. A
+    variant omits parameters, and torch omits trailing arguments that equal the schema's
+    defaults."""
     parameters = spec.signature.parameters.values()
     absent = {p.name: None for p in parameters if p.default is p.empty}
     left_out = {name: None for name in absent if name not in variant.parameters}

@@ -18,7 +18,6 @@ class Phases:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Count the time of the block as this phase."""
         began, outer = time.monotonic(), self._inner
         self._inner = 0.0
         try:

@@ -313,8 +313,7 @@ class Plan:
         else:
             counting = self.record.counting(first.fn, op, first.impl_id)
             first = dataclasses.replace(first, fn=counting)
-        # Traced code has no fallback, because it cannot catch an exception, and Dynamo keeps no
-        # branch.
+        # Traced code has no fallback: it cannot catch an exception, and Dynamo keeps no branch.
         return guard(chain.of(first, bare=True))
 
     def as_compiled(self, op: str, first: OpImpl, *, inlined: bool = False) -> Callable[..., Any]:
@@ -344,14 +343,12 @@ def make_plan(
 ) -> Plan:
     """Resolve every op with a contract, the attention backend, the communicator and whole layers.
 
-    Omits ops that the model cannot have, unless the user has set an order for the op itself.
+    Omits ops that the model cannot have, unless the user has set an order for the op itself. Raises
+    PluginError if a plugin with a contract failed or is missing.
 
     Args:
         demoted: (op, impl id) -> why it must not run in this engine.
         notes: op -> why vLLM's implementation is used regardless of the policy.
-
-    Raises:
-        PluginError: an implementation has no contract, because its plugin failed or is missing.
     """
     demoted, notes = demoted or {}, notes or {}
     entries = {}

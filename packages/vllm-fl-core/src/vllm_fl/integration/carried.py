@@ -95,12 +95,10 @@ def entry_of(vllm_config: VllmConfig) -> Carried:
 
 
 def carry_startup(parallel: ParallelConfig, env: Mapping[str, str] = os.environ) -> None:
-    """Add our startup variables to the Ray runtime environment of an engine's workers.
-
-    Startup variables are read while vLLM chooses its platform, before a worker has a configuration.
-    A Ray process inherits the environment of its node. vLLM's Ray executors set the engine's
-    variables in a worker only later. Variables in `ray_runtime_env` are kept.
-    """
+    """Add our startup variables to the Ray runtime environment of an engine's workers. Startup
+    variables are read while vLLM chooses its platform, before a worker has a configuration. A Ray
+    process inherits the environment of its node. vLLM's Ray executors set the engine's variables in
+    a worker only later. Variables in `ray_runtime_env` are kept."""
     if not parallel.use_ray:
         return
     names = [variable for spec in STARTUP.values() for variable in variables_of(spec)]

@@ -213,11 +213,8 @@ def calling(engine: Engine | None) -> Iterator[None]:
 
 
 def with_own_engine(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a worker's method to attribute its calls to the worker's engine.
-
-    An error in a method of `STARTS` ends the engine, because vLLM does not shut down a worker in
-    its own process.
-    """
+    """Wrap a worker's method to attribute its calls to the worker's engine. An error in a method of
+    `STARTS` ends the engine, because vLLM does not shut down a worker in its own process."""
     name = method.__name__
     is_of_start = name in STARTS
 

@@ -99,9 +99,6 @@ def gathered(mine: T, cpu_group: Any, what: str) -> list[T]:
 class _Ranks:
     """The ranks of a group during one exchange, by their index in the group.
 
-    Args:
-        group, what: as for `gathered`.
-
     Attributes:
         store: the group's store, with a prefix for our keys; None without a store.
         names: the ranks by their global numbers, such as `rank 3`.
@@ -163,10 +160,8 @@ class _Ranks:
         return f"{dead} died. Its log, above, may show why" if dead else ""
 
     def _is_connected(self, n: int) -> bool:
-        """Whether a rank is connected. The end of its process closes the connection.
-
-        `recv` over a closed connection raises an error. Over an open connection it returns at once.
-        """
+        """Whether a rank is connected. The end of its process closes the connection. `recv` over a
+        closed connection raises an error. Over an open connection it returns at once."""
         try:
             self.group.recv([torch.empty(1)], n, UNUSED)
         except RuntimeError:

@@ -34,11 +34,9 @@ def completed(
     """Complete the facts of a configuration with the layers of the model.
 
     The whole model is built on the meta device as on a single rank, in about 0.1 s. The result is
-    the same on all ranks. The configuration is not changed.
-
-    Returns:
-        The facts, and op -> class name in vLLM -> number of layers. If the model cannot be built or
-            has a drafter, or if no op has layers, the facts are unchanged and the mapping is empty.
+    the same on all ranks. The configuration is not changed. Returns the facts, and op -> class name
+    in vLLM -> number of layers. If the model cannot be built or has a drafter, or if no op has
+    layers, the facts are unchanged and the mapping is empty.
     """
     made: list[Any] = []
     try:
@@ -79,7 +77,7 @@ def _with_layers(
         if (binding.targets and all(target.needs_layer for target in binding.targets))
         or not all(target.may_begin(made, vllm_config) for target in binding.targets)
     }
-    foreign = {  # The key of a whole layer is its class name. It is not counted.
+    foreign = {  # the key of a whole layer is its class name; it is not counted
         op: {c: owner for c, owner in owners.items() if c in layers.get(op, (op,))}
         for op, owners in facts.foreign.items()
     }

@@ -39,8 +39,8 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
     try:
         settings = _settings_of(vllm_config)
     except InvalidSettingError as error:
-        # When pydantic validates vLLM's configuration, it wraps a ValueError in an error of its
-        # own. The message is complete without the first traceback.
+        # pydantic validates vLLM's configuration and wraps a ValueError in an error of its own. The
+        # message is complete without the first traceback.
         raise SettingsError(
             error.message, key=error.key, origin=error.origin, op=error.op, code=error.code
         ) from None
@@ -94,11 +94,9 @@ def lacks(vllm_config: VllmConfig, op: str, binding: Binding) -> bool:
 
 def _settings_of(vllm_config: VllmConfig) -> Settings:
     """Return the engine's settings. The process that makes the engine's configuration reads them.
-
     They are stored in `additional_config`, because a worker may not inherit the environment, and
     because engines of one process may have different settings. A process that cannot read its
-    settings uses the engine's settings.
-    """
+    settings uses the engine's settings."""
     from vllm.platforms import current_platform
 
     settings = load_plugins(vllm_config)
@@ -118,14 +116,12 @@ def _settings_of(vllm_config: VllmConfig) -> Settings:
 
 
 def load_plugins(vllm_config: VllmConfig) -> Settings | None:
-    """Load the plugins that the engine's settings allow, once per process.
+    """Load the plugins that the engine's settings allow, once per process. Raises PluginError if
+    this process has already loaded different plugins.
 
     Errors in the settings of this process are deferred until the settings are needed. A worker gets
     its engine's settings with the configuration, and files may no longer exist. The variables that
     the plugins declare are registered with vLLM.
-
-    Raises:
-        PluginError: this process has already loaded different plugins.
     """
     from vllm.platforms import current_platform
 
@@ -182,11 +178,8 @@ def plan_for(
     facts: EngineFacts,
     demoted: Mapping[tuple[str, str], str] | None = None,
 ) -> Plan:
-    """Make the plan of an engine. The user's settings of vLLM have priority.
-
-    Args:
-        demoted: (op, impl id) -> why it is disabled, or was rejected by a startup measurement.
-    """
+    """Make the plan of an engine. The user's settings of vLLM have priority. `demoted` are disabled
+    implementations, or rejected by a startup measurement, with the reasons."""
     facts = facts.ordered
     found = why_not(facts)
     plan = make_plan(
@@ -228,10 +221,8 @@ def plan_now() -> Plan | None:
 
 
 def apply(plan: Plan, vllm_config: VllmConfig) -> None:
-    """Configure vLLM for a plan: custom ops, compiler passes and compile ranges.
-
-    Changes for an earlier plan are undone. All other settings of vLLM and the user are kept.
-    """
+    """Configure vLLM for a plan: custom ops, compiler passes and compile ranges. Changes for an
+    earlier plan are undone. All other settings of vLLM and the user are kept."""
     custom_ops = vllm_config.compilation_config.custom_ops
     entry = entry_of(vllm_config)
     for name in entry.get("enabled", ()):

@@ -52,10 +52,8 @@ class PlatformOverlay:
 
     @classmethod
     def pre_register_and_update(cls, *args: Any, **kwargs: Any) -> None:
-        """Warn if a general plugin has replaced vLLM's platform after ours was called.
-
-        vLLM calls this after all general plugins, on the platform that it had before them.
-        """
+        """Warn if a general plugin has replaced vLLM's platform after ours was called. vLLM calls
+        this after all general plugins, on the platform that it had before them."""
         from vllm.platforms import current_platform
 
         if not is_overlay(current_platform) and speaks_for_all():
@@ -213,12 +211,10 @@ def overlay_path(forced: str | None = None) -> str | None:
 
 
 def lay_in_place(forced: str | None = None) -> None:
-    """Overlay the class of `current_platform`, unless vLLM already uses our platform.
-
-    Another plugin or VLLM_TARGET_DEVICE has then chosen the platform. Modules of vLLM refer to the
-    object, so only its class is changed. If the class does not allow this, the error is logged and
-    the class is kept. Arguments and errors are as for `overlay_path`.
-    """
+    """Overlay the class of `current_platform`, unless vLLM already uses our platform. Another
+    plugin or VLLM_TARGET_DEVICE has then chosen the platform. Modules of vLLM refer to the object,
+    so only its class is changed. If the class does not allow this, the error is logged and the
+    class is kept. Arguments and errors are as for `overlay_path`."""
     from vllm.platforms import current_platform
 
     if is_overlay(current_platform):

@@ -54,12 +54,10 @@ def planned(plan: Plan, kind: type[P]) -> list[tuple[str, P]]:
 
 
 def without_layers(plan: Plan, has: Collection[str]) -> set[str]:
-    """Return the planned ops that only layers call, if the model has no such layer.
-
-    Omits ops with other targets that may be called without a layer: their binding has a condition
-    on the model (`when`), or a planned op calls operators (`calls_operators`). `has` are the ops
-    that the model has layers for; empty if unknown.
-    """
+    """Return the planned ops that only layers call, if the model has no such layer. Omits ops with
+    other targets that may be called without a layer: their binding has a condition on the model
+    (`when`), or a planned op calls operators (`calls_operators`). `has` are the ops that the model
+    has layers for; empty if unknown."""
     if not has:
         return set()
     table = installed_bindings()

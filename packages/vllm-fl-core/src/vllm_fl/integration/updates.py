@@ -68,10 +68,8 @@ def _followed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check(engine: Engine, occasion: str) -> str:
-    """Verify the plan on all ranks of a serving engine, between two steps.
-
-    Returns:
-        What was verified, or why nothing was.
+    """Verify the plan on all ranks of a serving engine, between two steps. Return what was
+    verified, or why nothing was.
 
     Raises:
         ServingError: an implementation is incorrect on any rank. If one process calls several

@@ -105,12 +105,10 @@ class PlannedWorker:
         return loaded
 
     def compile_or_warm_up_model(self) -> Any:
-        """Verify the plan with the KV cache, run vLLM's warm-up, and begin to serve.
-
-        Before the warm-up, the KV cache is allocated and no graph is captured. After it the model
-        is compiled, and patchers log the results of passes and later overrides of operators. From
-        then on steps serve requests, and plugins may sample them.
-        """
+        """Verify the plan with the KV cache, run vLLM's warm-up, and begin to serve. Before the
+        warm-up, the KV cache is allocated and no graph is captured. After it the model is compiled,
+        and patchers log the results of passes and later overrides of operators. From then on steps
+        serve requests, and plugins may sample them."""
         engine = self.vllm_fl_engine
         # vLLM warms up again when ranks join or leave (elastic EP), without gathering.
         if engine is None or not engine.is_loaded or engine.status != "starting":
@@ -127,37 +125,27 @@ class PlannedWorker:
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
         for patcher in PATCHERS:
             patcher.compiled(engine)
-        # Warm-up steps serve no request. In compiled mode only tracings are counted, and these are
-        # kept.
+        # Warm-up steps serve no request. In compiled mode only tracings are counted. They are kept.
         engine.plan.record.begin(keeps_calls=engine.plan.mode == "compiled")
         engine.serve()
         return times
 
     def vllm_fl_verify(self) -> str:
-        """Verify the plan again on the loaded model's tensors, for `collective_rpc`.
-
-        Call it after weight updates that do not use vLLM's methods. These methods verify the plan
-        themselves.
-
-        Returns:
-            What was verified, or the reason why nothing was.
-
-        Raises:
-            ServingError: an implementation is incorrect on any rank. The last rank raises it.
-        """
+        """Verify the plan again on the loaded model's tensors, for `collective_rpc`. Call it after
+        weight updates that do not use vLLM's methods. These methods verify the plan themselves.
+        Returns what was verified, or why nothing was. If an implementation is incorrect on any
+        rank, the last rank raises a ServingError."""
         engine = self.vllm_fl_engine
         if engine is None or engine.joins:
             return "nothing is verified: this rank has joined a running engine"
         return updates.check(engine, "a request to verify")
 
     def vllm_fl_report(self) -> dict[str, Any]:
-        """Return this worker's plan and counters, for `collective_rpc`.
-
-        Counters begin when the engine begins to serve. The result is JSON-able.
-        docs/worker-report.md describes its keys.
-        """
+        """Return this worker's plan and counters, for `collective_rpc`. Counters begin when the
+        engine begins to serve. The result is JSON-able. docs/worker-report.md describes its
+        keys."""
         engine = self.vllm_fl_engine
-        assert engine is not None  # vLLM forwards no `collective_rpc` before.
+        assert engine is not None  # vLLM forwards no `collective_rpc` before
         plan, table = engine.plan, engine.facts.settings.tuned
         compilation = self.vllm_config.compilation_config
         rejected = {key: out.why for key, out in engine.disabled.items() if out.code == REJECTED}
@@ -233,7 +221,7 @@ def _attend_once(engine: Engine) -> None:
         with phases_of(engine.worker).during("attention's first call"), calling(engine):
             is_eager = engine.plan.mode == "eager"
             attend(engine.runner, engine.config, is_eager=is_eager)
-    except Exception as error:  # vLLM's dummy run may be missing, and does not fit every model.
+    except Exception as error:  # vLLM's dummy run may be missing, and does not fit every model
         log.info("Attention was not called before the first request: %s", quote(error))
 
 

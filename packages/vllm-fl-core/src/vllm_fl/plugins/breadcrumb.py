@@ -189,11 +189,9 @@ class Watchdog:
 
 
 def lost() -> tuple[Crumb, ...]:
-    """Return the notes of dead processes of this environment, oldest first.
-
-    Keeps the latest note of each process (its innermost code) and of each `what`, and deletes the
-    others. `running` removes the notes of code that later ends normally.
-    """
+    """Return the notes of dead processes of this environment, oldest first. Keeps the latest note
+    of each process (its innermost code) and of each `what`, and deletes the others. `running`
+    removes the notes of code that later ends normally."""
     found: list[Crumb] = []
     for crumb in _crumbs(folder()):
         if crumb.lives or crumb.prefix != sys.prefix:

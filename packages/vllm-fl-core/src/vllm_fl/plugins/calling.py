@@ -73,8 +73,7 @@ def contained(
         if log.isEnabledFor(logging.DEBUG):  # as text, because the log does not clean exc_info
             log.debug("%s%s:\n%s", owner.who, part, "".join(traceback.format_exception(error)))
         op = getattr(error, "op", None)
-        # contextlib raises a StopIteration that is the cause of a RuntimeError, instead of that
-        # error.
+        # A StopIteration that caused a RuntimeError is raised by contextlib instead of the latter.
         cause = None if isinstance(error, StopIteration) else error
         raise owner.error(
             f"{part}: {quote(error)}{_line(error, plugin)}. {todo or plugin.todo}",
@@ -100,10 +99,8 @@ def _line(error: BaseException, plugin: Plugin) -> str:
 def in_hook(
     plugin: Plugin, hook: str, todo: str = "", *, named: bool = True, passing: bool = False
 ) -> AbstractContextManager[None]:
-    """Run a plugin's hook, or code that the hook has returned, in `contained`.
-
-    A verifier is not logged as slow, because it logs each implementation that it runs.
-    """
+    """Run a plugin's hook, or code that the hook has returned, in `contained`. A verifier is not
+    logged as slow, because it logs each implementation that it runs."""
     named = named and not plugin.verifies
     return contained(plugin, f"its {hook} hook", todo, named=named, passing=passing)
 

@@ -107,11 +107,8 @@ def _kernels_of(plugin: object) -> tuple[str, ...]:
 
 
 def check_settings(specs: Sequence[Any], owner: Owner, holders: dict[str, str]) -> None:
-    """Check the settings of a plugin.
-
-    Args:
-        holders: key or variable -> the distribution that declares it; extended here.
-    """
+    """Check the settings of a plugin. `holders`, which is extended, is: key or variable ->
+    distribution."""
     names: dict[str, str] = {}
     for spec in specs:
         if not isinstance(spec, SettingSpec):

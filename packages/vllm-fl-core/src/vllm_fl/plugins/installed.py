@@ -75,11 +75,8 @@ def rivals() -> tuple[str, ...]:
 
 
 def identity(dist: Any) -> tuple[str, str | None, str]:
-    """Return (name, version, fault of the metadata or empty).
-
-    A half uninstalled distribution may have entry points but no METADATA. Its name and version are
-    then read from the folder's name.
-    """
+    """Return (name, version, fault of the metadata or empty). A half uninstalled distribution may
+    have entry points but no METADATA. Its name and version are then read from the folder's name."""
     try:
         name, version = dist.name, dist.version
     except Exception:  # without METADATA some releases of Python raise, others return None

@@ -116,7 +116,6 @@ def _registering(registry: Any, plugin: Plugin) -> Iterator[None]:
 
 
 def _results(hooks: Mapping[str, Callable[..., Any]], hook: str, kind: type) -> list[Any]:
-    """Return the items of a hook that returns an iterable."""
     found: list[Any] = []
     for result in hooks[hook]() if hook in hooks else ():
         if isinstance(result, str | bytes | dict) or not isinstance(result, Iterable):

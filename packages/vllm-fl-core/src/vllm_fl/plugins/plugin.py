@@ -62,7 +62,6 @@ class Owner:
     def error(
         self, message: str, *, kind: type[PluginError] = PluginError, **facts: Any
     ) -> PluginError:
-        """Return an error that this plugin has caused. Its message begins with `who`."""
         text = f"{self.who}{message}"
         return kind(text, plugin=self.plugin, distribution=self.release, **facts)
 

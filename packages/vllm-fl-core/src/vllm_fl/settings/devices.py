@@ -39,8 +39,8 @@ class DeviceOrder:
         return fnmatchcase(device, self.name)
 
     def over(self, base: tuple[Token, ...], mode: Mode) -> Rows[tuple[Token, ...]]:
-        """Return the rows of one mode, followed by `base`, the op's order for any device, if not
-        pinned."""
+        """Return the rows of one mode. Unless the order is pinned, `base` follows in each row: the
+        op's order for any device."""
         rows = self.order.rows(mode)
         if self.order.pinned:
             return rows

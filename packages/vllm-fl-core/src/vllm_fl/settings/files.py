@@ -104,13 +104,8 @@ def read_table(path: str, origin: str) -> tuple[Table, Layer]:
 
 @dataclass(frozen=True)
 class _File:
-    """One file.
-
-    Args:
-        key: the setting that contains the path.
-        suffix: text after the line number in an origin.
-        users: whether it is a user's file.
-    """
+    """One file. `key` is the setting that contains the path. `suffix` is text after the line number
+    in an origin. `users`: it is a user's file."""
 
     path: str
     key: str

@@ -91,8 +91,7 @@ def load_settings(
     Args:
         platform: the detected platform; VLLM_FL_PLATFORM overrides it.
         platform_files: (distribution, YAML file) of each plugin's file for the platform.
-        brought: the installed implementations. Each distribution's file orders its own
-            implementations.
+        brought: the installed implementations. The file of a distribution sorts only its own.
         platforms: further known platforms, in addition to `PLATFORMS`.
         foreign: whether another plugin provides the platform. If no platform file applies to it,
             `prefer` defaults to `stock`.

@@ -113,11 +113,9 @@ REST = "rest"
 """The key of the row for calls that are larger than all other rows."""
 
 Rows = tuple[tuple[int | None, T], ...]
-"""Values by call size: (maximum tokens, the value for calls of at most that many tokens).
-
-The rows are sorted by maximum tokens. The last maximum is None, for all larger calls. If the size
-does not matter, there is only this row.
-"""
+"""Values by call size: (maximum tokens, the value for calls of at most that many tokens). The rows
+are sorted by maximum tokens. The last maximum is None, for all larger calls. If the size does not
+matter, there is only this row."""
 
 
 def at_size(rows: Rows[T], tokens: int | None) -> T:
@@ -172,7 +170,6 @@ class OpOrder:
 
     @property
     def every(self) -> tuple[Token, ...]:
-        """The selectors of all rows, without duplicates."""
         rows = (*self.eager, *self.compiled)
         return tuple(dict.fromkeys(token for _, tokens in rows for token in tokens))
 

@@ -210,12 +210,9 @@ class Settings(Mapping[str, Setting]):
 
     def with_devices(self, device: str, mode: Mode) -> Settings:
         """Return these settings with the orders for a device. Without a device name they are
-        unchanged.
-
-        Precedence, highest first: the user's orders for the device, the user's orders for any
-        device, the tuning table, orders of backends for the device. The user's `prefer` also
-        overrides orders of backends.
-        """
+        unchanged. Precedence, highest first: the user's orders for the device, the user's orders
+        for any device, the tuning table, orders of backends for the device. The user's `prefer`
+        also overrides orders of backends."""
         if not device:
             return self
         entries = dict(self._by_key)

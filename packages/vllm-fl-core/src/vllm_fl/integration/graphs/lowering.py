@@ -153,11 +153,9 @@ def _symbols(placeholder: fx.Node) -> set[Any]:
 
 
 def _called(tokens: Any, sizes: Range, graph: fx.Graph) -> Range | None:
-    """Return the token counts of an operator's calls in a graph; None if they are unknown.
-
-    Graph inputs that no traced operation has combined have different symbols. vLLM uses each of
-    these as the number of tokens: `create_concrete_args` replaces all of them by a single size.
-    """
+    """Return the token counts of an operator's calls in a graph; None if they are unknown. Graph
+    inputs that no traced operation has combined have different symbols. vLLM uses each of these as
+    the number of tokens: `create_concrete_args` replaces all of them by a single size."""
     if isinstance(tokens, int):
         return Range(tokens, tokens)
     count = tokens.node.expr

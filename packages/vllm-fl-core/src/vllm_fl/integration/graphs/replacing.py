@@ -22,11 +22,9 @@ class TorchOperators(GraphPass):
         return self.done.sought
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Replace operators in one graph, for ops that are planned for its range of sizes.
-
-        The graph is walked backwards. An op of several operators is therefore found at its last
-        operator, before another op replaces any of them. Unused nodes are erased on the way.
-        """
+        """Replace operators in one graph, for ops that are planned for its range of sizes. The
+        graph is walked backwards. An op of several operators is therefore found at its last
+        operator, before another op replaces any of them. Unused nodes are erased on the way."""
         planned = [each for each in self.tasks if choice(each.chain, self.sizes) is None]
         for each in planned:
             self.done.sites[each.chain.op].graphs += 1

@@ -20,9 +20,7 @@ def under_one(code: Callable[..., Any], values: Sequence[Any], results: Any) -> 
 
     If possible, the symbol is from the operator's results. The returned results have the symbols of
     the graph. Otherwise later nodes would unify symbols when the compiler traces the graph again.
-
-    Args:
-        code: a function of the arguments that returns values in the structure of `results`.
+    `code` returns values in the structure of `results`.
 
     Raises:
         ValueError: a size or stride is an expression with a different symbol, or a result has a

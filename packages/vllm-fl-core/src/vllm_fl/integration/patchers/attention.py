@@ -40,15 +40,9 @@ log = get_logger("engine")
 def choose(
     plan: Plan, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
 ) -> str | None:
-    """Return the class path of the attention backend for one layer; None if vLLM chooses it.
-
-    Args:
-        selected_backend: the backend that the user has set in vLLM. It has priority.
-        attn_selector_config: vLLM's request. Its fields depend on the release.
-
-    Raises:
-        AllFailedError: in strict mode, the planned backend does not support this layer.
-    """
+    """Return the class path of the attention backend for one layer; None if vLLM chooses it. A
+    backend that the user has set in vLLM (`selected_backend`) has priority. Raises AllFailedError
+    in strict mode if the planned backend does not support this layer."""
     entry = plan.entries[ATTENTION]
     backends = entry.classes(AttentionImpl)
     if selected_backend is not None:
@@ -127,10 +121,8 @@ class Attention(Patcher):
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
         """Return the user's choice of a backend, and why installed backends cannot run the model.
-
         Only backends before `stock` in the order are called, because vLLM's backend supports every
-        model, and a `supports` may import a kernel library, which takes seconds.
-        """
+        model, and a `supports` may import a kernel library, which takes seconds."""
         backend = facts.attention_backend
         notes = {} if backend is None else {ATTENTION: f"attention_config.backend is {backend}"}
         order = facts.settings.policy.order(ATTENTION, facts.mode, engine=True)
@@ -170,8 +162,8 @@ def attend(runner: Any, vllm_config: VllmConfig, *, is_eager: bool) -> None:
 
     vLLM does this only before it captures full graphs. Otherwise the first request would wait for a
     backend that compiles its kernels at the first call. The KV cache must be allocated. The newer
-    model runner runs attention before it captures any graph, so nothing is run for it unless
-    `is_eager`.
+    model runner runs attention before it captures any graph. This function therefore runs nothing
+    with that runner, unless nothing is compiled or captured (`is_eager`).
 
     Args:
         is_eager: whether nothing is compiled or captured.

@@ -228,7 +228,6 @@ def problem_of(path: str, cls: Any) -> str:
 
 
 def stock_class() -> Callable[..., Any]:
-    """Return the communicator class that vLLM would use without us."""
     from vllm.platforms import current_platform
 
     found: Callable[..., Any] = named(current_platform.vllm_fl_stock_communicator())
@@ -257,7 +256,7 @@ def made_by(groups: Groups | None) -> Iterator[None]:
 
 
 def groups_now() -> Groups | None:
-    """Return the groups that make communicators now. None if vLLM makes its own communicators."""
+    """The groups that make communicators now. None if vLLM makes its own communicators."""
     return _now
 
 

@@ -74,11 +74,9 @@ class _Function(Replacement):
         return True
 
     def to_json(self) -> dict[str, Any]:
-        """Return the function's entry in the worker report.
-
-        `places` is the number of replaced lookups. `replaced_after_us` is a lookup that other code
-        has replaced since, or None. `other_arguments` is the number of calls that are not the op.
-        """
+        """Return the function's entry in the worker report. `places` is the number of replaced
+        lookups. `replaced_after_us` is a lookup that other code has replaced since, or None.
+        `other_arguments` is the number of calls that are not the op."""
         others = (lookup for lookup in self.lookups if lookup.now is not self.function)
         after = (f"{getattr(o.owner, '__name__', o.owner)}.{o.attribute}" for o in others)
         return {

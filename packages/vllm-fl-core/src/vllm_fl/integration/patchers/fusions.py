@@ -51,7 +51,6 @@ def _note(target: FusionTarget, facts: EngineFacts) -> str:
 
 
 def has_vllms_pass(target: FusionTarget) -> bool:
-    """Whether this vLLM has the pass and runs it on this platform."""
     from vllm.config.compilation import PassConfig
     from vllm.platforms import current_platform
 
@@ -98,11 +97,8 @@ class Fusions(Patcher):
 
     def keep_stock(self, plan: Plan) -> dict[str, str]:
         """Return the parts of planned ops. They must stay stock, because vLLM's passes match only
-        these.
-
-        IR ops are omitted, because graphs contain them unchanged until the passes have run. A fused
-        op that is stock at some sizes is returned itself.
-        """
+        these. IR ops are omitted, because graphs contain them unchanged until the passes have run.
+        A fused op that is stock at some sizes is returned itself."""
         in_ir = ir_ops()
         found: dict[str, str] = {}
         for op, target in planned(plan, FusionTarget):
@@ -188,11 +184,9 @@ class OperatorsInGraphs(Patcher):
         return WhyNot({op: why for op, _ in known})
 
     def keep_stock(self, plan: Plan) -> dict[str, str]:
-        """Return the ops that keep their original operator.
-
-        Either all candidates are reference implementations, and the operator is as good, or a part
-        is planned, which our pass cannot match.
-        """
+        """Return the ops that keep their original operator. Either all candidates are reference
+        implementations, and the operator is as good, or a part is planned, which our pass cannot
+        match."""
         found: dict[str, str] = {}
         for op, target in planned(plan, GraphTarget):
             if all(impl.kind is BackendImplKind.REFERENCE for impl in plan.entries[op].firsts):

@@ -58,8 +58,7 @@ _one_at_a_time = threading.RLock()
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer class of vLLM that runs an op. The target is that of the class or its
-    parent class."""
+    """A layer class of vLLM that runs an op, with the target for the class or its parent class."""
 
     base: type
     op: str
@@ -75,12 +74,10 @@ class Layer:
 
 
 def layer_table() -> list[Layer]:
-    """Return the layer classes of this vLLM that we replace, each with its op.
-
-    Before the process has opened its GPU, classes are skipped if importing them would open it. A
-    worker has opened its GPU when it plans again. In other processes, a model with such a layer has
-    already imported the class.
-    """
+    """Return the layer classes of this vLLM that we replace, each with its op. Before the process
+    has opened its GPU, classes are skipped if importing them would open it. A worker has opened its
+    GPU when it plans again. In other processes, a model with such a layer has already imported the
+    class."""
     found: dict[type, Layer] = {}
     for op, target in targets(installed_bindings(), LayerTarget):
         if opens_the_device(target.path.rpartition(".")[0]):
@@ -144,12 +141,9 @@ def ours() -> Iterator[tuple[dict[str, type], str, type]]:
 
 
 def taken_layers(plan: Plan) -> dict[str, type | None]:
-    """Return the layer classes that replace other plugins' classes while the model is built.
-
-    Returns:
-        Class name -> our class, or None for vLLM's class. If the other plugin precedes `stock` in
-        the order, our class extends its class. Layers that the plan does not change are missing.
-    """
+    """Return the layer classes that replace other plugins' classes while the model is built: class
+    name -> our class, or None for vLLM's class. If the other plugin precedes `stock` in the order,
+    our class extends its class. Layers that the plan does not change are missing."""
     table = {layer.cls: layer for layer in layer_table() if _is_in_tree(layer)}
     found: dict[str, type | None] = {}
     for name, cls in _foreign().items():
@@ -167,14 +161,10 @@ def taken_layers(plan: Plan) -> dict[str, type | None]:
 
 @contextmanager
 def in_tables(classes: Iterable[tuple[dict[str, type], str, type | None]]) -> Iterator[None]:
-    """Inside the block, vLLM builds these layer classes.
-
-    vLLM's tables exist once per process, but another engine may have a different plan. vLLM rejects
-    a second class for a layer, so other plugins must be able to add classes outside the block.
-
-    Args:
-        classes: (table, name of the layer class, class to build or None for vLLM's class).
-    """
+    """Inside the block, vLLM builds these layer classes: (table, name, class or None for vLLM's
+    class). vLLM's tables exist once per process, but another engine may have a different plan. vLLM
+    rejects a second class for a layer, so other plugins must be able to add classes outside the
+    block."""
     with _one_at_a_time:
         put = [(table, name, table.pop(name, None), cls) for table, name, cls in [*classes]]
         for table, name, _, cls in put:
@@ -227,13 +217,10 @@ def _forwards(cls: type) -> Iterator[str]:
 
 
 def forget_shared_layers() -> None:
-    """Clear vLLM's tables of shared layers, before the next model is built.
-
-    vLLM shares rotary embeddings of the same sizes, and activations by name, within a process. A
-    shared layer is bound to the plan that it was built for, so another engine must not get it.
-    Existing models keep their layers. If this vLLM lacks a table, the ops of that table are not
-    planned.
-    """
+    """Clear vLLM's tables of shared layers, before the next model is built. vLLM shares rotary
+    embeddings of the same sizes, and activations by name, within a process. A shared layer is bound
+    to the plan that it was built for, so another engine must not get it. Existing models keep their
+    layers. If this vLLM lacks a table, the ops of that table are not planned."""
     paths = (path for binding in installed_bindings().values() for path in binding.shared)
     for path in dict.fromkeys(paths):
         table = shared_table(path)
@@ -242,11 +229,9 @@ def forget_shared_layers() -> None:
 
 
 def _dispatch_forward(base: type) -> Callable[..., Any]:
-    """Return a `dispatch_forward` that binds every forward when vLLM builds a layer.
-
-    Some models call `forward_native` by name in every step. It must not be resolved in each call,
-    or while a compiler traces it.
-    """
+    """Return a `dispatch_forward` that binds every forward when vLLM builds a layer. Some models
+    call `forward_native` by name in every step. It must not be resolved in each call, or while a
+    compiler traces it."""
 
     def dispatch_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         vars(self)[DISPATCHED] = args, kwargs

@@ -29,15 +29,9 @@ def path_over(module: str, prefix: str, path: str) -> str:
 
 
 def over_class(module: str, prefix: str, name: str, mixin: type) -> type:
-    """Make the class for a name from `path_over`: `mixin` over the base class in the name.
-
-    Returns:
-        The class. If the base class lacks a method of `mixin` or cannot have a subclass, an error
-            is logged and the base class is returned.
-
-    Raises:
-        AttributeError: the name does not start with `prefix`.
-    """
+    """Make the class for a name from `path_over`: `mixin` over the base class in the name. If the
+    base class lacks a method of `mixin` or cannot have a subclass, log an error and return the base
+    class. Raises AttributeError if the name does not start with `prefix`."""
     if not name.startswith(prefix):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     base: type = named(name.removeprefix(prefix).replace(":", "."))

@@ -118,13 +118,10 @@ class _Override(Replacement):
         return now[0] if len(now) > len(self.beneath) + 1 else ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the override's entry in the worker report.
-
-        `replaced` and `overridden_by` are where the stock kernel and a later override were
-        registered, or None. `without_engine` and `other_arguments` count calls of the stock kernel.
-        Calls of the second kind are not the op, or set a parameter that the binding lacks to a
-        value other than its default.
-        """
+        """Return the override's entry in the worker report. `replaced` and `overridden_by` are
+        where the stock kernel and a later override were registered, or None. `without_engine` and
+        `other_arguments` count calls of the stock kernel. Calls of the second kind are not the op,
+        or set a parameter that the binding lacks to a value other than its default."""
         before = next(iter(self.beneath), "an unknown location")
         return {
             "replaced": None if empty.has_ours(self.target.name) else before,

@@ -93,10 +93,8 @@ class Replacement:
 
     def known(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any] | None:
         """Return the arguments for the parameters of the binding. None to run the replaced code.
-
         None if another parameter differs from its default, or if the call does not fit the
-        signature: the replaced code then raises the error.
-        """
+        signature: the replaced code then raises the error."""
         parameters, defaults, count = self.parameters, self.defaults, len(self.target.parameters)
         if len(args) > len(parameters) or not named.keys() <= set(parameters):
             return None  # arguments for *args or **kwargs
