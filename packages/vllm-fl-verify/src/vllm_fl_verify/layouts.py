@@ -25,8 +25,8 @@ MOST = 2**19
 def relaid(spec: OpSpec, samples: Iterable[Sample]) -> Iterator[Sample]:
     """Yield calls with one activation in a different layout: with gaps between elements, or
     transposed. For each set of present arguments, they are made from the first sample with two or
-    more tokens, and with two or more features in its first activation. Layouts that the contract's
-    `check` rejects are omitted."""
+    more tokens, and with two or more features in its first activation. The `check` of the contract
+    must accept the layout."""
     seen = set()
     for sample in samples:
         given = tuple(arg is None for arg in sample.args)

@@ -160,8 +160,7 @@ def discover_plugins(registry: OpRegistry) -> tuple[Plugin, ...]:
 
 
 def get_discovered_plugins() -> tuple[Plugin, ...]:
-    """Return the plugins of `discover_plugins`. Before its first call, the default manager's
-    plugins."""
+    """Return the plugins that `discover_plugins` loaded. By default, the manager loads them."""
     if _Discovered.plugins is not None:
         return _Discovered.plugins
     return get_default_manager().registry.plugins

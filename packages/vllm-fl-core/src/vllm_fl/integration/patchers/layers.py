@@ -4,9 +4,9 @@ All four forwards are bound, including `forward_native`. In compiled mode the co
 traces a traceable implementation, for any `custom_ops`. If compiled code calls an op as a vLLM IR
 op (`ir.py`), the op is bound here for its other calls.
 
-vLLM has several `CustomOp` classes: that of its hardware-agnostic layers has a separate table of
-replacements. Names in vLLM are looked up only when a model is planned and built, because vLLM may
-rebind them temporarily while it runs general plugins.
+vLLM has several `CustomOp` classes. Its hardware-agnostic layers have a separate class, with a
+separate table of replacements. Names in vLLM are looked up only when a model is planned and built,
+because vLLM may rebind them temporarily while it runs general plugins.
 """
 
 from __future__ import annotations
@@ -161,10 +161,12 @@ def taken_layers(plan: Plan) -> dict[str, type | None]:
 
 @contextmanager
 def in_tables(classes: Iterable[tuple[dict[str, type], str, type | None]]) -> Iterator[None]:
-    """Inside the block, vLLM builds these layer classes: (table, name, class or None for vLLM's
-    class). vLLM's tables exist once per process, but another engine may have a different plan. vLLM
-    rejects a second class for a layer, so other plugins must be able to add classes outside the
-    block."""
+    """Inside the block, vLLM builds these layer classes: (table, name, class to build or None for
+    the class of vLLM).
+
+    vLLM's tables exist once per process, but another engine may have a different plan. vLLM rejects
+    a second class for a layer, so other plugins must be able to add classes outside the block.
+    """
     with _one_at_a_time:
         put = [(table, name, table.pop(name, None), cls) for table, name, cls in [*classes]]
         for table, name, _, cls in put:
