@@ -18,7 +18,7 @@ of two reads a different row."""
 
 STANDING_COUNTS = (1, 5, 17, 300)
 """Token counts of calls with fixed batches (`OpSpec.stands`). The last batch has more than 16
-sequences, some of which begin after the first two chunks of 64 tokens."""
+sequences. Its first sequence is longer than two chunks of 64 tokens."""
 
 Order = Literal["standing", "drawn", "repeated", "alike"]
 """Order of a batch's rows. `standing`: consecutive from a random row on, as in vLLM. `drawn`: in
@@ -34,9 +34,6 @@ def rows(count: int, pool: int, generator: torch.Generator, order: Order = "draw
     A drawn batch contains every row before it repeats a row.
 
     Args:
-        count: tokens of the batch.
-        pool: number of rows in the pool.
-        generator: random generator on the CPU.
         order: see `Order`.
 
     Returns:
@@ -60,16 +57,8 @@ def rows(count: int, pool: int, generator: torch.Generator, order: Order = "draw
 
 
 def tokens(count: int, vocabulary: int, generator: torch.Generator) -> torch.Tensor:
-    """Return random token ids of a batch. Of each 32 ids, the first 16 contain repeats.
-
-    Args:
-        count: tokens of the batch.
-        vocabulary: number of ids.
-        generator: random generator on the CPU.
-
-    Returns:
-        (count,), int64, on the CPU.
-    """
+    """Return random token ids of a batch: (count,), int64, on the CPU. Of each 32 ids, the first 16
+    contain repeats."""
     import torch
 
     ids = torch.randint(vocabulary, (count,), generator=generator, device="cpu")

@@ -140,7 +140,7 @@ def _over_freed(run: Run, call: Callable[..., Any], *args: Any) -> Any:
     sizes = [n for most in nbytes for n in (most // 2, most, 2 * most) if 0 < n <= FREED]
     result = None
     for each in calls:
-        result = None  # Free its memory for the next call
+        result = None  # frees its memory for the next call
         held = freed_nan(sizes, run.trials.device)
         result = call(*each)
         del held

@@ -39,9 +39,6 @@ def steps(
 
     Args:
         communicator: an object with the methods of vLLM's `DeviceCommunicatorBase`.
-        rank: this rank's position in the group.
-        size: number of ranks in the group.
-        device: device of the tensors.
         dtype: the model's dtype. vLLM also exchanges float32 and int64, so these are verified as
             well.
     """

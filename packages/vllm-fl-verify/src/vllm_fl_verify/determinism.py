@@ -106,12 +106,9 @@ def determinism_of(
     the exception.
 
     Args:
-        impl: the implementation.
-        trials: the served model's calls of its op.
         call: the compiled form. It is called with two or more tokens, because torch would compile a
             separate graph for one token, which the engine does not use. By default the
             implementation itself.
-        layer_for: as for `as_call`.
         budget: calls at further token counts; None for no such calls.
     """
     spec = trials.spec

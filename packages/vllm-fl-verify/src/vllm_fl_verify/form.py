@@ -67,7 +67,6 @@ class Form:
         Args:
             large: whether to use the pool of large values.
             rows: the batch's rows of the pool.
-            got: the results.
         """
         spec = self.spec
         holds_all = spec.ignores_repeats and len(rows.unique()) == self._rows

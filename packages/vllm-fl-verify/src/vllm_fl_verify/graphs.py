@@ -15,7 +15,6 @@ def captured(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
 
     Args:
         run: the call. Its arguments must keep their memory.
-        device: a CUDA device.
 
     Returns:
         (function that replays the call and waits for it, the call's result). The result is in
@@ -36,8 +35,7 @@ def captured(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
         gc.collect()
         gc.disable()  # freeing an older graph would invalidate the capture
         try:
-            # A separate block is necessary, because the graph's block does not leave the stream on
-            # failure.
+            # In a separate block, because that of the graph does not leave the stream on failure.
             with torch.cuda.stream(stream), torch.cuda.graph(graph, pool=pool, stream=stream):
                 try:
                     result = run()

@@ -26,7 +26,6 @@ def edges(
 
     Args:
         kernels: token count -> kernels that a call launches.
-        smallest, largest: the smallest and the largest batch, in tokens.
         goes_on: returns whether to continue. Called before each call of `kernels`.
     """
     known: dict[int, Launched] = {}

@@ -49,11 +49,12 @@ ROWS = 64
 computes in float64 on the CPU."""
 
 CALLS = 2000.0
-"""Compared calls at startup, weighted by the bytes that are copied. The number is limited for the
-same reason."""
+"""Compared calls at startup, weighted by the bytes that are copied. The number is limited because
+the oracle computes in float64 on the CPU."""
 
 ROWS_AGAIN, CALLS_AGAIN = 24, 200.0
-"""The numbers when the model is run again. New errors then affect all rows of a call or none."""
+"""`ROWS` and `CALLS` when the model is run again. New errors then affect all rows of a call or
+none."""
 
 NO_MEMORY = "out of memory"
 """Why a call was not compared: the call, or copying its arguments, ran out of memory."""
@@ -94,13 +95,10 @@ class Live:
     """Observations of a plan's implementations while a model runs.
 
     Args:
-        plan: the plan that the model's layers are bound to.
         models: prefix of layer names -> the model, and its draft model if there is one.
-        device: the models' device.
         owners: (op, impl id) -> package, for the note that remains if a kernel crashes the process.
         again: whether the model was run before. Fewer rows and calls are then compared, and calls
             that run out of memory are skipped.
-        valve: the startup's valve.
         objections: (op, impl id) -> why it must not run.
         left_out: op -> why some of its calls were not compared.
         compared: number of compared calls.
@@ -263,7 +261,7 @@ class Live:
 
     def _before(self, spec: OpSpec, impl: OpImpl, args: tuple[Any, ...]) -> _Before | str | None:
         """Copy what is needed to compare a call later. Returns the reason if the call will not be
-        compared, and None if no model computes its activations."""
+        compared. Returns None if no model computes such activations."""
         if spec.check(*args) is not None:
             return "a layer's call does not match the contract"
         call = in_place(spec.named(args))

@@ -121,11 +121,8 @@ def measure_stock(engine: Engine) -> None:
 def _fitting(
     layer: Layer, modules: Iterable[torch.nn.Module], spec: OpSpec, provided: Mapping[str, Any]
 ) -> torch.nn.Module:
-    """Return the first layer that provides tensors of these shapes and dtypes.
-
-    Raises:
-        NotImplementedError: the model has no such layer. The call is then skipped.
-    """
+    """Return the first layer that provides tensors of these shapes and dtypes. Without such a
+    layer, raises NotImplementedError, and the call is skipped."""
     for module in modules:
         held = layer.target.stand_in(module) if layer.target.stand_in else module
         if all(_kind(spec.from_layer[n](held)) == _kind(value) for n, value in provided.items()):
@@ -176,14 +173,8 @@ def compare_again(engine: Engine) -> dict[Key, Objection]:
 
 
 def _compared(engine: Engine, live: Live, began: float, where: str = "") -> str:
-    """Summarise a comparison in one line.
-
-    Args:
-        engine: the engine.
-        live: the result of the comparison.
-        began: start, by `time.monotonic`.
-        where: text between the number of calls and the seconds.
-    """
+    """Summarise a comparison in one line. `began` is its start by `time.monotonic`. `where` is text
+    between the number of calls and the seconds."""
     seconds = f"{time.monotonic() - began:.1f} s"
     found = f"{live.compared} calls on live tensors{where} in {seconds}"
     drafting = engine.config.speculative_config if live.drafted else None

@@ -34,7 +34,6 @@ class Checks:
     """Verification state of one engine. Each implementation is verified once.
 
     Args:
-        engine: the engine.
         live_counts: sizes of the loaded model's runs in tokens, from all ranks.
         smaller: op -> calls that were verified at smaller sizes than in the model.
         remarks: what could not be verified, one phrase each.
@@ -125,7 +124,7 @@ class Checks:
 
     def counts(self, plan: Plan) -> frozenset[int]:
         """Return the sizes of this rank's runs of the loaded model, in tokens; empty if it compares
-        nothing. They include the maximum tokens of rows in tuning tables."""
+        nothing. They include the maximum tokens of the planned ops' rows."""
         entries = [entry for entry in plan.entries.values() if entry.impls]
         if self.how != "verify" or not entries:
             return frozenset()

@@ -38,7 +38,6 @@ def wanted_here(
 
     Args:
         spec: the contract. The kinds of its outputs must be in `MEASURED`.
-        args: the arguments.
         scale: as `Sample.scale`, or one number per row of the results.
     """
     return _each_wanted(spec, args, scale, "a call")[1]
@@ -48,8 +47,6 @@ def wanted_of(spec: OpSpec, sample: Sample, *, tokens: int | None = None) -> lis
     """Compute expected outputs in fp64 on the CPU.
 
     Args:
-        spec: the contract.
-        sample: the call.
         tokens: the number of rows that every result must have; None for any number.
 
     Returns:
@@ -180,7 +177,6 @@ def worst(got: Any, wanted: Iterable[Wanted | None], places: Tokens = None) -> O
 
     Args:
         got: one result or several, with the contract's shapes and dtypes.
-        wanted: expected outputs.
         places: token numbers of the results' rows, for the message; None for all rows.
     """
     largest = 0.0

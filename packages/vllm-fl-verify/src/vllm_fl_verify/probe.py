@@ -75,9 +75,7 @@ def forward(
     """Run the loaded models once, eagerly, without attention and without a cache.
 
     Args:
-        runner: the newer or the older model runner of vLLM.
         models: `Engine.models`. The same dummy run calls the model and its draft model.
-        vllm_config: the engine's configuration.
         tokens: number of tokens, at most the engine's largest batch.
 
     Returns:

@@ -85,7 +85,6 @@ class State:
     """State at one moment, and the origin of later changes.
 
     Args:
-        values: name -> value.
         others: names of state that other threads have changed.
         blamed: names of state that the kernel has changed.
     """
@@ -105,8 +104,6 @@ def changed(
     """Return the first state that a kernel changed, with both values, or None.
 
     Args:
-        before: state before the kernel's calls.
-        device: the kernel's device.
         again: repeats calls. Without it, changes of random numbers cannot be attributed to the
             kernel and are ignored.
     """

@@ -29,7 +29,6 @@ def replacing(
     must not call the guards.
 
     Args:
-        record: the record of a plan, or of a manager.
         instead: candidate -> function with the same parameters.
         asking: candidate -> function that replaces its `supports`.
         at_most: the number of candidates to replace, from the first; None for all.

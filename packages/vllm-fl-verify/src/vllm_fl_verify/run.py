@@ -174,9 +174,7 @@ class Run:
         """Compare batches one after the other in the same memory. All results are kept to the end.
 
         Args:
-            form: kind of the calls.
             series: (tokens, order of the rows) of each batch; the first batch is the largest.
-            large: whether to use the large values.
         """
         laid: Guarded | None = None
         results: list[tuple[str, torch.Tensor, Any]] = []

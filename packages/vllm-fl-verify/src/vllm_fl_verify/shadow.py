@@ -96,7 +96,6 @@ class Shadow:
     """Samples steps and compares their calls.
 
     Args:
-        plan: the active plan.
         rate: share of sampled steps, greater than 0 and at most 1.
         left: op -> why its calls cannot be compared at its targets in vLLM.
     """
@@ -253,13 +252,8 @@ class Shadow:
 
 @dataclass(frozen=True)
 class _Call:
-    """Copy of one call, made before the implementation may overwrite its arguments.
-
-    Args:
-        key: key of its tally.
-        args: arguments of the contract, with only the compared rows.
-        rows: the compared rows.
-    """
+    """Copy of one call, made before the implementation may overwrite its arguments. It has only the
+    compared rows of the contract's arguments. `key` is the key of its tally."""
 
     key: Key
     args: tuple[Any, ...]

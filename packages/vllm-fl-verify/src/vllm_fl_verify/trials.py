@@ -49,7 +49,6 @@ class Role:
     """One implementation, and how the engine will use it.
 
     Args:
-        impl: the implementation.
         owner: the package that provides it, for the note that remains if a kernel crashes the
             process.
         compiled: the form for the compiler, with the contract's parameters. None if the model is
@@ -87,10 +86,6 @@ class Request:
     """Verification of implementations for one model.
 
     Args:
-        roles: all implementations that may run.
-        dtype: the model's dtype.
-        device: the worker's device.
-        sizes: the model's sizes; None if they cannot be determined from its configuration.
         compares: whether results are compared with the oracle. If not, calls only have to run.
         backend: the compiler of compiled forms: `inductor`, or `aot_eager`, which only traces.
         layer_for: creates the layer for an implementation that needs a layer; None for the
@@ -163,9 +158,10 @@ def dtypes_of(spec: OpSpec, dtype: torch.dtype) -> list[torch.dtype]:
 
 
 def token_counts(largest: int, seed: int, smallest: int = 1) -> tuple[list[int], list[int]]:
-    """Return (token counts that are always tried, further ones to try within the budget). The first
-    are also tried with one row less. The second are those around each power of two, followed in
-    random order by small counts and five counts per interval of powers of two."""
+    """Return (token counts that are always tried, further ones to try within the budget). Counts
+    that are always tried are also tried with one row less. The further ones are the counts around
+    each power of two, followed in random order by small counts and five counts per interval of
+    powers of two."""
     rng = random.Random(seed)
     always = {1, 2, 3, 4, 8, 12, 16, 17, 32, 33, 64, 65, 100, 256, 257, smallest, largest}
     always.add(rng.randint(smallest, largest))
@@ -189,11 +185,7 @@ class Trials:
     The oracle computes their results once.
 
     Args:
-        spec: the op's contract.
-        dtype: the model's dtype.
-        device: device of the calls.
         sizes: the model's sizes; None if they cannot be determined from its configuration.
-        seed: for random choices.
         provided: dtypes of the values that layers provide; empty for the contract's dtypes.
     """
 

@@ -59,8 +59,6 @@ class Failure:
     Args:
         status: `refused` (by `supports` or NotImplementedError); `wrong` (the result, or a write to
             memory that the call must not change); `raised`.
-        reason: the description.
-        error: the exception, if it raised one.
     """
 
     status: Literal["refused", "wrong", "raised"]
@@ -82,7 +80,6 @@ def attempt(
 
     Args:
         did: prefix for the text of an exception, such as `it raised`.
-        fn: the code.
         args: its arguments. Their devices are synchronised, so device faults are attributed to this
             call.
         refuses: exceptions that mean an unsupported call.
@@ -108,13 +105,11 @@ class Comparison:
     """Comparison of one sample computed by one implementation.
 
     Args:
-        op, impl_id, sample, dtype: what was run.
         status: `ok`; `refused` (by `supports` or NotImplementedError); `wrong` (the result, or a
             write to memory that the call must not change); `raised`.
         share: the maximum error relative to the tolerance. The limit is 1. Infinity for an
             incorrect element without a tolerance, such as an id. NaN if not compared.
         reason: why it is not `ok`, or empty.
-        error: the exception, if it raised one.
         leans: result -> average error away from zero, in steps of its dtype. Only for correct
             samples, and results with enough elements.
         slopes: result -> factor relative to the exact result, minus 1. For the same results as
@@ -212,13 +207,9 @@ def compare(
     KeyboardInterrupt is raised.
 
     Args:
-        impl: the implementation.
-        spec: its op's contract.
         sample: the arguments, on the implementation's device. They are not changed.
-        dtype: dtype of the sample.
         off: computes the error of results; None to compare them with `wanted`.
         wanted: expected outputs; empty for no comparison, None to call the oracle.
-        layer_for: as for `as_call`.
         packed: whether results must be contiguous. None: they must, unless the sample's activations
             have a layout that no vLLM layer produces, because plain PyTorch often keeps the layout.
         memory: memory of an earlier call with the same shapes, to overwrite; None for new memory.
@@ -258,10 +249,6 @@ def called(
     """Make one call and check everything except its numbers.
 
     Args:
-        run: makes the call.
-        impl: the implementation.
-        spec: its op's contract.
-        call: the arguments.
         looked_at: the arguments with content that was just saved, to check their memory after the
             call; None for all. For an unsupported call, all arguments are checked.
         packed: whether results must be contiguous.
@@ -288,12 +275,8 @@ def called(
 
 
 def compared(got: Any, off: Callable[[Any], Off]) -> tuple[float, Failure | None]:
-    """Compare the numbers of a result.
-
-    Returns:
-        (maximum error relative to the tolerance, failure). The error is NaN if the result cannot be
-        compared.
-    """
+    """Compare the numbers of a result. Return (maximum error relative to the tolerance, failure).
+    The error is NaN if the result cannot be compared."""
     found, failure = attempt(COMPARING, off, got, refuses=())
     share, problem = found or (math.nan, "")
     return share, Failure("wrong", problem) if problem else failure
@@ -333,9 +316,7 @@ def misplaced(
     """Return why the form of a result is incorrect, or an empty string.
 
     Args:
-        got: result of the implementation.
         shapes: what the contract's fake returns for the same call.
-        call: the arguments.
         consumed: arguments that may be overwritten and therefore returned.
         packed: whether results must be contiguous.
     """

@@ -47,7 +47,6 @@ class Wanted:
 
         Args:
             results: results of an implementation with the same number of rows, on any device.
-            names: names of the results, for messages.
             tokens: token numbers of these rows, for messages.
         """
         raise NotImplementedError
@@ -122,9 +121,7 @@ class Near(Wanted):
     exact number exceeds the range of the dtype.
 
     Args:
-        exact: the oracle's result.
         allowed: tolerance of each element, with the same shape.
-        dtype: dtype of the result.
     """
 
     exact: torch.Tensor
@@ -170,8 +167,7 @@ class Near(Wanted):
         top = float((mine.to(self.exact.dtype) - self.exact).abs_().div_(self.allowed).max())
         if top <= 1.0:
             return top, 0
-        # NaN, infinity, and elements with tolerance 0 are only considered now, because that is
-        # slower.
+        # Only now consider NaN, infinity, and elements with tolerance 0, because that is slower.
         shares = self.shares(mine)
         return float(shares.max()), int((shares > 1.0).sum())
 
@@ -331,8 +327,6 @@ class Blocks(Wanted):
     """Rows sorted by expert in blocks, the expert of each block, and the number of used positions.
 
     Args:
-        rows_of: the oracle's rows and padding, int64.
-        experts: the oracle's experts, int64.
         used: number of used positions; one element, int64.
         size: positions of a block.
         padding: row number of padding; greater than all rows.

@@ -65,7 +65,6 @@ class Argument:
         return replace(self, may_be_none=True)
 
     def problem(self, name: str, value: Any, call: Call) -> Problem:
-        """Return the problem of a value that is not None."""
         is_flag = isinstance(value, bool)
         if not isinstance(value, self.classes) or (is_flag and bool not in self.classes):
             wanted = " or ".join(each.__name__ for each in self.classes)
@@ -132,8 +131,8 @@ class Tensor(Argument):
         return _broken(name, self.values, (low, high), call | {"low": low, "high": high})
 
     def empty(self, call: Call) -> torch.Tensor | None:
-        """Return an uninitialised tensor for the contract's `fake`; None if the `other` argument
-        is."""
+        """Return an uninitialised tensor for the contract's `fake`. None if `other` is None in the
+        call."""
         if self.other and call[self.other] is None:
             return None
         shape: list[Any] = []

@@ -38,8 +38,8 @@ class Route:
     Args:
         args: the contract's parameter -> a parameter of the target, such as `{"x": "input"}`, or a
             function of parameters of the target.
-        constants: parameter -> value. A parameter of the contract always gets this value. A call in
-            which a parameter of the target has a different value is not the op.
+        constants: parameter -> value. A parameter of the contract always gets this value. A call
+            with a different value for the target's parameter is not the op.
         only: parameters of the target -> whether a call is the op. It is called only if all
             `constants` match.
         out: the target's parameters into which it writes the results, in order; a string for one

@@ -48,7 +48,7 @@ class Sample:
             magnitude 1 and is multiplied by `scale`.
         smaller: the dimension that was reduced (`8 of 128 experts`), for reports by startup and the
             kit. Used if the oracle is too slow at the size of the served model. Empty: full size.
-        open_rows: the rows of every result that are not compared, such as those of a token with
+        open_rows: the rows of every result that are not compared, such as the row of a token with
             NaN.
         kit_only: whether only the conformance kit makes the call. True if vLLM never makes such a
             call and a kernel of vLLM returns incorrect results for it.

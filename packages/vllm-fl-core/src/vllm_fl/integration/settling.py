@@ -165,8 +165,8 @@ def inspect_plan(engine: Engine, moment: Moment, *, verifies: bool) -> dict[Key,
 
 def _together(engine: Engine, moment: Moment, ask: Callable[[], Opinion]) -> list[Opinion]:
     """Return every rank's opinion. An error of this rank is sent to the waiting ranks. If a rank
-    has failed, all ranks raise a StartError with `failures`, or a more specific error of their own.
-    """
+    has failed, all ranks raise a StartError with `failures`. The failed rank may raise a more
+    specific error."""
     what = f"agree on implementations to disable ({moment})"
     try:
         mine = ask()
