@@ -35,7 +35,7 @@ def captured(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
         gc.collect()
         gc.disable()  # freeing an older graph would invalidate the capture
         try:
-            # In a separate block, because that of the graph does not leave the stream on failure.
+            # In a separate block, because the graph's block does not leave the stream on failure.
             with torch.cuda.stream(stream), torch.cuda.graph(graph, pool=pool, stream=stream):
                 try:
                     result = run()
