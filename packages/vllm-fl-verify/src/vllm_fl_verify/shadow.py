@@ -253,7 +253,7 @@ class Shadow:
 @dataclass(frozen=True)
 class _Call:
     """Copy of one call, made before the implementation may overwrite its arguments. It has only the
-    compared rows of the contract's arguments. `key` is the key of its tally."""
+    compared rows of the arguments. `key` is the key of its tally."""
 
     key: Key
     args: tuple[Any, ...]
