@@ -63,8 +63,8 @@ class Determinism:
 
 
 def unmeasured(facts: EngineFacts, impls: Iterable[Impl], spec: OpSpec | None) -> dict[str, str]:
-    """Return impl id -> why it must not run, for implementations that cannot be measured. Empty if
-    the engine does not require batch-invariant implementations."""
+    """Return impl id -> why it must not run, for implementations that cannot be measured. The
+    result is empty if the engine does not require batch-invariant implementations."""
     asks, how = facts.wants_invariance, facts.settings.preflight
     found: dict[str, str] = {}
     for impl in impls if asks else ():
@@ -203,7 +203,7 @@ class _Measured:
         return ""
 
     def bits(self, form: Form, rows: torch.Tensor) -> Verdicts[Bits | None]:
-        """Return the bits of the results for these rows of the pool. None if they are not
+        """Return the bits of the results for these rows of the pool, or None if they are not
         supported."""
         spec = self.trials.spec
         laid = form.call(rows_of(form.pool(False), rows))

@@ -112,7 +112,7 @@ class Guarded:
 def guarded(
     arguments: Mapping[str, Any], by_token: Collection[str] = (), poisons: bool = True
 ) -> Guarded:
-    """Copy arguments onto guarded memory, with the strides and shared storages of views.
+    """Copy arguments to guarded memory. Views keep their strides and shared storages.
 
     Args:
         arguments: parameter -> argument, in the contract's order.

@@ -326,7 +326,7 @@ class Live:
 
 
 def _rows(spec: OpSpec, args: Sequence[Any], at_most: int) -> torch.Tensor | None:
-    """Return some rows of a call, ascending. None for all rows. Includes the first and the last
+    """Return some rows of a call, ascending, or None for all rows. Includes the first and the last
     row, and both sides of each power of two, because grids and tiles begin there."""
     count = spec.tokens(args)
     if count <= at_most:

@@ -245,7 +245,7 @@ def _has_more_than_ran(live: Live, op: str) -> bool:
 
 def _refused(runs: Sequence[Ran]) -> dict[Key, str]:
     """Return implementations that support no call of the loaded model on any rank, with a reason.
-    In a pipeline, only a different rank may have calls that an implementation supports."""
+    In a pipeline, an implementation may support calls of other ranks only."""
     served = frozenset[Key]().union(*(ran.served for ran in runs))
     return {
         key: why for ran in reversed(runs) for key, why in ran.refused.items() if key not in served

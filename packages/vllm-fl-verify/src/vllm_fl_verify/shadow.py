@@ -207,7 +207,8 @@ class Shadow:
     # Errors of comparisons, including lack of memory, must not stop the engine.
 
     def _kept(self, impl: OpImpl, spec: OpSpec, args: tuple[Any, ...]) -> _Call | None:
-        """Copy the due rows of a call, to compare it later. None if the call is not compared."""
+        """Copy the due rows of a call, to compare it later. Returns None if the call is not
+        compared."""
         try:
             whole = contract_args(spec, impl, args)
             tokens = spec.tokens(whole)

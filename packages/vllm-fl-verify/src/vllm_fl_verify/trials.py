@@ -149,8 +149,8 @@ def lowered(fn: Callable[..., Any], backend: str) -> Callable[..., Any]:
 
 def dtypes_of(spec: OpSpec, dtype: torch.dtype) -> list[torch.dtype]:
     """Return the dtypes for verifying an op in a model of `dtype`: that dtype, or all dtypes of an
-    op with only integers. Empty if the op has only other floating dtypes, because the contract does
-    not cover the model's calls."""
+    op with only integers. The result is empty if the op has only other floating dtypes, because the
+    contract does not cover the model's calls."""
     if dtype_name(dtype) in spec.dtypes:
         return [dtype]
     known = [getattr(torch, name) for name in spec.dtypes]

@@ -166,7 +166,7 @@ def as_call(
     impl: OpImpl, spec: OpSpec, layer_for: LayerFactory | None = None
 ) -> Callable[..., Any]:
     """Return the implementation as a function with the contract's parameters. `layer_for` creates a
-    layer for implementations that need it. None for the contract's stand-in."""
+    layer for implementations that need it. If it is None, the contract's stand-in is used."""
     if not impl.needs_layer:
         return impl.fn
 

@@ -131,8 +131,8 @@ class Tensor(Argument):
         return _broken(name, self.values, (low, high), call | {"low": low, "high": high})
 
     def empty(self, call: Call) -> torch.Tensor | None:
-        """Return an uninitialised tensor for the contract's `fake`. None if `other` is None in the
-        call."""
+        """Return an uninitialised tensor for the contract's `fake`, or None if `other` is None in
+        the call."""
         if self.other and call[self.other] is None:
             return None
         shape: list[Any] = []

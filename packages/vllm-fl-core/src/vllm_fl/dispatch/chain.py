@@ -56,7 +56,7 @@ class Chain:
 
     @property
     def impls(self) -> tuple[OpImpl, ...]:
-        """The candidates of the largest calls. If the size does not matter, of every call."""
+        """The candidates of the largest calls, or of all calls if the size does not matter."""
         return self.rows[-1][1]
 
     @property

@@ -53,8 +53,8 @@ class ForeignPlatform:
 
 
 def foreign_platform() -> ForeignPlatform | None:
-    """Return the platform of another package that vLLM uses on this machine. None if no such plugin
-    supports the machine, or if vLLM ignores plugins (`targets_cpu`)."""
+    """Return the platform of another package that vLLM uses on this machine, or None if no such
+    plugin supports the machine, or if vLLM ignores plugins (`targets_cpu`)."""
     found = () if targets_cpu() else foreign_platforms()
     return found[0] if found else None
 
@@ -130,16 +130,16 @@ def too_many(others: Sequence[ForeignPlatform], device: str | None = None) -> Ow
 
 @lru_cache(maxsize=1)
 def _installed(path: tuple[str, ...]) -> list[Any]:
-    """Return the platform plugins on this `sys.path`. Cached, because startup calls it
-    repeatedly."""
+    """Return the platform plugins on this `sys.path`. The result is cached, because startup calls
+    this repeatedly."""
     return entry_points(ENGINE_GROUPS[0])
 
 
 @cache
 def _answer(entry: Any) -> ForeignPlatform | str | None:
-    """Call a platform plugin of another package. Cached, because vLLM calls our plugin several
-    times. The plugin's log lines are hidden, because vLLM calls it again. Returns a sentence if it
-    failed, None if it declines or if it ended an earlier process of this command."""
+    """Call a platform plugin of another package. The result is cached, because vLLM calls our
+    plugin several times. The plugin's log lines are hidden, because vLLM calls it again. Returns a
+    sentence if it failed, None if it declines or if it ended an earlier process of this command."""
     name, version, _ = identity(entry.dist) if entry.dist else (entry.value, None, "")
     release = f"{name} {version}" if version else name
     plugin = f"plugin {entry.name!r} for vLLM's platform of {release}"

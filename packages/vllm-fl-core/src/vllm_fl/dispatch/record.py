@@ -60,7 +60,7 @@ class Record:
 
     @property
     def calls(self) -> Counter[Key]:
-        """Calls by the implementation that computed them. Empty unless calls are counted."""
+        """Calls by the implementation that computed them. It is empty unless calls are counted."""
         counted = {op for op, _ in list(self._asked)}
         moved = {key: count for key, count in list(self._moved.items()) if key[0] in counted}
         return self._asked + Counter(moved)

@@ -197,7 +197,7 @@ class Plan:
 
     def stock_at(self, op: str) -> Callable[[int], bool] | None:
         """Return a function: tokens of a call without a layer -> whether vLLM's implementation
-        runs. None if the size does not matter."""
+        runs, or None if the size does not matter."""
         entry = self.entries.get(op)
         if entry is None:
             return None
@@ -211,7 +211,7 @@ class Plan:
         self, op: str, grants: frozenset[str] = frozenset(), *, last: OpImpl | None = None
     ) -> Callable[..., Any] | None:
         """Return the op for uncompiled callers without a layer. The arguments are as for `chain`.
-        None if the op is stock, or if all of its candidates need the calling layer."""
+        Returns None if the op is stock, or if all of its candidates need the calling layer."""
         if not self.callable(op):
             return None
         return call_guard(self.chain(op, grants, last=last, without_layer=True))

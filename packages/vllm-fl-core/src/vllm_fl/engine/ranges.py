@@ -41,7 +41,7 @@ class Range:
 
 
 def choice(chain: Chain, sizes: Range) -> OpImpl | None:
-    """Return the implementation that runs all calls of these sizes, if its code may be inlined.
+    """Return the implementation that runs all calls of these sizes, if its code may be inlined, or
     None if the rows differ, or if the implementation is opaque, overwrites its arguments or needs a
     layer."""
     firsts, below = {}, 0

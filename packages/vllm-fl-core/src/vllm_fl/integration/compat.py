@@ -63,7 +63,7 @@ def obstacle() -> str | None:
 
 
 def outside(version: str) -> str | None:
-    """Return why this version of vLLM is not supported. None if it is supported or unknown."""
+    """Return why this version of vLLM is not supported, or None if it is supported or unknown."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     release = tuple(map(int, numbers.groups())) if numbers else UNTAGGED
     if release == UNTAGGED or OLDEST <= release < TOO_NEW:

@@ -159,7 +159,7 @@ class Engine:
 
     @property
     def model(self) -> torch.nn.Module | None:
-        """The model. None if the worker of a device plugin does not expose it."""
+        """The model. It is None if the worker of a device plugin does not expose it."""
         try:
             found: torch.nn.Module = self.worker.get_model()
         except (AttributeError, NotImplementedError):

@@ -19,7 +19,7 @@ log = get_logger("engine")
 
 
 def platform_plugin() -> str | None:
-    """Return the class path of our overlay over vLLM's platform or a plugin's device. None if
+    """Return the class path of our overlay over vLLM's platform or a plugin's device, or None if
     vllm-fl is disabled, cannot run or does not know the machine. Also None if the platform plugin
     of another package answers: `general_plugin` then overlays its class."""
     try:

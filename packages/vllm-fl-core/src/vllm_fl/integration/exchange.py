@@ -155,7 +155,7 @@ class _Ranks:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def dead(self) -> str:
-        """Return a sentence about dead ranks. Empty if all ranks may still arrive."""
+        """Return a sentence about dead ranks. The result is empty if all ranks may still arrive."""
         dead = ", ".join(self._name(n) for n in self.others if not self._is_connected(n))
         return f"{dead} died. Its log, above, may show why" if dead else ""
 
@@ -184,7 +184,8 @@ class _Ranks:
         return self.names[n] + (f" (process {process[1]} on {process[0]})" if process else "")
 
     def _process(self, n: int) -> tuple[str, int, float] | None:
-        """Return a rank's host, process id, and the time of its first exchange. None if unknown."""
+        """Return a rank's host, process id, and the time of its first exchange, or None if
+        unknown."""
         key = f"process/{n}"
         try:
             if self.store is not None and self.store.check([key]):

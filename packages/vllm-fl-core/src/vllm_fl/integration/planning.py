@@ -208,8 +208,8 @@ def refuse_unverified(facts: EngineFacts) -> None:
 
 
 def plan_now() -> Plan | None:
-    """Return the plan for vLLM's current configuration, before a worker has made the plan. None if
-    the configuration was not made on our platform: a script can make one before the overlay is
+    """Return the plan for vLLM's current configuration, before a worker has made the plan, or None
+    if the configuration was not made on our platform: a script can make one before the overlay is
     installed in place."""
     from vllm.config import get_current_vllm_config
 

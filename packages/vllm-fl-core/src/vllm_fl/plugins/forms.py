@@ -105,7 +105,7 @@ def _without_inplace(own: Parameters, wanted: Parameters) -> Parameters:
 
 
 def _rest(wanted: Parameters, own: Parameters) -> tuple[Parameters, Parameters] | None:
-    """Return the optional parameters that `own` lacks and its additional parameters. None if the
+    """Return the optional parameters that `own` lacks and its additional parameters, or None if the
     parameters differ in other ways."""
     common = min(len(wanted), len(own))
     missing, further = wanted[common:], own[common:]

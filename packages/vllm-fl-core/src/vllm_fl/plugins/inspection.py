@@ -168,7 +168,7 @@ class Engine(Protocol):
     @property
     def models(self) -> Mapping[str, Any]:
         """The model and its draft model (`torch.nn.Module`), by the prefix of their layers' names.
-        Empty before `Moment.LOADED`."""
+        It is empty before `Moment.LOADED`."""
 
     groups: Any
     """The communicators of the groups of ranks; None if vLLM creates them."""

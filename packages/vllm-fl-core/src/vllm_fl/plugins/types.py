@@ -50,12 +50,13 @@ class _Impl:
 
     @property
     def vendors(self) -> frozenset[str]:
-        """Its vendor, also as spelled in its id if that differs in case. Empty for other kinds."""
+        """Its vendor, also as spelled in its id if that differs in case. It is empty for other
+        kinds."""
         own = self.impl_id.partition(".")[2]
         return frozenset((self.vendor, own)) if self.vendor else frozenset()
 
     def availability(self) -> Availability:
-        """Return True, or why it cannot run here. Cached per process."""
+        """Return True, or why it cannot run here. The result is cached per process."""
         # A child process evaluates it again, because its device may differ.
         cached: tuple[int, Availability] | None = self.__dict__.get("_availability")
         if cached is not None and cached[0] == os.getpid():

@@ -77,7 +77,7 @@ class RangeLowering(GraphPass):
         )
 
     def _choice(self, node: fx.Node) -> OpImpl | None:
-        """Return the implementation that replaces an operator. None if the operator is kept."""
+        """Return the implementation that replaces an operator, or None if the operator is kept."""
         site = self.tasks[node.target]
         tokens = site.tokens([_value(arg) for arg in node.args])
         called = None if node.kwargs else _called(tokens, self.sizes, node.graph)

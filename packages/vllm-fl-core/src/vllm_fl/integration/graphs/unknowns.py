@@ -69,6 +69,6 @@ def _sizes(value: Any) -> tuple[Any, ...]:
 
 
 def _symbol(size: Any) -> Any:
-    """Return the symbol of a size. None for a number or an expression."""
+    """Return the symbol of a size, or None for a number or an expression."""
     is_unknown = isinstance(size, torch.SymInt) and size.node.expr.is_symbol
     return size.node.expr if is_unknown else None

@@ -130,7 +130,7 @@ class Groups:
                 _destroy(made)
 
     def _verified(self, impl: CommunicatorImpl, arguments: dict[str, Any]) -> Any:
-        """Return a verified communicator. None if it is disabled or has a fault on any rank."""
+        """Return a verified communicator, or None if it is disabled or has a fault on any rank."""
         group, device = arguments["cpu_group"], arguments["device"]
         name, rank = arguments["unique_name"], torch.distributed.get_rank()
         key = COMMUNICATOR, impl.impl_id
@@ -256,7 +256,8 @@ def made_by(groups: Groups | None) -> Iterator[None]:
 
 
 def groups_now() -> Groups | None:
-    """The groups that make communicators now. None if vLLM makes its own communicators."""
+    """Return the groups that make communicators now, or None if vLLM makes its own
+    communicators."""
     return _now
 
 
@@ -270,7 +271,7 @@ class Communicator(Patcher):
     def request(
         self, vllm_config: VllmConfig, settings: Settings, /, *, compiled: bool
     ) -> dict[str, Any]:
-        """Return the request for communicators. None for one rank or without a model."""
+        """Return the request for communicators, or None for one rank or without a model."""
         from vllm.platforms import current_platform
 
         parallel = vllm_config.parallel_config

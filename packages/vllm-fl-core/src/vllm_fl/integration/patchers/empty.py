@@ -32,9 +32,9 @@ _libraries: dict[str, torch.library.Library] = {}
 
 
 def schema(name: str) -> str:
-    """Return the schema of an operator that we may define. Empty if vLLM has compiled files, if
-    other code has defined an operator of the namespace, or if the schema in this release is
-    unknown."""
+    """Return the schema of an operator that we may define. The result is empty if vLLM has compiled
+    files, if other code has defined an operator of the namespace, or if the schema in this release
+    is unknown."""
     known = _table(vllm_version()).get(name)
     if known is None or compiled_files() or _brought(name.partition("::")[0]):
         return ""

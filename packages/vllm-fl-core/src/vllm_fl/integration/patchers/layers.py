@@ -109,7 +109,7 @@ def _is_in_tree(layer: Layer) -> bool:
 
 @cache
 def _found(path: str) -> type | None:
-    """Return the `CustomOp` class at `path`. None if this vLLM does not have it; logged once."""
+    """Return the `CustomOp` class at `path`, or None if this vLLM does not have it; logged once."""
     try:
         cls = named(path)
         if isinstance(cls, type) and custom_op_of(cls) is not None:

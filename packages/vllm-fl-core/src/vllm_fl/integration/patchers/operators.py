@@ -34,7 +34,7 @@ log = get_logger("engine")
 
 
 def operator(name: str) -> Any:
-    """Return the operator overload of this name. None if it is not defined."""
+    """Return the operator overload of this name, or None if it is not defined."""
     namespace, _, rest = name.partition("::")
     short, _, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, namespace), short, None)

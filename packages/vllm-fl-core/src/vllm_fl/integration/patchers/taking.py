@@ -92,9 +92,9 @@ class Replacement:
         return self.replaced(self.inside.how, *args, **named)
 
     def known(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any] | None:
-        """Return the arguments for the parameters of the binding. None to run the replaced code.
-        None if another parameter differs from its default, or if the call does not fit the
-        signature: the replaced code then raises the error."""
+        """Return the arguments for the parameters of the binding, or None to run the replaced code.
+        That is necessary if another parameter differs from its default, or if the call does not fit
+        the signature: the replaced code then raises the error."""
         parameters, defaults, count = self.parameters, self.defaults, len(self.target.parameters)
         if len(args) > len(parameters) or not named.keys() <= set(parameters):
             return None  # arguments for *args or **kwargs
@@ -269,7 +269,7 @@ def _give_back(engine: Engine, ours: Replacement) -> None:
 
 
 def _leaving(target: Taken, is_stock: Callable[[int], bool] | None) -> Leaves | None:
-    """Return a predicate for calls of sizes that are stock (`is_stock` is from `Plan.stock_at`).
+    """Return a predicate for calls of sizes that are stock (`is_stock` is from `Plan.stock_at`), or
     None if the size does not matter."""
     if is_stock is None or not target.tokens:
         return None
