@@ -91,8 +91,8 @@ def now() -> str:
 
 
 def folder() -> Path | None:
-    """Return the folder of the notes: `FOLDER`, or `~/.cache/vllm-fl/running`, or None without a
-    home."""
+    """Return the folder of the notes (`FOLDER` or `~/.cache/vllm-fl/running`). None without
+    a home."""
     if (given := os.environ.get(FOLDER)) is not None:
         return Path(given) if given else None
     cache = os.environ.get("XDG_CACHE_HOME", "")

@@ -206,10 +206,10 @@ def rejections(
     The hook is called when an op is resolved, if a setting of this plugin is set. `settings` maps
     each key to its effective setting: `settings["acme_streams"].value`, with its `.origin`. `impls`
     are all installed implementations of the op. A verifier (`VERIFIES = True`) is also called if
-    the engine requires batch-invariant implementations, with the engine's `facts` and the op's
-    `contract`; otherwise both are None. List only the arguments that you use, without defaults. An
-    exception fails the call or the startup, because an implementation that the user has excluded
-    must not run.
+    the engine requires batch-invariant implementations, with the `facts` of the engine and the
+    `contract` of the op. Otherwise both are None. List only the arguments that you use, without
+    defaults. An exception fails the call or the startup, because an implementation that the user
+    has excluded must not run.
 
     Example::
 
@@ -243,8 +243,9 @@ def worker_start(context: WorkerContext) -> WorkerReport | None:
     """Set up this backend in a worker and report it, or return None.
 
     The hook is called once per worker process and engine. The device exists; the plan is not
-    verified yet, and the weights are not loaded. All reports are added to the log and to the plan's
-    digest. An exception fails the startup, because an engine must not run with an incomplete setup.
+    verified yet, and the weights are not loaded. All reports are added to the log and to the digest
+    of the plan. An exception fails the startup, because an engine must not run with an incomplete
+    setup.
 
     Example::
 
