@@ -279,7 +279,7 @@ def _environment(env: Mapping[str, str], declared: Declared) -> Layer:
 
 
 def _text(env: Mapping[str, str], variable: str, key: str) -> str | None:
-    """Return a variable's text, or None if it is empty, but VLLM_FL_PLUGINS may be empty."""
+    """Return a variable's text, or None if it is empty. Only VLLM_FL_PLUGINS may be empty."""
     text = env.get(variable)
     if text is None:
         return None
