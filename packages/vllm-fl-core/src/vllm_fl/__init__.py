@@ -54,10 +54,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name at its first use.
-
-    vLLM imports this package in every process, even if vllm-fl is then disabled.
-    """
+    """Import a public name at its first use, because vLLM imports this package in every process,
+    even if vllm-fl is disabled."""
     if name == "__version__":
         from importlib.metadata import version
 

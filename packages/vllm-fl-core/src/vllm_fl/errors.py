@@ -1,10 +1,11 @@
 """The errors of vllm-fl.
 
-A message has the subject, the problem, the reason and the solution, in this order; programs read
-the fields instead. The first line of a message ends with the error's code, and `vllm-fl explain
-FL102` prints the page of a code. Users search for codes: never change the code of a class. FL1xx:
-settings and files, FL2xx: plugins and loading, FL3xx: policy and plan, FL4xx: kernels and calls,
-FL5xx: engines and ranks, FL6xx: measuring and tables, FL7xx: the command line.
+A message has the subject, the problem, the reason and the solution, in this order. Programs read
+the fields instead. The first line of a message ends with the error's code. `vllm-fl explain FL102`
+prints the page of a code. Users search for codes, so never change the code of a class.
+
+FL1xx: settings and files, FL2xx: plugins and loading, FL3xx: policy and plan, FL4xx: kernels and
+calls, FL5xx: engines and ranks, FL6xx: measuring and tables, FL7xx: the command line.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class VllmFLError(RuntimeError):
     """The base class of the errors that vllm-fl raises deliberately.
 
     Attributes:
-        code: the code of its page (`FL102`, shown by `vllm-fl explain FL102`).
+        code: the code of its page (`FL102`).
         message: the text without the code.
         op: the operator's name, or None.
         impl: the implementation's id, or None.
@@ -36,7 +37,7 @@ class VllmFLError(RuntimeError):
     def __init__(self, message: str, **fields: Any) -> None:
         super().__init__(message)
         self.message = message
-        vars(self).update(fields)  # may include `code`, for an error of another process
+        vars(self).update(fields)  # contains `code` for an error of another process
         if self.cause is not None:
             self.__cause__ = self.cause
         self.add_note(self.more)
@@ -47,7 +48,6 @@ class VllmFLError(RuntimeError):
 
     @property
     def more(self) -> str:
-        """A line with the command that prints the page. Tracebacks show it after the message."""
         return f"Run `vllm-fl explain {self.code}` for causes and fixes."
 
 
@@ -70,7 +70,7 @@ class DeviceError(PluginError):
 
 
 class OwnerError(PluginError):
-    """Another distribution has vllm-fl's names, or provides a second platform for vLLM."""
+    """Another distribution uses vllm-fl's names, or provides a second platform for vLLM."""
 
     code = "FL204"
 
@@ -90,10 +90,8 @@ class SettingsError(VllmFLError):
 
 
 class InvalidSettingError(SettingsError, ValueError):
-    """A setting's syntax or value is invalid.
-
-    Also a ValueError, since vllm-plugin-FL passed errors of YAML and Python through.
-    """
+    """A setting's syntax or value is invalid. Also a ValueError, because vllm-plugin-FL raised the
+    errors of YAML and Python unchanged."""
 
     code = "FL102"
 
@@ -105,7 +103,7 @@ class MissingFileError(SettingsError, FileNotFoundError):
 
 
 class IdleSwitchError(SettingsError):
-    """A switch that is set for safety would be overridden by a settings file."""
+    """A settings file would override a switch that is set for safety."""
 
     code = "FL104"
 
@@ -129,7 +127,7 @@ class NoImplementationError(VllmFLError):
 
 
 class NoKernelError(VllmFLError, NotImplementedError):
-    """An operator was called that the installed vLLM was built without.
+    """A call of an operator that the installed vLLM was built without.
 
     Attributes:
         operator: the operator (`_C::silu_and_mul`).
@@ -162,7 +160,7 @@ class CallError(VllmFLError):
 
     Attributes:
         argument: the invalid parameter (`x`), or `(call)` if the call cannot be read.
-        problem: the problem, to follow the argument's name in a sentence.
+        problem: the problem: a phrase that follows the argument's name.
     """
 
     code = "FL402"
@@ -182,7 +180,7 @@ class PolicySealedError(VllmFLError):
 
 
 class StartError(VllmFLError):
-    """An engine fails to start: a rank has failed, or the plan cannot be used there.
+    """An engine fails to start, because a rank has failed or the plan cannot be used on a rank.
 
     Attributes:
         failures: `rank 1: reason` for each failed rank, if all ranks know them.
@@ -200,7 +198,7 @@ class TargetError(PluginError):
 
 
 class ServingError(VllmFLError):
-    """A serving implementation was found to be incorrect, such as after an update of the weights.
+    """An implementation in a serving engine is incorrect, such as after an update of the weights.
 
     Attributes:
         wrong: (op, impl id) -> the reason, for each incorrect implementation. `op` and `impl` refer

@@ -1,4 +1,4 @@
-"""Kept for plugins that import from here: `hookimpl` and `HOOK_API` are in `vllm_fl` now."""
+"""Kept for plugins that import from here. `hookimpl` and `HOOK_API` are now in `vllm_fl`."""
 
 from .plugins.hookspecs import HOOK_API, hookimpl
 

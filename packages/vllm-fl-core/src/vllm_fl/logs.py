@@ -1,4 +1,4 @@
-"""Loggers with a handler for stderr, since vLLM configures only its own logger."""
+"""Loggers with a handler for stderr, because vLLM configures only its own logger."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from .text import INDENTED, clean, quote
 ROOT = "vllm_fl"
 
 SAID_AT_MOST = 1000
-"""The most distinct events to log: reasons may contain sizes, and a server runs for months."""
+"""The most distinct events to log. Reasons may contain sizes, and a server runs for months."""
 
 
 class _Cleaned(logging.Filter):
-    """Removes secrets, escape sequences and forged lines from records.
-
-    It is a filter of the loggers, not of a handler: every handler gets cleaned records.
-    """
+    """Removes secrets, escape sequences and forged lines from records. The loggers have this
+    filter, so every handler gets cleaned records."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         try:
@@ -38,7 +36,8 @@ _cleaned = _Cleaned()
 
 
 class _Stderr(logging.Handler):
-    """Writes to stderr, unless the program has configured logging (the root logger's handlers)."""
+    """Writes to stderr, unless the program has configured logging (the root logger has
+    handlers)."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers:
@@ -61,7 +60,7 @@ def get_logger(name: str | None = None) -> logging.Logger:
         root.setLevel(logging.INFO)
     is_root = not name or name == ROOT
     logger = root if is_root else root.getChild(str(name).removeprefix(f"{ROOT}."))
-    logger.addFilter(_cleaned)  # no effect if already added
+    logger.addFilter(_cleaned)
     return logger
 
 
@@ -69,34 +68,27 @@ def set_log_level(level: int | str, name: str | None = None) -> None:
     """Set the level of `get_logger(name)`: a number, or DEBUG, INFO, WARNING, ERROR.
 
     Raises:
-        ValueError: unknown level.
+        ValueError: the level is unknown.
     """
     get_logger(name).setLevel(level.upper() if isinstance(level, str) else level)
 
 
 def speaks_for_all() -> bool:
     """Whether the user started this process. The other processes of an engine are its children.
-
-    Messages about all processes are logged only there.
-    """
+    Only this process logs messages about all processes."""
     from multiprocessing import parent_process  # takes 5 ms, and few processes need it
 
     return parent_process() is None
 
 
 def quiet(level: int) -> AbstractContextManager[None]:
-    """In the block, hide vllm-fl's records up to this level, independent of the settings."""
+    """In the block, hide vllm-fl's records up to this level, regardless of the settings."""
     return _filtered(get_logger().handlers, lambda record: record.levelno > level)
 
 
 def silence(*, ours: bool = True) -> AbstractContextManager[None]:
-    """In the block, hide the records of this thread from all loggers, except errors.
-
-    Other threads can still log, such as the watchdog for slow code.
-
-    Args:
-        ours: whether to hide the records of vllm-fl's loggers as well.
-    """
+    """In the block, hide this thread's records of all loggers, except errors. Other threads can
+    still log, such as the watchdog for slow code."""
     thread = threading.get_ident()
 
     def is_heard(record: logging.LogRecord) -> bool:
@@ -112,7 +104,6 @@ def silence(*, ours: bool = True) -> AbstractContextManager[None]:
 def _filtered(
     handlers: Iterable[logging.Handler], is_heard: Callable[[logging.LogRecord], bool]
 ) -> Iterator[None]:
-    """In the block, let the handlers show only records with a true `is_heard(record)`."""
     with ExitStack() as stack:
         for handler in handlers:
             handler.addFilter(is_heard)

@@ -1,4 +1,4 @@
-"""Cleaning of foreign text: text from plugins, libraries and the environment.
+"""Cleaning of text from plugins, libraries and the environment.
 
 A plugin's name, a reason or an error message may contain anything: escape sequences that rewrite a
 terminal, line breaks that forge a line of the log, or the password in a proxy's address.
@@ -14,21 +14,21 @@ from collections.abc import Iterable, Iterator
 HIDDEN = "<redacted>"
 
 INDENTED = "\n    "
-"""The replacement of a line break in a log: foreign lines must not start like log lines."""
+"""The replacement of a line break in a log. Foreign lines must not look like log lines."""
 
 SHORTEST = 6
-"""The fewest characters of a secret. Shorter values occur in any text, and hiding them would
-reveal them."""
+"""The fewest characters of a secret. A shorter value occurs in any text, so hiding it would reveal
+it."""
 
 LONGEST = 20_000
-"""The most characters of foreign text to show: an error may quote a whole file."""
+"""The most characters of foreign text to show, because an error may quote a whole file."""
 
 _SECRET = re.compile(
     r"(?:^|[_.\-])(?:pats?|pwd|pass|auth|bearer|cookies?|keys?|dsn)(?:$|[_.\-])"
     r"|(?:tokens?|secrets?|passw(?:or)?d|passphrases?|credentials?|api[_\-]?keys?)(?:$|[_.\-\d])",
     re.IGNORECASE,
 )
-"""Matches names of secrets. Words such as `key`, which occur in other words, must be separate;
+"""Matches names of secrets. Words that occur in other words, such as `key`, must be separate.
 `password` also matches PGPASSWORD."""
 
 _USERINFO = re.compile(r"(?<=://)[^/\s'\"]+(?=@)")
@@ -37,21 +37,21 @@ _ASSIGNED = re.compile(
     r"[\"']?\s*[=:]\s*[\"']?)(?!\d+\b)([^\s\"',;&)}\]<]{4,})",
     re.IGNORECASE,
 )
-"""Matches `password=…`. Not the word `token` without a prefix, which is an entry of an order, and
-not `per_token`, which occurs in contracts."""
+"""Matches `password=…`. Excludes the word `token` without a prefix, which occurs in orders, and
+`per_token`, which occurs in contracts."""
 _SHAPES = re.compile(
     r"\b(?:hf_\w{20,}|gh[oprsu]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|sk-[\w-]{20,}"
     r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
     r"|(?<=Bearer )[\w.~+/=-]{8,}"
 )
-"""Matches tokens with a known form, such as from Hugging Face, GitHub, GitLab and OpenAI."""
+"""Matches tokens with a known form, such as tokens of Hugging Face, GitHub, GitLab and OpenAI."""
 
 
 def clean(text: str, line_break: str = " ") -> str:
     r"""Return `text` without secrets and without control characters.
 
     Args:
-        text: the text; it is shortened to `LONGEST` characters.
+        text: the text. It is shortened to `LONGEST` characters.
         line_break: the replacement of line breaks, a blank or `INDENTED`.
 
     Returns:
@@ -80,7 +80,8 @@ def quote(error: BaseException) -> str:
 
 
 def spelt(error: BaseException) -> str:
-    """Return an exception as `Type: message`, uncleaned: cleaning is slow, and loggers clean."""
+    """Return an exception as `Type: message`. It is not cleaned, because cleaning is slow and
+    loggers do it."""
     name = type(error).__name__
     try:
         message = str(error)
@@ -92,7 +93,6 @@ def spelt(error: BaseException) -> str:
 
 
 def is_secret(name: str) -> bool:
-    """Whether this is the name of a secret, such as `HF_TOKEN` or `PGPASSWORD`."""
     return name != "PWD" and _SECRET.search(name) is not None
 
 
@@ -106,7 +106,8 @@ def scrub(text: str) -> str:
 
 
 def _secrets() -> Iterator[str]:
-    """Yield the secrets in the environment: values of secret variables, and user parts of URLs."""
+    """Yield secrets in the environment: values of variables with secret names, and user parts of
+    URLs."""
     for name, value in os.environ.items():
         if is_secret(name) and _tells(name, value):
             yield value
@@ -118,7 +119,8 @@ def _secrets() -> Iterator[str]:
 
 
 def _tells(name: str, value: str) -> bool:
-    """Whether to hide a value: not if it is short, such as `1`, or the path of an existing file."""
+    """Whether to hide a value. A short value, such as `1`, or the path of an existing file is not
+    hidden."""
     return len(value) >= SHORTEST and not (value.startswith("/") and os.path.exists(value))
 
 
@@ -126,10 +128,8 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the known name that is most similar to `word`, ignoring case, or None.
 
     Args:
-        word: the misspelt name.
-        known: the valid names.
-        cutoff: the least similarity, from 0 to 1. Two swapped adjacent letters always match, since
-            they may be half of a short name.
+        cutoff: the least similarity, from 0 to 1. A name with two adjacent letters swapped always
+            matches, because these may be half of a short name.
     """
     import difflib  # rarely needed
 
@@ -145,13 +145,12 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return ` Did you mean 'rms_norm'?`, or empty if no name is similar. See `nearest`."""
     found = nearest(word, known, cutoff)
     return f" Did you mean {found!r}?" if found else ""
 
 
 def kind_of(value: object) -> str:
-    """Describe a value of a settings file, for an error that expected another kind of value."""
+    """Describe a value of a settings file, for an error."""
     if value is None:
         return "nothing (omit the key, or write [] for an empty list)"
     if isinstance(value, str):

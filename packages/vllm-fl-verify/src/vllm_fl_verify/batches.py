@@ -1,6 +1,6 @@
 """Batches of tokens as vLLM makes them: consecutive prompts, decoding sequences, repeats.
 
-Positions increase and jump back, tokens repeat, and rows at distances of a power of two differ.
+Positions increase and jump back. Tokens repeat. Rows at distances of a power of two differ.
 """
 
 from __future__ import annotations
@@ -13,35 +13,31 @@ if TYPE_CHECKING:
 __all__ = ["POOL", "STANDING_COUNTS", "Order", "rows", "tokens"]
 
 POOL = 251
-"""Number of distinct rows in batches. A prime, so that a kernel with a grid that wraps at a power
-of two reads another row."""
+"""Number of distinct rows in batches. It is a prime, so a kernel with a grid that wraps at a power
+of two reads a different row."""
 
 STANDING_COUNTS = (1, 5, 17, 300)
 """Token counts of calls with fixed batches (`OpSpec.stands`). The last batch has more than 16
-sequences, and sequences beyond a second chunk of 64 tokens."""
+sequences. Its first sequence is longer than two chunks of 64 tokens."""
 
 Order = Literal["standing", "drawn", "repeated", "alike"]
-"""Order of a batch's rows: `standing`, consecutive from a random row on, as in vLLM; `drawn`, in
-random order; `repeated`, in random order, each several times, the first one twice;
-`alike`, one random row for all tokens."""
+"""Order of a batch's rows. `standing`: consecutive from a random row on, as in vLLM. `drawn`: in
+random order. `repeated`: in random order, each several times, the first one twice. `alike`: the
+same random row for all tokens."""
 
 _RUNS = (2, 1, 3, 8, 1, 1)
-"""Numbers of consecutive repetitions, cyclic."""
 
 
 def rows(count: int, pool: int, generator: torch.Generator, order: Order = "drawn") -> torch.Tensor:
     """Return the rows of a pool that make a batch.
 
-    A drawn batch has every row once before any row twice.
+    A drawn batch contains every row before it repeats a row.
 
     Args:
-        count: tokens of the batch.
-        pool: number of rows in the pool.
-        generator: random generator on the CPU.
         order: see `Order`.
 
     Returns:
-        (count,), int64, on the CPU: numbers from 0 to pool - 1.
+        (count,), int64, on the CPU; numbers from 0 to pool - 1.
     """
     import torch
 
@@ -61,20 +57,12 @@ def rows(count: int, pool: int, generator: torch.Generator, order: Order = "draw
 
 
 def tokens(count: int, vocabulary: int, generator: torch.Generator) -> torch.Tensor:
-    """Return random token ids of a batch, with repeats in every other stretch.
-
-    Args:
-        count: tokens of the batch.
-        vocabulary: number of ids.
-        generator: random generator on the CPU.
-
-    Returns:
-        (count,), int64, on the CPU.
-    """
+    """Return random token ids of a batch: (count,), int64, on the CPU. Of each 32 ids, the first 16
+    contain repeats."""
     import torch
 
     ids = torch.randint(vocabulary, (count,), generator=generator, device="cpu")
     for begin in range(0, count, 32):
-        stretch = ids[begin : begin + 16]  # eight of one id, eight of another, like "aaaabbbb"
+        stretch = ids[begin : begin + 16]  # eight of each of two ids, like "aaaabbbb"
         stretch[:8], stretch[8:] = stretch[0].clone(), stretch[-1].clone()
     return ids

@@ -1,7 +1,7 @@
 """Limits of verification as numbers of calls instead of seconds.
 
-A call of many bytes weighs several calls. So model, seed and kind of device determine what is
-verified, and the machine's speed does not. Only `Valve` uses a clock.
+A call with many bytes equals several calls. The model, the seed and the kind of device therefore
+determine what is verified, but not the machine's speed. Only `Valve` uses a clock.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from vllm_fl.logs import get_logger
 log = get_logger("engine")
 
 ON_CPU, ELSEWHERE = 2**20, 2**26
-"""Bytes of one call on a CPU and on other devices, which are faster by about this factor."""
+"""Bytes of one call, on a CPU and on other devices, which are faster by about this factor."""
 
 SECONDS = 600.0
-"""Limit of one startup's verification, which usually takes a few seconds."""
+"""Limit of one startup's verification. It usually takes a few seconds."""
 
 
 def as_calls(nbytes: float, device: torch.device) -> float:
-    """Return the weight of `nbytes` in calls, at least 1."""
+    """Return `nbytes` as a number of calls, at least 1."""
     return max(1.0, nbytes / (ON_CPU if device.type == "cpu" else ELSEWHERE))
 
 
@@ -52,7 +52,7 @@ class Valve:
                 self._left_out.clear()
 
     def is_closed(self, what: str) -> bool:
-        """Return whether `what` must be omitted, and remember it for the warning."""
+        """Return whether `what` must be omitted. If so, store it for the warning."""
         closed = self._elapsed() > self.seconds
         if closed:
             self._left_out[what] = None
@@ -63,16 +63,14 @@ class Valve:
 
 
 class Budget:
-    """A number of available calls, under the valve of the startup."""
+    """A number of available calls, limited by the valve of the startup."""
 
     def __init__(self, calls: float, valve: Valve) -> None:
         self.left, self.valve = calls, valve
 
     def takes(self, what: str, calls: float = 1.0) -> bool:
-        """If calls are left, subtract `calls`, even if that is more than are left, and return True.
-
-        Otherwise the valve's warning may include `what`.
-        """
+        """If calls are left, subtract `calls`, even if fewer are left, and return True. Otherwise
+        return False. If the valve has closed, its warning includes `what`."""
         if self.left <= 0 or self.valve.is_closed(what):
             return False
         self.left -= calls

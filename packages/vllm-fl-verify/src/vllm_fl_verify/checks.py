@@ -1,4 +1,4 @@
-"""The checks of verification. Each yields objections; the first objection ends the run."""
+"""The checks of verification. Each yields objections. The first objection ends the run."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ log = get_logger("engine")
 
 LARGE_COUNTS = (1, 7, 64, 256)
 """Token counts for large values, in addition to the largest batch. Large values reveal errors in
-numbers, and in the tiles of a kernel for many rows."""
+numbers, and in the tiles that a kernel uses for many rows."""
 
 ORDERS: tuple[Order, ...] = ("standing", "drawn", "repeated", "alike")
-"""Batches per token count, tried one after the other in the same memory. Above 64 tokens only the
-first two, and the third with one row less."""
+"""Batches per token count, tried one after the other in the same memory. For more than 64 tokens,
+only the first two are tried, and the third with one row less."""
 
 FREED = 2**21
-"""Maximum size of a freed block in bytes: the system zeroes larger ones for each allocation."""
+"""Maximum bytes of a freed block. The system zeroes larger blocks for each allocation."""
 
 TOGETHER = 8
-"""Number of further batches that share memory and are compared at once."""
+"""Number of further batches that share memory and are compared together."""
 
 COMPILED_COUNTS = (5, 7, 33, 300)
-"""Token counts of the compiled form, which has one graph for all counts, as in vLLM. Without 0
-and 1, because torch would create separate graphs for them."""
+"""Token counts of the compiled form. It has one graph for all counts, as in vLLM. 0 and 1 are not
+included, because torch would create separate graphs for them."""
 
 
 def _samples(run: Run) -> Objections:
-    """Compare the contract's samples, and calls with batches that cannot be rearranged."""
+    """Compare the contract's samples, and calls with fixed batches."""
     trials, refused, results = run.trials, [], []
     memories = trials.shared()
     for index, (sample, wanted) in enumerate(zip(trials.samples, trials.wanted, strict=True)):
@@ -71,7 +71,6 @@ def _refuses_all(why: str) -> Objection:
 
 
 def _process(run: Run) -> Objections:
-    """Object to changes of the process's state."""
     if problem := run.changed():
         yield Objection(FAILED, problem)
 
@@ -97,7 +96,7 @@ def _batches(run: Run) -> Objections:
 
 
 def _in_another_thread(run: Run, form: Form) -> Objections:
-    """Compare a batch in another thread, because vLLM runs micro-batches in threads."""
+    """Compare a batch in a different thread, because vLLM runs micro-batches in threads."""
 
     def look() -> Objection | None:
         device = run.trials.device
@@ -114,7 +113,7 @@ def _in_another_thread(run: Run, form: Form) -> Objections:
 
 
 def _dirty_memory(run: Run) -> Objections:
-    """Compare calls that find NaN in uninitialised memory."""
+    """Compare calls while uninitialised memory contains NaN."""
     if run.spec.caches:
         return
     trials, counts = run.trials, {run.trials.few, *run.trials.among(LARGE_COUNTS)}
@@ -141,7 +140,7 @@ def _over_freed(run: Run, call: Callable[..., Any], *args: Any) -> Any:
     sizes = [n for most in nbytes for n in (most // 2, most, 2 * most) if 0 < n <= FREED]
     result = None
     for each in calls:
-        result = None  # its memory is used again
+        result = None  # frees its memory for the next call
         held = freed_nan(sizes, run.trials.device)
         result = call(*each)
         del held
@@ -149,7 +148,7 @@ def _over_freed(run: Run, call: Callable[..., Any], *args: Any) -> Any:
 
 
 def _further_batches(run: Run) -> Objections:
-    """Compare further token counts within the budget, starting where other kernels run."""
+    """Compare further token counts within the budget, beginning where different kernels run."""
     trials = run.trials
     _, further = token_counts(trials.largest, trials.seed, trials.smallest)
     budget, what = run.request.share(), f"further batches of {run.name}"
@@ -183,12 +182,12 @@ def _further_batches(run: Run) -> Objections:
 
 
 def _in_turn(counts: Iterable[int]) -> list[tuple[int, Order]]:
-    """Return a series of batches, the largest first, alternating drawn rows and rows in order."""
+    """Return a series of batches, the largest first. Their rows are alternately drawn and
+    in order."""
     return [(n, ORDERS[1 - i % 2]) for i, n in enumerate(sorted(counts, reverse=True))]
 
 
 def _takes_some(run: Run) -> Objections:
-    """Object to an implementation that supports no call of the served model."""
     if run.forms and not run.served:
         yield from _process(run)
         yield _refuses_all(run.refusals[0])
@@ -211,7 +210,7 @@ def _warm_up(run: Run) -> Objections:
 
 
 def _captured(run: Run) -> Objections:
-    """Capture a call in a CUDA graph, and replay it with other values in the same memory."""
+    """Capture a call in a CUDA graph, and replay it with different values in the same memory."""
     count, trials = run.role.captured, run.trials
     for form in run.forms if count else ():
         form.switch(large=False)
@@ -247,12 +246,10 @@ def _capture(run: Run, args: tuple[Any, ...]) -> Outcome:
 
 
 def _compiled(run: Run) -> Objections:
-    """Compile the form that the compiler will get, in one graph for all batches.
-
-    For an opaque operator the compiler sees only which arguments are present and their strides, so
-    contiguous calls of all sizes are the same to it. An operator that overwrites nothing is only
-    traced, since Inductor lowers it to a call of itself.
-    """
+    """Compile the form that the compiler will get, in one graph for all batches. Of an opaque
+    operator, the compiler only sees which arguments are present, and their strides. All contiguous
+    calls are therefore equal for the compiler. An operator that overwrites nothing is only traced,
+    because Inductor lowers it to a call of itself."""
     startup, backend = run.startup, run.request.backend
     is_operator = is_opaque(run.impl)
     if is_operator and not run.impl.consumes:
@@ -308,7 +305,6 @@ def _in_one_graph(run: Run, form: Form, backend: str) -> Objections:
 
 
 def _with_nan(run: Run, form: Form, count: int) -> tuple[Any, ...]:
-    """Return a call's arguments with one NaN, in the last row."""
     args = run.arguments(form, run.trials.rows(count))
     rows = (x for x in run.spec.with_rows(args).values() if x.is_floating_point())
     for x in islice(rows, 1):
@@ -317,7 +313,7 @@ def _with_nan(run: Run, form: Form, count: int) -> tuple[Any, ...]:
 
 
 def _as_compiled(run: Run, call: Any, args: Sequence[Any], where: str, *, again: bool) -> Found:
-    """Call the compiled form, which must not be recompiled for another batch."""
+    """Call the compiled form. It must not be recompiled for a further batch."""
     lowering = partial(attempt, "it cannot be compiled:", call, *args, refuses=BY_CHAIN)
     with torch._dynamo.config.patch(error_on_recompile=again):
         return (yield from run.at(where, lowering, compiles=True))
@@ -335,16 +331,12 @@ CHECKS: tuple[Callable[[Run], Objections], ...] = (
     _compiled,
     _process,
 )
-"""In order of execution; the first objection ends the run."""
 
 
 def _apart(spec: OpSpec, args: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the arguments with each activation in its own memory, with unchanged strides.
-
-    Heads of one projection are views that the model's graph creates. torch treats them differently
-    as inputs of a graph that writes into them: their memory becomes one input without a dynamic
-    size.
-    """
+    """Return the arguments with each activation in its own memory. Strides do not change. Heads of
+    one projection are views that the model's graph creates. torch treats them differently as inputs
+    of a graph that writes to them: their memory becomes one input without a dynamic size."""
 
     def place(arg: Any) -> int:
         return int(arg.untyped_storage().data_ptr()) if isinstance(arg, torch.Tensor) else 0

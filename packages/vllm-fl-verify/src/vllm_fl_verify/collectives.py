@@ -19,7 +19,7 @@ MANY = 64
 """Maximum ranks for exact sums in float16 and bfloat16."""
 
 SHAPES = ((1, 1), (7, 33), (64, 1030))
-"""Shapes of each rank's tensor: one element, odd sizes, and more than a small buffer's size."""
+"""Shapes of each rank's tensor: one element, odd sizes, and more than a small buffer."""
 
 OPTIONAL = ("all_gatherv", "reduce_scatterv")
 """Collectives that vLLM's base class does not support either."""
@@ -27,7 +27,6 @@ OPTIONAL = ("all_gatherv", "reduce_scatterv")
 Shape = Sequence[int]
 
 Step = Callable[[], str]
-"""Returns the first error, or an empty string."""
 
 
 def steps(
@@ -35,15 +34,13 @@ def steps(
 ) -> Iterator[tuple[str, Step]]:
     """Yield (dtype, step) in the same order on every rank. A step runs every collective.
 
-    Every rank must finish a step before any rank starts the next step. A step continues after an
-    error, since the other ranks would wait in the next collective.
+    All ranks must finish a step before a rank starts the next step. A step continues after an
+    error, because the other ranks would wait in the next collective.
 
     Args:
         communicator: an object with the methods of vLLM's `DeviceCommunicatorBase`.
-        rank: this rank's position in the group.
-        size: number of ranks in the group.
-        device: device of the tensors.
-        dtype: the model's dtype; vLLM also exchanges float32 and int64, which are verified as well.
+        dtype: the model's dtype. vLLM also exchanges float32 and int64, so these are verified as
+            well.
     """
     for kind in dict.fromkeys((torch.float32, dtype, torch.int64)):
         if size <= MANY or kind.itemsize > 2:
@@ -53,8 +50,6 @@ def steps(
 
 @dataclass(frozen=True)
 class _Collectives:
-    """The collectives of one communicator on tensors of one dtype."""
-
     it: Any
     rank: int
     size: int
@@ -62,7 +57,6 @@ class _Collectives:
     dtype: torch.dtype
 
     def fault(self) -> str:
-        """Return the first error of a collective, or an empty string."""
         faults = []
         for shape in SHAPES:
             of = f" of {self.dtype} {[*shape]}".replace("torch.", "")
@@ -81,7 +75,6 @@ class _Collectives:
     def calls(
         self, shape: Shape
     ) -> Iterator[tuple[str, str | Callable[[], Any], tuple[Any, ...], Any]]:
-        """Yield (name, method, arguments, correct result) of each collective."""
         own, size, rank = partial(self.given, self.rank), self.size, self.rank
         every = [self.given(r, shape) for r in range(size)]
         yield "all_reduce", "all_reduce", (own(shape),), self.total(shape)
@@ -97,7 +90,7 @@ class _Collectives:
         gathered = torch.cat(every, -1) if rank == 0 else None
         yield "gather", "gather", (own(shape), 0, -1), gathered
         yield "send and recv", partial(self.ring, shape), (), every[rank - 1]
-        # Ranks have different numbers of rows, as replicas with different batches do.
+        # Ranks have different numbers of rows, like replicas with different batches.
         sizes = [1 + r % 3 for r in range(size)]
         parts = [self.given(r, (rows, *shape[1:])) for r, rows in enumerate(sizes)]
         both = torch.cat(parts)
@@ -108,22 +101,20 @@ class _Collectives:
         yield "reduce_scatterv", "reduce_scatterv", (own(whole), 0, sizes), mine
 
     def given(self, rank: int, shape: Shape) -> torch.Tensor:
-        """Return a rank's tensor: numbers from -1 to 4 that differ between neighbours."""
+        """Return a rank's tensor: numbers from -1 to 4. The tensors of neighbouring ranks
+        differ."""
         count = int(torch.Size(shape).numel())
         whole = torch.arange(count, device=self.device) % 3 - 1 + rank % 4
         return whole.to(self.dtype).reshape(*shape)
 
     def total(self, shape: Shape) -> torch.Tensor:
-        """Return the sum of all ranks' tensors."""
         return torch.stack([self.given(r, shape) for r in range(self.size)]).sum(
             0, dtype=self.dtype
         )
 
     def ring(self, shape: Shape) -> Any:
-        """Send to the next rank and return what the previous rank sent.
-
-        Even ranks send first, since both calls block.
-        """
+        """Send to the next rank, and return what the previous rank sent. Both calls block, so even
+        ranks send first."""
         received = None
         for sends in (True, False) if self.rank % 2 == 0 else (False, True):
             if sends:
@@ -135,7 +126,7 @@ class _Collectives:
 
 
 def _compare(got: Any, wanted: Any) -> str:
-    """Return what is wrong with a result: type, shape, dtype, or number of wrong elements."""
+    """Return why a result is incorrect: type, shape, dtype, or number of incorrect elements."""
     if isinstance(wanted, list):
         return next(filter(None, starmap(_compare, zip(got, wanted, strict=True))), "")
     if wanted is None:

@@ -1,6 +1,7 @@
-"""Measurement of determinism: are the bits of a row the same in another run or another batch?
+"""Measurement of determinism: does a row have the same bits in every run and in every batch?
 
-Authors declare nothing: both are measured on the engine's device at the served model's sizes.
+Authors of kernels declare nothing. Both properties are measured on the engine's device, at the
+served model's sizes.
 """
 
 from __future__ import annotations
@@ -31,18 +32,16 @@ T = TypeVar("T")
 log = get_logger("engine")
 
 BY_CONTRACT = "its contract determines every bit"
-"""Why an op that only moves numbers is not measured, only compared with the oracle."""
+"""Why an op that only moves numbers is not measured. It is only compared with the oracle."""
 
 NO_ROWS = "its contract has no result for a single token, so batch invariance cannot be measured"
 
 STANDS = "its batches cannot be rearranged, so no token occurs in two of them"
-"""Why an op with fixed batches is not measured."""
 
 VARIANT = "not batch-invariant"
 """Prefix of the result of `variance` if it measured a difference."""
 
 UNKNOWN = "the sizes of its calls are unknown"
-"""Why an op is not measured if the model's configuration does not define its sizes."""
 
 Bits = Sequence[torch.Tensor | None]
 
@@ -53,9 +52,9 @@ class Determinism:
 
     Args:
         runs: whether two equal calls have equal bits; None if not measured.
-        batches: whether a row has equal bits in every batch: alone, with others, at another
+        batches: whether a row has equal bits in every batch: alone, with others, at a different
             position; None if not measured.
-        reason: the first difference, or why one of the two was not measured; otherwise empty.
+        reason: the first difference, or why `runs` or `batches` was not measured; otherwise empty.
     """
 
     runs: bool | None
@@ -64,10 +63,8 @@ class Determinism:
 
 
 def unmeasured(facts: EngineFacts, impls: Iterable[Impl], spec: OpSpec | None) -> dict[str, str]:
-    """Return impl id -> why it must not run, for implementations that cannot be measured.
-
-    Empty if the engine does not require batch-invariant implementations.
-    """
+    """Return impl id -> why it must not run, for implementations that cannot be measured. The
+    result is empty if the engine does not require batch-invariant implementations."""
     asks, how = facts.wants_invariance, facts.settings.preflight
     found: dict[str, str] = {}
     for impl in impls if asks else ():
@@ -84,12 +81,10 @@ def unmeasured(facts: EngineFacts, impls: Iterable[Impl], spec: OpSpec | None) -
 
 
 def _has_no_rows(spec: OpSpec) -> bool:
-    """Return whether no measurement can show that an implementation of the op is batch-invariant.
-
-    That is the case if by contract a row of a result depends on other rows, because another batch
-    is then another call. Ops that only move numbers, and ops that ignore repeated rows, can be
-    measured nevertheless.
-    """
+    """Whether no measurement can show that an implementation of the op is batch-invariant. This is
+    the case if the contract allows a row of a result to depend on other rows: a different batch is
+    then a different call. Ops that only move numbers, and ops that ignore repeated rows, can still
+    be measured."""
     return spec.whole_batch and not (spec.ignores_repeats or _is_exact(spec))
 
 
@@ -107,16 +102,14 @@ def determinism_of(
 ) -> Determinism:
     """Call an implementation with the same rows in many batches, and compare each row's bits.
 
-    The implementation must have passed verification. If it still raises, `reason` has the
-    exception.
+    The implementation must have passed verification. If it nevertheless raises, `reason` contains
+    the exception.
 
     Args:
-        impl: the implementation.
-        trials: the served model's calls of its op.
-        call: the compiled form, called with two or more tokens (torch would compile another graph
-            for one token, which the engine does not use). By default the implementation itself.
-        layer_for: as for `as_call`.
-        budget: calls at further token counts; None for none.
+        call: the compiled form. It is called with two or more tokens, because torch would compile a
+            separate graph for one token, which the engine does not use. By default the
+            implementation itself.
+        budget: calls at further token counts; None for no such calls.
     """
     spec = trials.spec
     if not trials.forms:
@@ -131,11 +124,11 @@ def determinism_of(
 
 
 Verdicts = Generator[Determinism, None, T]
-"""Results of a measurement. The caller stops at the first one."""
+"""Results of a measurement. The caller uses only the first."""
 
 
 class _Measured:
-    """One implementation, and its results for each pool of rows, in one batch in order."""
+    """One implementation, and the results for each pool of rows as one batch, in order."""
 
     def __init__(
         self,
@@ -147,12 +140,13 @@ class _Measured:
         self.impl, self.trials, self.call, self.watch = impl, trials, call, watch
         self.pool = torch.arange(min(POOL, trials.largest), device=trials.device)
         self.whole: dict[str, Bits | None] = {}
-        """Form's name -> bits of its pool's rows in one batch; None if that is not supported."""
+        """Form's name -> bits of its pool's rows in one batch. None if the batch is not
+        supported."""
 
     def verdicts(
         self, always: Sequence[int], further: Sequence[int], budget: Budget
     ) -> Verdicts[None]:
-        """Yield the verdict; try `further` token counts within the budget."""
+        """Yield the verdict. Try `further` token counts within the budget."""
         spec, forms = self.trials.spec, self.trials.forms
         for form in forms:
             form.switch(large=False)
@@ -178,14 +172,14 @@ class _Measured:
         yield Determinism(True, True)
 
     def other_run(self, form: Form) -> Verdicts[str]:
-        """Return the difference between two calls of one batch, or an empty string."""
         again, whole = (yield from self.bits(form, self.pool)), self.whole[form.name]
         if again is not None and whole is not None and not any(map(_differing, again, whole)):
             return ""
         return f"the same call returned different bits ({self._where(form, len(self.pool))})"
 
     def other_batch(self, form: Form, count: int) -> Verdicts[str]:
-        """Return a difference between rows in batches of `count` and in the pool, if any."""
+        """Return a difference between rows in batches of `count` and in the pool, or an empty
+        string."""
         whole, where = self.whole[form.name], self._where(form, count)
         size = len(self.pool)
         for salt in range(4 if count <= 4 else 2):
@@ -209,7 +203,8 @@ class _Measured:
         return ""
 
     def bits(self, form: Form, rows: torch.Tensor) -> Verdicts[Bits | None]:
-        """Return the bits of the results for these rows of the pool; None if not supported."""
+        """Return the bits of the results for these rows of the pool, or None if they are not
+        supported."""
         spec = self.trials.spec
         laid = form.call(rows_of(form.pool(False), rows))
         form.static.restore(spec.consumed(self.impl.consumes, laid.args))
@@ -234,12 +229,10 @@ class _Measured:
 
 
 def _bits(result: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the result as integers."""
     return bits(result.detach().clone(memory_format=torch.contiguous_format))
 
 
 def _differing(mine: torch.Tensor | None, base: torch.Tensor | None) -> int:
-    """Return the number of different rows."""
     if mine is None or base is None:
         return int(mine is not base)
     if mine.shape != base.shape:
@@ -249,10 +242,8 @@ def _differing(mine: torch.Tensor | None, base: torch.Tensor | None) -> int:
 
 
 def variance(request: Request, role: Role, trials: Sequence[Trials]) -> str:
-    """Return why a role must not run if batch invariance is required, or an empty string.
-
-    `role` must be correct; its compiled form is measured as well. `trials` has one entry per dtype.
-    """
+    """Return why a role must not run if batch invariance is required, or an empty string. `role`
+    must be correct. Its compiled form is measured as well. `trials` has one entry per dtype."""
     forms: list[tuple[str, Callable[..., Any] | None]] = [("", None)]
     if role.compiled is not None:
         form = lowered(role.compiled, request.backend)

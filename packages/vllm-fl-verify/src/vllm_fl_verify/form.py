@@ -17,10 +17,8 @@ from .wanted import Off, Wanted
 
 
 class Form:
-    """One kind of call of the served model, in one layout.
-
-    It has a pool of rows with ordinary values and a pool with large values.
-    """
+    """One kind of call of the served model, in one layout. It has a pool of rows with ordinary
+    values, and a pool with large values."""
 
     def __init__(self, spec: OpSpec, ordinary: Sample, large: Sample) -> None:
         self.spec = spec
@@ -33,10 +31,8 @@ class Form:
         self._wanted: dict[bool, list[Wanted | None]] = {}
 
     def _put_zeros(self, sample: Sample) -> None:
-        """Set one row of the activations to zero, because a kernel may skip such a row.
-
-        Not if results are ids: the order of equal numbers is undefined.
-        """
+        """Set one row of the activations to zero, because a kernel may skip such a row. Not done if
+        results are ids, because the order of equal numbers is undefined."""
         has_ids = not all(isinstance(o, Within | QuantisedPair) for o in self.spec.outputs)
         rows = () if has_ids else self.spec.with_rows(sample.args).values()
         floats = [x for x in rows if x.is_floating_point() and len(x) > 1]
@@ -56,7 +52,6 @@ class Form:
         self.static.remember()
 
     def pool(self, large: bool) -> Guarded:
-        """Return the rows of the activations, on guarded memory."""
         if large not in self._pools:
             rows = self.spec.with_rows(self.samples[large].args)
             self._pools[large] = guarded(rows, rows.keys())
@@ -65,14 +60,13 @@ class Form:
     def off(self, large: bool, rows: torch.Tensor, got: Any) -> Off:
         """Return the error of a batch's results.
 
-        If results have a row per token, or repeated rows change nothing, the oracle computes only
-        the pool, once. Of equal rows in a batch only the first is compared with it; rows with other
-        bits are compared in further rounds.
+        If results have a row per token, or if repeated rows change nothing, the oracle computes
+        only the pool, once. Of equal rows in a batch, only the first is compared with the oracle.
+        Rows with different bits are compared in further rounds.
 
         Args:
-            large: which of the two pools.
+            large: whether to use the pool of large values.
             rows: the batch's rows of the pool.
-            got: the results.
         """
         spec = self.spec
         holds_all = spec.ignores_repeats and len(rows.unique()) == self._rows
@@ -96,14 +90,13 @@ class Form:
         return off
 
     def calls(self, count: int) -> float:
-        """Return the weight of a batch of this many tokens, in calls."""
+        """Return the cost of a batch of this many tokens, in calls."""
         of_token = self.pool(False).nbytes / self._rows
         device = next(iter(self.pool(False).storages)).memory.device
         return as_calls(self.static.nbytes + count * of_token, device)
 
     @cached_property
     def _rows(self) -> int:
-        """Number of rows of the pool."""
         return int(self.spec.tokens(self.samples[0].args))
 
     def _of(self, sample: Sample, device: torch.device) -> list[Wanted | None]:
@@ -113,7 +106,6 @@ class Form:
         return [want and want.on(device) for want in wanted_of(self.spec, sample, tokens=tokens)]
 
     def _batch(self, large: bool, rows: torch.Tensor) -> Sample:
-        """Return the call with these rows of the pool."""
         sample = self.samples[large]
         given = self.spec.with_changed_rows(sample.args, partial(taken, rows=rows))
         return dataclasses.replace(sample, args=given, repeats=None)
@@ -126,10 +118,8 @@ class Form:
 
 
 def _differing(got: Any, tokens: torch.Tensor, others: torch.Tensor, count: int) -> torch.Tensor:
-    """Return a mask of tokens with bits that differ from those of the equal tokens `others`.
-
-    That may be correct: at an edge a kernel uses other tiles.
-    """
+    """Return a mask of tokens with different bits than the equal tokens `others`. This may be
+    correct: at an edge, a kernel uses different tiles."""
     found = torch.zeros_like(tokens, dtype=torch.bool)
     for part in parts(got):
         if isinstance(part, torch.Tensor) and _has_rows(part, count):
@@ -140,10 +130,8 @@ def _differing(got: Any, tokens: torch.Tensor, others: torch.Tensor, count: int)
 
 
 def _has_rows(part: torch.Tensor, count: int) -> bool:
-    """Return whether a result has a row per token instead of one number for all tokens."""
     return part.ndim > 0 and len(part) == count and (part.numel() > 1 or count == 1)
 
 
 def _of_tokens(got: Any, tokens: torch.Tensor, count: int) -> Any:
-    """Return the results of these tokens, from a batch of `count`."""
     return each_part(got, lambda part: taken(part, tokens) if _has_rows(part, count) else part)

@@ -11,18 +11,17 @@ import torch
 
 
 def captured(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-    """Capture a call as vLLM captures a model: after it has run once on another stream.
+    """Capture a call as vLLM captures a model, after it has run once on a separate stream.
 
     Args:
-        run: the call; its arguments must keep their memory.
-        device: a CUDA device.
+        run: the call. Its arguments must keep their memory.
 
     Returns:
-        (function that replays the call and waits for it, its result). The result is in memory of
-            the graph, and each replay overwrites it.
+        (function that replays the call and waits for it, the call's result). The result is in
+            memory of the graph, and each replay overwrites it.
 
     Raises:
-        Exception: the call cannot be captured; its own exception if it raised one.
+        Exception: the call cannot be captured. If the call raised an exception, this exception.
     """
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()
@@ -36,7 +35,7 @@ def captured(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
         gc.collect()
         gc.disable()  # freeing an older graph would invalidate the capture
         try:
-            # In its own block, since the graph's does not leave the stream when it fails.
+            # In a separate block, because the graph's block does not leave the stream on failure.
             with torch.cuda.stream(stream), torch.cuda.graph(graph, pool=pool, stream=stream):
                 try:
                     result = run()
@@ -59,12 +58,10 @@ def captured(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
 
 
 def _recover(pool: Any) -> None:
-    """Make the device usable again after a capture that failed with a CUDA error.
-
-    Before 2.12 torch's allocator still counts the capture, and raises when it frees memory
+    """Make the device usable again after a capture that failed with a CUDA error. Before 2.12,
+    torch's allocator still counts the capture, and raises when it frees memory
     (pytorch/pytorch#180395). The device's generator stays in the mode of a capture, and draws no
-    numbers until another capture has succeeded.
-    """
+    numbers until another capture has succeeded."""
     device = torch.cuda.current_device()
     with contextlib.suppress(RuntimeError):  # torch has ended the capture itself
         torch._C._cuda_endAllocateToPool(device, pool)

@@ -1,4 +1,4 @@
-"""Arguments on guarded memory, to detect writes outside their views or over an argument.
+"""Arguments on guarded memory, to detect writes outside their views or to an argument.
 
 Each storage is copied between two guards. Guards and gaps of strided views contain NaN (0 in
 integers), so a kernel that reads them computes NaN.
@@ -15,24 +15,21 @@ from typing import Any
 import torch
 
 BLOCKS = 4
-"""Blocks of a size that `freed_nan` frees: as many as an allocator may hold of this size."""
+"""Blocks of each size that `freed_nan` frees: as many as an allocator may keep."""
 
 GUARD = 256
-"""Elements before and after each storage; a multiple of all usual alignments."""
+"""Elements before and after each storage. It is a multiple of all usual alignments."""
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
 class _Storage:
-    """Memory with guards, and the arguments that are views of it."""
-
     memory: torch.Tensor
     views: dict[str, torch.Tensor] = field(default_factory=dict)
     before: torch.Tensor = field(init=False)
 
     def poison(self) -> None:
-        """Fill the memory that no view covers."""
         uncovered = torch.ones_like(self.memory, dtype=torch.bool)
         for view in self.views.values():
             _same_place(view, uncovered).fill_(False)
@@ -40,18 +37,16 @@ class _Storage:
         bits(self.memory).masked_fill_(uncovered, poison.item())  # some dtypes have no fill
 
     def remember(self) -> None:
-        """Save the current content."""
         self.before = bits(self.memory).clone()
 
     def restore(self, consumed: Collection[str]) -> None:
-        """Restore the content of these arguments; writes outside them stay, to be detected."""
+        """Restore the content of these arguments. Writes outside them are kept, to be detected."""
         for name in consumed:
             if name in self.views:
                 now = _same_place(self.views[name], bits(self.memory))
                 now.copy_(_same_place(self.views[name], self.before))
 
     def disturbance(self, consumed: Collection[str]) -> tuple[str, int] | None:
-        """Return (overwritten argument or empty, number of elements), or None."""
         now = bits(self.memory)
         if torch.equal(words(now), words(self.before)):
             return None
@@ -70,13 +65,6 @@ class _Storage:
 
 @dataclass(frozen=True)
 class Guarded:
-    """The arguments of one call, on guarded memory.
-
-    Args:
-        arguments: parameter -> argument, in the contract's order.
-        storages: storages of the tensors among them.
-    """
-
     arguments: Mapping[str, Any]
     storages: Sequence[_Storage]
 
@@ -93,26 +81,23 @@ class Guarded:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arguments' memory."""
         return sum(storage.memory.nbytes for storage in self.storages)
 
     def below(self, most: int) -> Guarded:
-        """Return the call without larger storages; writes to those are not detected."""
+        """Return the call without larger storages. Writes to those are not detected."""
         kept = [storage for storage in self.storages if storage.memory.nbytes <= most]
         return Guarded(self.arguments, kept)
 
     def remember(self) -> None:
-        """Save the content of the memory, before a call."""
         for storage in self.storages:
             storage.remember()
 
     def restore(self, consumed: Collection[str]) -> None:
-        """Restore the content of a call's consumed arguments, for the next call."""
         for storage in self.storages:
             storage.restore(consumed)
 
     def disturbance(self, consumed: Collection[str]) -> tuple[str, str, int] | None:
-        """Return what a call wrote but must not change, except for `consumed` arguments.
+        """Return what a call has changed but must not, except for `consumed` arguments.
 
         Returns:
             (overwritten argument or empty, arguments in that storage, number of elements), or None.
@@ -127,13 +112,13 @@ class Guarded:
 def guarded(
     arguments: Mapping[str, Any], by_token: Collection[str] = (), poisons: bool = True
 ) -> Guarded:
-    """Copy arguments onto guarded memory, with the strides and shared storages of views.
+    """Copy arguments to guarded memory. Views keep their strides and shared storages.
 
     Args:
         arguments: parameter -> argument, in the contract's order.
-        by_token: the activations. Weights and tables are created outside inference mode, like those
-            of models.
-        poisons: whether to fill gaps of strided views with NaN; otherwise they are copied.
+        by_token: the activations. Other tensors (weights, tables) are created outside inference
+            mode, like a model's weights.
+        poisons: whether to fill gaps of strided views with NaN. If not, the gaps are copied.
     """
     storages: dict[int, _Storage] = {}
     activations = {
@@ -162,10 +147,8 @@ def guarded(
 
 
 def in_place(arguments: Mapping[str, Any]) -> Guarded:
-    """Return the arguments with the memory that they are views of, without copies or guards.
-
-    Writes to memory with views of several dtypes are not detected.
-    """
+    """Return the arguments with the memory that they are views of, without copies or guards. Writes
+    to memory with views of several dtypes are not detected."""
     storages: dict[int, _Storage] = {}
     mixed: set[int] = set()
     for name, arg in arguments.items():
@@ -187,15 +170,15 @@ def rows_of(pool: Guarded, rows: torch.Tensor, into: Guarded | None = None) -> G
     Args:
         pool: activations, each with one row per token in its first dimension.
         rows: row numbers; (tokens,), int64, on the pool's device.
-        into: result of an earlier call with as many or more rows, to overwrite. Rows after the new
-            ones stay, as in buffers of vLLM.
+        into: result of an earlier call with at least as many rows, to overwrite. Rows after the new
+            ones are kept, as in buffers of vLLM.
     """
     written = iter(into.storages) if into is not None else None
     storages: list[_Storage] = []
     laid: dict[str, torch.Tensor] = {}
     for source in pool.storages:
         first = next(iter(source.views.values()))
-        # With a single row the stride may be any number.
+        # With a single row, the stride may be any number.
         width = first.stride(0) if len(first) > 1 else len(source.memory) - 2 * GUARD
         whole = source.memory.as_strided((len(first), width), (width, 1), GUARD)
         if written is None:
@@ -215,7 +198,6 @@ def rows_of(pool: Guarded, rows: torch.Tensor, into: Guarded | None = None) -> G
 
 
 def _copied(arg: torch.Tensor) -> torch.Tensor:
-    """Copy the storage of `arg` between two guards, and complete its last row."""
     size = arg.untyped_storage().nbytes() // arg.element_size()
     whole = max(size, len(arg) * arg.stride(0)) if arg.ndim else size
     memory = torch.empty(whole + 2 * GUARD, dtype=arg.dtype, device=arg.device)
@@ -224,19 +206,19 @@ def _copied(arg: torch.Tensor) -> torch.Tensor:
 
 
 def _same_place(view: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """Return the elements of `memory` at the addresses of `view`."""
     return memory.as_strided(view.shape, view.stride(), view.storage_offset())
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's bits as integers: NaN equals itself, and 0.0 differs from -0.0."""
+    """Return the tensor's bits as integers. NaN then equals itself, and 0.0 differs from -0.0."""
     if tensor.is_floating_point():
         return tensor.view(_BITS[tensor.element_size()])
     return tensor
 
 
 def words(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's bits as 64-bit integers if rows are divisible: faster to compare."""
+    """Return the tensor's bits as 64-bit integers if possible, because these are compared
+    faster."""
     try:
         return bits(tensor).view(torch.int64)
     except RuntimeError:
@@ -244,7 +226,8 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def handed_over(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return new tensors, like layers that pass `.data`: its version counts no changes."""
+    """Return new tensors, like layers that pass `.data`. Their version counters do not count
+    changes."""
     return {
         name: arg.data if isinstance(arg, torch.Tensor) else arg for name, arg in arguments.items()
     }
@@ -259,7 +242,7 @@ def taken(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def dirty_memory() -> Iterator[None]:
-    """Fill uninitialised memory, such as from `torch.empty`, with NaN inside the block."""
+    """Inside the block, fill uninitialised memory (such as from `torch.empty`) with NaN."""
     fills: Any = torch.utils.deterministic
     mode = torch.get_deterministic_debug_mode()
     before = fills.fill_uninitialized_memory
@@ -275,11 +258,11 @@ def dirty_memory() -> Iterator[None]:
 
 
 def freed_nan(sizes: Iterable[int], device: torch.device) -> list[Any]:
-    """Free blocks of these sizes, in bytes, full of NaN, which the next allocations get.
+    """Free blocks of these sizes in bytes, full of NaN. The next allocations reuse them.
 
     Returns:
-        Memory to hold until then. Without it an allocator returns freed memory to the system, and
-        gets zeros from it.
+        Memory to hold until then. Otherwise an allocator would return freed memory to the system,
+        which returns it zeroed.
     """
     blocks: list[Any] = []
     for size in sizes:
@@ -291,7 +274,6 @@ def freed_nan(sizes: Iterable[int], device: torch.device) -> list[Any]:
 
 
 def joined_rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate the rows of several tensors of one dtype."""
     return torch.cat([bits(tensor.detach()) for tensor in tensors]).view(tensors[0].dtype)
 
 

@@ -1,8 +1,8 @@
-"""Token counts at which a call launches other kernels, with possible errors on one side.
+"""Token counts that make a call launch different kernels. Only some of these may be incorrect.
 
 Triton reports the compiled variant of each launched kernel. Kernels of other compilers can only be
 distinguished by name in a profile, which leaves the driver's tracing enabled. The kit's check of a
-startup does that; an engine must not (`Request.launched`).
+startup uses such profiles, but an engine must not (`Request.launched`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ Launched = frozenset[tuple[str, int]]
 def edges(
     kernels: Callable[[int], Launched], smallest: int, largest: int, goes_on: Callable[[], bool]
 ) -> Iterator[int]:
-    """Yield the smallest token counts above which a call launches other kernels than below.
+    """Yield each first token count that makes a call launch different kernels than below.
 
     Args:
         kernels: token count -> kernels that a call launches.
-        smallest, largest: the smallest and the largest batch, in tokens.
-        goes_on: whether to continue; called before each call of `kernels`.
+        goes_on: returns whether to continue. Called before each call of `kernels`.
     """
     known: dict[int, Launched] = {}
 
@@ -54,7 +53,7 @@ def edges(
 
 
 def launched(call: Callable[[], object], device: torch.device) -> Launched:
-    """Make a call and return the Triton kernels that it launches; on a CPU none, without a call."""
+    """Make a call and return the Triton kernels that it launches. On a CPU, no call is made."""
     found: set[tuple[str, int]] = set()
     if device.type != "cpu":
         with _record_triton(found):
@@ -64,7 +63,6 @@ def launched(call: Callable[[], object], device: torch.device) -> Launched:
 
 @contextmanager
 def _record_triton(found: set[tuple[str, int]]) -> Iterator[None]:
-    """Add Triton's launches inside the block to `found`."""
     knobs = sys.modules.get("triton.knobs")
     hooks: Any = getattr(getattr(knobs, "runtime", None), "launch_enter_hook", None)
     if not hasattr(hooks, "add"):  # Triton is not loaded, or has no chain of hooks

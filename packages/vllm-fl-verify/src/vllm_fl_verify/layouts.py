@@ -1,4 +1,4 @@
-"""Variants of a call with other layouts and sizes of its activations."""
+"""Variants of a call with different layouts and sizes of its activations."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ ROWS = 300
 """Rows of an enlarged sample: more than a tile of 256."""
 
 MOST = 2**19
-"""Maximum numbers in an enlarged sample's activations."""
+"""Maximum number of elements in an enlarged sample's activations."""
 
 
 def relaid(spec: OpSpec, samples: Iterable[Sample]) -> Iterator[Sample]:
-    """Yield calls with one activation in another layout: with gaps between numbers, or transposed.
-
-    They are made from the first sample for each set of present arguments that has two or more
-    tokens and two or more features in its first activation. Layouts that the contract's `check`
-    rejects are omitted.
-    """
+    """Yield calls with one activation in a different layout: with gaps between elements, or
+    transposed. For each set of present arguments, they are made from the first sample with two or
+    more tokens, and with two or more features in its first activation. The `check` of the contract
+    must accept the layout."""
     seen = set()
     for sample in samples:
         given = tuple(arg is None for arg in sample.args)
@@ -48,11 +46,9 @@ def relaid(spec: OpSpec, samples: Iterable[Sample]) -> Iterator[Sample]:
 
 def enlarged(spec: OpSpec, samples: Iterable[Sample]) -> Iterator[Sample]:
     """Yield samples with few rows, extended to 300 rows by random repetition, with equal strides.
-
-    An option or a layout that only small samples have may be incorrect for more rows. For each set
-    of options and layouts the first sample that is not too large is used. Contracts with fixed
-    batches have none.
-    """
+    If only small samples have an option or a layout, it may be incorrect for more rows. For each
+    set of options and layouts, the first sample that is not too large is used. Contracts with fixed
+    batches have no such samples."""
     seen = set()
     for sample in () if spec.stands else samples:
         count, given = spec.tokens(sample.args), tuple(map(_option, sample.args))
@@ -73,14 +69,13 @@ def enlarged(spec: OpSpec, samples: Iterable[Sample]) -> Iterator[Sample]:
 
 
 def _option(arg: Any) -> Any:
-    """Return a scalar as text, or the dtype and kind of layout of a tensor."""
     if not hasattr(arg, "stride"):
         return str(arg)
     return arg.dtype, arg.ndim, arg.is_contiguous(), arg.stride()[-1:]
 
 
 def _stretched(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return these rows of a tensor, with its strides if its rows do not overlap."""
+    """Return these rows of a tensor. If its rows do not overlap, the strides are the same."""
     drawn = taken(x, rows)
     ends = 1 + sum((n - 1) * step for n, step in zip(x.shape[1:], x.stride()[1:], strict=True))
     if not x.numel() or x.stride(0) < ends:
@@ -90,12 +85,11 @@ def _stretched(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _apart(x: torch.Tensor) -> torch.Tensor:
-    """Return a copy that uses every other number of a tensor twice as wide."""
+    """Return a copy that uses every other element of a tensor that is twice as wide."""
     gap = torch.full_like(x, float("nan") if x.is_floating_point() else 0)
     return torch.stack((x, gap), dim=-1)[..., 0]
 
 
 def _turned(x: torch.Tensor) -> torch.Tensor:
-    """Return a copy in transposed memory, with the tokens of a feature adjacent."""
     dims = tuple(range(x.ndim))[::-1]
     return x.permute(dims).contiguous().permute(dims)

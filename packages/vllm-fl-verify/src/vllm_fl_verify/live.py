@@ -45,32 +45,34 @@ from .wanted import Off
 log = get_logger("engine")
 
 ROWS = 64
-"""Compared rows of a call if each row is independent: the oracle computes in float64 on the CPU."""
+"""Compared rows of a call if each row is independent. The number is small because the oracle
+computes in float64 on the CPU."""
 
 CALLS = 2000.0
-"""Compared calls at startup, weighted by the bytes that are copied: the oracle computes in float64
-on the CPU."""
+"""Compared calls at startup, weighted by the bytes that are copied. The number is limited because
+the oracle computes in float64 on the CPU."""
 
 ROWS_AGAIN, CALLS_AGAIN = 24, 200.0
-"""The same when the model is run again: new errors then affect a whole call or none."""
+"""`ROWS` and `CALLS` when the model is run again. New errors then affect all rows of a call or
+none."""
 
 NO_MEMORY = "out of memory"
 """Why a call was not compared: the call, or copying its arguments, ran out of memory."""
 
 REAL = 1e9
 """Maximum magnitude of activations that a model computes, with a margin. Larger numbers, NaN and
-infinity are uninitialised memory; calls with them are not compared."""
+infinity are uninitialised memory. Calls with them are not compared."""
 
 LARGEST = 2**28
-"""Bytes of a call's arguments above which they are not copied. Experts' weights are larger: writes
-to them are not detected, and only values that some rows read are copied (`OpSpec.part`). Without
-such a part in the contract the call is not compared."""
+"""Bytes of a call's arguments above which they are not copied. Experts' weights are larger. Writes
+to them are not detected, and only the values that some rows read are copied (`OpSpec.part`). If the
+contract has no `part`, the call is not compared."""
 
 PART = 2**30
-"""Maximum bytes of such a part; it determines how many rows are compared."""
+"""Maximum bytes of such a part. It limits the number of compared rows."""
 
 PART_ROWS = 8
-"""Maximum rows of such a part: the experts of each are computed in float64."""
+"""Maximum rows of such a part. The experts of each row are computed in float64."""
 
 
 @dataclass
@@ -78,7 +80,7 @@ class _Before:
     """A call's state before it is made.
 
     Args:
-        call: the arguments in place, remembered.
+        call: the arguments in place, with their content saved.
         rows: compared rows, ascending; None for all.
         sample: the call of these rows, on the CPU.
     """
@@ -93,19 +95,16 @@ class Live:
     """Observations of a plan's implementations while a model runs.
 
     Args:
-        plan: the plan that the model's layers are bound to.
         models: prefix of layer names -> the model, and its draft model if there is one.
-        device: the models' device.
-        owners: (op, impl id) -> package, for the note of a process that a kernel crashes.
-        again: whether the model was run before: fewer rows and calls are compared, and calls that
-            run out of memory are skipped.
-        valve: the startup's valve.
+        owners: (op, impl id) -> package, for the note that remains if a kernel crashes the process.
+        again: whether the model was run before. Fewer rows and calls are then compared, and calls
+            that run out of memory are skipped.
         objections: (op, impl id) -> why it must not run.
         left_out: op -> why some of its calls were not compared.
         compared: number of compared calls.
         drafted: number of compared calls in the draft model.
         skipped: calls that were not compared because of unrealistic activations.
-        refused: (op, impl id) -> why it supports no call, though it is their first candidate.
+        refused: (op, impl id) -> why it supports no call, although it is their first candidate.
         served: (op, impl id) of implementations that computed a call.
         reached: ops that were called, compared or not.
         entered: names of the layers that ran.
@@ -139,7 +138,6 @@ class Live:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Compare calls of the plan's implementations inside the block."""
         handles: list[Any] = []
         record = self.plan.record
         record.begin()
@@ -163,7 +161,7 @@ class Live:
             self.refused |= record.passed_over()
             for key in self.served | self.objections.keys():
                 self.refused.pop(key, None)
-            record.begin()  # discard the counts, since serving has not begun
+            record.begin()  # discard the counts, because serving has not begun
 
     def _enter(self, name: str, *_: Any) -> None:
         self._inside.append(name)
@@ -173,7 +171,6 @@ class Live:
         self._inside.pop()
 
     def _instead(self, impl: OpImpl) -> Callable[..., Any]:
-        """Return the function that guards call instead of `impl`."""
         if not computes(self.plan, impl):
             return impl.fn
         spec = self.plan.contracts[impl.op_name]
@@ -187,11 +184,10 @@ class Live:
         return noting
 
     def _asking(self, impl: OpImpl) -> Callable[..., Any] | None:
-        """Return the function that guards call instead of the `supports` of `impl`."""
         entry, supports = self.plan.entries.get(impl.op_name), impl.supports
         planned = {i.impl_id for i in entry.impls} if entry else set()
         if supports is None or impl.impl_id not in planned:
-            return supports  # None, or for an implementation outside the plan
+            return supports  # None, or the implementation is not in the plan
 
         def asked(*args: Any) -> Any:
             with self._watched(impl):
@@ -201,7 +197,8 @@ class Live:
 
     @contextmanager
     def _watched(self, impl: OpImpl) -> Iterator[None]:
-        """Note for the next process that the block runs the implementation; log it if slow."""
+        """Note for the next process that the block runs the implementation. Log it if it
+        is slow."""
         owner = self.owners.get((impl.op_name, impl.impl_id))
         owner_name = owner.name if owner else ""
         where = f"on live tensors in layer {self._layer}{owner_name and f' of {owner_name}'}"
@@ -210,7 +207,7 @@ class Live:
             yield
 
     def _call(self, spec: OpSpec, impl: OpImpl, given: tuple[Any, ...]) -> Any:
-        """Call `impl`, and compare the call if it is the first of its kind."""
+        """Call `impl`. Compare the call if it is the first of its kind."""
         key = spec.name, impl.impl_id
         args = contract_args(spec, impl, given)
         if key in self.objections or key in self._short:
@@ -246,7 +243,7 @@ class Live:
             self.left_out.setdefault(spec.name, NO_MEMORY)
             if result is not None:
                 return result
-            # Continue the forward, since the other ranks wait for it.
+            # Continue the forward, because the other ranks wait for it.
             self._short.add(key)
             return _zeros(spec.fake(*args))
         self.compared += 1
@@ -260,14 +257,11 @@ class Live:
 
     @property
     def _layer(self) -> str:
-        """Name of the innermost running module."""
         return self._inside[-1] if self._inside else ""
 
     def _before(self, spec: OpSpec, impl: OpImpl, args: tuple[Any, ...]) -> _Before | str | None:
-        """Copy what is needed to compare a call later.
-
-        Returns a text if it will not be compared, and None if no model computes its activations.
-        """
+        """Copy what is needed to compare a call later. Returns the reason if the call will not be
+        compared. Returns None if no model computes such activations."""
         if spec.check(*args) is not None:
             return "a layer's call does not match the contract"
         call = in_place(spec.named(args))
@@ -332,11 +326,8 @@ class Live:
 
 
 def _rows(spec: OpSpec, args: Sequence[Any], at_most: int) -> torch.Tensor | None:
-    """Return some rows of a call, ascending; None for all.
-
-    Includes the first and the last row, and both sides of each power of two, because grids and
-    tiles begin there.
-    """
+    """Return some rows of a call, ascending, or None for all rows. Includes the first and the last
+    row, and both sides of each power of two, because grids and tiles begin there."""
     count = spec.tokens(args)
     if count <= at_most:
         return None
@@ -349,10 +340,8 @@ def _rows(spec: OpSpec, args: Sequence[Any], at_most: int) -> torch.Tensor | Non
 
 
 def _part(spec: OpSpec, args: Sequence[Any]) -> tuple[torch.Tensor, tuple[Any, ...]] | str:
-    """Return (some rows of a call, the call of these rows with only the values that they read).
-
-    If even one row reads too much, return the reason instead.
-    """
+    """Return (some rows of a call, the call of these rows with only the values that they read). If
+    even one row reads too much, return the reason instead."""
     if spec.part is None or spec.whole_batch:
         return "its arguments are too large to copy"
     count = spec.tokens(args)
@@ -368,7 +357,7 @@ def _part(spec: OpSpec, args: Sequence[Any]) -> tuple[torch.Tensor, tuple[Any, .
 
 
 def _on_host(value: Any, rows: torch.Tensor | None) -> Any:
-    """Copy these rows of a tensor to the CPU; other values stay."""
+    """Copy these rows of a tensor to the CPU. Other values are returned unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     value = value.detach()
@@ -378,11 +367,9 @@ def _on_host(value: Any, rows: torch.Tensor | None) -> Any:
 
 
 def _growth(spec: OpSpec) -> int:
-    """Return the power with which errors grow with the magnitude of values.
-
-    It is derived from the contract's samples of large values. It is 0 for norms: a larger tolerance
-    because of one large feature would hide errors in the others. It may be 2 for products.
-    """
+    """Return the power with which errors grow with the magnitude of values. It is derived from the
+    contract's samples of large values. It is 0 for norms, because a larger tolerance for one large
+    feature would hide errors in the others. It may be 2 for products."""
     more = defaultdict[str, float | None](lambda: 64)
     small = ModelSizes(64, 64, heads=2, kv_heads=1, head_size=64, rotary=64, more=more)
     dtype = getattr(torch, spec.dtypes[-1])
@@ -399,12 +386,11 @@ def _growth(spec: OpSpec) -> int:
 
 
 def _largest(spec: OpSpec, args: Sequence[Any]) -> float:
-    """Return the maximum magnitude of the finite activations of a call, at least 1."""
     return float(torch.as_tensor(magnitudes(spec, args)).max())
 
 
 def _is_real(spec: OpSpec, args: Sequence[Any]) -> bool:
-    """Return whether a model may compute such activations. They may include -inf, for masks."""
+    """Whether a model may compute such activations. They may include -inf, for masks."""
     return all(
         float(arg.float().nan_to_num(torch.inf, torch.inf, 0.0).abs().amax()) <= REAL
         for name, arg in spec.named(args).items()
@@ -416,7 +402,6 @@ def _is_real(spec: OpSpec, args: Sequence[Any]) -> bool:
 
 
 def _kind_of(layer: str) -> str:
-    """Replace numbers in a layer's name: `model.layers.*.mlp`."""
     return re.sub(r"\d+", "*", layer)
 
 
@@ -428,7 +413,6 @@ def _layout(args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _described(spec: OpSpec, args: Sequence[Any]) -> str:
-    """Describe the tensors of a call: `x (256, 512) bfloat16, weight (512,) bfloat16`."""
     return ", ".join(
         f"{name} {tuple(arg.shape)} {dtype_name(arg.dtype)}"
         for name, arg in spec.named(args).items()

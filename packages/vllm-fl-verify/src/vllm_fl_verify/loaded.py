@@ -37,7 +37,7 @@ class Ran:
     """Observations of a rank while it ran its part of the loaded model.
 
     Args:
-        refused: (op, impl id) -> why it supports no call, though it is their first candidate.
+        refused: (op, impl id) -> why it supports no call, although it is their first candidate.
         served: (op, impl id) of implementations that computed a call.
         reached: ops that were called.
         possible: ops that the engine may call although this run did not.
@@ -50,7 +50,7 @@ class Ran:
 
 
 def compare(engine: Engine) -> dict[Key, Objection]:
-    """Compare the plan in the loaded model, without lasting changes to calls or memory."""
+    """Compare the plan in the loaded model. Calls and memory are not changed permanently."""
     checks, began = checks_of(engine), time.monotonic()
     counts = checks.live_counts
     if not counts or engine.joins:
@@ -66,7 +66,7 @@ def compare(engine: Engine) -> dict[Key, Objection]:
         further = _further_counts(engine, refused) - counts
         if not further:
             break
-        # They may support other sizes: those in the tuning table, and the largest batch.
+        # They may support other sizes: those in the tuning table, or the largest batch.
         counts |= further
     if refused:
         return {
@@ -97,9 +97,8 @@ def compare(engine: Engine) -> dict[Key, Objection]:
 
 def measure_stock(engine: Engine) -> None:
     """If required, report vLLM's layers that are not batch-invariant. They are used nevertheless.
-
-    They are called uncompiled. Layers with other parameters than the contract are omitted.
-    """
+    The layers are called uncompiled. Layers with different parameters than the contract are
+    omitted."""
     required, plan = engine.facts.wants_invariance, engine.plan
     modules = [each for model in engine.models.values() for each in model.modules()]
     for layer in layer_table() if required else ():
@@ -122,11 +121,8 @@ def measure_stock(engine: Engine) -> None:
 def _fitting(
     layer: Layer, modules: Iterable[torch.nn.Module], spec: OpSpec, provided: Mapping[str, Any]
 ) -> torch.nn.Module:
-    """Return the first layer that provides tensors of these shapes and dtypes.
-
-    Raises:
-        NotImplementedError: the model has no such layer; the call is skipped.
-    """
+    """Return the first layer that provides tensors of these shapes and dtypes. Without such a
+    layer, raises NotImplementedError, and the call is skipped."""
     for module in modules:
         held = layer.target.stand_in(module) if layer.target.stand_in else module
         if all(_kind(spec.from_layer[n](held)) == _kind(value) for n, value in provided.items()):
@@ -139,7 +135,7 @@ def _kind(value: Any) -> object:
 
 
 def compare_with_cache(engine: Engine) -> dict[Key, Objection]:
-    """Compare the plan again with vLLM's KV cache allocated, since less memory is free."""
+    """Compare the plan again after vLLM has allocated its KV cache, because less memory is free."""
     checks, began = checks_of(engine), time.monotonic()
     if not checks.live_counts or engine.joins:
         return {}
@@ -158,10 +154,8 @@ def compare_with_cache(engine: Engine) -> dict[Key, Objection]:
 
 
 def compare_again(engine: Engine) -> dict[Key, Objection]:
-    """Compare the plan once while the engine serves, without disturbing its requests.
-
-    No cache is written and no call is counted.
-    """
+    """Compare the plan once while the engine serves, without disturbing its requests. No cache is
+    written, and no call is counted."""
     checks, remarks = checks_of(engine), engine.remarks[Moment.UPDATED]
     if not checks.live_counts:
         return {}
@@ -179,14 +173,8 @@ def compare_again(engine: Engine) -> dict[Key, Objection]:
 
 
 def _compared(engine: Engine, live: Live, began: float, where: str = "") -> str:
-    """Summarise a comparison in one line.
-
-    Args:
-        engine: the engine.
-        live: the findings.
-        began: start, by `time.monotonic`.
-        where: text between the number of calls and the seconds.
-    """
+    """Summarise a comparison in one line. `began` is its start by `time.monotonic`. `where` is text
+    between the number of calls and the seconds."""
     seconds = f"{time.monotonic() - began:.1f} s"
     found = f"{live.compared} calls on live tensors{where} in {seconds}"
     drafting = engine.config.speculative_config if live.drafted else None
@@ -200,9 +188,8 @@ def _compared(engine: Engine, live: Live, began: float, where: str = "") -> str:
 
 
 def _seen_again(engine: Engine, counts: frozenset[int], valve: Valve) -> tuple[Live, str]:
-    """Run a model briefly again, with paused counters; return `Live`, and the problem if it did not
-    run.
-    """
+    """Run a model briefly again, with paused counters. Return `Live`, and why the model did not
+    run."""
     with engine.plan.record.aside():
         found = _seen_live(engine, counts, valve, again=True)
     device = engine.device
@@ -214,7 +201,8 @@ def _seen_again(engine: Engine, counts: frozenset[int], valve: Valve) -> tuple[L
 def _seen_live(
     engine: Engine, counts: frozenset[int], valve: Valve, *, again: bool = False
 ) -> tuple[Live, str]:
-    """Run forwards with these token counts; return `Live`, and the problem if it did not run."""
+    """Run forwards with these token counts. Return `Live`, and why the model did not run,
+    or empty."""
     owners, models = get_default_manager().registry.snapshot().owners, engine.models
     live = Live(engine.plan, models, engine.device, owners, again, valve)
     if "" not in models:
@@ -225,7 +213,7 @@ def _seen_live(
                 not_run = probe.forward(engine.runner, models, engine.config, tokens)
                 if not_run:
                     return live, not_run
-    except Exception as error:  # of vLLM, for a model that its dummy run does not support
+    except Exception as error:  # vLLM's dummy run does not support every model
         log.warning("No verification on live tensors: the forward pass failed", exc_info=True)
         return live, f"the forward pass failed: {quote(error)}"
     return live, ""
@@ -246,7 +234,7 @@ def _ran(live: Live) -> Ran:
 
 
 def _has_more_than_ran(live: Live, op: str) -> bool:
-    """Return whether the op has layers in parts of the model that do not run, such as encoders."""
+    """Whether the op has layers in parts of the model that do not run, such as encoders."""
     bases = tuple(layer.base for layer in layer_table() if layer.op == op)
     return any(
         isinstance(module, bases) and prefix + name.rpartition(".")[0] not in live.entered
@@ -257,9 +245,7 @@ def _has_more_than_ran(live: Live, op: str) -> bool:
 
 def _refused(runs: Sequence[Ran]) -> dict[Key, str]:
     """Return implementations that support no call of the loaded model on any rank, with a reason.
-
-    In a pipeline another rank may have calls that an implementation supports.
-    """
+    In a pipeline, an implementation may support calls of other ranks only."""
     served = frozenset[Key]().union(*(ran.served for ran in runs))
     return {
         key: why for ran in reversed(runs) for key, why in ran.refused.items() if key not in served
@@ -267,7 +253,7 @@ def _refused(runs: Sequence[Ran]) -> dict[Key, str]:
 
 
 def _not_called(plan: Plan, runs: Sequence[Ran]) -> dict[str, str]:
-    """Return op -> reason, for ops that no rank called, if the runs show that."""
+    """Return op -> reason, for ops that the runs show to be uncalled on all ranks."""
     known = frozenset[str]().union(*(ran.reached | ran.possible for ran in runs))
     why = "a run of the model did not call it"
     planned = (op for op, entry in plan.entries.items() if entry.impls)
@@ -275,7 +261,7 @@ def _not_called(plan: Plan, runs: Sequence[Ran]) -> dict[str, str]:
 
 
 def _further_counts(engine: Engine, refused: Iterable[tuple[str, str]]) -> frozenset[int]:
-    """Return further token counts that the refusing implementations may support."""
+    """Return further token counts that the implementations in `refused` may support."""
     sizes = engine.facts.sizes
     if sizes is None or not refused:
         return frozenset()
@@ -285,7 +271,6 @@ def _further_counts(engine: Engine, refused: Iterable[tuple[str, str]]) -> froze
 
 
 def _obstacle(engine: Engine) -> str:
-    """Return why the model cannot be run now, or an empty string."""
     runner = engine.runner
     run = getattr(type(runner), "_dummy_run", None)
     if run is not None and not run.__module__.startswith("vllm."):

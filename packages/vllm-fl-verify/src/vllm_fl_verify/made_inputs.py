@@ -31,11 +31,10 @@ from .warmup import warm_counts
 
 @dataclass
 class Checks:
-    """Verification state of one engine; verifies each implementation once.
+    """Verification state of one engine. Each implementation is verified once.
 
     Args:
-        engine: the engine.
-        live_counts: token counts of all ranks for runs of the loaded model.
+        live_counts: sizes of the loaded model's runs in tokens, from all ranks.
         smaller: op -> calls that were verified at smaller sizes than in the model.
         remarks: what could not be verified, one phrase each.
         seen: the plan that was last compared in the loaded model.
@@ -84,8 +83,7 @@ class Checks:
         return found.objections
 
     def request(self, plan: Plan, roles: Sequence[Role]) -> Request:
-        """Return the request to verify these roles."""
-        assert self.facts.dtype is not None  # a worker has a model
+        assert self.facts.dtype is not None
         return Request(
             roles,
             self.facts.dtype,
@@ -102,10 +100,9 @@ class Checks:
         )
 
     def _warm_counts(self, entry: PlanEntry, impl: OpImpl) -> list[int]:
-        """Return the token counts for the warm-up of `impl`; empty for later choices.
-
-        Plain PyTorch compiles nothing when called, and traced code is part of the model's graph.
-        """
+        """Return the warm-up's token counts for `impl`, if it is the first choice at these counts.
+        Plain PyTorch compiles nothing when called, and traced code is part of the model's graph, so
+        neither has a warm-up."""
         sizes = self.facts.sizes
         if sizes is None or not is_opaque(impl):
             return []
@@ -117,21 +114,17 @@ class Checks:
         ]
 
     def _captured_tokens(self, plan: Plan, impl: OpImpl, least: int, most: float) -> int:
-        """Return the token count for capturing `impl` in a graph, or 0.
-
-        The compiler replaces traced code. Operators and functions outside layers, such as cache
-        writes, may run between graphs, so they need not be capturable.
-        """
+        """Return the size at which to capture `impl` in a graph, in tokens, or 0. The compiler
+        replaces traced code. Operators and functions outside layers, such as cache writes, may run
+        between graphs, so they need not be capturable."""
         if self.device.type != "cuda" or (plan.mode == "compiled" and not is_opaque(impl)):
             return 0
         known = (n for n in self.facts.captured if least <= n <= min(most, probe.TOKENS))
         return max(known, default=0)
 
     def counts(self, plan: Plan) -> frozenset[int]:
-        """Return the token counts of this rank for runs of the loaded model, if it has to compare.
-
-        They include the maximum tokens of rows in tuning tables.
-        """
+        """Return the sizes of this rank's runs of the loaded model, in tokens; empty if it compares
+        nothing. They include the maximum tokens of the planned ops' rows."""
         entries = [entry for entry in plan.entries.values() if entry.impls]
         if self.how != "verify" or not entries:
             return frozenset()
@@ -140,7 +133,7 @@ class Checks:
         return frozenset(min(n, largest, probe.TOKENS) for n in counts)
 
     def limits(self, plan: Plan) -> list[str]:
-        """Return what startup could not verify, one phrase each, and the seed."""
+        """Return the seed, and what startup could not verify, one phrase each."""
         if not any(entry.impls for entry in plan.entries.values()):
             return []
         sizes, table = self.facts.sizes, installed_bindings()
@@ -158,13 +151,12 @@ def lowering(facts: EngineFacts, device: torch.device) -> str:
 
 
 def checks_of(engine: Engine) -> Checks:
-    """Return what verification keeps of this engine."""
+    """Return the engine's `Checks`. The first call creates them."""
     found: Checks = engine.state.get(Checks) or engine.state.setdefault(Checks, Checks(engine))
     return found
 
 
 def compare(engine: Engine) -> dict[Key, Objection]:
-    """Compare the plan's implementations that were not compared before."""
     checks = checks_of(engine)
     found = checks.objections(engine.plan)
     counts = engine.gather("report token counts of model runs", checks.counts(engine.plan))
@@ -186,11 +178,9 @@ def _bounds(entry: PlanEntry, impl: OpImpl) -> tuple[int, float]:
 
 
 def layer_for(spec: OpSpec, provided: Mapping[str, Any]) -> object:
-    """Return a layer of a vLLM class with the values `provided` for `spec.from_layer`.
-
-    For implementations that need a layer. The class's constructor, which would choose an
-    implementation, is not called.
-    """
+    """Return a layer of a vLLM class with the values `provided` for `spec.from_layer`. It is for
+    implementations that need a layer. The class's constructor is not called, because it would
+    choose an implementation."""
     stand_in = spec.layer(**provided)
     base = next((layer.base for layer in layer_table() if layer.op == spec.name), None)
     if base is None:

@@ -29,17 +29,15 @@ from .wanted import (
 )
 
 MEASURED = (Within, Exact, QuantisedPair)
-"""Kinds of outputs that `Wanted.measured` supports."""
 
 
 def wanted_here(
     spec: OpSpec, args: Sequence[Any], scale: torch.Tensor | float
 ) -> list[Wanted | None]:
-    """Compute expected outputs in fp64 on the device of the arguments, like `wanted_of`.
+    """Compute expected outputs in fp64, like `wanted_of` but on the device of the arguments.
 
     Args:
-        spec: the contract; its outputs must be in `MEASURED`.
-        args: the arguments.
+        spec: the contract. The kinds of its outputs must be in `MEASURED`.
         scale: as `Sample.scale`, or one number per row of the results.
     """
     return _each_wanted(spec, args, scale, "a call")[1]
@@ -49,15 +47,14 @@ def wanted_of(spec: OpSpec, sample: Sample, *, tokens: int | None = None) -> lis
     """Compute expected outputs in fp64 on the CPU.
 
     Args:
-        spec: the contract.
-        sample: the call.
-        tokens: required number of rows of every result; None if results may have others.
+        tokens: the number of rows that every result must have; None for any number.
 
     Returns:
-        One per output; for an output that is missing in this call, None per result.
+        One item per output. For an output that is missing in this call, None for each of its
+            results.
 
     Raises:
-        ValueError: the contract contradicts itself; the message explains how.
+        ValueError: the contract contradicts itself. The message explains how.
     """
     args, columns = sample.repeats or (sample.args, None)
     on_host = [a.detach().cpu() if isinstance(a, torch.Tensor) else a for a in args]
@@ -84,7 +81,7 @@ def wanted_of(spec: OpSpec, sample: Sample, *, tokens: int | None = None) -> lis
 
 
 def closed(got: Any, sample: Sample) -> Any:
-    """Remove the sample's open rows, which have no defined values, from results."""
+    """Remove the sample's open rows from results, because their values are not defined."""
     if not sample.open_rows:
         return got
     kept = _kept(sample, max(len(part) for part in parts(got) if part is not None))
@@ -98,10 +95,9 @@ def _kept(sample: Sample, rows: int) -> torch.Tensor:
 def _each_wanted(
     spec: OpSpec, args: Sequence[Any], scale: torch.Tensor | float, where: str
 ) -> tuple[Sequence[Any], list[Wanted | None]]:
-    """Return the oracle's results on the arguments' device, and the expected outputs."""
     try:
         exact, shapes = parts(spec.oracle(*args)), parts(spec.fake(*args))
-    except Exception as error:  # report as an error of the contract, not of the implementation
+    except Exception as error:  # an error of the contract, not of the implementation
         raise ValueError(f"{where}: its oracle or its fake raised {quote(error)}") from error
     if [_shape(part) for part in exact] != [_shape(part) for part in shapes]:
         raise ValueError(
@@ -145,7 +141,6 @@ def _wanted(
     scale: Any,
     args: Sequence[Any],
 ) -> Wanted:
-    """Return the expected output for its exact results; `args` are the call's arguments."""
     match output:
         case Exact():
             return Same(comparable(exact[0], like[0].dtype))
@@ -182,8 +177,7 @@ def worst(got: Any, wanted: Iterable[Wanted | None], places: Tokens = None) -> O
 
     Args:
         got: one result or several, with the contract's shapes and dtypes.
-        wanted: expected outputs.
-        places: token numbers of their rows, for the message; None for all rows.
+        places: token numbers of the results' rows, for the message; None for all rows.
     """
     largest = 0.0
     for want, mine, names in paired(got, wanted):
@@ -197,7 +191,8 @@ def worst(got: Any, wanted: Iterable[Wanted | None], places: Tokens = None) -> O
 def measures(
     got: Any, wanted: Iterable[Wanted | None], what: Literal["leans", "slope"]
 ) -> dict[str, float]:
-    """Return result -> measure of its errors, if it has enough elements; args as for `worst`."""
+    """Return result -> measure of its errors. Omits results with too few elements. Arguments are as
+    for `worst`."""
     found = {names[0]: getattr(want, what)(mine) for want, mine, names in paired(got, wanted)}
     return {name: number for name, number in found.items() if not math.isnan(number)}
 
@@ -205,7 +200,7 @@ def measures(
 def paired(
     got: Any, wanted: Iterable[Wanted | None]
 ) -> Iterator[tuple[Wanted, list[torch.Tensor], list[str]]]:
-    """Yield (expected output, its results, their names for messages), without empty ones."""
+    """Yield (expected output, its results, their names for messages). Omits empty outputs."""
     at, results = 0, parts(got)
     for want in wanted:
         end = at + (want.results if want is not None else 1)
@@ -218,21 +213,17 @@ def paired(
 
 
 def parts(result: Any) -> tuple[Any, ...]:
-    """Return the results of a call as a tuple."""
     return result if isinstance(result, tuple) else (result,)
 
 
 def each_part(result: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to each result of a call; None stays."""
     changed = tuple(part if part is None else change(part) for part in parts(result))
     return changed if isinstance(result, tuple) else changed[0]
 
 
 def magnitudes(spec: OpSpec, args: Sequence[Any]) -> torch.Tensor | float:
     """Return the maximum magnitude of the finite activations in each row of a call, at least 1.
-
-    Magnitudes of 8-bit activations are multiplied by those of their scales.
-    """
+    Magnitudes of 8-bit activations are multiplied by those of their scales."""
     wide, is_scaled = [], False
     for name, arg in spec.named(args).items():
         is_float = isinstance(arg, torch.Tensor) and arg.is_floating_point() and arg.numel()

@@ -14,7 +14,6 @@ VERIFIES = True
 
 @hookimpl
 def inspect_plan(engine: Any, moment: Moment) -> Mapping[Key, Objection] | None:
-    """Run the plan's implementations and compare them with their contracts."""
     how = engine.facts.settings.preflight
     if moment is Moment.GROUPED or how == "off":
         return None
@@ -36,7 +35,6 @@ def inspect_plan(engine: Any, moment: Moment) -> Mapping[Key, Objection] | None:
 
 @hookimpl
 def communicator_checks(engine: Any, communicator: Any, group: GroupFacts) -> Iterator[Check]:
-    """Compare every collective of the group on known values."""
     if engine.facts.settings.preflight != "off":
         from .collectives import steps
 
@@ -46,7 +44,6 @@ def communicator_checks(engine: Any, communicator: Any, group: GroupFacts) -> It
 
 @hookimpl
 def rejections(op: str, impls: Sequence[Any], facts: Any, contract: Any) -> Mapping[str, str]:
-    """Reject implementations that cannot be measured, if batch invariance is required."""
     from .determinism import unmeasured
 
     return unmeasured(facts, impls, contract)
@@ -54,7 +51,6 @@ def rejections(op: str, impls: Sequence[Any], facts: Any, contract: Any) -> Mapp
 
 @hookimpl
 def engine_session(engine: Any) -> AbstractContextManager[object] | None:
-    """Compare calls of sampled steps while the engine serves."""
     if engine.facts.settings.shadow is None:
         return None
     from .sampling import session
@@ -64,7 +60,6 @@ def engine_session(engine: Any) -> AbstractContextManager[object] | None:
 
 @hookimpl
 def worker_report(engine: Any) -> Mapping[str, object]:
-    """Report the seed, calls that were verified at smaller sizes, and the shadow check."""
     from .made_inputs import Checks
     from .sampling import Canary
 

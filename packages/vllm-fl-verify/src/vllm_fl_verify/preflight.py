@@ -1,10 +1,12 @@
 """Runs a plan's implementations at startup to find incorrect kernels.
 
-Every candidate is called on the contract's samples and on the served model's sizes, in inference
-mode, with many token counts, on guarded memory, twice on the same buffers, and with values as large
-as activations get; in compiled mode the first choice also in the compiler's form. Implementations
-that will run are then called at further token counts, to compile all their kernels, and if vLLM
-captures graphs they are captured in one, which is replayed with other values.
+Every candidate is called on the contract's samples and on the served model's sizes. The calls are
+made in inference mode and on guarded memory, with many token counts, twice on the same buffers, and
+also with values as large as the largest activations. In compiled mode, the first choice is also
+called in the compiler's form.
+
+Implementations that will run are then called at further token counts, to compile all their kernels.
+If vLLM captures graphs, they are also captured in a graph, which is replayed with different values.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from .verification import dtype_name
 log = get_logger("engine")
 
 HOST_THREADS = 8
-"""Maximum threads of the host for computing the oracle: with the 64 of a large host, small sums
-take several times as long."""
+"""Maximum threads of the host for computing the oracle. With the 64 threads of a large host, small
+sums take several times as long."""
 
 
 @dataclass
@@ -42,8 +44,8 @@ class Findings:
     Args:
         objections: (op, impl id) -> why it must not run.
         remarks: what was not verified, one phrase each, for the report.
-        smaller: op -> calls that were verified at smaller sizes than in the model; without ops
-            that have none.
+        smaller: op -> calls that were verified at smaller sizes than in the model. Ops without such
+            calls are omitted.
     """
 
     objections: dict[Key, Objection] = field(default_factory=dict)
@@ -52,7 +54,6 @@ class Findings:
 
 
 def find_faults(request: Request) -> Findings:
-    """Run each implementation on its contract's samples and on the model's sizes."""
     log.debug("verifying with seed %d", request.seed)
     found = Findings()
     threads = host_threads(request.device)
@@ -88,10 +89,8 @@ def find_faults(request: Request) -> Findings:
 
 @contextmanager
 def host_threads(device: torch.device) -> Iterator[None]:
-    """Limit the host's threads inside the block, if the device is not the CPU.
-
-    On the CPU the number stays as when serving; vLLM's CPU worker also warns of each change.
-    """
+    """Limit the host's threads inside the block, if the device is not the CPU. On the CPU the
+    number must be as when serving, and vLLM's CPU worker warns of each change."""
     before = torch.get_num_threads()
     if device.type == "cpu" or before <= HOST_THREADS:
         yield
@@ -104,7 +103,7 @@ def host_threads(device: torch.device) -> Iterator[None]:
 
 
 def _look(startup: Startup, role: Role, trials: Sequence[Trials]) -> Objection | None:
-    """Run one implementation in each dtype of its op; return why it must not run, or None."""
+    """Run one implementation in each dtype of its op. Return why it must not run, or None."""
     request = startup.request
     if not trials:
         known, dtype = request.specs[role.impl.op_name].dtypes, dtype_name(request.dtype)
@@ -126,7 +125,6 @@ def _look(startup: Startup, role: Role, trials: Sequence[Trials]) -> Objection |
 
 
 def _check(run: Run) -> Objection | None:
-    """Run the checks and return the first objection."""
     seconds = Phases()
     try:
         with torch.inference_mode():
@@ -135,7 +133,7 @@ def _check(run: Run) -> Objection | None:
                     if (objection := next(check(run), None)) is not None:
                         return objection
         return None
-    except Exception:  # of verification itself, if the implementation changed state that it needs
+    except Exception:  # an implementation may have changed state that verification needs
         if (problem := run.changed()) is None:
             raise
         return Objection(FAILED, problem)
@@ -148,6 +146,5 @@ def _check(run: Run) -> Objection | None:
 
 
 def _few(names: Collection[str], at_most: int = 3) -> str:
-    """Join the first names, sorted, and the number of others."""
     further = f" and {len(names) - at_most} more" if len(names) > at_most else ""
     return ", ".join(sorted(names)[:at_most]) + further

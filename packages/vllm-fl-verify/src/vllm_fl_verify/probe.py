@@ -1,7 +1,7 @@
 """One uncompiled forward of the loaded model with a realistic batch of tokens.
 
-It is vLLM's dummy run with other inputs: vLLM passes id 0 and position 0 for every token, and
-attention does not run, so its result is 0 or uninitialised memory.
+It is vLLM's dummy run with different inputs. vLLM passes id 0 and position 0 for every token.
+Attention does not run in it, so attention's result is 0 or uninitialised memory.
 """
 
 from __future__ import annotations
@@ -28,34 +28,32 @@ TOKENS = 256
 
 COUNTS = (TOKENS, 17, 16, 1)
 """Tokens of the forwards: prompts, a step with some decoding sequences, the step after a request
-has finished, and one token. Kernels are chosen by size, and just-in-time compilation happens at
-startup."""
+has finished, and one token. There are several, because kernels are chosen by size. Just-in-time
+compilation then happens at startup."""
 
 SEED = 20261122
 """All ranks of an engine must use the same tokens."""
 
 
 _NAMES_OF_POSITIONS = re.compile(r"wpe|pos_emb.*|.*position.*")
-"""Names of a learned table with a row for each position, in the models."""
+"""Matches models' names for learned tables with a row for each position."""
 
 
 def positions_of(model: torch.nn.Module, length: int) -> int:
-    """Return the number of positions in every table of the model, at most `length`.
-
-    With VLLM_ALLOW_LONG_MAX_MODEL_LEN an engine's length may exceed that of its model. Kernels of
-    vLLM then read beyond a table.
-    """
+    """Return the number of positions that every table of the model has, at most `length`. With
+    VLLM_ALLOW_LONG_MAX_MODEL_LEN an engine's length may exceed that of its model. Kernels of vLLM
+    would then read beyond a table."""
     rows = [length]
     for module in _text_part(model).modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name.endswith("cos_sin_cache") and buffer.ndim > 1:
-                # Of two tables in one, the second has the remaining rows.
+                # If two tables are in one, the second has the remaining rows.
                 first = getattr(module, "original_max_position_embeddings", 0)
                 rows.append(len(buffer) - (first if "long_short" in name else 0))
         for name, child in module.named_children():
             table = getattr(child, "num_embeddings", None)
             if isinstance(table, int) and _NAMES_OF_POSITIONS.fullmatch(name):
-                # Some begin after the row for padding.
+                # Some tables begin after the row for padding.
                 padding = getattr(module, "padding_idx", None)
                 begin = padding + 1 if isinstance(padding, int) else getattr(child, "offset", 0)
                 rows.append(table - begin)
@@ -63,10 +61,10 @@ def positions_of(model: torch.nn.Module, length: int) -> int:
 
 
 def _text_part(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the language model, since encoders of images have their own tables."""
+    """Return the language model, because encoders of images have their own tables."""
     try:
         part = model.get_language_model()  # type: ignore[operator]
-    except Exception:  # most models do not support it, and some that have one raise
+    except Exception:  # most models do not support it, and some raise
         return model
     return part if isinstance(part, torch.nn.Module) else model
 
@@ -77,13 +75,11 @@ def forward(
     """Run the loaded models once, eagerly, without attention and without a cache.
 
     Args:
-        runner: the newer or the older model runner of vLLM.
-        models: `Engine.models`: the model, and its draft model, which the same dummy run calls.
-        vllm_config: the engine's configuration.
+        models: `Engine.models`. The same dummy run calls the model and its draft model.
         tokens: number of tokens, at most the engine's largest batch.
 
     Returns:
-        The problem if there was no forward, or an empty string.
+        Why no forward ran, or an empty string.
     """
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
@@ -123,7 +119,6 @@ class _Inputs:
 
     @contextmanager
     def given(self) -> Iterator[None]:
-        """Replace the inputs of the model's `forward` inside the block."""
         own: Callable[..., Any] = self.model.forward
         held = vars(self.model)
         before = held.get("forward")
@@ -141,7 +136,6 @@ class _Inputs:
                 held["forward"] = before
 
     def _varied(self, named: dict[str, Any]) -> dict[str, Any]:
-        """Replace the keyword arguments that vLLM passes to the model."""
         varied = dict(named)
         ids, embeds, positions = (
             named.get(name) for name in ("input_ids", "inputs_embeds", "positions")
@@ -161,7 +155,7 @@ class _Inputs:
         return varied
 
     def _embedded(self, like: torch.Tensor) -> torch.Tensor:
-        """Return embeddings of random tokens, if the model computes them beforehand."""
+        """Return embeddings of random tokens, if the model computes embeddings beforehand."""
         embed = getattr(self.model, "embed_input_ids", None)
         if embed is None:
             return self._normal(like)
@@ -172,13 +166,12 @@ class _Inputs:
         return tokens(count, self.vocabulary, self._generator)
 
     def _positions(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a position for each token, for each axis."""
         count, axes = like.shape[-1], like.shape[:-1].numel()
         drawn = [positions(count, self.length, self._generator) for _ in range(axes)]
         return torch.stack(drawn).view(like.shape).to(like)
 
     def _normal(self, like: torch.Tensor) -> torch.Tensor:
-        """Return normal numbers, which are equal in all layers with this shape."""
+        """Return normal numbers. They are equal in all layers with this shape."""
         shape = tuple(like.shape)
         if shape not in self._noise:
             drawn = torch.randn(shape, generator=self._generator, dtype=torch.float32)

@@ -1,13 +1,14 @@
 """State of the process that a kernel must not change.
 
-That is torch's modes, switches and random numbers, the working directory, signal handlers and
-limits, Python's garbage collector and logging. Not the grad mode: kernels are called in inference
-mode, which restores it.
+This is torch's modes, switches and random numbers, the working directory, signal handlers and
+limits, Python's garbage collector and logging. The grad mode is not included, because kernels are
+called in inference mode, which restores it.
 
-A change is attributed to the kernel unless it also happens while the kernel is not called; then it
-is another thread's, and is not restored. Any thread may advance the random number generators. The
-kernel is blamed for them only if each of some further calls changes them. A number is drawn before
-each of these calls, because a kernel that seeds a generator sets the same state in every call.
+A change is attributed to the kernel unless it also happens while the kernel is not called. In that
+case it belongs to another thread and is not restored. Any thread may advance the random number
+generators. Therefore the kernel is blamed for them only if each of some further calls changes them.
+A number is drawn before each of these calls, because a kernel that seeds a generator sets the same
+state in every call.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ from vllm_fl.logs import get_logger
 log = get_logger("engine")
 
 ROUNDS = 6
-"""How often state is observed, without a call and after one. A thread that draws random numbers
+"""How often state is observed, without a call and after a call. A thread that draws random numbers
 half of the time is mistaken for the kernel with probability 1 / 4 ** ROUNDS."""
 
 QUIET = 0.03
-"""Minimum seconds without a call; after a longer call, its duration."""
+"""Minimum seconds without a call. After a longer call, its duration."""
 
 LONGEST = 0.5
-"""Maximum seconds without a call."""
 
 LONG = (torch.Tensor, dict, tuple, set)
 """Types of values that are too long for a message."""
 
 LOOKS = 20
-"""Observations in that time: another thread may set state and restore it."""
+"""Observations during the time without a call. There are several, because another thread may set
+state and restore it."""
 
 
 class _Piece(NamedTuple):
@@ -60,10 +61,10 @@ class _Piece(NamedTuple):
 
     Args:
         name: name for messages.
-        get: reads it. If it raises, that itself is compared: torch cannot report the older form of
-            a precision that was set in the newer form.
-        set: sets it. Not called for state that could not be read.
-        draw: advances it, for random number generators.
+        get: reads the state. If it raises, `UNREADABLE` is the compared value: torch cannot report
+            the older form of a precision that was set in the newer form.
+        set: sets the state. Not called for state that could not be read.
+        draw: advances a random number generator.
     """
 
     name: str
@@ -81,11 +82,10 @@ UNREADABLE = _Unreadable("an unreadable value")
 
 @dataclass
 class State:
-    """State at one time, and the origin of later changes.
+    """State at one moment, and the origin of later changes.
 
     Args:
-        values: name -> value.
-        others: names of state that other threads were seen to change.
+        others: names of state that other threads have changed.
         blamed: names of state that the kernel has changed.
     """
 
@@ -95,7 +95,6 @@ class State:
 
 
 def state_of(device: torch.device) -> State:
-    """Read the current state."""
     return State({piece.name: _read(piece) for piece in _pieces(device)})
 
 
@@ -105,8 +104,6 @@ def changed(
     """Return the first state that a kernel changed, with both values, or None.
 
     Args:
-        before: state before its calls.
-        device: the kernel's device.
         again: repeats calls. Without it, changes of random numbers cannot be attributed to the
             kernel and are ignored.
     """
@@ -120,17 +117,14 @@ def changed(
 
 
 def restore(before: State, device: torch.device) -> None:
-    """Restore the state that the kernel has changed, and touch nothing else.
-
-    A server may watch or replace a setter: vLLM's CPU worker warns of each call of
-    `torch.set_num_threads`.
-    """
+    """Restore only the state that the kernel has changed. A server may watch or replace a setter:
+    vLLM's CPU worker warns of each call of `torch.set_num_threads`."""
     _judge(before, device, None)
-    # One by one, reading each after the previous ones are set: some are defaults of others.
+    # Each is read after the previous ones are set, because some are defaults of others.
     for piece, _ in _otherwise(before, device):
         then, name = before.values[piece.name], piece.name
         is_others = name in before.others or (piece.draw and name not in before.blamed)
-        if is_others or isinstance(then, _Unreadable):  # other pieces have the values of the latter
+        if is_others or isinstance(then, _Unreadable):  # other pieces have these values
             continue
         try:
             piece.set(then)
@@ -139,7 +133,6 @@ def restore(before: State, device: torch.device) -> None:
 
 
 def _judge(before: State, device: torch.device, again: Callable[[], object] | None) -> None:
-    """Attribute each new change to the kernel or to other threads."""
     known = before.others | before.blamed
     suspects = {piece for piece, _ in _otherwise(before, device) if piece.name not in known}
     if again is None:
@@ -161,7 +154,7 @@ def _of_others(suspects: set[_Piece], again: Callable[[], object] | None) -> set
             break
         then = {piece: _read(piece) for piece in left}
         for _ in range(LOOKS):
-            # Random intervals, to avoid a rhythm in step with other threads.
+            # Random intervals avoid a rhythm in step with other threads.
             time.sleep(quiet / LOOKS * random.SystemRandom().uniform(1, 2))
             found |= {piece for piece in left if not _same(then[piece], _read(piece))}
         moving = {piece: _read(piece) for piece in left - found if piece.draw}
@@ -169,7 +162,7 @@ def _of_others(suspects: set[_Piece], again: Callable[[], object] | None) -> set
             continue
         drawn = {}
         for piece in moving:
-            with suppress(Exception):  # because of modes that a kernel left enabled
+            with suppress(Exception):  # a kernel may have left modes enabled
                 piece.draw and piece.draw()
             drawn[piece] = _read(piece)
         begun = time.monotonic()
@@ -177,13 +170,13 @@ def _of_others(suspects: set[_Piece], again: Callable[[], object] | None) -> set
             again()
         quiet = min(max(QUIET, time.monotonic() - begun), LONGEST)
         for piece in {piece for piece, was in drawn.items() if _same(was, _read(piece))}:
-            piece.set(moving[piece])  # only our draw has changed it: undo that
+            piece.set(moving[piece])  # undo our draw, which was the only change
             found.add(piece)
     return found
 
 
 def _otherwise(before: State, device: torch.device) -> Iterator[tuple[_Piece, Any]]:
-    """Yield changed state with its current value, reading one after the other."""
+    """Yield changed state with its current value. Each piece is read only when it is due."""
     for piece in _pieces(device):
         now = _read(piece)
         if not _same(before.values[piece.name], now):
@@ -206,7 +199,6 @@ def _same(then: Any, now: Any) -> bool:
 
 
 DETERMINISTIC = ("off", "on, with warnings", "on")
-"""Names of torch's modes, indexed by torch's number."""
 
 
 def _deterministic() -> str:
@@ -214,16 +206,16 @@ def _deterministic() -> str:
 
 
 def _set_deterministic(mode: str) -> None:
-    # set_deterministic_debug_mode would not change the compiler's switch
+    # set_deterministic_debug_mode would not change the compiler's switch.
     torch.use_deterministic_algorithms(mode != DETERMINISTIC[0], warn_only=mode == DETERMINISTIC[1])
 
 
 def _set_threads(number: int) -> None:
-    torch.set_num_threads(number)  # read now: a server may have replaced it
+    torch.set_num_threads(number)  # looked up now, because a server may have replaced it
 
 
 def _set_device(place: torch.device) -> None:
-    # First leave additional modes, as of a `with torch.device(...)` that was not exited.
+    # First leave additional modes, such as that of a `with torch.device(...)` that was not exited.
     while torch.get_default_device() != place and any(map(_is_left_on, modes := _modes())):
         last = next(mode for mode in reversed(modes) if _is_left_on(mode))
         for _ in modes:
@@ -232,12 +224,12 @@ def _set_device(place: torch.device) -> None:
             if mode is not last:
                 _push_mode(mode)
     if torch.get_default_device() != place:
-        # None avoids the mode of another default, which slows down every call.
+        # None avoids the mode of a different default, which slows down every call.
         torch.set_default_device(None if place == torch.device("cpu") else place)
 
 
 def _is_left_on(mode: object) -> bool:
-    """Return whether it is the device of a block instead of `torch.set_default_device`."""
+    """Whether it is the device of a block and was not set by `torch.set_default_device`."""
     default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     return isinstance(mode, DeviceContext) and mode is not default
 
@@ -252,7 +244,6 @@ def _dispatch_modes() -> tuple[Any, ...]:
 
 
 def _set_modes(now: Callable[[], tuple[Any, ...]], then: tuple[Any, ...]) -> None:
-    """Exit additional modes, and enter missing ones again."""
     on = now()
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(on, then, strict=False)))
     for mode in reversed(on[shared:]):
@@ -270,15 +261,15 @@ def _handlers() -> dict[int, Any]:
 
 def _set_handlers(handlers: dict[int, Any]) -> None:
     if threading.current_thread() is not threading.main_thread():
-        return  # Python allows it in the main thread only
+        return  # Python allows it only in the main thread
     for number, handler in handlers.items():
-        # None: not installed by Python, which therefore cannot restore it
+        # None: not installed by Python, so Python cannot restore it.
         if handler is not None and signal.getsignal(number) is not handler:
             signal.signal(number, handler)
 
 
 def _loggers() -> dict[logging.Logger, Any]:
-    """Return the configuration of the loggers of vLLM and vllm-fl, and of the root logger."""
+    """Return the configuration of the root logger and of the loggers of vLLM and vllm-fl."""
     known = logging.root.manager.loggerDict.copy().items()
     ours = [each for name, each in known if name.startswith("vllm")]
     return {
@@ -298,13 +289,14 @@ def _set_loggers(loggers: dict[logging.Logger, Any]) -> None:
 
 
 def _umask() -> str:
-    """Read the umask without setting it, as os.umask would: files of other threads would use it."""
+    """Read the umask. os.umask would have to set it, which other threads could notice."""
     lines = Path("/proc/self/status").read_text("ascii", errors="replace").splitlines()
     return next(line.split()[1] for line in lines if line.startswith("Umask:"))
 
 
 def _of_torch_c(name: str, get: str, put: str = "") -> Iterator[_Piece]:
-    """Yield a switch of torch, if this release has it; some have several values in newer ones."""
+    """Yield a switch of torch, if this release has it. Some have several values in newer
+    releases."""
     getter = getattr(torch._C, f"_get_{get}", None)
     setter = getattr(torch._C, f"_set_{put or get}", None)
     if getter and setter:
@@ -312,7 +304,6 @@ def _of_torch_c(name: str, get: str, put: str = "") -> Iterator[_Piece]:
 
 
 def _reduced(kind: str) -> Iterator[_Piece]:
-    """Yield the switch for reduced precision in sums of products."""
     name = f"reduced precision in sums of {kind} products"
     return _of_torch_c(name, f"cublas_allow_{kind}_reduced_precision_reduction")
 
@@ -327,7 +318,7 @@ PRECISIONS = (
     ("mkldnn", "all"),
     *((backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")),
 )
-"""Names with an `fp32_precision`; names without a value use the value of `all`."""
+"""Names with an `fp32_precision`. Names without a value use the value of `all`."""
 
 
 def _precisions() -> Iterator[_Piece]:
@@ -341,14 +332,14 @@ def _precisions() -> Iterator[_Piece]:
 
 
 _PIECES: tuple[_Piece, ...] = (
-    # Modes first, because they intercept all later calls of torch.
+    # Modes are first, because they intercept all later calls of torch.
     _Piece("torch's function modes", _function_modes, partial(_set_modes, _function_modes)),
     _Piece("torch's dispatch modes", _dispatch_modes, partial(_set_modes, _dispatch_modes)),
     _Piece("the default device", torch.get_default_device, _set_device),
     _Piece("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
     _Piece("the number of threads", torch.get_num_threads, _set_threads),
     _Piece("the deterministic mode", _deterministic, _set_deterministic),
-    # The older form first, because it sets some values of the newer form.
+    # The older form is first, because it sets some values of the newer form.
     _Piece(
         "the precision of float32 products",
         torch.get_float32_matmul_precision,
@@ -370,7 +361,7 @@ _PIECES: tuple[_Piece, ...] = (
         "sdp_use_mem_efficient",
     ),
     *_of_torch_c("whether math attention is enabled", "math_sdp_enabled", "sdp_use_math"),
-    # Not cuDNN's attention: vLLM disables it when it imports its platform for CUDA.
+    # cuDNN's attention is not included, because vLLM's platform for CUDA disables it at import.
     _Piece(
         "torch's anomaly mode",
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),

@@ -23,16 +23,15 @@ def replacing(
     *,
     at_most: int | None = None,
 ) -> Iterator[None]:
-    """Let every guard of a record call `instead(impl)` for each candidate inside the block.
+    """Inside the block, every guard of a record calls `instead(impl)` for each candidate.
 
-    Afterwards the guards are restored. Inside the block nothing may be disabled, and no other
-    thread may call the guards.
+    Afterwards the guards are restored. Inside the block, nothing may be disabled, and other threads
+    must not call the guards.
 
     Args:
-        record: the record of a plan, or of a manager.
         instead: candidate -> function with the same parameters.
         asking: candidate -> function that replaces its `supports`.
-        at_most: number of first candidates to replace; None for all.
+        at_most: the number of candidates to replace, from the first; None for all.
     """
     guards = [guard for guard in list(record.guards) if isinstance(guard, Guard)]
     try:
@@ -48,7 +47,8 @@ def replacing(
 
 
 def _calling(impl: OpImpl, fn: Callable[..., Any], supports: Callable[..., Any] | None) -> OpImpl:
-    """Return `impl` with other functions and its own signature, which determines `needs_layer`."""
+    """Return `impl` with other functions. Its signature is kept, because it determines
+    `needs_layer`."""
     if fn is impl.fn and supports is impl.supports:
         return impl
     fn = fn if fn is impl.fn else functools.wraps(impl.fn)(fn)
@@ -56,10 +56,8 @@ def _calling(impl: OpImpl, fn: Callable[..., Any], supports: Callable[..., Any] 
 
 
 def computes(plan: Plan, impl: OpImpl) -> bool:
-    """Return whether a guard's candidate itself computes its op for a plan.
-
-    vLLM's implementation is not part of the plan, and inside an operator another guard computes.
-    """
+    """Whether a guard's candidate itself computes its op for a plan. vLLM's implementation is not
+    part of the plan, and in an opaque operator a different guard computes."""
     entry = plan.entries.get(impl.op_name)
     own = next((i for i in entry.impls if i.impl_id == impl.impl_id), None) if entry else None
     if entry is None or own is None:

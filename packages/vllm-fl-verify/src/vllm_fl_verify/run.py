@@ -36,29 +36,29 @@ from .verification import (
 from .wanted import Off
 
 ONCE = 32.0
-"""Maximum weight, in calls, for repeating a batch with more tokens than the pool has rows: on a CPU
-larger batches take much of the startup time."""
+"""Maximum weight, in calls, for repeating a batch with more tokens than the pool has rows. On a
+CPU, larger batches take much of the startup time."""
 
 WARM_CALLS = 4000.0
-"""Calls of all warm-ups at token counts that were not tried before; shared equally between the
-implementations."""
+"""Calls of all warm-ups at token counts that were not tried before. The implementations share them
+equally."""
 
 LOWERED = 3
-"""Forms that are lowered per request; later ones are only traced. A C++ compiler takes seconds for
-each with a cold cache."""
+"""Forms that are lowered per request. Later forms are only traced. With a cold cache, a C++
+compiler takes seconds for each form."""
 
 TRACED = 12
 """Further forms that are traced. An implementation's first form is always traced."""
 
 Objections = Generator[Objection, None, None]
-"""Objections of a check. The caller stops at the first one."""
+"""Objections of a check. The caller uses only the first."""
 
 Found = Generator[Objection, None, Any]
-"""Objections to a call; returns the call's result, or None if the call is not supported."""
+"""Objections to a call. Returns the call's result, or None if the call is not supported."""
 
 
 class Startup:
-    """State that the runs of one request share; `watch` logs slow calls."""
+    """State that the runs of one request share. `watch` logs slow calls."""
 
     def __init__(self, request: Request, watch: breadcrumb.Watchdog) -> None:
         self.request, self.watch = request, watch
@@ -70,8 +70,6 @@ class Startup:
 
 
 class Run:
-    """One implementation in one dtype: its calls and their findings."""
-
     def __init__(self, startup: Startup, role: Role, trials: Trials, dtypes: int) -> None:
         self.startup, self.request, self.role, self.trials = startup, startup.request, role, trials
         self.impl, self.spec = role.impl, trials.spec
@@ -80,13 +78,12 @@ class Run:
         self.before = process_state.state_of(trials.device)
         self.refusals: list[str] = []
         self.served: set[str] = set()
-        """Names of forms with a supported call."""
         self.tried: set[tuple[str, int]] = set()
         """(form, token count) of compared batches."""
         self.was_slow = False
 
     def changed(self) -> str | None:
-        """Return a description of the process state that the implementation changed, or None."""
+        """Return a description of process state that the implementation has changed, or None."""
         with torch.inference_mode(False):
             problem = process_state.changed(self.before, self.trials.device, self._again)
         return None if problem is None else f"it changed {problem} for the whole process"
@@ -102,29 +99,24 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Name such as `rms_norm=vendor.acme`."""
         return f"{self.impl.op_name}={self.impl.impl_id}"
 
     @property
     def forms(self) -> list[Form]:
-        """Forms of the served model's calls."""
         return self.trials.forms
 
     @property
     def forms_served(self) -> list[Form]:
-        """Supported forms, which are captured and compiled."""
+        """Supported forms. Only these are captured and compiled."""
         return [form for form in self.forms if form.name in self.served]
 
     def leave_out(self, what: str, further: str = "") -> None:
-        """Record an omitted check for the report."""
         self.startup.left_out[what].add(f"{self.spec.name} of {self.impl.impl_id}{further}")
 
     def at(self, where: str, call: Callable[[], Outcome], *, compiles: bool = False) -> Found:
-        """Make one call; record an unsupported call, and object to a failure.
-
-        A call that takes long is logged. Two slow calls in a row would stall the engine and are a
-        failure, unless the call `compiles`.
-        """
+        """Make one call. Record an unsupported call, and object to a failure. Slow calls are
+        logged. Two slow calls in a row would stall the engine and are a failure, unless the call
+        `compiles`."""
         watch = self.startup.watch
         with watch.over(f"one call of {self.name} ({where})"):
             got, failure = call()
@@ -143,7 +135,7 @@ class Run:
         return f"{count} x {form.name}, {dtype_name(self.trials.dtype)}{more}"
 
     def compared(self, impl: OpImpl, sample: Sample, **how: Any) -> Comparison:
-        """Compare one sample; `how` as for `verification.compare`."""
+        """Compare one sample. `how` is as for `verification.compare`."""
         layer_for = self.request.layer_for
         return compare(impl, self.spec, sample, self.trials.dtype, layer_for=layer_for, **how)
 
@@ -169,7 +161,6 @@ class Run:
         large: bool = False,
         wrong: str = "it is incorrect",
     ) -> Objections:
-        """Object to a batch's results if they are incorrect or cannot be compared."""
         if not self.request.compares:
             return
         _, failure = compared(got, partial(form.off, large, rows))
@@ -180,19 +171,17 @@ class Run:
     def batches(
         self, form: Form, series: Sequence[tuple[int, Order]], *, large: bool = False
     ) -> Objections:
-        """Compare batches one after the other in the same memory; keep all results to the end.
+        """Compare batches one after the other in the same memory. All results are kept to the end.
 
         Args:
-            form: kind of the calls.
             series: (tokens, order of the rows) of each batch; the first batch is the largest.
-            large: whether to use the large values.
         """
         laid: Guarded | None = None
         results: list[tuple[str, torch.Tensor, Any]] = []
         first = series[0][0]
         is_large = first > POOL and form.calls(first) > ONCE
         for number, (tokens, order) in enumerate(series):
-            # A slow call is repeated, to see whether it stalls.
+            # A slow call is repeated, to find out whether it stalls.
             if number and is_large and tokens >= first - 1 and not self.was_slow:
                 self.leave_out("fewer batches than usual")
                 continue
@@ -211,7 +200,7 @@ class Run:
             yield from self.compare(form, rows, got, where, large=large)
 
     def _together(self, form: Form, large: bool, results: Sequence[tuple[str, Any, Any]]) -> bool:
-        """Return whether one comparison shows that the results of several batches are correct."""
+        """Whether one comparison shows that the results of several batches are correct."""
         if self.spec.whole_batch or len(results) < 2:
             return False
 
@@ -224,7 +213,6 @@ class Run:
         return compared(None, off)[1] is None
 
     def result(self, form: Form, laid: Guarded, where: str) -> Found:
-        """Make one call in the memory `laid` and return its result."""
         call = form.call(laid)
         consumed = self.spec.consumed(self.impl.consumes, call.args)
         form.static.restore(consumed)  # the previous call wrote into a cache
@@ -243,13 +231,11 @@ class Run:
         return (yield from self.at(where, run))
 
     def call_at(self, form: Form, count: int) -> Objections:
-        """Make one call with this many tokens without comparing its result."""
         args = self.arguments(form, self.trials.rows(count))
         where = self.where(form, count)
         yield from self.at(where, partial(answer, self.call, self.impl, self.spec, args))
 
     def arguments(self, form: Form, rows: torch.Tensor, large: bool = False) -> tuple[Any, ...]:
-        """Return the arguments of a call with these rows of the ordinary or the large values."""
         args = form.call(rows_of(form.pool(large), rows)).args
         form.static.restore(self.spec.consumed(self.impl.consumes, args))
         return args

@@ -1,7 +1,5 @@
 """The shadow check: some steps run eagerly, and their calls are compared with the reference result.
-
-Incorrect calls are logged at once, a summary once a minute.
-"""
+Incorrect calls are logged at once. A summary is logged once a minute."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ log = get_logger("engine")
 @contextmanager
 def session(engine: Engine) -> Iterator[None]:
     """Sample steps of an engine from the first request on."""
-    engine.on_serving(lambda: watch(engine))  # not earlier: the warm-up also runs steps
+    engine.on_serving(lambda: watch(engine))  # not earlier, because the warm-up also runs steps
     try:
         yield
     finally:
@@ -38,10 +36,8 @@ def session(engine: Engine) -> Iterator[None]:
 
 
 def watch(engine: Engine) -> Canary | None:
-    """Start to sample steps of an engine after its warm-up, if configured and possible.
-
-    Replaces the method on the model runner object, which Ray's executor also calls.
-    """
+    """Begin to sample steps of an engine after its warm-up, if configured and possible. Replaces
+    the method on the model runner object, which Ray's executor also calls."""
     settings, worker, model = engine.facts.settings, engine.worker, engine.model
     if settings.shadow is None:
         return None
@@ -79,7 +75,6 @@ def watch(engine: Engine) -> Canary | None:
 
 
 def _obstacle(engine: Engine, model: torch.nn.Module | None) -> str:
-    """Return why a step of this engine cannot run eagerly, or an empty string."""
     from vllm.config import CompilationMode, CUDAGraphMode
 
     config, runner, device = engine.config, engine.runner, engine.device
@@ -116,11 +111,9 @@ def _graph_switch(runner: Any) -> tuple[Any, str, object] | None:
 
 @contextmanager
 def _eager(runner: Any, compiled: list[torch.nn.Module]) -> Iterator[None]:
-    """Run the model uncompiled and without graphs inside the block.
-
-    `compiled` are the modules that vLLM compiles. vLLM's switch for this, `skip_compiled` of its
-    forward context, is set inside its model runners.
-    """
+    """Inside the block, run the model uncompiled and without graphs. `compiled` are the modules
+    that vLLM compiles. vLLM's switch for this, `skip_compiled` of its forward context, is set
+    inside its model runners."""
     switches = [_graph_switch(runner), *((module, "do_not_compile", True) for module in compiled)]
     with ExitStack() as back:
         for thing, name, value in filter(None, switches):
@@ -130,7 +123,6 @@ def _eager(runner: Any, compiled: list[torch.nn.Module]) -> Iterator[None]:
 
 
 def _out_of_sight(plan: Plan) -> dict[str, str]:
-    """Return op -> why eager steps do not call it."""
     table = installed_bindings()
     found = {}
     for op in plan.entries:
@@ -141,18 +133,14 @@ def _out_of_sight(plan: Plan) -> dict[str, str]:
 
 
 class Canary:
-    """Logs the results of the shadow check."""
-
     def __init__(self, shadow: Shadow, rank: int) -> None:
         self.shadow, self._rank = shadow, rank
         self._due = time.monotonic() + EVERY
         self._named: set[tuple[str, str]] = set()
 
     def look(self) -> None:
-        """Log after a minute, or at once when an implementation is first found incorrect.
-
-        The latter must not wait for another step, since there may be none.
-        """
+        """Log after a minute, or at once when an implementation is first found incorrect. The
+        latter must not wait for another step, because there may not be one."""
         now = time.monotonic()
         wrong = {(op, impl_id) for (op, impl_id, _), t in self.shadow.new.items() if t.wrong}
         if now >= self._due or not wrong <= self._named:
@@ -161,7 +149,6 @@ class Canary:
             self.say()
 
     def say(self) -> None:
-        """Log the results since the last call."""
         found = self.shadow.collect()
         wrong = {key: tally for key, tally in found.items() if tally.wrong}
         for (op, impl_id, tokens), tally in wrong.items():

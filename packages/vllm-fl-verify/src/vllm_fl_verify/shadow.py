@@ -1,10 +1,11 @@
 """Comparison of sampled steps with the reference result while an engine serves (shadow check).
 
-Plan, guards and compiled code do not change. For a sampled step the guards get another function,
-which calls the implementation and compares its result; afterwards they are restored.
+Plan, guards and compiled code do not change. In a sampled step, the guards call a different
+function, which calls the implementation and compares its result. Afterwards the guards are
+restored.
 
-A sampled step compares only some of its calls, and the next one others, so the additional time does
-not grow with the depth of the model.
+A sampled step compares only some of its calls, and the next sampled step compares others. The
+additional time therefore does not grow with the depth of the model.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ from .replacing import computes, replacing
 from .verification import contract_args
 
 CALLS = 48
-"""Compared calls of a sampled step, approximately (up to one more per `Key`). A comparison is about
-a hundred small operations on the device; Qwen3-8B makes 217 calls per step."""
+"""Approximate number of compared calls in a sampled step (up to one more per `Key`). A comparison
+is about a hundred small operations on the device. Qwen3-8B makes 217 calls per step."""
 
 ROWS = 256
-"""Maximum compared rows of a call; over several sampled steps all rows are compared."""
+"""Maximum compared rows of a call. Over several sampled steps, all rows are compared."""
 
 LARGEST = 1 << 28
-"""Maximum bytes, in fp64, of a compared call's arguments: vLLM uses most of the device's memory."""
+"""Maximum bytes of a compared call's arguments in fp64. vLLM uses most of the device's memory."""
 
 TURN = (5**0.5 - 1) / 2
-"""The golden ratio minus 1: fractional parts of its multiples are evenly distributed, without a
+"""The golden ratio minus 1. The fractional parts of its multiples are evenly distributed, without a
 period."""
 
 MOST = sys.float_info.max
-"""Replaces infinity, which JSON cannot represent: a wrong id, or NaN."""
+"""Replaces infinity (a wrong id, or NaN), which JSON cannot represent."""
 
 SMALLEST = sys.float_info.min
 """Replaces zero as a divisor."""
@@ -63,8 +64,8 @@ class Tally:
     Args:
         seen: calls in sampled steps.
         calls: compared calls.
-        share: maximum error relative to the tolerance; the limit is 1.
-        relative: maximum relative error of a call, using norms over all elements.
+        share: maximum error relative to the tolerance. The limit is 1.
+        relative: maximum relative error of a call, from norms over all elements.
         wrong: incorrect calls.
         nan, inf: incorrect elements that are NaN or infinite.
     """
@@ -78,16 +79,13 @@ class Tally:
     inf: int = 0
 
     def plus(self, other: Tally) -> Tally:
-        """Return the sum of the counts and the maximum of the errors."""
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
         return Tally(*(max(a, b) if isinstance(a, float) else a + b for a, b in pairs))
 
     @classmethod
     def of_call(cls, figures: Iterable[Sequence[float]]) -> Tally:
-        """Return the tally of one compared call, from `Wanted.measured` of its outputs.
-
-        The call is counted as incorrect once, for any number of incorrect outputs.
-        """
+        """Return the tally of one compared call, from `Wanted.measured` of its outputs. The call is
+        counted as incorrect once, for any number of incorrect outputs."""
         shares, off, exact, nan, inf = zip(*figures, strict=True)
         squares = max(o / max(e, SMALLEST) for o, e in zip(off, exact, strict=True))
         share, relative = min(max(shares), MOST), math.sqrt(min(squares, MOST))
@@ -98,17 +96,14 @@ class Shadow:
     """Samples steps and compares their calls.
 
     Args:
-        plan: the active plan.
-        rate: share of sampled steps, above 0, at most 1.
+        rate: share of sampled steps, greater than 0 and at most 1.
         left: op -> why its calls cannot be compared at its targets in vLLM.
     """
 
     def __init__(self, plan: Plan, rate: float, left: Mapping[str, str] | None = None) -> None:
         self.plan, self.rate = plan, rate
         self.steps = 0
-        """Number of steps."""
         self.sampled = 0
-        """Number of sampled steps."""
         self.seen: dict[Key, Tally] = {}
         """Tallies of all sampled steps."""
         self.new: dict[Key, Tally] = {}
@@ -120,9 +115,9 @@ class Shadow:
         self._turns: Counter[Key] = Counter()
         """Number of sampled steps with calls of a key."""
         self._most = 0
-        """Maximum calls of a sampled step."""
+        """Maximum number of calls in a sampled step."""
         self._every = 1
-        """Compare every n-th call of a key in a step."""
+        """Every n-th call of a key in a step is compared."""
         self._at: Counter[Key] = Counter()
         """Number of this step's calls per key."""
         self._on_device: list[tuple[Key, list[torch.Tensor]]] = []
@@ -133,7 +128,8 @@ class Shadow:
                 self.left[op] = why
 
     def takes_step(self) -> bool:
-        """Count one step and return whether to sample it, equally on ranks with equal counts."""
+        """Count one step, and return whether to sample it. Ranks with equal counts sample the same
+        steps."""
         self.steps += 1
         taken = (self.steps * TURN) % 1.0 < self.rate
         self.sampled += taken
@@ -142,10 +138,8 @@ class Shadow:
     @contextmanager
     def comparing(self) -> Iterator[None]:
         """Compare due calls of the plan's implementations inside the block, which runs one step.
-
-        Ranks that make the same calls compare the same ones. At the end the errors are read, with
-        one synchronisation of the device.
-        """
+        Ranks that make the same calls compare the same calls. At the end the errors are read, with
+        one synchronisation of the device."""
         self._at.clear()
         self._on_device.clear()
         self._every = max(1, -(-self._most // CALLS))
@@ -158,7 +152,6 @@ class Shadow:
         self._read()
 
     def collect(self) -> dict[Key, Tally]:
-        """Return the tallies since the last call of `collect`."""
         found, self.new = self.new, {}
         return found
 
@@ -180,11 +173,9 @@ class Shadow:
             table[key] = table.get(key, Tally()).plus(tally)
 
     def report(self) -> dict[str, Any]:
-        """Return everything as JSON-able values.
-
-        Keys: `rate`, `steps`, `sampled`, `compared` {op: {impl id: {tokens: {seen, calls, share,
-        relative, wrong, nan, inf}}}}, `left` {op: why it is not compared}, `too_large` {op: calls}.
-        """
+        """Return all results as JSON-able values. Keys: `rate`, `steps`, `sampled`, `compared` {op:
+        {impl id: {tokens: {seen, calls, share, relative, wrong, nan, inf}}}}, `left` {op: why it is
+        not compared}, `too_large` {op: calls}."""
         compared: dict[str, dict[str, dict[str, Any]]] = {}
         for (op, impl_id, tokens), tally in sorted(self.seen.items()):
             of_impl = compared.setdefault(op, {}).setdefault(impl_id, {})
@@ -199,7 +190,6 @@ class Shadow:
         }
 
     def _beside(self, impl: OpImpl) -> Callable[..., Any]:
-        """Return the function that guards call instead of `impl`."""
         op = impl.op_name
         if op in self.left or not computes(self.plan, impl):
             return impl.fn
@@ -217,7 +207,8 @@ class Shadow:
     # Errors of comparisons, including lack of memory, must not stop the engine.
 
     def _kept(self, impl: OpImpl, spec: OpSpec, args: tuple[Any, ...]) -> _Call | None:
-        """Copy the due rows of a call, to compare it later; None if it is not compared."""
+        """Copy the due rows of a call, to compare it later. Returns None if the call is not
+        compared."""
         try:
             whole = contract_args(spec, impl, args)
             tokens = spec.tokens(whole)
@@ -240,10 +231,10 @@ class Shadow:
         return None
 
     def _turn(self, key: Key) -> int | None:
-        """Count a call; return the running number of its turn, or None if it is not due."""
+        """Count a call. Return the running number of its turn, or None if it is not due."""
         at = self._turns[key] + self._at[key]
         self._at[key] += 1
-        # Also skip excess calls of a step that has more than any previous one.
+        # If a step has more calls than any previous one, its excess calls are skipped.
         too_many = len(self._on_device) >= 2 * CALLS
         return None if at % self._every or too_many else at // self._every
 
@@ -262,27 +253,20 @@ class Shadow:
 
 @dataclass(frozen=True)
 class _Call:
-    """Copy of one call, made before the implementation may overwrite its arguments.
-
-    Args:
-        key: key of its tally.
-        args: arguments of the contract, with compared rows only.
-        rows: the compared rows.
-    """
+    """Copy of one call, made before the implementation may overwrite its arguments. It has only the
+    compared rows of the arguments. `key` is the key of its tally."""
 
     key: Key
     args: tuple[Any, ...]
     rows: slice
 
     def measured(self, spec: OpSpec, result: Any) -> list[torch.Tensor]:
-        """Return `Wanted.measured` of all outputs; empty if there is nothing to compare."""
         rows = tuple(r if r is None or not r.ndim else r[self.rows] for r in parts(result))
         wanted = wanted_here(spec, self.args, magnitudes(spec, self.args))
         return [each for want, mine, _ in paired(rows, wanted) for each in want.measured(mine)]
 
 
 def _left(spec: OpSpec) -> str:
-    """Return why an op's calls cannot be compared while serving, or an empty string."""
     if spec.whole_batch and (spec.caches or not spec.ignores_repeats):
         return "its result for a token depends on other tokens or a cache"
     outputs = spec.outputs or ()

@@ -36,12 +36,12 @@ from .wanted import Wanted
 from .warmup import warm_counts
 
 CALLS = 400.0
-"""Calls at further token counts, shared equally by all implementations of a request."""
+"""Calls at further token counts. All implementations of a request share them equally."""
 
 Launches = Callable[[Callable[[], object], torch.device], launches.Launched]
 
 Provided = Sequence[Mapping[str, torch.dtype]]
-"""Dtypes of what layers provide, by parameter; each combination once."""
+"""The dtypes of the parameters that layers provide. Each combination is listed once."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Role:
     """One implementation, and how the engine will use it.
 
     Args:
-        impl: the implementation.
-        owner: the package that provides it, for the note of a process that a kernel crashes.
-        compiled: the form for the compiler, a function of the parameters of the contract; None if
-            the model is not compiled with it.
+        owner: the package that provides it, for the note that remains if a kernel crashes the
+            process.
+        compiled: the form for the compiler, with the contract's parameters. None if the model is
+            not compiled with it.
         warm: token counts to run before the engine serves, the most important first.
         captured: token count that vLLM will capture in a graph; 0 for none.
-        least, most: minimum and maximum tokens of its calls, from a tuning table if there is one.
+        least, most: minimum and maximum tokens of its calls. An order by size may restrict them.
     """
 
     impl: OpImpl
@@ -72,7 +72,6 @@ class Role:
 
     @property
     def calls(self) -> tuple[str, int, float]:
-        """(op, minimum tokens, maximum tokens) of its calls."""
         return self.impl.op_name, self.least, self.most
 
     def running(self, what: str) -> AbstractContextManager[None]:
@@ -87,20 +86,17 @@ class Request:
     """Verification of implementations for one model.
 
     Args:
-        roles: all implementations that may run.
-        dtype: the model's dtype.
-        device: the worker's device.
-        sizes: the model's sizes; None if they cannot be determined from its configuration.
-        compares: whether results are compared with the oracle; otherwise calls only have to run.
-        backend: lowers compiled forms: `inductor`, or `aot_eager`, which only traces.
-        layer_for: creates the layer for an implementation that needs a layer; None for the stand-in
-            of the contract.
-        seed: for random choices; it is logged.
-        specs: op -> contract; by default from distributions that provide only contracts.
+        compares: whether results are compared with the oracle. If not, calls only have to run.
+        backend: the compiler of compiled forms: `inductor`, or `aot_eager`, which only traces.
+        layer_for: creates the layer for an implementation that needs a layer; None for the
+            contract's stand-in.
+        seed: for random choices. It is logged.
+        specs: op -> contract. By default from distributions that provide only contracts.
         calls: calls at further token counts, for all implementations together.
         provided: op -> dtypes of the values that layers provide (`EngineFacts.provided`).
-        launched: returns the kernels of a call; by default `launches.launched`, only for Triton.
-        requires: the setting that allows only batch-invariant implementations, for messages, or
+        launched: returns the kernels of a call. By default `launches.launched`, which supports only
+            Triton.
+        requires: the setting that allows only batch-invariant implementations, for messages; or
             empty.
         valve: limits the seconds of the whole startup.
     """
@@ -121,15 +117,12 @@ class Request:
     valve: Valve = field(default_factory=Valve)
 
     def share(self) -> Budget:
-        """Return one implementation's budget of calls at further token counts."""
         return Budget(self.calls / max(1, len(self.roles)), self.valve)
 
     @contextmanager
     def trials(self) -> Iterator[dict[tuple[str, int, float], list[Trials]]]:
-        """Provide `Role.calls` -> trials in each dtype of the op, inside the block.
-
-        Their memory and compiled code are released afterwards.
-        """
+        """Provide `Role.calls` -> trials in each dtype of the op, inside the block. Their memory
+        and compiled code are released afterwards."""
         made = {}
         for op, least, most in dict.fromkeys(role.calls for role in self.roles):
             sizes = self.sizes and _within(least, most, self.sizes)
@@ -144,23 +137,20 @@ class Request:
 
 
 def _within(least: int, most: float, sizes: ModelSizes) -> ModelSizes:
-    """Return the sizes with token counts limited to this range."""
     counts = {int(max(least, min(n, most))) for n in sizes.tokens}
     return dataclasses.replace(sizes, tokens=tuple(sorted(counts)))
 
 
 def lowered(fn: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """Compile the function with this backend: one graph for all token counts."""
+    """Compile the function with this backend, with one graph for all token counts."""
     torch._dynamo.reset()
     return torch.compile(fn, fullgraph=True, dynamic=True, backend=backend)
 
 
 def dtypes_of(spec: OpSpec, dtype: torch.dtype) -> list[torch.dtype]:
-    """Return the dtypes for verifying an op in a model of `dtype`.
-
-    That dtype, or all dtypes of an op with integers only. Empty if the op has other floating dtypes
-    only, since the contract does not cover the calls of the model.
-    """
+    """Return the dtypes for verifying an op in a model of `dtype`: that dtype, or all dtypes of an
+    op with only integers. The result is empty if the op has only other floating dtypes, because the
+    contract does not cover the model's calls."""
     if dtype_name(dtype) in spec.dtypes:
         return [dtype]
     known = [getattr(torch, name) for name in spec.dtypes]
@@ -168,15 +158,14 @@ def dtypes_of(spec: OpSpec, dtype: torch.dtype) -> list[torch.dtype]:
 
 
 def token_counts(largest: int, seed: int, smallest: int = 1) -> tuple[list[int], list[int]]:
-    """Return (token counts that are always tried, further ones to try within the budget).
-
-    The former are also tried with one row less. The latter are those around each power of two, then
-    in random order the small ones and five per interval of powers of two.
-    """
+    """Return (token counts that are always tried, further ones to try within the budget). Counts
+    that are always tried are also tried with one row less. The further ones are the counts around
+    each power of two, followed in random order by small counts and five counts per interval of
+    powers of two."""
     rng = random.Random(seed)
     always = {1, 2, 3, 4, 8, 12, 16, 17, 32, 33, 64, 65, 100, 256, 257, smallest, largest}
     always.add(rng.randint(smallest, largest))
-    # Also leave a few rows after whole tiles: 8, 16 or 32.
+    # Include counts with a few rows after whole tiles: 8, 16 or 32.
     edges = [
         (1 << n) + d
         for n in range(6, largest.bit_length() + 1)
@@ -196,12 +185,8 @@ class Trials:
     The oracle computes their results once.
 
     Args:
-        spec: the op's contract.
-        dtype: the model's dtype.
-        device: device of the calls.
         sizes: the model's sizes; None if they cannot be determined from its configuration.
-        seed: for random choices.
-        provided: dtypes of the values that layers provide; empty for the choice of the contract.
+        provided: dtypes of the values that layers provide; empty for the contract's dtypes.
     """
 
     spec: OpSpec
@@ -213,12 +198,10 @@ class Trials:
 
     @cached_property
     def samples(self) -> list[Sample]:
-        """The contract's samples, their variants, and the served model's fixed batches."""
         return [*tried(self.spec, self.dtype, self.device), *self.standing]
 
     @cached_property
     def standing(self) -> list[Sample]:
-        """Calls of the served model for a contract with fixed batches."""
         if self.sizes is None or not self.spec.stands:
             return []
         counts = self.among(STANDING_COUNTS)
@@ -229,10 +212,8 @@ class Trials:
         ]
 
     def shared(self) -> dict[int, Guarded]:
-        """Return index of a fixed batch -> memory, shared by batches of equal shapes.
-
-        This overwrites weights as well, like a weight update.
-        """
+        """Return index of a fixed batch -> memory. Batches of equal shapes share memory, so even
+        weights are overwritten, as in a weight update."""
         found: dict[Any, Guarded] = {}
         memories = {}
         for index in range(len(self.samples) - len(self.standing), len(self.samples)):
@@ -247,12 +228,10 @@ class Trials:
 
     @cached_property
     def wanted(self) -> list[list[Wanted | None]]:
-        """Expected outputs of each sample."""
         return [wanted_of(self.spec, sample) for sample in self.samples]
 
     @cached_property
     def forms(self) -> list[Form]:
-        """Forms of the served model's calls."""
         if self.sizes is None or self.spec.stands:
             return []
         pool = dataclasses.replace(self.sizes, tokens=(min(POOL, self.largest),))
@@ -262,14 +241,13 @@ class Trials:
         for dtypes in self.provided:
             for number, pair in enumerate(pairs):
                 given = [as_provided(self.spec, sample, dtypes) for sample in pair]
-                # A layer's dtypes may not be valid for the op; two layers may make equal calls.
+                # A layer's dtypes may be invalid for the op. Two layers may make equal calls.
                 if self.spec.check(*given[0].args) is None:
                     passed.setdefault((number, given[0].name), given)
         return [Form(self.spec, *pair) for pair in (passed.values() or pairs)]
 
     @cached_property
     def promises_nan(self) -> bool:
-        """Whether the contract defines the result of a row with NaN."""
         named = (
             each
             for each in self.samples
@@ -280,7 +258,6 @@ class Trials:
 
     @property
     def calls(self) -> list[Sample]:
-        """Calls of the served model: a sample of each form, and fixed batches."""
         return [*(form.samples[0] for form in self.forms), *self.standing]
 
     @property
@@ -293,22 +270,20 @@ class Trials:
 
     @property
     def few(self) -> int:
-        """A batch of 7 tokens, or the nearest possible number."""
+        """7 tokens, or the nearest possible number."""
         return min(max(7, self.smallest), self.largest)
 
     def among(self, counts: Iterable[int]) -> list[int]:
-        """Return the possible token counts among these; the smallest batch if there are none."""
+        """Return the possible token counts among these. If there are none, the smallest batch."""
         return [n for n in counts if self.smallest <= n <= self.largest] or [self.smallest]
 
     def rows(self, count: int, salt: int = 0, order: Order = "drawn") -> torch.Tensor:
-        """Return random rows of the pool for a batch of `count` tokens, in this order."""
         generator = torch.Generator("cpu").manual_seed(self.seed + 2 * count + salt)
         pool = min(POOL, self.largest)
         return drawn_rows(count, pool, generator, order).to(self.device)
 
 
 def as_provided(spec: OpSpec, sample: Sample, dtypes: Mapping[str, torch.dtype]) -> Sample:
-    """Convert a call's arguments to the dtypes that layers provide."""
     others = {
         name: dtypes[name]
         for name, arg in spec.named(sample.args).items()
@@ -328,11 +303,9 @@ def as_provided(spec: OpSpec, sample: Sample, dtypes: Mapping[str, torch.dtype])
 
 @contextmanager
 def without_old_objects() -> Iterator[None]:
-    """Limit the garbage collector to new objects inside the block.
-
-    Each graph capture and each end of a verification calls it. A process that has imported vLLM has
-    a million objects, and a forked process copies their memory.
-    """
+    """Limit the garbage collector to new objects inside the block. Each graph capture, and the end
+    of each verification, calls the collector. A process that has imported vLLM has a million
+    objects. If the process is forked, the collector copies their memory."""
     gc.freeze()
     try:
         yield
@@ -341,7 +314,7 @@ def without_old_objects() -> Iterator[None]:
 
 
 def release(device: torch.device) -> None:
-    """Release memory, since vLLM sizes its KV cache by the memory that is free afterwards."""
+    """Release memory, because vLLM sizes its KV cache by the memory that is free afterwards."""
     gc.collect()
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()

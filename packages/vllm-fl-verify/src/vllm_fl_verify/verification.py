@@ -26,43 +26,39 @@ from .wanted import Off, Wanted
 T = TypeVar("T")
 
 LayerFactory = Callable[[OpSpec, Mapping[str, Any]], object]
-"""(contract, arguments that a layer provides) -> a layer that provides them."""
 
 
 REFUSED_LATE = (
     "it reports an unsupported call after writing into its arguments, which the fallback gets"
 )
-"""Why a late refusal is an error: the fallback would compute with changed arguments."""
+"""Why a late refusal is an error. The fallback would compute with changed arguments."""
 
 COMPARING = "comparing its result raised"
-"""Meaning of an exception while a result is compared."""
 
 
 BY_CHAIN = (NotImplementedError, AllFailedError)
-"""Exceptions of a chain of candidates, which is the compiled form, for an unsupported call."""
+"""Exceptions of a chain of candidates (the compiled form) for an unsupported call."""
 
 
 LEANING, SAMPLES = 0.3, 5
 """A result is biased if in each of at least `SAMPLES` samples its average error exceeds `LEANING`
-steps of its dtype in the same direction. Rounding to nearest has about 0, truncation 0.5."""
+steps of its dtype, always in the same direction. The average error is about 0 for rounding to
+nearest, and 0.5 for truncation."""
 
 SLOPES = {"bfloat16": 2e-3, "float16": 6e-4}
-"""Limit of the median over samples of a result's factor minus 1. For 70 correct implementations it
-was at most 1.2e-3 and 2.2e-4. Single samples with clustered values exceed the limit."""
+"""Limits of the median, over samples, of a result's factor minus 1. For 70 correct implementations
+the median was at most 1.2e-3 and 2.2e-4. Single samples with clustered values exceed the limits."""
 
 NEARLY_ALL = 0.8
-"""Share of samples that must deviate in the same direction."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a call has no correct result; `str` gives a full sentence.
+    """Why a call has no correct result. `str` returns a full sentence.
 
     Args:
         status: `refused` (by `supports` or NotImplementedError); `wrong` (the result, or a write to
             memory that the call must not change); `raised`.
-        reason: description.
-        error: the exception, if it raised one.
     """
 
     status: Literal["refused", "wrong", "raised"]
@@ -79,12 +75,12 @@ def attempt(
     *args: Any,
     refuses: type[BaseException] | tuple[type[BaseException], ...] = NotImplementedError,
 ) -> tuple[T | None, Failure | None]:
-    """Call third-party code and return its exceptions as values; only an interrupt is raised.
+    """Call third-party code and return its exceptions as values. Only a KeyboardInterrupt is
+    raised.
 
     Args:
         did: prefix for the text of an exception, such as `it raised`.
-        fn: the code.
-        args: its arguments. Their devices are synchronised, to attribute device faults to this
+        args: its arguments. Their devices are synchronised, so device faults are attributed to this
             call.
         refuses: exceptions that mean an unsupported call.
     """
@@ -102,7 +98,6 @@ def attempt(
 
 
 Outcome = tuple[Any, Failure | None]
-"""(result or None, failure or None)."""
 
 
 @dataclass(frozen=True)
@@ -110,16 +105,15 @@ class Comparison:
     """Comparison of one sample computed by one implementation.
 
     Args:
-        op, impl_id, sample, dtype: what was run.
         status: `ok`; `refused` (by `supports` or NotImplementedError); `wrong` (the result, or a
             write to memory that the call must not change); `raised`.
-        share: the maximum error relative to the tolerance; the limit is 1. Infinity for a wrong id
-            or another number without a tolerance. NaN if not compared.
+        share: the maximum error relative to the tolerance. The limit is 1. Infinity for an
+            incorrect element without a tolerance, such as an id. NaN if not compared.
         reason: why it is not `ok`, or empty.
-        error: the exception, if it raised one.
-        leans: result -> average error away from zero in steps of its dtype; only of correct samples
-            and results with enough elements.
-        slopes: result -> factor relative to the exact result, minus 1; like `leans`.
+        leans: result -> average error away from zero, in steps of its dtype. Only for correct
+            samples, and results with enough elements.
+        slopes: result -> factor relative to the exact result, minus 1. For the same results as
+            `leans`.
     """
 
     op: str
@@ -135,11 +129,9 @@ class Comparison:
 
 
 def leaning(compared: Sequence[Comparison]) -> str:
-    """Return how results that are each within the tolerance are biased, or an empty string.
-
-    Biased means that all samples deviate in the same direction or by the same factor. Layers of a
-    model accumulate such errors. `compared` are the samples of one implementation in one dtype.
-    """
+    """Return how results are biased that are each within the tolerance, or an empty string. Biased
+    means that all samples deviate in the same direction or by the same factor. Layers of a model
+    accumulate such errors. `compared` are the samples of one implementation in one dtype."""
     for name, some in _by_result(each.leans for each in compared):
         if len(some) >= SAMPLES and (min(some) > LEANING or max(some) < -LEANING):
             return (
@@ -167,18 +159,14 @@ def _by_result(samples: Iterable[Mapping[str, float]]) -> Iterable[tuple[str, li
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return `bfloat16` for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 def as_call(
     impl: OpImpl, spec: OpSpec, layer_for: LayerFactory | None = None
 ) -> Callable[..., Any]:
-    """Return the implementation as a function of the parameters of its contract.
-
-    `layer_for` creates a layer for implementations that need it; None for the stand-in of the
-    contract.
-    """
+    """Return the implementation as a function with the contract's parameters. `layer_for` creates a
+    layer for implementations that need it. If it is None, the contract's stand-in is used."""
     if not impl.needs_layer:
         return impl.fn
 
@@ -191,7 +179,7 @@ def as_call(
 
 
 def contract_args(spec: OpSpec, impl: OpImpl, given: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a call's arguments in the contract's order, reading some of them from the layer."""
+    """Return a call's arguments in the contract's order. Some of them are read from the layer."""
     if not impl.needs_layer:
         return tuple(given)
     layer, rest = given[0], iter(given[1:])
@@ -215,19 +203,15 @@ def compare(
 ) -> Comparison:
     """Run one sample on guarded memory and compare the results with the oracle, on the CPU.
 
-    Exceptions of the implementation and its `supports` are part of the result; only an interrupt is
-    raised.
+    Exceptions of the implementation and its `supports` are part of the result. Only a
+    KeyboardInterrupt is raised.
 
     Args:
-        impl: the implementation.
-        spec: its op's contract.
         sample: the arguments, on the implementation's device. They are not changed.
-        dtype: dtype of the sample.
         off: computes the error of results; None to compare them with `wanted`.
         wanted: expected outputs; empty for no comparison, None to call the oracle.
-        layer_for: as for `as_call`.
-        packed: whether results must be contiguous. None: unless the sample's activations have a
-            layout that no vLLM layer has, since plain PyTorch often keeps the layout.
+        packed: whether results must be contiguous. None: they must, unless the sample's activations
+            have a layout that no vLLM layer produces, because plain PyTorch often keeps the layout.
         memory: memory of an earlier call with the same shapes, to overwrite; None for new memory.
     """
     fixed = (impl.op_name, impl.impl_id, sample.name, dtype_name(dtype))
@@ -265,17 +249,13 @@ def called(
     """Make one call and check everything except its numbers.
 
     Args:
-        run: makes the call.
-        impl: the implementation.
-        spec: its op's contract.
-        call: the arguments.
-        looked_at: arguments that were just remembered, to check their memory after the call; None
-            for all. For an unsupported call all arguments are checked.
+        looked_at: the arguments with content that was just saved, to check their memory after the
+            call; None for all. For an unsupported call, all arguments are checked.
         packed: whether results must be contiguous.
 
     Returns:
-        (result, failure): the call was not supported, raised, wrote to memory that it must not
-            change, or returned a result of another form.
+        (result, failure). A failure means that the call was not supported, raised, wrote to memory
+            that it must not change, or returned a result with an incorrect form.
     """
     got, failure = run()
     if failure is not None:
@@ -286,7 +266,7 @@ def called(
     consumed = spec.consumed(impl.consumes, call.args)
 
     def look() -> str:
-        shapes = spec.fake(*call.args)  # not earlier: the call may need the memory
+        shapes = spec.fake(*call.args)  # not earlier, because the call may need the memory
         problem = misplaced(got, shapes, call, consumed, packed)
         return problem or misuse(looked_at or call, consumed, impl, spec)
 
@@ -295,11 +275,8 @@ def called(
 
 
 def compared(got: Any, off: Callable[[Any], Off]) -> tuple[float, Failure | None]:
-    """Compare the numbers of a result.
-
-    Returns:
-        (maximum error relative to the tolerance, failure); NaN if it cannot be compared.
-    """
+    """Compare the numbers of a result. Return (maximum error relative to the tolerance, failure).
+    The error is NaN if the result cannot be compared."""
     found, failure = attempt(COMPARING, off, got, refuses=())
     share, problem = found or (math.nan, "")
     return share, Failure("wrong", problem) if problem else failure
@@ -308,13 +285,13 @@ def compared(got: Any, off: Callable[[Any], Off]) -> tuple[float, Failure | None
 def answer(
     fn: Callable[..., Any], impl: OpImpl, spec: OpSpec, args: Sequence[Any], **how: Any
 ) -> Outcome:
-    """Call `fn`, a function of the parameters of the contract, if `supports` accepts the call."""
+    """Call `fn`, with the contract's parameters, if `supports` accepts the call."""
     failure = accept(impl, spec, args)
     return attempt("it raised", fn, *args, **how) if failure is None else (None, failure)
 
 
 def accept(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> Failure | None:
-    """Evaluate the implementation's `supports`: return why it does not support a call, or None."""
+    """Evaluate the implementation's `supports`. Return why it does not support a call, or None."""
     verdict, failure = attempt("its supports raised", verdict_of, impl, spec, args)
     if failure is None and verdict is not True:
         failure = Failure("refused", str(verdict))
@@ -322,7 +299,8 @@ def accept(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> Failure | None:
 
 
 def tried(spec: OpSpec, dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield the contract's samples for startup, then variants with other layouts and more rows."""
+    """Yield the contract's samples for startup, then variants with different layouts and
+    more rows."""
     own = []
     for sample in spec.samples(dtype, device):
         if not sample.kit_only:
@@ -335,12 +313,10 @@ def tried(spec: OpSpec, dtype: torch.dtype, device: torch.device) -> Iterator[Sa
 def misplaced(
     got: Any, shapes: Any, call: Guarded, consumed: Iterable[str], packed: bool = True
 ) -> str:
-    """Return what is wrong with the form of a result, or an empty string.
+    """Return why the form of a result is incorrect, or an empty string.
 
     Args:
-        got: result of the implementation.
-        shapes: result of the fake of the contract for the same call.
-        call: the arguments.
+        shapes: what the contract's fake returns for the same call.
         consumed: arguments that may be overwritten and therefore returned.
         packed: whether results must be contiguous.
     """
@@ -379,7 +355,7 @@ def misplaced(
 
 
 def _oddity(result: torch.Tensor) -> str:
-    """Return why a tensor's memory does not contain its numbers (vLLM's kernels read memory)."""
+    """Return why a tensor's memory does not contain its numbers. vLLM's kernels read memory."""
     if type(result) not in (torch.Tensor, torch.nn.Parameter):
         return f"a {type(result).__name__}"
     wrapped: Callable[..., bool] = torch._C._functorch.is_functorch_wrapped_tensor
@@ -394,7 +370,7 @@ def _oddity(result: torch.Tensor) -> str:
 
 
 def misuse(call: Guarded, consumed: Iterable[str], impl: OpImpl, spec: OpSpec) -> str:
-    """Return a description of memory that a call must not change but did, or an empty string."""
+    """Return a description of memory that a call has changed but must not, or an empty string."""
     found = call.disturbance(frozenset(consumed))
     if found is None:
         return ""
@@ -408,7 +384,6 @@ def misuse(call: Guarded, consumed: Iterable[str], impl: OpImpl, spec: OpSpec) -
 
 
 def shares(a: torch.Tensor, b: Any) -> bool:
-    """Return whether two tensors share a storage; empty tensors share nothing."""
     if not isinstance(b, torch.Tensor) or not a.numel() or not b.numel():
         return False
     return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
@@ -431,11 +406,9 @@ def synchronise(device: torch.device) -> None:
 
 
 def refusal_of(error: BaseException) -> str:
-    """Return why a call was not supported; empty if `error` means something else.
-
-    `error` is NotImplementedError of an implementation, or AllFailedError of a chain if no
-    candidate supports the call (in strict mode, the first candidate does not).
-    """
+    """Return why a call was not supported; empty if `error` has a different meaning. `error` is the
+    NotImplementedError of an implementation, or the AllFailedError of a chain if no candidate
+    supports the call (in strict mode, if the first candidate does not)."""
     causes = [c for _, c in error.causes] if isinstance(error, AllFailedError) else [error]
     if not all(isinstance(cause, str | NotImplementedError) for cause in causes):
         return ""

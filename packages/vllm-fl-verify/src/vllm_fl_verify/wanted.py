@@ -15,7 +15,6 @@ Off = tuple[float, str]
 """(maximum error relative to the tolerance, description of the problem or an empty string)."""
 
 Results = Sequence[torch.Tensor]
-"""The results that belong to one output."""
 
 COARSE = frozenset({torch.float16, torch.bfloat16})
 """Dtypes with a rounding error that dominates the error of float32 arithmetic."""
@@ -28,8 +27,9 @@ SLOPING = 1024
 """Minimum number of elements to determine a factor."""
 
 WITHIN_A_STEP = 0.95
-"""Required share of elements that are a neighbour of the exact number; then a bias comes from their
-last rounding. Larger errors come from numbers that a row shares, and may have a direction."""
+"""The share of elements that must be a neighbour of the exact number. A bias is then caused by
+their last rounding. Larger errors are caused by numbers that a row shares, and may have a
+direction."""
 
 Tokens = torch.Tensor | None
 """Token numbers of some rows in their batch; None for all rows."""
@@ -37,10 +37,8 @@ Tokens = torch.Tensor | None
 
 @dataclass(frozen=True)
 class Wanted:
-    """Expected output of a contract: one result of a call, or several that belong together.
-
-    Its tensors have a row per token if the contract's results do.
-    """
+    """Expected output of a contract: one result of a call, or several that belong together. Its
+    tensors have a row per token if the contract's results do."""
 
     results: ClassVar[int] = 1
 
@@ -48,8 +46,7 @@ class Wanted:
         """Return the error of results.
 
         Args:
-            results: results of an implementation with as many rows, on any device.
-            names: names of the results, for messages.
+            results: results of an implementation with the same number of rows, on any device.
             tokens: token numbers of these rows, for messages.
         """
         raise NotImplementedError
@@ -58,47 +55,42 @@ class Wanted:
         """Return the errors of results as numbers on the device, without synchronisation.
 
         Args:
-            results: results of an implementation with as many rows, on the device of these tensors.
+            results: results of an implementation with the same number of rows, on the device of
+                these tensors.
 
         Returns:
-            One float64 tensor per compared quantity: maximum error relative to the tolerance; sums
-                of squares of the finite differences and of the exact numbers; numbers of incorrect
-                NaN and of incorrect infinite elements.
+            One float64 tensor per compared quantity. Its elements are: the maximum error relative
+                to the tolerance; the sums of squares of the finite differences and of the exact
+                numbers; the numbers of incorrect NaN and of incorrect infinite elements.
 
         Raises:
-            NotImplementedError: not possible for this kind of output (see `MEASURED`).
+            NotImplementedError: this kind of output is not in `MEASURED`.
         """
         raise NotImplementedError
 
     def leans(self, results: Results) -> float:
-        """Return the average bias of results, away from zero, in steps of their dtype.
-
-        About 0 for rounding to nearest, -0.5 for truncation. NaN if too few elements are rounded,
-        or too few are within a step.
-        """
+        """Return the average bias of results, away from zero, in steps of their dtype. It is about
+        0 for rounding to nearest, and -0.5 for truncation. NaN if too few elements are rounded, or
+        if too few are within a step."""
         return math.nan
 
     def slope(self, results: Results) -> float:
-        """Return the factor of results relative to the exact numbers, minus 1.
-
-        It is the least-squares fit of a line through 0. NaN for few elements or a fine dtype.
-        """
+        """Return the factor of results relative to the exact numbers, minus 1. The factor is the
+        least-squares fit of a line through 0. NaN for few elements or a fine dtype."""
         return math.nan
 
     def is_empty(self, results: Results) -> bool:
-        """Return whether results of these sizes have nothing to compare."""
         return not results[0].numel()
 
     def rows(self, order: torch.Tensor) -> Self:
-        """Select rows, in this order; a single number for all rows stays."""
+        """Select rows, in this order. A single number for all rows is kept."""
         return self._each(lambda tensor: tensor if tensor.numel() == 1 else taken(tensor, order))
 
     def columns(self, order: torch.Tensor) -> Self:
-        """Select columns of the last dimension, in this order."""
         return self._each(lambda tensor: tensor.index_select(-1, order))
 
     def on(self, device: torch.device) -> Self:
-        """Move to `device`, in a dtype that is fast there and exact enough."""
+        """Move to `device`, in a dtype that is fast on it and exact enough."""
         wide = torch.float64 if device.type == "cpu" and self._is_fine() else torch.float32
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,7 +99,6 @@ class Wanted:
         return self._each(moved)
 
     def _is_fine(self) -> bool:
-        """Return whether results have the precision of float32."""
         return True
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
@@ -126,13 +117,11 @@ class Wanted:
 class Near(Wanted):
     """Output with a tolerance for each element.
 
-    NaN is correct if the oracle has NaN; infinity if it has infinity, or if the exact number
-    exceeds the range of the dtype.
+    NaN is correct if the oracle has NaN. Infinity is correct if the oracle has infinity, or if the
+    exact number exceeds the range of the dtype.
 
     Args:
-        exact: the oracle's result.
-        allowed: tolerance of each element; of the same shape.
-        dtype: dtype of the result.
+        allowed: tolerance of each element, with the same shape.
     """
 
     exact: torch.Tensor
@@ -162,7 +151,7 @@ class Near(Wanted):
         exact = self.exact.reshape(-1)[::every]
         mine = results[0].reshape(-1)[::every].to(exact)
         step = step_of(exact, exact.new_ones(()), self.dtype)
-        # Not for numbers that need no rounding, or midpoints, which have two nearest numbers.
+        # Exclude numbers that need no rounding, and midpoints, which have two nearest numbers.
         mask = exact.isfinite() & mine.isfinite() & ((2 * exact / step) % 1 != 0)
         mask &= exact.abs() >= torch.finfo(self.dtype).smallest_normal
         beyond = ((mine - exact) * exact.sign() / step)[mask]
@@ -181,7 +170,6 @@ class Near(Wanted):
         return float((mine * exact).sum() / exact.square().sum()) - 1
 
     def _farthest(self, mine: torch.Tensor, tokens: Tokens) -> str:
-        """Describe the element with the largest error."""
         shares = self.shares(mine)
         at = tuple(int(n) for n in torch.unravel_index(shares.argmax(), shares.shape))
         got, exact = (float(each[at]) for each in (mine.to(self.exact.dtype), self.exact))
@@ -189,16 +177,15 @@ class Near(Wanted):
         return f"{place}: got {got:.6g}, expected {exact:.6g} ({float(shares[at]):.3g}x tolerance)"
 
     def share(self, mine: torch.Tensor) -> tuple[float, int]:
-        """Return (maximum error relative to the tolerance, number of incorrect elements)."""
         top = float((mine.to(self.exact.dtype) - self.exact).abs_().div_(self.allowed).max())
         if top <= 1.0:
             return top, 0
-        # Only now look at NaN, infinity, and elements with tolerance 0, which is slower.
+        # Only now consider NaN, infinity, and elements with tolerance 0, because that is slower.
         shares = self.shares(mine)
         return float(shares.max()), int((shares > 1.0).sum())
 
     def shares(self, mine: torch.Tensor) -> torch.Tensor:
-        """Return each element's error relative to the tolerance, 0 for correct NaN and infinity."""
+        """Return each element's error relative to the tolerance. 0 for correct NaN and infinity."""
         off = (mine.to(self.exact.dtype) - self.exact).abs_().div_(self.allowed)
         return off.nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(self._same(mine), 0.0)
 
@@ -222,12 +209,6 @@ class Near(Wanted):
 
 @dataclass(frozen=True)
 class Same(Wanted):
-    """Output without a tolerance.
-
-    Args:
-        exact: int64, or floating in the result's dtype.
-    """
-
     exact: torch.Tensor
 
     def off(self, results: Results, names: Sequence[str], tokens: Tokens) -> Off:
@@ -262,7 +243,7 @@ class Pair(Wanted):
     """Quantised values with their scale.
 
     Args:
-        number: expected value * scale, with the tolerance of its rounding.
+        number: the expected value * scale, with the tolerance of its rounding.
         scale: expected scale.
     """
 
@@ -293,8 +274,8 @@ class Routed(Wanted):
     Args:
         weights: the oracle's weights, in the order of `ids`.
         ids: the oracle's ids, ascending, int64.
-        scores: scores for choosing experts; (tokens, experts).
-        margin: minimum difference of two scores for their order to be certain.
+        scores: (tokens, experts); the scores by which experts are chosen.
+        margin: two scores that differ by less are tied.
     """
 
     weights: Near
@@ -320,7 +301,7 @@ class Routed(Wanted):
         return weights_off[0], problem and f"{problem}; worst: {weights_off[0]:.3g}x tolerance"
 
     def unfit(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return a mask of tokens with incorrect experts; `ids` are ascending."""
+        """Return a mask of tokens with incorrect experts. `ids` are ascending."""
         known = self.scores.shape[-1]
         wrong = ((ids < 0) | (ids >= known)).any(-1) | (ids.diff(dim=-1) == 0).any(-1)
         others = (ids != self.ids).any(-1)
@@ -331,7 +312,8 @@ class Routed(Wanted):
         last, next_one = highest[:, k - 1, None], highest[:, -1, None]
         chosen = torch.zeros_like(self.scores, dtype=torch.bool)
         chosen.scatter_(-1, ids.clamp(0, known - 1), True)
-        # Allowed: not certainly after the k-th. Required: certainly before the (k + 1)-th.
+        # Allowed are experts that are not certainly after the k-th. Required are those certainly
+        # before the (k + 1)-th.
         may = self.scores >= last - self.margin
         must = self.scores > next_one + self.margin
         untied = (chosen & ~may).any(-1) | (must & ~chosen).any(-1)
@@ -358,8 +340,6 @@ class Blocks(Wanted):
     """Rows sorted by expert in blocks, the expert of each block, and the number of used positions.
 
     Args:
-        rows_of: the oracle's rows and padding, int64.
-        experts: the oracle's experts, int64.
         used: number of used positions; one element, int64.
         size: positions of a block.
         padding: row number of padding; greater than all rows.
@@ -395,7 +375,6 @@ class Blocks(Wanted):
 
 
 def ascending(rows: torch.Tensor, experts: torch.Tensor, size: int) -> torch.Tensor:
-    """Sort the rows of each expert's blocks, of `size` positions each."""
     run = experts.diff(prepend=experts[:1]).ne(0).cumsum(0).repeat_interleave(size)
     order = rows.argsort(stable=True)
     order = order[run[order].argsort(stable=True)]
@@ -403,7 +382,6 @@ def ascending(rows: torch.Tensor, experts: torch.Tensor, size: int) -> torch.Ten
 
 
 def _token(row: int, places: Tokens) -> int:
-    """Return the token number of a row in its batch."""
     return row if places is None else int(places[row])
 
 

@@ -1,8 +1,9 @@
-"""Declarations of a contract's arguments. They define its check, fake and schema.
+"""Declarations of a contract's arguments. The contract's check, fake and schema are derived from
+them.
 
-Shapes are written as in docstrings: `tokens, hidden` or `..., 2 * d`. A name is an argument, or a
-size that is set by its first occurrence. Conditions are Python expressions with these names, such
-as `2 * half <= head_size`.
+Shapes are written as in docstrings: `tokens, hidden` or `..., 2 * d`. A name in a shape is either
+an argument, or a size. The first occurrence of a size sets its value. Conditions are Python
+expressions with these names, such as `2 * half <= head_size`.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ __all__ = ["FLOATING", "Argument", "Problem", "Tensor", "declared", "flag", "has
 __all__ += ["integer", "integers", "like", "scalar", "tensor", "word"]
 
 Problem = tuple[str, str] | None
-"""None, or (parameter, problem)."""
+"""The parameter and its problem; None for a valid argument."""
 
 FLOATING = ("float32", "float16", "bfloat16")
 
 Call = dict[str, Any]
-"""The arguments of a call by name, and the sizes found so far; the size `...` is a tuple."""
+"""The arguments and the known sizes of a call, by name. The size `...` is a tuple."""
 
 DIMENSION = cache(re.compile(r"(?:(\d+) \* )?([^\W\d]\w*|\.\.\.)").fullmatch)
 """Matches a named size or its multiple, with the groups (factor, name)."""
@@ -51,7 +52,7 @@ class Argument:
     Args:
         kind: its type in a torch schema.
         classes: the classes that it may have. A float must be finite.
-        where: a condition on the call, with `value` as the argument; empty for no condition.
+        where: a condition on the call, with `value` as this argument; empty for no condition.
         may_be_none: whether None is also valid.
     """
 
@@ -61,11 +62,9 @@ class Argument:
     may_be_none: bool = False
 
     def optional(self) -> Self:
-        """Return the declaration with None as another valid value."""
         return replace(self, may_be_none=True)
 
     def problem(self, name: str, value: Any, call: Call) -> Problem:
-        """Return the problem of a value that is not None."""
         is_flag = isinstance(value, bool)
         if not isinstance(value, self.classes) or (is_flag and bool not in self.classes):
             wanted = " or ".join(each.__name__ for each in self.classes)
@@ -81,8 +80,6 @@ def _broken(name: str, rule: str, got: object, call: Mapping[str, Any]) -> Probl
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor(Argument):
-    """The declaration of a tensor, made by `tensor` or `like`."""
-
     shape: str
     dtypes: tuple[str, ...] = ()
     values: str = ""
@@ -90,18 +87,16 @@ class Tensor(Argument):
     may_be_one: bool = False
 
     def or_one(self) -> Self:
-        """Return a declaration that also allows one number for all rows, in at most 1-D."""
+        """Return a declaration that also allows one number for all rows, in at most one
+        dimension."""
         return replace(self, may_be_one=True)
 
     def is_one(self, value: torch.Tensor) -> bool:
-        """Whether a value is one number for all rows."""
         return self.may_be_one and value.ndim < 2
 
     def meet(self, x: torch.Tensor, call: Call) -> list[tuple[str, Any]]:
-        """Return (declared dimension, size) for each dimension, and add new sizes to the call.
-
-        Empty if the number of dimensions differs.
-        """
+        """Return (declared dimension, size) for each dimension, and add new sizes to the call. The
+        list is empty if the number of dimensions differs."""
         shape = "" if self.is_one(x) else self.shape
         names = (shape or "1").split(", ")
         sizes: tuple[Any, ...] = tuple(x.shape) if shape else (x.numel(),)
@@ -136,7 +131,8 @@ class Tensor(Argument):
         return _broken(name, self.values, (low, high), call | {"low": low, "high": high})
 
     def empty(self, call: Call) -> torch.Tensor | None:
-        """Return an uninitialised tensor, for the contract's `fake`."""
+        """Return an uninitialised tensor for the contract's `fake`, or None if `other` is None in
+        the call."""
         if self.other and call[self.other] is None:
             return None
         shape: list[Any] = []
@@ -147,14 +143,13 @@ class Tensor(Argument):
 
 
 def _settled(argument: Any, arguments: Mapping[str, Any]) -> Any:
-    """Return a `like` declaration with the shape of its argument."""
     if getattr(argument, "other", ""):
         return replace(argument, shape=arguments[argument.other].shape)
     return argument
 
 
 def has_rows(x: torch.Tensor) -> bool:
-    """Whether a tensor has several rows and elements, and so can be changed to a bad input."""
+    """Whether a tensor has elements and several rows. Only such a tensor can become a bad input."""
     return x.shape[:1] > (1,) and x.numel() > 0
 
 
@@ -163,7 +158,7 @@ def _first(call: Call) -> tuple[str, torch.Tensor]:
 
 
 def _dtype(name: str, call: Call) -> torch.dtype:
-    """Return the dtype of this name, or of the argument of this name (a tensor or a string)."""
+    """Return the dtype `name`, or the dtype of the argument `name` (a tensor or a dtype's name)."""
     import torch
 
     named = call.get(name, name)
@@ -177,7 +172,6 @@ def scalar(where: str = "") -> Argument:
 
 
 def integer(where: str = "", kind: str = "SymInt") -> Argument:
-    """Declare an integer."""
     return Argument(kind=kind, classes=(int,), where=where)
 
 
@@ -187,33 +181,32 @@ def word(*words: str) -> Argument:
 
 
 def flag(where: str = "") -> Argument:
-    """Declare a bool."""
     return Argument(kind="bool", classes=(bool,), where=where)
 
 
 def tensor(shape: str, *dtypes: str, where: str = "", values: str = "") -> Tensor:
-    """Declare a tensor on the device of the call's first tensor. A result is also contiguous.
+    """Declare a tensor on the device of the call's first tensor. A result must also be contiguous.
 
     Args:
-        shape: an expression for each dimension, with `...` in front for any leading dimensions;
-            empty for one number in any shape.
-        dtypes: dtypes by name, tensors with the same dtype, or string arguments with the name of
-            the dtype. By default float32, float16 or bfloat16; for a result, the dtype of the
-            first tensor.
+        shape: an expression for each dimension. It may begin with `...` for any leading dimensions.
+            Empty for one number in any shape.
+        dtypes: each is a dtype, a tensor with the same dtype, or a string argument that contains
+            the dtype's name. By default an argument may be float32, float16 or bfloat16, and a
+            result has the dtype of the first tensor.
         where: a further condition on the sizes; empty for none.
-        values: a condition on the smallest and largest integer, `low` and `high`. Not checked on
-            the meta device.
+        values: a condition on `low` and `high`, the smallest and the largest integer. It is not
+            checked on the meta device.
     """
     return Tensor(kind="Tensor", shape=shape, dtypes=dtypes, where=where, values=values)
 
 
 def integers(shape: str, values: str = "", where: str = "") -> Tensor:
-    """Declare a tensor of int32 or int64; see `tensor`."""
     return tensor(shape, "int32", "int64", where=where, values=values)
 
 
 def like(other: str) -> Tensor:
-    """Declare a tensor with the shape and dtype of an argument. A result is None if that is."""
+    """Declare a tensor with the shape and dtype of an argument. If that argument is None, a result
+    is too."""
     return Tensor(kind="Tensor", shape="", dtypes=(other,), other=other)
 
 
@@ -232,14 +225,15 @@ def declared(
     Args:
         oracle: see `OpSpec`.
         arguments: parameter -> its declaration, in the order of the checks.
-        results: their declarations; or `fake`, if they depend on more than sizes.
-        also: the parameters -> a problem of the call, if each argument is valid by itself.
-        bad: the arguments of a sample by name -> (name, changes) of further calls that `check` must
-            refuse. The conformance kit derives bad calls from the declarations itself.
+        results: the declarations of the results; or `fake`, if the results depend on more than
+            sizes.
+        also: the parameters -> a problem of the whole call. It is called if each argument is valid.
+        bad: the arguments of a sample by name -> (name, changes) for each further call that `check`
+            must refuse. The conformance kit derives other bad calls from the declarations.
         overwrites: see `Variant`. These arguments are `consumable`.
-        more: other fields of `OpSpec`. By default `variants` is one variant with all parameters,
-            and `by_token` the tensors with the first dimension `tokens` or `...`. `served` is only
-            required for an op with a target in vLLM.
+        more: other fields of `OpSpec`. By default, `variants` is one variant with all parameters,
+            and `by_token` contains the tensors with the first dimension `tokens` or `...`. Only an
+            op with a target in vLLM needs `served`.
 
     Raises:
         ValueError: a parameter is not declared, or `OpSpec` raised it.
@@ -285,7 +279,6 @@ def declared(
                     yield BadInput(what, args, problem[0])
 
     def written(name: str) -> str:
-        """Return a parameter in the syntax of a torch schema."""
         argument, default = arguments[name], parameters[name].default
         text = f"{argument.kind}{'?' * argument.may_be_none} {name}"
         if default is inspect.Parameter.empty:

@@ -1,8 +1,8 @@
 """Bindings: an op's targets in vLLM, its sizes in a model, and the code that is not covered.
 
 A binding is data and small functions. It refers to vLLM's classes, operators and functions by
-string, and imports vllm and torch only inside functions: the command line and the documentation
-read bindings without either of them installed.
+string, and imports vllm and torch only inside functions. The command line and the documentation can
+therefore read bindings without vllm or torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ += _targets.__all__
 
 LONGEST = 2**18
 """The most positions of a sample's table: 128 MiB in float32 for 128 features. Each sample has its
-own table, and vLLM accepts any length with VLLM_ALLOW_LONG_MAX_MODEL_LEN."""
+own table. The limit is necessary because VLLM_ALLOW_LONG_MAX_MODEL_LEN allows any length."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class SizeRule:
     """How to get one size of the served model, for samples with the model's shapes.
 
     Args:
-        name: a field of `ModelSizes`, or another name, which is put into `ModelSizes.more`.
+        name: a field of `ModelSizes`, or a key of `ModelSizes.more`.
         ask: vLLM's VllmConfig -> the size on one rank (features, heads or experts), or a number
             such as the epsilon of the norms. If it raises any exception, the size is unknown.
         typical: the size without a model, for `vllm-fl verify` and the conformance kit.
-        few: a smaller size for `vllm-fl verify`, if it is equivalent for a kernel and saves memory.
-            Used when the bits of rows are compared, and for the timed call. None: `typical`.
+        few: a smaller size that is equivalent for a kernel and saves memory. `vllm-fl verify` uses
+            it to compare the bits of rows, and for the timed call. None: `typical`.
         in_kit: whether the conformance kit makes calls of this size if a backend's test does not
-            set it. False if such calls are slow and the contract's samples cover the same.
+            set it. False if such calls are slow and the contract's samples test the same.
     """
 
     name: str
@@ -57,32 +57,32 @@ class Binding:
     """An op's targets in vLLM.
 
     Args:
-        targets: the locations in vLLM where it can be replaced.
+        targets: the locations in vLLM where the op can be replaced.
         sizes: the sizes that the contract's `served` needs.
-        not_reached: the code in vLLM that computes the same and is not covered by any target; one
-            phrase each.
+        not_reached: code in vLLM that computes the op but is not a target; one phrase each.
         when: vLLM's VllmConfig -> whether the served model may have the op; an exception means yes.
-            If not, the op is planned and verified only if the user's settings refer to it.
-            None: any model may have it.
+            If the model cannot have the op, it is planned and verified only if the user's settings
+            refer to it. None: any model may have the op.
         between_graphs: whether vLLM calls the op between the pieces of its piecewise CUDA graphs
             (`splitting_ops`: attention, linear attention). In a prefill step the host then launches
-            it even at captured sizes, and `vllm-fl tune` includes the launch time.
-        formerly: ops of vllm-plugin-FL with the same target and other parameters. For a setting
-            with such a name, a warning suggests this op.
-        former_layers: the op's layers in vllm-plugin-FL's lists of layers. A setting with such a
-            name is a warning, not an error, if the installed vLLM lacks the layer.
+            the op even at captured sizes, so `vllm-fl tune` includes the launch time.
+        formerly: ops of vllm-plugin-FL with the same target and different parameters. If a setting
+            contains such a name, a warning suggests this op.
+        former_layers: the op's layers in vllm-plugin-FL's lists of layers. If the installed vLLM
+            lacks the layer, a setting with such a name causes a warning instead of an error.
         batch_invariant: the vLLM code that VLLM_BATCH_INVARIANT requires instead of the op, such as
-            `vLLM's own kernel`: with that variable the op stays `stock`. Empty for none.
+            `vLLM's own kernel`. If the variable is set, the op stays `stock`. Empty if it requires
+            no such code.
         needs: names that the targets call or read, such as `vllm.package.module:Class.method`. If
-            the installed vLLM lacks a name, the op stays `stock`, and the reason is reported. Not
-            necessary for the classes and functions of the targets.
-        shared: dictionaries that contain layers of the op for all models of a process, such as
-            `vllm.package.module:TABLE`. They are required like `needs`, and are emptied before a
+            the installed vLLM lacks a name, the op stays `stock`, and the reason is reported. The
+            classes and functions of the targets need not be listed.
+        shared: dictionaries with the op's layers of all models of a process, such as
+            `vllm.package.module:TABLE`. They are required like `needs`. They are emptied before a
             model is built.
         products: whether the op is a matrix product of the model. Matrix products are most of the
-            device's work in large batches: if they take longer than the host needs for a layer,
+            device's work in large batches. If they take longer than the host needs for a layer,
             `vllm-fl tune` ignores launch times. False for an op that includes the product of
-            another op: that would be counted twice.
+            another op, because the product would be counted twice.
         calls_operators: whether vLLM's implementation of the op calls operators that are targets of
             other ops. A model with this op may then use those ops without having their layers, and
             `vllm-fl tune` does not assume that they are compiled by range of sizes.
@@ -103,16 +103,15 @@ class Binding:
 
     @property
     def claims(self) -> tuple[str, ...]:
-        """The names of its targets, such as `operator _C::silu_and_mul`. Only one op can have each.
-
-        Operators in graphs also have the name of the part that `find` looks for."""
+        """The names of its targets, such as `operator _C::silu_and_mul`. Only one op can have each
+        name. The name of an operator in graphs includes the part that `find` looks for."""
         return tuple(dict.fromkeys(name for target in self.targets for name in target.claims))
 
     def routed(self, spec: OpSpec) -> Binding:
-        """Return the same binding, with functions instead of declared routes.
+        """Return the same binding with functions instead of declared routes.
 
         Raises:
-            TypeError: a declared route does not fit its target, or the contract.
+            TypeError: a declared route does not fit its target or the contract.
         """
         return replace(self, targets=tuple(target.routed(spec) for target in self.targets))
 
@@ -123,8 +122,9 @@ class Contract:
 
     Args:
         spec: the contract.
-        binding: the module with its `BINDING`, such as `acme.bindings.acme_op`, or with a mapping
-            from ops to bindings; None for an op without a target in vLLM, which scripts call.
+        binding: the module that defines `BINDING`, such as `acme.bindings.acme_op`. `BINDING` is a
+            Binding, or a mapping from ops to bindings. None for an op without a target in vLLM;
+            only scripts call it.
     """
 
     spec: OpSpec
@@ -163,7 +163,7 @@ def model_sizes(config: Any, bindings: Iterable[Binding]) -> ModelSizes:
 
     Args:
         config: vLLM's VllmConfig.
-        bindings: the bindings of all ops. Of several rules with the same name the first is used.
+        bindings: the bindings of all ops. If several rules have the same name, the first is used.
     """
     rules = by_name(rule for binding in bindings for rule in binding.sizes)
     return replace(
@@ -174,7 +174,7 @@ def model_sizes(config: Any, bindings: Iterable[Binding]) -> ModelSizes:
 
 
 def by_name(rules: Iterable[SizeRule]) -> dict[str, SizeRule]:
-    """Return the rules by name: the first rule with each name."""
+    """Index the rules by name. The first rule with a name is kept."""
     found: dict[str, SizeRule] = {}
     for rule in rules:
         found.setdefault(rule.name, rule)
@@ -182,7 +182,7 @@ def by_name(rules: Iterable[SizeRule]) -> dict[str, SizeRule]:
 
 
 def with_values(values: Mapping[str, float | None]) -> ModelSizes:
-    """Return `ModelSizes` with these values; names that are not among its fields go to `more`."""
+    """Return `ModelSizes` with these values. Names that are not fields are added to `more`."""
     own = {field.name for field in fields(ModelSizes)} - {"tokens", "max_position", "more"}
     known: dict[str, Any] = {n: v for n, v in values.items() if n in own and v is not None}
     return ModelSizes(**known, more={n: v for n, v in values.items() if n not in own})

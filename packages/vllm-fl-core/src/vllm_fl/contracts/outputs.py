@@ -59,16 +59,16 @@ class QuantisedPair:
     """Two results, a quantised value and its scale, compared as value * scale.
 
     The oracle returns (the exact value * scale, not rounded; the scale), both in fp64. It saturates
-    if the op does. The value's dtype is an integer or floating-point one (`int8`, `float8_e4m3fn`)
-    with one element for each number: packed dtypes are not supported. The scale is one number (any
-    shape of one element), one for each row (the value's shape without its last dimension), or one
-    for each group: each dimension of the value is divided into groups of equal size, but the last
+    if the op does. The value has an integer or floating-point dtype (`int8`, `float8_e4m3fn`) with
+    one element for each number. Packed dtypes are not supported. There is one scale for all numbers
+    (in any shape of one element), for each row (the value's shape without its last dimension), or
+    for each group. Groups divide each dimension of the value into equal parts, but the last part
     may be smaller.
 
     Args:
-        steps: the largest error of value * scale, in steps of the value's dtype at that number: 1.0
+        steps: the largest error of value * scale, in steps of the value's dtype at that number. 1.0
             allows every rounding mode, 0.5 only rounding to nearest. The tolerance of the scale is
-            added to it.
+            added to this error.
         tolerances: for the scale; if empty, the contract's tolerances apply.
     """
 
@@ -87,16 +87,17 @@ class Routing:
     """Two results of shape (tokens, k): the weights of each token's experts, and their ids.
 
     A token's experts may be in any order. They must be the oracle's experts if the k-th and
-    (k+1)-th highest scores differ by more than `margin`. Otherwise it is a tie between the experts
-    with scores within the margin. Each expert's weight must be within the tolerance; if a tie was
-    decided differently, the token's weights are sorted and then compared.
+    (k+1)-th highest scores differ by more than `margin`. Otherwise the experts with scores within
+    the margin are tied, and any of them may be chosen. Each expert's weight must be within the
+    tolerance. If the oracle chose other tied experts, the token's weights are sorted and then
+    compared.
 
     Args:
         scores: the contract's parameters -> (tokens, experts), fp64; the oracle chooses the k
             highest.
-        margin: the largest difference between tied scores of magnitude 1, in units of the scores;
-            larger than the error of computing them in fp32. Like `atol` it is multiplied by
-            `Sample.scale`.
+        margin: the largest difference between tied scores of magnitude 1, in units of the scores.
+            It must exceed the error of scores that are computed in fp32. Like `atol`, it is
+            multiplied by `Sample.scale`.
         tolerances: for the weights; if empty, the contract's tolerances apply.
     """
 
@@ -115,10 +116,10 @@ class Routing:
 class ExpertBlocks:
     """Three integer results: row ids in blocks by expert, each block's expert, and the length used.
 
-    The first result has the ids of rows, with a larger number for padding; the second one expert
-    for each block; the third, one number, the used length of the first result. Experts and padding
-    must be in the oracle's positions. Rows may be in any order within successive blocks of the same
-    expert, and the elements after the used length may have any value.
+    The first result contains the ids of rows, and a larger number as padding. The second contains
+    the expert of each block. The third is one number, the used length of the first result. Experts
+    and padding must be in the same positions as in the oracle's results. Rows may be in any order
+    within successive blocks of the same expert. Elements after the used length may have any value.
 
     Args:
         block_size: the contract's parameters -> number of positions in a block.

@@ -1,8 +1,8 @@
 """Declared routes: conversion between the arguments of a target in vLLM and of a contract.
 
-Most targets have an op's arguments under other names, in another order, with constants, or with
-tensors for the results. A `Route` declares this. Its functions are generated as source and
-compiled, which makes them as fast as handwritten ones.
+The arguments of most targets differ from the op's in names and order. There may also be constants,
+and tensors for the results. A `Route` declares these differences. Its functions are generated as
+source and compiled, so they are as fast as handwritten functions.
 """
 
 from __future__ import annotations
@@ -25,31 +25,32 @@ Bound = Callable[..., Any]
 """An op as a function of the parameters of its contract or of a target."""
 
 Selection = Callable[..., Any]
-"""A function of some parameters, selected by the names in its signature."""
+"""A function of some parameters. The names in its signature select them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
     """The conversion of arguments from a target to the contract, and of the op's results back.
 
-    A parameter of the contract that is not declared is the target's parameter with the same name,
-    or otherwise has its default.
+    A contract's parameter that is not declared gets the target's parameter with the same name.
+    Without such a parameter, it gets its default.
 
     Args:
         args: the contract's parameter -> a parameter of the target, such as `{"x": "input"}`, or a
             function of parameters of the target.
-        constants: parameter -> value. A parameter of the contract always gets this value. If a
-            parameter of the target has another value, the call is not the op.
-        only: parameters of the target -> whether a call is the op. Called only if all `constants`
-            match.
+        constants: parameter -> value. A parameter of the contract always gets this value. A call
+            with a different value for the target's parameter is not the op.
+        only: parameters of the target -> whether a call is the op. It is called only if all
+            `constants` match.
         out: the target's parameters into which it writes the results, in order; a string for one
-            result. Empty if the target returns them.
+            result. Empty if the target returns its results.
         results: (the op's results, parameters of the target) -> the results that are written to
             `out`, or returned.
-        own_args: the target's parameter -> a function of parameters of the contract: the argument
-            for vLLM's kernel, if it does not follow from the others. A parameter of `out` that is
-            not in the contract gets a new tensor, made by the contract's `fake`.
-        own_results: (the results that vLLM's kernel returned, or wrote to `out`; parameters of the
+        own_args: the target's parameter -> a function of parameters of the contract that returns
+            the argument for vLLM's kernel. For parameters that `args` and `constants` do not
+            determine. A parameter of `out` that is not in the contract gets a new tensor from the
+            contract's `fake`.
+        own_results: (the results that vLLM's kernel returned or wrote to `out`, parameters of the
             contract) -> the op's results.
     """
 
@@ -62,10 +63,8 @@ class Route:
     own_results: Selection | None = None
 
     def __call__(self, bound: Bound) -> Bound:
-        """Raise TypeError: the registry replaces declared routes by functions (`Binding.routed`).
-
-        The method only gives a route the same type as the function that a target may have instead.
-        """
+        """Raise TypeError. `Binding.routed` replaces declared routes by functions. This method only
+        gives a route the same type as those functions."""
         raise TypeError("a declared route cannot be called; `Binding.routed` makes it a function")
 
     @property
@@ -79,7 +78,7 @@ class Route:
         return {theirs: name for name, theirs in self.args.items() if isinstance(theirs, str)}
 
     def written(self, spec: OpSpec) -> tuple[str, ...]:
-        """Return the contract's arguments that the target overwrites with results."""
+        """Return the arguments of the contract that the target overwrites with results."""
         names = (self.renamed.get(name, name) for name in self.targets if name not in self.own_args)
         return tuple(name for name in names if name in spec.parameters)
 
@@ -87,14 +86,12 @@ class Route:
 def by_target(route: Route, parameters: tuple[str, ...], spec: OpSpec, op: Bound) -> Bound:
     """Return the op as a function of the target's `parameters`.
 
-    For `silu_and_mul(x)` at the operator `_C::silu_and_mul(result, input)`::
+    For `silu_and_mul(x)` and the operator `_C::silu_and_mul(result, input)`::
 
         def place(result, input):
             return _put(result, _op(input))
 
-    Raises:
-        TypeError: the route has no value for a parameter of the contract, or uses an unknown
-            parameter.
+    Raises TypeError if the route lacks a parameter of the contract or uses an unknown one.
     """
     source, defaults = _Source({"_op": op, "_put": put}, route.constants), _defaults(spec)
     checks = []
@@ -121,16 +118,14 @@ def by_target(route: Route, parameters: tuple[str, ...], spec: OpSpec, op: Bound
 def by_contract(route: Route, parameters: tuple[str, ...], spec: OpSpec, own: Bound) -> Bound:
     """Return vLLM's kernel or function `own` as a function of the contract's parameters.
 
-    For the same op and operator as in `by_target`::
+    For the op and operator of the example in `by_target`::
 
         def silu_and_mul(x):
             _to_result, = _parts(_fake(x), 1)
             _own(_to_result, x)
             return _to_result
 
-    Raises:
-        TypeError: the route has no value for a parameter of the target, or uses an unknown
-            parameter.
+    Raises TypeError if the route lacks a parameter of the target or uses an unknown one.
     """
     scope = {"_own": own, "_fake": spec.fake, "_parts": _parts}
     source = _Source(scope, route.constants)
@@ -158,13 +153,8 @@ def by_contract(route: Route, parameters: tuple[str, ...], spec: OpSpec, own: Bo
 
 @dataclass
 class _Source:
-    """The source of a function that is being generated.
-
-    Args:
-        scope: the values that the function uses, by name.
-        constants: see `Route`.
-        lines: the body so far.
-    """
+    """The source of a function that is being generated. `scope` has the values that the function
+    uses, by name. `lines` is the body so far."""
 
     scope: dict[str, Any]
     constants: Mapping[str, Any]
@@ -183,7 +173,6 @@ class _Source:
             wanted: the parameters of the callee.
             known: the parameters of the generated function.
             mapped: a wanted parameter -> the known parameter, or the function that computes it.
-            defaults: the values of the others.
         """
         found = []
         for name in wanted:
@@ -208,7 +197,7 @@ class _Source:
         return f"{self.value(selection)}({', '.join([*first, *names])})"
 
     def value(self, value: Any) -> str:
-        """Return the source of a value, which is added to the scope if necessary."""
+        """Return the source of a value. Adds the value to the scope, except None and bools."""
         if value is None or isinstance(value, bool):
             return str(value)
         name = f"_{len(self.scope)}"
@@ -218,14 +207,8 @@ class _Source:
     def compiled(
         self, name: str, parameters: Sequence[str], values: Mapping[str, Any], result: str
     ) -> Bound:
-        """Compile the function.
-
-        Args:
-            name: its name.
-            parameters: its parameters; those at the end that are in `values` are optional.
-            values: parameter -> default.
-            result: the source of the expression that it returns.
-        """
+        """Compile the function. Parameters at the end that are in `values` are optional, with these
+        defaults. `result` is the source of the expression that it returns."""
         last = next((n for n, p in enumerate(reversed(parameters)) if p not in values), None)
         optional = parameters[len(parameters) - last :] if last is not None else parameters
         heads = (f"{p}={self.value(values[p])}" if p in optional else p for p in parameters)
@@ -247,12 +230,10 @@ def _defaults(spec: OpSpec) -> dict[str, Any]:
 
 
 def _listed(out: str | tuple[str, ...], names: Sequence[str]) -> str:
-    """Return the source of one tensor, or of a tuple of tensors."""
     return names[0] if isinstance(out, str) else f"({', '.join(names)},)"
 
 
 def _parts(made: Any, count: int) -> tuple[Any, ...]:
-    """Return `count` results, with None for missing ones."""
     parts = made if isinstance(made, tuple) else (made,)
     return (*parts, *[None] * count)[:count]
 
@@ -263,8 +244,8 @@ def put(
 ) -> None:
     """Write an op's results into the tensors of its operator, for `OperatorTarget.route`.
 
-    Results that an implementation computed in place are not copied. Results that share memory with
-    a target are cloned before the first target is written.
+    A result that was computed in place is not copied. A result that shares memory with a target is
+    cloned before the first target is written.
 
     Args:
         target: the tensor, or tensors, that the operator writes; None if the call lacks a tensor.

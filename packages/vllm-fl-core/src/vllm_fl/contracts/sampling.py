@@ -12,8 +12,8 @@ __all__ = ["Source", "peak", "positions"]
 _POWERS = tuple(2**n for n in range(11, 24))
 
 UNIQUE_ROWS = 257
-"""The most rows to generate. A larger tensor repeats them in random order: rows at a fixed distance
-then differ, and a model's largest batch is made quickly."""
+"""The most rows to generate. A larger tensor repeats these rows in random order, which is fast. In
+random order, rows at any fixed distance differ."""
 
 
 class Source:
@@ -22,8 +22,8 @@ class Source:
     Args:
         dtype: the default dtype of the tensors.
         device: the device of the tensors. Numbers are drawn on the CPU in fp32 and rounded.
-        large: whether the values are to be as large as activations get (`peak`); such a source has
-            another seed.
+        large: whether the values are as large as the largest activations (`peak`). Such a source
+            has a different seed.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, large: bool = False) -> None:
@@ -49,10 +49,8 @@ class Source:
         return block if rows == shape[0] else block[self.rows(shape[0])]
 
     def rows(self, count: int) -> torch.Tensor:
-        """Return (count,), int64: for each row of a tensor the index of its generated row.
-
-        The indices begin with all generated rows in order; the rest are random.
-        """
+        """Return (count,), int64: for each row of a tensor, the index of its generated row. The
+        first indices are all generated rows in order; the others are random."""
         import torch
 
         made = torch.arange(min(count, UNIQUE_ROWS), device="cpu")
@@ -62,10 +60,8 @@ class Source:
 
     def spiked(self, *shape: int, scale: float, peak: float) -> torch.Tensor:
         """Draw normal numbers of `scale`, with every 61st feature replaced by `peak` or -`peak`.
-
-        Large models have such features in a few channels (Sun et al., "Massive Activations in
-        Large Language Models", arXiv:2402.17762).
-        """
+        Large models have such features in a few channels (Sun et al., "Massive Activations in Large
+        Language Models", arXiv:2402.17762)."""
         import torch
 
         block = self.normal(*shape, scale=scale)
@@ -82,15 +78,13 @@ def peak(dtype: torch.dtype) -> float:
 def positions(count: int, length: int, generator: torch.Generator) -> torch.Tensor:
     """Draw the positions of a batch's tokens in their sequences.
 
-    The batch alternates between prompts and decoding sequences. Positions increase in a prompt and
-    jump back after it; some prompts begin in the middle of their sequence. Of the decoding
-    sequences three are at one random position, the others at the first and last position and near
-    powers of two.
+    The batch alternates between prompts and decoding sequences. Positions increase within a prompt.
+    Some prompts begin in the middle of their sequence. In each group of decoding sequences, three
+    are at one random position. The others are at the first or last position, or near powers of two.
 
     Args:
         count: number of tokens.
         length: the model's maximum length; positions are below it.
-        generator: a generator on the CPU.
 
     Returns:
         (count,), int64, on the CPU.
@@ -106,7 +100,7 @@ def positions(count: int, length: int, generator: torch.Generator) -> torch.Tens
     missing, number = count, 0
     while missing > 0:
         kind = number % 4
-        if kind == 2:  # decoding sequences: at the same position, and at the edges
+        if kind == 2:
             at = drawn(0, length)
             part = torch.tensor([at, at, at, *edges[number // 4 :: 2]], device="cpu")
         else:

@@ -44,19 +44,20 @@ class Sample:
     Args:
         name: its special property (`1 token`, `strided qkv view`).
         args: one value per parameter of the contract, in order.
-        scale: the magnitude of the values, without unit. The contract's `atol`, which is for values
-            of magnitude 1, is multiplied by it.
-        smaller: the dimension that was reduced because the oracle is too slow at the size of the
-            served model (`8 of 128 experts`), for reports by startup and the kit. Empty: full size.
-        open_rows: rows of every result that may have any value, such as for a token with NaN. All
-            other rows are compared.
-        kit_only: whether only the conformance kit makes the call, and startup does not: vLLM never
-            makes such a call, and a kernel of vLLM returns incorrect results for it.
-        relaid: whether an activation has a layout that does not occur in vLLM's layers
-            (`layouts.py` of vllm-fl-verify).
+        scale: the magnitude of the values, without unit. The contract's `atol` is for values of
+            magnitude 1 and is multiplied by `scale`.
+        smaller: the dimension that was reduced (`8 of 128 experts`), for reports by startup and the
+            kit. Used if the oracle is too slow at the size of the served model. Empty: full size.
+        open_rows: the rows of every result that are not compared, such as the row of a token with
+            NaN.
+        kit_only: whether only the conformance kit makes the call. True if vLLM never makes such a
+            call and a kernel of vLLM returns incorrect results for it.
+        relaid: whether an activation has a layout that vLLM's layers do not produce (`layouts.py`
+            of vllm-fl-verify).
         repeats: (the arguments of a smaller call, columns: (n,), int64). Column j of every result
-            equals column `columns[j]` of the smaller call. Used for large weights with repeated
-            rows: the oracle computes only the smaller call. None: it computes `args`.
+            equals column `columns[j]` of the smaller call. For large weights with repeated rows,
+            because the oracle then computes only the smaller call. None: the oracle computes
+            `args`.
         enlarged: whether the rows are randomly repeated rows of another sample.
     """
 
@@ -90,7 +91,8 @@ class BadInput:
 class ModelSizes:
     """The sizes of a served model on one rank, for samples with the model's shapes.
 
-    A size is None, and has no samples, if the model's configuration does not contain it.
+    A size is None if the model's configuration does not contain it. There are then no samples with
+    that size.
 
     Args:
         hidden: features of the residual stream.
@@ -98,10 +100,10 @@ class ModelSizes:
         heads, kv_heads: query and key heads.
         head_size: features of one head.
         rotary: features of one head that are rotated.
-        tokens: the batch sizes of the samples, in tokens; the last is the largest batch.
-        max_position: the maximum length of the model or of the samples. Positions are 0 to
+        tokens: the batch sizes of the samples, in tokens; the last is the largest.
+        max_position: the number of positions of the model or of the samples; the last is
             max_position - 1.
-        epsilon: added by the model's norms to the mean of squares.
+        epsilon: the number that the model's norms add to the mean of squares.
         more: further sizes, by the name of the bindings' `SizeRule`.
     """
 
@@ -127,8 +129,8 @@ class ModelSizes:
 class Variant:
     """One torch.library signature of an op.
 
-    A torch schema cannot express "Tensor or a pair of Tensors", so an op has a variant for each
-    form of its result.
+    An op has a variant for each form of its result, because a torch schema cannot express "Tensor
+    or a pair of Tensors".
 
     Args:
         name: suffix of the operator's name; empty for the plain variant.
@@ -186,58 +188,57 @@ class OpSpec:
             by the conformance kit, never on a call path.
         samples: (dtype, device) -> calls that every implementation must compute correctly.
         served: (ModelSizes, dtype, device, large) -> such calls with one model's sizes; if `large`,
-            the values are as large as activations get. Without `large` it must yield the same
-            calls, in the same order and layout, with other values.
-        by_token: the parameters with one row per token, in the first dimension. Each row of every
-            result depends only on the same row of these, unless `whole_batch` is set. A parameter
-            declared with `or_one` may also be one number without rows.
+            the values are as large as activations get. With and without `large` it must yield the
+            same calls, in the same order and layout, with different values.
+        by_token: the parameters with one row per token, in the first dimension. Unless
+            `whole_batch` is set, each row of a result depends only on the same row of these
+            parameters. A parameter declared with `or_one` may also be one number without rows.
         bad_inputs: (dtype, device) -> calls that `check` must refuse, in addition to the calls that
             the kit derives from `arguments`.
-        tolerances: by the result's dtype (`float32`, `float16`, `bfloat16`), for outputs without
-            their own tolerances.
+        tolerances: by the result's dtype (`float32`, `float16`, `bfloat16`). They apply to outputs
+            without tolerances.
         consumable: the parameters that an implementation may list in `consumes`. It may then
-            overwrite them in calls of a variant that writes results there (`overwrites`).
-        from_layer: parameter -> a function that gets it from a vLLM layer. The method form of the
-            op is the contract without these parameters.
-        second_form: the same op by another formula, written independently of the oracle: same
-            parameters, same results, in fp64. The contract's tests compare the two on all samples.
+            overwrite them in calls of a variant that writes results to them (`overwrites`).
+        from_layer: parameter -> a function that reads it from a vLLM layer. The method form of the
+            op has all other parameters of the contract.
+        second_form: a second implementation in fp64, written independently of the oracle with a
+            different formula. The contract's tests compare the two on all samples.
         layer: the parameters of `from_layer`, by name -> a stand-in for a vLLM layer that provides
-            them. Used without a model, for implementations that take the layer.
-        plain: the parameters -> True, or why the call is unsupported by an implementation that
-            takes the layer. Older implementations only support plain layers. If layers start to
-            provide another parameter, `plain` must refuse it, since older implementations do not
-            read it from the layer. None: every layer is plain.
-        dtypes: the dtypes of the inputs, by name (`float32`, `float16`, `bfloat16`; for a contract
-            with only integers, their dtypes). Samples are made and run in each. Empty: the keys of
+            them. Used without a model, for implementations that need the layer.
+        plain: the parameters -> True, or why an implementation that needs the layer does not
+            support the call. Older implementations support only plain layers. If layers start to
+            provide a new parameter, `plain` must refuse it, because older implementations do not
+            read it. None: every layer is plain.
+        dtypes: the names of the inputs' dtypes (`float32`, `float16`, `bfloat16`, or integer dtypes
+            for a contract with only integers). Samples are made for each dtype. Empty: the keys of
             `tolerances`.
-        outputs: how each result is compared, in order; a call may lack the last ones. Empty: each
+        outputs: how each result is compared, in order; the last results may be missing. Empty: each
             result must be within its tolerance.
         whole_batch: whether a result depends on more rows than its own, or has no row per token
-            (one scale for a whole tensor, ids sorted by expert). Startup then has to compute the
-            oracle for each batch, which is slow.
-        ignores_repeats: with `whole_batch`: whether repeated and reordered rows leave the results
-            of each row unchanged, and the results that belong to no row (true for a maximum or a
-            cache; false for a sum, an order or a position). Startup's large batches repeat a few
-            hundred rows; the oracle then computes only these.
-        stands: whether rows cannot be recombined into other batches, because tokens belong to
-            sequences or have states. Startup then runs the served calls unchanged, at a few token
-            counts.
-        part: the parameters -> the arguments of a call with the same results, which has only the
-            parts of large weights that the call reads (the experts of its rows). Used to compare
-            calls with weights that are too large to copy. None: not possible.
+            (one scale for a whole tensor, ids sorted by expert). Startup is then slow, because it
+            computes the oracle for each batch.
+        ignores_repeats: with `whole_batch`: whether the results of each row and of the batch stay
+            the same when rows are repeated or reordered. True for a maximum or a cache; false for a
+            sum, an order or a position. Large batches at startup repeat a few hundred rows. If
+            True, the oracle computes only these rows.
+        stands: whether rows cannot form other batches, because tokens belong to sequences or have
+            states. Startup then runs the served calls unchanged, with a few numbers of tokens.
+        part: the parameters -> the arguments of a call with the same results and smaller weights:
+            only the parts that the call reads (the experts of its rows). Used to compare calls with
+            weights that are too large to copy. None: not possible.
         read_whole: the parameters without a row per token that every call reads completely, such as
-            the weight of a layer. `vllm-fl tune` counts their bytes, and rotates through copies to
-            keep them out of caches.
+            the weight of a layer. `vllm-fl tune` counts their bytes, and alternates between copies
+            so that they are not in a cache.
         arguments: parameter -> its declaration (`contracts/arguments.py`), if the contract has
             them. The conformance kit derives further bad inputs from it.
         group: the name of a group of ops, such as `norms`, which settings select by `group:NAME`;
             empty for none.
 
     Raises:
-        ValueError: the parts contradict each other: a parameter that cannot be passed both by
-            position and by name, no dtypes, an output without a tolerance, a variant with a number
-            of results that does not match `outputs`, `ignores_repeats` without `whole_batch` or
-            with `stands`, a group that is not an identifier, or a parameter that the oracle lacks.
+        ValueError: a parameter cannot be passed both by position and by name; the oracle lacks a
+            parameter; there are no dtypes; an output has no tolerance; the number of results of a
+            variant does not match `outputs`; `ignores_repeats` is set without `whole_batch` or with
+            `stands`; or the group is not an identifier.
     """
 
     oracle: Callable[..., Any]
@@ -300,7 +301,7 @@ class OpSpec:
 
     @cached_property
     def signature(self) -> inspect.Signature:
-        """The contract's parameters. Annotations stay strings, which avoids an import of torch."""
+        """The contract's parameters. Annotations stay strings, so torch need not be imported."""
         return inspect.signature(self.oracle)
 
     @cached_property
@@ -328,7 +329,7 @@ class OpSpec:
         """Return the outputs of a call with this number of results, in order.
 
         Raises:
-            ValueError: the number ends inside an output with several results, or exceeds `outputs`.
+            ValueError: the number exceeds `outputs`, or is inside an output with several results.
         """
         if not self.outputs:
             return (Within(),) * results
@@ -343,9 +344,7 @@ class OpSpec:
     @cached_property
     def consumed_with(self) -> Mapping[str, frozenset[str]]:
         """Parameter -> the arguments that a call must have to consume it; empty for no condition.
-
-        Variants without these arguments do not overwrite the parameter.
-        """
+        Variants without these arguments do not overwrite the parameter."""
 
         def needed(parameter: str) -> frozenset[str]:
             places = [v for v in self.variants if parameter in v.overwrites]
@@ -358,7 +357,7 @@ class OpSpec:
         return MappingProxyType({p: needed(p) for p in self.parameters})
 
     def consumed(self, declared: Iterable[str], arguments: Iterable[Any]) -> frozenset[str]:
-        """Return which of the parameters in `declared` a call with `arguments` may overwrite."""
+        """Return the parameters in `declared` that a call with `arguments` may overwrite."""
         present = {p for p, arg in zip(self.parameters, arguments, strict=False) if arg is not None}
         return frozenset(p for p in declared if p in present and self.consumed_with[p] <= present)
 
@@ -374,15 +373,13 @@ class OpSpec:
 
     @property
     def caches(self) -> frozenset[str]:
-        """The consumable parameters without a row per token: caches and pools of states.
-
-        Results that are written to them have no row per token. `call_op` overwrites the caller's
-        caches, but copies the other consumable arguments.
-        """
+        """The consumable parameters without a row per token: caches and pools of states. Results
+        that are written to them have no row per token either. `call_op` copies the other consumable
+        arguments, but overwrites the caller's caches."""
         return self.consumable - self.by_token
 
     def has_rows(self, name: str, argument: Any) -> bool:
-        """Whether an argument has a row per token: False for None and for one number for all."""
+        """Whether an argument has a row per token. False for None and for one number for all."""
         if name not in self.by_token or argument is None:
             return False
         return name not in self.arguments or not self.arguments[name].is_one(argument)
@@ -401,6 +398,6 @@ class OpSpec:
         return tuple((given | {name: change(arg) for name, arg in rows}).values())
 
     def tokens(self, arguments: Iterable[Any]) -> Any:
-        """Return the number of tokens of a call: the rows of the first argument with a row per
-        token, or 0. In a graph it may be a symbol."""
+        """Return the number of tokens of a call, from the first argument with a row per token; 0
+        without such an argument. In a graph the number may be symbolic."""
         return next((arg.shape[0] for arg in self.with_rows(arguments).values()), 0)

@@ -1,4 +1,4 @@
-"""Compile the check of an implementation's calls: the contract, and further rules."""
+"""Compile the check of an implementation's calls: the contract and further rules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from .spec import OpSpec
 __all__ = ["Rule", "checked", "supports_of"]
 
 Rule = str | Callable[..., object]
-"""An expression of arguments and sizes; or a function of some of them: True, or a reason."""
+"""An expression of arguments and sizes, or a function of some of them that returns True or a
+reason."""
 
 BROKEN = "the arguments break the contract"
 
@@ -25,8 +26,8 @@ BROKEN = "the arguments break the contract"
 def supports_of(spec: OpSpec, rules: Iterable[Rule]) -> Callable[..., object]:
     """Compile a `supports`: True for a call that keeps the contract and every rule.
 
-    Of the contract it checks what `arguments` declares, except the values of tensors. With the
-    rule `hidden % 8 == 0`, of an op with one argument `x` of the shape `tokens, hidden`::
+    It checks all declarations in the contract's `arguments`, except the values of tensors. For an
+    op with one argument `x` of shape `tokens, hidden`, and the rule `hidden % 8 == 0`::
 
         def supports(x):
             tokens = None
@@ -40,9 +41,8 @@ def supports_of(spec: OpSpec, rules: Iterable[Rule]) -> Callable[..., object]:
             return True
 
     Args:
-        spec: the contract.
-        rules: each may use the parameters, the sizes in the contract's shapes, and `torch`. The
-            sizes of an argument that is None are None.
+        rules: each may use the parameters, the sizes in the contract's shapes, and `torch`. If an
+            argument is None, its sizes are None.
 
     Raises:
         ValueError: a rule uses another name.
@@ -82,8 +82,6 @@ def supports_of(spec: OpSpec, rules: Iterable[Rule]) -> Callable[..., object]:
 
 
 def checked(fn: Callable[..., Any], supports: Callable[..., object]) -> Callable[..., Any]:
-    """Return `fn` with a check that raises NotImplementedError for unsupported calls."""
-
     @functools.wraps(fn)
     def check(*args: Any, **kwargs: Any) -> Any:
         if (reason := supports(*args, **kwargs)) is not True:
@@ -94,11 +92,9 @@ def checked(fn: Callable[..., Any], supports: Callable[..., object]) -> Callable
 
 
 def _checks(name: str, argument: Argument, spec: OpSpec, sizes: dict[str, bool]) -> list[str]:
-    """Return statements that check an argument which is not None.
+    """Return statements that check an argument. They assume that it is not None.
 
     Args:
-        name, argument: the argument.
-        spec: the contract.
         sizes: the known names -> whether every call has a value for them; new names are added.
     """
     where = [_unless(re.sub(r"\bvalue\b", name, argument.where))] if argument.where else []
@@ -149,7 +145,6 @@ def _sizes(argument: Tensor, sizes: dict[str, bool]) -> Iterator[str]:
 
 
 def _dtype(name: str, spec: OpSpec) -> str:
-    """Return the source of a dtype, given its name or the name of an argument."""
     if name not in spec.parameters:
         return f"torch.{name}"
     return (
@@ -166,7 +161,8 @@ def _block(head: str, lines: Iterable[str]) -> list[str]:
 
 
 def _needs(rule: str, **given: Any) -> str:
-    """Return the reason for a call that breaks a rule; sizes of tensors vary with the batch."""
+    """Return the reason for a call that breaks a rule. Omits tensor shapes, which vary with the
+    batch."""
     got = []
     for name, value in given.items():
         is_tensor = hasattr(value, "stride")

@@ -1,7 +1,7 @@
 """The kinds of targets: the locations in vLLM where an op can be replaced.
 
-A target is data. Attributes and methods of its class give the behaviour of the kind. The patcher of
-the kind (`integration/patchers/`) replaces it.
+A target is data. Its class defines the behaviour of its kind. The patcher of the kind
+(`integration/patchers/`) replaces the target.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 ATTENTION_BACKEND = "the attention backend"
-"""The claim of the only `AttentionTarget`, which has no contract."""
+"""The claim of the only `AttentionTarget`. Its op has no contract."""
 
 DERIVED = Route()
 """The `native` of a target that is derived from its declared route."""
@@ -34,8 +34,6 @@ DERIVED = Route()
 
 @dataclass(frozen=True)
 class Target:
-    """A location in vLLM where an op can be replaced: the base of every kind."""
-
     reaches_compiler: ClassVar[bool] = False
     """Whether compiled code calls the op here. Otherwise no compiler sees the call."""
 
@@ -43,24 +41,25 @@ class Target:
     """Whether an uncompiled run of the loaded model calls the op here."""
 
     needs_layer: ClassVar[bool] = False
-    """Whether only a model with such a layer has the op here."""
+    """Whether only a model with such a layer can have the op here."""
 
     called_by_name: ClassVar[bool] = False
-    """Whether vLLM's code calls an operator or a function here, in a layer or without one."""
+    """Whether vLLM's code calls an operator or a function by name here, inside or outside a layer.
+    """
 
     puts_operators: ClassVar[bool] = False
-    """Whether a pass puts the op's operator into graphs here, in calls that only the pass makes."""
+    """Whether a pass adds the op's operator to graphs here. Only the pass makes such calls."""
 
     on_cpu = False
     """Whether vLLM's layers call the operator on a CPU."""
 
     @property
     def claims(self) -> tuple[str, ...]:
-        """The names in vLLM that only one op can have as a target."""
+        """The names in vLLM of this target. Only one op can have each name."""
         raise NotImplementedError
 
     def describe(self) -> str:
-        """Return a phrase for people, without the release of vLLM that has it."""
+        """Return a phrase for people, without vLLM's version."""
         raise NotImplementedError
 
     @property
@@ -70,7 +69,8 @@ class Target:
 
     @property
     def apart(self) -> Bound | None:
-        """The same, but with the results that vLLM's graph has, if the op does more than that."""
+        """Like `plain`, but with the results that vLLM's graph has, if the op computes more than
+        these."""
         return None
 
     @property
@@ -84,21 +84,18 @@ class Target:
         return ()
 
     def may_begin(self, layers: Iterable[object], vllm_config: Any) -> bool:
-        """Return whether a model of these layers can have the op here."""
         return True
 
     def routed(self, spec: OpSpec) -> Self:
-        """Return the same target, with functions instead of declared routes.
+        """Return the same target with functions instead of declared routes.
 
         Raises:
-            TypeError: a declared route does not fit the target, or the contract.
+            TypeError: a declared route does not fit the target or the contract.
         """
         return self
 
 
 class _Routed(Target):
-    """A target with a route from its arguments to the arguments of the contract."""
-
     route: Callable[[Bound], Bound]
     parameters: tuple[str, ...]
     grants: tuple[str, ...]
@@ -131,15 +128,15 @@ class LayerTarget(Target):
     Args:
         path: the class, such as `vllm.model_executor.layers.activation.SiluAndMul`.
         native: vLLM's implementation with the contract's parameters, for calls that no candidate
-            supports. Without it such a call is an error.
-        grants: the arguments that the layer owns: an implementation may overwrite them.
-        adapt: (layer, the op without the parameters that a layer provides) -> the forward method,
-            for a layer with other parameters than the contract.
-        stand_in: layer -> an object with the parameters that a layer provides, for a layer with
-            other attributes than the contract expects.
+            supports. If it is None, such a call is an error.
+        grants: the arguments that the layer owns and an implementation may therefore overwrite.
+        adapt: (layer, the op without the parameters that a layer provides) -> the forward method.
+            For a layer with different parameters than the contract.
+        stand_in: layer -> an object with the attributes that the contract expects of a layer. For a
+            layer with different attributes.
         subclasses: whether vLLM's subclasses that inherit every forward method are also targets.
         enabled: whether the layer is enabled in vLLM's `custom_ops` while the op is planned. The
-            forward methods are replaced in any case. False for norms: enabling them would change
+            forward methods are always replaced. False for norms, because enabling them would change
             vLLM's fusions.
     """
 
@@ -156,7 +153,6 @@ class LayerTarget(Target):
 
     @property
     def cls(self) -> str:
-        """The class's name, such as `SiluAndMul`."""
         return self.path.rpartition(".")[2]
 
     @property
@@ -174,29 +170,30 @@ class LayerTarget(Target):
 
 @dataclass(frozen=True)
 class OperatorTarget(_Routed):
-    """A torch operator of vLLM: its kernel is overridden while an engine's plan has the op.
-
-    It must be a pure operator: not a collective, and without any work in addition to the op.
+    """A torch operator of vLLM. Its kernel is overridden while the op is in an engine's plan. The
+    operator must not be a collective, and must compute only the op.
 
     Args:
         name: the operator, such as `_C::silu_and_mul`.
         parameters: the operator's parameters, in the order of its schema. A release of vLLM may
-            have more at the end; calls that set any of these to another value than the default run
-            the replaced kernel.
+            have more parameters at the end. A call that sets any of these to a different value than
+            its default runs the replaced kernel.
         route: the conversion from the operator's arguments to the contract. If it cannot be
-            declared: a function, (the op with the contract's parameters) -> a kernel with
-            `parameters`. The kernel writes the results where the operator does (`put`). For a call
-            that is not the op it returns NotImplemented, and the replaced kernel runs.
-        native: (the replaced kernel, with `parameters`) -> the op with the contract's parameters,
-            for calls that no candidate supports. By default derived from a declared route.
-        grants: the contract's arguments that the operator overwrites: an implementation may also
-            overwrite them. By default the `out` of a declared route.
+            declared, a function: (the op with the contract's parameters) -> a kernel with
+            `parameters`. The kernel writes the results to the operator's tensors (`put`). For a
+            call that is not the op, the kernel returns NotImplemented, and the replaced kernel
+            runs.
+        native: (the replaced kernel, with `parameters`) -> the op with the contract's parameters.
+            Used for calls that no candidate supports. By default it is derived from a declared
+            route.
+        grants: the contract's arguments that the operator overwrites. An implementation may
+            overwrite them as well. By default the `out` of a declared route.
         tokens: the parameter with the op's number of tokens as its first dimension, in every call
-            that `route` accepts. Calls with sizes that the plan assigns to `stock` then run the
-            replaced kernel directly. Empty if no parameter has it, or if vLLM's calls must not
-            reach the kernel directly while the op is planned: `route` and `native` convert them.
-        on_cpu: whether vLLM's layers also call it on a CPU. Most layers use plain PyTorch there,
-            even if the operator exists.
+            that `route` accepts. If the plan assigns a number of tokens to `stock`, the replaced
+            kernel runs directly. Empty without such a parameter, or if `route` and `native` must
+            convert every call while the op is planned.
+        on_cpu: whether vLLM's layers also call the operator on a CPU. Most layers use plain PyTorch
+            on a CPU, even if the operator exists.
         within: whether `native` only works inside a call of the target, and raises elsewhere.
     """
 
@@ -228,13 +225,13 @@ class FunctionTarget(_Routed):
     """A Python function or method of vLLM, for calls from code that vLLM does not compile.
 
     Mixtures of experts and linear attention call such functions inside one operator that is opaque
-    to a compiler. If a compiler traces a call, it sees vLLM's function.
+    to a compiler. A compiler that traces a call sees vLLM's function.
 
     Args:
         paths: all locations where vLLM's callers look the function up, such as
-            `vllm.model_executor.layers.fused_moe.fused_moe.fused_experts`, including each module
-            that imports it by name; for a method, its class. The first is the function's name. Any
-            others that a release of vLLM lacks are ignored.
+            `vllm.model_executor.layers.fused_moe.fused_moe.fused_experts`. Include each module that
+            imports the function by name. A method is listed with its class. The first path is the
+            function's name. Other paths that a release of vLLM lacks are ignored.
         parameters: the function's parameters, in order, including `self` for a method. See
             `OperatorTarget`.
         route, native, grants: see `OperatorTarget`. The routed function returns the same kind of
@@ -272,7 +269,7 @@ class IrTarget(_Routed):
 
     Args:
         name: the IR op, such as `fused_add_rms_norm`.
-        route: the conversion from the IR op's arguments to the contract; or a function, (the op
+        route: the conversion from the IR op's arguments to the contract; or a function: (the op
             with the contract's parameters) -> the op with the IR op's parameters.
         grants: the contract's arguments that a provider may overwrite.
         parameters: the IR op's parameters; required for a declared route.
@@ -313,18 +310,18 @@ class AttentionTarget(Target):
 class FusionTarget(Target):
     """A pass of vLLM's compiler that finds the op in a graph and puts an operator there.
 
-    While the op is planned, the pass is turned on, and the ops that it looks for stay `stock`. The
-    operator is an `OperatorTarget` of the same binding: the pass decides where the op runs, and the
+    While the op is planned, the pass is enabled, and the ops that it looks for stay `stock`. The
+    operator is an `OperatorTarget` of the same binding. The pass decides where the op runs; the
     operator decides which implementation runs.
 
     Args:
         path: the pass's class, such as `vllm.compilation.passes.fusion.…Pass`.
-        flag: the field of vLLM's PassConfig that turns it on.
-        parts: the ops that it looks for, in vLLM's implementation.
+        flag: the PassConfig field in vLLM that enables the pass.
+        parts: the ops that the pass looks for, in vLLM's implementation.
         layers: the layers (by their names in `custom_ops`) that must be enabled for the pass.
         native: vLLM's computation without the pass, with the contract's parameters.
-        apart: the same with the results as in vLLM's graph, for `vllm-fl tune` to time, if the op
-            does more than that (such as joining its results in one tensor).
+        apart: like `native`, but with the results that vLLM's graph has. `vllm-fl tune` times it if
+            the op does more than that, such as joining its results in one tensor.
         begins: (a layer of vLLM, the VllmConfig) -> whether the op may begin with this layer. A
             model without such a layer does not have the op. None: cannot be determined.
     """
@@ -360,19 +357,19 @@ class FusionTarget(Target):
 class GraphTarget(Target):
     """An operator in compiled graphs. A pass of vllm-fl replaces it by the op.
 
-    It does so in graphs for sizes with an implementation in the plan. In all other graphs, and in
-    eager mode, the operator stays.
+    The pass replaces it only in graphs for sizes with an implementation in the plan. In all other
+    graphs, and in eager mode, the operator is not replaced.
 
     Args:
         operators: operators of PyTorch, such as `aten.mm.default`, or of vLLM, such as
-            `_C.cutlass_scaled_mm.default`. For an op that replaces several operators, the last one,
-            with the op's result. An operator that overwrites an argument and returns nothing is
-            found in its functional form (`auto_functionalized`), with arguments by name.
+            `_C.cutlass_scaled_mm.default`. If the op replaces several operators, list the last one,
+            which has the op's result. An operator that overwrites an argument and returns nothing
+            is found in its functional form (`auto_functionalized`), with arguments by name.
             Operators that the installed vLLM lacks are ignored.
-        find: a node of a graph (`torch.fx.Node`) with a call of them -> the op's arguments, in the
-            order of the contract: nodes, numbers, strings and None; or None if the call is not the
-            op. It may create nodes (`new_node`).
-        native: the operator's computation, with the contract's parameters.
+        find: a node of a graph (`torch.fx.Node`) that calls one of the operators -> the op's
+            arguments in the order of the contract (nodes, numbers, strings and None), or None if
+            the call is not the op. It may create nodes (`new_node`).
+        native: the computation that is replaced, with the contract's parameters.
         parts: the ops that `find` looks for, in vLLM's implementation. While any of them is
             planned, the op stays `stock`. Ops with different parts may share an operator.
     """

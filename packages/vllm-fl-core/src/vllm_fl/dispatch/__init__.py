@@ -1,7 +1,7 @@
 """The choice and the call of an op's implementation.
 
-`call_op` and `resolve_op` are for scripts and tests; layers use `dispatch_method`. In vLLM the same
-rules make the engine's plan.
+`call_op` and `resolve_op` are for scripts and tests. Layers use `dispatch_method`. In vLLM the same
+rules determine the engine's plan.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ __all__ = [
     "with_strict_mode",
 ]
 
-# Bound methods of the manager avoid the function call of a wrapper.
 call_op = _manager.manager.call
 """`OpManager.call` of the default manager: run an op under the current policy."""
 call_method_op = _manager.manager.call_as_method
@@ -126,7 +125,7 @@ def with_strict_mode(strict: bool = True) -> AbstractContextManager[SelectionPol
 def with_preference(prefer: str) -> AbstractContextManager[SelectionPolicy]:
     """In the block, prefer a kind: flagos, vendor or reference.
 
-    Orders from a platform file are sorted again; the user's orders do not change.
+    Orders of platform files are sorted accordingly. The user's orders do not change.
     """
     return policy_context(_preferring(get_policy(), prefer.lower()))
 
@@ -137,12 +136,12 @@ def with_allowed_vendors(*vendors: str) -> AbstractContextManager[SelectionPolic
 
 
 def with_denied_vendors(*vendors: str) -> AbstractContextManager[SelectionPolicy]:
-    """In the block, also deny these vendors."""
+    """In the block, deny these vendors in addition to those already denied."""
     policy = get_policy()
     return policy_context(_replaced(policy, deny_vendors=policy.deny_vendors | {*vendors}))
 
 
-# Cached, since making a policy parses its orders, and a program may enter a policy per request.
+# Cached, because making a policy parses its orders, and a program may enter a policy per request.
 _replaced = functools.lru_cache(maxsize=64)(dataclasses.replace)
 _preferring = functools.lru_cache(maxsize=64)(SelectionPolicy.preferring)
 
@@ -168,10 +167,9 @@ def get_discovered_plugins() -> tuple[Plugin, ...]:
 
 
 def clear_discovered_plugins() -> None:
-    """Empty the list of `get_discovered_plugins`. Registered implementations stay."""
+    """Empty the list of `get_discovered_plugins`. Registered implementations are kept."""
     _Discovered.plugins = ()
 
 
 class _Discovered:
     plugins: tuple[Plugin, ...] | None = None
-    """None until `discover_plugins` is called."""

@@ -18,18 +18,14 @@ from .resolver import NEEDS_LAYER
 
 
 class Left(Exception):
-    """Raised to hand a call back to the layer's original method.
-
-    The bound op decides this, but only the caller of the method has the original arguments. An
-    exception is used because it passes through the method that `adapt` made around the op.
-    """
+    """Raised to run the layer's original method instead. The bound op raises it, but only the
+    caller of the method has the original arguments. An exception can pass through the method that
+    `adapt` made around the op."""
 
 
 class Call:
-    """One call: the layer or None, and the contract's arguments.
-
-    Only an op without contract may have keyword arguments.
-    """
+    """One call: the layer or None, and the contract's arguments. Only an op without a contract may
+    have keyword arguments."""
 
     def __init__(self, layer: object, /, *args: Any, **keywords: Any) -> None:
         self.layer, self.args, self.keywords = layer, args, keywords
@@ -40,15 +36,14 @@ class Chain:
     """The candidates of one op under one policy, in order, and the fallback between them.
 
     Args:
-        op: the op's name.
-        rows: the candidates by the size of a call, in order; no row is empty. Only an op with a
-            contract has several rows.
+        rows: the candidates by the size of a call. No row is empty. Only an op with a contract has
+            several rows.
         spec: the contract, or a substitute (`uncontracted`).
-        strict: raise the first failure and do not fall back.
-        record: the counters and demotions.
-        grants: parameters that an implementation may overwrite; others are copied first.
-        bare: run the first candidate without a guard or counter: for code that a compiler traces.
-            A row with `stock` or `foreign` first is always bare.
+        strict: whether to raise the first failure instead of falling back.
+        grants: parameters that an implementation may overwrite. Others are copied before they are
+            overwritten.
+        bare: whether to run the first candidate without a guard or counter, for code that a
+            compiler traces. A row that begins with `stock` or `foreign` is always bare.
     """
 
     op: str
@@ -61,16 +56,15 @@ class Chain:
 
     @property
     def impls(self) -> tuple[OpImpl, ...]:
-        """The candidates of the largest calls, or of every call if they do not depend on size."""
+        """The candidates of the largest calls, or of all calls if the size does not matter."""
         return self.rows[-1][1]
 
     @property
     def is_by_size(self) -> bool:
-        """Whether the candidates depend on the size of a call."""
         return len(self.rows) > 1
 
     def of(self, *impls: OpImpl, bare: bool = False) -> Chain:
-        """Return the chain of the same op with these candidates, for calls of every size."""
+        """Return the chain of the same op with these candidates for calls of every size."""
         return dataclasses.replace(self, rows=((None, impls),), bare=bare)
 
     def refuse(self, verdict: object, call: Call) -> Any:
@@ -78,7 +72,8 @@ class Chain:
         return self._try_others(refusal(verdict), call)
 
     def recover(self, error: Exception, call: Call) -> Any:
-        """Fall back after the first candidate raised, or was skipped because it is demoted."""
+        """Fall back after the first candidate raised, or after it was skipped because it is
+        demoted."""
         return self._try_others(None if isinstance(error, Skipped) else error, call)
 
     def _try_others(self, first: Exception | str | None, call: Call) -> Any:
@@ -117,11 +112,6 @@ class Chain:
         )
 
     def _attempt(self, impl: OpImpl, call: Call) -> tuple[str | None, Any]:
-        """Call a candidate. It may overwrite only granted arguments.
-
-        Returns:
-            (None, result), or (the reason why it does not support the call, None).
-        """
         if impl.needs_layer and call.layer is None:
             return NEEDS_LAYER, None
         asked = asked_for(impl, self.spec)
@@ -135,7 +125,8 @@ class Chain:
         return None, impl.fn(*args, **call.keywords)
 
     def _safe(self, impl: OpImpl, call: Call) -> Sequence[Any]:
-        """Return the arguments, copied if `impl` may overwrite them and `grants` lacks them."""
+        """Return the arguments. Arguments that `impl` may overwrite are copied unless `grants` has
+        them."""
         own = self._consumed(impl, call) - self.grants
         if not own:
             return call.args
@@ -145,11 +136,11 @@ class Chain:
         ]
 
     def _judge(self, impl: OpImpl, outcome: Exception | str, call: Call, *, last: bool) -> None:
-        """Raise the error if it must not be hidden by a fallback; otherwise record it.
+        """Raise the error if a fallback must not hide it. Otherwise record it.
 
         Raises:
             CallError: the arguments break the contract.
-            AllFailedError: strict mode, and `impl` does not support the call.
+            AllFailedError: in strict mode, `impl` does not support the call.
             Exception: the error of `impl`, if it makes the device unusable, in strict mode, if
                 `impl` is not demoted (`Record.failed`), or if arguments may be half overwritten.
         """
@@ -173,11 +164,10 @@ class Chain:
             or self._consumed(impl, call)
             or not self.record.failed(self.op, impl, outcome, last=last)
         ):
-            # Consumed arguments may be half overwritten, which rules out a fallback.
+            # A fallback cannot use half overwritten arguments.
             raise outcome
 
     def _consumed(self, impl: OpImpl, call: Call) -> frozenset[str]:
-        """Return the parameters that `impl` may overwrite in this call."""
         return self.spec.consumed(impl.consumes, call.args)
 
     def _blame_caller(self, call: Call, outcome: Exception | str) -> None:
@@ -191,12 +181,13 @@ class Chain:
 
 
 def copied(argument: Any) -> Any:
-    """Return a copy that may be overwritten and returned: contiguous, as results must be."""
+    """Return a copy that may be overwritten and returned. It is contiguous, because results must
+    be."""
     return argument.clone() if argument.is_contiguous() else argument.contiguous()
 
 
 def _poisons_the_device(error: Exception) -> bool:
-    """Whether an error is out-of-memory, or a sticky device error that fails all later kernels."""
+    """Whether an error is out-of-memory, or a device error that makes all later kernels fail."""
     if isinstance(error, MemoryError):
         return True
     kinds = {c.__name__ for c in type(error).__mro__}
@@ -207,7 +198,6 @@ def _poisons_the_device(error: Exception) -> bool:
 
 
 def refusal(verdict: object) -> str:
-    """Return the reason in the result of a `supports` that did not return True."""
     return verdict if isinstance(verdict, str) and verdict else "`supports` returned no reason"
 
 

@@ -10,11 +10,10 @@ from typing import Any, Protocol
 from ..settings.policy import SelectionPolicy
 
 override: ContextVar[SelectionPolicy | None] = ContextVar("vllm_fl_policy", default=None)
-"""The policy of the enclosing block, or None if the global policy applies."""
 
 
 class _Global:
-    """The argument of `set_global_policy`: the policy of managers without a policy."""
+    """The argument of `set_global_policy`, for managers that were created without a policy."""
 
     policy: SelectionPolicy | None = None
 
@@ -25,13 +24,11 @@ chosen = _Global()
 class policy_context(ContextDecorator):
     """Resolve with `policy` inside the block, only in this task and thread.
 
-    Layers that an engine has bound do not change. It can also decorate a function.
+    Layers that are bound to an engine do not change. Can also be used as a decorator.
 
     Raises:
         TypeError: `policy` is not a SelectionPolicy.
     """
-
-    # A generator with `contextlib.contextmanager` is three times as slow.
 
     def __init__(self, policy: SelectionPolicy) -> None:
         if not isinstance(policy, SelectionPolicy):
@@ -52,7 +49,7 @@ class policy_context(ContextDecorator):
 
 
 class Binder(Protocol):
-    """The engine's plan, as layers see it that are built for the engine's model."""
+    """The engine's plan, as seen by layers that are built for the engine's model."""
 
     @property
     def mode(self) -> str:
@@ -60,7 +57,7 @@ class Binder(Protocol):
 
     @property
     def kept_layers(self) -> frozenset[str]:
-        """Layer classes of vLLM that the user excluded from replacement."""
+        """The layer classes of vLLM that the user excluded from replacement."""
 
     def is_stock(self, op: str) -> bool:
         """Whether the op is `stock`."""
@@ -73,7 +70,8 @@ class Binder(Protocol):
 
 
 class _Building:
-    """The plan of the model being built. Not per thread, since vLLM may build layers in threads."""
+    """The plan of the model that is being built. Shared by all threads, because vLLM may build
+    layers in threads."""
 
     binder: Binder | None = None
 

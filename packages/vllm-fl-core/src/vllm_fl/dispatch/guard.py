@@ -1,7 +1,7 @@
 """Guards: functions with a contract's signature that call an implementation and fall back.
 
-A small function is compiled for each op and policy. It adds only some tens of nanoseconds to a call
-of the implementation. After an exception or an unsupported call, `Chain` takes over.
+A small function is compiled for each op and policy. It adds only tens of nanoseconds to a call of
+the implementation. After an exception or an unsupported call, `Chain` computes the result.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ def _skipped(*_: Any, **__: Any) -> Any:
 
 
 class Guard:
-    """A compiled guard. It is switched to other candidates by changing the globals of its code.
+    """A compiled guard. To switch it to other candidates, the globals of its code are changed.
 
     Args:
-        chain: the candidates of one row.
         scope: the globals. `_chain`, `_fn` and `_supports` change.
     """
 
@@ -50,13 +49,11 @@ class Guard:
 
 
 def uncontracted(op: str, impl: OpImpl) -> OpSpec:
-    """Make a substitute contract for an op without a contract. It checks nothing.
-
-    It has the parameters of `impl`, the first implementation, if each can be passed by position and
-    by name. Otherwise it has no parameters, and the op accepts any arguments.
-    """
+    """Make a substitute for the missing contract of an op. It checks nothing. It has the parameters
+    of `impl`, the first implementation, if each can be passed by position and by name. Otherwise it
+    has no parameters, and the op accepts any arguments."""
     parameters = (parameters_of(impl.fn) or ())[impl.needs_layer :]
-    # Names that begin with an underscore could collide with names in generated code.
+    # Names with a leading underscore could collide with names in the generated code.
     if any(p.kind is not p.POSITIONAL_OR_KEYWORD or p.name.startswith("_") for p in parameters):
         parameters = ()
 
@@ -83,29 +80,23 @@ def call_guard(chain: Chain) -> Callable[..., Any]:
     """Return the op as a function: the implementation, called inside one `try`.
 
     Args:
-        chain: the candidates. With several rows, the number of tokens of each call selects its row.
-            If the record counts calls, a call is counted for the first candidate of its row.
+        chain: the candidates. If there are several rows, the number of tokens of a call selects its
+            row. Calls are counted (if the record counts them) for the first candidate of their row.
     """
     return _written(chain, None)
 
 
 def method_guard(chain: Chain) -> Callable[..., Any]:
-    """Return the op as a method: the layer, then the parameters that the layer does not provide.
-
-    The layer's values are read at each call, since its weights may be replaced.
-
-    Args:
-        chain: see `call_guard`.
-    """
+    """Return the op as a method. Its parameters are the layer, then the parameters that the layer
+    does not provide. The layer's values are read at each call, because its weights may be
+    replaced."""
     return _written(chain, chain.spec.from_layer)
 
 
 Provided = Mapping[str, Callable[[Any], Any]]
-"""Parameter -> the function that reads it from a layer."""
 
 
 def _written(chain: Chain, provided: Provided | None) -> Callable[..., Any]:
-    """Return the guard as a function, or as a method of a layer if `provided` is not None."""
     scope: dict[str, Any] = {}
     heads = _heads(chain.spec, provided, scope)
     guards: list[tuple[int | None, Callable[..., Any]]] = []
@@ -125,7 +116,6 @@ def _by_size(
     heads: Mapping[str, str],
     scope: dict[str, Any],
 ) -> Callable[..., Any]:
-    """Generate a function that passes each call to the guard for its number of tokens."""
     given = ", ".join(heads)
     lines = [
         "    try:",
@@ -153,11 +143,9 @@ def _tokens(spec: OpSpec) -> str:
 
 
 def _heads(spec: OpSpec, provided: Provided | None, scope: dict[str, Any]) -> dict[str, str]:
-    """Return a guard's parameters: the source in a call -> the source in the `def` line.
-
-    Defaults are put into `scope`.
-    """
-    if not spec.parameters:  # any arguments are valid
+    """Return a guard's parameters: the source in a call -> the source in the `def` line. Defaults
+    are added to `scope`."""
+    if not spec.parameters:
         heads = {"*_args": "*_args", "**_keywords": "**_keywords"}
         return heads if provided is None else {"_layer": "_layer", **heads}
     nullable = _nullable(spec) if provided is not None else frozenset()
@@ -180,7 +168,6 @@ def _heads(spec: OpSpec, provided: Provided | None, scope: dict[str, Any]) -> di
 def _executed(
     chain: Chain, heads: Mapping[str, str], lines: Sequence[str], scope: dict[str, Any]
 ) -> FunctionType:
-    """Compile a guard from its parameters and body, with the name and docstring of the op."""
     exec("\n".join([f"def _guard({', '.join(heads.values())}):", *lines]), scope)
     guard = cast("FunctionType", scope["_guard"])
     guard.__name__ = guard.__qualname__ = chain.op
@@ -207,7 +194,6 @@ def _compile(
             return _chain.refuse(_verdict, _Call(None, x))
 
     Args:
-        chain: the candidates of one row.
         provided: see `Provided`, for a method; None for a function.
         heads, scope: the result of `_heads`, and the scope that it filled.
     """
@@ -242,13 +228,13 @@ def _compile(
             *recover,
             f"    return _chain.refuse(_verdict, {call})",
         ]
-    scope["_switch"] = guard = Guard(chain, scope)  # the only strong reference to it
+    scope["_switch"] = guard = Guard(chain, scope)  # the only strong reference
     chain.record.watch(guard)
     return _executed(chain, heads, lines, scope)
 
 
 def _nullable(spec: OpSpec) -> frozenset[str]:
-    """Return the parameters that may be None: any that a torch schema of the op omits."""
+    """Return the parameters that may be None, because one of the op's schemas omits them."""
     return frozenset(
         name for v in spec.variants for name in set(spec.parameters) - set(v.parameters)
     )

@@ -32,20 +32,20 @@ log = get_logger("dispatch")
 Bound = Callable[..., Any]
 
 current = override.get
-"""Returns the policy of the enclosing block. Bound here to save an attribute look-up per call."""
+"""Returns the policy of the enclosing block. This name saves an attribute look-up per call."""
 
 POLICIES_AT_MOST = 64
-"""The most policies to cache functions for: a program may make a new policy for every call."""
+"""The most policies to cache functions for, because a program may make a new policy for
+every call."""
 
 
 class OpManager:
     """Resolves ops and calls them. One per process is enough: `get_default_manager()`.
 
     Args:
-        registry: the implementations; by default those of the installed plugins, which are loaded
-            at the first use.
-        policy: this manager's policy; by default the policy of `set_global_policy`, or of the
-            settings. With both arguments the manager does not read settings.
+        registry: the implementations. By default the installed plugins are loaded at the first use.
+        policy: this manager's policy. By default the policy of `set_global_policy`, or else that of
+            the settings. With both arguments the manager does not read settings.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class OpManager:
         self._startup: Startup | None = None
         self._ready = registry is not None and self._policy is not None
         self._seals: dict[object, str] = {}
-        """Key of a seal -> the holder of the seal, for error messages."""
+        """Key of a seal -> the description of its holder, for errors."""
         self._record = Record(log, self._demote)
         self._registry.on_change(self._forget)
         self._forget()
 
     def _forget(self) -> None:
-        """Drop the bound functions; the next call of each op resolves it again."""
-        # Replaced, not emptied: another thread may be reading the old table.
+        """Drop the bound functions, so the next call of each op resolves it again."""
+        # Replaced instead of emptied, because another thread may be reading the old table.
         self._tables: dict[SelectionPolicy | None, dict[object, Bound]] = {None: {}}
         counts = self._startup is not None and self._startup.settings.counts_calls
         self._record.counts = "calls" if counts else ""
@@ -109,17 +109,17 @@ class OpManager:
 
     @property
     def demotions(self) -> Mapping[tuple[str, str], str]:
-        """(op, impl id) -> why it was demoted."""
+        """(op, impl id) -> why the implementation was demoted."""
         return self._record.demotions
 
     @property
     def fallbacks(self) -> Counter[tuple[str, str]]:
-        """(op, impl id) -> calls that this implementation computed as a fallback."""
+        """(op, impl id) -> the number of calls that this implementation computed as a fallback."""
         return self._record.fallbacks
 
     @property
     def calls(self) -> Counter[tuple[str, str]]:
-        """(op, impl id) -> calls; only counted with VLLM_FL_COUNT_CALLS=1."""
+        """(op, impl id) -> the number of calls. Counted only with VLLM_FL_COUNT_CALLS=1."""
         return self._record.calls
 
     def ensure_initialized(
@@ -133,8 +133,9 @@ class OpManager:
 
         Args:
             platform: the platform for settings files, if the caller knows it.
-            defer_errors: raise errors of the settings when the policy is needed, not here.
-            engine: in a worker, the settings of its engine, which decide the plugins to load. A
+            defer_errors: whether errors of the settings are raised later, when the policy is
+                needed.
+            engine: in a worker, the settings of its engine. They determine which plugins to load. A
                 manager with a given registry does not load plugins.
 
         Raises:
@@ -156,7 +157,7 @@ class OpManager:
             self.use_startup(startup, registry)
 
     def use_startup(self, startup: Startup, registry: OpRegistry) -> None:
-        """Use the plugins and settings of the caller. A policy that was set does not change."""
+        """Use the plugins and settings of the caller. A policy that was set is kept."""
         with self._lock:
             self._registry, self._startup = registry, startup
             registry.on_change(self._forget)
@@ -174,7 +175,7 @@ class OpManager:
         """Return a resolver for the current policy, settings and demotions.
 
         Args:
-            settings: an engine's settings, which include its policy; by default the settings of
+            settings: an engine's settings, which include its policy. By default the settings of
                 this process.
             policy: by default the policy of the enclosing `with` block, or `self.policy`.
             disabled: see `Resolver`; by default the demotions of this manager.
@@ -214,7 +215,7 @@ class OpManager:
     def resolve(self, op: str) -> Bound:
         """Return the function that a call of `op` runs, including the fallback.
 
-        It does not follow changes of the policy: resolve again after them.
+        Resolve again after a change of the policy: the function does not follow it.
 
         Raises:
             UnknownOpError: no contract and no plugin has `op`.
@@ -246,7 +247,7 @@ class OpManager:
             self.ensure_initialized()
             tables = self._tables
             if policy not in tables and len(tables) > POLICIES_AT_MOST:
-                # Drop the oldest policy of a context.
+                # Drop the oldest policy of a `with` block.
                 del tables[next(each for each in tables if each is not None)]
             table = tables.setdefault(policy, {})
             bound = table.get(key)
@@ -255,8 +256,6 @@ class OpManager:
                 chain = self._chain(op, without_layer=grants is None, grants=grants or frozenset())
                 bound = table[key] = guard(chain)
             return bound
-
-    # Calling.
 
     def call(self, op_name: str, *args: Any, **kwargs: Any) -> Any:
         """Call an op with the contract's arguments.
@@ -273,7 +272,7 @@ class OpManager:
             bound = self._tables[current()][op_name]
         except KeyError:
             bound = self._bound(op_name)
-        # Omitting empty keywords saves a third of the time of this function.
+        # Omitting empty keywords saves a third of this function's time.
         return bound(*args, **kwargs) if kwargs else bound(*args)
 
     def call_as_method(self, op_name: str, instance: object, /, *args: Any, **kwargs: Any) -> Any:
@@ -282,19 +281,15 @@ class OpManager:
 
     def bind(self, op: str, instance: object, grants: frozenset[str] = frozenset()) -> Bound:
         """Return `op` as a method of `instance`, without the parameters that the layer provides.
-
-        An implementation may overwrite the arguments in `grants`, which the layer owns.
-        """
+        The layer owns the arguments in `grants`, so an implementation may overwrite them."""
         return MethodType(self._bound(op, grants), instance)
-
-    # Changing.
 
     def set_policy(self, policy: SelectionPolicy | None) -> None:
         """Set the policy of this manager and end all demotions.
 
         Args:
-            policy: the policy; None for the policy given to the constructor, the global policy, or
-                the policy of the settings, which are read again, in this order.
+            policy: the policy. None for the constructor's policy, or else the global policy, or
+                else the policy of the settings, which are read again.
 
         Raises:
             PolicySealedError: an engine's layers are bound to a plan.
@@ -324,7 +319,7 @@ class OpManager:
 
     def _demote(self, op: str, impl_id: str, why: str) -> bool:
         if self._seals:
-            return False  # an engine relies on the plan, and a demotion could not be undone
+            return False  # an engine uses the plan, and a demotion could not be undone
         with self._lock:
             if (op, impl_id) not in self._record.demotions:
                 self._record.demote(op, impl_id, why)
@@ -332,7 +327,8 @@ class OpManager:
         return True
 
     def seal(self, by: str) -> Callable[[], object]:
-        """Forbid changes of policy and demotions, and resets. Errors report `by` as the holder.
+        """Forbid resets, and changes of the policy and of demotions. Errors report `by` as the
+        reason.
 
         Returns:
             A function that ends this seal. A second call has no effect.
@@ -362,11 +358,8 @@ class OpManager:
 
 
 def _candidates(resolver: Resolver, trace: Trace) -> list[OpImpl]:
-    """Return the candidates of calls without an engine, in order.
-
-    Raises:
-        NoImplementationError: every implementation was rejected, or none is installed.
-    """
+    """Return the candidates of calls without an engine, in order. Raises NoImplementationError if
+    there are none."""
     impls = [impl for impl in trace.admitted if isinstance(impl, OpImpl)]
     if not impls:
         raise resolver.nothing_for(trace)
@@ -374,8 +367,6 @@ def _candidates(resolver: Resolver, trace: Trace) -> list[OpImpl]:
 
 
 def _raising(op: str, error: NoImplementationError) -> OpImpl:
-    """Return a candidate that raises `error`, for sizes without an implementation."""
-
     def nothing(*args: Any) -> Any:
         raise error.with_traceback(None)
 
@@ -388,11 +379,8 @@ def _check_policy(policy: object) -> None:
 
 
 def set_global_policy(policy: SelectionPolicy | None) -> None:
-    """Set the policy of all managers created without a policy; None: use the settings.
-
-    Raises:
-        PolicySealedError: an engine's layers are bound to a plan. The policy has not changed.
-    """
+    """Set the policy of all managers created without a policy; None for the settings' policy.
+    Raises PolicySealedError, without a change, if an engine's layers are bound to a plan."""
     _check_policy(policy)
     following = [manager for manager in _managers if manager._given[1] is None]
     for manager in following:
@@ -409,17 +397,17 @@ _held = ExitStack()
 
 
 def _hold_for_fork() -> None:
-    """Acquire all locks: a fork waits until other threads have loaded plugins and settings."""
+    """Acquire all locks, so a fork waits until other threads have loaded plugins and settings."""
     for manager in sorted(_managers, key=id):
         _held.enter_context(manager._lock)
 
 
 def _start_clean_in_child() -> None:
-    """Reset the state of a child, except registered plugins: its device may differ."""
-    _held.pop_all()  # does not release the locks, which are replaced
+    """Reset the state of a child except registered plugins, because its device may differ."""
+    _held.pop_all()  # drops the locks without releasing them
     for manager in _managers:
         manager._lock = threading.RLock()
-        manager._registry._lock = threading.Lock()  # may be held by a thread of the parent
+        manager._registry._lock = threading.Lock()  # a thread of the parent may hold it
         manager._record.clear()
         manager._forget()
 
@@ -432,9 +420,8 @@ os.register_at_fork(
 
 
 manager = OpManager()
-"""The default manager, used by `call_op` and by engines in this process."""
 
 
 def get_default_manager() -> OpManager:
-    """Return the manager of `call_op` and of engines in this process."""
+    """Return the manager that `call_op` and the engines in this process use."""
     return manager

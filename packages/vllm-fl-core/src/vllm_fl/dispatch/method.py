@@ -13,7 +13,7 @@ from .manager import get_default_manager
 from .resolver import FOREIGN, STOCK
 
 PLAN = "_vllm_fl_plan"
-"""The attribute of a layer with the plan that it is bound to, or None."""
+"""The attribute of a layer that contains the plan it is bound to, or None."""
 
 Bound = Callable[..., Any]
 
@@ -21,21 +21,21 @@ Bound = Callable[..., Any]
 class dispatch_method:
     """A descriptor that binds an op to a layer: `forward_oot = dispatch_method("rms_norm")`.
 
-    It resolves the op when the attribute is read, and returns a function. vLLM reads the attribute
-    once, in `CustomOp.__init__`, and keeps the function: a call then costs one attribute look-up. A
-    layer that is built inside an engine binds to the engine's plan. If the op is `stock` there, the
+    Reading the attribute resolves the op and returns a function. vLLM reads the attribute once, in
+    `CustomOp.__init__`, and keeps the function. A call then costs one attribute look-up. A layer
+    that is built inside an engine binds to the engine's plan. If the op is `stock` in the plan, the
     attribute is the base class's method.
 
     Args:
         op: the op's name. The method has the contract's parameters without those in `from_layer`.
-        grants: arguments that the layer owns: an implementation may overwrite them.
-        adapt: (layer, the bound op) -> the method, for a layer with other parameters.
+        grants: arguments that the layer owns and an implementation may therefore overwrite.
+        adapt: (layer, the bound op) -> the method, for a layer with different parameters.
         last: vLLM's implementation, for a call that no candidate of a plan supports.
-        stand_in: layer -> an object that replaces it, both as the source of the parameters in
-            `from_layer` and as the argument of implementations that take the layer. For a layer
-            with other attributes than the contract expects.
+        stand_in: layer -> an object that replaces the layer as the source of the parameters in
+            `from_layer`, and as the argument of implementations that need the layer. For a layer
+            without the attributes that the contract expects.
         traces_own: whether compiled code gets vLLM's method, which must have the parameters of the
-            bound op. For an op that reaches the compiler in another way.
+            bound op. For an op that the compiler gets in a different way.
         vllms: vLLM's class, if the base class is from another plugin. A call that no candidate
             supports then runs the method of the base class.
     """
@@ -89,7 +89,8 @@ class dispatch_method:
         if plan is not None and plan.mode == "compiled" and self.traces_own:
             from torch.compiler import is_compiling
 
-            # A partial, not a closure: copying the layer then also copies the methods in it.
+            # A partial instead of a closure, because copies of the layer also copy the methods in
+            # it.
             own = self.own(instance, self.vllms)
             return partial(_unless_compiling, is_compiling, own, bound)
         return bound
@@ -102,7 +103,6 @@ class dispatch_method:
         return method
 
     def _is_kept(self, plan: Binder) -> bool:
-        """Whether the user excluded this layer class from replacement."""
         base = self.owner.__base__ if self.owner else None
         return base is not None and base.__name__ in plan.kept_layers
 
@@ -115,7 +115,7 @@ def _leave(*_: Any) -> Any:
 
 
 def _unless_left(own: Bound, bound: Bound, *args: Any, **kwargs: Any) -> Any:
-    """Call `bound`, or `own` if it raises `Left`. That happens before any computation."""
+    """Call `bound`. If it raises `Left`, call `own`. Nothing has been computed then."""
     try:
         return bound(*args, **kwargs)
     except Left:
@@ -125,5 +125,4 @@ def _unless_left(own: Bound, bound: Bound, *args: Any, **kwargs: Any) -> Any:
 def _unless_compiling(
     compiling: Callable[[], bool], own: Bound, bound: Bound, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call `own` while a compiler traces it, and `bound` otherwise."""
     return own(*args, **kwargs) if compiling() else bound(*args, **kwargs)

@@ -1,3 +1,3 @@
-"""Kept for layers that import from here: `vllm_fl.dispatch` has `dispatch_method`."""
+"""Kept for layers that import from here. `vllm_fl.dispatch` has `dispatch_method`."""
 
 from . import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""Kept for plugins that import from here: `backends.base` has the base class of a backend."""
+"""Kept for plugins that import from here. `backends.base` has the base class of a backend."""
 
 from . import *  # noqa: F403
 from .backends.base import Backend as VLLMFLBackendBase  # noqa: F401

@@ -24,7 +24,6 @@ class ForeignPlatform:
 
     Args:
         entry: the name of its entry point, as in VLLM_PLUGINS.
-        distribution: the distribution that provides it.
         release: the distribution with its version.
     """
 
@@ -34,23 +33,19 @@ class ForeignPlatform:
 
     @property
     def has_vllms_name(self) -> bool:
-        """Whether its entry point has the name of a platform in vLLM."""
         return normalise_platform(self.entry) in IN_TREE
 
     @property
     def name(self) -> str:
-        """The platform's name in settings: the name of the entry point, not of a device.
-
-        If vLLM has a platform of this name, it is the name of the distribution instead: the
-        settings files of vLLM's platform must not apply.
-        """
+        """The platform's name in settings: the name of its entry point, not of a device. If vLLM
+        has a platform with this name, the distribution's name is used instead, because settings
+        files of vLLM's platform must not apply."""
         return (
             canonical(self.distribution) if self.has_vllms_name else normalise_platform(self.entry)
         )
 
     @property
     def named_like_vllms(self) -> str:
-        """The message about a plugin with `has_vllms_name`, one sentence."""
         return (
             f"The platform plugin {self.entry!r} of {self.release} has the name of a built-in "
             f"platform of vLLM; its name in settings is {self.name!r}"
@@ -58,10 +53,8 @@ class ForeignPlatform:
 
 
 def foreign_platform() -> ForeignPlatform | None:
-    """Return the platform of another package that vLLM uses on this machine.
-
-    None if no such plugin supports the machine, or if vLLM ignores plugins (`targets_cpu`).
-    """
+    """Return the platform of another package that vLLM uses on this machine, or None if no such
+    plugin supports the machine, or if vLLM ignores plugins (`targets_cpu`)."""
     found = () if targets_cpu() else foreign_platforms()
     return found[0] if found else None
 
@@ -72,11 +65,9 @@ def targets_cpu() -> bool:
 
 
 def vllms_own() -> str | None:
-    """Return vLLM's built-in platform for this machine, used unless a plugin has one; or None.
-
-    Exact if vLLM is imported. Otherwise it is determined from vLLM's metadata, and from torch if
-    that is imported.
-    """
+    """Return vLLM's built-in platform for this machine, or None. A platform plugin overrides it. If
+    vLLM is imported, the result is exact. Otherwise it is determined from vLLM's metadata, and from
+    torch if torch is imported."""
     if targets_cpu():
         return "cpu"
     platforms = sys.modules.get("vllm.platforms")
@@ -88,7 +79,7 @@ def vllms_own() -> str | None:
 
 
 def torchs_own() -> str | None:
-    """Return the platform of PyTorch's own devices; None if torch is not imported yet."""
+    """Return the platform of PyTorch's built-in devices; None if torch is not imported."""
     torch = sys.modules.get("torch")
     if torch is None:
         return None
@@ -100,7 +91,7 @@ def torchs_own() -> str | None:
 def _answers_here(detect: Callable[[], object]) -> bool:
     try:
         return detect() is not None
-    except Exception:  # vLLM also treats an error as no
+    except Exception:  # vLLM also ignores such a platform
         return False
 
 
@@ -115,7 +106,7 @@ def broken_platforms() -> tuple[str, ...]:
 
 
 def _answers() -> list[ForeignPlatform | str | None]:
-    """Return the answers of other packages' plugins, called as vLLM calls them."""
+    """Call the plugins of other packages as vLLM does, and return their answers."""
     named = os.environ.get("VLLM_PLUGINS")
     allowed = None if named is None else named.split(",")
     return [
@@ -126,12 +117,7 @@ def _answers() -> list[ForeignPlatform | str | None]:
 
 
 def too_many(others: Sequence[ForeignPlatform], device: str | None = None) -> OwnerError:
-    """Return the error for several platforms on one machine, since vLLM uses only one.
-
-    Args:
-        others: the platforms.
-        device: the device of a vllm-fl plugin that VLLM_FL_PLATFORM selects in addition, or None.
-    """
+    """Return the error for several platforms on one machine. vLLM uses only one."""
     names = ", ".join(f"{each.entry!r} of {each.release}" for each in others)
     asked = f"; VLLM_FL_PLATFORM also selects {device!r}" if device else ""
     return OwnerError(
@@ -144,20 +130,16 @@ def too_many(others: Sequence[ForeignPlatform], device: str | None = None) -> Ow
 
 @lru_cache(maxsize=1)
 def _installed(path: tuple[str, ...]) -> list[Any]:
-    """Return the platform plugins on this `sys.path`. Cached, since startup calls it repeatedly."""
+    """Return the platform plugins on this `sys.path`. The result is cached, because startup calls
+    this repeatedly."""
     return entry_points(ENGINE_GROUPS[0])
 
 
 @cache
 def _answer(entry: Any) -> ForeignPlatform | str | None:
-    """Call another platform plugin. Cached, since vLLM calls our plugin several times.
-
-    Its log lines are hidden, since vLLM calls the plugin again.
-
-    Returns:
-        A sentence if it failed; None if it declines, or if it ended an earlier process of this
-        command.
-    """
+    """Call a platform plugin of another package. The result is cached, because vLLM calls our
+    plugin several times. The plugin's log lines are hidden, because vLLM calls it again. Returns a
+    sentence if it failed, None if it declines or if it ended an earlier process of this command."""
     name, version, _ = identity(entry.dist) if entry.dist else (entry.value, None, "")
     release = f"{name} {version}" if version else name
     plugin = f"plugin {entry.name!r} for vLLM's platform of {release}"

@@ -18,22 +18,21 @@ from .resolver import describe
 
 
 class Skipped(Exception):
-    """Raised by a guard instead of calling its first candidate, if that is demoted."""
+    """Raised by a guard instead of calling its first candidate, because that is demoted."""
 
 
 class Record:
     """Counts calls, stores demotions, and logs each event once.
 
-    A demotion switches the compiled guards. Calls then need not look demotions up.
+    A demotion switches the compiled guards, so calls need not look demotions up.
 
-    Example: A is the first candidate of an op, does not support one of two calls, and B computes
-    it. Then `refusals` is {A: 1} and `fallbacks` is {B: 1}. If calls are counted, `_asked` is
-    {A: 2}, `_moved` is {A: -1, B: 1}, and `calls`, their sum, is {A: 1, B: 1}.
+    Example: A is the first candidate of an op and does not support one of two calls. B computes
+    that call. Then `refusals` is {A: 1} and `fallbacks` is {B: 1}. If calls are counted, `_asked`
+    is {A: 2}, `_moved` is {A: -1, B: 1}, and `calls`, their sum, is {A: 1, B: 1}.
 
     Args:
-        log: the logger.
-        decide: (op, impl id, why) -> whether to demote an implementation that failed; it calls
-            `demote`. None: never, such as under a sealed plan; the failure is then raised.
+        decide: (op, impl id, why) -> whether to demote an implementation that failed; calls
+            `demote` if so. None: never demote but raise the failure, such as under a sealed plan.
     """
 
     def __init__(
@@ -41,39 +40,34 @@ class Record:
     ) -> None:
         self._log, self._decide = log, decide
         self.counts: Literal["", "calls", "tracings"] = ""
-        """Count no calls, every call, or how often a compiler traces a call, since traced code has
-        no calls to count. An opaque operator is never traced."""
+        """Count no calls, every call, or how often a compiler traces a call. Tracings are counted
+        because traced code has no calls to count. An opaque operator is never traced."""
         self.fallbacks: Counter[Key] = Counter()
         """Calls that an implementation computed as a later candidate."""
         self.refusals: Counter[Key] = Counter()
         """Calls that an implementation did not support."""
         self.failures: dict[Key, str] = {}
-        """The last error of an implementation."""
         self._asked: Counter[Key] = Counter()
-        """Calls with this implementation as first candidate; only if calls are counted."""
+        """Calls with this implementation as first candidate. Empty unless calls are counted."""
         self._moved: Counter[Key] = Counter()
         """Calls that fell back to this implementation, minus the calls that it passed on."""
         self.demotions: dict[Key, str] = {}
-        """Why an implementation was demoted."""
         self.guards: weakref.WeakSet[Any] = weakref.WeakSet()
         """All compiled `Guard` objects with this record. A demotion does not switch bare guards."""
         self._announced: dict[str, str] = {}
         self._said: set[tuple[str, ...]] = set()
         self.is_aside = False
-        """Whether the counters are temporary, inside `aside`."""
-
-    # Counters
 
     @property
     def calls(self) -> Counter[Key]:
-        """Calls by the implementation that computed them; empty unless calls are counted."""
+        """Calls by the implementation that computed them. It is empty unless calls are counted."""
         counted = {op for op, _ in list(self._asked)}
         moved = {key: count for key, count in list(self._moved.items()) if key[0] in counted}
         return self._asked + Counter(moved)
 
     def passed_over(self) -> dict[Key, str]:
-        """Return (op, impl id) -> a reason, for implementations that refused calls and, in total,
-        passed on more calls than they computed for others."""
+        """Return (op, impl id) -> a reason, for implementations that refused calls and passed on
+        more calls than they computed for others."""
         reasons = {what[1:3]: what[3] for what in sorted(self._said) if what[0] == "refused"}
         return {
             key: reasons.get(key, "the log has the reasons")
@@ -82,11 +76,8 @@ class Record:
         }
 
     def begin(self, *, keeps_calls: bool = False) -> None:
-        """Reset the counters. Fallbacks that were chosen while the model was built are kept.
-
-        Args:
-            keeps_calls: keep `calls`, such as for tracings.
-        """
+        """Reset the counters, but not `calls` if `keeps_calls`. Fallbacks from the time when the
+        model was built are kept."""
         calls = self.calls if keeps_calls else Counter[Key]()
         for key in set(self._moved) & set(self.fallbacks):
             del self.fallbacks[key]
@@ -96,7 +87,7 @@ class Record:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Do not count the calls inside the block. `is_aside` reports this to other threads."""
+        """Do not count the calls inside the block. Other threads can read `is_aside`."""
         kept = self.fallbacks, self.refusals, self._asked, self._moved
         self.fallbacks, self.refusals, self._asked, self._moved = map(Counter, kept)
         self.is_aside = True
@@ -106,15 +97,11 @@ class Record:
             self.fallbacks, self.refusals, self._asked, self._moved = kept
             self.is_aside = False
 
-    # Demotions
-
     def demote(self, op: str, impl_id: str, why: str) -> None:
-        """Demote `impl_id` and switch the guards of `op`."""
         self.demotions[op, impl_id] = why
         self._switch(op)
 
     def end_demotions(self, op: str | None = None) -> None:
-        """End the demotions of `op`, or of every op."""
         for name, impl_id in list(self.demotions):
             if op in (None, name):
                 del self.demotions[name, impl_id]
@@ -137,31 +124,18 @@ class Record:
             if guard.chain.op == op:
                 guard.switch()
 
-    # Events
-
     def left(self, op: str, first: OpImpl) -> None:
-        """Record that the `first` candidate did not compute a call."""
         self._moved[op, first.impl_id] -= 1
 
     def refused(self, op: str, impl: OpImpl, reason: str) -> None:
-        """Record that `impl` does not support a call."""
         self.refusals[op, impl.impl_id] += 1
         if self._once("refused", op, impl.impl_id, reason):
             text = "Implementation '%s' does not support a call of op '%s': %s"
             self._log.info(text, impl.impl_id, op, reason)
 
     def failed(self, op: str, impl: OpImpl, error: Exception, *, last: bool) -> bool:
-        """Record that `impl` raised an error.
-
-        Args:
-            op: the op's name.
-            impl: the implementation.
-            error: the error.
-            last: whether it was the last candidate.
-
-        Returns:
-            Whether `impl` is demoted. If not, the caller must raise the error.
-        """
+        """Record that `impl` raised an error. `last`: it was the last candidate. Return whether it
+        was demoted. If not, the caller must raise the error."""
         self.failures[op, impl.impl_id] = quote(error)
         why = f"failed earlier: {quote(error)}"
         demoted = self._decide is not None and self._decide(op, impl.impl_id, why)
@@ -171,7 +145,7 @@ class Record:
         return demoted
 
     def fell_back(self, op: str, first: OpImpl, impl: OpImpl) -> None:
-        """Record that `impl`, a later candidate, computed a call instead of `first`."""
+        """Record that `impl`, a later candidate, computed a call."""
         self.fallbacks[op, impl.impl_id] += 1
         self._moved[op, impl.impl_id] += 1
         if self._once("fallback", op, first.impl_id, impl.impl_id):
@@ -180,10 +154,8 @@ class Record:
             self._announced[op] = impl.impl_id
 
     def unfounded(self, op: str, impl: OpImpl) -> None:
-        """Log that `impl` also runs at sizes assigned to `stock`.
-
-        This happens if the target has no callable vLLM implementation (`native`).
-        """
+        """Log that `impl` also runs at sizes assigned to `stock`, because the target has no
+        callable vLLM implementation (`native`)."""
         if self._once("unfounded", op, impl.impl_id):
             self._log.warning(
                 "Op '%s' uses vLLM's code at some sizes, but one target has no callable vLLM "
@@ -193,7 +165,6 @@ class Record:
             )
 
     def announce(self, op: str, impl: OpImpl) -> None:
-        """Log the implementation of `op` if it is new or has changed."""
         before = self._announced.get(op)
         if before is None:
             self._log.info("Op '%s' using %s", op, describe(impl))
@@ -202,7 +173,7 @@ class Record:
         self._announced[op] = impl.impl_id
 
     def counting(self, bound: Callable[..., Any], op: str, impl_id: str) -> Callable[..., Any]:
-        """Return `bound`, with its calls counted for `op` and `impl_id` according to `counts`."""
+        """Return `bound`, with its calls counted according to `counts`."""
         if not self.counts:
             return bound
 

@@ -1,6 +1,6 @@
 """The resolver: sorts the candidates of an op by policy and rejections, with a reason for each.
 
-Log lines, errors, the command line and the engine's plan are all made from its `Trace`.
+Log lines, errors, the command line and the engine's plan all use its `Trace`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..text import closest
 
 @dataclass(frozen=True)
 class Stock:
-    """vLLM's implementation, which runs without vllm-fl. In an engine it is always considered."""
+    """vLLM's implementation, which runs without vllm-fl. It is always a candidate in an engine."""
 
     impl_id: str = "stock.vllm"
     vendor: None = None
@@ -33,22 +33,20 @@ class Stock:
 
     @property
     def token(self) -> str:
-        """Its selector in an order."""
         return self.impl_id.partition(".")[0]
 
 
 STOCK = Stock()
-"""vLLM's code, unmodified."""
 
 FOREIGN = Stock("foreign.oot")
-"""The class of another vLLM plugin that replaces a layer of the op, unmodified."""
+"""The class of another vLLM plugin that replaces a layer of the op."""
 
 UNORDERED = "default, no order for this op"
-"""The reason for the position of `stock` without an order for the op."""
+"""The reason for the position of `stock`, if the op has no order."""
 
 
 UNAVAILABLE = "not available: "
-"""The start of the reason for implementations that are not available on the machine."""
+"""The beginning of the reason, if an implementation is not available on the machine."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,6 @@ class Candidate:
     """One implementation and its status.
 
     Args:
-        impl: the implementation.
         status: `selected` (the first), `eligible` (any other) or `rejected`.
         reason: why it was rejected, or the selector that gives its position in the order.
     """
@@ -72,7 +69,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Trace:
-    """All candidates of one op: the admitted candidates in order, then the rejected candidates."""
+    """All candidates of one op: the admitted candidates in order, then the rejected ones."""
 
     op: str
     mode: Mode
@@ -81,12 +78,10 @@ class Trace:
 
     @property
     def selected(self) -> Impl | Stock | None:
-        """The first candidate, or None if all were rejected."""
         return next(iter(self.admitted), None)
 
     @property
     def admitted(self) -> tuple[Impl | Stock, ...]:
-        """The implementations that were not rejected, in order."""
         return tuple(c.impl for c in self.candidates if c.status != "rejected")
 
     @property
@@ -97,12 +92,10 @@ class Trace:
 
     @property
     def rejected(self) -> tuple[tuple[str, str], ...]:
-        """(impl id, reason) of the rejected implementations."""
         return tuple((c.impl_id, c.reason) for c in self.candidates if c.status == "rejected")
 
     @property
     def unavailable(self) -> dict[str, str]:
-        """Impl id -> why it is not available on this machine."""
         return {
             impl_id: why.removeprefix(UNAVAILABLE)
             for impl_id, why in self.rejected
@@ -116,7 +109,6 @@ class Trace:
 
 
 def describe(impl: Impl | Stock) -> str:
-    """Return an implementation for a log line, such as `'vendor.cpu' (kind=vendor, vendor=cpu)`."""
     kind = impl.token if isinstance(impl, Stock) else impl.kind.value
     return f"'{impl.impl_id}' (kind={kind}, vendor={impl.vendor})"
 
@@ -129,14 +121,12 @@ class Resolver:
     """Decides between the implementations of ops.
 
     Args:
-        registry: the implementations, contracts and plugins.
-        policy: the policy.
-        settings: the settings, for rejections by plugins; None: plugins are not called.
+        settings: the settings for rejections by plugins. None: plugins are not called.
         mode: the engine's mode; an op may have an order for each mode.
         engine: whether vLLM's code is a candidate.
         disabled: (op, impl id) -> why it is disabled or demoted.
-        without_layer: reject implementations that take the calling layer.
-        foreign: op -> layers of the op that another plugin has replaced -> the plugin's name.
+        without_layer: whether to reject implementations that need the calling layer.
+        foreign: op -> layer of the op that another plugin has replaced -> the plugin's name.
         facts: the engine's facts (`EngineFacts`), for rejections by plugins.
     """
 
@@ -159,7 +149,7 @@ class Resolver:
             UnknownOpError: no contract and no plugin has `op`.
             PluginError: the policy selects an implementation of a plugin that failed, or the
                 contract of `op` is missing.
-            SettingsError: the order of `op` depends on the size, but its calls have no size.
+            SettingsError: the order of `op` depends on the size, but the op's calls have no size.
         """
         snapshot = self.registry.snapshot()
         impls = snapshot.impls_by_op.get(op, ())
@@ -189,21 +179,19 @@ class Resolver:
     ) -> Trace:
         """Return the candidates of one op, in order, for calls of one size.
 
-        An implementation is rejected by a vendor filter, by `rejected`, if no selector of the order
-        matches it, or if it is not available on the machine; the first of these is the reason. The
-        implementations of one selector are sorted by descending priority, then by impl id.
+        An implementation is rejected if a vendor filter or `rejected` excludes it, if no selector
+        of the order matches it, or if it is not available on the machine. The first of these is the
+        reason. The implementations of one selector are sorted by descending priority, then by impl
+        id.
 
-        In an engine, `stock` has the position of its selector in the order, or is last. In strict
-        mode, a user's order without `stock` and `foreign` excludes it.
+        In an engine, `stock` has the position of its selector in the order, or else is last. In
+        strict mode, a user's order without `stock` and `foreign` excludes it.
 
         Layers that another plugin has replaced have the position of the selector `foreign`. Without
-        that selector they are first, with two exceptions: if the user's order is for the op itself,
-        or if the order for another size has `foreign`, they are last, and strict mode excludes
-        them.
+        that selector they are first, with two exceptions: the user's order is for the op itself, or
+        the order for another size has `foreign`. Then they are last, and strict mode excludes them.
 
         Args:
-            op: the op's name.
-            impls: its implementations.
             rejected: impl id -> why it is rejected, independent of the policy.
             tokens: the number of tokens of the calls; None: more than all maximums.
         """
@@ -256,12 +244,8 @@ class Resolver:
         return Trace(op, mode, order, (*candidates, *excluded))
 
     def ceilings(self, op: str) -> tuple[int, ...]:
-        """Return the maximum tokens of each row of the order of `op`, ascending.
-
-        Raises:
-            SettingsError: the order depends on the size, but the contract of `op` has no
-                `by_token`.
-        """
+        """Return the maximum tokens of each row of the order of `op`, ascending. Raises
+        SettingsError if the order depends on the size, but no argument has a row per token."""
         ceilings = self.policy.ceilings(op, self.mode)
         spec = self.registry.snapshot().contracts.get(op)
         if ceilings and (spec is None or not spec.by_token):
@@ -277,11 +261,8 @@ class Resolver:
         return ceilings
 
     def check_contract(self, op: str) -> None:
-        """Check that an op with implementations has a contract to verify them.
-
-        Raises:
-            PluginError: the contract is missing because a plugin failed or is not installed.
-        """
+        """Check that an op with implementations has a contract to verify them. Raises PluginError
+        if it is missing because a plugin failed or is not installed."""
         snapshot, plugins = self.registry.snapshot(), self.registry.plugins
         impls = snapshot.impls_by_op.get(op, ())
         first = next((impl for impl in impls if isinstance(impl, OpImpl)), None)
@@ -300,7 +281,6 @@ class Resolver:
             raise PluginError(f"{lost}: {why}.", op=op, impl=first.impl_id, distribution=OPS)
 
     def _check_named(self, trace: Trace, impls: tuple[Impl, ...]) -> None:
-        """Raise PluginError if the order selects an implementation of a plugin that failed."""
         for token in trace.order:
             if token.name is None or any(token.matches(impl) for impl in impls):
                 continue
@@ -326,7 +306,6 @@ class Resolver:
         )
 
     def nothing_for(self, trace: Trace) -> NoImplementationError:
-        """Return the error for an op if every candidate was rejected, or none is installed."""
         snapshot, rejected = self.registry.snapshot(), trace.rejected
         if rejected:
             why = "every candidate was rejected: " + "; ".join(f"{i}: {r}" for i, r in rejected)
@@ -357,7 +336,6 @@ class Resolver:
 
 
 def _failed(message: str, error: PluginError, op: str, impl: str) -> PluginError:
-    """Return the error for an implementation or contract of a plugin that failed with `error`."""
     return PluginError(
         f"{message} {error.message}",
         op=op,

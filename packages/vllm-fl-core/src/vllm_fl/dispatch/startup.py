@@ -34,10 +34,9 @@ class Startup:
     """The loaded plugins and the effective settings.
 
     Args:
-        plugins: the plugins, each with its status.
-        settings: the effective settings; the defaults if they could not be read.
-        problem: why they could not be read. Not raised at once, since a worker gets the settings of
-            its engine.
+        settings: the effective settings, or the defaults if these could not be read.
+        problem: why they could not be read. It is not raised at once, because a worker gets the
+            settings of its engine.
         allowed: the distributions that were allowed to load (VLLM_FL_PLUGINS), or None for all.
         modules: the modules that were loaded in addition (VLLM_FL_PLUGIN_MODULES).
     """
@@ -63,12 +62,10 @@ def _names(allowed: Sequence[str] | None) -> frozenset[str] | None:
 def detect_platform(plugins: Sequence[Plugin] = ()) -> str:
     """Return the platform of this machine, for settings files, as in a vLLM engine.
 
-    The first of: the platform plugin of another package, by its entry point; vLLM's built-in
-    platform; the device of a vllm-fl plugin; the device of torch (`ascend` by its extension); cpu.
-    torch is not imported for this: a process without it cannot run a kernel on a device.
-
-    Args:
-        plugins: the plugins that may provide a device. Errors of plugins are logged.
+    The candidates, in this order, are: the platform plugin of another package (by the name of its
+    entry point), vLLM's built-in platform, the device of a vllm-fl plugin, the device of torch
+    (`ascend` by its extension), cpu. torch is not imported for this, because a process without
+    torch cannot run a kernel on a device.
     """
     foreign = foreign_platform()
     if foreign is not None:
@@ -85,16 +82,14 @@ def detect_platform(plugins: Sequence[Plugin] = ()) -> str:
 
 
 def is_foreign(platform: str) -> bool:
-    """Whether vLLM uses another package's platform here, with the name `platform` in settings."""
+    """Whether vLLM uses another package's platform here, which settings call `platform`."""
     foreign = foreign_platform()
     return foreign is not None and foreign.name == platform
 
 
 def known_platforms(plugins: Sequence[Plugin]) -> tuple[str, ...]:
-    """Return the platforms that settings files may have, including plugins' devices.
-
-    Devices are not detected.
-    """
+    """Return the platforms that settings files may be for, including plugins' devices. Devices are
+    not detected."""
     brought = (profile.name for profile in _profiles(plugins))
     return tuple(dict.fromkeys((*PLATFORMS, *brought)))
 
@@ -116,11 +111,9 @@ def start(
     """Load the plugins into `registry` and read the settings.
 
     Args:
-        registry: the registry.
-        env: the environment variables; by default those of the process.
-        platform: the platform, if the caller knows it; VLLM_FL_PLATFORM overrides it.
-        engine: in a worker, the settings of its engine. They decide the plugins to load, instead of
-            the environment of this process.
+        platform: the platform, if the caller knows it. VLLM_FL_PLATFORM overrides it.
+        engine: in a worker, the settings of its engine. They, and not this process's environment,
+            determine which plugins to load.
 
     Raises:
         SettingsError: a variable that is needed for startup is invalid.
@@ -136,8 +129,8 @@ def start(
     plugins = plugin_loader.load(registry, found, only=asked.plugins, variables=TAKEN)
     for plugin in plugins:
         _report(plugin.error)
-    # Warnings are only needed in the process that logs them. Availability checks would also open
-    # the device of a worker too early.
+    # Only the process that logs warnings needs them. Availability checks would also open the device
+    # of a worker too early.
     asks = engine is None and speaks_for_all()
     settings, problem = try_settings(registry, env, platform=platform, asks=asks)
     if problem is None:
@@ -149,7 +142,7 @@ def start(
 def begin_process() -> None:
     """Call the hook `process_start` of the installed extensions, once in this process.
 
-    Only extensions are imported. Errors of the hook are logged; `start` logs errors of loading.
+    Only extensions are imported. Errors of the hook are logged. `start` logs errors of loading.
 
     Raises:
         VllmFLError: an extension raised an error of core other than PluginError (`SettingsError`).
@@ -165,7 +158,6 @@ def begin_process() -> None:
 
 
 def _warn(warnings: Sequence[str], code: str) -> None:
-    """Log warnings once per engine, with the code that `vllm-fl doctor` also reports."""
     if warnings and speaks_for_all():
         for warning in warnings:
             log.warning("%s [%s]", warning, code)
@@ -178,11 +170,7 @@ def try_settings(
     platform: str | None = None,
     asks: bool = True,
 ) -> tuple[Settings, SettingsError | None]:
-    """Return the effective settings, or the defaults and the error. For arguments see `start`.
-
-    Raises:
-        SettingsError: a variable that is needed for startup is invalid.
-    """
+    """Return the effective settings, or the defaults and the error. For arguments see `start`."""
     early = load_startup(env)
     platform = platform or _detected(early, registry.plugins)
     try:
@@ -193,7 +181,6 @@ def try_settings(
 
 
 def _detected(early: Settings, plugins: Sequence[Plugin]) -> str | None:
-    """Return the detected platform; None if the user sets one."""
     return None if early.platform else detect_platform(plugins)
 
 
@@ -205,19 +192,20 @@ def read_settings(
     asks: bool = True,
     orders: Mapping[str, object] = MappingProxyType({}),
 ) -> Settings:
-    """Return the effective settings with the installed plugins. For the rest see `start`.
+    """Return the effective settings with the installed plugins. `start` documents the other
+    arguments.
 
-    On another package's platform, the file of a vllm-fl device with the same name is for engines on
-    that device. It is read only if VLLM_FL_PLATFORM selects it.
+    The platform of another package may have the same name as a vllm-fl device. The settings file of
+    that device is for engines on it. It is read only if VLLM_FL_PLATFORM selects the device.
 
     Args:
-        asks: whether to check which implementations in orders are available here, for a warning.
+        asks: whether to warn about implementations in orders that are not available here.
         orders: as for `load_settings`.
     """
     early, plugins = load_startup(env), registry.plugins
     platform = platform or _detected(early, plugins)
     where = early.platform or platform
-    assert where is not None  # set by the user or detected
+    assert where is not None
     files, errors = policy_files(plugins, where)
     foreign = is_foreign(where)
     if foreign and not early.platform:
@@ -227,7 +215,7 @@ def read_settings(
         _report(error)
     snapshot = registry.snapshot()
     known: Sequence[str] = PLATFORMS
-    if not files and early.platform and early.platform not in known:  # may be a typing error
+    if not files and early.platform and early.platform not in known:  # a possible typing error
         known = known_platforms(plugins)
     settings = load_settings(
         env,

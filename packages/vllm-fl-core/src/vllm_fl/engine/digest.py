@@ -1,4 +1,5 @@
-"""The digest of a sealed plan: what affects compiled code and is not in vLLM's cache key."""
+"""The digest of a sealed plan: everything that affects compiled code and is not in vLLM's cache
+key."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ from ..settings.schema import Setting, Settings
 from .plan import Plan
 
 BENEATH = ("vllm", "torch", "triton")
-"""Distributions below all implementations, identified by version: too large to hash."""
+"""Distributions that all implementations use. They are identified by version, because they are too
+large to hash."""
 
 UNKNOWN = "no files found"
 NO_CODE = {"__pycache__", ".git"}
-"""Names of folders without code."""
 
 
 def fingerprint(
@@ -39,21 +40,18 @@ def fingerprint(
     settings: Settings | None = None,
     plugins: Iterable[Plugin] = (),
 ) -> dict[str, Any]:
-    """Return the facts of a plan, JSON-able: plans with equal facts run the same code.
+    """Return the facts of a plan as JSON-able values. Plans with equal facts run the same code.
 
     Args:
-        plan: the plan.
         owners: (op, impl id) -> the owner of the implementation.
         authors: op -> the owner of its contract and its binding.
         required: the property that implementations must have, or empty.
-        settings: the engine's settings.
-        plugins: the loaded plugins.
 
     Returns:
-        `mode`, `strict` and `required`; `ops`: each op's candidates with the hash of their code,
-            also for each row by size (key `rms_norm(<=16)`); `contracts`: the code of planned ops'
-            contracts; `versions` of core and `BENEATH`; `settings` of the plan's plugins (a
-            compiler may have inlined them).
+        `mode`, `strict` and `required`; `ops`, each op's candidates with the hash of their code,
+            also for each row by size (key `rms_norm(<=16)`); `contracts`, the code of the planned
+            ops' contracts; `versions` of core and `BENEATH`; and `settings` of the plan's plugins,
+            because a compiler may have inlined them.
     """
     rows = {
         f"{op}(<={ceiling})" if ceiling else op: [
@@ -81,16 +79,14 @@ def fingerprint(
 
 
 def _values(setting: Setting) -> list[Any]:
-    """Return a setting's value, and the text of its variable if a file has overridden it.
-
-    Code of a plugin may read either.
-    """
+    """Return a setting's value, and the text of its variable if a file has overridden it. Code of a
+    plugin may read either."""
     texts = [text for text, origin in setting.overrides if origin.startswith("environment")]
     return [setting.value, *texts]
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of `BENEATH` and core; core also has its code hash."""
+    """Return the versions of `BENEATH` and core. For core, the hash of its code is added."""
     beneath = {name: found for name in BENEATH if (found := installed_version(name))}
     return {**beneath, CORE: f"{installed_version(CORE)} {code_of(CORE, 'vllm_fl')}"}
 
@@ -99,7 +95,7 @@ def _candidate(impl: Impl, owner: Owner) -> dict[str, Any]:
     code = impl.fn if isinstance(impl, OpImpl) else impl.class_path
     module = _module_of(code)
     if owner.distribution is None and _top(module) in BENEATH:
-        module = owner.plugin  # the module of a plugin that uses a function of torch
+        module = owner.plugin  # a plugin's module that uses a function of torch
     facts = code_facts(owner, module)
     if facts["source"] == UNKNOWN:
         name = code if isinstance(code, str) else type(code).__qualname__
@@ -114,7 +110,6 @@ def _candidate(impl: Impl, owner: Owner) -> dict[str, Any]:
 
 
 def code_facts(owner: Owner, module: str) -> dict[str, Any]:
-    """Return hashes of the owner's code, and versions and hashes of its kernel distributions."""
     facts: dict[str, Any] = {"source": code_of(owner.distribution, module)}
     if owner.kernels:
         facts["kernels"] = {
@@ -129,22 +124,16 @@ def digest(facts: Mapping[str, Any]) -> str:
 
 
 def code_of(distribution: str | None, module: str = "") -> str:
-    """Return the hash of all files of a distribution's top-level modules.
-
-    Args:
-        distribution: its name; None for code without a distribution.
-        module: one of its modules.
-
-    Returns:
-        16 hexadecimal digits; `UNKNOWN` if no file is found.
-    """
+    """Return a hash of all files in a distribution's top-level modules: 16 hexadecimal digits, or
+    `UNKNOWN` without files. `distribution` is None for code without a distribution; `module` is one
+    of its modules."""
     loaded = sys.modules.get(_top(module))
     return _code_of(distribution, module, str(getattr(loaded, "__file__", None)))
 
 
 @cache
 def _code_of(distribution: str | None, module: str, file: str) -> str:
-    """Return the hash, computed again if the module is loaded from another file."""
+    """Compute the hash again if the module was loaded from a different file."""
     tops = {_top(module), *_top_levels(distribution)} - {"", *BENEATH}
     found = sorted(each for top in tops for each in _files(top))
     state = hashlib.sha256()
@@ -156,7 +145,6 @@ def _code_of(distribution: str | None, module: str, file: str) -> str:
 
 
 def _top_levels(name: str | None) -> set[str]:
-    """Return a distribution's top-level modules."""
     dist = next(iter(distributions(name=name)), None) if name else None
     if dist is None:
         return set()
@@ -171,7 +159,6 @@ def _top_levels(name: str | None) -> set[str]:
 
 
 def _files(top: str) -> Iterator[tuple[str, str]]:
-    """Yield (name, path) of each file of a top-level package or module."""
     module: Any = sys.modules.get(top)
     if module is None:
         try:
@@ -211,7 +198,6 @@ def _top(module: str) -> str:
 
 
 def _module_of(code: Callable[..., Any] | str) -> str:
-    """Return the module of a function or of a class path, or an empty text."""
     if isinstance(code, str):
         return code.rpartition(".")[0]
     code = inspect.unwrap(code)

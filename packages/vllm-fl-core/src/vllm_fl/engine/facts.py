@@ -25,29 +25,26 @@ class EngineFacts:
     in `request`, and `ir_priority` and `passes_off` in `note_user`.
 
     Args:
-        settings: vllm-fl's settings, including the policy.
-        mode: how the engine runs the model.
-        dtype: the model's dtype; None without a model.
         sizes: the model's sizes on one rank; None without a model.
         attention: the request of the model's attention layers; None if unknown.
         communicator: the ranks that a communicator would connect; None for a single rank.
-        layers: the request for whole layers, without the field `layer`; None without a model.
+        layers: the request for whole layers; its field `layer` is not set. None without a model.
         custom_ops: vLLM's list of custom ops, including our additions.
         ir_priority: op -> the IR providers that the user prefers.
         attention_backend: the attention backend that is set in vLLM, or None.
         batch_invariant: whether vLLM uses its batch-invariant kernels (VLLM_BATCH_INVARIANT).
         compile_backend: vLLM's compiler backend; empty for its default.
         passes_off: vLLM passes for our ops that the user disabled.
-        absent: the ops that the model cannot have, according to its configuration or because it has
-            none of the layers that run them.
+        absent: the ops that the model cannot have, because its configuration excludes them or it
+            has no layers that run them.
         provided: op -> the dtypes of the parameters that the model's layers provide (parameter ->
-            dtype), without duplicates. Excludes ops without layers, or with unknown ones.
+            dtype), without duplicates. Ops with no or unknown layers are missing.
         captured: the batch sizes, in tokens, of captured graphs.
-        by_range: whether vLLM compiles the model separately for each range of token counts, and
-            runs its passes on the graphs.
-        foreign: op -> its layers that another vLLM plugin has replaced -> the replacing class, with
-            its distribution.
-        device: the name of the device; empty if no setting depends on it, or it is unknown.
+        by_range: whether vLLM compiles the model separately for each range of token counts and runs
+            its passes on these graphs.
+        foreign: op -> layer of the op that another vLLM plugin has replaced -> the replacing class
+            with its distribution.
+        device: the name of the device; empty if it is unknown or if no setting depends on it.
     """
 
     settings: Settings
@@ -72,12 +69,12 @@ class EngineFacts:
 
     @property
     def ordered(self) -> EngineFacts:
-        """Return these facts with the orders for the device in the settings."""
+        """These facts with the settings' orders for the device."""
         settings = self.settings.with_devices(self.device, self.mode)
         return self if settings is self.settings else replace(self, settings=settings)
 
     def with_checked_table(self) -> EngineFacts:
-        """Return these facts without the orders of a tuning table that does not apply here."""
+        """Return these facts, without the orders of a tuning table that does not apply here."""
         table = self.settings.tuned
         if table is None:
             return self
@@ -92,20 +89,14 @@ class EngineFacts:
 
     @property
     def wants_invariance(self) -> str:
-        """The setting that requires batch-invariant implementations, or empty."""
         required = self.settings["require"]
         if required.value == "batch_invariant":
             return required.named
         return "VLLM_BATCH_INVARIANT=1" if self.batch_invariant else ""
 
     def custom_op_note(self, registered: str) -> str:
-        """Return the user's `custom_ops` entry that keeps this layer in vLLM, or empty.
-
-        In compiled mode `none` is vLLM's default, not a choice of the user.
-
-        Args:
-            registered: vLLM's registered name of the layer.
-        """
+        """Return the user's `custom_ops` entry that keeps this layer in vLLM, or empty. In compiled
+        mode, `none` is vLLM's default instead of a choice of the user."""
         if f"-{registered}" in self.custom_ops:
             return f"custom_ops has -{registered}"
         is_off = "none" in self.custom_ops and f"+{registered}" not in self.custom_ops

@@ -1,8 +1,8 @@
 """Opaque ops: torch.library operators for implementations that a compiler must not trace.
 
-Dynamo, Inductor and CUDA graphs see one operator with the contract's schema and fake. The chain of
-candidates, with its fallbacks, runs inside it. If an implementation overwrites arguments that the
-caller grants, the operator mutates them, without copies.
+Dynamo, Inductor and CUDA graphs see one operator with the contract's schema and fake. The
+candidates and their fallbacks run inside it. If an implementation overwrites arguments that the
+caller grants, the operator mutates them, so they are not copied.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ from ..plugins.types import OpImpl
 
 
 class Watched(TorchDispatchMode):
-    """Records calls of operators in the block.
-
-    Args:
-        is_wanted: operator -> whether to record its calls.
-    """
+    """Records the calls of operators in a block."""
 
     def __init__(self, is_wanted: Callable[[Any], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -54,9 +50,9 @@ class Site:
     """An operator in a graph, and the code that may replace it.
 
     Args:
-        chain: the candidates, by the size of a call.
         tokens: the operator's arguments -> the number of tokens of the call.
-        inlined: an implementation -> a function of the operator's parameters that runs only it.
+        inlined: an implementation -> a function of the operator's parameters that runs only this
+            implementation.
     """
 
     chain: Chain
@@ -66,14 +62,9 @@ class Site:
 
 @dataclass(frozen=True)
 class _Operator:
-    """An operator of this process.
-
-    Args:
-        op: its op.
-        impl_id: the first candidate for the largest calls.
-        body: the function that it runs.
-        site: how to replace it, if it is ordered by size and overwrites no argument.
-    """
+    """An operator of this process, with the function that it runs. `impl_id` is the first candidate
+    for the largest calls. `site` is how to replace it, if it is ordered by size and overwrites no
+    argument."""
 
     op: str
     impl_id: str
@@ -82,8 +73,8 @@ class _Operator:
 
 
 _operators: dict[str, _Operator] = {}
-"""By name. A process cannot define an operator twice, so a plan that reuses the place of an ended
-engine also reuses its operators, with new bodies."""
+"""Operators by name. A process cannot define an operator twice. A plan in the same place as that of
+an ended engine therefore reuses its operators with new bodies."""
 
 
 def operators() -> dict[str, tuple[str, str]]:
@@ -97,52 +88,38 @@ def ordered() -> dict[Callable[..., Any], Site]:
 
 
 def inlined(chain: Chain, impl: OpImpl) -> Callable[..., Any]:
-    """Return `impl` as traceable code with the contract's parameters, without a fallback.
-
-    Args:
-        chain: a chain of the op.
-        impl: one of its candidates that a compiler may trace.
-    """
+    """Return `impl`, a traceable candidate of `chain`, as code without a fallback. It has the
+    contract's parameters."""
     bare = dataclasses.replace(chain.of(impl, bare=True), grants=frozenset())
     return chain.record.counting(call_guard(bare), chain.op, impl.impl_id)
 
 
 def unique_name(readable: str, *identity: object) -> str:
-    """Return a readable ASCII name for vLLM or torch, different for each identity.
-
-    Args:
-        readable: the readable part, in lower-case letters, digits and underscores.
-        identity: JSON-able values that distinguish the name.
-    """
+    """Return an ASCII name for vLLM or torch, which begins with the readable part. It differs for
+    each identity, a tuple of JSON-able values."""
     word = re.sub(r"[^a-z0-9_]+", "_", readable.lower())[:80]
     text = json.dumps([readable, *identity])
     return f"{word}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def is_opaque(impl: OpImpl) -> bool:
-    """Return whether a compiler must not trace the implementation.
-
-    With `supports` it is opaque even if traceable: a trace would evaluate `supports` only once, for
-    the shapes of the first compilation.
-    """
+    """Whether a compiler must not trace the implementation. An implementation with `supports` is
+    opaque even if it is traceable: a trace would evaluate `supports` only once, for the shapes of
+    the first compilation."""
     return not impl.traceable or impl.supports is not None
 
 
 def is_inlined(impl: OpImpl) -> bool:
-    """Return whether an implementation's code may replace its operator in a graph."""
+    """Whether an implementation's code may replace its operator in a graph."""
     return not (is_opaque(impl) or impl.consumes or impl.needs_layer)
 
 
 def mutated(chain: Chain, variant: Variant, *, rest_is_inlined: bool = False) -> tuple[str, ...]:
     """Return the arguments that the operator of this variant overwrites with its results.
 
-    The schema is fixed when the operator is defined, so one row decides for all sizes: if an
-    implementation for up to 8 tokens overwrites `x`, and the implementation for the rest does not,
-    the operator overwrites nothing, and the first one gets a copy.
-
-    Args:
-        chain, rest_is_inlined: as for `opaque_op`.
-        variant: a variant of the contract.
+    The schema is fixed when the operator is defined, so one row decides for all sizes. Example: the
+    implementation for up to 8 tokens overwrites `x`, and the implementation for the rest does not.
+    Then the operator overwrites nothing, and the first implementation gets a copy.
     """
     deciding = chain.impls[0]
     if rest_is_inlined:
@@ -155,18 +132,18 @@ def mutated(chain: Chain, variant: Variant, *, rest_is_inlined: bool = False) ->
 def opaque_op(chain: Chain, place: int = 1, *, rest_is_inlined: bool = False) -> OpImpl:
     """Return the first implementation of `chain`, with a torch.library operator as its function.
 
-    The chain and the plan's place determine the operator's name, so a compiled graph finds it in
-    another process, and two plans that run at the same time have separate operators. Registering
-    the chain again in that place replaces the body.
+    The chain and the plan's place determine the operator's name. A compiled graph therefore finds
+    the operator in another process, and two simultaneous plans have separate operators. Registering
+    the chain again in the same place replaces the body.
 
     Args:
-        chain: the candidates, and the arguments that the caller grants. If it has several rows, the
-            operator selects the row when it runs (in a CUDA graph once, at capture). It mutates its
-            arguments if the first candidate of the largest calls does.
+        chain: the candidates, and the arguments that the caller grants. If there are several rows,
+            the operator selects the row when it runs (in a CUDA graph only once, at capture). It
+            mutates its arguments if the first candidate of the largest calls does.
         place: the plan's place (`Plan.place`).
         rest_is_inlined: whether code of rows that can be inlined replaces the operator, regardless
-            of its schema. It then mutates its arguments if the first candidate of the largest calls
-            that it still runs does.
+            of its schema. The operator then runs only the other rows. It mutates its arguments if
+            the first candidate of the largest of these does.
     """
     spec, first = chain.spec, chain.impls[0]
     rows = [[n, [impl.impl_id for impl in impls]] for n, impls in chain.rows]
@@ -194,11 +171,8 @@ def opaque_op(chain: Chain, place: int = 1, *, rest_is_inlined: bool = False) ->
 
 
 def _site(chain: Chain, variant: Variant) -> Site:
-    """Return how to replace the operator of a variant.
-
-    The results of the replacement are contiguous and alias no argument, like the operator's
-    results.
-    """
+    """Return how to replace the operator of a variant. The results of the replacement are
+    contiguous and alias no argument, like the operator's results."""
     spec = chain.spec
     tokens = _of_variant(spec, variant, lambda *args: spec.tokens(args))
 
@@ -209,7 +183,6 @@ def _site(chain: Chain, variant: Variant) -> Site:
 
 
 def _returning(variant: Variant, guard: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the body of an operator that does not mutate its arguments."""
     single = variant.returns == 1
 
     def body(*args: Any) -> Any:
@@ -220,13 +193,11 @@ def _returning(variant: Variant, guard: Callable[..., Any]) -> Callable[..., Any
 
 
 def _writing(spec: OpSpec, variant: Variant, guard: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the body of an operator that writes its results to its arguments."""
     targets = [spec.parameters.index(parameter) for parameter in variant.overwrites]
 
     def body(*args: Any) -> None:
         result = guard(*args)
-        # An implementation may be unable to write to an argument; a later candidate may write to
-        # none.
+        # Some implementations cannot write to an argument. A later candidate may write to none.
         put(tuple(args[at] for at in targets), result)
 
     return body
@@ -256,10 +227,9 @@ def _overload(name: str) -> Callable[..., Any]:
 
 
 def _of_variant(spec: OpSpec, variant: Variant, op: Callable[..., Any]) -> Callable[..., Any]:
-    """Convert `op`, with the contract's parameters, to the parameters of a variant's operator.
-
-    A variant omits parameters, and torch omits trailing arguments that equal the schema's defaults.
-    """
+    """Convert `op` from the contract's parameters to the parameters of a variant's operator. A
+    variant omits parameters, and torch omits trailing arguments that equal the schema's
+    defaults."""
     parameters = spec.signature.parameters.values()
     absent = {p.name: None for p in parameters if p.default is p.empty}
     left_out = {name: None for name in absent if name not in variant.parameters}
@@ -269,12 +239,12 @@ def _of_variant(spec: OpSpec, variant: Variant, op: Callable[..., Any]) -> Calla
 def _router(
     spec: OpSpec, branches: Sequence[tuple[Variant, tuple[str, ...], Callable[..., Any]]]
 ) -> Callable[..., Any]:
-    """Generate a function that selects the operator by its None arguments; Dynamo can trace it.
+    """Generate a function that selects the operator by the arguments that are None. Dynamo can
+    trace it.
 
     Args:
-        spec: the contract.
-        branches: (variant, the arguments that contain its results afterwards, its operator),
-            variants with fewer parameters first.
+        branches: (variant, the arguments that the operator overwrites with results, the operator).
+            Variants with fewer parameters are first.
     """
     scope: dict[str, Any] = {}
     lines = [f"def {spec.name}({', '.join(spec.parameters)}):"]
@@ -293,10 +263,8 @@ def _router(
 
 
 def _fresh(result: Any, args: tuple[Any, ...]) -> Any:
-    """Copy results where necessary.
-
-    An operator must not return an input, a view of one, or one tensor twice. Its results must be
-    contiguous, because its fake returns contiguous tensors.
+    """Copy results if necessary. An operator must not return an input, a view of an input, or the
+    same tensor twice. Its results must be contiguous, because its fake returns contiguous tensors.
     """
     taken = [arg for arg in args if isinstance(arg, torch.Tensor)]
     parts = []

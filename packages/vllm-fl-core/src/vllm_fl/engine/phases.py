@@ -9,11 +9,8 @@ from typing import Any
 
 
 class Phases:
-    """Seconds per phase, without nested phases.
-
-    Attributes:
-        seconds: phase -> its seconds so far, ordered by when each first ended.
-    """
+    """Seconds per phase without the time of nested phases, ordered by when each phase
+    first ended."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -21,7 +18,6 @@ class Phases:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Count the time of the block as this phase."""
         began, outer = time.monotonic(), self._inner
         self._inner = 0.0
         try:
@@ -33,6 +29,6 @@ class Phases:
 
 
 def phases_of(worker: Any) -> Phases:
-    """Return the phases of a worker's startup; created at the first call."""
+    """Return the phases of a worker's startup. The first call creates them."""
     found: Phases = vars(worker).setdefault("vllm_fl_phases", Phases())
     return found

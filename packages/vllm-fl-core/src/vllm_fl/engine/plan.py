@@ -33,7 +33,6 @@ log = get_logger("engine")
 
 
 def _callable(impls: Iterable[Impl | Stock], *, with_layer: bool = True) -> tuple[OpImpl, ...]:
-    """Return the functions; without `with_layer`, omit functions that need a layer."""
     called = (impl for impl in impls if isinstance(impl, OpImpl))
     return tuple(impl for impl in called if with_layer or not impl.needs_layer)
 
@@ -47,9 +46,8 @@ class PlanEntry:
     """The plan of one op.
 
     Args:
-        op: the op's name.
-        rows: every candidate and the decision about it, by the size of a call.
-        note: why vLLM's implementation is used regardless of the traces, or empty.
+        rows: all candidates and the decisions about them, by the size of a call.
+        note: why vLLM's implementation is used regardless of the rows; or empty.
     """
 
     op: str
@@ -63,7 +61,8 @@ class PlanEntry:
 
     @property
     def left_to(self) -> Stock:
-        """The fallback after our candidates: another plugin's layer, or vLLM's implementation."""
+        """The fallback after our candidates: the layer of another plugin, or vLLM's
+        implementation."""
         own = (impl for impl in self.rows[-1][1].admitted if isinstance(impl, Stock))
         return FOREIGN if self.note and self.is_foreign else next(own, STOCK)
 
@@ -76,32 +75,29 @@ class PlanEntry:
 
     @property
     def ceilings(self) -> tuple[int, ...]:
-        """The maximum tokens of each row except the last."""
         return tuple(ceiling for ceiling, _ in self.candidates if ceiling is not None)
 
     @property
     def _largest_first(self) -> tuple[tuple[Impl, ...], ...]:
-        """The candidates of the largest calls, then of the other rows."""
         *rows, rest = (impls for _, impls in self.candidates)
         return rest, *rows
 
     @property
     def impls(self) -> tuple[OpImpl, ...]:
-        """Every candidate that is a function."""
         return _once(i for impls in self._largest_first for i in _callable(impls))
 
     @property
     def firsts(self) -> tuple[OpImpl, ...]:
-        """The first function of each row, without duplicates."""
         return _once(i for impls in self._largest_first for i in _callable(impls)[:1])
 
     def classes(self, kind: type[Named]) -> tuple[Named, ...]:
-        """Return the candidates that are classes of a kind, such as attention backends."""
+        """Return the candidates that are classes of one kind, such as attention backends."""
         return tuple(i for _, impls in self.candidates for i in impls if isinstance(i, kind))
 
     @property
     def label(self) -> str:
-        """The impl id, `foreign` or `stock`; by size, as in `vendor.cpu(<=16)|stock`."""
+        """The impl id, `foreign` or `stock`. An order by size is shown as
+        `vendor.cpu(<=16)|stock`."""
         *rows, (_, rest) = self.candidates
         sized = [f"{self._label(impls)}(<={n})" for n, impls in rows]
         return "|".join([*sized, self._label(rest)])
@@ -111,7 +107,7 @@ class PlanEntry:
 
     @property
     def unmet(self) -> str:
-        """Why no candidate can run, in strict mode with a user's order without `stock`."""
+        """Why no candidate can run. Only in strict mode with a user's order without `stock`."""
         trace = next((trace for _, trace in self.rows if not trace.admitted), None)
         if trace is None or self.note:
             return ""
@@ -125,11 +121,12 @@ class PlanEntry:
 
     @property
     def reason(self) -> str:
-        """A short reason for the choice; by size, for the largest calls."""
+        """A short reason for the choice. If there are several rows, for the largest calls."""
         return self.note or _reason(self.rows[-1][1])
 
     def to_json(self) -> dict[str, Any]:
-        """Return `impl` and `reason` as JSON; by size also `rows`, of {up_to, impl, reason}."""
+        """Return `impl` and `reason`. If there are several rows, also `rows` of {up_to, impl,
+        reason}."""
         entry: dict[str, Any] = {"impl": self._label(self.candidates[-1][1]), "reason": self.reason}
         if self.ceilings:
             entry["rows"] = [
@@ -153,15 +150,11 @@ class Plan:
     """Op -> implementation for one engine.
 
     Args:
-        mode: how the engine runs the model.
-        entries: the plan of each op.
-        strict: whether failures are raised, without a fallback to the next candidate.
-        counts_calls: whether calls are counted (VLLM_FL_COUNT_CALLS=1).
+        strict: whether failures are raised instead of falling back to the next candidate.
         record: counters, and the implementations disabled at startup.
-        kept_layers: classes of vLLM that settings exclude, though their op is planned.
-        contracts: every op's contract.
-        place: its number among the plans of compiled engines in this process (`take_place`). It is
-            part of the names of operators, because torch allows only one operator per name.
+        kept_layers: classes of vLLM that settings exclude, although their op is planned.
+        place: the plan's number among the plans of compiled engines in this process (`take_place`).
+            Operators have it in their names, because torch allows only one operator per name.
     """
 
     mode: Mode
@@ -181,34 +174,30 @@ class Plan:
             self.record.counts = "calls" if self.mode == "eager" else "tracings"
 
     def __deepcopy__(self, memo: object) -> Plan:
-        """Return the plan itself: a copied layer belongs to the same engine."""
+        """Return the plan itself, because a copied layer belongs to the same engine."""
         return self
 
     @property
     def calls(self) -> Counter[tuple[str, str]]:
-        """(op, impl id) -> calls, if they are counted."""
         return self.record.calls
 
     @property
     def fallbacks(self) -> Counter[tuple[str, str]]:
-        """(op, impl id) -> calls that fell back to this candidate."""
         return self.record.fallbacks
 
     def is_stock(self, op: str) -> bool:
-        """Return whether no function is planned for the op, at any size."""
+        """Whether no function is planned for the op, at any size."""
         entry = self.entries.get(op)
         return entry is None or not entry.impls
 
     def is_partly_stock(self, op: str) -> bool:
-        """Return whether the op has planned candidates only at some sizes."""
+        """Whether the op has planned candidates only at some sizes."""
         entry = self.entries[op]
         return bool(entry.ceilings) and not all(impls for _, impls in entry.candidates)
 
     def stock_at(self, op: str) -> Callable[[int], bool] | None:
-        """Return (tokens of a call without a layer) -> whether vLLM's implementation runs.
-
-        None if the size does not matter.
-        """
+        """Return a function: tokens of a call without a layer -> whether vLLM's implementation
+        runs, or None if the size does not matter."""
         entry = self.entries.get(op)
         if entry is None:
             return None
@@ -221,16 +210,14 @@ class Plan:
     def without_layer(
         self, op: str, grants: frozenset[str] = frozenset(), *, last: OpImpl | None = None
     ) -> Callable[..., Any] | None:
-        """Return the op for uncompiled callers without a layer; arguments as for `chain`.
-
-        None if the op is stock, or all of its candidates take the calling layer.
-        """
+        """Return the op for uncompiled callers without a layer. The arguments are as for `chain`.
+        Returns None if the op is stock, or if all of its candidates need the calling layer."""
         if not self.callable(op):
             return None
         return call_guard(self.chain(op, grants, last=last, without_layer=True))
 
     def callable(self, op: str) -> tuple[OpImpl, ...]:
-        """Return the op's candidates that can be called without a layer; empty if it is stock."""
+        """Return the op's candidates that can be called without a layer."""
         entry = self.entries.get(op)
         return _callable(entry.impls, with_layer=False) if entry else ()
 
@@ -248,16 +235,16 @@ class Plan:
         own: OpImpl | None = None,
         without_layer: bool = False,
     ) -> Chain:
-        """Return the op's candidates by the size of a call, with the fallback of each.
+        """Return the op's candidates and fallbacks, by the size of a call.
 
         Args:
             op: the op's name; it must not be stock.
             grants: arguments that the caller owns.
             last: vLLM's implementation, for calls that no candidate supports and for stock sizes.
-            own: replaces `last` at stock sizes in eager mode: the layer's original method. In a
-                layer that replaces another plugin's class, `last` and `own` are the method of that
-                plugin.
-            without_layer: omit the candidates that take the calling layer.
+            own: the layer's original method, which replaces `last` at stock sizes in eager mode. If
+                the layer replaces a class of another plugin, `last` and `own` are the method of
+                that class.
+            without_layer: whether to omit the candidates that need the calling layer.
         """
         entry, with_layer = self.entries[op], not without_layer
         vllms = tuple(impl for impl in (own or last,) if impl is not None)
@@ -266,7 +253,7 @@ class Plan:
             impls = _callable(trace.before_stock, with_layer=with_layer)
             if impls and last is not None:
                 return (*impls, last)
-            if impls:  # without `last`, candidates after stock follow
+            if impls:  # without `last`, the candidates after stock follow
                 return _callable(trace.admitted, with_layer=with_layer)
             impls = vllms or _callable(trace.admitted, with_layer=with_layer)
             impls = impls or _callable(entry.impls, with_layer=with_layer)
@@ -287,12 +274,11 @@ class Plan:
         own: OpImpl | None = None,
         traced: bool = True,
     ) -> Callable[..., Any]:
-        """Return `op` as a method of `layer`, which calls it at every step.
+        """Return `op` as a method of `layer`.
 
         Args:
-            op, grants, last: as for `chain`.
-            layer: provides the parameters that the contract takes from a layer.
-            own: the layer's original method, or a function that calls it; runs at stock sizes if
+            layer: provides the parameters in the contract's `from_layer`.
+            own: the layer's original method, or a function that calls it. It runs at stock sizes if
                 the layer is not compiled.
             traced: False if no compiler sees the calls, in any mode.
         """
@@ -308,7 +294,7 @@ class Plan:
             bound = self._guard(chain, asks_layer, compiled), asks_layer
             self._bound[key] = bound
         function, asks_layer = bound
-        # Without a layer that provides nothing: one argument less at every call.
+        # A layer that provides nothing is not passed, which saves an argument in every call.
         return MethodType(function, layer) if asks_layer else function
 
     def _guard(
@@ -318,9 +304,9 @@ class Plan:
         guard = method_guard if asks_layer else call_guard
         if not compiled:
             return guard(chain)
-        from .opaque import is_opaque, opaque_op  # imports torch, which is needed only here
+        from .opaque import is_opaque, opaque_op
 
-        # A graph is traced once for all sizes, so the row must be selected inside the operator.
+        # A graph is traced once for all sizes, so the operator must select the row.
         by_size = self.entries[op].ceilings and not inlined
         if by_size or is_opaque(first):
             first = opaque_op(chain, self.place)
@@ -331,12 +317,13 @@ class Plan:
         return guard(chain.of(first, bare=True))
 
     def as_compiled(self, op: str, first: OpImpl, *, inlined: bool = False) -> Callable[..., Any]:
-        """Return the op as compiled code calls it, for verification: without counters, in place 0.
+        """Return the op as compiled code calls it, for verification. It has no counters and is in
+        place 0.
 
         Args:
-            op: the op's name.
-            first: one of the entry's `firsts`; its row is verified.
-            inlined: whether to inline an op that is ordered by size (for graphs compiled by range).
+            first: one of the entry's `firsts`. Its row is verified.
+            inlined: whether to inline an op that is ordered by size. True for graphs that are
+                compiled by range.
         """
         plan = dataclasses.replace(self, counts_calls=False, record=Record(log), place=0)
         rows = (_callable(impls) for _, impls in reversed(self.entries[op].candidates))
@@ -356,17 +343,12 @@ def make_plan(
 ) -> Plan:
     """Resolve every op with a contract, the attention backend, the communicator and whole layers.
 
-    Omits ops that the model cannot have, unless the user has set an order for the op itself.
+    Omits ops that the model cannot have, unless the user has set an order for the op itself. Raises
+    PluginError if a plugin with a contract failed or is missing.
 
     Args:
-        manager: provides the installed implementations.
-        facts: the facts of the engine.
         demoted: (op, impl id) -> why it must not run in this engine.
-        notes: op -> why vLLM's implementation is used under any policy.
-        kept_layers: the classes of vLLM that settings exclude.
-
-    Raises:
-        PluginError: an implementation has no contract, because its plugin failed or is missing.
+        notes: op -> why vLLM's implementation is used regardless of the policy.
     """
     demoted, notes = demoted or {}, notes or {}
     entries = {}
@@ -381,7 +363,6 @@ def make_plan(
         engine=True,
         settings=facts.settings,
         disabled=demoted,
-        # An operator in a graph cannot receive a layer.
         without_layer=facts.mode == "compiled",
         foreign=facts.foreign,
         facts=facts,
@@ -394,7 +375,6 @@ def make_plan(
         traces = resolver.rows(op)
         if facts.wants_invariance:  # two implementations may differ in bits
             traces = traces[-1:]
-        # A row beyond the largest batch never runs.
         reached = [(n, trace) for n, trace in traces if n is not None and n < largest]
         rows = (*reached, (None, traces[len(reached)][1]))
         entries[op] = PlanEntry(op, joined(rows, _run_the_same), notes.get(op, ""))
@@ -409,7 +389,6 @@ def make_plan(
 
 
 def _run_the_same(one: Trace, other: Trace) -> bool:
-    """Return whether calls of two sizes have the same candidates."""
     return one.before_stock == other.before_stock and bool(one.admitted) == bool(other.admitted)
 
 
@@ -428,12 +407,10 @@ def take_place(plan: Plan) -> Plan:
 
 
 def leave_place(plan: Plan) -> None:
-    """Release the place of a plan after its engine has ended."""
     if plan.mode == "compiled":
         _places.discard(plan.place)
 
 
 def active_plan() -> Plan | None:
-    """Return the plan of the model that is being built, or None outside an engine."""
     binder = current_binder()
     return binder if isinstance(binder, Plan) else None

@@ -1,8 +1,8 @@
 """Ranges of token counts that allow a compiler to inline one implementation of an op.
 
-An op that is ordered by size is one operator in a traced graph, because a graph is traced only
-once. vLLM can compile that graph separately for several ranges of token counts. If all rows in a
-range have the same traceable first choice, its code can replace the operator.
+A graph is traced only once, so an op that is ordered by size is one operator in it. vLLM can
+compile that graph separately for several ranges of token counts. If all rows in a range have the
+same traceable first choice, its code can replace the operator in that range.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from ..plugins.types import OpImpl
 from .opaque import is_inlined
 
 MOST = 2
-"""Maximum number of ranges to compile for orders by size. Each is a separate compilation, which
+"""Maximum number of ranges to compile for orders by size. Each range is compiled separately, which
 makes startup longer."""
 
 
 @dataclass(frozen=True, order=True)
 class Range:
-    """Token counts from `first` up to and including `last`."""
-
     first: int
     last: int
 
@@ -32,11 +30,8 @@ class Range:
         return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
 
     def without(self, sizes: Collection[int]) -> Range:
-        """Return the range without sizes at its ends that are compiled separately; never empty.
-
-        Args:
-            sizes: the token counts that are compiled separately.
-        """
+        """Return the range without `sizes` at its ends, which are compiled separately. It never
+        becomes empty."""
         first, last = self.first, self.last
         while first < last and first in sizes:
             first += 1
@@ -46,16 +41,9 @@ class Range:
 
 
 def choice(chain: Chain, sizes: Range) -> OpImpl | None:
-    """Return the implementation that runs all calls of these sizes, if its code may be inlined.
-
-    Args:
-        chain: the op's candidates, by rows.
-        sizes: the token counts of the calls.
-
-    Returns:
-        None if the rows differ, or the implementation is opaque, overwrites its arguments or takes
-            a layer.
-    """
+    """Return the implementation that runs all calls of these sizes, if its code may be inlined, or
+    None if the rows differ, or if the implementation is opaque, overwrites its arguments or needs a
+    layer."""
     firsts, below = {}, 0
     for ceiling, (first, *_) in chain.rows:
         up_to = sizes.last if ceiling is None else ceiling
@@ -67,16 +55,15 @@ def choice(chain: Chain, sizes: Range) -> OpImpl | None:
 
 
 def edges(chains: Iterable[Chain], largest: int, captured: int = 0) -> tuple[int, ...]:
-    """Return where to split the token counts to inline the most: into at most `MOST` ranges.
+    """Return where to split the token counts, into at most `MOST` ranges, to inline the most.
 
     Splits only at the maximum tokens of rows. The gain of inlining an op is measured in doublings
-    of the token count: from 64 to 128 as much as from 4096 to 8192. Chooses the largest total gain
-    above the captured sizes (the host launches each operator there); then the largest gain over all
-    sizes, the fewest ranges, and the largest edges.
+    of the token count: the ranges from 64 to 128 and from 4096 to 8192 have equal gains. The best
+    split has the largest total gain above the captured sizes, because the host launches each
+    operator there. Among equal splits, the order is: the largest gain over all sizes, the fewest
+    ranges, the largest edges.
 
     Args:
-        chains: one for each op that is ordered by size.
-        largest: the largest batch, in tokens.
         captured: the largest batch with a captured graph, in tokens; 0 without graphs.
 
     Returns:

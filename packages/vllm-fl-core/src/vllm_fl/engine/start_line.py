@@ -8,19 +8,17 @@ from ..dispatch.resolver import FOREIGN
 from .plan import Plan
 
 LONGEST, NAMED = 200, 5
-"""Maximum characters of a line, and maximum ops in it."""
 
 
 def line(plan: Plan, *facts: str, not_reached: Collection[str] = ()) -> str:
     """Return the plan in one line of at most `LONGEST` characters.
 
-    It has the number of ops that vLLM does not compute, and the first of them: classes, functions,
-    then ops of another vLLM plugin.
+    It contains the number of ops that vLLM does not compute, and the first of them. Classes are
+    first, then functions, then ops of another vLLM plugin.
 
     Args:
-        plan: the plan.
         facts: phrases after the mode.
-        not_reached: planned ops that this model does not use; not counted.
+        not_reached: planned ops that this model does not use. They are not counted.
     """
     ops = sorted(plan.entries, key=lambda op: op in plan.contracts)
     ours = [op for op in ops if any(impls for _, impls in plan.entries[op].candidates)]
@@ -40,7 +38,7 @@ def line(plan: Plan, *facts: str, not_reached: Collection[str] = ()) -> str:
 
 
 def notes(plan: Plan, not_reached: Collection[str] = ()) -> list[str]:
-    """Return remarks: ops kept for vLLM or another plugin, unverified layers, unused ops."""
+    """Return remarks on ops kept for vLLM or another plugin, unverified layers, and unused ops."""
     found = [
         f"{op}: {entry.reason}"
         for op, entry in plan.entries.items()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
 
 KEY = "vllm_fl"
-"""Our entry in vLLM's `additional_config`, which vLLM hashes into its compile-cache key."""
+"""Our entry in vLLM's `additional_config`. vLLM hashes it into its compile-cache key."""
 
 
 class Carried(dict[str, Any]):
@@ -24,8 +24,8 @@ class Carried(dict[str, Any]):
 
     Args:
         settings: the engine's settings; None before they are read and after the plan is sealed.
-            vLLM hashes only the entries.
-        orders: op or group -> its order on vLLM's command line, until the settings are read.
+            vLLM does not hash them: it hashes only the entries.
+        orders: op or group -> its order on vLLM's command line; empty after the settings are read.
         entries: `user` (from `planning.note_user_priority`), `enabled` (`planning.apply`), `passes`
             (`Fusions.configure`), `edges` (`graphs.ranges.split`), and `plan`, the digest (`seal`).
     """
@@ -44,13 +44,9 @@ class Carried(dict[str, Any]):
 
 
 def seal(vllm_config: VllmConfig, digest: str) -> Callable[[], None]:
-    """Set the plan's digest in the configuration, for vLLM's compile-cache key.
-
-    It replaces the settings: settings that do not change the plan must not miss the cache.
-
-    Returns:
-        A function that restores the previous entry, for a startup that must plan again.
-    """
+    """Add the plan's digest to the configuration, for vLLM's compile-cache key. The digest replaces
+    the settings, so a setting that does not change the plan causes no cache miss. Returns a
+    function that restores the previous entry, for a startup that must plan again."""
     extra = vllm_config.additional_config
     if not isinstance(extra, dict):
         return lambda: None
@@ -69,23 +65,18 @@ def seal(vllm_config: VllmConfig, digest: str) -> Callable[[], None]:
 
 
 def is_sealed(vllm_config: VllmConfig) -> bool:
-    """Return whether a worker of this engine has sealed its plan, which is then final."""
+    """Whether a worker of this engine has sealed its plan, which is then final."""
     return "plan" in entry_of(vllm_config)
 
 
 def digest_of(vllm_config: VllmConfig) -> str:
-    """Return the digest of the sealed plan; empty before that."""
     return str(entry_of(vllm_config).get("plan", ""))
 
 
 def entry_of(vllm_config: VllmConfig) -> Carried:
-    """Return our entry of the configuration; create it if it is missing.
-
-    If `additional_config` is an object of the user, changes to the entry are lost.
-
-    Raises:
-        SettingsError: the user has set the entry by hand.
-    """
+    """Return our entry of the configuration. Create it if it is missing. If `additional_config` is
+    an object of the user, changes to the entry are lost. Raises SettingsError if the user has set
+    an invalid entry."""
     extra = vllm_config.additional_config
     if not isinstance(extra, dict):
         return Carried()
@@ -104,12 +95,10 @@ def entry_of(vllm_config: VllmConfig) -> Carried:
 
 
 def carry_startup(parallel: ParallelConfig, env: Mapping[str, str] = os.environ) -> None:
-    """Add our startup variables to the Ray runtime environment of an engine's workers.
-
-    Startup variables are read while vLLM chooses its platform, before a worker has a configuration.
-    A Ray process inherits the environment of its node, and the Ray executors of vLLM set the
-    variables of the engine in a worker only later. Variables in `ray_runtime_env` are kept.
-    """
+    """Add our startup variables to the Ray runtime environment of an engine's workers. Startup
+    variables are read while vLLM chooses its platform, before a worker has a configuration. A Ray
+    process inherits the environment of its node. vLLM's Ray executors set the engine's variables in
+    a worker only later. Variables in `ray_runtime_env` are kept."""
     if not parallel.use_ray:
         return
     names = [variable for spec in STARTUP.values() for variable in variables_of(spec)]

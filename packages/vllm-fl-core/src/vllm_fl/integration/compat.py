@@ -1,4 +1,4 @@
-"""The supported vLLM releases and the differences between them: keep such code in this file."""
+"""The supported vLLM releases and the differences between them. Keep such code in this file."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ if TYPE_CHECKING:
     from ..contracts.binding import Binding
 
 OLDEST, TOO_NEW = (0, 26), (0, 34)
-"""Supported: from `OLDEST` up to, not including, `TOO_NEW`."""
+"""Releases from `OLDEST` up to, but not including, `TOO_NEW` are supported."""
 
 UNTAGGED = (0, 1)
-"""The release in the version of a vLLM built from source without tags: `0.1.dev1+g0123abc`."""
+"""The release in the version of a vLLM that was built from source without tags:
+`0.1.dev1+g0123abc`."""
 
 FORMER_LAYERS = frozenset({"fused_moe", "FusedMoE"})
-"""Layer names of older vLLM releases that user settings may still contain."""
+"""Layer names of older vLLM releases that users' settings may still contain."""
 
 _OPENING = (
     "vllm.model_executor.layers.mamba.gdn.",
     "vllm.third_party.flash_linear_attention.",
 )
-"""Modules with vLLM layers that query the GPU when they are imported."""
+"""Modules with vLLM layers that query the GPU when imported."""
 
 LAYER = re.compile(
     r"""^@(CustomOp|PluggableLayer)\.register\(\s*["'](\w+)["'].*?^class (\w+)""", re.M | re.S
@@ -53,18 +54,16 @@ def vllm_version() -> str:
 
 
 def vllm_folders() -> list[Path]:
-    """Return the folders of the package `vllm` without importing it; empty if it is missing."""
     spec = find_spec("vllm")
     return [Path(folder) for folder in (spec.submodule_search_locations if spec else None) or ()]
 
 
 def obstacle() -> str | None:
-    """Return why the installed vLLM is not supported, in one line, or None."""
     return outside(vllm_version())
 
 
 def outside(version: str) -> str | None:
-    """Return why this version of vLLM is not supported; None also for an unknown release."""
+    """Return why this version of vLLM is not supported, or None if it is supported or unknown."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     release = tuple(map(int, numbers.groups())) if numbers else UNTAGGED
     if release == UNTAGGED or OLDEST <= release < TOO_NEW:
@@ -81,7 +80,7 @@ def lacks(binding: Binding) -> str:
 
 
 def _has(path: str) -> bool:
-    """Return whether vLLM has the object, or a class with code that sets it as an attribute."""
+    """Whether vLLM has the object, or a class with code that sets it as an attribute."""
     module, _, names = path.partition(":")
     owner, _, name = names.rpartition(".")
     try:
@@ -89,16 +88,14 @@ def _has(path: str) -> bool:
         if owner:
             found = attrgetter(owner)(found)
         return hasattr(found, name) or f"self.{name} = " in inspect.getsource(found)
-    except Exception:  # a release without it, or a module that fails
+    except Exception:  # an older release, or a module that fails
         return False
 
 
 def opens_the_device(module: str) -> bool:
-    """Return whether importing a vLLM module would open this process's GPU.
-
-    vLLM could then not fork an engine's processes. Spawned processes import all of vLLM again (20 s
-    on one machine), and the parent process keeps GPU memory.
-    """
+    """Whether importing a vLLM module would open this process's GPU. vLLM could then not fork an
+    engine's processes. Spawned processes would import all of vLLM again (20 s on one machine), and
+    the parent process would keep GPU memory."""
     if not module.startswith(_OPENING) or module in sys.modules:
         return False
     import torch
@@ -108,32 +105,30 @@ def opens_the_device(module: str) -> bool:
 
 
 def shared_table(path: str) -> MutableMapping[Any, Any] | None:
-    """Return the dictionary at a path of a binding's `shared`, or None."""
     module, _, names = path.partition(":")
     try:
         found = attrgetter(names)(import_module(module))
-    except Exception:  # a release without it, or a module that fails
+    except Exception:  # an older release, or a module that fails
         return None
     return found if isinstance(found, MutableMapping) else None
 
 
 @cache
 def declared_layers() -> dict[str, str]:
-    """Read layer class -> registered name from vLLM's source: a process imports few classes."""
+    """Read layer class -> registered name from vLLM's source, because a process imports few
+    classes."""
     files = (file for root in vllm_folders() for file in root.rglob("*.py"))
     found = (layer for file in files for layer in LAYER.findall(file.read_text("utf-8")))
     return {cls: name for _, name, cls in found}
 
 
 def hide_our_variables(more: Iterable[str] = ()) -> None:
-    """Register our variables with vLLM, which otherwise warns about unknown variables or fails.
+    """Register our variables with vLLM. It would otherwise warn about unknown variables or fail.
 
-    Up to 0.30 `vllm.envs.validate_environ` checks them, from 0.31 on `Platform.validate_environ`;
-    both read one table. Getters return None, since values would enter vLLM's compile-cache key,
-    where the plan's digest is better. Names enter the key too, so all are always registered.
-
-    Args:
-        more: the variables of the settings of loaded plugins.
+    `vllm.envs.validate_environ` checks them up to release 0.30, `Platform.validate_environ` from
+    0.31 on. Both read the same table. vLLM's compile-cache key contains the names and values of the
+    table. Getters return None, because the plan's digest is a better key than the values. All names
+    are always registered, so the key does not vary with them.
     """
     import vllm.envs
 
@@ -144,12 +139,10 @@ def hide_our_variables(more: Iterable[str] = ()) -> None:
 
 
 def leave_out_cuda_fusions(vllm_config: VllmConfig) -> None:
-    """Turn off fusion passes that vLLM does not define on the hardware of a plugin.
-
-    If Inductor does not compile norms and activations, vLLM turns their fusion with quantisation on
-    by default, but defines the passes only for CUDA and XPU: startup would end in a NameError. A
-    user's setting is kept.
-    """
+    """Disable fusion passes that vLLM does not define on a plugin's hardware. If Inductor does not
+    compile norms and activations, vLLM enables their fusion with quantisation by default. It
+    defines the passes only for CUDA and XPU, so startup would end in a NameError. A user's setting
+    is kept."""
     passes = vllm_config.compilation_config.pass_config
     passes.fuse_norm_quant = passes.fuse_norm_quant or False
     passes.fuse_act_quant = passes.fuse_act_quant or False

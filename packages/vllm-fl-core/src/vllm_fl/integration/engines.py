@@ -1,8 +1,8 @@
-"""The engines of this process: what each of them has changed here, and which engine is calling.
+"""The engines of this process: what each has changed here, and which engine is calling.
 
-vLLM's forward context identifies the calling engine, also in threads of micro-batches.
-Without a forward context (a vision encoder, a sampler), it is the engine of the worker method that
-the thread is running.
+vLLM's forward context identifies the calling engine, also in threads of micro-batches. Without a
+forward context (a vision encoder, a sampler), it is the engine of the worker method that the thread
+is running.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ STARTS = {
     "initialize_from_config": "vLLM: the KV cache",
     "compile_or_warm_up_model": "vLLM: warm-up and graphs",
 }
-"""The worker methods of vLLM that start an engine -> the name of each startup phase. An error in a
+"""vLLM's worker methods that start an engine -> the name of each startup phase. An error in such a
 method ends the engine."""
 
 
@@ -50,28 +50,26 @@ class Engine:
     """One engine in this process, until it ends or its startup fails.
 
     Args:
-        facts: the engine's facts.
         rank: the worker's rank within the engine.
-        worker: vLLM's worker.
-        joins: whether the rank joins a running engine (elastic EP), which does not gather with it.
+        joins: whether the rank joins a running engine (elastic EP). The other ranks then do not
+            gather with it.
 
     Attributes:
         device: the worker's device, once it is open.
-        plan: the current plan, once it is made; replaced when an implementation is disabled.
+        plan: the current plan, once it is made. Replaced when an implementation is disabled.
         contents: the contents of the plan, JSON-serialisable.
-        digest: the digest of the sealed plan.
         groups: makes the communicators of vLLM's rank groups; None if vLLM makes them.
         worker_facts: distribution -> facts that its plugin has reported.
         disabled: (op, impl id) -> why it is disabled on all ranks.
-        wrong: (op, impl id) -> why it was incorrect at the last check; it keeps serving.
+        wrong: (op, impl id) -> why it was incorrect at the last check. It keeps serving.
         unused: planned op -> why this engine is not expected to call it.
         remarks: moment -> phrases for the report.
         state: data that plugins and patchers keep for this engine, by owner.
         status: `starting`, `serving`, `ended`, or `failed` if the startup failed.
         error: the last error of a worker method: `method`, `why`, `time`.
-        is_loaded: whether the model is bound to the plan and has its weights.
+        is_loaded: whether the model uses the plan and has its weights.
         asleep: the kinds of memory that the worker has released (`updates.MEMORY`).
-        due: whether to verify at wake-up, since weights were updated during sleep.
+        due: whether to verify at wake-up, because weights were updated during sleep.
     """
 
     facts: EngineFacts
@@ -99,24 +97,18 @@ class Engine:
     _on_serving: list[Callable[[], object]] = field(default_factory=list, init=False)
 
     def gather(self, what: str, mine: T) -> list[T]:
-        """Return every rank's value (`exchange`); on a rank that joins, only its own.
-
-        Raises:
-            StartError: a rank has failed, died or is late; with `failures`, on all ranks.
-        """
+        """Return every rank's value (`exchange`). On a rank that joins, only its own value. If a
+        rank has failed, died or is late, all ranks raise a StartError with `failures`."""
         return [mine] if self.joins else exchange(what, mine)
 
     def fail(self, what: str, why: str) -> None:
-        """Report a failure to the other ranks, which are gathering.
-
-        Raises:
-            StartError: always, on all ranks, with `failures`; never on a rank that joins.
-        """
+        """Report a failure to the other ranks, which are gathering. All ranks then raise a
+        StartError with `failures`. A rank that joins does not raise."""
         if not self.joins:
             exchange(what, None, why)
 
     def on_unbind(self, undo: Callable[..., object], *args: Any) -> None:
-        """Call `undo` when the plan is unbound, at the engine's end or for another plan."""
+        """Call `undo` when the plan is unbound: at the engine's end, or for another plan."""
         self._bound.callback(undo, *args)
 
     def on_exit(self, f: Callable[[], object]) -> None:
@@ -124,31 +116,28 @@ class Engine:
         self._exits.callback(_logged, f)
 
     def on_serving(self, f: Callable[[], object]) -> None:
-        """Call `f` just before the engine takes requests."""
         self._on_serving.append(f)
 
     def active(self) -> AbstractContextManager[None]:
-        """Return a context that attributes this thread's calls to this engine."""
         return calling(self)
 
     def serve(self) -> None:
-        """Call the functions of `on_serving`."""
         self.status = "serving"
         for f in self._on_serving:
             f()
 
     def unbind(self) -> None:
-        """Undo what binds the plan, latest first. A second call has no effect."""
+        """Undo all changes for the plan, latest first. A second call has no effect."""
         self._bound.close()
 
     def end(self, status: str) -> None:
-        """Call the functions of `on_exit`, then unbind the plan; again, only set the status."""
+        """Call the functions of `on_exit`, then unbind the plan. A second call only sets the
+        status."""
         self.status = status
         with self._bound:
             self._exits.close()
 
     def begin(self, vllm_config: VllmConfig) -> None:
-        """Attribute forward passes of this configuration to this engine until it is unbound."""
         layers = vllm_config.compilation_config.static_forward_context
         _engines[id(layers)] = self, layers
         self.on_unbind(_engines.pop, id(layers), None)
@@ -166,12 +155,11 @@ class Engine:
 
     @property
     def runner(self) -> Any:
-        """vLLM's model runner, or None."""
         return getattr(self.worker, "model_runner", None)
 
     @property
     def model(self) -> torch.nn.Module | None:
-        """The model; None if the worker of a device plugin does not expose it."""
+        """The model. It is None if the worker of a device plugin does not expose it."""
         try:
             found: torch.nn.Module = self.worker.get_model()
         except (AttributeError, NotImplementedError):
@@ -180,15 +168,15 @@ class Engine:
 
     @property
     def models(self) -> dict[str, torch.nn.Module]:
-        """The model and its draft model, by the prefix for the names of their layers."""
+        """The model and its draft model, by the prefix of their layers' names."""
         draft = getattr(self.runner, "get_draft_model", lambda: None)
         found: dict[str, Any] = {"": self.model, "(draft model) ": draft()}
-        # A drafter without a model, such as n-grams, may return any object here.
+        # If the drafter has no model, such as for n-grams, this may be any object.
         return {prefix: model for prefix, model in found.items() if hasattr(model, "named_modules")}
 
 
 def _logged(f: Callable[[], object]) -> None:
-    """Call `f` and log its error: it must not stop vLLM's shutdown or hide another error."""
+    """Call `f` and log its error, which must not stop vLLM's shutdown or hide another error."""
     try:
         f()
     except Exception as error:
@@ -196,8 +184,8 @@ def _logged(f: Callable[[], object]) -> None:
 
 
 _engines: dict[int, tuple[Engine, object]] = {}
-"""id of an engine's table of layers -> (engine, table). The entry keeps the table alive, and its id
-unique."""
+"""id of an engine's table of layers -> (engine, table). The entry keeps the table alive, so its id
+stays unique."""
 
 
 class _Thread(threading.local):
@@ -208,7 +196,6 @@ _thread = _Thread()
 
 
 def now() -> Engine | None:
-    """Return the engine that is calling, or None."""
     if is_forward_context_available():
         found = _engines.get(id(get_forward_context().no_compile_layers))
         if found is not None:
@@ -218,7 +205,6 @@ def now() -> Engine | None:
 
 @contextmanager
 def calling(engine: Engine | None) -> Iterator[None]:
-    """Attribute this thread's calls inside the block to `engine`."""
     before, _thread.engine = _thread.engine, engine
     try:
         yield
@@ -227,11 +213,8 @@ def calling(engine: Engine | None) -> Iterator[None]:
 
 
 def with_own_engine(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a worker's method to attribute its calls to the worker's engine.
-
-    An error in a method of `STARTS` ends the engine, since vLLM does not shut down a worker that
-    shares its process.
-    """
+    """Wrap a worker's method to attribute its calls to the worker's engine. An error in a method of
+    `STARTS` ends the engine, because vLLM does not shut down a worker in its own process."""
     name = method.__name__
     is_of_start = name in STARTS
 

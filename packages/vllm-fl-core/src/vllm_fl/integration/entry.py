@@ -1,7 +1,7 @@
 """vLLM's two plugin entry points. vLLM calls both in every process, possibly more than once.
 
-vLLM hides errors of platform plugins, but an error of a general plugin ends the process: the former
-logs errors, the latter raises them.
+vLLM hides errors of platform plugins, but an error of a general plugin ends the process. Therefore
+`platform_plugin` logs errors, and `general_plugin` raises them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,9 @@ log = get_logger("engine")
 
 
 def platform_plugin() -> str | None:
-    """Return the class path of our overlay over vLLM's platform, or over a plugin's device.
-
-    Returns:
-        None if vllm-fl is disabled, cannot run or does not know the machine, or if another platform
-        plugin answers: `general_plugin` then overlays the class of that plugin.
-    """
+    """Return the class path of our overlay over vLLM's platform or a plugin's device, or None if
+    vllm-fl is disabled, cannot run or does not know the machine. Also None if the platform plugin
+    of another package answers: `general_plugin` then overlays its class."""
     try:
         startup = load_startup(os.environ)
         if not startup.enabled:
@@ -39,7 +36,7 @@ def platform_plugin() -> str | None:
             return None
         return overlay_path(startup.platform)
     except VllmFLError as error:
-        log.error("%s", error)  # `general_plugin` raises it
+        log.error("%s", error)
         return None
     except Exception as error:
         log.exception("vllm-fl is disabled, vLLM runs unmodified: %s", quote(error))
@@ -51,9 +48,9 @@ def general_plugin() -> None:
 
     vLLM calls this in every process, before it makes a configuration from arguments.
 
-    No backend is imported here: a worker loads the plugins that its engine's configuration allows
-    (`planning.load_plugins`). Only a plugin's device is found earlier, from the environment, which
-    the processes of an engine inherit.
+    No backend is imported here, because a worker loads the plugins that its engine's configuration
+    allows (`planning.load_plugins`). Only a plugin's device is found earlier. It is found from the
+    environment, which the processes of an engine inherit.
 
     Raises:
         SettingsError: a startup variable is invalid.

@@ -1,8 +1,8 @@
 """Gather a value from each rank of an engine or a group, on all of its ranks.
 
 A rank that compiles a kernel may be minutes late, and gloo closes its connections after a time-out.
-Therefore each rank announces its arrival in the group's store, and gloo gathers the values when all
-have arrived. Until then the waiting ranks log late ranks and check that they still run.
+Therefore each rank announces its arrival in the group's store. When all have arrived, gloo gathers
+the values. Until then the waiting ranks log late ranks and check that they are running.
 """
 
 from __future__ import annotations
@@ -26,17 +26,14 @@ T = TypeVar("T")
 log = get_logger("engine")
 
 TIMEOUT = timedelta(minutes=10)
-"""The longest wait for other ranks: with a cold kernel cache a rank may need minutes. The wait ends
-within seconds if a rank dies."""
+"""The longest wait for other ranks. With a cold kernel cache a rank may need minutes. If a rank
+dies, the wait ends within seconds."""
 
 LOGGED_AFTER = (10.0, 60.0, 300.0)
-"""Late ranks are logged after these seconds."""
 
 CHECKED_EVERY = 2.0
-"""Seconds between checks that late ranks still run."""
 
 LONGEST_PAUSE = 0.25
-"""Maximum seconds between two reads of the store."""
 
 UNUSED = 48
 """A message tag that is never sent."""
@@ -45,24 +42,23 @@ UNUSED = 48
 def exchange(what: str, mine: T, failure: str = "") -> list[T]:
     """Return the value of every rank in vLLM's world, in rank order.
 
-    vLLM joins the data-parallel engines of a mixture of experts into one world. Errors show ranks
-    of the world, while a worker's rank is within its engine.
+    vLLM joins the data-parallel engines of a mixture of experts into one world. Errors contain
+    ranks of the world, but a worker's rank is within its engine.
 
     Args:
-        what: the purpose, such as `settle on a plan`; all ranks exchange the same things in the
+        what: the purpose, such as `settle on a plan`. All ranks must make the same exchanges in the
             same order.
         mine: this rank's value; it is pickled.
-        failure: why this rank has failed, or empty.
 
     Raises:
-        StartError: a rank has failed, died or is late, or ranks are at different steps; with
+        StartError: a rank has failed, died or is late, or ranks are at different steps. With
             `failures`.
     """
     from vllm.distributed.parallel_state import get_world_group
 
     try:
         found = gathered((what, failure, mine), get_world_group().cpu_group, what)
-    except RuntimeError as error:  # every live rank raises it
+    except RuntimeError as error:
         raise StartError(str(error), failures=(str(error),)) from error
     steps = [step for step, _, _ in found]
     failures = [f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(found) if why]
@@ -78,12 +74,11 @@ def gathered(mine: T, cpu_group: Any, what: str) -> list[T]:
     """Return the values of a group's ranks, in rank order.
 
     Args:
-        mine: this rank's value; it is pickled.
         cpu_group: a torch.distributed group with the gloo backend.
         what: the purpose, for the log and the error, such as `verify their kernels`.
 
     Raises:
-        RuntimeError: a rank died or did not arrive in time; the message lists the ranks.
+        RuntimeError: a rank died or did not arrive in time. The message lists the ranks.
     """
     ranks = _Ranks(cpu_group, what)
     found: list[Any] = [mine] * cpu_group.size()
@@ -104,9 +99,6 @@ def gathered(mine: T, cpu_group: Any, what: str) -> list[T]:
 class _Ranks:
     """The ranks of a group during one exchange, by their index in the group.
 
-    Args:
-        group, what: as for `gathered`.
-
     Attributes:
         store: the group's store, with a prefix for our keys; None without a store.
         names: the ranks by their global numbers, such as `rank 3`.
@@ -116,26 +108,26 @@ class _Ranks:
         self.group, self.what, self.here = group, what, group.rank()
         try:
             store = group.get_group_store()
-        except RuntimeError:  # another kind of group
+        except RuntimeError:
             store = None
         self.store = store and dist.PrefixStore("vllm-fl", store)  # type: ignore[attr-defined]
         try:
             numbers = dist.get_process_group_ranks(group)
-        except (KeyError, RuntimeError, ValueError):  # a group that torch does not list
+        except (KeyError, RuntimeError, ValueError):
             numbers = list(range(group.size()))
         self.names = [f"rank {number}" for number in numbers]
         self.others = [n for n in range(len(self.names)) if n != self.here]
 
     def wait(self) -> str:
-        """Wait for all ranks to arrive; return why the wait failed, or empty."""
+        """Wait for all ranks to arrive. Return why the wait failed, or empty."""
         store, here = self.store, self.here
         if store is None:
             return ""
         turn = store.add(f"turn/{here}", 1)
-        if turn == 1:  # for the logs and errors of other ranks
+        if turn == 1:
             process = os.uname().nodename, os.getpid(), time.time()
             store.set(f"process/{here}", json.dumps(process))
-        else:  # all ranks have completed or given up the last exchange
+        else:  # all ranks have ended the last exchange
             store.delete_key(f"{turn - 1}/{here}")
         store.set(f"{turn}/{here}", "")
         given_up, arrivals = f"{turn}/given up", {n: f"{turn}/{n}" for n in self.others}
@@ -163,15 +155,13 @@ class _Ranks:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def dead(self) -> str:
-        """Return a sentence about dead ranks; empty if all may still arrive."""
+        """Return a sentence about dead ranks. The result is empty if all ranks may still arrive."""
         dead = ", ".join(self._name(n) for n in self.others if not self._is_connected(n))
         return f"{dead} died. Its log, above, may show why" if dead else ""
 
     def _is_connected(self, n: int) -> bool:
-        """Return whether the connection with a rank is open; the end of its process closes it.
-
-        `recv` over a closed connection raises an error; over an open connection it returns at once.
-        """
+        """Whether a rank is connected. The end of its process closes the connection. `recv` over a
+        closed connection raises an error. Over an open connection it returns at once."""
         try:
             self.group.recv([torch.empty(1)], n, UNUSED)
         except RuntimeError:
@@ -179,14 +169,12 @@ class _Ranks:
         return True
 
     def _log(self, late: list[int], seconds: float) -> None:
-        """Log the late ranks, on the lowest rank that has arrived."""
         if late and all(n > self.here or n in late for n in self.others):
             name, states = self.names[self.here].capitalize(), self._states(late)
             waited = "%s has waited %.0f s for the other ranks to %s: %s"
             log.info(waited, name, seconds, self.what, states)
 
     def _states(self, late: list[int]) -> str:
-        """Describe late, connected ranks and the third-party code that they are running."""
         processes = {n: self._process(n) for n in late}
         runs = {n: breadcrumb.run_by(*each) if each else "" for n, each in processes.items()}
         return "; ".join(f"{self._name(n)} is still running {runs[n]}".rstrip() for n in late)
@@ -196,12 +184,13 @@ class _Ranks:
         return self.names[n] + (f" (process {process[1]} on {process[0]})" if process else "")
 
     def _process(self, n: int) -> tuple[str, int, float] | None:
-        """Return a rank's host, process id, and the time of its first exchange; None if unknown."""
+        """Return a rank's host, process id, and the time of its first exchange, or None if
+        unknown."""
         key = f"process/{n}"
         try:
             if self.store is not None and self.store.check([key]):
                 host, pid, published = json.loads(self.store.get(key))
                 return host, pid, published
-        except RuntimeError:  # a store that cannot be reached
+        except RuntimeError:
             pass
         return None

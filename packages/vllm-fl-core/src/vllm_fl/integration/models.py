@@ -34,11 +34,9 @@ def completed(
     """Complete the facts of a configuration with the layers of the model.
 
     The whole model is built on the meta device as on a single rank, in about 0.1 s. The result is
-    the same on all ranks, and the configuration is not changed.
-
-    Returns:
-        The facts, and op -> class name of vLLM -> number of layers. The facts are unchanged and the
-        mapping is empty if the model cannot be built, has a drafter, or no op has layers.
+    the same on all ranks. The configuration is not changed. Returns the facts, and op -> class name
+    in vLLM -> number of layers. If the model cannot be built or has a drafter, or if no op has
+    layers, the facts are unchanged and the mapping is empty.
     """
     made: list[Any] = []
     try:
@@ -50,7 +48,7 @@ def completed(
         with _noting(made):
             _build(vllm_config)
         return _with_layers(facts, made, vllm_config)
-    except Exception as error:  # models may raise anything
+    except Exception as error:  # a model may raise anything
         log.debug("Cannot build the model on the meta device: %s", quote(error))
         return facts, {}
     finally:
@@ -79,13 +77,13 @@ def _with_layers(
         if (binding.targets and all(target.needs_layer for target in binding.targets))
         or not all(target.may_begin(made, vllm_config) for target in binding.targets)
     }
-    foreign = {  # a whole layer's key is its class name; it is not counted
+    foreign = {  # the key of a whole layer is its class name; it is not counted
         op: {c: owner for c, owner in owners.items() if c in layers.get(op, (op,))}
         for op, owners in facts.foreign.items()
     }
     facts = replace(
         facts,
-        absent=(facts.absent | absent).difference(layers),  # a layer overrides the configuration
+        absent=(facts.absent | absent).difference(layers),  # layers override the configuration
         provided={op: tuple(kinds) for op, kinds in provided.items()},
         foreign=foreign,
     )
@@ -111,8 +109,6 @@ def _provided(spec: OpSpec | None, layer: Layer, instance: Any) -> dict[str, tor
 
 @contextmanager
 def _noting(made: list[Any]) -> Iterator[None]:
-    """Inside the block, append each new layer of vLLM to `made`."""
-
     def noting(own: Any) -> Any:
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
             made.append(self)
@@ -135,7 +131,7 @@ def _build(vllm_config: VllmConfig) -> None:
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     config = _alone(vllm_config)
-    # An empty plan: layers stay unbound, and attention is vLLM's without a call of plugins.
+    # The plan is empty, so layers stay unbound, and attention is vLLM's without a call of plugins.
     attention = PlanEntry(ATTENTION, ((None, Trace(ATTENTION, "eager", (), ())),), "nothing runs")
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=()))
@@ -148,7 +144,7 @@ def _build(vllm_config: VllmConfig) -> None:
 
 
 def _alone(vllm_config: VllmConfig) -> VllmConfig:
-    """Copy a configuration for a single rank without compilation, with copies of its tables."""
+    """Copy a configuration for a single rank without compilation. Its tables are copied."""
     from vllm.config import CompilationMode
 
     parts: dict[str, Any] = {
@@ -174,7 +170,6 @@ def _alone(vllm_config: VllmConfig) -> VllmConfig:
 
 @contextmanager
 def _one_rank() -> Iterator[None]:
-    """Inside the block, every rank group of vLLM has one rank and no communicator."""
     import torch
     from vllm.distributed import parallel_state
 

@@ -1,6 +1,7 @@
-"""The base of the patchers: each replaces one kind of target in vLLM for the plan of an engine.
+"""The base of the patchers. Each replaces one kind of target in vLLM for the plan of an engine.
 
-`patching.py` lists the patchers. Methods are in the order of the calls by planning and worker.
+`patching.py` lists the patchers. The order of the methods is the order of the calls by planning and
+worker.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ Key = tuple[str, str]
 
 
 class WhyNot(NamedTuple):
-    """Why a patcher does not replace targets in an engine, with any policy.
+    """Why a patcher does not replace targets in an engine, regardless of the policy.
 
     Attributes:
         ops: op -> why vLLM keeps the whole op.
         impls: (op, impl id) -> why the implementation does not support the engine.
-        layers: the layer classes of vLLM that settings exclude, by name.
+        layers: names of layer classes of vLLM that settings exclude.
     """
 
     ops: Mapping[str, str] = {}
@@ -41,29 +42,23 @@ class WhyNot(NamedTuple):
 
 
 class Patcher:
-    """Replaces one kind of target. By default its methods have no effect.
-
-    Attributes:
-        kind: the class of its targets, if bindings declare such targets.
-    """
+    """Replaces one kind of target. By default its methods have no effect. `kind` is the class of
+    its targets, if bindings declare such targets."""
 
     kind: type[Target] | None = None
 
     def ops(self) -> Set[str]:
-        """Return the ops that have a target of this kind in this vLLM."""
+        """Return the ops that have a target of this kind in the installed vLLM."""
         if self.kind is None:
             return frozenset()
         return {op for op, _ in targets(installed_bindings(), self.kind)}
 
     def layer_names(self) -> frozenset[str]:
-        """Return the names of layers that settings may list."""
         return frozenset()
 
     def note_user(self, vllm_config: VllmConfig) -> Mapping[str, Any]:
-        """Return fields of `EngineFacts` from user settings that vLLM overwrites later.
-
-        They travel with the configuration, so use lists instead of tuples.
-        """
+        """Return fields of `EngineFacts` from user settings that vLLM overwrites later. They are
+        part of the configuration, so use lists instead of tuples."""
         return {}
 
     def request(
@@ -74,13 +69,8 @@ class Patcher:
         *,
         compiled: bool,
     ) -> Mapping[str, Any]:
-        """Return the fields of `EngineFacts` that the patcher reads from a configuration.
-
-        Args:
-            vllm_config: the engine's configuration; its `model_config` may be None.
-            settings: the engine's settings.
-            compiled: whether vLLM compiles the model.
-        """
+        """Return the fields of `EngineFacts` that the patcher reads from a configuration. The
+        configuration's `model_config` may be None."""
         return {}
 
     def opening(self, engine: Engine) -> AbstractContextManager[object]:
@@ -92,22 +82,14 @@ class Patcher:
         return WhyNot()
 
     def keep_stock(self, plan: Plan) -> Mapping[str, str]:
-        """Return planned op -> why vLLM keeps it, given the other planned ops."""
+        """Return planned op -> why vLLM keeps it because of the other planned ops."""
         return {}
 
     def configure(
         self, plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any]
     ) -> Iterable[str]:
-        """Change the configuration for a plan, and undo changes for an earlier plan.
-
-        Args:
-            plan: the plan.
-            vllm_config: the engine's configuration.
-            entry: keeps a record of the changes.
-
-        Returns:
-            The custom ops to enable, by vLLM's names.
-        """
+        """Change the configuration for a plan, and undo changes for an earlier plan. `entry` keeps
+        a record of the changes. Returns the custom ops to enable, by vLLM's names."""
         return ()
 
     def by_range(self, plan: Plan) -> Mapping[str, Chain]:
@@ -115,15 +97,15 @@ class Patcher:
         return {}
 
     def contents(self, plan: Plan) -> Mapping[str, Any]:
-        """Return other plugins' code that runs under the plan, for its digest."""
+        """Return facts about code of other plugins that runs under the plan, for its digest."""
         return {}
 
     def faults(self, plan: Plan, facts: EngineFacts) -> Mapping[Key, str]:
-        """Import the planned classes, and return why one cannot be used in this process."""
+        """Import the planned classes. Return why a class cannot be used in this process."""
         return {}
 
     def choose(self, engine: Engine) -> Mapping[str, Any]:
-        """Choose the targets to replace; return the part of the choice for the plan's digest."""
+        """Choose the targets to replace. Return the part of the choice for the plan's digest."""
         return {}
 
     def apply(self, engine: Engine) -> None:
@@ -140,7 +122,7 @@ class Patcher:
         """Report on the loaded model."""
 
     def compiled(self, engine: Engine) -> None:
-        """Report on the compiled model, after vLLM's warm-up."""
+        """Report on the compiled model after vLLM's warm-up."""
 
     def report(self, engine: Engine) -> Mapping[str, Any]:
         """Return top-level keys of the worker's report."""

@@ -38,12 +38,10 @@ PATCHERS: tuple[Patcher, ...] = (
 
 
 def merged(asked: Callable[[Patcher], Mapping[K, V]]) -> dict[K, V]:
-    """Merge the mappings that a method of every patcher returns."""
     return {key: value for each in PATCHERS for key, value in asked(each).items()}
 
 
 def why_not(facts: EngineFacts) -> WhyNot:
-    """Merge `Patcher.why_not` of every patcher."""
     found = [patcher.why_not(facts) for patcher in PATCHERS]
     return WhyNot(
         {op: why for each in found for op, why in each.ops.items()},
@@ -53,14 +51,12 @@ def why_not(facts: EngineFacts) -> WhyNot:
 
 
 def by_range(plan: Plan) -> dict[str, Chain]:
-    """Merge `Patcher.by_range` of every patcher, in the plan's order of ops."""
     found = merged(lambda each: each.by_range(plan))
     return {op: found[op] for op in plan.entries if op in found}
 
 
 @contextmanager
 def entered(asked: Callable[[Patcher], AbstractContextManager[object]]) -> Iterator[None]:
-    """Enter a context of every patcher."""
     with ExitStack() as stack:
         for each in PATCHERS:
             stack.enter_context(asked(each))

@@ -31,20 +31,16 @@ log = get_logger("engine")
 
 
 def facts_of(vllm_config: VllmConfig) -> EngineFacts:
-    """Read the engine's facts from its configuration, which vLLM completes step by step.
-
-    Raises:
-        SettingsError: a setting is invalid.
-        PluginError: this process has already loaded other plugins than the settings allow.
-    """
+    """Read the engine's facts from its configuration. vLLM completes the configuration step by
+    step. Raises SettingsError for an invalid setting, PluginError as `load_plugins` does."""
     from vllm import envs
     from vllm.config import CompilationMode
 
     try:
         settings = _settings_of(vllm_config)
     except InvalidSettingError as error:
-        # pydantic, which validates vLLM's configuration, would wrap a ValueError in its own error.
-        # The message is complete without the first traceback.
+        # pydantic validates vLLM's configuration and wraps a ValueError in an error of its own. The
+        # message is complete without the first traceback.
         raise SettingsError(
             error.message, key=error.key, origin=error.origin, op=error.op, code=error.code
         ) from None
@@ -77,7 +73,7 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
 
 
 def device_name() -> str:
-    """Return the device name of vLLM's platform, without opening the device; empty if unknown."""
+    """Return the device name of vLLM's platform without opening the device; empty if unknown."""
     from vllm.platforms import current_platform
 
     try:
@@ -88,7 +84,7 @@ def device_name() -> str:
 
 
 def lacks(vllm_config: VllmConfig, op: str, binding: Binding) -> bool:
-    """Return whether the model's configuration rules the op out."""
+    """Whether the model's configuration excludes the op."""
     try:
         return binding.when is not None and not binding.when(vllm_config)
     except Exception as error:  # a model's configuration may lack any attribute
@@ -97,20 +93,19 @@ def lacks(vllm_config: VllmConfig, op: str, binding: Binding) -> bool:
 
 
 def _settings_of(vllm_config: VllmConfig) -> Settings:
-    """Return the engine's settings, read once, in the process that makes its configuration.
-
-    They travel in `additional_config`: a worker may not inherit the environment, and engines of one
-    process may have different settings. A process that cannot read settings adopts the engine's.
-    """
+    """Return the engine's settings. The process that makes the engine's configuration reads them.
+    They are stored in `additional_config`, because a worker may not inherit the environment, and
+    because engines of one process may have different settings. A process that cannot read its
+    settings uses the engine's settings."""
     from vllm.platforms import current_platform
 
     settings = load_plugins(vllm_config)
     manager = get_default_manager()
     startup = manager.startup
-    assert startup is not None  # the default manager finds its own plugins
+    assert startup is not None
     if settings is None:
         if is_sealed(vllm_config):
-            return startup.settings  # sealing removed the engine's settings; files may be gone
+            return startup.settings  # the engine's are removed; files may no longer exist
         entry = entry_of(vllm_config)
         settings = _read_settings(current_platform.vllm_fl_platform, entry.orders)
         _check_loaded(settings)
@@ -121,17 +116,12 @@ def _settings_of(vllm_config: VllmConfig) -> Settings:
 
 
 def load_plugins(vllm_config: VllmConfig) -> Settings | None:
-    """Load the plugins that the engine's settings allow, once per process.
+    """Load the plugins that the engine's settings allow, once per process. Raises PluginError if
+    this process has already loaded different plugins.
 
-    Errors in the settings of this process are deferred until these are needed: a worker gets its
-    engine's settings with the configuration, and files may be gone. The variables that the plugins
-    declare are registered with vLLM.
-
-    Returns:
-        The engine's settings, if the configuration has them.
-
-    Raises:
-        PluginError: this process has already loaded other plugins.
+    Errors in the settings of this process are deferred until the settings are needed. A worker gets
+    its engine's settings with the configuration, and files may no longer exist. The variables that
+    the plugins declare are registered with vLLM.
     """
     from vllm.platforms import current_platform
 
@@ -167,7 +157,6 @@ def _check_loaded(settings: Settings) -> None:
 
 
 def _read_settings(platform: str, orders: Mapping[str, object]) -> Settings:
-    """Read the settings of an engine that is being configured, and check names in them."""
     registry = get_default_manager().registry
     settings = read_settings(registry, platform=platform, orders=orders)
     if not settings.oot_enabled:
@@ -189,12 +178,8 @@ def plan_for(
     facts: EngineFacts,
     demoted: Mapping[tuple[str, str], str] | None = None,
 ) -> Plan:
-    """Make the plan of an engine. The user's settings of vLLM take precedence.
-
-    Args:
-        facts: the engine's facts.
-        demoted: (op, impl id) -> why it is disabled, or was rejected by a startup measurement.
-    """
+    """Make the plan of an engine. The user's settings of vLLM have priority. `demoted` are disabled
+    implementations, or rejected by a startup measurement, with the reasons."""
     facts = facts.ordered
     found = why_not(facts)
     plan = make_plan(
@@ -223,11 +208,9 @@ def refuse_unverified(facts: EngineFacts) -> None:
 
 
 def plan_now() -> Plan | None:
-    """Return the plan for vLLM's current configuration, before a worker has made the plan.
-
-    None if it was not made on our platform: a script can make a configuration before the overlay is
-    installed in place.
-    """
+    """Return the plan for vLLM's current configuration, before a worker has made the plan, or None
+    if the configuration was not made on our platform: a script can make one before the overlay is
+    installed in place."""
     from vllm.config import get_current_vllm_config
 
     vllm_config = get_current_vllm_config()
@@ -238,10 +221,8 @@ def plan_now() -> Plan | None:
 
 
 def apply(plan: Plan, vllm_config: VllmConfig) -> None:
-    """Configure vLLM for a plan: custom ops, compiler passes and compile ranges.
-
-    Changes for an earlier plan are undone. All other settings of vLLM and the user stay.
-    """
+    """Configure vLLM for a plan: custom ops, compiler passes and compile ranges. Changes for an
+    earlier plan are undone. All other settings of vLLM and the user are kept."""
     custom_ops = vllm_config.compilation_config.custom_ops
     entry = entry_of(vllm_config)
     for name in entry.get("enabled", ()):
@@ -275,7 +256,7 @@ def _kept_by_vllm(facts: EngineFacts) -> dict[str, str]:
 
 
 def note_user_priority(vllm_config: VllmConfig) -> None:
-    """Keep the user's `ir_op_priority` and disabled passes, before vLLM changes both."""
+    """Save the user's `ir_op_priority` and disabled passes, before vLLM changes both."""
     entry = entry_of(vllm_config)
     if "user" not in entry:
         entry["user"] = merged(lambda each: each.note_user(vllm_config))

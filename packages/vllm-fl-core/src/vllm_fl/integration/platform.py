@@ -1,8 +1,9 @@
-"""The overlay: a mixin over the platform class that vLLM runs on, with the hooks of the plan.
+"""The overlay: a mixin over the platform class that vLLM uses. It has the hooks of the plan.
 
 Our platform plugin returns the overlay for platforms of vLLM and for devices of our plugins. If the
-platform plugin of another distribution answers, vLLM uses that, and the overlay is installed in
-place. The base class keeps its enum, and with it attention, graphs, passes and collectives.
+platform plugin of another distribution answers, vLLM uses that plugin, and the overlay is installed
+in place. The base class keeps its enum, and therefore its attention, graphs, passes and
+collectives.
 """
 
 from __future__ import annotations
@@ -33,19 +34,16 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 OVERLAY = "Overlay"
-"""The name in this module of the process's overlay class."""
 
 OWN = ("__", "_abc_", "vllm_fl_")
-"""Prefixes of attributes that are set on the overlay class itself, not on its base."""
+"""Prefixes of attributes that are set on the overlay class itself instead of its base."""
 
 log = get_logger("engine")
 
 
 class PlatformOverlay:
-    """A mixin over a platform class."""
-
     vllm_fl_platform: str
-    """The platform's name, as settings files use it."""
+    """The platform's name in settings files."""
 
     vllm_fl_device: DeviceProfile | None = None
 
@@ -54,10 +52,8 @@ class PlatformOverlay:
 
     @classmethod
     def pre_register_and_update(cls, *args: Any, **kwargs: Any) -> None:
-        """Warn if a general plugin has replaced vLLM's platform after ours was called.
-
-        vLLM calls this after all general plugins, on the platform that it had before them.
-        """
+        """Warn if a general plugin has replaced vLLM's platform after ours was called. vLLM calls
+        this after all general plugins, on the platform that it had before them."""
         from vllm.platforms import current_platform
 
         if not is_overlay(current_platform) and speaks_for_all():
@@ -70,7 +66,7 @@ class PlatformOverlay:
 
     @classmethod
     def import_ir_kernels(cls) -> None:
-        """Register our provider of IR ops after the kernels of the platform."""
+        """Register our provider of IR ops after the platform's kernels."""
         super().import_ir_kernels()  # type: ignore[misc]
         from .patchers.ir import register_provider
 
@@ -79,7 +75,6 @@ class PlatformOverlay:
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> Any:
-        """Return the priorities of IR providers, with our provider first for planned ops."""
         from .carried import is_sealed
         from .patchers.ir import prioritise
         from .planning import facts_of, load_plugins, note_user_priority, plan_for
@@ -100,7 +95,6 @@ class PlatformOverlay:
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Configure vLLM for the plan, and set our worker class."""
         parallel = vllm_config.parallel_config
         if cls.vllm_fl_device is not None and parallel.worker_cls == "auto":
             parallel.worker_cls = cls.vllm_fl_device.worker_class
@@ -109,10 +103,10 @@ class PlatformOverlay:
         from .planning import apply, facts_of, plan_for, refuse_unverified
         from .worker import wrap_worker
 
-        if vllm_config.model_config is None:  # such an engine runs no model
+        if vllm_config.model_config is None:  # an engine without a model
             return
-        # vLLM calls this again after the workers have loaded: in one process with them, the plan is
-        # sealed by then. The platform may have set its own worker class again.
+        # vLLM calls this again after the workers have loaded. If they are in the same process, the
+        # plan is sealed by then. The platform may have set its own worker class again.
         wrap_worker(vllm_config)
         if is_sealed(vllm_config):
             return
@@ -123,10 +117,8 @@ class PlatformOverlay:
 
     @classmethod
     def get_attn_backend_cls(cls, selected_backend: Any, *request: Any, **more: Any) -> Any:
-        """Return the class path of the attention backend: planned, or chosen by the platform.
-
-        Releases and platforms differ in the parameters after `selected_backend`.
-        """
+        """Return the class path of the attention backend: planned, or chosen by the platform. The
+        parameters after `selected_backend` differ between releases and platforms."""
         from .patchers.attention import choose
         from .planning import plan_now
 
@@ -145,14 +137,14 @@ class PlatformOverlay:
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
-        """Return the path of our factory while a worker makes rank groups; otherwise `stock`."""
+        """Return the path of our factory while a worker makes rank groups, otherwise the stock
+        path."""
         from .patchers.communicator import FACTORY, groups_now
 
         return FACTORY if groups_now() is not None else cls.vllm_fl_stock_communicator()
 
     @classmethod
     def vllm_fl_stock_communicator(cls) -> str:
-        """Return the communicator's path: from the device plugin, or from the platform."""
         path = cls.vllm_fl_device and cls.vllm_fl_device.communicator_class
         return path or str(super().get_device_communicator_cls())  # type: ignore[misc]
 
@@ -162,10 +154,8 @@ def is_overlay(platform: object) -> bool:
 
 
 class _Forwarding(type):
-    """The metaclass of an overlay in place: sets attributes on the platform's class.
-
-    Platforms cache values on the class of `current_platform`, and read them from the class that
-    they define.
+    """The metaclass of an overlay in place: sets attributes on the platform's class. Platforms
+    cache values on the class of `current_platform`, but read them from the class that they define.
     """
 
     def __setattr__(cls, name: str, value: Any) -> None:
@@ -184,10 +174,8 @@ class _Forwarding(type):
 def overlay_path(forced: str | None = None) -> str | None:
     """Make the overlay for this machine and return its class path.
 
-    A platform of vLLM precedes devices of plugins, unless VLLM_FL_PLATFORM selects a device.
-
-    Args:
-        forced: the value of VLLM_FL_PLATFORM, or None.
+    A platform of vLLM has priority over devices of plugins, unless VLLM_FL_PLATFORM selects a
+    device.
 
     Returns:
         None if the platform plugin of another distribution answers (`lay_in_place` overlays its
@@ -196,7 +184,8 @@ def overlay_path(forced: str | None = None) -> str | None:
     Raises:
         PluginError: two devices claim the machine; the forced device is missing, cannot be imported
             or is excluded by VLLM_TARGET_DEVICE=cpu; a device hook failed and no device was found;
-            several platform plugins answer, or any in addition to a forced device.
+            several platform plugins answer; or a platform plugin answers although a device is
+            forced.
     """
     from vllm.platforms import builtin_platform_plugins
 
@@ -222,13 +211,10 @@ def overlay_path(forced: str | None = None) -> str | None:
 
 
 def lay_in_place(forced: str | None = None) -> None:
-    """Overlay the class of `current_platform`, unless vLLM took the platform from us.
-
-    Another plugin or VLLM_TARGET_DEVICE has chosen the platform then. Modules of vLLM refer to the
-    object, so only its class is changed; a class that rejects this is logged and stays.
-
-    Arguments and errors as for `overlay_path`.
-    """
+    """Overlay the class of `current_platform`, unless vLLM already uses our platform. Another
+    plugin or VLLM_TARGET_DEVICE has then chosen the platform. Modules of vLLM refer to the object,
+    so only its class is changed. If the class does not allow this, the error is logged and the
+    class is kept. Arguments and errors are as for `overlay_path`."""
     from vllm.platforms import current_platform
 
     if is_overlay(current_platform):
@@ -237,7 +223,7 @@ def lay_in_place(forced: str | None = None) -> None:
     foreign, base = foreign_platform(), type(current_platform)
     name = foreign.name if foreign is not None else vllms_own()
     if name is None:
-        return  # a machine that is unknown to vLLM and to plugins
+        return  # a machine that vLLM and the plugins do not know
     if foreign is not None and foreign.has_vllms_name and speaks_for_all():
         log.warning("%s [FL213]", foreign.named_like_vllms)
     try:
@@ -248,10 +234,9 @@ def lay_in_place(forced: str | None = None) -> None:
 
 
 def _device(forced: str | None) -> DeviceProfile | None:
-    """Return this machine's device of a plugin; argument and errors as for `find_device`."""
     manager = get_default_manager()
     manager.ensure_initialized(defer_errors=True)
-    assert manager.startup is not None  # the default manager finds its own plugins
+    assert manager.startup is not None
     return find_device(manager.startup.plugins, forced)
 
 
@@ -268,7 +253,6 @@ def _class_of(profile: DeviceProfile) -> type:
 
 
 def _laid(base: type, name: str, profile: DeviceProfile | None = None) -> str:
-    """Make an overlay in this module and return its path."""
     own: dict[str, Any] = {"vllm_fl_platform": name, "vllm_fl_device": profile}
     if profile is not None and profile.dist_backend:
         own["dist_backend"] = profile.dist_backend
@@ -277,10 +261,8 @@ def _laid(base: type, name: str, profile: DeviceProfile | None = None) -> str:
 
 
 def _made_in_place(base: type, **own: Any) -> type:
-    """Make the overlay over the class of a platform that is already in use.
-
-    Cached class methods are called on the base class, to be computed and cached only once.
-    """
+    """Make the overlay over the class of a platform that is already in use. Cached class methods
+    are called on the base class, so they are computed and cached only once."""
     for name in dir(base):
         held = inspect.getattr_static(base, name)
         is_cached = isinstance(held, classmethod) and hasattr(held.__func__, "cache_info")

@@ -17,9 +17,9 @@ class Disabled(NamedTuple):
 
     Attributes:
         code: `FAILED`, `LACKED` or `REJECTED`.
-        rank: the rank that has failed with it, lacks it or rejects it.
-        why: the reason; for `LACKED`, the distribution to install there.
-        ends_strict: whether it ends the startup in strict mode.
+        rank: the rank that reported this.
+        why: the reason; for `LACKED`, the distribution to install on that rank.
+        ends_strict: whether it fails the startup in strict mode.
     """
 
     code: str
@@ -37,13 +37,13 @@ class Disabled(NamedTuple):
 
     @property
     def remark(self) -> str:
-        """A remark for the report, or empty; the warning has the details."""
+        """A remark for the report, or empty. The warning has the details."""
         if self.code != REJECTED:
             return f"is disabled [{self.code}]"
         return f"supports no call [{self.code}]" if self.why.startswith(REFUSES) else ""
 
     def warn(self, op: str, impl_id: str) -> None:
-        """Log that it is disabled on all ranks; rank 0 calls this."""
+        """Log that it is disabled on all ranks. Only rank 0 calls this."""
         rank, why = self.rank, self.why
         here = f"at startup on rank {rank}; disabled on all ranks"
         texts = {
@@ -61,10 +61,9 @@ class Opinion:
 
     Args:
         objections: (op, impl id) -> why it must not serve.
-        contents: parts of its plan at PLANNED, choices by timing at CACHED, otherwise empty.
+        contents: parts of its plan at PLANNED, choices by timing at CACHED, empty at other moments.
         installed: (op, impl id) of every implementation that is installed there.
-        unavailable: (op, impl id) -> why it is not available there.
-        table: why the tuning table of its settings has no effect there; empty if it has.
+        table: why the tuning table has no effect there; empty if it applies.
     """
 
     objections: Mapping[Key, Objection]
@@ -75,7 +74,7 @@ class Opinion:
 
 
 def united(opinions: Sequence[Opinion], known: Container[Key]) -> dict[Key, Disabled]:
-    """Return (op, impl id) -> why all ranks must disable it, without `known` keys."""
+    """Return (op, impl id) -> why all ranks must disable it. Omits `known` keys."""
     found: dict[Key, Disabled] = {}
     for rank, opinion in enumerate(opinions):
         for key, each in opinion.objections.items():
@@ -89,7 +88,7 @@ def lacking(opinions: Sequence[Opinion]) -> dict[Key, Disabled]:
     """Return (op, impl id) of a rank's plan -> why another rank cannot run it."""
     found: dict[Key, Disabled] = {}
     for rows, impls in (item for each in opinions for item in each.contents.get("ops", {}).items()):
-        op = rows.partition("(")[0]  # rows by size are keyed `op(...)`
+        op = rows.partition("(")[0]
         for impl in impls:
             key = op, impl["impl"]
             for rank, each in enumerate(opinions):
@@ -103,14 +102,14 @@ def lacking(opinions: Sequence[Opinion]) -> dict[Key, Disabled]:
 
 
 def differences(opinions: Sequence[Opinion]) -> list[str]:
-    """Return the differences of the ranks' plans from the plan of rank 0, one sentence each."""
+    """Compare the ranks' plans with the plan of rank 0. Return one sentence per difference."""
     lines = []
     base = opinions[0].contents
     for rank, other in enumerate((each.contents for each in opinions[1:]), 1):
         if other == base:
             continue
         ours, others = base.get("ops", {}), other.get("ops", {})
-        for op in dict.fromkeys((*ours, *others)):  # or rows by size
+        for op in dict.fromkeys((*ours, *others)):
             impls, theirs = ours.get(op, []), others.get(op, [])
             if impls != theirs:
                 lines.append(f"{op}: rank 0 has {_short(impls)}, rank {rank} has {_short(theirs)}")
@@ -122,7 +121,7 @@ def differences(opinions: Sequence[Opinion]) -> list[str]:
 
 
 def _unequal(one: Any, other: Any) -> tuple[Any, Any]:
-    """Return two different values, with only the different items of two mappings."""
+    """Return two different values. For mappings, only their different items."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         equal = {key for key in one if key in other and one[key] == other[key]}
         one, other = ({k: v for k, v in each.items() if k not in equal} for each in (one, other))

@@ -27,21 +27,22 @@ log = get_logger("engine")
 
 
 def settle(engine: Engine, moment: Moment) -> dict[Key, str]:
-    """Gather objections and disable their implementations on all ranks, until no new ones occur.
+    """Gather objections and disable the implementations on all ranks, until no rank has a new
+    objection.
 
-    Patchers and plugins are called first, verifiers only if no rank has objected.
+    Patchers and plugins are called first. Verifiers are called only if no rank has objected.
 
     Returns:
-        At UPDATED, when nothing can be disabled: (op, impl id) -> why it is incorrect, and the
-        rank. Empty at other moments.
+        At UPDATED, when nothing can be disabled: (op, impl id) -> why it is incorrect, with the
+            rank. Empty at other moments.
 
     Raises:
-        StartError: a rank has failed (with `failures`); or an objection in strict mode, or to
-            compiled code.
+        StartError: a rank has failed (with `failures`), or there is an objection in strict mode or
+            to compiled code.
         VllmFLError: an error of vllm-fl on this rank.
     """
-    # A change is made in the next round, inside `_together`, which sends its error to the other
-    # ranks. From LOADED on, `_disable` settles PLANNED again by itself.
+    # A change is made in the next round inside `_together`, which sends its error to the other
+    # ranks. From LOADED on, `_disable` also settles PLANNED again.
     next_change: Callable[[], object] | None = None
     while True:
         engine.remarks[moment] = []
@@ -66,7 +67,6 @@ def settle(engine: Engine, moment: Moment) -> dict[Key, str]:
 
 
 def _say_what_differs(engine: Engine, moment: Moment, opinions: list[Opinion]) -> None:
-    """Warn about a tuning table without effect, and about plans and choices that differ."""
     table = engine.facts.settings.tuned
     if moment is Moment.PLANNED and table is not None and table.unused:
         log.warning("%s. Continuing without a table [FL610]", table.reason)
@@ -75,7 +75,8 @@ def _say_what_differs(engine: Engine, moment: Moment, opinions: list[Opinion]) -
 
 
 def choices(plan: Plan) -> dict[Key, Any]:
-    """Return (op, impl id) -> what a planned implementation chose by timing, JSON-serialisable."""
+    """Return (op, impl id) -> the choices that a planned implementation made by timing,
+    JSON-able."""
     found: dict[Key, Any] = {}
     for impl in (impl for entry in plan.entries.values() for impl in entry.impls):
         if impl.choices is not None:
@@ -88,7 +89,6 @@ def choices(plan: Plan) -> dict[Key, Any]:
 
 
 def make_plan(engine: Engine) -> None:
-    """Make the engine's plan without the disabled implementations."""
     registry, facts = get_default_manager().registry, engine.facts
     snapshot = registry.snapshot()
     disabled = {key: each.reason for key, each in engine.disabled.items()}
@@ -112,12 +112,12 @@ def make_plan(engine: Engine) -> None:
 
 
 def bind(engine: Engine) -> None:
-    """Seal the plan, and change vLLM's configuration and code for it until it is unbound."""
+    """Seal the plan. Change vLLM's configuration and code for it until it is unbound."""
     config, contents = engine.config, engine.contents
     engine.on_unbind(get_default_manager().seal(f"the engine's worker (rank {engine.rank})"))
     plan = engine.plan = take_place(engine.plan)
     engine.on_unbind(leave_place, plan)
-    if plan.place > 1:  # the operators of this plan have other names in compiled code
+    if plan.place > 1:  # the operators of this plan have different names in compiled code
         contents = {**contents, "place": plan.place}
     chosen = patching.merged(lambda each: each.choose(engine))
     engine.digest = digest({**contents, **chosen})
@@ -135,12 +135,12 @@ def without(keys: Iterable[Key]) -> str:
 
 
 def _disable(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> None:
-    """Disable implementations on this rank; from LOADED on, settle and bind the model again."""
+    """Disable implementations on this rank. From LOADED on, settle and bind the model again."""
     for (op, impl_id), each in new.items() if engine.rank == 0 else ():
         each.warn(op, impl_id)
     engine.disabled |= new
     if moment is Moment.GROUPED:
-        assert engine.groups is not None  # only communicators have objections then
+        assert engine.groups is not None  # only communicators have objections here
         engine.groups.replace()
         return
     if moment is not Moment.PLANNED:
@@ -159,21 +159,18 @@ def inspect_plan(engine: Engine, moment: Moment, *, verifies: bool) -> dict[Key,
     found: dict[Key, Objection] = {}
     for plugin in asking(get_default_manager().registry.plugins, "inspect_plan"):
         if plugin.verifies is verifies:
-            found = {**objections(plugin, engine, moment), **found}  # the first objection is kept
+            found = {**objections(plugin, engine, moment), **found}
     return found
 
 
 def _together(engine: Engine, moment: Moment, ask: Callable[[], Opinion]) -> list[Opinion]:
-    """Return every rank's opinion. An error of this rank is sent to the others, which wait.
-
-    Raises:
-        StartError: a rank has failed; with `failures`, on all ranks.
-        VllmFLError: this rank has failed with a more specific error.
-    """
+    """Return every rank's opinion. An error of this rank is sent to the waiting ranks. If a rank
+    has failed, all ranks raise a StartError with `failures`. The failed rank may raise a more
+    specific error."""
     what = f"agree on implementations to disable ({moment})"
     try:
         mine = ask()
-    except BaseException as error:  # a plugin may raise anything, SystemExit included
+    except BaseException as error:  # a plugin may raise anything, including SystemExit
         own = error if isinstance(error, VllmFLError) else None
         is_known = isinstance(own, StartError) and own.failures
         if is_known or isinstance(error, KeyboardInterrupt):
@@ -190,7 +187,7 @@ def _together(engine: Engine, moment: Moment, ask: Callable[[], Opinion]) -> lis
 
 
 def _opinion(engine: Engine, moment: Moment, change: Callable[[], object] | None) -> Opinion:
-    """Apply `change`; return the objections of patchers and plugins, and the plan's contents."""
+    """Apply `change`. Return the objections of patchers and plugins, and the plan's contents."""
     if change is not None:
         change()
     found = inspect_plan(engine, moment, verifies=False) | _patchers_object(engine, moment)
@@ -208,11 +205,8 @@ def _opinion(engine: Engine, moment: Moment, change: Callable[[], object] | None
 
 
 def _patchers_object(engine: Engine, moment: Moment) -> dict[Key, Objection]:
-    """Return objections to implementations that patchers cannot install as planned.
-
-    Raises:
-        StartError: strict mode, and no implementation of an op may run.
-    """
+    """Return objections to implementations that patchers cannot install as planned. Raises
+    StartError in strict mode if an op has no implementation that may run."""
     if moment is Moment.GROUPED and engine.groups is not None:
         found = engine.groups.faults_here()
     elif moment is Moment.PLANNED:
@@ -226,11 +220,8 @@ def _patchers_object(engine: Engine, moment: Moment) -> dict[Key, Objection]:
 
 
 def _drops_table(engine: Engine, opinions: list[Opinion]) -> bool:
-    """Drop the tuning table on all ranks if a rank cannot use it; return whether to plan again.
-
-    Raises:
-        StartError: strict mode, and the table has no effect.
-    """
+    """Drop the tuning table on all ranks if a rank cannot use it. Return whether to plan again.
+    Raises StartError in strict mode if the table has no effect."""
     found = [(rank, each.table) for rank, each in enumerate(opinions) if each.table]
     if not found:
         return False
@@ -244,7 +235,8 @@ def _drops_table(engine: Engine, opinions: list[Opinion]) -> bool:
 
 
 def _end_for(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> None:
-    """Raise a StartError if new objections end the startup: in strict mode, or once compiled."""
+    """Raise a StartError if new objections fail the startup: in strict mode, or to
+    compiled code."""
     ending = {key: each for key, each in new.items() if each.ends_strict}
     is_strict = bool(ending) and engine.facts.settings.policy.strict
     if not is_strict and (moment is not Moment.CACHED or engine.plan.mode == "eager"):

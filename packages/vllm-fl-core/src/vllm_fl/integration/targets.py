@@ -1,6 +1,7 @@
 """The targets of each op, from the bindings of the contracts that this process has loaded.
 
-This module does not import vLLM: the command line and the documentation use it without vLLM.
+This module does not import vLLM, because the command line and the documentation use it without
+vLLM.
 """
 
 from __future__ import annotations
@@ -28,21 +29,18 @@ ATTENTION_LAYERS = Binding(
         "models that provide their own backend",
     ),
 )
-"""The binding of the attention backend. It belongs to no contract."""
 
 
 def all_bindings(snapshot: RegistrySnapshot) -> Mapping[str, Binding]:
-    """Return op -> its binding, attention included."""
+    """Return op -> its binding, including the attention backend."""
     return {ATTENTION: ATTENTION_LAYERS, **snapshot.bindings}
 
 
 def installed_bindings() -> Mapping[str, Binding]:
-    """Return `all_bindings` of the plugins that this process has loaded."""
     return all_bindings(get_default_manager().registry.snapshot())
 
 
 def targets(table: Mapping[str, Binding], kind: type[P]) -> list[tuple[str, P]]:
-    """Return (op, target) for every target of one kind, in the order of the table."""
     return [
         (op, target)
         for op, binding in table.items()
@@ -52,18 +50,14 @@ def targets(table: Mapping[str, Binding], kind: type[P]) -> list[tuple[str, P]]:
 
 
 def planned(plan: Plan, kind: type[P]) -> list[tuple[str, P]]:
-    """Return (op, target) for every target of one kind, without the stock ops of `plan`."""
     return [each for each in targets(installed_bindings(), kind) if not plan.is_stock(each[0])]
 
 
 def without_layers(plan: Plan, has: Collection[str]) -> set[str]:
-    """Return the planned ops that vLLM has layers for, but the model has not.
-
-    Without ops that code without a layer may call: those have other targets, and their binding has
-    a condition on the model (`when`) or a planned op calls operators (`calls_operators`).
-
-    `has` are the ops that the model has layers for; empty if unknown.
-    """
+    """Return the planned ops that only layers call, if the model has no such layer. Omits ops with
+    other targets that may be called without a layer: their binding has a condition on the model
+    (`when`), or a planned op calls operators (`calls_operators`). `has` are the ops that the model
+    has layers for; empty if unknown."""
     if not has:
         return set()
     table = installed_bindings()
@@ -85,7 +79,8 @@ def stock_form(
     *,
     traceable: bool = True,
 ) -> OpImpl | None:
-    """Return vLLM's implementation with the contract's parameters: the last candidate of a plan."""
+    """Return vLLM's implementation with the contract's parameters, for the last candidate of a
+    plan."""
     if native is None:
         return None
     kind = BackendImplKind.REFERENCE

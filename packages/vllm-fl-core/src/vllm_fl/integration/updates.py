@@ -1,8 +1,8 @@
 """Verify the plan again after startup, when weights are updated or memory wakes up.
 
-Data that a kernel has prepared from old weights is invalid after an update. Compiled code and
-captured graphs contain the implementation, so nothing can be disabled: the caller of the update
-gets the error.
+Data that a kernel has prepared from old weights is invalid after an update. Nothing can be
+disabled, because compiled code and captured graphs contain the implementation. Therefore the caller
+of the update gets the error.
 """
 
 from __future__ import annotations
@@ -23,20 +23,18 @@ from .settling import settle, without
 log = get_logger("engine")
 
 ENDS = ("finish_weight_update", "reload_weights")
-"""The worker methods of vLLM that end an update: the model has its new weights then."""
+"""The worker methods of vLLM that end an update. The model then has its new weights."""
 
 PARTS = ("start_draft_weight_update", "start_weight_update", "update_weights")
 """The methods that precede the end of an update."""
 
 SLEEPS = ("sleep", "discard")
-"""The methods that release memory."""
 
 MEMORY = frozenset({"kv_cache", "weights"})
-"""The kinds of memory that a worker can release, by vLLM's names."""
 
 
 def watch(cls: type) -> None:
-    """Wrap the methods of a worker class that change weights or memory, if it has them."""
+    """Wrap those methods of a worker class that change weights or memory."""
     for name in (*ENDS, *PARTS, *SLEEPS, "wake_up"):
         if hasattr(cls, name):
             setattr(cls, name, _followed(name, getattr(cls, name)))
@@ -70,17 +68,12 @@ def _followed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check(engine: Engine, occasion: str) -> str:
-    """Verify the plan on all ranks of a serving engine, between two steps.
-
-    Args:
-        occasion: the reason, for the log.
-
-    Returns:
-        What was verified, or why nothing was.
+    """Verify the plan on all ranks of a serving engine, between two steps. Return what was
+    verified, or why nothing was.
 
     Raises:
         ServingError: an implementation is incorrect on any rank. If one process calls several
-            ranks, the last rank raises it, because vLLM ignores replies after an error.
+            ranks, only the last rank raises the error, because vLLM ignores replies after an error.
     """
     if not _is_checked(engine):
         return "nothing is verified: no op is planned, or VLLM_FL_PREFLIGHT is not verify"
@@ -115,7 +108,7 @@ def check(engine: Engine, occasion: str) -> str:
 
 
 def _is_checked(engine: Engine) -> bool:
-    """Return whether this engine's plan can be verified; the same on all ranks."""
+    """Whether this engine's plan can be verified. The same on all ranks."""
     inspectors = asking(get_default_manager().registry.plugins, "inspect_plan")
     asks = engine.facts.settings.preflight == "verify"
     asks = asks or any(plugin.kind == "backend" for plugin in inspectors)
@@ -123,16 +116,14 @@ def _is_checked(engine: Engine) -> bool:
 
 
 def _has_replicas(engine: Engine) -> bool:
-    """Return whether data-parallel replicas wait for each other in each run of the model."""
+    """Whether data-parallel replicas wait for each other in each run of the model."""
     replicas: int = engine.config.parallel_config.data_parallel_size
     return replicas > 1
 
 
 def _update_failed(engine: Engine, error: Exception, *, others_wait: bool) -> None:
-    """Log a failed update, without raising: the caller needs the update's error.
-
-    With `others_wait`, the other ranks are about to verify the plan, and are notified.
-    """
+    """Log a failed update. Does not raise, because the caller needs the update's error. With
+    `others_wait`, the other ranks are about to verify the plan and are notified."""
     if not _is_checked(engine):
         return
     failures = f"rank {engine.rank}: {quote(error)}"
@@ -163,7 +154,7 @@ def _fault(wrong: Mapping[Key, str], occasion: str) -> str:
 
 
 def _raises(engine: Engine) -> bool:
-    """Return whether this rank raises the error: the last one, or all if each has a caller."""
+    """Whether this rank raises the error: the last rank, or every rank if each has a caller."""
     parallel = engine.config.parallel_config
     own = getattr(parallel, "distributed_executor_backend", None) == "external_launcher"
     last: int = parallel.world_size - 1

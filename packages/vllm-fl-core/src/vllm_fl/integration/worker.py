@@ -1,5 +1,5 @@
 """The worker: makes, verifies and seals the plan, lets vLLM's worker build the model, and verifies
-again on the tensors of the loaded model."""
+the plan again on the tensors of the loaded model."""
 
 from __future__ import annotations
 
@@ -41,18 +41,15 @@ log = get_logger("engine")
 
 
 class PlannedWorker:
-    """A mixin over the worker class that vLLM chose."""
-
     vllm_config: VllmConfig
     device: torch.device
     rank: int
     vllm_fl_engine: Engine | None = None
 
     def __init_subclass__(cls) -> None:
-        """Wrap the worker's methods: they run for its engine, and weight updates are followed.
-
-        The base class's `__init_subclass__` is not called: it may register or reject subclasses.
-        """
+        """Wrap the worker's methods, to attribute their calls to its engine and to follow weight
+        updates. Does not call the base class's `__init_subclass__`, because it may register or
+        reject subclasses."""
         updates.watch(cls)
         for name in dir(cls):
             method = getattr_static(cls, name)
@@ -60,7 +57,8 @@ class PlannedWorker:
                 setattr(cls, name, with_own_engine(method))
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        """Load the plugins that the engine's settings allow: vLLM's `__init__` needs norms."""
+        """Load the plugins that the engine's settings allow, because vLLM's `__init__`
+        needs norms."""
         with phases_of(self).during("plugins and settings"):
             load_plugins(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
@@ -80,10 +78,9 @@ class PlannedWorker:
         return opened
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Seal the plan, build the model on it, verify it on live tensors, and log it."""
         engine, phases = self.vllm_fl_engine, phases_of(self)
-        assert engine is not None  # vLLM opens the device first
-        # The other ranks of a running engine (elastic EP) no longer gather with a rank that joins.
+        assert engine is not None
+        # In elastic EP, the ranks of a running engine do not gather with a rank that joins.
         engine.joins = bool(kwargs.get("load_dummy_weights"))
         with phases.during(PLANNING):
             lines = _begin(engine)
@@ -108,12 +105,10 @@ class PlannedWorker:
         return loaded
 
     def compile_or_warm_up_model(self) -> Any:
-        """Verify the plan with the KV cache, run vLLM's warm-up, and begin to serve.
-
-        Before the warm-up the KV cache is allocated and no graph is captured. After it the model is
-        compiled, and patchers log the results of passes and later overrides of operators. From then
-        on steps serve requests, and plugins may sample them.
-        """
+        """Verify the plan with the KV cache, run vLLM's warm-up, and begin to serve. Before the
+        warm-up, the KV cache is allocated and no graph is captured. After it the model is compiled,
+        and patchers log the results of passes and later overrides of operators. From then on steps
+        serve requests, and plugins may sample them."""
         engine = self.vllm_fl_engine
         # vLLM warms up again when ranks join or leave (elastic EP), without gathering.
         if engine is None or not engine.is_loaded or engine.status != "starting":
@@ -130,35 +125,27 @@ class PlannedWorker:
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
         for patcher in PATCHERS:
             patcher.compiled(engine)
-        # Warm-up steps serve no request. In compiled mode only tracings are counted: keep those.
+        # Warm-up steps serve no request. In compiled mode only tracings are counted. They are kept.
         engine.plan.record.begin(keeps_calls=engine.plan.mode == "compiled")
         engine.serve()
         return times
 
     def vllm_fl_verify(self) -> str:
-        """Verify the plan again on the loaded model's tensors, for `collective_rpc`.
-
-        For weight updates without vLLM's methods, which verify by themselves.
-
-        Returns:
-            What was verified, or the reason why nothing was.
-
-        Raises:
-            ServingError: an implementation is incorrect on any rank; the last rank raises it.
-        """
+        """Verify the plan again on the loaded model's tensors, for `collective_rpc`. Call it after
+        weight updates that do not use vLLM's methods. These methods verify the plan themselves.
+        Returns what was verified, or why nothing was. If an implementation is incorrect on any
+        rank, the last rank raises a ServingError."""
         engine = self.vllm_fl_engine
         if engine is None or engine.joins:
             return "nothing is verified: this rank has joined a running engine"
         return updates.check(engine, "a request to verify")
 
     def vllm_fl_report(self) -> dict[str, Any]:
-        """Return this worker's plan and counters, for `collective_rpc`.
-
-        Counters begin when the engine begins to serve. The result is JSON-serialisable;
-        docs/worker-report.md describes its keys.
-        """
+        """Return this worker's plan and counters, for `collective_rpc`. Counters begin when the
+        engine begins to serve. The result is JSON-able. docs/worker-report.md describes its
+        keys."""
         engine = self.vllm_fl_engine
-        assert engine is not None  # vLLM forwards no `collective_rpc` before that
+        assert engine is not None  # vLLM forwards no `collective_rpc` before
         plan, table = engine.plan, engine.facts.settings.tuned
         compilation = self.vllm_config.compilation_config
         rejected = {key: out.why for key, out in engine.disabled.items() if out.code == REJECTED}
@@ -211,9 +198,8 @@ class PlannedWorker:
 
 
 def _begin(engine: Engine) -> list[str]:
-    """Complete the engine's facts and make its first plan; return the log lines of plugins."""
     config, manager = engine.config, get_default_manager()
-    # Read again now that the device is open: a platform may have registered its layers with it.
+    # Read again, because a platform may register its layers when the device is opened.
     facts, _ = completed(facts_of(config), config)
     engine.facts = facts
     device, rank, invariance = engine.device, engine.rank, facts.wants_invariance
@@ -228,7 +214,7 @@ def _begin(engine: Engine) -> list[str]:
 
 
 def _attend_once(engine: Engine) -> None:
-    """Run a plugin's attention once: it may compile its kernels at the first call."""
+    """Run a plugin's attention once, because it may compile its kernels at the first call."""
     if not engine.plan.entries[ATTENTION].classes(AttentionImpl):
         return
     try:
@@ -240,7 +226,7 @@ def _attend_once(engine: Engine) -> None:
 
 
 def _say_plan(engine: Engine) -> None:
-    """Keep remarks on the startup for the report and DEBUG; rank 0 logs the start line."""
+    """Keep remarks on the startup for the report and DEBUG. Rank 0 logs the start line."""
     plan, seconds = engine.plan, phases_of(engine.worker).seconds
     how = {"verify": "verified in", "run": "run in"}.get(engine.facts.settings.preflight)
     total = sum(seconds.get(phase, 0.0) for phase in (PLANNING, LIVE))
@@ -258,7 +244,6 @@ def _say_plan(engine: Engine) -> None:
 
 
 def _remarks(engine: Engine) -> list[str]:
-    """Return remarks on settings, and on classes that do not support this engine."""
     facts, found = engine.facts, []
     table, ordered = facts.settings.tuned, _orders_by_device(engine)
     if table is not None:
@@ -273,7 +258,7 @@ def _remarks(engine: Engine) -> list[str]:
 
 
 def _orders_by_device(engine: Engine) -> dict[str, str]:
-    """Return op -> origin and measurement of its order for this device, for applied orders."""
+    """Return op -> origin and measurement of its order for this device."""
     return engine.facts.ordered.settings.held_by_device
 
 
@@ -285,7 +270,6 @@ def _nested(table: Any) -> dict[str, dict[str, Any]]:
 
 
 def wrap_worker(vllm_config: VllmConfig) -> None:
-    """Put our class over the worker class that vLLM chose, once."""
     parallel = vllm_config.parallel_config
     path = parallel.worker_cls
     if isinstance(path, str) and path != "auto" and not path.startswith(f"{__name__}.{PREFIX}"):
@@ -293,7 +277,7 @@ def wrap_worker(vllm_config: VllmConfig) -> None:
 
 
 def __getattr__(name: str) -> type:
-    """Make the class on demand: only its path travels to the workers."""
+    """Make the class on demand, because workers get only its path."""
     made = over_class(__name__, PREFIX, name, PlannedWorker)
     if not issubclass(made, PlannedWorker):
         take_off()

@@ -1,10 +1,10 @@
 """Record which third-party code is running, in a file, and log it if it is slow.
 
 An import that calls `os._exit`, or a kernel that aborts, ends a process without an error message.
-Therefore a process writes what it is about to run to a file in the user's cache, and removes it
-afterwards. The file is locked while the process is alive. The next process of the same environment
-and `vllm-fl doctor` report files without a lock. If a file cannot be written (no home, a full
-disk), nothing is recorded.
+Therefore a process records what it is about to run in a file in the user's cache, and removes the
+file afterwards. The file is locked while the process is alive. The next process of the same
+environment and `vllm-fl doctor` report files without a lock. If the file cannot be written (no
+home, a full disk), nothing is recorded.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ..text import clean
 log = logging.getLogger("vllm_fl.plugins")
 
 FOLDER = "_VLLM_FL_RUNNING"
-"""The variable with the folder of the notes, which commands set for child processes. Empty: write
-no notes."""
+"""The variable with the folder of the notes. Commands set it for child processes. If it is empty,
+no notes are written."""
 
 SLOW = 10.0
-"""Seconds until running code is logged."""
+"""Seconds until running code is logged as slow."""
 
 LARGEST = 16384
 """Maximum bytes to read from a file."""
@@ -46,12 +46,8 @@ class Crumb:
 
     Args:
         what: the innermost code that ran, with its distribution.
-        host: the host name.
-        pid: the process ID.
         when: when the code began, in seconds since the epoch.
         prefix: the environment (`sys.prefix`).
-        file: the path of the note.
-        lives: whether the process is alive.
     """
 
     what: str
@@ -95,7 +91,8 @@ def now() -> str:
 
 
 def folder() -> Path | None:
-    """Return `~/.cache/vllm-fl/running` or its override; None without a home."""
+    """Return the folder of the notes (`FOLDER` or `~/.cache/vllm-fl/running`). None without
+    a home."""
     if (given := os.environ.get(FOLDER)) is not None:
         return Path(given) if given else None
     cache = os.environ.get("XDG_CACHE_HOME", "")
@@ -110,7 +107,8 @@ def running(what: str, *, named: bool = True) -> Iterator[None]:
 
     Args:
         what: the code and its distribution: `the import of plugin 'acme' of vllm-fl-acme 1.0`.
-        named: False if the caller logs slow code. If `FOLDER` is set, the command that set it does.
+        named: False if the caller logs slow code. If `FOLDER` is set, the command that set it logs
+            slow code.
     """
     what = clean(what)[:1000]
     path = _write(what)
@@ -123,7 +121,7 @@ def running(what: str, *, named: bool = True) -> Iterator[None]:
             yield
     finally:
         for crumb in _left():
-            if crumb.what == what:  # it ended normally this time
+            if crumb.what == what:  # it did not crash this time
                 crumb.remove()
         if what in _running:  # not in a child that was forked in the block
             _running.remove(what)
@@ -134,7 +132,6 @@ def running(what: str, *, named: bool = True) -> Iterator[None]:
 
 
 def _write(what: str) -> Path | None:
-    """Write and lock a note; None if that fails."""
     where, host, pid, when = folder(), os.uname().nodename, os.getpid(), time.time()
     if where is None:
         return None
@@ -154,8 +151,6 @@ def _write(what: str) -> Path | None:
 
 
 class Watchdog:
-    """A thread that logs calls that run longer than `SLOW` seconds."""
-
     def __init__(self, log: logging.Logger) -> None:
         self.seconds = 0.0
         """Duration of the last call."""
@@ -194,11 +189,9 @@ class Watchdog:
 
 
 def lost() -> tuple[Crumb, ...]:
-    """Return the notes of dead processes of this environment, oldest first.
-
-    Keeps one note per process (the innermost) and per `what`, and deletes older ones. Code that has
-    ended normally since has no note.
-    """
+    """Return the notes of dead processes of this environment, oldest first. Keeps the latest note
+    of each process (its innermost code) and of each `what`, and deletes the others. `running`
+    removes the notes of code that later ends normally."""
     found: list[Crumb] = []
     for crumb in _crumbs(folder()):
         if crumb.lives or crumb.prefix != sys.prefix:
@@ -213,7 +206,6 @@ def lost() -> tuple[Crumb, ...]:
 
 
 _left = cache(lost)
-"""The notes of dead processes, read once per process."""
 
 
 def last(where: Path) -> Crumb | None:
@@ -226,15 +218,13 @@ def run_by(host: str, pid: int, since: float) -> str:
 
     Args:
         host: its host. Several hosts may share a home.
-        pid: its process ID.
-        since: a time after its start. Older notes are from a former process with this ID.
+        since: a time after the process started. Older notes are from a former process with this ID.
     """
     of_it = [c for c in _crumbs(folder()) if (c.host, c.pid) == (host, pid) and c.when >= since]
     return of_it[-1].what if of_it else ""
 
 
 def _crumbs(where: Path | None) -> list[Crumb]:
-    """Return the notes of other processes, oldest first."""
     try:
         paths = [*where.iterdir()] if where is not None else []
     except OSError:
@@ -244,7 +234,7 @@ def _crumbs(where: Path | None) -> list[Crumb]:
 
 
 def _read(path: Path) -> Crumb | None:
-    """Read a note; None if it is invalid or has expired, which also deletes it."""
+    """Read a note. Return None if it is invalid. An expired note is deleted."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 log = get_logger("plugins")
 
 ENDED: dict[str, str] = {}
-"""Plugin, as text -> how it ended an earlier process of this command. It is not run again."""
+"""Plugin, as text -> how it ended an earlier process of this command. The plugin is not
+run again."""
 
 
 def describe_owner(owner: Owner) -> str:
-    """Return the plugin and its distribution, for notes."""
     return clean(f"plugin {owner.plugin!r} of {owner.label}")
 
 
@@ -54,9 +54,8 @@ def contained(
     A KeyboardInterrupt is raised unchanged.
 
     Args:
-        plugin: the plugin.
         what: the part of the code, for the error and the log: `the import`, `its policy hook`.
-        todo: the consequence of a failure and what to do; by default how to do without the plugin.
+        todo: the consequence of a failure and what to do; by default how to run without the plugin.
         named: whether to log the code if it is slow.
         passing: whether errors of core (`VllmFLError`) are raised unchanged.
     """
@@ -71,10 +70,10 @@ def contained(
         if is_own or (passing and isinstance(error, VllmFLError)):
             raise
         part = f": {what} failed" if what.startswith("its") else " failed"
-        if log.isEnabledFor(logging.DEBUG):  # as text: the log does not clean exc_info
+        if log.isEnabledFor(logging.DEBUG):  # as text, because the log does not clean exc_info
             log.debug("%s%s:\n%s", owner.who, part, "".join(traceback.format_exception(error)))
         op = getattr(error, "op", None)
-        # If a StopIteration is the cause of a RuntimeError, contextlib raises it instead.
+        # A StopIteration that caused a RuntimeError is raised by contextlib instead of the latter.
         cause = None if isinstance(error, StopIteration) else error
         raise owner.error(
             f"{part}: {quote(error)}{_line(error, plugin)}. {todo or plugin.todo}",
@@ -84,7 +83,7 @@ def contained(
 
 
 def _line(error: BaseException, plugin: Plugin) -> str:
-    """Return ` (at /path/plugin.py:11)`, the innermost line in the plugin's package, or an empty
+    """Return ` (at /path/plugin.py:11)` for the innermost line in the plugin's package, or an empty
     text."""
     own = plugin.module.partition(".")[0]
     lines = [
@@ -100,20 +99,15 @@ def _line(error: BaseException, plugin: Plugin) -> str:
 def in_hook(
     plugin: Plugin, hook: str, todo: str = "", *, named: bool = True, passing: bool = False
 ) -> AbstractContextManager[None]:
-    """Run a plugin's hook, or code that it has returned, in `contained`.
-
-    A verifier is not logged as slow: it logs each implementation that it runs.
-    """
+    """Run a plugin's hook, or code that the hook has returned, in `contained`. A verifier is not
+    logged as slow, because it logs each implementation that it runs."""
     named = named and not plugin.verifies
     return contained(plugin, f"its {hook} hook", todo, named=named, passing=passing)
 
 
 def results_of(plugin: Plugin, hook: str, kind: type, **arguments: object) -> list[Any]:
-    """Call a plugin's hook. Must be in an `in_hook` block. Returns at most one result, never None.
-
-    Raises:
-        TypeError: a result is not a `kind`.
-    """
+    """Call a plugin's hook in an `in_hook` block. Returns at most one result, never None. Raises
+    TypeError if a result is not a `kind`."""
     if not plugin.is_loaded or hook not in plugin.hooks:
         return []
     results: list[Any] = plugin.hooks[hook](**arguments)
@@ -130,7 +124,6 @@ Results = tuple[list[tuple[Owner, Any]], list[PluginError]]
 def results_of_each(
     plugins: Sequence[Plugin], hook: str, kind: type, todo: str = "", **given: Any
 ) -> Results:
-    """Call a hook of each plugin, each in a separate `in_hook` block."""
     found: list[tuple[Owner, Any]] = []
     errors = []
     for plugin in plugins:
@@ -162,19 +155,15 @@ def rejections(
     """Return the implementations of `op` that plugins reject: impl id -> the reason.
 
     Calls the plugins with a declared setting that is set. If the engine requires batch-invariant
-    implementations, calls verifiers as well; without a verifier, invariance cannot be measured and
-    all implementations are rejected.
+    implementations, verifiers are also called. Without a verifier all implementations are rejected,
+    because invariance cannot be measured.
 
     Args:
-        plugins: the loaded plugins.
-        settings: the effective settings.
-        op: the op.
-        impls: its implementations.
         facts: the engine's `EngineFacts`; None outside an engine.
-        contract: the contract of the op.
 
     Raises:
-        PluginError: a hook failed. An implementation that the user has excluded must not run.
+        PluginError: a hook failed. It might have rejected an implementation that the user has
+            excluded.
     """
     asks = facts.wants_invariance if facts is not None else ""
     rejected: dict[str, str] = {}
@@ -204,9 +193,6 @@ def start_in_worker(
 ) -> dict[str, tuple[Plugin, WorkerReport]]:
     """Call the plugins' `worker_start` hooks.
 
-    Returns:
-        Distribution -> (its plugin, its report).
-
     Raises:
         PluginError: a hook failed. An engine must not run with an incomplete setup.
         VllmFLError: a plugin raised an error of core, such as for an invalid setting.
@@ -222,7 +208,7 @@ def start_in_worker(
 
 
 def asking(plugins: Iterable[Plugin], hook: str) -> list[Plugin]:
-    """Return the loaded plugins with a `hook`, in order of loading, verifiers last."""
+    """Return the loaded plugins with a `hook` in order of loading, but verifiers last."""
     asked = [each for each in plugins if each.is_loaded and hook in each.hooks]
     return sorted(asked, key=lambda each: each.verifies)
 
@@ -245,7 +231,6 @@ def _objection(key: Any, objection: Any) -> tuple[Key, Objection]:
 
 
 def enter_session(plugin: Plugin, engine: Engine) -> Callable[[], None]:
-    """Enter a plugin's `engine_session`, and return the function that leaves it."""
     held = ExitStack()
     with in_hook(plugin, "engine_session", passing=True):
         for session in results_of(plugin, "engine_session", AbstractContextManager, engine=engine):
@@ -259,12 +244,9 @@ def enter_session(plugin: Plugin, engine: Engine) -> Callable[[], None]:
 
 
 def sections(plugin: Plugin, engine: Engine, taken: Container[str] = ()) -> dict[str, object]:
-    """Return a plugin's keys of the worker report (`worker_report`).
-
-    Raises:
-        PluginError: the hook failed, or returned a key of the report (`taken`) or a value that JSON
-            cannot represent.
-    """
+    """Return a plugin's keys of the worker report (`worker_report`). Raises PluginError if the hook
+    failed, returned a key that the report already has (`taken`), or returned a value that JSON
+    cannot represent."""
     with in_hook(plugin, "worker_report", named=False, passing=True):
         results = results_of(plugin, "worker_report", Mapping, engine=engine)
         found = {str(key): value for each in results for key, value in each.items()}

@@ -26,14 +26,12 @@ IMPLS = {
 """Hook that returns implementations -> their type."""
 
 PROVIDING = (*IMPLS, "contracts", "device", "policy")
-"""The hooks that an extension must not implement."""
 
 OLD_FORM = "register_builtins"
 OLD_NAMES = (OLD_FORM, "vllm_fl_register", "register")
 
 
 def declare(plugin: Plugin, module: object) -> None:
-    """Set the plugin's hooks, kernel distributions and verifier flag from its module."""
     _check_api(module)
     plugin.hooks = _hooks_of(module)
     _check_kind(plugin.kind, plugin.hooks)
@@ -42,12 +40,8 @@ def declare(plugin: Plugin, module: object) -> None:
 
 
 def _hooks_of(plugin: object) -> Mapping[str, Callable[..., Any]]:
-    """Return the hooks of a plugin, or its older `register_builtins(registry)`.
-
-    Raises:
-        TypeError: it implements none.
-        PluginValidationError: a hook is unknown or has other parameters.
-    """
+    """Return the hooks of a plugin, or its older `register_builtins(registry)`. Raises TypeError
+    without hooks, PluginValidationError if a hook is unknown or has wrong parameters."""
     is_class = isinstance(plugin, type)
     if not is_class:
         manager = pluggy.PluginManager(PROJECT)
@@ -70,7 +64,6 @@ def _hooks_of(plugin: object) -> Mapping[str, Callable[..., Any]]:
 
 
 def _check_kind(kind: Kind, hooks: Collection[str]) -> None:
-    """Check that the plugin's entry-point group allows its hooks."""
     if kind == "contracts" and {*hooks} != {"contracts"}:
         raise TypeError(
             f"the group {CONTRACTS} is only for contracts, but it implements {', '.join(hooks)}; "
@@ -114,13 +107,8 @@ def _kernels_of(plugin: object) -> tuple[str, ...]:
 
 
 def check_settings(specs: Sequence[Any], owner: Owner, holders: dict[str, str]) -> None:
-    """Check the settings of a plugin.
-
-    Args:
-        specs: the settings.
-        owner: the plugin's owner.
-        holders: key or variable -> the distribution that declares it; extended here.
-    """
+    """Check the settings of a plugin. `holders`, which is extended, is: key or variable ->
+    distribution."""
     names: dict[str, str] = {}
     for spec in specs:
         if not isinstance(spec, SettingSpec):

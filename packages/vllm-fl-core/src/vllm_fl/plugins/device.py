@@ -22,7 +22,7 @@ class DeviceProfile:
     They are imported when the device is chosen.
 
     Args:
-        name: the platform's name in settings (`ascend`): a lower-case identifier.
+        name: the platform's name in settings (`ascend`), a lower-case identifier.
         platform_class: a vLLM `Platform` subclass with `_enum = PlatformEnum.OOT`, `device_name`,
             `device_type` and `dispatch_key`.
         worker_class: the worker, which creates the model runner. A user's `worker_cls` replaces it.
@@ -31,7 +31,7 @@ class DeviceProfile:
         dist_backend: the torch.distributed backend between ranks (`hccl`); None: as in the platform
             class.
         detect: () -> True, or the reason why this machine does not have the device. Called in every
-            process while vLLM looks for its platform: it must not initialize the device or import
+            process while vLLM looks for its platform. It must not initialize the device or import
             vllm.
 
     Raises:
@@ -55,7 +55,6 @@ class DeviceProfile:
                 check_path(f"DeviceProfile({name!r})", which, path)
 
     def detection(self) -> Availability:
-        """Return True, or why this machine does not have the device."""
         with running(f"the detection of the device {self.name}"):
             return answered("its detection", self.detect)
 
@@ -68,13 +67,12 @@ def find_device(plugins: Sequence[Plugin], name: str | None = None) -> DevicePro
     """Return the device of this machine, or None if no plugin supports it.
 
     Args:
-        plugins: the loaded plugins.
         name: the platform that the user forced; other devices are ignored.
 
     Raises:
         DeviceError: several plugins detect their device, or the forced device is not detected.
-        PluginError: no device was found and a device hook failed: the engine would run elsewhere
-            without notice.
+        PluginError: no device was found and a device hook failed. The engine would otherwise run on
+            a different device without notice.
     """
     known, errors = devices(plugins)
     asked = [(owner, profile) for owner, profile in known if name in (None, profile.name)]

@@ -15,9 +15,9 @@ from .reserved import EXTENDERS
 
 GROUP = "vllm_fl.plugin"
 CONTRACTS = "vllm_fl.contracts"
-"""Plugins with only contracts, loaded with any backend."""
+"""The group of plugins with only contracts. They are loaded with any backend."""
 EXTENSIONS = "vllm_fl.extension"
-"""Extensions: plugins of this project that add features to engines."""
+"""The group of extensions: plugins of this project that add features to engines."""
 
 KINDS: dict[str, Kind] = {GROUP: "backend", CONTRACTS: "contracts", EXTENSIONS: "extension"}
 
@@ -33,7 +33,8 @@ def ban_of(plugin: Plugin) -> PluginError | None:
 
 
 def discover(modules: Iterable[str] = ()) -> tuple[Plugin, ...]:
-    """Return the installed plugins by distribution name, then the user's modules, from metadata."""
+    """Return the installed plugins by distribution name, then the user's modules. Imports none of
+    them."""
     found = []
     for entry in entry_points(*KINDS):
         dist = entry.dist
@@ -52,14 +53,12 @@ def discover(modules: Iterable[str] = ()) -> tuple[Plugin, ...]:
 
 
 def select_allowed(found: Sequence[Plugin], only: Collection[str] | None) -> list[Plugin]:
-    """Return the plugins that may load: allowed backends, contracts and extensions.
-
-    Contracts are not loaded if the user allows no plugin.
-    """
+    """Return the plugins that may load: allowed backends, contracts and extensions. Contracts are
+    not loaded if the user allows no plugin."""
     names = {canonical(name) for name in only or ()}
 
     def is_named(each: Plugin) -> bool:
-        # Modules have no distribution: VLLM_FL_PLUGIN_MODULES lists them.
+        # Modules have no distribution. VLLM_FL_PLUGIN_MODULES lists them.
         return only is None or each.owner.distribution is None or each.owner.is_of(*names)
 
     kinds = {"extension"}
@@ -71,7 +70,7 @@ def select_allowed(found: Sequence[Plugin], only: Collection[str] | None) -> lis
 
 
 def remedy_for(plugin: Plugin, allowed: Iterable[Plugin]) -> str:
-    """Return how to run without a plugin that fails to load, given the allowed plugins."""
+    """Return how to run without a plugin that fails to load."""
     if plugin.kind != "backend":
         return "Reinstall it."
     if plugin.owner.distribution is None:

@@ -1,9 +1,9 @@
 """Adapt implementations with fewer or more trailing parameters than their contract.
 
-Contracts only gain trailing parameters with defaults, so existing implementations keep working. At
-registration each gets the parameters of its contract. A call with a value other than the default
-for a parameter that it lacks is unsupported. Its additional parameters are not passed. `*args`
-receives the remaining parameters of the contract.
+New parameters of a contract are always trailing and have defaults, so existing implementations keep
+working. At registration each implementation gets the parameters of its contract. If it lacks a
+parameter, calls that set this parameter are unsupported. Its additional parameters are not passed.
+`*args` receives the remaining parameters of the contract.
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ RAISES, RETURNS = "raise NotImplementedError({!r})", "return {!r}"
 """Statements for an unsupported call, in an implementation and in `supports`."""
 
 INPLACE = "inplace"
-"""The flag of the older form that lets an implementation overwrite its arguments."""
+"""The older form's flag: whether an implementation may overwrite its arguments."""
 
 
 def asked_for(impl: OpImpl, spec: OpSpec) -> Callable[..., object] | None:
-    """Return the function that decides whether `impl` supports a call; None if it supports all.
-
-    An implementation that needs the layer supports only plain layers, as defined by the contract.
-    """
+    """Return the function that decides whether `impl` supports a call; None if it supports all
+    calls. An implementation that needs the layer supports only layers that are plain by the
+    contract."""
     return spec.plain if impl.needs_layer else impl.supports
 
 
 def verdict_of(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> object:
-    """Return True if `impl` supports the call or has no `supports`, otherwise its answer."""
+    """Return True if `impl` supports the call, otherwise the reason."""
     asked = asked_for(impl, spec)
     return True if asked is None else asked(*args)
 
@@ -48,9 +47,9 @@ def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:
     """Return `impl` with the contract's parameters if only trailing optional ones differ.
 
     Otherwise `impl` is returned unchanged. If `consumes` is empty and `fn` has a parameter
-    `inplace`, it is called with `inplace=False`, so its arguments stay intact. An implementation
-    that needs the layer overwrites tensors of the layer, like vLLM's kernels, but cannot declare
-    that: it consumes everything that the contract allows.
+    `inplace`, `fn` is called with `inplace=False`, which leaves its arguments intact. An
+    implementation that needs the layer may overwrite tensors of the layer, like vLLM's kernels, but
+    cannot declare this. Therefore it consumes everything that the contract allows.
     """
     fn, supports, available = impl.fn, impl.supports, impl.available
     if impl.takes is not None and not impl.needs_layer:
@@ -75,7 +74,7 @@ def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:
             supports = _bridged(supports, wanted, asked, RETURNS, lacking=missing)
         elif missing:
             supports = _written(nothing, wanted, [*_refusing(missing, RETURNS), "return True"])
-        # It does not receive the parameters of a newer contract, so it does not overwrite them.
+        # The additional parameters are never passed, so they are not overwritten.
         consumes -= {p.name for p in further}
     if fn is not impl.fn:  # the older form's probe is an attribute of the wrapped function
         available = available or older_probe(impl.fn)
@@ -106,10 +105,8 @@ def _without_inplace(own: Parameters, wanted: Parameters) -> Parameters:
 
 
 def _rest(wanted: Parameters, own: Parameters) -> tuple[Parameters, Parameters] | None:
-    """Return the optional parameters that `own` lacks, and its additional ones.
-
-    None if the parameters differ otherwise.
-    """
+    """Return the optional parameters that `own` lacks and its additional parameters, or None if the
+    parameters differ in other ways."""
     common = min(len(wanted), len(own))
     missing, further = wanted[common:], own[common:]
     optional = all(p.default is not p.empty and p.kind in NAMED for p in (*missing, *further))
@@ -138,12 +135,10 @@ def _bridged(
 
     Args:
         fn: the implementation, or its `supports`.
-        wanted: the parameters of the contract.
         own: the parameters of `fn`, without the layer.
-        refuse: the statement for an unsupported call.
         lacking: further parameters that must have their default.
-        layer: the name of the first parameter, if that is the layer.
-        intact: whether it must leave its arguments unchanged.
+        layer: the name of `fn`'s first parameter, if it is the layer.
+        intact: whether `fn` must leave its arguments unchanged.
     """
     spread = _spread(own, wanted)
     plain = _without_inplace(spread, wanted)
@@ -184,7 +179,8 @@ def _refusing(missing: Parameters, how: str) -> list[str]:
 def _written(
     fn: Callable[..., Any], wanted: Parameters, body: list[str], *, layer: str | None = None
 ) -> Callable[..., Any]:
-    """Generate a function of `wanted`. It costs one call, and a compiler can trace it."""
+    """Generate a function of `wanted`. It costs one additional call, and a compiler can
+    trace it."""
     scope: dict[str, Any] = {"_fn": fn, "_differs": differs}
     heads = [layer] if layer is not None else []
     for p in wanted:
@@ -200,11 +196,11 @@ def _written(
 
 
 def nothing() -> None:
-    """Stand in for a missing `supports` as the wrapped function."""
+    """A stand-in for a missing `supports`."""
 
 
 def from_older_form(impl: OpImpl) -> AttentionImpl:
-    """Convert the older form, an OpImpl with `fn(use_mla, use_sparse) -> class path`."""
+    """Convert the older form: an OpImpl with `fn(use_mla, use_sparse) -> class path`."""
     parameters = parameters_of(impl.fn) or ()
     names = {p.name for p in parameters}
     takes_all = not parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)

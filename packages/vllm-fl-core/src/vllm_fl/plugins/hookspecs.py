@@ -40,21 +40,21 @@ if TYPE_CHECKING:
 PROJECT = "vllm_fl"
 
 HOOK_API = 1
-"""The version of the hook interface. A plugin for another version sets a module-level
-`HOOK_API`."""
+"""The version of the hook interface. A plugin for a different version defines `HOOK_API` in its
+module."""
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
-"""Marks a plugin's function as the implementation of the hook of the same name."""
+"""Marks a function of a plugin as the implementation of the hook with the same name."""
 
 
 @hookspec
 def register_ops() -> Iterable[OpImpl]:  # type: ignore[empty-body]
     """Return the implementations of this backend.
 
-    Called once per process, before the first call or before the engine's layers are built. A device
-    may not exist yet, so check for it in `OpImpl.available`. The implementations of all plugins are
-    candidates. If two plugins have the same (op, impl id), both fail.
+    The hook is called once per process, before the first call or before the engine's layers are
+    built. A device may not exist yet: check for it in `OpImpl.available`. The implementations of
+    all plugins are candidates. If two plugins have the same (op, impl id), both fail.
 
     Example::
 
@@ -68,9 +68,9 @@ def register_ops() -> Iterable[OpImpl]:  # type: ignore[empty-body]
 def attention_backend() -> Iterable[AttentionImpl]:  # type: ignore[empty-body]
     """Return the attention backends of this backend, by class path.
 
-    Called once per process, with `register_ops`. The candidates of all plugins and vLLM's choice
-    (`stock`) follow the order of the policy. An attention backend that the user sets in vLLM
-    overrides it.
+    The hook is called once per process, with `register_ops`. The policy sorts the candidates of all
+    plugins and vLLM's choice (`stock`). An attention backend that the user sets in vLLM overrides
+    the policy.
 
     Example::
 
@@ -85,11 +85,11 @@ def attention_backend() -> Iterable[AttentionImpl]:  # type: ignore[empty-body]
 def communicator() -> Iterable[CommunicatorImpl]:  # type: ignore[empty-body]
     """Return the communicators of this backend, by class path.
 
-    Called once per process, with `register_ops`. The candidates of all plugins follow the order of
-    the policy; the last candidate is `stock`: the communicator of vLLM or of the device plugin.
-    Each worker creates the chosen communicator for each group of ranks in vLLM. Before it is used,
-    each collective must return the known results on all ranks of the group; otherwise all of them
-    use the next candidate.
+    The hook is called once per process, with `register_ops`. The policy sorts the candidates of all
+    plugins. The last candidate is `stock`, the communicator of vLLM or of the device plugin. Each
+    worker creates the chosen communicator for each group of ranks in vLLM. Before a communicator is
+    used, its collectives must return known results on all ranks of the group. Otherwise all ranks
+    of the group use the next candidate.
 
     Example::
 
@@ -104,10 +104,11 @@ def communicator() -> Iterable[CommunicatorImpl]:  # type: ignore[empty-body]
 def layers() -> Iterable[LayerImpl]:  # type: ignore[empty-body]
     """Return the classes of this backend for whole vLLM layers, by class path.
 
-    Called once per process, with `register_ops`. For layers without an op: linear layers,
-    embeddings, convolutions, mixers, encoder attention. Settings and plans use the layer's class
-    name like the name of an op. vLLM's class is the last candidate (`stock`). The chosen class is
-    in vLLM's table of replacements only while the engine's model is built. It is not verified.
+    The hook is called once per process, with `register_ops`. It is for layers without an op: linear
+    layers, embeddings, convolutions, mixers, encoder attention. In settings and plans, the name of
+    the layer's class is used like the name of an op. vLLM's class is the last candidate (`stock`).
+    The chosen class is in vLLM's table of replacements only while the engine's model is built. The
+    class is not verified.
 
     Example::
 
@@ -123,10 +124,10 @@ def layers() -> Iterable[LayerImpl]:  # type: ignore[empty-body]
 def contracts() -> Iterable[Contract]:  # type: ignore[empty-body]
     """Return the ops of this distribution.
 
-    Called once per process, with `register_ops`. The ops have all features of the ops of
-    vllm-fl-ops, which uses the same hook: plan, verification, digest, explain, conformance kit. Any
-    plugin may provide implementations. If two plugins have the same op, both fail, except that the
-    names in vllm-fl-ops are reserved for it.
+    The hook is called once per process, with `register_ops`. The ops have all features of the ops
+    of vllm-fl-ops, which uses the same hook: plan, verification, digest, explain, conformance kit.
+    Any plugin may provide implementations. If two plugins have the same op, both fail. The names of
+    the ops in vllm-fl-ops are reserved: only the other plugin fails.
 
     Example::
 
@@ -140,11 +141,10 @@ def contracts() -> Iterable[Contract]:  # type: ignore[empty-body]
 def device() -> DeviceProfile | None:
     """Return the hardware that this backend adds to vLLM, or None.
 
-    For hardware without a vLLM platform. Called in every process, possibly more than once, while
-    vLLM looks for its platform and before the device exists, if vLLM has no platform or
-    VLLM_FL_PLATFORM selects a different platform. A plugin with this hook must not import vLLM at
-    its own import. If two devices are detected, an error lists both, unless VLLM_FL_PLATFORM
-    selects one.
+    The hook is called if vLLM has no platform for this machine, or if VLLM_FL_PLATFORM selects a
+    different platform. It is called in every process, possibly more than once, while vLLM looks for
+    its platform. The device does not exist yet. Importing the plugin must not import vLLM. Two
+    detected devices are an error, unless VLLM_FL_PLATFORM selects one.
 
     Example::
 
@@ -160,11 +160,12 @@ def device() -> DeviceProfile | None:
 def policy(platform: str) -> PolicyDefaults | None:
     """Return this backend's default settings for `platform`, or None.
 
-    Called when settings are read, possibly more than once per process, with a lower-case platform
-    name (`cuda`, `ascend`, `cpu`). The settings of several plugins are merged: blacklists are
-    joined, each file ranks its distribution's implementations in the order of an op, and any other
-    setting with different values returns to its default. A conflict does not fail the startup. An
-    error in the file does; so does `allow_vendors`, which would exclude third-party vendors.
+    The hook is called when settings are read, possibly more than once per process, with a
+    lower-case platform name (`cuda`, `ascend`, `cpu`). The settings of several plugins are merged.
+    Blacklists are joined. Each file ranks its distribution's implementations in the order of an op.
+    Any other setting with different values returns to its default. A conflict does not fail the
+    startup. An error in the file fails the startup. `allow_vendors` does as well, because it would
+    exclude third-party vendors.
 
     Example::
 
@@ -179,10 +180,10 @@ def policy(platform: str) -> PolicyDefaults | None:
 def settings() -> Iterable[SettingSpec[Any]]:  # type: ignore[empty-body]
     """Return the settings of this backend.
 
-    Called once per process, with `register_ops`. If core or another plugin already has the variable
-    or key, the plugin that is loaded later fails. The key of a setting that a file may set begins
-    with its kind: `flagos_`, `reference_` or `vendor_<vendor>_`. Such a file can be read without
-    this backend: the setting is kept without effect.
+    The hook is called once per process, with `register_ops`. If core or another plugin already has
+    the variable or key, the plugin that is loaded later fails. The key of a setting that a file may
+    set begins with its kind: `flagos_`, `reference_` or `vendor_<vendor>_`. If such a file is read
+    without this backend, the setting is kept without effect.
 
     Example::
 
@@ -202,12 +203,13 @@ def rejections(
 ) -> Mapping[str, str] | None:
     """Return the implementations of `op` that this plugin rejects: impl id -> the reason, or None.
 
-    Called when an op is resolved, if a setting of this plugin is set. `settings` maps each key to
-    its effective setting: `settings["acme_streams"].value`, with its `.origin`. `impls` are all
-    installed implementations of the op. A verifier (`VERIFIES = True`) is also called if the engine
-    requires batch-invariant implementations, with the engine's `facts` and the op's `contract`;
-    otherwise both are None. List only the arguments that you use, without defaults. An exception
-    fails the call or the startup: an implementation that the user has excluded must not run.
+    The hook is called when an op is resolved, if a setting of this plugin is set. `settings` maps
+    each key to its effective setting: `settings["acme_streams"].value`, with its `.origin`. `impls`
+    are all installed implementations of the op. A verifier (`VERIFIES = True`) is also called if
+    the engine requires batch-invariant implementations, with the `facts` of the engine and the
+    `contract` of the op. Otherwise both are None. List only the arguments that you use, without
+    defaults. An exception fails the call or the startup, because an implementation that the user
+    has excluded must not run.
 
     Example::
 
@@ -223,8 +225,8 @@ def rejections(
 def doctor(settings: Any) -> Iterable[Finding]:  # type: ignore[empty-body]
     """Return findings for `vllm-fl doctor` about this backend, its settings and its libraries.
 
-    Called only by that command. `settings` is as for `rejections`; `settings.chosen` are the
-    settings that the user set, and `setting.named` is one as the user wrote it.
+    Only that command calls the hook. `settings` is as for `rejections`. `settings.chosen` are the
+    settings that the user set. `setting.named` is a setting as the user wrote it.
 
     Example::
 
@@ -240,9 +242,10 @@ def doctor(settings: Any) -> Iterable[Finding]:  # type: ignore[empty-body]
 def worker_start(context: WorkerContext) -> WorkerReport | None:
     """Set up this backend in a worker and report it, or return None.
 
-    Called once per worker process and engine, after the device exists, and before the plan is
-    verified and the weights are loaded. All reports enter the log and the plan's digest. An
-    exception fails the startup: an engine must not run with an incomplete setup.
+    The hook is called once per worker process and engine. The device exists; the plan is not
+    verified yet, and the weights are not loaded. All reports are added to the log and to the digest
+    of the plan. An exception fails the startup, because an engine must not run with an incomplete
+    setup.
 
     Example::
 
@@ -258,9 +261,9 @@ def worker_start(context: WorkerContext) -> WorkerReport | None:
 def inspect_plan(engine: Engine, moment: Moment) -> Mapping[Key, Objection] | None:
     """Return the planned implementations that must not run on this rank, and why; or None.
 
-    Called on all ranks at each `Moment` of the startup, and again while a rank has a new objection.
-    Core disables these implementations on all ranks, and plans again. Verifiers are called last, if
-    no other plugin objected. An exception fails the startup on all ranks.
+    The hook is called on all ranks at each `Moment` of the startup, and again while a rank has a
+    new objection. Core disables these implementations on all ranks, and plans again. Verifiers are
+    called last, and only if no other plugin objected. An exception fails the startup on all ranks.
 
     Example::
 
@@ -277,8 +280,8 @@ def inspect_plan(engine: Engine, moment: Moment) -> Mapping[Key, Objection] | No
 def engine_session(engine: Engine) -> AbstractContextManager[object] | None:
     """Return a context manager that is entered once for this engine, or None.
 
-    Entered on every rank after the first plan is sealed. Left when the engine ends or its startup
-    fails, before vLLM's code is restored. `engine.plan` may change in between.
+    It is entered on every rank after the first plan is sealed. It is left when the engine ends or
+    its startup fails, before vLLM's code is restored. `engine.plan` may change in between.
     `engine.on_serving(f)` calls `f` just before the engine takes requests. An exception at entry
     fails the startup.
 
@@ -298,8 +301,8 @@ def engine_session(engine: Engine) -> AbstractContextManager[object] | None:
 def worker_report(engine: Engine) -> Mapping[str, object] | None:
     """Return top-level keys of the worker report with their JSON-able values, or None.
 
-    Called for every report of this rank, from any thread, at any time after the plan is sealed.
-    Must not use the device. A key that the report already has is an error.
+    The hook is called for every report of this rank, from any thread, at any time after the plan is
+    sealed. The hook must not use the device. A key that the report already has is an error.
 
     Example::
 
@@ -314,9 +317,9 @@ def worker_report(engine: Engine) -> Mapping[str, object] | None:
 def communicator_checks(engine: Engine, communicator: Any, group: GroupFacts) -> Iterable[Check]:  # type: ignore[empty-body]
     """Return the checks that a new communicator must pass before its group of ranks uses it.
 
-    Called on all ranks of the group, which must return the same checks in the same order. Core runs
-    each check on all ranks at the same time, for at most 120 seconds. If one fails on a rank, all
-    ranks of the group use the next candidate.
+    The hook is called on all ranks of the group, which must return the same checks in the same
+    order. Core runs each check on all ranks at the same time, for at most 120 seconds. If one fails
+    on a rank, all ranks of the group use the next candidate.
 
     Example::
 
@@ -335,8 +338,8 @@ def communicator_checks(engine: Engine, communicator: Any, group: GroupFacts) ->
 def process_start() -> None:
     """Prepare a process before it creates a configuration or an engine. Only for extensions.
 
-    Called once in every process that loads vLLM's plugins, including the API server (without an
-    engine). A `SettingsError` fails the startup; other exceptions are logged.
+    The hook is called once in every process that loads vLLM's plugins, including the API server
+    (without an engine). A `SettingsError` fails the startup; other exceptions are logged.
 
     Example::
 

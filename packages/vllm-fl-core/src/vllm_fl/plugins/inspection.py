@@ -15,7 +15,7 @@ FAILED, LACKED, REJECTED = "FL410", "FL411", "FL412"
 """Codes of objections."""
 
 REFUSES = "it supports no call of this model"
-"""How a REJECTED reason begins if a correct implementation supports no call of the model."""
+"""The beginning of a REJECTED reason, if a correct implementation supports no call of the model."""
 
 Key = tuple[str, str]
 """(op, impl id)."""
@@ -25,14 +25,15 @@ class Moment(enum.StrEnum):
     """Moments when `inspect_plan` is called."""
 
     GROUPED = "grouped"
-    """vLLM's groups of ranks exist. If a communicator is disabled, its group gets the next one."""
+    """vLLM's groups of ranks exist. If a communicator is disabled, its group gets the next
+    candidate."""
     PLANNED = "planned"
-    """The plan exists, and nothing is bound to it. Repeated, with the model in memory, if an
+    """The plan exists, but vLLM does not use it yet. Repeated, with the model in memory, if an
     implementation was disabled at LOADED or CACHED."""
     LOADED = "loaded"
-    """The model is bound to the plan and has its weights. Nothing is compiled."""
+    """The model uses the plan and has its weights. Nothing is compiled."""
     CACHED = "cached"
-    """The KV cache is allocated. No graph is captured; in compiled mode the model is compiled."""
+    """The KV cache is allocated. No graph is captured. In compiled mode the model is compiled."""
     UPDATED = "updated"
     """Weights were replaced in a running engine, or a user requested a check."""
 
@@ -95,9 +96,9 @@ class WorkerContext:
         dtype: the model's `torch.dtype`.
         rank: this worker's rank.
         vllm_config: vLLM's configuration, for everything else.
-        wants_invariance: the setting, as the user wrote it, that requires all implementations, also
-            vLLM code, to be measured as batch-invariant; or empty. With VLLM_BATCH_INVARIANT=1 vLLM
-            replaces PyTorch operators.
+        wants_invariance: the setting, as the user wrote it, that requires all implementations, and
+            also vLLM's code, to be measured as batch-invariant. Empty without such a setting. With
+            VLLM_BATCH_INVARIANT=1 vLLM replaces PyTorch operators.
     """
 
     settings: Any
@@ -114,7 +115,7 @@ class WorkerReport:
 
     Args:
         lines: for the log, one sentence each.
-        facts: JSON-able values for the plan's digest: compiled code is not reused when they change.
+        facts: JSON-able values for the plan's digest. Compiled code is not reused when they change.
     """
 
     lines: tuple[str, ...] = ()
@@ -166,8 +167,8 @@ class Engine(Protocol):
 
     @property
     def models(self) -> Mapping[str, Any]:
-        """The model and its draft model (`torch.nn.Module`), by the prefix of their layers' names;
-        empty before `Moment.LOADED`."""
+        """The model and its draft model (`torch.nn.Module`), by the prefix of their layers' names.
+        It is empty before `Moment.LOADED`."""
 
     groups: Any
     """The communicators of the groups of ranks; None if vLLM creates them."""
@@ -177,7 +178,7 @@ class Engine(Protocol):
         """(op, impl id) -> why it is disabled on all ranks, with `code`, `rank` and `why`."""
 
     joins: bool
-    """Whether this rank joins a running engine: `gather` then returns only its own value."""
+    """Whether this rank joins a running engine. If so, `gather` returns only its own value."""
 
     unused: dict[str, str]
     """Planned op -> why the model does not call it."""
@@ -189,7 +190,7 @@ class Engine(Protocol):
     """Owner -> its data about this engine. The key is an object of your plugin."""
 
     def gather(self, what: str, mine: T) -> list[T]:
-        """Exchange a value with all ranks, which must all call this in the same order.
+        """Exchange a value with all ranks. All ranks must call this in the same order.
 
         If a rank fails before its exchange, all ranks raise.
 

@@ -9,14 +9,11 @@ from importlib_metadata import EntryPoint, distributions
 
 CORE = "vllm-fl-core"
 ENGINE_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
-"""The entry-point groups of vLLM."""
 
 
 def entry_points(*groups: str) -> list[EntryPoint]:
-    """Return the entry points of these groups, in the order of `sys.path`.
-
-    If a distribution has two folders, reads only the first. Skips unreadable `entry_points.txt`.
-    """
+    """Return the entry points of these groups, in the order of `sys.path`. If a distribution has
+    two folders, only the first is read. Unreadable `entry_points.txt` files are skipped."""
     found: list[EntryPoint] = []
     seen: set[str] = set()
     for dist in distributions():
@@ -64,10 +61,8 @@ def required_by(dist: Any) -> frozenset[str]:
 
 
 def rivals() -> tuple[str, ...]:
-    """Return a sentence for vllm-plugin-FL and each other distribution with a vLLM plugin `fl`.
-
-    It contains the pip command that fixes the conflict.
-    """
+    """Return a sentence for vllm-plugin-FL and each other distribution with a vLLM plugin `fl`,
+    with the pip command that fixes the conflict."""
     owners = [entry.dist for entry in entry_points(*ENGINE_GROUPS) if entry.name == "fl"]
     owners += distributions(name="vllm-plugin-fl")
     names = {identity(dist)[0] for dist in owners if dist is not None}
@@ -80,11 +75,8 @@ def rivals() -> tuple[str, ...]:
 
 
 def identity(dist: Any) -> tuple[str, str | None, str]:
-    """Return (name, version, fault of the metadata or empty).
-
-    A half uninstalled distribution may have entry points but no METADATA: its name and version are
-    then read from the folder's name.
-    """
+    """Return (name, version, fault of the metadata or empty). A half uninstalled distribution may
+    have entry points but no METADATA. Its name and version are then read from the folder's name."""
     try:
         name, version = dist.name, dist.version
     except Exception:  # without METADATA some releases of Python raise, others return None

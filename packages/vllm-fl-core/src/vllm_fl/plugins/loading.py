@@ -24,7 +24,7 @@ from .setting import SettingSpec
 from .types import Impl
 
 Claims = dict[tuple[str, str], list[Owner]]
-"""(op, impl id), or (op, "") for its contract -> the owners that provide it."""
+"""(op, impl id) of an implementation, or (op, "") of a contract -> the owners that provide it."""
 
 log = get_logger("plugins")
 
@@ -38,12 +38,12 @@ def load(
 ) -> tuple[Plugin, ...]:
     """Load plugins into `registry`, each in isolation.
 
-    Plugins that provide the same contract, or the same (op, id), fail, except the owner of a
-    reserved one. A user's module is skipped if an allowed plugin's entry point is in it.
+    Plugins that provide the same contract or the same (op, id) fail. If the op or id is reserved,
+    its owner does not fail. A user's module is skipped if the entry point of an allowed plugin is
+    in it.
 
     Args:
-        registry: an `OpRegistry`. A plugin that fails leaves nothing in it.
-        found: the plugins, in the order of loading.
+        registry: an `OpRegistry`. A plugin that fails has no effect on it.
         only: the distributions to load (`select_allowed`); None loads all.
         variables: core's variables and keys, which plugins must not declare.
     """
@@ -86,7 +86,6 @@ def _variables() -> set[tuple[str, str]]:
 
 
 def _import(plugin: Plugin, registry: Any, holders: dict[str, str]) -> None:
-    """Import a plugin, and collect its implementations, contracts and settings."""
     try:
         if (ended := ENDED.get(describe_owner(plugin.owner))) is not None:
             raise plugin.owner.error(f" failed: {ended}. {plugin.todo}")
@@ -107,7 +106,7 @@ def _import(plugin: Plugin, registry: Any, holders: dict[str, str]) -> None:
 
 @contextmanager
 def _registering(registry: Any, plugin: Plugin) -> Iterator[None]:
-    """Register a part of a plugin. If that fails, remove the whole plugin from the registry."""
+    """Register a part of a plugin. If it fails, remove the whole plugin from the registry."""
     try:
         with contained(plugin, "the registration"):
             yield
@@ -117,7 +116,6 @@ def _registering(registry: Any, plugin: Plugin) -> Iterator[None]:
 
 
 def _results(hooks: Mapping[str, Callable[..., Any]], hook: str, kind: type) -> list[Any]:
-    """Return the items of a hook that returns an iterable; exhausts generators."""
     found: list[Any] = []
     for result in hooks[hook]() if hook in hooks else ():
         if isinstance(result, str | bytes | dict) or not isinstance(result, Iterable):
@@ -163,13 +161,7 @@ def _binding(contract: object) -> Binding:
 
 
 def _add_contracts(registry: Any, plugin: Plugin, claims: Claims) -> None:
-    """Register a plugin's contracts, if no other plugin owns its ops and ids.
-
-    Raises:
-        DuplicateError: another plugin has the same op, or the same implementation of an op.
-        PluginError: an op or an id is reserved for another distribution.
-        TargetError: a target of a contract belongs to another op.
-    """
+    """Register a plugin's contracts, if no other plugin owns its ops and ids."""
     owner = plugin.owner
     for op, impl_id in sorted(plugin.claims):
         holder = holder_of(impl_id) if impl_id else OPS

@@ -17,7 +17,7 @@ from .types import Impl
 Status = Literal["found", "ok", "failed", "disabled"]
 
 Kind = Literal["backend", "contracts", "extension"]
-"""The purpose of a plugin, set by the group of its entry point."""
+"""The purpose of a plugin. The group of its entry point sets it."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,7 @@ class Owner:
     Args:
         plugin: the name of the entry point or of the module.
         distribution: the installed distribution, or None for a bare module.
-        version: its version, or None.
-        path: its location.
-        kernels: other distributions with code that its implementations run.
+        kernels: other distributions with code that the plugin's implementations run.
     """
 
     plugin: str
@@ -54,7 +52,6 @@ class Owner:
         return self.distribution or self.plugin
 
     def is_of(self, *names: str | None) -> bool:
-        """Return whether `names` contains the canonical name of its distribution."""
         return self.distribution is not None and canonical(self.distribution) in names
 
     @property
@@ -65,7 +62,6 @@ class Owner:
     def error(
         self, message: str, *, kind: type[PluginError] = PluginError, **facts: Any
     ) -> PluginError:
-        """Return an error that this plugin has caused. Its message begins with `who`."""
         text = f"{self.who}{message}"
         return kind(text, plugin=self.plugin, distribution=self.release, **facts)
 
@@ -78,21 +74,16 @@ class Plugin:
     """One installed plugin and its state. Only `load` changes it.
 
     Args:
-        owner: its owner.
         target: the value of the entry point (`acme.plugin`).
-        load: imports the target.
-        kind: its purpose. A plugin of kind `contracts` provides only contracts. An `extension`
-            belongs to this project, provides no implementations, and is loaded regardless of
+        kind: `backend`, `contracts` (provides only contracts) or `extension`. An extension belongs
+            to this project, provides no implementations, and is loaded regardless of
             VLLM_FL_PLUGINS.
         status: `found`, and after loading `ok`, `failed`, or `disabled` (not in VLLM_FL_PLUGINS).
-        error: why it failed.
         hooks: the hooks that it implements, each as a function that returns a list of results;
             `register_builtins` is the older form.
         verifies: whether its module declares `VERIFIES = True`.
-        impls: its implementations.
-        settings: the settings that it declares.
         contracts: its ops, each with its targets in vLLM.
-        todo: how to run without it.
+        todo: how to run without the plugin.
     """
 
     owner: Owner

@@ -33,7 +33,8 @@ class OpRegistry:
     """The registered implementations and contracts. Writes are atomic; reads take no lock.
 
     Args:
-        first: the initial content; None: `known_contracts`, so a script's registry has the ops.
+        first: the initial content. None: `known_contracts`, because a script's registry needs the
+            ops.
     """
 
     def __init__(self, first: RegistrySnapshot | None = None) -> None:
@@ -66,7 +67,7 @@ class OpRegistry:
         return [*self._snapshot.impls_by_op]
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call this bound method after every change, while its object is alive."""
+        """Call this bound method after every change, as long as its object is alive."""
         others = [each for each in self._listeners if each() not in (None, listener)]
         self._listeners = [*others, weakref.WeakMethod(listener)]
 
@@ -87,16 +88,12 @@ class OpRegistry:
         self.register_many([impl], owner)
 
     def register_many(self, impls: Iterable[Impl], owner: Owner = SCRIPT) -> None:
-        """Add several implementations, or on an error none of them.
-
-        Raises:
-            PluginError: as for `register_impl`.
-        """
+        """Add several implementations, or none of them on an error. See `register_impl`."""
         with self._lock:
             by_op = {op: list(found) for op, found in self._snapshot.impls_by_op.items()}
             owners = dict(self._snapshot.owners)
             for each in impls:
-                # Not with `map`: a StopIteration of a plugin would end it early.
+                # `map` would end early if a plugin raised StopIteration.
                 impl = _as_it_is_now(each, self._snapshot.contracts)
                 if not isinstance(impl, Impl):
                     expected = "expected OpImpl, AttentionImpl, CommunicatorImpl or LayerImpl"
@@ -180,7 +177,6 @@ def _as_it_is_now(impl: Impl, specs: Mapping[str, OpSpec]) -> Impl:
 
 
 def _check_contract(known: RegistrySnapshot, op: str, binding: Binding, owner: Owner) -> None:
-    """Check that the contract's name and its targets do not belong to another op."""
     what = f"the contract of op {op!r}"
     if op in known.contracts or op in NAMED_CLASSES:
         why = f"{what}: {known.authors.get(op, CORE)} has this op; rename yours"
@@ -200,7 +196,7 @@ def _check_contract(known: RegistrySnapshot, op: str, binding: Binding, owner: O
 
 
 def _check_parameters(impl: OpImpl, spec: OpSpec, owner: Owner) -> None:
-    """Check the parameters against the contract: calls pass them by position and by name."""
+    """Check that the contract has the same parameters. Calls pass them by position and by name."""
     wanted = tuple(spec.signature.parameters.values())
     for what in ("fn", "supports"):
         function = getattr(impl, what)
@@ -232,10 +228,8 @@ def _refusal(
 
 
 class Collector(OpRegistry):
-    """The registry for the older form: it collects implementations, so a failure registers nothing.
-
-    Reads return the registered and the collected implementations.
-    """
+    """The registry for the older form. It collects implementations, so a failure registers nothing.
+    Reads return the registered and the collected implementations."""
 
     def __init__(self, registry: OpRegistry) -> None:
         super().__init__(registry.snapshot())
@@ -244,7 +238,7 @@ class Collector(OpRegistry):
     def register_many(self, impls: Iterable[Impl], owner: Owner = SCRIPT) -> None:
         self.impls += impls
         found = dict(self._first.impls_by_op)
-        # Other objects are refused by name when everything is registered.
+        # Registration later refuses other objects by name.
         for impl in (each for each in self.impls if isinstance(each, Impl)):
             found[impl.op_name] = (*found.get(impl.op_name, ()), impl)
         self._snapshot = replace(self._first, impls_by_op=dict(sorted(found.items())))
@@ -252,10 +246,8 @@ class Collector(OpRegistry):
 
 @cache
 def known_contracts() -> RegistrySnapshot:
-    """Return the contracts of contract-only distributions, regardless of the settings.
-
-    For a script's registry, and for callers that only need the ops. Logs plugins that fail to load.
-    """
+    """Return the contracts of contract-only distributions, regardless of the settings. For scripts,
+    and for callers that need only the ops. Logs plugins that fail to load."""
     registry = OpRegistry(EMPTY)
     for plugin in load(registry, [each for each in discover() if each.kind == "contracts"]):
         if plugin.error is not None:

@@ -24,15 +24,12 @@ OFF = "set VLLM_FL_PREFLIGHT=off"
 
 
 def holder_of(impl_id: str) -> str | None:
-    """Return the only distribution that may use an id, or None."""
     return RESERVED.get(_reserved(impl_id))
 
 
 def reservation(impl_id: str, owner: Owner) -> str:
-    """Return why `owner` may not use this id; empty if it may.
-
-    An owner without a distribution (a script, a user's module) may use all ids except `stock.`.
-    """
+    """Return why `owner` may not use this id; empty if it may. An owner without a distribution (a
+    script, a user's module) may use all ids except `stock.`."""
     reserved = _reserved(impl_id)
     is_prefix = reserved.endswith(".")
     ids = f"ids that begin with {reserved!r}" if is_prefix else f"the id {reserved!r}"
@@ -63,7 +60,6 @@ def unverified(preflight: str, plugins: Iterable[Plugin], *, plans_others: bool)
     """Return why an engine must not start if no plugin can verify its kernels, or None.
 
     Args:
-        preflight: the value of VLLM_FL_PREFLIGHT.
         plugins: all installed plugins, including failed ones.
         plans_others: whether the plan has implementations other than `stock`.
     """
@@ -79,12 +75,7 @@ def unverified(preflight: str, plugins: Iterable[Plugin], *, plans_others: bool)
 
 
 def unread(settings: Mapping[str, object], plugins: Iterable[Plugin]) -> str | None:
-    """Return why an engine must not start if no extension reads a setting that is set, or None.
-
-    Args:
-        settings: key -> the value that is set, or None.
-        plugins: the installed plugins.
-    """
+    """Return why an engine must not start if no extension reads a setting that is set, or None."""
     loaded = {p.owner.plugin for p in plugins if p.kind == "extension" and p.is_loaded}
     for key, (extension, distribution) in READ_BY.items():
         if settings.get(key) is not None and extension not in loaded:
@@ -94,5 +85,5 @@ def unread(settings: Mapping[str, object], plugins: Iterable[Plugin]) -> str | N
 
 
 def _is_verifier(plugin: Plugin) -> bool:
-    """Return whether a failed plugin is a verifier, even if it failed before declaring that."""
+    """Whether a plugin is a verifier. It may have failed before its VERIFIES was read."""
     return plugin.verifies or (plugin.kind == "extension" and plugin.owner.is_of(VERIFY))

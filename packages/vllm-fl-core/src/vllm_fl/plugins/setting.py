@@ -9,29 +9,29 @@ from typing import Any, Generic, Self, TypeVar, overload
 T = TypeVar("T")
 
 PLUGIN_KEY = r"(?i)((?:VLLM_FL_)?(?:flagos|reference|vendor_[a-z0-9]+)_|USE_FLAG)\w+"
-"""The keys and variables of plugins' settings. The prefix distinguishes a setting of a plugin that
-is not installed from a misspelled key."""
+"""Matches the keys and variables of plugins' settings. The prefix distinguishes a setting of a
+plugin that is not installed from a misspelled key."""
 
 
 @dataclass(frozen=True, eq=False)
 class SettingSpec(Generic[T]):
-    """The declaration of one setting. Reading, checks and reports follow from it.
+    """The declaration of one setting. Core reads, checks and reports the setting accordingly.
 
     Args:
         key: its name in files and in reports.
         variable: its environment variable.
-        default: the value if it is not set. The type is boolean if the default is, a list if
-            `names` is set, otherwise text.
-        in_file: whether a YAML file may set it. VLLM_FL_CONFIG overrides exactly these settings.
+        default: the value if the setting is not set. The setting is boolean if the default is, a
+            list if `names` is set, and otherwise text.
+        in_file: whether a YAML file may set it. VLLM_FL_CONFIG overrides only such settings.
         names: the kind of names in a list, for messages (`vendor`). Lists of several platform files
             are joined if the default is `()`, and intersected if it is None.
         choices: the allowed words; empty for any text.
         read: parses a text instead of the rules above; raises ValueError.
-        excludes: for a whitelist (default None), the key of its blacklist: a layer must not set
-            both.
-        known: for a blacklist, all names that have an effect in an engine: `vllm-fl bisect` tries
-            subsets of them. It may import the backend's library, and is called in a separate
-            process.
+        excludes: for a whitelist (default None), the key of its blacklist. A layer of settings must
+            not set both.
+        known: for a blacklist, all names that have an effect in an engine. `vllm-fl bisect` tries
+            subsets of them. The function may import the backend's library, because it is called in
+            a separate process.
 
     Raises:
         ValueError: a field is not as described above.
@@ -70,7 +70,7 @@ class SettingSpec(Generic[T]):
     @overload
     def __get__(self, settings: Mapping[str, Any], owner: type) -> T: ...
     def __get__(self, settings: Mapping[str, Any] | None, owner: type) -> Self | T:
-        """Return the effective value if read as an attribute of settings."""
+        """Return the effective value if accessed as an attribute of `Settings`."""
         return self if settings is None else settings[self.key].value
 
 

@@ -21,8 +21,6 @@ class RegistrySnapshot:
             for attention backends, `communicator` for communicators, and vLLM's class name for
             whole layers.
         owners: (op, impl id) -> the owner of the implementation.
-        contracts: op -> its contract.
-        bindings: op -> its targets in vLLM.
         authors: op -> the owner of its contract and its binding.
     """
 
@@ -38,7 +36,6 @@ class RegistrySnapshot:
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """Every op with a contract or an implementation, sorted by name."""
         return tuple(sorted({*self.contracts, *self.impls_by_op}))
 
     @property

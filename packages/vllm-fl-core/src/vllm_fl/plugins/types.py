@@ -1,4 +1,4 @@
-"""The values by which plugins describe implementations to core. Does not import torch or vllm."""
+"""The types by which plugins describe implementations to core. Does not import torch or vllm."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Availability = Literal[True] | str
 
 
 class BackendImplKind(enum.StrEnum):
-    """The kind of an implementation. The value is its selector in settings."""
+    """The kind of an implementation. In settings, the value is the selector of the kind."""
 
     DEFAULT = "flagos"
     VENDOR = "vendor"
@@ -32,7 +32,8 @@ class BackendImplKind(enum.StrEnum):
 
 
 class BackendPriority(enum.IntEnum):
-    """Priority within one kind, higher first. Spaced by 50, so other values fit between."""
+    """Priority within one kind; higher values come first. The values are 50 apart, so others fit
+    between."""
 
     DEFAULT = 150
     VENDOR = 100
@@ -40,8 +41,6 @@ class BackendPriority(enum.IntEnum):
 
 
 class _Impl:
-    """Vendor, priority and availability of an implementation."""
-
     op_name: str
     impl_id: str
     kind: BackendImplKind
@@ -51,13 +50,14 @@ class _Impl:
 
     @property
     def vendors(self) -> frozenset[str]:
-        """Its vendor, also as spelled in its id if that differs; empty for other kinds."""
+        """Its vendor, also as spelled in its id if that differs in case. It is empty for other
+        kinds."""
         own = self.impl_id.partition(".")[2]
         return frozenset((self.vendor, own)) if self.vendor else frozenset()
 
     def availability(self) -> Availability:
-        """Return True, or why it cannot run here. Evaluated once per process and cached."""
-        # A child process evaluates it again: its device may differ.
+        """Return True, or why it cannot run here. The result is cached per process."""
+        # A child process evaluates it again, because its device may differ.
         cached: tuple[int, Availability] | None = self.__dict__.get("_availability")
         if cached is not None and cached[0] == os.getpid():
             return cached[1]
@@ -66,7 +66,6 @@ class _Impl:
         return verdict
 
     def is_available(self) -> bool:
-        """Return whether it can run on this machine."""
         return self.availability() is True
 
     def _probe(self) -> Availability:
@@ -122,30 +121,29 @@ class OpImpl(_Impl):
         fn: the implementation, with the contract's parameters: names, order and defaults. A first
             parameter `self` or `obj` means that it needs a layer.
         vendor: the vendor's name; required for kind VENDOR and rejected for others. A name that
-            differs from the id only in case is deprecated: settings may use either.
+            differs from the id only in case is deprecated, but settings may use both.
         priority: order within a kind, higher first; None: the kind's `BackendPriority`.
         available: () -> True, or the reason why it cannot run on this machine. Called once per
-            process, so it may look for a device; it should not import a large library.
+            process. It may look for a device, but should not import a large library.
         supports: the contract's parameters -> True, or the reason why it does not support them. It
-            may use dtype, rank, layout and whether an argument is None. It must not use values or
-            the batch size.
-        takes: instead of `supports`: rules for supported calls, in addition to the contract. A rule
+            may depend on dtypes, ranks and layouts, and on whether an argument is None. It must not
+            depend on values or on the batch size.
+        takes: rules for supported calls, in addition to the contract; excludes `supports`. A rule
             is an expression such as `epsilon >= 0`, or a function of some arguments
-            (`contracts/takes.py`). Compiled when the implementation is registered. If `takes` is
-            empty and `fn` is traceable, `fn` itself raises NotImplementedError for unsupported
-            calls.
+            (`contracts/takes.py`). The rules are compiled when the implementation is registered. If
+            `takes` is empty and `fn` is traceable, an unsupported call raises NotImplementedError.
         consumes: parameters that `fn` may overwrite if the variant of the call writes results to
             them (`OpSpec.consumed`). `fn` still returns its results.
         traceable: True lets the compiler trace into `fn`; False makes it one opaque op.
         choices: () -> the choices that `fn` has made by timing so far, such as tile sizes: a
-            mapping of JSON-able values. Called for each report, by any thread; must not use the
-            device. The ranks compare it once the KV cache is allocated (FL503).
+            mapping of JSON-able values. Called for each report, from any thread. It must not use
+            the device. The ranks compare the choices after the KV cache is allocated (FL503).
         supported_dtypes, min_arch: ignored: use `supports` and `available`.
 
     Raises:
-        ValueError: a VENDOR without vendor, an id that is not `vendor.<vendor>`, a name that is not
-            an identifier.
-        TypeError: a field that should be callable is not, or a field has another type.
+        ValueError: a VENDOR has no vendor or an id that is not `vendor.<vendor>`; a name is not an
+            identifier; or both `takes` and `supports` are set.
+        TypeError: a field has a wrong type.
     """
 
     op_name: str
@@ -185,7 +183,7 @@ class OpImpl(_Impl):
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """vLLM's requirements of an attention backend, for `AttentionImpl.supports`.
+    """vLLM's requirements for an attention backend, for `AttentionImpl.supports`.
 
     Args:
         head_size: features of one head.
@@ -195,9 +193,9 @@ class AttentionRequest:
         use_mla, has_sink, use_sparse: as in vLLM's selector; False if a vLLM release lacks the
             field.
         num_heads: query heads of one rank, or None.
-        extras: further fields of newer vLLM releases; read them with `.get`, because older releases
-            lack them. A request for the whole model has `is_hybrid`: whether other layers keep
-            states, so vLLM stores pages of two layouts in one memory.
+        extras: further fields of newer vLLM releases. Read them with `.get`, because older releases
+            lack them. A request for the whole model has `is_hybrid`, which is True if other layers
+            keep states. vLLM then stores pages of two layouts in one memory.
     """
 
     head_size: int
@@ -213,8 +211,6 @@ class AttentionRequest:
 
 @dataclass(frozen=True, eq=False)
 class _ClassImpl(_Impl, Generic[R]):
-    """An implementation by class path. The class is imported when it is chosen."""
-
     impl_id: str
     class_path: str | Callable[[R], str]
     kind: BackendImplKind
@@ -236,8 +232,8 @@ class AttentionImpl(_ClassImpl[AttentionRequest]):
     Args:
         impl_id: as for `OpImpl`.
         class_path: `module.Class`, a vLLM `AttentionBackend` subclass; or AttentionRequest -> such
-            a path, if one backend has several classes (MLA, sparse). vLLM must know the class's
-            `get_name()`: the name of its parent, or `CUSTOM`.
+            a path, if one backend has several classes (MLA, sparse). vLLM must know the name that
+            the class's `get_name()` returns, such as its parent's name or `CUSTOM`.
         kind, vendor, priority, available: as for `OpImpl`.
         supports: AttentionRequest -> True, or the reason why not.
     """
@@ -277,13 +273,13 @@ class CommunicatorImpl(_ClassImpl[CommunicatorRequest]):
 
     Args:
         impl_id: as for `OpImpl`.
-        class_path: `module.Class`, a vLLM `DeviceCommunicatorBase` subclass, and a
-            `CudaCommunicator` or `XpuCommunicator` if vLLM's communicator is one; or
-            CommunicatorRequest -> such a path. The function is called in each worker before the
-            first group is created, and may load a library.
+        class_path: `module.Class`, a vLLM `DeviceCommunicatorBase` subclass; or CommunicatorRequest
+            -> such a path. If vLLM's communicator is a `CudaCommunicator` or `XpuCommunicator`, the
+            class must be a subclass. The function is called in each worker before the first group
+            is created, and may load a library.
         kind, vendor, priority, available: as for `OpImpl`.
         supports: CommunicatorRequest -> True, or the reason why not. Called in every process of an
-            engine: it may look for files, but should load no library.
+            engine. It may look for files, but should not load a library.
     """
 
     op_name = "communicator"

@@ -17,12 +17,12 @@ class DeviceOrder:
     """One op's order on some devices.
 
     Args:
-        order: the selectors by mode and size. If the user wrote it, no other selectors are tried.
-            Selectors of a backend or a tuning table precede the op's order on any device.
+        order: the selectors by mode and size. If the user wrote the order, only its selectors are
+            tried. Selectors of a backend or a tuning table precede the op's order for any device.
         origin: its origin, like the origin of a setting.
         name: a pattern of device names, such as `NVIDIA H100*`.
-        measured: the measurement as text; empty if the user gave none.
-        of_table: whether it is from the tuning table (setting `table`).
+        measured: the measurement as text; may be empty in a user's order.
+        of_table: whether the order is from the tuning table (setting `table`).
     """
 
     order: OpOrder
@@ -36,11 +36,11 @@ class DeviceOrder:
         return ", ".join(filter(None, (self.origin, self.measured)))
 
     def holds(self, device: str) -> bool:
-        """Return whether it applies to a device."""
         return fnmatchcase(device, self.name)
 
     def over(self, base: tuple[Token, ...], mode: Mode) -> Rows[tuple[Token, ...]]:
-        """Return the rows of one mode, completed by `base`, the op's order on any device."""
+        """Return the rows of one mode. Unless the order is pinned, `base` follows in each row: the
+        op's order for any device."""
         rows = self.order.rows(mode)
         if self.order.pinned:
             return rows
@@ -55,11 +55,9 @@ class Table:
     """The tuning table (setting `table`), with the conditions for its orders.
 
     Args:
-        file: its path.
         vllm: the release of vLLM; empty for any.
         device: the name of the device; empty for any.
-        distributions: name -> version of the measured distributions.
-        unused: why its orders have no effect in an engine; empty if they have.
+        unused: why its orders have no effect in an engine; empty if they apply.
     """
 
     file: str
@@ -70,16 +68,11 @@ class Table:
 
     @property
     def reason(self) -> str:
-        """Why it has no effect: a sentence without a full stop."""
         return f"The tuning table {self.file} has no effect: {self.unused}" if self.unused else ""
 
     def differs(self, device: str, version: Callable[[str], str | None]) -> str:
-        """Return the first condition that is not met, or empty.
-
-        Args:
-            device: the name of the device.
-            version: returns the version of a distribution, or None; of vLLM by `vllm`.
-        """
+        """Return the first condition that is not met, or empty. `version` returns the version of a
+        distribution, or None; `vllm` is valid for any build of vLLM."""
         held = {"vllm": self.vllm} if self.vllm else {}
         for name, then in {**held, **self.distributions}.items():
             if (now := version(name)) != then:

@@ -30,10 +30,9 @@ from .values import (
 )
 
 Layer = dict[str, Setting]
-"""The settings of one source, by key."""
 
 PLATFORM_FILES = "platform"
-"""The only value of `extends`: variables and platform files apply as without the file."""
+"""The only value of `extends`. Variables and platform files then apply as without the file."""
 
 USERS_OWN = {
     EXTENDS: "only a user's file can extend other files",
@@ -42,7 +41,7 @@ USERS_OWN = {
     "op_backends",
     "table": "a tuning table is valid for one machine only. Set it in a user's file",
 }
-"""Key -> why a plugin's file must not set it."""
+"""Key -> the reason why a plugin's file must not set it."""
 
 BY_SIZE = (
     "a plugin's file must not have orders by size: they cannot be merged with other backends' "
@@ -51,8 +50,6 @@ BY_SIZE = (
 
 
 class Lines(dict[str, Any]):
-    """A mapping in a file, with the line of each key."""
-
     def __init__(self) -> None:
         super().__init__()
         self.lines: dict[str, int] = {}
@@ -70,14 +67,13 @@ def read_settings_file(
 
     Args:
         path: the file (text, bytes or `os.PathLike`).
-        declared: the known settings.
-        key: the setting with this path, for the error if the file cannot be read.
-        distribution: the distribution that provides the file; None for a user's file, with pinned
-            orders.
-        asked_by: the origin of `path`, if it is from a variable.
+        key: the setting that contains the path, for the error if the file cannot be read.
+        distribution: the distribution that provides the file; None for a user's file. Its orders
+            are pinned.
+        asked_by: the origin of `path`, if a variable contains it.
 
     Raises:
-        SettingsError: the file cannot be read, or has an error; with its line.
+        SettingsError: the file cannot be read or has an error. The message contains the line.
     """
     name = _path_of(path, key, distribution)
     file = _File(name, key, f" ({distribution})" if distribution else "", distribution is None)
@@ -86,22 +82,13 @@ def read_settings_file(
 
 
 def read_orders(path: str) -> Layer:
-    """Read the JSON file of VLLM_FL_OP_CONFIG: op -> a value for `OpOrder.of`.
-
-    Raises:
-        SettingsError: as for `read_settings_file`.
-    """
     origin = f"environment {OP_CONFIG}"
     file = _File(path, "op_config", f" ({origin})", True)
     return {order.key: order for order in file.orders(file.load(origin), "")}
 
 
 def read_table(path: str, origin: str) -> tuple[Table, Layer]:
-    """Read a tuning table: the conditions `holds`, and orders under `devices`.
-
-    Raises:
-        SettingsError: as for `read_settings_file`.
-    """
+    """Read a tuning table: its conditions under `holds`, and its orders under `devices`."""
     file = _File(path, "table", "", False)
     root = file.load(origin)
     parts = file.parts("table", root, f"{path}:1", ("holds", "devices"))
@@ -117,14 +104,8 @@ def read_table(path: str, origin: str) -> tuple[Table, Layer]:
 
 @dataclass(frozen=True)
 class _File:
-    """One file.
-
-    Args:
-        path: its path.
-        key: the setting with the path.
-        suffix: appended to the line in an origin.
-        users: whether it is a user's file.
-    """
+    """One file. `key` is the setting that contains the path. `suffix` is text after the line number
+    in an origin. `users`: it is a user's file."""
 
     path: str
     key: str
@@ -174,9 +155,9 @@ class _File:
             elif key == DEVICES.rstrip("."):
                 yield from self.devices(value, origin) if value is not None else ()
             elif (spec := declared.get(key)) is not None and spec.in_file:
-                if value is not None:  # a key without a value is ignored
+                if value is not None:
                     read = _value(spec, value, origin)
-                    if key == "table":  # relative to the file, not to the working directory
+                    if key == "table":  # relative to the file
                         read = os.path.join(os.path.dirname(os.path.abspath(self.path)), str(read))
                     yield Setting(key, read, origin)
             elif is_absent(key, declared) and (value is None or _plain(value) is not None):
@@ -209,7 +190,6 @@ class _File:
             yield Setting(key, order, origin)
 
     def devices(self, value: object, origin: str, *, of_table: bool = False) -> Iterator[Setting]:
-        """Read the orders by op, for all sections of devices."""
         key, found = DEVICES.rstrip("."), dict[str, list[DeviceOrder]]()
         if not isinstance(value, list):
             raise wrong(key, origin, f"expected a list of sections, got {kind_of(value)}")
@@ -229,7 +209,6 @@ class _File:
             yield Setting(key, tuple(orders), orders[0].origin)
 
     def device_order(self, key: str, value: object, origin: str) -> tuple[OpOrder, str]:
-        """Read one op's order by mode, and its measurement."""
         needed = () if self.users else ("measured",)
         parts = self.parts(key, value, origin, needed, (*MODES, "measured"))
         sides = {mode: parts[mode] for mode in MODES if mode in parts}
@@ -258,7 +237,6 @@ class _File:
         needed: tuple[str, ...],
         more: tuple[str, ...] = (),
     ) -> Lines:
-        """Check the keys of a mapping: `needed` are required, `more` are optional."""
         known = dict.fromkeys((*needed, *more))
         found = self.mapping(key, value, origin, ", ".join(known))
         for name in found:
@@ -273,7 +251,6 @@ class _File:
 
 @cache
 def _loader() -> Any:
-    """Return a YAML loader that keeps the line of each key."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -324,7 +301,7 @@ def _scalar(key: str, value: object, origin: str) -> str:
 
 
 def _plain(value: object) -> object:
-    """Read the value of a setting that no loaded plugin declares; None if it is invalid."""
+    """Read a setting that no loaded plugin declares; None if the value is invalid."""
     if isinstance(value, list) and all(isinstance(each, str) for each in value):
         return tuple(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,7 +1,8 @@
-"""Read the settings from four layers; the highest layer that sets an item wins.
+"""Read the settings from four layers. The highest layer that sets an item is used.
 
-The layers are: the file of VLLM_FL_CONFIG, the environment, the platform files of plugins, and the
-defaults. Without `extends: platform`, the file overrides every item that a file can set.
+The layers are, from the highest: the file of VLLM_FL_CONFIG, the environment, the platform files of
+plugins, and the defaults. A file without `extends: platform` overrides every item that a file can
+set, even if the file does not contain it.
 """
 
 from __future__ import annotations
@@ -65,18 +66,11 @@ Groups = Mapping[str, Collection[str]]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 SWITCHES: Declared = {"strict": Settings.strict, "deny_vendors": Settings.deny_vendors}
-"""The safety switches. It is an error if a file overrides their variables."""
+"""The safety switches. If a file overrides their variables, an error is raised."""
 
 
 def load_startup(env: Mapping[str, str] = os.environ) -> Settings:
-    """Read the settings that a process needs before its plugins are known, from the environment.
-
-    Returns:
-        `enabled`, `platform`, `plugins`, `plugin_modules`, `log_level`, `debug`.
-
-    Raises:
-        SettingsError: a value is invalid.
-    """
+    """Read the settings that a process needs before its plugins are known, from the environment."""
     return Settings(tuple(_stacked([_environment(env, STARTUP)], STARTUP).values()))
 
 
@@ -92,19 +86,16 @@ def load_settings(
     foreign: bool = False,
     orders: Mapping[str, object] = NOTHING,
 ) -> Settings:
-    """Read the effective settings. `check_names` checks their names later.
+    """Read the effective settings. `check_names` checks the names in them later.
 
     Args:
-        env: the environment.
         platform: the detected platform; VLLM_FL_PLATFORM overrides it.
         platform_files: (distribution, YAML file) of each plugin's file for the platform.
-        brought: the installed implementations; each distribution's file orders its own.
-        groups: group -> its ops.
-        plugins: the settings that plugins declare.
-        platforms: known platforms that are not in `PLATFORMS`.
-        foreign: whether another plugin provides the platform. Without a platform file that applies
-            to it, `prefer` defaults to `stock`.
-        orders: op or group -> its order on vLLM's command line, which has priority.
+        brought: the installed implementations. The file of a distribution sorts only its own.
+        platforms: further known platforms, in addition to `PLATFORMS`.
+        foreign: whether another plugin provides the platform. If no platform file applies to it,
+            `prefer` defaults to `stock`.
+        orders: op or group -> its order on vLLM's command line. These orders have priority.
 
     Raises:
         SettingsError: a variable, a file or an order has an error.
@@ -182,7 +173,7 @@ def load_settings(
 
 
 def _add_table(entries: Layer) -> Table | None:
-    """Read the tuning table, and insert its orders before orders of backends."""
+    """Read the tuning table. Insert its orders after the user's and before those of backends."""
     named = entries["table"]
     if named.value is None:
         return None
@@ -196,11 +187,7 @@ def _add_table(entries: Layer) -> Table | None:
 
 
 def policy_from_config(path: str | os.PathLike[str]) -> SelectionPolicy:
-    """Return the policy from a user's YAML file, ignoring `extends`.
-
-    Raises:
-        SettingsError: the file cannot be read, or has an error.
-    """
+    """Return the policy of a YAML file. Ignores `extends`. Raises SettingsError."""
     own = read_settings_file(path, ITEMS, key="config")
     own.pop(EXTENDS, None)
     if any(key.startswith(GROUPS) for key in own):
@@ -214,7 +201,7 @@ def _of(declared: Declared, *, in_file: bool) -> Declared:
 
 
 def _variables(env: Mapping[str, str], groups: Groups, declared: Declared) -> list[Layer]:
-    """Return the layers of the environment for settings that a file may set, highest first."""
+    """Return the layers of the environment for settings that a file may also set, highest first."""
     own = _environment(env, _of(declared, in_file=True))
     close_pairs(own, declared)
     orders = [read_orders(path)] if (path := _text(env, OP_CONFIG, "op_config")) else []
@@ -222,7 +209,7 @@ def _variables(env: Mapping[str, str], groups: Groups, declared: Declared) -> li
 
 
 def _unread(env: Mapping[str, str], declared: Declared, ignored: Collection[str]) -> Layer:
-    """Return the variables that a complete override ignores, unparsed."""
+    """Return the variables that a complete override ignores. Their text is not parsed."""
     return {
         key: Setting(key, ascii(env[spec.variable])[1:-1], f"environment {spec.variable}")
         for key, spec in declared.items()
@@ -231,7 +218,7 @@ def _unread(env: Mapping[str, str], declared: Declared, ignored: Collection[str]
 
 
 def _refuse_idle(env: Mapping[str, str], entries: Layer) -> None:
-    """Raise if a file overrides a safety switch of the environment."""
+    """Raise IdleSwitchError if a file overrides a safety switch of the environment."""
     for key, asked in _environment(env, SWITCHES).items():
         held, allowed = entries[key], entries["allow_vendors"]
         if isinstance(asked.value, tuple):
@@ -256,10 +243,8 @@ def _orders(layer: Layer) -> dict[str, OpOrder]:
 
 
 def _spread(layer: Layer, groups: Groups) -> Layer:
-    """Replace the orders of groups by orders of their ops. An op's own order has priority.
-
-    The order of a group without an op is kept.
-    """
+    """Replace the orders of groups by orders of their ops. An op's own order has priority. The
+    order of a group without ops is kept."""
     orders, spread = _orders(layer), dict(layer)
     for key in orders:
         group = key.removeprefix(GROUPS)
@@ -269,7 +254,7 @@ def _spread(layer: Layer, groups: Groups) -> Layer:
             of_op, origin = f"{ORDER_PREFIX}{op}", f"{layer[key].origin} ({GROUP}{group})"
             found = dataclasses.replace(layer[key], key=of_op, value=order, origin=origin)
             own = orders.get(of_op)
-            if own is not None:  # the group's order applies to an open mode
+            if own is not None:  # the group's order applies to open modes
                 value = dataclasses.replace(
                     own, eager=own.eager or order.eager, compiled=own.compiled or order.compiled
                 )
@@ -288,18 +273,18 @@ def _environment(env: Mapping[str, str], declared: Declared) -> Layer:
                 continue
             origin = f"environment {variable}"
             value = checked(partial(value_of, spec), text, key, origin)
-            if key not in layer or value is False:  # of two variables, false has priority
+            if key not in layer or value is False:  # if both variables are set, false has priority
                 layer[key] = Setting(key, value, origin)
     return layer
 
 
 def _text(env: Mapping[str, str], variable: str, key: str) -> str | None:
-    """Return a variable's text, or None if it is empty; only VLLM_FL_PLUGINS may be empty."""
+    """Return a variable's text, or None if it is empty. Only VLLM_FL_PLUGINS may be empty."""
     text = env.get(variable)
     if text is None:
         return None
     text = text.strip()
-    if not text.isprintable():  # excludes control characters and invalid UTF-8
+    if not text.isprintable():  # also rejects invalid UTF-8
         problem = f"{text!r} contains unprintable characters"
         raise wrong(key, f"environment {variable}", problem)
     return text if text or variable == Settings.plugins.variable else None
@@ -316,7 +301,6 @@ def _per_op(env: Mapping[str, str]) -> Layer:
 
 
 def _layer_of(pairs: Iterable[tuple[str, object]], origin: str) -> Layer:
-    """Return orders of one origin as settings."""
     layer: Layer = {}
     for op, tokens in pairs:
         key = f"{ORDER_PREFIX}{op}"
@@ -331,7 +315,7 @@ def _layer_of(pairs: Iterable[tuple[str, object]], origin: str) -> Layer:
 def _stacked(
     layers: Sequence[Layer], declared: Declared, *, ignored: Mapping[str, Setting] = NOTHING
 ) -> Layer:
-    """Return each key's highest setting, or its default, with the settings that it overrides."""
+    """Return each key's highest setting or its default, with the settings that it overrides."""
     defaults = {key: Setting(key, spec.default) for key, spec in declared.items()}
     layers = [*layers, defaults]
     stacked: Layer = {}
@@ -353,10 +337,8 @@ def _united(
     *,
     has_stock: bool,
 ) -> Layer:
-    """Merge the platform files into one layer.
-
-    If vLLM has kernels for the device (`has_stock`), `stock` precedes a fallback to `reference`.
-    """
+    """Merge the platform files into one layer. If vLLM has kernels for the device (`has_stock`),
+    `stock` precedes a fallback to `reference`."""
     files = [
         (name, read_settings_file(path, declared, key="platform_files", distribution=name))
         for name, path in platform_files

@@ -10,12 +10,13 @@ from typing import Any
 from .values import read_text, wrong
 
 MARK = "vllm_fl_lock"
-"""The key of the format version. Other versions are rejected."""
+"""The key of the format version."""
 
 VERSION = 3
 
 WARN = "warn:"
-"""Prefix of a path in VLLM_FL_LOCK: an engine that differs only logs a warning."""
+"""Prefix of a path in VLLM_FL_LOCK. An engine that differs from the lock file then only logs a
+warning."""
 
 MAX_BYTES = 64 * 2**20
 
@@ -25,12 +26,12 @@ class Locked:
     """A lock file.
 
     Args:
-        file: its path, in the process that read the settings.
-        facts: name -> a property of the engine. Empty in the file for the engine that `vllm-fl plan
-            --save` starts: that engine is not compared.
+        file: its path in the process that read the settings.
+        facts: name -> a property of the engine. Empty in the temporary file for the engine that
+            `vllm-fl plan --save` starts, because that engine is not compared.
         result: `ops`, the plan; its `digest`; `out`, the disabled implementations.
         seed: the seed of its verification, or None.
-        warns: whether an engine that differs only logs a warning.
+        warns: whether a difference only logs a warning.
     """
 
     file: str
@@ -44,12 +45,11 @@ def read_lock(path: str, *, key: str = "lock", origin: str = "") -> Locked:
     """Read a lock file.
 
     Args:
-        path: the file, after `warn:` if an engine that differs only logs a warning.
-        key: the setting, or option, with this path, for errors.
-        origin: the origin of `path`.
+        path: the file, with the prefix `warn:` if a difference only logs a warning.
+        key: the setting or option that contains the path, for errors.
 
     Raises:
-        SettingsError: it cannot be read, is not a lock file, or has another version.
+        SettingsError: the file cannot be read, is not a lock file, or has a different version.
     """
     file = path.removeprefix(WARN)
     text = read_text(file, key, origin or file, most=MAX_BYTES)

@@ -18,7 +18,6 @@ from .values import DEVICES, ORDER_PREFIX, PLATFORMS, wrong
 Impls = Collection[Impl]
 
 OURS = ("op", "group", "vendor", "layer", "setting")
-"""The kinds of names in core's settings."""
 
 OLDER_LAYERS = frozenset(
     (
@@ -28,12 +27,12 @@ OLDER_LAYERS = frozenset(
         "unquantized_fused_moe_method",
     )
 )
-"""Layers in files of vllm-plugin-FL that belong to no op here, and that some releases of vLLM lack.
-The layers of ops are in their bindings."""
+"""Layers in files of vllm-plugin-FL that some releases of vLLM lack and that belong to no op here.
+The bindings contain the layers of ops."""
 
 
 class _Use(NamedTuple):
-    """A name in a setting; `label` is its entry in `Settings.unchecked`."""
+    """A name in a setting. `label` is its entry in `Settings.unchecked`."""
 
     space: str
     name: str
@@ -42,7 +41,6 @@ class _Use(NamedTuple):
 
     @property
     def is_users_order(self) -> bool:
-        """Whether it is in an order of the user."""
         return isinstance(self.setting.value, OpOrder) and self.setting.value.pinned
 
 
@@ -54,21 +52,22 @@ def check_names(
     plugins: Sequence[Plugin] = (),
     **known: Collection[str],
 ) -> Settings:
-    """Check the names in settings. Kinds that are not given stay unchecked, for a later call.
+    """Check the names in settings. Kinds without known names are not checked; a later call can
+    check them.
 
-    An unknown op or vendor is kept, since its plugin may be installed later, and is a warning if a
-    known name is similar.
+    An unknown op or vendor is kept, because its plugin may be installed later. If a known name is
+    similar, a warning suggests it.
 
     Args:
-        settings: the result of `load_settings`.
-        impls: op -> the installed implementations, for the selectors in the user's orders; or None.
+        impls: op -> the installed implementations, to check the selectors in the user's orders;
+            None to skip this check.
         bindings: the bindings of the ops, with their names in vllm-plugin-FL.
         plugins: as for `unmatched`.
         known: the known names by kind: `op` and `group` from contracts and plugins, `vendor` from
             plugins, `layer` from vLLM. `op` is required.
 
     Raises:
-        SettingsError: vLLM has no such layer. A layer of vllm-plugin-FL is a warning.
+        SettingsError: vLLM has no such layer. A layer of vllm-plugin-FL only causes a warning.
     """
     older_ops = {name: op for op, binding in bindings.items() for name in binding.formerly}
     older_layers = OLDER_LAYERS.union(*(binding.former_layers for binding in bindings.values()))
@@ -111,7 +110,6 @@ def check_names(
 
 
 def uses(settings: Settings) -> Iterator[_Use]:
-    """Yield the names in settings, each with its setting."""
     unowned = settings.unowned
     for key, setting in settings.items():
         if isinstance(setting.value, OpOrder):
@@ -139,17 +137,16 @@ def unmatched(
     impls_by_op: Mapping[str, Impls],
     plugins: Sequence[Plugin] = (),
 ) -> Iterator[tuple[str, str]]:
-    """Yield (op, a sentence) for each order of the user with selectors that match nothing usable.
+    """Yield (op, a sentence) for each order of the user with selectors that match no usable
+    implementation.
 
-    An implementation is unusable if a vendor filter excludes it or it is not available. A selector
-    of another platform is reported only if no implementation of the order is usable, because one
-    file may be used on several machines.
+    An implementation is unusable if a vendor filter excludes it or it is not available. One file
+    may be used on several machines. Therefore a selector of a different platform is reported only
+    if no implementation in the order is usable.
 
     Args:
-        settings: the settings.
-        impls_by_op: op -> the installed implementations.
         plugins: the installed plugins. An id or vendor that a failed plugin may have provided is
-            not reported here: a call of the op reports the plugin's error.
+            not reported here, because a call of the op reports the plugin's error.
     """
     for key, setting in settings.items():
         op, order = key.removeprefix(ORDER_PREFIX), setting.value
@@ -165,7 +162,6 @@ def unmatched(
 
 
 def meant(token: Token, impls: Impls) -> str:
-    """Return ` Did you mean 'impl:vendor.acme'?`, or empty if no installed name is similar."""
     known = {
         *(f"impl:{impl.impl_id}" for impl in impls),
         *(f"vendor:{impl.vendor}" for impl in impls if impl.vendor),
@@ -214,7 +210,6 @@ def _said(
 
 
 def _obstacle(impl: Impl, settings: Settings) -> str | None:
-    """Return why an installed implementation cannot run here, or None."""
     why = settings.policy.refuses(impl)
     if why is None and (verdict := impl.availability()) is not True:
         why = f"not available: {verdict}"

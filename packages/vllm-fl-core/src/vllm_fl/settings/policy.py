@@ -21,23 +21,22 @@ from ..text import closest, kind_of
 T = TypeVar("T")
 
 Mode = Literal["eager", "compiled"]
-"""How the engine runs a model. Calls from a script are eager."""
+"""How the engine runs a model. Calls from scripts are eager."""
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 KINDS = tuple(kind.value for kind in BackendImplKind)
 
 UNTOUCHED = ("foreign", "stock")
-"""Selectors that replace nothing: another plugin's layers, and vLLM's implementation."""
+"""Selectors that replace nothing: layers of a different plugin, and vLLM's implementation."""
 
 SLIPS = {"vllm": "stock", "native": "stock", "torch": "reference", "flaggems": "flagos"}
-"""Words that are likely meant as a token -> the token."""
+"""Likely mistake -> the intended selector."""
 
 DEFAULT = "default"
 """The key of the order for ops without their own order."""
 
 GROUP = "group:"
-"""The prefix of a group of ops in orders: `group:norms`."""
 
 PREFERENCES = (*KINDS, "stock")
 
@@ -55,20 +54,21 @@ ENGINE_ORDERS: Mapping[str, tuple[str, ...]] = {
     "reference": ("reference", "flagos", "vendor"),
     "stock": UNTOUCHED,
 }
-"""Preference -> default order in an engine. `stock` precedes `reference` unless it is preferred."""
+"""Preference -> default order in an engine. `stock` precedes `reference` unless `reference` is
+preferred."""
 
 
 @dataclass(frozen=True)
 class Token:
-    """A selector, one entry of an order: `flagos`, `reference`, `vendor`, `vendor:NAME`, `impl:ID`,
-    `foreign` or `stock`."""
+    """A selector: `flagos`, `reference`, `vendor`, `vendor:NAME`, `impl:ID`, `foreign` or
+    `stock`."""
 
     kind: Literal["flagos", "vendor", "reference", "impl", "foreign", "stock"]
     name: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> Token:
-        """Parse a selector. Raises ValueError, with a suggestion."""
+        """Parse a selector. The ValueError for an invalid selector contains a suggestion."""
         if not isinstance(text, str):
             mapping = "a mapping (vendor:NAME has no space after its colon)"
             found = mapping if isinstance(text, Mapping) else kind_of(text)
@@ -76,7 +76,7 @@ class Token:
         head, colon, name = text.strip().partition(":")
         first, dot, rest = head.partition(".")
         if dot and rest and not colon and first in ("default", "vendor", "reference"):
-            head, colon, name = "impl", ":", head  # an id, as printed in logs
+            head, colon, name = "impl", ":", head  # an id as logs print it
         if head in (*KINDS, *UNTOUCHED) and not colon:
             return cls(head)  # type: ignore[arg-type]
         is_name = name.isprintable() and not any(map(str.isspace, name))
@@ -94,7 +94,6 @@ class Token:
         return self.kind if self.name is None else f"{self.kind}:{self.name}"
 
     def matches(self, impl: Impl) -> bool:
-        """Return whether this selects `impl`."""
         if self.kind == "impl":
             return impl.impl_id == self.name
         if self.kind != impl.kind.value:
@@ -103,25 +102,24 @@ class Token:
 
     @property
     def preference(self) -> str | None:
-        """The kind of the selected implementations; of an id, by its first part."""
+        """The kind of the selected implementations. For an id, its first part determines
+        the kind."""
         if self.kind == "impl" and self.name is not None:
             return {"default": "flagos"}.get(head := self.name.split(".")[0], head)
         return "stock" if self.kind in UNTOUCHED else self.kind
 
 
 REST = "rest"
-"""The key of the row for calls larger than all other rows."""
+"""The key of the row for calls that are larger than all other rows."""
 
 Rows = tuple[tuple[int | None, T], ...]
-"""Values by call size: (maximum tokens, the value for calls of at most that many tokens).
-
-Sorted by maximum tokens. The last maximum is None, for all larger calls. If size does not matter,
-there is only this row.
-"""
+"""Values by call size: (maximum tokens, the value for calls of at most that many tokens). The rows
+are sorted by maximum tokens. The last maximum is None, for all larger calls. If the size does not
+matter, there is only this row."""
 
 
 def at_size(rows: Rows[T], tokens: int | None) -> T:
-    """Return the value for a call of this many tokens; None is larger than any maximum."""
+    """Return the value for a call of this many tokens. `tokens` None selects the last row."""
     size = math.inf if tokens is None else tokens
     return next(value for ceiling, value in rows if ceiling is None or size <= ceiling)
 
@@ -138,13 +136,13 @@ class OpOrder:
 
     Args:
         eager, compiled: the selectors of each mode, by the size of a call; empty if the mode is
-            open.
-        pinned: whether the user wrote it, so `prefer` does not re-sort it.
+            open (lower-priority orders then apply).
+        pinned: whether the user wrote the order. If so, `prefer` does not re-sort it.
         group: the group of the order (`norms`); empty for an order of the op itself.
 
     Raises:
-        ValueError: maximum tokens that are not ascending positive integers, a missing row for
-            larger calls, or a row without selectors.
+        ValueError: the maximums are not ascending positive integers, the row for all larger calls
+            is missing, or a row has no selectors.
     """
 
     eager: Rows[tuple[Token, ...]]
@@ -168,12 +166,10 @@ class OpOrder:
                     raise ValueError(f"the order for {_row_key(ceiling)} is empty")
 
     def rows(self, mode: Mode) -> Rows[tuple[Token, ...]]:
-        """Return the rows of one mode; empty if the mode is open."""
         return self.eager if mode == "eager" else self.compiled
 
     @property
     def every(self) -> tuple[Token, ...]:
-        """The selectors of all rows, without duplicates."""
         rows = (*self.eager, *self.compiled)
         return tuple(dict.fromkeys(token for _, tokens in rows for token in tokens))
 
@@ -181,11 +177,12 @@ class OpOrder:
     def of(cls, value: object, *, pinned: bool = True) -> OpOrder:
         """Read an order from settings.
 
-        It is a selector, a list of selectors, lists by the token count of a call as `{"<=16": …,
-        "rest": …}`, or any of these for each mode as `{eager: …, compiled: …}`.
+        An order is a selector, a list of selectors, or lists by the number of tokens of a call:
+        `{"<=16": …, "rest": …}`. Each mode may have a separate order: `{eager: …, compiled: …}`.
 
         Raises:
-            ValueError: an unknown selector or mode, an empty list, invalid rows, or another type.
+            ValueError: a selector or mode is unknown, a list is empty, or rows or types are
+                invalid.
         """
         if isinstance(value, OpOrder):
             return value
@@ -203,10 +200,8 @@ class OpOrder:
         return cls(sides.get("eager", ()), sides.get("compiled", ()), pinned)
 
     def preferring(self, kind: str) -> OpOrder:
-        """Return this order with the preferred kind first in each row, unless it is pinned.
-
-        Adds only `stock`, if that is preferred.
-        """
+        """Return this order with the preferred kind first in each row, unless it is pinned. If
+        `stock` is preferred, it is added to rows without it."""
 
         def front(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
             stock = Token("stock")
@@ -218,10 +213,8 @@ class OpOrder:
 
     @property
     def above_plain(self) -> OpOrder:
-        """This order with `stock` before a `reference` that follows another kind.
-
-        A leading `reference` stays there. Scripts ignore `stock`.
-        """
+        """This order with `stock` before a `reference` that follows another kind. A leading
+        `reference` keeps its position. Scripts ignore `stock`."""
 
         def raised(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
             plain = [token.preference == "reference" for token in tokens]
@@ -242,8 +235,8 @@ class OpOrder:
 
     @property
     def written(self) -> Any:
-        """The order as read by `of`, JSON-able: one value for equal modes, and open modes
-        omitted."""
+        """The order as JSON-able values that `of` reads. Open modes are omitted; equal modes have
+        one value."""
         sides: dict[str, Any] = {}
         for mode in filter(self.rows, MODES):
             rows = {_row_key(ceiling): [*map(str, tokens)] for ceiling, tokens in self.rows(mode)}
@@ -272,7 +265,6 @@ def _is_by_size(value: Mapping[Any, object]) -> bool:
 
 
 def _ceiling(key: object) -> int | None:
-    """Parse `<=16`, or `rest` (None). Raises ValueError."""
     if key == REST:
         return None
     found = re.fullmatch(r"<=\s*([1-9][0-9]{0,8})", str(key).strip())
@@ -307,14 +299,14 @@ class SelectionPolicy:
     """The choice between implementations. Frozen, hashable, printable.
 
     Args:
-        prefer: the kind that is tried first for ops without an order. With `stock`, such an op runs
-            vLLM's implementation.
-        strict: the first failure is raised and no other implementation is tried.
-        per_op_order: op -> OpOrder, or a value that `OpOrder.of` reads; or pairs of the two. The
-            key `default` is for ops without an order.
-        deny_vendors: the vendors that must not be used; it overrides `allow_vendors`.
-        allow_vendors: the vendors that may be used; None allows all. Both apply only to kind
-            VENDOR.
+        prefer: the kind that is tried first for ops without an order. If it is `stock`, such an op
+            runs vLLM's implementation.
+        strict: whether the first failure is raised, and no other implementation is tried.
+        per_op_order: op -> OpOrder, or a value that `OpOrder.of` reads; or pairs of op and order.
+            The key `default` is for ops without an order.
+        deny_vendors: the vendors that must not be used. It overrides `allow_vendors`.
+        allow_vendors: the vendors that may be used; None allows all. Both filters apply only to
+            kind VENDOR.
 
     Raises:
         ValueError: an unknown kind or selector, or a group instead of an op.
@@ -343,13 +335,13 @@ class SelectionPolicy:
         if self.allow_vendors is not None:
             object.__setattr__(self, "allow_vendors", _names("allow_vendors", self.allow_vendors))
         object.__setattr__(self, "deny_vendors", _names("deny_vendors", self.deny_vendors))
-        # Hashed once: a policy is a key of the call path's table.
+        # Hashed once, because a policy is a key of the call path's table.
         fields = (self.prefer, self.strict, tuple(orders.items()))
         object.__setattr__(self, "_hash", hash((fields, self.allow_vendors, self.deny_vendors)))
 
     def names(self, op: str, *, itself: bool = False) -> bool:
-        """Return whether the user has set an order for the op; with `itself`, not only for its
-        group."""
+        """Return whether the user has set an order for the op. With `itself`, an order of its group
+        does not count."""
         order = self.per_op_order.get(op)
         return order is not None and order.pinned and not (itself and order.group)
 
@@ -362,7 +354,7 @@ class SelectionPolicy:
         return self._hash  # type: ignore[attr-defined, no-any-return]
 
     def listed(self, op: str, mode: Mode = "eager") -> OpOrder | None:
-        """Return the order of `op` in this mode, or None if only `prefer` applies."""
+        """Return the order of `op` in this mode; None if only `prefer` applies."""
         lists = (self.per_op_order.get(name) for name in (op, DEFAULT))
         return next((order for order in lists if order is not None and order.rows(mode)), None)
 
@@ -379,13 +371,11 @@ class SelectionPolicy:
         engine: bool = False,
         tokens: int | None = None,
     ) -> tuple[Token, ...]:
-        """Return the selectors for `op`, in order.
+        """Return the selectors for `op` in order.
 
         Args:
-            op: the op's name.
-            mode: the engine's mode.
             engine: whether to use an engine's default order, with `stock`.
-            tokens: the number of tokens of the call; None is larger than any maximum.
+            tokens: the number of tokens of the call; None for the row of the largest calls.
         """
         listed = self.listed(op, mode)
         if listed is not None:

@@ -55,8 +55,8 @@ class Setting:
         value: text, a boolean, None, a tuple of names, an `OpOrder`, or a tuple of `DeviceOrder`.
         origin: its source: `default`, `detected`, `environment VLLM_FL_PREFER`, `/etc/fl.yaml:3`,
             `/opt/cuda.yaml:12 (vllm-fl-cuda 0.1.0)`.
-        overrides: (value, origin) of the settings that it replaces or merges, nearest first. A
-            variable that VLLM_FL_CONFIG overrides has its unparsed text.
+        overrides: (value, origin) of the settings that it replaces or merges, nearest first. The
+            value of a variable that VLLM_FL_CONFIG overrides is its unparsed text.
     """
 
     key: str
@@ -66,7 +66,7 @@ class Setting:
 
     @property
     def names(self) -> Names:
-        """The value of a list that is set."""
+        """The value, if it is a tuple of names."""
         return cast("Names", self.value)
 
     @property
@@ -81,19 +81,18 @@ class Setting:
         return f"{self.key}={text} ({self.origin})"
 
     def replaced(self, value: object, origin: str) -> Setting:
-        """Return this setting with another value, which overrides the current one."""
         overrides = ((self.value, self.origin), *self.overrides)
         return dataclasses.replace(self, value=value, origin=origin, overrides=overrides)
 
     @property
     def undo(self) -> str:
-        """The command that unsets it, or opens its file."""
+        """The shell command that unsets it, or opens its file."""
         return undo(self.origin)
 
 
 def undo(origin: str) -> str:
-    """Return `Setting.undo` for a text that begins with a variable's name, or with file and
-    line."""
+    """Return `Setting.undo` for a text that begins with a variable's name, or with file
+    and line."""
     if in_file := re.match(r"(\S.*?):(\d+)\b", origin):
         return f"${{EDITOR:-vi}} +{in_file[2]} {shlex.quote(in_file[1])}"
     named = re.search(r"\benvironment (\w+)|^(\w+_\w+)", origin)
@@ -102,21 +101,16 @@ def undo(origin: str) -> str:
 
 @dataclass(frozen=True)
 class Settings(Mapping[str, Setting]):
-    """All settings by key, read-only.
+    """All settings by key, read-only. docs/settings.md describes each.
 
-    The class attributes are declarations; on an instance they are the effective values
-    (`SettingSpec.__get__`).
-
-    `load_startup` reads only settings that a process needs before its plugins are known; other
-    attributes then raise KeyError.
+    The class attributes are declarations. On an instance they are the effective values
+    (`SettingSpec.__get__`). `load_startup` reads only settings that a process needs before its
+    plugins are known. Other attributes then raise KeyError.
 
     Args:
-        entries: the settings, in the order of the reference.
         warnings: warnings for the user, one sentence each.
-        unchecked: names that are unknown or not checked yet, such as `oot_blacklist.fused_moe`;
+        unchecked: names that are unknown or not checked yet, such as `oot_blacklist.fused_moe`.
             `check_names` removes known names.
-        tuned: the tuning table (setting `table`).
-        locked: the lock file (setting `lock`).
         declared: the declarations of core and of the loaded plugins.
     """
 
@@ -128,32 +122,23 @@ class Settings(Mapping[str, Setting]):
     declared: Declared = field(default_factory=lambda: ITEMS, compare=False, repr=False)
 
     enabled = SettingSpec("enabled", "VLLM_FL_ENABLED", True)
-    """False: vLLM runs without vllm-fl."""
     config = SettingSpec[str | None]("config", CONFIG, None)
-    """A YAML file of the user."""
     platform = SettingSpec[str | None]("platform", "VLLM_FL_PLATFORM", None, read=read_platform)
-    """The platform, forced or detected."""
+    """forced or detected"""
     prefer = SettingSpec("prefer", "VLLM_FL_PREFER", "flagos", in_file=True, choices=PREFERENCES)
-    """The kind that is tried first, or `stock` for vLLM's implementations."""
     strict = SettingSpec("strict", "VLLM_FL_STRICT", False, in_file=True)
-    """Whether the first failure is raised and no other implementation is tried."""
     allow_vendors = SettingSpec[SomeNames](
         "allow_vendors", "VLLM_FL_ALLOW_VENDORS", None, in_file=True, names="vendor"
     )
-    """The only vendors that may be used, or None for all."""
     deny_vendors = SettingSpec[Names](
         "deny_vendors", "VLLM_FL_DENY_VENDORS", (), in_file=True, names="vendor"
     )
-    """Vendors that must not be used."""
     require = SettingSpec(
         "require", "VLLM_FL_REQUIRE", "none", in_file=True, choices=("none", "batch_invariant")
     )
     """The property that implementations in an engine must have."""
     table = SettingSpec[str | None]("table", "VLLM_FL_TABLE", None, in_file=True)
-    """A tuning table for the measured device, or None."""
     lock = SettingSpec[str | None]("lock", "VLLM_FL_LOCK", None)
-    """A lock file that the engine must match, or None. After `warn:`, a difference only logs a
-    warning."""
     oot_enabled = SettingSpec("oot_enabled", "VLLM_FL_OOT_ENABLED", True)
     """Whether vLLM's layers are replaced."""
     oot_whitelist = SettingSpec[SomeNames](
@@ -164,39 +149,30 @@ class Settings(Mapping[str, Setting]):
         names="layer",
         excludes="oot_blacklist",
     )
-    """The only vLLM layers that are replaced, or None."""
     oot_blacklist = SettingSpec[Names](
         "oot_blacklist", "VLLM_FL_OOT_BLACKLIST", (), in_file=True, names="layer"
     )
-    """vLLM layers that are not replaced."""
     preflight = SettingSpec(
         "preflight", "VLLM_FL_PREFLIGHT", "verify", choices=("verify", "run", "off")
     )
-    """How implementations are tested before the model is built."""
     log_level = SettingSpec(
         "log_level", "VLLM_FL_LOG_LEVEL", "INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR")
     )
-    """The level of the logger `vllm_fl`."""
     debug = SettingSpec("debug", "VLLM_FL_DISPATCH_DEBUG", False)
-    """Whether to print every resolution and count calls."""
+    """Whether to print every resolution and to count calls."""
     count_calls = SettingSpec("count_calls", "VLLM_FL_COUNT_CALLS", False)
-    """Whether to count calls."""
     metrics = SettingSpec[str | None]("metrics", "VLLM_FL_METRICS", None)
-    """The file for each worker's counters, with its rank in the name; or None."""
+    """The file for each worker's counters. Each worker adds its rank to the name."""
     shadow = SettingSpec[str | None]("shadow", "VLLM_FL_SHADOW", None, read=read_share)
-    """The fraction of steps with a shadow check of the plan's calls, or None."""
+    """The fraction of steps with a shadow check of the plan's calls."""
     plugins = SettingSpec[SomeNames]("plugins", "VLLM_FL_PLUGINS", None, names="distribution")
-    """The distributions with plugins to load, or None for all."""
     plugin_modules = SettingSpec[Names](
         "plugin_modules", "VLLM_FL_PLUGIN_MODULES", (), names="module"
     )
-    """Modules to load as plugins."""
     flagcx_path = SettingSpec[str | None]("flagcx_path", "FLAGCX_PATH", None)
-    """The folder of FlagCX, or None."""
 
     @property
     def counts_calls(self) -> bool:
-        """Whether calls are counted."""
         return self.count_calls or self.debug
 
     @cached_property
@@ -228,22 +204,15 @@ class Settings(Mapping[str, Setting]):
         )
 
     def without_table(self, why: str) -> Settings:
-        """Return these settings with the tuning table disabled; `why` is the reason."""
         if self.tuned is None:
             return self
         return dataclasses.replace(self, tuned=dataclasses.replace(self.tuned, unused=why))
 
     def with_devices(self, device: str, mode: Mode) -> Settings:
-        """Return these settings with the orders for a device.
-
-        Precedence: the user's orders for the device; the user's orders for any device; the tuning
-        table; orders of backends for the device. The user's `prefer` also overrides backends.
-
-        Args:
-            device: the name of the engine's device; if it is empty, the settings are returned
-                unchanged.
-            mode: the engine's mode.
-        """
+        """Return these settings with the orders for a device. Without a device name they are
+        unchanged. Precedence, highest first: the user's orders for the device, the user's orders
+        for any device, the tuning table, orders of backends for the device. The user's `prefer`
+        also overrides orders of backends."""
         if not device:
             return self
         entries = dict(self._by_key)
@@ -267,7 +236,8 @@ class Settings(Mapping[str, Setting]):
 
     @property
     def by_device(self) -> dict[str, tuple[DeviceOrder, ...]]:
-        """Op -> its orders on some devices. The first match for the engine's device is used."""
+        """Op -> its orders for some devices. The first order that matches the engine's device is
+        used."""
         return {
             key.removeprefix(DEVICES): cast("tuple[DeviceOrder, ...]", setting.value)
             for key, setting in self.items()
@@ -276,14 +246,14 @@ class Settings(Mapping[str, Setting]):
 
     @property
     def held_by_device(self) -> dict[str, str]:
-        """Op -> origin and measurement of its order for the device, after `with_devices`."""
+        """Op -> origin and measurement of its order for the device. Only after `with_devices`."""
         whys = {op: {order.why for order in orders} for op, orders in self.by_device.items()}
         held = {op: self.get(f"{ORDER_PREFIX}{op}") for op in whys}
         return {op: own.origin for op, own in held.items() if own and own.origin in whys[op]}
 
     @property
     def unowned(self) -> tuple[str, ...]:
-        """The keys or variables of settings without a loaded plugin, which have no effect."""
+        """The keys or variables of settings without a loaded plugin. They have no effect."""
         return tuple(
             key
             for key in self
@@ -294,12 +264,11 @@ class Settings(Mapping[str, Setting]):
 
     @property
     def chosen(self) -> dict[str, Setting]:
-        """The settings that the user set, in variables or in a file."""
         paired = {key for pair in pairs(self.declared) for key in pair}
         chosen = {}
         for key, setting in self.items():
             if key in paired and not setting.value:
-                continue  # emptied by the other list of its pair
+                continue  # the other list of the pair cleared it
             in_file = self.config is not None and setting.origin.startswith(f"{self.config}:")
             by_variable = setting.origin.startswith(("environment ", COMMAND_LINE))
             if in_file or by_variable or f"(environment {OP_CONFIG})" in setting.origin:
@@ -307,7 +276,7 @@ class Settings(Mapping[str, Setting]):
         return chosen
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Declarations of plugins are not pickled: their `read` may not be picklable.
+        # Declarations are not pickled, because a plugin's `read` may not be picklable.
         return Settings, (self.entries, self.warnings, self.unchecked, self.tuned, self.locked)
 
 
@@ -317,12 +286,10 @@ ITEMS: Declared = MappingProxyType(
 
 
 def variables_of(spec: SettingSpec[Any]) -> tuple[str, ...]:
-    """The environment variables of one setting."""
     return (spec.variable, *FORMER.get(spec.variable, ()))
 
 
 def variables(declared: Declared) -> tuple[str, ...]:
-    """Return the environment variables of all settings."""
     return (*(v for spec in declared.values() for v in variables_of(spec)), PER_OP, OP_CONFIG)
 
 
@@ -332,13 +299,12 @@ def overridden(declared: Declared) -> tuple[str, ...]:
 
 
 def file_keys(declared: Declared) -> tuple[str, ...]:
-    """Return the keys of a YAML file."""
     keys = (key for key, spec in declared.items() if spec.in_file)
     return (*keys, ORDER_PREFIX.rstrip("."), DEVICES.rstrip("."), EXTENDS)
 
 
 def pairs(declared: Declared) -> tuple[tuple[str, str], ...]:
-    """Return (whitelist, blacklist) of each pair; a layer must not set both."""
+    """Return (whitelist, blacklist) of each pair. A layer must not set both."""
     return tuple((spec.key, spec.excludes) for spec in declared.values() if spec.excludes)
 
 
@@ -352,4 +318,3 @@ def is_absent(name: str, declared: Declared) -> bool:
 VARIABLES = variables(ITEMS)
 
 TAKEN = (*VARIABLES, *ITEMS)
-"""Keys and variables that plugins must not use."""

@@ -19,19 +19,12 @@ Brought = Mapping[str, Sequence[tuple[str, Impl]]]
 
 
 def unite(files: Sequence[tuple[str, Layer]], brought: Brought, declared: Declared) -> Layer:
-    """Merge files into one layer, independently of their order.
+    """Merge files into one layer. The order of the files does not matter.
 
     In the order of an op, each file ranks its distribution's implementations. Blacklists and
-    `deny_vendors` are joined. Whitelists are intersected, without names of a blacklist. Any other
-    setting with different values returns to its default.
-
-    Args:
-        files: (distribution, its settings).
-        brought: the installed implementations, and their distributions.
-        declared: the known settings.
-
-    Raises:
-        SettingsError: a file sets both the whitelist and the blacklist of a pair.
+    `deny_vendors` are joined. Whitelists are intersected, and names of a blacklist are removed from
+    them. Any other setting with different values returns to its default. Raises SettingsError if a
+    file sets both the whitelist and the blacklist of a pair.
     """
     several: dict[str, list[tuple[str, Setting]]] = {}
     for distribution, layer in sorted(files, key=itemgetter(0)):
@@ -61,13 +54,8 @@ def unite(files: Sequence[tuple[str, Layer]], brought: Brought, declared: Declar
 
 
 def close_pairs(layer: Layer, declared: Declared) -> None:
-    """Clear a layer's blacklist if it sets the whitelist, and vice versa.
-
-    Otherwise the other list of a lower layer would apply as well.
-
-    Raises:
-        SettingsError: the layer sets both.
-    """
+    """Clear a layer's blacklist if the layer sets the whitelist, and vice versa. Otherwise the
+    other list of a lower layer would apply as well. Raises SettingsError if the layer sets both."""
     for white, black in pairs(declared):
         if white in layer and black in layer:
             raise wrong(
@@ -82,7 +70,6 @@ def close_pairs(layer: Layer, declared: Declared) -> None:
 
 
 def _united(settings: Sequence[Setting], spec: SettingSpec[object] | None) -> Setting:
-    """Merge a setting of several files that is not an order."""
     values = [setting.value for setting in settings]
     origin = _and(setting.origin for setting in settings)
     default = spec.default if spec else ()
@@ -102,12 +89,10 @@ def _united(settings: Sequence[Setting], spec: SettingSpec[object] | None) -> Se
 def _united_order(
     each: Sequence[tuple[str, Setting]], impls: Sequence[tuple[str, Impl]], default: Sequence[str]
 ) -> Setting:
-    """Merge the orders of one op, for each of the engine's modes.
-
-    The files are sorted by the kinds that their distributions provide, in the default order. The
-    first file's order begins the result. Selectors of other files follow directly before `stock`,
-    or after it if they follow `stock` there.
-    """
+    """Merge the orders of one op, for each of the engine's modes. The files are sorted by the kinds
+    that their distributions provide, in the default order. The result begins with the first file's
+    order. Selectors of the other files are inserted directly before `stock`, or after it if they
+    follow `stock` in their file."""
 
     def rank(distribution: str) -> tuple[int, str]:
         kinds = [default.index(impl.kind.value) for owner, impl in impls if owner == distribution]
@@ -136,7 +121,6 @@ def _united_order(
 def _narrowed(
     token: Token, earlier: Sequence[Token], others: set[str], impls: Sequence[tuple[str, Impl]]
 ) -> Iterator[Token]:
-    """Restrict a selector to implementations that no other distribution's file ranks."""
     matched = [(owner, impl) for owner, impl in impls if token.matches(impl)]
     if not any(owner in others for owner, _ in matched):
         yield token

@@ -19,7 +19,7 @@ PER_OP = "VLLM_FL_PER_OP"
 OP_CONFIG = "VLLM_FL_OP_CONFIG"
 
 ORDER_PREFIX = "op_backends."
-"""Prefix of the key of an op's order: each op is a separate setting."""
+"""Prefix of the key of an op's order. Each op is a separate setting."""
 
 DEVICES = "devices."
 """Prefix of the key of an op's orders for some devices."""
@@ -28,16 +28,16 @@ EXTENDS = "extends"
 """The key that makes a user's file extend the lower layers."""
 
 GROUPS = f"{ORDER_PREFIX}{GROUP}"
-"""Prefix of the key of a group's order, until orders of its ops replace it."""
+"""Prefix of the key of a group's order. Orders of its ops later replace it."""
 
 IN_TREE = ("cuda", "cpu", "rocm", "tpu", "xpu")
-"""The platforms in vLLM, by its names."""
+"""The platforms that are part of vLLM, by vLLM's names."""
 
 PLATFORMS = (*IN_TREE, "ascend")
 PLATFORM_ALIASES = {"nvidia": "cuda", "npu": "ascend"}
 
 MAX_BYTES = 64 * 1024
-"""Maximum bytes of a settings file: each startup parses it."""
+"""Maximum bytes of a settings file. The limit is low because each startup parses the file."""
 
 BOOLEANS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
@@ -46,7 +46,7 @@ BOOLEANS = {
 
 
 def normalise_platform(name: str) -> str:
-    """Lower-case a platform's name, and replace `nvidia` by `cuda` and `npu` by `ascend`."""
+    """Lower-case a platform's name, and replace aliases."""
     lower = name.strip().lower()
     return PLATFORM_ALIASES.get(lower, lower)
 
@@ -54,14 +54,13 @@ def normalise_platform(name: str) -> str:
 def wrong(
     key: str, origin: str, problem: str, *, kind: type[SettingsError] = InvalidSettingError
 ) -> SettingsError:
-    """Return the error of one setting."""
     op = key.removeprefix(ORDER_PREFIX) if key.startswith(ORDER_PREFIX) else None
     key = _short(key if key.isprintable() else ascii(key), 80)
     return kind(f"{origin}: {key}: {_short(problem, 600)}", key=key, origin=origin, op=op)
 
 
 def checked(read: Callable[[Any], T], value: object, key: str, origin: str) -> T:
-    """Return `read(value)`; a ValueError becomes the error of this setting."""
+    """Return `read(value)`. A ValueError becomes the error of this setting."""
     try:
         return read(value)
     except ValueError as error:
@@ -73,7 +72,7 @@ def _short(text: str, most: int) -> str:
 
 
 def name_of(value: str) -> str:
-    """Check a name in a list: an op, a layer, a vendor, a module. Raises ValueError."""
+    """Check a name in a list (an op, a layer, a vendor, a module). Raises ValueError."""
     if not re.fullmatch(r"[\w.+:-]+", value):
         problem = "is not a valid name; a name has no spaces, quotes or separators"
         raise ValueError(f"{value!r} {problem}")
@@ -81,12 +80,11 @@ def name_of(value: str) -> str:
 
 
 def is_ordered(name: str) -> bool:
-    """Return whether this name can have an order: an op, `default`, or `group:NAME`."""
+    """Whether this name can have an order: an op, `default`, or `group:NAME`."""
     return name.removeprefix(GROUP).isidentifier()
 
 
 def expected(spec: SettingSpec[Any]) -> str:
-    """Describe the accepted values, for an error."""
     if isinstance(spec.default, bool):
         return "true or false"
     if spec.names:
@@ -101,7 +99,7 @@ def value_of(spec: SettingSpec[Any], text: str) -> object:
             return spec.read(text)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # `read` of a plugin may raise anything
+        except BaseException as error:  # a plugin's `read` may raise anything
             raise ValueError(quote(error).removeprefix("ValueError: ")) from error
     if isinstance(spec.default, bool):
         if text.lower() not in BOOLEANS:
@@ -123,7 +121,7 @@ def value_of(spec: SettingSpec[Any], text: str) -> object:
 
 
 def read_text(path: str, key: str, origin: str, *, most: int = MAX_BYTES) -> str:
-    """Return the text of a file of at most `most` bytes. Raises only SettingsError."""
+    """Return the text of a file. Raises only SettingsError."""
     where = "" if os.path.isabs(path) else " (relative to the working directory)"
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe may block, a device may never end
@@ -133,7 +131,7 @@ def read_text(path: str, key: str, origin: str, *, most: int = MAX_BYTES) -> str
         if len(data) > most:
             raise wrong(key, origin, f"{path!r} has more than {most} bytes; check the path")
         return data.decode("utf-8-sig")
-    except SettingsError:  # it may be a ValueError
+    except SettingsError:  # a SettingsError may be a ValueError
         raise
     except FileNotFoundError as error:
         problem = f"{path!r} does not exist{where}"
@@ -144,7 +142,7 @@ def read_text(path: str, key: str, origin: str, *, most: int = MAX_BYTES) -> str
 
 
 def read_share(text: str) -> str | None:
-    """Check a fraction such as `0.01`; None for 0. Raises ValueError."""
+    """Check a fraction such as `0.01`. Return None for 0. Raises ValueError."""
     try:
         share = float(text)
     except ValueError:
@@ -155,7 +153,6 @@ def read_share(text: str) -> str | None:
 
 
 def read_platform(text: str) -> str:
-    """Normalise a platform's name. Raises ValueError."""
     name = normalise_platform(text)
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
         raise ValueError(f"expected a platform such as {', '.join(PLATFORMS)}, got {text!r}")

@@ -21,16 +21,12 @@ if TYPE_CHECKING:
     from ..engines import Engine
 
 FUNCTIONAL = torch.ops.higher_order.auto_functionalized
-"""The form in graphs of an operator that overwrites arguments: it returns the results of the
-operator, and a tensor for each overwritten argument."""
+"""The form in graphs of an operator that overwrites arguments. It returns the operator's results,
+and a tensor for each overwritten argument."""
 
 
 class GraphPass(InductorPass):  # type: ignore[misc]
-    """A graph pass of one engine.
-
-    Attributes:
-        tasks: the operators or ops to find. The pass does not run without tasks.
-    """
+    """A graph pass of one engine. It does not run without `tasks`, the operators or ops to find."""
 
     tasks: Any
 
@@ -43,7 +39,6 @@ class GraphPass(InductorPass):  # type: ignore[misc]
 
     @property
     def sizes(self) -> Range:
-        """The token counts of the graph that vLLM is compiling."""
         return ranges.now(self.config)
 
     @property
@@ -51,6 +46,6 @@ class GraphPass(InductorPass):  # type: ignore[misc]
         return in_graphs(self.engine)
 
     def uuid(self) -> str:
-        """Return the pass's key for compile caches, from its source and the plan's digest."""
+        """Return the pass's key for compile caches: a hash of its source, and the plan's digest."""
         source = inspect.getsource(sys.modules[type(self).__module__])
         return f"{self.hash_source(source)}|{digest_of(self.config)}"

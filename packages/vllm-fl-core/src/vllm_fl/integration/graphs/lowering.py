@@ -1,8 +1,9 @@
 """The pass that inlines one implementation of an op with an order by size.
 
 vLLM traces a model once and compiles its graphs for each range of token counts (`ranges.py` splits
-them). In the graph of a range with one traceable choice, that implementation's code replaces the
-operator that would choose at each call. In other graphs the operator stays.
+them). The operator in the graph would choose an implementation in each call. If the graph's range
+has only one traceable choice, the code of that implementation replaces the operator. In other
+graphs the operator is kept.
 
 Imported only in a worker that compiles.
 """
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
     from vllm.ir.op import IrOp
 
 OWNER = "vllm_fl"
-"""Marks the code of an implementation: a key in a node's `nn_module_stack`, which torch copies to
-the nodes that replace it. The value is (op, impl id)."""
+"""Marks the code of an implementation: a key in a node's `nn_module_stack`. torch copies it to the
+nodes that replace the node. The value is (op, impl id)."""
 
 log = get_logger("engine")
 
@@ -48,7 +49,6 @@ class RangeLowering(GraphPass):
         return {**_in_graphs(self.engine.plan), **_in_ir(self.engine.plan)}
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Inline implementations in one graph, if its range allows it."""
         patterns = PatternMatcherPass()
         register_graph_pattern(
             CallFunctionVarArgs(list(self.tasks)),
@@ -60,7 +60,7 @@ class RangeLowering(GraphPass):
             self._note(site.chain, graph.find_nodes(op="call_function", target=target))
 
     def _note(self, chain: Chain, stay: Sequence[fx.Node]) -> None:
-        """Count the operators that stay, and warn if one choice could have replaced them."""
+        """Count the operators that are kept. Warn if one choice could have replaced them."""
         sizes = self.sizes
         impl = choice(chain, sizes)
         is_news = bool(stay) and not self.done.stayed[chain.op, sizes]
@@ -77,14 +77,14 @@ class RangeLowering(GraphPass):
         )
 
     def _choice(self, node: fx.Node) -> OpImpl | None:
-        """Return the implementation that replaces an operator; None if the operator stays."""
+        """Return the implementation that replaces an operator, or None if the operator is kept."""
         site = self.tasks[node.target]
         tokens = site.tokens([_value(arg) for arg in node.args])
         called = None if node.kwargs else _called(tokens, self.sizes, node.graph)
         return None if called is None else choice(site.chain, called)
 
     def _lower(self, match: Match, *args: Any, **kwargs: Any) -> None:
-        """Replace an operator with the code of an implementation, or log why it stays."""
+        """Replace an operator with the code of an implementation, or log why it is kept."""
         (node,) = match.nodes
         site, impl = self.tasks[node.target], self._choice(node)
         assert impl is not None
@@ -92,7 +92,7 @@ class RangeLowering(GraphPass):
         modules = node.meta.get("nn_module_stack") or {}
         node.meta["nn_module_stack"] = {**modules, OWNER: (op, impl.impl_id)}
         try:
-            # torch's passes over the new code remove copies. Without functionalisation an
+            # torch's passes over the new code remove copies. Without functionalisation, an
             # implementation that writes to its copy would then overwrite the argument.
             run = site.inlined(impl)
             pure = torch.func.functionalize(
@@ -114,12 +114,11 @@ class RangeLowering(GraphPass):
 
 
 def _in_graphs(plan: Plan) -> dict[Any, Site]:
-    """Return the operators of the plan's layers in traced graphs."""
     return {target: site for target, site in ordered().items() if site.chain.record is plan.record}
 
 
 def _in_ir(plan: Plan) -> dict[Any, Site]:
-    """Return the IR ops that vLLM would otherwise lower to our provider after this pass."""
+    """Return the IR ops. Without this pass, vLLM would lower them to our provider later."""
     found: dict[Any, Site] = {}
     for op, of_op in ir_ops().items():
         if plan.is_stock(op) or not plan.entries[op].ceilings:
@@ -154,15 +153,9 @@ def _symbols(placeholder: fx.Node) -> set[Any]:
 
 
 def _called(tokens: Any, sizes: Range, graph: fx.Graph) -> Range | None:
-    """Return the token counts of an operator's calls in a graph; None if they are unknown.
-
-    Graph inputs that no traced operation has combined have different symbols. vLLM uses each symbol
-    as its number of tokens: `create_concrete_args` replaces all of them for a single size.
-
-    Args:
-        tokens: an int, or a SymInt with an expression of the graph's symbols.
-        sizes: the token counts that the graph is compiled for.
-    """
+    """Return the token counts of an operator's calls in a graph; None if they are unknown. Graph
+    inputs that no traced operation has combined have different symbols. vLLM uses each of these as
+    the number of tokens: `create_concrete_args` replaces all of them by a single size."""
     if isinstance(tokens, int):
         return Range(tokens, tokens)
     count = tokens.node.expr

@@ -1,9 +1,9 @@
 """The platform's pass manager with our passes added.
 
-vLLM gets the class of its pass manager from the platform. Our subclass adds passes that the plan of
-the compiling engine needs, before vLLM lowers its IR ops: `replacing.py` replaces operators with
-planned ops, and `lowering.py` inlines ops with an order by size. A third pass counts the operators
-that vLLM's passes inserted.
+vLLM gets the class of its pass manager from the platform. Our subclass adds the passes that the
+plan of the compiling engine needs, before vLLM lowers its IR ops. `replacing.py` replaces operators
+with planned ops, and `lowering.py` inlines ops with an order by size. A third pass counts the
+operators that vLLM's passes inserted.
 
 Imported only in a worker that compiles.
 """
@@ -32,13 +32,12 @@ log = get_logger("engine")
 
 
 def manager_path(stock: str) -> str:
-    """Return the path of a pass manager with our passes, over the one at the path `stock`."""
+    """Return the path of a pass manager with our passes, over the pass manager at the path
+    `stock`."""
     return path_over(__name__, PREFIX, stock)
 
 
 class FusedOperators(GraphPass):
-    """Counts the operators that vLLM's passes insert for planned ops."""
-
     def find_tasks(self) -> dict[str, str]:
         return fused_operators(self.engine.plan)
 
@@ -68,7 +67,7 @@ class _WithOurPasses:
         if hasattr(self, "add"):
             for each in passes:
                 self.add(each)
-        elif passes:  # the manager of a device plugin
+        elif passes:  # a device plugin's manager
             log.warning(
                 "%s does not accept additional passes (it has no add): implementations chosen by "
                 "size run as operators, not inlined",
@@ -77,5 +76,5 @@ class _WithOurPasses:
 
 
 def __getattr__(name: str) -> type:
-    """Make the class on demand: vLLM gets only its path."""
+    """Make the class on demand, because vLLM gets only its path."""
     return over_class(__name__, PREFIX, name, _WithOurPasses)

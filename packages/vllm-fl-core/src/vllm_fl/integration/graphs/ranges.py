@@ -1,9 +1,9 @@
 """Split vLLM's compile ranges where orders by size change, to inline choices in graphs.
 
 In mode VLLM_COMPILE vLLM traces a model once, and compiles the graphs separately for each range of
-token counts. We split the ranges at edges of orders by size (`engine/ranges.py` selects them), and
-our pass (`lowering.py`) inlines a choice that applies to a whole range. vLLM's ranges cannot end at
-a single token, which is a separate size (`compile_sizes`) instead.
+token counts. We split the ranges at edges of orders by size (`engine/ranges.py` selects the edges).
+Our pass (`lowering.py`) inlines a choice that applies to a whole range. vLLM's ranges cannot end at
+a single token. Therefore 1 is a separate size (`compile_sizes`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def is_compiled_by_range(vllm_config: VllmConfig) -> bool:
-    """Return whether vLLM compiles the model separately for each range of token counts."""
+    """Whether vLLM compiles the model separately for each range of token counts."""
     from vllm.config import CompilationMode
 
     compilation = vllm_config.compilation_config
@@ -32,13 +32,9 @@ def is_compiled_by_range(vllm_config: VllmConfig) -> bool:
 def split(
     vllm_config: VllmConfig, chains: Mapping[str, Chain], entry: MutableMapping[str, Any]
 ) -> None:
-    """Split vLLM's compile ranges for a plan, and undo the splits of an earlier plan.
-
-    Args:
-        vllm_config: the engine's configuration, changed here.
-        chains: op -> its candidates, for ops that graphs can select by range of sizes.
-        entry: keeps our edges, for a later call.
-    """
+    """Split vLLM's compile ranges for a plan, and undo the splits of an earlier plan. `chains` has
+    the candidates of ops that graphs can select by range of sizes. `entry` stores our edges for a
+    later call."""
     compilation = vllm_config.compilation_config
     ours = set(entry.pop("edges", ()))
     if ours:
@@ -67,11 +63,8 @@ def split(
 
 
 def _can_be_alone(compilation: CompilationConfig) -> bool:
-    """Return whether we may add 1 to `compile_sizes`.
-
-    vLLM would compile encoders for it too, with 1 for each symbolic size, which is impossible for
-    some of their shapes.
-    """
+    """Whether we may add 1 to `compile_sizes`. vLLM would also compile encoders for it, with 1 as
+    each symbolic size. Some of their shapes do not allow that."""
     sizes = compilation.compile_sizes or ()
     return 1 not in sizes and not getattr(compilation, "compile_mm_encoder", False)
 
@@ -89,7 +82,7 @@ def compiled(vllm_config: VllmConfig) -> list[Range]:
 
 
 def now(vllm_config: VllmConfig) -> Range:
-    """Return the token counts that the graph being compiled will run with."""
+    """Return the token counts of the graph that vLLM is compiling."""
     from vllm.compilation.passes.inductor_pass import get_pass_context
 
     compiled = get_pass_context().compile_range
@@ -100,10 +93,8 @@ def now(vllm_config: VllmConfig) -> Range:
 def planned(
     chains: Mapping[str, Chain], vllm_config: VllmConfig
 ) -> dict[str, list[tuple[Range, str | None]]]:
-    """Return op -> [(range, id of the implementation that is inlined in it, or None)].
-
-    Only ops of `chains` with a range to inline are included.
-    """
+    """Return op -> [(range, id of the implementation that is inlined in it, or None)]. Omits ops
+    without a range to inline."""
     if not is_compiled_by_range(vllm_config):
         return {}
     found = {}

@@ -1,9 +1,8 @@
 """The pass that replaces operators of PyTorch or vLLM in graphs with planned ops.
 
-Graphs of sizes that the plan assigns to the original operator do not change. Our operator falls
-back at each call: its last candidate is the original operator.
-
-The pass runs before vLLM lowers its IR ops, which are still single nodes.
+It does not change graphs for sizes that the plan assigns to the original operator. Our operator can
+fall back in each call, because its last candidate is the original operator. The pass runs before
+vLLM lowers its IR ops, which are still single nodes.
 
 Imported only in a worker that compiles.
 """
@@ -19,17 +18,13 @@ from .state import Sought
 
 
 class TorchOperators(GraphPass):
-    """Replaces the operators that an op's `GraphTarget` finds."""
-
     def find_tasks(self) -> list[Sought]:
         return self.done.sought
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Replace operators in one graph, for ops that are planned for its range of sizes.
-
-        The graph is walked backwards: an op of several operators is found at its last operator,
-        before another op replaces any of them. Unused nodes are erased on the way.
-        """
+        """Replace operators in one graph, for ops that are planned for its range of sizes. The
+        graph is walked backwards. An op of several operators is therefore found at its last
+        operator, before another op replaces any of them. Unused nodes are erased on the way."""
         planned = [each for each in self.tasks if choice(each.chain, self.sizes) is None]
         for each in planned:
             self.done.sites[each.chain.op].graphs += 1
@@ -49,12 +44,12 @@ class TorchOperators(GraphPass):
                         break
 
     def _replace(self, graph: fx.Graph, node: fx.Node, each: Sought) -> bool:
-        """Replace a call if it is the op; return whether it was replaced."""
+        """Replace a call if it is the op. Return whether it was replaced."""
         args = each.target.find(node)
         if args is None:
             return False
         result = new_node(graph, each.operator, *args)
-        # The users of a functional form are getitems of its one result.
+        # The users of a functional form are getitems of its only result.
         uses = [*node.users, node] if node.target is FUNCTIONAL else [node]
         for use in uses:
             use.replace_all_uses_with(result)

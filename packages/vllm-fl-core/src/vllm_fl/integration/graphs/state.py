@@ -20,8 +20,8 @@ class Sites:
     """The results of a pass for one op.
 
     Args:
-        graphs: how many graphs it processed; 0 if vLLM's cache had all compiled code.
-        found: how many matches it found in them.
+        graphs: the number of graphs that it processed; 0 if vLLM's cache had all compiled code.
+        found: the number of matches in them.
     """
 
     graphs: int = 0
@@ -30,13 +30,8 @@ class Sites:
 
 @dataclass(frozen=True)
 class Sought:
-    """An op that our pass finds in graphs.
-
-    Args:
-        target: the target that finds it.
-        chain: its candidates by size.
-        operator: the op as a torch operator with the contract's schema.
-    """
+    """An op that our pass finds in graphs by its target. `operator` is the op as a torch operator
+    with the contract's schema."""
 
     target: GraphTarget
     chain: Chain
@@ -48,10 +43,8 @@ class InGraphs:
     """Tasks and results of the passes of one engine.
 
     Attributes:
-        sites: op -> the results of its pass.
-        sought: the ops that our pass finds.
         inlined: (op, range, impl id) -> how often its code replaced an operator.
-        stayed: (op, range) -> how often the operator stayed.
+        stayed: (op, range) -> how often the operator was kept.
     """
 
     sites: dict[str, Sites] = field(default_factory=dict)
@@ -61,6 +54,6 @@ class InGraphs:
 
 
 def in_graphs(engine: Engine) -> InGraphs:
-    """Return the engine's `InGraphs`; create it at the first call."""
+    """Return the engine's `InGraphs`. The first call creates it."""
     found: InGraphs = engine.state.setdefault(InGraphs, InGraphs())
     return found

@@ -1,9 +1,9 @@
 """Run code on graph tensors that have several symbols for the number of tokens.
 
-Graph inputs that no traced operation has combined have different symbols, though each symbol is
+Graph inputs that no traced operation has combined have different symbols, although each symbol is
 vLLM's number of tokens. vLLM stores one shape environment with all compiled graphs of a model. If
 two symbols are unified while a graph is compiled, the graph loses an input, and loading it later
-fails with an IndexError. Code that we insert into a graph must not unify symbols.
+fails with an IndexError. Therefore code that we insert into a graph must not unify symbols.
 """
 
 from __future__ import annotations
@@ -18,17 +18,13 @@ from torch.utils import _pytree as pytree
 def under_one(code: Callable[..., Any], values: Sequence[Any], results: Any) -> Any:
     """Run code that replaces an operator, with one symbol for the number of tokens.
 
-    The symbol is from the operator's results, if possible. The returned results have the symbols of
-    the graph: otherwise later nodes would unify symbols when the compiler traces the graph again.
-
-    Args:
-        code: a function of the arguments that returns values in the structure of `results`.
-        values: the operator's arguments in the graph.
-        results: the operator's results in the graph.
+    If possible, the symbol is from the operator's results. The returned results have the symbols of
+    the graph. Otherwise later nodes would unify symbols when the compiler traces the graph again.
+    `code` returns values in the structure of `results`.
 
     Raises:
-        ValueError: a size or stride is an expression with another symbol, or a result has a symbol
-            that no argument has.
+        ValueError: a size or stride is an expression with a different symbol, or a result has a
+            symbol that no argument has.
     """
     known = {_symbol(size): size for value in values for size in _sizes(value)}
     known.pop(None, None)
@@ -42,7 +38,6 @@ def under_one(code: Callable[..., Any], values: Sequence[Any], results: Any) -> 
         return {_symbol(size) for size in _sizes(value)} - {None, one}
 
     def sized(value: Any, number: Callable[[Any], Any]) -> Any:
-        """View a tensor with `number` applied to its sizes and strides."""
         sizes, strides = ([*map(number, of)] for of in (value.shape, value.stride()))
         return torch.as_strided(value, sizes, strides)
 
@@ -74,6 +69,6 @@ def _sizes(value: Any) -> tuple[Any, ...]:
 
 
 def _symbol(size: Any) -> Any:
-    """Return the symbol of a size; None for a number or an expression of symbols."""
+    """Return the symbol of a size, or None for a number or an expression."""
     is_unknown = isinstance(size, torch.SymInt) and size.node.expr.is_symbol
     return size.node.expr if is_unknown else None

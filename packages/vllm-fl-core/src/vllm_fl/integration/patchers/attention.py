@@ -1,6 +1,6 @@
 """Choose the attention backend: planned for the model, and again for each layer that vLLM builds.
 
-`attend` then runs it once, uncompiled, which compiles just-in-time kernels before serving.
+`attend` then runs it once, uncompiled, to compile just-in-time kernels before serving.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..engines import Engine
 
 FIELDS = ("head_size", "dtype", "kv_cache_dtype", "block_size", "use_mla", "has_sink", "use_sparse")
-"""The fields of attention requests that every release has; other fields are extras."""
+"""The fields of attention requests that every release has. Other fields are extras."""
 
 METHODS = ("get_name", "get_impl_cls", "get_builder_cls")
 
@@ -40,16 +40,9 @@ log = get_logger("engine")
 def choose(
     plan: Plan, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
 ) -> str | None:
-    """Return the class path of the attention backend for one layer; None if vLLM chooses it.
-
-    Args:
-        selected_backend: the backend that the user has set, which takes precedence.
-        attn_selector_config: vLLM's request; its fields depend on the release.
-        num_heads: query heads of one rank, if vLLM passes them.
-
-    Raises:
-        AllFailedError: strict mode, and the planned backend does not support this layer.
-    """
+    """Return the class path of the attention backend for one layer; None if vLLM chooses it. A
+    backend that the user has set in vLLM (`selected_backend`) has priority. Raises AllFailedError
+    in strict mode if the planned backend does not support this layer."""
     entry = plan.entries[ATTENTION]
     backends = entry.classes(AttentionImpl)
     if selected_backend is not None:
@@ -81,7 +74,7 @@ def choose(
                 op=ATTENTION,
                 causes=causes,
             )
-    if causes:  # once per distinct request: vLLM caches the answer
+    if causes:  # once per distinct request, because vLLM caches the answer
         plan.fallbacks[ATTENTION, taken] += 1
         log.info("Op '%s' fallback to '%s'", ATTENTION, taken)
     return path
@@ -102,15 +95,11 @@ def _problem(path: str, cls: Any) -> str:
 
 
 class Attention(Patcher):
-    """Chooses the attention backend of each layer that vLLM builds."""
-
     kind = AttentionTarget
 
     def request(self, vllm_config: VllmConfig, /, *_: Any, compiled: bool) -> dict[str, Any]:
         """Return the attention request of the model, or None if the configuration is incomplete.
-
-        Sinks and differences between layers are known only when the layers are built.
-        """
+        Sinks and differences between layers are known only when the layers are built."""
         model, cache = vllm_config.model_config, vllm_config.cache_config
         try:
             request = AttentionRequest(
@@ -132,10 +121,8 @@ class Attention(Patcher):
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
         """Return the user's choice of a backend, and why installed backends cannot run the model.
-
-        Only backends before `stock` in the order are called: vLLM's backend supports every model,
-        and a `supports` may import a kernel library, which takes seconds.
-        """
+        Only backends before `stock` in the order are called, because vLLM's backend supports every
+        model, and a `supports` may import a kernel library, which takes seconds."""
         backend = facts.attention_backend
         notes = {} if backend is None else {ATTENTION: f"attention_config.backend is {backend}"}
         order = facts.settings.policy.order(ATTENTION, facts.mode, engine=True)
@@ -160,7 +147,8 @@ class Attention(Patcher):
 
     @contextmanager
     def building(self, engine: Engine) -> Iterator[None]:
-        """Clear vLLM's cache of attention backends: its key is the request without the engine."""
+        """Clear vLLM's cache of attention backends, because its key contains the request but not
+        the engine."""
         from vllm.v1.attention import selector
 
         cached = getattr(selector, "_cached_get_attn_backend", None)
@@ -170,14 +158,14 @@ class Attention(Patcher):
 
 
 def attend(runner: Any, vllm_config: VllmConfig, *, is_eager: bool) -> None:
-    """Run the loaded model once with attention, uncompiled, on one dummy token.
+    """Run the loaded model once on a dummy token, uncompiled and with attention.
 
     vLLM does this only before it captures full graphs. Otherwise the first request would wait for a
     backend that compiles its kernels at the first call. The KV cache must be allocated. The newer
-    model runner runs attention before it captures any graph, so this skips it unless `is_eager`.
+    model runner runs attention before it captures any graph. This function therefore runs nothing
+    with that runner, unless nothing is compiled or captured (`is_eager`).
 
     Args:
-        runner: vLLM's model runner, newer or older.
         is_eager: whether nothing is compiled or captured.
     """
     from vllm.config.vllm import set_current_vllm_config
@@ -197,7 +185,6 @@ def attend(runner: Any, vllm_config: VllmConfig, *, is_eager: bool) -> None:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Inside the block, vLLM's models run their Python code instead of compiled code."""
     from vllm import forward_context
 
     make = forward_context.create_forward_context

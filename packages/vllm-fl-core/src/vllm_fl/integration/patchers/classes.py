@@ -22,7 +22,6 @@ def _noted(what: str, op: str, impl_id: str) -> AbstractContextManager[None]:
 
 
 def refusal_of(impl: ClassImpl, op: str, request: object) -> str | None:
-    """Return why a class does not support a request, or None."""
     supports: Callable[[Any], object] | None = impl.supports
     if supports is None:
         return None
@@ -40,14 +39,12 @@ def refusals(
 ) -> dict[tuple[str, str], str]:
     """Return (op, impl id) -> why an installed class does not support a request.
 
-    Unavailable classes are skipped: they have a better reason, and must not be called.
+    Unavailable classes are skipped, because they already have a reason and must not be called.
 
     Args:
-        op: the op, or the layer, that the classes are registered for.
-        request: the request for `supports`; the result is empty without a request.
+        request: the request for `supports`. If it is None, the result is empty.
         requester: the subject of the request in the reason, such as `this engine`.
         ask: (class, op, request) -> the reason, or None.
-        among: whether to call `ask` for a class.
     """
     if request is None:
         return {}
@@ -65,11 +62,9 @@ def refusals(
 def class_of(
     impl: ClassImpl, op: str, request: object, problem: Callable[[str, Any], str]
 ) -> tuple[str, Any, str]:
-    """Import a class; return its path, the class or None, and why it cannot be used or empty.
+    """Import a class. Return its path, the class or None, and why it cannot be used or empty.
 
     Args:
-        impl, op: the implementation, and the op or layer that it is registered for.
-        request: the argument of `class_path`, if that is a function.
         problem: (path, class) -> why the class cannot be used, or empty.
     """
     path = ""
@@ -81,5 +76,5 @@ def class_of(
             return path, cls, problem(path, cls)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a plugin may raise anything, SystemExit included
+    except BaseException as error:  # a plugin may raise anything, including SystemExit
         return path, None, f"its class {path or 'path'} failed: {quote(error)}"

@@ -1,7 +1,7 @@
 """The communicators that exchange tensors between the ranks of a group.
 
 vLLM makes a communicator for each rank group while a worker starts. It calls `make` instead of a
-class: `make` builds the planned communicator and lets all ranks of the group verify it.
+class. `make` builds the planned communicator and lets all ranks of the group verify it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 FACTORY = f"{__name__}.make"
-"""The path that vLLM gets instead of the class path of a communicator."""
+"""The path that vLLM gets instead of a communicator's class path."""
 
 CAPTURED = ("CudaCommunicator", "XpuCommunicator")
-"""The classes of vLLM that it captures graphs through: a replacement must be a subclass."""
+"""The communicator classes that vLLM uses to capture graphs. A replacement must be a subclass."""
 
 ELASTIC = "elastic expert parallelism changes the ranks and uses vLLM's communicators"
 
@@ -52,8 +52,8 @@ class Fault(NamedTuple):
 
     Attributes:
         rank: the global rank that found the fault.
-        why: the reason.
-        stuck: whether a call has not returned. The group can exchange nothing until it returns.
+        stuck: whether a call has not returned. Until it returns, the group cannot exchange
+            anything.
     """
 
     rank: int
@@ -71,10 +71,9 @@ def refusals(facts: EngineFacts) -> dict[Key, str]:
 
 
 class Groups:
-    """The communicators of the rank groups of one worker, for an engine with several ranks.
+    """The communicators of one worker's rank groups, for an engine with several ranks.
 
     Attributes:
-        communicators: the candidates.
         faults: (op, impl id) -> the fault of a communicator that must not serve.
     """
 
@@ -100,7 +99,8 @@ class Groups:
         return {name: impl.impl_id if impl else "stock" for name, (impl, *_) in self._made.items()}
 
     def make(self, arguments: dict[str, Any]) -> Any:
-        """Return the first candidate without a fault on any rank of the group, or `stock`."""
+        """Return the first candidate without a fault on any rank of the group; otherwise
+        `stock`."""
         tried = ((impl, self._verified(impl, arguments)) for impl in self.communicators)
         impl, made = next((each for each in tried if each[1] is not None), (None, None))
         if made is None:
@@ -109,7 +109,6 @@ class Groups:
         return made
 
     def faults_here(self) -> dict[Key, str]:
-        """Return (op, impl id) -> the fault that this rank has found."""
         rank = torch.distributed.get_rank()
         return {key: fault.why for key, fault in self.faults.items() if fault.rank == rank}
 
@@ -121,7 +120,6 @@ class Groups:
             log.info("Rank groups: %s (%s)", served, how)
 
     def replace(self) -> None:
-        """Replace disabled communicators, in the order of the groups."""
         from vllm.distributed import parallel_state
 
         groups = (reference() for reference in parallel_state._groups.values())
@@ -132,7 +130,7 @@ class Groups:
                 _destroy(made)
 
     def _verified(self, impl: CommunicatorImpl, arguments: dict[str, Any]) -> Any:
-        """Return a verified communicator; None if it is disabled or has a fault on any rank."""
+        """Return a verified communicator, or None if it is disabled or has a fault on any rank."""
         group, device = arguments["cpu_group"], arguments["device"]
         name, rank = arguments["unique_name"], torch.distributed.get_rank()
         key = COMMUNICATOR, impl.impl_id
@@ -166,16 +164,12 @@ class Groups:
         return made[0]
 
     def _checks(self, communicator: Any, facts: GroupFacts) -> Iterator[Check]:
-        """Yield the checks of plugins, in the same order on all ranks of the group."""
         for plugin in asking(get_default_manager().registry.plugins, "communicator_checks"):
             yield from checks(plugin, self.engine, communicator, facts)
 
     def _is_off(self, impl: CommunicatorImpl, mine: Fault | None, group: Any) -> bool:
-        """Gather the faults of the group's ranks, which all call this; return whether any has one.
-
-        Raises:
-            StartError: a call of the communicator is stuck on any rank.
-        """
+        """Gather the faults of the group's ranks. All ranks call this. Return whether a rank has a
+        fault. Raises StartError if a call of the communicator is stuck on a rank."""
         faults = gathered(mine, group, "verify their communicators")
         fault = next((each for each in faults if each is not None), None)
         if fault is None:
@@ -193,13 +187,12 @@ class Groups:
 
 
 def fault_of(step: Callable[[], str | None], device: torch.device) -> tuple[str, bool]:
-    """Run one step; return its fault, or empty, and whether the step is still running.
+    """Run one step. Return its fault, or empty, and whether the step is still running.
 
     The step runs in a separate thread, because a step that waits for a lost rank may never end.
 
     Args:
-        step: returns the fault as text, empty, or None. An exception is also a fault.
-        device: the current device of the thread.
+        step: returns the fault as text; empty or None for no fault. An exception is also a fault.
     """
     faults: list[str] = []
 
@@ -221,7 +214,7 @@ def fault_of(step: Callable[[], str | None], device: torch.device) -> tuple[str,
 
 
 def problem_of(path: str, cls: Any) -> str:
-    """Return why a class cannot make communicators; empty if it can."""
+    """Return why a class cannot make communicators, or empty."""
     from vllm.distributed.device_communicators.base_device_communicator import (
         DeviceCommunicatorBase,
     )
@@ -235,7 +228,6 @@ def problem_of(path: str, cls: Any) -> str:
 
 
 def stock_class() -> Callable[..., Any]:
-    """Return the communicator class that vLLM would use without us."""
     from vllm.platforms import current_platform
 
     found: Callable[..., Any] = named(current_platform.vllm_fl_stock_communicator())
@@ -245,17 +237,16 @@ def stock_class() -> Callable[..., Any]:
 def _destroy(communicator: Any) -> None:
     try:
         communicator.destroy()
-    except Exception as error:  # its fault is reported already
+    except Exception as error:  # its fault is already reported
         log.debug("cannot destroy a disabled communicator: %s", quote(error))
 
 
 _now: Groups | None = None
-"""The groups that are being made: vLLM has one set of groups per process."""
+"""The groups that are being made. vLLM has one set of groups per process."""
 
 
 @contextmanager
 def made_by(groups: Groups | None) -> Iterator[None]:
-    """Inside the block, let `groups` make vLLM's communicators."""
     global _now
     _now = groups
     try:
@@ -265,23 +256,22 @@ def made_by(groups: Groups | None) -> Iterator[None]:
 
 
 def groups_now() -> Groups | None:
-    """Return the groups that make communicators now; None if vLLM makes its own."""
+    """Return the groups that make communicators now, or None if vLLM makes its own
+    communicators."""
     return _now
 
 
 def make(**arguments: Any) -> Any:
-    """Make the communicator of a rank group: vLLM calls this instead of a class."""
+    """Make the communicator of a rank group. vLLM calls this instead of a class."""
     groups = groups_now()
     return stock_class()(**arguments) if groups is None else groups.make(arguments)
 
 
 class Communicator(Patcher):
-    """Makes the communicators of rank groups."""
-
     def request(
         self, vllm_config: VllmConfig, settings: Settings, /, *, compiled: bool
     ) -> dict[str, Any]:
-        """Return the request for communicators; None for one rank, or without a model."""
+        """Return the request for communicators, or None for one rank or without a model."""
         from vllm.platforms import current_platform
 
         parallel = vllm_config.parallel_config

@@ -1,9 +1,10 @@
 """Operators for a vLLM that was built without compiled operators (`VLLM_TARGET_DEVICE=empty`).
 
-vLLM's code still calls operators by name there, and checks with `hasattr` which operators exist.
-Therefore only the operators that an engine needs are defined: operators of planned ops and, in
-compiled mode, operators that a vLLM pass reads in every graph. A defined operator exists until the
-process ends. Its kernel raises an error; the planned implementation overrides it.
+vLLM's code still calls operators by name, and checks with `hasattr` which operators exist.
+Therefore only the operators that an engine needs are defined. These are the operators of planned
+ops and, in compiled mode, operators that a vLLM pass reads in every graph. A defined operator
+exists until the process ends. Its kernel raises an error. The planned implementation overrides the
+kernel.
 """
 
 from __future__ import annotations
@@ -31,11 +32,9 @@ _libraries: dict[str, torch.library.Library] = {}
 
 
 def schema(name: str) -> str:
-    """Return the schema of an operator that we may define, or empty.
-
-    Empty if vLLM has compiled files, if other code has defined an operator of the namespace, or if
-    the schema in this release is unknown.
-    """
+    """Return the schema of an operator that we may define. The result is empty if vLLM has compiled
+    files, if other code has defined an operator of the namespace, or if the schema in this release
+    is unknown."""
     known = _table(vllm_version()).get(name)
     if known is None or compiled_files() or _brought(name.partition("::")[0]):
         return ""
@@ -43,7 +42,8 @@ def schema(name: str) -> str:
 
 
 def read_always() -> Iterator[tuple[str, str]]:
-    """Yield (operator, schema) that vLLM reads in every graph and we may define."""
+    """Yield (operator, schema) for operators that vLLM reads in every graph and that we may
+    define."""
     for name, (_, is_read) in _table(vllm_version()).items():
         text = schema(name) if is_read else ""
         if text:
@@ -51,13 +51,12 @@ def read_always() -> Iterator[tuple[str, str]]:
 
 
 def has_ours(name: str) -> bool:
-    """Return whether we have defined an operator."""
     return name in _libraries
 
 
 @cache
 def compiled_files() -> tuple[str, ...]:
-    """Return the extension modules with operators of the installed vLLM, such as `_C.abi3.so`."""
+    """Return the installed vLLM's extension modules with operators, such as `_C.abi3.so`."""
     return tuple(
         sorted(
             file.name
@@ -69,7 +68,6 @@ def compiled_files() -> tuple[str, ...]:
 
 
 def _brought(namespace: str) -> bool:
-    """Return whether other code has defined an operator of this namespace."""
     names: Iterable[str] = torch._C._dispatch_get_all_op_names()
     return any(
         name.startswith(f"{namespace}::") and name.partition(".")[0] not in _libraries
@@ -89,19 +87,17 @@ def _table(version: str) -> Mapping[str, tuple[str, bool]]:
 
 
 def _numbers(version: str) -> tuple[int, int]:
-    """Return the major and minor number of a version, or (0, 0)."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def define(schemas: Mapping[str, str]) -> None:
-    """Define operators (name -> schema) that we have not defined yet."""
     for name, text in schemas.items():
         if name not in _libraries:
             namespace, _, rest = text.partition("::")
             library = torch.library.Library(namespace, "FRAGMENT")
             library.define(rest)
-            # These operators return nothing: they write to the caller's tensors.
+            # These operators return nothing, because they write to the caller's tensors.
             torch.library.register_fake(name, lambda *_, **__: None, lib=library)
             raising = partial(_without_kernel, name)
             library.impl(rest.partition("(")[0], raising, "CompositeExplicitAutograd")

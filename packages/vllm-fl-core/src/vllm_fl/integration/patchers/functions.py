@@ -1,7 +1,7 @@
-"""Replace Python functions and methods of vLLM, other than layers and operators.
+"""Replace Python functions and methods of vLLM, except layers and operators.
 
-A function is replaced in every module of vLLM that looks it up, once per process for all engines
-(`taking.py`). A compiler that traces a call traces vLLM's function.
+A function is replaced in every module of vLLM that looks it up. It is replaced once per process,
+for all engines (`taking.py`). A compiler that traces a call traces vLLM's function.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ log = get_logger("engine")
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Return the parameter names, without `*args` and `**kwargs`, and the defaults."""
     taken = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     all_of = inspect.signature(function).parameters.values()
     found = [parameter for parameter in all_of if parameter.kind not in taken]
@@ -33,8 +32,6 @@ def _parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str
 
 
 class _Function(Replacement):
-    """The replacement of vLLM's function `own` in all its `lookups`."""
-
     def __init__(self, target: FunctionTarget) -> None:
         first = lookup_of(target.name)
         own = self.own = first.function
@@ -77,11 +74,9 @@ class _Function(Replacement):
         return True
 
     def to_json(self) -> dict[str, Any]:
-        """Return the function's entry in the worker report.
-
-        `places` is the number of replaced lookups, `replaced_after_us` a lookup that other code has
-        replaced since, or None, and `other_arguments` the number of calls that are not the op.
-        """
+        """Return the function's entry in the worker report. `places` is the number of replaced
+        lookups. `replaced_after_us` is a lookup that other code has replaced since, or None.
+        `other_arguments` is the number of calls that are not the op."""
         others = (lookup for lookup in self.lookups if lookup.now is not self.function)
         after = (f"{getattr(o.owner, '__name__', o.owner)}.{o.attribute}" for o in others)
         return {
@@ -92,8 +87,6 @@ class _Function(Replacement):
 
 
 class Functions(Taking):
-    """Replaces Python functions and methods of vLLM."""
-
     kind = FunctionTarget
     key = "functions"
 

@@ -1,13 +1,13 @@
 """Ops that a compiler pass inserts into graphs, either vLLM's pass or ours.
 
 Some operators occur only in compiled graphs: a pass of vLLM matches their parts and inserts the
-operator. While such an op is planned, its pass is turned on, and the parts stay stock because the
-pass matches vLLM's implementations. The operator's override (`operators.py`) then runs the planned
+operator. While such an op is planned, its pass is enabled. The parts stay stock, because the pass
+matches vLLM's implementations. The operator's override (`operators.py`) then runs the planned
 implementation. A pass does not report that it found no match, so we count the operators in graphs.
 
 A computation without a separate layer, such as the matrix product of a linear layer, is an operator
-in a compiled graph. Our pass (`graphs/replacing.py`) replaces it with a planned op, in graphs of
-sizes that the op is planned for.
+in a compiled graph. Our pass (`graphs/replacing.py`) replaces this operator with a planned op, in
+graphs of sizes that the op is planned for.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ def _note(target: FusionTarget, facts: EngineFacts) -> str:
 
 
 def has_vllms_pass(target: FusionTarget) -> bool:
-    """Return whether this vLLM has the pass and runs it on this platform."""
     from vllm.config.compilation import PassConfig
     from vllm.platforms import current_platform
 
@@ -60,7 +59,6 @@ def has_vllms_pass(target: FusionTarget) -> bool:
 
 
 def fused_operators(plan: Plan) -> dict[str, str]:
-    """Return operator name -> planned op, for operators that vLLM's passes insert."""
     ops = {op for op, _ in planned(plan, FusionTarget)}
     known = targets(installed_bindings(), OperatorTarget)
     return {operator.name: op for op, operator in known if op in ops}
@@ -84,12 +82,10 @@ def _say(label: str, op: str, sites: Sites) -> None:
 
 
 class Fusions(Patcher):
-    """Turns on the passes of vLLM that insert planned ops."""
-
     kind = FusionTarget
 
     def note_user(self, vllm_config: VllmConfig) -> dict[str, Any]:
-        """Return the passes that the user turned off, before vLLM turns off others."""
+        """Return the passes that the user disabled, before vLLM disables others."""
         passes = vllm_config.compilation_config.pass_config
         flags = (target.flag for _, target in targets(installed_bindings(), FusionTarget))
         return {"passes_off": [flag for flag in flags if getattr(passes, flag, None) is False]}
@@ -100,11 +96,9 @@ class Fusions(Patcher):
         return WhyNot({op: why for op, why in found.items() if why})
 
     def keep_stock(self, plan: Plan) -> dict[str, str]:
-        """Return the parts of planned ops, which must stay stock for vLLM's passes to match them.
-
-        IR ops are not included: they stay in graphs as such until the passes have run. A fused op
-        that is stock at some sizes is returned itself.
-        """
+        """Return the parts of planned ops. They must stay stock, because vLLM's passes match only
+        these. IR ops are omitted, because graphs contain them unchanged until the passes have run.
+        A fused op that is stock at some sizes is returned itself."""
         in_ir = ir_ops()
         found: dict[str, str] = {}
         for op, target in planned(plan, FusionTarget):
@@ -119,11 +113,8 @@ class Fusions(Patcher):
     def configure(
         self, plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any]
     ) -> list[str]:
-        """Turn on the passes of planned ops, and turn off passes that only an earlier plan needed.
-
-        Returns:
-            The layers that these passes match.
-        """
+        """Enable the passes of planned ops, and disable passes that only an earlier plan needed.
+        Returns the layers that these passes match."""
         passes, ours = vllm_config.compilation_config.pass_config, set(entry.get("passes", ()))
         found = [target for _, target in planned(plan, FusionTarget)]
         wanted = {target.flag for target in found}
@@ -136,7 +127,6 @@ class Fusions(Patcher):
         return [layer for target in found for layer in target.layers]
 
     def apply(self, engine: Engine) -> None:
-        """Begin to count matches of the plan's ops. `OperatorsInGraphs` adds its ops."""
         ops = (op for op, _ in planned(engine.plan, FusionTarget))
         engine.state[InGraphs] = InGraphs({op: Sites() for op in ops})
 
@@ -152,7 +142,7 @@ class Fusions(Patcher):
 
 
 def operator(name: str) -> Any:
-    """Return the torch operator of a name such as `aten.mm.default`, or None."""
+    """Return the torch operator with a name such as `aten.mm.default`, or None."""
     found: Any = torch.ops
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -160,7 +150,7 @@ def operator(name: str) -> Any:
 
 
 def _chain(plan: Plan, op: str, target: GraphTarget) -> Chain:
-    """Return the candidates, all opaque to a compiler except vLLM's implementation."""
+    """Return the candidates. All except vLLM's implementation are opaque to a compiler."""
     chain = plan.chain(op, last=stock_form(op, target.native))
 
     def opaque(impls: tuple[OpImpl, ...]) -> tuple[OpImpl, ...]:
@@ -178,8 +168,6 @@ def operator_of(plan: Plan, chain: Chain) -> Any:
 
 
 class OperatorsInGraphs(Patcher):
-    """Replaces operators in graphs with planned ops."""
-
     kind = GraphTarget
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
@@ -196,10 +184,9 @@ class OperatorsInGraphs(Patcher):
         return WhyNot({op: why for op, _ in known})
 
     def keep_stock(self, plan: Plan) -> dict[str, str]:
-        """Return the ops that keep their original operator.
-
-        It is as good as a reference implementation, and our pass cannot match a planned part.
-        """
+        """Return the ops that keep their original operator. Either all candidates are reference
+        implementations, and the operator is as good, or a part is planned, which our pass cannot
+        match."""
         found: dict[str, str] = {}
         for op, target in planned(plan, GraphTarget):
             if all(impl.kind is BackendImplKind.REFERENCE for impl in plan.entries[op].firsts):
@@ -216,7 +203,7 @@ class OperatorsInGraphs(Patcher):
         }
 
     def apply(self, engine: Engine) -> None:
-        """Create the operators now, since graphs from vLLM's cache also call them."""
+        """Create the operators now, because graphs from vLLM's cache also call them."""
         plan, known = engine.plan, in_graphs(engine)
         for op, target in planned(plan, GraphTarget):
             chain = _chain(plan, op, target)

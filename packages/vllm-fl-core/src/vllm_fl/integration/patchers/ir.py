@@ -1,8 +1,8 @@
 """Register a provider of vLLM IR ops that runs the plan in compiled code.
 
 While it compiles, vLLM lowers an IR op to the first provider that supports the call. Our provider
-calls the planned op of the compiling engine. Eager engines do not use it: norms are layers bound to
-the plan there (`layers.py`).
+calls the planned op of the compiling engine. Eager engines do not use the provider, because norms
+are layers that are bound to the plan (`layers.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ PROVIDER = "vllm_fl"
 
 
 def ir_ops() -> dict[str, list[IrTarget]]:
-    """Return op -> its targets in the IR of this vLLM."""
     from vllm import ir
 
     found: dict[str, list[IrTarget]] = {}
@@ -44,17 +43,14 @@ def ir_ops() -> dict[str, list[IrTarget]]:
 
 
 def ir_op_of(target: IrTarget) -> Any:
-    """Return vLLM's IR op of one of the targets of `ir_ops`."""
     from vllm import ir
 
     return getattr(ir.ops, target.name)
 
 
 def register_provider() -> None:
-    """Register our provider of each IR op that has a binding, once per process.
-
-    The provider supports every call, since the plan's chain handles unsupported calls.
-    """
+    """Register our provider of each IR op that has a binding, once per process. It supports every
+    call, because the plan's chain handles unsupported calls."""
     for of_op in ir_ops().values():
         for target in of_op:
             op: IrOp = ir_op_of(target)
@@ -63,7 +59,6 @@ def register_provider() -> None:
 
 
 def _provider(name: str, op: Any) -> Callable[..., Any]:
-    """Return the provider's function, with the signature that vLLM requires."""
     native = op.impls["native"].impl_fn
 
     def vllm_fl(*args: Any, **named: Any) -> Any:
@@ -76,10 +71,8 @@ def _provider(name: str, op: Any) -> Callable[..., Any]:
 
 
 def prioritise(default: Any, plan: Plan) -> Any:
-    """Return vLLM's default priorities with our provider first for planned ops.
-
-    If verification disables all implementations of an op, the provider runs vLLM's native code.
-    """
+    """Return vLLM's default priorities with our provider first for planned ops. If verification
+    disables all implementations of an op, the provider runs vLLM's native code."""
     for op, of_op in ir_ops().items():
         if plan.mode == "compiled" and not plan.is_stock(op):
             for target in of_op:
@@ -89,10 +82,8 @@ def prioritise(default: Any, plan: Plan) -> Any:
 
 
 def chain_of(plan: Plan, op: str, of_op: Iterable[IrTarget | LayerTarget]) -> Chain:
-    """Return the candidates of an op in compiled code, with vLLM's layer code as the last.
-
-    The op must not be stock; `of_op` are its targets.
-    """
+    """Return the candidates of an op in compiled code, followed by vLLM's layer code. The op must
+    not be stock. `of_op` are its targets."""
     layers = targets(installed_bindings(), LayerTarget)
     native = next((target.native for of, target in layers if of == op), None)
     grants = frozenset(name for target in of_op for name in target.grants)
@@ -100,7 +91,6 @@ def chain_of(plan: Plan, op: str, of_op: Iterable[IrTarget | LayerTarget]) -> Ch
 
 
 def _compiled(plan: Plan, chain: Chain, by_range: bool) -> OpImpl:
-    """Return the op for compiled code, with the contract's parameters."""
     first = chain.impls[0]
     if chain.is_by_size or is_opaque(first):
         return opaque_op(chain, plan.place, rest_is_inlined=by_range)
@@ -110,11 +100,9 @@ def _compiled(plan: Plan, chain: Chain, by_range: bool) -> OpImpl:
 
 
 def _pure(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Remove mutations from `function` when vLLM traces it into a functionalised graph.
-
-    vLLM removes copies of activations if nothing writes to the copy, and would miss a write to a
-    part of it.
-    """
+    """Remove mutations from `function` when vLLM traces it into a functionalised graph. vLLM
+    removes a copy of an activation if nothing writes to the copy, but does not detect a write to a
+    part of it."""
     pure = torch.func.functionalize(function, remove="mutations")
 
     def traced_or_called(*args: Any) -> Any:
@@ -124,15 +112,12 @@ def _pure(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Ir(Patcher):
-    """Puts our provider first for each planned IR op."""
-
     kind = IrTarget
 
     def ops(self) -> set[str]:
         return {*ir_ops()}
 
     def note_user(self, vllm_config: VllmConfig) -> dict[str, Any]:
-        """Return the user's `ir_op_priority`, before vLLM appends its defaults."""
         config = vllm_config.kernel_config.ir_op_priority
         names = [target.name for of_op in ir_ops().values() for target in of_op]
         return {"ir_priority": {name: list(getattr(config, name, None) or ()) for name in names}}
@@ -153,10 +138,8 @@ class Ir(Patcher):
         }
 
     def apply(self, engine: Engine) -> None:
-        """Set the functions that our provider calls for this engine.
-
-        The plan's digest is the provider's key in compile caches, since its name never changes.
-        """
+        """Set the functions that our provider calls for this engine. The plan's digest is the
+        provider's key in compile caches, because its name never changes."""
         register_provider()
         plan, digest, by_range = engine.plan, engine.digest, engine.facts.by_range
         planned: dict[str, Callable[..., Any]] = {}
@@ -168,7 +151,7 @@ class Ir(Patcher):
                 ours = ir_op.impls[PROVIDER]
                 if run is not None:
                     planned[target.name] = target.route(run.fn)
-                # It may overwrite activations then; vLLM copies activations that it still needs.
+                # It may then overwrite activations. vLLM copies activations that it still needs.
                 ours.inplace = bool(ir_op.allow_inplace and run and run.consumes)
                 ours.uuid = lambda: digest
         engine.state[Ir] = planned

@@ -1,12 +1,12 @@
 """Bind the forward methods of vLLM layers to the plan.
 
-All four forwards are bound, including `forward_native`: in compiled mode the compiler then traces a
-traceable implementation, for any `custom_ops`. An op that compiled code calls as a vLLM IR op
-(`ir.py`) is bound here for its other calls.
+All four forwards are bound, including `forward_native`. In compiled mode the compiler therefore
+traces a traceable implementation, for any `custom_ops`. If compiled code calls an op as a vLLM IR
+op (`ir.py`), the op is bound here for its other calls.
 
-vLLM has several `CustomOp` classes: its hardware-agnostic layers have another, with a separate
-table of replacements. Names in vLLM are looked up only when a model is planned and built: vLLM may
-rebind them temporarily while it runs general plugins.
+vLLM has several `CustomOp` classes. Its hardware-agnostic layers have a separate class, with a
+separate table of replacements. Names in vLLM are looked up only when a model is planned and built,
+because vLLM may rebind them temporarily while it runs general plugins.
 """
 
 from __future__ import annotations
@@ -48,23 +48,17 @@ if TYPE_CHECKING:
 log = get_logger("engine")
 
 DISPATCHED = "_vllm_fl_dispatched"
-"""The attribute of a layer that keeps the arguments of its `dispatch_forward` call."""
+"""The attribute of a layer that stores the arguments of its `dispatch_forward` call."""
 
 FORWARDS = ("forward_native", "forward_cpu", "forward_cuda", "forward_oot")
 
 _one_at_a_time = threading.RLock()
-"""vLLM has its tables of replacements, and its current configuration, once per process."""
+"""vLLM has one set of tables of replacements, and one current configuration, per process."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer class of vLLM that runs an op.
-
-    Args:
-        base: the class.
-        op: the op.
-        target: the target for the class, or for its parent class.
-    """
+    """A layer class of vLLM that runs an op, with the target for the class or its parent class."""
 
     base: type
     op: str
@@ -76,17 +70,14 @@ class Layer:
 
     @property
     def registered(self) -> str:
-        """The name in vLLM's registry, as `custom_ops` uses it."""
         return str(self.base.name)  # type: ignore[attr-defined]
 
 
 def layer_table() -> list[Layer]:
-    """Return the layer classes of this vLLM that we replace, each with its op.
-
-    Before the process has opened its GPU, classes are skipped if importing them would open it. A
-    worker has opened it when it plans again. In other processes, a model with such a layer has
-    already imported the class.
-    """
+    """Return the layer classes of this vLLM that we replace, each with its op. Before the process
+    has opened its GPU, classes are skipped if importing them would open it. A worker has opened its
+    GPU when it plans again. In other processes, a model with such a layer has already imported the
+    class."""
     found: dict[type, Layer] = {}
     for op, target in targets(installed_bindings(), LayerTarget):
         if opens_the_device(target.path.rpartition(".")[0]):
@@ -100,7 +91,6 @@ def layer_table() -> list[Layer]:
 
 
 def custom_op_of(cls: type) -> type | None:
-    """Return vLLM's `CustomOp` class that `cls` inherits from, or None."""
     named_so = (base for base in cls.__mro__ if base.__name__ == "CustomOp")
     return next((base for base in named_so if base.__module__.startswith("vllm.")), None)
 
@@ -108,34 +98,32 @@ def custom_op_of(cls: type) -> type | None:
 def _replacements(cls: type) -> dict[str, type]:
     """Return vLLM's table of replacements for a layer class, from the module of its `CustomOp`."""
     base = custom_op_of(cls)
-    assert base is not None  # a layer of the table has one
+    assert base is not None
     table: dict[str, type] = sys.modules[base.__module__].op_registry_oot
     return table
 
 
 def _is_in_tree(layer: Layer) -> bool:
-    """Return whether a layer is not in vLLM's hardware-agnostic table."""
     return _replacements(layer.base) is custom_op_table()
 
 
 @cache
 def _found(path: str) -> type | None:
-    """Return the `CustomOp` class at `path`; None, logged once, if this vLLM does not have it."""
+    """Return the `CustomOp` class at `path`, or None if this vLLM does not have it; logged once."""
     try:
         cls = named(path)
         if isinstance(cls, type) and custom_op_of(cls) is not None:
             return cls
         problem = "it is not a CustomOp of vLLM"
-    except Exception as error:  # a release without it, or a plugin's module that fails
+    except Exception as error:  # an older release, or a plugin's module that fails
         problem = quote(error)
     log.debug("The layer %s is not replaced: %s", path, problem)
     return None
 
 
 def _inheriting(base: type) -> list[type]:
-    """Return vLLM's subclasses of `base` that inherit all of its forwards."""
     found = [base]
-    for cls in found:  # grows during the loop by subclasses of subclasses
+    for cls in found:  # subclasses of subclasses are added during the loop
         subclasses: list[type] = cls.__subclasses__()
         for subclass in subclasses:
             own_forward = any(name.startswith("forward") for name in vars(subclass))
@@ -153,12 +141,9 @@ def ours() -> Iterator[tuple[dict[str, type], str, type]]:
 
 
 def taken_layers(plan: Plan) -> dict[str, type | None]:
-    """Return the layer classes that replace other plugins' classes while the model is built.
-
-    Returns:
-        Class name -> our class, or None for vLLM's class. Our class extends the other plugin's if
-        that precedes `stock` in the order. Layers that the plan does not change are missing.
-    """
+    """Return the layer classes that replace other plugins' classes while the model is built: class
+    name -> our class, or None for vLLM's class. If the other plugin precedes `stock` in the order,
+    our class extends its class. Layers that the plan does not change are missing."""
     table = {layer.cls: layer for layer in layer_table() if _is_in_tree(layer)}
     found: dict[str, type | None] = {}
     for name, cls in _foreign().items():
@@ -176,14 +161,10 @@ def taken_layers(plan: Plan) -> dict[str, type | None]:
 
 @contextmanager
 def in_tables(classes: Iterable[tuple[dict[str, type], str, type | None]]) -> Iterator[None]:
-    """Inside the block, vLLM builds these layer classes.
-
-    vLLM's tables exist once per process, and another engine may have another plan. vLLM rejects a
-    second class for a layer, so other plugins must be able to add classes outside the block.
-
-    Args:
-        classes: (table, name of the layer class, class to build or None for vLLM's class).
-    """
+    """Inside the block, vLLM builds these layer classes: (table, name, class to build or None for
+    the class of vLLM). vLLM's tables exist once per process, but another engine may have a
+    different plan. vLLM rejects a second class for a layer, so other plugins must be able to add
+    classes outside the block."""
     with _one_at_a_time:
         put = [(table, name, table.pop(name, None), cls) for table, name, cls in [*classes]]
         for table, name, _, cls in put:
@@ -229,19 +210,17 @@ def _over(layer: Layer, base: type) -> type:
 
 
 def _forwards(cls: type) -> Iterator[str]:
-    """Yield the forwards to bind, with `forward` if the class overrides it."""
+    """Yield the forwards to bind, including `forward` if the class overrides it."""
     yield from (forward for forward in FORWARDS if hasattr(cls, forward))
     if cls.forward is not custom_op_of(cls).forward:  # type: ignore[attr-defined, union-attr]
         yield "forward"
 
 
 def forget_shared_layers() -> None:
-    """Clear vLLM's tables of shared layers, before the next model is built.
-
-    vLLM shares rotary embeddings of the same sizes, and activations by name, within a process. A
-    shared layer is bound to the plan that it was built for, so another engine must not get it.
-    Existing models keep their layers. If this vLLM lacks a table, its ops are not planned.
-    """
+    """Clear vLLM's tables of shared layers, before the next model is built. vLLM shares rotary
+    embeddings of the same sizes, and activations by name, within a process. A shared layer is bound
+    to the plan that it was built for, so another engine must not get it. Existing models keep their
+    layers. If this vLLM lacks a table, the ops of that table are not planned."""
     paths = (path for binding in installed_bindings().values() for path in binding.shared)
     for path in dict.fromkeys(paths):
         table = shared_table(path)
@@ -250,11 +229,9 @@ def forget_shared_layers() -> None:
 
 
 def _dispatch_forward(base: type) -> Callable[..., Any]:
-    """Return a `dispatch_forward` that binds every forward when vLLM builds a layer.
-
-    Some models call `forward_native` by name in every step. It must not be resolved in each call,
-    or while a compiler traces it.
-    """
+    """Return a `dispatch_forward` that binds every forward when vLLM builds a layer. Some models
+    call `forward_native` by name in every step. It must not be resolved in each call, or while a
+    compiler traces it."""
 
     def dispatch_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         vars(self)[DISPATCHED] = args, kwargs
@@ -266,12 +243,12 @@ def _dispatch_forward(base: type) -> Callable[..., Any]:
 
 
 def foreign_layers() -> dict[str, str]:
-    """Return layer -> class of another plugin, such as `acme.Silu of vllm-acme 1.0`."""
     return {name: owner_of(cls) for name, cls in _foreign().items()}
 
 
 def foreign_ops() -> dict[str, dict[str, str]]:
-    """Return op -> its entries of `foreign_layers`; a layer without an op is its own key."""
+    """Return op -> its entries of `foreign_layers`. The key of a layer without an op is
+    the layer."""
     ops = {layer.cls: layer.op for layer in layer_table()}
     found: dict[str, dict[str, str]] = {}
     for name, owner in foreign_layers().items():
@@ -280,7 +257,6 @@ def foreign_ops() -> dict[str, dict[str, str]]:
 
 
 def oot_note(names: set[str], settings: Settings) -> str:
-    """Return the setting that excludes a layer with these names, or empty."""
     if not settings.oot_enabled:
         return "VLLM_FL_OOT_ENABLED=0"
     if settings.oot_whitelist is not None:
@@ -290,8 +266,6 @@ def oot_note(names: set[str], settings: Settings) -> str:
 
 
 class Layers(Patcher):
-    """Replaces layer classes of vLLM with subclasses that are bound to the plan."""
-
     kind = LayerTarget
 
     def ops(self) -> set[str]:
@@ -308,10 +282,8 @@ class Layers(Patcher):
         return {"foreign": foreign_ops()}
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
-        """Return the settings that exclude layers.
-
-        In compiled mode an IR op has no layers: a setting for one layer excludes the whole op.
-        """
+        """Return the settings that exclude layers. In compiled mode an IR op has no layers, so a
+        setting for one layer excludes the whole op."""
         notes: dict[str, str] = {}
         kept: list[str] = []
         in_ir = ir_ops() if facts.mode == "compiled" else {}
@@ -350,7 +322,7 @@ class Layers(Patcher):
         }
 
     def contents(self, plan: Plan) -> dict[str, Any]:
-        """Return the layer classes of other plugins that run, also under ours, and their code."""
+        """Return the layer classes of other plugins that run, even under ours, and their code."""
         taken = taken_layers(plan)
         code = {
             name: [owner_of(cls), code_of(None, cls.__module__)]
@@ -369,7 +341,6 @@ class Layers(Patcher):
             yield
 
     def bind(self, engine: Engine, model: torch.nn.Module) -> None:
-        """Bind the layers again, before anything is compiled."""
         from vllm.config.vllm import set_current_vllm_config
 
         with set_current_vllm_config(engine.config):
@@ -386,7 +357,6 @@ class Layers(Patcher):
 
 
 def custom_op_table() -> dict[str, Any]:
-    """Return vLLM's table of replacements: class name -> class to build instead."""
     from vllm.model_executor import custom_op
 
     table: dict[str, Any] = custom_op.op_registry_oot
@@ -399,14 +369,14 @@ def _foreign() -> dict[str, type]:
 
 @cache
 def owner_of(cls: type) -> str:
-    """Return the path of a class, and the distributions of its top-level package if known."""
+    """Return the path of a class, with the distributions of its top-level package if known."""
     from importlib_metadata import distribution, packages_distributions
 
     path = f"{cls.__module__}.{cls.__qualname__}"
     try:
         names = packages_distributions().get(cls.__module__.partition(".")[0], [])
         owners = [identity(distribution(name)) for name in dict.fromkeys(names)]
-    except Exception:  # metadata of any distribution may be incomplete
+    except Exception:  # the metadata of a distribution may be incomplete
         return path
     named = " and ".join(f"{name} {version}" for name, version, _ in owners)
     return f"{path} of {named}" if named else path

@@ -18,26 +18,20 @@ log = get_logger("engine")
 
 
 def named(path: str) -> Any:
-    """Import the object at `module.name`; errors of the import pass through."""
+    """Import the object at `module.name`. Errors of the import are raised unchanged."""
     module, _, name = path.rpartition(".")
     return getattr(import_module(module), name)
 
 
 def path_over(module: str, prefix: str, path: str) -> str:
-    """Return the path of our class over the class at `path`: vLLM gets only a path."""
+    """Return the path of our class over the class at `path`, because vLLM gets only a path."""
     return f"{module}.{prefix}{path.replace('.', ':')}"
 
 
 def over_class(module: str, prefix: str, name: str, mixin: type) -> type:
-    """Make the class for a name from `path_over`: `mixin` over the base class in the name.
-
-    Returns:
-        The base class itself, after an error is logged, if it lacks a method of `mixin` or cannot
-        have a subclass.
-
-    Raises:
-        AttributeError: the name does not start with `prefix`.
-    """
+    """Make the class for a name from `path_over`: `mixin` over the base class in the name. If the
+    base class lacks a method of `mixin` or cannot have a subclass, log an error and return the base
+    class. Raises AttributeError if the name does not start with `prefix`."""
     if not name.startswith(prefix):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     base: type = named(name.removeprefix(prefix).replace(":", "."))
@@ -52,7 +46,6 @@ def over_class(module: str, prefix: str, name: str, mixin: type) -> type:
 
 
 def log_refusal(base: type, error: Exception, level: int = logging.ERROR) -> None:
-    """Log why a class cannot have our overlay."""
     text = "vllm-fl is disabled, vLLM runs unmodified: cannot wrap %s.%s: %s [FL513]"
     log.log(level, text, base.__module__, base.__qualname__, quote(error))
 
@@ -66,7 +59,7 @@ def laid_over(module: str, name: str, mixin: type, base: type, **own: Any) -> ty
 
 
 def take_off() -> None:
-    """Remove our overlay from the class of `current_platform`, if it has the overlay."""
+    """Remove our overlay from the class of `current_platform`."""
     from vllm.platforms import current_platform
 
     if hasattr(type(current_platform), "vllm_fl_platform"):
@@ -75,13 +68,8 @@ def take_off() -> None:
 
 @dataclass(frozen=True)
 class Lookup:
-    """The location of a function, and its original value.
-
-    Args:
-        owner: a module or a class.
-        attribute: the name in `owner`.
-        held: the original value, possibly a `staticmethod` object.
-    """
+    """A function's location: an attribute of a module or class. `held` is its original value,
+    possibly a `staticmethod` object."""
 
     owner: Any
     attribute: str
@@ -94,26 +82,20 @@ class Lookup:
 
     @property
     def now(self) -> Any:
-        """The current function, or None if the attribute is missing."""
         found = inspect.getattr_static(self.owner, self.attribute, None)
         return found.__func__ if isinstance(found, staticmethod) else found
 
     def put(self, function: Callable[..., Any]) -> None:
-        """Set `function`, in a `staticmethod` if the original was a `staticmethod`."""
         as_held = staticmethod(function) if isinstance(self.held, staticmethod) else function
         setattr(self.owner, self.attribute, as_held)
 
     def restore(self) -> None:
-        """Set the original value."""
         setattr(self.owner, self.attribute, self.held)
 
 
 def lookup_of(path: str) -> Lookup:
-    """Return the lookup of `path`.
-
-    Raises:
-        Exception: this vLLM does not have it, or importing it fails.
-    """
+    """Return the lookup of `path`. Raises any exception if this vLLM lacks it or cannot
+    import it."""
     above, _, attribute = path.rpartition(".")
     owner: Any = resolve_name(above)
     if isinstance(owner, type) and attribute not in vars(owner):

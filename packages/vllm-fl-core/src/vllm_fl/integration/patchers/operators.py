@@ -4,10 +4,9 @@ Code that calls an operator by name (fused mixtures of experts, models without C
 runs the planned implementation. An operator has one override per process, for all engines
 (`taking.py`).
 
-An override is a kernel, which compilers do not trace: calls are guarded as in eager mode, and
-compiled or cached graphs call it like any kernel.
-
-For a vLLM without compiled operators, the operators that the plan needs are defined (`empty.py`).
+An override is a kernel, which compilers do not trace. Its calls are guarded as in eager mode, and
+compiled or cached graphs call it like any kernel. For a vLLM without compiled operators, the
+operators that the plan needs are defined (`empty.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ log = get_logger("engine")
 
 
 def operator(name: str) -> Any:
-    """Return the operator overload of this name; None if it is not defined."""
+    """Return the operator overload of this name, or None if it is not defined."""
     namespace, _, rest = name.partition("::")
     short, _, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, namespace), short, None)
@@ -54,10 +53,8 @@ def _parameters(schema: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
 def _calls_of(
     impl: OpImpl, spec: OpSpec, wanted: set[str], device: torch.device, dtype: torch.dtype
 ) -> set[str]:
-    """Return the operators of `wanted` that an implementation calls itself.
-
-    Overriding them would only add overhead to a call of the same kernel.
-    """
+    """Return the operators of `wanted` that an implementation calls itself. Overriding them would
+    only add overhead to a call of the same kernel."""
     watched = Watched(lambda operator: operator.name() in wanted)
     for sample in spec.samples(dtype, device) if wanted else ():
         try:
@@ -75,10 +72,8 @@ class _Override(Replacement):
     """The override of an operator's kernel.
 
     Attributes:
-        dispatch: the dispatch key of the kernel.
-        kernel: the replaced kernel.
         beneath: the registrations of the replaced kernel and of inactive kernels, active first.
-        logged: the last later override that was logged.
+        logged: the latest override by other code that was logged.
     """
 
     def __init__(self, target: OperatorTarget, dispatch: str) -> None:
@@ -102,11 +97,10 @@ class _Override(Replacement):
             )
 
     def replaced(self, how: Any, *args: Any, **named: Any) -> Any:
-        """Call the replaced kernel; `how` is the dispatch key set of the call."""
         return self.kernel.call_boxed(how, *args, **named)
 
     def remove(self) -> bool:
-        """Remove the override. Under a later override it stays, and passes calls to the kernel."""
+        """Remove the override. Below a later override it is kept and passes calls to the kernel."""
         if after := self.after:
             log.warning(
                 "Operator %s was overridden after vllm-fl, by %s: vllm-fl's override remains under "
@@ -120,18 +114,14 @@ class _Override(Replacement):
 
     @property
     def after(self) -> str:
-        """Where a later override of the operator was registered, or empty."""
         now = _registered(self.target.name, self.dispatch)
         return now[0] if len(now) > len(self.beneath) + 1 else ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the override's entry in the worker report.
-
-        `replaced` and `overridden_by` are where the stock kernel and a later override were
-        registered, or None. `without_engine` and `other_arguments` count calls of the stock kernel;
-        the latter are not the op, or set a parameter that the binding does not have to another
-        value than its default.
-        """
+        """Return the override's entry in the worker report. `replaced` and `overridden_by` are
+        where the stock kernel and a later override were registered, or None. `without_engine` and
+        `other_arguments` count calls of the stock kernel. Calls of the second kind are not the op,
+        or set a parameter that the binding lacks to a value other than its default."""
         before = next(iter(self.beneath), "an unknown location")
         return {
             "replaced": None if empty.has_ours(self.target.name) else before,
@@ -149,16 +139,12 @@ def _registered(name: str, key: str) -> tuple[str, ...]:
 
 
 class Operators(Taking):
-    """Overrides kernels of the torch operators of vLLM."""
-
     kind = OperatorTarget
     key = "operators"
 
     def note(self, plan: Plan, op: str) -> str:
-        """Return why no operator of a planned op may be overridden, or empty.
-
-        vLLM's layers call these operators. A layer that settings exclude must not run our
-        implementation through them.
+        """Return why no operator of a planned op may be overridden, or empty. vLLM's layers call
+        these operators. A layer that settings exclude must not run our implementation through them.
         """
         layers = (layer.cls for layer in layer_table() if layer.op == op)
         if kept := sorted(plan.kept_layers.intersection(layers)):
@@ -191,13 +177,13 @@ class Operators(Taking):
         device: torch.device,
         dtype: torch.dtype | None = None,
     ) -> Choice:
-        """Choose the operators to override, without operators that an implementation calls."""
-        assert dtype is not None  # a worker has a model
+        """Choose the operators to override. Excludes operators that an implementation calls."""
+        assert dtype is not None
         fitting = super().choice(plan, bindings, device, dtype)
         taken, left = dict(fitting.taken), {op: dict(why) for op, why in fitting.left.items()}
         for op, targets in fitting.taken.items():
-            # A pass may insert calls that vLLM's kernel does not support: always override those
-            # operators, for the chain to fall back.
+            # A pass may insert calls that vLLM's kernel does not support. Therefore its operators
+            # are always overridden, which lets the chain fall back.
             by_pass = any(target.puts_operators for target in bindings[op].targets)
             calls: dict[str, str] = {}
             firsts = [impl for impl in plan.entries[op].firsts if not impl.needs_layer]
@@ -209,7 +195,7 @@ class Operators(Taking):
                 left[op] = left.get(op, {}) | calls
                 taken[op] = tuple(target for target in targets if target.name not in calls)
         taken = {op: targets for op, targets in taken.items() if targets}
-        # vLLM reads some operators without calling them when it compiles a model.
+        # When vLLM compiles a model, it reads some operators without calling them.
         defined = dict(empty.read_always()) if plan.mode == "compiled" else {}
         for name in (target.name for targets in taken.values() for target in targets):
             if schema := empty.schema(name):
@@ -224,7 +210,7 @@ class Operators(Taking):
         super().take(engine, chosen)
 
     def loaded(self, engine: Engine) -> None:
-        """Log overrides that were registered after ours, each once."""
+        """Log each override that was registered after ours once."""
         for ours in replacements_of(engine):
             if isinstance(ours, _Override) and ours.after not in ("", ours.logged):
                 ours.logged = ours.after

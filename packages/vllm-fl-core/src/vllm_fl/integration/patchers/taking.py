@@ -1,8 +1,8 @@
 """The base for targets that exist once per process: kernels of operators, and functions.
 
-A replacement uses the plan of the calling engine (`engines.now`). The replaced code runs for a
-caller without a plan for the target, for calls that are not the op, and for calls from an
-implementation.
+A replacement uses the plan of the calling engine (`engines.now`). The replaced code runs in three
+cases: the caller has no plan for the target, the call is not the op, or an implementation makes the
+call.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ log = get_logger("engine")
 
 @dataclass(frozen=True)
 class Choice:
-    """The operators, or the functions, that an engine replaces.
+    """The operators or functions that an engine replaces.
 
     Args:
-        taken: op -> the targets to replace.
         left: op -> target -> why it is not replaced.
         defined: operator -> schema, for operators to define in an empty build of vLLM.
     """
@@ -46,12 +45,11 @@ class Choice:
 
     @property
     def names(self) -> dict[str, list[str]]:
-        """Op -> the names of the targets to replace, for the digest."""
         return {op: [target.name for target in targets] for op, targets in self.taken.items()}
 
 
 class _Inside(threading.local):
-    """The argument `how` of the call that the thread is answering; None outside such calls."""
+    """The argument `how` of the call that the thread is answering. None outside such calls."""
 
     how: Any = None
 
@@ -62,11 +60,10 @@ class Replacement:
 
     Args:
         parameters: the names of all parameters of the target, in order.
-        defaults: optional parameter -> its default.
 
     Attributes:
-        answers: engine with a plan for the target -> (the op with the target's parameters, which
-            calls are stock for their size).
+        answers: engine with a plan for the target -> (the op with the target's parameters, a
+            predicate for calls of sizes that are stock).
     """
 
     target: Taken
@@ -78,11 +75,12 @@ class Replacement:
     inside: _Inside = field(default_factory=_Inside)
 
     def replaced(self, how: Any, *args: Any, **named: Any) -> Any:
-        """Call the replaced code; `how` is the first argument of the function of `answering`."""
+        """Call the replaced code. `how` is the first argument of the function of `answering`."""
         raise NotImplementedError
 
     def remove(self) -> bool:
-        """Restore the replaced code if no other code needs ours; return whether it did."""
+        """Restore the replaced code, unless other code needs ours. Return whether it was
+        restored."""
         raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
@@ -90,15 +88,13 @@ class Replacement:
         raise NotImplementedError
 
     def native(self, *args: Any, **named: Any) -> Any:
-        """Run `stock` inside a call of the target: the replaced code."""
+        """Run the replaced code inside a call of the target. It is the `stock` implementation."""
         return self.replaced(self.inside.how, *args, **named)
 
     def known(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any] | None:
-        """Return the arguments for the parameters of the binding; None to run the replaced code.
-
-        None if another parameter has a value that is not its default, or if the call does not fit
-        the signature: the replaced code raises the error.
-        """
+        """Return the arguments for the parameters of the binding, or None to run the replaced code.
+        That is necessary if another parameter differs from its default, or if the call does not fit
+        the signature: the replaced code then raises the error."""
         parameters, defaults, count = self.parameters, self.defaults, len(self.target.parameters)
         if len(args) > len(parameters) or not named.keys() <= set(parameters):
             return None  # arguments for *args or **kwargs
@@ -114,9 +110,7 @@ class Replacement:
 
     def answering(self) -> Callable[..., Any]:
         """Return the function that runs instead of the target, with the arguments of `replaced`.
-
-        Arguments after the parameters of the binding are dropped if they equal their defaults.
-        """
+        Arguments after the parameters of the binding are dropped if they equal their defaults."""
         inside, replaced, count = self.inside, self.replaced, len(self.target.parameters)
         answers = self.answers
 
@@ -149,12 +143,7 @@ class Replacement:
 
 
 def mismatch(target: Taken, names: Sequence[str], optional: Collection[str]) -> str:
-    """Return why a target does not have the parameters of its binding, or empty.
-
-    Args:
-        names: the target's parameters in this vLLM, in order.
-        optional: its parameters with a default.
-    """
+    """Return why a target lacks the parameters of its binding, or empty."""
     count = len(target.parameters)
     if tuple(names[:count]) != target.parameters:
         return f"its parameters are {', '.join(names)}; expected: {', '.join(target.parameters)}"
@@ -163,7 +152,7 @@ def mismatch(target: Taken, names: Sequence[str], optional: Collection[str]) -> 
 
 
 _replacements: dict[str, Replacement] = {}
-"""Target -> its replacement, while an engine or other code depends on it."""
+"""Target -> its replacement, as long as an engine or other code depends on it."""
 
 _changing = threading.Lock()
 
@@ -173,16 +162,12 @@ def replacement_of(name: str) -> Replacement | None:
 
 
 def replacements_of(engine: Engine) -> list[Replacement]:
-    """Return the replacements that an engine has a plan for."""
     return [each for each in [*_replacements.values()] if engine in each.answers]
 
 
 class Taking(Patcher):
-    """The base of the patchers of such targets.
-
-    Attributes:
-        key: the key in the digest and in the worker report.
-    """
+    """The base of the patchers of such targets. `key` is the key in the digest and in the
+    report."""
 
     key: str
 
@@ -205,11 +190,8 @@ class Taking(Patcher):
         device: torch.device,
         dtype: torch.dtype | None = None,
     ) -> Choice:
-        """Choose the targets of these bindings to replace for a plan.
-
-        A binding may list a target several times, with the parameters of different releases: the
-        first match is used.
-        """
+        """Choose the targets of these bindings to replace for a plan. A binding may list a target
+        several times, with the parameters of different releases. The first match is used."""
         assert self.kind is not None
         taken: dict[str, tuple[Taken, ...]] = {}
         left: dict[str, dict[str, str]] = {}
@@ -245,7 +227,7 @@ class Taking(Patcher):
                     grants = frozenset(target.grants)
                     last = stock_form(op, target.native(ours.native), grants)
                     bound = plan.without_layer(op, grants, last=last)
-                    assert bound is not None  # `note` excludes other ops
+                    assert bound is not None
                     leaves = _leaving(target, plan.stock_at(op))
                     ours.answers[engine] = target.route(bound), leaves
                 engine.on_unbind(_give_back, engine, ours)
@@ -256,7 +238,7 @@ class Taking(Patcher):
     def report_targets(
         self, engine: Engine, chosen: Choice
     ) -> dict[str, dict[str, dict[str, Any]]]:
-        """Return op -> target -> {`left`: reason} or `Replacement.to_json()`, for the report."""
+        """Return op -> target -> {`left`: reason} or `Replacement.to_json()`."""
         found: dict[str, dict[str, dict[str, Any]]] = {
             op: {name: {"left": why} for name, why in left.items()}
             for op, left in chosen.left.items()
@@ -287,10 +269,8 @@ def _give_back(engine: Engine, ours: Replacement) -> None:
 
 
 def _leaving(target: Taken, is_stock: Callable[[int], bool] | None) -> Leaves | None:
-    """Return a predicate for calls that are stock for their size, or None if size does not matter.
-
-    `is_stock` is the result of `Plan.stock_at`.
-    """
+    """Return a predicate for calls of sizes that are stock (`is_stock` is from `Plan.stock_at`), or
+    None if the size does not matter."""
     if is_stock is None or not target.tokens:
         return None
     name, position = target.tokens, target.parameters.index(target.tokens)
@@ -298,7 +278,7 @@ def _leaving(target: Taken, is_stock: Callable[[int], bool] | None) -> Leaves | 
     def leaves(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
         try:
             tokens = (args[position] if position < len(args) else named[name]).shape[0]
-        except (AttributeError, IndexError, KeyError):  # not a tensor: the route raises
+        except (AttributeError, IndexError, KeyError):  # if it is not a tensor, the route raises
             return False
         return is_stock(tokens)
 

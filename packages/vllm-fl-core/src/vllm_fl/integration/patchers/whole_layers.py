@@ -1,7 +1,7 @@
 """Replace layer classes of vLLM with whole classes of plugins.
 
-The planned classes are in vLLM's table of replacements while the model is built, which includes the
-class checks of LoRA (`layers.in_tables`).
+The planned classes are in vLLM's table of replacements while the model is built, which includes
+LoRA's checks of classes (`layers.in_tables`).
 """
 
 from __future__ import annotations
@@ -40,17 +40,14 @@ def _reached_by(op: str, impl: classes.ClassImpl, layer: str, request: object) -
 
 
 class WholeLayers(Patcher):
-    """Replaces layer classes of vLLM with classes of plugins while the model is built."""
-
     def layer_names(self) -> frozenset[str]:
-        """Return class names and registered names, also of classes that vLLM has not imported."""
+        """Return class names and registered names, even of classes that are not imported."""
         brought = get_default_manager().registry.snapshot().layers
         return frozenset({*brought, *declared_layers(), *declared_layers().values()})
 
     def request(
         self, vllm_config: VllmConfig, /, *_: Any, compiled: bool
     ) -> dict[str, LayerRequest | None]:
-        """Return the request for `LayerImpl.supports`; `why_not` sets its `layer`."""
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         if model is None:
             return {"layers": None}
@@ -90,10 +87,8 @@ class WholeLayers(Patcher):
     def configure(
         self, plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any]
     ) -> Sequence[str]:
-        """Return the registered names of planned layers that are CustomOps.
-
-        A name that layers of an op share is excluded, since enabling it would change those layers.
-        """
+        """Return the registered names of planned layers that are CustomOps. Omits a name that is
+        shared with layers of an op, because enabling it would change those layers."""
         ops = {layer.registered for layer in layer_table()}
         vllms = _vllms_classes()
         bases = (vllms.get(name) for name in plan.layers)
@@ -116,13 +111,9 @@ class WholeLayers(Patcher):
         return in_tables((table, name, _chosen(impl)[0]) for name, impl in layers)
 
     def loaded(self, engine: Engine) -> None:
-        """Count the model's layers of planned classes, and their calls.
-
-        vLLM matches exact class names and does not report a class without layers.
-
-        Raises:
-            TargetError: strict mode, and a layer still has vLLM's class.
-        """
+        """Count the model's layers that have planned classes, and their calls. vLLM matches exact
+        class names and does not report a class without layers. In strict mode, a layer that still
+        has vLLM's class raises a TargetError."""
         plan, model = engine.plan, engine.model
         counts: dict[str, int] = engine.state.setdefault(WholeLayers, {})
         if plan.layers and model is None:
@@ -176,7 +167,6 @@ def _say(impl: LayerImpl, count: int, wrapped_by_lora: Sequence[object]) -> None
 
 
 def _vllms_classes() -> dict[str, type[Any]]:
-    """Return name -> class, for imported classes that vLLM's table can replace."""
     found: dict[str, type[Any]] = {}
     below: list[type[Any]] = [CustomOp, PluggableLayer]
     for cls in below:  # grows during the loop
