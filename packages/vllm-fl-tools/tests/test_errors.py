@@ -16,8 +16,8 @@ from vllm_fl.errors import InvalidSettingError, MissingFileError, PluginError, V
 from vllm_fl.plugins.inspection import Finding
 from vllm_fl_tools import cli
 from vllm_fl_tools.cli._checks import CHECKS
-from vllm_fl_tools.cli.doctor import BROKEN, CODES, code_of
-from vllm_fl_tools.cli.explain import codes, page, title
+from vllm_fl_tools.cli.doctor import BROKEN, CODES, error_code
+from vllm_fl_tools.cli.explain import code_page, codes, title
 
 PACKAGES = ("vllm_fl", "vllm_fl_tools", "vllm_fl_verify")
 SOURCES = Path(vllm_fl.__file__).parent
@@ -133,7 +133,7 @@ def test_each_code_has_a_page_and_each_page_a_code() -> None:
 
 @pytest.mark.parametrize("code", sorted(ALL))
 def test_a_page_says_what_causes_it_what_to_do_and_shows_a_message(code: str) -> None:
-    text = page(code)
+    text = code_page(code)
     assert text is not None
     heading, *_ = text.splitlines()
     assert heading == f"# {code}: {title(text)}" and title(text)
@@ -192,4 +192,4 @@ def test_a_traceback_says_how_to_read_the_page() -> None:
 def test_a_finding_has_the_code_of_its_error_or_of_its_check(
     check: str, what: str, code: str | None
 ) -> None:
-    assert code_of(Finding(check, what, "why", "todo")) == code
+    assert error_code(Finding(check, what, "why", "todo")) == code

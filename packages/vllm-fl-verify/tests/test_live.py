@@ -379,7 +379,7 @@ def test_what_hangs_is_named_and_noted(
         return [r.getMessage() for r in caplog.records if "is still running" in r.getMessage()]
 
     def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-        noted.append(breadcrumb.now())
+        noted.append(breadcrumb.current_note())
         while where == "fn" and len(noted) == 2 and not said():
             time.sleep(0.01)
         return right(x)

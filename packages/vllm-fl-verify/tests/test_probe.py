@@ -251,7 +251,7 @@ def test_with_speculative_decoding_the_start_goes_on(
     model = Model()
     engine = engine_with(Drafting(model, config, draft), config)
     checks_of(engine).live_counts = frozenset({8})
-    assert loaded.compare(engine) == {}
+    assert loaded.compare_loaded(engine) == {}
     (said,) = engine.remarks[Moment.LOADED]
     assert said.startswith(line)
     unseen = "; not compared: merge_attn_states (not called)"

@@ -142,7 +142,7 @@ def test_what_of_a_plugin_runs_is_noted_while_it_runs(plan: Callable[..., Plan])
     noted: list[str] = []
 
     def note(request: AttentionRequest) -> Any:
-        noted.append(breadcrumb.now())
+        noted.append(breadcrumb.current_note())
         return PATH if len(noted) > 1 else True
 
     made = plan(note, supports=note)

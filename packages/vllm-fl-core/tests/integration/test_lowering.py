@@ -416,7 +416,7 @@ def test_where_vllm_does_not_compile_by_range_nothing_is_split(
 ) -> None:
     plan = planned(ROWS, *three())
     assert split(plan, endpoints=None, **fields).compile_ranges_endpoints is None
-    assert ranges.planned(by_range(plan), config([4, 16, 64], [], **fields)) == {}
+    assert ranges.inlined_ranges(by_range(plan), config([4, 16, 64], [], **fields)) == {}
 
 
 def test_what_is_reported_is_what_was_planned_and_what_became_of_it(planned: Planned) -> None:
@@ -424,8 +424,8 @@ def test_what_is_reported_is_what_was_planned_and_what_became_of_it(planned: Pla
     bound = plan.bind(OP, object(), NOTHING)
     for sizes in ((1, 4), (5, 16)):
         lowered(plan, sizes, bound, torch.randn(8, 8))
-    chosen = ranges.planned(by_range(plan), config([16, 64], []))[OP]
-    assert ranges.describe(chosen) == "inlined in 1 of 2 ranges (17-64 tokens)"
+    chosen = ranges.inlined_ranges(by_range(plan), config([16, 64], []))[OP]
+    assert ranges.describe_ranges(chosen) == "inlined in 1 of 2 ranges (17-64 tokens)"
     assert reported(plan, config([4, 16, 64])) == {
         OP: [
             {"first": 1, "last": 4, "impl": "vendor.acme", "places": 1, "operators": 0},
@@ -448,7 +448,7 @@ def test_the_platforms_own_pass_manager_has_our_pass_where_there_is_something_to
     monkeypatch.setattr(PostGradPassManager, "configure", lambda self, config: None)
 
     def added(plan: Plan | None, **fields: Any) -> list[Any]:
-        monkeypatch.setattr(passes, "now", lambda: plan and engine_of(plan))
+        monkeypatch.setattr(passes, "calling_engine", lambda: plan and engine_of(plan))
         made = manager()
         made.configure(config([LARGEST], **fields))
         return list(made.passes)
@@ -470,7 +470,7 @@ def test_a_devices_manager_that_takes_no_pass_is_named_and_starts(
 
     plan = planned(ROWS, *three())
     plan.bind(OP, object(), NOTHING)
-    monkeypatch.setattr(passes, "now", lambda: engine_of(plan))
+    monkeypatch.setattr(passes, "calling_engine", lambda: engine_of(plan))
     manager: Any = type("BareFL", (passes._WithOurPasses, Bare), {})
     manager().configure(config([LARGEST]))
     assert "Bare does not accept additional passes" in caplog.text

@@ -159,7 +159,7 @@ def test_a_table_that_one_rank_cannot_use_is_dropped_on_all(
     engine.facts, engine.contents = replace(engine.facts, settings=settings), {"ops": {}}
     monkeypatch.setattr(engines, "exchange", exchange)
     monkeypatch.setattr(settling, "inspect_plan", inspect)
-    monkeypatch.setattr(settling, "make_plan", made.append)
+    monkeypatch.setattr(settling, "set_plan", made.append)
     settling.settle(engine, Moment.PLANNED)
     assert made == [engine] and asked == [False, False, True]
     table = engine.facts.settings.tuned

@@ -79,10 +79,10 @@ def test_what_has_run_to_its_end_since_is_forgotten() -> None:
     for _ in range(3):
         run("os._exit(0)")
     assert whats() == ["the import of acme"]
-    with breadcrumb.running("the import of another"):
+    with breadcrumb.note_running("the import of another"):
         pass
     assert whats() == ["the import of acme"]
-    with breadcrumb.running("the import of acme"):
+    with breadcrumb.note_running("the import of acme"):
         pass
     assert whats() == []
 
@@ -123,7 +123,7 @@ def test_what_takes_long_is_named_while_it_runs(
     handler = Noting()
     logging.getLogger("vllm_fl.plugins").addHandler(handler)
     try:
-        with breadcrumb.running("the import of acme"):
+        with breadcrumb.note_running("the import of acme"):
             assert named.wait(60)
     finally:
         logging.getLogger("vllm_fl.plugins").removeHandler(handler)

@@ -131,10 +131,10 @@ def worker_start(context: WorkerContext) -> WorkerReport | None:
     Reports whether kernels begin early (`begins_early`): compiled code depends on that variable,
     but it is not in the key of vLLM's compile cache.
     """
-    from .aten import start
+    from .aten import replace_operators
     from .impl.linear import begins_early
 
-    report = start(context)
+    report = replace_operators(context)
     if not begins_early(context.device):
         return report
     lines, facts = (report.lines, report.facts) if report else ((), {})

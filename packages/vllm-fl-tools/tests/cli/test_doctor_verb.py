@@ -27,7 +27,7 @@ from vllm_fl.engine.plan import Plan
 from vllm_fl.integration import compat
 from vllm_fl_tools.cli import _checks, _child, _engine, _environment, _progress, doctor
 from vllm_fl_tools.cli._environment import torch_build
-from vllm_fl_tools.cli.doctor import contained
+from vllm_fl_tools.cli.doctor import run_check
 from vllm_fl_tools.operate.described import Described
 
 FOUR = """
@@ -516,7 +516,7 @@ def test_a_check_that_breaks_keeps_its_findings() -> None:
         yield "what", "why", "todo"
         raise SystemExit("metadata is gone")
 
-    first, second = contained("c", breaks)
+    first, second = run_check("c", breaks)
     assert first == Finding("c", "what", "why", "todo")
     assert "metadata is gone" in second.why
 

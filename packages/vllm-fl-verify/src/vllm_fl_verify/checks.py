@@ -22,11 +22,11 @@ from . import graphs, launches
 from .batches import Order
 from .budget import Budget
 from .form import Form
-from .guarded import dirty_memory, freed_nan, rows_of, taken
+from .guarded import copy_rows, dirty_memory, freed_nan, taken
 from .oracle import parts
 from .run import Found, Objections, Run
 from .trials import lowered, token_counts
-from .verification import BY_CHAIN, Outcome, accept, answer, attempt, dtype_name, leaning
+from .verification import BY_CHAIN, Outcome, accept, attempt, call_if_supported, dtype_name, leaning
 
 log = get_logger("engine")
 
@@ -165,7 +165,7 @@ def _further_batches(run: Run) -> Objections:
             return run.request.launched(call, trials.device)
 
         known = trials.smallest, trials.largest, partial(budget.takes, what, 0.0)
-        for count in launches.edges(kernels, *known):
+        for count in launches.launch_edges(kernels, *known):
             yield from raised
             yield from run.batches(form, _in_turn({count, max(count - 1, trials.smallest)}))
         yield from raised
@@ -216,7 +216,7 @@ def _captured(run: Run) -> Objections:
     for form in run.forms if count else ():
         form.switch(large=False)
         where = run.where(form, count, ", in a graph")
-        laid = rows_of(form.pool(False), trials.rows(count))
+        laid = copy_rows(form.pool(False), trials.rows(count))
         args = form.call(laid).args
         begun = time.monotonic()
         made = yield from run.at(where, partial(_capture, run, args))
@@ -227,7 +227,7 @@ def _captured(run: Run) -> Objections:
             form.switch(large)
             form.static.restore(run.spec.consumed(run.impl.consumes, args))
             rows = trials.rows(count, number)
-            rows_of(form.pool(large), rows, into=laid)
+            copy_rows(form.pool(large), rows, into=laid)
             raised = "it raised when the graph was replayed:"
             yield from run.at(where, partial(attempt, raised, replay))
             values = "large" if large else "other"
@@ -298,7 +298,7 @@ def _in_one_graph(run: Run, form: Form, backend: str) -> Objections:
     where = f"compiled by {backend}, a row with NaN, {run.where(form, counts[0])}"
     args, same = (_apart(run.spec, _with_nan(run, form, counts[0])) for _ in range(2))
     got = yield from _as_compiled(run, call, args, where, again=True)
-    eager = yield from run.at(where, partial(answer, run.call, run.impl, run.spec, same))
+    eager = yield from run.at(where, partial(call_if_supported, run.call, run.impl, run.spec, same))
     if got is None or eager is None or not run.request.compares:
         return
     for mine, other in zip(parts(got), parts(eager), strict=True):

@@ -21,10 +21,18 @@ from vllm_fl.plugins.types import Impl, OpImpl
 from .batches import POOL
 from .budget import Budget, Valve
 from .form import Form
-from .guarded import bits, rows_of
+from .guarded import bits, copy_rows
 from .oracle import parts
 from .trials import Request, Role, Trials, lowered, token_counts
-from .verification import BY_CHAIN, COMPARING, LayerFactory, answer, as_call, attempt, dtype_name
+from .verification import (
+    BY_CHAIN,
+    COMPARING,
+    LayerFactory,
+    as_call,
+    attempt,
+    call_if_supported,
+    dtype_name,
+)
 
 T = TypeVar("T")
 
@@ -211,11 +219,13 @@ class _Measured:
     def bits(self, form: Form, rows: torch.Tensor) -> Verdicts[Bits | None]:
         """Return the bits of the results for these rows of the pool; None if not supported."""
         spec = self.trials.spec
-        laid = form.call(rows_of(form.pool(False), rows))
+        laid = form.call(copy_rows(form.pool(False), rows))
         form.static.restore(spec.consumed(self.impl.consumes, laid.args))
         where = f"{self._where(form, len(rows))}, batch invariance"
         with self.watch.over(f"one call of {self.impl.op_name}={self.impl.impl_id} ({where})"):
-            got, failure = answer(self.call, self.impl, spec, laid.args, refuses=BY_CHAIN)
+            got, failure = call_if_supported(
+                self.call, self.impl, spec, laid.args, refuses=BY_CHAIN
+            )
         if failure is not None and failure.status == "refused":
             return None
 

@@ -206,7 +206,7 @@ class Live:
         owner_name = owner.name if owner else ""
         where = f"on live tensors in layer {self._layer}{owner_name and f' of {owner_name}'}"
         what = f"the verification of {impl.op_name}={impl.impl_id} {where}"
-        with breadcrumb.running(what, named=False), self._watch.over(what):
+        with breadcrumb.note_running(what, named=False), self._watch.over(what):
             yield
 
     def _call(self, spec: OpSpec, impl: OpImpl, given: tuple[Any, ...]) -> Any:

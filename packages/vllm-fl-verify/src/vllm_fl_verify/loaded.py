@@ -49,7 +49,7 @@ class Ran:
     possible: frozenset[str]
 
 
-def compare(engine: Engine) -> dict[Key, Objection]:
+def compare_loaded(engine: Engine) -> dict[Key, Objection]:
     """Compare the plan in the loaded model, without lasting changes to calls or memory."""
     checks, began = checks_of(engine), time.monotonic()
     counts = checks.live_counts

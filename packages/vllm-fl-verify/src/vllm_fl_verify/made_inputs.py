@@ -163,7 +163,7 @@ def checks_of(engine: Engine) -> Checks:
     return found
 
 
-def compare(engine: Engine) -> dict[Key, Objection]:
+def compare_on_made_inputs(engine: Engine) -> dict[Key, Objection]:
     """Compare the plan's implementations that were not compared before."""
     checks = checks_of(engine)
     found = checks.objections(engine.plan)

@@ -18,14 +18,14 @@ from . import process_state
 from .batches import POOL, Order
 from .budget import Budget
 from .form import Form
-from .guarded import Guarded, joined_rows, rows_of
+from .guarded import Guarded, copy_rows, joined_rows
 from .oracle import each_part, parts
 from .trials import Request, Role, Trials
 from .verification import (
     Comparison,
     Outcome,
-    answer,
     as_call,
+    call_if_supported,
     called,
     compare,
     compared,
@@ -198,7 +198,7 @@ class Run:
                 continue
             self.tried.add((form.name, tokens))
             rows = self.trials.rows(tokens, number, order)
-            laid = rows_of(form.pool(large), rows, into=laid)
+            laid = copy_rows(form.pool(large), rows, into=laid)
             where = self.where(form, tokens, ", large values" * large)
             got = yield from self.result(form, laid, where)
             if got is None:
@@ -230,7 +230,7 @@ class Run:
         form.static.restore(consumed)  # the previous call wrote into a cache
 
         def run() -> Outcome:
-            making = partial(answer, self.call, self.impl, self.spec, call.args)
+            making = partial(call_if_supported, self.call, self.impl, self.spec, call.args)
             if self.request.compares:
                 laid.remember()
                 got, failure = called(making, self.impl, self.spec, call, looked_at=laid)
@@ -246,11 +246,11 @@ class Run:
         """Make one call with this many tokens without comparing its result."""
         args = self.arguments(form, self.trials.rows(count))
         where = self.where(form, count)
-        yield from self.at(where, partial(answer, self.call, self.impl, self.spec, args))
+        yield from self.at(where, partial(call_if_supported, self.call, self.impl, self.spec, args))
 
     def arguments(self, form: Form, rows: torch.Tensor, large: bool = False) -> tuple[Any, ...]:
         """Return the arguments of a call with these rows of the ordinary or the large values."""
-        args = form.call(rows_of(form.pool(large), rows)).args
+        args = form.call(copy_rows(form.pool(large), rows)).args
         form.static.restore(self.spec.consumed(self.impl.consumes, args))
         return args
 

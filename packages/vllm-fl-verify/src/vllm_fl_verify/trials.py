@@ -79,7 +79,7 @@ class Role:
         """Note for the next process that the block runs the implementation's code for `what`."""
         of_owner = self.owner and f" of {self.owner}"
         noted = f"{what} of {self.impl.op_name}={self.impl.impl_id}{of_owner}"
-        return breadcrumb.running(noted, named=False)
+        return breadcrumb.note_running(noted, named=False)
 
 
 @dataclass(frozen=True)

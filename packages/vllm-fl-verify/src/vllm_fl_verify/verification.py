@@ -95,7 +95,7 @@ def attempt(
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # plugins may raise anything, including SystemExit and panics
-        if isinstance(error, refuses) and (why := refusal_of(error)):
+        if isinstance(error, refuses) and (why := refusal_reason(error)):
             return None, Failure("refused", why, error)
         return None, Failure("raised", f"{did} {quote(error)}", error)
     return got, None
@@ -239,7 +239,7 @@ def compare(
     call = guarded(given, spec.by_token, poisons) if memory is None else memory.rewritten(given)
     packed = not sample.relaid if packed is None else packed
     call.remember()
-    run = partial(answer, as_call(impl, spec, layer_for), impl, spec, call.args)
+    run = partial(call_if_supported, as_call(impl, spec, layer_for), impl, spec, call.args)
     got, failure = called(run, impl, spec, call, packed=packed)
     share = math.nan
     if failure is None:
@@ -305,7 +305,7 @@ def compared(got: Any, off: Callable[[Any], Off]) -> tuple[float, Failure | None
     return share, Failure("wrong", problem) if problem else failure
 
 
-def answer(
+def call_if_supported(
     fn: Callable[..., Any], impl: OpImpl, spec: OpSpec, args: Sequence[Any], **how: Any
 ) -> Outcome:
     """Call `fn`, a function of the parameters of the contract, if `supports` accepts the call."""
@@ -430,7 +430,7 @@ def synchronise(device: torch.device) -> None:
         module.synchronize(device)
 
 
-def refusal_of(error: BaseException) -> str:
+def refusal_reason(error: BaseException) -> str:
     """Return why a call was not supported; empty if `error` means something else.
 
     `error` is NotImplementedError of an implementation, or AllFailedError of a chain if no

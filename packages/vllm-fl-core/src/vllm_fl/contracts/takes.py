@@ -14,7 +14,7 @@ from typing import Any
 from .arguments import DIMENSION, FLOATING, Argument, Tensor
 from .spec import OpSpec
 
-__all__ = ["Rule", "checked", "supports_of"]
+__all__ = ["Rule", "with_check", "supports_of"]
 
 Rule = str | Callable[..., object]
 """An expression of arguments and sizes; or a function of some of them: True, or a reason."""
@@ -81,7 +81,7 @@ def supports_of(spec: OpSpec, rules: Iterable[Rule]) -> Callable[..., object]:
     return supports
 
 
-def checked(fn: Callable[..., Any], supports: Callable[..., object]) -> Callable[..., Any]:
+def with_check(fn: Callable[..., Any], supports: Callable[..., object]) -> Callable[..., Any]:
     """Return `fn` with a check that raises NotImplementedError for unsupported calls."""
 
     @functools.wraps(fn)

@@ -31,7 +31,7 @@ log = get_logger("dispatch")
 
 Bound = Callable[..., Any]
 
-current = override.get
+current_policy = override.get
 """Returns the policy of the enclosing block. Bound here to save an attribute look-up per call."""
 
 POLICIES_AT_MOST = 64
@@ -270,7 +270,7 @@ class OpManager:
             UnknownOpError, NoImplementationError, AllFailedError: no implementation ran.
         """
         try:
-            bound = self._tables[current()][op_name]
+            bound = self._tables[current_policy()][op_name]
         except KeyError:
             bound = self._bound(op_name)
         # Omitting empty keywords saves a third of the time of this function.

@@ -14,7 +14,7 @@ from ..logs import SAID_AT_MOST
 from ..plugins.inspection import Key
 from ..plugins.types import OpImpl
 from ..text import quote
-from .resolver import describe
+from .resolver import describe_impl
 
 
 class Skipped(Exception):
@@ -175,7 +175,7 @@ class Record:
         self.fallbacks[op, impl.impl_id] += 1
         self._moved[op, impl.impl_id] += 1
         if self._once("fallback", op, first.impl_id, impl.impl_id):
-            self._log.info("Op '%s' fallback to %s", op, describe(impl))
+            self._log.info("Op '%s' fallback to %s", op, describe_impl(impl))
         if (op, first.impl_id) in self.demotions:
             self._announced[op] = impl.impl_id
 
@@ -196,9 +196,9 @@ class Record:
         """Log the implementation of `op` if it is new or has changed."""
         before = self._announced.get(op)
         if before is None:
-            self._log.info("Op '%s' using %s", op, describe(impl))
+            self._log.info("Op '%s' using %s", op, describe_impl(impl))
         elif before != impl.impl_id:
-            self._log.info("Op '%s' switched from '%s' to %s", op, before, describe(impl))
+            self._log.info("Op '%s' switched from '%s' to %s", op, before, describe_impl(impl))
         self._announced[op] = impl.impl_id
 
     def counting(self, bound: Callable[..., Any], op: str, impl_id: str) -> Callable[..., Any]:

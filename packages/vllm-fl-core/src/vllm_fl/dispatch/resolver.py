@@ -115,7 +115,7 @@ class Trace:
         return "\n".join(lines)
 
 
-def describe(impl: Impl | Stock) -> str:
+def describe_impl(impl: Impl | Stock) -> str:
     """Return an implementation for a log line, such as `'vendor.cpu' (kind=vendor, vendor=cpu)`."""
     kind = impl.token if isinstance(impl, Stock) else impl.kind.value
     return f"'{impl.impl_id}' (kind={kind}, vendor={impl.vendor})"

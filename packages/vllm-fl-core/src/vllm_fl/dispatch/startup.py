@@ -129,7 +129,7 @@ def start(
     set_log_level("DEBUG" if early.debug else early.log_level)
     asked = early if engine is None else engine
     found = discovery.discover(asked.plugin_modules)
-    warnings = discovery.unmatched([each.owner for each in found], asked.plugins)
+    warnings = discovery.unmatched_plugins([each.owner for each in found], asked.plugins)
     crumbs = [f"An earlier {crumb}. Run `vllm-fl doctor` for more." for crumb in breadcrumb.lost()]
     _warn(warnings, "FL110")
     _warn(crumbs, "FL216")

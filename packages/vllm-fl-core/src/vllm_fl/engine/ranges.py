@@ -66,7 +66,7 @@ def choice(chain: Chain, sizes: Range) -> OpImpl | None:
     return sole if sole is not None and is_inlined(sole) else None
 
 
-def edges(chains: Iterable[Chain], largest: int, captured: int = 0) -> tuple[int, ...]:
+def range_edges(chains: Iterable[Chain], largest: int, captured: int = 0) -> tuple[int, ...]:
     """Return where to split the token counts to inline the most: into at most `MOST` ranges.
 
     Splits only at the maximum tokens of rows. The gain of inlining an op is measured in doublings

@@ -70,15 +70,15 @@ def seal(vllm_config: VllmConfig, digest: str) -> Callable[[], None]:
 
 def is_sealed(vllm_config: VllmConfig) -> bool:
     """Return whether a worker of this engine has sealed its plan, which is then final."""
-    return "plan" in entry_of(vllm_config)
+    return "plan" in carried_entry(vllm_config)
 
 
 def digest_of(vllm_config: VllmConfig) -> str:
     """Return the digest of the sealed plan; empty before that."""
-    return str(entry_of(vllm_config).get("plan", ""))
+    return str(carried_entry(vllm_config).get("plan", ""))
 
 
-def entry_of(vllm_config: VllmConfig) -> Carried:
+def carried_entry(vllm_config: VllmConfig) -> Carried:
     """Return our entry of the configuration; create it if it is missing.
 
     If `additional_config` is an object of the user, changes to the entry are lost.

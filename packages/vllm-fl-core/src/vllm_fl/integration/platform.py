@@ -27,7 +27,7 @@ from ..settings.loading import load_startup
 from ..settings.values import IN_TREE
 from ..text import quote
 from .compat import leave_out_cuda_fusions
-from .patchers.lookups import laid_over, log_refusal, named
+from .patchers.lookups import import_object, laid_over, log_refusal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -218,7 +218,7 @@ def overlay_path(forced: str | None = None) -> str | None:
         return _laid(_class_of(profile), profile.name, profile)
     if others or own is None:
         return None
-    return _laid(named(builtin_platform_plugins[own]()), own)
+    return _laid(import_object(builtin_platform_plugins[own]()), own)
 
 
 def lay_in_place(forced: str | None = None) -> None:
@@ -257,7 +257,7 @@ def _device(forced: str | None) -> DeviceProfile | None:
 
 def _class_of(profile: DeviceProfile) -> type:
     try:
-        return named(profile.platform_class)  # type: ignore[no-any-return]
+        return import_object(profile.platform_class)  # type: ignore[no-any-return]
     except Exception as error:
         raise DeviceError(
             f"Device {profile.name!r}: its platform class {profile.platform_class} cannot be "

@@ -102,7 +102,7 @@ def lacking(opinions: Sequence[Opinion]) -> dict[Key, Disabled]:
     return found
 
 
-def differences(opinions: Sequence[Opinion]) -> list[str]:
+def plan_differences(opinions: Sequence[Opinion]) -> list[str]:
     """Return the differences of the ranks' plans from the plan of rank 0, one sentence each."""
     lines = []
     base = opinions[0].contents

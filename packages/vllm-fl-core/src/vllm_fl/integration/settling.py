@@ -20,7 +20,7 @@ from . import patching
 from .carried import seal
 from .engines import Engine
 from .planning import apply, plan_for
-from .ranks import Disabled, Opinion, differences, united
+from .ranks import Disabled, Opinion, plan_differences, united
 from .targets import planned_for_nothing
 
 log = get_logger("engine")
@@ -48,7 +48,7 @@ def settle(engine: Engine, moment: Moment) -> dict[Key, str]:
         plans = _together(engine, moment, partial(_opinion, engine, moment, next_change))
         new = united(plans, engine.disabled)
         if not new and moment is Moment.PLANNED and _drops_table(engine, plans):
-            next_change = partial(make_plan, engine)
+            next_change = partial(set_plan, engine)
             continue
         if not new:
             found = _together(
@@ -70,7 +70,7 @@ def _say_what_differs(engine: Engine, moment: Moment, opinions: list[Opinion]) -
     table = engine.facts.settings.tuned
     if moment is Moment.PLANNED and table is not None and table.unused:
         log.warning("%s. Continuing without a table [FL610]", table.reason)
-    for line in differences(opinions):
+    for line in plan_differences(opinions):
         log.warning("The ranks differ. %s [FL503]", line)
 
 
@@ -87,7 +87,7 @@ def choices(plan: Plan) -> dict[Key, Any]:
     return found
 
 
-def make_plan(engine: Engine) -> None:
+def set_plan(engine: Engine) -> None:
     """Make the engine's plan without the disabled implementations."""
     registry, facts = get_default_manager().registry, engine.facts
     snapshot = registry.snapshot()
@@ -128,7 +128,7 @@ def bind(engine: Engine) -> None:
         patcher.apply(engine)
 
 
-def without(keys: Iterable[Key]) -> str:
+def stock_setting(keys: Iterable[Key]) -> str:
     """Return the setting that selects vLLM's implementation for the ops of these keys."""
     stock = ";".join(f"{op}=stock" for op in dict.fromkeys(op for op, _ in keys))
     return f"VLLM_FL_PER_OP='{stock}'"
@@ -145,7 +145,7 @@ def _disable(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> Non
         return
     if moment is not Moment.PLANNED:
         engine.unbind()
-    make_plan(engine)
+    set_plan(engine)
     if moment is not Moment.PLANNED:
         settle(engine, Moment.PLANNED)
         bind(engine)
@@ -253,7 +253,9 @@ def _end_for(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> Non
     text = "; ".join(f"rank {e.rank}: {_fault(key, e)}" for key, e in found.items())
     text += "" if is_strict else ". The model is compiled with it"
     op, impl_id = next(iter(found))
-    text = f"vllm-fl: engine startup failed{how}: {text}. {without(found)} selects vLLM's code"
+    text = (
+        f"vllm-fl: engine startup failed{how}: {text}. {stock_setting(found)} selects vLLM's code"
+    )
     raise StartError(text, op=op, impl=impl_id)
 
 

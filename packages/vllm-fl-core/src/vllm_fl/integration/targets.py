@@ -51,7 +51,7 @@ def targets(table: Mapping[str, Binding], kind: type[P]) -> list[tuple[str, P]]:
     ]
 
 
-def planned(plan: Plan, kind: type[P]) -> list[tuple[str, P]]:
+def planned_targets(plan: Plan, kind: type[P]) -> list[tuple[str, P]]:
     """Return (op, target) for every target of one kind, without the stock ops of `plan`."""
     return [each for each in targets(installed_bindings(), kind) if not plan.is_stock(each[0])]
 

@@ -18,7 +18,7 @@ from ..plugins.calling import asking
 from ..plugins.inspection import Key, Moment
 from ..text import quote
 from .engines import Engine
-from .settling import settle, without
+from .settling import settle, stock_setting
 
 log = get_logger("engine")
 
@@ -35,7 +35,7 @@ MEMORY = frozenset({"kv_cache", "weights"})
 """The kinds of memory that a worker can release, by vLLM's names."""
 
 
-def watch(cls: type) -> None:
+def wrap_updates(cls: type) -> None:
     """Wrap the methods of a worker class that change weights or memory, if it has them."""
     for name in (*ENDS, *PARTS, *SLEEPS, "wake_up"):
         if hasattr(cls, name):
@@ -158,7 +158,7 @@ def _fault(wrong: Mapping[Key, str], occasion: str) -> str:
     return (
         f"After {occasion}, verification failed for {each}. The engine keeps serving with the new "
         "weights, since compiled code and captured graphs contain the implementation. Restart with "
-        f"{without(wrong)} to avoid it"
+        f"{stock_setting(wrong)} to avoid it"
     )
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import PluginError, VllmFLError
 from ..logs import get_logger
 from ..text import clean, quote
-from .breadcrumb import running
+from .breadcrumb import note_running
 from .inspection import (
     Check,
     Engine,
@@ -49,9 +49,9 @@ def describe_owner(owner: Owner) -> str:
 def contained(
     plugin: Plugin, what: str, todo: str = "", *, named: bool = True, passing: bool = False
 ) -> Iterator[None]:
-    """Run a plugin's code, with a note (`breadcrumb.running`); exceptions become a `PluginError`.
+    """Run a plugin's code, with a note (`breadcrumb.note_running`).
 
-    A KeyboardInterrupt is raised unchanged.
+    Exceptions become a `PluginError`. A KeyboardInterrupt is raised unchanged.
 
     Args:
         plugin: the plugin.
@@ -62,7 +62,7 @@ def contained(
     """
     owner = plugin.owner
     try:
-        with running(f"{what.replace('its', 'the')} of {describe_owner(owner)}", named=named):
+        with note_running(f"{what.replace('its', 'the')} of {describe_owner(owner)}", named=named):
             yield
     except KeyboardInterrupt:
         raise
@@ -192,7 +192,7 @@ def rejections(
     return rejected
 
 
-def findings(plugin: Plugin, settings: Any) -> list[Finding]:
+def plugin_findings(plugin: Plugin, settings: Any) -> list[Finding]:
     """Return a plugin's findings for `vllm-fl doctor`. Raises PluginError if its hook fails."""
     with in_hook(plugin, "doctor"):
         results = results_of(plugin, "doctor", Iterable, settings=settings)

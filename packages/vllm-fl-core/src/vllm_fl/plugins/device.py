@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..errors import DeviceError
 from ..logs import get_logger
-from .breadcrumb import running
+from .breadcrumb import note_running
 from .calling import Results, results_of_each
 from .plugin import Plugin
 from .types import Availability, answered, check_path
@@ -56,7 +56,7 @@ class DeviceProfile:
 
     def detection(self) -> Availability:
         """Return True, or why this machine does not have the device."""
-        with running(f"the detection of the device {self.name}"):
+        with note_running(f"the detection of the device {self.name}"):
             return answered("its detection", self.detect)
 
 

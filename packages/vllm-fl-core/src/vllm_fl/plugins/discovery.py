@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from ..errors import PluginError
 from ..text import clean, nearest
-from .installed import canonical, entry_points, identity
+from .installed import canonical, entry_points, name_and_version
 from .plugin import Kind, Owner, Plugin
 from .reserved import EXTENDERS
 
@@ -37,7 +37,7 @@ def discover(modules: Iterable[str] = ()) -> tuple[Plugin, ...]:
     found = []
     for entry in entry_points(*KINDS):
         dist = entry.dist
-        name, version, problem = (None, None, "") if dist is None else identity(dist)
+        name, version, problem = (None, None, "") if dist is None else name_and_version(dist)
         owner = Owner(
             plugin=entry.name,
             distribution=name,
@@ -82,7 +82,7 @@ def remedy_for(plugin: Plugin, allowed: Iterable[Plugin]) -> str:
     return f"No other plugin needs it: reinstall it, or disable it with VLLM_FL_PLUGINS={rest}."
 
 
-def unmatched(owners: Iterable[Owner], only: Collection[str] | None) -> tuple[str, ...]:
+def unmatched_plugins(owners: Iterable[Owner], only: Collection[str] | None) -> tuple[str, ...]:
     """Return a sentence for each name in VLLM_FL_PLUGINS without an installed plugin."""
     known = sorted({canonical(owner.distribution) for owner in owners if owner.distribution})
     found = []

@@ -20,11 +20,11 @@ from .values import (
     EXTENDS,
     OP_CONFIG,
     ORDER_PREFIX,
-    checked,
     expected,
     is_ordered,
     name_of,
     read_text,
+    read_value,
     value_of,
     wrong,
 )
@@ -199,7 +199,7 @@ class _File:
             self.check_owner(key, origin)
             if written is None:
                 continue
-            order = checked(partial(OpOrder.of, pinned=self.users), written, key, origin)
+            order = read_value(partial(OpOrder.of, pinned=self.users), written, key, origin)
             if any(len(rows) > 1 for rows in (order.eager, order.compiled)):
                 if not self.users:
                     raise wrong(key, origin, BY_SIZE)
@@ -233,14 +233,14 @@ class _File:
         needed = () if self.users else ("measured",)
         parts = self.parts(key, value, origin, needed, (*MODES, "measured"))
         sides = {mode: parts[mode] for mode in MODES if mode in parts}
-        order = checked(partial(OpOrder.of, pinned=self.users), sides, key, origin)
+        order = read_value(partial(OpOrder.of, pinned=self.users), sides, key, origin)
         figure = parts.get("measured")
         if figure is None:
             return order, ""
         names = ("date", "device", "ratio", "what")
         figure_parts = self.parts(key, figure, origin, names)
         day, device, ratio, what = (_scalar(key, figure_parts[name], origin) for name in names)
-        factor = f"{checked(float, ratio, key, origin):g} times as fast"
+        factor = f"{read_value(float, ratio, key, origin):g} times as fast"
         return order, f"measured {day} on {device}: {factor} in {what}"
 
     def mapping(self, key: str, value: object, origin: str, what: str) -> Lines:
@@ -310,10 +310,10 @@ def _value(spec: SettingSpec[Any], value: object, origin: str) -> object:
         for name in value:
             if not isinstance(name, str):
                 raise wrong(spec.key, origin, f"expected a name, got {kind_of(name)}")
-        names = (checked(name_of, name, spec.key, origin) for name in value)
+        names = (read_value(name_of, name, spec.key, origin) for name in value)
         return tuple(dict.fromkeys(names))
     elif isinstance(value, str):
-        return checked(partial(value_of, spec), value, spec.key, origin)
+        return read_value(partial(value_of, spec), value, spec.key, origin)
     raise wrong(spec.key, origin, f"expected {expected(spec)}, got {kind_of(value)}")
 
 

@@ -45,9 +45,9 @@ from .values import (
     ORDER_PREFIX,
     PER_OP,
     PLATFORMS,
-    checked,
     is_ordered,
     normalise_platform,
+    read_value,
     value_of,
     wrong,
 )
@@ -287,7 +287,7 @@ def _environment(env: Mapping[str, str], declared: Declared) -> Layer:
             if text is None:
                 continue
             origin = f"environment {variable}"
-            value = checked(partial(value_of, spec), text, key, origin)
+            value = read_value(partial(value_of, spec), text, key, origin)
             if key not in layer or value is False:  # of two variables, false has priority
                 layer[key] = Setting(key, value, origin)
     return layer
@@ -324,7 +324,7 @@ def _layer_of(pairs: Iterable[tuple[str, object]], origin: str) -> Layer:
             raise wrong("per_op", origin, f"expected op1=a|b;op2=x, got {op!r}")
         if key in layer:
             raise wrong(key, origin, "is set twice")
-        layer[key] = Setting(key, checked(OpOrder.of, tokens, key, origin), origin)
+        layer[key] = Setting(key, read_value(OpOrder.of, tokens, key, origin), origin)
     return layer
 
 

@@ -63,7 +63,7 @@ def check_names(
         settings: the result of `load_settings`.
         impls: op -> the installed implementations, for the selectors in the user's orders; or None.
         bindings: the bindings of the ops, with their names in vllm-plugin-FL.
-        plugins: as for `unmatched`.
+        plugins: as for `unmatched_orders`.
         known: the known names by kind: `op` and `group` from contracts and plugins, `vendor` from
             plugins, `layer` from vLLM. `op` is required.
 
@@ -102,7 +102,7 @@ def check_names(
         if problem:
             warnings.append(f"{use.setting.origin}: {use.setting.key}: {problem}")
     if impls is not None:
-        warnings += [said for _, said in unmatched(settings, impls, plugins)]
+        warnings += [said for _, said in unmatched_orders(settings, impls, plugins)]
     return dataclasses.replace(
         settings,
         warnings=tuple(dict.fromkeys((*settings.warnings, *warnings))),
@@ -134,7 +134,7 @@ def uses(settings: Settings) -> Iterator[_Use]:
                 yield _Use(spec.names, name, f"{key}.{name}", setting)
 
 
-def unmatched(
+def unmatched_orders(
     settings: Settings,
     impls_by_op: Mapping[str, Impls],
     plugins: Sequence[Plugin] = (),

@@ -60,7 +60,7 @@ def wrong(
     return kind(f"{origin}: {key}: {_short(problem, 600)}", key=key, origin=origin, op=op)
 
 
-def checked(read: Callable[[Any], T], value: object, key: str, origin: str) -> T:
+def read_value(read: Callable[[Any], T], value: object, key: str, origin: str) -> T:
     """Return `read(value)`; a ValueError becomes the error of this setting."""
     try:
         return read(value)

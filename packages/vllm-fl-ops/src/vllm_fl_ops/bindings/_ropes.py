@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LAYER", "ROTATION", "SHARED", "halves"]
+__all__ = ["LAYER", "ROTATION", "SHARED", "cos_sin_halves"]
 
 SHARED = ("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT",)
 """vLLM's table of rotary embeddings by their sizes."""
@@ -24,7 +24,7 @@ ROTATION = f"{_BASE}:RotaryEmbedding.forward_static"
 """vLLM's implementation in plain PyTorch."""
 
 
-def halves() -> Callable[[Tensor], tuple[Tensor, ...]]:
+def cos_sin_halves() -> Callable[[Tensor], tuple[Tensor, ...]]:
     """Return a function from a layer's cache to its views (cos, sin), the same objects at every
     step."""
     from torch.compiler import is_compiling

@@ -11,7 +11,7 @@ from vllm_fl.contracts.outputs import Exact, Within
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
-from .common import contract, outside
+from .common import contract, out_of_range
 from .sequences import boundaries, ends, fitting_features, slots, state_slots
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def _also(
 
 
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    yield from outside(good, "cache_indices", len(good["conv_states"]))
+    yield from out_of_range(good, "cache_indices", len(good["conv_states"]))
     at = good["query_start_loc"]
     if at.device.type == "cpu":  # it would make an accelerator unusable
         yield "query_start_loc beyond the tokens", {"query_start_loc": at * 2}

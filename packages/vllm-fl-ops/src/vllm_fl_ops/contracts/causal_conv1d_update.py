@@ -11,7 +11,7 @@ from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import Sample
 
 from .causal_conv1d import BIAS, STATES, TOLERANCES, WEIGHT, served_features
-from .common import contract, outside
+from .common import contract, out_of_range
 from .sequences import slots, state_slots
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def _also(x: Any, states: Any, weight: Any, bias: Any, activation: Any, indices:
 
 
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    return outside(good, "conv_state_indices", len(good["conv_state"]))
+    return out_of_range(good, "conv_state_indices", len(good["conv_state"]))
 
 
 SPEC = contract(

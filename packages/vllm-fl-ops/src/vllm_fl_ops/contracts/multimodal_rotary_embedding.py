@@ -9,7 +9,7 @@ from vllm_fl.contracts.arguments import Argument, flag, integers, like, tensor
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample
 
-from .common import contract, outside
+from .common import contract, out_of_range
 from .rotary_embedding import SPEC as ROTARY
 from .rotary_embedding import TABLE, by_complex_numbers, heads_of_qkv, served_positions, tables
 
@@ -190,7 +190,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         ("a negative section", [time + 2 * height, -height, width]),
     ):
         yield what, {"mrope_section": section}
-    yield from outside(good, "position_ids", len(good["cos"]))
+    yield from out_of_range(good, "position_ids", len(good["cos"]))
     yield "four positions a token", {"position_ids": good["position_ids"][:, [0, 1, 2, 0]]}
     tables = {name: good[name].repeat(1, 2) for name in ("cos", "sin")}
     yield (

@@ -11,7 +11,7 @@ from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import Sample, Tolerance
 
 from .chunk_gated_delta_rule import HEADS, OUTPUTS, normed, qkv, served_heads
-from .common import contract, outside
+from .common import contract, out_of_range
 from .gdn_gating import SPEC as GATING
 from .sequences import slots, state_slots
 
@@ -182,7 +182,7 @@ def _also(*args: Any) -> Problem:
 
 
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    yield from outside(good, "state_indices", len(good["state"]))
+    yield from out_of_range(good, "state_indices", len(good["state"]))
     for few in (1, 2):
         yield f"a and b of {few}", {name: good[name][:few] for name in "ab"}
     yield "states of integers", {"state": good["state"].long()}

@@ -9,7 +9,7 @@ from vllm_fl.contracts.arguments import flag, integers, like, tensor
 from vllm_fl.contracts.sampling import Source, positions
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance, Variant
 
-from .common import contract, outside
+from .common import contract, out_of_range
 
 if TYPE_CHECKING:
     import torch
@@ -244,7 +244,7 @@ TABLE = tensor(
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     integers = {name: good[name].long() for name in ("query", "key")}
     yield "query and key of integers", integers
-    yield from outside(good, "position_ids", len(good["cos"]))
+    yield from out_of_range(good, "position_ids", len(good["cos"]))
     yield "both tables wider than half a head", {n: good[n].repeat(1, 2) for n in ("cos", "sin")}
 
 

@@ -26,11 +26,11 @@ from vllm_fl.settings.schema import CONFIG, Settings
 
 from ..engine.timing import quartiles
 from ..integration.workload import Visit
-from ._engines import Engine, check_model, running
+from ._engines import Engine, check_model, running_engine
 from ._show import UsageError, print_json, print_table, say
 from ._watch import ended_by_signal
 
-__all__ = ["add_arguments", "compare_engines", "judged", "run"]
+__all__ = ["add_arguments", "compare_engines", "judged", "accept_table"]
 
 ROUNDS = 10
 STARTS = 2
@@ -114,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def accept_table(arguments: argparse.Namespace) -> int:
     """Serve the workload and print the verdict.
 
     Returns:
@@ -327,7 +327,9 @@ def _running(name: str, path: str, model: str, more: Sequence[str]) -> Iterator[
     environment = {key: value for key, value in os.environ.items() if key != variable}
     if name == TABLED:
         environment[variable] = path
-    with running(name, model, options, environment, longest=LENGTH, arguments=more) as engine:
+    with running_engine(
+        name, model, options, environment, longest=LENGTH, arguments=more
+    ) as engine:
         yield engine
 
 

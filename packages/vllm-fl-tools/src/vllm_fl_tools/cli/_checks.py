@@ -15,13 +15,13 @@ import importlib_metadata as metadata
 
 from vllm_fl.dispatch.platforms import broken_platforms, foreign_platforms, targets_cpu, too_many
 from vllm_fl.plugins.calling import ENDED
-from vllm_fl.plugins.discovery import KINDS, unmatched
+from vllm_fl.plugins.discovery import KINDS, unmatched_plugins
 from vllm_fl.plugins.installed import (
     CORE,
     ENGINE_GROUPS,
     canonical,
-    identity,
     installed_version,
+    name_and_version,
     rivals,
     vllm_release,
 )
@@ -91,10 +91,10 @@ def entry_point() -> Iterator[Problem]:
             )
 
 
-def halves() -> Iterator[Problem]:
+def half_installed() -> Iterator[Problem]:
     """Find partly installed distributions, such as after an interrupted installation."""
     for dist in metadata.distributions():
-        name, version, problem = identity(dist)
+        name, version, problem = name_and_version(dist)
         if problem:
             yield (
                 f"{problem}.",
@@ -113,7 +113,7 @@ def twice() -> Iterator[Problem]:
     """Find distributions that are installed twice in one folder."""
     found: dict[tuple[str, str], dict[str, None]] = {}
     for dist in metadata.distributions():
-        name, version, problem = identity(dist)
+        name, version, problem = name_and_version(dist)
         if not problem and (_is_ours(dist) or canonical(name) in SHOWN):
             folder = os.path.realpath(str(dist.locate_file("")))
             found.setdefault((canonical(name), folder), {})[str(version)] = None
@@ -337,7 +337,7 @@ def find_idle(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[Problem
             f"{settings['deny_vendors'].named} also denies it, and takes precedence.",
             exported(Settings.allow_vendors.variable, kept) if is_variable else allowed.undo,
         )
-    for line in unmatched([plugin.owner for plugin in plugins], settings.plugins):
+    for line in unmatched_plugins([plugin.owner for plugin in plugins], settings.plugins):
         yield (
             line,
             "Use the names of distributions. Without the variable, all plugins are loaded.",
@@ -378,7 +378,7 @@ def open_to_all(paths: Sequence[str]) -> Iterator[Problem]:
 
 CHECKS: Sequence[tuple[str, Callable[[], Iterator[Problem]]]] = (
     ("entry-point", entry_point),
-    ("half-installed", halves),
+    ("half-installed", half_installed),
     ("owners", twice),
     ("owners", owners),
     ("platforms", platforms),

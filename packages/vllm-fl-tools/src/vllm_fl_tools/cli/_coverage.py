@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Owner", "OwnerFinder", "attribute", "named", "sums"]
+__all__ = ["Owner", "OwnerFinder", "attribute", "row_label", "sums"]
 
 OP_LABEL, LAYER_LABEL = "vllm-fl/op/", "vllm-fl/layer/"
 
@@ -276,7 +276,7 @@ def _by_name(finder: OwnerFinder, kernel: str) -> Owner:
     return Owner("", "", "unattributed", UNKNOWN)
 
 
-def named(row: Mapping[str, Any]) -> str:
+def row_label(row: Mapping[str, Any]) -> str:
     op, name = row["op"], row["name"]
     return f"{op} ({name})" if op and name else op or name
 

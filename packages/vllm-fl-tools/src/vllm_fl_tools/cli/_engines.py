@@ -32,8 +32,8 @@ __all__ = [
     "EngineError",
     "check_model",
     "has_weights",
-    "planned",
-    "running",
+    "engine_startup",
+    "running_engine",
     "takes_model",
 ]
 
@@ -159,7 +159,7 @@ def check_model(model: str) -> None:
         raise UsageError(f"--model {model}: it {what}")
 
 
-def planned() -> Startup:
+def engine_startup() -> Startup:
     """Return the startup of an engine in this environment.
 
     Raises:
@@ -177,7 +177,7 @@ def has_weights(model: str) -> bool:
 
 
 @contextlib.contextmanager
-def running(
+def running_engine(
     name: str,
     model: str,
     options: Mapping[str, Any],

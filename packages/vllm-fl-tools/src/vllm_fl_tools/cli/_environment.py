@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_fl.plugins.breadcrumb import FOLDER
-from vllm_fl.plugins.installed import canonical, identity
+from vllm_fl.plugins.installed import canonical, name_and_version
 from vllm_fl.text import quote
 
 from ..operate.identity import cpu_name
@@ -70,7 +70,7 @@ def distributions(kernels: Collection[str] = ()) -> dict[str, str]:
     shown = {*SHOWN, *map(canonical, kernels)}
     found: dict[str, str] = {}
     for dist in distributions():
-        name, version, _ = identity(dist)
+        name, version, _ = name_and_version(dist)
         name = canonical(name)
         if name in shown or name.startswith("vllm-fl"):
             # Python imports the first on the path.
@@ -123,7 +123,7 @@ def torch_facts() -> dict[str, Any]:
     return {"error": last or f"its process ended with {end} {abs(done.returncode)}"}
 
 
-def describe(kernels: Collection[str] = ()) -> dict[str, str]:
+def describe_environment(kernels: Collection[str] = ()) -> dict[str, str]:
     """Return versions and devices, as text. `kernels` is for `distributions`."""
     facts = {"python": f"{platform.python_version()} ({sys.executable})", "cpu": cpu_name()}
     try:

@@ -24,7 +24,7 @@ from vllm_fl.plugins.breadcrumb import FOLDER, last
 from vllm_fl.settings.schema import CONFIG, Settings
 from vllm_fl.settings.values import OP_CONFIG, ORDER_PREFIX, PER_OP
 
-from ._neighbours import VARIABLE, loaded
+from ._neighbours import VARIABLE, plugins_without
 from ._progress import doing
 from ._show import UsageError, say
 
@@ -196,7 +196,7 @@ class Parts:
         parts = [part for key, part in self.by_key.items() if key in off]
         unloaded = {part.name for part in parts if part.kind == PLUGIN}
         if gone := [part.name for part in parts if part.kind == NEIGHBOUR]:
-            changes.values[VARIABLE] = "", loaded(*gone)
+            changes.values[VARIABLE] = "", plugins_without(*gone)
         left_out: dict[str, set[str]] = {}
         for part in parts:
             if part.kind == OP:

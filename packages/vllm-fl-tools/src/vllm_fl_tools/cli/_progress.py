@@ -40,7 +40,7 @@ class Progress:
         if seconds < QUIET:
             return
         self._has_printed = True
-        what = self.doing or elsewhere or breadcrumb.now() or "working"
+        what = self.doing or elsewhere or breadcrumb.current_note() or "working"
         with suppress(OSError, ValueError):  # stderr may be closed
             say(f"vllm-fl {self.verb}: {what} ({seconds:.0f} s)", error=True)
 

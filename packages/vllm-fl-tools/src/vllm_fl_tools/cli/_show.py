@@ -42,7 +42,7 @@ def answering(to: TextIO | None = None) -> Iterator[None]:
         _answers = before
 
 
-def answer(
+def print_answer(
     facts: Mapping[str, Any], show: Callable[[Mapping[str, Any]], None], *, as_json: bool
 ) -> None:
     """Print the answer of a verb: as JSON, or with `show`."""

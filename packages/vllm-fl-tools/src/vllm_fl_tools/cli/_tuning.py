@@ -184,10 +184,10 @@ def edges_by_op(found: Found) -> Iterator[tuple[int, ...]]:
 
 def rows_by_op(found: Found) -> Iterator[tuple[Row, ...]]:
     """Yield the rows of each op. An op that a winning op fuses keeps the default."""
-    from ..engine.timing import rows_of
+    from ..engine.timing import table_rows
 
     every = [
-        (op, rows_of(measured, op.bound_to_all, edges))
+        (op, table_rows(measured, op.bound_to_all, edges))
         for (op, measured), edges in zip(found, edges_by_op(found), strict=True)
     ]
     won = [op.binding for op, rows in every if any(row.impl != DEFAULT for row in rows)]

@@ -31,9 +31,9 @@ from ._engines import (
     START_TIMEOUT,
     Engine,
     check_model,
+    engine_startup,
     has_weights,
-    planned,
-    running,
+    running_engine,
     takes_model,
 )
 from ._options import positive_seconds
@@ -41,7 +41,7 @@ from ._outputs import BASELINE, EXACT, NEW_TOKENS, PLAN, PROMPTS, Outputs
 from ._parts import Changes, listed
 from ._progress import doing
 from ._search import Culprit
-from ._show import UsageError, answer, print_table, say
+from ._show import UsageError, print_answer, print_table, say
 from ._startups import LEAST_LIMIT, OURS, TIMES, Startups
 from ._watch import INTERRUPTED, ended_by_signal
 
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
     if facts is None:
         return INTERRUPTED
     facts = {"model": arguments.model, **facts, "seconds": time.monotonic() - started}
-    answer(facts, show, as_json=arguments.json)
+    print_answer(facts, show, as_json=arguments.json)
     return 0 if facts["status"] == "right" else 1
 
 
@@ -186,7 +186,7 @@ def _startups(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | No
             environment[Settings.enabled.variable] = "0"
         if blocking:
             environment |= BLOCKING
-        with running(
+        with running_engine(
             f"{search.count}: {name}",
             arguments.model,
             {},
@@ -219,7 +219,7 @@ def _outputs(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | Non
         )
     if against not in (STOCK, REFERENCE) and not Path(against).is_file():
         raise UsageError(f"--against {against}: expected stock, reference or a settings file")
-    planned()
+    engine_startup()
     impls = get_default_manager().registry.snapshot().impls_by_op.values()
     plain = any(impl.kind is BackendImplKind.REFERENCE for of_op in impls for impl in of_op)
     if against == REFERENCE and not plain:
@@ -262,7 +262,7 @@ def _outputs(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | Non
         if is_disabled:
             environment[Settings.enabled.variable] = "0"
         name = _name(kind, against, [*changes.orders, *changes.values])
-        with running(
+        with running_engine(
             name, model, options, {**environment, **ALIKE}, steps_aside=is_disabled
         ) as engine:
             yield engine

@@ -57,11 +57,11 @@ from ._checks import (
 )
 from ._child import LoadingError, surviving
 from ._engine import NOT_INSTALLED, asked_of, check_words, takes_engine
-from ._environment import describe
+from ._environment import describe_environment
 from ._neighbours import VARIABLE
 from ._options import device_of
 from ._progress import progress
-from ._show import answer, print_table, say
+from ._show import print_answer, print_table, say
 
 _CODE = re.compile(r"\[(FL\d{3})\]")
 
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         if draft:
             with progress(arguments.verb):
                 _bundle.write(draft, found, arguments.model, arguments.more)
-    answer(found, _show, as_json=arguments.json)
+    print_answer(found, _show, as_json=arguments.json)
     return 1 if found["findings"] else 0
 
 
@@ -102,12 +102,14 @@ def _examine(arguments: argparse.Namespace) -> dict[str, Any]:
             found = surviving(_look, ended)
             found["findings"].append(vars(_ending(str(error))))
     except VllmFLError as error:
-        found = {"facts": describe(), "plugins": [], "unchecked": [], "findings": []}
+        found = {"facts": describe_environment(), "plugins": [], "unchecked": [], "findings": []}
         findings.append(
             Finding("plugins", "The checks did not complete.", str(error), "vllm-fl doctor")
         )
     findings += [Finding(**each) for each in found["findings"]]
-    found["findings"] = [{"code": code_of(each), **vars(each)} for each in dict.fromkeys(findings)]
+    found["findings"] = [
+        {"code": error_code(each), **vars(each)} for each in dict.fromkeys(findings)
+    ]
     return found
 
 
@@ -140,11 +142,13 @@ def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
         findings = [
             finding
             for check, find in (*CHECKS, *examined.checks)
-            for finding in contained(check, find)
+            for finding in run_check(check, find)
         ]
         if arguments is not None and examined.settings is not None:  # otherwise already reported
             findings += _of_engine(arguments, examined, examined.settings)
-    facts = describe({name for plugin in examined.plugins for name in plugin.owner.kernels})
+    facts = describe_environment(
+        {name for plugin in examined.plugins for name in plugin.owner.kernels}
+    )
     for owner, why in examined.unused.items():
         name = owner.distribution or owner.plugin
         facts[name] = ", ".join([*filter(None, [facts.get(name)]), why])
@@ -213,13 +217,13 @@ def _page_of(error: str, code: str) -> str:
     return f"vllm-fl explain {found[1] if found else code}"
 
 
-def code_of(finding: Finding) -> str | None:
+def error_code(finding: Finding) -> str | None:
     """Return the code of a finding's error or check; None for a plugin's check."""
     found = _CODE.search(finding.what)
     return found[1] if found else CODES.get(finding.check)
 
 
-def contained(check: str, find: Callable[[], Iterable[Finding | Problem]]) -> list[Finding]:
+def run_check(check: str, find: Callable[[], Iterable[Finding | Problem]]) -> list[Finding]:
     """Return the findings of one check. An exception in it is a finding."""
     findings = []
     try:
@@ -394,7 +398,7 @@ class _Examined:
         """Yield the findings that plugins report; a plugin's failure to report is a finding."""
         for plugin in self.plugins if self.settings is not None else ():
             try:
-                yield from calling.findings(plugin, self.settings)
+                yield from calling.plugin_findings(plugin, self.settings)
             except PluginError as error:
                 yield _plugin_finding(plugin.owner.plugin, error)
 

@@ -22,14 +22,14 @@ from vllm_fl.integration.targets import all_bindings
 from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.snapshot import RegistrySnapshot
 from vllm_fl.plugins.types import ATTENTION, COMMUNICATOR, NAMED_CLASSES
-from vllm_fl.settings.names import unmatched
+from vllm_fl.settings.names import unmatched_orders
 from vllm_fl.settings.policy import DEFAULT, Mode, OpOrder, Rows
 from vllm_fl.settings.schema import Settings
 from vllm_fl.settings.values import ORDER_PREFIX
 
 from ..operate.described import Described
-from ._engine import any_engines, asked_of, entry_of, takes_engine
-from ._show import UsageError, answer, print_table, say
+from ._engine import any_engines, asked_of, plan_entry, takes_engine
+from ._show import UsageError, print_answer, print_table, say
 
 PAGES = files("vllm_fl") / "codes"
 """One Markdown file for each code, which the documentation site also uses."""
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _show_contract(arguments.op, as_json=arguments.json)
     engines = asked_of(arguments)
     facts = _facts(arguments.op, engines, arguments.mode)
-    answer(facts, _show, as_json=arguments.json)
+    print_answer(facts, _show, as_json=arguments.json)
     views = [each for view in facts["modes"] for each in (view, *view["rows"])]
     return 0 if all(view["selected"] or view.get("note") for view in views) else 1
 
@@ -98,7 +98,9 @@ def _facts(op: str, engines: Sequence[Described], mode: str | None) -> dict[str,
         "modes": [_engine_view(manager, op, engine) for engine in engines]
         or [{"mode": "script", "note": "", **_view(manager, op, rows, settings, "eager")}],
         "layers": dict(engines[0].layers.get(op, {})) if engines else {},
-        "unmatched": [said for of, said in unmatched(settings, snapshot.impls_by_op) if of == op],
+        "unmatched": [
+            said for of, said in unmatched_orders(settings, snapshot.impls_by_op) if of == op
+        ],
         "places": targets_of(binding),
         "bypasses": list(binding.not_reached),
         "replaced": {
@@ -144,7 +146,7 @@ def _for_scripts_alone(op: str, snapshot: RegistrySnapshot) -> str:
 
 
 def _engine_view(manager: OpManager, op: str, engine: Described) -> dict[str, Any]:
-    entry, facts = entry_of(engine, op), engine.facts.ordered
+    entry, facts = plan_entry(engine, op), engine.facts.ordered
     note = entry.note if entry else "not in this engine's plan"
     view = _view(manager, op, entry.rows if entry else (), facts.settings, facts.mode)
     if engine.aside:
@@ -207,7 +209,7 @@ def codes() -> list[str]:
     return sorted(name.removesuffix(".md") for name in names)
 
 
-def page(code: str) -> str | None:
+def code_page(code: str) -> str | None:
     return (PAGES / f"{code}.md").read_text("utf-8") if code in codes() else None
 
 
@@ -218,11 +220,11 @@ def title(text: str) -> str:
 
 def _show_code(code: str, *, as_json: bool) -> int:
     """Show the page of a code. It loads no plugins and settings, since these may be at fault."""
-    text = page(code)
+    text = code_page(code)
     if text is None:
         raise UsageError(f"{code}: unknown code. Known: {', '.join(codes())}")
     facts = {"code": code, "title": title(text), "page": text}
-    answer(facts, lambda shown: say(shown["page"].rstrip()), as_json=as_json)
+    print_answer(facts, lambda shown: say(shown["page"].rstrip()), as_json=as_json)
     return 0
 
 
@@ -374,7 +376,7 @@ def _show_contract(op: str, *, as_json: bool) -> int:
                 share = f"relative {bound['rtol']:g}, absolute {bound['atol']:g}"
                 say(f"  {dtype}: {share}; {bound['reason']}")
 
-    answer(facts, show, as_json=as_json)
+    print_answer(facts, show, as_json=as_json)
     return 0
 
 

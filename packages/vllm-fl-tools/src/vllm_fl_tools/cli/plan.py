@@ -26,7 +26,7 @@ from ..operate.described import Described
 from ..operate.errors import LockError
 from ._engine import asked_of, takes_engine
 from ._lock import save
-from ._show import UsageError, answer, print_table, say
+from ._show import UsageError, print_answer, print_table, say
 
 STOCK = "stock"
 
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "warnings": other["warnings"],
                 "differs": other.get("differs", []),
             }
-    answer(facts, show, as_json=arguments.json)
+    print_answer(facts, show, as_json=arguments.json)
     return 1 if facts["plan"]["ends"] else 0
 
 

@@ -21,7 +21,7 @@ from vllm_fl.settings.schema import Settings
 from vllm_fl.text import HIDDEN, is_secret
 
 from ._engine import any_engines
-from ._show import answer, print_table, say
+from ._show import print_answer, print_table, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         "unowned": list(settings.unowned),
         "warnings": list(settings.warnings),
     }
-    answer(facts, _show, as_json=arguments.json)
+    print_answer(facts, _show, as_json=arguments.json)
     return 0
 
 

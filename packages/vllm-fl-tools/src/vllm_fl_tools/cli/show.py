@@ -24,7 +24,7 @@ from vllm_fl.text import quote
 from ..engine.tuned import Tuned
 from ..operate.state_file import EVERY, PATIENCE, request
 from ._options import draft_of
-from ._show import SCHEMA, UsageError, answer, print_table, say
+from ._show import SCHEMA, UsageError, print_answer, print_table, say
 
 MAX_BYTES = 16 * 2**20
 
@@ -71,26 +71,28 @@ def run(arguments: argparse.Namespace) -> int:
     """Return 0. Raises UsageError if a file's kind is unknown."""
     files = [_current(path) for path in arguments.files]
     if arguments.html is None:
-        answer(
+        print_answer(
             {"files": [_as_json(each) for each in files]},
             lambda _: _show(files),
             as_json=arguments.json,
         )
         return 0
-    from ._page import Measured, page
+    from ._page import Measured, benchmark_report
 
     for each in files:
         if each["kind"] not in MEASURED:
             raise UsageError(f"--html: {each['file']} is a {each['kind']}, which has no page")
     with draft_of(arguments.html, "--html") as out:
-        text = page([Measured(Path(f["file"]).name, f["kind"], f["content"]) for f in files])
+        text = benchmark_report(
+            [Measured(Path(f["file"]).name, f["kind"], f["content"]) for f in files]
+        )
         out.put(text.encode(), lasting=True)
     facts = {
         "files": [{"name": Path(f["file"]).name, "kind": f["kind"]} for f in files],
         "html": str(out.path),
         "bytes": len(text.encode()),
     }
-    answer(facts, _show_page, as_json=arguments.json)
+    print_answer(facts, _show_page, as_json=arguments.json)
     return 0
 
 

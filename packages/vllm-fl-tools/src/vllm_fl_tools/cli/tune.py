@@ -21,7 +21,7 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.integration.targets import all_bindings
 
 from ..engine.tuned import DEFAULT, STOCK, Figure, Tuned, TunedOp
-from ..integration.parts import without
+from ..integration.parts import absent_ops
 from . import _accept, _profile
 from ._engine import engine_of, takes_vllms
 from ._options import check_known, counts, device_of, draft_of, positive_seconds
@@ -88,9 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Return 1 if the table cannot be written or is not accepted, or nothing was measured."""
     if arguments.profile:
-        return _profile.run(arguments)
+        return _profile.profile_model(arguments)
     if arguments.accept is not None:
-        return _accept.run(arguments)
+        return _accept.accept_table(arguments)
     if arguments.rounds is not None:
         raise UsageError("--rounds is for --accept")
     if arguments.batch is not None:
@@ -178,7 +178,7 @@ def _subject(
         facts.mode,
         facts.dtype,
         device,
-        facts.absent | without(engine, bindings),
+        facts.absent | absent_ops(engine, bindings),
         captured,
         plan_for(facts),
         ordered=ordered,

@@ -24,7 +24,7 @@ __all__ = [
     "in_turn",
     "quartiles",
     "ratios",
-    "rows_of",
+    "table_rows",
 ]
 
 Timer = Callable[[], float]
@@ -151,7 +151,7 @@ def ratios(defaults: Sequence[float], others: Sequence[float]) -> list[float]:
     ]
 
 
-def rows_of(
+def table_rows(
     measured: Sequence[Measured],
     inlined: Container[str] = frozenset(),
     edges: Sequence[int] = (),
@@ -177,7 +177,7 @@ def rows_of(
         parts = [
             [one for one in ones if low < one.tokens <= high] for low, high in pairwise([0, *ends])
         ]
-        found = [row for part in parts if part for row in rows_of(part, inlined)]
+        found = [row for part in parts if part for row in table_rows(part, inlined)]
     rows: list[Row] = []
     for row in found:
         if rows and rows[-1].impl == row.impl:
@@ -199,16 +199,16 @@ def best_edges(
         most: maximum number of ranges.
 
     Returns:
-        The `edges` of `rows_of`.
+        The `edges` of `table_rows`.
     """
     limited = [(ones, inlined) for ones, inlined in ops if is_limited(ones, inlined)]
     largest = max((one.tokens for ones, _ in limited for one in ones), default=0)
-    changes = {row.up_to for ones, _ in limited for row in rows_of(ones)}
+    changes = {row.up_to for ones, _ in limited for row in table_rows(ones)}
 
     def gained(edges: tuple[int, ...]) -> float:
         total = 0.0
         for ones, inlined in limited:
-            rows = rows_of(ones, inlined, edges)
+            rows = table_rows(ones, inlined, edges)
             for one in ones:
                 impl = next(row.impl for row in rows if one.tokens <= row.up_to)
                 total += math.log(one.ratio(impl) or 1.0)

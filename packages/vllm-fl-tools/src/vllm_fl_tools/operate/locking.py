@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
-from vllm_fl.integration.carried import entry_of
+from vllm_fl.integration.carried import carried_entry
 from vllm_fl.integration.engines import Engine
 from vllm_fl.integration.planning import plan_for
 from vllm_fl.logs import get_logger
@@ -97,7 +97,7 @@ class Lock:
 
     def compare_facts(self) -> None:
         """Compare the facts of all ranks, before anything runs. Raises LockError."""
-        mine = differences(self._locked, self.facts)
+        mine = lock_differences(self._locked, self.facts)
         for rank, lines in enumerate(self.engine.gather("compare with the lock", mine)):
             new = [line for line in lines if line not in self.differs]
             self.differs += [f"rank {rank}: {line}" if rank else line for line in new]
@@ -149,7 +149,7 @@ def labels(plan: Plan) -> dict[str, str]:
     return {op: entry.label for op, entry in plan.entries.items()}
 
 
-def differences(locked: Locked, now: Mapping[str, Any]) -> list[str]:
+def lock_differences(locked: Locked, now: Mapping[str, Any]) -> list[str]:
     """Return the differences between an engine's facts and a lock file, one line each.
 
     The plan follows from the other facts, so it is compared only if these are equal. If the engine
@@ -210,7 +210,7 @@ def _arguments(facts: EngineFacts, config: VllmConfig) -> dict[str, Any]:
     """Return vLLM's arguments, including the values that vLLM chose itself."""
     from vllm.engine.arg_utils import EngineArgs
 
-    added = {*entry_of(config).get("enabled", ())}
+    added = {*carried_entry(config).get("enabled", ())}
     found: dict[str, Any] = {
         "custom_ops": _plain([name for name in facts.custom_ops if name not in added]),
         "ir_priority": _plain(facts.ir_priority),

@@ -50,7 +50,7 @@ CHECKS: dict[str, Check] = {
     "bad_inputs": Check(checks.bad_inputs, "bad input"),
     "large_pools": Check(checks.large_pools, "op"),
     "refusals": Check(checks.refusals, "dtype"),
-    "call_op": Check(checks.call_op, "dtype"),
+    "call_op": Check(checks.unchanged_arguments, "dtype"),
     "determinism": Check(checks.determinism, "dtype"),
     "preflight": Check(checks.preflight, "dtype"),
     "families": Check(checks.families, "family"),

@@ -26,8 +26,8 @@ from vllm_fl_verify.oracle import closed, wanted_of, worst
 from vllm_fl_verify.trials import Request, Role
 from vllm_fl_verify.verification import (
     Comparison,
-    answer,
     as_call,
+    call_if_supported,
     compare,
     compared,
     synchronise,
@@ -40,7 +40,7 @@ from .subject import HIDDEN, Refused, Subject, expect, fresh
 __all__ = [
     "availability",
     "bad_inputs",
-    "call_op",
+    "unchanged_arguments",
     "declaration",
     "determinism",
     "families",
@@ -111,7 +111,7 @@ def large_pools(subject: Subject, dtype: str, sample: str) -> None:
     for kind in subject.dtypes:
         calls = 0
         for each, name, args in _with_large_pools(subject, kind):
-            got, failure = answer(as_call(impl, spec), impl, spec, args)
+            got, failure = call_if_supported(as_call(impl, spec), impl, spec, args)
             if failure is not None and failure.status == "refused":
                 continue
             calls += 1
@@ -169,7 +169,7 @@ def bad_inputs(subject: Subject, dtype: str, sample: str) -> None:
     expect(not manager.demotions, f"disabled: {dict(manager.demotions)}")
 
 
-def call_op(subject: Subject, dtype: str, sample: str) -> None:
+def unchanged_arguments(subject: Subject, dtype: str, sample: str) -> None:
     """`call_op` changes no argument except caches, not even consumed arguments."""
     subject.needs_no_layer()
     manager, op = subject.manager(), subject.spec.name

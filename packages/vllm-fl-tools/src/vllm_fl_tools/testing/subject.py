@@ -29,14 +29,14 @@ from vllm_fl_verify.oracle import parts
 from vllm_fl_verify.verification import as_call
 from vllm_fl_verify.wanted import ascending
 
-from .mistakes import bad_inputs
+from .mistakes import mistaken_calls
 
 __all__ = [
     "HIDDEN",
     "SIZES",
     "Refused",
     "Subject",
-    "digest",
+    "result_hash",
     "expect",
     "fresh",
     "pattern",
@@ -131,7 +131,7 @@ class Subject:
         return dataclasses.replace(self.sizes, more={**own, **self.sizes.more})
 
     def bad_inputs(self, dtype: str) -> tuple[BadInput, ...]:
-        return tuple(bad_inputs(self.spec, getattr(torch, dtype), self.device))
+        return tuple(mistaken_calls(self.spec, getattr(torch, dtype), self.device))
 
     def accepts(self, sample: Sample) -> bool:
         each = fresh(sample)
@@ -156,7 +156,7 @@ class Subject:
         The contract leaves the order of an expert's rows open: the hash does not depend on it.
         """
         args = fresh(sample).args  # the call may overwrite the sample
-        return digest(_promised(self.spec, self.call(sample), args))
+        return result_hash(_promised(self.spec, self.call(sample), args))
 
     def needs_no_layer(self) -> None:
         """Raise Refused for an implementation that takes a layer."""
@@ -206,7 +206,7 @@ def pattern(sample: Sample) -> tuple[object, ...]:
     )
 
 
-def digest(result: Any) -> str:
+def result_hash(result: Any) -> str:
     hashed = hashlib.sha256()
     for part in parts(result):
         if not isinstance(part, torch.Tensor):

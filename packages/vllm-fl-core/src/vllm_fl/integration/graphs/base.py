@@ -44,7 +44,7 @@ class GraphPass(InductorPass):  # type: ignore[misc]
     @property
     def sizes(self) -> Range:
         """The token counts of the graph that vLLM is compiling."""
-        return ranges.now(self.config)
+        return ranges.compiled_range(self.config)
 
     @property
     def done(self) -> InGraphs:

@@ -64,7 +64,7 @@ def choose(
     causes: list[tuple[str, BaseException | str]] = []
     taken, path = "stock.vllm", None
     for impl in backends:
-        reason = classes.refusal_of(impl, ATTENTION, request)
+        reason = classes.class_refusal(impl, ATTENTION, request)
         if reason is None:
             path, _, reason = classes.class_of(impl, ATTENTION, request, _problem)
             if not reason:
@@ -140,7 +140,7 @@ class Attention(Patcher):
         notes = {} if backend is None else {ATTENTION: f"attention_config.backend is {backend}"}
         order = facts.settings.policy.order(ATTENTION, facts.mode, engine=True)
         before = [*takewhile(lambda token: token.kind != STOCK.token, order)]
-        refused = classes.refusals(
+        refused = classes.class_refusals(
             ATTENTION,
             facts.attention,
             "this model",

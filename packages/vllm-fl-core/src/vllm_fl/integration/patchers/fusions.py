@@ -30,7 +30,7 @@ from ...plugins.types import BackendImplKind, OpImpl
 from ..engines import Engine
 from ..graphs.state import InGraphs, Sites, Sought, in_graphs
 from ..patcher import Patcher, WhyNot
-from ..targets import installed_bindings, planned, stock_form, targets
+from ..targets import installed_bindings, planned_targets, stock_form, targets
 from .ir import ir_ops
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def has_vllms_pass(target: FusionTarget) -> bool:
 
 def fused_operators(plan: Plan) -> dict[str, str]:
     """Return operator name -> planned op, for operators that vLLM's passes insert."""
-    ops = {op for op, _ in planned(plan, FusionTarget)}
+    ops = {op for op, _ in planned_targets(plan, FusionTarget)}
     known = targets(installed_bindings(), OperatorTarget)
     return {operator.name: op for op, operator in known if op in ops}
 
@@ -107,7 +107,7 @@ class Fusions(Patcher):
         """
         in_ir = ir_ops()
         found: dict[str, str] = {}
-        for op, target in planned(plan, FusionTarget):
+        for op, target in planned_targets(plan, FusionTarget):
             if plan.is_partly_stock(op):
                 found[op] = "vLLM's pass inserts it at all sizes, but some sizes are stock"
                 continue
@@ -125,7 +125,7 @@ class Fusions(Patcher):
             The layers that these passes match.
         """
         passes, ours = vllm_config.compilation_config.pass_config, set(entry.get("passes", ()))
-        found = [target for _, target in planned(plan, FusionTarget)]
+        found = [target for _, target in planned_targets(plan, FusionTarget)]
         wanted = {target.flag for target in found}
         for flag in ours - wanted:
             setattr(passes, flag, False)
@@ -137,7 +137,7 @@ class Fusions(Patcher):
 
     def apply(self, engine: Engine) -> None:
         """Begin to count matches of the plan's ops. `OperatorsInGraphs` adds its ops."""
-        ops = (op for op, _ in planned(engine.plan, FusionTarget))
+        ops = (op for op, _ in planned_targets(engine.plan, FusionTarget))
         engine.state[InGraphs] = InGraphs({op: Sites() for op in ops})
 
     def compiled(self, engine: Engine) -> None:
@@ -151,7 +151,7 @@ class Fusions(Patcher):
         return {"fusions": {op: dataclasses.asdict(known) for op, known in sites.items()}}
 
 
-def operator(name: str) -> Any:
+def torch_operator(name: str) -> Any:
     """Return the torch operator of a name such as `aten.mm.default`, or None."""
     found: Any = torch.ops
     for part in name.split("."):
@@ -192,7 +192,7 @@ class OperatorsInGraphs(Patcher):
             why = "VLLM_BATCH_INVARIANT requires vLLM's own kernel"
         else:
             why = "this vLLM has no such operator"
-            known = [each for each in known if not any(map(operator, each[1].operators))]
+            known = [each for each in known if not any(map(torch_operator, each[1].operators))]
         return WhyNot({op: why for op, _ in known})
 
     def keep_stock(self, plan: Plan) -> dict[str, str]:
@@ -201,7 +201,7 @@ class OperatorsInGraphs(Patcher):
         It is as good as a reference implementation, and our pass cannot match a planned part.
         """
         found: dict[str, str] = {}
-        for op, target in planned(plan, GraphTarget):
+        for op, target in planned_targets(plan, GraphTarget):
             if all(impl.kind is BackendImplKind.REFERENCE for impl in plan.entries[op].firsts):
                 found[op] = "graphs already contain its operator"
             elif ours := [part for part in target.parts if not plan.is_stock(part)]:
@@ -211,14 +211,14 @@ class OperatorsInGraphs(Patcher):
     def by_range(self, plan: Plan) -> dict[str, Chain]:
         return {
             op: _chain(plan, op, target)
-            for op, target in planned(plan, GraphTarget)
+            for op, target in planned_targets(plan, GraphTarget)
             if plan.is_partly_stock(op)
         }
 
     def apply(self, engine: Engine) -> None:
         """Create the operators now, since graphs from vLLM's cache also call them."""
         plan, known = engine.plan, in_graphs(engine)
-        for op, target in planned(plan, GraphTarget):
+        for op, target in planned_targets(plan, GraphTarget):
             chain = _chain(plan, op, target)
             known.sites[op] = Sites()
             known.sought.append(Sought(target, chain, operator_of(plan, chain)))

@@ -21,7 +21,7 @@ from ...engine.facts import EngineFacts
 from ...engine.opaque import is_opaque, opaque_op
 from ...engine.plan import Plan
 from ...plugins.types import OpImpl
-from ..engines import Engine, now
+from ..engines import Engine, calling_engine
 from ..patcher import Patcher, WhyNot
 from ..targets import installed_bindings, stock_form, targets
 
@@ -67,7 +67,7 @@ def _provider(name: str, op: Any) -> Callable[..., Any]:
     native = op.impls["native"].impl_fn
 
     def vllm_fl(*args: Any, **named: Any) -> Any:
-        engine = now()
+        engine = calling_engine()
         planned = {} if engine is None else engine.state.get(Ir, {})
         return planned.get(name, native)(*args, **named)
 

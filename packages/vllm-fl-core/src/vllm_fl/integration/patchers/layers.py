@@ -26,19 +26,19 @@ from ...dispatch import dispatch_method
 from ...dispatch.chain import Chain
 from ...dispatch.method import PLAN
 from ...dispatch.resolver import FOREIGN
-from ...engine.digest import code_of
+from ...engine.digest import code_hash
 from ...engine.facts import EngineFacts
 from ...engine.opaque import mutated
 from ...engine.plan import Plan
 from ...logs import get_logger
-from ...plugins.installed import identity
+from ...plugins.installed import name_and_version
 from ...settings.schema import Settings
 from ...text import quote
 from ..compat import FORMER_LAYERS, opens_the_device, shared_table
 from ..patcher import Patcher, WhyNot
-from ..targets import installed_bindings, planned, stock_form, targets
+from ..targets import installed_bindings, planned_targets, stock_form, targets
 from .ir import chain_of, ir_ops
-from .lookups import named
+from .lookups import import_object
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -122,7 +122,7 @@ def _is_in_tree(layer: Layer) -> bool:
 def _found(path: str) -> type | None:
     """Return the `CustomOp` class at `path`; None, logged once, if this vLLM does not have it."""
     try:
-        cls = named(path)
+        cls = import_object(path)
         if isinstance(cls, type) and custom_op_of(cls) is not None:
             return cls
         problem = "it is not a CustomOp of vLLM"
@@ -339,7 +339,7 @@ class Layers(Patcher):
     def by_range(self, plan: Plan) -> dict[str, Chain]:
         """Return the ops that are operators in compiled graphs and do not overwrite arguments."""
         by_op: dict[str, list[LayerTarget]] = {}
-        for op, target in planned(plan, LayerTarget):
+        for op, target in planned_targets(plan, LayerTarget):
             if plan.mode == "compiled" and plan.entries[op].ceilings and op not in ir_ops():
                 by_op.setdefault(op, []).append(target)
         chains = {op: chain_of(plan, op, of_op) for op, of_op in by_op.items()}
@@ -353,7 +353,7 @@ class Layers(Patcher):
         """Return the layer classes of other plugins that run, also under ours, and their code."""
         taken = taken_layers(plan)
         code = {
-            name: [owner_of(cls), code_of(None, cls.__module__)]
+            name: [owner_of(cls), code_hash(None, cls.__module__)]
             for name, cls in _foreign().items()
             if issubclass(taken.get(name, cls) or object, cls)
         }
@@ -405,7 +405,7 @@ def owner_of(cls: type) -> str:
     path = f"{cls.__module__}.{cls.__qualname__}"
     try:
         names = packages_distributions().get(cls.__module__.partition(".")[0], [])
-        owners = [identity(distribution(name)) for name in dict.fromkeys(names)]
+        owners = [name_and_version(distribution(name)) for name in dict.fromkeys(names)]
     except Exception:  # metadata of any distribution may be incomplete
         return path
     named = " and ".join(f"{name} {version}" for name, version, _ in owners)

@@ -17,7 +17,7 @@ from ...text import quote
 log = get_logger("engine")
 
 
-def named(path: str) -> Any:
+def import_object(path: str) -> Any:
     """Import the object at `module.name`; errors of the import pass through."""
     module, _, name = path.rpartition(".")
     return getattr(import_module(module), name)
@@ -40,7 +40,7 @@ def over_class(module: str, prefix: str, name: str, mixin: type) -> type:
     """
     if not name.startswith(prefix):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    base: type = named(name.removeprefix(prefix).replace(":", "."))
+    base: type = import_object(name.removeprefix(prefix).replace(":", "."))
     ours = [each for each in vars(mixin) if not each.startswith(("_", "vllm_fl_"))]
     try:
         if lacks := [each for each in ours if not hasattr(base, each)]:

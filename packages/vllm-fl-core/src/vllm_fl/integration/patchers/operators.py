@@ -34,7 +34,7 @@ from .taking import Choice, Replacement, Taking, mismatch, replacements_of
 log = get_logger("engine")
 
 
-def operator(name: str) -> Any:
+def operator_overload(name: str) -> Any:
     """Return the operator overload of this name; None if it is not defined."""
     namespace, _, rest = name.partition("::")
     short, _, overload = rest.partition(".")
@@ -43,7 +43,7 @@ def operator(name: str) -> Any:
 
 
 def _schema(name: str) -> Any:
-    return getattr(operator(name), "_schema", None)
+    return getattr(operator_overload(name), "_schema", None)
 
 
 def _parameters(schema: Any) -> tuple[tuple[str, ...], dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The base for targets that exist once per process: kernels of operators, and functions.
 
-A replacement uses the plan of the calling engine (`engines.now`). The replaced code runs for a
-caller without a plan for the target, for calls that are not the op, and for calls from an
+A replacement uses the plan of the calling engine (`engines.calling_engine`). The replaced code runs
+for a caller without a plan for the target, for calls that are not the op, and for calls from an
 implementation.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ...contracts.binding import Binding, Bound, FunctionTarget, OperatorTarget
 from ...engine.plan import Plan
 from ...logs import get_logger
-from ..engines import Engine, now
+from ..engines import Engine, calling_engine
 from ..patcher import Patcher
 from ..targets import installed_bindings, stock_form
 
@@ -123,7 +123,7 @@ class Replacement:
         def answered(how: Any, *args: Any, **named: Any) -> Any:
             if inside.how is not None:
                 return replaced(how, *args, **named)
-            engine = now()
+            engine = calling_engine()
             answer = None if engine is None else answers.get(engine)
             if answer is None:
                 self.without_engine += engine is None
