@@ -15,8 +15,8 @@ from vllm_fl import errors
 from vllm_fl.errors import InvalidSettingError, MissingFileError, PluginError, VllmFLError
 from vllm_fl.plugins.inspection import Finding
 from vllm_fl_tools import cli
-from vllm_fl_tools.cli._checks import CHECKS
-from vllm_fl_tools.cli.doctor import BROKEN, CODES, error_code
+from vllm_fl_tools.cli._checks import INSTALL_CHECKS
+from vllm_fl_tools.cli.doctor import CODES, FAILED_CHECK, error_code
 from vllm_fl_tools.cli.explain import code_page, codes, title
 
 PACKAGES = ("vllm_fl", "vllm_fl_tools", "vllm_fl_verify")
@@ -102,8 +102,8 @@ def test_each_class_has_a_code_of_its_own_which_does_not_change() -> None:
 
 
 def test_each_check_of_doctor_has_a_code_which_does_not_change() -> None:
-    assert (dict(CODES), BROKEN) == (OF_FINDINGS, "FL702")
-    assert {name for name, _ in CHECKS} < set(OF_FINDINGS)
+    assert (dict(CODES), FAILED_CHECK) == (OF_FINDINGS, "FL702")
+    assert {name for name, _ in INSTALL_CHECKS} < set(OF_FINDINGS)
 
 
 def test_codes_of_different_things_differ() -> None:

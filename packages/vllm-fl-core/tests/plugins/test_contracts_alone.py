@@ -16,7 +16,7 @@ from vllm_fl.contracts.binding import Contract
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.startup import Startup
 from vllm_fl.errors import PluginError
-from vllm_fl.plugins.discovery import CONTRACTS, GROUP, discover
+from vllm_fl.plugins.discovery import BACKENDS, CONTRACTS, discover
 from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.installed import required_by
 from vllm_fl.plugins.loading import load
@@ -117,7 +117,7 @@ def test_what_brings_more_than_contracts_is_no_data() -> None:
     registry = OpRegistry(EMPTY)
     (plugin,) = load(registry, [found("fl-acme-ops", more)])
     assert plugin.status == "failed" and not registry.snapshot().contracts
-    assert f"it implements contracts, register_ops; use the group {GROUP}" in str(plugin.error)
+    assert f"it implements contracts, register_ops; use the group {BACKENDS}" in str(plugin.error)
 
 
 @pytest.mark.parametrize("data", [True, False])
@@ -171,7 +171,7 @@ def test_the_group_says_it_and_metadata_says_what_is_required(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, group, required in (
-        ("fl_acme", GROUP, ["Fl.Acme_Ops>=1,<2", 'torch ; extra == "gpu"', "pluggy (>=1)"]),
+        ("fl_acme", BACKENDS, ["Fl.Acme_Ops>=1,<2", 'torch ; extra == "gpu"', "pluggy (>=1)"]),
         ("fl_acme_ops", CONTRACTS, []),
     ):
         folder = tmp_path / f"{name}-1.0.dist-info"

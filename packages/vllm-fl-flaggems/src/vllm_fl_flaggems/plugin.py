@@ -21,7 +21,7 @@ from vllm_fl import (
 
 from .attention_request import supports_attention
 from .impl import (
-    DEFAULT,
+    FLAGOS,
     activation,
     experts,
     gated_delta,
@@ -82,9 +82,9 @@ def attention_backend() -> list[AttentionImpl]:
     """FlagGems's attention backend for vLLM's v1 engine."""
     return [
         AttentionImpl(
-            DEFAULT[0],
+            FLAGOS[0],
             "vllm_fl_flaggems.impl.attention.AttentionFLBackend",
-            DEFAULT[1],
+            FLAGOS[1],
             available=available,
             supports=supports_attention,
         )

@@ -53,8 +53,8 @@ def torch_asked_once() -> None:
 def without_slow_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip checks that read the metadata of all distributions; they are tested separately."""
     slow = ("half-installed", "owners", "vllm-range")
-    kept = [each for each in doctor.CHECKS if each[0] not in slow]
-    monkeypatch.setattr(doctor, "CHECKS", kept)
+    kept = [each for each in doctor.INSTALL_CHECKS if each[0] not in slow]
+    monkeypatch.setattr(doctor, "INSTALL_CHECKS", kept)
 
 
 def found(done: Done, *checks: str) -> list[dict[str, Any]]:
@@ -238,8 +238,8 @@ class TestPluginsThatEndTheProcess:
 
     def test_an_earlier_process(self, fl: Command, plugin: Plugin) -> None:
         plugin(FOUR)
-        code = "import os\nfrom vllm_fl.plugins.breadcrumb import running\n"
-        code += "with running(\"the first run of 'vendor.acme' of vllm-fl-acme 1.0\"): os.abort()"
+        code = "import os\nfrom vllm_fl.plugins.breadcrumb import noting\n"
+        code += "with noting(\"the first run of 'vendor.acme' of vllm-fl-acme 1.0\"): os.abort()"
         subprocess.run([sys.executable, "-c", code], check=False)
         for _ in range(2):  # reading does not delete the note
             (finding,) = found(fl("doctor", "--json"), "ended")

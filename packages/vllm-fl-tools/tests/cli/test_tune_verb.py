@@ -16,7 +16,7 @@ from commands import Command, Plugin
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.settings.loading import load_settings
 from vllm_fl_tools.cli import _tuning, tune
-from vllm_fl_tools.cli._tuning import Subject
+from vllm_fl_tools.cli._tuning import TuningSubject
 from vllm_fl_tools.engine import bench, tuning
 from vllm_fl_tools.engine.tuned import Row, Tuned
 from vllm_fl_tools.files import Draft
@@ -47,12 +47,12 @@ QUICK = (*SIZES, *ONE_OP, *BESIDE, "--json")
 
 def subject(
     arguments: Any, asked: tuple[int, ...], bindings: Any, device: torch.device, **more: int
-) -> Subject:
+) -> TuningSubject:
     """A model of these sizes; normally vLLM reads them from its folder."""
     tokens = asked or tuple(1 << n for n in range(10))
     sizes = ModelSizes(**(more or {"intermediate": 8}), tokens=(1, tokens[-1]))
     dtype = torch.float32
-    return Subject("tiny", sizes, tokens, "eager", dtype, device, frozenset())
+    return TuningSubject("tiny", sizes, tokens, "eager", dtype, device, frozenset())
 
 
 @pytest.fixture(autouse=True)

@@ -149,10 +149,10 @@ def test_a_name_of_another_owner_is_not_shown_twice(
 
 BOTH = """
 import os, sys
-from vllm_fl_tools.operate.scraping import show
+from vllm_fl_tools.operate.scraping import show_worker_files
 folder = sys.argv[1]
 for name in ("chat", "chat", "draw"):
-    show(f"{folder}/{name}.prom")
+    show_worker_files(f"{folder}/{name}.prom")
 for name in ("chat", "draw"):
     open(f"{folder}/{name}.rank0.prom", "w").write(sys.argv[2].replace("chat", name))
 from prometheus_client import CollectorRegistry, Gauge, generate_latest

@@ -24,9 +24,9 @@ from .budget import Budget
 from .form import Form
 from .guarded import copy_rows, dirty_memory, freed_nan, taken
 from .oracle import parts
-from .run import Found, Objections, Run
+from .run import CheckedCall, Objections, Run
 from .trials import lowered, token_counts
-from .verification import BY_CHAIN, Outcome, accept, attempt, call_if_supported, dtype_name, leaning
+from .verification import BY_CHAIN, Outcome, accept, attempt, dtype_name, leaning, try_call
 
 log = get_logger("engine")
 
@@ -298,7 +298,7 @@ def _in_one_graph(run: Run, form: Form, backend: str) -> Objections:
     where = f"compiled by {backend}, a row with NaN, {run.where(form, counts[0])}"
     args, same = (_apart(run.spec, _with_nan(run, form, counts[0])) for _ in range(2))
     got = yield from _as_compiled(run, call, args, where, again=True)
-    eager = yield from run.at(where, partial(call_if_supported, run.call, run.impl, run.spec, same))
+    eager = yield from run.at(where, partial(try_call, run.call, run.impl, run.spec, same))
     if got is None or eager is None or not run.request.compares:
         return
     for mine, other in zip(parts(got), parts(eager), strict=True):
@@ -316,14 +316,16 @@ def _with_nan(run: Run, form: Form, count: int) -> tuple[Any, ...]:
     return args
 
 
-def _as_compiled(run: Run, call: Any, args: Sequence[Any], where: str, *, again: bool) -> Found:
+def _as_compiled(
+    run: Run, call: Any, args: Sequence[Any], where: str, *, again: bool
+) -> CheckedCall:
     """Call the compiled form, which must not be recompiled for another batch."""
     lowering = partial(attempt, "it cannot be compiled:", call, *args, refuses=BY_CHAIN)
     with torch._dynamo.config.patch(error_on_recompile=again):
         return (yield from run.at(where, lowering, compiles=True))
 
 
-CHECKS: tuple[Callable[[Run], Objections], ...] = (
+STARTUP_CHECKS: tuple[Callable[[Run], Objections], ...] = (
     _samples,
     _process,
     _batches,

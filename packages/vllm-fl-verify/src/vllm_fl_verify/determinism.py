@@ -24,15 +24,7 @@ from .form import Form
 from .guarded import bits, copy_rows
 from .oracle import parts
 from .trials import Request, Role, Trials, lowered, token_counts
-from .verification import (
-    BY_CHAIN,
-    COMPARING,
-    LayerFactory,
-    as_call,
-    attempt,
-    call_if_supported,
-    dtype_name,
-)
+from .verification import BY_CHAIN, COMPARING, LayerFactory, as_call, attempt, dtype_name, try_call
 
 T = TypeVar("T")
 
@@ -223,9 +215,7 @@ class _Measured:
         form.static.restore(spec.consumed(self.impl.consumes, laid.args))
         where = f"{self._where(form, len(rows))}, batch invariance"
         with self.watch.over(f"one call of {self.impl.op_name}={self.impl.impl_id} ({where})"):
-            got, failure = call_if_supported(
-                self.call, self.impl, spec, laid.args, refuses=BY_CHAIN
-            )
+            got, failure = try_call(self.call, self.impl, spec, laid.args, refuses=BY_CHAIN)
         if failure is not None and failure.status == "refused":
             return None
 

@@ -31,7 +31,7 @@ from .guarded import Guarded, in_place, taken
 from .oracle import each_part, magnitudes, wanted_of, worst
 from .replacing import computes, replacing
 from .verification import (
-    Failure,
+    CallFailure,
     Outcome,
     attempt,
     called,
@@ -206,7 +206,7 @@ class Live:
         owner_name = owner.name if owner else ""
         where = f"on live tensors in layer {self._layer}{owner_name and f' of {owner_name}'}"
         what = f"the verification of {impl.op_name}={impl.impl_id} {where}"
-        with breadcrumb.note_running(what, named=False), self._watch.over(what):
+        with breadcrumb.noting(what, named=False), self._watch.over(what):
             yield
 
     def _call(self, spec: OpSpec, impl: OpImpl, given: tuple[Any, ...]) -> Any:
@@ -315,7 +315,7 @@ class Live:
             or (isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks))
         )
 
-    def _compared(self, spec: OpSpec, result: Any, before: _Before) -> Failure | None:
+    def _compared(self, spec: OpSpec, result: Any, before: _Before) -> CallFailure | None:
         try:
             wanted = wanted_of(spec, before.sample)
         except Exception as error:  # the contract does not support such a call

@@ -136,7 +136,7 @@ class Checks:
         if self.how != "verify" or not entries:
             return frozenset()
         largest = self.facts.sizes.tokens[-1] if self.facts.sizes else 1
-        counts = {*probe.COUNTS, *(n for entry in entries for n in entry.ceilings)}
+        counts = {*probe.FORWARD_SIZES, *(n for entry in entries for n in entry.ceilings)}
         return frozenset(min(n, largest, probe.TOKENS) for n in counts)
 
     def limits(self, plan: Plan) -> list[str]:

@@ -28,7 +28,7 @@ from .wanted import (
     step_of,
 )
 
-MEASURED = (Within, Exact, QuantisedPair)
+MEASURED_OUTPUTS = (Within, Exact, QuantisedPair)
 """Kinds of outputs that `Wanted.measured` supports."""
 
 
@@ -38,7 +38,7 @@ def wanted_here(
     """Compute expected outputs in fp64 on the device of the arguments, like `wanted_of`.
 
     Args:
-        spec: the contract; its outputs must be in `MEASURED`.
+        spec: the contract; its outputs must be in `MEASURED_OUTPUTS`.
         args: the arguments.
         scale: as `Sample.scale`, or one number per row of the results.
     """

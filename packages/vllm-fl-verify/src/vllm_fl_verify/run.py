@@ -25,13 +25,13 @@ from .verification import (
     Comparison,
     Outcome,
     as_call,
-    call_if_supported,
     called,
     compare,
     compared,
     dtype_name,
     misuse,
     shares,
+    try_call,
 )
 from .wanted import Off
 
@@ -53,11 +53,11 @@ TRACED = 12
 Objections = Generator[Objection, None, None]
 """Objections of a check. The caller stops at the first one."""
 
-Found = Generator[Objection, None, Any]
+CheckedCall = Generator[Objection, None, Any]
 """Objections to a call; returns the call's result, or None if the call is not supported."""
 
 
-class Startup:
+class SharedState:
     """State that the runs of one request share; `watch` logs slow calls."""
 
     def __init__(self, request: Request, watch: breadcrumb.Watchdog) -> None:
@@ -72,7 +72,7 @@ class Startup:
 class Run:
     """One implementation in one dtype: its calls and their findings."""
 
-    def __init__(self, startup: Startup, role: Role, trials: Trials, dtypes: int) -> None:
+    def __init__(self, startup: SharedState, role: Role, trials: Trials, dtypes: int) -> None:
         self.startup, self.request, self.role, self.trials = startup, startup.request, role, trials
         self.impl, self.spec = role.impl, trials.spec
         self.call = as_call(self.impl, self.spec, self.request.layer_for)
@@ -119,7 +119,7 @@ class Run:
         """Record an omitted check for the report."""
         self.startup.left_out[what].add(f"{self.spec.name} of {self.impl.impl_id}{further}")
 
-    def at(self, where: str, call: Callable[[], Outcome], *, compiles: bool = False) -> Found:
+    def at(self, where: str, call: Callable[[], Outcome], *, compiles: bool = False) -> CheckedCall:
         """Make one call; record an unsupported call, and object to a failure.
 
         A call that takes long is logged. Two slow calls in a row would stall the engine and are a
@@ -147,7 +147,7 @@ class Run:
         layer_for = self.request.layer_for
         return compare(impl, self.spec, sample, self.trials.dtype, layer_for=layer_for, **how)
 
-    def sampled(self, sample: Sample, **how: Any) -> Found:
+    def sampled(self, sample: Sample, **how: Any) -> CheckedCall:
         run = partial(self.compared, self.impl, sample, **how)
         result = yield from self.at(sample.name, lambda: (run(), None))
         yield from self.judge(result)
@@ -223,14 +223,14 @@ class Run:
 
         return compared(None, off)[1] is None
 
-    def result(self, form: Form, laid: Guarded, where: str) -> Found:
+    def result(self, form: Form, laid: Guarded, where: str) -> CheckedCall:
         """Make one call in the memory `laid` and return its result."""
         call = form.call(laid)
         consumed = self.spec.consumed(self.impl.consumes, call.args)
         form.static.restore(consumed)  # the previous call wrote into a cache
 
         def run() -> Outcome:
-            making = partial(call_if_supported, self.call, self.impl, self.spec, call.args)
+            making = partial(try_call, self.call, self.impl, self.spec, call.args)
             if self.request.compares:
                 laid.remember()
                 got, failure = called(making, self.impl, self.spec, call, looked_at=laid)
@@ -246,7 +246,7 @@ class Run:
         """Make one call with this many tokens without comparing its result."""
         args = self.arguments(form, self.trials.rows(count))
         where = self.where(form, count)
-        yield from self.at(where, partial(call_if_supported, self.call, self.impl, self.spec, args))
+        yield from self.at(where, partial(try_call, self.call, self.impl, self.spec, args))
 
     def arguments(self, form: Form, rows: torch.Tensor, large: bool = False) -> tuple[Any, ...]:
         """Return the arguments of a call with these rows of the ordinary or the large values."""

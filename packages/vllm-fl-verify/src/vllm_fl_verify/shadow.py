@@ -26,13 +26,13 @@ from vllm_fl.logs import get_logger
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import quote
 
-from .oracle import MEASURED, magnitudes, paired, parts, wanted_here
+from .oracle import MEASURED_OUTPUTS, magnitudes, paired, parts, wanted_here
 from .replacing import computes, replacing
 from .verification import contract_args
 
 CALLS = 48
-"""Compared calls of a sampled step, approximately (up to one more per `Key`). A comparison is about
-a hundred small operations on the device; Qwen3-8B makes 217 calls per step."""
+"""Compared calls of a sampled step, approximately (up to one more per `BucketKey`). A comparison is
+about a hundred small operations on the device; Qwen3-8B makes 217 calls per step."""
 
 ROWS = 256
 """Maximum compared rows of a call; over several sampled steps all rows are compared."""
@@ -52,7 +52,7 @@ SMALLEST = sys.float_info.min
 
 log = get_logger("engine")
 
-Key = tuple[str, str, int]
+BucketKey = tuple[str, str, int]
 """(op, impl id, maximum tokens of the bucket, a power of two)."""
 
 
@@ -109,23 +109,23 @@ class Shadow:
         """Number of steps."""
         self.sampled = 0
         """Number of sampled steps."""
-        self.seen: dict[Key, Tally] = {}
+        self.seen: dict[BucketKey, Tally] = {}
         """Tallies of all sampled steps."""
-        self.new: dict[Key, Tally] = {}
+        self.new: dict[BucketKey, Tally] = {}
         """Tallies since the last `collect`."""
         self.left: dict[str, str] = {}
         """Op -> why its calls are not compared."""
         self.too_large: Counter[str] = Counter()
         """Op -> number of calls that were due but too large to compare."""
-        self._turns: Counter[Key] = Counter()
+        self._turns: Counter[BucketKey] = Counter()
         """Number of sampled steps with calls of a key."""
         self._most = 0
         """Maximum calls of a sampled step."""
         self._every = 1
         """Compare every n-th call of a key in a step."""
-        self._at: Counter[Key] = Counter()
+        self._at: Counter[BucketKey] = Counter()
         """Number of this step's calls per key."""
-        self._on_device: list[tuple[Key, list[torch.Tensor]]] = []
+        self._on_device: list[tuple[BucketKey, list[torch.Tensor]]] = []
         """Errors of this step's compared calls."""
         for op, entry in plan.entries.items():
             why = (left or {}).get(op) or _left(plan.contracts[op]) if entry.impls else ""
@@ -157,7 +157,7 @@ class Shadow:
             self._add(key, Tally(seen=calls))
         self._read()
 
-    def collect(self) -> dict[Key, Tally]:
+    def collect(self) -> dict[BucketKey, Tally]:
         """Return the tallies since the last call of `collect`."""
         found, self.new = self.new, {}
         return found
@@ -175,7 +175,7 @@ class Shadow:
         for key, found in on_device:
             self._add(key, Tally.of_call([next(rows) for _ in found]))
 
-    def _add(self, key: Key, tally: Tally) -> None:
+    def _add(self, key: BucketKey, tally: Tally) -> None:
         for table in (self.seen, self.new):
             table[key] = table.get(key, Tally()).plus(tally)
 
@@ -239,7 +239,7 @@ class Shadow:
             self._leave(spec.name, error)
         return None
 
-    def _turn(self, key: Key) -> int | None:
+    def _turn(self, key: BucketKey) -> int | None:
         """Count a call; return the running number of its turn, or None if it is not due."""
         at = self._turns[key] + self._at[key]
         self._at[key] += 1
@@ -270,7 +270,7 @@ class _Call:
         rows: the compared rows.
     """
 
-    key: Key
+    key: BucketKey
     args: tuple[Any, ...]
     rows: slice
 
@@ -286,5 +286,7 @@ def _left(spec: OpSpec) -> str:
     if spec.whole_batch and (spec.caches or not spec.ignores_repeats):
         return "its result for a token depends on other tokens or a cache"
     outputs = spec.outputs or ()
-    kinds = [type(output).__name__ for output in outputs if not isinstance(output, MEASURED)]
+    kinds = [
+        type(output).__name__ for output in outputs if not isinstance(output, MEASURED_OUTPUTS)
+    ]
     return f"its {kinds[0]} cannot be compared on the device" if kinds else ""

@@ -40,7 +40,7 @@ CALLS = 400.0
 
 Launches = Callable[[Callable[[], object], torch.device], launches.Launched]
 
-Provided = Sequence[Mapping[str, torch.dtype]]
+ProvidedDtypes = Sequence[Mapping[str, torch.dtype]]
 """Dtypes of what layers provide, by parameter; each combination once."""
 
 
@@ -79,7 +79,7 @@ class Role:
         """Note for the next process that the block runs the implementation's code for `what`."""
         of_owner = self.owner and f" of {self.owner}"
         noted = f"{what} of {self.impl.op_name}={self.impl.impl_id}{of_owner}"
-        return breadcrumb.note_running(noted, named=False)
+        return breadcrumb.noting(noted, named=False)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Request:
     seed: int = field(default_factory=lambda: random.SystemRandom().randrange(1 << 32))
     specs: Mapping[str, OpSpec] = field(default_factory=lambda: known_contracts().contracts)
     calls: float = field(default_factory=lambda: CALLS)
-    provided: Mapping[str, Provided] = field(default_factory=dict)
+    provided: Mapping[str, ProvidedDtypes] = field(default_factory=dict)
     launched: Launches = launches.launched
     requires: str = ""
     valve: Valve = field(default_factory=Valve)
@@ -209,7 +209,7 @@ class Trials:
     device: torch.device
     sizes: ModelSizes | None
     seed: int
-    provided: Provided = ()
+    provided: ProvidedDtypes = ()
 
     @cached_property
     def samples(self) -> list[Sample]:

@@ -55,7 +55,7 @@ NEARLY_ALL = 0.8
 
 
 @dataclass(frozen=True)
-class Failure:
+class CallFailure:
     """Why a call has no correct result; `str` gives a full sentence.
 
     Args:
@@ -78,7 +78,7 @@ def attempt(
     fn: Callable[..., T],
     *args: Any,
     refuses: type[BaseException] | tuple[type[BaseException], ...] = NotImplementedError,
-) -> tuple[T | None, Failure | None]:
+) -> tuple[T | None, CallFailure | None]:
     """Call third-party code and return its exceptions as values; only an interrupt is raised.
 
     Args:
@@ -96,12 +96,12 @@ def attempt(
         raise
     except BaseException as error:  # plugins may raise anything, including SystemExit and panics
         if isinstance(error, refuses) and (why := refusal_reason(error)):
-            return None, Failure("refused", why, error)
-        return None, Failure("raised", f"{did} {quote(error)}", error)
+            return None, CallFailure("refused", why, error)
+        return None, CallFailure("raised", f"{did} {quote(error)}", error)
     return got, None
 
 
-Outcome = tuple[Any, Failure | None]
+Outcome = tuple[Any, CallFailure | None]
 """(result or None, failure or None)."""
 
 
@@ -239,7 +239,7 @@ def compare(
     call = guarded(given, spec.by_token, poisons) if memory is None else memory.rewritten(given)
     packed = not sample.relaid if packed is None else packed
     call.remember()
-    run = partial(call_if_supported, as_call(impl, spec, layer_for), impl, spec, call.args)
+    run = partial(try_call, as_call(impl, spec, layer_for), impl, spec, call.args)
     got, failure = called(run, impl, spec, call, packed=packed)
     share = math.nan
     if failure is None:
@@ -281,7 +281,7 @@ def called(
     if failure is not None:
         if failure.status == "refused" and call.disturbance(frozenset()) is not None:
             status: Literal["wrong", "raised"] = "wrong" if failure.error is None else "raised"
-            failure = Failure(status, REFUSED_LATE, failure.error)
+            failure = CallFailure(status, REFUSED_LATE, failure.error)
         return None, failure
     consumed = spec.consumed(impl.consumes, call.args)
 
@@ -291,10 +291,10 @@ def called(
         return problem or misuse(looked_at or call, consumed, impl, spec)
 
     problem, failure = attempt(COMPARING, look, refuses=())
-    return got, Failure("wrong", problem) if problem else failure
+    return got, CallFailure("wrong", problem) if problem else failure
 
 
-def compared(got: Any, off: Callable[[Any], Off]) -> tuple[float, Failure | None]:
+def compared(got: Any, off: Callable[[Any], Off]) -> tuple[float, CallFailure | None]:
     """Compare the numbers of a result.
 
     Returns:
@@ -302,10 +302,10 @@ def compared(got: Any, off: Callable[[Any], Off]) -> tuple[float, Failure | None
     """
     found, failure = attempt(COMPARING, off, got, refuses=())
     share, problem = found or (math.nan, "")
-    return share, Failure("wrong", problem) if problem else failure
+    return share, CallFailure("wrong", problem) if problem else failure
 
 
-def call_if_supported(
+def try_call(
     fn: Callable[..., Any], impl: OpImpl, spec: OpSpec, args: Sequence[Any], **how: Any
 ) -> Outcome:
     """Call `fn`, a function of the parameters of the contract, if `supports` accepts the call."""
@@ -313,11 +313,11 @@ def call_if_supported(
     return attempt("it raised", fn, *args, **how) if failure is None else (None, failure)
 
 
-def accept(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> Failure | None:
+def accept(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> CallFailure | None:
     """Evaluate the implementation's `supports`: return why it does not support a call, or None."""
     verdict, failure = attempt("its supports raised", verdict_of, impl, spec, args)
     if failure is None and verdict is not True:
-        failure = Failure("refused", str(verdict))
+        failure = CallFailure("refused", str(verdict))
     return failure
 
 

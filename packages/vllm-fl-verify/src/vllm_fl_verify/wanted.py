@@ -14,7 +14,7 @@ from .guarded import taken
 Off = tuple[float, str]
 """(maximum error relative to the tolerance, description of the problem or an empty string)."""
 
-Results = Sequence[torch.Tensor]
+OutputTensors = Sequence[torch.Tensor]
 """The results that belong to one output."""
 
 COARSE = frozenset({torch.float16, torch.bfloat16})
@@ -44,7 +44,7 @@ class Wanted:
 
     results: ClassVar[int] = 1
 
-    def off(self, results: Results, names: Sequence[str], tokens: Tokens) -> Off:
+    def off(self, results: OutputTensors, names: Sequence[str], tokens: Tokens) -> Off:
         """Return the error of results.
 
         Args:
@@ -54,7 +54,7 @@ class Wanted:
         """
         raise NotImplementedError
 
-    def measured(self, results: Results) -> list[torch.Tensor]:
+    def measured(self, results: OutputTensors) -> list[torch.Tensor]:
         """Return the errors of results as numbers on the device, without synchronisation.
 
         Args:
@@ -70,7 +70,7 @@ class Wanted:
         """
         raise NotImplementedError
 
-    def leans(self, results: Results) -> float:
+    def leans(self, results: OutputTensors) -> float:
         """Return the average bias of results, away from zero, in steps of their dtype.
 
         About 0 for rounding to nearest, -0.5 for truncation. NaN if too few elements are rounded,
@@ -78,14 +78,14 @@ class Wanted:
         """
         return math.nan
 
-    def slope(self, results: Results) -> float:
+    def slope(self, results: OutputTensors) -> float:
         """Return the factor of results relative to the exact numbers, minus 1.
 
         It is the least-squares fit of a line through 0. NaN for few elements or a fine dtype.
         """
         return math.nan
 
-    def is_empty(self, results: Results) -> bool:
+    def is_empty(self, results: OutputTensors) -> bool:
         """Return whether results of these sizes have nothing to compare."""
         return not results[0].numel()
 
@@ -139,13 +139,13 @@ class Near(Wanted):
     allowed: torch.Tensor
     dtype: torch.dtype
 
-    def off(self, results: Results, names: Sequence[str], tokens: Tokens) -> Off:
+    def off(self, results: OutputTensors, names: Sequence[str], tokens: Tokens) -> Off:
         mine = results[0].to(self.exact.device)
         off = self.share(mine)
         problem = _problem(names[0], *off, mine.numel())
         return off[0], problem and f"{problem}; worst at {self._farthest(mine, tokens)}"
 
-    def leans(self, results: Results) -> float:
+    def leans(self, results: OutputTensors) -> float:
         if self.dtype not in COARSE:
             return math.nan
         every = max(1, self.exact.numel() // LOOKED_AT) | 1  # odd, to sample all columns
@@ -160,7 +160,7 @@ class Near(Wanted):
             return math.nan
         return float(beyond.clamp(-1, 1).mean())
 
-    def slope(self, results: Results) -> float:
+    def slope(self, results: OutputTensors) -> float:
         if self.dtype not in COARSE or self.exact.numel() < SLOPING:
             return math.nan
         mine, exact = results[0].to(self.exact), self.exact
@@ -192,7 +192,7 @@ class Near(Wanted):
     def _same(self, mine: torch.Tensor) -> torch.Tensor:
         return (mine == self.exact.to(mine.dtype)) | (mine.isnan() & self.exact.isnan())
 
-    def measured(self, results: Results) -> list[torch.Tensor]:
+    def measured(self, results: OutputTensors) -> list[torch.Tensor]:
         (mine,), exact = results, self.exact
         squared = (
             numbers.nan_to_num(0.0, 0.0, 0.0).square().sum(dtype=torch.float64)
@@ -217,7 +217,7 @@ class Same(Wanted):
 
     exact: torch.Tensor
 
-    def off(self, results: Results, names: Sequence[str], tokens: Tokens) -> Off:
+    def off(self, results: OutputTensors, names: Sequence[str], tokens: Tokens) -> Off:
         mine, exact = comparable(results[0].to(self.exact.device)), self.exact
         differs = self._differs(mine)
         count = int(differs.sum())
@@ -229,7 +229,7 @@ class Same(Wanted):
         total = results[0].numel()
         return math.inf, f"{names[0]}: {count} of {total} elements differ; {first}"
 
-    def measured(self, results: Results) -> list[torch.Tensor]:
+    def measured(self, results: OutputTensors) -> list[torch.Tensor]:
         mine = comparable(results[0])
         differs = self._differs(mine)
         worst = torch.where(differs.any(), math.inf, 0.0).double()
@@ -258,7 +258,7 @@ class Pair(Wanted):
 
     results: ClassVar[int] = 2
 
-    def off(self, results: Results, names: Sequence[str], tokens: Tokens) -> Off:
+    def off(self, results: OutputTensors, names: Sequence[str], tokens: Tokens) -> Off:
         exact = self.number.exact
         value, scale = (result.to(exact.device) for result in results)
         number = value.to(exact.dtype) * spread(scale.to(exact.dtype), value.shape)
@@ -266,7 +266,7 @@ class Pair(Wanted):
         of_number = self.number.off([number], [f"{names[0]} times its scale"], tokens)
         return of_scale if of_scale[1] else max(of_scale, of_number)
 
-    def measured(self, results: Results) -> list[torch.Tensor]:
+    def measured(self, results: OutputTensors) -> list[torch.Tensor]:
         value, scale = results
         wide = self.number.exact.dtype
         number = value.to(wide) * spread(scale.to(wide), value.shape)
@@ -291,7 +291,7 @@ class Routed(Wanted):
 
     results: ClassVar[int] = 2
 
-    def off(self, results: Results, names: Sequence[str], tokens: Tokens) -> Off:
+    def off(self, results: OutputTensors, names: Sequence[str], tokens: Tokens) -> Off:
         weights, ids = (result.to(self.ids.device) for result in results)
         ascending, order = ids.to(torch.int64).sort(-1)
         unfit = self.unfit(ascending)
@@ -360,10 +360,10 @@ class Blocks(Wanted):
 
     results: ClassVar[int] = 3
 
-    def is_empty(self, results: Results) -> bool:
+    def is_empty(self, results: OutputTensors) -> bool:
         return False  # without rows, the number of used positions must still be 0
 
-    def off(self, results: Results, names: Sequence[str], tokens: Tokens) -> Off:
+    def off(self, results: OutputTensors, names: Sequence[str], tokens: Tokens) -> Off:
         rows, experts, used = (result.to(self.used.device, torch.int64) for result in results)
         places = int(self.used)
         blocks = places // self.size

@@ -24,7 +24,7 @@ from ..plugins.types import (
 )
 from ..settings.loading import load_startup, policy_from_config
 from ..settings.policy import SelectionPolicy
-from ..settings.schema import TAKEN as _TAKEN
+from ..settings.schema import RESERVED_NAMES as _TAKEN
 from . import manager as _manager
 from .context import chosen, override, policy_context
 from .manager import OpManager, get_default_manager

@@ -100,11 +100,11 @@ def method_guard(chain: Chain) -> Callable[..., Any]:
     return _written(chain, chain.spec.from_layer)
 
 
-Provided = Mapping[str, Callable[[Any], Any]]
+LayerReaders = Mapping[str, Callable[[Any], Any]]
 """Parameter -> the function that reads it from a layer."""
 
 
-def _written(chain: Chain, provided: Provided | None) -> Callable[..., Any]:
+def _written(chain: Chain, provided: LayerReaders | None) -> Callable[..., Any]:
     """Return the guard as a function, or as a method of a layer if `provided` is not None."""
     scope: dict[str, Any] = {}
     heads = _heads(chain.spec, provided, scope)
@@ -152,7 +152,7 @@ def _tokens(spec: OpSpec) -> str:
     return source
 
 
-def _heads(spec: OpSpec, provided: Provided | None, scope: dict[str, Any]) -> dict[str, str]:
+def _heads(spec: OpSpec, provided: LayerReaders | None, scope: dict[str, Any]) -> dict[str, str]:
     """Return a guard's parameters: the source in a call -> the source in the `def` line.
 
     Defaults are put into `scope`.
@@ -191,7 +191,7 @@ def _executed(
 
 
 def _compile(
-    chain: Chain, provided: Provided | None, heads: Mapping[str, str], scope: dict[str, Any]
+    chain: Chain, provided: LayerReaders | None, heads: Mapping[str, str], scope: dict[str, Any]
 ) -> Callable[..., Any]:
     """Generate the source of the guard for the first candidate, and compile it.
 
@@ -208,7 +208,7 @@ def _compile(
 
     Args:
         chain: the candidates of one row.
-        provided: see `Provided`, for a method; None for a function.
+        provided: see `LayerReaders`, for a method; None for a function.
         heads, scope: the result of `_heads`, and the scope that it filled.
     """
     first = chain.impls[0]

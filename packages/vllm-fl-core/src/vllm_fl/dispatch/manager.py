@@ -13,6 +13,7 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
+from ..contracts.routes import Bound
 from ..errors import NoImplementationError, PolicySealedError
 from ..logs import get_logger
 from ..plugins.registry import OpRegistry
@@ -28,8 +29,6 @@ from .resolver import STOCK, Resolver, Trace
 from .startup import Startup, read_settings, start, try_settings
 
 log = get_logger("dispatch")
-
-Bound = Callable[..., Any]
 
 current_policy = override.get
 """Returns the policy of the enclosing block. Bound here to save an attribute look-up per call."""

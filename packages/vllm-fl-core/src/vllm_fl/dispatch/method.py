@@ -6,16 +6,15 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from ..contracts.routes import Bound
 from ..plugins.types import BackendImplKind, OpImpl
 from .chain import Left
 from .context import Binder, current_binder
 from .manager import get_default_manager
 from .resolver import FOREIGN, STOCK
 
-PLAN = "_vllm_fl_plan"
+PLAN_ATTRIBUTE = "_vllm_fl_plan"
 """The attribute of a layer with the plan that it is bound to, or None."""
-
-Bound = Callable[..., Any]
 
 
 class dispatch_method:
@@ -67,7 +66,7 @@ class dispatch_method:
     def __get__(self, instance: Any, owner: type | None = None) -> Bound:
         if instance is None:
             return self  # type: ignore[return-value]  # read on the class: the descriptor
-        plan: Binder | None = instance.__dict__.setdefault(PLAN, current_binder())
+        plan: Binder | None = instance.__dict__.setdefault(PLAN_ATTRIBUTE, current_binder())
         provider = self.stand_in(instance) if self.stand_in else instance
         base: OpImpl | None = None
         if plan is None:

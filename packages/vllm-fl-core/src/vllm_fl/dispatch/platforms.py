@@ -11,15 +11,9 @@ from typing import Any
 
 from ..errors import OwnerError
 from ..logs import silence
-from ..plugins.breadcrumb import note_running
+from ..plugins.breadcrumb import noting
 from ..plugins.calling import ENDED
-from ..plugins.installed import (
-    ENGINE_GROUPS,
-    canonical,
-    entry_points,
-    name_and_version,
-    vllm_release,
-)
+from ..plugins.installed import ENGINE_GROUPS, canonical, entry_points, metadata_of, vllm_release
 from ..settings.values import IN_TREE, normalise_platform
 from ..text import quote
 
@@ -164,13 +158,13 @@ def _answer(entry: Any) -> ForeignPlatform | str | None:
         A sentence if it failed; None if it declines, or if it ended an earlier process of this
         command.
     """
-    name, version, _ = name_and_version(entry.dist) if entry.dist else (entry.value, None, "")
+    name, version, _ = metadata_of(entry.dist) if entry.dist else (entry.value, None, "")
     release = f"{name} {version}" if version else name
     plugin = f"plugin {entry.name!r} for vLLM's platform of {release}"
     if plugin in ENDED:
         return None
     try:
-        with note_running(f"the platform detection of {plugin}"), silence():
+        with noting(f"the platform detection of {plugin}"), silence():
             answer = entry.load()()
     except KeyboardInterrupt:
         raise

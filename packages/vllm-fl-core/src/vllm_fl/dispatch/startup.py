@@ -22,7 +22,7 @@ from ..plugins.snapshot import EMPTY
 from ..plugins.types import NAMED_CLASSES
 from ..settings.loading import load_settings, load_startup
 from ..settings.names import check_names
-from ..settings.schema import TAKEN, Settings
+from ..settings.schema import RESERVED_NAMES, Settings
 from ..settings.values import PLATFORMS
 from .platforms import foreign_platform, torchs_own, vllms_own
 
@@ -133,7 +133,7 @@ def start(
     crumbs = [f"An earlier {crumb}. Run `vllm-fl doctor` for more." for crumb in breadcrumb.lost()]
     _warn(warnings, "FL110")
     _warn(crumbs, "FL216")
-    plugins = plugin_loader.load(registry, found, only=asked.plugins, variables=TAKEN)
+    plugins = plugin_loader.load(registry, found, only=asked.plugins, variables=RESERVED_NAMES)
     for plugin in plugins:
         _report(plugin.error)
     # Warnings are only needed in the process that logs them. Availability checks would also open
@@ -155,7 +155,7 @@ def begin_process() -> None:
         VllmFLError: an extension raised an error of core other than PluginError (`SettingsError`).
     """
     found = [each for each in discovery.discover() if each.kind == "extension"]
-    plugins = plugin_loader.load(OpRegistry(EMPTY), found, variables=TAKEN)
+    plugins = plugin_loader.load(OpRegistry(EMPTY), found, variables=RESERVED_NAMES)
     for plugin in asking(plugins, "process_start"):
         try:
             with in_hook(plugin, "process_start", passing=True):

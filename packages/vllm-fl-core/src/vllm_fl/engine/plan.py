@@ -107,7 +107,7 @@ class PlanEntry:
         return "|".join([*sized, self._label(rest)])
 
     def _label(self, candidates: tuple[Impl, ...]) -> str:
-        return candidates[0].impl_id if candidates else self.left_to.token
+        return candidates[0].impl_id if candidates else self.left_to.selector
 
     @property
     def unmet(self) -> str:

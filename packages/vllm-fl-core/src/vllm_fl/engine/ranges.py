@@ -16,7 +16,7 @@ from ..dispatch.chain import Chain
 from ..plugins.types import OpImpl
 from .opaque import is_inlined
 
-MOST = 2
+MAX_RANGES = 2
 """Maximum number of ranges to compile for orders by size. Each is a separate compilation, which
 makes startup longer."""
 
@@ -67,7 +67,7 @@ def choice(chain: Chain, sizes: Range) -> OpImpl | None:
 
 
 def range_edges(chains: Iterable[Chain], largest: int, captured: int = 0) -> tuple[int, ...]:
-    """Return where to split the token counts to inline the most: into at most `MOST` ranges.
+    """Return where to split the token counts to inline the most: into at most `MAX_RANGES` ranges.
 
     Splits only at the maximum tokens of rows. The gain of inlining an op is measured in doublings
     of the token count: from 64 to 128 as much as from 4096 to 8192. Chooses the largest total gain
@@ -96,7 +96,7 @@ def range_edges(chains: Iterable[Chain], largest: int, captured: int = 0) -> tup
             6,
         )
 
-    ways = [way for count in range(MOST) for way in combinations(ceilings, count)]
+    ways = [way for count in range(MAX_RANGES) for way in combinations(ceilings, count)]
     return max(
         ways, key=lambda way: (gained(way, captured), gained(way, 0), -len(way), way), default=()
     )

@@ -105,7 +105,7 @@ def folder() -> Path | None:
 
 
 @contextlib.contextmanager
-def note_running(what: str, *, named: bool = True) -> Iterator[None]:
+def noting(what: str, *, named: bool = True) -> Iterator[None]:
     """Keep a note of `what` while the block runs, and log it after `SLOW` seconds.
 
     Args:

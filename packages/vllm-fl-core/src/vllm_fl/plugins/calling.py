@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import PluginError, VllmFLError
 from ..logs import get_logger
 from ..text import clean, quote
-from .breadcrumb import note_running
+from .breadcrumb import noting
 from .inspection import (
     Check,
     Engine,
@@ -49,7 +49,7 @@ def describe_owner(owner: Owner) -> str:
 def contained(
     plugin: Plugin, what: str, todo: str = "", *, named: bool = True, passing: bool = False
 ) -> Iterator[None]:
-    """Run a plugin's code, with a note (`breadcrumb.note_running`).
+    """Run a plugin's code, with a note (`breadcrumb.noting`).
 
     Exceptions become a `PluginError`. A KeyboardInterrupt is raised unchanged.
 
@@ -62,7 +62,7 @@ def contained(
     """
     owner = plugin.owner
     try:
-        with note_running(f"{what.replace('its', 'the')} of {describe_owner(owner)}", named=named):
+        with noting(f"{what.replace('its', 'the')} of {describe_owner(owner)}", named=named):
             yield
     except KeyboardInterrupt:
         raise
@@ -123,13 +123,13 @@ def results_of(plugin: Plugin, hook: str, kind: type, **arguments: object) -> li
     return results
 
 
-Results = tuple[list[tuple[Owner, Any]], list[PluginError]]
+HookResults = tuple[list[tuple[Owner, Any]], list[PluginError]]
 """The results of a hook by owner, and the errors of plugins that failed."""
 
 
 def results_of_each(
     plugins: Sequence[Plugin], hook: str, kind: type, todo: str = "", **given: Any
-) -> Results:
+) -> HookResults:
     """Call a hook of each plugin, each in a separate `in_hook` block."""
     found: list[tuple[Owner, Any]] = []
     errors = []

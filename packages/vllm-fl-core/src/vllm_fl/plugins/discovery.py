@@ -9,17 +9,21 @@ from typing import NoReturn
 
 from ..errors import PluginError
 from ..text import clean, nearest
-from .installed import canonical, entry_points, name_and_version
+from .installed import canonical, entry_points, metadata_of
 from .plugin import Kind, Owner, Plugin
 from .reserved import EXTENDERS
 
-GROUP = "vllm_fl.plugin"
+BACKENDS = "vllm_fl.plugin"
 CONTRACTS = "vllm_fl.contracts"
 """Plugins with only contracts, loaded with any backend."""
 EXTENSIONS = "vllm_fl.extension"
 """Extensions: plugins of this project that add features to engines."""
 
-KINDS: dict[str, Kind] = {GROUP: "backend", CONTRACTS: "contracts", EXTENSIONS: "extension"}
+PLUGIN_KINDS: dict[str, Kind] = {
+    BACKENDS: "backend",
+    CONTRACTS: "contracts",
+    EXTENSIONS: "extension",
+}
 
 
 def ban_of(plugin: Plugin) -> PluginError | None:
@@ -28,16 +32,16 @@ def ban_of(plugin: Plugin) -> PluginError | None:
         return None
     return plugin.owner.error(
         f" is not imported: the group {EXTENSIONS} is only for {', '.join(sorted(EXTENDERS))}. "
-        f"Its author should use the group {GROUP}."
+        f"Its author should use the group {BACKENDS}."
     )
 
 
 def discover(modules: Iterable[str] = ()) -> tuple[Plugin, ...]:
     """Return the installed plugins by distribution name, then the user's modules, from metadata."""
     found = []
-    for entry in entry_points(*KINDS):
+    for entry in entry_points(*PLUGIN_KINDS):
         dist = entry.dist
-        name, version, problem = (None, None, "") if dist is None else name_and_version(dist)
+        name, version, problem = (None, None, "") if dist is None else metadata_of(dist)
         owner = Owner(
             plugin=entry.name,
             distribution=name,
@@ -45,7 +49,7 @@ def discover(modules: Iterable[str] = ()) -> tuple[Plugin, ...]:
             path=str(dist.locate_file("")) if dist else None,
         )
         load = partial(_fail, problem) if problem else entry.load
-        found.append(Plugin(owner, entry.value, load, KINDS[entry.group]))
+        found.append(Plugin(owner, entry.value, load, PLUGIN_KINDS[entry.group]))
     found.sort(key=lambda p: (canonical(p.owner.distribution or ""), p.owner.plugin, p.target))
     named = (Plugin(Owner(plugin=name), name, partial(import_module, name)) for name in modules)
     return (*found, *named)

@@ -70,7 +70,7 @@ def rivals() -> tuple[str, ...]:
     """
     owners = [entry.dist for entry in entry_points(*ENGINE_GROUPS) if entry.name == "fl"]
     owners += distributions(name="vllm-plugin-fl")
-    names = {name_and_version(dist)[0] for dist in owners if dist is not None}
+    names = {metadata_of(dist)[0] for dist in owners if dist is not None}
     others = {canonical(name): name for name in names if canonical(name) != CORE}
     return tuple(
         f"{name} also owns vLLM's plugin name 'fl' or the import name 'vllm_fl'; only one of the "
@@ -79,7 +79,7 @@ def rivals() -> tuple[str, ...]:
     )
 
 
-def name_and_version(dist: Any) -> tuple[str, str | None, str]:
+def metadata_of(dist: Any) -> tuple[str, str | None, str]:
     """Return (name, version, fault of the metadata or empty).
 
     A half uninstalled distribution may have entry points but no METADATA: its name and version are

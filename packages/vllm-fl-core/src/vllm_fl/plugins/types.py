@@ -15,7 +15,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from ..contracts.takes import Rule
 from ..text import clean, quote
-from .breadcrumb import note_running
+from .breadcrumb import noting
 
 R = TypeVar("R")
 
@@ -79,7 +79,7 @@ class _Impl:
             return True if available is None else available()
 
         note = f"the availability check of {self.op_name}={self.impl_id}"
-        with note_running(note):
+        with noting(note):
             return answered("its availability check", ask)
 
     def _check(self, who: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from .policy import Mode, OpOrder, Rows, Token, joined
+from .policy import Mode, OpOrder, Rows, Selector, joined
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class DeviceOrder:
         """Return whether it applies to a device."""
         return fnmatchcase(device, self.name)
 
-    def over(self, base: tuple[Token, ...], mode: Mode) -> Rows[tuple[Token, ...]]:
+    def over(self, base: tuple[Selector, ...], mode: Mode) -> Rows[tuple[Selector, ...]]:
         """Return the rows of one mode, completed by `base`, the op's order on any device."""
         rows = self.order.rows(mode)
         if self.order.pinned:

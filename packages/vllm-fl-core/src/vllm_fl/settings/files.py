@@ -13,7 +13,7 @@ from ..plugins.registry import known_contracts
 from ..plugins.setting import SettingSpec
 from ..text import closest, kind_of
 from .devices import DeviceOrder, Table
-from .policy import DEFAULT, MODES, OpOrder
+from .policy import DEFAULT_ORDER, MODES, OpOrder
 from .schema import Declared, Setting, file_keys, is_absent
 from .values import (
     DEVICES,
@@ -29,7 +29,7 @@ from .values import (
     wrong,
 )
 
-Layer = dict[str, Setting]
+Entries = dict[str, Setting]
 """The settings of one source, by key."""
 
 PLATFORM_FILES = "platform"
@@ -37,7 +37,7 @@ PLATFORM_FILES = "platform"
 
 USERS_OWN = {
     EXTENDS: "only a user's file can extend other files",
-    f"{ORDER_PREFIX}{DEFAULT}": "it would apply to other backends' ops. Use prefer",
+    f"{ORDER_PREFIX}{DEFAULT_ORDER}": "it would apply to other backends' ops. Use prefer",
     "allow_vendors": "it would exclude the plugins of all other vendors. Use deny_vendors or "
     "op_backends",
     "table": "a tuning table is valid for one machine only. Set it in a user's file",
@@ -65,7 +65,7 @@ def read_settings_file(
     key: str,
     distribution: str | None = None,
     asked_by: str | None = None,
-) -> Layer:
+) -> Entries:
     """Read a YAML file of settings.
 
     Args:
@@ -85,7 +85,7 @@ def read_settings_file(
     return {setting.key: setting for setting in file.settings(root, declared)}
 
 
-def read_orders(path: str) -> Layer:
+def read_orders(path: str) -> Entries:
     """Read the JSON file of VLLM_FL_OP_CONFIG: op -> a value for `OpOrder.of`.
 
     Raises:
@@ -96,7 +96,7 @@ def read_orders(path: str) -> Layer:
     return {order.key: order for order in file.orders(file.load(origin), "")}
 
 
-def read_table(path: str, origin: str) -> tuple[Table, Layer]:
+def read_table(path: str, origin: str) -> tuple[Table, Entries]:
     """Read a tuning table: the conditions `holds`, and orders under `devices`.
 
     Raises:
@@ -203,8 +203,10 @@ class _File:
             if any(len(rows) > 1 for rows in (order.eager, order.compiled)):
                 if not self.users:
                     raise wrong(key, origin, BY_SIZE)
-                if op == DEFAULT:
-                    problem = f"{DEFAULT} must not depend on size: it covers attention and layers"
+                if op == DEFAULT_ORDER:
+                    problem = (
+                        f"{DEFAULT_ORDER} must not depend on size: it covers attention and layers"
+                    )
                     raise wrong(key, origin, problem)
             yield Setting(key, order, origin)
 
@@ -220,7 +222,7 @@ class _File:
             ops = self.mapping(key, parts["op_backends"], at, "ops")
             for op, written in ops.items():
                 at = self.at(ops, op)
-                if op == DEFAULT or not op.isidentifier():
+                if op == DEFAULT_ORDER or not op.isidentifier():
                     raise wrong(key, at, f"{op!r} is not a valid op name")
                 order, measured = self.device_order(f"{DEVICES}{op}", written, at)
                 made = DeviceOrder(order, at, name, measured, of_table)

@@ -20,10 +20,10 @@ from ..plugins.registry import known_contracts
 from ..plugins.setting import SettingSpec
 from ..text import closest, nearest
 from .devices import DeviceOrder, Table
-from .files import Layer, read_orders, read_settings_file, read_table
+from .files import Entries, read_orders, read_settings_file, read_table
 from .lock import read_lock
 from .names import uses
-from .policy import GROUP, OpOrder, SelectionPolicy
+from .policy import GROUP_PREFIX, OpOrder, SelectionPolicy
 from .schema import (
     COMMAND_LINE,
     CONFIG,
@@ -39,7 +39,7 @@ from .schema import (
 from .uniting import Brought, close_pairs, unite
 from .values import (
     EXTENDS,
-    GROUPS,
+    GROUP_ORDER_PREFIX,
     IN_TREE,
     OP_CONFIG,
     ORDER_PREFIX,
@@ -60,7 +60,7 @@ PREFIX = "VLLM_FL_"
 
 PlatformFiles = Sequence[tuple[str, str | os.PathLike[str]]]
 
-Groups = Mapping[str, Collection[str]]
+OpGroups = Mapping[str, Collection[str]]
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -86,7 +86,7 @@ def load_settings(
     platform: str | None = None,
     platform_files: PlatformFiles = (),
     brought: Brought = NOTHING,
-    groups: Groups = NOTHING,
+    groups: OpGroups = NOTHING,
     plugins: Iterable[SettingSpec[Any]] = (),
     platforms: Sequence[str] = (),
     foreign: bool = False,
@@ -121,7 +121,7 @@ def load_settings(
         problem = f"only orders of ops can be set here; set {declared[key].variable}"
         raise wrong(key, COMMAND_LINE, problem)
     given = _spread(_layer_of(orders.items(), COMMAND_LINE), groups)
-    own: Layer = {}
+    own: Entries = {}
     if config is not None:
         own = read_settings_file(config.value, declared, key="config", asked_by=config.origin)
         close_pairs(own, declared)
@@ -181,7 +181,7 @@ def load_settings(
     return dataclasses.replace(settings, unchecked=tuple(labels))
 
 
-def _add_table(entries: Layer) -> Table | None:
+def _add_table(entries: Entries) -> Table | None:
     """Read the tuning table, and insert its orders before orders of backends."""
     named = entries["table"]
     if named.value is None:
@@ -203,7 +203,7 @@ def policy_from_config(path: str | os.PathLike[str]) -> SelectionPolicy:
     """
     own = read_settings_file(path, ITEMS, key="config")
     own.pop(EXTENDS, None)
-    if any(key.startswith(GROUPS) for key in own):
+    if any(key.startswith(GROUP_ORDER_PREFIX) for key in own):
         own = _spread(own, known_contracts().groups)
     close_pairs(own, ITEMS)
     return Settings(tuple(_stacked([own], ITEMS).values())).policy
@@ -213,7 +213,7 @@ def _of(declared: Declared, *, in_file: bool) -> Declared:
     return {key: spec for key, spec in declared.items() if spec.in_file is in_file}
 
 
-def _variables(env: Mapping[str, str], groups: Groups, declared: Declared) -> list[Layer]:
+def _variables(env: Mapping[str, str], groups: OpGroups, declared: Declared) -> list[Entries]:
     """Return the layers of the environment for settings that a file may set, highest first."""
     own = _environment(env, _of(declared, in_file=True))
     close_pairs(own, declared)
@@ -221,7 +221,7 @@ def _variables(env: Mapping[str, str], groups: Groups, declared: Declared) -> li
     return [own, *(_spread(layer, groups) for layer in (*orders, _per_op(env)))]
 
 
-def _unread(env: Mapping[str, str], declared: Declared, ignored: Collection[str]) -> Layer:
+def _unread(env: Mapping[str, str], declared: Declared, ignored: Collection[str]) -> Entries:
     """Return the variables that a complete override ignores, unparsed."""
     return {
         key: Setting(key, ascii(env[spec.variable])[1:-1], f"environment {spec.variable}")
@@ -230,7 +230,7 @@ def _unread(env: Mapping[str, str], declared: Declared, ignored: Collection[str]
     }
 
 
-def _refuse_idle(env: Mapping[str, str], entries: Layer) -> None:
+def _refuse_idle(env: Mapping[str, str], entries: Entries) -> None:
     """Raise if a file overrides a safety switch of the environment."""
     for key, asked in _environment(env, SWITCHES).items():
         held, allowed = entries[key], entries["allow_vendors"]
@@ -251,22 +251,22 @@ def _refuse_idle(env: Mapping[str, str], entries: Layer) -> None:
             raise wrong(key, asked.origin, problem, kind=IdleSwitchError)
 
 
-def _orders(layer: Layer) -> dict[str, OpOrder]:
+def _orders(layer: Entries) -> dict[str, OpOrder]:
     return {key: s.value for key, s in layer.items() if isinstance(s.value, OpOrder)}
 
 
-def _spread(layer: Layer, groups: Groups) -> Layer:
+def _spread(layer: Entries, groups: OpGroups) -> Entries:
     """Replace the orders of groups by orders of their ops. An op's own order has priority.
 
     The order of a group without an op is kept.
     """
     orders, spread = _orders(layer), dict(layer)
     for key in orders:
-        group = key.removeprefix(GROUPS)
+        group = key.removeprefix(GROUP_ORDER_PREFIX)
         for op in groups.get(group, ()) if group != key else ():
             spread.pop(key, None)
             order = dataclasses.replace(orders[key], group=group)
-            of_op, origin = f"{ORDER_PREFIX}{op}", f"{layer[key].origin} ({GROUP}{group})"
+            of_op, origin = f"{ORDER_PREFIX}{op}", f"{layer[key].origin} ({GROUP_PREFIX}{group})"
             found = dataclasses.replace(layer[key], key=of_op, value=order, origin=origin)
             own = orders.get(of_op)
             if own is not None:  # the group's order applies to an open mode
@@ -279,8 +279,8 @@ def _spread(layer: Layer, groups: Groups) -> Layer:
     return spread
 
 
-def _environment(env: Mapping[str, str], declared: Declared) -> Layer:
-    layer: Layer = {}
+def _environment(env: Mapping[str, str], declared: Declared) -> Entries:
+    layer: Entries = {}
     for key, spec in declared.items():
         for variable in variables_of(spec):
             text = _text(env, variable, key)
@@ -305,36 +305,36 @@ def _text(env: Mapping[str, str], variable: str, key: str) -> str | None:
     return text if text or variable == Settings.plugins.variable else None
 
 
-def _per_op(env: Mapping[str, str]) -> Layer:
+def _per_op(env: Mapping[str, str]) -> Entries:
     origin, pairs = f"environment {PER_OP}", []
     for part in filter(str.strip, (_text(env, PER_OP, "per_op") or "").split(";")):
-        op, equals, tokens = (piece.strip() for piece in part.partition("="))
+        op, equals, selectors = (piece.strip() for piece in part.partition("="))
         if not equals:
             raise wrong("per_op", origin, f"expected op1=a|b;op2=x, got {part.strip()!r}")
-        pairs.append((op, tokens))
+        pairs.append((op, selectors))
     return _layer_of(pairs, origin)
 
 
-def _layer_of(pairs: Iterable[tuple[str, object]], origin: str) -> Layer:
+def _layer_of(pairs: Iterable[tuple[str, object]], origin: str) -> Entries:
     """Return orders of one origin as settings."""
-    layer: Layer = {}
-    for op, tokens in pairs:
+    layer: Entries = {}
+    for op, selectors in pairs:
         key = f"{ORDER_PREFIX}{op}"
         if not is_ordered(op):
             raise wrong("per_op", origin, f"expected op1=a|b;op2=x, got {op!r}")
         if key in layer:
             raise wrong(key, origin, "is set twice")
-        layer[key] = Setting(key, read_value(OpOrder.of, tokens, key, origin), origin)
+        layer[key] = Setting(key, read_value(OpOrder.of, selectors, key, origin), origin)
     return layer
 
 
 def _stacked(
-    layers: Sequence[Layer], declared: Declared, *, ignored: Mapping[str, Setting] = NOTHING
-) -> Layer:
+    layers: Sequence[Entries], declared: Declared, *, ignored: Mapping[str, Setting] = NOTHING
+) -> Entries:
     """Return each key's highest setting, or its default, with the settings that it overrides."""
     defaults = {key: Setting(key, spec.default) for key, spec in declared.items()}
     layers = [*layers, defaults]
-    stacked: Layer = {}
+    stacked: Entries = {}
     for key in dict.fromkeys(key for layer in layers for key in layer):
         top, *below = (layer[key] for layer in layers if key in layer)
         overrides, spec = [*top.overrides], declared.get(key)
@@ -348,11 +348,11 @@ def _stacked(
 def _united(
     platform_files: PlatformFiles,
     brought: Brought,
-    groups: Groups,
+    groups: OpGroups,
     declared: Declared,
     *,
     has_stock: bool,
-) -> Layer:
+) -> Entries:
     """Merge the platform files into one layer.
 
     If vLLM has kernels for the device (`has_stock`), `stock` precedes a fallback to `reference`.
@@ -367,7 +367,7 @@ def _united(
     return united
 
 
-def _reorder(entries: Layer, change: Callable[[OpOrder], OpOrder], how: str) -> None:
+def _reorder(entries: Entries, change: Callable[[OpOrder], OpOrder], how: str) -> None:
     for key, setting in entries.items():
         if isinstance(setting.value, OpOrder):
             order = change(setting.value)

@@ -25,21 +25,21 @@ Mode = Literal["eager", "compiled"]
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 
-KINDS = tuple(kind.value for kind in BackendImplKind)
+IMPL_KINDS = tuple(kind.value for kind in BackendImplKind)
 
 UNTOUCHED = ("foreign", "stock")
 """Selectors that replace nothing: another plugin's layers, and vLLM's implementation."""
 
 SLIPS = {"vllm": "stock", "native": "stock", "torch": "reference", "flaggems": "flagos"}
-"""Words that are likely meant as a token -> the token."""
+"""Words that are likely meant as a selector -> the selector."""
 
-DEFAULT = "default"
+DEFAULT_ORDER = "default"
 """The key of the order for ops without their own order."""
 
-GROUP = "group:"
+GROUP_PREFIX = "group:"
 """The prefix of a group of ops in orders: `group:norms`."""
 
-PREFERENCES = (*KINDS, "stock")
+PREFERENCES = (*IMPL_KINDS, "stock")
 
 DEFAULT_ORDERS: Mapping[str, tuple[str, ...]] = {
     "flagos": ("flagos", "vendor", "reference"),
@@ -59,7 +59,7 @@ ENGINE_ORDERS: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Token:
+class Selector:
     """A selector, one entry of an order: `flagos`, `reference`, `vendor`, `vendor:NAME`, `impl:ID`,
     `foreign` or `stock`."""
 
@@ -67,7 +67,7 @@ class Token:
     name: str | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Token:
+    def parse(cls, text: str) -> Selector:
         """Parse a selector. Raises ValueError, with a suggestion."""
         if not isinstance(text, str):
             mapping = "a mapping (vendor:NAME has no space after its colon)"
@@ -77,13 +77,13 @@ class Token:
         first, dot, rest = head.partition(".")
         if dot and rest and not colon and first in ("default", "vendor", "reference"):
             head, colon, name = "impl", ":", head  # an id, as printed in logs
-        if head in (*KINDS, *UNTOUCHED) and not colon:
+        if head in (*IMPL_KINDS, *UNTOUCHED) and not colon:
             return cls(head)  # type: ignore[arg-type]
         is_name = name.isprintable() and not any(map(str.isspace, name))
         if head in ("vendor", "impl") and name and is_name:
             return cls(head, name)  # type: ignore[arg-type]
         meant = SLIPS.get(head.lower(), "")
-        hint = f" Did you mean {meant!r}?" if meant else closest(head, (*KINDS, *UNTOUCHED))
+        hint = f" Did you mean {meant!r}?" if meant else closest(head, (*IMPL_KINDS, *UNTOUCHED))
         hint = hint or (f" A vendor is vendor:{head}." if head.isidentifier() else "")
         raise ValueError(
             f"{text!r} is not a valid selector; use flagos, reference, vendor, vendor:NAME, "
@@ -147,8 +147,8 @@ class OpOrder:
             larger calls, or a row without selectors.
     """
 
-    eager: Rows[tuple[Token, ...]]
-    compiled: Rows[tuple[Token, ...]]
+    eager: Rows[tuple[Selector, ...]]
+    compiled: Rows[tuple[Selector, ...]]
     pinned: bool = True
     group: str = ""
 
@@ -163,19 +163,19 @@ class OpOrder:
                 if ceiling <= before:  # type: ignore[operator]
                     problem = f"'<={ceiling}' follows '<={before}'"
                     raise ValueError(f"{problem}; write the maximums in ascending order")
-            for ceiling, tokens in rows:
-                if not tokens:
+            for ceiling, selectors in rows:
+                if not selectors:
                     raise ValueError(f"the order for {_row_key(ceiling)} is empty")
 
-    def rows(self, mode: Mode) -> Rows[tuple[Token, ...]]:
+    def rows(self, mode: Mode) -> Rows[tuple[Selector, ...]]:
         """Return the rows of one mode; empty if the mode is open."""
         return self.eager if mode == "eager" else self.compiled
 
     @property
-    def every(self) -> tuple[Token, ...]:
+    def every(self) -> tuple[Selector, ...]:
         """The selectors of all rows, without duplicates."""
         rows = (*self.eager, *self.compiled)
-        return tuple(dict.fromkeys(token for _, tokens in rows for token in tokens))
+        return tuple(dict.fromkeys(selector for _, selectors in rows for selector in selectors))
 
     @classmethod
     def of(cls, value: object, *, pinned: bool = True) -> OpOrder:
@@ -208,11 +208,11 @@ class OpOrder:
         Adds only `stock`, if that is preferred.
         """
 
-        def front(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
-            stock = Token("stock")
-            implied = kind == "stock" and stock not in tokens
-            all_of_them = (*tokens, stock) if implied else tokens
-            return tuple(sorted(all_of_them, key=lambda token: token.preference != kind))
+        def front(selectors: tuple[Selector, ...]) -> tuple[Selector, ...]:
+            stock = Selector("stock")
+            implied = kind == "stock" and stock not in selectors
+            all_of_them = (*selectors, stock) if implied else selectors
+            return tuple(sorted(all_of_them, key=lambda selector: selector.preference != kind))
 
         return self if self.pinned else self._with_rows(front)
 
@@ -223,19 +223,19 @@ class OpOrder:
         A leading `reference` stays there. Scripts ignore `stock`.
         """
 
-        def raised(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
-            plain = [token.preference == "reference" for token in tokens]
-            at = next((n for n in range(len(tokens)) if plain[n] and False in plain[:n]), None)
-            stock = Token("stock")
-            if at is None or stock in tokens[:at]:
-                return tokens
-            return (*tokens[:at], stock, *(token for token in tokens[at:] if token != stock))
+        def raised(selectors: tuple[Selector, ...]) -> tuple[Selector, ...]:
+            plain = [selector.preference == "reference" for selector in selectors]
+            at = next((n for n in range(len(selectors)) if plain[n] and False in plain[:n]), None)
+            stock = Selector("stock")
+            if at is None or stock in selectors[:at]:
+                return selectors
+            return (*selectors[:at], stock, *(each for each in selectors[at:] if each != stock))
 
         return self._with_rows(raised)
 
-    def _with_rows(self, change: Callable[[tuple[Token, ...]], tuple[Token, ...]]) -> OpOrder:
+    def _with_rows(self, change: Callable[[tuple[Selector, ...]], tuple[Selector, ...]]) -> OpOrder:
         eager, compiled = (
-            tuple((ceiling, change(tokens)) for ceiling, tokens in rows)
+            tuple((ceiling, change(selectors)) for ceiling, selectors in rows)
             for rows in (self.eager, self.compiled)
         )
         return dataclasses.replace(self, eager=eager, compiled=compiled)
@@ -246,7 +246,7 @@ class OpOrder:
         omitted."""
         sides: dict[str, Any] = {}
         for mode in filter(self.rows, MODES):
-            rows = {_row_key(ceiling): [*map(str, tokens)] for ceiling, tokens in self.rows(mode)}
+            rows = {_row_key(ceiling): [*map(str, row)] for ceiling, row in self.rows(mode)}
             sides[mode] = rows if len(rows) > 1 else rows[REST]
         return sides["eager"] if self.eager == self.compiled and sides else sides
 
@@ -256,8 +256,8 @@ class OpOrder:
         return f"eager {_text(self.eager)}, compiled {_text(self.compiled)}"
 
 
-def _text(rows: Rows[tuple[Token, ...]]) -> str:
-    each = [(_row_key(ceiling), "|".join(map(str, tokens))) for ceiling, tokens in rows]
+def _text(rows: Rows[tuple[Selector, ...]]) -> str:
+    each = [(_row_key(ceiling), "|".join(map(str, selectors))) for ceiling, selectors in rows]
     if len(each) == 1:
         return each[0][1]
     return ", ".join(map(" ".join, each)) or "(default order)"
@@ -284,22 +284,24 @@ def _ceiling(key: object) -> int | None:
     return int(found[1])
 
 
-def _side(value: object) -> Rows[tuple[Token, ...]]:
+def _side(value: object) -> Rows[tuple[Selector, ...]]:
     if not isinstance(value, Mapping):
-        return ((None, _tokens(value)),)
-    rows = [(_ceiling(key), _tokens(tokens)) for key, tokens in value.items()]
+        return ((None, _selectors(value)),)
+    rows = [(_ceiling(key), _selectors(selectors)) for key, selectors in value.items()]
     return tuple(sorted(rows, key=lambda row: row[0] is None))
 
 
-def _tokens(value: object) -> tuple[Token, ...]:
+def _selectors(value: object) -> tuple[Selector, ...]:
     if isinstance(value, str):
         value = value.split("|")
     if not isinstance(value, Sequence) or not value:
         raise ValueError(f"expected a selector or a non-empty list of them, got {kind_of(value)}")
-    tokens = tuple(item if isinstance(item, Token) else Token.parse(item) for item in value)
-    if len(set(tokens)) != len(tokens):
-        raise ValueError(f"a selector is listed twice in [{', '.join(map(str, tokens))}]")
-    return tokens
+    selectors = tuple(
+        each if isinstance(each, Selector) else Selector.parse(each) for each in value
+    )
+    if len(set(selectors)) != len(selectors):
+        raise ValueError(f"a selector is listed twice in [{', '.join(map(str, selectors))}]")
+    return selectors
 
 
 @dataclass(frozen=True)
@@ -333,7 +335,7 @@ class SelectionPolicy:
                 + closest(str(self.prefer), PREFERENCES)
             )
         orders = {op: OpOrder.of(order) for op, order in sorted(dict(self.per_op_order).items())}
-        if named := [name for name in orders if name.startswith(GROUP)]:
+        if named := [name for name in orders if name.startswith(GROUP_PREFIX)]:
             raise ValueError(
                 f"a policy needs the names of ops, but {named[0]!r} is a group; only settings can "
                 "use groups"
@@ -363,7 +365,7 @@ class SelectionPolicy:
 
     def listed(self, op: str, mode: Mode = "eager") -> OpOrder | None:
         """Return the order of `op` in this mode, or None if only `prefer` applies."""
-        lists = (self.per_op_order.get(name) for name in (op, DEFAULT))
+        lists = (self.per_op_order.get(name) for name in (op, DEFAULT_ORDER))
         return next((order for order in lists if order is not None and order.rows(mode)), None)
 
     def ceilings(self, op: str, mode: Mode = "eager") -> tuple[int, ...]:
@@ -378,7 +380,7 @@ class SelectionPolicy:
         *,
         engine: bool = False,
         tokens: int | None = None,
-    ) -> tuple[Token, ...]:
+    ) -> tuple[Selector, ...]:
         """Return the selectors for `op`, in order.
 
         Args:
@@ -391,7 +393,7 @@ class SelectionPolicy:
         if listed is not None:
             return at_size(listed.rows(mode), tokens)
         defaults = ENGINE_ORDERS if engine else DEFAULT_ORDERS
-        return tuple(Token.parse(kind) for kind in defaults[self.prefer])
+        return tuple(Selector.parse(kind) for kind in defaults[self.prefer])
 
     def preferring(self, kind: str) -> SelectionPolicy:
         """Return this policy with another preference, which re-sorts orders that are not pinned."""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ..errors import InvalidSettingError, MissingFileError, SettingsError
 from ..plugins.setting import SettingSpec
 from ..text import closest, quote
-from .policy import GROUP
+from .policy import GROUP_PREFIX
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ DEVICES = "devices."
 EXTENDS = "extends"
 """The key that makes a user's file extend the lower layers."""
 
-GROUPS = f"{ORDER_PREFIX}{GROUP}"
+GROUP_ORDER_PREFIX = f"{ORDER_PREFIX}{GROUP_PREFIX}"
 """Prefix of the key of a group's order, until orders of its ops replace it."""
 
 IN_TREE = ("cuda", "cpu", "rocm", "tpu", "xpu")
@@ -82,7 +82,7 @@ def name_of(value: str) -> str:
 
 def is_ordered(name: str) -> bool:
     """Return whether this name can have an order: an op, `default`, or `group:NAME`."""
-    return name.removeprefix(GROUP).isidentifier()
+    return name.removeprefix(GROUP_PREFIX).isidentifier()
 
 
 def expected(spec: SettingSpec[Any]) -> str:

@@ -15,9 +15,9 @@ from vllm_fl import Availability, BackendImplKind, OpImpl
 from ..kernels import CUDA
 from ..loading import available, flag_gems, problem
 
-__all__ = ["DEFAULT", "implementation", "lies_on"]
+__all__ = ["FLAGOS", "implementation", "lies_on"]
 
-DEFAULT = ("default.flagos", BackendImplKind.DEFAULT)
+FLAGOS = ("default.flagos", BackendImplKind.DEFAULT)
 """Id and kind of every implementation in this package, attention included."""
 
 
@@ -38,7 +38,7 @@ def implementation(
     """
     name = fn.__code__.co_varnames[0]
     device: Any = f"{name}.device.type in {CUDA}" if own else lies_on(name)
-    return OpImpl(fn.__name__, *DEFAULT, fn, available=available, takes=(device, *takes), **more)
+    return OpImpl(fn.__name__, *FLAGOS, fn, available=available, takes=(device, *takes), **more)
 
 
 def lies_on(name: str) -> Callable[..., Availability]:

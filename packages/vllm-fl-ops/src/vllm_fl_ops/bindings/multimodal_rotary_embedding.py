@@ -8,7 +8,7 @@ from vllm_fl.contracts.binding import Binding, Bound, LayerTarget
 
 from ..contracts.rules import HEAD_SIZE, HEADS, KV_HEADS, ROTARY
 from ._phrases import HW_AGNOSTIC
-from ._ropes import LAYER, SHARED, cos_sin_halves
+from ._ropes import LAYER_ATTRIBUTES, ROPE_TABLES, cos_sin_halves
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,6 +98,6 @@ BINDING = Binding(
         "Hunyuan's `XDRotaryEmbedding` (vLLM 0.26 and 0.27), which has four axes",
         HW_AGNOSTIC,
     ),
-    needs=LAYER,
-    shared=SHARED,
+    needs=LAYER_ATTRIBUTES,
+    shared=ROPE_TABLES,
 )

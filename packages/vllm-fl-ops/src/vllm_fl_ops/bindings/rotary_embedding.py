@@ -10,7 +10,7 @@ from ..contracts.cos_sin import joint_cos_sin
 from ..contracts.rules import HEAD_SIZE, HEADS, KV_HEADS, ROTARY
 from ._latent import KV_RANK, ROPE_SIZE
 from ._phrases import HW_AGNOSTIC
-from ._ropes import LAYER, ROTATION, SHARED, cos_sin_halves
+from ._ropes import LAYER_ATTRIBUTES, ROPE_TABLES, ROTATION, cos_sin_halves
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -232,6 +232,6 @@ BINDING = Binding(
         "CUDA",
         HW_AGNOSTIC,
     ),
-    needs=(*LAYER, ROTATION),
-    shared=SHARED,
+    needs=(*LAYER_ATTRIBUTES, ROTATION),
+    shared=ROPE_TABLES,
 )

@@ -17,7 +17,7 @@ from .sequences import boundaries, ends, fitting_heads
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HEADS", "OUTPUTS", "SPEC", "normed", "qkv", "served_heads"]
+__all__ = ["DELTA_RULE_HEADS", "OUTPUTS", "SPEC", "normed", "qkv", "served_heads"]
 
 
 def chunk_gated_delta_rule(
@@ -245,7 +245,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "cu_seqlens that fall", {"cu_seqlens": at.flip(0)}
 
 
-HEADS = {
+DELTA_RULE_HEADS = {
     "q": tensor("tokens, heads, key_size"),
     "k": like("q"),
     "v": tensor(
@@ -259,7 +259,7 @@ HEADS = {
 SPEC = contract(
     chunk_gated_delta_rule,
     {
-        **HEADS,
+        **DELTA_RULE_HEADS,
         "g": tensor("tokens, value_heads", "float32"),
         "beta": tensor("tokens, value_heads", "q", "float32"),
         "initial_state": tensor("sequences, value_heads, value_size, key_size", "q", "float32"),

@@ -16,9 +16,10 @@ from vllm_fl.text import INDENTED, clean
 from ._progress import progress
 from ._show import UsageError, answering, say
 from ._verbs import VERBS, load_verb
+from ._watch import INTERRUPTED
 
 TOOLS = "vllm-fl-tools"
-GOOD, FINDING, USAGE, INTERRUPTED = 0, 1, 2, 130
+GOOD, FINDING, USAGE = 0, 1, 2
 
 SHELL = "_ARGCOMPLETE"
 """Variable that a shell sets to request completions."""

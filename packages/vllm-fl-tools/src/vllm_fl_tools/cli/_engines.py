@@ -28,7 +28,7 @@ from ._progress import doing
 from ._show import UsageError, say
 
 __all__ = [
-    "Engine",
+    "EngineProcess",
     "EngineError",
     "check_model",
     "has_weights",
@@ -73,7 +73,7 @@ class EngineError(VllmFLError):
         self.log, self.hung, self.ran = log, hung, ran
 
 
-class Engine:
+class EngineProcess:
     """A running engine, idle between requests.
 
     Args:
@@ -188,7 +188,7 @@ def running_engine(
     longest: int | None = None,
     arguments: Sequence[str] = (),
     limits: tuple[float, float] = (START_TIMEOUT, ANSWER_TIMEOUT),
-) -> Iterator[Engine]:
+) -> Iterator[EngineProcess]:
     """Start an engine, and kill all its processes at the end.
 
     Args:
@@ -202,7 +202,7 @@ def running_engine(
         longest: maximum tokens of a sequence, also limited by the model; None for the value in
             `options`.
         arguments: the user's arguments of `vllm serve`.
-        limits: for `Engine`.
+        limits: for `EngineProcess`.
 
     Raises:
         EngineError: it does not start.
@@ -226,7 +226,7 @@ def running_engine(
                 start_new_session=True,
             )
         try:
-            yield Engine(name, process, log, limits)
+            yield EngineProcess(name, process, log, limits)
         finally:
             _end(process)
 

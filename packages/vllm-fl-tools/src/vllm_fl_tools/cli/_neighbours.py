@@ -14,9 +14,9 @@ from typing import Any
 from importlib_metadata import EntryPoint  # `importlib.metadata.entry_points` returns these
 
 from vllm_fl.dispatch.platforms import foreign_platform
-from vllm_fl.plugins.breadcrumb import note_running
+from vllm_fl.plugins.breadcrumb import noting
 from vllm_fl.plugins.calling import ENDED
-from vllm_fl.plugins.installed import CORE, ENGINE_GROUPS, canonical, entry_points, name_and_version
+from vllm_fl.plugins.installed import CORE, ENGINE_GROUPS, canonical, entry_points, metadata_of
 from vllm_fl.text import quote
 
 __all__ = ["VARIABLE", "attributed", "plugins_without", "neighbours", "release_of"]
@@ -44,7 +44,7 @@ def neighbours() -> dict[str, str]:
     return {
         entry.name: release_of(entry)
         for entry in entry_points(GENERAL)
-        if entry.name in names and canonical(name_and_version(entry.dist)[0]) not in needed
+        if entry.name in names and canonical(metadata_of(entry.dist)[0]) not in needed
     }
 
 
@@ -74,7 +74,7 @@ def _call(entry: EntryPoint, load: Callable[[EntryPoint], Any]) -> None:
     try:
         if plugin in ENDED:
             raise RuntimeError(ENDED[plugin])
-        with note_running(f"the call by vLLM of {plugin}"):
+        with noting(f"the call by vLLM of {plugin}"):
             try:
                 function = load(entry)
             except Exception:  # vLLM logs it, and starts without the plugin
@@ -89,5 +89,5 @@ def _call(entry: EntryPoint, load: Callable[[EntryPoint], Any]) -> None:
 
 def release_of(entry: Any) -> str:
     """Return the name and the known version of an entry point's distribution."""
-    name, version, _ = name_and_version(entry.dist)
+    name, version, _ = metadata_of(entry.dist)
     return f"{name} {version}" if version else name

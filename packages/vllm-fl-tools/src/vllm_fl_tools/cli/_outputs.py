@@ -24,9 +24,9 @@ from vllm_fl.errors import VllmFLError
 from ._parts import NAME, Changes, Parts
 from ._search import Culprit, Verdict, search
 
-__all__ = ["BASELINE", "EXACT", "NEW_TOKENS", "PLAN", "PROMPTS", "Outputs", "Start"]
+__all__ = ["BASELINE", "EXACT", "NEW_TOKENS", "PLANNED", "PROMPTS", "Outputs", "StartEngine"]
 
-EXACT, BASELINE, PLAN = "float32", "baseline", "plan"
+EXACT, BASELINE, PLANNED = "float32", "baseline", "plan"
 
 PHASES = ("prefill", "decode")
 
@@ -71,7 +71,7 @@ class Running(Protocol):
     def ask(self, kind: str, **what: Any) -> dict[str, Any]: ...
 
 
-Start = Callable[[str, Changes], AbstractContextManager[Running]]
+StartEngine = Callable[[str, Changes], AbstractContextManager[Running]]
 """(kind, changes of user settings) -> the engine."""
 
 Draw = Callable[[int], list[list[int]]]
@@ -96,7 +96,7 @@ class Outputs:
         count: number of engines that have answered.
     """
 
-    def __init__(self, start: Start, draw: Draw, listed: Callable[[], Parts]) -> None:
+    def __init__(self, start: StartEngine, draw: Draw, listed: Callable[[], Parts]) -> None:
         self._start, self._draw, self._listed = start, draw, listed
         self.differing: dict[str, str] = {}
         self.errors: dict[str, dict[str, float | None]] = {}
@@ -130,11 +130,11 @@ class Outputs:
                 "The baseline's log-probabilities are not finite, so it cannot be compared with. "
                 "Choose another baseline with --against"
             )
-        with self._start(PLAN, Changes()) as engine:
+        with self._start(PLANNED, Changes()) as engine:
             ours = _implementations(engine)
             self.differing = {o: i for o, i in ours.items() if i != self._theirs.get(o, STOCK)}
             scores = self._scored(engine)
-            self.errors[PLAN] = self._medians(scores)
+            self.errors[PLANNED] = self._medians(scores)
             self.plan = self._verdict(scores)
         self.what = {op: f"{op} ({impl})" for op, impl in self.differing.items()}
         if self.plan.how:
@@ -160,7 +160,7 @@ class Outputs:
         left = [op for op in self.what if op not in on]
         if not left:
             return self.plan
-        with self._start(PLAN, self.changes(left)) as engine:
+        with self._start(PLANNED, self.changes(left)) as engine:
             ops = _implementations(engine)
             for op in left:
                 theirs = self._theirs.get(op, STOCK)

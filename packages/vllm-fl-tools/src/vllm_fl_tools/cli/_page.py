@@ -13,19 +13,19 @@ from typing import Any
 
 from vllm_fl.text import clean, quote
 
-from ..engine.tuned import DEFAULT, Figure, Tuned, TunedOp
+from ..engine.tuned import KEEP_DEFAULT, Figure, Tuned, TunedOp
 from . import _plots
 from ._coverage import answers, row_label, sums
 from ._show import UsageError
 
-__all__ = ["Measured", "benchmark_report"]
+__all__ = ["ResultFile", "benchmark_report"]
 
 KINDS = ("table", "verification", "coverage")
 """Kinds in the order of the page."""
 
 
 @dataclass(frozen=True)
-class Measured:
+class ResultFile:
     """One file.
 
     Args:
@@ -39,7 +39,7 @@ class Measured:
     content: Any
 
 
-def benchmark_report(measured: Sequence[Measured]) -> str:
+def benchmark_report(measured: Sequence[ResultFile]) -> str:
     """Return the page of these files, grouped by kind; equal for the same files.
 
     Raises:
@@ -95,7 +95,7 @@ def impls_of(ops: Iterable[TunedOp]) -> list[str]:
     found = set()
     for op in ops:
         found |= {op.default, *(f.impl for f in op.figures), *(row.impl for row in op.rows)}
-    return sorted(found - {DEFAULT})
+    return sorted(found - {KEEP_DEFAULT})
 
 
 def tokens_of(op: TunedOp) -> list[int]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ._coverage import OwnerFinder, answers, attribute, row_label, sums
-from ._engines import Engine, check_model, engine_startup, running_engine
+from ._engines import EngineProcess, check_model, engine_startup, running_engine
 from ._options import counts
 from ._show import UsageError, print_answer, print_table, say
 
@@ -79,7 +79,7 @@ def profile_model(arguments: argparse.Namespace) -> int:
     return 1 if any(phase["problem"] for phase in found["phases"]) else 0
 
 
-def _phase(engine: Engine, decode: bool, batch: int, prompt: int) -> dict[str, Any]:
+def _phase(engine: EngineProcess, decode: bool, batch: int, prompt: int) -> dict[str, Any]:
     """Run steps of one kind: timed, profiled, and timed again."""
     name = f"decode, batch {batch}" if decode else f"prefill, {prompt} tokens"
 

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from vllm_fl.errors import VllmFLError
 from vllm_fl.text import clean, scrub
 
-SCHEMA = 1
+OUTPUT_SCHEMA = 1
 
 _answers: TextIO | None = None
 """Output for answers; None for the current standard output."""
@@ -54,7 +54,7 @@ def print_answer(
 
 def print_json(**content: Any) -> None:
     """Print one JSON object with the schema's number."""
-    text = json.dumps(_scrubbed({"schema": SCHEMA, **content}), indent=2, allow_nan=False)
+    text = json.dumps(_scrubbed({"schema": OUTPUT_SCHEMA, **content}), indent=2, allow_nan=False)
     print(text, file=_answers)
 
 

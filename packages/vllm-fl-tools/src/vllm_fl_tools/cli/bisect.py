@@ -29,7 +29,7 @@ from ..integration.workload import Visit
 from ._engines import (
     ANSWER_TIMEOUT,
     START_TIMEOUT,
-    Engine,
+    EngineProcess,
     check_model,
     engine_startup,
     has_weights,
@@ -37,12 +37,12 @@ from ._engines import (
     takes_model,
 )
 from ._options import positive_seconds
-from ._outputs import BASELINE, EXACT, NEW_TOKENS, PLAN, PROMPTS, Outputs
+from ._outputs import BASELINE, EXACT, NEW_TOKENS, PLANNED, PROMPTS, Outputs
 from ._parts import Changes, listed
 from ._progress import doing
 from ._search import Culprit
 from ._show import UsageError, print_answer, print_table, say
-from ._startups import LEAST_LIMIT, OURS, TIMES, Startups
+from ._startups import LEAST_LIMIT, TIMES, VLLM_FL, Startups
 from ._watch import INTERRUPTED, ended_by_signal
 
 STOCK, REFERENCE = "stock", "reference"
@@ -182,7 +182,7 @@ def _startups(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | No
         name: str, off: Collection[str], blocking: bool, limit: float | None
     ) -> dict[str, Any]:
         environment = parts.changes(off).applied(os.environ, folder)
-        if OURS in off:
+        if VLLM_FL in off:
             environment[Settings.enabled.variable] = "0"
         if blocking:
             environment |= BLOCKING
@@ -242,8 +242,8 @@ def _outputs(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | Non
         return prompts
 
     @contextmanager
-    def start(kind: str, changes: Changes) -> Iterator[Engine]:
-        is_disabled = kind != PLAN and (
+    def start(kind: str, changes: Changes) -> Iterator[EngineProcess]:
+        is_disabled = kind != PLANNED and (
             against == STOCK or (kind == EXACT and against != REFERENCE)
         )
         options = {
@@ -255,7 +255,7 @@ def _outputs(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | Non
             "async_scheduling": False,
             "logits_processors": ["vllm_fl_tools.integration.forcing:Forcing"],
         }
-        if kind == PLAN:
+        if kind == PLANNED:
             environment = changes.applied(os.environ, folder)
         else:
             environment = _baseline(REFERENCE if is_disabled else against)

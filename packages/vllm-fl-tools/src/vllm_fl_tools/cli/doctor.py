@@ -39,17 +39,17 @@ from vllm_fl.plugins.reserved import OPS
 from vllm_fl.plugins.snapshot import EMPTY
 from vllm_fl.settings.loading import load_startup
 from vllm_fl.settings.policy import UNTOUCHED
-from vllm_fl.settings.schema import CONFIG, TAKEN, Settings, undo
+from vllm_fl.settings.schema import CONFIG, RESERVED_NAMES, Settings, undo
 from vllm_fl.settings.values import IN_TREE, OP_CONFIG
 from vllm_fl.text import clean, quote
 
 from ..operate.identity import device_name
 from . import _bundle
 from ._checks import (
-    BROKEN,
-    CHECKS,
     CODES,
-    Problem,
+    FAILED_CHECK,
+    INSTALL_CHECKS,
+    Defect,
     exported,
     find_idle,
     open_to_all,
@@ -141,7 +141,7 @@ def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
     with quiet(logging.CRITICAL), redirect_stdout(sys.stderr):  # plugins may print when loaded
         findings = [
             finding
-            for check, find in (*CHECKS, *examined.checks)
+            for check, find in (*INSTALL_CHECKS, *examined.checks)
             for finding in run_check(check, find)
         ]
         if arguments is not None and examined.settings is not None:  # otherwise already reported
@@ -223,7 +223,7 @@ def error_code(finding: Finding) -> str | None:
     return found[1] if found else CODES.get(finding.check)
 
 
-def run_check(check: str, find: Callable[[], Iterable[Finding | Problem]]) -> list[Finding]:
+def run_check(check: str, find: Callable[[], Iterable[Finding | Defect]]) -> list[Finding]:
     """Return the findings of one check. An exception in it is a finding."""
     findings = []
     try:
@@ -233,8 +233,8 @@ def run_check(check: str, find: Callable[[], Iterable[Finding | Problem]]) -> li
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        what = f"The check {check!r} failed. [{BROKEN}]"
-        findings.append(Finding(check, what, quote(error), f"vllm-fl explain {BROKEN}"))
+        what = f"The check {check!r} failed. [{FAILED_CHECK}]"
+        findings.append(Finding(check, what, quote(error), f"vllm-fl explain {FAILED_CHECK}"))
     return findings
 
 
@@ -251,7 +251,7 @@ class _Examined:
         self.failing: list[PluginError] = []
         self.absent: list[str] = []
         self.unused: dict[Owner, str] = {}
-        self.checks: Sequence[tuple[str, Callable[[], Iterable[Finding | Problem]]]] = (
+        self.checks: Sequence[tuple[str, Callable[[], Iterable[Finding | Defect]]]] = (
             ("plugins", self.load_plugins),
             ("contracts", self.find_contracts),
             ("device", self.find_device),
@@ -262,7 +262,7 @@ class _Examined:
             ("plugins", self.ask_plugins),
         )
 
-    def load_plugins(self) -> Iterator[Finding | Problem]:
+    def load_plugins(self) -> Iterator[Finding | Defect]:
         """Load every plugin; a failure is a finding."""
         try:
             early = load_startup(os.environ)
@@ -270,7 +270,7 @@ class _Examined:
         except SettingsError:  # a later check reports it; nothing is imported until then
             modules, only = (), ()
         self.found = found = discover(modules)
-        self.plugins = plugin_loader.load(self.registry, found, only=only, variables=TAKEN)
+        self.plugins = plugin_loader.load(self.registry, found, only=only, variables=RESERVED_NAMES)
         for plugin in self.plugins:
             if plugin.error is not None:
                 yield _plugin_finding(plugin.owner.plugin, plugin.error)
@@ -281,7 +281,7 @@ class _Examined:
                 "pip install vllm-fl-reference",
             )
 
-    def find_contracts(self) -> Iterator[Finding | Problem]:
+    def find_contracts(self) -> Iterator[Finding | Defect]:
         """Find missing contracts, and backends that do not require their contracts."""
         if not any(each.owner.is_of(OPS) for each in self.found):
             yield (
@@ -310,7 +310,7 @@ class _Examined:
                     f"pip install {OPS}",
                 )
 
-    def find_device(self) -> Iterator[Finding | Problem]:
+    def find_device(self) -> Iterator[Finding | Defect]:
         """Find the device that a plugin provides on this machine; a conflict is a finding."""
         if self.forced in IN_TREE or (self.forced and is_foreign(self.forced)):
             return
@@ -328,7 +328,7 @@ class _Examined:
         if profile is None:
             self.absent = [f"not {each.name}: {each.detection()}" for _, each in known]
 
-    def read_settings(self) -> Iterator[Finding | Problem]:
+    def read_settings(self) -> Iterator[Finding | Defect]:
         """Read the settings; an invalid setting is a finding, and so is each warning."""
         try:
             forced = load_startup(os.environ).platform
@@ -348,13 +348,13 @@ class _Examined:
             return
         yield from warned(self.settings, os.environ)
 
-    def find_idle(self) -> Iterator[Finding | Problem]:
+    def find_idle(self) -> Iterator[Finding | Defect]:
         """Find settings without effect, and unknown names."""
         if self.settings is None:
             return
         yield from find_idle(self.settings, self.plugins)
 
-    def find_table(self) -> Iterator[Finding | Problem]:
+    def find_table(self) -> Iterator[Finding | Defect]:
         """Find a tuning table that does not apply to this machine."""
         table = self.settings.tuned if self.settings is not None else None
         if table is None or self.settings is None:
@@ -364,7 +364,7 @@ class _Examined:
             todo = self.settings["table"].undo
             yield what, f"{why}. Run `vllm-fl tune` again.", todo
 
-    def find_idle_ops(self) -> Iterator[Finding | Problem]:
+    def find_idle_ops(self) -> Iterator[Finding | Defect]:
         """Find ops with an available implementation that the settings reject.
 
         Missing hardware is only noted: an image for several machines has backends for each.
@@ -394,7 +394,7 @@ class _Examined:
                     f"vllm-fl explain {op} --script",
                 )
 
-    def ask_plugins(self) -> Iterator[Finding | Problem]:
+    def ask_plugins(self) -> Iterator[Finding | Defect]:
         """Yield the findings that plugins report; a plugin's failure to report is a finding."""
         for plugin in self.plugins if self.settings is not None else ():
             try:

@@ -23,7 +23,7 @@ from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.snapshot import RegistrySnapshot
 from vllm_fl.plugins.types import ATTENTION, COMMUNICATOR, NAMED_CLASSES
 from vllm_fl.settings.names import unmatched_orders
-from vllm_fl.settings.policy import DEFAULT, Mode, OpOrder, Rows
+from vllm_fl.settings.policy import DEFAULT_ORDER, Mode, OpOrder, Rows
 from vllm_fl.settings.schema import Settings
 from vllm_fl.settings.values import ORDER_PREFIX
 
@@ -163,7 +163,7 @@ def _view(
 
     def describe(trace: Trace) -> dict[str, Any]:
         return {
-            "order": [str(token) for token in trace.order],
+            "order": [str(selector) for selector in trace.order],
             "selected": trace.selected.impl_id if trace.selected else None,
             "candidates": [
                 _candidate(each, owners.get((op, each.impl.impl_id), Owner("vllm")))
@@ -181,7 +181,7 @@ def _view(
 
 def _origin(settings: Settings, op: str, mode: Mode) -> str:
     """Return the origin of the order: a list for the op, or the preference."""
-    for name in (op, DEFAULT):
+    for name in (op, DEFAULT_ORDER):
         listed = settings.get(f"{ORDER_PREFIX}{name}")
         order = listed and listed.value
         if listed and isinstance(order, OpOrder) and order.rows(mode):
@@ -194,7 +194,7 @@ def _candidate(candidate: Candidate, owner: Owner) -> dict[str, Any]:
     impl = candidate.impl
     return {
         "impl_id": impl.impl_id,
-        "kind": impl.token if isinstance(impl, Stock) else impl.kind.value,
+        "kind": impl.selector if isinstance(impl, Stock) else impl.kind.value,
         "vendor": impl.vendor,
         "priority": impl.priority,
         "distribution": owner.distribution,

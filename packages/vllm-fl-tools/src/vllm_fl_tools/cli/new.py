@@ -17,7 +17,7 @@ from typing import Any
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.platforms import ForeignPlatform
 from vllm_fl.dispatch.startup import is_foreign, known_platforms
-from vllm_fl.plugins.installed import ENGINE_GROUPS, entry_points, name_and_version
+from vllm_fl.plugins.installed import ENGINE_GROUPS, entry_points, metadata_of
 from vllm_fl.settings.values import IN_TREE, PLATFORMS, normalise_platform
 from vllm_fl.text import closest
 
@@ -169,7 +169,7 @@ def _no_plugin(platform: str) -> str | None:
     found = {}
     for entry in entry_points(ENGINE_GROUPS[0]):
         if entry.name != "fl" and entry.dist is not None:
-            distribution, release = name_and_version(entry.dist)[0], release_of(entry)
+            distribution, release = metadata_of(entry.dist)[0], release_of(entry)
             found[ForeignPlatform(entry.name, distribution, release).name] = release
     if platform in found or platform in PLATFORMS:
         return None

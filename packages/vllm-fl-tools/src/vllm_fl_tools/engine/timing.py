@@ -14,7 +14,7 @@ from itertools import combinations, pairwise
 
 from vllm_fl.text import quote
 
-from .tuned import DEFAULT, Figure, Row
+from .tuned import KEEP_DEFAULT, Figure, Row
 
 __all__ = [
     "ROOM",
@@ -93,7 +93,7 @@ class Measured:
     def winner(self) -> str:
         """The fastest implementation that beats the default, or `default`."""
         winners = [name for name in self.times if self._beats(name)]
-        return min(winners, key=lambda name: quartiles(self.times[name])[1], default=DEFAULT)
+        return min(winners, key=lambda name: quartiles(self.times[name])[1], default=KEEP_DEFAULT)
 
     @property
     def fastest(self) -> float:
@@ -222,15 +222,15 @@ def best_edges(
 def is_limited(measured: Iterable[Measured], inlined: Container[str]) -> bool:
     """Return whether the winners differ and include an inlined implementation."""
     winners = [(one.winner, one.default) for one in measured]
-    serving = {default if winner == DEFAULT else winner for winner, default in winners}
+    serving = {default if winner == KEEP_DEFAULT else winner for winner, default in winners}
     return len(serving) > 1 and any(name in inlined for name in serving)
 
 
 def _everywhere(ones: Sequence[Measured]) -> str:
     """Return the fastest winner that is nowhere slower than the default, or `default`."""
     speeds = {}
-    for name in {one.winner for one in ones} - {DEFAULT}:
+    for name in {one.winner for one in ones} - {KEEP_DEFAULT}:
         ratios_of = [one.ratio(name) for one in ones]
         if all(ratio is not None and ratio >= 1 / ROOM for ratio in ratios_of):
             speeds[name] = statistics.geometric_mean(r for r in ratios_of if r is not None)
-    return max(sorted(speeds), key=lambda name: speeds[name], default=DEFAULT)
+    return max(sorted(speeds), key=lambda name: speeds[name], default=KEEP_DEFAULT)

@@ -22,7 +22,7 @@ from vllm_fl.logs import get_logger
 from vllm_fl.settings.lock import Locked
 from vllm_fl.settings.policy import OpOrder
 from vllm_fl.settings.schema import Settings
-from vllm_fl.text import HIDDEN, is_secret, scrub
+from vllm_fl.text import REDACTED, is_secret, scrub
 
 from .errors import LockError
 from .identity import identity
@@ -230,7 +230,7 @@ def _arguments(facts: EngineFacts, config: VllmConfig) -> dict[str, Any]:
 def _plain(value: Any, hides: bool = False) -> Any:
     """Return a value as JSON, without paths, and without texts if it is a secret (`hides`)."""
     if isinstance(value, str):
-        return HIDDEN if hides else "(a path)" if os.path.isabs(value) else scrub(value)
+        return REDACTED if hides else "(a path)" if os.path.isabs(value) else scrub(value)
     if isinstance(value, Enum):
         return value.name
     if value is None or isinstance(value, int) or (isinstance(value, float) and isfinite(value)):

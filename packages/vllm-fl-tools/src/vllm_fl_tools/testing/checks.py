@@ -27,15 +27,15 @@ from vllm_fl_verify.trials import Request, Role
 from vllm_fl_verify.verification import (
     Comparison,
     as_call,
-    call_if_supported,
     compare,
     compared,
     synchronise,
+    try_call,
 )
 from vllm_fl_verify.wanted import Off, Wanted
 
 from .families import calls_of
-from .subject import HIDDEN, Refused, Subject, expect, fresh
+from .subject import HIDE_FRAMES, Refused, Subject, expect, fresh
 
 __all__ = [
     "availability",
@@ -52,7 +52,7 @@ __all__ = [
     "values",
 ]
 
-__tracebackhide__ = HIDDEN
+__tracebackhide__ = HIDE_FRAMES
 
 FAR = 1 << 31
 """Elements that a signed 32-bit offset cannot reach."""
@@ -111,7 +111,7 @@ def large_pools(subject: Subject, dtype: str, sample: str) -> None:
     for kind in subject.dtypes:
         calls = 0
         for each, name, args in _with_large_pools(subject, kind):
-            got, failure = call_if_supported(as_call(impl, spec), impl, spec, args)
+            got, failure = try_call(as_call(impl, spec), impl, spec, args)
             if failure is not None and failure.status == "refused":
                 continue
             calls += 1

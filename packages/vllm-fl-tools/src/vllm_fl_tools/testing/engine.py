@@ -25,7 +25,7 @@ __all__ = ["engine"]
 SHOWN = 80
 """Lines from the end of a log to show: vLLM's traceback and, before it, the cause."""
 
-CONFIG = {
+TINY_MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "torch_dtype": "bfloat16",
@@ -78,7 +78,7 @@ def _served(ops: tuple[str, ...], impl_id: str, deadline: float) -> _Served:
         "HF_HUB_OFFLINE": "1",
     }
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(CONFIG))
+        Path(folder, "config.json").write_text(json.dumps(TINY_MODEL))
         name, environment = f"with {', '.join(ops)}", os.environ | variables
         try:
             with running_engine(

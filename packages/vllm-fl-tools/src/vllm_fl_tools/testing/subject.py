@@ -32,7 +32,7 @@ from vllm_fl_verify.wanted import ascending
 from .mistakes import mistaken_calls
 
 __all__ = [
-    "HIDDEN",
+    "HIDE_FRAMES",
     "SIZES",
     "Refused",
     "Subject",
@@ -42,11 +42,11 @@ __all__ = [
     "pattern",
 ]
 
-HIDDEN = methodcaller("errisinstance", AssertionError)
+HIDE_FRAMES = methodcaller("errisinstance", AssertionError)
 """For `__tracebackhide__`: pytest hides a function's frames from AssertionErrors, since their
 message is sufficient for a backend's author."""
 
-__tracebackhide__ = HIDDEN
+__tracebackhide__ = HIDE_FRAMES
 
 SIZES = dataclasses.replace(typical_sizes(), tokens=(1, 7, 300))
 """The largest batch exceeds one block of rows of all usual kernels."""

@@ -139,12 +139,12 @@ class Attention(Patcher):
         backend = facts.attention_backend
         notes = {} if backend is None else {ATTENTION: f"attention_config.backend is {backend}"}
         order = facts.settings.policy.order(ATTENTION, facts.mode, engine=True)
-        before = [*takewhile(lambda token: token.kind != STOCK.token, order)]
+        before = [*takewhile(lambda selector: selector.kind != STOCK.selector, order)]
         refused = classes.class_refusals(
             ATTENTION,
             facts.attention,
             "this model",
-            among=lambda impl: any(token.matches(impl) for token in before),
+            among=lambda impl: any(selector.matches(impl) for selector in before),
         )
         return WhyNot(notes, refused)
 

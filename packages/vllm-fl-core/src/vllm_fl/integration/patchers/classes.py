@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ...dispatch import get_default_manager
-from ...plugins.breadcrumb import note_running
+from ...plugins.breadcrumb import noting
 from ...plugins.types import AttentionImpl, CommunicatorImpl, LayerImpl, answered
 from ...text import quote
 from .lookups import import_object
@@ -18,7 +18,7 @@ ClassImpl = AttentionImpl | CommunicatorImpl | LayerImpl
 def _noted(what: str, op: str, impl_id: str) -> AbstractContextManager[None]:
     """Inside the block, keep a note for the next process that this plugin code is running."""
     owner = get_default_manager().registry.snapshot().owners.get((op, impl_id))
-    return note_running(f"{what} of {op}={impl_id}" + (f" of {owner.name}" if owner else ""))
+    return noting(f"{what} of {op}={impl_id}" + (f" of {owner.name}" if owner else ""))
 
 
 def class_refusal(impl: ClassImpl, op: str, request: object) -> str | None:

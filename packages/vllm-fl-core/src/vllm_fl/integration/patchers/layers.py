@@ -24,14 +24,14 @@ import torch
 from ...contracts.binding import LayerTarget
 from ...dispatch import dispatch_method
 from ...dispatch.chain import Chain
-from ...dispatch.method import PLAN
+from ...dispatch.method import PLAN_ATTRIBUTE
 from ...dispatch.resolver import FOREIGN
 from ...engine.digest import code_hash
 from ...engine.facts import EngineFacts
 from ...engine.opaque import mutated
 from ...engine.plan import Plan
 from ...logs import get_logger
-from ...plugins.installed import name_and_version
+from ...plugins.installed import metadata_of
 from ...settings.schema import Settings
 from ...text import quote
 from ..compat import FORMER_LAYERS, opens_the_device, shared_table
@@ -57,7 +57,7 @@ _one_at_a_time = threading.RLock()
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerClass:
     """A layer class of vLLM that runs an op.
 
     Args:
@@ -80,14 +80,14 @@ class Layer:
         return str(self.base.name)  # type: ignore[attr-defined]
 
 
-def layer_table() -> list[Layer]:
+def layer_table() -> list[LayerClass]:
     """Return the layer classes of this vLLM that we replace, each with its op.
 
     Before the process has opened its GPU, classes are skipped if importing them would open it. A
     worker has opened it when it plans again. In other processes, a model with such a layer has
     already imported the class.
     """
-    found: dict[type, Layer] = {}
+    found: dict[type, LayerClass] = {}
     for op, target in targets(installed_bindings(), LayerTarget):
         if opens_the_device(target.path.rpartition(".")[0]):
             continue
@@ -95,7 +95,7 @@ def layer_table() -> list[Layer]:
         inheriting = _inheriting(base) if base is not None and target.subclasses else ()
         for cls in (base, *inheriting):
             if cls is not None:
-                found.setdefault(cls, Layer(cls, op, target))
+                found.setdefault(cls, LayerClass(cls, op, target))
     return [*found.values()]
 
 
@@ -113,7 +113,7 @@ def _replacements(cls: type) -> dict[str, type]:
     return table
 
 
-def _is_in_tree(layer: Layer) -> bool:
+def _is_in_tree(layer: LayerClass) -> bool:
     """Return whether a layer is not in vLLM's hardware-agnostic table."""
     return _replacements(layer.base) is custom_op_table()
 
@@ -199,7 +199,7 @@ def in_tables(classes: Iterable[tuple[dict[str, type], str, type | None]]) -> It
                         table[name] = before
 
 
-def _over(layer: Layer, base: type) -> type:
+def _over(layer: LayerClass, base: type) -> type:
     """Return the subclass of `base`, from vLLM or another plugin, that is bound to the plan."""
     is_foreign, target = base is not layer.base, layer.target
     name = "Agnostic" * (not _is_in_tree(layer)) + f"{layer.cls}FL"
@@ -378,7 +378,7 @@ class Layers(Patcher):
                 held = vars(layer)
                 if DISPATCHED not in held:
                     continue
-                held[PLAN] = engine.plan
+                held[PLAN_ATTRIBUTE] = engine.plan
                 for forward in (*FORWARDS, "forward"):
                     held.pop(forward, None)
                 args, kwargs = held[DISPATCHED]
@@ -405,7 +405,7 @@ def owner_of(cls: type) -> str:
     path = f"{cls.__module__}.{cls.__qualname__}"
     try:
         names = packages_distributions().get(cls.__module__.partition(".")[0], [])
-        owners = [name_and_version(distribution(name)) for name in dict.fromkeys(names)]
+        owners = [metadata_of(distribution(name)) for name in dict.fromkeys(names)]
     except Exception:  # metadata of any distribution may be incomplete
         return path
     named = " and ".join(f"{name} {version}" for name, version, _ in owners)
