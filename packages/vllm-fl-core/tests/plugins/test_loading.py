@@ -18,8 +18,8 @@ from vllm_fl.dispatch.startup import Startup
 from vllm_fl.errors import DuplicateError, PluginError, SettingsError, VllmFLError
 from vllm_fl.plugins.calling import (
     plugin_findings,
+    plugin_rejections,
     policy_files,
-    rejections,
     start_in_worker,
 )
 from vllm_fl.plugins.device import DeviceProfile, find_device
@@ -455,7 +455,7 @@ def test_whatever_its_other_hooks_raise_is_one_error_with_its_name(
     settings = load_settings({"ACME_MODE": "1"}, platform="cpu", plugins=plugin.settings)
     errors = [policy_files([plugin], "cpu")[1][0]]
     for ask in (
-        lambda: rejections(registry.plugins, settings, "silu_and_mul", ()),
+        lambda: plugin_rejections(registry.plugins, settings, "silu_and_mul", ()),
         lambda: plugin_findings(plugin, settings),
         *([] if deep else [lambda: find_device([plugin])]),
     ):

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["POOL", "STANDING_COUNTS", "Order", "rows", "tokens"]
+__all__ = ["POOL", "FIXED_COUNTS", "Order", "rows", "tokens"]
 
 POOL = 251
 """Number of distinct rows in batches. A prime, so that a kernel with a grid that wraps at a power
 of two reads another row."""
 
-STANDING_COUNTS = (1, 5, 17, 300)
-"""Token counts of calls with fixed batches (`OpSpec.stands`). The last batch has more than 16
+FIXED_COUNTS = (1, 5, 17, 300)
+"""Token counts of calls with fixed batches (`OpSpec.fixed_batch`). The last batch has more than 16
 sequences, and sequences beyond a second chunk of 64 tokens."""
 
-Order = Literal["standing", "drawn", "repeated", "alike"]
-"""Order of a batch's rows: `standing`, consecutive from a random row on, as in vLLM; `drawn`, in
-random order; `repeated`, in random order, each several times, the first one twice;
-`alike`, one random row for all tokens."""
+Order = Literal["consecutive", "drawn", "repeated", "alike"]
+"""Order of a batch's rows: `consecutive` from a random row on, as in vLLM; `drawn`, in random
+order; `repeated`, in random order, each several times, the first one twice; `alike`, one random row
+for all tokens."""
 
 _RUNS = (2, 1, 3, 8, 1, 1)
 """Numbers of consecutive repetitions, cyclic."""
@@ -47,7 +47,7 @@ def rows(count: int, pool: int, generator: torch.Generator, order: Order = "draw
 
     if order == "alike":
         return torch.randint(pool, (), generator=generator, device="cpu").repeat(count)
-    if order == "standing":
+    if order == "consecutive":
         begin = torch.randint(pool, (), generator=generator, device="cpu")
         return (torch.arange(count, device="cpu") + begin) % pool
     drawn = torch.randperm(pool, generator=generator, device="cpu")

@@ -26,7 +26,7 @@ from .guarded import copy_rows, dirty_memory, freed_nan, taken
 from .oracle import parts
 from .run import CheckedCall, Objections, Run
 from .trials import lowered, token_counts
-from .verification import BY_CHAIN, Outcome, accept, attempt, dtype_name, leaning, try_call
+from .verification import BY_CHAIN, Outcome, accept, attempt, bias_problem, dtype_name, try_call
 
 log = get_logger("engine")
 
@@ -35,7 +35,7 @@ LARGE_COUNTS = (1, 7, 64, 256)
 """Token counts for large values, in addition to the largest batch. Large values reveal errors in
 numbers, and in the tiles of a kernel for many rows."""
 
-ORDERS: tuple[Order, ...] = ("standing", "drawn", "repeated", "alike")
+ORDERS: tuple[Order, ...] = ("consecutive", "drawn", "repeated", "alike")
 """Batches per token count, tried one after the other in the same memory. Above 64 tokens only the
 first two, and the third with one row less."""
 
@@ -60,9 +60,9 @@ def _samples(run: Run) -> Objections:
         results.append(result)
         if result.status == "refused" and memory is not None:
             refused.append(f"{sample.name}, {result.dtype}: {result.reason}")
-    if refused and len(refused) == len(trials.standing):
+    if refused and len(refused) == len(trials.fixed_samples):
         yield _refuses_all(refused[0])
-    if run.request.compares and (problem := leaning(results)):
+    if run.request.compares and (problem := bias_problem(results)):
         yield Objection(FAILED, f"it is incorrect: {problem} ({dtype_name(trials.dtype)})")
 
 
@@ -120,7 +120,7 @@ def _dirty_memory(run: Run) -> Objections:
     trials, counts = run.trials, {run.trials.few, *run.trials.among(LARGE_COUNTS)}
     with dirty_memory():
         for sample, wanted in zip(trials.samples, trials.wanted, strict=True):
-            if not (sample.relaid or sample.enlarged or run.spec.stands):
+            if not (sample.relaid or sample.enlarged or run.spec.fixed_batch):
                 yield from run.sampled(sample, wanted=wanted)
         direct, run.call = run.call, partial(_over_freed, run, run.call)
         try:

@@ -35,7 +35,7 @@ BY_CONTRACT = "its contract determines every bit"
 
 NO_ROWS = "its contract has no result for a single token, so batch invariance cannot be measured"
 
-STANDS = "its batches cannot be rearranged, so no token occurs in two of them"
+FIXED_BATCH = "its batches cannot be rearranged, so no token occurs in two of them"
 """Why an op with fixed batches is not measured."""
 
 VARIANT = "not batch-invariant"
@@ -120,7 +120,7 @@ def determinism_of(
     """
     spec = trials.spec
     if not trials.forms:
-        return Determinism(None, None, STANDS if spec.stands else UNKNOWN)
+        return Determinism(None, None, FIXED_BATCH if spec.fixed_batch else UNKNOWN)
     usual = token_counts(trials.largest, trials.seed, trials.smallest)
     least = 1 if call is None else 2
     always, further = ([count for count in some if count >= least] for some in usual)

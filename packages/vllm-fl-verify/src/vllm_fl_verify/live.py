@@ -40,7 +40,7 @@ from .verification import (
     dtype_name,
     synchronise,
 )
-from .wanted import Off
+from .wanted import Deviation
 
 log = get_logger("engine")
 
@@ -323,12 +323,12 @@ class Live:
             self.left_out.setdefault(spec.name, "its contract cannot compute a layer's call")
             return None
 
-        def off(result: Any) -> Off:
+        def deviation(result: Any) -> Deviation:
             return worst(
                 each_part(result, partial(_on_host, rows=before.rows)), wanted, before.rows
             )
 
-        return compared(result, off)[1]
+        return compared(result, deviation)[1]
 
 
 def _rows(spec: OpSpec, args: Sequence[Any], at_most: int) -> torch.Tensor | None:

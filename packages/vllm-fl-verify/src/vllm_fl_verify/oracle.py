@@ -16,8 +16,8 @@ from vllm_fl.text import quote
 from .guarded import taken
 from .wanted import (
     Blocks,
+    Deviation,
     Near,
-    Off,
     Pair,
     Routed,
     Same,
@@ -177,7 +177,7 @@ def _near(
     return Near(exact, tolerance.atol * scale + tolerance.rtol * exact.abs(), dtype)
 
 
-def worst(got: Any, wanted: Iterable[Wanted | None], places: Tokens = None) -> Off:
+def worst(got: Any, wanted: Iterable[Wanted | None], places: Tokens = None) -> Deviation:
     """Return the error of a call's results.
 
     Args:
@@ -187,7 +187,7 @@ def worst(got: Any, wanted: Iterable[Wanted | None], places: Tokens = None) -> O
     """
     largest = 0.0
     for want, mine, names in paired(got, wanted):
-        share, problem = want.off(mine, names, places)
+        share, problem = want.deviation(mine, names, places)
         if problem:
             return share, problem
         largest = max(largest, share)
@@ -195,7 +195,7 @@ def worst(got: Any, wanted: Iterable[Wanted | None], places: Tokens = None) -> O
 
 
 def measures(
-    got: Any, wanted: Iterable[Wanted | None], what: Literal["leans", "slope"]
+    got: Any, wanted: Iterable[Wanted | None], what: Literal["bias", "slope"]
 ) -> dict[str, float]:
     """Return result -> measure of its errors, if it has enough elements; args as for `worst`."""
     found = {names[0]: getattr(want, what)(mine) for want, mine, names in paired(got, wanted)}

@@ -33,7 +33,7 @@ from .verification import (
     shares,
     try_call,
 )
-from .wanted import Off
+from .wanted import Deviation
 
 ONCE = 32.0
 """Maximum weight, in calls, for repeating a batch with more tokens than the pool has rows: on a CPU
@@ -172,7 +172,7 @@ class Run:
         """Object to a batch's results if they are incorrect or cannot be compared."""
         if not self.request.compares:
             return
-        _, failure = compared(got, partial(form.off, large, rows))
+        _, failure = compared(got, partial(form.deviation, large, rows))
         if failure is not None:
             did = f"{wrong}: " if failure.status == "wrong" else ""
             yield Objection(FAILED, f"{did}{failure.reason} ({where})")
@@ -215,13 +215,13 @@ class Run:
         if self.spec.whole_batch or len(results) < 2:
             return False
 
-        def off(_: None) -> Off:
+        def deviation(_: None) -> Deviation:
             each = zip(*(parts(got) for _, _, got in results), strict=True)
             joined = tuple(None if some[0] is None else joined_rows(some) for some in each)
             got = joined if isinstance(results[0][2], tuple) else joined[0]
-            return form.off(large, torch.cat([rows for _, rows, _ in results]), got)
+            return form.deviation(large, torch.cat([rows for _, rows, _ in results]), got)
 
-        return compared(None, off)[1] is None
+        return compared(None, deviation)[1] is None
 
     def result(self, form: Form, laid: Guarded, where: str) -> CheckedCall:
         """Make one call in the memory `laid` and return its result."""

@@ -88,8 +88,8 @@ class Tally:
 
         The call is counted as incorrect once, for any number of incorrect outputs.
         """
-        shares, off, exact, nan, inf = zip(*figures, strict=True)
-        squares = max(o / max(e, SMALLEST) for o, e in zip(off, exact, strict=True))
+        shares, differing, exact, nan, inf = zip(*figures, strict=True)
+        squares = max(o / max(e, SMALLEST) for o, e in zip(differing, exact, strict=True))
         share, relative = min(max(shares), MOST), math.sqrt(min(squares, MOST))
         return cls(0, 1, share, relative, int(share > 1.0), int(sum(nan)), int(sum(inf)))
 

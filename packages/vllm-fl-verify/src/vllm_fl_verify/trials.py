@@ -25,7 +25,7 @@ from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 
 from . import launches
-from .batches import POOL, STANDING_COUNTS, Order
+from .batches import FIXED_COUNTS, POOL, Order
 from .batches import rows as drawn_rows
 from .budget import Budget, Valve
 from .form import Form
@@ -214,14 +214,14 @@ class Trials:
     @cached_property
     def samples(self) -> list[Sample]:
         """The contract's samples, their variants, and the served model's fixed batches."""
-        return [*tried(self.spec, self.dtype, self.device), *self.standing]
+        return [*tried(self.spec, self.dtype, self.device), *self.fixed_samples]
 
     @cached_property
-    def standing(self) -> list[Sample]:
+    def fixed_samples(self) -> list[Sample]:
         """Calls of the served model for a contract with fixed batches."""
-        if self.sizes is None or not self.spec.stands:
+        if self.sizes is None or not self.spec.fixed_batch:
             return []
-        counts = self.among(STANDING_COUNTS)
+        counts = self.among(FIXED_COUNTS)
         usual, last = (dataclasses.replace(self.sizes, tokens=(*n,)) for n in (counts, counts[-1:]))
         return [
             *self.spec.served(usual, self.dtype, self.device, False),
@@ -235,7 +235,7 @@ class Trials:
         """
         found: dict[Any, Guarded] = {}
         memories = {}
-        for index in range(len(self.samples) - len(self.standing), len(self.samples)):
+        for index in range(len(self.samples) - len(self.fixed_samples), len(self.samples)):
             args = self.samples[index].args
             shapes = tuple(
                 (arg.shape, arg.dtype) if isinstance(arg, torch.Tensor) else arg for arg in args
@@ -253,7 +253,7 @@ class Trials:
     @cached_property
     def forms(self) -> list[Form]:
         """Forms of the served model's calls."""
-        if self.sizes is None or self.spec.stands:
+        if self.sizes is None or self.spec.fixed_batch:
             return []
         pool = dataclasses.replace(self.sizes, tokens=(min(POOL, self.largest),))
         kinds = (self.spec.served(pool, self.dtype, self.device, big) for big in (False, True))
@@ -281,7 +281,7 @@ class Trials:
     @property
     def calls(self) -> list[Sample]:
         """Calls of the served model: a sample of each form, and fixed batches."""
-        return [*(form.samples[0] for form in self.forms), *self.standing]
+        return [*(form.samples[0] for form in self.forms), *self.fixed_samples]
 
     @property
     def smallest(self) -> int:

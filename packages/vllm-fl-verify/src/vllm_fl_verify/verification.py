@@ -21,7 +21,7 @@ from vllm_fl.text import clean, quote
 from .guarded import Guarded, guarded
 from .layouts import enlarged, relaid
 from .oracle import closed, measures, parts, wanted_of, worst
-from .wanted import Off, Wanted
+from .wanted import Deviation, Wanted
 
 T = TypeVar("T")
 
@@ -117,9 +117,9 @@ class Comparison:
             or another number without a tolerance. NaN if not compared.
         reason: why it is not `ok`, or empty.
         error: the exception, if it raised one.
-        leans: result -> average error away from zero in steps of its dtype; only of correct samples
-            and results with enough elements.
-        slopes: result -> factor relative to the exact result, minus 1; like `leans`.
+        biases: result -> average error away from zero in steps of its dtype; only of correct
+            samples and results with enough elements.
+        slopes: result -> factor relative to the exact result, minus 1; like `biases`.
     """
 
     op: str
@@ -130,17 +130,17 @@ class Comparison:
     share: float = math.nan
     reason: str = ""
     error: BaseException | None = None
-    leans: Mapping[str, float] = field(default_factory=dict, compare=False)
+    biases: Mapping[str, float] = field(default_factory=dict, compare=False)
     slopes: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
-def leaning(compared: Sequence[Comparison]) -> str:
+def bias_problem(compared: Sequence[Comparison]) -> str:
     """Return how results that are each within the tolerance are biased, or an empty string.
 
     Biased means that all samples deviate in the same direction or by the same factor. Layers of a
     model accumulate such errors. `compared` are the samples of one implementation in one dtype.
     """
-    for name, some in _by_result(each.leans for each in compared):
+    for name, some in _by_result(each.biases for each in compared):
         if len(some) >= SAMPLES and (min(some) > LEANING or max(some) < -LEANING):
             return (
                 f"{name} is biased: too {'small' if some[0] < 0 else 'large'} by "
@@ -207,7 +207,7 @@ def compare(
     sample: Sample,
     dtype: torch.dtype,
     *,
-    off: Callable[[Any], Off] | None = None,
+    deviation: Callable[[Any], Deviation] | None = None,
     wanted: Sequence[Wanted | None] | None = None,
     layer_for: LayerFactory | None = None,
     packed: bool | None = None,
@@ -223,7 +223,7 @@ def compare(
         spec: its op's contract.
         sample: the arguments, on the implementation's device. They are not changed.
         dtype: dtype of the sample.
-        off: computes the error of results; None to compare them with `wanted`.
+        deviation: computes the error of results; None to compare them with `wanted`.
         wanted: expected outputs; empty for no comparison, None to call the oracle.
         layer_for: as for `as_call`.
         packed: whether results must be contiguous. None: unless the sample's activations have a
@@ -232,8 +232,8 @@ def compare(
     """
     fixed = (impl.op_name, impl.impl_id, sample.name, dtype_name(dtype))
     if wanted is None:
-        wanted = () if off else wanted_of(spec, sample)
-    judged = off or partial(worst, wanted=wanted)
+        wanted = () if deviation else wanted_of(spec, sample)
+    judged = deviation or partial(worst, wanted=wanted)
     given = spec.named(sample.args)
     poisons = not sample.enlarged  # PyTorch's products of many rows add 0 times values in gaps
     call = guarded(given, spec.by_token, poisons) if memory is None else memory.rewritten(given)
@@ -249,8 +249,8 @@ def compare(
     if sample.relaid or sample.enlarged:  # its numbers were measured in the original sample
         return Comparison(*fixed, "ok", share)
     kept = closed(got, sample)
-    leans, slopes = measures(kept, wanted, "leans"), measures(kept, wanted, "slope")
-    return Comparison(*fixed, "ok", share, leans=leans, slopes=slopes)
+    biases, slopes = measures(kept, wanted, "bias"), measures(kept, wanted, "slope")
+    return Comparison(*fixed, "ok", share, biases=biases, slopes=slopes)
 
 
 def called(
@@ -294,13 +294,13 @@ def called(
     return got, CallFailure("wrong", problem) if problem else failure
 
 
-def compared(got: Any, off: Callable[[Any], Off]) -> tuple[float, CallFailure | None]:
+def compared(got: Any, deviation: Callable[[Any], Deviation]) -> tuple[float, CallFailure | None]:
     """Compare the numbers of a result.
 
     Returns:
         (maximum error relative to the tolerance, failure); NaN if it cannot be compared.
     """
-    found, failure = attempt(COMPARING, off, got, refuses=())
+    found, failure = attempt(COMPARING, deviation, got, refuses=())
     share, problem = found or (math.nan, "")
     return share, CallFailure("wrong", problem) if problem else failure
 

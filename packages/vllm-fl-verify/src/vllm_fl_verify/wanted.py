@@ -11,7 +11,7 @@ import torch
 
 from .guarded import taken
 
-Off = tuple[float, str]
+Deviation = tuple[float, str]
 """(maximum error relative to the tolerance, description of the problem or an empty string)."""
 
 OutputTensors = Sequence[torch.Tensor]
@@ -44,7 +44,7 @@ class Wanted:
 
     results: ClassVar[int] = 1
 
-    def off(self, results: OutputTensors, names: Sequence[str], tokens: Tokens) -> Off:
+    def deviation(self, results: OutputTensors, names: Sequence[str], tokens: Tokens) -> Deviation:
         """Return the error of results.
 
         Args:
@@ -70,7 +70,7 @@ class Wanted:
         """
         raise NotImplementedError
 
-    def leans(self, results: OutputTensors) -> float:
+    def bias(self, results: OutputTensors) -> float:
         """Return the average bias of results, away from zero, in steps of their dtype.
 
         About 0 for rounding to nearest, -0.5 for truncation. NaN if too few elements are rounded,
@@ -139,13 +139,13 @@ class Near(Wanted):
     allowed: torch.Tensor
     dtype: torch.dtype
 
-    def off(self, results: OutputTensors, names: Sequence[str], tokens: Tokens) -> Off:
+    def deviation(self, results: OutputTensors, names: Sequence[str], tokens: Tokens) -> Deviation:
         mine = results[0].to(self.exact.device)
-        off = self.share(mine)
-        problem = _problem(names[0], *off, mine.numel())
-        return off[0], problem and f"{problem}; worst at {self._farthest(mine, tokens)}"
+        share = self.share(mine)
+        problem = _problem(names[0], *share, mine.numel())
+        return share[0], problem and f"{problem}; worst at {self._farthest(mine, tokens)}"
 
-    def leans(self, results: OutputTensors) -> float:
+    def bias(self, results: OutputTensors) -> float:
         if self.dtype not in COARSE:
             return math.nan
         every = max(1, self.exact.numel() // LOOKED_AT) | 1  # odd, to sample all columns
@@ -186,8 +186,8 @@ class Near(Wanted):
 
     def shares(self, mine: torch.Tensor) -> torch.Tensor:
         """Return each element's error relative to the tolerance, 0 for correct NaN and infinity."""
-        off = (mine.to(self.exact.dtype) - self.exact).abs_().div_(self.allowed)
-        return off.nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(self._same(mine), 0.0)
+        error = (mine.to(self.exact.dtype) - self.exact).abs_().div_(self.allowed)
+        return error.nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(self._same(mine), 0.0)
 
     def _same(self, mine: torch.Tensor) -> torch.Tensor:
         return (mine == self.exact.to(mine.dtype)) | (mine.isnan() & self.exact.isnan())
@@ -217,7 +217,7 @@ class Same(Wanted):
 
     exact: torch.Tensor
 
-    def off(self, results: OutputTensors, names: Sequence[str], tokens: Tokens) -> Off:
+    def deviation(self, results: OutputTensors, names: Sequence[str], tokens: Tokens) -> Deviation:
         mine, exact = comparable(results[0].to(self.exact.device)), self.exact
         differs = self._differs(mine)
         count = int(differs.sum())
@@ -258,12 +258,12 @@ class Pair(Wanted):
 
     results: ClassVar[int] = 2
 
-    def off(self, results: OutputTensors, names: Sequence[str], tokens: Tokens) -> Off:
+    def deviation(self, results: OutputTensors, names: Sequence[str], tokens: Tokens) -> Deviation:
         exact = self.number.exact
         value, scale = (result.to(exact.device) for result in results)
         number = value.to(exact.dtype) * spread(scale.to(exact.dtype), value.shape)
-        of_scale = self.scale.off([scale], [names[1]], tokens)
-        of_number = self.number.off([number], [f"{names[0]} times its scale"], tokens)
+        of_scale = self.scale.deviation([scale], [names[1]], tokens)
+        of_number = self.number.deviation([number], [f"{names[0]} times its scale"], tokens)
         return of_scale if of_scale[1] else max(of_scale, of_number)
 
     def measured(self, results: OutputTensors) -> list[torch.Tensor]:
@@ -291,7 +291,7 @@ class Routed(Wanted):
 
     results: ClassVar[int] = 2
 
-    def off(self, results: OutputTensors, names: Sequence[str], tokens: Tokens) -> Off:
+    def deviation(self, results: OutputTensors, names: Sequence[str], tokens: Tokens) -> Deviation:
         weights, ids = (result.to(self.ids.device) for result in results)
         ascending, order = ids.to(torch.int64).sort(-1)
         unfit = self.unfit(ascending)
@@ -363,7 +363,7 @@ class Blocks(Wanted):
     def is_empty(self, results: OutputTensors) -> bool:
         return False  # without rows, the number of used positions must still be 0
 
-    def off(self, results: OutputTensors, names: Sequence[str], tokens: Tokens) -> Off:
+    def deviation(self, results: OutputTensors, names: Sequence[str], tokens: Tokens) -> Deviation:
         rows, experts, used = (result.to(self.used.device, torch.int64) for result in results)
         places = int(self.used)
         blocks = places // self.size
@@ -377,8 +377,10 @@ class Blocks(Wanted):
                 ascending(some, each, self.size) for some in both
             ],
         }
-        offs = (Same(want).off([mine], [name], None) for name, (mine, want) in compared.items())
-        return next((off for off in offs if off[1]), (0.0, ""))
+        found = (
+            Same(want).deviation([mine], [name], None) for name, (mine, want) in compared.items()
+        )
+        return next((each for each in found if each[1]), (0.0, ""))
 
 
 def ascending(rows: torch.Tensor, experts: torch.Tensor, size: int) -> torch.Tensor:

@@ -219,7 +219,7 @@ class OpSpec:
             of each row unchanged, and the results that belong to no row (true for a maximum or a
             cache; false for a sum, an order or a position). Startup's large batches repeat a few
             hundred rows; the oracle then computes only these.
-        stands: whether rows cannot be recombined into other batches, because tokens belong to
+        fixed_batch: whether rows cannot be recombined into other batches, because tokens belong to
             sequences or have states. Startup then runs the served calls unchanged, at a few token
             counts.
         part: the parameters -> the arguments of a call with the same results, which has only the
@@ -237,7 +237,8 @@ class OpSpec:
         ValueError: the parts contradict each other: a parameter that cannot be passed both by
             position and by name, no dtypes, an output without a tolerance, a variant with a number
             of results that does not match `outputs`, `ignores_repeats` without `whole_batch` or
-            with `stands`, a group that is not an identifier, or a parameter that the oracle lacks.
+            with `fixed_batch`, a group that is not an identifier, or a parameter that the oracle
+            lacks.
     """
 
     oracle: Callable[..., Any]
@@ -261,7 +262,7 @@ class OpSpec:
     whole_batch: bool = False
     ignores_repeats: bool = False
     read_whole: frozenset[str] = frozenset()
-    stands: bool = False
+    fixed_batch: bool = False
     part: Callable[..., tuple[Any, ...]] | None = None
     arguments: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     group: str = ""
@@ -277,8 +278,10 @@ class OpSpec:
         object.__setattr__(self, "dtypes", tuple(self.dtypes or self.tolerances))
         if not self.dtypes:
             raise ValueError(f"{who}: dtypes is empty, and tolerances has none")
-        if self.ignores_repeats and (self.stands or not self.whole_batch):
-            raise ValueError(f"{who}: ignores_repeats requires whole_batch, and excludes stands")
+        if self.ignores_repeats and (self.fixed_batch or not self.whole_batch):
+            raise ValueError(
+                f"{who}: ignores_repeats requires whole_batch, and excludes fixed_batch"
+            )
         for number, output in enumerate(self.outputs or (Within(),)):
             if not (getattr(output, "tolerances", True) or self.tolerances):
                 raise ValueError(

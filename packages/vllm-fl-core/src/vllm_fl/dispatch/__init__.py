@@ -105,7 +105,7 @@ def set_global_policy(policy: SelectionPolicy) -> SelectionPolicy:
         PolicySealedError: an engine's layers are bound to a plan.
     """
     before = get_default_manager().policy
-    _manager.set_global_policy(policy)
+    _manager.set_shared_policy(policy)
     return before
 
 
@@ -115,7 +115,7 @@ def reset_global_policy() -> None:
     Raises:
         PolicySealedError: an engine's layers are bound to a plan.
     """
-    _manager.set_global_policy(None)
+    _manager.set_shared_policy(None)
 
 
 def with_strict_mode(strict: bool = True) -> AbstractContextManager[SelectionPolicy]:

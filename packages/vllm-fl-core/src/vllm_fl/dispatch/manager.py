@@ -386,7 +386,7 @@ def _check_policy(policy: object) -> None:
         raise TypeError(f"expected a SelectionPolicy, got {policy!r}")
 
 
-def set_global_policy(policy: SelectionPolicy | None) -> None:
+def set_shared_policy(policy: SelectionPolicy | None) -> None:
     """Set the policy of all managers created without a policy; None: use the settings.
 
     Raises:

@@ -12,9 +12,9 @@ from operator import itemgetter
 from typing import Any, Literal, cast
 
 from ..errors import NoImplementationError, PluginError, SettingsError, UnknownOpError
-from ..plugins.calling import rejections
+from ..plugins.calling import plugin_rejections
 from ..plugins.registry import OpRegistry
-from ..plugins.reserved import OPS, ops_missing
+from ..plugins.reserved import OPS_DISTRIBUTION, ops_missing
 from ..plugins.types import NAMED_CLASSES, Impl, OpImpl
 from ..settings.names import meant
 from ..settings.policy import Mode, Rows, SelectionPolicy, Selector
@@ -166,7 +166,7 @@ class Resolver:
         if not impls and op not in snapshot.contracts and op not in NAMED_CLASSES:
             raise self._unknown(op)
         contract = snapshot.contracts.get(op)
-        rejected = rejections(
+        rejected = plugin_rejections(
             self.registry.plugins, self.settings, op, impls, self.facts, contract
         ) | {impl_id: why for (name, impl_id), why in self.disabled.items() if name == op}
         if self.without_layer:
@@ -299,7 +299,9 @@ class Resolver:
                 raise _failed(message, plugin.error, op, first.impl_id)
         why = ops_missing(plugins)
         if why and owner in {plugin.owner for plugin in plugins}:
-            raise PluginError(f"{lost}: {why}.", op=op, impl=first.impl_id, distribution=OPS)
+            raise PluginError(
+                f"{lost}: {why}.", op=op, impl=first.impl_id, distribution=OPS_DISTRIBUTION
+            )
 
     def _check_named(self, trace: Trace, impls: tuple[Impl, ...]) -> None:
         """Raise PluginError if the order selects an implementation of a plugin that failed."""

@@ -52,7 +52,7 @@ def settle(engine: Engine, moment: Moment) -> dict[Key, str]:
             continue
         if not new:
             found = _together(
-                engine, moment, lambda: Opinion(inspect_plan(engine, moment, verifies=True))
+                engine, moment, lambda: Opinion(collect_objections(engine, moment, verifies=True))
             )
             new = united(found, engine.disabled)
         if new and moment is Moment.UPDATED:
@@ -154,7 +154,7 @@ def _disable(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> Non
                 patcher.bind(engine, model)
 
 
-def inspect_plan(engine: Engine, moment: Moment, *, verifies: bool) -> dict[Key, Objection]:
+def collect_objections(engine: Engine, moment: Moment, *, verifies: bool) -> dict[Key, Objection]:
     """Return this rank's objections: of verifiers if `verifies`, otherwise of other plugins."""
     found: dict[Key, Objection] = {}
     for plugin in asking(get_default_manager().registry.plugins, "inspect_plan"):
@@ -193,7 +193,7 @@ def _opinion(engine: Engine, moment: Moment, change: Callable[[], object] | None
     """Apply `change`; return the objections of patchers and plugins, and the plan's contents."""
     if change is not None:
         change()
-    found = inspect_plan(engine, moment, verifies=False) | _patchers_object(engine, moment)
+    found = collect_objections(engine, moment, verifies=False) | _patchers_object(engine, moment)
     if moment is Moment.CACHED:
         chosen = choices(engine.plan).items()
         return Opinion(found, {f"{op}={impl} chose by timing": each for (op, impl), each in chosen})

@@ -151,7 +151,7 @@ def policy_files(
     return [(owner.name, defaults.path) for owner, defaults in found], errors
 
 
-def rejections(
+def plugin_rejections(
     plugins: Sequence[Plugin],
     settings: Any,
     op: str,

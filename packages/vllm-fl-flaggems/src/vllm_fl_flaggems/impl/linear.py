@@ -17,7 +17,7 @@ from ..kernels import power_of_two
 from . import implementation
 
 __all__ = [
-    "ALIGNMENT",
+    "COPY_ALIGN",
     "MOST_TOKENS",
     "PRODUCT_CONDITIONS",
     "OPS",
@@ -49,7 +49,7 @@ PROCESSORS, SHARED_BYTES = 132, 227 * 1024
 
 FEW_TOKENS = 32
 
-ALIGNMENT = 16
+COPY_ALIGN = 16
 """Bytes: alignment of tensors and of their rows for Hopper's copies of blocks."""
 
 
@@ -132,7 +132,7 @@ def _is_faster(tokens: int, outputs: int, features: int) -> bool:
 def is_aligned(matrix: torch.Tensor) -> bool:
     """Return whether all rows begin at addresses that block copies support."""
     step = matrix.stride(0) * matrix.itemsize
-    return matrix.data_ptr() % ALIGNMENT == 0 and step % ALIGNMENT == 0
+    return matrix.data_ptr() % COPY_ALIGN == 0 and step % COPY_ALIGN == 0
 
 
 def begins_early(device: torch.device) -> bool:

@@ -14,7 +14,7 @@ from vllm_fl import Availability
 
 from . import implementation
 from .linear import (
-    ALIGNMENT,
+    COPY_ALIGN,
     WEIGHT_ROWS,
     Scales,
     Tile,
@@ -67,13 +67,13 @@ def linear_fp8(
     scales = Scales(x_scale.contiguous(), weight_scale.contiguous())
     lacks = tokens > MOST_TOKENS or not is_aligned(weight)
     is_slow = tokens > 1 and outputs < FEW_OUTPUTS and features > MANY_FEATURES
-    by_vllm = _by_vllm(x.device) if (lacks or is_slow) and outputs % ALIGNMENT == 0 else None
+    by_vllm = _by_vllm(x.device) if (lacks or is_slow) and outputs % COPY_ALIGN == 0 else None
     if by_vllm is not None:
         by_vllm(out, x, weight.t(), *scales, bias)
     elif lacks:
         raise NotImplementedError(
             f"the kernels support at most {MOST_TOKENS} tokens, and weights that begin at a "
-            f"multiple of {ALIGNMENT} bytes; vLLM's operator, which supports other calls, is not "
+            f"multiple of {COPY_ALIGN} bytes; vLLM's operator, which supports other calls, is not "
             "available"
         )
     elif tokens == 1:
@@ -105,7 +105,7 @@ OPS = (
         linear_fp8,
         _is_hopper,
         "weight.stride(1) == 1",
-        f"in_features % {ALIGNMENT} == 0 and weight.stride(0) % {ALIGNMENT} == 0",
+        f"in_features % {COPY_ALIGN} == 0 and weight.stride(0) % {COPY_ALIGN} == 0",
         own=True,
     ),
 )

@@ -231,7 +231,7 @@ SPEC = contract(
     served=served_features(
         lambda source, tokens, *of: _call(source, ends(tokens, source.large), *of)
     ),
-    stands=True,
+    fixed_batch=True,
     second_form=_by_torch,
     whole_batch=True,
     outputs=(Within(), Exact()),

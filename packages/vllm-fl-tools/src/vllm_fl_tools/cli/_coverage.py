@@ -11,12 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..engine.tuned import STOCK_NAME
+
 __all__ = ["CodeOwner", "OwnerFinder", "attribute", "row_label", "sums"]
 
 OP_LABEL, LAYER_LABEL = "vllm-fl/op/", "vllm-fl/layer/"
 
-STOCK, OWN_FORMS = "stock", ("stock.vllm", "foreign.oot")  # includes another plugin's code
-"""A plan's name for vLLM's code, and ids of implementations that mean it."""
+OWN_FORMS = ("stock.vllm", "foreign.oot")  # includes another plugin's code
+"""Ids of implementations that are vLLM's code."""
 
 ATTENTION_OP = "attention_backend"
 
@@ -111,7 +113,7 @@ class OwnerFinder:
             return UNCOVERED, ""
         ops = owner.op.removeprefix("fused: ").split(", ")
         plan, gaps = self.report["ops"], self.places.get("not_covered", {})
-        if decided := [op for op in ops if op in plan and self._planned(op) == STOCK]:
+        if decided := [op for op in ops if op in plan and self._planned(op) == STOCK_NAME]:
             why = (str(plan[op]["reason"]).partition(" (")[0] for op in decided)
             return COULD, "; ".join(dict.fromkeys(why))
         reasons = dict.fromkeys(gap for op in ops for gap in gaps.get(op, ()))
@@ -119,17 +121,17 @@ class OwnerFinder:
         return ELSEWHERE, listed if reasons else "no target covers this code"
 
     def _stock(self, op: str) -> CodeOwner:
-        return CodeOwner(op, STOCK, "", NO)
+        return CodeOwner(op, STOCK_NAME, "", NO)
 
     def _planned(self, op: str) -> str:
-        entry = self.report["ops"].get(op, {"impl": STOCK})
+        entry = self.report["ops"].get(op, {"impl": STOCK_NAME})
         rows = [row for row in entry.get("rows", ()) if self.tokens <= row["up_to"]]
         impl: str = (rows[0] if rows else entry)["impl"]
-        return STOCK if impl == "foreign" else impl
+        return STOCK_NAME if impl == "foreign" else impl
 
     def _attention(self) -> CodeOwner:
         impl, backend = self._planned(ATTENTION_OP), ", ".join(self.places["attention"])
-        return CodeOwner(ATTENTION_OP, impl, backend, NO if impl == STOCK else YES)
+        return CodeOwner(ATTENTION_OP, impl, backend, NO if impl == STOCK_NAME else YES)
 
     def _fused(self, kernel: str) -> CodeOwner:
         """Return the owner of a compiler's kernel, from the ops and implementations in it."""
@@ -139,16 +141,16 @@ class OwnerFinder:
         for part in parts:
             op, _, impl = part.partition("/")
             if impl:
-                impls[op] = STOCK if impl in OWN_FORMS else impl
+                impls[op] = STOCK_NAME if impl in OWN_FORMS else impl
             elif part in self.places["layers"]:
                 op = self.places["layers"][part]
-                impls[op] = STOCK if part in self.places["left"] else self._planned(op)
+                impls[op] = STOCK_NAME if part in self.places["left"] else self._planned(op)
             else:
                 others[part] = None
         if not impls:
             name = f"fused: {', '.join(others)}" if others else "fused by the compiler"
-            return CodeOwner("", STOCK, name, NO if parts else UNKNOWN)
-        stock = sorted(op for op, impl in impls.items() if impl == STOCK)
+            return CodeOwner("", STOCK_NAME, name, NO if parts else UNKNOWN)
+        stock = sorted(op for op, impl in impls.items() if impl == STOCK_NAME)
         reached = YES if not stock else NO if len(stock) == len(impls) else PARTLY
         ops = sorted(impls)
         run_by = ", ".join(dict.fromkeys(impls[op] for op in ops))
@@ -166,10 +168,10 @@ class OwnerFinder:
         if called:
             product = self.places.get("products", {}).get(_layer(path[last]) if last >= 0 else "")
             op = product if product and PRODUCT.search(called[0]) else ""
-            return CodeOwner(op, STOCK, f"{called[0]} {where}", NO)
+            return CodeOwner(op, STOCK_NAME, f"{called[0]} {where}", NO)
         if path and MOVES.match(path[-1]):
-            return CodeOwner("", STOCK, path[-1].partition(" (")[0], NO)
-        return CodeOwner("", STOCK, f"kernels {where}", NO)
+            return CodeOwner("", STOCK_NAME, path[-1].partition(" (")[0], NO)
+        return CodeOwner("", STOCK_NAME, f"kernels {where}", NO)
 
 
 def _layer(name: str) -> str:

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from vllm_fl.errors import VllmFLError
 
+from ..engine.tuned import STOCK_NAME
 from ._parts import NAME, Changes, Parts
 from ._search import Culprit, Verdict, search
 
@@ -52,8 +53,6 @@ differ by less."""
 
 PROMPTS, NEW_TOKENS = 16, 32
 """Number of prompts that the limits need, and of tokens that are forced after each."""
-
-STOCK = "stock"
 
 
 class BisectError(VllmFLError):
@@ -132,7 +131,7 @@ class Outputs:
             )
         with self._start(PLANNED, Changes()) as engine:
             ours = _implementations(engine)
-            self.differing = {o: i for o, i in ours.items() if i != self._theirs.get(o, STOCK)}
+            self.differing = {o: i for o, i in ours.items() if i != self._theirs.get(o, STOCK_NAME)}
             scores = self._scored(engine)
             self.errors[PLANNED] = self._medians(scores)
             self.plan = self._verdict(scores)
@@ -146,13 +145,13 @@ class Outputs:
         """Return the settings that give these parts the baseline's implementations."""
         changes = self._parts.changes({*parts} - self.differing.keys())
         for op in (part for part in parts if part in self.differing):
-            label = self._theirs.get(op, STOCK)
+            label = self._theirs.get(op, STOCK_NAME)
             if "|" in label:
                 raise BisectError(
                     f"The baseline chooses op '{op}' by size ({label}), which cannot be mixed with "
                     "the plan: with --against, choose a baseline without sizes"
                 )
-            changes.orders[op] = [label if label == STOCK else f"impl:{label}"]
+            changes.orders[op] = [label if label == STOCK_NAME else f"impl:{label}"]
         return changes
 
     def _trial(self, on: tuple[str, ...]) -> Verdict:
@@ -163,7 +162,7 @@ class Outputs:
         with self._start(PLANNED, self.changes(left)) as engine:
             ops = _implementations(engine)
             for op in left:
-                theirs = self._theirs.get(op, STOCK)
+                theirs = self._theirs.get(op, STOCK_NAME)
                 if ops.get(op, theirs) != theirs:
                     raise BisectError(
                         f"Op '{op}' runs with {ops[op]} although its order has only {theirs}: the "
@@ -228,7 +227,7 @@ def _implementations(engine: Running) -> dict[str, str]:
     for op, entry in engine.report.get("ops", {}).items():
         rows = [f"{row['impl']}(<={row['up_to']})" for row in entry.get("rows", ())]
         label = "|".join([*rows, entry["impl"]])
-        found[op] = STOCK if label == "foreign" else label  # the same code, without vllm-fl
+        found[op] = STOCK_NAME if label == "foreign" else label  # the same code, without vllm-fl
     return found
 
 

@@ -25,7 +25,7 @@ from vllm_fl.contracts.binding import (
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.resolver import Stock
 from vllm_fl.engine.plan import Plan
-from vllm_fl.plugins.calling import rejections
+from vllm_fl.plugins.calling import plugin_rejections
 from vllm_fl.plugins.installed import installed_version
 from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
@@ -315,7 +315,7 @@ class Work:
 
         manager, compiled = self.manager, self.subject.mode == "compiled"
         installed = manager.registry.snapshot().impls_by_op.get(op, ())
-        denied = rejections(manager.registry.plugins, manager.settings, op, installed)
+        denied = plugin_rejections(manager.registry.plugins, manager.settings, op, installed)
         subject, default = self.subject, self._default(op)
         # On a GPU, plain PyTorch runs several kernels, or the same compiled code as stock vLLM.
         without_plain = subject.device.type == "cuda" and names is None

@@ -25,6 +25,7 @@ from vllm_fl.settings.schema import CONFIG, Settings
 from vllm_fl.settings.values import OP_CONFIG, PER_OP
 from vllm_fl.text import clean
 
+from ..engine.tuned import STOCK_NAME
 from ..integration.workload import Visit
 from ._engines import (
     ANSWER_TIMEOUT,
@@ -45,7 +46,7 @@ from ._show import UsageError, print_answer, print_table, say
 from ._startups import LEAST_LIMIT, TIMES, VLLM_FL, Startups
 from ._watch import INTERRUPTED, ended_by_signal
 
-STOCK, REFERENCE = "stock", "reference"
+REFERENCE = "reference"
 
 PROMPT_TOKENS = 96
 """Tokens of each random prompt."""
@@ -86,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against",
         metavar="WHAT",
-        default=STOCK,
+        default=STOCK_NAME,
         help="the baseline of the outputs: stock (default: vLLM without vllm-fl), reference (the "
         "reference backend), or a settings file",
     )
@@ -217,7 +218,7 @@ def _outputs(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | Non
         raise UsageError(
             f"--model {model}: it has no weights, and random weights would differ in float32"
         )
-    if against not in (STOCK, REFERENCE) and not Path(against).is_file():
+    if against not in (STOCK_NAME, REFERENCE) and not Path(against).is_file():
         raise UsageError(f"--against {against}: expected stock, reference or a settings file")
     engine_startup()
     impls = get_default_manager().registry.snapshot().impls_by_op.values()
@@ -244,7 +245,7 @@ def _outputs(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | Non
     @contextmanager
     def start(kind: str, changes: Changes) -> Iterator[EngineProcess]:
         is_disabled = kind != PLANNED and (
-            against == STOCK or (kind == EXACT and against != REFERENCE)
+            against == STOCK_NAME or (kind == EXACT and against != REFERENCE)
         )
         options = {
             "dtype": "float32" if kind == EXACT else "auto",

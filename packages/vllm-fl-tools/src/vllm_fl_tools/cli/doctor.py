@@ -35,7 +35,7 @@ from vllm_fl.plugins.inspection import Finding
 from vllm_fl.plugins.installed import CORE, canonical, installed_version, required_by
 from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.registry import OpRegistry
-from vllm_fl.plugins.reserved import OPS
+from vllm_fl.plugins.reserved import OPS_DISTRIBUTION
 from vllm_fl.plugins.snapshot import EMPTY
 from vllm_fl.settings.loading import load_startup
 from vllm_fl.settings.policy import UNTOUCHED
@@ -283,17 +283,17 @@ class _Examined:
 
     def find_contracts(self) -> Iterator[Finding | Defect]:
         """Find missing contracts, and backends that do not require their contracts."""
-        if not any(each.owner.is_of(OPS) for each in self.found):
+        if not any(each.owner.is_of(OPS_DISTRIBUTION) for each in self.found):
             yield (
-                f"{OPS} is not installed.",
+                f"{OPS_DISTRIBUTION} is not installed.",
                 "It has the contracts of the ops. Without it, vLLM runs unmodified, and fails to "
                 "start if a backend implements these ops.",
-                f"pip install {OPS}",
+                f"pip install {OPS_DISTRIBUTION}",
             )
         names = {canonical(f.owner.distribution) for f in self.found if f.owner.distribution}
         requires = {name: required_by(distribution(name)) for name in names}
         snapshot = self.registry.snapshot()
-        ours = {op for op, author in snapshot.authors.items() if author.is_of(OPS)}
+        ours = {op for op, author in snapshot.authors.items() if author.is_of(OPS_DISTRIBUTION)}
         owners = snapshot.owners.items()
         for owner in dict.fromkeys(owner for (op, _), owner in owners if op in ours):
             if owner.distribution is None:
@@ -302,12 +302,12 @@ class _Examined:
             for name in needed:  # grows during the iteration
                 others = requires.get(name, frozenset()) - {*needed, CORE}
                 needed += sorted(others)
-            if OPS not in needed:
+            if OPS_DISTRIBUTION not in needed:
                 yield (
-                    f"{owner.name} implements ops of {OPS}, but does not require it.",
-                    f"Without {OPS}, no engine starts with this backend. Its author should add the "
+                    f"{owner.name} implements ops of {OPS_DISTRIBUTION}, but does not require it.",
+                    f"Without {OPS_DISTRIBUTION}, no engine starts with this backend. Its author should add the "
                     "dependency.",
-                    f"pip install {OPS}",
+                    f"pip install {OPS_DISTRIBUTION}",
                 )
 
     def find_device(self) -> Iterator[Finding | Defect]:

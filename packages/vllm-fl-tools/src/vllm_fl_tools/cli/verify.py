@@ -240,7 +240,7 @@ class _Work:
         """Yield the comparison of every sample. An error only affects the result of its sample."""
         import torch
 
-        from vllm_fl_verify.verification import Comparison, compare, leaning, tried
+        from vllm_fl_verify.verification import Comparison, bias_problem, compare, tried
 
         spec = self.specs[impl.op_name]
         dtype = getattr(torch, dtype_name)
@@ -274,7 +274,7 @@ class _Work:
                 comparison = raised(sample.name, quote(error), error)
             compared.append(comparison)
             yield comparison
-        if problem := leaning(compared):
+        if problem := bias_problem(compared):
             share = max(each.share for each in compared if each.status == "ok")
             yield Comparison(*key, "(all samples)", dtype_name, "wrong", share, problem)
         try:

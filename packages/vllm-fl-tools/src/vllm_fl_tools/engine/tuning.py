@@ -309,12 +309,12 @@ class OpTuning:
         )
         for large in (True, False):
             form.switch(large=large)
-            rows = self._trials.rows(tokens, large, "drawn" if large else "standing")
+            rows = self._trials.rows(tokens, large, "drawn" if large else "consecutive")
             laid = copy_rows(form.pool(large), rows)
             name = f"{tokens} x {form.name}" + ", large values" * large
             sample = Sample(name, form.call(laid).args)
-            off = partial(form.off, large, rows)
-            found = compare(impl, self.spec, sample, self.dtype, off=off)
+            deviation = partial(form.deviation, large, rows)
+            found = compare(impl, self.spec, sample, self.dtype, deviation=deviation)
             if found.status != "ok":
                 form.switch(large=False)
                 status = {"wrong": "incorrect", "refused": "unsupported"}.get(

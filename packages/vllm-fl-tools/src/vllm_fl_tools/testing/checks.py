@@ -32,7 +32,7 @@ from vllm_fl_verify.verification import (
     synchronise,
     try_call,
 )
-from vllm_fl_verify.wanted import Off, Wanted
+from vllm_fl_verify.wanted import Deviation, Wanted
 
 from .families import calls_of
 from .subject import HIDE_FRAMES, Refused, Subject, expect, fresh
@@ -116,7 +116,7 @@ def large_pools(subject: Subject, dtype: str, sample: str) -> None:
                 continue
             calls += 1
             if failure is None:
-                _, failure = compared(got, partial(_off, each, wanted_of(spec, each)))
+                _, failure = compared(got, partial(_deviation, each, wanted_of(spec, each)))
             where = f"{each.name}, the last entry of {name} beyond 2**31 elements"
             expect(failure is None, f"{where}: {failure}")
         if calls:
@@ -137,7 +137,7 @@ def _with_large_pools(subject: Subject, dtype: str) -> Iterator[tuple[Sample, st
                 yield each, name, args
 
 
-def _off(sample: Sample, wanted: Sequence[Wanted | None], got: Any) -> Off:
+def _deviation(sample: Sample, wanted: Sequence[Wanted | None], got: Any) -> Deviation:
     return worst(closed(got, sample), wanted)
 
 
