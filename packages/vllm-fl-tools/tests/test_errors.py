@@ -168,7 +168,7 @@ def test_a_subclass_of_a_plugins_own_has_the_code_of_its_kind() -> None:
     assert str(AcmeError("no licence")) == "no licence [FL201]"
 
 
-def test_what_another_process_has_told_keeps_its_code() -> None:
+def test_an_error_of_another_process_keeps_its_code() -> None:
     assert str(VllmFLError("it is not there", code="FL103")) == "it is not there [FL103]"
 
 

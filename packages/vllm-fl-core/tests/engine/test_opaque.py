@@ -292,7 +292,7 @@ def test_names_are_ascii_legible_and_never_folded() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_implementations_whose_ids_look_alike_run_each_for_itself(backend: str) -> None:
+def test_implementations_with_similar_ids_are_separate_operators(backend: str) -> None:
     functions = [opaque(silu(impl_id, mark)) for mark, impl_id in enumerate(FOLDED)]
     for mark, fn in enumerate(functions):
         torch._dynamo.reset()

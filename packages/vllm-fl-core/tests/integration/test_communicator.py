@@ -241,7 +241,9 @@ def test_a_class_that_cannot_be_used_says_why(
     assert why in _problem(groups)
 
 
-def test_a_refusal_is_told_and_is_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_communicator_is_reported_and_is_not_a_candidate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[CommunicatorRequest] = []
     found = use(monkeypatch, acme(Sound, supports=lambda r: bool(asked.append(r)) or "no library"))
     assert communicator.communicator_refusals(found) == {

@@ -180,7 +180,7 @@ def test_a_call_that_gives_what_the_binding_does_not_know_raises_by_name(bare: N
     assert reported["other_arguments"] == 1
 
 
-def test_who_calls_without_an_engine_is_told_what_is_missing_and_what_to_do(bare: None) -> None:
+def test_a_call_without_an_engine_reports_what_is_missing_and_what_to_do(bare: None) -> None:
     with engine(plan_of(silu("vendor.a"))), calling(None), pytest.raises(NoKernelError) as failure:
         call()
     error = failure.value

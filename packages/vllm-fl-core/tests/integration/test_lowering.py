@@ -161,7 +161,7 @@ def test_a_range_of_one_traceable_choice_has_its_code_and_no_operator(
     assert in_graphs(engine_of(plan)).inlined[OP, Range(*sizes), impl_id] == (not stays)
 
 
-def test_code_in_a_graph_says_whose_it_is(planned: Planned) -> None:
+def test_code_in_a_graph_has_the_name_of_its_implementation(planned: Planned) -> None:
     """A profiler attributes a fused kernel by these names."""
     plan = planned(ROWS, *three())
     bound = plan.bind(OP, object(), NOTHING)
@@ -207,7 +207,7 @@ def test_rows_go_by_what_the_call_has_and_not_by_vllms_number_of_tokens(
         pytest.param(lambda bound, x, y: bound(x[: x.shape[0] // 2 + 1]), id="not linear"),
     ],
 )
-def test_where_the_token_count_cannot_be_told_the_operator_stays_and_is_named(
+def test_with_an_unknown_token_count_the_operator_stays_and_is_logged(
     planned: Planned, function: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = planned(ROWS, *three())

@@ -27,7 +27,7 @@ from vllm_fl.plugins.inspection import Check, GroupFacts, Moment, Objection
 from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.plugin import Kind, Owner, Plugin
 from vllm_fl.plugins.registry import OpRegistry, known_contracts
-from vllm_fl.plugins.reserved import OPS_DISTRIBUTION, unread, unverified
+from vllm_fl.plugins.reserved import FL_OPS, unread, unverified
 from vllm_fl.plugins.snapshot import EMPTY
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings
@@ -84,7 +84,7 @@ def test_an_extension_of_ours_is_loaded_whatever_is_named(
         found(distribution, verifier()),
         found("fl-other", named if only != [] else None, "backend"),
         # Selecting only plugins without a backend needs no contracts, even with extensions.
-        found(OPS_DISTRIBUTION, plugin(contracts=nothing) if only != [] else None, "contracts"),
+        found(FL_OPS, plugin(contracts=nothing) if only != [] else None, "contracts"),
     )
     mine, other, ops = load(registry, every, only=only)
     assert (mine.status, mine.kind, mine.verifies) == ("ok", "extension", True)

@@ -541,7 +541,7 @@ def test_a_foreign_name_forges_no_line(write: Write) -> None:
     assert str(plugin.error).isprintable()
 
 
-def test_it_declares_the_distributions_whose_kernels_it_runs(write: Write) -> None:
+def test_it_declares_the_distributions_of_the_kernels_that_it_runs(write: Write) -> None:
     plugin, registry = one(write("KERNEL_DISTRIBUTIONS = ('acme-kernels',)\n" + SOUND))
     assert plugin.status == "ok"
     assert plugin.owner.kernels == ("acme-kernels",)
@@ -559,7 +559,7 @@ def test_it_declares_the_distributions_whose_kernels_it_runs(write: Write) -> No
         ("zzz", "Installed: vllm-fl-numba, vllm-fl-reference."),
     ],
 )
-def test_a_name_that_nobody_has_is_told_with_what_was_meant(name: str, words: str) -> None:
+def test_an_unknown_name_is_reported_with_a_suggestion(name: str, words: str) -> None:
     owners = [Owner("numba", "vllm-fl-numba"), Owner("torchlike", "vllm_fl_reference")]
     (line,) = unmatched_plugins(owners, [name, "VLLM_FL.numba"])
     assert repr(name) in line and words in line

@@ -233,7 +233,7 @@ class TestBadArguments:
         assert len(done.err.strip().splitlines()) == 1
         assert os.listdir(here) == []
 
-    def test_an_op_whose_sizes_are_not_known(
+    def test_an_op_with_unknown_sizes(
         self, fl: Command, clocked: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(tune, "_subject", partial(subject, hidden=8))
@@ -293,7 +293,7 @@ def register_ops():
 """
 
 
-def test_a_run_that_is_told_to_end_writes_no_table(fl: Command, plugin: Plugin, here: Path) -> None:
+def test_a_terminated_run_writes_no_table(fl: Command, plugin: Plugin, here: Path) -> None:
     plugin(ENDS)
     one = (*SIZES, *ONE_OP, "--impl", "vendor.fast", "--tokens", "1,16")
     done = fl("tune", *one, "--out", "t.yaml")

@@ -35,7 +35,7 @@ def samples(scraped: Scraped) -> dict[str, float]:
 
 
 @needs_client
-def test_each_workers_file_is_read_anew_for_each_scrape(tmp_path: Path) -> None:
+def test_each_workers_file_is_read_again_for_each_scrape(tmp_path: Path) -> None:
     scraped = Scraped(str(tmp_path / "chat.prom"))
     assert samples(scraped) == {}
     (tmp_path / "chat.rank0.prom").write_text(text(0))

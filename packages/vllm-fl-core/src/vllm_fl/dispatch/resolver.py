@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 from ..errors import NoImplementationError, PluginError, SettingsError, UnknownOpError
 from ..plugins.calling import plugin_rejections
 from ..plugins.registry import OpRegistry
-from ..plugins.reserved import OPS_DISTRIBUTION, ops_missing
+from ..plugins.reserved import FL_OPS, ops_missing
 from ..plugins.types import NAMED_CLASSES, Impl, OpImpl
 from ..settings.names import meant
 from ..settings.policy import Mode, Rows, SelectionPolicy, Selector
@@ -299,9 +299,7 @@ class Resolver:
                 raise _failed(message, plugin.error, op, first.impl_id)
         why = ops_missing(plugins)
         if why and owner in {plugin.owner for plugin in plugins}:
-            raise PluginError(
-                f"{lost}: {why}.", op=op, impl=first.impl_id, distribution=OPS_DISTRIBUTION
-            )
+            raise PluginError(f"{lost}: {why}.", op=op, impl=first.impl_id, distribution=FL_OPS)
 
     def _check_named(self, trace: Trace, impls: tuple[Impl, ...]) -> None:
         """Raise PluginError if the order selects an implementation of a plugin that failed."""

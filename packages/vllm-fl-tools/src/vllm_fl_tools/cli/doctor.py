@@ -35,7 +35,7 @@ from vllm_fl.plugins.inspection import Finding
 from vllm_fl.plugins.installed import CORE, canonical, installed_version, required_by
 from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.registry import OpRegistry
-from vllm_fl.plugins.reserved import OPS_DISTRIBUTION
+from vllm_fl.plugins.reserved import FL_OPS
 from vllm_fl.plugins.snapshot import EMPTY
 from vllm_fl.settings.loading import load_startup
 from vllm_fl.settings.policy import UNTOUCHED
@@ -283,17 +283,17 @@ class _Examined:
 
     def find_contracts(self) -> Iterator[Finding | Defect]:
         """Find missing contracts, and backends that do not require their contracts."""
-        if not any(each.owner.is_of(OPS_DISTRIBUTION) for each in self.found):
+        if not any(each.owner.is_of(FL_OPS) for each in self.found):
             yield (
-                f"{OPS_DISTRIBUTION} is not installed.",
+                f"{FL_OPS} is not installed.",
                 "It has the contracts of the ops. Without it, vLLM runs unmodified, and fails to "
                 "start if a backend implements these ops.",
-                f"pip install {OPS_DISTRIBUTION}",
+                f"pip install {FL_OPS}",
             )
         names = {canonical(f.owner.distribution) for f in self.found if f.owner.distribution}
         requires = {name: required_by(distribution(name)) for name in names}
         snapshot = self.registry.snapshot()
-        ours = {op for op, author in snapshot.authors.items() if author.is_of(OPS_DISTRIBUTION)}
+        ours = {op for op, author in snapshot.authors.items() if author.is_of(FL_OPS)}
         owners = snapshot.owners.items()
         for owner in dict.fromkeys(owner for (op, _), owner in owners if op in ours):
             if owner.distribution is None:
@@ -302,12 +302,12 @@ class _Examined:
             for name in needed:  # grows during the iteration
                 others = requires.get(name, frozenset()) - {*needed, CORE}
                 needed += sorted(others)
-            if OPS_DISTRIBUTION not in needed:
+            if FL_OPS not in needed:
                 yield (
-                    f"{owner.name} implements ops of {OPS_DISTRIBUTION}, but does not require it.",
-                    f"Without {OPS_DISTRIBUTION}, no engine starts with this backend. Its author should add the "
-                    "dependency.",
-                    f"pip install {OPS_DISTRIBUTION}",
+                    f"{owner.name} implements ops of {FL_OPS}, but does not require it.",
+                    f"Without {FL_OPS}, no engine starts with this backend. Its author should add "
+                    "the dependency.",
+                    f"pip install {FL_OPS}",
                 )
 
     def find_device(self) -> Iterator[Finding | Defect]:
