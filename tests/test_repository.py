@@ -218,7 +218,7 @@ def test_no_file_names_a_machine_s_path_or_a_registry_s_address() -> None:
 
 
 OWN_FOLDERS = {
-    "_listing.py": "an answer in such a folder",
+    "_list_parts.py": "an answer in such a folder",
     "_engines.py": "a log in a folder that no one else may enter",
     "_parts.py": "settings in such a folder",
     "engine.py": "a model in such a folder",

@@ -9,7 +9,7 @@ from builders import managing, planning
 
 from vllm_fl.engine.start_line import line
 from vllm_fl.integration.patchers.classes import class_of, class_refusal
-from vllm_fl.plugins.forms import from_older_form
+from vllm_fl.plugins.signatures import from_older_form
 from vllm_fl.plugins.types import (
     ATTENTION,
     AttentionImpl,

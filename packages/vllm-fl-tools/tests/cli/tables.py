@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_fl.plugins.registry import known_contracts
-from vllm_fl_tools.engine.tuned import KEEP_DEFAULT, Figure, Row, Tuned, TunedOp
+from vllm_fl_tools.engine.tuning_table import KEEP_DEFAULT, Figure, Row, Tuned, TunedOp
 
 TOKENS = tuple(2**n for n in range(14))
 IMPLS = ("flagos", "stock", "vendor.cuda", "vendor.liger")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_fl_tools.engine.timing import ROOM, Measured, best_edges, in_turn, quartiles, table_rows
-from vllm_fl_tools.engine.tuned import Row
+from vllm_fl_tools.engine.tuning_table import Row
 
 
 def measured(tokens: int = 1, **times: list[float]) -> Measured:

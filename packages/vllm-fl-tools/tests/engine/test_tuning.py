@@ -17,8 +17,8 @@ from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.policy import Mode
 from vllm_fl_tools.engine import bench, tuning
 from vllm_fl_tools.engine.timing import Measured, table_rows
-from vllm_fl_tools.engine.tuned import Row
 from vllm_fl_tools.engine.tuning import Contender, OpTuning
+from vllm_fl_tools.engine.tuning_table import Row
 
 BETWEEN = "between the graphs of a prefill"
 

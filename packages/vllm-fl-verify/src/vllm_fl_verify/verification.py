@@ -14,7 +14,7 @@ import torch
 
 from vllm_fl.contracts import OpSpec, Sample
 from vllm_fl.errors import AllFailedError
-from vllm_fl.plugins.forms import verdict_of
+from vllm_fl.plugins.signatures import verdict_of
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import clean, quote
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..contracts import OpSpec
 from ..errors import AllFailedError, CallError
-from ..plugins.forms import asked_for
+from ..plugins.signatures import asked_for
 from ..plugins.types import OpImpl
 from ..settings.policy import Rows
 from ..text import spelt

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from ..contracts import OpSpec
 from ..contracts.outputs import Exact
-from ..plugins.forms import asked_for
+from ..plugins.signatures import asked_for
 from ..plugins.types import OpImpl, parameters_of
 from ..settings.policy import Rows
 from .chain import Call, Chain, copied

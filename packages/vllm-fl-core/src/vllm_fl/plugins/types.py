@@ -13,7 +13,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Generic, Literal, TypeVar
 
-from ..contracts.takes import Rule
+from ..contracts.call_checks import Rule
 from ..text import clean, quote
 from .breadcrumb import noting
 
@@ -131,8 +131,8 @@ class OpImpl(_Impl):
             the batch size.
         takes: instead of `supports`: rules for supported calls, in addition to the contract. A rule
             is an expression such as `epsilon >= 0`, or a function of some arguments
-            (`contracts/takes.py`). Compiled when the implementation is registered. If `takes` is
-            empty and `fn` is traceable, `fn` itself raises NotImplementedError for unsupported
+            (`contracts/call_checks.py`). Compiled when the implementation is registered. If `takes`
+            is empty and `fn` is traceable, `fn` itself raises NotImplementedError for unsupported
             calls.
         consumes: parameters that `fn` may overwrite if the variant of the call writes results to
             them (`OpSpec.consumed`). `fn` still returns its results.

@@ -23,6 +23,7 @@ from .devices import DeviceOrder, Table
 from .files import Entries, read_orders, read_settings_file, read_table
 from .lock import read_lock
 from .names import uses
+from .platform_files import Brought, close_pairs, unite
 from .policy import GROUP_PREFIX, OpOrder, SelectionPolicy
 from .schema import (
     COMMAND_LINE,
@@ -36,7 +37,6 @@ from .schema import (
     variables,
     variables_of,
 )
-from .uniting import Brought, close_pairs, unite
 from .values import (
     EXTENDS,
     GROUP_ORDER_PREFIX,

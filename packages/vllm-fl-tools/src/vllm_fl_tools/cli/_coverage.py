@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..engine.tuned import STOCK_NAME
+from ..engine.tuning_table import STOCK_NAME
 
 __all__ = ["CodeOwner", "OwnerFinder", "attribute", "row_label", "sums"]
 

@@ -20,7 +20,7 @@ from vllm_fl.text import clean, quote
 
 from ..operate.described import Described
 from ._engine_args import WrongArguments, arguments_of
-from ._neighbours import attributed
+from ._other_plugins import attributed
 from ._progress import doing
 from ._show import UsageError
 

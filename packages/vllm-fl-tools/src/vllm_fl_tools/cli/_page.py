@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_fl.text import clean, quote
 
-from ..engine.tuned import KEEP_DEFAULT, Figure, Tuned, TunedOp
+from ..engine.tuning_table import KEEP_DEFAULT, Figure, Tuned, TunedOp
 from . import _plots
 from ._coverage import answers, row_label, sums
 from ._show import UsageError

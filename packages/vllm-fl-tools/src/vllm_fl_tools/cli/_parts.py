@@ -24,13 +24,13 @@ from vllm_fl.plugins.breadcrumb import FOLDER, last
 from vllm_fl.settings.schema import CONFIG, Settings
 from vllm_fl.settings.values import OP_CONFIG, ORDER_PREFIX, PER_OP
 
-from ._neighbours import VARIABLE, plugins_without
+from ._other_plugins import VARIABLE, plugins_without
 from ._progress import doing
 from ._show import UsageError, say
 
 __all__ = ["Changes", "Part", "Parts", "listed"]
 
-COMMAND = (sys.executable, "-P", "-m", "vllm_fl_tools.cli._listing")
+COMMAND = (sys.executable, "-P", "-m", "vllm_fl_tools.cli._list_parts")
 
 PATIENCE = 600.0
 """Time limit in seconds for the import of all plugins and of their libraries."""

@@ -32,8 +32,8 @@ from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.policy import Mode
 from vllm_fl.text import quote
 
-from ..engine.tuned import KEEP_DEFAULT, STOCK_NAME, Row, Tuned, TunedOp
-from ..integration.parts import taken_in
+from ..engine.tuning_table import KEEP_DEFAULT, STOCK_NAME, Row, Tuned, TunedOp
+from ..integration.model_ops import taken_in
 from ._show import say
 from ._watch import TookTooLong, Watch
 
@@ -335,7 +335,7 @@ class Work:
         own = self._stock(op) if names is None or STOCK_NAME in names else ()
         if not own:
             return found
-        from ..integration.stock import apart
+        from ..integration.stock_calls import apart
 
         return [*found, Contender(STOCK_NAME, own, bare=True, apart=apart(self._bindings[op], own))]
 
@@ -343,7 +343,7 @@ class Work:
         if self._without_stock or op not in self._bindings:
             return ()
         try:
-            from ..integration.stock import stock_forms
+            from ..integration.stock_calls import stock_forms
 
             return stock_forms(op, self._bindings[op], self.subject.mode, self.subject.device)
         except Exception as error:  # vLLM is not installed, or cannot be imported

@@ -25,8 +25,11 @@ from vllm_fl.settings.schema import CONFIG, Settings
 from vllm_fl.settings.values import OP_CONFIG, PER_OP
 from vllm_fl.text import clean
 
-from ..engine.tuned import STOCK_NAME
+from ..engine.tuning_table import STOCK_NAME
 from ..integration.workload import Visit
+from ._bisect_outputs import BASELINE, EXACT, NEW_TOKENS, PLANNED, PROMPTS, Outputs
+from ._bisect_search import Culprit
+from ._bisect_startups import LEAST_LIMIT, TIMES, VLLM_FL, Startups
 from ._engines import (
     ANSWER_TIMEOUT,
     START_TIMEOUT,
@@ -38,12 +41,9 @@ from ._engines import (
     takes_model,
 )
 from ._options import positive_seconds
-from ._outputs import BASELINE, EXACT, NEW_TOKENS, PLANNED, PROMPTS, Outputs
 from ._parts import Changes, listed
 from ._progress import doing
-from ._search import Culprit
 from ._show import UsageError, print_answer, print_table, say
-from ._startups import LEAST_LIMIT, TIMES, VLLM_FL, Startups
 from ._watch import INTERRUPTED, ended_by_signal
 
 REFERENCE = "reference"

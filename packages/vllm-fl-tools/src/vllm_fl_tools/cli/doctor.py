@@ -58,8 +58,8 @@ from ._checks import (
 from ._child import LoadingError, surviving
 from ._engine import NOT_INSTALLED, asked_of, check_words, takes_engine
 from ._environment import describe_environment
-from ._neighbours import VARIABLE
 from ._options import device_of
+from ._other_plugins import VARIABLE
 from ._progress import progress
 from ._show import print_answer, print_table, say
 

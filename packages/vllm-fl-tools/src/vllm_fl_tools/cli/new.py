@@ -22,7 +22,7 @@ from vllm_fl.settings.values import IN_TREE, PLATFORMS, normalise_platform
 from vllm_fl.text import closest
 
 from ..devices import torch_device
-from ._neighbours import release_of
+from ._other_plugins import release_of
 from ._show import UsageError, print_answer, say
 
 __all__ = ["add_arguments", "run", "template_ops"]

@@ -22,7 +22,7 @@ from vllm_fl.plugins.reserved import ops_missing
 from vllm_fl.settings.lock import MARK, Locked, read_lock
 from vllm_fl.settings.schema import CONFIG, Settings
 
-from ..engine.tuned import STOCK_NAME
+from ..engine.tuning_table import STOCK_NAME
 from ..operate.described import Described
 from ..operate.errors import LockError
 from ._engine import asked_of, takes_engine

@@ -21,7 +21,7 @@ from vllm_fl.settings.schema import Settings
 from vllm_fl.settings.values import read_text
 from vllm_fl.text import quote
 
-from ..engine.tuned import Tuned
+from ..engine.tuning_table import Tuned
 from ..operate.state_file import CLOSE_TIMEOUT, INTERVAL, request
 from ._options import draft_of
 from ._show import OUTPUT_SCHEMA, UsageError, print_answer, print_table, say

@@ -20,8 +20,8 @@ from vllm_fl.contracts.binding import Binding
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.integration.targets import all_bindings
 
-from ..engine.tuned import KEEP_DEFAULT, STOCK_NAME, Figure, Tuned, TunedOp
-from ..integration.parts import absent_ops
+from ..engine.tuning_table import KEEP_DEFAULT, STOCK_NAME, Figure, Tuned, TunedOp
+from ..integration.model_ops import absent_ops
 from . import _accept, _profile
 from ._engine import engine_of, takes_vllms
 from ._options import check_known, counts, device_of, draft_of, positive_seconds

@@ -14,7 +14,7 @@ from itertools import combinations, pairwise
 
 from vllm_fl.text import quote
 
-from .tuned import KEEP_DEFAULT, Figure, Row
+from .tuning_table import KEEP_DEFAULT, Figure, Row
 
 __all__ = [
     "ROOM",

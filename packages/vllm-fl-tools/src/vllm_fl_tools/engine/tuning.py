@@ -25,7 +25,7 @@ from vllm_fl.dispatch.guard import call_guard
 from vllm_fl.dispatch.resolver import Candidate, Trace
 from vllm_fl.engine.opaque import is_opaque
 from vllm_fl.engine.plan import Plan, PlanEntry
-from vllm_fl.plugins.forms import asked_for
+from vllm_fl.plugins.signatures import asked_for
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.policy import Mode
 from vllm_fl.text import quote

@@ -17,7 +17,7 @@ import torch
 
 from vllm_fl.contracts import Sample
 from vllm_fl.errors import AllFailedError, CallError, PluginError
-from vllm_fl.plugins.forms import nothing
+from vllm_fl.plugins.signatures import nothing
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import quote
 from vllm_fl_verify import process_state

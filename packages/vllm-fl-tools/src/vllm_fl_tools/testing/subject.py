@@ -18,8 +18,8 @@ from vllm_fl.contracts import BadInput, ExpertBlocks, ModelSizes, OpSpec, Sample
 from vllm_fl.contracts.binding import Binding, Contract
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
-from vllm_fl.plugins.forms import verdict_of
 from vllm_fl.plugins.registry import SCRIPT, OpRegistry, known_contracts
+from vllm_fl.plugins.signatures import verdict_of
 from vllm_fl.plugins.snapshot import EMPTY, RegistrySnapshot
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.policy import SelectionPolicy

@@ -1,7 +1,7 @@
 """Replace Python functions and methods of vLLM, other than layers and operators.
 
 A function is replaced in every module of vLLM that looks it up, once per process for all engines
-(`taking.py`). A compiler that traces a call traces vLLM's function.
+(`process_wide.py`). A compiler that traces a call traces vLLM's function.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...engine.plan import Plan
 from ...logs import get_logger
 from ...text import quote
 from .lookups import lookup_of
-from .taking import Replacement, Taking, mismatch, replacement_of
+from .process_wide import Replacement, Taking, mismatch, replacement_of
 
 log = get_logger("engine")
 

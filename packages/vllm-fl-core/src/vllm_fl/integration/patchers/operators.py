@@ -2,12 +2,13 @@
 
 Code that calls an operator by name (fused mixtures of experts, models without CustomOp layers) then
 runs the planned implementation. An operator has one override per process, for all engines
-(`taking.py`).
+(`process_wide.py`).
 
 An override is a kernel, which compilers do not trace: calls are guarded as in eager mode, and
 compiled or cached graphs call it like any kernel.
 
-For a vLLM without compiled operators, the operators that the plan needs are defined (`empty.py`).
+For a vLLM without compiled operators, the operators that the plan needs are defined
+(`missing_operators.py`).
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from ...contracts.binding import Binding, OperatorTarget
 from ...engine.opaque import Watched
 from ...engine.plan import Plan
 from ...logs import get_logger
-from ...plugins.forms import verdict_of
+from ...plugins.signatures import verdict_of
 from ...plugins.types import OpImpl
 from ..engines import Engine
-from . import empty
+from . import missing_operators
 from .layers import layer_table
-from .taking import Choice, Replacement, Taking, mismatch, replacements_of
+from .process_wide import Choice, Replacement, Taking, mismatch, replacements_of
 
 log = get_logger("engine")
 
@@ -134,7 +135,7 @@ class _Override(Replacement):
         """
         before = next(iter(self.beneath), "an unknown location")
         return {
-            "replaced": None if empty.has_ours(self.target.name) else before,
+            "replaced": None if missing_operators.has_ours(self.target.name) else before,
             "overridden_by": self.after or None,
             "without_engine": self.without_engine,
             "other_arguments": self.other_arguments,
@@ -173,7 +174,7 @@ class Operators(Taking):
             torch._C._dispatch_has_computed_kernel_for_dispatch_key
         )
         if schema is None:
-            definable = empty.schema(target.name)
+            definable = missing_operators.schema(target.name)
             if not definable:
                 return "this vLLM has no such operator"
             schema = torch._C.parse_schema(definable)
@@ -210,9 +211,9 @@ class Operators(Taking):
                 taken[op] = tuple(target for target in targets if target.name not in calls)
         taken = {op: targets for op, targets in taken.items() if targets}
         # vLLM reads some operators without calling them when it compiles a model.
-        defined = dict(empty.read_always()) if plan.mode == "compiled" else {}
+        defined = dict(missing_operators.read_always()) if plan.mode == "compiled" else {}
         for name in (target.name for targets in taken.values() for target in targets):
-            if schema := empty.schema(name):
+            if schema := missing_operators.schema(name):
                 defined[name] = schema
         return Choice(taken, left, dict(sorted(defined.items())))
 
@@ -220,7 +221,7 @@ class Operators(Taking):
         return super().choose(engine) | {"defined": engine.state[Operators].defined}
 
     def take(self, engine: Engine, chosen: Choice) -> None:
-        empty.define(chosen.defined)
+        missing_operators.define(chosen.defined)
         super().take(engine, chosen)
 
     def loaded(self, engine: Engine) -> None:

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 from vllm_fl.errors import VllmFLError
 
-from ..engine.tuned import STOCK_NAME
+from ..engine.tuning_table import STOCK_NAME
+from ._bisect_search import Culprit, Verdict, search
 from ._parts import NAME, Changes, Parts
-from ._search import Culprit, Verdict, search
 
 __all__ = ["BASELINE", "EXACT", "NEW_TOKENS", "PLANNED", "PROMPTS", "Outputs", "StartEngine"]
 

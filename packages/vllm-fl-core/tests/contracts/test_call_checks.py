@@ -10,9 +10,9 @@ import torch
 
 from vllm_fl import BackendImplKind, OpImpl
 from vllm_fl.contracts import OpSpec
-from vllm_fl.contracts.takes import BROKEN, supports_of
-from vllm_fl.plugins.forms import fitted
+from vllm_fl.contracts.call_checks import BROKEN, supports_of
 from vllm_fl.plugins.registry import known_contracts
+from vllm_fl.plugins.signatures import fitted
 from vllm_fl_tools.testing.mistakes import mistaken_calls
 
 CPU = torch.device("cpu")

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from vllm_fl.errors import VllmFLError
-from vllm_fl_tools.cli._outputs import BASELINE, EXACT, FLOOR, PLANNED, Outputs, excess
+from vllm_fl_tools.cli._bisect_outputs import BASELINE, EXACT, FLOOR, PLANNED, Outputs, excess
+from vllm_fl_tools.cli._bisect_search import Culprit
 from vllm_fl_tools.cli._parts import Changes, Parts
-from vllm_fl_tools.cli._search import Culprit
 
 OPS = ("rms_norm", "silu_and_mul", "rotary_embedding", "attention_backend")
 NOISE = 0.01

@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Mapping
 from itertools import chain
 from typing import Any
 
+from ._bisect_search import Culprit, Verdict, search
 from ._engines import EngineError
 from ._failures import read_log
 from ._parts import NEIGHBOUR, Changes, Parts
-from ._search import Culprit, Verdict, search
 from ._show import UsageError
 
 __all__ = ["LEAST_LIMIT", "VLLM_FL", "TIMES", "TryStartup", "Startups", "fault"]

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..contracts import OpSpec
+from ..contracts.call_checks import supports_of, with_check
 from ..contracts.spec import differs
-from ..contracts.takes import supports_of, with_check
 from .types import AttentionImpl, AttentionRequest, OpImpl, older_probe, parameters_of
 
 Parameters = Sequence[inspect.Parameter]

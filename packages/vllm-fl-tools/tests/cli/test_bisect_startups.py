@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from vllm_fl_tools.cli._bisect_startups import VLLM_FL, Startups, fault
 from vllm_fl_tools.cli._engines import EngineError
 from vllm_fl_tools.cli._parts import Changes, Parts
-from vllm_fl_tools.cli._startups import VLLM_FL, Startups, fault
 
 NAMES = [f"op{n}" for n in range(400)]
 LISTED = {

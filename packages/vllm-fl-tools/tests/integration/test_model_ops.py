@@ -12,7 +12,7 @@ from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.policy import Mode
-from vllm_fl_tools.integration.parts import absent_ops
+from vllm_fl_tools.integration.model_ops import absent_ops
 from vllm_fl_tools.operate.described import Described
 
 MODE: Mode = "compiled"
