@@ -159,7 +159,7 @@ def _read(path: str, variable: str) -> Content:
 class Parts:
     """The parts of an engine of this environment, each plugin before its parts.
 
-    `listing` is the result of `_listing.listing`.
+    `listing` is the result of `_list_parts.listing`.
     """
 
     def __init__(self, listing: Mapping[str, Any]) -> None:

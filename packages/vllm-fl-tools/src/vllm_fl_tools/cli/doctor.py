@@ -66,7 +66,7 @@ from ._show import print_answer, print_table, say
 _CODE = re.compile(r"\[(FL\d{3})\]")
 
 _WITHOUT = re.compile(rf"export {VARIABLE}=\S*[^\s.]")
-"""The command in an error of `_neighbours` that excludes a plugin of vLLM."""
+"""The command in an error of `_other_plugins` that excludes a plugin of vLLM."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
