@@ -61,7 +61,7 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Begin:
         ]
         registry = OpRegistry()  # discovers contracts
         monkeypatch.setattr(startup.discovery, "discover", lambda modules: found)
-        monkeypatch.setattr(startup, "vllms_own", lambda: None)
+        monkeypatch.setattr(startup, "vllm_platform", lambda: None)
         return start(registry, env, **arguments)  # type: ignore[arg-type]
 
     return begin

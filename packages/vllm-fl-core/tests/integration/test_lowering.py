@@ -29,7 +29,7 @@ from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.config import CompilationMode, VllmConfig
 from vllm.config.utils import Range as VllmRange
 
-from vllm_fl.engine.plan import Plan, leave_place, take_place
+from vllm_fl.engine.plan import Plan, release_number, take_number
 from vllm_fl.engine.ranges import Range
 from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.engines import calling
@@ -97,12 +97,12 @@ def planned() -> Iterator[Planned]:
 
     def make(order: Any, *impls: OpImpl) -> Plan:
         manager = managing(*impls, per_op_order={impls[0].op_name: order})
-        taken.append(take_place(planning(manager, "compiled")))
+        taken.append(take_number(planning(manager, "compiled")))
         return taken[-1]
 
     yield make
     for plan in taken:
-        leave_place(plan)
+        release_number(plan)
 
 
 def lowered(

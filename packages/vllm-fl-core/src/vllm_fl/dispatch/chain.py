@@ -17,7 +17,7 @@ from .record import Record, Skipped
 from .resolver import NEEDS_LAYER
 
 
-class Left(Exception):
+class UseOriginal(Exception):
     """Raised to hand a call back to the layer's original method.
 
     The bound op decides this, but only the caller of the method has the original arguments. An
@@ -82,7 +82,7 @@ class Chain:
         return self._try_others(None if isinstance(error, Skipped) else error, call)
 
     def _try_others(self, first: Exception | str | None, call: Call) -> Any:
-        self.record.left(self.op, self.impls[0])
+        self.record.skipped_first(self.op, self.impls[0])
         causes: list[tuple[str, BaseException | str]] = []
         outcome: Exception | str = "" if first is None else first
         for index, impl in enumerate(self.impls):
@@ -94,7 +94,7 @@ class Chain:
                     continue
                 try:
                     refusal, result = self._attempt(impl, call)
-                except Left:
+                except UseOriginal:
                     self.record.fell_back(self.op, self.impls[0], impl)
                     raise
                 except Exception as error:

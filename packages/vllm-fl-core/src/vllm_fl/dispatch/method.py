@@ -8,7 +8,7 @@ from typing import Any
 
 from ..contracts.routes import Bound
 from ..plugins.types import BackendImplKind, OpImpl
-from .chain import Left
+from .chain import UseOriginal
 from .context import Binder, current_binder
 from .manager import get_default_manager
 from .resolver import FOREIGN, STOCK
@@ -72,28 +72,30 @@ class dispatch_method:
         if plan is None:
             bound = get_default_manager().bind(self.op, provider, self.grants)
         elif plan.is_stock(self.op) or self._is_kept(plan):
-            return self.own(instance)
+            return self.original(instance)
         else:
             traced = not self.traces_own
             is_called = plan.mode == "eager" or not traced
             if is_called and (self.vllms is not None or plan.is_partly_stock(self.op)):
                 pseudo, kind = STOCK if self.vllms is None else FOREIGN, BackendImplKind.REFERENCE
-                base = OpImpl(self.op, pseudo.impl_id, kind, _leave, consumes=self.grants)
+                base = OpImpl(self.op, pseudo.impl_id, kind, _use_original, consumes=self.grants)
             last = self.last if self.vllms is None or base is None else base
-            bound = plan.bind(self.op, provider, self.grants, last=last, own=base, traced=traced)
+            bound = plan.bind(
+                self.op, provider, self.grants, last=last, original=base, traced=traced
+            )
         if self.adapt:
             bound = self.adapt(instance, bound)
         if base is not None:
-            bound = partial(_unless_left, self.own(instance), bound)
+            bound = partial(_or_original, self.original(instance), bound)
         if plan is not None and plan.mode == "compiled" and self.traces_own:
             from torch.compiler import is_compiling
 
             # A partial, not a closure: copying the layer then also copies the methods in it.
-            own = self.own(instance, self.vllms)
-            return partial(_unless_compiling, is_compiling, own, bound)
+            original = self.original(instance, self.vllms)
+            return partial(_unless_compiling, is_compiling, original, bound)
         return bound
 
-    def own(self, instance: Any, cls: type | None = None) -> Bound:
+    def original(self, instance: Any, cls: type | None = None) -> Bound:
         """Return the method of the base class, or of `cls`, one of its bases."""
         mro = type(instance).__mro__
         after = self.owner if cls is None else mro[mro.index(cls) - 1]
@@ -109,20 +111,20 @@ class dispatch_method:
         return f"dispatch_method({self.op!r})"
 
 
-def _leave(*_: Any) -> Any:
-    raise Left
+def _use_original(*_: Any) -> Any:
+    raise UseOriginal
 
 
-def _unless_left(own: Bound, bound: Bound, *args: Any, **kwargs: Any) -> Any:
-    """Call `bound`, or `own` if it raises `Left`. That happens before any computation."""
+def _or_original(original: Bound, bound: Bound, *args: Any, **kwargs: Any) -> Any:
+    """Call `bound`, or `original` if it raises `UseOriginal`, which it does before any work."""
     try:
         return bound(*args, **kwargs)
-    except Left:
-        return own(*args, **kwargs)
+    except UseOriginal:
+        return original(*args, **kwargs)
 
 
 def _unless_compiling(
-    compiling: Callable[[], bool], own: Bound, bound: Bound, *args: Any, **kwargs: Any
+    compiling: Callable[[], bool], original: Bound, bound: Bound, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call `own` while a compiler traces it, and `bound` otherwise."""
-    return own(*args, **kwargs) if compiling() else bound(*args, **kwargs)
+    """Call `original` while a compiler traces it, and `bound` otherwise."""
+    return original(*args, **kwargs) if compiling() else bound(*args, **kwargs)

@@ -71,7 +71,7 @@ def targets_cpu() -> bool:
     return os.environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu"
 
 
-def vllms_own() -> str | None:
+def vllm_platform() -> str | None:
     """Return vLLM's built-in platform for this machine, used unless a plugin has one; or None.
 
     Exact if vLLM is imported. Otherwise it is determined from vLLM's metadata, and from torch if
@@ -84,10 +84,10 @@ def vllms_own() -> str | None:
         detected = platforms.builtin_platform_plugins.items()
         return next((name for name, detect in detected if _answers_here(detect)), None)
     name, version = vllm_release() or ("", "")
-    return "cpu" if "cpu" in f"{name} {version}" else torchs_own() if name else None
+    return "cpu" if "cpu" in f"{name} {version}" else torch_platform() if name else None
 
 
-def torchs_own() -> str | None:
+def torch_platform() -> str | None:
     """Return the platform of PyTorch's own devices; None if torch is not imported yet."""
     torch = sys.modules.get("torch")
     if torch is None:

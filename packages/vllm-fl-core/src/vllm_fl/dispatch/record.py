@@ -139,7 +139,7 @@ class Record:
 
     # Events
 
-    def left(self, op: str, first: OpImpl) -> None:
+    def skipped_first(self, op: str, first: OpImpl) -> None:
         """Record that the `first` candidate did not compute a call."""
         self._moved[op, first.impl_id] -= 1
 

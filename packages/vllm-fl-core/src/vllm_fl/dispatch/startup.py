@@ -24,7 +24,7 @@ from ..settings.loading import load_settings, load_startup
 from ..settings.names import check_names
 from ..settings.schema import RESERVED_NAMES, Settings
 from ..settings.values import PLATFORMS
-from .platforms import foreign_platform, torchs_own, vllms_own
+from .platforms import foreign_platform, torch_platform, vllm_platform
 
 log = get_logger("plugins")
 
@@ -73,7 +73,7 @@ def detect_platform(plugins: Sequence[Plugin] = ()) -> str:
     foreign = foreign_platform()
     if foreign is not None:
         return foreign.name
-    own = vllms_own()
+    own = vllm_platform()
     if own is None:
         for profile in _profiles(plugins):
             if profile.detection() is True:
@@ -81,7 +81,7 @@ def detect_platform(plugins: Sequence[Plugin] = ()) -> str:
     npu = getattr(sys.modules.get("torch"), "npu", None)
     if own is None and npu is not None and npu.is_available():
         return "ascend"
-    return own or torchs_own() or "cpu"
+    return own or torch_platform() or "cpu"
 
 
 def is_foreign(platform: str) -> bool:

@@ -82,7 +82,7 @@ class _Operator:
 
 
 _operators: dict[str, _Operator] = {}
-"""By name. A process cannot define an operator twice, so a plan that reuses the place of an ended
+"""By name. A process cannot define an operator twice, so a plan that reuses the number of an ended
 engine also reuses its operators, with new bodies."""
 
 
@@ -152,18 +152,18 @@ def mutated(chain: Chain, variant: Variant, *, rest_is_inlined: bool = False) ->
     return written if written and chain.grants & deciding.consumes >= set(written) else ()
 
 
-def opaque_op(chain: Chain, place: int = 1, *, rest_is_inlined: bool = False) -> OpImpl:
+def opaque_op(chain: Chain, number: int = 1, *, rest_is_inlined: bool = False) -> OpImpl:
     """Return the first implementation of `chain`, with a torch.library operator as its function.
 
-    The chain and the plan's place determine the operator's name, so a compiled graph finds it in
+    The chain and the plan's number determine the operator's name, so a compiled graph finds it in
     another process, and two plans that run at the same time have separate operators. Registering
-    the chain again in that place replaces the body.
+    the chain again with that number replaces the body.
 
     Args:
         chain: the candidates, and the arguments that the caller grants. If it has several rows, the
             operator selects the row when it runs (in a CUDA graph once, at capture). It mutates its
             arguments if the first candidate of the largest calls does.
-        place: the plan's place (`Plan.place`).
+        number: the plan's number (`Plan.number`).
         rest_is_inlined: whether code of rows that can be inlined replaces the operator, regardless
             of its schema. It then mutates its arguments if the first candidate of the largest calls
             that it still runs does.
@@ -180,7 +180,7 @@ def opaque_op(chain: Chain, place: int = 1, *, rest_is_inlined: bool = False) ->
             "_".join(filter(None, (spec.name, variant.name, first.impl_id))),
             rows,
             [spec.name, variant.name, *written],
-            {"strict": chain.strict, "place": place},
+            {"strict": chain.strict, "place": number},
         )
         site = None if written or not chain.is_by_size else _site(chain, variant)
         body = _writing(spec, variant, guard) if written else _returning(variant, guard)

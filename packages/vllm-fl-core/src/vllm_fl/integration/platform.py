@@ -17,7 +17,7 @@ from ..dispatch.platforms import (
     foreign_platforms,
     targets_cpu,
     too_many,
-    vllms_own,
+    vllm_platform,
 )
 from ..engine.plan import active_plan
 from ..errors import DeviceError
@@ -203,7 +203,7 @@ def overlay_path(forced: str | None = None) -> str | None:
     others = foreign_platforms()
     if len(others) > 1:
         raise too_many(others)
-    own = others[0].name if others else vllms_own()
+    own = others[0].name if others else vllm_platform()
     asked = None if forced in (*IN_TREE, own) else forced
     profile = _device(asked) if own is None or asked is not None else None
     if others and profile is not None:
@@ -235,7 +235,7 @@ def lay_in_place(forced: str | None = None) -> None:
         return
     overlay_path(forced)  # raises the error that vLLM has hidden
     foreign, base = foreign_platform(), type(current_platform)
-    name = foreign.name if foreign is not None else vllms_own()
+    name = foreign.name if foreign is not None else vllm_platform()
     if name is None:
         return  # a machine that is unknown to vLLM and to plugins
     if foreign is not None and foreign.has_vllms_name and speaks_for_all():

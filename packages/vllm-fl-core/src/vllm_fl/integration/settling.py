@@ -10,7 +10,7 @@ from typing import Any
 
 from ..dispatch import get_default_manager
 from ..engine.digest import digest, fingerprint
-from ..engine.plan import Plan, leave_place, take_place
+from ..engine.plan import Plan, release_number, take_number
 from ..errors import StartError, VllmFLError
 from ..logs import get_logger
 from ..plugins.calling import asking, objections
@@ -115,10 +115,10 @@ def bind(engine: Engine) -> None:
     """Seal the plan, and change vLLM's configuration and code for it until it is unbound."""
     config, contents = engine.config, engine.contents
     engine.on_unbind(get_default_manager().seal(f"the engine's worker (rank {engine.rank})"))
-    plan = engine.plan = take_place(engine.plan)
-    engine.on_unbind(leave_place, plan)
-    if plan.place > 1:  # the operators of this plan have other names in compiled code
-        contents = {**contents, "place": plan.place}
+    plan = engine.plan = take_number(engine.plan)
+    engine.on_unbind(release_number, plan)
+    if plan.number > 1:  # the operators of this plan have other names in compiled code
+        contents = {**contents, "place": plan.number}
     chosen = patching.merged(lambda each: each.choose(engine))
     engine.digest = digest({**contents, **chosen})
     apply(plan, config)

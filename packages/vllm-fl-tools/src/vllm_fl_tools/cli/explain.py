@@ -152,7 +152,7 @@ def _engine_view(manager: OpManager, op: str, engine: Described) -> dict[str, An
     if engine.aside:
         note, view["selected"] = f"vLLM runs without vllm-fl: {engine.aside}", STOCK.impl_id
     elif entry and note:
-        view |= {"selected": entry.left_to.impl_id, "rows": []}
+        view |= {"selected": entry.fallback.impl_id, "rows": []}
     return {"mode": facts.mode, "note": note, **view}
 
 

@@ -108,7 +108,9 @@ class Lock:
         engine, locked = self.engine, self._locked
         if engine.rank == 0 and locked.facts:
             lines = _lines(labels(engine.plan), locked.result["ops"], "plan ")
-            if engine.plan.place <= 1:  # operators of a second engine in a process have other names
+            if (
+                engine.plan.number <= 1
+            ):  # operators of a second engine in a process have other names
                 lines = lines or _lines(engine.digest, locked.result["digest"], "digest ")
             self.differs += lines
             self._end_or_warn(lines)

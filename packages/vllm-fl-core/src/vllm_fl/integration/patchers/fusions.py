@@ -173,7 +173,7 @@ def _chain(plan: Plan, op: str, target: GraphTarget) -> Chain:
 
 def operator_of(plan: Plan, chain: Chain) -> Any:
     """Return the chain of a planned op with one variant as a torch operator without mutations."""
-    calls = symbolic_trace(opaque_op(chain, plan.place).fn).graph.nodes
+    calls = symbolic_trace(opaque_op(chain, plan.number).fn).graph.nodes
     return next(call.target for call in calls if call.op == "call_function")
 
 

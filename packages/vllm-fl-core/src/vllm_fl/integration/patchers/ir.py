@@ -103,7 +103,7 @@ def _compiled(plan: Plan, chain: Chain, by_range: bool) -> OpImpl:
     """Return the op for compiled code, with the contract's parameters."""
     first = chain.impls[0]
     if chain.is_by_size or is_opaque(first):
-        return opaque_op(chain, plan.place, rest_is_inlined=by_range)
+        return opaque_op(chain, plan.number, rest_is_inlined=by_range)
     return dataclasses.replace(
         first, fn=_pure(plan.record.counting(first.fn, chain.op, first.impl_id))
     )

@@ -166,7 +166,7 @@ def taken_layers(plan: Plan) -> dict[str, type | None]:
         entry = plan.entries.get(layer.op if layer else name)
         if entry is None or not entry.is_foreign or entry.note or name in plan.kept_layers:
             continue
-        is_below = entry.left_to is FOREIGN
+        is_below = entry.fallback is FOREIGN
         if layer is not None and entry.impls:
             found[name] = _over(layer, cls if is_below else layer.base)
         elif not is_below:
