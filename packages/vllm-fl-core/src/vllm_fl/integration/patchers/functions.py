@@ -33,11 +33,11 @@ def _parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str
 
 
 class _Function(Replacement):
-    """The replacement of vLLM's function `own` in all its `lookups`."""
+    """The replacement of vLLM's function `original` in all its `lookups`."""
 
     def __init__(self, target: FunctionTarget) -> None:
         first = lookup_of(target.name)
-        own = self.own = first.function
+        original = self.original = first.function
         self.lookups = [first]
         for path in target.paths[1:]:
             try:
@@ -45,7 +45,7 @@ class _Function(Replacement):
             except Exception as error:  # a release without this module
                 log.debug("Function %s is not looked up at %s: %s", target.name, path, quote(error))
                 continue
-            if lookup.function is own:
+            if lookup.function is original:
                 self.lookups.append(lookup)
             else:
                 log.warning(
@@ -53,13 +53,13 @@ class _Function(Replacement):
                     target.name,
                     path,
                 )
-        super().__init__(target, *_parameters(own))
+        super().__init__(target, *_parameters(original))
         answered = self.answering()
 
-        @functools.wraps(own)
+        @functools.wraps(original)
         def function(*args: Any, **named: Any) -> Any:
             if torch.compiler.is_compiling():
-                return own(*args, **named)
+                return original(*args, **named)
             return answered(True, *args, **named)
 
         self.function = function
@@ -67,12 +67,12 @@ class _Function(Replacement):
             lookup.put(function)
 
     def replaced(self, how: Any, *args: Any, **named: Any) -> Any:
-        return self.own(*args, **named)
+        return self.original(*args, **named)
 
     def remove(self) -> bool:
         """Restore vLLM's function. Remaining references to our function still pass calls to it."""
         for lookup in self.lookups:
-            if lookup.now is self.function:
+            if lookup.current is self.function:
                 lookup.restore()
         return True
 
@@ -82,7 +82,7 @@ class _Function(Replacement):
         `places` is the number of replaced lookups, `replaced_after_us` a lookup that other code has
         replaced since, or None, and `other_arguments` the number of calls that are not the op.
         """
-        others = (lookup for lookup in self.lookups if lookup.now is not self.function)
+        others = (lookup for lookup in self.lookups if lookup.current is not self.function)
         after = (f"{getattr(o.owner, '__name__', o.owner)}.{o.attribute}" for o in others)
         return {
             "places": len(self.lookups),

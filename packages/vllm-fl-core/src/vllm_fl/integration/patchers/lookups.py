@@ -57,9 +57,9 @@ def log_refusal(base: type, error: Exception, level: int = logging.ERROR) -> Non
     log.log(level, text, base.__module__, base.__qualname__, quote(error))
 
 
-def laid_over(module: str, name: str, mixin: type, base: type, **own: Any) -> type:
-    """Make a class of `mixin` and `base` with the attributes `own`, and set it in the module."""
-    fields = {"__module__": module, "__qualname__": name, **own}
+def laid_over(module: str, name: str, mixin: type, base: type, **attributes: Any) -> type:
+    """Make a class of `mixin` and `base` with these attributes, and set it in the module."""
+    fields = {"__module__": module, "__qualname__": name, **attributes}
     made = type(f"{base.__name__}FL", (mixin, base), fields)
     setattr(sys.modules[module], name, made)
     return made
@@ -93,7 +93,7 @@ class Lookup:
         return self.held.__func__ if isinstance(self.held, staticmethod) else self.held
 
     @property
-    def now(self) -> Any:
+    def current(self) -> Any:
         """The current function, or None if the attribute is missing."""
         found = inspect.getattr_static(self.owner, self.attribute, None)
         return found.__func__ if isinstance(found, staticmethod) else found
