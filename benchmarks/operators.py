@@ -62,7 +62,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
 
     direct, ours, others = called(), called(), called()
     copy = Case("out.copy_(ready)", out=out, ready=ready)
-    asking = Case("f()", f=engine.now)
+    asking = Case("f()", f=engines.calling_engine)
     for _ in range((options.rounds or ROUNDS) + 1):
         direct.run(CALLS)
         copy.run(CALLS)

@@ -38,7 +38,7 @@ sys.path.insert(0, str(SOURCES))  # core imports no torch, so it can be read fro
 import vllm_fl  # noqa: E402
 from vllm_fl import dispatch, errors  # noqa: E402
 from vllm_fl.plugins import hookspecs  # noqa: E402
-from vllm_fl.plugins.discovery import EXTENSIONS, GROUP  # noqa: E402
+from vllm_fl.plugins.discovery import BACKENDS, EXTENSIONS  # noqa: E402
 from vllm_fl.plugins.registry import known_contracts  # noqa: E402
 from vllm_fl.settings import loading  # noqa: E402
 from vllm_fl.settings.policy import DEFAULT_ORDERS  # noqa: E402
@@ -465,7 +465,7 @@ def test_modules_named_in_the_pages_exist() -> None:
     for path in EVERY_PAGE:
         text = path.read_text()
         for name in {*re.findall(rf"`((?:{'|'.join(HOMES)})(?:\.[a-z_]+)+)`", text)} - {
-            GROUP,
+            BACKENDS,
             EXTENSIONS,
         }:
             place = HOMES[name.partition(".")[0]].joinpath(*name.split("."))

@@ -218,7 +218,7 @@ def test_no_file_names_a_machine_s_path_or_a_registry_s_address() -> None:
 
 
 OWN_FOLDERS = {
-    "_listing.py": "an answer in such a folder",
+    "_list_parts.py": "an answer in such a folder",
     "_engines.py": "a log in a folder that no one else may enter",
     "_parts.py": "settings in such a folder",
     "engine.py": "a model in such a folder",
@@ -267,7 +267,7 @@ def test_no_room_of_core_imports_one_above_it_or_another_distribution(tmp_path: 
     assert lint().returncode == 0, lint().stdout
     for room, line in {
         "vllm_fl/contracts/spec.py": "from ..plugins.types import OpImpl",
-        "vllm_fl/plugins/types.py": "from ..settings.policy import Token",
+        "vllm_fl/plugins/types.py": "from ..settings.policy import Selector",
         "vllm_fl/engine/plan.py": "from ..integration import compat",
         "vllm_fl/integration/worker.py": "def late():\n    from vllm_fl_verify import run",
         "vllm_fl_verify/run.py": "import vllm_fl_tools.cli.tune",

@@ -18,7 +18,7 @@ from vllm_fl.plugins.discovery import discover
 from vllm_fl.plugins.installed import canonical
 from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.registry import OpRegistry
-from vllm_fl.plugins.reserved import OPS
+from vllm_fl.plugins.reserved import FL_OPS
 from vllm_fl.plugins.snapshot import EMPTY
 from vllm_fl_tools.cli.explain import documentation_of, signature_of, targets_of
 
@@ -44,7 +44,7 @@ distribution can provide [an op of its own](../new-op.md).
 |---|---|"""
 
 
-def pages(distribution: str = OPS) -> dict[str, str]:
+def pages(distribution: str = FL_OPS) -> dict[str, str]:
     """Return file name -> text of the pages of a distribution's ops. vllm-fl-ops also has a list.
 
     Raises:
@@ -63,7 +63,7 @@ def pages(distribution: str = OPS) -> dict[str, str]:
         f"{op}.md": _page(spec, brought.bindings.get(op, Binding()))
         for op, spec in sorted(brought.contracts.items())
     }
-    return {"README.md": _list(brought.contracts), **made} if name == OPS else made
+    return {"README.md": _list(brought.contracts), **made} if name == FL_OPS else made
 
 
 def _list(specs: Mapping[str, OpSpec]) -> str:
@@ -132,7 +132,7 @@ def main() -> None:
         metavar=("DISTRIBUTION", "FOLDER"),
         help="write pages of the ops of another distribution",
     )
-    distribution, folder = parser.parse_args().of or (OPS, FOLDER)
+    distribution, folder = parser.parse_args().of or (FL_OPS, FOLDER)
     made = pages(distribution)
     for name, text in made.items():
         Path(folder, name).write_text(text)

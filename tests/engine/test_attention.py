@@ -58,7 +58,7 @@ def test_the_plan_names_it_and_vllm_is_given_its_class(chosen: dict[str, Any]) -
 
 
 @pytest.mark.slow
-def test_what_vllm_was_told_to_take_wins_and_is_named(chosen: dict[str, Any]) -> None:
+def test_the_backend_set_in_vllms_arguments_wins_and_is_reported(chosen: dict[str, Any]) -> None:
     case = chosen["configured"]
     assert case["path"] == STOCK_PATH
     assert case["reason"] == "attention_config.backend is CPU_ATTN"
@@ -115,7 +115,7 @@ def job_for(folder: Path) -> Job:
 
 
 @pytest.mark.slow
-def test_an_engine_whose_backend_is_faulty_runs_on_stock(tmp_path: Path) -> None:
+def test_an_engine_with_a_faulty_backend_runs_on_stock(tmp_path: Path) -> None:
     job = job_for(tmp_path)
     broken = {**PLUGIN, "COUNTING_CLASS": "counting_backend.MisnamedBackend"}
     ours = run(job, timeout=300, **broken, VLLM_FL_PREFER="reference")

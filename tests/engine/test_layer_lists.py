@@ -99,7 +99,7 @@ def test_an_unknown_layer_is_an_error_with_the_near_name(outcomes: list[Any]) ->
     assert "Did you mean 'SiluAndMul'?" in outcomes[-2]["error"]
 
 
-def test_what_the_user_told_vllm_stands(outcomes: list[Any]) -> None:
+def test_the_users_setting_of_vllm_stays(outcomes: list[Any]) -> None:
     plan = outcomes[-1]
     assert plan["ops"]["silu_and_mul"] == ["stock", "custom_ops has -silu_and_mul"]
     assert impls(plan)["rms_norm"] == "stock"

@@ -26,7 +26,7 @@ from vllm_fl.errors import StartError, VllmFLError
 from vllm_fl.integration.engines import Engine
 from vllm_fl.integration.models import completed
 from vllm_fl.integration.planning import facts_of
-from vllm_fl.integration.settling import make_plan, settle
+from vllm_fl.integration.settling import set_plan, settle
 from vllm_fl.plugins.inspection import Moment
 from vllm_fl.settings.loading import load_startup
 
@@ -62,7 +62,7 @@ def planned(case):
     engine = Engine(completed(facts_of(sent), sent)[0], 0, SimpleNamespace(vllm_config=sent), True)
     engine.device = torch.device("cpu")
     ends = False
-    make_plan(engine)
+    set_plan(engine)
     try:
         settle(engine, Moment.PLANNED)
     except StartError:

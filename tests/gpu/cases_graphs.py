@@ -31,8 +31,8 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     import vllm_fl_reference.plugin
     from vllm_fl.contracts import ModelSizes
     from vllm_fl.contracts.binding import IrTarget, LayerTarget
-    from vllm_fl.plugins.forms import fitted
     from vllm_fl.plugins.registry import known_contracts
+    from vllm_fl.plugins.signatures import fitted
     from vllm_fl_ops.contracts.rules import typical_sizes
     from vllm_fl_verify import graphs
     from vllm_fl_verify.preflight import find_faults

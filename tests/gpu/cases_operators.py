@@ -35,12 +35,12 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     from vllm_fl.engine.plan import make_plan
     from vllm_fl.integration.compat import vllm_version
     from vllm_fl.integration.engines import Engine, calling
-    from vllm_fl.integration.patchers import empty, operators
+    from vllm_fl.integration.patchers import missing_operators, operators
     from vllm_fl.plugins.registry import OpRegistry, known_contracts
     from vllm_fl.settings.loading import load_settings
 
     current_platform.import_kernels()
-    for name, (text, _) in empty._table(vllm_version()).items():
+    for name, (text, _) in missing_operators._table(vllm_version()).items():
         known, there = torch._C.parse_schema(text), operators._schema(name)
         yield f"schema of {name}", "" if str(known) == str(there) else f"it is {there}"
     device = torch.device("cuda")

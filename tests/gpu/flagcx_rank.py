@@ -236,7 +236,7 @@ def main() -> None:
         world_size=ranks,
         timeout=timedelta(seconds=60),
     )
-    library.load(library.find(flagcx))
+    library.load_library(library.find(flagcx))
     with (folder / f"{rank}.jsonl").open("w") as out:
         start = time.monotonic()
         for name, case in {"collectives": collectives, "graphs": graphs}[part](rank, device):

@@ -117,7 +117,7 @@ def test_a_backend_without_the_ops_runs_nothing_unverified(install: Install) -> 
 
 
 @pytest.mark.slow
-def test_a_backend_that_does_not_ask_for_the_ops_is_told(install: Install) -> None:
+def test_a_backend_without_the_ops_dependency_gets_a_message(install: Install) -> None:
     installed = install("fl-old-form", engine=True)
     (finding,) = installed.answer("doctor", status=1)["findings"]
     assert finding["code"] == "FL217"

@@ -31,18 +31,18 @@ def _as_where_kernels_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "_cuts_bfloat16_off", lambda: False)
 
 
-def leans(op: str) -> float:
+def bias(op: str) -> float:
     """The median bias over the contract's bfloat16 samples, all of them correct; 0 if unknown."""
     spec = known_contracts().contracts[op]
     samples = spec.samples(torch.bfloat16, CPU)
     compared = [compare(IMPLS[op], spec, sample, torch.bfloat16) for sample in samples]
     assert {each.status for each in compared} <= {"ok", "refused"}
-    return statistics.median([lean for each in compared for lean in each.leans.values()] or [0.0])
+    return statistics.median([bias for each in compared for bias in each.biases.values()] or [0.0])
 
 
 @pytest.mark.parametrize("op", sorted(ROUNDED))
 def test_one_number_tells_which_processors_kernels_do_not_round(op: str) -> None:
-    assert (leans(op) < -0.25) == CUTS_OFF
+    assert (bias(op) < -0.25) == CUTS_OFF
 
 
 @pytest.mark.parametrize("op", sorted(ROUNDED))
@@ -50,7 +50,7 @@ def test_results_are_rounded_where_the_kernels_do_not(
     op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "_cuts_bfloat16_off", lambda: True)
-    assert abs(leans(op)) < 0.05
+    assert abs(bias(op)) < 0.05
 
 
 def test_experts_that_are_not_rounded_are_refused(

@@ -74,7 +74,7 @@ def test_it_runs_eagerly_with_blocks_of_128_and_says_so_in_one_line(
     assert "\n" not in line
 
 
-def test_who_asked_for_eager_or_blocks_is_told_nothing_and_keeps_them(
+def test_explicit_eager_mode_or_blocks_are_kept_without_a_log_line(
     platform: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = config(enforce_eager=True)

@@ -34,7 +34,7 @@ def _rank(
 ) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
-    library.load(library.find(str(flagcx)))
+    library.load_library(library.find(str(flagcx)))
     try:
         result = body(rank, *args)
     except BaseException as error:

@@ -65,7 +65,7 @@ def test_another_version_and_half_a_library_are_one_line(
     assert plugin.supports(asking(str(folder))) is True  # files alone do not show it
     with pytest.raises(LibraryError, match=f"^{re.escape(str(folder))}.*{why}$"):
         plugin.class_path(asking(str(folder)))
-    assert library.loaded() is None
+    assert library.loaded_library() is None
 
 
 def test_a_file_that_is_no_library(tmp_path: Path) -> None:
@@ -80,10 +80,10 @@ def test_a_file_that_is_no_library(tmp_path: Path) -> None:
 def test_a_process_has_one_library(tmp_path: Path) -> None:
     one, other = built(tmp_path / "one"), built(tmp_path / "other")
     (tmp_path / "link").symlink_to(one)
-    loaded = library.load(library.find(str(one)))
-    assert library.load(library.find(str(tmp_path / "link"))) is loaded
+    loaded = library.load_library(library.find(str(one)))
+    assert library.load_library(library.find(str(tmp_path / "link"))) is loaded
     with pytest.raises(LibraryError, match=f"already loaded {re.escape(str(one))}"):
-        library.load(library.find(str(other)))
+        library.load_library(library.find(str(other)))
     assert loaded.version == 1300 and len(loaded.digest) == 16
 
 
@@ -94,7 +94,7 @@ def test_the_class_follows_the_device(tmp_path: Path) -> None:
 
 
 def test_a_call_that_fails_says_which_and_why(tmp_path: Path) -> None:
-    loaded = library.load(library.find(str(built(tmp_path))))
+    loaded = library.load_library(library.find(str(built(tmp_path))))
     with pytest.raises(FlagcxError, match="flagcxGroupEnd failed in group x: invalid usage") as e:
         loaded.call("flagcxGroupEnd", None, where=" in group x")
     assert (e.value.function, e.value.code) == ("flagcxGroupEnd", 5)

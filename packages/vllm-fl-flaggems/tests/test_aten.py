@@ -64,7 +64,9 @@ def context(tmp_path: Path, rank: int = 0, device: str = "cuda", **variables: st
 
 
 def test_a_whitelist_is_all_that_is_enabled(gems: Gems, tmp_path: Path) -> None:
-    report = aten.start(context(tmp_path, VLLM_FL_FLAGOS_WHITELIST="softmax,silu_and_mul"))
+    report = aten.replace_operators(
+        context(tmp_path, VLLM_FL_FLAGOS_WHITELIST="softmax,silu_and_mul")
+    )
     assert gems.calls == [("only_enable", ["softmax"])]
     assert report is not None
     assert report.facts == {"flag_gems": "5.0.2", "aten": ["mul.Tensor", "softmax.int"]}
@@ -89,7 +91,7 @@ def test_a_whitelist_of_contracts_alone_touches_nothing(
 ) -> None:
     monkeypatch.setattr(aten, "problem", lambda: pytest.fail("FlagGems was imported"))
     names = "silu_and_mul,gelu_and_mul,rms_norm,rotary_embedding,attention_backend"
-    assert aten.start(context(tmp_path, VLLM_FL_FLAGOS_WHITELIST=names)) is None
+    assert aten.replace_operators(context(tmp_path, VLLM_FL_FLAGOS_WHITELIST=names)) is None
 
 
 def test_nothing_is_replaced_where_only_what_is_measured_may_serve(
@@ -97,13 +99,13 @@ def test_nothing_is_replaced_where_only_what_is_measured_may_serve(
 ) -> None:
     """vLLM's batch-invariant mode overrides operators itself; FlagGems would undo that."""
     asking = dataclasses.replace(context(tmp_path), wants_invariance="VLLM_BATCH_INVARIANT=1")
-    report = aten.start(asking)
+    report = aten.replace_operators(asking)
     assert report is not None and report.facts == {"aten": []}
     assert "VLLM_BATCH_INVARIANT=1, and FlagGems's operators are not verified" in report.lines[0]
     assert gems.calls == [] and not (tmp_path / "list.txt").exists()
-    aten.start(context(tmp_path, **ALL_BUT))
+    aten.replace_operators(context(tmp_path, **ALL_BUT))
     with pytest.raises(RuntimeError, match="in its own process"):
-        aten.start(asking)
+        aten.replace_operators(asking)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,7 @@ def test_nothing_is_replaced_where_only_what_is_measured_may_serve(
 def test_a_ban_covers_the_overloads_and_the_in_place_form_of_an_operator(
     gems: Gems, tmp_path: Path, banned: str, unused: list[str]
 ) -> None:
-    aten.start(context(tmp_path, VLLM_FL_FLAGOS_BLACKLIST=banned))
+    aten.replace_operators(context(tmp_path, VLLM_FL_FLAGOS_BLACKLIST=banned))
     assert gems.calls == [("enable", unused)]
 
 
@@ -127,7 +129,7 @@ def test_a_line_says_how_many_operators_are_replaced_by_which_list(
 ) -> None:
     """A blacklist of PyTorch's operators enables the replacement of all other operators."""
     variable = f"VLLM_FL_FLAGOS_{kind.upper()}"
-    report = aten.start(context(tmp_path, **{variable: "softmax"}))
+    report = aten.replace_operators(context(tmp_path, **{variable: "softmax"}))
     assert report is not None and report.lines[0] == (
         f"FlagGems: 2 PyTorch operators replaced: {which} flagos_{kind} (environment "
         f"{variable}). To replace none, remove PyTorch's operators from this list"
@@ -143,12 +145,12 @@ def test_without_a_list_of_its_own_ops_none_is_enabled(
     monkeypatch.setattr(aten, "problem", lambda: pytest.fail("FlagGems was imported"))
     (tmp_path / "mine.yaml").write_text(f"{file}\n")
     variables = {"VLLM_FL_CONFIG": str(tmp_path / "mine.yaml")} if file else {}
-    report = aten.start(context(tmp_path, **variables))
+    report = aten.replace_operators(context(tmp_path, **variables))
     if file is None:
         assert report is not None and report.facts == {"aten": []}
         assert "no list selects any (VLLM_FL_FLAGOS_WHITELIST, " in report.lines[0]
     for switched_off in ({"USE_FLAGGEMS": "false"}, {"device": "cpu"}):
-        assert aten.start(context(tmp_path, **switched_off)) is None
+        assert aten.replace_operators(context(tmp_path, **switched_off)) is None
 
 
 @pytest.mark.parametrize("variable", ["VLLM_FL_FLAGOS_WHITELIST", "VLLM_FL_FLAGOS_BLACKLIST"])
@@ -156,13 +158,15 @@ def test_an_unknown_name_is_an_error_with_the_near_ones(
     gems: Gems, tmp_path: Path, variable: str
 ) -> None:
     with pytest.raises(SettingsError, match="softmax") as caught:
-        aten.start(context(tmp_path, **{variable: "sofmax"}))
+        aten.replace_operators(context(tmp_path, **{variable: "sofmax"}))
     assert "sofmax" in str(caught.value)
     assert gems.calls == []
 
 
 def test_a_fused_op_in_a_whitelist_is_named_as_without_effect(gems: Gems, tmp_path: Path) -> None:
-    report = aten.start(context(tmp_path, VLLM_FL_FLAGOS_WHITELIST="softmax,topk_softmax"))
+    report = aten.replace_operators(
+        context(tmp_path, VLLM_FL_FLAGOS_WHITELIST="softmax,topk_softmax")
+    )
     assert report is not None
     assert any("topk_softmax" in line and "ignored" in line for line in report.lines)
 
@@ -171,16 +175,16 @@ def test_a_flaggems_that_does_not_load_is_a_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(loading, "loaded", ["FlagGems does not import: RuntimeError: no device"])
-    report = aten.start(context(tmp_path, **ALL_BUT))
+    report = aten.replace_operators(context(tmp_path, **ALL_BUT))
     assert report is not None
     assert "no device" in report.lines[0]
     assert report.facts == {"aten": []}
 
 
 def test_a_second_engine_keeps_what_the_first_set(gems: Gems, tmp_path: Path) -> None:
-    aten.start(context(tmp_path, **ALL_BUT))
+    aten.replace_operators(context(tmp_path, **ALL_BUT))
     for variables in ({"VLLM_FL_FLAGOS_WHITELIST": "softmax"}, {}):
-        report = aten.start(context(tmp_path, **variables))
+        report = aten.replace_operators(context(tmp_path, **variables))
         assert len(gems.calls) == 1
         assert report is not None
         assert "first engine" in report.lines[0]
@@ -189,11 +193,11 @@ def test_a_second_engine_keeps_what_the_first_set(gems: Gems, tmp_path: Path) ->
 def test_only_the_first_rank_writes_the_list_and_a_failure_is_a_line(
     gems: Gems, tmp_path: Path
 ) -> None:
-    aten.start(context(tmp_path, rank=1, **ALL_BUT))
+    aten.replace_operators(context(tmp_path, rank=1, **ALL_BUT))
     assert list(tmp_path.iterdir()) == []
     aten._replaced.clear()
     path = str(tmp_path / "missing" / "list.txt")
-    report = aten.start(context(tmp_path, FLAGGEMS_ENABLE_OPLIST_PATH=path, **ALL_BUT))
+    report = aten.replace_operators(context(tmp_path, FLAGGEMS_ENABLE_OPLIST_PATH=path, **ALL_BUT))
     assert report is not None
     assert any(path in line and "cannot write" in line for line in report.lines)
 

@@ -81,7 +81,7 @@ def test_a_name_that_flaggems_lacks_is_an_error(key: str) -> None:
     with pytest.raises(
         SettingsError, match=r"unknown FlagGems op 'add_'\. Did you mean 'add'"
     ) as caught:
-        settings.check_names(found, {"add", "mm"})
+        settings.check_list_names(found, {"add", "mm"})
     assert caught.value.key == key
     assert caught.value.origin == f"environment VLLM_FL_{key.upper()}"
 
@@ -90,7 +90,7 @@ def test_settings_of_an_engine_without_them_are_the_defaults() -> None:
     bare = load_settings({})
     assert settings.value(bare, settings.USE) is True
     assert settings.rejected(bare, OP, IMPLS) is None
-    settings.check_names(bare, ())
+    settings.check_list_names(bare, ())
 
 
 @pytest.mark.parametrize(

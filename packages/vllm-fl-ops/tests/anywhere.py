@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm_fl import OpImpl
-from vllm_fl.plugins.forms import fitted
 from vllm_fl.plugins.registry import known_contracts
+from vllm_fl.plugins.signatures import fitted
 
 __all__ = ["on_cpu", "registered"]
 

@@ -11,7 +11,7 @@ from pkgutil import iter_modules, walk_packages
 
 import vllm_fl_ops.bindings
 from vllm_fl.plugins.registry import known_contracts
-from vllm_fl.plugins.reserved import OPS
+from vllm_fl.plugins.reserved import FL_OPS
 
 MODULES = [m.name for m in walk_packages(vllm_fl_ops.__path__, "vllm_fl_ops.")]
 
@@ -33,7 +33,7 @@ def test_no_module_of_it_imports_torch_vllm_or_a_kernel() -> None:
 
 def test_each_op_has_a_contract_and_a_binding() -> None:
     known = known_contracts()
-    ours = {op for op, author in known.authors.items() if author.distribution == OPS}
+    ours = {op for op, author in known.authors.items() if author.distribution == FL_OPS}
     bound = set()
     for name in (m.name for m in iter_modules(vllm_fl_ops.bindings.__path__) if m.name[0] != "_"):
         binding = import_module(f"vllm_fl_ops.bindings.{name}").BINDING

@@ -15,9 +15,9 @@ from vllm_fl import errors
 from vllm_fl.errors import InvalidSettingError, MissingFileError, PluginError, VllmFLError
 from vllm_fl.plugins.inspection import Finding
 from vllm_fl_tools import cli
-from vllm_fl_tools.cli._checks import CHECKS
-from vllm_fl_tools.cli.doctor import BROKEN, CODES, code_of
-from vllm_fl_tools.cli.explain import codes, page, title
+from vllm_fl_tools.cli._checks import INSTALL_CHECKS
+from vllm_fl_tools.cli.doctor import CODES, FAILED_CHECK, error_code
+from vllm_fl_tools.cli.explain import code_page, codes, title
 
 PACKAGES = ("vllm_fl", "vllm_fl_tools", "vllm_fl_verify")
 SOURCES = Path(vllm_fl.__file__).parent
@@ -102,8 +102,8 @@ def test_each_class_has_a_code_of_its_own_which_does_not_change() -> None:
 
 
 def test_each_check_of_doctor_has_a_code_which_does_not_change() -> None:
-    assert (dict(CODES), BROKEN) == (OF_FINDINGS, "FL702")
-    assert {name for name, _ in CHECKS} < set(OF_FINDINGS)
+    assert (dict(CODES), FAILED_CHECK) == (OF_FINDINGS, "FL702")
+    assert {name for name, _ in INSTALL_CHECKS} < set(OF_FINDINGS)
 
 
 def test_codes_of_different_things_differ() -> None:
@@ -133,7 +133,7 @@ def test_each_code_has_a_page_and_each_page_a_code() -> None:
 
 @pytest.mark.parametrize("code", sorted(ALL))
 def test_a_page_says_what_causes_it_what_to_do_and_shows_a_message(code: str) -> None:
-    text = page(code)
+    text = code_page(code)
     assert text is not None
     heading, *_ = text.splitlines()
     assert heading == f"# {code}: {title(text)}" and title(text)
@@ -168,7 +168,7 @@ def test_a_subclass_of_a_plugins_own_has_the_code_of_its_kind() -> None:
     assert str(AcmeError("no licence")) == "no licence [FL201]"
 
 
-def test_what_another_process_has_told_keeps_its_code() -> None:
+def test_an_error_of_another_process_keeps_its_code() -> None:
     assert str(VllmFLError("it is not there", code="FL103")) == "it is not there [FL103]"
 
 
@@ -192,4 +192,4 @@ def test_a_traceback_says_how_to_read_the_page() -> None:
 def test_a_finding_has_the_code_of_its_error_or_of_its_check(
     check: str, what: str, code: str | None
 ) -> None:
-    assert code_of(Finding(check, what, "why", "todo")) == code
+    assert error_code(Finding(check, what, "why", "todo")) == code

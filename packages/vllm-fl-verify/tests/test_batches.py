@@ -12,7 +12,7 @@ def drawing(seed: int = 0) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(seed)
 
 
-@pytest.mark.parametrize("order", ["standing", "drawn", "repeated", "alike"])
+@pytest.mark.parametrize("order", ["consecutive", "drawn", "repeated", "alike"])
 @pytest.mark.parametrize("count", [0, 1, 251, 16384])
 def test_a_batch_has_so_many_rows_of_the_pool(order: batches.Order, count: int) -> None:
     found = batches.rows(count, batches.POOL, drawing(), order)
@@ -20,7 +20,7 @@ def test_a_batch_has_so_many_rows_of_the_pool(order: batches.Order, count: int) 
     assert not count or 0 <= int(found.min()) <= int(found.max()) < batches.POOL
 
 
-@pytest.mark.parametrize("order", ["standing", "drawn", "repeated"])
+@pytest.mark.parametrize("order", ["consecutive", "drawn", "repeated"])
 def test_rows_a_power_of_two_apart_are_not_the_same(order: batches.Order) -> None:
     found = batches.rows(16384, batches.POOL, drawing(), order)
     for power in (64, 128, 256, 512, 1024, 4096, 8192):
@@ -37,7 +37,7 @@ def test_repeated_rows_stand_beside_themselves() -> None:
 def test_all_is_drawn_on_the_cpu_whatever_the_default_device_is() -> None:
     with torch.device("meta"):
         made = [
-            *(batches.rows(600, 251, drawing(), o) for o in ("standing", "drawn", "repeated")),
+            *(batches.rows(600, 251, drawing(), o) for o in ("consecutive", "drawn", "repeated")),
             batches.rows(7, 251, drawing(), "alike"),
             batches.tokens(40, 64, drawing()),
         ]

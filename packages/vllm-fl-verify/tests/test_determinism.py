@@ -20,8 +20,8 @@ from vllm_fl.plugins.types import AttentionImpl, BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings
 from vllm_fl_verify.batches import POOL
 from vllm_fl_verify.determinism import (
+    FIXED_BATCH,
     NO_ROWS,
-    STANDS,
     Determinism,
     determinism_of,
     unmeasured,
@@ -110,7 +110,7 @@ def test_a_batch_that_alone_is_refused_is_another_implementations() -> None:
 
 def test_what_stands_is_not_measured_whatever_sizes_are_known() -> None:
     spec = known_contracts().contracts["causal_conv1d"]
-    assert measured(oracle(spec)) == Determinism(None, None, STANDS)
+    assert measured(oracle(spec)) == Determinism(None, None, FIXED_BATCH)
 
 
 def oracle(spec: OpSpec) -> OpImpl:

@@ -23,7 +23,7 @@ def variant(tokens: int) -> launches.Launched:
 
 def test_where_other_kernels_are_launched() -> None:
     def edges(smallest: int, largest: int) -> list[int]:
-        return list(launches.edges(variant, smallest, largest, lambda: True))
+        return list(launches.launch_edges(variant, smallest, largest, lambda: True))
 
     assert edges(1, 2048) == [37, 700]
     assert edges(1, 699) == [37]
@@ -32,7 +32,7 @@ def test_where_other_kernels_are_launched() -> None:
 
 
 def test_no_calls_are_left() -> None:
-    assert list(launches.edges(variant, 1, 2048, lambda: False)) == []
+    assert list(launches.launch_edges(variant, 1, 2048, lambda: False)) == []
 
 
 def test_nothing_is_launched_on_a_cpu() -> None:

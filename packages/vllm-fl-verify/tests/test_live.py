@@ -269,7 +269,7 @@ def test_no_tensor_of_the_forward_is_kept(wrong: bool) -> None:
     assert tensors and not [ref for ref in tensors if ref() is not None]
 
 
-def test_what_is_not_compared_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_compared_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LARGEST", 10)
     live = seen(plan_of(acme(lambda x: right(x) * 2)))
     assert not live.objections and live.compared == 0
@@ -341,7 +341,7 @@ def planned_as_first(first: OpImpl, **policy: Any) -> Plan:
     return plan_of(first, silu("reference.torch", fn=right), per_op_order=order, **policy)
 
 
-def test_who_takes_none_of_its_calls_is_told_from_who_takes_some() -> None:
+def test_supporting_no_call_differs_from_supporting_some() -> None:
     refuses = refusing("vendor.acme", "no such rows", fn=right)
     plan = planned_as_first(refuses)
     plan.fallbacks["attention_backend", "stock.vllm"] += 1  # chosen while the model was built
@@ -379,7 +379,7 @@ def test_what_hangs_is_named_and_noted(
         return [r.getMessage() for r in caplog.records if "is still running" in r.getMessage()]
 
     def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-        noted.append(breadcrumb.now())
+        noted.append(breadcrumb.current_note())
         while where == "fn" and len(noted) == 2 and not said():
             time.sleep(0.01)
         return right(x)

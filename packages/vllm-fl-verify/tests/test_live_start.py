@@ -108,7 +108,7 @@ def start(name: str) -> tuple[Any, str]:
     return json.loads(log.splitlines()[-1]), log
 
 
-def test_a_fault_of_the_loaded_model_demotes_and_binds_the_layers_anew() -> None:
+def test_a_fault_of_the_loaded_model_disables_and_binds_the_layers_again() -> None:
     result, log = start("wrong")
     report = result["report"]
     assert "blocks.0, x (256, 1280) bfloat16" in report["demotions"]["silu_and_mul"]["vendor.wrong"]

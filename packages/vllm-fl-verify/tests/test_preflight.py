@@ -389,7 +389,7 @@ def test_one_that_takes_the_layer_is_given_plain_layers_only() -> None:
     assert not said["3-D"]
 
 
-def test_the_counts_hold_the_edges_and_are_drawn_anew() -> None:
+def test_the_counts_include_the_edges_and_depend_on_the_seed() -> None:
     always, further = trials.token_counts(2048, seed=1)
     every = {*always, *further}
     tried = {*every, *(n - 1 for n in always)}  # each of these also with one row less
@@ -404,7 +404,7 @@ def test_the_counts_hold_the_edges_and_are_drawn_anew() -> None:
     assert min(*always, *further) == 1000
 
 
-def test_sizes_that_are_not_told_have_no_calls() -> None:
+def test_unknown_sizes_have_no_calls() -> None:
     sizes = ModelSizes(256, None, 4, 2, None, None, tokens=(1, 64))
     assert fault("silu_and_mul", lambda x: sound(x) * (2.0 if x.shape[-1] == 1024 else 1.0),
                  sizes=sizes) is None  # fmt: skip

@@ -251,7 +251,7 @@ def test_with_speculative_decoding_the_start_goes_on(
     model = Model()
     engine = engine_with(Drafting(model, config, draft), config)
     checks_of(engine).live_counts = frozenset({8})
-    assert loaded.compare(engine) == {}
+    assert loaded.compare_loaded(engine) == {}
     (said,) = engine.remarks[Moment.LOADED]
     assert said.startswith(line)
     unseen = "; not compared: merge_attn_states (not called)"
@@ -291,7 +291,7 @@ def test_attention_is_run_once_uncompiled_where_vllm_would_not(config: Any) -> N
     assert asked == [{"skip_attn": False, "skip_eplb": True}]
 
 
-def test_where_there_is_no_forward_the_reason_is_told(config: Any) -> None:
+def test_without_a_forward_the_reason_is_reported(config: Any) -> None:
     model = Model()
     assert probe.forward(object(), {"": model}, config, 8) == "the model runner has no dummy run"
     nothing = SimpleNamespace(_dummy_run=lambda tokens, **options: None)

@@ -81,9 +81,9 @@ class Worker:
 
 
 def watched(worker: Worker) -> Any:
-    from vllm_fl_verify.sampling import watch
+    from vllm_fl_verify.sampling import start_sampling
 
-    return watch(worker.engine)
+    return start_sampling(worker.engine)
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:

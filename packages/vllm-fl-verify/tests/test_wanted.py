@@ -47,10 +47,10 @@ def judged(got: Any, exact: Any, *outputs: Output, **options: Any) -> tuple[floa
     return worst(got, wants(got, exact, *outputs, **options))
 
 
-def lean_of(got: Any, exact: Any) -> dict[str, float]:
+def bias_of(got: Any, exact: Any) -> dict[str, float]:
     """The bias of `got` compared with the oracle's result `exact`."""
     wanted = wants(got, exact, Within({str(got.dtype)[6:]: Tolerance(1.0, 1.0, "any")}))
-    return measures(got, wanted, "leans")
+    return measures(got, wanted, "bias")
 
 
 def wants(got: Any, exact: Any, *outputs: Output, **options: Any) -> Any:
@@ -93,22 +93,22 @@ def test_exact(got: Tensor, exact: Tensor, share: float) -> None:
     assert found == share and bool(problem) == bool(share)
 
 
-LEANS = torch.linspace(-3, 5, 1000, dtype=torch.float64)
+EXACT = torch.linspace(-3, 5, 1000, dtype=torch.float64)
 """Few of them are 16-bit numbers."""
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_how_results_lean(dtype: torch.dtype) -> None:
-    nearest = LEANS.to(dtype)
+    nearest = EXACT.to(dtype)
     below = torch.where(
-        nearest.double().abs() > LEANS.abs(), nearest.nextafter(0 * nearest), nearest
+        nearest.double().abs() > EXACT.abs(), nearest.nextafter(0 * nearest), nearest
     )
     above = below.nextafter(torch.inf * below.sign())
-    for got, lean in ((nearest, 0.0), (below, -0.5), (above, 0.5)):
-        assert lean_of(got, LEANS) == {"the result": pytest.approx(lean, abs=0.05)}
+    for got, bias in ((nearest, 0.0), (below, -0.5), (above, 0.5)):
+        assert bias_of(got, EXACT) == {"the result": pytest.approx(bias, abs=0.05)}
     far = nearest.clone()
     far[500] = 1e4  # an outlier has the weight of one element
-    assert lean_of(far, LEANS) == {"the result": pytest.approx(0.0, abs=0.05)}
+    assert bias_of(far, EXACT) == {"the result": pytest.approx(0.0, abs=0.05)}
 
 
 def test_what_differs_is_named_with_its_place() -> None:
@@ -302,8 +302,8 @@ def test_a_weight_belongs_to_its_expert() -> None:
     problem = routed(RIGHT_IDS, weights.flip(-1))[1]
     assert problem.startswith("result 0: 8 of 12 elements exceed the tolerance; worst: ")
     assert routed(ids_with(1, 2, 0), weights)[1] == ""  # a tie: in order of size
-    for off in (weights * 1.001, weights + 0.01, weights.roll(1, 0), weights * NAN):
-        assert routed(RIGHT_IDS, off)[1].startswith("result 0:")
+    for wrong in (weights * 1.001, weights + 0.01, weights.roll(1, 0), weights * NAN):
+        assert routed(RIGHT_IDS, wrong)[1].startswith("result 0:")
 
 
 # Blocks of 4 places: 6 rows of expert 1, 1 of expert 3, and an unused block; 9 is padding.
@@ -410,4 +410,4 @@ def test_guarded_memory_of_every_dtype(dtype: torch.dtype) -> None:
 def test_results_without_a_row_per_token_must_be_declared() -> None:
     spec = replace(known_contracts().contracts["quantise_tensor"], whole_batch=False)
     with pytest.raises(ValueError, match=r"result 1 has the shape \(1,\) .* whole_batch=True"):
-        form_of(spec, 16).off(False, torch.tensor([0, 1]), None)
+        form_of(spec, 16).deviation(False, torch.tensor([0, 1]), None)

@@ -11,7 +11,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 
-HIDDEN = "<redacted>"
+REDACTED = "<redacted>"
 
 INDENTED = "\n    "
 """The replacement of a line break in a log. Foreign lines must not look like log lines."""
@@ -99,10 +99,10 @@ def is_secret(name: str) -> bool:
 def scrub(text: str) -> str:
     """Return `text` without secrets of the environment, user parts of URLs, and likely tokens."""
     for value in sorted(set(_secrets()), key=len, reverse=True):
-        text = text.replace(value, HIDDEN)
-    text = _USERINFO.sub(HIDDEN, text)
-    text = _ASSIGNED.sub(lambda found: found[1] + HIDDEN, text)
-    return _SHAPES.sub(HIDDEN, text)
+        text = text.replace(value, REDACTED)
+    text = _USERINFO.sub(REDACTED, text)
+    text = _ASSIGNED.sub(lambda found: found[1] + REDACTED, text)
+    return _SHAPES.sub(REDACTED, text)
 
 
 def _secrets() -> Iterator[str]:

@@ -65,7 +65,7 @@ def test_how_wide_the_mlp_is(text: dict[str, Any], intermediate: int | None) -> 
     assert sizes_of(engine_config(**text)).intermediate == intermediate
 
 
-def test_what_is_not_told_is_none_and_costs_nothing_else() -> None:
+def test_an_unknown_size_is_none_and_the_others_are_read() -> None:
     sizes = sizes_of(
         engine_config(head_size=NotImplementedError("no attention"), intermediate_size=1536)
     )

@@ -384,7 +384,7 @@ def test_reading_the_registry_of_a_manager_with_its_own_starts_nothing() -> None
     assert manager.settings is None
 
 
-def test_a_token_that_matches_nothing_is_told_with_what_was_likely_meant() -> None:
+def test_a_selector_that_matches_nothing_is_reported_with_a_suggestion() -> None:
     manager = managing(silu("vendor.cpu"), per_op_order={"silu_and_mul": ["impl:vendor.cup"]})
     with pytest.raises(NoImplementationError, match=r"Did you mean 'impl:vendor\.cpu'\?"):
         manager.call("silu_and_mul", X)

@@ -204,7 +204,7 @@ def test_forks_while_other_threads_resolve_register_and_change_the_policy(run: R
     )
 
 
-def test_a_child_keeps_the_policy_and_decides_anew_what_is_broken(run: Run) -> None:
+def test_a_child_keeps_the_policy_and_checks_again_what_is_broken(run: Run) -> None:
     run(
         """
         from vllm_fl import BackendImplKind, OpImpl

@@ -107,14 +107,14 @@ class Case:
         is_foreign = self.engine and self.foreign
         unnamed = ["foreign.oot"] if is_foreign and "foreign" not in self.listed else []
         result = [] if self.written else [*unnamed]
-        for token in self.listed:
-            if token == "stock":
+        for selector in self.listed:
+            if selector == "stock":
                 result += ["stock.vllm"] if self.engine else []
                 continue
-            if token == "foreign":
+            if selector == "foreign":
                 result += ["foreign.oot"] if is_foreign else []
                 continue
-            group = [i for i in self.priorities if stands_under(i, token)]
+            group = [i for i in self.priorities if stands_under(i, selector)]
             group = [i for i in group if not self.refused(i) and i not in result]
             result += sorted(group, key=lambda i: (-self.priorities[i], i))
         # With strict, the user's order applies unchanged.
@@ -139,7 +139,7 @@ class Case:
 
     def policy(self) -> SelectionPolicy:
         sides = {"eager": self.eager, "compiled": self.compiled}
-        order = {mode: tokens for mode, tokens in sides.items() if tokens is not None}
+        order = {mode: selectors for mode, selectors in sides.items() if selectors is not None}
         return SelectionPolicy(
             prefer=self.prefer,
             strict=self.strict,
@@ -160,13 +160,13 @@ class Case:
         )
 
 
-def stands_under(impl_id: str, token: str) -> bool:
+def stands_under(impl_id: str, selector: str) -> bool:
     head, name = impl_id.split(".")
-    if token.startswith("impl:"):
-        return impl_id == token[len("impl:") :]
-    if token.startswith("vendor:"):
-        return head == "vendor" and name == token[len("vendor:") :]
-    return token == {"default": "flagos"}.get(head, head)
+    if selector.startswith("impl:"):
+        return impl_id == selector[len("impl:") :]
+    if selector.startswith("vendor:"):
+        return head == "vendor" and name == selector[len("vendor:") :]
+    return selector == {"default": "flagos"}.get(head, head)
 
 
 some_ids = st.lists(st.sampled_from(IDS), unique=True)
@@ -228,21 +228,21 @@ def test_it_does_not_depend_on_the_order_of_installation(case: Case, seed: int) 
 def test_a_higher_preference_sorts_a_platforms_list_stably_and_a_users_never(
     case: Case, kind: str, written_by_the_user: bool
 ) -> None:
-    tokens = case.eager or ["flagos", "vendor:cuda", "vendor", "reference"]
-    order = OpOrder.of(tokens, pinned=written_by_the_user)
+    selectors = case.eager or ["flagos", "vendor:cuda", "vendor", "reference"]
+    order = OpOrder.of(selectors, pinned=written_by_the_user)
     policy = SelectionPolicy(per_op_order={"silu_and_mul": order}).preferring(kind)
-    got = [str(token) for token in policy.order("silu_and_mul")]
-    if kind == "stock" and "stock" not in tokens and not written_by_the_user:
-        tokens = [*tokens, "stock"]  # implied at the end of every order without it
-    assert sorted(got) == sorted(tokens)
+    got = [str(selector) for selector in policy.order("silu_and_mul")]
+    if kind == "stock" and "stock" not in selectors and not written_by_the_user:
+        selectors = [*selectors, "stock"]  # implied at the end of every order without it
+    assert sorted(got) == sorted(selectors)
     if written_by_the_user:
-        assert got == tokens
+        assert got == selectors
     else:
         first = {"flagos": ("flagos", "impl:default."), "reference": ("reference", "impl:ref")}
         first["stock"] = ("foreign", "stock")
         starts = first.get(kind, ("vendor", "impl:vendor."))
-        preferred = [t for t in tokens if t.startswith(starts)]
-        assert got == preferred + [t for t in tokens if t not in preferred]
+        preferred = [t for t in selectors if t.startswith(starts)]
+        assert got == preferred + [t for t in selectors if t not in preferred]
 
 
 # By example.
@@ -271,7 +271,7 @@ def test_only_listed_tokens_are_tried() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "want"),
+    ("selectors", "want"),
     [
         (["vendor:acme", "foreign", "stock"], ["vendor.acme", "foreign.oot", "stock.vllm"]),
         (["foreign", "vendor:acme"], ["foreign.oot", "vendor.acme", "stock.vllm"]),
@@ -282,9 +282,9 @@ def test_only_listed_tokens_are_tried() -> None:
     ],
 )
 def test_the_users_own_order_of_an_op_replaces_what_another_plugin_has_replaced(
-    tokens: Any, want: list[str]
+    selectors: Any, want: list[str]
 ) -> None:
-    policy = SelectionPolicy(per_op_order={"silu_and_mul": tokens})
+    policy = SelectionPolicy(per_op_order={"silu_and_mul": selectors})
     trace = resolve("silu_and_mul", ALL, policy, engine=True, foreign=THEIRS, tokens=1)
     assert ids(trace) == want
     (reason,) = [candidate.reason for candidate in trace.candidates if candidate.impl is FOREIGN]

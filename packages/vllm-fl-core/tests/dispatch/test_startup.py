@@ -61,7 +61,7 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Begin:
         ]
         registry = OpRegistry()  # discovers contracts
         monkeypatch.setattr(startup.discovery, "discover", lambda modules: found)
-        monkeypatch.setattr(startup, "vllms_own", lambda: None)
+        monkeypatch.setattr(startup, "vllm_platform", lambda: None)
         return start(registry, env, **arguments)  # type: ignore[arg-type]
 
     return begin
@@ -191,7 +191,7 @@ def test_what_is_asked_for_by_name_and_cannot_run_is_warned_of_with_the_reason(
 
 
 @pytest.mark.parametrize("asked", ["vendor:broken", "impl:vendor.broken"])
-def test_a_token_whose_plugin_has_failed_is_no_slip(begin: Begin, asked: str) -> None:
+def test_a_selector_of_a_failed_plugin_is_not_reported_as_a_typo(begin: Begin, asked: str) -> None:
     class Sound:
         @hookimpl
         def register_ops(self) -> list[OpImpl]:

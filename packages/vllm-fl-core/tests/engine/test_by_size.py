@@ -17,7 +17,7 @@ from vllm_fl.dispatch.guard import call_guard
 from vllm_fl.dispatch.record import Record
 from vllm_fl.engine.digest import fingerprint
 from vllm_fl.engine.opaque import opaque_op
-from vllm_fl.engine.plan import Plan, PlanEntry, leave_place, take_place
+from vllm_fl.engine.plan import Plan, PlanEntry, release_number, take_number
 from vllm_fl.engine.start_line import line
 from vllm_fl.errors import SettingsError
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
@@ -190,14 +190,14 @@ def test_a_layers_own_method_stands_for_stock_as_it_is() -> None:
     candidate = OpImpl(OP, "stock.vllm", BackendImplKind.REFERENCE, own)
     plan = planned({"<=4": "stock", "rest": ["vendor", "flagos"]})
     layers = [SimpleNamespace(mark=mark) for mark in (20, 30)]
-    bounds = [plan.bind(OP, layer, NOTHING, last=stock(), own=candidate) for layer in layers]
+    bounds = [plan.bind(OP, layer, NOTHING, last=stock(), original=candidate) for layer in layers]
     assert [marks(bound, 4, 5) for bound in bounds] == [[20, 1], [30, 1]]
     with pytest.raises(ValueError, match="vLLM's own"):
         bounds[0](x(3))
     assert not plan.fallbacks and not plan.record.demotions
     # Without rows it is not used.
     plan = planned(["vendor", "flagos"], "eager", refusing("vendor.acme", "no"))
-    assert marks(plan.bind(OP, layers[0], NOTHING, last=stock(), own=candidate), 4) == [9]
+    assert marks(plan.bind(OP, layers[0], NOTHING, last=stock(), original=candidate), 4) == [9]
 
 
 @pytest.mark.parametrize(
@@ -262,27 +262,27 @@ def lowered(plan: Plan, **fields: Any) -> Any:
 @pytest.mark.parametrize("traceable", [True, False])
 def test_one_graph_serves_every_row(traceable: bool) -> None:
     order = {"<=4": "vendor", "<=16": "stock", "rest": "flagos"}
-    plan = take_place(planned(order, "compiled", *three(traceable=traceable)))
+    plan = take_number(planned(order, "compiled", *three(traceable=traceable)))
     plan.record.counts = "tracings"
     try:
         run = lowered(plan, last=stock())
         plan.calls.clear()
         assert marks(run, 2, 4, 5, 16, 17, 300) == [1, 1, 9, 9, 3, 3]
     finally:
-        leave_place(plan)
+        release_number(plan)
 
 
 def test_a_refusal_in_compiled_code_falls_down_its_row() -> None:
     impls = refusing("vendor.acme", "no"), *three()[1:]
     order = {"<=4": ["vendor", "reference"], "rest": "flagos"}
-    plan = take_place(planned(order, "compiled", *impls))
+    plan = take_number(planned(order, "compiled", *impls))
     try:
         run = lowered(plan)
         plan.fallbacks.clear()
         assert marks(run, 4, 5) == [2, 3]
         assert plan.fallbacks == {(OP, "reference.torch"): 1}
     finally:
-        leave_place(plan)
+        release_number(plan)
 
 
 def test_the_operators_name_and_the_digest_are_those_of_the_rows() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from vllm_fl.dispatch import OpManager, OpRegistry
 from vllm_fl.engine import digest as digest_module
-from vllm_fl.engine.digest import UNKNOWN, _code_of, code_of, digest, fingerprint
+from vllm_fl.engine.digest import UNKNOWN, _code_of, code_hash, digest, fingerprint
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan, make_plan
 from vllm_fl.plugins.plugin import Owner, Plugin
@@ -132,7 +132,7 @@ class TestCode:
     @staticmethod
     def code() -> str:
         _code_of.cache_clear()
-        return code_of("acme-kernels", "acme_kernels")
+        return code_hash("acme-kernels", "acme_kernels")
 
     @pytest.mark.parametrize(
         ("file", "content"),
@@ -218,4 +218,4 @@ def test_a_function_of_torchs_is_known_by_the_module_that_brings_it(kernel: Path
     torch = pytest.importorskip("torch")
     impl = OpImpl("silu_and_mul", "vendor.x", BackendImplKind.VENDOR, torch.nn.functional.silu, "x")
     facts = digest_module._candidate(impl, Owner(plugin=kernel.stem))
-    assert facts["source"] == code_of(None, kernel.stem) != UNKNOWN
+    assert facts["source"] == code_hash(None, kernel.stem) != UNKNOWN

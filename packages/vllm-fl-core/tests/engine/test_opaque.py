@@ -12,7 +12,7 @@ from builders import X, failing, half, managing, planning, refusing, silu
 
 from vllm_fl.contracts import OpSpec, Sample
 from vllm_fl.engine.opaque import opaque_op, unique_name
-from vllm_fl.engine.plan import Plan, leave_place, take_place
+from vllm_fl.engine.plan import Plan, release_number, take_number
 from vllm_fl.errors import CallError
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
@@ -292,7 +292,7 @@ def test_names_are_ascii_legible_and_never_folded() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_implementations_whose_ids_look_alike_run_each_for_itself(backend: str) -> None:
+def test_implementations_with_similar_ids_are_separate_operators(backend: str) -> None:
     functions = [opaque(silu(impl_id, mark)) for mark, impl_id in enumerate(FOLDED)]
     for mark, fn in enumerate(functions):
         torch._dynamo.reset()
@@ -314,7 +314,7 @@ def test_two_plans_that_serve_at_once_have_each_their_own_operators() -> None:
     manager = managing(silu("vendor.acme", 1), silu("reference.torch"))
 
     def engine() -> tuple[Plan, Any]:
-        plan = take_place(dataclasses.replace(planning(manager, "compiled"), counts_calls=True))
+        plan = take_number(dataclasses.replace(planning(manager, "compiled"), counts_calls=True))
         bound = plan.bind("silu_and_mul", object(), frozenset())
         torch._dynamo.reset()
         return plan, torch.compile(bound, fullgraph=True, backend="aot_eager")
@@ -322,19 +322,19 @@ def test_two_plans_that_serve_at_once_have_each_their_own_operators() -> None:
     (first, run_first), (second, run_second) = engine(), engine()
     try:
         run_first(X), run_second(X), run_first(X)
-        assert (first.place, second.place) == (1, 2)
+        assert (first.number, second.number) == (1, 2)
         assert first.calls == {("silu_and_mul", "vendor.acme"): 2}
         assert second.calls == {("silu_and_mul", "vendor.acme"): 1}
-        leave_place(first)
+        release_number(first)
         third, run_third = engine()  # reuses the first one's operators, with its own counts
-        assert third.place == 1
+        assert third.number == 1
         run_third(X), run_second(X)
         assert third.calls == {("silu_and_mul", "vendor.acme"): 1}
         assert second.calls == {("silu_and_mul", "vendor.acme"): 2}
         assert first.calls == {("silu_and_mul", "vendor.acme"): 2}
     finally:
         for plan in (first, second, third):
-            leave_place(plan)
+            release_number(plan)
 
 
 @pytest.mark.parametrize("consumes", [frozenset(), BOTH])

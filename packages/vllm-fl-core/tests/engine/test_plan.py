@@ -14,7 +14,7 @@ from builders import X, failing, half, managing, norm, planning, refusing, silu
 from vllm_fl import BackendImplKind, OpImpl
 from vllm_fl.dispatch.context import building
 from vllm_fl.dispatch.resolver import FOREIGN, STOCK, Candidate, Trace
-from vllm_fl.engine.plan import Plan, PlanEntry, active_plan, leave_place, take_place
+from vllm_fl.engine.plan import Plan, PlanEntry, active_plan, release_number, take_number
 from vllm_fl.engine.start_line import line, notes
 from vllm_fl.errors import CallError
 from vllm_fl.plugins.registry import known_contracts
@@ -189,16 +189,16 @@ def test_an_implementation_that_takes_the_layer(mode: Any) -> None:
 def test_a_place_is_for_compiled_plans_and_the_first_that_is_free() -> None:
     manager = managing(silu("vendor.acme"))
     eager = planning(manager, "eager")
-    assert take_place(eager) is eager and eager.place == 1
-    plans = [take_place(planning(manager, "compiled")) for _ in range(3)]
+    assert take_number(eager) is eager and eager.number == 1
+    plans = [take_number(planning(manager, "compiled")) for _ in range(3)]
     try:
-        assert [plan.place for plan in plans] == [1, 2, 3]
-        leave_place(plans.pop(1))
-        plans += [take_place(planning(manager, "compiled")) for _ in range(2)]
-        assert [plan.place for plan in plans] == [1, 3, 2, 4]
+        assert [plan.number for plan in plans] == [1, 2, 3]
+        release_number(plans.pop(1))
+        plans += [take_number(planning(manager, "compiled")) for _ in range(2)]
+        assert [plan.number for plan in plans] == [1, 3, 2, 4]
     finally:
         for plan in plans:
-            leave_place(plan)
+            release_number(plan)
 
 
 def test_calls_that_no_compiler_sees_go_through_the_chain_in_a_compiled_plan_too() -> None:

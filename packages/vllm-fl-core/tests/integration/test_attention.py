@@ -87,7 +87,7 @@ def test_the_planned_backend_is_taken(plan: Callable[..., Plan]) -> None:
     assert ATTENTION.faults(made, FACTS) == {} and ATTENTION.why_not(FACTS).impls == {}
 
 
-def test_what_vllm_was_told_to_take_stands(plan: Callable[..., Plan]) -> None:
+def test_the_backend_set_in_vllms_arguments_stays(plan: Callable[..., Plan]) -> None:
     assert attention.choose(plan(), SimpleNamespace(name="TRITON_ATTN"), Request()) is None
 
 
@@ -142,7 +142,7 @@ def test_what_of_a_plugin_runs_is_noted_while_it_runs(plan: Callable[..., Plan])
     noted: list[str] = []
 
     def note(request: AttentionRequest) -> Any:
-        noted.append(breadcrumb.now())
+        noted.append(breadcrumb.current_note())
         return PATH if len(noted) > 1 else True
 
     made = plan(note, supports=note)

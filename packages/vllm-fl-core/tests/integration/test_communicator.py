@@ -241,14 +241,18 @@ def test_a_class_that_cannot_be_used_says_why(
     assert why in _problem(groups)
 
 
-def test_a_refusal_is_told_and_is_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_communicator_is_reported_and_is_not_a_candidate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[CommunicatorRequest] = []
     found = use(monkeypatch, acme(Sound, supports=lambda r: bool(asked.append(r)) or "no library"))
-    assert communicator.refusals(found) == {KEY: "does not support this engine: no library"}
+    assert communicator.communicator_refusals(found) == {
+        KEY: "does not support this engine: no library"
+    }
     assert communicator.Groups(Engine(found, 0)).communicators == ()
     assert asked[0].settings is found.settings
     elastic = replace(use(monkeypatch, acme(Sound)), communicator=facts(elastic=True).communicator)
-    assert "elastic expert parallelism" in communicator.refusals(elastic)[KEY]
+    assert "elastic expert parallelism" in communicator.communicator_refusals(elastic)[KEY]
 
 
 def test_where_batch_invariance_is_asked_for_the_groups_have_what_the_plan_says(

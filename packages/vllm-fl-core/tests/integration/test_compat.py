@@ -11,20 +11,23 @@ from typing import Any
 import forked
 import pytest
 
-from vllm_fl.integration.compat import leave_out_cuda_fusions, outside
+from vllm_fl.integration.compat import leave_out_cuda_fusions, unsupported_version
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.27.2.dev3+g0123abc.cpu", "0.33.1rc1"])
 def test_a_release_of_the_range_is_supported(version: str) -> None:
-    assert outside(version) is None
-    assert outside("0.1.dev1+g0123abc") is None, "a build from sources without tags"
+    assert unsupported_version(version) is None
+    assert unsupported_version("0.1.dev1+g0123abc") is None, "a build from sources without tags"
 
 
 @pytest.mark.parametrize("version", ["0.25.9", "0.34.0rc1", "1.0", "0.2.0", "0.100.0"])
 def test_another_release_is_named_with_the_range(version: str) -> None:
-    assert outside(version) == f"vLLM {version} is outside the supported range 0.26 to 0.33"
+    assert (
+        unsupported_version(version)
+        == f"vLLM {version} is outside the supported range 0.26 to 0.33"
+    )
 
 
 @pytest.mark.parametrize(("asked", "kept"), [(None, False), (False, False), (True, True)])

@@ -44,11 +44,11 @@ def forward(config: Any) -> Any:
 def test_the_forward_context_tells_two_engines_apart(two: Any) -> None:
     (first, one), (second, other) = two
     with forward(one):
-        assert engines.now() is first
+        assert engines.calling_engine() is first
         with forward(other):
-            assert engines.now() is second
-        assert engines.now() is first
-    assert engines.now() is None
+            assert engines.calling_engine() is second
+        assert engines.calling_engine() is first
+    assert engines.calling_engine() is None
 
 
 def test_it_goes_before_what_the_thread_is_in_and_reaches_other_threads(two: Any) -> None:
@@ -56,8 +56,8 @@ def test_it_goes_before_what_the_thread_is_in_and_reaches_other_threads(two: Any
     (first, one), (second, _) = two
     seen = []
     with engines.calling(second), forward(one):
-        assert engines.now() is first
-        thread = threading.Thread(target=lambda: seen.append(engines.now()))
+        assert engines.calling_engine() is first
+        thread = threading.Thread(target=lambda: seen.append(engines.calling_engine()))
         thread.start()
         thread.join()
     assert seen == [first]
@@ -67,9 +67,9 @@ def test_a_forward_pass_of_a_configuration_of_its_own_is_the_threads(two: Any) -
     """A drafter's configuration, for example: only its worker's method is known."""
     (first, _), _ = two
     with forward(engine_config()):
-        assert engines.now() is None
+        assert engines.calling_engine() is None
         with engines.calling(first):
-            assert engines.now() is first
+            assert engines.calling_engine() is first
 
 
 def test_an_engine_that_has_ended_calls_no_more() -> None:
@@ -77,7 +77,7 @@ def test_an_engine_that_has_ended_calls_no_more() -> None:
     ended.begin(config)
     ended.unbind()
     with forward(config):
-        assert engines.now() is None
+        assert engines.calling_engine() is None
     ended.unbind()  # a second shutdown
 
 
@@ -88,14 +88,14 @@ class Worker:
         self.seen: list[Any] = []
 
     def execute_model(self, scheduled: str, *, more: int = 0) -> tuple[str, int]:
-        self.seen.append(engines.now())
+        self.seen.append(engines.calling_engine())
         return scheduled, more
 
     def determine_available_memory(self) -> None:
         raise MemoryError
 
     def get_model(self) -> Any:
-        return engines.now()
+        return engines.calling_engine()
 
 
 def test_the_workers_methods_that_run_the_model_call_for_its_engine() -> None:
@@ -113,5 +113,5 @@ def test_the_workers_methods_that_run_the_model_call_for_its_engine() -> None:
     with pytest.raises(MemoryError):
         worker.determine_available_memory()
     assert given_back == ["the last", "the first"], "a start that fails ends the engine"
-    assert worker.get_model() is worker.vllm_fl_engine and engines.now() is None
+    assert worker.get_model() is worker.vllm_fl_engine and engines.calling_engine() is None
     assert not hasattr(planned, "sample_tokens"), "vLLM asks workers what they have"

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from vllm_fl.errors import StartError
 from vllm_fl.integration import exchange
 from vllm_fl.integration.exchange import gathered
-from vllm_fl.plugins.breadcrumb import running
+from vllm_fl.plugins.breadcrumb import noting
 
 SIZE = 3
 Rank = Callable[[int, Any], Any]
@@ -72,7 +72,7 @@ def test_a_late_rank_is_logged_with_what_it_runs(tmp_path: Path) -> None:
     def late(rank: int, world: Any) -> list[list[int]]:
         exchanged(rank, world)
         if rank == 1:
-            with running("the first run of 'vendor.acme'", named=False):
+            with noting("the first run of 'vendor.acme'", named=False):
                 time.sleep(1)
         return [exchanged(rank, world) for _ in range(3)]
 

@@ -25,7 +25,7 @@ from vllm_fl.contracts.binding import Binding, FunctionTarget
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.engines import calling
 from vllm_fl.integration.patchers.functions import Functions
-from vllm_fl.integration.patchers.taking import Choice
+from vllm_fl.integration.patchers.process_wide import Choice
 
 PATCHER = Functions()
 

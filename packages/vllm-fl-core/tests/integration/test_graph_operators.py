@@ -204,7 +204,7 @@ def test_a_reference_is_what_the_graph_has_already() -> None:
     )
 
 
-def test_an_op_is_left_whose_part_is_planned_itself_and_no_code_of_vllms() -> None:
+def test_an_op_with_a_planned_part_keeps_vllms_operator() -> None:
     kind, vendor = kind_of("vendor.acme")
 
     def left(**orders: Any) -> dict[str, str]:

@@ -48,7 +48,7 @@ def test_every_layer_that_a_binding_names_is_there_and_has_one_op() -> None:
         assert layer.registered in custom_op.op_registry
 
 
-def test_no_layer_is_looked_up_whose_import_would_open_the_gpu(
+def test_a_layer_is_not_looked_up_if_its_import_would_open_the_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vLLM forks an engine's processes only before the GPU is open; spawned ones reimport all."""
@@ -101,7 +101,9 @@ def test_layers_of_each_of_vllms_tables_are_replaced_though_names_were_rebound_b
         assert layer(X)[0, 0] == 103 and module.op_registry_oot == {}
 
 
-def test_a_layer_of_another_plugins_is_told_with_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_of_another_plugin_is_reported_with_its_owner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     theirs = type("Theirs", (), {"__module__": "pytest"})
     monkeypatch.setitem(custom_op.op_registry_oot, "SiluAndMul", theirs)
     (owner_text,) = [v for k, v in layers.foreign_layers().items() if k == "SiluAndMul"]

@@ -29,7 +29,7 @@ from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.config import CompilationMode, VllmConfig
 from vllm.config.utils import Range as VllmRange
 
-from vllm_fl.engine.plan import Plan, leave_place, take_place
+from vllm_fl.engine.plan import Plan, release_number, take_number
 from vllm_fl.engine.ranges import Range
 from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.engines import calling
@@ -97,12 +97,12 @@ def planned() -> Iterator[Planned]:
 
     def make(order: Any, *impls: OpImpl) -> Plan:
         manager = managing(*impls, per_op_order={impls[0].op_name: order})
-        taken.append(take_place(planning(manager, "compiled")))
+        taken.append(take_number(planning(manager, "compiled")))
         return taken[-1]
 
     yield make
     for plan in taken:
-        leave_place(plan)
+        release_number(plan)
 
 
 def lowered(
@@ -161,7 +161,7 @@ def test_a_range_of_one_traceable_choice_has_its_code_and_no_operator(
     assert in_graphs(engine_of(plan)).inlined[OP, Range(*sizes), impl_id] == (not stays)
 
 
-def test_code_in_a_graph_says_whose_it_is(planned: Planned) -> None:
+def test_code_in_a_graph_has_the_name_of_its_implementation(planned: Planned) -> None:
     """A profiler attributes a fused kernel by these names."""
     plan = planned(ROWS, *three())
     bound = plan.bind(OP, object(), NOTHING)
@@ -207,7 +207,7 @@ def test_rows_go_by_what_the_call_has_and_not_by_vllms_number_of_tokens(
         pytest.param(lambda bound, x, y: bound(x[: x.shape[0] // 2 + 1]), id="not linear"),
     ],
 )
-def test_where_the_token_count_cannot_be_told_the_operator_stays_and_is_named(
+def test_with_an_unknown_token_count_the_operator_stays_and_is_logged(
     planned: Planned, function: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = planned(ROWS, *three())
@@ -416,7 +416,7 @@ def test_where_vllm_does_not_compile_by_range_nothing_is_split(
 ) -> None:
     plan = planned(ROWS, *three())
     assert split(plan, endpoints=None, **fields).compile_ranges_endpoints is None
-    assert ranges.planned(by_range(plan), config([4, 16, 64], [], **fields)) == {}
+    assert ranges.inlined_ranges(by_range(plan), config([4, 16, 64], [], **fields)) == {}
 
 
 def test_what_is_reported_is_what_was_planned_and_what_became_of_it(planned: Planned) -> None:
@@ -424,8 +424,8 @@ def test_what_is_reported_is_what_was_planned_and_what_became_of_it(planned: Pla
     bound = plan.bind(OP, object(), NOTHING)
     for sizes in ((1, 4), (5, 16)):
         lowered(plan, sizes, bound, torch.randn(8, 8))
-    chosen = ranges.planned(by_range(plan), config([16, 64], []))[OP]
-    assert ranges.describe(chosen) == "inlined in 1 of 2 ranges (17-64 tokens)"
+    chosen = ranges.inlined_ranges(by_range(plan), config([16, 64], []))[OP]
+    assert ranges.describe_ranges(chosen) == "inlined in 1 of 2 ranges (17-64 tokens)"
     assert reported(plan, config([4, 16, 64])) == {
         OP: [
             {"first": 1, "last": 4, "impl": "vendor.acme", "places": 1, "operators": 0},
@@ -448,7 +448,7 @@ def test_the_platforms_own_pass_manager_has_our_pass_where_there_is_something_to
     monkeypatch.setattr(PostGradPassManager, "configure", lambda self, config: None)
 
     def added(plan: Plan | None, **fields: Any) -> list[Any]:
-        monkeypatch.setattr(passes, "now", lambda: plan and engine_of(plan))
+        monkeypatch.setattr(passes, "calling_engine", lambda: plan and engine_of(plan))
         made = manager()
         made.configure(config([LARGEST], **fields))
         return list(made.passes)
@@ -470,7 +470,7 @@ def test_a_devices_manager_that_takes_no_pass_is_named_and_starts(
 
     plan = planned(ROWS, *three())
     plan.bind(OP, object(), NOTHING)
-    monkeypatch.setattr(passes, "now", lambda: engine_of(plan))
+    monkeypatch.setattr(passes, "calling_engine", lambda: engine_of(plan))
     manager: Any = type("BareFL", (passes._WithOurPasses, Bare), {})
     manager().configure(config([LARGEST]))
     assert "Bare does not accept additional passes" in caplog.text

@@ -21,7 +21,7 @@ def test_every_variable_that_is_read_before_the_configuration_is_carried() -> No
     assert "VLLM_FL_PLUGIN_MODULES" in env and "VLLM_FL_PLATFORM" in env
 
 
-def test_what_the_user_told_ray_stays() -> None:
+def test_the_users_setting_of_ray_stays() -> None:
     theirs = {"working_dir": "/w", "env_vars": {"VLLM_FL_LOG_LEVEL": "ERROR", "A": "b"}}
     config = parallel(theirs)
     carry_startup(config, {"VLLM_FL_LOG_LEVEL": "DEBUG", "VLLM_FL_PLUGINS": "acme"})

@@ -37,7 +37,7 @@ from vllm_fl.contracts.binding import Binding, LayerTarget, OperatorTarget
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.engines import calling
 from vllm_fl.integration.patchers import operators
-from vllm_fl.integration.patchers.taking import Choice
+from vllm_fl.integration.patchers.process_wide import Choice
 from vllm_fl.plugins.registry import known_contracts
 
 PATCHER, CPU = operators.Operators(), torch.device("cpu")

@@ -198,7 +198,7 @@ def test_what_is_found_out_through_the_object_is_the_vendors(
     assert not hasattr(Vendor, "vllm_fl_device"), "what is ours is not"
 
 
-def test_what_the_vendor_has_cached_is_not_made_anew(in_place: Callable[[Any], Any]) -> None:
+def test_objects_that_the_vendor_cached_are_not_recreated(in_place: Callable[[Any], Any]) -> None:
     pool = Vendor.pool()
     made = in_place(Vendor())
     assert made.pool() is pool is Vendor.pool() and Vendor.made == [Vendor]

@@ -262,7 +262,7 @@ def test_a_layer_of_another_plugins_is_left_to_it_until_the_op_is_ordered(
         ({"backend": SimpleNamespace(name="X")}, "attention_backend", "attention_config.backend"),
     ],
 )
-def test_what_the_user_told_vllm_is_the_reason(fields: Any, op: str, why: str) -> None:
+def test_a_setting_of_vllm_is_the_reason(fields: Any, op: str, why: str) -> None:
     config = engine_config(**fields)
     note_user_priority(config)
     assert plan_for(facts_of(config)).entries[op].note.startswith(why)

@@ -7,8 +7,8 @@ from typing import Any
 
 from vllm_fl.integration.ranks import (
     Opinion,
-    differences,
     lacking,
+    plan_differences,
     united,
 )
 from vllm_fl.plugins.inspection import FAILED, LACKED, REJECTED, Objection
@@ -38,10 +38,10 @@ def test_the_difference_is_in_the_sentence() -> None:
         ({"source": "cc"}, "source cc"),
         ({"kernels": {"acme-kernels": "2.1 dd"}}, "acme-kernels 2.1 dd"),
     ):
-        (line,) = differences([opinion(), opinion(**changed)])
+        (line,) = plan_differences([opinion(), opinion(**changed)])
         before, _, after = line.partition("rank 1 has")
         assert words in after and words not in before
-    (line,) = differences([opinion(), NOTHING])
+    (line,) = plan_differences([opinion(), NOTHING])
     assert line.endswith("rank 1 has none")
 
 

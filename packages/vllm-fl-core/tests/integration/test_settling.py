@@ -49,7 +49,7 @@ def inspecting(monkeypatch: pytest.MonkeyPatch, answer: Any, **policy: Any) -> A
             raise answer
         return dict(answer) if verifies else {}
 
-    monkeypatch.setattr(settling, "inspect_plan", inspect)
+    monkeypatch.setattr(settling, "collect_objections", inspect)
     engine = engine_of(planning(managing(silu("vendor.acme"), **policy)))
     vars(engine.facts.settings)["policy"] = managing(silu("vendor.acme"), **policy).policy
     return engine
@@ -119,7 +119,7 @@ def test_verifiers_are_asked_if_no_rank_objects(monkeypatch: pytest.MonkeyPatch)
 
     engine = inspecting(monkeypatch, {})
     monkeypatch.setattr(engines, "exchange", exchange)
-    monkeypatch.setattr(settling, "inspect_plan", inspect)
+    monkeypatch.setattr(settling, "collect_objections", inspect)
     monkeypatch.setattr(settling, "_disable", lambda engine, _, new: engine.disabled.update(new))
     settling.settle(engine, Moment.LOADED)
     assert asked == [False, False, True] and engine.disabled[KEY].rank == 1
@@ -133,7 +133,7 @@ def test_remarks_are_of_the_last_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         return {KEY: Objection(FAILED, "it is wrong")} if verifies else {}
 
     engine = inspecting(monkeypatch, {})
-    monkeypatch.setattr(settling, "inspect_plan", inspect)
+    monkeypatch.setattr(settling, "collect_objections", inspect)
     monkeypatch.setattr(settling, "_disable", lambda engine, _, new: engine.disabled.update(new))
     settling.settle(engine, Moment.LOADED)
     assert engine.remarks[Moment.LOADED] == ["seed 1"]
@@ -158,8 +158,8 @@ def test_a_table_that_one_rank_cannot_use_is_dropped_on_all(
     settings = replace(engine.facts.settings, tuned=Table("t.yaml"))
     engine.facts, engine.contents = replace(engine.facts, settings=settings), {"ops": {}}
     monkeypatch.setattr(engines, "exchange", exchange)
-    monkeypatch.setattr(settling, "inspect_plan", inspect)
-    monkeypatch.setattr(settling, "make_plan", made.append)
+    monkeypatch.setattr(settling, "collect_objections", inspect)
+    monkeypatch.setattr(settling, "set_plan", made.append)
     settling.settle(engine, Moment.PLANNED)
     assert made == [engine] and asked == [False, False, True]
     table = engine.facts.settings.tuned
@@ -180,7 +180,7 @@ def test_ranks_that_chose_differently_by_timing_are_a_warning(
     impls = silu("vendor.acme", choices=lambda: picks), silu("vendor.broken", choices=lambda: 1 / 0)
     engine = engine_of(planning(managing(*impls, per_op_order={"silu_and_mul": ["vendor"]})))
     monkeypatch.setattr(engines, "exchange", exchange)
-    monkeypatch.setattr(settling, "inspect_plan", lambda *_, **__: {})
+    monkeypatch.setattr(settling, "collect_objections", lambda *_, **__: {})
     settling.settle(engine, Moment.CACHED)
     assert not caplog.records
     picks[64] = "tiles of 32"

@@ -8,8 +8,8 @@ import pytest
 from builders import managing, planning
 
 from vllm_fl.engine.start_line import line
-from vllm_fl.integration.patchers.classes import class_of, refusal_of
-from vllm_fl.plugins.forms import from_older_form
+from vllm_fl.integration.patchers.classes import class_of, class_refusal
+from vllm_fl.plugins.signatures import from_older_form
 from vllm_fl.plugins.types import (
     ATTENTION,
     AttentionImpl,
@@ -55,7 +55,7 @@ def exiting(request: AttentionRequest) -> bool:
     ],
 )
 def test_what_a_backend_says_to_a_request(supports: Any, expected: str | None) -> None:
-    assert refusal_of(acme(supports=supports), ATTENTION, PLAIN) == expected
+    assert class_refusal(acme(supports=supports), ATTENTION, PLAIN) == expected
 
 
 def test_the_class_may_depend_on_the_request() -> None:

@@ -16,9 +16,9 @@ import pytest
 from vllm_fl.plugins import breadcrumb
 
 RUN = (
-    "from vllm_fl.plugins.breadcrumb import running\n"
+    "from vllm_fl.plugins.breadcrumb import noting\n"
     "import os, sys, time\n"
-    "with running({what!r}):\n    "
+    "with noting({what!r}):\n    "
 )
 
 
@@ -58,8 +58,8 @@ def test_what_ends_by_itself_leaves_nothing(notes: Path, code: str) -> None:
 
 
 def test_the_innermost_is_named() -> None:
-    run("with running('the inner one'): os._exit(0)", "the outer one")
-    run("\n    with running('an inner one that ended'): pass\n    os._exit(0)", "another outer one")
+    run("with noting('the inner one'): os._exit(0)", "the outer one")
+    run("\n    with noting('an inner one that ended'): pass\n    os._exit(0)", "another outer one")
     assert whats() == ["the inner one", "another outer one"]
 
 
@@ -79,10 +79,10 @@ def test_what_has_run_to_its_end_since_is_forgotten() -> None:
     for _ in range(3):
         run("os._exit(0)")
     assert whats() == ["the import of acme"]
-    with breadcrumb.running("the import of another"):
+    with breadcrumb.noting("the import of another"):
         pass
     assert whats() == ["the import of acme"]
-    with breadcrumb.running("the import of acme"):
+    with breadcrumb.noting("the import of acme"):
         pass
     assert whats() == []
 
@@ -123,7 +123,7 @@ def test_what_takes_long_is_named_while_it_runs(
     handler = Noting()
     logging.getLogger("vllm_fl.plugins").addHandler(handler)
     try:
-        with breadcrumb.running("the import of acme"):
+        with breadcrumb.noting("the import of acme"):
             assert named.wait(60)
     finally:
         logging.getLogger("vllm_fl.plugins").removeHandler(handler)

@@ -16,13 +16,13 @@ from vllm_fl.contracts.binding import Contract
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.startup import Startup
 from vllm_fl.errors import PluginError
-from vllm_fl.plugins.discovery import CONTRACTS, GROUP, discover
+from vllm_fl.plugins.discovery import BACKENDS, CONTRACTS, discover
 from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.installed import required_by
 from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.registry import OpRegistry, known_contracts
-from vllm_fl.plugins.reserved import OPS
+from vllm_fl.plugins.reserved import FL_OPS
 from vllm_fl.plugins.snapshot import EMPTY
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings
@@ -80,10 +80,10 @@ def backend(distribution: str | None, op: str) -> Plugin:
 @pytest.mark.parametrize(
     ("only", "loaded"),
     [
-        (None, ["fl-acme", "fl-acme-ops", "fl-other", OPS]),
+        (None, ["fl-acme", "fl-acme-ops", "fl-other", FL_OPS]),
         ([], []),
-        (["FL_acme"], ["fl-acme", "fl-acme-ops", OPS]),
-        (["fl-absent"], ["fl-acme-ops", OPS]),
+        (["FL_acme"], ["fl-acme", "fl-acme-ops", FL_OPS]),
+        (["fl-absent"], ["fl-acme-ops", FL_OPS]),
     ],
 )
 def test_contracts_come_along_with_any_name_and_nothing_else_is_imported(
@@ -96,7 +96,7 @@ def test_contracts_come_along_with_any_name_and_nothing_else_is_imported(
         backend("fl-acme", "acme"),
         data("fl-acme-ops", "acme_op"),
         backend("fl-other", "other") if "fl-other" in loaded else found("fl-other", data=False),
-        data(OPS, "rms_norm"),
+        data(FL_OPS, "rms_norm"),
     ]
     registry = OpRegistry(EMPTY)
     plugins = load(registry, every, only=only)
@@ -107,7 +107,7 @@ def test_contracts_come_along_with_any_name_and_nothing_else_is_imported(
 
 def test_a_module_that_the_user_names_has_the_ops_too() -> None:
     registry = OpRegistry(EMPTY)
-    load(registry, [backend(None, "rms_norm"), found(OPS, bringing("rms_norm"))], only=[])
+    load(registry, [backend(None, "rms_norm"), found(FL_OPS, bringing("rms_norm"))], only=[])
     assert [*registry.snapshot().contracts] == ["rms_norm"]
 
 
@@ -117,7 +117,7 @@ def test_what_brings_more_than_contracts_is_no_data() -> None:
     registry = OpRegistry(EMPTY)
     (plugin,) = load(registry, [found("fl-acme-ops", more)])
     assert plugin.status == "failed" and not registry.snapshot().contracts
-    assert f"it implements contracts, register_ops; use the group {GROUP}" in str(plugin.error)
+    assert f"it implements contracts, register_ops; use the group {BACKENDS}" in str(plugin.error)
 
 
 @pytest.mark.parametrize("data", [True, False])
@@ -127,11 +127,12 @@ def test_a_contract_of_vllm_fl_ops_stays_and_its_namesake_is_refused(
 ) -> None:
     stranger = found(distribution, bringing("rms_norm", "acme_op"), data=data)
     registry = OpRegistry(EMPTY)
-    mine, ours = load(registry, [stranger, found(OPS, bringing("rms_norm"))])
+    mine, ours = load(registry, [stranger, found(FL_OPS, bringing("rms_norm"))])
     assert (mine.status, ours.status) == ("failed", "ok")
-    assert f"the contract of op 'rms_norm' rejected: also provided by {OPS} 1.0" in str(mine.error)
+    why = f"the contract of op 'rms_norm' rejected: also provided by {FL_OPS} 1.0"
+    assert why in str(mine.error)
     authors = registry.snapshot().authors
-    assert {op: owner.label for op, owner in authors.items()} == {"rms_norm": OPS}
+    assert {op: owner.label for op, owner in authors.items()} == {"rms_norm": FL_OPS}
 
 
 def started(*every: Plugin) -> OpManager:
@@ -143,7 +144,7 @@ def started(*every: Plugin) -> OpManager:
 
 
 @pytest.mark.parametrize("broken", [ImportError("no such file"), bringing("a", "not a name")])
-def test_an_implementation_whose_contract_may_be_lost_ends_the_start_by_name(broken: Any) -> None:
+def test_an_implementation_without_its_contract_ends_the_startup(broken: Any) -> None:
     manager = started(backend("fl-acme", "acme_op"), found("fl-acme-ops", broken))
     for use in (lambda: planning(manager), lambda: manager.call("acme_op", torch.ones(2))):
         with pytest.raises(PluginError) as caught:
@@ -163,15 +164,15 @@ def test_without_the_ops_an_implementation_ends_the_start_by_name() -> None:
         with pytest.raises(PluginError, match="Op 'silu_and_mul' has no contract") as caught:
             use()
         assert (caught.value.op, caught.value.impl) == ("silu_and_mul", "vendor.acme")
-        assert caught.value.distribution == OPS
-        assert f"{OPS} is not installed: pip install {OPS}" in str(caught.value)
+        assert caught.value.distribution == FL_OPS
+        assert f"{FL_OPS} is not installed: pip install {FL_OPS}" in str(caught.value)
 
 
 def test_the_group_says_it_and_metadata_says_what_is_required(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, group, required in (
-        ("fl_acme", GROUP, ["Fl.Acme_Ops>=1,<2", 'torch ; extra == "gpu"', "pluggy (>=1)"]),
+        ("fl_acme", BACKENDS, ["Fl.Acme_Ops>=1,<2", 'torch ; extra == "gpu"', "pluggy (>=1)"]),
         ("fl_acme_ops", CONTRACTS, []),
     ):
         folder = tmp_path / f"{name}-1.0.dist-info"

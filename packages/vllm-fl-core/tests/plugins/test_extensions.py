@@ -13,14 +13,21 @@ import pytest
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.startup import Startup
 from vllm_fl.errors import PluginError, SettingsError, StartError
-from vllm_fl.plugins.calling import asking, checks, enter_session, objections, rejections, sections
+from vllm_fl.plugins.calling import (
+    asking,
+    checks,
+    enter_session,
+    objections,
+    plugin_rejections,
+    sections,
+)
 from vllm_fl.plugins.discovery import EXTENSIONS
 from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.inspection import Check, GroupFacts, Moment, Objection
 from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.plugin import Kind, Owner, Plugin
 from vllm_fl.plugins.registry import OpRegistry, known_contracts
-from vllm_fl.plugins.reserved import OPS, unread, unverified
+from vllm_fl.plugins.reserved import FL_OPS, unread, unverified
 from vllm_fl.plugins.snapshot import EMPTY
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings
@@ -77,7 +84,7 @@ def test_an_extension_of_ours_is_loaded_whatever_is_named(
         found(distribution, verifier()),
         found("fl-other", named if only != [] else None, "backend"),
         # Selecting only plugins without a backend needs no contracts, even with extensions.
-        found(OPS, plugin(contracts=nothing) if only != [] else None, "contracts"),
+        found(FL_OPS, plugin(contracts=nothing) if only != [] else None, "contracts"),
     )
     mine, other, ops = load(registry, every, only=only)
     assert (mine.status, mine.kind, mine.verifies) == ("ok", "extension", True)
@@ -256,9 +263,9 @@ def test_a_verifier_is_asked_what_it_cannot_measure_and_no_thread_is_started(
     other = one(plugin(rejections=raising(AssertionError())), "fl-acme", "backend")
     monkeypatch.setattr(threading.Thread, "start", lambda _: pytest.fail("a thread was started"))
     both, settings = (mine, other), load_settings({}, platform="cpu")
-    assert rejections(both, settings, "silu_and_mul", [IMPL], FREE, SPEC) == {}
-    assert rejections(both, settings, "silu_and_mul", [IMPL]) == {}
-    rejected = rejections(both, settings, "silu_and_mul", [IMPL], ASKS, SPEC)
+    assert plugin_rejections(both, settings, "silu_and_mul", [IMPL], FREE, SPEC) == {}
+    assert plugin_rejections(both, settings, "silu_and_mul", [IMPL]) == {}
+    rejected = plugin_rejections(both, settings, "silu_and_mul", [IMPL], ASKS, SPEC)
     assert rejected == {"vendor.acme": "VLLM_BATCH_INVARIANT=1, and it is not measured"}
     assert asked == [(ASKS, SPEC)]
 

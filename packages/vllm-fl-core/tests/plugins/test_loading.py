@@ -17,13 +17,13 @@ from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.startup import Startup
 from vllm_fl.errors import DuplicateError, PluginError, SettingsError, VllmFLError
 from vllm_fl.plugins.calling import (
-    findings,
+    plugin_findings,
+    plugin_rejections,
     policy_files,
-    rejections,
     start_in_worker,
 )
 from vllm_fl.plugins.device import DeviceProfile, find_device
-from vllm_fl.plugins.discovery import discover, unmatched
+from vllm_fl.plugins.discovery import discover, unmatched_plugins
 from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.registry import OpRegistry
@@ -455,8 +455,8 @@ def test_whatever_its_other_hooks_raise_is_one_error_with_its_name(
     settings = load_settings({"ACME_MODE": "1"}, platform="cpu", plugins=plugin.settings)
     errors = [policy_files([plugin], "cpu")[1][0]]
     for ask in (
-        lambda: rejections(registry.plugins, settings, "silu_and_mul", ()),
-        lambda: findings(plugin, settings),
+        lambda: plugin_rejections(registry.plugins, settings, "silu_and_mul", ()),
+        lambda: plugin_findings(plugin, settings),
         *([] if deep else [lambda: find_device([plugin])]),
     ):
         with pytest.raises(PluginError) as caught:
@@ -541,7 +541,7 @@ def test_a_foreign_name_forges_no_line(write: Write) -> None:
     assert str(plugin.error).isprintable()
 
 
-def test_it_declares_the_distributions_whose_kernels_it_runs(write: Write) -> None:
+def test_it_declares_the_distributions_of_the_kernels_that_it_runs(write: Write) -> None:
     plugin, registry = one(write("KERNEL_DISTRIBUTIONS = ('acme-kernels',)\n" + SOUND))
     assert plugin.status == "ok"
     assert plugin.owner.kernels == ("acme-kernels",)
@@ -559,11 +559,11 @@ def test_it_declares_the_distributions_whose_kernels_it_runs(write: Write) -> No
         ("zzz", "Installed: vllm-fl-numba, vllm-fl-reference."),
     ],
 )
-def test_a_name_that_nobody_has_is_told_with_what_was_meant(name: str, words: str) -> None:
+def test_an_unknown_name_is_reported_with_a_suggestion(name: str, words: str) -> None:
     owners = [Owner("numba", "vllm-fl-numba"), Owner("torchlike", "vllm_fl_reference")]
-    (line,) = unmatched(owners, [name, "VLLM_FL.numba"])
+    (line,) = unmatched_plugins(owners, [name, "VLLM_FL.numba"])
     assert repr(name) in line and words in line
-    assert unmatched(owners, None) == unmatched(owners, []) == ()
+    assert unmatched_plugins(owners, None) == unmatched_plugins(owners, []) == ()
 
 
 def test_policy_files_and_errors(write: Write) -> None:

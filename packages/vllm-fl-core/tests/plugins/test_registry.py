@@ -12,7 +12,7 @@ from vllm_fl.errors import PluginError
 from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
-from vllm_fl.settings.policy import SelectionPolicy, Token
+from vllm_fl.settings.policy import SelectionPolicy, Selector
 
 ACME = Owner("acme", "vllm-fl-acme", "1.0", "/site/acme")
 BETA = Owner("beta", "vllm-fl-beta", "2.0", "/site/beta")
@@ -134,7 +134,7 @@ def test_a_vendor_that_differs_from_its_id_in_case_alone_is_taken_and_deprecated
         impl = OpImpl("silu_and_mul", "vendor.cuda", vendor, silu_and_mul, vendor="CUDA")
     assert (impl.impl_id, impl.vendor) == ("vendor.cuda", "CUDA")
     for name in ("cuda", "CUDA"):
-        assert Token("vendor", name).matches(impl)
+        assert Selector("vendor", name).matches(impl)
         assert SelectionPolicy(deny_vendors=frozenset({name})).refuses(impl)
         assert SelectionPolicy(allow_vendors=frozenset({name})).refuses(impl) is None
     assert SelectionPolicy(allow_vendors=frozenset({"Cuda"})).refuses(impl)

@@ -27,7 +27,7 @@ from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.registry import OpRegistry, known_contracts
-from vllm_fl.plugins.reserved import OPS
+from vllm_fl.plugins.reserved import FL_OPS
 from vllm_fl.plugins.snapshot import EMPTY
 
 SPEC = known_contracts().contracts["silu_and_mul"]
@@ -111,7 +111,7 @@ def test_a_place_of_any_kind_is_the_first_plugins(plugin: Any, target: str) -> N
 
 def test_places_of_our_ops_are_ours_whoever_is_loaded_first(plugin: Any) -> None:
     stranger = plugin("fl-acme", {"acme_norm": [IrTarget("rms_norm", same)]})
-    ours = next(f for f in discover() if f.owner.distribution == OPS)
+    ours = next(f for f in discover() if f.owner.distribution == FL_OPS)
     registry = OpRegistry(EMPTY)
     mine, ops = load(registry, [stranger, ours])
     assert (mine.status, ops.status) == ("failed", "ok")

@@ -67,7 +67,7 @@ def order(settings: Settings, device: str = H100) -> str:
         (H100, "eager", []),
     ],
 )
-def test_those_in_force_are_told_with_their_figures(
+def test_orders_in_effect_are_reported_with_their_measurements(
     read: Read, device: str, mode: Mode, ops: list[str]
 ) -> None:
     orders = {"linear": ORDER, "rms_norm": {**ORDER, "compiled": "stock"}, "silu_and_mul": ORDER}
@@ -94,7 +94,7 @@ def test_it_holds_on_its_devices_in_its_mode_before_the_lists_for_all(
     assert pickle.loads(pickle.dumps(settings)) == settings
 
 
-def test_devices_are_told_first_too_and_the_first_order_counts(read: Read) -> None:
+def test_the_first_order_for_a_device_applies(read: Read) -> None:
     first = section({"compiled": "vendor", "measured": MEASURED}, name="NVIDIA H100*")
     settings = read([first, section()])
     assert order(settings).startswith("vendor|")

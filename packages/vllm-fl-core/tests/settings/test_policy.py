@@ -13,26 +13,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
-from vllm_fl.settings.policy import KINDS, MODES, OpOrder, SelectionPolicy, Token
+from vllm_fl.settings.policy import IMPL_KINDS, MODES, OpOrder, SelectionPolicy, Selector
 
 ACME = OpImpl("rms_norm", "vendor.acme", BackendImplKind.VENDOR, lambda: None, "acme")
 GEMS = OpImpl("rms_norm", "default.flagos", BackendImplKind.DEFAULT, lambda: None)
 TORCH = OpImpl("rms_norm", "reference.torch", BackendImplKind.REFERENCE, lambda: None)
 
 names = st.from_regex(r"[a-z][a-z0-9_.]{0,8}", fullmatch=True)
-tokens = st.one_of(
-    st.sampled_from([*KINDS, "stock"]),
+selectors = st.one_of(
+    st.sampled_from([*IMPL_KINDS, "stock"]),
     names.map("vendor:{}".format),
     names.map("impl:{}".format),
 )
-STOCK = (Token("stock"),)
-orders = st.lists(tokens, min_size=1, max_size=6, unique=True)
+STOCK = (Selector("stock"),)
+orders = st.lists(selectors, min_size=1, max_size=6, unique=True)
 
 
-@given(tokens)
+@given(selectors)
 def test_token_prints_what_it_reads(text: str) -> None:
-    assert str(Token.parse(text)) == text
-    assert Token.parse(f"  {text} ") == Token.parse(text)
+    assert str(Selector.parse(text)) == text
+    assert Selector.parse(f"  {text} ") == Selector.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -41,21 +41,21 @@ def test_token_prints_what_it_reads(text: str) -> None:
 )
 def test_token_refuses(text: str) -> None:
     with pytest.raises(ValueError, match="is not a valid selector"):
-        Token.parse(text)
+        Selector.parse(text)
 
 
 def test_an_id_is_read_as_logs_have_it() -> None:
-    assert str(Token.parse("vendor.acme")) == "impl:vendor.acme"
-    assert Token.parse("default.flagos").matches(GEMS)
+    assert str(Selector.parse("vendor.acme")) == "impl:vendor.acme"
+    assert Selector.parse("default.flagos").matches(GEMS)
 
 
 def test_token_suggests_the_near_one() -> None:
     with pytest.raises(ValueError, match="Did you mean 'reference'"):
-        Token.parse("refrence")
+        Selector.parse("refrence")
 
 
 @pytest.mark.parametrize(
-    ("token", "matched"),
+    ("selector", "matched"),
     [
         ("flagos", {GEMS}),
         ("reference", {TORCH}),
@@ -66,17 +66,19 @@ def test_token_suggests_the_near_one() -> None:
         ("stock", set()),
     ],
 )
-def test_token_matches(token: str, matched: set[OpImpl]) -> None:
-    assert {impl for impl in (ACME, GEMS, TORCH) if Token.parse(token).matches(impl)} == matched
+def test_selector_matches(selector: str, matched: set[OpImpl]) -> None:
+    assert {
+        impl for impl in (ACME, GEMS, TORCH) if Selector.parse(selector).matches(impl)
+    } == matched
 
 
-@given(orders, st.sampled_from(KINDS))
+@given(orders, st.sampled_from(IMPL_KINDS))
 def test_preference_re_sorts_stably_and_adds_nothing(texts: list[str], kind: str) -> None:
     order = OpOrder.of(texts, pinned=False)
     after = order.preferring(kind)
-    ((_, before),), ((_, tokens),) = order.eager, after.eager
-    front = [token for token in before if token.preference == kind]
-    assert list(tokens) == front + [token for token in before if token not in front]
+    ((_, before),), ((_, selectors),) = order.eager, after.eager
+    front = [selector for selector in before if selector.preference == kind]
+    assert list(selectors) == front + [selector for selector in before if selector not in front]
     assert after.compiled == after.eager
     assert OpOrder.of(texts).preferring(kind) == OpOrder.of(texts)
 
@@ -111,7 +113,7 @@ def test_an_order_by_size_is_that_of_the_first_ceiling_that_holds_the_call() -> 
     assert policy.ceilings("rms_norm") == policy.ceilings("rms_norm", "compiled") == (16, 256)
     assert policy.ceilings("silu_and_mul") == ()
     assert str(order) == "<=16 vendor, <=256 flagos|vendor, rest reference"
-    assert order.eager[-1] == (None, (Token.parse("reference"),))
+    assert order.eager[-1] == (None, (Selector.parse("reference"),))
 
 
 @pytest.mark.parametrize(

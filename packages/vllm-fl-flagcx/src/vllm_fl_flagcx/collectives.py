@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .library import Library, LibraryError, loaded
+from .library import Library, LibraryError, loaded_library
 
 __all__ = ["Collectives"]
 
@@ -55,7 +55,7 @@ class Collectives:
             LibraryError: no library was loaded.
             FlagcxError: joining failed.
         """
-        library = loaded()
+        library = loaded_library()
         if library is None:
             raise LibraryError(
                 "FlagCX's library was not loaded before its communicator was created"

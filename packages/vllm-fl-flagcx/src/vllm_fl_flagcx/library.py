@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["FlagcxError", "Library", "LibraryError", "find", "load", "loaded"]
+__all__ = ["FlagcxError", "Library", "LibraryError", "find", "load_library", "loaded_library"]
 
 FILE = "libflagcx.so"
 BELOW = ("build/lib", "lib")
@@ -201,7 +201,7 @@ _loaded: dict[Path, Library] = {}
 _loading = threading.Lock()
 
 
-def load(path: Path) -> Library:
+def load_library(path: Path) -> Library:
     """Return the library at this path; a process can load only one.
 
     Raises:
@@ -217,6 +217,6 @@ def load(path: Path) -> Library:
         return _loaded[path]
 
 
-def loaded() -> Library | None:
+def loaded_library() -> Library | None:
     """Return the library that this process has loaded, or None."""
     return next(iter(_loaded.values()), None)

@@ -34,7 +34,7 @@ def class_path(request: CommunicatorRequest) -> str:
     Raises:
         LibraryError: the library cannot be loaded or is incompatible.
     """
-    library.load(library.find(request.settings.flagcx_path))
+    library.load_library(library.find(request.settings.flagcx_path))
     if request.device_type == "cuda":
         return "vllm_fl_flagcx.cuda.FlagcxCudaCommunicator"
     return "vllm_fl_flagcx.communicator.FlagcxCommunicator"
@@ -51,7 +51,7 @@ def communicator() -> list[CommunicatorImpl]:
 @hookimpl
 def worker_start(context: WorkerContext) -> WorkerReport | None:
     """Report the library that this worker uses. Its hash enters the plan's digest."""
-    used = library.loaded()
+    used = library.loaded_library()
     if used is None:
         return None
     facts = {"version": used.version, "library": used.digest}

@@ -13,9 +13,9 @@ from vllm_fl import WorkerContext, WorkerReport
 from vllm_fl.dispatch import get_default_manager
 
 from .loading import available, flag_gems, problem
-from .settings import BLACKLIST, OPLIST, USE, WHITELIST, blacklist, check_names, value
+from .settings import BLACKLIST, OPLIST, USE, WHITELIST, blacklist, check_list_names, value
 
-__all__ = ["known_names", "replaceable", "start", "write_list"]
+__all__ = ["known_names", "replaceable", "replace_operators", "write_list"]
 
 NO_LIST = f"no list selects any ({WHITELIST.variable}, {BLACKLIST.variable})"
 
@@ -23,7 +23,7 @@ _replaced: list[tuple[str, ...]] = []
 """The replaced operators of this process, if any. Replacing cannot be undone."""
 
 
-def start(context: WorkerContext) -> WorkerReport | None:
+def replace_operators(context: WorkerContext) -> WorkerReport | None:
     """Replace PyTorch operators as configured, once per process.
 
     A whitelist has the FlagGems functions to use. A blacklist has functions not to use, and also
@@ -59,7 +59,7 @@ def start(context: WorkerContext) -> WorkerReport | None:
     if reason:
         return WorkerReport((f"FlagGems: no PyTorch operator replaced: {reason}",), {"aten": []})
     gems = flag_gems()
-    check_names(settings, known_names(gems) | _ops_of_the_plan())
+    check_list_names(settings, known_names(gems) | _ops_of_the_plan())
     if _replaced:
         cause = "set by the first engine in this process, and cannot be changed"
     else:

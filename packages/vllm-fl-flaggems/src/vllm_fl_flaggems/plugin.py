@@ -21,7 +21,7 @@ from vllm_fl import (
 
 from .attention_request import supports_attention
 from .impl import (
-    DEFAULT,
+    FLAGOS,
     activation,
     experts,
     gated_delta,
@@ -82,9 +82,9 @@ def attention_backend() -> list[AttentionImpl]:
     """FlagGems's attention backend for vLLM's v1 engine."""
     return [
         AttentionImpl(
-            DEFAULT[0],
+            FLAGOS[0],
             "vllm_fl_flaggems.impl.attention.AttentionFLBackend",
-            DEFAULT[1],
+            FLAGOS[1],
             available=available,
             supports=supports_attention,
         )
@@ -131,10 +131,10 @@ def worker_start(context: WorkerContext) -> WorkerReport | None:
     Reports whether kernels begin early (`begins_early`), because compiled code depends on that, and
     the key of vLLM's compile cache does not include it.
     """
-    from .aten import start
+    from .aten import replace_operators
     from .impl.linear import begins_early
 
-    report = start(context)
+    report = replace_operators(context)
     if not begins_early(context.device):
         return report
     lines, facts = (report.lines, report.facts) if report else ((), {})

@@ -27,7 +27,7 @@ __all__ = [
     "USE",
     "WHITELIST",
     "blacklist",
-    "check_names",
+    "check_list_names",
     "findings",
     "rejected",
     "value",
@@ -112,7 +112,7 @@ def rejected(
     }
 
 
-def check_names(settings: Any, known: Collection[str]) -> None:
+def check_list_names(settings: Any, known: Collection[str]) -> None:
     """Check the names in the lists.
 
     Raises:

@@ -21,7 +21,7 @@ from vllm_fl.contracts.binding import FunctionTarget, OperatorTarget
 from vllm_fl.errors import VllmFLError
 from vllm_fl.integration.engines import calling
 from vllm_fl.integration.patchers import operators
-from vllm_fl.integration.patchers.taking import Choice
+from vllm_fl.integration.patchers.process_wide import Choice
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 

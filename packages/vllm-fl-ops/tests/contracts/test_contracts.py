@@ -16,7 +16,7 @@ from vllm_fl.contracts import ModelSizes, OpSpec, Sample
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl_ops.contracts.rules import typical_sizes
-from vllm_fl_tools.testing.mistakes import bad_inputs
+from vllm_fl_tools.testing.mistakes import mistaken_calls
 from vllm_fl_verify.oracle import closed, parts
 from vllm_fl_verify.verification import compare
 
@@ -137,13 +137,13 @@ def test_fake_works_with_symbolic_sizes(spec: OpSpec) -> None:
 @per_spec
 def test_bad_inputs_are_refused_by_name(spec: OpSpec) -> None:
     for name in spec.dtypes:
-        for bad in bad_inputs(spec, getattr(torch, name), CPU):
+        for bad in mistaken_calls(spec, getattr(torch, name), CPU):
             verdict = spec.check(*bad.args)
             assert verdict is not None, bad.name
             argument, problem = verdict
             assert argument == bad.argument, bad.name
             assert problem.startswith("must "), problem
-    refused = {bad.argument for bad in bad_inputs(spec, getattr(torch, spec.dtypes[0]), CPU)}
+    refused = {bad.argument for bad in mistaken_calls(spec, getattr(torch, spec.dtypes[0]), CPU)}
     sample = next(iter(spec.samples(getattr(torch, spec.dtypes[0]), CPU)))
     given = zip(spec.parameters, sample.args, strict=True)
     taken = {name for name, value in given if isinstance(value, bool)}  # anything is true or false
@@ -165,7 +165,7 @@ def test_samples_are_the_same_each_time_and_leave_the_global_generator_alone(
                 assert a == b
     torch.set_rng_state(before)
     list(spec.samples(dtype, CPU))
-    list(bad_inputs(spec, dtype, CPU))
+    list(mistaken_calls(spec, dtype, CPU))
     assert torch.equal(torch.get_rng_state(), before)
 
 

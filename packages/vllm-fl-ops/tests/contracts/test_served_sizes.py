@@ -203,8 +203,8 @@ def test_a_start_names_an_op_without_a_call_of_the_model() -> None:
 def test_what_stands_is_tried_as_it_stands(spec: Any) -> None:
     kind = dtypes_of(spec, torch.bfloat16)[0]
     trials = Trials(spec, kind, CPU, SIZES, seed=0)
-    assert not (trials.forms and trials.standing)
-    assert spec.stands or not trials.standing
+    assert not (trials.forms and trials.fixed_samples)
+    assert spec.fixed_batch or not trials.fixed_samples
 
 
 @pytest.mark.slow

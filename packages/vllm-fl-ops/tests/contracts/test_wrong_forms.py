@@ -284,7 +284,7 @@ def test_samples_take_the_right_op(op: str) -> None:
 
 
 @pytest.mark.parametrize(("number", "wrong"), [("LIMIT", 100.0), ("ALPHA", 1.0)])
-def test_other_numbers_of_swigluoai_are_told(
+def test_other_constants_of_swigluoai_are_found(
     monkeypatch: pytest.MonkeyPatch, number: str, wrong: float
 ) -> None:
     spec = known_contracts().contracts["fused_experts"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_fl.plugins.registry import known_contracts
-from vllm_fl_tools.engine.tuned import DEFAULT, Figure, Row, Tuned, TunedOp
+from vllm_fl_tools.engine.tuning_table import KEEP_DEFAULT, Figure, Row, Tuned, TunedOp
 
 TOKENS = tuple(2**n for n in range(14))
 IMPLS = ("flagos", "stock", "vendor.cuda", "vendor.liger")
@@ -34,7 +34,7 @@ def tuned(
         for impl, (launch, share) in traits.items():
             moved = size * bytes_per_token / 4.0e6  # µs at 4 TB/s
             times[impl] = max(launch, moved / share) * random_.uniform(0.99, 1.01)
-        winner, best = DEFAULT, 1.02
+        winner, best = KEEP_DEFAULT, 1.02
         for impl, us in times.items():
             if impl == impls[-1] and size == 16:
                 figures.append(Figure(size, impl, rejected=WRONG))

@@ -14,7 +14,7 @@ from commands import Command
 
 from vllm_fl_tools.cli import _engines
 from vllm_fl_tools.cli._accept import DEFAULT, PHASES, TABLED, Served, judged
-from vllm_fl_tools.engine.tuned import Row, Tuned, TunedOp
+from vllm_fl_tools.engine.tuning_table import Row, Tuned, TunedOp
 
 ROWS = (Row(8, "vendor.acme"), Row(64, "default"))
 TABLE = Tuned(

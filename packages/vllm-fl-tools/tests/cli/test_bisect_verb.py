@@ -88,7 +88,7 @@ for name in ("add", "mm", "sort", "topk"):
 with open(sys.argv[1], "w") as file:
     json.dump(listing, file)
 """
-"""The result of `_listing` for the plugin; the real one takes seconds to import torch."""
+"""The result of `_list_parts` for the plugin; the real one takes seconds to import torch."""
 
 NORM = "ops['rms_norm'] == 'vendor.acme'"
 ENDS_IN_MM = "if 'mm' in on: raise RuntimeError('no such kernel')"

@@ -27,7 +27,7 @@ from vllm_fl.engine.plan import Plan
 from vllm_fl.integration import compat
 from vllm_fl_tools.cli import _checks, _child, _engine, _environment, _progress, doctor
 from vllm_fl_tools.cli._environment import torch_build
-from vllm_fl_tools.cli.doctor import contained
+from vllm_fl_tools.cli.doctor import run_check
 from vllm_fl_tools.operate.described import Described
 
 FOUR = """
@@ -53,8 +53,8 @@ def torch_asked_once() -> None:
 def without_slow_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip checks that read the metadata of all distributions; they are tested separately."""
     slow = ("half-installed", "owners", "vllm-range")
-    kept = [each for each in doctor.CHECKS if each[0] not in slow]
-    monkeypatch.setattr(doctor, "CHECKS", kept)
+    kept = [each for each in doctor.INSTALL_CHECKS if each[0] not in slow]
+    monkeypatch.setattr(doctor, "INSTALL_CHECKS", kept)
 
 
 def found(done: Done, *checks: str) -> list[dict[str, Any]]:
@@ -238,8 +238,8 @@ class TestPluginsThatEndTheProcess:
 
     def test_an_earlier_process(self, fl: Command, plugin: Plugin) -> None:
         plugin(FOUR)
-        code = "import os\nfrom vllm_fl.plugins.breadcrumb import running\n"
-        code += "with running(\"the first run of 'vendor.acme' of vllm-fl-acme 1.0\"): os.abort()"
+        code = "import os\nfrom vllm_fl.plugins.breadcrumb import noting\n"
+        code += "with noting(\"the first run of 'vendor.acme' of vllm-fl-acme 1.0\"): os.abort()"
         subprocess.run([sys.executable, "-c", code], check=False)
         for _ in range(2):  # reading does not delete the note
             (finding,) = found(fl("doctor", "--json"), "ended")
@@ -516,7 +516,7 @@ def test_a_check_that_breaks_keeps_its_findings() -> None:
         yield "what", "why", "todo"
         raise SystemExit("metadata is gone")
 
-    first, second = contained("c", breaks)
+    first, second = run_check("c", breaks)
     assert first == Finding("c", "what", "why", "todo")
     assert "metadata is gone" in second.why
 

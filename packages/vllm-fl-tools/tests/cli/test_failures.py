@@ -50,7 +50,7 @@ Current thread 0x3 (most recent call first):
 """
 
 
-def test_the_exception_at_the_root_is_told_and_not_that_of_the_process_above() -> None:
+def test_the_root_exception_is_reported_instead_of_the_parent_processs() -> None:
     assert read_log(RAISED) == ("RuntimeError: an illegal memory access", ["mm"])
 
 
@@ -58,10 +58,10 @@ def test_what_a_warning_tells_has_ended_nothing() -> None:
     assert read_log(IN_ONE_PROCESS) == ("RuntimeError: an illegal memory access", ["mm", "acme"])
 
 
-def test_of_processes_that_a_signal_ended_the_one_that_was_in_a_plugin_is_told() -> None:
+def test_of_processes_ended_by_a_signal_the_one_in_a_plugin_is_reported() -> None:
     why, names = read_log(ABORTED)
     assert why == "Fatal Python error: Aborted" and names == ["_launch", "sort", "sort_stable"]
 
 
-def test_a_log_that_does_not_say_is_told_as_nothing() -> None:
+def test_a_log_without_a_cause_reports_nothing() -> None:
     assert read_log("INFO 11-26 10:00:00 [core.py:1] starts\n") == ("", [])

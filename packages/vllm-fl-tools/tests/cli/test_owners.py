@@ -16,14 +16,14 @@ from profiles import (
     report,
 )
 
-from vllm_fl_tools.cli._coverage import Owner, OwnerFinder, answers, attribute
+from vllm_fl_tools.cli._coverage import CodeOwner, OwnerFinder, answers, attribute
 
 
 def finder(tokens: int = 1, plan: dict[str, Any] | None = None, **fields: Any) -> OwnerFinder:
     return OwnerFinder(places(**fields), plan or report(), tokens)
 
 
-def owner(*path: str, **fields: Any) -> Owner:
+def owner(*path: str, **fields: Any) -> CodeOwner:
     return finder(**fields).of(path)
 
 
@@ -35,7 +35,7 @@ def rows(phase: dict[str, Any]) -> dict[tuple[str, str], tuple[float, float]]:
 def test_an_implementation_owns_what_it_calls() -> None:
     """A vLLM operator inside it, although a binding has it, is part of its time."""
     found = owner(NORM, NORM_OP, "_C::rms_norm", "aten::empty")
-    assert found == Owner("rms_norm", "vendor.cpu", "", "yes")
+    assert found == CodeOwner("rms_norm", "vendor.cpu", "", "yes")
 
 
 def test_no_time_is_counted_twice_and_a_call_is_one_of_the_op() -> None:
@@ -64,15 +64,15 @@ def test_no_time_is_counted_twice_and_a_call_is_one_of_the_op() -> None:
 
 
 def test_vllms_code_for_an_op() -> None:
-    assert owner("_C::silu_and_mul") == Owner("silu_and_mul", "stock", "", "no")
-    assert owner("vllm-fl/layer/Rope", "aten::mul") == Owner("rope", "stock", "", "no")
+    assert owner("_C::silu_and_mul") == CodeOwner("silu_and_mul", "stock", "", "no")
+    assert owner("vllm-fl/layer/Rope", "aten::mul") == CodeOwner("rope", "stock", "", "no")
     for own in ("stock.vllm", "foreign.oot"):
         last = owner(NORM, f"vllm-fl/op/rms_norm/{own}", "aten::mul")
         assert (last.op, last.impl, last.reached) == ("rms_norm", "stock", "no")
 
 
 def test_code_without_a_contract() -> None:
-    assert owner(LINEAR, "_C::onednn_mm") == Owner(
+    assert owner(LINEAR, "_C::onednn_mm") == CodeOwner(
         "", "stock", "_C::onednn_mm in QKVParallelLinear", "no"
     )
     assert owner("aten::copy_").name == "aten::copy_ outside of layers"
@@ -113,7 +113,7 @@ def test_an_order_by_size_applies_to_the_tokens_of_the_step() -> None:
 
 def test_attention_is_its_backend_s_and_cache_writes_are_their_op_s() -> None:
     inside = ("vllm-fl/layer/Attention", "vllm::unified_attention_with_output")
-    assert owner(*inside, "_C::cpu_attention_with_kv_cache") == Owner(
+    assert owner(*inside, "_C::cpu_attention_with_kv_cache") == CodeOwner(
         "attention_backend", "stock", "CPU_ATTN", "no"
     )
     ours = report(attention_backend={"impl": "vendor.attn", "reason": "the order lists vendor"})
@@ -125,13 +125,13 @@ def test_attention_is_its_backend_s_and_cache_writes_are_their_op_s() -> None:
 
 def test_what_is_fused_is_shown_under_the_kernel() -> None:
     path = ("## Call CompiledFxGraph 0123 ##", FUSED_NORM)
-    assert owner(*path) == Owner("fused: rms_norm", "vendor.cpu", "", "yes")
+    assert owner(*path) == CodeOwner("fused: rms_norm", "vendor.cpu", "", "yes")
     both = {FUSED_NORM: ["SiluAndMul", "RMSNorm", "LlamaDecoderLayer"]}
     found = owner(*path, kernels=both)
     assert (found.op, found.impl) == ("fused: rms_norm, silu_and_mul", "vendor.cpu, stock")
     assert found.reached == "partly" and found.name == "with LlamaDecoderLayer"
     # Our pass has put code into the graph of some sizes, independent of the plan at other sizes.
-    assert owner(*path, kernels={FUSED_NORM: ["silu_and_mul/vendor.acme"]}) == Owner(
+    assert owner(*path, kernels={FUSED_NORM: ["silu_and_mul/vendor.acme"]}) == CodeOwner(
         "fused: silu_and_mul", "vendor.acme", "", "yes"
     )
     stock = owner(*path, kernels={FUSED_NORM: ["silu_and_mul/stock.vllm"]})

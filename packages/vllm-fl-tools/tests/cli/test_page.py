@@ -16,7 +16,7 @@ import tables
 from commands import Command
 
 from vllm_fl.plugins.registry import known_contracts
-from vllm_fl_tools.engine.tuned import Figure, Row, Tuned, TunedOp
+from vllm_fl_tools.engine.tuning_table import Figure, Row, Tuned, TunedOp
 
 EVIL = "<script>alert('1')</script>&\"x=\x1b[2J"
 VOID = {"meta"}

@@ -48,7 +48,7 @@ def test_what_a_verb_does_is_reported_until_it_is_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_progress, "EVERY", 0.0)
-    tick = _progress.current.tick
+    tick = _progress.current_progress.tick
     with _progress.progress("tune", forks=True):
         with _progress.doing("reading the model"):
             tick("the import of acme")

@@ -33,7 +33,7 @@ def register_ops():
 def table(plugin: Plugin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`table(text)`: the file of a table of this machine, with two vendors' kernels."""
     plugin(TWO)
-    monkeypatch.setattr(doctor, "CHECKS", ())  # they are slow, and tested elsewhere
+    monkeypatch.setattr(doctor, "INSTALL_CHECKS", ())  # they are slow, and tested elsewhere
 
     def written(text: str = TEXT) -> str:
         path = tmp_path / "table.yaml"

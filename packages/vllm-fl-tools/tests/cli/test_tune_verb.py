@@ -16,9 +16,9 @@ from commands import Command, Plugin
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.settings.loading import load_settings
 from vllm_fl_tools.cli import _tuning, tune
-from vllm_fl_tools.cli._tuning import Subject
+from vllm_fl_tools.cli._tuning import TuningSubject
 from vllm_fl_tools.engine import bench, tuning
-from vllm_fl_tools.engine.tuned import Row, Tuned
+from vllm_fl_tools.engine.tuning_table import Row, Tuned
 from vllm_fl_tools.files import Draft
 
 CLOCKED = """
@@ -47,12 +47,12 @@ QUICK = (*SIZES, *ONE_OP, *BESIDE, "--json")
 
 def subject(
     arguments: Any, asked: tuple[int, ...], bindings: Any, device: torch.device, **more: int
-) -> Subject:
+) -> TuningSubject:
     """A model of these sizes; normally vLLM reads them from its folder."""
     tokens = asked or tuple(1 << n for n in range(10))
     sizes = ModelSizes(**(more or {"intermediate": 8}), tokens=(1, tokens[-1]))
     dtype = torch.float32
-    return Subject("tiny", sizes, tokens, "eager", dtype, device, frozenset())
+    return TuningSubject("tiny", sizes, tokens, "eager", dtype, device, frozenset())
 
 
 @pytest.fixture(autouse=True)
@@ -233,7 +233,7 @@ class TestBadArguments:
         assert len(done.err.strip().splitlines()) == 1
         assert os.listdir(here) == []
 
-    def test_an_op_whose_sizes_are_not_known(
+    def test_an_op_with_unknown_sizes(
         self, fl: Command, clocked: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(tune, "_subject", partial(subject, hidden=8))
@@ -293,7 +293,7 @@ def register_ops():
 """
 
 
-def test_a_run_that_is_told_to_end_writes_no_table(fl: Command, plugin: Plugin, here: Path) -> None:
+def test_a_terminated_run_writes_no_table(fl: Command, plugin: Plugin, here: Path) -> None:
     plugin(ENDS)
     one = (*SIZES, *ONE_OP, "--impl", "vendor.fast", "--tokens", "1,16")
     done = fl("tune", *one, "--out", "t.yaml")

@@ -11,7 +11,7 @@ from builders import silu
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.policy import Mode
-from vllm_fl_tools.cli._tuning import InGraphs, Subject, rows_by_op
+from vllm_fl_tools.cli._tuning import GraphPosition, TuningSubject, rows_by_op
 from vllm_fl_tools.engine.timing import Measured
 from vllm_fl_tools.engine.tuning import Contender
 
@@ -30,16 +30,18 @@ def graphs(
     *more: Contender,
     default: str = "vendor.slow",
     absent: tuple[str, ...] = ("fused_experts",),
-) -> InGraphs:
+) -> GraphPosition:
     """An op with a traceable `vendor.fast` and a default."""
     where = torch.device(device)
-    subject = Subject("model", ModelSizes(), TOKENS, mode, torch.bfloat16, where, frozenset(absent))
+    subject = TuningSubject(
+        "model", ModelSizes(), TOKENS, mode, torch.bfloat16, where, frozenset(absent)
+    )
     slow = Contender(default, (silu("vendor.slow"),))
     contenders = [contender("vendor.fast", traceable=True), slow, *more]
-    return InGraphs(subject, known_contracts().bindings, op, contenders)
+    return GraphPosition(subject, known_contracts().bindings, op, contenders)
 
 
-def rows(*ops: InGraphs) -> list[list[tuple[int, str]]]:
+def rows(*ops: GraphPosition) -> list[list[tuple[int, str]]]:
     """Rows of ops, with `vendor.fast` faster than the default up to 8 tokens."""
     found = []
     for op in ops:
@@ -129,7 +131,7 @@ def test_all_ops_have_the_same_ranges() -> None:
     assert rows(*ops) == [BY_RANGE, BY_RANGE]
 
 
-def measured(graph: InGraphs, *sizes: int, fast_up_to: int) -> list[Measured]:
+def measured(graph: GraphPosition, *sizes: int, fast_up_to: int) -> list[Measured]:
     """An op at some sizes, with `vendor.fast` the fastest up to `fast_up_to` tokens."""
     default = graph.contenders[1].name
     found = []

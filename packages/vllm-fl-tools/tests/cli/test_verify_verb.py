@@ -127,7 +127,7 @@ def test_a_sound_one_in_every_dtype(fl: Command, plugin: Plugin) -> None:
     assert answer["environment"]["emulated"] is None and answer["complete"] is True
 
 
-def test_a_right_one_whose_bits_differ_by_batch_is_named_and_is_no_fault(
+def test_bits_that_depend_on_the_batch_are_reported_and_are_not_a_fault(
     fl: Command, plugin: Plugin
 ) -> None:
     plugin(OTHER_BITS)

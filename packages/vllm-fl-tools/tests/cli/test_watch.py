@@ -10,7 +10,7 @@ from vllm_fl_tools.cli import _progress
 from vllm_fl_tools.cli._watch import Watch
 
 
-def test_a_unit_that_takes_long_is_named_though_its_end_is_told_elsewhere(
+def test_a_slow_unit_is_logged_even_if_its_end_is_logged_elsewhere(
     progress_printed: threading.Event, capsys: pytest.CaptureFixture[str]
 ) -> None:
     watch = Watch(7, 60.0, lambda: None)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_fl_tools.engine.timing import ROOM, Measured, best_edges, in_turn, quartiles, rows_of
-from vllm_fl_tools.engine.tuned import Row
+from vllm_fl_tools.engine.timing import ROOM, Measured, best_edges, in_turn, quartiles, table_rows
+from vllm_fl_tools.engine.tuning_table import Row
 
 
 def measured(tokens: int = 1, **times: list[float]) -> Measured:
@@ -108,22 +108,22 @@ class TestRowsOfWhatIsCompiledIn:
 
     def test_a_winner_that_loses_nowhere_serves_every_size(self) -> None:
         found = self.sizes(10.1, 8.0, 5.0)
-        assert [row.impl for row in rows_of(found)] == ["default", "vendor.fast"]
-        assert rows_of(found, {"stock"}) == (Row(256, "vendor.fast"),)
+        assert [row.impl for row in table_rows(found)] == ["default", "vendor.fast"]
+        assert table_rows(found, {"stock"}) == (Row(256, "vendor.fast"),)
 
     def test_one_that_loses_somewhere_serves_none(self) -> None:
         found = self.sizes(10.5, 8.0, 5.0)
-        assert rows_of(found, {"stock"}) == (Row(256, "default"),)
+        assert table_rows(found, {"stock"}) == (Row(256, "default"),)
 
     def test_one_that_is_wrong_somewhere_serves_none(self) -> None:
         found = self.sizes(8.0, 8.0, 5.0)
         found[1].rejected["vendor.fast"] = "wrong: …"
-        assert [row.impl for row in rows_of(found)] == ["vendor.fast", "default", "vendor.fast"]
-        assert rows_of(found, {"stock"}) == (Row(256, "default"),)
+        assert [row.impl for row in table_rows(found)] == ["vendor.fast", "default", "vendor.fast"]
+        assert table_rows(found, {"stock"}) == (Row(256, "default"),)
 
     def test_operators_may_differ_by_size(self) -> None:
         found = self.sizes(10.5, 8.0, 5.0)
-        assert rows_of(found, {"vendor.traced"}) == rows_of(found)
+        assert table_rows(found, {"vendor.traced"}) == table_rows(found)
 
 
 class TestRowsByRange:
@@ -139,20 +139,20 @@ class TestRowsByRange:
 
     def test_each_range_has_one_row_of_who_loses_nowhere_in_it(self) -> None:
         found = self.sizes(vendor_fast=(8.0, 10.1, 20.0, 5.0))
-        assert rows_of(found, {"stock"}) == (Row(512, "default"),)
-        assert rows_of(found, {"stock"}, (8, 64)) == (
+        assert table_rows(found, {"stock"}) == (Row(512, "default"),)
+        assert table_rows(found, {"stock"}, (8, 64)) == (
             Row(8, "vendor.fast"),
             Row(64, "default"),
             Row(512, "vendor.fast"),
         )
-        assert rows_of(found, {"stock"}, (1, 512)) == (
+        assert table_rows(found, {"stock"}, (1, 512)) == (
             Row(1, "vendor.fast"),
             Row(512, "default"),
         )
 
     def test_operators_differ_by_size_inside_a_range_where_nothing_is_inlined(self) -> None:
         found = self.sizes(vendor_a=(8.0, 12.0, 12.0, 8.0), vendor_b=(12.0, 8.0, 12.0, 12.0))
-        assert rows_of(found, {"stock"}, (8,)) == (
+        assert table_rows(found, {"stock"}, (8,)) == (
             Row(1, "vendor.a"),
             Row(8, "vendor.b"),
             Row(512, "default"),
@@ -190,7 +190,7 @@ class TestFigures:
 
 def test_neighbours_with_one_winner_are_one_row() -> None:
     winners = {1: "a", 2: "a", 4: "default", 8: "default", 16: "b", 32: "a"}
-    found = rows_of([won(tokens, name) for tokens, name in reversed(winners.items())])
+    found = table_rows([won(tokens, name) for tokens, name in reversed(winners.items())])
     assert found == (Row(2, "a"), Row(8, "default"), Row(16, "b"), Row(32, "a"))
 
 

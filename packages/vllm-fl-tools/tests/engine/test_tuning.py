@@ -16,9 +16,9 @@ from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.policy import Mode
 from vllm_fl_tools.engine import bench, tuning
-from vllm_fl_tools.engine.timing import Measured, rows_of
-from vllm_fl_tools.engine.tuned import Row
+from vllm_fl_tools.engine.timing import Measured, table_rows
 from vllm_fl_tools.engine.tuning import Contender, OpTuning
+from vllm_fl_tools.engine.tuning_table import Row
 
 BETWEEN = "between the graphs of a prefill"
 
@@ -276,7 +276,7 @@ class TestWrongAtOneSizeOnly:
             machine.kernel("vendor.fast", 10, wrong_at(16)),
         )
         found = everything(op, 1, 8, 16, 32)
-        assert rows_of(found) == (
+        assert table_rows(found) == (
             Row(8, "vendor.fast"),
             Row(16, "default"),
             Row(32, "vendor.fast"),

@@ -203,7 +203,7 @@ def test_it_lets_every_prompt_repeat_its_last_token(engine: Any) -> None:
     assert len(done["steps"]) == 4
 
 
-def test_other_tokens_than_those_that_it_was_told_to_repeat_are_no_answer(engine: Any) -> None:
+def test_tokens_that_differ_from_the_forced_ones_are_an_error(engine: Any) -> None:
     seed = next(s for s in map(str, range(999)) if Visit(s, 1, 1, 1).batches(50) == [[[49]]])
     done = engine({"visit": vars(Visit(seed, 1, 1, 2, repeated=True))}, check=False)
     assert done.returncode and "did not repeat the requested tokens" in done.stderr

@@ -18,7 +18,7 @@ if find_spec("vllm") is None:
 from vllm_fl.settings.loading import load_settings
 from vllm_fl.settings.lock import MARK, VERSION, Locked
 from vllm_fl_tools.operate.errors import LockError
-from vllm_fl_tools.operate.locking import Lock, differences
+from vllm_fl_tools.operate.locking import Lock, lock_differences
 
 FACTS: dict[str, Any] = {
     "torch": "2.13.0",
@@ -31,18 +31,18 @@ LOCKED = Locked("vllm-fl.lock", FACTS, {}, 7)
 
 
 def test_one_line_for_each_value() -> None:
-    assert differences(LOCKED, FACTS) == []
+    assert lock_differences(LOCKED, FACTS) == []
     changed = {"torch": "2.14.0", "setting": {}, "plan": {"rms_norm": "stock"}}
-    assert differences(LOCKED, FACTS | changed) == [
+    assert lock_differences(LOCKED, FACTS | changed) == [
         "setting prefer is nothing; the lock has vendor",
         "torch is 2.14.0; the lock has 2.13.0",
     ], "the plan follows from the others"
-    assert differences(LOCKED, FACTS | {"plan": {"rms_norm": "stock"}}) == [
+    assert lock_differences(LOCKED, FACTS | {"plan": {"rms_norm": "stock"}}) == [
         "plan rms_norm is stock; the lock has vendor.acme"
     ]
     any_model = {name: FACTS[name] for name in ("torch", "setting")}
-    assert differences(LOCKED, any_model) == []
-    many = differences(LOCKED, FACTS | {"argument": {str(n): n for n in range(20)}})
+    assert lock_differences(LOCKED, any_model) == []
+    many = lock_differences(LOCKED, FACTS | {"argument": {str(n): n for n in range(20)}})
     assert len(many) == 13 and many[-1] == "and 10 more"
 
 

@@ -272,7 +272,7 @@ def test_a_file_system_that_hangs_holds_up_neither_calls_nor_the_end(
         real(source, target)
 
     monkeypatch.setattr(os, "replace", replace)
-    monkeypatch.setattr(state_file, "PATIENCE", 0.05)
+    monkeypatch.setattr(state_file, "CLOSE_TIMEOUT", 0.05)
     plan, bound = planned()
     file = writing(tmp_path / "vllm.prom", plan=plan)
     try:

@@ -35,7 +35,7 @@ def samples(scraped: Scraped) -> dict[str, float]:
 
 
 @needs_client
-def test_each_workers_file_is_read_anew_for_each_scrape(tmp_path: Path) -> None:
+def test_each_workers_file_is_read_again_for_each_scrape(tmp_path: Path) -> None:
     scraped = Scraped(str(tmp_path / "chat.prom"))
     assert samples(scraped) == {}
     (tmp_path / "chat.rank0.prom").write_text(text(0))
@@ -149,10 +149,10 @@ def test_a_name_of_another_owner_is_not_shown_twice(
 
 BOTH = """
 import os, sys
-from vllm_fl_tools.operate.scraping import show
+from vllm_fl_tools.operate.scraping import show_worker_files
 folder = sys.argv[1]
 for name in ("chat", "chat", "draw"):
-    show(f"{folder}/{name}.prom")
+    show_worker_files(f"{folder}/{name}.prom")
 for name in ("chat", "draw"):
     open(f"{folder}/{name}.rank0.prom", "w").write(sys.argv[2].replace("chat", name))
 from prometheus_client import CollectorRegistry, Gauge, generate_latest

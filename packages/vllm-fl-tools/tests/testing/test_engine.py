@@ -134,8 +134,8 @@ def test_a_deadline_is_said_and_leaves_no_process(
     run: Run, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(pytester.path))
-    noted = "with running('the import of toy'): time.sleep(600)"
-    mishap = f"import time; from vllm_fl.plugins.breadcrumb import running\n            {noted}"
+    noted = "with noting('the import of toy'): time.sleep(600)"
+    mishap = f"import time; from vllm_fl.plugins.breadcrumb import noting\n            {noted}"
     result = run(sick="'silu_and_mul' in ops", mishap=mishap, deadline=2.0)
     assert result.parseoutcomes()["failed"] == 2
     result.stdout.fnmatch_lines(["*did not answer within 4 s*`deadline`*test class*"])

@@ -127,7 +127,7 @@ def test_a_backend_that_is_not_installed_is_named(pytester: pytest.Pytester) -> 
     assert result.ret != 0
 
 
-def test_a_backend_of_ops_without_contract_is_told_apart(
+def test_a_backend_of_ops_without_contract_has_its_own_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "of_its_own.py").write_text(

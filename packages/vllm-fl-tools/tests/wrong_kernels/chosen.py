@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from vllm_fl_tools.testing import CHECKS
-from vllm_fl_verify.checks import CHECKS as CHECKS_AT_START
+from vllm_fl_verify.checks import STARTUP_CHECKS as CHECKS_AT_START
 
 from .corpus import corpus
 

@@ -129,7 +129,7 @@ class _Engine:
         model = runner.get_model()
         live = Live(self.worker.vllm_fl_engine.plan, {"": model}, self.worker.device)
         with live.watching():
-            for tokens in sorted(probe.COUNTS, reverse=True):  # like a worker
+            for tokens in sorted(probe.FORWARD_SIZES, reverse=True):  # like a worker
                 not_run = probe.forward(runner, model, self.worker.vllm_config, tokens)
                 assert not not_run, not_run
         reason = next((objection.reason for objection in live.objections.values()), "")

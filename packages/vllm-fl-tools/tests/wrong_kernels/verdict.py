@@ -16,7 +16,7 @@ from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl_tools.testing import CHECKS, failures
 from vllm_fl_verify import graphs, preflight, run, trials
-from vllm_fl_verify.checks import CHECKS as CHECKS_AT_START
+from vllm_fl_verify.checks import STARTUP_CHECKS as CHECKS_AT_START
 from vllm_fl_verify.trials import Request, Role
 
 from . import exceptions, right
@@ -78,7 +78,7 @@ def start_verdicts(names: Sequence[str], without: Sequence[str] = ()) -> dict[st
         names: the kernels.
         without: checks to skip.
     """
-    preflight.CHECKS = tuple(c for c in CHECKS_AT_START if c.__name__ not in without)
+    preflight.STARTUP_CHECKS = tuple(c for c in CHECKS_AT_START if c.__name__ not in without)
     members = [kernels()[name] for name in names]
     _prepare(members[0])
     os.environ.update(members[0].environ)

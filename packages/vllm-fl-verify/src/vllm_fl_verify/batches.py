@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["POOL", "STANDING_COUNTS", "Order", "rows", "tokens"]
+__all__ = ["POOL", "FIXED_COUNTS", "Order", "rows", "tokens"]
 
 POOL = 251
 """Number of distinct rows in batches. It is a prime, so a kernel with a grid that wraps at a power
 of two reads a different row."""
 
-STANDING_COUNTS = (1, 5, 17, 300)
-"""Token counts of calls with fixed batches (`OpSpec.stands`). The last batch has more than 16
+FIXED_COUNTS = (1, 5, 17, 300)
+"""Token counts of calls with fixed batches (`OpSpec.fixed_batch`). The last batch has more than 16
 sequences. Its first sequence is longer than two chunks of 64 tokens."""
 
-Order = Literal["standing", "drawn", "repeated", "alike"]
-"""Order of a batch's rows. `standing`: consecutive from a random row on, as in vLLM. `drawn`: in
-random order. `repeated`: in random order, each several times, the first one twice. `alike`: the
-same random row for all tokens."""
+Order = Literal["consecutive", "drawn", "repeated", "alike"]
+"""Order of a batch's rows. `consecutive`: from a random row on, as in vLLM. `drawn`: in random
+order. `repeated`: in random order, each several times, the first one twice. `alike`: the same
+random row for all tokens."""
 
 _RUNS = (2, 1, 3, 8, 1, 1)
 
@@ -33,17 +33,15 @@ def rows(count: int, pool: int, generator: torch.Generator, order: Order = "draw
 
     A drawn batch contains every row before it repeats a row.
 
-    Args:
-        order: see `Order`.
+    Args: order: see `Order`.
 
-    Returns:
-        (count,), int64, on the CPU; numbers from 0 to pool - 1.
+    Returns: (count,), int64, on the CPU; numbers from 0 to pool - 1.
     """
     import torch
 
     if order == "alike":
         return torch.randint(pool, (), generator=generator, device="cpu").repeat(count)
-    if order == "standing":
+    if order == "consecutive":
         begin = torch.randint(pool, (), generator=generator, device="cpu")
         return (torch.arange(count, device="cpu") + begin) % pool
     drawn = torch.randperm(pool, generator=generator, device="cpu")

@@ -22,11 +22,11 @@ from . import graphs, launches
 from .batches import Order
 from .budget import Budget
 from .form import Form
-from .guarded import dirty_memory, freed_nan, rows_of, taken
+from .guarded import copy_rows, dirty_memory, freed_nan, taken
 from .oracle import parts
-from .run import Found, Objections, Run
+from .run import CheckedCall, Objections, Run
 from .trials import lowered, token_counts
-from .verification import BY_CHAIN, Outcome, accept, answer, attempt, dtype_name, leaning
+from .verification import BY_CHAIN, Outcome, accept, attempt, bias_problem, dtype_name, try_call
 
 log = get_logger("engine")
 
@@ -35,7 +35,7 @@ LARGE_COUNTS = (1, 7, 64, 256)
 """Token counts for large values, in addition to the largest batch. Large values reveal errors in
 numbers, and in the tiles that a kernel uses for many rows."""
 
-ORDERS: tuple[Order, ...] = ("standing", "drawn", "repeated", "alike")
+ORDERS: tuple[Order, ...] = ("consecutive", "drawn", "repeated", "alike")
 """Batches per token count, tried one after the other in the same memory. For more than 64 tokens,
 only the first two are tried, and the third with one row less."""
 
@@ -60,9 +60,9 @@ def _samples(run: Run) -> Objections:
         results.append(result)
         if result.status == "refused" and memory is not None:
             refused.append(f"{sample.name}, {result.dtype}: {result.reason}")
-    if refused and len(refused) == len(trials.standing):
+    if refused and len(refused) == len(trials.fixed_samples):
         yield _refuses_all(refused[0])
-    if run.request.compares and (problem := leaning(results)):
+    if run.request.compares and (problem := bias_problem(results)):
         yield Objection(FAILED, f"it is incorrect: {problem} ({dtype_name(trials.dtype)})")
 
 
@@ -119,7 +119,7 @@ def _dirty_memory(run: Run) -> Objections:
     trials, counts = run.trials, {run.trials.few, *run.trials.among(LARGE_COUNTS)}
     with dirty_memory():
         for sample, wanted in zip(trials.samples, trials.wanted, strict=True):
-            if not (sample.relaid or sample.enlarged or run.spec.stands):
+            if not (sample.relaid or sample.enlarged or run.spec.fixed_batch):
                 yield from run.sampled(sample, wanted=wanted)
         direct, run.call = run.call, partial(_over_freed, run, run.call)
         try:
@@ -164,7 +164,7 @@ def _further_batches(run: Run) -> Objections:
             return run.request.launched(call, trials.device)
 
         known = trials.smallest, trials.largest, partial(budget.takes, what, 0.0)
-        for count in launches.edges(kernels, *known):
+        for count in launches.launch_edges(kernels, *known):
             yield from raised
             yield from run.batches(form, _in_turn({count, max(count - 1, trials.smallest)}))
         yield from raised
@@ -215,7 +215,7 @@ def _captured(run: Run) -> Objections:
     for form in run.forms if count else ():
         form.switch(large=False)
         where = run.where(form, count, ", in a graph")
-        laid = rows_of(form.pool(False), trials.rows(count))
+        laid = copy_rows(form.pool(False), trials.rows(count))
         args = form.call(laid).args
         begun = time.monotonic()
         made = yield from run.at(where, partial(_capture, run, args))
@@ -226,7 +226,7 @@ def _captured(run: Run) -> Objections:
             form.switch(large)
             form.static.restore(run.spec.consumed(run.impl.consumes, args))
             rows = trials.rows(count, number)
-            rows_of(form.pool(large), rows, into=laid)
+            copy_rows(form.pool(large), rows, into=laid)
             raised = "it raised when the graph was replayed:"
             yield from run.at(where, partial(attempt, raised, replay))
             values = "large" if large else "other"
@@ -295,7 +295,7 @@ def _in_one_graph(run: Run, form: Form, backend: str) -> Objections:
     where = f"compiled by {backend}, a row with NaN, {run.where(form, counts[0])}"
     args, same = (_apart(run.spec, _with_nan(run, form, counts[0])) for _ in range(2))
     got = yield from _as_compiled(run, call, args, where, again=True)
-    eager = yield from run.at(where, partial(answer, run.call, run.impl, run.spec, same))
+    eager = yield from run.at(where, partial(try_call, run.call, run.impl, run.spec, same))
     if got is None or eager is None or not run.request.compares:
         return
     for mine, other in zip(parts(got), parts(eager), strict=True):
@@ -312,14 +312,16 @@ def _with_nan(run: Run, form: Form, count: int) -> tuple[Any, ...]:
     return args
 
 
-def _as_compiled(run: Run, call: Any, args: Sequence[Any], where: str, *, again: bool) -> Found:
+def _as_compiled(
+    run: Run, call: Any, args: Sequence[Any], where: str, *, again: bool
+) -> CheckedCall:
     """Call the compiled form. It must not be recompiled for a further batch."""
     lowering = partial(attempt, "it cannot be compiled:", call, *args, refuses=BY_CHAIN)
     with torch._dynamo.config.patch(error_on_recompile=again):
         return (yield from run.at(where, lowering, compiles=True))
 
 
-CHECKS: tuple[Callable[[Run], Objections], ...] = (
+STARTUP_CHECKS: tuple[Callable[[Run], Objections], ...] = (
     _samples,
     _process,
     _batches,

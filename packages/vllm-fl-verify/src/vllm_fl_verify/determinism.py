@@ -22,10 +22,10 @@ from vllm_fl.plugins.types import Impl, OpImpl
 from .batches import POOL
 from .budget import Budget, Valve
 from .form import Form
-from .guarded import bits, rows_of
+from .guarded import bits, copy_rows
 from .oracle import parts
 from .trials import Request, Role, Trials, lowered, token_counts
-from .verification import BY_CHAIN, COMPARING, LayerFactory, answer, as_call, attempt, dtype_name
+from .verification import BY_CHAIN, COMPARING, LayerFactory, as_call, attempt, dtype_name, try_call
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ BY_CONTRACT = "its contract determines every bit"
 
 NO_ROWS = "its contract has no result for a single token, so batch invariance cannot be measured"
 
-STANDS = "its batches cannot be rearranged, so no token occurs in two of them"
+FIXED_BATCH = "its batches cannot be rearranged, so no token occurs in two of them"
 
 VARIANT = "not batch-invariant"
 """Prefix of the result of `variance` if it measured a difference."""
@@ -113,7 +113,7 @@ def determinism_of(
     """
     spec = trials.spec
     if not trials.forms:
-        return Determinism(None, None, STANDS if spec.stands else UNKNOWN)
+        return Determinism(None, None, FIXED_BATCH if spec.fixed_batch else UNKNOWN)
     usual = token_counts(trials.largest, trials.seed, trials.smallest)
     least = 1 if call is None else 2
     always, further = ([count for count in some if count >= least] for some in usual)
@@ -206,11 +206,11 @@ class _Measured:
         """Return the bits of the results for these rows of the pool, or None if they are not
         supported."""
         spec = self.trials.spec
-        laid = form.call(rows_of(form.pool(False), rows))
+        laid = form.call(copy_rows(form.pool(False), rows))
         form.static.restore(spec.consumed(self.impl.consumes, laid.args))
         where = f"{self._where(form, len(rows))}, batch invariance"
         with self.watch.over(f"one call of {self.impl.op_name}={self.impl.impl_id} ({where})"):
-            got, failure = answer(self.call, self.impl, spec, laid.args, refuses=BY_CHAIN)
+            got, failure = try_call(self.call, self.impl, spec, laid.args, refuses=BY_CHAIN)
         if failure is not None and failure.status == "refused":
             return None
 

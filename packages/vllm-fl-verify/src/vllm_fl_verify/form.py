@@ -13,7 +13,7 @@ from vllm_fl.contracts import OpSpec, QuantisedPair, Sample, Within
 from .budget import as_calls
 from .guarded import Guarded, bits, guarded, handed_over, taken, words
 from .oracle import each_part, parts, wanted_of, worst
-from .wanted import Off, Wanted
+from .wanted import Deviation, Wanted
 
 
 class Form:
@@ -57,7 +57,7 @@ class Form:
             self._pools[large] = guarded(rows, rows.keys())
         return self._pools[large]
 
-    def off(self, large: bool, rows: torch.Tensor, got: Any) -> Off:
+    def deviation(self, large: bool, rows: torch.Tensor, got: Any) -> Deviation:
         """Return the error of a batch's results.
 
         If results have a row per token, or if repeated rows change nothing, the oracle computes
@@ -76,18 +76,18 @@ class Form:
             self._wanted[large] = self._of(self.samples[large], rows.device)
         if spec.whole_batch and spec.caches:
             return worst(got, self._wanted[large])
-        count, off = len(rows), (0.0, "")
+        count, found = len(rows), (0.0, "")
         left = torch.arange(count, device=rows.device)
-        while len(left) and not off[1]:
+        while len(left) and not found[1]:
             first = torch.full((self._rows,), count, device=rows.device)
             first.scatter_reduce_(0, rows[left], left, "amin")
             held = (first < count).nonzero().squeeze(1)
             exact = self._wanted[large]
             if len(held) < self._rows:
                 exact = [want and want.rows(held) for want in exact]
-            off = max(off, worst(_of_tokens(got, first[held], count), exact, first[held]))
+            found = max(found, worst(_of_tokens(got, first[held], count), exact, first[held]))
             left = left[_differing(got, left, first[rows[left]], count)]
-        return off
+        return found
 
     def calls(self, count: int) -> float:
         """Return the cost of a batch of this many tokens, in calls."""

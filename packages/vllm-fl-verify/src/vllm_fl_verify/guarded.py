@@ -164,7 +164,7 @@ def in_place(arguments: Mapping[str, Any]) -> Guarded:
     return Guarded(arguments, tuple(s for place, s in storages.items() if place not in mixed))
 
 
-def rows_of(pool: Guarded, rows: torch.Tensor, into: Guarded | None = None) -> Guarded:
+def copy_rows(pool: Guarded, rows: torch.Tensor, into: Guarded | None = None) -> Guarded:
     """Copy rows of the activations `pool`, in its layout, onto guarded memory.
 
     Args:

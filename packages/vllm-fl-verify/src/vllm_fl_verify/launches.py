@@ -19,7 +19,7 @@ Launched = frozenset[tuple[str, int]]
 """Kernels of one call: names, and Triton's compiled variants."""
 
 
-def edges(
+def launch_edges(
     kernels: Callable[[int], Launched], smallest: int, largest: int, goes_on: Callable[[], bool]
 ) -> Iterator[int]:
     """Yield each first token count that makes a call launch different kernels than below.

@@ -50,7 +50,7 @@ def enlarged(spec: OpSpec, samples: Iterable[Sample]) -> Iterator[Sample]:
     set of options and layouts, the first sample that is not too large is used. Contracts with fixed
     batches have no such samples."""
     seen = set()
-    for sample in () if spec.stands else samples:
+    for sample in () if spec.fixed_batch else samples:
         count, given = spec.tokens(sample.args), tuple(map(_option, sample.args))
         numbers = sum(x.numel() for x in spec.with_rows(sample.args).values())
         if not 0 < count < ROWS or ROWS * numbers > MOST * count or given in seen:

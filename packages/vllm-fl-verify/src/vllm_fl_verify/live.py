@@ -31,7 +31,7 @@ from .guarded import Guarded, in_place, taken
 from .oracle import each_part, magnitudes, wanted_of, worst
 from .replacing import computes, replacing
 from .verification import (
-    Failure,
+    CallFailure,
     Outcome,
     attempt,
     called,
@@ -40,7 +40,7 @@ from .verification import (
     dtype_name,
     synchronise,
 )
-from .wanted import Off
+from .wanted import Deviation
 
 log = get_logger("engine")
 
@@ -203,7 +203,7 @@ class Live:
         owner_name = owner.name if owner else ""
         where = f"on live tensors in layer {self._layer}{owner_name and f' of {owner_name}'}"
         what = f"the verification of {impl.op_name}={impl.impl_id} {where}"
-        with breadcrumb.running(what, named=False), self._watch.over(what):
+        with breadcrumb.noting(what, named=False), self._watch.over(what):
             yield
 
     def _call(self, spec: OpSpec, impl: OpImpl, given: tuple[Any, ...]) -> Any:
@@ -309,7 +309,7 @@ class Live:
             or (isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks))
         )
 
-    def _compared(self, spec: OpSpec, result: Any, before: _Before) -> Failure | None:
+    def _compared(self, spec: OpSpec, result: Any, before: _Before) -> CallFailure | None:
         try:
             wanted = wanted_of(spec, before.sample)
         except Exception as error:  # the contract does not support such a call
@@ -317,12 +317,12 @@ class Live:
             self.left_out.setdefault(spec.name, "its contract cannot compute a layer's call")
             return None
 
-        def off(result: Any) -> Off:
+        def deviation(result: Any) -> Deviation:
             return worst(
                 each_part(result, partial(_on_host, rows=before.rows)), wanted, before.rows
             )
 
-        return compared(result, off)[1]
+        return compared(result, deviation)[1]
 
 
 def _rows(spec: OpSpec, args: Sequence[Any], at_most: int) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ from vllm_fl.contracts import OpSpec
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.engines import Engine
-from vllm_fl.integration.patchers.layers import Layer, layer_table
+from vllm_fl.integration.patchers.layers import LayerClass, layer_table
 from vllm_fl.integration.targets import installed_bindings
 from vllm_fl.logs import get_logger
 from vllm_fl.plugins.inspection import REFUSES, REJECTED, Key, Moment, Objection
@@ -49,7 +49,7 @@ class Ran:
     possible: frozenset[str]
 
 
-def compare(engine: Engine) -> dict[Key, Objection]:
+def compare_loaded(engine: Engine) -> dict[Key, Objection]:
     """Compare the plan in the loaded model. Calls and memory are not changed permanently."""
     checks, began = checks_of(engine), time.monotonic()
     counts = checks.live_counts
@@ -119,7 +119,7 @@ def measure_stock(engine: Engine) -> None:
 
 
 def _fitting(
-    layer: Layer, modules: Iterable[torch.nn.Module], spec: OpSpec, provided: Mapping[str, Any]
+    layer: LayerClass, modules: Iterable[torch.nn.Module], spec: OpSpec, provided: Mapping[str, Any]
 ) -> torch.nn.Module:
     """Return the first layer that provides tensors of these shapes and dtypes. Without such a
     layer, raises NotImplementedError, and the call is skipped."""

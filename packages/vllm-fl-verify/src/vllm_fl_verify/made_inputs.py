@@ -129,7 +129,7 @@ class Checks:
         if self.how != "verify" or not entries:
             return frozenset()
         largest = self.facts.sizes.tokens[-1] if self.facts.sizes else 1
-        counts = {*probe.COUNTS, *(n for entry in entries for n in entry.ceilings)}
+        counts = {*probe.FORWARD_SIZES, *(n for entry in entries for n in entry.ceilings)}
         return frozenset(min(n, largest, probe.TOKENS) for n in counts)
 
     def limits(self, plan: Plan) -> list[str]:
@@ -156,7 +156,7 @@ def checks_of(engine: Engine) -> Checks:
     return found
 
 
-def compare(engine: Engine) -> dict[Key, Objection]:
+def compare_on_made_inputs(engine: Engine) -> dict[Key, Objection]:
     checks = checks_of(engine)
     found = checks.objections(engine.plan)
     counts = engine.gather("report token counts of model runs", checks.counts(engine.plan))

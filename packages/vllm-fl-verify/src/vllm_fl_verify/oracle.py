@@ -16,8 +16,8 @@ from vllm_fl.text import quote
 from .guarded import taken
 from .wanted import (
     Blocks,
+    Deviation,
     Near,
-    Off,
     Pair,
     Routed,
     Same,
@@ -28,7 +28,7 @@ from .wanted import (
     step_of,
 )
 
-MEASURED = (Within, Exact, QuantisedPair)
+MEASURED_OUTPUTS = (Within, Exact, QuantisedPair)
 
 
 def wanted_here(
@@ -37,7 +37,7 @@ def wanted_here(
     """Compute expected outputs in fp64, like `wanted_of` but on the device of the arguments.
 
     Args:
-        spec: the contract. The kinds of its outputs must be in `MEASURED`.
+        spec: the contract. The kinds of its outputs must be in `MEASURED_OUTPUTS`.
         scale: as `Sample.scale`, or one number per row of the results.
     """
     return _each_wanted(spec, args, scale, "a call")[1]
@@ -172,7 +172,7 @@ def _near(
     return Near(exact, tolerance.atol * scale + tolerance.rtol * exact.abs(), dtype)
 
 
-def worst(got: Any, wanted: Iterable[Wanted | None], places: Tokens = None) -> Off:
+def worst(got: Any, wanted: Iterable[Wanted | None], places: Tokens = None) -> Deviation:
     """Return the error of a call's results.
 
     Args:
@@ -181,7 +181,7 @@ def worst(got: Any, wanted: Iterable[Wanted | None], places: Tokens = None) -> O
     """
     largest = 0.0
     for want, mine, names in paired(got, wanted):
-        share, problem = want.off(mine, names, places)
+        share, problem = want.deviation(mine, names, places)
         if problem:
             return share, problem
         largest = max(largest, share)
@@ -189,7 +189,7 @@ def worst(got: Any, wanted: Iterable[Wanted | None], places: Tokens = None) -> O
 
 
 def measures(
-    got: Any, wanted: Iterable[Wanted | None], what: Literal["leans", "slope"]
+    got: Any, wanted: Iterable[Wanted | None], what: Literal["bias", "slope"]
 ) -> dict[str, float]:
     """Return result -> measure of its errors. Omits results with too few elements. Arguments are as
     for `worst`."""

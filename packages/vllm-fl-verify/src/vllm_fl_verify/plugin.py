@@ -21,8 +21,8 @@ def inspect_plan(engine: Any, moment: Moment) -> Mapping[Key, Objection] | None:
     from .trials import without_old_objects
 
     compare = {
-        Moment.PLANNED: made_inputs.compare,
-        Moment.LOADED: loaded.compare,
+        Moment.PLANNED: made_inputs.compare_on_made_inputs,
+        Moment.LOADED: loaded.compare_loaded,
         Moment.CACHED: loaded.compare_with_cache,
         Moment.UPDATED: loaded.compare_again,
     }[moment]
@@ -53,9 +53,9 @@ def rejections(op: str, impls: Sequence[Any], facts: Any, contract: Any) -> Mapp
 def engine_session(engine: Any) -> AbstractContextManager[object] | None:
     if engine.facts.settings.shadow is None:
         return None
-    from .sampling import session
+    from .sampling import sampling_session
 
-    return session(engine)
+    return sampling_session(engine)
 
 
 @hookimpl

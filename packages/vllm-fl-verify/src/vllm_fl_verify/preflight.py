@@ -24,9 +24,9 @@ from vllm_fl.plugins import breadcrumb
 from vllm_fl.plugins.inspection import FAILED, REJECTED, Key, Objection
 
 from . import process_state
-from .checks import CHECKS
+from .checks import STARTUP_CHECKS
 from .determinism import variance
-from .run import Run, Startup
+from .run import Run, SharedState
 from .trials import Request, Role, Trials
 from .verification import dtype_name
 
@@ -63,7 +63,7 @@ def find_faults(request: Request) -> Findings:
         breadcrumb.Watchdog(log) as watch,
         request.trials() as trials,
     ):
-        startup = Startup(request, watch)
+        startup = SharedState(request, watch)
         for role in request.roles:
             objection = _look(startup, role, trials[role.calls])
             if objection is not None:
@@ -102,7 +102,7 @@ def host_threads(device: torch.device) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _look(startup: Startup, role: Role, trials: Sequence[Trials]) -> Objection | None:
+def _look(startup: SharedState, role: Role, trials: Sequence[Trials]) -> Objection | None:
     """Run one implementation in each dtype of its op. Return why it must not run, or None."""
     request = startup.request
     if not trials:
@@ -128,7 +128,7 @@ def _check(run: Run) -> Objection | None:
     seconds = Phases()
     try:
         with torch.inference_mode():
-            for check in CHECKS:
+            for check in STARTUP_CHECKS:
                 with seconds.during(check.__name__.strip("_").replace("_", " ")):
                     if (objection := next(check(run), None)) is not None:
                         return objection

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 TOKENS = 256
 """Tokens of the largest forward. Only some rows of each call are compared."""
 
-COUNTS = (TOKENS, 17, 16, 1)
+FORWARD_SIZES = (TOKENS, 17, 16, 1)
 """Tokens of the forwards: prompts, a step with some decoding sequences, the step after a request
 has finished, and one token. There are several, because kernels are chosen by size. Just-in-time
 compilation then happens at startup."""

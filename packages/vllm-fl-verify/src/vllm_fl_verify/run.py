@@ -18,13 +18,12 @@ from . import process_state
 from .batches import POOL, Order
 from .budget import Budget
 from .form import Form
-from .guarded import Guarded, joined_rows, rows_of
+from .guarded import Guarded, copy_rows, joined_rows
 from .oracle import each_part, parts
 from .trials import Request, Role, Trials
 from .verification import (
     Comparison,
     Outcome,
-    answer,
     as_call,
     called,
     compare,
@@ -32,8 +31,9 @@ from .verification import (
     dtype_name,
     misuse,
     shares,
+    try_call,
 )
-from .wanted import Off
+from .wanted import Deviation
 
 ONCE = 32.0
 """Maximum weight, in calls, for repeating a batch with more tokens than the pool has rows. On a
@@ -53,11 +53,11 @@ TRACED = 12
 Objections = Generator[Objection, None, None]
 """Objections of a check. The caller uses only the first."""
 
-Found = Generator[Objection, None, Any]
+CheckedCall = Generator[Objection, None, Any]
 """Objections to a call. Returns the call's result, or None if the call is not supported."""
 
 
-class Startup:
+class SharedState:
     """State that the runs of one request share. `watch` logs slow calls."""
 
     def __init__(self, request: Request, watch: breadcrumb.Watchdog) -> None:
@@ -70,7 +70,7 @@ class Startup:
 
 
 class Run:
-    def __init__(self, startup: Startup, role: Role, trials: Trials, dtypes: int) -> None:
+    def __init__(self, startup: SharedState, role: Role, trials: Trials, dtypes: int) -> None:
         self.startup, self.request, self.role, self.trials = startup, startup.request, role, trials
         self.impl, self.spec = role.impl, trials.spec
         self.call = as_call(self.impl, self.spec, self.request.layer_for)
@@ -113,7 +113,7 @@ class Run:
     def leave_out(self, what: str, further: str = "") -> None:
         self.startup.left_out[what].add(f"{self.spec.name} of {self.impl.impl_id}{further}")
 
-    def at(self, where: str, call: Callable[[], Outcome], *, compiles: bool = False) -> Found:
+    def at(self, where: str, call: Callable[[], Outcome], *, compiles: bool = False) -> CheckedCall:
         """Make one call. Record an unsupported call, and object to a failure. Slow calls are
         logged. Two slow calls in a row would stall the engine and are a failure, unless the call
         `compiles`."""
@@ -139,7 +139,7 @@ class Run:
         layer_for = self.request.layer_for
         return compare(impl, self.spec, sample, self.trials.dtype, layer_for=layer_for, **how)
 
-    def sampled(self, sample: Sample, **how: Any) -> Found:
+    def sampled(self, sample: Sample, **how: Any) -> CheckedCall:
         run = partial(self.compared, self.impl, sample, **how)
         result = yield from self.at(sample.name, lambda: (run(), None))
         yield from self.judge(result)
@@ -163,7 +163,7 @@ class Run:
     ) -> Objections:
         if not self.request.compares:
             return
-        _, failure = compared(got, partial(form.off, large, rows))
+        _, failure = compared(got, partial(form.deviation, large, rows))
         if failure is not None:
             did = f"{wrong}: " if failure.status == "wrong" else ""
             yield Objection(FAILED, f"{did}{failure.reason} ({where})")
@@ -187,7 +187,7 @@ class Run:
                 continue
             self.tried.add((form.name, tokens))
             rows = self.trials.rows(tokens, number, order)
-            laid = rows_of(form.pool(large), rows, into=laid)
+            laid = copy_rows(form.pool(large), rows, into=laid)
             where = self.where(form, tokens, ", large values" * large)
             got = yield from self.result(form, laid, where)
             if got is None:
@@ -204,21 +204,21 @@ class Run:
         if self.spec.whole_batch or len(results) < 2:
             return False
 
-        def off(_: None) -> Off:
+        def deviation(_: None) -> Deviation:
             each = zip(*(parts(got) for _, _, got in results), strict=True)
             joined = tuple(None if some[0] is None else joined_rows(some) for some in each)
             got = joined if isinstance(results[0][2], tuple) else joined[0]
-            return form.off(large, torch.cat([rows for _, rows, _ in results]), got)
+            return form.deviation(large, torch.cat([rows for _, rows, _ in results]), got)
 
-        return compared(None, off)[1] is None
+        return compared(None, deviation)[1] is None
 
-    def result(self, form: Form, laid: Guarded, where: str) -> Found:
+    def result(self, form: Form, laid: Guarded, where: str) -> CheckedCall:
         call = form.call(laid)
         consumed = self.spec.consumed(self.impl.consumes, call.args)
         form.static.restore(consumed)  # the previous call wrote into a cache
 
         def run() -> Outcome:
-            making = partial(answer, self.call, self.impl, self.spec, call.args)
+            making = partial(try_call, self.call, self.impl, self.spec, call.args)
             if self.request.compares:
                 laid.remember()
                 got, failure = called(making, self.impl, self.spec, call, looked_at=laid)
@@ -233,10 +233,10 @@ class Run:
     def call_at(self, form: Form, count: int) -> Objections:
         args = self.arguments(form, self.trials.rows(count))
         where = self.where(form, count)
-        yield from self.at(where, partial(answer, self.call, self.impl, self.spec, args))
+        yield from self.at(where, partial(try_call, self.call, self.impl, self.spec, args))
 
     def arguments(self, form: Form, rows: torch.Tensor, large: bool = False) -> tuple[Any, ...]:
-        args = form.call(rows_of(form.pool(large), rows)).args
+        args = form.call(copy_rows(form.pool(large), rows)).args
         form.static.restore(self.spec.consumed(self.impl.consumes, args))
         return args
 

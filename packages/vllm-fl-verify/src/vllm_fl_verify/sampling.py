@@ -25,9 +25,11 @@ log = get_logger("engine")
 
 
 @contextmanager
-def session(engine: Engine) -> Iterator[None]:
+def sampling_session(engine: Engine) -> Iterator[None]:
     """Sample steps of an engine from the first request on."""
-    engine.on_serving(lambda: watch(engine))  # not earlier, because the warm-up also runs steps
+    engine.on_serving(
+        lambda: start_sampling(engine)
+    )  # not earlier, because the warm-up also runs steps
     try:
         yield
     finally:
@@ -35,7 +37,7 @@ def session(engine: Engine) -> Iterator[None]:
             engine.state[Canary].say()
 
 
-def watch(engine: Engine) -> Canary | None:
+def start_sampling(engine: Engine) -> Canary | None:
     """Begin to sample steps of an engine after its warm-up, if configured and possible. Replaces
     the method on the model runner object, which Ray's executor also calls."""
     settings, worker, model = engine.facts.settings, engine.worker, engine.model

@@ -27,13 +27,13 @@ from vllm_fl.logs import get_logger
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import quote
 
-from .oracle import MEASURED, magnitudes, paired, parts, wanted_here
+from .oracle import MEASURED_OUTPUTS, magnitudes, paired, parts, wanted_here
 from .replacing import computes, replacing
 from .verification import contract_args
 
 CALLS = 48
-"""Approximate number of compared calls in a sampled step (up to one more per `Key`). A comparison
-is about a hundred small operations on the device. Qwen3-8B makes 217 calls per step."""
+"""Approximate number of compared calls in a sampled step (up to one more per `BucketKey`). A
+comparison is about a hundred small operations on the device. Qwen3-8B makes 217 calls per step."""
 
 ROWS = 256
 """Maximum compared rows of a call. Over several sampled steps, all rows are compared."""
@@ -53,7 +53,7 @@ SMALLEST = sys.float_info.min
 
 log = get_logger("engine")
 
-Key = tuple[str, str, int]
+BucketKey = tuple[str, str, int]
 """(op, impl id, maximum tokens of the bucket, a power of two)."""
 
 
@@ -61,13 +61,9 @@ Key = tuple[str, str, int]
 class Tally:
     """Counts and errors of one implementation's calls in one bucket of sizes.
 
-    Args:
-        seen: calls in sampled steps.
-        calls: compared calls.
-        share: maximum error relative to the tolerance. The limit is 1.
-        relative: maximum relative error of a call, from norms over all elements.
-        wrong: incorrect calls.
-        nan, inf: incorrect elements that are NaN or infinite.
+    Args: seen: calls in sampled steps. calls: compared calls. share: maximum error relative to the
+        tolerance. The limit is 1. relative: maximum relative error of a call, from norms over all
+        elements. wrong: incorrect calls. nan, inf: incorrect elements that are NaN or infinite.
     """
 
     seen: int = 0
@@ -86,8 +82,8 @@ class Tally:
     def of_call(cls, figures: Iterable[Sequence[float]]) -> Tally:
         """Return the tally of one compared call, from `Wanted.measured` of its outputs. The call is
         counted as incorrect once, for any number of incorrect outputs."""
-        shares, off, exact, nan, inf = zip(*figures, strict=True)
-        squares = max(o / max(e, SMALLEST) for o, e in zip(off, exact, strict=True))
+        shares, differing, exact, nan, inf = zip(*figures, strict=True)
+        squares = max(o / max(e, SMALLEST) for o, e in zip(differing, exact, strict=True))
         share, relative = min(max(shares), MOST), math.sqrt(min(squares, MOST))
         return cls(0, 1, share, relative, int(share > 1.0), int(sum(nan)), int(sum(inf)))
 
@@ -95,32 +91,31 @@ class Tally:
 class Shadow:
     """Samples steps and compares their calls.
 
-    Args:
-        rate: share of sampled steps, greater than 0 and at most 1.
-        left: op -> why its calls cannot be compared at its targets in vLLM.
+    Args: rate: share of sampled steps, greater than 0 and at most 1. left: op -> why its calls
+        cannot be compared at its targets in vLLM.
     """
 
     def __init__(self, plan: Plan, rate: float, left: Mapping[str, str] | None = None) -> None:
         self.plan, self.rate = plan, rate
         self.steps = 0
         self.sampled = 0
-        self.seen: dict[Key, Tally] = {}
+        self.seen: dict[BucketKey, Tally] = {}
         """Tallies of all sampled steps."""
-        self.new: dict[Key, Tally] = {}
+        self.new: dict[BucketKey, Tally] = {}
         """Tallies since the last `collect`."""
         self.left: dict[str, str] = {}
         """Op -> why its calls are not compared."""
         self.too_large: Counter[str] = Counter()
         """Op -> number of calls that were due but too large to compare."""
-        self._turns: Counter[Key] = Counter()
+        self._turns: Counter[BucketKey] = Counter()
         """Number of sampled steps with calls of a key."""
         self._most = 0
         """Maximum number of calls in a sampled step."""
         self._every = 1
         """Every n-th call of a key in a step is compared."""
-        self._at: Counter[Key] = Counter()
+        self._at: Counter[BucketKey] = Counter()
         """Number of this step's calls per key."""
-        self._on_device: list[tuple[Key, list[torch.Tensor]]] = []
+        self._on_device: list[tuple[BucketKey, list[torch.Tensor]]] = []
         """Errors of this step's compared calls."""
         for op, entry in plan.entries.items():
             why = (left or {}).get(op) or _left(plan.contracts[op]) if entry.impls else ""
@@ -151,7 +146,7 @@ class Shadow:
             self._add(key, Tally(seen=calls))
         self._read()
 
-    def collect(self) -> dict[Key, Tally]:
+    def collect(self) -> dict[BucketKey, Tally]:
         found, self.new = self.new, {}
         return found
 
@@ -168,7 +163,7 @@ class Shadow:
         for key, found in on_device:
             self._add(key, Tally.of_call([next(rows) for _ in found]))
 
-    def _add(self, key: Key, tally: Tally) -> None:
+    def _add(self, key: BucketKey, tally: Tally) -> None:
         for table in (self.seen, self.new):
             table[key] = table.get(key, Tally()).plus(tally)
 
@@ -230,7 +225,7 @@ class Shadow:
             self._leave(spec.name, error)
         return None
 
-    def _turn(self, key: Key) -> int | None:
+    def _turn(self, key: BucketKey) -> int | None:
         """Count a call. Return the running number of its turn, or None if it is not due."""
         at = self._turns[key] + self._at[key]
         self._at[key] += 1
@@ -256,7 +251,7 @@ class _Call:
     """Copy of one call, made before the implementation may overwrite its arguments. It has only the
     compared rows of the arguments. `key` is the key of its tally."""
 
-    key: Key
+    key: BucketKey
     args: tuple[Any, ...]
     rows: slice
 
@@ -270,5 +265,7 @@ def _left(spec: OpSpec) -> str:
     if spec.whole_batch and (spec.caches or not spec.ignores_repeats):
         return "its result for a token depends on other tokens or a cache"
     outputs = spec.outputs or ()
-    kinds = [type(output).__name__ for output in outputs if not isinstance(output, MEASURED)]
+    kinds = [
+        type(output).__name__ for output in outputs if not isinstance(output, MEASURED_OUTPUTS)
+    ]
     return f"its {kinds[0]} cannot be compared on the device" if kinds else ""

@@ -25,7 +25,7 @@ from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 
 from . import launches
-from .batches import POOL, STANDING_COUNTS, Order
+from .batches import FIXED_COUNTS, POOL, Order
 from .batches import rows as drawn_rows
 from .budget import Budget, Valve
 from .form import Form
@@ -40,7 +40,7 @@ CALLS = 400.0
 
 Launches = Callable[[Callable[[], object], torch.device], launches.Launched]
 
-Provided = Sequence[Mapping[str, torch.dtype]]
+ProvidedDtypes = Sequence[Mapping[str, torch.dtype]]
 """The dtypes of the parameters that layers provide. Each combination is listed once."""
 
 
@@ -78,7 +78,7 @@ class Role:
         """Note for the next process that the block runs the implementation's code for `what`."""
         of_owner = self.owner and f" of {self.owner}"
         noted = f"{what} of {self.impl.op_name}={self.impl.impl_id}{of_owner}"
-        return breadcrumb.running(noted, named=False)
+        return breadcrumb.noting(noted, named=False)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Request:
     seed: int = field(default_factory=lambda: random.SystemRandom().randrange(1 << 32))
     specs: Mapping[str, OpSpec] = field(default_factory=lambda: known_contracts().contracts)
     calls: float = field(default_factory=lambda: CALLS)
-    provided: Mapping[str, Provided] = field(default_factory=dict)
+    provided: Mapping[str, ProvidedDtypes] = field(default_factory=dict)
     launched: Launches = launches.launched
     requires: str = ""
     valve: Valve = field(default_factory=Valve)
@@ -194,17 +194,17 @@ class Trials:
     device: torch.device
     sizes: ModelSizes | None
     seed: int
-    provided: Provided = ()
+    provided: ProvidedDtypes = ()
 
     @cached_property
     def samples(self) -> list[Sample]:
-        return [*tried(self.spec, self.dtype, self.device), *self.standing]
+        return [*tried(self.spec, self.dtype, self.device), *self.fixed_samples]
 
     @cached_property
-    def standing(self) -> list[Sample]:
-        if self.sizes is None or not self.spec.stands:
+    def fixed_samples(self) -> list[Sample]:
+        if self.sizes is None or not self.spec.fixed_batch:
             return []
-        counts = self.among(STANDING_COUNTS)
+        counts = self.among(FIXED_COUNTS)
         usual, last = (dataclasses.replace(self.sizes, tokens=(*n,)) for n in (counts, counts[-1:]))
         return [
             *self.spec.served(usual, self.dtype, self.device, False),
@@ -216,7 +216,7 @@ class Trials:
         weights are overwritten, as in a weight update."""
         found: dict[Any, Guarded] = {}
         memories = {}
-        for index in range(len(self.samples) - len(self.standing), len(self.samples)):
+        for index in range(len(self.samples) - len(self.fixed_samples), len(self.samples)):
             args = self.samples[index].args
             shapes = tuple(
                 (arg.shape, arg.dtype) if isinstance(arg, torch.Tensor) else arg for arg in args
@@ -232,7 +232,7 @@ class Trials:
 
     @cached_property
     def forms(self) -> list[Form]:
-        if self.sizes is None or self.spec.stands:
+        if self.sizes is None or self.spec.fixed_batch:
             return []
         pool = dataclasses.replace(self.sizes, tokens=(min(POOL, self.largest),))
         kinds = (self.spec.served(pool, self.dtype, self.device, big) for big in (False, True))
@@ -258,7 +258,7 @@ class Trials:
 
     @property
     def calls(self) -> list[Sample]:
-        return [*(form.samples[0] for form in self.forms), *self.standing]
+        return [*(form.samples[0] for form in self.forms), *self.fixed_samples]
 
     @property
     def smallest(self) -> int:

@@ -14,14 +14,14 @@ import torch
 
 from vllm_fl.contracts import OpSpec, Sample
 from vllm_fl.errors import AllFailedError
-from vllm_fl.plugins.forms import verdict_of
+from vllm_fl.plugins.signatures import verdict_of
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import clean, quote
 
 from .guarded import Guarded, guarded
 from .layouts import enlarged, relaid
 from .oracle import closed, measures, parts, wanted_of, worst
-from .wanted import Off, Wanted
+from .wanted import Deviation, Wanted
 
 T = TypeVar("T")
 
@@ -53,11 +53,11 @@ NEARLY_ALL = 0.8
 
 
 @dataclass(frozen=True)
-class Failure:
+class CallFailure:
     """Why a call has no correct result. `str` returns a full sentence.
 
-    Args:
-        status: `refused` (by `supports` or NotImplementedError); `wrong` (the result, or a write to
+    Args: status: `refused` (by `supports` or NotImplementedError); `wrong` (the result, or a write
+        to
             memory that the call must not change); `raised`.
     """
 
@@ -74,13 +74,12 @@ def attempt(
     fn: Callable[..., T],
     *args: Any,
     refuses: type[BaseException] | tuple[type[BaseException], ...] = NotImplementedError,
-) -> tuple[T | None, Failure | None]:
+) -> tuple[T | None, CallFailure | None]:
     """Call third-party code and return its exceptions as values. Only a KeyboardInterrupt is
     raised.
 
-    Args:
-        did: prefix for the text of an exception, such as `it raised`.
-        args: its arguments. Their devices are synchronised, so device faults are attributed to this
+    Args: did: prefix for the text of an exception, such as `it raised`. args: its arguments. Their
+        devices are synchronised, so device faults are attributed to this
             call.
         refuses: exceptions that mean an unsupported call.
     """
@@ -91,29 +90,28 @@ def attempt(
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # plugins may raise anything, including SystemExit and panics
-        if isinstance(error, refuses) and (why := refusal_of(error)):
-            return None, Failure("refused", why, error)
-        return None, Failure("raised", f"{did} {quote(error)}", error)
+        if isinstance(error, refuses) and (why := refusal_reason(error)):
+            return None, CallFailure("refused", why, error)
+        return None, CallFailure("raised", f"{did} {quote(error)}", error)
     return got, None
 
 
-Outcome = tuple[Any, Failure | None]
+Outcome = tuple[Any, CallFailure | None]
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Comparison of one sample computed by one implementation.
 
-    Args:
-        status: `ok`; `refused` (by `supports` or NotImplementedError); `wrong` (the result, or a
+    Args: status: `ok`; `refused` (by `supports` or NotImplementedError); `wrong` (the result, or a
             write to memory that the call must not change); `raised`.
         share: the maximum error relative to the tolerance. The limit is 1. Infinity for an
             incorrect element without a tolerance, such as an id. NaN if not compared.
         reason: why it is not `ok`, or empty.
-        leans: result -> average error away from zero, in steps of its dtype. Only for correct
+        biases: result -> average error away from zero, in steps of its dtype. Only for correct
             samples, and results with enough elements.
         slopes: result -> factor relative to the exact result, minus 1. For the same results as
-            `leans`.
+            `biases`.
     """
 
     op: str
@@ -124,15 +122,15 @@ class Comparison:
     share: float = math.nan
     reason: str = ""
     error: BaseException | None = None
-    leans: Mapping[str, float] = field(default_factory=dict, compare=False)
+    biases: Mapping[str, float] = field(default_factory=dict, compare=False)
     slopes: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
-def leaning(compared: Sequence[Comparison]) -> str:
+def bias_problem(compared: Sequence[Comparison]) -> str:
     """Return how results are biased that are each within the tolerance, or an empty string. Biased
     means that all samples deviate in the same direction or by the same factor. Layers of a model
     accumulate such errors. `compared` are the samples of one implementation in one dtype."""
-    for name, some in _by_result(each.leans for each in compared):
+    for name, some in _by_result(each.biases for each in compared):
         if len(some) >= SAMPLES and (min(some) > LEANING or max(some) < -LEANING):
             return (
                 f"{name} is biased: too {'small' if some[0] < 0 else 'large'} by "
@@ -195,7 +193,7 @@ def compare(
     sample: Sample,
     dtype: torch.dtype,
     *,
-    off: Callable[[Any], Off] | None = None,
+    deviation: Callable[[Any], Deviation] | None = None,
     wanted: Sequence[Wanted | None] | None = None,
     layer_for: LayerFactory | None = None,
     packed: bool | None = None,
@@ -206,24 +204,23 @@ def compare(
     Exceptions of the implementation and its `supports` are part of the result. Only a
     KeyboardInterrupt is raised.
 
-    Args:
-        sample: the arguments, on the implementation's device. They are not changed.
-        off: computes the error of results; None to compare them with `wanted`.
-        wanted: expected outputs; empty for no comparison, None to call the oracle.
-        packed: whether results must be contiguous. None: they must, unless the sample's activations
+    Args: sample: the arguments, on the implementation's device. They are not changed. deviation:
+        computes the error of results; None to compare them with `wanted`. wanted: expected outputs;
+        empty for no comparison, None to call the oracle. packed: whether results must be
+        contiguous. None: they must, unless the sample's activations
             have a layout that no vLLM layer produces, because plain PyTorch often keeps the layout.
         memory: memory of an earlier call with the same shapes, to overwrite; None for new memory.
     """
     fixed = (impl.op_name, impl.impl_id, sample.name, dtype_name(dtype))
     if wanted is None:
-        wanted = () if off else wanted_of(spec, sample)
-    judged = off or partial(worst, wanted=wanted)
+        wanted = () if deviation else wanted_of(spec, sample)
+    judged = deviation or partial(worst, wanted=wanted)
     given = spec.named(sample.args)
     poisons = not sample.enlarged  # PyTorch's products of many rows add 0 times values in gaps
     call = guarded(given, spec.by_token, poisons) if memory is None else memory.rewritten(given)
     packed = not sample.relaid if packed is None else packed
     call.remember()
-    run = partial(answer, as_call(impl, spec, layer_for), impl, spec, call.args)
+    run = partial(try_call, as_call(impl, spec, layer_for), impl, spec, call.args)
     got, failure = called(run, impl, spec, call, packed=packed)
     share = math.nan
     if failure is None:
@@ -233,8 +230,8 @@ def compare(
     if sample.relaid or sample.enlarged:  # its numbers were measured in the original sample
         return Comparison(*fixed, "ok", share)
     kept = closed(got, sample)
-    leans, slopes = measures(kept, wanted, "leans"), measures(kept, wanted, "slope")
-    return Comparison(*fixed, "ok", share, leans=leans, slopes=slopes)
+    biases, slopes = measures(kept, wanted, "bias"), measures(kept, wanted, "slope")
+    return Comparison(*fixed, "ok", share, biases=biases, slopes=slopes)
 
 
 def called(
@@ -248,20 +245,19 @@ def called(
 ) -> Outcome:
     """Make one call and check everything except its numbers.
 
-    Args:
-        looked_at: the arguments with content that was just saved, to check their memory after the
+    Args: looked_at: the arguments with content that was just saved, to check their memory after the
             call; None for all. For an unsupported call, all arguments are checked.
         packed: whether results must be contiguous.
 
-    Returns:
-        (result, failure). A failure means that the call was not supported, raised, wrote to memory
+    Returns: (result, failure). A failure means that the call was not supported, raised, wrote to
+        memory
             that it must not change, or returned a result with an incorrect form.
     """
     got, failure = run()
     if failure is not None:
         if failure.status == "refused" and call.disturbance(frozenset()) is not None:
             status: Literal["wrong", "raised"] = "wrong" if failure.error is None else "raised"
-            failure = Failure(status, REFUSED_LATE, failure.error)
+            failure = CallFailure(status, REFUSED_LATE, failure.error)
         return None, failure
     consumed = spec.consumed(impl.consumes, call.args)
 
@@ -271,18 +267,18 @@ def called(
         return problem or misuse(looked_at or call, consumed, impl, spec)
 
     problem, failure = attempt(COMPARING, look, refuses=())
-    return got, Failure("wrong", problem) if problem else failure
+    return got, CallFailure("wrong", problem) if problem else failure
 
 
-def compared(got: Any, off: Callable[[Any], Off]) -> tuple[float, Failure | None]:
+def compared(got: Any, deviation: Callable[[Any], Deviation]) -> tuple[float, CallFailure | None]:
     """Compare the numbers of a result. Return (maximum error relative to the tolerance, failure).
     The error is NaN if the result cannot be compared."""
-    found, failure = attempt(COMPARING, off, got, refuses=())
+    found, failure = attempt(COMPARING, deviation, got, refuses=())
     share, problem = found or (math.nan, "")
-    return share, Failure("wrong", problem) if problem else failure
+    return share, CallFailure("wrong", problem) if problem else failure
 
 
-def answer(
+def try_call(
     fn: Callable[..., Any], impl: OpImpl, spec: OpSpec, args: Sequence[Any], **how: Any
 ) -> Outcome:
     """Call `fn`, with the contract's parameters, if `supports` accepts the call."""
@@ -290,11 +286,11 @@ def answer(
     return attempt("it raised", fn, *args, **how) if failure is None else (None, failure)
 
 
-def accept(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> Failure | None:
+def accept(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> CallFailure | None:
     """Evaluate the implementation's `supports`. Return why it does not support a call, or None."""
     verdict, failure = attempt("its supports raised", verdict_of, impl, spec, args)
     if failure is None and verdict is not True:
-        failure = Failure("refused", str(verdict))
+        failure = CallFailure("refused", str(verdict))
     return failure
 
 
@@ -315,10 +311,8 @@ def misplaced(
 ) -> str:
     """Return why the form of a result is incorrect, or an empty string.
 
-    Args:
-        shapes: what the contract's fake returns for the same call.
-        consumed: arguments that may be overwritten and therefore returned.
-        packed: whether results must be contiguous.
+    Args: shapes: what the contract's fake returns for the same call. consumed: arguments that may
+        be overwritten and therefore returned. packed: whether results must be contiguous.
     """
     if isinstance(shapes, tuple) != isinstance(got, tuple) or len(parts(got)) != len(parts(shapes)):
         return f"returned {_kind(got)}, expected {_kind(shapes)}"
@@ -405,7 +399,7 @@ def synchronise(device: torch.device) -> None:
         module.synchronize(device)
 
 
-def refusal_of(error: BaseException) -> str:
+def refusal_reason(error: BaseException) -> str:
     """Return why a call was not supported; empty if `error` has a different meaning. `error` is the
     NotImplementedError of an implementation, or the AllFailedError of a chain if no candidate
     supports the call (in strict mode, if the first candidate does not)."""

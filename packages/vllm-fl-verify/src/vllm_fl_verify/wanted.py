@@ -11,10 +11,10 @@ import torch
 
 from .guarded import taken
 
-Off = tuple[float, str]
+Deviation = tuple[float, str]
 """(maximum error relative to the tolerance, description of the problem or an empty string)."""
 
-Results = Sequence[torch.Tensor]
+OutputTensors = Sequence[torch.Tensor]
 
 COARSE = frozenset({torch.float16, torch.bfloat16})
 """Dtypes with a rounding error that dominates the error of float32 arithmetic."""
@@ -42,7 +42,7 @@ class Wanted:
 
     results: ClassVar[int] = 1
 
-    def off(self, results: Results, names: Sequence[str], tokens: Tokens) -> Off:
+    def deviation(self, results: OutputTensors, names: Sequence[str], tokens: Tokens) -> Deviation:
         """Return the error of results.
 
         Args:
@@ -51,7 +51,7 @@ class Wanted:
         """
         raise NotImplementedError
 
-    def measured(self, results: Results) -> list[torch.Tensor]:
+    def measured(self, results: OutputTensors) -> list[torch.Tensor]:
         """Return the errors of results as numbers on the device, without synchronisation.
 
         Args:
@@ -68,18 +68,18 @@ class Wanted:
         """
         raise NotImplementedError
 
-    def leans(self, results: Results) -> float:
+    def bias(self, results: OutputTensors) -> float:
         """Return the average bias of results, away from zero, in steps of their dtype. It is about
         0 for rounding to nearest, and -0.5 for truncation. NaN if too few elements are rounded, or
         if too few are within a step."""
         return math.nan
 
-    def slope(self, results: Results) -> float:
+    def slope(self, results: OutputTensors) -> float:
         """Return the factor of results relative to the exact numbers, minus 1. The factor is the
         least-squares fit of a line through 0. NaN for few elements or a fine dtype."""
         return math.nan
 
-    def is_empty(self, results: Results) -> bool:
+    def is_empty(self, results: OutputTensors) -> bool:
         return not results[0].numel()
 
     def rows(self, order: torch.Tensor) -> Self:
@@ -128,13 +128,13 @@ class Near(Wanted):
     allowed: torch.Tensor
     dtype: torch.dtype
 
-    def off(self, results: Results, names: Sequence[str], tokens: Tokens) -> Off:
+    def deviation(self, results: OutputTensors, names: Sequence[str], tokens: Tokens) -> Deviation:
         mine = results[0].to(self.exact.device)
-        off = self.share(mine)
-        problem = _problem(names[0], *off, mine.numel())
+        share = self.share(mine)
+        problem = _problem(names[0], *share, mine.numel())
         if not problem:
-            return off[0], ""
-        return off[0], f"{problem}; worst at {self._farthest(mine, tokens)}{self._factor(mine)}"
+            return share[0], ""
+        return share[0], f"{problem}; worst at {self._farthest(mine, tokens)}{self._factor(mine)}"
 
     def _factor(self, mine: torch.Tensor) -> str:
         """Return the factor that explains all errors, for a message, or an empty string."""
@@ -144,7 +144,7 @@ class Near(Wanted):
         explains = self.share(mine.to(self.exact.dtype) / factor)[0] <= 1.0
         return f"; got/expected is {factor:.3f} everywhere" if explains else ""
 
-    def leans(self, results: Results) -> float:
+    def bias(self, results: OutputTensors) -> float:
         if self.dtype not in COARSE:
             return math.nan
         every = max(1, self.exact.numel() // LOOKED_AT) | 1  # odd, to sample all columns
@@ -159,7 +159,7 @@ class Near(Wanted):
             return math.nan
         return float(beyond.clamp(-1, 1).mean())
 
-    def slope(self, results: Results) -> float:
+    def slope(self, results: OutputTensors) -> float:
         if self.dtype not in COARSE or self.exact.numel() < SLOPING:
             return math.nan
         return self._slope(results[0])
@@ -186,13 +186,13 @@ class Near(Wanted):
 
     def shares(self, mine: torch.Tensor) -> torch.Tensor:
         """Return each element's error relative to the tolerance. 0 for correct NaN and infinity."""
-        off = (mine.to(self.exact.dtype) - self.exact).abs_().div_(self.allowed)
-        return off.nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(self._same(mine), 0.0)
+        error = (mine.to(self.exact.dtype) - self.exact).abs_().div_(self.allowed)
+        return error.nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(self._same(mine), 0.0)
 
     def _same(self, mine: torch.Tensor) -> torch.Tensor:
         return (mine == self.exact.to(mine.dtype)) | (mine.isnan() & self.exact.isnan())
 
-    def measured(self, results: Results) -> list[torch.Tensor]:
+    def measured(self, results: OutputTensors) -> list[torch.Tensor]:
         (mine,), exact = results, self.exact
         squared = (
             numbers.nan_to_num(0.0, 0.0, 0.0).square().sum(dtype=torch.float64)
@@ -211,7 +211,7 @@ class Near(Wanted):
 class Same(Wanted):
     exact: torch.Tensor
 
-    def off(self, results: Results, names: Sequence[str], tokens: Tokens) -> Off:
+    def deviation(self, results: OutputTensors, names: Sequence[str], tokens: Tokens) -> Deviation:
         mine, exact = comparable(results[0].to(self.exact.device)), self.exact
         differs = self._differs(mine)
         count = int(differs.sum())
@@ -223,7 +223,7 @@ class Same(Wanted):
         total = results[0].numel()
         return math.inf, f"{names[0]}: {count} of {total} elements differ; {first}"
 
-    def measured(self, results: Results) -> list[torch.Tensor]:
+    def measured(self, results: OutputTensors) -> list[torch.Tensor]:
         mine = comparable(results[0])
         differs = self._differs(mine)
         worst = torch.where(differs.any(), math.inf, 0.0).double()
@@ -252,15 +252,15 @@ class Pair(Wanted):
 
     results: ClassVar[int] = 2
 
-    def off(self, results: Results, names: Sequence[str], tokens: Tokens) -> Off:
+    def deviation(self, results: OutputTensors, names: Sequence[str], tokens: Tokens) -> Deviation:
         exact = self.number.exact
         value, scale = (result.to(exact.device) for result in results)
         number = value.to(exact.dtype) * spread(scale.to(exact.dtype), value.shape)
-        of_scale = self.scale.off([scale], [names[1]], tokens)
-        of_number = self.number.off([number], [f"{names[0]} times its scale"], tokens)
+        of_scale = self.scale.deviation([scale], [names[1]], tokens)
+        of_number = self.number.deviation([number], [f"{names[0]} times its scale"], tokens)
         return of_scale if of_scale[1] else max(of_scale, of_number)
 
-    def measured(self, results: Results) -> list[torch.Tensor]:
+    def measured(self, results: OutputTensors) -> list[torch.Tensor]:
         value, scale = results
         wide = self.number.exact.dtype
         number = value.to(wide) * spread(scale.to(wide), value.shape)
@@ -285,7 +285,7 @@ class Routed(Wanted):
 
     results: ClassVar[int] = 2
 
-    def off(self, results: Results, names: Sequence[str], tokens: Tokens) -> Off:
+    def deviation(self, results: OutputTensors, names: Sequence[str], tokens: Tokens) -> Deviation:
         weights, ids = (result.to(self.ids.device) for result in results)
         ascending, order = ids.to(torch.int64).sort(-1)
         unfit = self.unfit(ascending)
@@ -353,10 +353,10 @@ class Blocks(Wanted):
 
     results: ClassVar[int] = 3
 
-    def is_empty(self, results: Results) -> bool:
+    def is_empty(self, results: OutputTensors) -> bool:
         return False  # without rows, the number of used positions must still be 0
 
-    def off(self, results: Results, names: Sequence[str], tokens: Tokens) -> Off:
+    def deviation(self, results: OutputTensors, names: Sequence[str], tokens: Tokens) -> Deviation:
         rows, experts, used = (result.to(self.used.device, torch.int64) for result in results)
         places = int(self.used)
         blocks = places // self.size
@@ -370,8 +370,10 @@ class Blocks(Wanted):
                 ascending(some, each, self.size) for some in both
             ],
         }
-        offs = (Same(want).off([mine], [name], None) for name, (mine, want) in compared.items())
-        return next((off for off in offs if off[1]), (0.0, ""))
+        found = (
+            Same(want).deviation([mine], [name], None) for name, (mine, want) in compared.items()
+        )
+        return next((each for each in found if each[1]), (0.0, ""))
 
 
 def ascending(rows: torch.Tensor, experts: torch.Tensor, size: int) -> torch.Tensor:

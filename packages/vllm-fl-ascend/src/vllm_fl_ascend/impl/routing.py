@@ -8,7 +8,7 @@ from . import implementation
 
 __all__ = ["OPS", "grouped_topk", "moe_topk"]
 
-SCORING = {"softmax": 0, "sigmoid": 1}
+SCORING_NUMBERS = {"softmax": 0, "sigmoid": 1}
 """Numbers of the functions in `npu_moe_gating_top_k`."""
 
 
@@ -75,7 +75,7 @@ def _route(
         group_count=count,
         group_select_mode=mode,
         renorm=0,
-        norm_type=SCORING[scoring_func],
+        norm_type=SCORING_NUMBERS[scoring_func],
         routed_scaling_factor=1.0 if of_softmax else factor,
     )
     if of_softmax and renormalize:  # the kernel renormalises for sigmoid only

@@ -30,7 +30,7 @@ Problem = tuple[str, str] | None
 
 FLOATING = ("float32", "float16", "bfloat16")
 
-Call = dict[str, Any]
+CallArguments = dict[str, Any]
 """The arguments and the known sizes of a call, by name. The size `...` is a tuple."""
 
 DIMENSION = cache(re.compile(r"(?:(\d+) \* )?([^\W\d]\w*|\.\.\.)").fullmatch)
@@ -64,7 +64,7 @@ class Argument:
     def optional(self) -> Self:
         return replace(self, may_be_none=True)
 
-    def problem(self, name: str, value: Any, call: Call) -> Problem:
+    def problem(self, name: str, value: Any, call: CallArguments) -> Problem:
         is_flag = isinstance(value, bool)
         if not isinstance(value, self.classes) or (is_flag and bool not in self.classes):
             wanted = " or ".join(each.__name__ for each in self.classes)
@@ -94,7 +94,7 @@ class Tensor(Argument):
     def is_one(self, value: torch.Tensor) -> bool:
         return self.may_be_one and value.ndim < 2
 
-    def meet(self, x: torch.Tensor, call: Call) -> list[tuple[str, Any]]:
+    def meet(self, x: torch.Tensor, call: CallArguments) -> list[tuple[str, Any]]:
         """Return (declared dimension, size) for each dimension, and add new sizes to the call. The
         list is empty if the number of dimensions differs."""
         shape = "" if self.is_one(x) else self.shape
@@ -108,7 +108,7 @@ class Tensor(Argument):
                 call.setdefault(match[2], size // int(match[1]) if match[1] else size)
         return found
 
-    def problem(self, name: str, value: Any, call: Call) -> Problem:
+    def problem(self, name: str, value: Any, call: CallArguments) -> Problem:
         import torch
 
         if not isinstance(value, torch.Tensor):
@@ -130,7 +130,7 @@ class Tensor(Argument):
         low, high = (int(bound) for bound in value.aminmax())
         return _broken(name, self.values, (low, high), call | {"low": low, "high": high})
 
-    def empty(self, call: Call) -> torch.Tensor | None:
+    def empty(self, call: CallArguments) -> torch.Tensor | None:
         """Return an uninitialised tensor for the contract's `fake`, or None if `other` is None in
         the call."""
         if self.other and call[self.other] is None:
@@ -153,11 +153,11 @@ def has_rows(x: torch.Tensor) -> bool:
     return x.shape[:1] > (1,) and x.numel() > 0
 
 
-def _first(call: Call) -> tuple[str, torch.Tensor]:
+def _first(call: CallArguments) -> tuple[str, torch.Tensor]:
     return next((name, x) for name, x in call.items() if hasattr(x, "device"))
 
 
-def _dtype(name: str, call: Call) -> torch.dtype:
+def _dtype(name: str, call: CallArguments) -> torch.dtype:
     """Return the dtype `name`, or the dtype of the argument `name` (a tensor or a dtype's name)."""
     import torch
 
@@ -216,7 +216,7 @@ def declared(
     results: tuple[Tensor, ...] | Callable[..., Any],
     *,
     also: Callable[..., Problem] = lambda *_: None,
-    bad: Callable[[Call], Iterable[tuple[str, Mapping[str, Any]]]] = lambda good: (),
+    bad: Callable[[CallArguments], Iterable[tuple[str, Mapping[str, Any]]]] = lambda good: (),
     overwrites: tuple[str, ...] = (),
     **more: Any,
 ) -> OpSpec:
@@ -246,7 +246,7 @@ def declared(
 
     defaults = {name: parameter.default for name, parameter in parameters.items()}
 
-    def called(args: Iterable[Any]) -> Call:
+    def called(args: Iterable[Any]) -> CallArguments:
         return defaults | dict(zip(parameters, args, strict=False))
 
     @wraps(oracle)

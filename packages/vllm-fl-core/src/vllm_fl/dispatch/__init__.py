@@ -24,7 +24,7 @@ from ..plugins.types import (
 )
 from ..settings.loading import load_startup, policy_from_config
 from ..settings.policy import SelectionPolicy
-from ..settings.schema import TAKEN as _TAKEN
+from ..settings.schema import RESERVED_NAMES as _TAKEN
 from . import manager as _manager
 from .context import chosen, override, policy_context
 from .manager import OpManager, get_default_manager
@@ -104,7 +104,7 @@ def set_global_policy(policy: SelectionPolicy) -> SelectionPolicy:
         PolicySealedError: an engine's layers are bound to a plan.
     """
     before = get_default_manager().policy
-    _manager.set_global_policy(policy)
+    _manager.set_shared_policy(policy)
     return before
 
 
@@ -114,7 +114,7 @@ def reset_global_policy() -> None:
     Raises:
         PolicySealedError: an engine's layers are bound to a plan.
     """
-    _manager.set_global_policy(None)
+    _manager.set_shared_policy(None)
 
 
 def with_strict_mode(strict: bool = True) -> AbstractContextManager[SelectionPolicy]:

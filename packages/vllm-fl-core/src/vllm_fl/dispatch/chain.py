@@ -9,7 +9,7 @@ from typing import Any
 
 from ..contracts import OpSpec
 from ..errors import AllFailedError, CallError
-from ..plugins.forms import asked_for
+from ..plugins.signatures import asked_for
 from ..plugins.types import OpImpl
 from ..settings.policy import Rows
 from ..text import spelt
@@ -17,7 +17,7 @@ from .record import Record, Skipped
 from .resolver import NEEDS_LAYER
 
 
-class Left(Exception):
+class UseOriginal(Exception):
     """Raised to run the layer's original method instead. The bound op raises it, but only the
     caller of the method has the original arguments. An exception can pass through the method that
     `adapt` made around the op."""
@@ -77,7 +77,7 @@ class Chain:
         return self._try_others(None if isinstance(error, Skipped) else error, call)
 
     def _try_others(self, first: Exception | str | None, call: Call) -> Any:
-        self.record.left(self.op, self.impls[0])
+        self.record.skipped_first(self.op, self.impls[0])
         causes: list[tuple[str, BaseException | str]] = []
         outcome: Exception | str = "" if first is None else first
         for index, impl in enumerate(self.impls):
@@ -89,7 +89,7 @@ class Chain:
                     continue
                 try:
                     refusal, result = self._attempt(impl, call)
-                except Left:
+                except UseOriginal:
                     self.record.fell_back(self.op, self.impls[0], impl)
                     raise
                 except Exception as error:

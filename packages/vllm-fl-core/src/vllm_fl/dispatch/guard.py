@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from ..contracts import OpSpec
 from ..contracts.outputs import Exact
-from ..plugins.forms import asked_for
+from ..plugins.signatures import asked_for
 from ..plugins.types import OpImpl, parameters_of
 from ..settings.policy import Rows
 from .chain import Call, Chain, copied
@@ -93,10 +93,10 @@ def method_guard(chain: Chain) -> Callable[..., Any]:
     return _written(chain, chain.spec.from_layer)
 
 
-Provided = Mapping[str, Callable[[Any], Any]]
+LayerReaders = Mapping[str, Callable[[Any], Any]]
 
 
-def _written(chain: Chain, provided: Provided | None) -> Callable[..., Any]:
+def _written(chain: Chain, provided: LayerReaders | None) -> Callable[..., Any]:
     scope: dict[str, Any] = {}
     heads = _heads(chain.spec, provided, scope)
     guards: list[tuple[int | None, Callable[..., Any]]] = []
@@ -142,7 +142,7 @@ def _tokens(spec: OpSpec) -> str:
     return source
 
 
-def _heads(spec: OpSpec, provided: Provided | None, scope: dict[str, Any]) -> dict[str, str]:
+def _heads(spec: OpSpec, provided: LayerReaders | None, scope: dict[str, Any]) -> dict[str, str]:
     """Return a guard's parameters: the source in a call -> the source in the `def` line. Defaults
     are added to `scope`."""
     if not spec.parameters:
@@ -178,7 +178,7 @@ def _executed(
 
 
 def _compile(
-    chain: Chain, provided: Provided | None, heads: Mapping[str, str], scope: dict[str, Any]
+    chain: Chain, provided: LayerReaders | None, heads: Mapping[str, str], scope: dict[str, Any]
 ) -> Callable[..., Any]:
     """Generate the source of the guard for the first candidate, and compile it.
 
@@ -194,7 +194,7 @@ def _compile(
             return _chain.refuse(_verdict, _Call(None, x))
 
     Args:
-        provided: see `Provided`, for a method; None for a function.
+        provided: see `LayerReaders`, for a method; None for a function.
         heads, scope: the result of `_heads`, and the scope that it filled.
     """
     first = chain.impls[0]

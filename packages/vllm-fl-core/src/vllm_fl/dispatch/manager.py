@@ -13,6 +13,7 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
+from ..contracts.routes import Bound
 from ..errors import NoImplementationError, PolicySealedError
 from ..logs import get_logger
 from ..plugins.registry import OpRegistry
@@ -29,9 +30,7 @@ from .startup import Startup, read_settings, start, try_settings
 
 log = get_logger("dispatch")
 
-Bound = Callable[..., Any]
-
-current = override.get
+current_policy = override.get
 """Returns the policy of the enclosing block. This name saves an attribute look-up per call."""
 
 POLICIES_AT_MOST = 64
@@ -269,7 +268,7 @@ class OpManager:
             UnknownOpError, NoImplementationError, AllFailedError: no implementation ran.
         """
         try:
-            bound = self._tables[current()][op_name]
+            bound = self._tables[current_policy()][op_name]
         except KeyError:
             bound = self._bound(op_name)
         # Omitting empty keywords saves a third of this function's time.
@@ -378,7 +377,7 @@ def _check_policy(policy: object) -> None:
         raise TypeError(f"expected a SelectionPolicy, got {policy!r}")
 
 
-def set_global_policy(policy: SelectionPolicy | None) -> None:
+def set_shared_policy(policy: SelectionPolicy | None) -> None:
     """Set the policy of all managers created without a policy; None for the settings' policy.
     Raises PolicySealedError, without a change, if an engine's layers are bound to a plan."""
     _check_policy(policy)

@@ -6,16 +6,15 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from ..contracts.routes import Bound
 from ..plugins.types import BackendImplKind, OpImpl
-from .chain import Left
+from .chain import UseOriginal
 from .context import Binder, current_binder
 from .manager import get_default_manager
 from .resolver import FOREIGN, STOCK
 
-PLAN = "_vllm_fl_plan"
+PLAN_ATTRIBUTE = "_vllm_fl_plan"
 """The attribute of a layer that contains the plan it is bound to, or None."""
-
-Bound = Callable[..., Any]
 
 
 class dispatch_method:
@@ -26,12 +25,11 @@ class dispatch_method:
     that is built inside an engine binds to the engine's plan. If the op is `stock` in the plan, the
     attribute is the base class's method.
 
-    Args:
-        op: the op's name. The method has the contract's parameters without those in `from_layer`.
-        grants: arguments that the layer owns and an implementation may therefore overwrite.
-        adapt: (layer, the bound op) -> the method, for a layer with different parameters.
-        last: vLLM's implementation, for a call that no candidate of a plan supports.
-        stand_in: layer -> an object that replaces the layer as the source of the parameters in
+    Args: op: the op's name. The method has the contract's parameters without those in `from_layer`.
+        grants: arguments that the layer owns and an implementation may therefore overwrite. adapt:
+        (layer, the bound op) -> the method, for a layer with different parameters. last: vLLM's
+        implementation, for a call that no candidate of a plan supports. stand_in: layer -> an
+        object that replaces the layer as the source of the parameters in
             `from_layer`, and as the argument of implementations that need the layer. For a layer
             without the attributes that the contract expects.
         traces_own: whether compiled code gets vLLM's method, which must have the parameters of the
@@ -67,35 +65,37 @@ class dispatch_method:
     def __get__(self, instance: Any, owner: type | None = None) -> Bound:
         if instance is None:
             return self  # type: ignore[return-value]  # read on the class: the descriptor
-        plan: Binder | None = instance.__dict__.setdefault(PLAN, current_binder())
+        plan: Binder | None = instance.__dict__.setdefault(PLAN_ATTRIBUTE, current_binder())
         provider = self.stand_in(instance) if self.stand_in else instance
         base: OpImpl | None = None
         if plan is None:
             bound = get_default_manager().bind(self.op, provider, self.grants)
         elif plan.is_stock(self.op) or self._is_kept(plan):
-            return self.own(instance)
+            return self.original(instance)
         else:
             traced = not self.traces_own
             is_called = plan.mode == "eager" or not traced
             if is_called and (self.vllms is not None or plan.is_partly_stock(self.op)):
                 pseudo, kind = STOCK if self.vllms is None else FOREIGN, BackendImplKind.REFERENCE
-                base = OpImpl(self.op, pseudo.impl_id, kind, _leave, consumes=self.grants)
+                base = OpImpl(self.op, pseudo.impl_id, kind, _use_original, consumes=self.grants)
             last = self.last if self.vllms is None or base is None else base
-            bound = plan.bind(self.op, provider, self.grants, last=last, own=base, traced=traced)
+            bound = plan.bind(
+                self.op, provider, self.grants, last=last, original=base, traced=traced
+            )
         if self.adapt:
             bound = self.adapt(instance, bound)
         if base is not None:
-            bound = partial(_unless_left, self.own(instance), bound)
+            bound = partial(_or_original, self.original(instance), bound)
         if plan is not None and plan.mode == "compiled" and self.traces_own:
             from torch.compiler import is_compiling
 
             # A partial instead of a closure, because copies of the layer also copy the methods in
             # it.
-            own = self.own(instance, self.vllms)
-            return partial(_unless_compiling, is_compiling, own, bound)
+            original = self.original(instance, self.vllms)
+            return partial(_unless_compiling, is_compiling, original, bound)
         return bound
 
-    def own(self, instance: Any, cls: type | None = None) -> Bound:
+    def original(self, instance: Any, cls: type | None = None) -> Bound:
         """Return the method of the base class, or of `cls`, one of its bases."""
         mro = type(instance).__mro__
         after = self.owner if cls is None else mro[mro.index(cls) - 1]
@@ -110,19 +110,19 @@ class dispatch_method:
         return f"dispatch_method({self.op!r})"
 
 
-def _leave(*_: Any) -> Any:
-    raise Left
+def _use_original(*_: Any) -> Any:
+    raise UseOriginal
 
 
-def _unless_left(own: Bound, bound: Bound, *args: Any, **kwargs: Any) -> Any:
-    """Call `bound`. If it raises `Left`, call `own`. Nothing has been computed then."""
+def _or_original(original: Bound, bound: Bound, *args: Any, **kwargs: Any) -> Any:
+    """Call `bound`. If it raises `UseOriginal`, call `original`. Nothing has been computed then."""
     try:
         return bound(*args, **kwargs)
-    except Left:
-        return own(*args, **kwargs)
+    except UseOriginal:
+        return original(*args, **kwargs)
 
 
 def _unless_compiling(
-    compiling: Callable[[], bool], own: Bound, bound: Bound, *args: Any, **kwargs: Any
+    compiling: Callable[[], bool], original: Bound, bound: Bound, *args: Any, **kwargs: Any
 ) -> Any:
-    return own(*args, **kwargs) if compiling() else bound(*args, **kwargs)
+    return original(*args, **kwargs) if compiling() else bound(*args, **kwargs)

@@ -11,9 +11,9 @@ from typing import Any
 
 from ..errors import OwnerError
 from ..logs import silence
-from ..plugins.breadcrumb import running
+from ..plugins.breadcrumb import noting
 from ..plugins.calling import ENDED
-from ..plugins.installed import ENGINE_GROUPS, canonical, entry_points, identity, vllm_release
+from ..plugins.installed import ENGINE_GROUPS, canonical, entry_points, metadata_of, vllm_release
 from ..settings.values import IN_TREE, normalise_platform
 from ..text import quote
 
@@ -64,7 +64,7 @@ def targets_cpu() -> bool:
     return os.environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu"
 
 
-def vllms_own() -> str | None:
+def vllm_platform() -> str | None:
     """Return vLLM's built-in platform for this machine, or None. A platform plugin overrides it. If
     vLLM is imported, the result is exact. Otherwise it is determined from vLLM's metadata, and from
     torch if torch is imported."""
@@ -75,10 +75,10 @@ def vllms_own() -> str | None:
         detected = platforms.builtin_platform_plugins.items()
         return next((name for name, detect in detected if _answers_here(detect)), None)
     name, version = vllm_release() or ("", "")
-    return "cpu" if "cpu" in f"{name} {version}" else torchs_own() if name else None
+    return "cpu" if "cpu" in f"{name} {version}" else torch_platform() if name else None
 
 
-def torchs_own() -> str | None:
+def torch_platform() -> str | None:
     """Return the platform of PyTorch's built-in devices; None if torch is not imported."""
     torch = sys.modules.get("torch")
     if torch is None:
@@ -140,13 +140,13 @@ def _answer(entry: Any) -> ForeignPlatform | str | None:
     """Call a platform plugin of another package. The result is cached, because vLLM calls our
     plugin several times. The plugin's log lines are hidden, because vLLM calls it again. Returns a
     sentence if it failed, None if it declines or if it ended an earlier process of this command."""
-    name, version, _ = identity(entry.dist) if entry.dist else (entry.value, None, "")
+    name, version, _ = metadata_of(entry.dist) if entry.dist else (entry.value, None, "")
     release = f"{name} {version}" if version else name
     plugin = f"plugin {entry.name!r} for vLLM's platform of {release}"
     if plugin in ENDED:
         return None
     try:
-        with running(f"the platform detection of {plugin}"), silence():
+        with noting(f"the platform detection of {plugin}"), silence():
             answer = entry.load()()
     except KeyboardInterrupt:
         raise

@@ -14,7 +14,7 @@ from ..logs import SAID_AT_MOST
 from ..plugins.inspection import Key
 from ..plugins.types import OpImpl
 from ..text import quote
-from .resolver import describe
+from .resolver import describe_impl
 
 
 class Skipped(Exception):
@@ -124,7 +124,7 @@ class Record:
             if guard.chain.op == op:
                 guard.switch()
 
-    def left(self, op: str, first: OpImpl) -> None:
+    def skipped_first(self, op: str, first: OpImpl) -> None:
         self._moved[op, first.impl_id] -= 1
 
     def refused(self, op: str, impl: OpImpl, reason: str) -> None:
@@ -149,7 +149,7 @@ class Record:
         self.fallbacks[op, impl.impl_id] += 1
         self._moved[op, impl.impl_id] += 1
         if self._once("fallback", op, first.impl_id, impl.impl_id):
-            self._log.info("Op '%s' fallback to %s", op, describe(impl))
+            self._log.info("Op '%s' fallback to %s", op, describe_impl(impl))
         if (op, first.impl_id) in self.demotions:
             self._announced[op] = impl.impl_id
 
@@ -167,9 +167,9 @@ class Record:
     def announce(self, op: str, impl: OpImpl) -> None:
         before = self._announced.get(op)
         if before is None:
-            self._log.info("Op '%s' using %s", op, describe(impl))
+            self._log.info("Op '%s' using %s", op, describe_impl(impl))
         elif before != impl.impl_id:
-            self._log.info("Op '%s' switched from '%s' to %s", op, before, describe(impl))
+            self._log.info("Op '%s' switched from '%s' to %s", op, before, describe_impl(impl))
         self._announced[op] = impl.impl_id
 
     def counting(self, bound: Callable[..., Any], op: str, impl_id: str) -> Callable[..., Any]:

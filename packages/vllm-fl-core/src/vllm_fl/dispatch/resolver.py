@@ -12,12 +12,12 @@ from operator import itemgetter
 from typing import Any, Literal, cast
 
 from ..errors import NoImplementationError, PluginError, SettingsError, UnknownOpError
-from ..plugins.calling import rejections
+from ..plugins.calling import plugin_rejections
 from ..plugins.registry import OpRegistry
-from ..plugins.reserved import OPS, ops_missing
+from ..plugins.reserved import FL_OPS, ops_missing
 from ..plugins.types import NAMED_CLASSES, Impl, OpImpl
 from ..settings.names import meant
-from ..settings.policy import Mode, Rows, SelectionPolicy, Token
+from ..settings.policy import Mode, Rows, SelectionPolicy, Selector
 from ..settings.schema import Settings
 from ..settings.values import ORDER_PREFIX, wrong
 from ..text import closest
@@ -32,7 +32,7 @@ class Stock:
     priority: None = None
 
     @property
-    def token(self) -> str:
+    def selector(self) -> str:
         return self.impl_id.partition(".")[0]
 
 
@@ -73,7 +73,7 @@ class Trace:
 
     op: str
     mode: Mode
-    order: tuple[Token, ...]
+    order: tuple[Selector, ...]
     candidates: tuple[Candidate, ...]
 
     @property
@@ -108,8 +108,8 @@ class Trace:
         return "\n".join(lines)
 
 
-def describe(impl: Impl | Stock) -> str:
-    kind = impl.token if isinstance(impl, Stock) else impl.kind.value
+def describe_impl(impl: Impl | Stock) -> str:
+    kind = impl.selector if isinstance(impl, Stock) else impl.kind.value
     return f"'{impl.impl_id}' (kind={kind}, vendor={impl.vendor})"
 
 
@@ -156,7 +156,7 @@ class Resolver:
         if not impls and op not in snapshot.contracts and op not in NAMED_CLASSES:
             raise self._unknown(op)
         contract = snapshot.contracts.get(op)
-        rejected = rejections(
+        rejected = plugin_rejections(
             self.registry.plugins, self.settings, op, impls, self.facts, contract
         ) | {impl_id: why for (name, impl_id), why in self.disabled.items() if name == op}
         if self.without_layer:
@@ -202,7 +202,7 @@ class Resolver:
         ranked: list[tuple[tuple[int, int, str], Impl | Stock, str]] = []
         excluded: list[Candidate] = []
         for impl in sorted(impls, key=lambda i: (i.kind.value, i.impl_id)):
-            place = next((n for n, token in enumerate(order) if token.matches(impl)), None)
+            place = next((n for n, selector in enumerate(order) if selector.matches(impl)), None)
             rejection = policy.refuses(impl) or rejected.get(impl.impl_id)
             if rejection is None and place is None:
                 rejection = f"not listed: {'|'.join(map(str, order))}"
@@ -214,12 +214,14 @@ class Resolver:
             else:
                 rank = (place, -(impl.priority or 0), impl.impl_id)
                 ranked.append((rank, impl, f"{determiner} order lists {order[place]}"))
-        named = {token.kind: n for n, token in enumerate(order)}
+        named = {selector.kind: n for n, selector in enumerate(order)}
         forced = policy.strict and listed is not None and listed.pinned and "foreign" not in named
         foreign = self.foreign.get(op)
         if engine and foreign:
             rows = listed.rows(mode) if listed else ()
-            elsewhere = any(token.kind == "foreign" for _, tokens in rows for token in tokens)
+            elsewhere = any(
+                selector.kind == "foreign" for _, selectors in rows for selector in selectors
+            )
             is_own = policy.names(op, itself=True) and listed is policy.per_op_order[op]
             place = named.get("foreign", len(order) if elsewhere or is_own else -1)
             (layer, owner), *others = foreign.items()
@@ -278,19 +280,19 @@ class Resolver:
                 raise _failed(message, plugin.error, op, first.impl_id)
         why = ops_missing(plugins)
         if why and owner in {plugin.owner for plugin in plugins}:
-            raise PluginError(f"{lost}: {why}.", op=op, impl=first.impl_id, distribution=OPS)
+            raise PluginError(f"{lost}: {why}.", op=op, impl=first.impl_id, distribution=FL_OPS)
 
     def _check_named(self, trace: Trace, impls: tuple[Impl, ...]) -> None:
-        for token in trace.order:
-            if token.name is None or any(token.matches(impl) for impl in impls):
+        for selector in trace.order:
+            if selector.name is None or any(selector.matches(impl) for impl in impls):
                 continue
             for plugin in self.registry.plugins:
-                if plugin.error is not None and plugin.may_bring(token.name, trace.op):
+                if plugin.error is not None and plugin.may_bring(selector.name, trace.op):
                     message = (
-                        f"The settings select '{token}' for op '{trace.op}', but the plugin that "
-                        "would provide it failed."
+                        f"The settings select '{selector}' for op '{trace.op}', but the plugin "
+                        "that would provide it failed."
                     )
-                    raise _failed(message, plugin.error, trace.op, token.name)
+                    raise _failed(message, plugin.error, trace.op, selector.name)
 
     def _unknown(self, op: str) -> UnknownOpError:
         snapshot, plugins = self.registry.snapshot(), self.registry.plugins
@@ -310,9 +312,9 @@ class Resolver:
         if rejected:
             why = "every candidate was rejected: " + "; ".join(f"{i}: {r}" for i, r in rejected)
             impls = snapshot.impls_by_op.get(trace.op, ())
-            for token in trace.order:
-                if token.name and not any(token.matches(impl) for impl in impls):
-                    why += f". {str(token)!r} matches no implementation.{meant(token, impls)}"
+            for selector in trace.order:
+                if selector.name and not any(selector.matches(impl) for impl in impls):
+                    why += f". {str(selector)!r} matches no implementation.{meant(selector, impls)}"
                     why = why.removesuffix(".")
             todo = f"`vllm-fl explain {trace.op} --script` shows where each setting comes from."
         else:

@@ -22,9 +22,9 @@ from ..plugins.snapshot import EMPTY
 from ..plugins.types import NAMED_CLASSES
 from ..settings.loading import load_settings, load_startup
 from ..settings.names import check_names
-from ..settings.schema import TAKEN, Settings
+from ..settings.schema import RESERVED_NAMES, Settings
 from ..settings.values import PLATFORMS
-from .platforms import foreign_platform, torchs_own, vllms_own
+from .platforms import foreign_platform, torch_platform, vllm_platform
 
 log = get_logger("plugins")
 
@@ -70,7 +70,7 @@ def detect_platform(plugins: Sequence[Plugin] = ()) -> str:
     foreign = foreign_platform()
     if foreign is not None:
         return foreign.name
-    own = vllms_own()
+    own = vllm_platform()
     if own is None:
         for profile in _profiles(plugins):
             if profile.detection() is True:
@@ -78,7 +78,7 @@ def detect_platform(plugins: Sequence[Plugin] = ()) -> str:
     npu = getattr(sys.modules.get("torch"), "npu", None)
     if own is None and npu is not None and npu.is_available():
         return "ascend"
-    return own or torchs_own() or "cpu"
+    return own or torch_platform() or "cpu"
 
 
 def is_foreign(platform: str) -> bool:
@@ -122,11 +122,11 @@ def start(
     set_log_level("DEBUG" if early.debug else early.log_level)
     asked = early if engine is None else engine
     found = discovery.discover(asked.plugin_modules)
-    warnings = discovery.unmatched([each.owner for each in found], asked.plugins)
+    warnings = discovery.unmatched_plugins([each.owner for each in found], asked.plugins)
     crumbs = [f"An earlier {crumb}. Run `vllm-fl doctor` for more." for crumb in breadcrumb.lost()]
     _warn(warnings, "FL110")
     _warn(crumbs, "FL216")
-    plugins = plugin_loader.load(registry, found, only=asked.plugins, variables=TAKEN)
+    plugins = plugin_loader.load(registry, found, only=asked.plugins, variables=RESERVED_NAMES)
     for plugin in plugins:
         _report(plugin.error)
     # Only the process that logs warnings needs them. Availability checks would also open the device
@@ -148,7 +148,7 @@ def begin_process() -> None:
         VllmFLError: an extension raised an error of core other than PluginError (`SettingsError`).
     """
     found = [each for each in discovery.discover() if each.kind == "extension"]
-    plugins = plugin_loader.load(OpRegistry(EMPTY), found, variables=TAKEN)
+    plugins = plugin_loader.load(OpRegistry(EMPTY), found, variables=RESERVED_NAMES)
     for plugin in asking(plugins, "process_start"):
         try:
             with in_hook(plugin, "process_start", passing=True):

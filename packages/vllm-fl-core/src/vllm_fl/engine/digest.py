@@ -73,7 +73,7 @@ def fingerprint(
             op: code_facts(author, plan.contracts[op].oracle.__module__)
             for op, author in authors.items()
         },
-        "versions": versions(),
+        "versions": package_versions(),
         "settings": {key: _values(settings[key]) for key in keys if settings and key in settings},
     }
 
@@ -85,10 +85,10 @@ def _values(setting: Setting) -> list[Any]:
     return [setting.value, *texts]
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Return the versions of `BENEATH` and core. For core, the hash of its code is added."""
     beneath = {name: found for name in BENEATH if (found := installed_version(name))}
-    return {**beneath, CORE: f"{installed_version(CORE)} {code_of(CORE, 'vllm_fl')}"}
+    return {**beneath, CORE: f"{installed_version(CORE)} {code_hash(CORE, 'vllm_fl')}"}
 
 
 def _candidate(impl: Impl, owner: Owner) -> dict[str, Any]:
@@ -110,10 +110,10 @@ def _candidate(impl: Impl, owner: Owner) -> dict[str, Any]:
 
 
 def code_facts(owner: Owner, module: str) -> dict[str, Any]:
-    facts: dict[str, Any] = {"source": code_of(owner.distribution, module)}
+    facts: dict[str, Any] = {"source": code_hash(owner.distribution, module)}
     if owner.kernels:
         facts["kernels"] = {
-            name: f"{installed_version(name)} {code_of(name)}" for name in sorted(owner.kernels)
+            name: f"{installed_version(name)} {code_hash(name)}" for name in sorted(owner.kernels)
         }
     return facts
 
@@ -123,7 +123,7 @@ def digest(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def code_of(distribution: str | None, module: str = "") -> str:
+def code_hash(distribution: str | None, module: str = "") -> str:
     """Return a hash of all files in a distribution's top-level modules: 16 hexadecimal digits, or
     `UNKNOWN` without files. `distribution` is None for code without a distribution; `module` is one
     of its modules."""

@@ -49,9 +49,8 @@ LIBRARY = torch.library.Library("vllm_fl", "FRAGMENT")
 class Site:
     """An operator in a graph, and the code that may replace it.
 
-    Args:
-        tokens: the operator's arguments -> the number of tokens of the call.
-        inlined: an implementation -> a function of the operator's parameters that runs only this
+    Args: tokens: the operator's arguments -> the number of tokens of the call. inlined: an
+        implementation -> a function of the operator's parameters that runs only this
             implementation.
     """
 
@@ -73,8 +72,8 @@ class _Operator:
 
 
 _operators: dict[str, _Operator] = {}
-"""Operators by name. A process cannot define an operator twice. A plan in the same place as that of
-an ended engine therefore reuses its operators with new bodies."""
+"""Operators by name. A process cannot define an operator twice. A plan with the same number as that
+of an ended engine therefore reuses its operators with new bodies."""
 
 
 def operators() -> dict[str, tuple[str, str]]:
@@ -129,18 +128,18 @@ def mutated(chain: Chain, variant: Variant, *, rest_is_inlined: bool = False) ->
     return written if written and chain.grants & deciding.consumes >= set(written) else ()
 
 
-def opaque_op(chain: Chain, place: int = 1, *, rest_is_inlined: bool = False) -> OpImpl:
+def opaque_op(chain: Chain, number: int = 1, *, rest_is_inlined: bool = False) -> OpImpl:
     """Return the first implementation of `chain`, with a torch.library operator as its function.
 
-    The chain and the plan's place determine the operator's name. A compiled graph therefore finds
+    The chain and the plan's number determine the operator's name. A compiled graph therefore finds
     the operator in another process, and two simultaneous plans have separate operators. Registering
-    the chain again in the same place replaces the body.
+    the chain again with the same number replaces the body.
 
-    Args:
-        chain: the candidates, and the arguments that the caller grants. If there are several rows,
+    Args: chain: the candidates, and the arguments that the caller grants. If there are several
+        rows,
             the operator selects the row when it runs (in a CUDA graph only once, at capture). It
             mutates its arguments if the first candidate of the largest calls does.
-        place: the plan's place (`Plan.place`).
+        number: the plan's number (`Plan.number`).
         rest_is_inlined: whether code of rows that can be inlined replaces the operator, regardless
             of its schema. The operator then runs only the other rows. It mutates its arguments if
             the first candidate of the largest of these does.
@@ -157,7 +156,7 @@ def opaque_op(chain: Chain, place: int = 1, *, rest_is_inlined: bool = False) ->
             "_".join(filter(None, (spec.name, variant.name, first.impl_id))),
             rows,
             [spec.name, variant.name, *written],
-            {"strict": chain.strict, "place": place},
+            {"strict": chain.strict, "place": number},
         )
         site = None if written or not chain.is_by_size else _site(chain, variant)
         body = _writing(spec, variant, guard) if written else _returning(variant, guard)
@@ -242,8 +241,8 @@ def _router(
     """Generate a function that selects the operator by the arguments that are None. Dynamo can
     trace it.
 
-    Args:
-        branches: (variant, the arguments that the operator overwrites with results, the operator).
+    Args: branches: (variant, the arguments that the operator overwrites with results, the
+        operator).
             Variants with fewer parameters are first.
     """
     scope: dict[str, Any] = {}

@@ -45,9 +45,8 @@ def _once(impls: Iterable[OpImpl]) -> tuple[OpImpl, ...]:
 class PlanEntry:
     """The plan of one op.
 
-    Args:
-        rows: all candidates and the decisions about them, by the size of a call.
-        note: why vLLM's implementation is used regardless of the rows; or empty.
+    Args: rows: all candidates and the decisions about them, by the size of a call. note: why vLLM's
+        implementation is used regardless of the rows; or empty.
     """
 
     op: str
@@ -60,11 +59,11 @@ class PlanEntry:
         return any(each.impl is FOREIGN for each in self.rows[-1][1].candidates)
 
     @property
-    def left_to(self) -> Stock:
+    def fallback(self) -> Stock:
         """The fallback after our candidates: the layer of another plugin, or vLLM's
         implementation."""
-        own = (impl for impl in self.rows[-1][1].admitted if isinstance(impl, Stock))
-        return FOREIGN if self.note and self.is_foreign else next(own, STOCK)
+        stock = (impl for impl in self.rows[-1][1].admitted if isinstance(impl, Stock))
+        return FOREIGN if self.note and self.is_foreign else next(stock, STOCK)
 
     @property
     def candidates(self) -> Rows[tuple[Impl, ...]]:
@@ -103,7 +102,7 @@ class PlanEntry:
         return "|".join([*sized, self._label(rest)])
 
     def _label(self, candidates: tuple[Impl, ...]) -> str:
-        return candidates[0].impl_id if candidates else self.left_to.token
+        return candidates[0].impl_id if candidates else self.fallback.selector
 
     @property
     def unmet(self) -> str:
@@ -149,11 +148,10 @@ def _reason(trace: Trace) -> str:
 class Plan:
     """Op -> implementation for one engine.
 
-    Args:
-        strict: whether failures are raised instead of falling back to the next candidate.
-        record: counters, and the implementations disabled at startup.
-        kept_layers: classes of vLLM that settings exclude, although their op is planned.
-        place: the plan's number among the plans of compiled engines in this process (`take_place`).
+    Args: strict: whether failures are raised instead of falling back to the next candidate. record:
+        counters, and the implementations disabled at startup. kept_layers: classes of vLLM that
+        settings exclude, although their op is planned. number: the plan's number among the plans of
+        compiled engines in this process (`take_number`).
             Operators have it in their names, because torch allows only one operator per name.
     """
 
@@ -164,7 +162,7 @@ class Plan:
     record: Record = field(default_factory=lambda: Record(log))
     kept_layers: frozenset[str] = frozenset()
     contracts: Mapping[str, OpSpec] = field(default_factory=dict)
-    place: int = 1
+    number: int = 1
     _bound: dict[Any, tuple[Callable[..., Any], bool]] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -232,22 +230,21 @@ class Plan:
         grants: frozenset[str] = frozenset(),
         *,
         last: OpImpl | None = None,
-        own: OpImpl | None = None,
+        original: OpImpl | None = None,
         without_layer: bool = False,
     ) -> Chain:
         """Return the op's candidates and fallbacks, by the size of a call.
 
-        Args:
-            op: the op's name; it must not be stock.
-            grants: arguments that the caller owns.
-            last: vLLM's implementation, for calls that no candidate supports and for stock sizes.
-            own: the layer's original method, which replaces `last` at stock sizes in eager mode. If
-                the layer replaces a class of another plugin, `last` and `own` are the method of
-                that class.
+        Args: op: the op's name; it must not be stock. grants: arguments that the caller owns. last:
+            vLLM's implementation, for calls that no candidate supports and for stock sizes.
+            original: the layer's original method, which replaces `last` at stock sizes in eager
+            mode. If
+                the layer replaces a class of another plugin, `last` and `original` are the method
+                of that class.
             without_layer: whether to omit the candidates that need the calling layer.
         """
         entry, with_layer = self.entries[op], not without_layer
-        vllms = tuple(impl for impl in (own or last,) if impl is not None)
+        vllms = tuple(impl for impl in (original or last,) if impl is not None)
 
         def of(trace: Trace) -> tuple[OpImpl, ...]:
             impls = _callable(trace.before_stock, with_layer=with_layer)
@@ -271,24 +268,23 @@ class Plan:
         grants: frozenset[str],
         *,
         last: OpImpl | None = None,
-        own: OpImpl | None = None,
+        original: OpImpl | None = None,
         traced: bool = True,
     ) -> Callable[..., Any]:
         """Return `op` as a method of `layer`.
 
-        Args:
-            layer: provides the parameters in the contract's `from_layer`.
-            own: the layer's original method, or a function that calls it. It runs at stock sizes if
-                the layer is not compiled.
+        Args: layer: provides the parameters in the contract's `from_layer`. original: the layer's
+            original method, or a function that calls it. It runs at stock sizes
+                if the layer is not compiled.
             traced: False if no compiler sees the calls, in any mode.
         """
         compiled = traced and self.mode == "compiled"
         if compiled or not self.entries[op].ceilings:
-            own = None
-        key = op, grants, compiled, last and last.fn, own and own.fn
+            original = None
+        key = op, grants, compiled, last and last.fn, original and original.fn
         bound = self._bound.get(key)
         if bound is None:
-            chain = self.chain(op, grants, last=last, own=own)
+            chain = self.chain(op, grants, last=last, original=original)
             asks_layer = bool(chain.spec.from_layer)
             asks_layer |= any(impl.needs_layer for _, impls in chain.rows for impl in impls)
             bound = self._guard(chain, asks_layer, compiled), asks_layer
@@ -309,7 +305,7 @@ class Plan:
         # A graph is traced once for all sizes, so the operator must select the row.
         by_size = self.entries[op].ceilings and not inlined
         if by_size or is_opaque(first):
-            first = opaque_op(chain, self.place)
+            first = opaque_op(chain, self.number)
         else:
             counting = self.record.counting(first.fn, op, first.impl_id)
             first = dataclasses.replace(first, fn=counting)
@@ -318,14 +314,13 @@ class Plan:
 
     def as_compiled(self, op: str, first: OpImpl, *, inlined: bool = False) -> Callable[..., Any]:
         """Return the op as compiled code calls it, for verification. It has no counters and is in
-        place 0.
+        number 0.
 
-        Args:
-            first: one of the entry's `firsts`. Its row is verified.
-            inlined: whether to inline an op that is ordered by size. True for graphs that are
+        Args: first: one of the entry's `firsts`. Its row is verified. inlined: whether to inline an
+            op that is ordered by size. True for graphs that are
                 compiled by range.
         """
-        plan = dataclasses.replace(self, counts_calls=False, record=Record(log), place=0)
+        plan = dataclasses.replace(self, counts_calls=False, record=Record(log), number=0)
         rows = (_callable(impls) for _, impls in reversed(self.entries[op].candidates))
         impls = next(impls for impls in rows if impls[:1] == (first,))
         spec = self.contracts[op]
@@ -346,9 +341,8 @@ def make_plan(
     Omits ops that the model cannot have, unless the user has set an order for the op itself. Raises
     PluginError if a plugin with a contract failed or is missing.
 
-    Args:
-        demoted: (op, impl id) -> why it must not run in this engine.
-        notes: op -> why vLLM's implementation is used regardless of the policy.
+    Args: demoted: (op, impl id) -> why it must not run in this engine. notes: op -> why vLLM's
+        implementation is used regardless of the policy.
     """
     demoted, notes = demoted or {}, notes or {}
     entries = {}
@@ -392,23 +386,23 @@ def _run_the_same(one: Trace, other: Trace) -> bool:
     return one.before_stock == other.before_stock and bool(one.admitted) == bool(other.admitted)
 
 
-_places: set[int] = set()
+_numbers: set[int] = set()
 _choosing = threading.Lock()
 
 
-def take_place(plan: Plan) -> Plan:
-    """Return a compiled plan in the lowest place that no other plan of this process has."""
+def take_number(plan: Plan) -> Plan:
+    """Return a compiled plan with the lowest number that no other plan of this process has."""
     if plan.mode == "eager":
         return plan
     with _choosing:
-        place = next(n for n in itertools.count(1) if n not in _places)
-        _places.add(place)
-    return dataclasses.replace(plan, place=place)
+        number = next(n for n in itertools.count(1) if n not in _numbers)
+        _numbers.add(number)
+    return dataclasses.replace(plan, number=number)
 
 
-def leave_place(plan: Plan) -> None:
+def release_number(plan: Plan) -> None:
     if plan.mode == "compiled":
-        _places.discard(plan.place)
+        _numbers.discard(plan.number)
 
 
 def active_plan() -> Plan | None:

@@ -16,7 +16,7 @@ from ..dispatch.chain import Chain
 from ..plugins.types import OpImpl
 from .opaque import is_inlined
 
-MOST = 2
+MAX_RANGES = 2
 """Maximum number of ranges to compile for orders by size. Each range is compiled separately, which
 makes startup longer."""
 
@@ -54,8 +54,8 @@ def choice(chain: Chain, sizes: Range) -> OpImpl | None:
     return sole if sole is not None and is_inlined(sole) else None
 
 
-def edges(chains: Iterable[Chain], largest: int, captured: int = 0) -> tuple[int, ...]:
-    """Return where to split the token counts, into at most `MOST` ranges, to inline the most.
+def range_edges(chains: Iterable[Chain], largest: int, captured: int = 0) -> tuple[int, ...]:
+    """Return where to split the token counts, into at most `MAX_RANGES` ranges, to inline the most.
 
     Splits only at the maximum tokens of rows. The gain of inlining an op is measured in doublings
     of the token count: the ranges from 64 to 128 and from 4096 to 8192 have equal gains. The best
@@ -83,7 +83,7 @@ def edges(chains: Iterable[Chain], largest: int, captured: int = 0) -> tuple[int
             6,
         )
 
-    ways = [way for count in range(MOST) for way in combinations(ceilings, count)]
+    ways = [way for count in range(MAX_RANGES) for way in combinations(ceilings, count)]
     return max(
         ways, key=lambda way: (gained(way, captured), gained(way, 0), -len(way), way), default=()
     )

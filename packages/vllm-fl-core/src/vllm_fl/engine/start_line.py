@@ -22,7 +22,7 @@ def line(plan: Plan, *facts: str, not_reached: Collection[str] = ()) -> str:
     """
     ops = sorted(plan.entries, key=lambda op: op in plan.contracts)
     ours = [op for op in ops if any(impls for _, impls in plan.entries[op].candidates)]
-    others = [op for op in ops if plan.entries[op].label == FOREIGN.token]
+    others = [op for op in ops if plan.entries[op].label == FOREIGN.selector]
     served = [op for op in (*ours, *others) if op not in not_reached]
     named, left = "", len(served)
     head = f"vllm-fl: {left} op{'s' * (left != 1)} planned"
@@ -42,7 +42,7 @@ def notes(plan: Plan, not_reached: Collection[str] = ()) -> list[str]:
     found = [
         f"{op}: {entry.reason}"
         for op, entry in plan.entries.items()
-        if entry.note or entry.label == FOREIGN.token
+        if entry.note or entry.label == FOREIGN.selector
     ]
     if plan.layers:
         found.append(f"whole layers, not verified: {' '.join(plan.layers)}")

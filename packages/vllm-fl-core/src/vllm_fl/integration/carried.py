@@ -66,14 +66,14 @@ def seal(vllm_config: VllmConfig, digest: str) -> Callable[[], None]:
 
 def is_sealed(vllm_config: VllmConfig) -> bool:
     """Whether a worker of this engine has sealed its plan, which is then final."""
-    return "plan" in entry_of(vllm_config)
+    return "plan" in carried_entry(vllm_config)
 
 
 def digest_of(vllm_config: VllmConfig) -> str:
-    return str(entry_of(vllm_config).get("plan", ""))
+    return str(carried_entry(vllm_config).get("plan", ""))
 
 
-def entry_of(vllm_config: VllmConfig) -> Carried:
+def carried_entry(vllm_config: VllmConfig) -> Carried:
     """Return our entry of the configuration. Create it if it is missing. If `additional_config` is
     an object of the user, changes to the entry are lost. Raises SettingsError if the user has set
     an invalid entry."""

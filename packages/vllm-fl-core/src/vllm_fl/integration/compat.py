@@ -59,10 +59,10 @@ def vllm_folders() -> list[Path]:
 
 
 def obstacle() -> str | None:
-    return outside(vllm_version())
+    return unsupported_version(vllm_version())
 
 
-def outside(version: str) -> str | None:
+def unsupported_version(version: str) -> str | None:
     """Return why this version of vLLM is not supported, or None if it is supported or unknown."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     release = tuple(map(int, numbers.groups())) if numbers else UNTAGGED
@@ -72,7 +72,7 @@ def outside(version: str) -> str | None:
     return f"vLLM {version} is outside the supported range {span}"
 
 
-def lacks(binding: Binding) -> str:
+def missing_requirement(binding: Binding) -> str:
     """Return the first of a binding's `needs` and `shared` that this vLLM lacks, or empty."""
     missing = [path for path in binding.needs if not _has(path)]
     missing += [path for path in binding.shared if shared_table(path) is None]

@@ -195,7 +195,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def now() -> Engine | None:
+def calling_engine() -> Engine | None:
     if is_forward_context_available():
         found = _engines.get(id(get_forward_context().no_compile_layers))
         if found is not None:

@@ -18,7 +18,7 @@ from ..engine.plan import Plan, PlanEntry
 from ..logs import get_logger
 from ..plugins.types import ATTENTION
 from ..text import quote
-from .patchers.layers import Layer, custom_op_of, forget_shared_layers, layer_table
+from .patchers.layers import LayerClass, custom_op_of, forget_shared_layers, layer_table
 from .targets import installed_bindings
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _with_layers(
     return facts, layers
 
 
-def _provided(spec: OpSpec | None, layer: Layer, instance: Any) -> dict[str, torch.dtype]:
+def _provided(spec: OpSpec | None, layer: LayerClass, instance: Any) -> dict[str, torch.dtype]:
     """Return parameter -> dtype of the tensors that a layer provides for its op."""
     import torch
 

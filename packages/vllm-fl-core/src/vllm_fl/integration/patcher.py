@@ -20,11 +20,9 @@ if TYPE_CHECKING:
     from ..dispatch.chain import Chain
     from ..engine.facts import EngineFacts
     from ..engine.plan import Plan
+    from ..plugins.inspection import Key
     from ..settings.schema import Settings
     from .engines import Engine
-
-Key = tuple[str, str]
-"""(op, impl id)."""
 
 
 class WhyNot(NamedTuple):

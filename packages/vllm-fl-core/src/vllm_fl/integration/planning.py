@@ -17,9 +17,9 @@ from ..plugins.reserved import unread, unverified
 from ..plugins.types import NAMED_CLASSES
 from ..settings.names import check_names
 from ..settings.schema import Settings
-from .carried import KEY, entry_of, is_sealed
+from .carried import KEY, carried_entry, is_sealed
 from .compat import hide_our_variables
-from .compat import lacks as lacks_names
+from .compat import missing_requirement as lacks_names
 from .graphs import ranges
 from .patching import PATCHERS, by_range, merged, why_not
 from .targets import installed_bindings
@@ -46,7 +46,7 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         ) from None
     compilation, model = vllm_config.compilation_config, vllm_config.model_config
     backend = vllm_config.attention_config.backend
-    entry = entry_of(vllm_config)
+    entry = carried_entry(vllm_config)
     compiled = compilation.mode not in (None, CompilationMode.NONE)
     requests = merged(lambda each: each.request(vllm_config, settings, compiled=compiled))
     facts = EngineFacts(
@@ -61,18 +61,18 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         absent=frozenset(
             op
             for op, binding in installed_bindings().items()
-            if model and lacks(vllm_config, op, binding)
+            if model and is_excluded_by_config(vllm_config, op, binding)
         ),
         captured=tuple(compilation.cudagraph_capture_sizes or ()),
         by_range=ranges.is_compiled_by_range(vllm_config),
-        device=device_name() if settings.by_device or settings.tuned else "",
+        device=platform_device_name() if settings.by_device or settings.tuned else "",
         **entry.get("user", {}),
         **requests,
     )
     return facts.with_checked_table()
 
 
-def device_name() -> str:
+def platform_device_name() -> str:
     """Return the device name of vLLM's platform without opening the device; empty if unknown."""
     from vllm.platforms import current_platform
 
@@ -83,7 +83,7 @@ def device_name() -> str:
         return ""
 
 
-def lacks(vllm_config: VllmConfig, op: str, binding: Binding) -> bool:
+def is_excluded_by_config(vllm_config: VllmConfig, op: str, binding: Binding) -> bool:
     """Whether the model's configuration excludes the op."""
     try:
         return binding.when is not None and not binding.when(vllm_config)
@@ -106,7 +106,7 @@ def _settings_of(vllm_config: VllmConfig) -> Settings:
     if settings is None:
         if is_sealed(vllm_config):
             return startup.settings  # the engine's are removed; files may no longer exist
-        entry = entry_of(vllm_config)
+        entry = carried_entry(vllm_config)
         settings = _read_settings(current_platform.vllm_fl_platform, entry.orders)
         _check_loaded(settings)
         entry.settings = settings
@@ -125,7 +125,7 @@ def load_plugins(vllm_config: VllmConfig) -> Settings | None:
     """
     from vllm.platforms import current_platform
 
-    settings = entry_of(vllm_config).settings
+    settings = carried_entry(vllm_config).settings
     manager = get_default_manager()
     manager.ensure_initialized(
         current_platform.vllm_fl_platform, defer_errors=True, engine=settings
@@ -224,7 +224,7 @@ def apply(plan: Plan, vllm_config: VllmConfig) -> None:
     """Configure vLLM for a plan: custom ops, compiler passes and compile ranges. Changes for an
     earlier plan are undone. All other settings of vLLM and the user are kept."""
     custom_ops = vllm_config.compilation_config.custom_ops
-    entry = entry_of(vllm_config)
+    entry = carried_entry(vllm_config)
     for name in entry.get("enabled", ()):
         if name in custom_ops:
             custom_ops.remove(name)
@@ -257,6 +257,6 @@ def _kept_by_vllm(facts: EngineFacts) -> dict[str, str]:
 
 def note_user_priority(vllm_config: VllmConfig) -> None:
     """Save the user's `ir_op_priority` and disabled passes, before vLLM changes both."""
-    entry = entry_of(vllm_config)
+    entry = carried_entry(vllm_config)
     if "user" not in entry:
         entry["user"] = merged(lambda each: each.note_user(vllm_config))

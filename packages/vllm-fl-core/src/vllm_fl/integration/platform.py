@@ -18,7 +18,7 @@ from ..dispatch.platforms import (
     foreign_platforms,
     targets_cpu,
     too_many,
-    vllms_own,
+    vllm_platform,
 )
 from ..engine.plan import active_plan
 from ..errors import DeviceError
@@ -28,7 +28,7 @@ from ..settings.loading import load_startup
 from ..settings.values import IN_TREE
 from ..text import quote
 from .compat import leave_out_cuda_fusions
-from .patchers.lookups import laid_over, log_refusal, named
+from .patchers.lookups import import_object, laid_over, log_refusal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -192,7 +192,7 @@ def overlay_path(forced: str | None = None) -> str | None:
     others = foreign_platforms()
     if len(others) > 1:
         raise too_many(others)
-    own = others[0].name if others else vllms_own()
+    own = others[0].name if others else vllm_platform()
     asked = None if forced in (*IN_TREE, own) else forced
     profile = _device(asked) if own is None or asked is not None else None
     if others and profile is not None:
@@ -207,7 +207,7 @@ def overlay_path(forced: str | None = None) -> str | None:
         return _laid(_class_of(profile), profile.name, profile)
     if others or own is None:
         return None
-    return _laid(named(builtin_platform_plugins[own]()), own)
+    return _laid(import_object(builtin_platform_plugins[own]()), own)
 
 
 def lay_in_place(forced: str | None = None) -> None:
@@ -221,7 +221,7 @@ def lay_in_place(forced: str | None = None) -> None:
         return
     overlay_path(forced)  # raises the error that vLLM has hidden
     foreign, base = foreign_platform(), type(current_platform)
-    name = foreign.name if foreign is not None else vllms_own()
+    name = foreign.name if foreign is not None else vllm_platform()
     if name is None:
         return  # a machine that vLLM and the plugins do not know
     if foreign is not None and foreign.has_vllms_name and speaks_for_all():
@@ -242,7 +242,7 @@ def _device(forced: str | None) -> DeviceProfile | None:
 
 def _class_of(profile: DeviceProfile) -> type:
     try:
-        return named(profile.platform_class)  # type: ignore[no-any-return]
+        return import_object(profile.platform_class)  # type: ignore[no-any-return]
     except Exception as error:
         raise DeviceError(
             f"Device {profile.name!r}: its platform class {profile.platform_class} cannot be "

@@ -101,7 +101,7 @@ def lacking(opinions: Sequence[Opinion]) -> dict[Key, Disabled]:
     return found
 
 
-def differences(opinions: Sequence[Opinion]) -> list[str]:
+def plan_differences(opinions: Sequence[Opinion]) -> list[str]:
     """Compare the ranks' plans with the plan of rank 0. Return one sentence per difference."""
     lines = []
     base = opinions[0].contents

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..dispatch import get_default_manager
 from ..engine.digest import digest, fingerprint
-from ..engine.plan import Plan, leave_place, take_place
+from ..engine.plan import Plan, release_number, take_number
 from ..errors import StartError, VllmFLError
 from ..logs import get_logger
 from ..plugins.calling import asking, objections
@@ -20,7 +20,7 @@ from . import patching
 from .carried import seal
 from .engines import Engine
 from .planning import apply, plan_for
-from .ranks import Disabled, Opinion, differences, united
+from .ranks import Disabled, Opinion, plan_differences, united
 from .targets import planned_for_nothing
 
 log = get_logger("engine")
@@ -49,11 +49,11 @@ def settle(engine: Engine, moment: Moment) -> dict[Key, str]:
         plans = _together(engine, moment, partial(_opinion, engine, moment, next_change))
         new = united(plans, engine.disabled)
         if not new and moment is Moment.PLANNED and _drops_table(engine, plans):
-            next_change = partial(make_plan, engine)
+            next_change = partial(set_plan, engine)
             continue
         if not new:
             found = _together(
-                engine, moment, lambda: Opinion(inspect_plan(engine, moment, verifies=True))
+                engine, moment, lambda: Opinion(collect_objections(engine, moment, verifies=True))
             )
             new = united(found, engine.disabled)
         if new and moment is Moment.UPDATED:
@@ -70,7 +70,7 @@ def _say_what_differs(engine: Engine, moment: Moment, opinions: list[Opinion]) -
     table = engine.facts.settings.tuned
     if moment is Moment.PLANNED and table is not None and table.unused:
         log.warning("%s. Continuing without a table [FL610]", table.reason)
-    for line in differences(opinions):
+    for line in plan_differences(opinions):
         log.warning("The ranks differ. %s [FL503]", line)
 
 
@@ -88,7 +88,7 @@ def choices(plan: Plan) -> dict[Key, Any]:
     return found
 
 
-def make_plan(engine: Engine) -> None:
+def set_plan(engine: Engine) -> None:
     registry, facts = get_default_manager().registry, engine.facts
     snapshot = registry.snapshot()
     disabled = {key: each.reason for key, each in engine.disabled.items()}
@@ -115,10 +115,10 @@ def bind(engine: Engine) -> None:
     """Seal the plan. Change vLLM's configuration and code for it until it is unbound."""
     config, contents = engine.config, engine.contents
     engine.on_unbind(get_default_manager().seal(f"the engine's worker (rank {engine.rank})"))
-    plan = engine.plan = take_place(engine.plan)
-    engine.on_unbind(leave_place, plan)
-    if plan.place > 1:  # the operators of this plan have different names in compiled code
-        contents = {**contents, "place": plan.place}
+    plan = engine.plan = take_number(engine.plan)
+    engine.on_unbind(release_number, plan)
+    if plan.number > 1:  # the operators of this plan have different names in compiled code
+        contents = {**contents, "place": plan.number}
     chosen = patching.merged(lambda each: each.choose(engine))
     engine.digest = digest({**contents, **chosen})
     apply(plan, config)
@@ -128,7 +128,7 @@ def bind(engine: Engine) -> None:
         patcher.apply(engine)
 
 
-def without(keys: Iterable[Key]) -> str:
+def stock_setting(keys: Iterable[Key]) -> str:
     """Return the setting that selects vLLM's implementation for the ops of these keys."""
     stock = ";".join(f"{op}=stock" for op in dict.fromkeys(op for op, _ in keys))
     return f"VLLM_FL_PER_OP='{stock}'"
@@ -145,7 +145,7 @@ def _disable(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> Non
         return
     if moment is not Moment.PLANNED:
         engine.unbind()
-    make_plan(engine)
+    set_plan(engine)
     if moment is not Moment.PLANNED:
         settle(engine, Moment.PLANNED)
         bind(engine)
@@ -154,7 +154,7 @@ def _disable(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> Non
                 patcher.bind(engine, model)
 
 
-def inspect_plan(engine: Engine, moment: Moment, *, verifies: bool) -> dict[Key, Objection]:
+def collect_objections(engine: Engine, moment: Moment, *, verifies: bool) -> dict[Key, Objection]:
     """Return this rank's objections: of verifiers if `verifies`, otherwise of other plugins."""
     found: dict[Key, Objection] = {}
     for plugin in asking(get_default_manager().registry.plugins, "inspect_plan"):
@@ -190,7 +190,7 @@ def _opinion(engine: Engine, moment: Moment, change: Callable[[], object] | None
     """Apply `change`. Return the objections of patchers and plugins, and the plan's contents."""
     if change is not None:
         change()
-    found = inspect_plan(engine, moment, verifies=False) | _patchers_object(engine, moment)
+    found = collect_objections(engine, moment, verifies=False) | _patchers_object(engine, moment)
     if moment is Moment.CACHED:
         chosen = choices(engine.plan).items()
         return Opinion(found, {f"{op}={impl} chose by timing": each for (op, impl), each in chosen})
@@ -245,7 +245,9 @@ def _end_for(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> Non
     text = "; ".join(f"rank {e.rank}: {_fault(key, e)}" for key, e in found.items())
     text += "" if is_strict else ". The model is compiled with it"
     op, impl_id = next(iter(found))
-    text = f"vllm-fl: engine startup failed{how}: {text}. {without(found)} selects vLLM's code"
+    text = (
+        f"vllm-fl: engine startup failed{how}: {text}. {stock_setting(found)} selects vLLM's code"
+    )
     raise StartError(text, op=op, impl=impl_id)
 
 

@@ -49,7 +49,7 @@ def targets(table: Mapping[str, Binding], kind: type[P]) -> list[tuple[str, P]]:
     ]
 
 
-def planned(plan: Plan, kind: type[P]) -> list[tuple[str, P]]:
+def planned_targets(plan: Plan, kind: type[P]) -> list[tuple[str, P]]:
     return [each for each in targets(installed_bindings(), kind) if not plan.is_stock(each[0])]
 
 

@@ -18,7 +18,7 @@ from ..plugins.calling import asking
 from ..plugins.inspection import Key, Moment
 from ..text import quote
 from .engines import Engine
-from .settling import settle, without
+from .settling import settle, stock_setting
 
 log = get_logger("engine")
 
@@ -33,7 +33,7 @@ SLEEPS = ("sleep", "discard")
 MEMORY = frozenset({"kv_cache", "weights"})
 
 
-def watch(cls: type) -> None:
+def wrap_updates(cls: type) -> None:
     """Wrap those methods of a worker class that change weights or memory."""
     for name in (*ENDS, *PARTS, *SLEEPS, "wake_up"):
         if hasattr(cls, name):
@@ -149,7 +149,7 @@ def _fault(wrong: Mapping[Key, str], occasion: str) -> str:
     return (
         f"After {occasion}, verification failed for {each}. The engine keeps serving with the new "
         "weights, since compiled code and captured graphs contain the implementation. Restart with "
-        f"{without(wrong)} to avoid it"
+        f"{stock_setting(wrong)} to avoid it"
     )
 
 

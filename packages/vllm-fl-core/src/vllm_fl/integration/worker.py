@@ -26,7 +26,7 @@ from .patchers.attention import attend
 from .patchers.lookups import over_class, path_over, take_off
 from .patching import PATCHERS, by_range, why_not
 from .planning import facts_of, load_plugins, refuse_unverified
-from .settling import bind, choices, make_plan, settle
+from .settling import bind, choices, set_plan, settle
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,7 @@ class PlannedWorker:
         """Wrap the worker's methods, to attribute their calls to its engine and to follow weight
         updates. Does not call the base class's `__init_subclass__`, because it may register or
         reject subclasses."""
-        updates.watch(cls)
+        updates.wrap_updates(cls)
         for name in dir(cls):
             method = getattr_static(cls, name)
             if isinstance(method, FunctionType) and not name.startswith("_"):
@@ -209,7 +209,7 @@ def _begin(engine: Engine) -> list[str]:
         name: {**report.facts, "(code)": code_facts(plugin.owner, plugin.target.partition(":")[0])}
         for name, (plugin, report) in found.items()
     }
-    make_plan(engine)
+    set_plan(engine)
     return [line for _, report in found.values() for line in report.lines]
 
 
@@ -253,8 +253,8 @@ def _remarks(engine: Engine) -> list[str]:
     if facts.wants_invariance:
         found.append(f"{facts.wants_invariance}: measured; of vLLM's code, only layers are")
     found += [f"{op}: {impl_id} {why}" for (op, impl_id), why in why_not(facts).impls.items()]
-    inlined = ranges.planned(by_range(engine.plan), engine.config)
-    return found + [f"{op} {ranges.describe(chosen)}" for op, chosen in inlined.items()]
+    inlined = ranges.inlined_ranges(by_range(engine.plan), engine.config)
+    return found + [f"{op} {ranges.describe_ranges(chosen)}" for op, chosen in inlined.items()]
 
 
 def _orders_by_device(engine: Engine) -> dict[str, str]:

@@ -85,7 +85,7 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def now() -> str:
+def current_note() -> str:
     """Return the third-party code that this process is running, or an empty text."""
     return _running[-1] if _running else ""
 
@@ -102,7 +102,7 @@ def folder() -> Path | None:
 
 
 @contextlib.contextmanager
-def running(what: str, *, named: bool = True) -> Iterator[None]:
+def noting(what: str, *, named: bool = True) -> Iterator[None]:
     """Keep a note of `what` while the block runs, and log it after `SLOW` seconds.
 
     Args:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import PluginError, VllmFLError
 from ..logs import get_logger
 from ..text import clean, quote
-from .breadcrumb import running
+from .breadcrumb import noting
 from .inspection import (
     Check,
     Engine,
@@ -49,9 +49,9 @@ def describe_owner(owner: Owner) -> str:
 def contained(
     plugin: Plugin, what: str, todo: str = "", *, named: bool = True, passing: bool = False
 ) -> Iterator[None]:
-    """Run a plugin's code, with a note (`breadcrumb.running`); exceptions become a `PluginError`.
+    """Run a plugin's code, with a note (`breadcrumb.noting`).
 
-    A KeyboardInterrupt is raised unchanged.
+    Exceptions become a `PluginError`. A KeyboardInterrupt is raised unchanged.
 
     Args:
         what: the part of the code, for the error and the log: `the import`, `its policy hook`.
@@ -61,7 +61,7 @@ def contained(
     """
     owner = plugin.owner
     try:
-        with running(f"{what.replace('its', 'the')} of {describe_owner(owner)}", named=named):
+        with noting(f"{what.replace('its', 'the')} of {describe_owner(owner)}", named=named):
             yield
     except KeyboardInterrupt:
         raise
@@ -117,13 +117,13 @@ def results_of(plugin: Plugin, hook: str, kind: type, **arguments: object) -> li
     return results
 
 
-Results = tuple[list[tuple[Owner, Any]], list[PluginError]]
+HookResults = tuple[list[tuple[Owner, Any]], list[PluginError]]
 """The results of a hook by owner, and the errors of plugins that failed."""
 
 
 def results_of_each(
     plugins: Sequence[Plugin], hook: str, kind: type, todo: str = "", **given: Any
-) -> Results:
+) -> HookResults:
     found: list[tuple[Owner, Any]] = []
     errors = []
     for plugin in plugins:
@@ -144,7 +144,7 @@ def policy_files(
     return [(owner.name, defaults.path) for owner, defaults in found], errors
 
 
-def rejections(
+def plugin_rejections(
     plugins: Sequence[Plugin],
     settings: Any,
     op: str,
@@ -181,7 +181,7 @@ def rejections(
     return rejected
 
 
-def findings(plugin: Plugin, settings: Any) -> list[Finding]:
+def plugin_findings(plugin: Plugin, settings: Any) -> list[Finding]:
     """Return a plugin's findings for `vllm-fl doctor`. Raises PluginError if its hook fails."""
     with in_hook(plugin, "doctor"):
         results = results_of(plugin, "doctor", Iterable, settings=settings)

@@ -11,7 +11,7 @@ from typing import Any
 import pluggy
 
 from . import hookspecs
-from .discovery import CONTRACTS, GROUP
+from .discovery import BACKENDS, CONTRACTS
 from .hookspecs import HOOK_API, PROJECT
 from .plugin import Kind, Owner, Plugin
 from .setting import PLUGIN_KEY, SettingSpec
@@ -67,7 +67,7 @@ def _check_kind(kind: Kind, hooks: Collection[str]) -> None:
     if kind == "contracts" and {*hooks} != {"contracts"}:
         raise TypeError(
             f"the group {CONTRACTS} is only for contracts, but it implements {', '.join(hooks)}; "
-            f"use the group {GROUP}"
+            f"use the group {BACKENDS}"
         )
     if kind == "extension" and (
         others := [hook for hook in hooks if hook in (OLD_FORM, *PROVIDING)]

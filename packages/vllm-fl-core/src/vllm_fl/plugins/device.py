@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from ..errors import DeviceError
 from ..logs import get_logger
-from .breadcrumb import running
-from .calling import Results, results_of_each
+from .breadcrumb import noting
+from .calling import HookResults, results_of_each
 from .plugin import Plugin
 from .types import Availability, answered, check_path
 
@@ -55,11 +55,11 @@ class DeviceProfile:
                 check_path(f"DeviceProfile({name!r})", which, path)
 
     def detection(self) -> Availability:
-        with running(f"the detection of the device {self.name}"):
+        with noting(f"the detection of the device {self.name}"):
             return answered("its detection", self.detect)
 
 
-def devices(plugins: Sequence[Plugin]) -> Results:
+def devices(plugins: Sequence[Plugin]) -> HookResults:
     return results_of_each(plugins, "device", DeviceProfile)
 
 

@@ -9,17 +9,21 @@ from typing import NoReturn
 
 from ..errors import PluginError
 from ..text import clean, nearest
-from .installed import canonical, entry_points, identity
+from .installed import canonical, entry_points, metadata_of
 from .plugin import Kind, Owner, Plugin
 from .reserved import EXTENDERS
 
-GROUP = "vllm_fl.plugin"
+BACKENDS = "vllm_fl.plugin"
 CONTRACTS = "vllm_fl.contracts"
 """The group of plugins with only contracts. They are loaded with any backend."""
 EXTENSIONS = "vllm_fl.extension"
 """The group of extensions: plugins of this project that add features to engines."""
 
-KINDS: dict[str, Kind] = {GROUP: "backend", CONTRACTS: "contracts", EXTENSIONS: "extension"}
+PLUGIN_KINDS: dict[str, Kind] = {
+    BACKENDS: "backend",
+    CONTRACTS: "contracts",
+    EXTENSIONS: "extension",
+}
 
 
 def ban_of(plugin: Plugin) -> PluginError | None:
@@ -28,7 +32,7 @@ def ban_of(plugin: Plugin) -> PluginError | None:
         return None
     return plugin.owner.error(
         f" is not imported: the group {EXTENSIONS} is only for {', '.join(sorted(EXTENDERS))}. "
-        f"Its author should use the group {GROUP}."
+        f"Its author should use the group {BACKENDS}."
     )
 
 
@@ -36,9 +40,9 @@ def discover(modules: Iterable[str] = ()) -> tuple[Plugin, ...]:
     """Return the installed plugins by distribution name, then the user's modules. Imports none of
     them."""
     found = []
-    for entry in entry_points(*KINDS):
+    for entry in entry_points(*PLUGIN_KINDS):
         dist = entry.dist
-        name, version, problem = (None, None, "") if dist is None else identity(dist)
+        name, version, problem = (None, None, "") if dist is None else metadata_of(dist)
         owner = Owner(
             plugin=entry.name,
             distribution=name,
@@ -46,7 +50,7 @@ def discover(modules: Iterable[str] = ()) -> tuple[Plugin, ...]:
             path=str(dist.locate_file("")) if dist else None,
         )
         load = partial(_fail, problem) if problem else entry.load
-        found.append(Plugin(owner, entry.value, load, KINDS[entry.group]))
+        found.append(Plugin(owner, entry.value, load, PLUGIN_KINDS[entry.group]))
     found.sort(key=lambda p: (canonical(p.owner.distribution or ""), p.owner.plugin, p.target))
     named = (Plugin(Owner(plugin=name), name, partial(import_module, name)) for name in modules)
     return (*found, *named)
@@ -81,7 +85,7 @@ def remedy_for(plugin: Plugin, allowed: Iterable[Plugin]) -> str:
     return f"No other plugin needs it: reinstall it, or disable it with VLLM_FL_PLUGINS={rest}."
 
 
-def unmatched(owners: Iterable[Owner], only: Collection[str] | None) -> tuple[str, ...]:
+def unmatched_plugins(owners: Iterable[Owner], only: Collection[str] | None) -> tuple[str, ...]:
     """Return a sentence for each name in VLLM_FL_PLUGINS without an installed plugin."""
     known = sorted({canonical(owner.distribution) for owner in owners if owner.distribution})
     found = []

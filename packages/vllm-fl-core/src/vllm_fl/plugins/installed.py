@@ -65,7 +65,7 @@ def rivals() -> tuple[str, ...]:
     with the pip command that fixes the conflict."""
     owners = [entry.dist for entry in entry_points(*ENGINE_GROUPS) if entry.name == "fl"]
     owners += distributions(name="vllm-plugin-fl")
-    names = {identity(dist)[0] for dist in owners if dist is not None}
+    names = {metadata_of(dist)[0] for dist in owners if dist is not None}
     others = {canonical(name): name for name in names if canonical(name) != CORE}
     return tuple(
         f"{name} also owns vLLM's plugin name 'fl' or the import name 'vllm_fl'; only one of the "
@@ -74,7 +74,7 @@ def rivals() -> tuple[str, ...]:
     )
 
 
-def identity(dist: Any) -> tuple[str, str | None, str]:
+def metadata_of(dist: Any) -> tuple[str, str | None, str]:
     """Return (name, version, fault of the metadata or empty). A half uninstalled distribution may
     have entry points but no METADATA. Its name and version are then read from the folder's name."""
     try:

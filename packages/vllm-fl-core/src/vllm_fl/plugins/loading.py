@@ -19,7 +19,7 @@ from .declared import IMPLS, OLD_FORM, check_settings, declare
 from .discovery import ban_of, remedy_for, select_allowed
 from .installed import CORE
 from .plugin import Owner, Plugin
-from .reserved import OPS, holder_of, reservation
+from .reserved import FL_OPS, holder_of, reservation
 from .setting import SettingSpec
 from .types import Impl
 
@@ -70,7 +70,7 @@ def load(
     for plugin in plugins:
         for key in plugin.claims:
             claims.setdefault(key, []).append(plugin.owner)
-    by_turn = sorted(plugins, key=lambda each: not each.owner.is_of(OPS))
+    by_turn = sorted(plugins, key=lambda each: not each.owner.is_of(FL_OPS))
     for plugin in [each for each in by_turn if each.is_loaded]:
         with _registering(registry, plugin):
             _add_contracts(registry, plugin, claims)
@@ -164,7 +164,7 @@ def _add_contracts(registry: Any, plugin: Plugin, claims: Claims) -> None:
     """Register a plugin's contracts, if no other plugin owns its ops and ids."""
     owner = plugin.owner
     for op, impl_id in sorted(plugin.claims):
-        holder = holder_of(impl_id) if impl_id else OPS
+        holder = holder_of(impl_id) if impl_id else FL_OPS
         why = reservation(impl_id, owner)
         others = [o for o in claims[op, impl_id] if o != owner and not reservation(impl_id, o)]
         if not why and others and not owner.is_of(holder):

@@ -16,11 +16,11 @@ from ..errors import DuplicateError, PluginError, TargetError
 from ..logs import get_logger
 from ..text import clean
 from .discovery import discover
-from .forms import fitted, from_older_form, shape
 from .installed import CORE
 from .loading import load
 from .plugin import Owner, Plugin
 from .reserved import reservation
+from .signatures import fitted, from_older_form, shape
 from .snapshot import EMPTY, RegistrySnapshot
 from .types import ATTENTION, NAMED_CLASSES, Impl, OpImpl, parameters_of
 

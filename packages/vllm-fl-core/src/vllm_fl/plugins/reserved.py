@@ -13,7 +13,7 @@ RESERVED = {
 }
 """Reserved id, or prefix of ids -> the only distribution that may use it, or None."""
 
-OPS, VERIFY, TOOLS = "vllm-fl-ops", "vllm-fl-verify", "vllm-fl-tools"
+FL_OPS, VERIFY, TOOLS = "vllm-fl-ops", "vllm-fl-verify", "vllm-fl-tools"
 EXTENDERS = frozenset((VERIFY, TOOLS))
 """The distributions that may provide extensions."""
 
@@ -47,13 +47,13 @@ def _reserved(impl_id: str) -> str:
 
 
 def ops_missing(plugins: Iterable[Plugin]) -> str:
-    """Return why `OPS` is not loaded, and what to do; empty if it is loaded."""
+    """Return why `FL_OPS` is not loaded, and what to do; empty if it is loaded."""
     for plugin in plugins:
-        if plugin.owner.is_of(OPS):
+        if plugin.owner.is_of(FL_OPS):
             if plugin.status == "disabled":
-                return f"VLLM_FL_PLUGINS does not contain {OPS}"
-            return f"{OPS} failed to load: see `vllm-fl doctor`" if plugin.status != "ok" else ""
-    return f"{OPS} is not installed: pip install {OPS}"
+                return f"VLLM_FL_PLUGINS does not contain {FL_OPS}"
+            return f"{FL_OPS} failed to load: see `vllm-fl doctor`" if plugin.status != "ok" else ""
+    return f"{FL_OPS} is not installed: pip install {FL_OPS}"
 
 
 def unverified(preflight: str, plugins: Iterable[Plugin], *, plans_others: bool) -> str | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from .policy import Mode, OpOrder, Rows, Token, joined
+from .policy import Mode, OpOrder, Rows, Selector, joined
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class DeviceOrder:
     def holds(self, device: str) -> bool:
         return fnmatchcase(device, self.name)
 
-    def over(self, base: tuple[Token, ...], mode: Mode) -> Rows[tuple[Token, ...]]:
+    def over(self, base: tuple[Selector, ...], mode: Mode) -> Rows[tuple[Selector, ...]]:
         """Return the rows of one mode. Unless the order is pinned, `base` follows in each row: the
         op's order for any device."""
         rows = self.order.rows(mode)

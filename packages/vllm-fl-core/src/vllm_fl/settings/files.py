@@ -13,30 +13,30 @@ from ..plugins.registry import known_contracts
 from ..plugins.setting import SettingSpec
 from ..text import closest, kind_of
 from .devices import DeviceOrder, Table
-from .policy import DEFAULT, MODES, OpOrder
+from .policy import DEFAULT_ORDER, MODES, OpOrder
 from .schema import Declared, Setting, file_keys, is_absent
 from .values import (
     DEVICES,
     EXTENDS,
     OP_CONFIG,
     ORDER_PREFIX,
-    checked,
     expected,
     is_ordered,
     name_of,
     read_text,
+    read_value,
     value_of,
     wrong,
 )
 
-Layer = dict[str, Setting]
+Entries = dict[str, Setting]
 
 PLATFORM_FILES = "platform"
 """The only value of `extends`. Variables and platform files then apply as without the file."""
 
 USERS_OWN = {
     EXTENDS: "only a user's file can extend other files",
-    f"{ORDER_PREFIX}{DEFAULT}": "it would apply to other backends' ops. Use prefer",
+    f"{ORDER_PREFIX}{DEFAULT_ORDER}": "it would apply to other backends' ops. Use prefer",
     "allow_vendors": "it would exclude the plugins of all other vendors. Use deny_vendors or "
     "op_backends",
     "table": "a tuning table is valid for one machine only. Set it in a user's file",
@@ -62,7 +62,7 @@ def read_settings_file(
     key: str,
     distribution: str | None = None,
     asked_by: str | None = None,
-) -> Layer:
+) -> Entries:
     """Read a YAML file of settings.
 
     Args:
@@ -81,13 +81,13 @@ def read_settings_file(
     return {setting.key: setting for setting in file.settings(root, declared)}
 
 
-def read_orders(path: str) -> Layer:
+def read_orders(path: str) -> Entries:
     origin = f"environment {OP_CONFIG}"
     file = _File(path, "op_config", f" ({origin})", True)
     return {order.key: order for order in file.orders(file.load(origin), "")}
 
 
-def read_table(path: str, origin: str) -> tuple[Table, Layer]:
+def read_table(path: str, origin: str) -> tuple[Table, Entries]:
     """Read a tuning table: its conditions under `holds`, and its orders under `devices`."""
     file = _File(path, "table", "", False)
     root = file.load(origin)
@@ -180,12 +180,14 @@ class _File:
             self.check_owner(key, origin)
             if written is None:
                 continue
-            order = checked(partial(OpOrder.of, pinned=self.users), written, key, origin)
+            order = read_value(partial(OpOrder.of, pinned=self.users), written, key, origin)
             if any(len(rows) > 1 for rows in (order.eager, order.compiled)):
                 if not self.users:
                     raise wrong(key, origin, BY_SIZE)
-                if op == DEFAULT:
-                    problem = f"{DEFAULT} must not depend on size: it covers attention and layers"
+                if op == DEFAULT_ORDER:
+                    problem = (
+                        f"{DEFAULT_ORDER} must not depend on size: it covers attention and layers"
+                    )
                     raise wrong(key, origin, problem)
             yield Setting(key, order, origin)
 
@@ -200,7 +202,7 @@ class _File:
             ops = self.mapping(key, parts["op_backends"], at, "ops")
             for op, written in ops.items():
                 at = self.at(ops, op)
-                if op == DEFAULT or not op.isidentifier():
+                if op == DEFAULT_ORDER or not op.isidentifier():
                     raise wrong(key, at, f"{op!r} is not a valid op name")
                 order, measured = self.device_order(f"{DEVICES}{op}", written, at)
                 made = DeviceOrder(order, at, name, measured, of_table)
@@ -212,14 +214,14 @@ class _File:
         needed = () if self.users else ("measured",)
         parts = self.parts(key, value, origin, needed, (*MODES, "measured"))
         sides = {mode: parts[mode] for mode in MODES if mode in parts}
-        order = checked(partial(OpOrder.of, pinned=self.users), sides, key, origin)
+        order = read_value(partial(OpOrder.of, pinned=self.users), sides, key, origin)
         figure = parts.get("measured")
         if figure is None:
             return order, ""
         names = ("date", "device", "ratio", "what")
         figure_parts = self.parts(key, figure, origin, names)
         day, device, ratio, what = (_scalar(key, figure_parts[name], origin) for name in names)
-        factor = f"{checked(float, ratio, key, origin):g} times as fast"
+        factor = f"{read_value(float, ratio, key, origin):g} times as fast"
         return order, f"measured {day} on {device}: {factor} in {what}"
 
     def mapping(self, key: str, value: object, origin: str, what: str) -> Lines:
@@ -287,10 +289,10 @@ def _value(spec: SettingSpec[Any], value: object, origin: str) -> object:
         for name in value:
             if not isinstance(name, str):
                 raise wrong(spec.key, origin, f"expected a name, got {kind_of(name)}")
-        names = (checked(name_of, name, spec.key, origin) for name in value)
+        names = (read_value(name_of, name, spec.key, origin) for name in value)
         return tuple(dict.fromkeys(names))
     elif isinstance(value, str):
-        return checked(partial(value_of, spec), value, spec.key, origin)
+        return read_value(partial(value_of, spec), value, spec.key, origin)
     raise wrong(spec.key, origin, f"expected {expected(spec)}, got {kind_of(value)}")
 
 

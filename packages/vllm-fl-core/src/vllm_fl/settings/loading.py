@@ -21,10 +21,11 @@ from ..plugins.registry import known_contracts
 from ..plugins.setting import SettingSpec
 from ..text import closest, nearest
 from .devices import DeviceOrder, Table
-from .files import Layer, read_orders, read_settings_file, read_table
+from .files import Entries, read_orders, read_settings_file, read_table
 from .lock import read_lock
 from .names import uses
-from .policy import GROUP, OpOrder, SelectionPolicy
+from .platform_files import Brought, close_pairs, unite
+from .policy import GROUP_PREFIX, OpOrder, SelectionPolicy
 from .schema import (
     COMMAND_LINE,
     CONFIG,
@@ -37,18 +38,17 @@ from .schema import (
     variables,
     variables_of,
 )
-from .uniting import Brought, close_pairs, unite
 from .values import (
     EXTENDS,
-    GROUPS,
+    GROUP_ORDER_PREFIX,
     IN_TREE,
     OP_CONFIG,
     ORDER_PREFIX,
     PER_OP,
     PLATFORMS,
-    checked,
     is_ordered,
     normalise_platform,
+    read_value,
     value_of,
     wrong,
 )
@@ -61,7 +61,7 @@ PREFIX = "VLLM_FL_"
 
 PlatformFiles = Sequence[tuple[str, str | os.PathLike[str]]]
 
-Groups = Mapping[str, Collection[str]]
+OpGroups = Mapping[str, Collection[str]]
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -80,7 +80,7 @@ def load_settings(
     platform: str | None = None,
     platform_files: PlatformFiles = (),
     brought: Brought = NOTHING,
-    groups: Groups = NOTHING,
+    groups: OpGroups = NOTHING,
     plugins: Iterable[SettingSpec[Any]] = (),
     platforms: Sequence[str] = (),
     foreign: bool = False,
@@ -112,7 +112,7 @@ def load_settings(
         problem = f"only orders of ops can be set here; set {declared[key].variable}"
         raise wrong(key, COMMAND_LINE, problem)
     given = _spread(_layer_of(orders.items(), COMMAND_LINE), groups)
-    own: Layer = {}
+    own: Entries = {}
     if config is not None:
         own = read_settings_file(config.value, declared, key="config", asked_by=config.origin)
         close_pairs(own, declared)
@@ -172,7 +172,7 @@ def load_settings(
     return dataclasses.replace(settings, unchecked=tuple(labels))
 
 
-def _add_table(entries: Layer) -> Table | None:
+def _add_table(entries: Entries) -> Table | None:
     """Read the tuning table. Insert its orders after the user's and before those of backends."""
     named = entries["table"]
     if named.value is None:
@@ -190,7 +190,7 @@ def policy_from_config(path: str | os.PathLike[str]) -> SelectionPolicy:
     """Return the policy of a YAML file. Ignores `extends`. Raises SettingsError."""
     own = read_settings_file(path, ITEMS, key="config")
     own.pop(EXTENDS, None)
-    if any(key.startswith(GROUPS) for key in own):
+    if any(key.startswith(GROUP_ORDER_PREFIX) for key in own):
         own = _spread(own, known_contracts().groups)
     close_pairs(own, ITEMS)
     return Settings(tuple(_stacked([own], ITEMS).values())).policy
@@ -200,7 +200,7 @@ def _of(declared: Declared, *, in_file: bool) -> Declared:
     return {key: spec for key, spec in declared.items() if spec.in_file is in_file}
 
 
-def _variables(env: Mapping[str, str], groups: Groups, declared: Declared) -> list[Layer]:
+def _variables(env: Mapping[str, str], groups: OpGroups, declared: Declared) -> list[Entries]:
     """Return the layers of the environment for settings that a file may also set, highest first."""
     own = _environment(env, _of(declared, in_file=True))
     close_pairs(own, declared)
@@ -208,7 +208,7 @@ def _variables(env: Mapping[str, str], groups: Groups, declared: Declared) -> li
     return [own, *(_spread(layer, groups) for layer in (*orders, _per_op(env)))]
 
 
-def _unread(env: Mapping[str, str], declared: Declared, ignored: Collection[str]) -> Layer:
+def _unread(env: Mapping[str, str], declared: Declared, ignored: Collection[str]) -> Entries:
     """Return the variables that a complete override ignores. Their text is not parsed."""
     return {
         key: Setting(key, ascii(env[spec.variable])[1:-1], f"environment {spec.variable}")
@@ -217,7 +217,7 @@ def _unread(env: Mapping[str, str], declared: Declared, ignored: Collection[str]
     }
 
 
-def _refuse_idle(env: Mapping[str, str], entries: Layer) -> None:
+def _refuse_idle(env: Mapping[str, str], entries: Entries) -> None:
     """Raise IdleSwitchError if a file overrides a safety switch of the environment."""
     for key, asked in _environment(env, SWITCHES).items():
         held, allowed = entries[key], entries["allow_vendors"]
@@ -238,20 +238,20 @@ def _refuse_idle(env: Mapping[str, str], entries: Layer) -> None:
             raise wrong(key, asked.origin, problem, kind=IdleSwitchError)
 
 
-def _orders(layer: Layer) -> dict[str, OpOrder]:
+def _orders(layer: Entries) -> dict[str, OpOrder]:
     return {key: s.value for key, s in layer.items() if isinstance(s.value, OpOrder)}
 
 
-def _spread(layer: Layer, groups: Groups) -> Layer:
+def _spread(layer: Entries, groups: OpGroups) -> Entries:
     """Replace the orders of groups by orders of their ops. An op's own order has priority. The
     order of a group without ops is kept."""
     orders, spread = _orders(layer), dict(layer)
     for key in orders:
-        group = key.removeprefix(GROUPS)
+        group = key.removeprefix(GROUP_ORDER_PREFIX)
         for op in groups.get(group, ()) if group != key else ():
             spread.pop(key, None)
             order = dataclasses.replace(orders[key], group=group)
-            of_op, origin = f"{ORDER_PREFIX}{op}", f"{layer[key].origin} ({GROUP}{group})"
+            of_op, origin = f"{ORDER_PREFIX}{op}", f"{layer[key].origin} ({GROUP_PREFIX}{group})"
             found = dataclasses.replace(layer[key], key=of_op, value=order, origin=origin)
             own = orders.get(of_op)
             if own is not None:  # the group's order applies to open modes
@@ -264,15 +264,15 @@ def _spread(layer: Layer, groups: Groups) -> Layer:
     return spread
 
 
-def _environment(env: Mapping[str, str], declared: Declared) -> Layer:
-    layer: Layer = {}
+def _environment(env: Mapping[str, str], declared: Declared) -> Entries:
+    layer: Entries = {}
     for key, spec in declared.items():
         for variable in variables_of(spec):
             text = _text(env, variable, key)
             if text is None:
                 continue
             origin = f"environment {variable}"
-            value = checked(partial(value_of, spec), text, key, origin)
+            value = read_value(partial(value_of, spec), text, key, origin)
             if key not in layer or value is False:  # if both variables are set, false has priority
                 layer[key] = Setting(key, value, origin)
     return layer
@@ -290,35 +290,35 @@ def _text(env: Mapping[str, str], variable: str, key: str) -> str | None:
     return text if text or variable == Settings.plugins.variable else None
 
 
-def _per_op(env: Mapping[str, str]) -> Layer:
+def _per_op(env: Mapping[str, str]) -> Entries:
     origin, pairs = f"environment {PER_OP}", []
     for part in filter(str.strip, (_text(env, PER_OP, "per_op") or "").split(";")):
-        op, equals, tokens = (piece.strip() for piece in part.partition("="))
+        op, equals, selectors = (piece.strip() for piece in part.partition("="))
         if not equals:
             raise wrong("per_op", origin, f"expected op1=a|b;op2=x, got {part.strip()!r}")
-        pairs.append((op, tokens))
+        pairs.append((op, selectors))
     return _layer_of(pairs, origin)
 
 
-def _layer_of(pairs: Iterable[tuple[str, object]], origin: str) -> Layer:
-    layer: Layer = {}
-    for op, tokens in pairs:
+def _layer_of(pairs: Iterable[tuple[str, object]], origin: str) -> Entries:
+    layer: Entries = {}
+    for op, selectors in pairs:
         key = f"{ORDER_PREFIX}{op}"
         if not is_ordered(op):
             raise wrong("per_op", origin, f"expected op1=a|b;op2=x, got {op!r}")
         if key in layer:
             raise wrong(key, origin, "is set twice")
-        layer[key] = Setting(key, checked(OpOrder.of, tokens, key, origin), origin)
+        layer[key] = Setting(key, read_value(OpOrder.of, selectors, key, origin), origin)
     return layer
 
 
 def _stacked(
-    layers: Sequence[Layer], declared: Declared, *, ignored: Mapping[str, Setting] = NOTHING
-) -> Layer:
+    layers: Sequence[Entries], declared: Declared, *, ignored: Mapping[str, Setting] = NOTHING
+) -> Entries:
     """Return each key's highest setting or its default, with the settings that it overrides."""
     defaults = {key: Setting(key, spec.default) for key, spec in declared.items()}
     layers = [*layers, defaults]
-    stacked: Layer = {}
+    stacked: Entries = {}
     for key in dict.fromkeys(key for layer in layers for key in layer):
         top, *below = (layer[key] for layer in layers if key in layer)
         overrides, spec = [*top.overrides], declared.get(key)
@@ -332,11 +332,11 @@ def _stacked(
 def _united(
     platform_files: PlatformFiles,
     brought: Brought,
-    groups: Groups,
+    groups: OpGroups,
     declared: Declared,
     *,
     has_stock: bool,
-) -> Layer:
+) -> Entries:
     """Merge the platform files into one layer. If vLLM has kernels for the device (`has_stock`),
     `stock` precedes a fallback to `reference`."""
     files = [
@@ -349,7 +349,7 @@ def _united(
     return united
 
 
-def _reorder(entries: Layer, change: Callable[[OpOrder], OpOrder], how: str) -> None:
+def _reorder(entries: Entries, change: Callable[[OpOrder], OpOrder], how: str) -> None:
     for key, setting in entries.items():
         if isinstance(setting.value, OpOrder):
             order = change(setting.value)

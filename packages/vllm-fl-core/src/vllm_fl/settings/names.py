@@ -11,7 +11,7 @@ from ..contracts.binding import Binding
 from ..plugins.plugin import Plugin
 from ..plugins.types import Impl
 from ..text import closest
-from .policy import DEFAULT, GROUP, KINDS, MODES, UNTOUCHED, OpOrder, Token
+from .policy import DEFAULT_ORDER, GROUP_PREFIX, IMPL_KINDS, MODES, UNTOUCHED, OpOrder, Selector
 from .schema import Setting, Settings
 from .values import DEVICES, ORDER_PREFIX, PLATFORMS, wrong
 
@@ -62,7 +62,7 @@ def check_names(
         impls: op -> the installed implementations, to check the selectors in the user's orders;
             None to skip this check.
         bindings: the bindings of the ops, with their names in vllm-plugin-FL.
-        plugins: as for `unmatched`.
+        plugins: as for `unmatched_orders`.
         known: the known names by kind: `op` and `group` from contracts and plugins, `vendor` from
             plugins, `layer` from vLLM. `op` is required.
 
@@ -88,7 +88,7 @@ def check_names(
             problem += f"equivalent op {older_ops[name]!r}."
         elif use.space == "op" and use.is_users_order and name in known.get("group", ()):
             problem = f"{name!r} is a group of ops, and has no effect here. Did you mean "
-            problem += f"'{GROUP}{name}'?"
+            problem += f"'{GROUP_PREFIX}{name}'?"
         elif names is not None and use.space == "group":
             groups_here = closest(name, names) or f" Known groups: {', '.join(sorted(names))}."
             problem = (
@@ -101,7 +101,7 @@ def check_names(
         if problem:
             warnings.append(f"{use.setting.origin}: {use.setting.key}: {problem}")
     if impls is not None:
-        warnings += [said for _, said in unmatched(settings, impls, plugins)]
+        warnings += [said for _, said in unmatched_orders(settings, impls, plugins)]
     return dataclasses.replace(
         settings,
         warnings=tuple(dict.fromkeys((*settings.warnings, *warnings))),
@@ -114,12 +114,12 @@ def uses(settings: Settings) -> Iterator[_Use]:
     for key, setting in settings.items():
         if isinstance(setting.value, OpOrder):
             name = key.removeprefix(ORDER_PREFIX)
-            space = "group" if name.startswith(GROUP) else "op"
-            if name != DEFAULT:
-                yield _Use(space, name.removeprefix(GROUP), key, setting)
-            for token in setting.value.every:
-                if token.kind == "vendor" and token.name:
-                    yield _Use("vendor", token.name, f"{key}.{token}", setting)
+            space = "group" if name.startswith(GROUP_PREFIX) else "op"
+            if name != DEFAULT_ORDER:
+                yield _Use(space, name.removeprefix(GROUP_PREFIX), key, setting)
+            for selector in setting.value.every:
+                if selector.kind == "vendor" and selector.name:
+                    yield _Use("vendor", selector.name, f"{key}.{selector}", setting)
             continue
         if key.startswith(DEVICES):
             yield _Use("op", key.removeprefix(DEVICES), key, setting)
@@ -132,7 +132,7 @@ def uses(settings: Settings) -> Iterator[_Use]:
                 yield _Use(spec.names, name, f"{key}.{name}", setting)
 
 
-def unmatched(
+def unmatched_orders(
     settings: Settings,
     impls_by_op: Mapping[str, Impls],
     plugins: Sequence[Plugin] = (),
@@ -150,52 +150,54 @@ def unmatched(
     """
     for key, setting in settings.items():
         op, order = key.removeprefix(ORDER_PREFIX), setting.value
-        if isinstance(order, OpOrder) and order.pinned and not op.startswith(GROUP):
-            ops: Collection[str] = impls_by_op if op == DEFAULT else (op,)
+        if isinstance(order, OpOrder) and order.pinned and not op.startswith(GROUP_PREFIX):
+            ops: Collection[str] = impls_by_op if op == DEFAULT_ORDER else (op,)
             if order.group:
                 listed = settings.policy.per_op_order
                 ops = [each for each in listed if listed[each].group == order.group]
-                op = f"{GROUP}{order.group}"
+                op = f"{GROUP_PREFIX}{order.group}"
             impls = [impl for each in ops for impl in impls_by_op.get(each, ())]
             if said := _said(op, setting, settings, impls, plugins):
                 yield op, said
 
 
-def meant(token: Token, impls: Impls) -> str:
+def meant(selector: Selector, impls: Impls) -> str:
     known = {
         *(f"impl:{impl.impl_id}" for impl in impls),
         *(f"vendor:{impl.vendor}" for impl in impls if impl.vendor),
         *(impl.kind.value for impl in impls),
     }
-    return closest(str(token), known, 0.7)
+    return closest(str(selector), known, 0.7)
 
 
 def _said(
     op: str, setting: Setting, settings: Settings, impls: Impls, plugins: Sequence[Plugin]
 ) -> str:
     order = cast("OpOrder", setting.value)
-    problems: dict[Token, str] = {}
+    problems: dict[Selector, str] = {}
     failed = False
-    for token in order.every:
-        matched = [impl for impl in impls if token.matches(impl)]
+    for selector in order.every:
+        matched = [impl for impl in impls if selector.matches(impl)]
         whys = [_obstacle(impl, settings) for impl in matched]
-        if token.kind in UNTOUCHED or any(why is None for why in whys):
+        if selector.kind in UNTOUCHED or any(why is None for why in whys):
             continue
         if matched:
             each = (f"{impl.impl_id} ({why})" for impl, why in zip(matched, whys, strict=True))
-            problems[token] = f"{str(token)!r} cannot run: {'; '.join(dict.fromkeys(each))}."
-        elif token.name and any(plugin.may_bring(token.name, op) for plugin in plugins):
+            problems[selector] = f"{str(selector)!r} cannot run: {'; '.join(dict.fromkeys(each))}."
+        elif selector.name and any(plugin.may_bring(selector.name, op) for plugin in plugins):
             failed = True
         else:
-            slip = meant(token, impls)
-            problems[token] = f"no installed implementation of {op} matches {str(token)!r}.{slip}"
-    rows = [tokens for mode in MODES for _, tokens in order.rows(mode)]
+            slip = meant(selector, impls)
+            problems[selector] = (
+                f"no installed implementation of {op} matches {str(selector)!r}.{slip}"
+            )
+    rows = [selectors for mode in MODES for _, selectors in order.rows(mode)]
     is_lost = bool(impls) and not failed and any(problems.keys() >= {*row} for row in rows)
     if not is_lost:  # other machines may have this kind, or the vendor of a platform
         problems = {
-            token: why
-            for token, why in problems.items()
-            if token.kind not in KINDS or token.name not in (None, *PLATFORMS)
+            selector: why
+            for selector, why in problems.items()
+            if selector.kind not in IMPL_KINDS or selector.name not in (None, *PLATFORMS)
         }
     if not problems:
         return ""

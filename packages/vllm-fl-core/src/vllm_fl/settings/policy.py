@@ -25,7 +25,7 @@ Mode = Literal["eager", "compiled"]
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 
-KINDS = tuple(kind.value for kind in BackendImplKind)
+IMPL_KINDS = tuple(kind.value for kind in BackendImplKind)
 
 UNTOUCHED = ("foreign", "stock")
 """Selectors that replace nothing: layers of a different plugin, and vLLM's implementation."""
@@ -33,12 +33,12 @@ UNTOUCHED = ("foreign", "stock")
 SLIPS = {"vllm": "stock", "native": "stock", "torch": "reference", "flaggems": "flagos"}
 """Likely mistake -> the intended selector."""
 
-DEFAULT = "default"
+DEFAULT_ORDER = "default"
 """The key of the order for ops without their own order."""
 
-GROUP = "group:"
+GROUP_PREFIX = "group:"
 
-PREFERENCES = (*KINDS, "stock")
+PREFERENCES = (*IMPL_KINDS, "stock")
 
 DEFAULT_ORDERS: Mapping[str, tuple[str, ...]] = {
     "flagos": ("flagos", "vendor", "reference"),
@@ -59,7 +59,7 @@ preferred."""
 
 
 @dataclass(frozen=True)
-class Token:
+class Selector:
     """A selector: `flagos`, `reference`, `vendor`, `vendor:NAME`, `impl:ID`, `foreign` or
     `stock`."""
 
@@ -67,7 +67,7 @@ class Token:
     name: str | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Token:
+    def parse(cls, text: str) -> Selector:
         """Parse a selector. The ValueError for an invalid selector contains a suggestion."""
         if not isinstance(text, str):
             mapping = "a mapping (vendor:NAME has no space after its colon)"
@@ -77,13 +77,13 @@ class Token:
         first, dot, rest = head.partition(".")
         if dot and rest and not colon and first in ("default", "vendor", "reference"):
             head, colon, name = "impl", ":", head  # an id as logs print it
-        if head in (*KINDS, *UNTOUCHED) and not colon:
+        if head in (*IMPL_KINDS, *UNTOUCHED) and not colon:
             return cls(head)  # type: ignore[arg-type]
         is_name = name.isprintable() and not any(map(str.isspace, name))
         if head in ("vendor", "impl") and name and is_name:
             return cls(head, name)  # type: ignore[arg-type]
         meant = SLIPS.get(head.lower(), "")
-        hint = f" Did you mean {meant!r}?" if meant else closest(head, (*KINDS, *UNTOUCHED))
+        hint = f" Did you mean {meant!r}?" if meant else closest(head, (*IMPL_KINDS, *UNTOUCHED))
         hint = hint or (f" A vendor is vendor:{head}." if head.isidentifier() else "")
         raise ValueError(
             f"{text!r} is not a valid selector; use flagos, reference, vendor, vendor:NAME, "
@@ -134,19 +134,18 @@ def joined(rows: Rows[T], alike: Callable[[T, T], bool] = operator.eq) -> Rows[T
 class OpOrder:
     """The selectors of one op; only these are tried, in this order.
 
-    Args:
-        eager, compiled: the selectors of each mode, by the size of a call; empty if the mode is
+    Args: eager, compiled: the selectors of each mode, by the size of a call; empty if the mode is
             open (lower-priority orders then apply).
         pinned: whether the user wrote the order. If so, `prefer` does not re-sort it.
         group: the group of the order (`norms`); empty for an order of the op itself.
 
-    Raises:
-        ValueError: the maximums are not ascending positive integers, the row for all larger calls
+    Raises: ValueError: the maximums are not ascending positive integers, the row for all larger
+        calls
             is missing, or a row has no selectors.
     """
 
-    eager: Rows[tuple[Token, ...]]
-    compiled: Rows[tuple[Token, ...]]
+    eager: Rows[tuple[Selector, ...]]
+    compiled: Rows[tuple[Selector, ...]]
     pinned: bool = True
     group: str = ""
 
@@ -161,17 +160,17 @@ class OpOrder:
                 if ceiling <= before:  # type: ignore[operator]
                     problem = f"'<={ceiling}' follows '<={before}'"
                     raise ValueError(f"{problem}; write the maximums in ascending order")
-            for ceiling, tokens in rows:
-                if not tokens:
+            for ceiling, selectors in rows:
+                if not selectors:
                     raise ValueError(f"the order for {_row_key(ceiling)} is empty")
 
-    def rows(self, mode: Mode) -> Rows[tuple[Token, ...]]:
+    def rows(self, mode: Mode) -> Rows[tuple[Selector, ...]]:
         return self.eager if mode == "eager" else self.compiled
 
     @property
-    def every(self) -> tuple[Token, ...]:
+    def every(self) -> tuple[Selector, ...]:
         rows = (*self.eager, *self.compiled)
-        return tuple(dict.fromkeys(token for _, tokens in rows for token in tokens))
+        return tuple(dict.fromkeys(selector for _, selectors in rows for selector in selectors))
 
     @classmethod
     def of(cls, value: object, *, pinned: bool = True) -> OpOrder:
@@ -180,8 +179,7 @@ class OpOrder:
         An order is a selector, a list of selectors, or lists by the number of tokens of a call:
         `{"<=16": …, "rest": …}`. Each mode may have a separate order: `{eager: …, compiled: …}`.
 
-        Raises:
-            ValueError: a selector or mode is unknown, a list is empty, or rows or types are
+        Raises: ValueError: a selector or mode is unknown, a list is empty, or rows or types are
                 invalid.
         """
         if isinstance(value, OpOrder):
@@ -203,11 +201,11 @@ class OpOrder:
         """Return this order with the preferred kind first in each row, unless it is pinned. If
         `stock` is preferred, it is added to rows without it."""
 
-        def front(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
-            stock = Token("stock")
-            implied = kind == "stock" and stock not in tokens
-            all_of_them = (*tokens, stock) if implied else tokens
-            return tuple(sorted(all_of_them, key=lambda token: token.preference != kind))
+        def front(selectors: tuple[Selector, ...]) -> tuple[Selector, ...]:
+            stock = Selector("stock")
+            implied = kind == "stock" and stock not in selectors
+            all_of_them = (*selectors, stock) if implied else selectors
+            return tuple(sorted(all_of_them, key=lambda selector: selector.preference != kind))
 
         return self if self.pinned else self._with_rows(front)
 
@@ -216,19 +214,19 @@ class OpOrder:
         """This order with `stock` before a `reference` that follows another kind. A leading
         `reference` keeps its position. Scripts ignore `stock`."""
 
-        def raised(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
-            plain = [token.preference == "reference" for token in tokens]
-            at = next((n for n in range(len(tokens)) if plain[n] and False in plain[:n]), None)
-            stock = Token("stock")
-            if at is None or stock in tokens[:at]:
-                return tokens
-            return (*tokens[:at], stock, *(token for token in tokens[at:] if token != stock))
+        def raised(selectors: tuple[Selector, ...]) -> tuple[Selector, ...]:
+            plain = [selector.preference == "reference" for selector in selectors]
+            at = next((n for n in range(len(selectors)) if plain[n] and False in plain[:n]), None)
+            stock = Selector("stock")
+            if at is None or stock in selectors[:at]:
+                return selectors
+            return (*selectors[:at], stock, *(each for each in selectors[at:] if each != stock))
 
         return self._with_rows(raised)
 
-    def _with_rows(self, change: Callable[[tuple[Token, ...]], tuple[Token, ...]]) -> OpOrder:
+    def _with_rows(self, change: Callable[[tuple[Selector, ...]], tuple[Selector, ...]]) -> OpOrder:
         eager, compiled = (
-            tuple((ceiling, change(tokens)) for ceiling, tokens in rows)
+            tuple((ceiling, change(selectors)) for ceiling, selectors in rows)
             for rows in (self.eager, self.compiled)
         )
         return dataclasses.replace(self, eager=eager, compiled=compiled)
@@ -239,7 +237,7 @@ class OpOrder:
         one value."""
         sides: dict[str, Any] = {}
         for mode in filter(self.rows, MODES):
-            rows = {_row_key(ceiling): [*map(str, tokens)] for ceiling, tokens in self.rows(mode)}
+            rows = {_row_key(ceiling): [*map(str, row)] for ceiling, row in self.rows(mode)}
             sides[mode] = rows if len(rows) > 1 else rows[REST]
         return sides["eager"] if self.eager == self.compiled and sides else sides
 
@@ -249,8 +247,8 @@ class OpOrder:
         return f"eager {_text(self.eager)}, compiled {_text(self.compiled)}"
 
 
-def _text(rows: Rows[tuple[Token, ...]]) -> str:
-    each = [(_row_key(ceiling), "|".join(map(str, tokens))) for ceiling, tokens in rows]
+def _text(rows: Rows[tuple[Selector, ...]]) -> str:
+    each = [(_row_key(ceiling), "|".join(map(str, selectors))) for ceiling, selectors in rows]
     if len(each) == 1:
         return each[0][1]
     return ", ".join(map(" ".join, each)) or "(default order)"
@@ -276,30 +274,32 @@ def _ceiling(key: object) -> int | None:
     return int(found[1])
 
 
-def _side(value: object) -> Rows[tuple[Token, ...]]:
+def _side(value: object) -> Rows[tuple[Selector, ...]]:
     if not isinstance(value, Mapping):
-        return ((None, _tokens(value)),)
-    rows = [(_ceiling(key), _tokens(tokens)) for key, tokens in value.items()]
+        return ((None, _selectors(value)),)
+    rows = [(_ceiling(key), _selectors(selectors)) for key, selectors in value.items()]
     return tuple(sorted(rows, key=lambda row: row[0] is None))
 
 
-def _tokens(value: object) -> tuple[Token, ...]:
+def _selectors(value: object) -> tuple[Selector, ...]:
     if isinstance(value, str):
         value = value.split("|")
     if not isinstance(value, Sequence) or not value:
         raise ValueError(f"expected a selector or a non-empty list of them, got {kind_of(value)}")
-    tokens = tuple(item if isinstance(item, Token) else Token.parse(item) for item in value)
-    if len(set(tokens)) != len(tokens):
-        raise ValueError(f"a selector is listed twice in [{', '.join(map(str, tokens))}]")
-    return tokens
+    selectors = tuple(
+        each if isinstance(each, Selector) else Selector.parse(each) for each in value
+    )
+    if len(set(selectors)) != len(selectors):
+        raise ValueError(f"a selector is listed twice in [{', '.join(map(str, selectors))}]")
+    return selectors
 
 
 @dataclass(frozen=True)
 class SelectionPolicy:
     """The choice between implementations. Frozen, hashable, printable.
 
-    Args:
-        prefer: the kind that is tried first for ops without an order. If it is `stock`, such an op
+    Args: prefer: the kind that is tried first for ops without an order. If it is `stock`, such an
+        op
             runs vLLM's implementation.
         strict: whether the first failure is raised, and no other implementation is tried.
         per_op_order: op -> OpOrder, or a value that `OpOrder.of` reads; or pairs of op and order.
@@ -308,8 +308,7 @@ class SelectionPolicy:
         allow_vendors: the vendors that may be used; None allows all. Both filters apply only to
             kind VENDOR.
 
-    Raises:
-        ValueError: an unknown kind or selector, or a group instead of an op.
+    Raises: ValueError: an unknown kind or selector, or a group instead of an op.
     """
 
     prefer: str = "flagos"
@@ -325,7 +324,7 @@ class SelectionPolicy:
                 + closest(str(self.prefer), PREFERENCES)
             )
         orders = {op: OpOrder.of(order) for op, order in sorted(dict(self.per_op_order).items())}
-        if named := [name for name in orders if name.startswith(GROUP)]:
+        if named := [name for name in orders if name.startswith(GROUP_PREFIX)]:
             raise ValueError(
                 f"a policy needs the names of ops, but {named[0]!r} is a group; only settings can "
                 "use groups"
@@ -355,7 +354,7 @@ class SelectionPolicy:
 
     def listed(self, op: str, mode: Mode = "eager") -> OpOrder | None:
         """Return the order of `op` in this mode; None if only `prefer` applies."""
-        lists = (self.per_op_order.get(name) for name in (op, DEFAULT))
+        lists = (self.per_op_order.get(name) for name in (op, DEFAULT_ORDER))
         return next((order for order in lists if order is not None and order.rows(mode)), None)
 
     def ceilings(self, op: str, mode: Mode = "eager") -> tuple[int, ...]:
@@ -370,18 +369,17 @@ class SelectionPolicy:
         *,
         engine: bool = False,
         tokens: int | None = None,
-    ) -> tuple[Token, ...]:
+    ) -> tuple[Selector, ...]:
         """Return the selectors for `op` in order.
 
-        Args:
-            engine: whether to use an engine's default order, with `stock`.
-            tokens: the number of tokens of the call; None for the row of the largest calls.
+        Args: engine: whether to use an engine's default order, with `stock`. tokens: the number of
+            tokens of the call; None for the row of the largest calls.
         """
         listed = self.listed(op, mode)
         if listed is not None:
             return at_size(listed.rows(mode), tokens)
         defaults = ENGINE_ORDERS if engine else DEFAULT_ORDERS
-        return tuple(Token.parse(kind) for kind in defaults[self.prefer])
+        return tuple(Selector.parse(kind) for kind in defaults[self.prefer])
 
     def preferring(self, kind: str) -> SelectionPolicy:
         """Return this policy with another preference, which re-sorts orders that are not pinned."""

@@ -20,7 +20,7 @@ from .policy import PREFERENCES, Mode, OpOrder, SelectionPolicy
 from .values import (
     DEVICES,
     EXTENDS,
-    GROUPS,
+    GROUP_ORDER_PREFIX,
     OP_CONFIG,
     ORDER_PREFIX,
     PER_OP,
@@ -197,7 +197,7 @@ class Settings(Mapping[str, Setting]):
             per_op_order={
                 key.removeprefix(ORDER_PREFIX): cast("OpOrder", setting.value)
                 for key, setting in self.items()
-                if key.startswith(ORDER_PREFIX) and not key.startswith(GROUPS)
+                if key.startswith(ORDER_PREFIX) and not key.startswith(GROUP_ORDER_PREFIX)
             },
             allow_vendors=None if allowed is None else frozenset(allowed),
             deny_vendors=frozenset(self.deny_vendors),
@@ -317,4 +317,4 @@ def is_absent(name: str, declared: Declared) -> bool:
 
 VARIABLES = variables(ITEMS)
 
-TAKEN = (*VARIABLES, *ITEMS)
+RESERVED_NAMES = (*VARIABLES, *ITEMS)

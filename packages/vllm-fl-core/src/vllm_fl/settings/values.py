@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ..errors import InvalidSettingError, MissingFileError, SettingsError
 from ..plugins.setting import SettingSpec
 from ..text import closest, quote
-from .policy import GROUP
+from .policy import GROUP_PREFIX
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ DEVICES = "devices."
 EXTENDS = "extends"
 """The key that makes a user's file extend the lower layers."""
 
-GROUPS = f"{ORDER_PREFIX}{GROUP}"
+GROUP_ORDER_PREFIX = f"{ORDER_PREFIX}{GROUP_PREFIX}"
 """Prefix of the key of a group's order. Orders of its ops later replace it."""
 
 IN_TREE = ("cuda", "cpu", "rocm", "tpu", "xpu")
@@ -59,7 +59,7 @@ def wrong(
     return kind(f"{origin}: {key}: {_short(problem, 600)}", key=key, origin=origin, op=op)
 
 
-def checked(read: Callable[[Any], T], value: object, key: str, origin: str) -> T:
+def read_value(read: Callable[[Any], T], value: object, key: str, origin: str) -> T:
     """Return `read(value)`. A ValueError becomes the error of this setting."""
     try:
         return read(value)
@@ -81,7 +81,7 @@ def name_of(value: str) -> str:
 
 def is_ordered(name: str) -> bool:
     """Whether this name can have an order: an op, `default`, or `group:NAME`."""
-    return name.removeprefix(GROUP).isidentifier()
+    return name.removeprefix(GROUP_PREFIX).isidentifier()
 
 
 def expected(spec: SettingSpec[Any]) -> str:

@@ -14,7 +14,7 @@ from . import capability, implementation, kernel, packed
 
 __all__ = ["OPS", "qk_norm_rope"]
 
-HEAD_SIZES = (64, 128, 256)
+KERNEL_HEAD_SIZES = (64, 128, 256)
 
 LANES = 32
 """Threads that share a head; each has head_size / 32 consecutive features."""
@@ -108,7 +108,7 @@ OPS = (
         "fused_qk_norm_rope",
         takes=(
             "qkv.dtype != torch.float32",
-            f"head_size in {HEAD_SIZES}",
+            f"head_size in {KERNEL_HEAD_SIZES}",
             f"qkv.numel() <= {MOST_ELEMENTS}",
             "q_weight.dtype == qkv.dtype and q_weight.is_contiguous()",
             "k_weight.dtype == qkv.dtype and k_weight.is_contiguous()",

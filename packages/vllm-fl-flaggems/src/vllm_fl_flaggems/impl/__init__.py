@@ -15,9 +15,9 @@ from vllm_fl import Availability, BackendImplKind, OpImpl
 from ..kernels import CUDA
 from ..loading import available, flag_gems, problem
 
-__all__ = ["DEFAULT", "implementation", "lies_on"]
+__all__ = ["FLAGOS", "implementation", "device_condition"]
 
-DEFAULT = ("default.flagos", BackendImplKind.DEFAULT)
+FLAGOS = ("default.flagos", BackendImplKind.DEFAULT)
 """Id and kind of every implementation in this package, attention included."""
 
 
@@ -37,11 +37,11 @@ def implementation(
         more: other fields of `OpImpl`.
     """
     name = fn.__code__.co_varnames[0]
-    device: Any = f"{name}.device.type in {CUDA}" if own else lies_on(name)
-    return OpImpl(fn.__name__, *DEFAULT, fn, available=available, takes=(device, *takes), **more)
+    device: Any = f"{name}.device.type in {CUDA}" if own else device_condition(name)
+    return OpImpl(fn.__name__, *FLAGOS, fn, available=available, takes=(device, *takes), **more)
 
 
-def lies_on(name: str) -> Callable[..., Availability]:
+def device_condition(name: str) -> Callable[..., Availability]:
     """Return the condition that FlagGems can be imported and tensor `name` is on its device."""
 
     def rule(**given: Any) -> Availability:

@@ -16,7 +16,7 @@ from . import implementation
 
 __all__ = ["OPS", "recurrent_gated_delta_rule"]
 
-EPSILON = 1e-6
+LENGTH_EPSILON = 1e-6
 """Added by the kernels to the squared length of a head when they normalise it."""
 
 MOST_WITH_KEYS_FIRST = 64
@@ -69,7 +69,7 @@ def recurrent_gated_delta_rule(
 OPS = (
     implementation(
         recurrent_gated_delta_rule,
-        f"epsilon in (None, {EPSILON})",
+        f"epsilon in (None, {LENGTH_EPSILON})",
         consumes=frozenset({"state"}),
     ),
 )

@@ -18,7 +18,7 @@ from . import implementation
 from .linear import (
     FEWEST_TOKENS,
     PROCESSORS,
-    PRODUCT,
+    PRODUCT_CONDITIONS,
     Tile,
     of_one_row,
     of_rows,
@@ -76,5 +76,6 @@ def _tile(outputs: int, tokens: int) -> Tile:
 
 
 OPS = tuple(
-    implementation(fn, *PRODUCT, own=True) for fn in (linear_silu_and_mul, linear_gelu_tanh_and_mul)
+    implementation(fn, *PRODUCT_CONDITIONS, own=True)
+    for fn in (linear_silu_and_mul, linear_gelu_tanh_and_mul)
 )

@@ -18,9 +18,9 @@ from ..kernels import power_of_two
 from . import implementation
 
 __all__ = [
-    "ALIGNED",
+    "COPY_ALIGN",
     "MOST_TOKENS",
-    "PRODUCT",
+    "PRODUCT_CONDITIONS",
     "OPS",
     "Scales",
     "Tile",
@@ -36,7 +36,7 @@ __all__ = [
 MOST_TOKENS = 64
 """For more tokens PyTorch's product is as fast or faster."""
 
-ROWS = 64
+WEIGHT_ROWS = 64
 """Weight rows of a program: as many as one instruction of Hopper's tensor cores multiplies."""
 
 FEWEST_TOKENS = 16
@@ -50,7 +50,7 @@ PROCESSORS, SHARED_BYTES = 132, 227 * 1024
 
 FEW_TOKENS = 32
 
-ALIGNED = 16
+COPY_ALIGN = 16
 """Bytes: alignment of tensors and of their rows for Hopper's copies of blocks."""
 
 
@@ -121,7 +121,7 @@ def _is_faster(tokens: int, outputs: int, features: int) -> bool:
     choice costs 2 to 5 %. A program reads all features of 64 outputs. cuBLAS is faster if it can
     split many features over few outputs, and for many tokens, because of its smaller tiles.
     """
-    programs = -(-outputs // ROWS)
+    programs = -(-outputs // WEIGHT_ROWS)
     if tokens > FEW_TOKENS:
         long = 4096 if programs <= 64 else 8192
         return programs >= 112 or (programs >= 48 and features >= long)
@@ -133,7 +133,7 @@ def _is_faster(tokens: int, outputs: int, features: int) -> bool:
 def is_aligned(matrix: torch.Tensor) -> bool:
     """Return whether all rows begin at addresses that block copies support."""
     step = matrix.stride(0) * matrix.itemsize
-    return matrix.data_ptr() % ALIGNED == 0 and step % ALIGNED == 0
+    return matrix.data_ptr() % COPY_ALIGN == 0 and step % COPY_ALIGN == 0
 
 
 def begins_early(device: torch.device) -> bool:
@@ -255,9 +255,9 @@ def _tile(outputs: int, tokens: int) -> Tile:
     multiprocessor.
     """
     if tokens <= FEWEST_TOKENS:
-        return Tile(ROWS, 256, 4)
-    shares = tokens <= FEW_TOKENS and outputs > ROWS * PROCESSORS
-    return Tile(ROWS, 128, 3 if shares else 6)
+        return Tile(WEIGHT_ROWS, 256, 4)
+    shares = tokens <= FEW_TOKENS and outputs > WEIGHT_ROWS * PROCESSORS
+    return Tile(WEIGHT_ROWS, 128, 3 if shares else 6)
 
 
 @cache
@@ -271,7 +271,7 @@ def _most_stages(device: torch.device, size: int) -> int:
     return max(1, (held - barriers) // size)
 
 
-PRODUCT = ("x.dtype != torch.float32", "weight.stride(1) == 1")
+PRODUCT_CONDITIONS = ("x.dtype != torch.float32", "weight.stride(1) == 1")
 """Conditions for calls that the product kernels support."""
 
-OPS = (implementation(linear, *PRODUCT, own=True),)
+OPS = (implementation(linear, *PRODUCT_CONDITIONS, own=True),)

@@ -12,7 +12,16 @@ import torch
 from vllm_fl import Availability
 
 from . import implementation
-from .linear import ALIGNED, ROWS, Scales, Tile, copies_blocks, is_aligned, of_one_row, of_rows
+from .linear import (
+    COPY_ALIGN,
+    WEIGHT_ROWS,
+    Scales,
+    Tile,
+    copies_blocks,
+    is_aligned,
+    of_one_row,
+    of_rows,
+)
 
 __all__ = ["MOST_TOKENS", "OPS", "linear_fp8"]
 
@@ -58,20 +67,20 @@ def linear_fp8(
     scales = Scales(x_scale.contiguous(), weight_scale.contiguous())
     lacks = tokens > MOST_TOKENS or not is_aligned(weight)
     is_slow = tokens > 1 and outputs < FEW_OUTPUTS and features > MANY_FEATURES
-    by_vllm = _by_vllm(x.device) if (lacks or is_slow) and outputs % ALIGNED == 0 else None
+    by_vllm = _by_vllm(x.device) if (lacks or is_slow) and outputs % COPY_ALIGN == 0 else None
     if by_vllm is not None:
         by_vllm(out, x, weight.t(), *scales, bias)
     elif lacks:
         raise NotImplementedError(
             f"the kernels support at most {MOST_TOKENS} tokens, and weights that begin at a "
-            f"multiple of {ALIGNED} bytes; vLLM's operator, which supports other calls, is not "
+            f"multiple of {COPY_ALIGN} bytes; vLLM's operator, which supports other calls, is not "
             "available"
         )
     elif tokens == 1:
         of_one_row(x, weight, bias, out, scales, warps=2)
     else:
         block = 256 if outputs >= MANY_OUTPUTS else 512
-        of_rows(x, weight, bias, out, Tile(ROWS, block, 4), scales)
+        of_rows(x, weight, bias, out, Tile(WEIGHT_ROWS, block, 4), scales)
     return out
 
 
@@ -96,7 +105,7 @@ OPS = (
         linear_fp8,
         _is_hopper,
         "weight.stride(1) == 1",
-        f"in_features % {ALIGNED} == 0 and weight.stride(0) % {ALIGNED} == 0",
+        f"in_features % {COPY_ALIGN} == 0 and weight.stride(0) % {COPY_ALIGN} == 0",
         own=True,
     ),
 )

@@ -14,7 +14,7 @@ from vllm_fl import Availability, OpImpl
 
 from ..kernels import CUDA, WARPS, Launcher, contiguous, heads_of_a_program, power_of_two
 from ..loading import available, flag_gems
-from . import DEFAULT, implementation, lies_on
+from . import FLAGOS, device_condition, implementation
 
 __all__ = [
     "OPS",
@@ -118,7 +118,7 @@ def _finds_slots(
 ) -> Availability:
     if key.device.type in CUDA:
         return True
-    if (reason := lies_on("key")(key=key)) is not True:
+    if (reason := device_condition("key")(key=key)) is not True:
         return reason
     steps = key_cache.stride()
     in_rows = _in_rows(key_cache, value_cache)
@@ -128,7 +128,7 @@ def _finds_slots(
 OPS = (
     OpImpl(
         "reshape_and_cache",
-        *DEFAULT,
+        *FLAGOS,
         reshape_and_cache,
         available=available,
         takes=("key_cache.stride(3) == 1 and value_cache.stride(3) == 1", _finds_slots),

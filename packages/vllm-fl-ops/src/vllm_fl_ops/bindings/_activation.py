@@ -10,7 +10,7 @@ from vllm_fl.contracts.binding import Binding, Bound, LayerTarget, OperatorTarge
 from ..contracts.rules import INTERMEDIATE
 from ._phrases import HW_AGNOSTIC
 
-__all__ = ["activation", "operator"]
+__all__ = ["activation_binding", "activation_operator"]
 
 SHARED = tuple(
     f"vllm.model_executor.layers.activation:{registry}._dict"
@@ -19,7 +19,7 @@ SHARED = tuple(
 """vLLM's registries of activations by name."""
 
 
-def activation(
+def activation_binding(
     layer: str,
     native: Bound,
     *more_targets: LayerTarget | OperatorTarget,
@@ -49,7 +49,9 @@ def activation(
     )
 
 
-def operator(name: str, *numbers: str, out: str = "out", **constants: Any) -> OperatorTarget:
+def activation_operator(
+    name: str, *numbers: str, out: str = "out", **constants: Any
+) -> OperatorTarget:
     """Return the target of an op (x, numbers) in an operator (out, input, numbers).
 
     Args:

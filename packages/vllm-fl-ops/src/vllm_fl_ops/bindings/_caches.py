@@ -9,13 +9,13 @@ from vllm_fl.contracts.binding import SizeRule
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BLOCK_SIZE", "holds_as_is", "no_scale", "without_padding"]
+__all__ = ["CACHE_BLOCK_SIZE", "holds_as_is", "no_scale", "without_padding"]
 
 AS_IS = frozenset({"auto", "float16", "half", "bfloat16", "float", "float32"})
 """Values of kv_cache_dtype without scaling. All others are quantised."""
 
 
-BLOCK_SIZE = SizeRule("block_size", lambda config: int(config.cache_config.block_size), 16)
+CACHE_BLOCK_SIZE = SizeRule("block_size", lambda config: int(config.cache_config.block_size), 16)
 """Tokens of a block of the cache, as chosen by the engine: 16 on most devices, 64 for latent
 attention, 128 on CPUs, several hundred with states of linear attention."""
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LAYER", "ROTATION", "SHARED", "halves"]
+__all__ = ["LAYER_ATTRIBUTES", "ROTATION", "ROPE_TABLES", "cos_sin_halves"]
 
-SHARED = ("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT",)
+ROPE_TABLES = ("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT",)
 """vLLM's table of rotary embeddings by their sizes."""
 
 _BASE = "vllm.model_executor.layers.rotary_embedding.base"
-LAYER = tuple(
+LAYER_ATTRIBUTES = tuple(
     f"{_BASE}:RotaryEmbeddingBase.{name}"
     for name in ("_match_cos_sin_cache_dtype", "head_size", "is_neox_style")
 )
@@ -24,7 +24,7 @@ ROTATION = f"{_BASE}:RotaryEmbedding.forward_static"
 """vLLM's implementation in plain PyTorch."""
 
 
-def halves() -> Callable[[Tensor], tuple[Tensor, ...]]:
+def cos_sin_halves() -> Callable[[Tensor], tuple[Tensor, ...]]:
     """Return a function from a layer's cache to its views (cos, sin), the same objects at every
     step."""
     from torch.compiler import is_compiling

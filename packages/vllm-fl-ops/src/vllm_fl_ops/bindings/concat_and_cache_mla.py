@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm_fl.contracts.binding import Binding, FunctionTarget, OperatorTarget, Route
 
-from ._caches import BLOCK_SIZE, holds_as_is, no_scale, without_padding
+from ._caches import CACHE_BLOCK_SIZE, holds_as_is, no_scale, without_padding
 from ._latent import KV_RANK, ROPE_SIZE
 from ._phrases import names
 
@@ -77,7 +77,7 @@ BINDING = Binding(
             tokens="slot_mapping",
         ),
     ),
-    sizes=(KV_RANK, ROPE_SIZE, BLOCK_SIZE),
+    sizes=(KV_RANK, ROPE_SIZE, CACHE_BLOCK_SIZE),
     not_reached=(
         "quantised caches (kv_cache_dtype fp8, fp8_ds_mla, nvfp4_ds_mla): vLLM's kernel runs "
         "these calls",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm_fl.contracts.binding import Binding
 
-from ._activation import activation, operator
+from ._activation import activation_binding, activation_operator
 from ._models import mentions
 from ._phrases import EXPERTS, GELU_TANH
 
@@ -52,30 +52,30 @@ def _xielu_native(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps
 
 
 BINDING: Mapping[str, Binding] = {
-    "gelu_new": activation(
+    "gelu_new": activation_binding(
         "NewGELU",
         _new_native,
-        operator("_C::gelu_new"),
+        activation_operator("_C::gelu_new"),
         not_reached=(GELU_TANH,),
         when=mentions("gelu_new", or_multimodal=True),
     ),
-    "gelu_fast": activation(
+    "gelu_fast": activation_binding(
         "FastGELU",
         _fast_native,
-        operator("_C::gelu_fast"),
+        activation_operator("_C::gelu_fast"),
         not_reached=(GELU_TANH,),
         when=mentions("gelu_fast", or_multimodal=True),
     ),
-    "quick_gelu": activation(
+    "quick_gelu": activation_binding(
         "QuickGELU",
         _quick_native,
-        operator("_C::gelu_quick"),
+        activation_operator("_C::gelu_quick"),
         when=mentions("quick_gelu", or_multimodal=True),
     ),
-    "relu2": activation(
+    "relu2": activation_binding(
         "ReLUSquaredActivation",
         _relu2_native,
-        operator("_C::relu_squared"),
+        activation_operator("_C::relu_squared"),
         not_reached=(
             EXPERTS,
             "experts without a gate: vLLM computes their activation by two PyTorch operators",
@@ -83,5 +83,5 @@ BINDING: Mapping[str, Binding] = {
         ),
         when=mentions("relu2", or_multimodal=True),
     ),
-    "xielu": activation("XIELU", _xielu_native, when=mentions("xielu")),
+    "xielu": activation_binding("XIELU", _xielu_native, when=mentions("xielu")),
 }

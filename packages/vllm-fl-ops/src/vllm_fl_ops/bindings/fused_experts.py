@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_fl.contracts.binding import Binding, Bound, FunctionTarget, OperatorTarget, put
 from vllm_fl.errors import StartError
 
-from ..contracts.fused_experts import ACTIVATIONS
+from ..contracts.fused_experts import EXPERT_ACTIVATIONS
 from ..contracts.rules import HIDDEN
 from ._experts import EXPERT_COUNT, EXPERT_INTERMEDIATE, EXPERTS_OF_A_TOKEN, may_have_experts
 from ._phrases import names
@@ -92,7 +92,7 @@ def _is_plain(experts: Any, x: Tensor, w1: Tensor, activation: Any) -> bool:
         and not getattr(experts, "quantization_emulation", False)
         and x.dtype == w1.dtype
         and limit is None
-        and activation.value in ACTIVATIONS
+        and activation.value in EXPERT_ACTIVATIONS
     )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm_fl.contracts.binding import Binding, LayerTarget
 
-from ._activation import activation, operator
+from ._activation import activation_binding, activation_operator
 from ._experts import SHARED_INTERMEDIATE
 from ._models import has_experts, is_multimodal, mentions
 from ._phrases import EXPERTS
@@ -71,12 +71,12 @@ def _clamped_native(x: Tensor, limit: float, alpha: float = 1.0, beta: float = 0
 
 
 BINDING: Mapping[str, Binding] = {
-    "silu_and_mul": activation(
+    "silu_and_mul": activation_binding(
         "SiluAndMul",
         _silu_native,
         # Called by mixtures of experts: the parameters of the CUDA build, then of the CPU build.
-        operator("_C::silu_and_mul", out="result"),
-        operator("_C::silu_and_mul"),
+        activation_operator("_C::silu_and_mul", out="result"),
+        activation_operator("_C::silu_and_mul"),
         LayerTarget("vllm.model_executor.hw_agnostic.layers.activation.SiluAndMul", _silu_native),
         sizes=(SHARED_INTERMEDIATE,),
         not_reached=(
@@ -85,35 +85,35 @@ BINDING: Mapping[str, Binding] = {
         ),
         needs=("vllm.model_executor.layers.activation:SiluAndMul.forward_native",),
     ),
-    "mul_and_silu": activation(
+    "mul_and_silu": activation_binding(
         "MulAndSilu",
         _mul_native,
-        operator("_C::mul_and_silu"),
+        activation_operator("_C::mul_and_silu"),
         when=is_multimodal,  # Molmo, Ultravox, Cohere's and Aya's vision models
     ),
-    "gelu_and_mul": activation(
+    "gelu_and_mul": activation_binding(
         "GeluAndMul",
         _gelu_native,
-        operator("_C::gelu_and_mul", approximate="none"),
-        operator("_C::gelu_tanh_and_mul", approximate="tanh"),
+        activation_operator("_C::gelu_and_mul", approximate="none"),
+        activation_operator("_C::gelu_tanh_and_mul", approximate="tanh"),
         not_reached=(EXPERTS,),
     ),
-    "gelu_and_mul_sparse": activation(
+    "gelu_and_mul_sparse": activation_binding(
         "GeluAndMulSparse",
         _sparse_native,
         when=mentions("activation_sparsity"),  # Gemma 3n
     ),
-    "fatrelu_and_mul": activation(
+    "fatrelu_and_mul": activation_binding(
         "FatreluAndMul",
         _fatrelu_native,
-        operator("_C::fatrelu_and_mul", "threshold"),
+        activation_operator("_C::fatrelu_and_mul", "threshold"),
         when=mentions("fatrelu"),
     ),
-    "swigluoai_and_mul": activation(
+    "swigluoai_and_mul": activation_binding(
         "SwigluOAIAndMul",
         _swigluoai_native,
         # Called by gpt-oss's experts unless they are a single kernel, in CUDA builds.
-        operator("_C::swigluoai_and_mul", "alpha", "limit"),
+        activation_operator("_C::swigluoai_and_mul", "alpha", "limit"),
         not_reached=(
             EXPERTS,
             "experts with all gates before the up projections (`swigluoai_uninterleave`): another "
@@ -121,11 +121,11 @@ BINDING: Mapping[str, Binding] = {
         ),
         when=has_experts,  # only the experts of gpt-oss and MiniMax's models
     ),
-    "silu_and_mul_with_clamp": activation(
+    "silu_and_mul_with_clamp": activation_binding(
         "SiluAndMulWithClamp",
         _clamped_native,
         # Called by experts unless they are a single kernel, in CUDA builds.
-        operator("_C::silu_and_mul_with_clamp", "limit", "alpha", "beta", out="result"),
+        activation_operator("_C::silu_and_mul_with_clamp", "limit", "alpha", "beta", out="result"),
         not_reached=(
             EXPERTS,
             "routed experts under expert parallelism: vLLM's kernel skips what other ranks compute",

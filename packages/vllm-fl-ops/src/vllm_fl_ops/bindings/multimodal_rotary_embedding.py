@@ -8,7 +8,7 @@ from vllm_fl.contracts.binding import Binding, Bound, LayerTarget
 
 from ..contracts.rules import HEAD_SIZE, HEADS, KV_HEADS, ROTARY
 from ._phrases import HW_AGNOSTIC
-from ._ropes import LAYER, SHARED, halves
+from ._ropes import LAYER_ATTRIBUTES, ROPE_TABLES, cos_sin_halves
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +59,7 @@ def _native(
 
 def _by_axes(layer: Any, rotate: Bound) -> Bound:
     """Adapt the op (separate heads, cos, sin) to vLLM's layer (positions, flat query, flat key)."""
-    tables = halves()
+    tables = cos_sin_halves()
     # A layer without sections rotates only text, with one position for all axes.
     section = list(layer.mrope_section or (layer.rotary_dim // 2, 0, 0))
 
@@ -98,6 +98,6 @@ BINDING = Binding(
         "Hunyuan's `XDRotaryEmbedding` (vLLM 0.26 and 0.27), which has four axes",
         HW_AGNOSTIC,
     ),
-    needs=LAYER,
-    shared=SHARED,
+    needs=LAYER_ATTRIBUTES,
+    shared=ROPE_TABLES,
 )

@@ -33,8 +33,8 @@ def _apart(
     query, key = (heads * size, kv_heads * size)
     q = qkv[:, :query].reshape(-1, heads, size)
     k = qkv[:, query : query + key].reshape(-1, kv_heads, size)
-    q = rms_norm.native(q, None, q_weight, epsilon)
-    k = rms_norm.native(k, None, k_weight, epsilon)
+    q = rms_norm.native_rms_norm(q, None, q_weight, epsilon)
+    k = rms_norm.native_rms_norm(k, None, k_weight, epsilon)
     # Pass the whole table, like layers, because gathering rows first would take separate kernels.
     return _rope(position_ids, q, k, size, cos_sin_cache, not rotary_interleaved)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from vllm_fl.contracts.binding import Binding, FunctionTarget, OperatorTarget, Route
 
 from ..contracts.rules import HEAD_SIZE, KV_HEADS
-from ._caches import BLOCK_SIZE, holds_as_is, no_scale, without_padding
+from ._caches import CACHE_BLOCK_SIZE, holds_as_is, no_scale, without_padding
 from ._models import has_paged_attention
 from ._phrases import names
 
@@ -60,7 +60,7 @@ BINDING = Binding(
             tokens="slot_mapping",  # keys may be padded
         ),
     ),
-    sizes=(KV_HEADS, HEAD_SIZE, BLOCK_SIZE),
+    sizes=(KV_HEADS, HEAD_SIZE, CACHE_BLOCK_SIZE),
     not_reached=(
         "quantised caches (kv_cache_dtype fp8, int8, nvfp4): vLLM's kernel runs these calls",
         "attention on CPUs: `cpu_attn_reshape_and_cache` has another layout, and is another op",

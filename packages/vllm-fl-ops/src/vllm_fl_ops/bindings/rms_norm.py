@@ -13,10 +13,10 @@ from ._phrases import HW_AGNOSTIC
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING", "StandIn", "native"]
+__all__ = ["BINDING", "StandIn", "native_rms_norm"]
 
 
-def native(
+def native_rms_norm(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -67,8 +67,10 @@ _NORMS = "vllm.model_executor.layers.layernorm"
 BINDING = Binding(
     targets=(
         # vLLM's fused_add_rms_norm also overwrites both.
-        LayerTarget(f"{_NORMS}.RMSNorm", native, grants=("x", "residual"), enabled=False),
-        LayerTarget(f"{_NORMS}.GemmaRMSNorm", native, stand_in=_GemmaAsRMSNorm, enabled=False),
+        LayerTarget(f"{_NORMS}.RMSNorm", native_rms_norm, grants=("x", "residual"), enabled=False),
+        LayerTarget(
+            f"{_NORMS}.GemmaRMSNorm", native_rms_norm, stand_in=_GemmaAsRMSNorm, enabled=False
+        ),
         IrTarget(
             "rms_norm",
             Route(constants={"residual": None}),

@@ -10,15 +10,15 @@ from ..contracts.cos_sin import joint_cos_sin
 from ..contracts.rules import HEAD_SIZE, HEADS, KV_HEADS, ROTARY
 from ._latent import KV_RANK, ROPE_SIZE
 from ._phrases import HW_AGNOSTIC
-from ._ropes import LAYER, ROTATION, SHARED, halves
+from ._ropes import LAYER_ATTRIBUTES, ROPE_TABLES, ROTATION, cos_sin_halves
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING", "native"]
+__all__ = ["BINDING", "_native"]
 
 
-def native(
+def _native(
     query: Tensor,
     key: Tensor | None,
     cos: Tensor,
@@ -41,7 +41,7 @@ def native(
 
 def _from_positions(layer: Any, rotate: Bound) -> Bound:
     """Adapt the op (separate heads, cos, sin) to vLLM's layer (positions, flat query, flat key)."""
-    tables = halves()
+    tables = cos_sin_halves()
 
     def forward(
         positions: Tensor, query: Tensor, key: Tensor | None = None
@@ -66,7 +66,7 @@ def _from_positions(layer: Any, rotate: Bound) -> Bound:
 
 def _of_heads(layer: Any, rotate: Bound) -> Bound:
     """Adapt the op to DeepSeek's rope. Query and key have separate heads; the table may be fp32."""
-    tables = halves()
+    tables = cos_sin_halves()
 
     def forward(
         positions: Tensor,
@@ -143,7 +143,7 @@ def _of_patches(layer: Any, rotate: Bound) -> Bound:
 
 def _to_operator(op: Bound) -> Bound:
     """Adapt the op (separate heads, cos, sin) to (positions, flat projections, one cache)."""
-    tables = halves()
+    tables = cos_sin_halves()
 
     def kernel(
         positions: Tensor,
@@ -187,15 +187,17 @@ BINDING = Binding(
     targets=(
         LayerTarget(
             f"{_ROPES}.RotaryEmbedding",
-            native,
+            _native,
             grants=("query", "key"),  # vLLM's kernels also write into the projections
             adapt=_from_positions,
             subclasses=True,
         ),
-        LayerTarget(f"{_ROPES}.DeepseekScalingRotaryEmbedding", native, adapt=_of_heads),
-        LayerTarget(f"{_ROPES}.ernie45_vl_rope.Ernie4_5_VLRotaryEmbedding", native, adapt=_by_rows),
-        LayerTarget(f"{_ROPES}.bailing_mrope.BailingMRotaryEmbedding", native, adapt=_by_rows),
-        LayerTarget(f"{_ROPES}.Llama4VisionRotaryEmbedding", native, adapt=_of_patches),
+        LayerTarget(f"{_ROPES}.DeepseekScalingRotaryEmbedding", _native, adapt=_of_heads),
+        LayerTarget(
+            f"{_ROPES}.ernie45_vl_rope.Ernie4_5_VLRotaryEmbedding", _native, adapt=_by_rows
+        ),
+        LayerTarget(f"{_ROPES}.bailing_mrope.BailingMRotaryEmbedding", _native, adapt=_by_rows),
+        LayerTarget(f"{_ROPES}.Llama4VisionRotaryEmbedding", _native, adapt=_of_patches),
         OperatorTarget(
             "_C::rotary_embedding",
             ("positions", "query", "key", "head_size", "cos_sin_cache", "is_neox"),
@@ -229,6 +231,6 @@ BINDING = Binding(
         "CUDA",
         HW_AGNOSTIC,
     ),
-    needs=(*LAYER, ROTATION),
-    shared=SHARED,
+    needs=(*LAYER_ATTRIBUTES, ROTATION),
+    shared=ROPE_TABLES,
 )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "activation",
+    "activation_spec",
     "activation_inputs",
     "broken_row",
     "gated_inputs",
@@ -27,7 +27,7 @@ __all__ = [
 Oracle = Callable[..., "torch.Tensor"]
 
 
-def activation(
+def activation_spec(
     oracle: Oracle,
     second_form: Oracle,
     tolerances: Mapping[str, Tolerance],

@@ -11,13 +11,13 @@ from vllm_fl.contracts.outputs import Exact, Within
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
-from .common import contract, outside
+from .common import beyond, contract
 from .sequences import boundaries, ends, fitting_features, slots, state_slots
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BIAS", "SPEC", "STATES", "TOLERANCES", "WEIGHT", "served_features"]
+__all__ = ["BIAS", "SPEC", "CONV_STATES", "CONV_TOLERANCES", "WEIGHT", "served_features"]
 
 
 def causal_conv1d(
@@ -179,7 +179,7 @@ def served_features(made: Callable[..., dict[str, Any]]) -> Callable[..., Iterat
     return served
 
 
-TOLERANCES = {
+CONV_TOLERANCES = {
     "float32": Tolerance(1.3e-6, 1e-5, "PyTorch's fp32 default; atol for terms that cancel"),
     "float16": Tolerance(
         2e-3, 2e-3, "4 roundings of 2^-11; atol for products of magnitude 1 that are rounded"
@@ -192,7 +192,7 @@ TOLERANCES = {
 
 WEIGHT = tensor("dim, width", "x", where="2 <= width <= 5")
 BIAS = tensor("dim", "x").optional()
-STATES = tensor("slots, dim, state_len", "x", where="state_len >= width - 1")
+CONV_STATES = tensor("slots, dim, state_len", "x", where="state_len >= width - 1")
 """Arguments of a short convolution with x of (tokens, dim)."""
 
 
@@ -204,7 +204,7 @@ def _also(
 
 
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    yield from outside(good, "cache_indices", len(good["conv_states"]))
+    yield from beyond(good, "cache_indices", len(good["conv_states"]))
     at = good["query_start_loc"]
     if at.device.type == "cpu":  # bad offsets make an accelerator unusable
         yield "query_start_loc beyond the tokens", {"query_start_loc": at * 2}
@@ -220,7 +220,7 @@ SPEC = contract(
         "x": tensor("tokens, dim"),
         "weight": WEIGHT,
         "bias": BIAS,
-        "conv_states": STATES,
+        "conv_states": CONV_STATES,
         "has_initial_state": tensor("sequences", "bool"),
         "query_start_loc": integers("sequences + 1"),
         "cache_indices": integers("sequences"),
@@ -235,9 +235,9 @@ SPEC = contract(
     served=served_features(
         lambda source, tokens, *of: _call(source, ends(tokens, source.large), *of)
     ),
-    stands=True,
+    fixed_batch=True,
     second_form=_by_torch,
     whole_batch=True,
     outputs=(Within(), Exact()),
-    tolerances=TOLERANCES,
+    tolerances=CONV_TOLERANCES,
 )

@@ -10,8 +10,8 @@ from vllm_fl.contracts.outputs import Exact, Within
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import Sample
 
-from .causal_conv1d import BIAS, STATES, TOLERANCES, WEIGHT, served_features
-from .common import contract, outside
+from .causal_conv1d import BIAS, CONV_STATES, CONV_TOLERANCES, WEIGHT, served_features
+from .common import beyond, contract
 from .sequences import slots, state_slots
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def _also(x: Any, states: Any, weight: Any, bias: Any, activation: Any, indices:
 
 
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    return outside(good, "conv_state_indices", len(good["conv_state"]))
+    return beyond(good, "conv_state_indices", len(good["conv_state"]))
 
 
 SPEC = contract(
@@ -150,7 +150,7 @@ SPEC = contract(
         "x": tensor("tokens, dim"),
         "weight": WEIGHT,
         "bias": BIAS,
-        "conv_state": STATES,
+        "conv_state": CONV_STATES,
         "activation": word("silu").optional(),
         "conv_state_indices": integers("tokens"),
     },
@@ -161,9 +161,9 @@ SPEC = contract(
     group="linear_attention",
     samples=_samples,
     served=served_features(_call),
-    stands=True,
+    fixed_batch=True,
     second_form=_by_taps,
     whole_batch=True,
     outputs=(Within(), Exact()),
-    tolerances=TOLERANCES,
+    tolerances=CONV_TOLERANCES,
 )

@@ -17,7 +17,7 @@ from .sequences import boundaries, ends, fitting_heads
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HEADS", "OUTPUTS", "SPEC", "normed", "qkv", "served_heads"]
+__all__ = ["DELTA_RULE_HEADS", "OUTPUTS", "SPEC", "normed", "qkv", "served_heads"]
 
 
 def chunk_gated_delta_rule(
@@ -248,7 +248,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "cu_seqlens that fall", {"cu_seqlens": at.flip(0)}
 
 
-HEADS = {
+DELTA_RULE_HEADS = {
     "q": tensor("tokens, heads, key_size"),
     "k": like("q"),
     "v": tensor(
@@ -262,7 +262,7 @@ HEADS = {
 SPEC = contract(
     chunk_gated_delta_rule,
     {
-        **HEADS,
+        **DELTA_RULE_HEADS,
         "g": tensor("tokens, value_heads", "float32"),
         "beta": tensor("tokens, value_heads", "q", "float32"),
         "initial_state": tensor("sequences, value_heads, value_size, key_size", "q", "float32"),
@@ -275,7 +275,7 @@ SPEC = contract(
     group="linear_attention",
     samples=_samples,
     served=served_heads(lambda source, tokens, *of: _call(source, ends(tokens, source.large), *of)),
-    stands=True,
+    fixed_batch=True,
     second_form=_by_triangular_systems,
     whole_batch=True,
     outputs=OUTPUTS,

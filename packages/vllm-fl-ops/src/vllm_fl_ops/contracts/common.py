@@ -15,7 +15,7 @@ from vllm_fl.contracts.spec import ModelSizes, OpSpec, Sample, Tolerance
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OfLayer", "activations", "contract", "not_finite", "of_layer", "outside", "rounded"]
+__all__ = ["OfLayer", "activations", "contract", "not_finite", "of_layer", "beyond", "rounded"]
 
 
 def contract(
@@ -108,7 +108,7 @@ def activations(source: Source, *shape: int, scale: float) -> torch.Tensor:
     return source.spiked(*shape, scale=scale, peak=peak(source.dtype)) if source.large else x
 
 
-def outside(good: Mapping[str, Any], name: str, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def beyond(good: Mapping[str, Any], name: str, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield bad inputs with indices from `count` on, and below 0.
 
     On an accelerator there are none, because bad indices make it unusable.

@@ -12,7 +12,7 @@ from vllm_fl.contracts.spec import ModelSizes, Sample
 
 from .common import activations, contract
 from .paging import (
-    BLOCK_SIZE,
+    SAMPLE_BLOCK_SIZE,
     SLOTS,
     blocks_for,
     far_slots,
@@ -79,8 +79,8 @@ def _samples(source: Source) -> Iterator[Sample]:
 
     def sample(name: str, tokens: int, skipped: int = 0) -> Sample:
         kv_c, k_pe = source.normal(tokens, 64), source.normal(tokens, 16)
-        mapping = slots(tokens, 3 * BLOCK_SIZE, source.device, skipped=skipped)
-        return Sample(name, (kv_c, k_pe, source.normal(3, BLOCK_SIZE, 80), mapping))
+        mapping = slots(tokens, 3 * SAMPLE_BLOCK_SIZE, source.device, skipped=skipped)
+        return Sample(name, (kv_c, k_pe, source.normal(3, SAMPLE_BLOCK_SIZE, 80), mapping))
 
     yield sample("1 token", 1)
     yield sample("16 tokens", 16)
@@ -112,7 +112,7 @@ def _samples(source: Source) -> Iterator[Sample]:
         cache, mapping = source.normal(3, size, 80), slots(9, 3 * size, source.device, skipped=4)
         kv_c, k_pe = source.normal(9, 64), source.normal(9, 16)
         yield Sample(f"blocks of {size}", (kv_c, k_pe, cache, mapping))
-    blocks, mapping = far_slots(source, 16, BLOCK_SIZE)
+    blocks, mapping = far_slots(source, 16, SAMPLE_BLOCK_SIZE)
     kv_c, k_pe, cache = source.normal(16, 16), source.normal(16, 8), source.normal(blocks, 16, 24)
     yield Sample("slots beyond 16 bits", (kv_c, k_pe, cache, mapping))
 
@@ -137,7 +137,7 @@ def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
     if rank is None or rope is None:
         return
     rank, rope = int(rank) or 512, int(rope) or 64  # all models have these sizes
-    block = int(sizes.more.get("block_size") or BLOCK_SIZE)
+    block = int(sizes.more.get("block_size") or SAMPLE_BLOCK_SIZE)
     for tokens in sizes.tokens:
         kv_c = activations(source, tokens, rank, scale=30.0)
         k_pe, blocks = source.normal(tokens, rope), blocks_for(tokens, block)

@@ -11,7 +11,7 @@ from vllm_fl.contracts.arguments import tensor
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import Sample
 
-from .activations import activation
+from .activations import activation_spec
 from .common import of_layer, rounded
 
 if TYPE_CHECKING:
@@ -217,9 +217,9 @@ GELU_BY_TANH = rounded(
 
 
 SPECS = (
-    activation(gelu_new, _new_by_torch, GELU_BY_TANH),
-    activation(gelu_fast, _fast_by_tanh, GELU_BY_TANH),
-    activation(
+    activation_spec(gelu_new, _new_by_torch, GELU_BY_TANH),
+    activation_spec(gelu_fast, _fast_by_tanh, GELU_BY_TANH),
+    activation_spec(
         quick_gelu,
         _quick_by_tanh,
         rounded(
@@ -236,7 +236,7 @@ SPECS = (
             ),
         ),
     ),
-    activation(
+    activation_spec(
         relu2,
         _relu2_by_sign,
         rounded(
@@ -246,7 +246,7 @@ SPECS = (
         ),
         special=False,
     ),
-    activation(
+    activation_spec(
         xielu,
         _xielu_by_torch,
         rounded(

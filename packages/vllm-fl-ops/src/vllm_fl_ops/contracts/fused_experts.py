@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SPEC"]
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
+EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 
 ALPHA, LIMIT = 1.702, 7.0
 """Constants of gpt-oss's activation."""
@@ -351,7 +351,7 @@ SPEC = contract(
         "w2": tensor("experts, hidden, intermediate", "hidden_states"),
         "topk_weights": tensor("tokens, k", where="k >= 1"),
         "expert_map": tensor("mapped", "int32").optional(),
-        "activation": word(*ACTIVATIONS),
+        "activation": word(*EXPERT_ACTIVATIONS),
         "apply_router_weight_on_input": flag("not value or k == 1"),
         "global_num_experts": integer(
             "value == (experts if expert_map is None else mapped)"

@@ -11,8 +11,8 @@ from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample
 
 from .activations import (
-    activation,
     activation_inputs,
+    activation_spec,
     broken_row,
     gated_inputs,
     served_gated_inputs,
@@ -363,15 +363,15 @@ SILU = rounded(
 
 
 SPECS = (
-    activation(
+    activation_spec(
         silu_and_mul,
         _silu_by_torch,
         SILU,
         gated=True,
         samples=lambda source: (Sample(name, (x,)) for name, x in gated_inputs(source)),
     ),
-    activation(mul_and_silu, _mul_by_torch, SILU, gated=True),
-    activation(
+    activation_spec(mul_and_silu, _mul_by_torch, SILU, gated=True),
+    activation_spec(
         gelu_and_mul,
         _gelu_by_torch,
         rounded(
@@ -389,7 +389,7 @@ SPECS = (
         served=_gelu_served,
         **of_layer("approximate"),
     ),
-    activation(
+    activation_spec(
         gelu_and_mul_sparse,
         _sparse_by_torch,
         rounded(
@@ -416,7 +416,7 @@ SPECS = (
         bad=_bad_multipliers,
         **of_layer("std_multiplier", "approximate"),
     ),
-    activation(
+    activation_spec(
         fatrelu_and_mul,
         _fatrelu_by_product,
         rounded(
@@ -432,7 +432,7 @@ SPECS = (
         bad=lambda good: not_finite("threshold"),
         **of_layer("threshold"),
     ),
-    activation(
+    activation_spec(
         swigluoai_and_mul,
         _swigluoai_by_tanh,
         rounded(
@@ -456,7 +456,7 @@ SPECS = (
         bad=lambda good: not_finite("alpha", "limit"),
         **of_layer("alpha", "limit"),
     ),
-    activation(
+    activation_spec(
         silu_and_mul_with_clamp,
         _clamped_by_tanh,
         rounded(

@@ -11,7 +11,7 @@ from vllm_fl.contracts.sampling import UNIQUE_ROWS, Source, peak
 from vllm_fl.contracts.spec import ModelSizes, OpSpec, Sample, Tolerance
 
 from .common import contract
-from .linear import SHAPES, broken_rows, by_features, layouts, product, repeated
+from .linear import LINEAR_SHAPES, broken_rows, by_features, layouts, product, repeated
 
 if TYPE_CHECKING:
     import torch
@@ -113,7 +113,7 @@ def _gated_product(
 
 
 def _samples(source: Source) -> Iterator[Sample]:
-    for name, tokens, features, out in (*SHAPES, ("many features", 40, 2184, 96)):
+    for name, tokens, features, out in (*LINEAR_SHAPES, ("many features", 40, 2184, 96)):
         yield _of(name, source, source.normal(tokens, features), out)
     for name, x, out in layouts(source):
         yield _of(name, source, x, out)

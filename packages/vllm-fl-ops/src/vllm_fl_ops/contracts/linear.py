@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "SHAPES",
+    "LINEAR_SHAPES",
     "SPEC",
     "broken_rows",
     "by_features",
@@ -26,7 +26,7 @@ __all__ = [
     "repeated",
 ]
 
-SHAPES = (
+LINEAR_SHAPES = (
     ("16 tokens", 16, 256, 96),
     ("1 token", 1, 1024, 768),
     ("1 token, odd sizes beyond one block", 1, 2063, 259),
@@ -105,7 +105,7 @@ def by_features(
 
 def _samples(source: Source) -> Iterator[Sample]:
     for name, tokens, features, out in (
-        *SHAPES,
+        *LINEAR_SHAPES,
         ("odd sizes beyond one block", 3, 2063, 37),
         ("many features", 40, 2184, 96),
     ):

@@ -11,7 +11,7 @@ from vllm_fl.contracts.sampling import UNIQUE_ROWS, Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 from .common import contract
-from .linear import SHAPES, product, projections, repeated
+from .linear import LINEAR_SHAPES, product, projections, repeated
 
 if TYPE_CHECKING:
     import torch
@@ -125,7 +125,7 @@ def _of(
 def _samples(source: Source) -> Iterator[Sample]:
     import torch
 
-    for name, tokens, features, out in (*SHAPES, ("many features", 40, 4096, 96)):
+    for name, tokens, features, out in (*LINEAR_SHAPES, ("many features", 40, 4096, 96)):
         values = _rows(source, tokens, features)
         for token, channel, bias in ((True, True, True), (True, False, False), (False,) * 3):
             how = f"{'each token' if token else 'one'} and {'each channel' if channel else 'one'}"

@@ -13,8 +13,8 @@ from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 from .common import contract, not_finite
 from .routing import (
-    MARGIN,
-    RESULTS,
+    EXPERT_RESULTS,
+    SCORE_MARGIN,
     SCORING,
     bias_for_choice,
     by_argmax,
@@ -178,7 +178,7 @@ SPEC = contract(
         "routed_scaling_factor": scalar(),
         "e_score_correction_bias": tensor("experts").optional(),
     },
-    RESULTS,
+    EXPERT_RESULTS,
     bad=_bad,
     group="moe",
     samples=_samples,
@@ -193,5 +193,5 @@ SPEC = contract(
         )
     },
     dtypes=("float32", "float16", "bfloat16"),
-    outputs=(Routing(_scores, margin=MARGIN),),
+    outputs=(Routing(_scores, margin=SCORE_MARGIN),),
 )

@@ -9,9 +9,15 @@ from vllm_fl.contracts.arguments import Argument, flag, integers, like, tensor
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample
 
-from .common import contract, outside
+from .common import beyond, contract
+from .rotary_embedding import (
+    COS_SIN_TABLE,
+    by_complex_numbers,
+    heads_of_qkv,
+    served_positions,
+    tables,
+)
 from .rotary_embedding import SPEC as ROTARY
-from .rotary_embedding import TABLE, by_complex_numbers, heads_of_qkv, served_positions, tables
 
 if TYPE_CHECKING:
     import torch
@@ -192,7 +198,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         ("a negative section", [time + 2 * height, -height, width]),
     ):
         yield what, {"mrope_section": section}
-    yield from outside(good, "position_ids", len(good["cos"]))
+    yield from beyond(good, "position_ids", len(good["cos"]))
     yield "four positions a token", {"position_ids": good["position_ids"][:, [0, 1, 2, 0]]}
     tables = {name: good[name].repeat(1, 2) for name in ("cos", "sin")}
     yield (
@@ -206,8 +212,8 @@ SPEC = contract(
     {
         "query": tensor("tokens, heads, head_size"),
         "key": tensor("tokens, kv_heads, head_size", "query"),
-        "cos": TABLE,
-        "sin": TABLE,
+        "cos": COS_SIN_TABLE,
+        "sin": COS_SIN_TABLE,
         "position_ids": integers("tokens, 3", "0 <= low and high < max_position"),
         "mrope_section": Argument(
             kind="int[]",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm_fl.contracts.sampling import Source
 
 __all__ = [
-    "BLOCK_SIZE",
+    "SAMPLE_BLOCK_SIZE",
     "SLOTS",
     "blocks_for",
     "far_slots",
@@ -30,11 +30,11 @@ __all__ = [
 SLOTS = tensor("tokens", "int64", values="high < blocks * block_size")
 """The argument `slot_mapping` of an op with a cache of (blocks, block_size, ...)."""
 
-BLOCK_SIZE = 16
+SAMPLE_BLOCK_SIZE = 16
 """Tokens of a block in samples: vLLM's value on most devices."""
 
 
-def blocks_for(tokens: int, block_size: int = BLOCK_SIZE) -> int:
+def blocks_for(tokens: int, block_size: int = SAMPLE_BLOCK_SIZE) -> int:
     """Return enough blocks to give each token of a sample a slot, and leave some slots unused.
 
     All small batches get the same number, since all batches of a model share a cache.

@@ -9,7 +9,7 @@ from vllm_fl.contracts.arguments import flag, integer, integers, like, scalar, t
 from vllm_fl.contracts.sampling import Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
-from .common import contract, outside
+from .common import beyond, contract
 from .rotary_embedding import served_positions, table
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def _served(
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "q_weight of float16", {"q_weight": good["q_weight"].half()}
     yield "q_weight of bfloat16", {"q_weight": good["q_weight"].bfloat16()}
-    yield from outside(good, "position_ids", len(good["cos_sin_cache"]))
+    yield from beyond(good, "position_ids", len(good["cos_sin_cache"]))
     yield "a table without halves", {"cos_sin_cache": good["cos_sin_cache"][:, 1:]}
     yield "a table wider than a head", {"cos_sin_cache": good["cos_sin_cache"].repeat(1, 2)}
 

@@ -10,8 +10,8 @@ from vllm_fl.contracts.outputs import Within
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import Sample, Tolerance
 
-from .chunk_gated_delta_rule import HEADS, OUTPUTS, normed, qkv, served_heads
-from .common import contract, outside
+from .chunk_gated_delta_rule import DELTA_RULE_HEADS, OUTPUTS, normed, qkv, served_heads
+from .common import beyond, contract
 from .gdn_gating import SPEC as GATING
 from .sequences import slots, state_slots
 
@@ -185,7 +185,7 @@ def _also(*args: Any) -> Problem:
 
 
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    yield from outside(good, "state_indices", len(good["state"]))
+    yield from beyond(good, "state_indices", len(good["state"]))
     for few in (1, 2):
         yield f"a and b of {few}", {name: good[name][:few] for name in "ab"}
     yield "states of integers", {"state": good["state"].long()}
@@ -194,7 +194,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 SPEC = contract(
     recurrent_gated_delta_rule,
     {
-        **HEADS,
+        **DELTA_RULE_HEADS,
         "a": tensor("tokens, value_heads", "q"),
         "b": like("a"),
         "A_log": tensor("value_heads", "q", "float32"),
@@ -210,7 +210,7 @@ SPEC = contract(
     group="linear_attention",
     samples=_samples,
     served=served_heads(_call),
-    stands=True,
+    fixed_batch=True,
     second_form=_by_matrices,
     whole_batch=True,
     outputs=(Within(), OUTPUTS[1]),

@@ -12,7 +12,7 @@ from vllm_fl.contracts.spec import ModelSizes, Sample
 
 from .common import activations, contract
 from .paging import (
-    BLOCK_SIZE,
+    SAMPLE_BLOCK_SIZE,
     SLOTS,
     blocks_for,
     far_slots,
@@ -118,8 +118,8 @@ def _samples(source: Source) -> Iterator[Sample]:
 
     def sample(name: str, tokens: int, caches: Any = _separate, skipped: int = 0) -> Sample:
         key, value = source.normal(tokens, 2, 32), source.normal(tokens, 2, 32)
-        mapping = slots(tokens, 3 * BLOCK_SIZE, source.device, skipped=skipped)
-        return Sample(name, (key, value, *caches(source, 3, BLOCK_SIZE, 2, 32), mapping))
+        mapping = slots(tokens, 3 * SAMPLE_BLOCK_SIZE, source.device, skipped=skipped)
+        return Sample(name, (key, value, *caches(source, 3, SAMPLE_BLOCK_SIZE, 2, 32), mapping))
 
     yield sample("1 token", 1)
     yield sample("16 tokens", 16)
@@ -133,7 +133,7 @@ def _samples(source: Source) -> Iterator[Sample]:
     yield sample("slots before heads, keys beside values", 16, _slots_first, skipped=7)
     yield sample("another layer between the blocks", 16, _of_the_second_layer, skipped=7)
 
-    apart = [source.normal(3, 2, BLOCK_SIZE, 32).transpose(1, 2) for _ in range(2)]
+    apart = [source.normal(3, 2, SAMPLE_BLOCK_SIZE, 32).transpose(1, 2) for _ in range(2)]
     mapping = slots(7, 48, source.device)
     mapping[0] = -1
     key, value = source.normal(7, 2, 32), source.normal(7, 2, 32)
@@ -163,8 +163,8 @@ def _samples(source: Source) -> Iterator[Sample]:
         mapping = slots(9, 3 * size, source.device, skipped=4)
         yield Sample(f"blocks of {size}", (key, value, *caches, mapping))
     key, value = source.normal(16, 1, 8), source.normal(16, 1, 8)
-    blocks, mapping = far_slots(source, 16, BLOCK_SIZE)
-    caches = _separate(source, blocks, BLOCK_SIZE, 1, 8)
+    blocks, mapping = far_slots(source, 16, SAMPLE_BLOCK_SIZE)
+    caches = _separate(source, blocks, SAMPLE_BLOCK_SIZE, 1, 8)
     yield Sample("slots beyond 16 bits", (key, value, *caches, mapping))
 
     key, value = source.normal(7, 3, 33), source.normal(7, 3, 33)
@@ -192,7 +192,7 @@ def _served(source: Source, sizes: ModelSizes, kv_heads: int, head_size: int) ->
     heads, width = kv_heads, head_size
     if sizes.more.get("kv_lora_rank"):
         return  # latent attention has a cache of another shape
-    block = int(sizes.more.get("block_size") or BLOCK_SIZE)
+    block = int(sizes.more.get("block_size") or SAMPLE_BLOCK_SIZE)
     for tokens in sizes.tokens:
         shape = blocks_for(tokens, block), block, heads, width
         mapping = served_slots(tokens, *shape[:2], source.device)

@@ -9,14 +9,14 @@ from vllm_fl.contracts.arguments import flag, integers, like, tensor
 from vllm_fl.contracts.sampling import Source, positions
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance, Variant
 
-from .common import contract, outside
+from .common import beyond, contract
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
     "SPEC",
-    "TABLE",
+    "COS_SIN_TABLE",
     "by_complex_numbers",
     "heads_of_qkv",
     "served_positions",
@@ -236,7 +236,7 @@ def served_positions(source: Source, tokens: int, max_position: int, large: bool
     return found[before:].clone().to(source.device)  # a separate storage
 
 
-TABLE = tensor(
+COS_SIN_TABLE = tensor(
     "max_position, half", "query", "float32", where="half >= 1 and 2 * half <= head_size"
 )
 """cos or sin, for some or all of the pairs of a head."""
@@ -245,7 +245,7 @@ TABLE = tensor(
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     integers = {name: good[name].long() for name in ("query", "key")}
     yield "query and key of integers", integers
-    yield from outside(good, "position_ids", len(good["cos"]))
+    yield from beyond(good, "position_ids", len(good["cos"]))
     yield "both tables wider than half a head", {n: good[n].repeat(1, 2) for n in ("cos", "sin")}
 
 
@@ -254,8 +254,8 @@ SPEC = contract(
     {
         "query": tensor("tokens, heads, head_size"),
         "key": tensor("tokens, kv_heads, head_size", "query").optional(),
-        "cos": TABLE,
-        "sin": TABLE,
+        "cos": COS_SIN_TABLE,
+        "sin": COS_SIN_TABLE,
         "position_ids": integers("tokens", "0 <= low and high < max_position"),
         "rotary_interleaved": flag(),
     },

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "MARGIN",
-    "RESULTS",
+    "SCORE_MARGIN",
+    "EXPERT_RESULTS",
     "SCORING",
     "bias_for_choice",
     "by_argmax",
@@ -26,12 +26,12 @@ __all__ = [
 SCORING = ("softmax", "sigmoid")
 """The functions from a router's logits to scores."""
 
-MARGIN = 5e-7
+SCORE_MARGIN = 5e-7
 """Scores that differ by less may be in either order. Several times the fp32 rounding of a score, at
 most 1, and of its sum with a bias.
 """
 
-RESULTS = (tensor("tokens, topk", "float32"), tensor("tokens, topk", "int32"))
+EXPERT_RESULTS = (tensor("tokens, topk", "float32"), tensor("tokens, topk", "int32"))
 """The weights of each token's experts, and their ids."""
 
 _GRID = 1024

@@ -15,10 +15,11 @@ from vllm_fl.text import INDENTED, clean
 
 from ._progress import progress
 from ._show import UsageError, answering, say
-from ._verbs import VERBS, load
+from ._verbs import VERBS, load_verb
+from ._watch import INTERRUPTED
 
 TOOLS = "vllm-fl-tools"
-GOOD, FINDING, USAGE, INTERRUPTED = 0, 1, 2, 130
+GOOD, FINDING, USAGE = 0, 1, 2
 
 SHELL = "_ARGCOMPLETE"
 """Variable that a shell sets to request completions."""
@@ -95,7 +96,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     asked = words[0] if words and SHELL not in os.environ else ""
     for name in [asked] if asked in VERBS else VERBS:
-        summary, example, verb = load(name)
+        summary, example, verb = load_verb(name)
         sub = verbs.add_parser(name, help=summary.replace("%", "%%"))
         sub.description = f"{summary[:1].upper()}{summary[1:]}."
         sub.formatter_class = argparse.RawDescriptionHelpFormatter

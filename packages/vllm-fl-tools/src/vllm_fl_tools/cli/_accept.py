@@ -26,11 +26,11 @@ from vllm_fl.settings.schema import CONFIG, Settings
 
 from ..engine.timing import quartiles
 from ..integration.workload import Visit
-from ._engines import Engine, check_model, running
+from ._engines import EngineProcess, check_model, running_engine
 from ._show import UsageError, print_json, print_table, say
 from ._watch import ended_by_signal
 
-__all__ = ["add_arguments", "compare_engines", "judged", "run"]
+__all__ = ["add_arguments", "compare_engines", "judged", "accept_table"]
 
 ROUNDS = 10
 STARTS = 2
@@ -69,7 +69,7 @@ class AcceptError(VllmFLError):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Acceptance:
     """The decision whether to serve with a table.
 
     Args:
@@ -115,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def accept_table(arguments: argparse.Namespace) -> int:
     """Serve the workload and print the verdict.
 
     Returns:
@@ -149,7 +149,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if verdict.accepted else 1
 
 
-def judged(served: Served) -> Verdict:
+def judged(served: Served) -> Acceptance:
     of_phase = {phase: quartiles(_ratios(served, phase)) for phase in served.phases}
     figures: dict[str, float] = {"rounds": len(next(iter(served.seconds.values())))}
     for phase, (low, median, high) in of_phase.items():
@@ -158,7 +158,7 @@ def judged(served: Served) -> Verdict:
     if fault is None:
         least = min(median for _, median, _ in of_phase.values())
         reason = f"reproducible, and in every phase at least {least:.3f} of the default's speed"
-    return Verdict(fault is None, fault or reason, figures)
+    return Acceptance(fault is None, fault or reason, figures)
 
 
 def _fault(served: Served, of_phase: Mapping[str, tuple[float, float, float]]) -> str | None:
@@ -186,7 +186,7 @@ def _ratios(served: Served, phase: str) -> list[float]:
     return [default / tabled for default, tabled in pairs]
 
 
-def _show(served: Served, verdict: Verdict) -> None:
+def _show(served: Served, verdict: Acceptance) -> None:
     rows = []
     for phase, visit in served.phases.items():
         tokens = visit.batch * (visit.prompt_tokens if visit.new_tokens == 1 else 1)
@@ -217,7 +217,7 @@ def compare_engines(path: str, model: str, more: Sequence[str], rounds: int) -> 
         with contextlib.ExitStack() as stack:
             # A table without effect is reported after the startup of one engine, not of two.
             order = (TABLED, DEFAULT) if start % 2 == 0 else (DEFAULT, TABLED)
-            engines: dict[str, Engine] = {}
+            engines: dict[str, EngineProcess] = {}
             for name in order:
                 engines[name] = stack.enter_context(_running(name, path, model, more))
                 _check(engines[name], path if name == TABLED else None)
@@ -266,7 +266,7 @@ def _part(visit: Visit) -> Visit:
     return dataclasses.replace(visit, new_tokens=new, times=times)
 
 
-def _beyond_graphs(engines: Mapping[str, Engine]) -> dict[str, Visit]:
+def _beyond_graphs(engines: Mapping[str, EngineProcess]) -> dict[str, Visit]:
     """Return a prefill that is larger than every captured graph; empty without graphs.
 
     The host launches each kernel of such a step, and an implementation that is faster on the device
@@ -277,7 +277,7 @@ def _beyond_graphs(engines: Mapping[str, Engine]) -> dict[str, Visit]:
     return {f"prefill, {tokens} tokens": Visit("", 1, tokens, 1)} if largest else {}
 
 
-def _check(engine: Engine, path: str | None) -> None:
+def _check(engine: EngineProcess, path: str | None) -> None:
     """Raise AcceptError if an engine does not use this table."""
     table = engine.report["table"]
     if (table and table["file"]) != path:
@@ -289,7 +289,7 @@ def _check(engine: Engine, path: str | None) -> None:
         raise AcceptError(table["reason"])
 
 
-def _warmed_up(engine: Engine, phases: Mapping[str, Visit]) -> dict[str, float]:
+def _warmed_up(engine: EngineProcess, phases: Mapping[str, Visit]) -> dict[str, float]:
     """Run each phase twice on an engine; return the seconds of a step by phase."""
     found = {}
     for phase, visit in phases.items():
@@ -322,16 +322,18 @@ def _of_steps(steps: Sequence[float]) -> float:
 
 
 @contextlib.contextmanager
-def _running(name: str, path: str, model: str, more: Sequence[str]) -> Iterator[Engine]:
+def _running(name: str, path: str, model: str, more: Sequence[str]) -> Iterator[EngineProcess]:
     options = {"gpu_memory_utilization": 0.45}  # two engines on one device
     variable = Settings.table.variable
     environment = {key: value for key, value in os.environ.items() if key != variable}
     if name == TABLED:
         environment[variable] = path
-    with running(name, model, options, environment, longest=LENGTH, arguments=more) as engine:
+    with running_engine(
+        name, model, options, environment, longest=LENGTH, arguments=more
+    ) as engine:
         yield engine
 
 
-def _visit(engine: Engine, visit: Visit) -> dict[str, Any]:
+def _visit(engine: EngineProcess, visit: Visit) -> dict[str, Any]:
     """Run a visit; return `tokens` by prompt, and the seconds of its `steps`."""
     return engine.ask("visit", **vars(visit))

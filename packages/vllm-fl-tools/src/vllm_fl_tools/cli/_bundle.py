@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_fl.settings.schema import CONFIG, Settings
-from vllm_fl.text import HIDDEN, is_secret, scrub
+from vllm_fl.text import REDACTED, is_secret, scrub
 from vllm_fl_tools.files import Draft
 
 from ._options import draft_of
@@ -30,7 +30,7 @@ PATIENCE = 600.0
 LARGEST = 4 << 20
 """Maximum bytes of one file."""
 
-VARIABLES = re.compile(
+BUNDLED_VARIABLES = re.compile(
     r"(VLLM|FL|FLAG\w*|TORCH\w*|TRITON|CUDA|HIP|ROCR|ASCEND\w*|NCCL|HCCL|GLOO|OMP|MKL|LD|PYTHON"
     r"|PROMETHEUS|RAY|HF|TRANSFORMERS)_|PATH$|HOME$|TMPDIR$|VIRTUAL_ENV$|PYTHON\w*$"
 )
@@ -69,7 +69,7 @@ def write(draft: Draft, found: Mapping[str, Any], model: str | None, more: Seque
     except OSError as error:
         raise UsageError(f"--bundle {draft.path}: {error.strerror}; no file was written") from error
     say(
-        f"vllm-fl: wrote {', '.join(parts)} to {draft.path}. Secrets are shown as {HIDDEN}; read "
+        f"vllm-fl: wrote {', '.join(parts)} to {draft.path}. Secrets are shown as {REDACTED}; read "
         "it before you send it",
         error=True,
     )
@@ -84,7 +84,7 @@ def _secrets(more: Sequence[str]) -> list[str]:
 
 def _clean(text: str, secrets: list[str]) -> str:
     for secret in secrets:
-        text = text.replace(secret, HIDDEN)
+        text = text.replace(secret, REDACTED)
     return scrub(text)
 
 
@@ -113,8 +113,8 @@ def _versions() -> Iterator[str]:
 
 def _environment() -> Iterator[str]:
     for name, value in sorted(os.environ.items()):
-        if VARIABLES.match(name) or name.startswith("VLLM_FL"):
-            yield f"{name}={HIDDEN if is_secret(name) else value}"
+        if BUNDLED_VARIABLES.match(name) or name.startswith("VLLM_FL"):
+            yield f"{name}={REDACTED if is_secret(name) else value}"
 
 
 def _said(*words: str) -> str:

@@ -15,25 +15,25 @@ import importlib_metadata as metadata
 
 from vllm_fl.dispatch.platforms import broken_platforms, foreign_platforms, targets_cpu, too_many
 from vllm_fl.plugins.calling import ENDED
-from vllm_fl.plugins.discovery import KINDS, unmatched
+from vllm_fl.plugins.discovery import PLUGIN_KINDS, unmatched_plugins
 from vllm_fl.plugins.installed import (
     CORE,
     ENGINE_GROUPS,
     canonical,
-    identity,
     installed_version,
+    metadata_of,
     rivals,
     vllm_release,
 )
 from vllm_fl.plugins.plugin import Plugin
 from vllm_fl.settings.schema import CONFIG, Settings, overridden, undo
 
-from ._environment import SHOWN, torch_build, torch_facts
+from ._environment import SHOWN_PACKAGES, torch_build, torch_facts
 
 VLLMS = " for vLLM's platform of "
 """Substring of vLLM platform plugins in `ENDED`, followed by their distribution."""
 
-Problem = tuple[str, str, str]
+Defect = tuple[str, str, str]
 """`what`, `why` and `todo` of a `Finding`."""
 
 IMPORTS = ("vllm_fl", "vllm", "torch", "torch_npu", "triton")
@@ -75,11 +75,11 @@ CODES: Mapping[str, str] = MappingProxyType(
 )
 """Check -> code of its findings. A plugin's check has no code, unless its name is listed here."""
 
-BROKEN = "FL702"
+FAILED_CHECK = "FL702"
 """Code of a check that failed."""
 
 
-def entry_point() -> Iterator[Problem]:
+def entry_point() -> Iterator[Defect]:
     """Find a missing entry point. vLLM ignores a copy on PYTHONPATH that has no metadata."""
     for group in ENGINE_GROUPS:
         if not metadata.entry_points(group=group, name="fl"):
@@ -91,10 +91,10 @@ def entry_point() -> Iterator[Problem]:
             )
 
 
-def halves() -> Iterator[Problem]:
+def half_installed() -> Iterator[Defect]:
     """Find partly installed distributions, such as after an interrupted installation."""
     for dist in metadata.distributions():
-        name, version, problem = identity(dist)
+        name, version, problem = metadata_of(dist)
         if problem:
             yield (
                 f"{problem}.",
@@ -109,12 +109,12 @@ def halves() -> Iterator[Problem]:
             )
 
 
-def twice() -> Iterator[Problem]:
+def twice() -> Iterator[Defect]:
     """Find distributions that are installed twice in one folder."""
     found: dict[tuple[str, str], dict[str, None]] = {}
     for dist in metadata.distributions():
-        name, version, problem = identity(dist)
-        if not problem and (_is_ours(dist) or canonical(name) in SHOWN):
+        name, version, problem = metadata_of(dist)
+        if not problem and (_is_ours(dist) or canonical(name) in SHOWN_PACKAGES):
             folder = os.path.realpath(str(dist.locate_file("")))
             found.setdefault((canonical(name), folder), {})[str(version)] = None
     for (name, folder), versions in found.items():
@@ -131,7 +131,7 @@ def _is_ours(dist: Any) -> bool:
     """Return whether this is core or a plugin for core, by name, entry points or requirements."""
     names = [dist.name, *(requirement.partition(";")[0] for requirement in dist.requires or ())]
     ours = any(canonical(name).startswith("vllm-fl-") for name in names)
-    return ours or any(dist.entry_points.select(group=group) for group in KINDS)
+    return ours or any(dist.entry_points.select(group=group) for group in PLUGIN_KINDS)
 
 
 def _missing(dist: Any) -> str:
@@ -149,7 +149,7 @@ def _missing(dist: Any) -> str:
     return f"{len(gone)} of its {len(files)} files are missing, among them {gone[0]}"
 
 
-def owners() -> Iterator[Problem]:
+def owners() -> Iterator[Defect]:
     """Find distributions that install the same package and overwrite each other's files."""
     ours = rivals()
     for text in ours:
@@ -168,7 +168,7 @@ def owners() -> Iterator[Problem]:
             )
 
 
-def platforms() -> Iterator[Problem]:
+def platforms() -> Iterator[Defect]:
     """Find platform plugins that fail, are active together, or use a platform name of vLLM."""
     others = foreign_platforms()
     if len(others) > 1:
@@ -191,7 +191,7 @@ def platforms() -> Iterator[Problem]:
         yield f"{what}.", why, f"pip install --force-reinstall --no-deps {name}"
 
 
-def vllm_range() -> Iterator[Problem]:
+def vllm_range() -> Iterator[Defect]:
     """Find an installed vLLM that is not supported."""
     if vllm_release() is None:
         return
@@ -206,7 +206,7 @@ def vllm_range() -> Iterator[Problem]:
         )
 
 
-def vllm_plugins() -> Iterator[Problem]:
+def vllm_plugins() -> Iterator[Defect]:
     """Find a VLLM_PLUGINS that excludes vllm-fl."""
     text = os.environ.get("VLLM_PLUGINS")
     if text is not None and "fl" not in text.split(","):  # as vLLM splits it
@@ -219,7 +219,7 @@ def vllm_plugins() -> Iterator[Problem]:
         )
 
 
-def moved_variables() -> Iterator[Problem]:
+def moved_variables() -> Iterator[Defect]:
     """Find variables that vLLM no longer reads."""
     from vllm_fl.integration.compat import vllm_folders
 
@@ -235,7 +235,7 @@ def moved_variables() -> Iterator[Problem]:
             )
 
 
-def target_device() -> Iterator[Problem]:
+def target_device() -> Iterator[Defect]:
     """Find the variable that makes vLLM ignore other platforms."""
     for left in foreign_platforms() if targets_cpu() else ():
         yield (
@@ -247,7 +247,7 @@ def target_device() -> Iterator[Problem]:
         )
 
 
-def torch_builds() -> Iterator[Problem]:
+def torch_builds() -> Iterator[Defect]:
     """Find CPU and CUDA builds that are incompatible."""
     build = torch_build()
     name, version = vllm_release() or ("", "")
@@ -270,7 +270,7 @@ def torch_builds() -> Iterator[Problem]:
         )
 
 
-def torch_itself() -> Iterator[Problem]:
+def torch_itself() -> Iterator[Defect]:
     """Find a torch that is missing or cannot be imported."""
     if find_spec("torch") is None:
         why = "Every backend needs it, in the build for this machine."
@@ -283,7 +283,7 @@ def torch_itself() -> Iterator[Problem]:
         yield "torch cannot be imported.", why, todo
 
 
-def companions() -> Iterator[Problem]:
+def companions() -> Iterator[Defect]:
     """Find packages built for another torch."""
     facts = torch_facts()
     for name, error in facts.get("broken", {}).items():
@@ -294,7 +294,7 @@ def companions() -> Iterator[Problem]:
         )
 
 
-def driver() -> Iterator[Problem]:
+def driver() -> Iterator[Defect]:
     """Find a driver that is too old for torch."""
     facts = torch_facts()
     for warning in facts.get("warnings", ()):
@@ -305,11 +305,11 @@ def driver() -> Iterator[Problem]:
         )
 
 
-def find_idle(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[Problem]:
+def find_idle(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[Defect]:
     """Find user settings without effect."""
     chosen = settings.chosen
 
-    def idle(keys: Collection[str], why: str) -> Iterator[Problem]:
+    def idle(keys: Collection[str], why: str) -> Iterator[Defect]:
         for key in keys:
             if key in chosen:
                 what = f"{chosen[key].named} has no effect."
@@ -337,7 +337,7 @@ def find_idle(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[Problem
             f"{settings['deny_vendors'].named} also denies it, and takes precedence.",
             exported(Settings.allow_vendors.variable, kept) if is_variable else allowed.undo,
         )
-    for line in unmatched([plugin.owner for plugin in plugins], settings.plugins):
+    for line in unmatched_plugins([plugin.owner for plugin in plugins], settings.plugins):
         yield (
             line,
             "Use the names of distributions. Without the variable, all plugins are loaded.",
@@ -347,7 +347,7 @@ def find_idle(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[Problem
         yield from idle([key], "No loaded plugin has this setting.")
 
 
-def warned(settings: Settings, env: Mapping[str, str]) -> Iterator[Problem]:
+def warned(settings: Settings, env: Mapping[str, str]) -> Iterator[Defect]:
     """Yield the warnings of the settings."""
     has_others = any(env.get(name, "").strip() for name in overridden(settings.declared))
     for warning in settings.warnings:
@@ -361,7 +361,7 @@ def exported(variable: str, text: str) -> str:
     return f"export {variable}={quote(text)}" if text else f"unset {variable}"
 
 
-def open_to_all(paths: Sequence[str]) -> Iterator[Problem]:
+def open_to_all(paths: Sequence[str]) -> Iterator[Defect]:
     """Find settings files that every user of this machine may write."""
     for path in dict.fromkeys(paths):
         try:
@@ -376,9 +376,9 @@ def open_to_all(paths: Sequence[str]) -> Iterator[Problem]:
             )
 
 
-CHECKS: Sequence[tuple[str, Callable[[], Iterator[Problem]]]] = (
+INSTALL_CHECKS: Sequence[tuple[str, Callable[[], Iterator[Defect]]]] = (
     ("entry-point", entry_point),
-    ("half-installed", halves),
+    ("half-installed", half_installed),
     ("owners", twice),
     ("owners", owners),
     ("platforms", platforms),

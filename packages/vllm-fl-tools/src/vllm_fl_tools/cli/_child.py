@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from vllm_fl.errors import VllmFLError
 from vllm_fl.plugins import breadcrumb, calling
 
-from ._progress import current
+from ._progress import current_progress
 
 PATIENCE = 120.0
 """Seconds for one import or hook; the first import of torch from a network disk takes a minute."""
@@ -80,7 +80,7 @@ def _once(work: Callable[[], dict[str, Any]], ended: dict[str, str]) -> tuple[by
                 crumb = breadcrumb.last(Path(notes))
                 if crumb != before:
                     before, since = crumb, time.monotonic()
-                current.tick(crumb.what if crumb is not None else "")
+                current_progress.tick(crumb.what if crumb is not None else "")
                 is_late = crumb is not None and time.monotonic() - since > PATIENCE
                 if is_late:
                     break

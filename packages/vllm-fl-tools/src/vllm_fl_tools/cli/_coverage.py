@@ -11,14 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Owner", "OwnerFinder", "attribute", "named", "sums"]
+from ..engine.tuning_table import STOCK_NAME
+
+__all__ = ["CodeOwner", "OwnerFinder", "attribute", "row_label", "sums"]
 
 OP_LABEL, LAYER_LABEL = "vllm-fl/op/", "vllm-fl/layer/"
 
-STOCK, OWN_FORMS = "stock", ("stock.vllm", "foreign.oot")  # includes another plugin's code
-"""A plan's name for vLLM's code, and ids of implementations with the same meaning."""
+OWN_FORMS = ("stock.vllm", "foreign.oot")  # includes another plugin's code
+"""Ids of implementations that are vLLM's code, and ids of implementations with the same meaning."""
 
-ATTENTION = "attention_backend"
+ATTENTION_OP = "attention_backend"
 
 ATTENDS = re.compile(r"vllm::unified_(?:mla_)?(?:attention|kv_cache)|vllm::mla_attention")
 """vLLM's operators of attention and of writes to its cache."""
@@ -46,14 +48,13 @@ code; a contract covers the code only in other modes, platforms or layers; no co
 
 
 @dataclass(frozen=True)
-class Owner:
+class CodeOwner:
     """The owner of the code in a row of a profile.
 
-    Args:
-        op: the op with a contract, or several if they are fused; empty without a contract.
-        impl: the implementation's id; `stock` for vLLM's code.
-        name: of code without an op: an operator or a layer.
-        reached: `yes` if an implementation of the plan runs, `no` for vLLM's code, `partly` for a
+    Args: op: the op with a contract, or several if they are fused; empty without a contract. impl:
+        the implementation's id; `stock` for vLLM's code. name: of code without an op: an operator
+        or a layer. reached: `yes` if an implementation of the plan runs, `no` for vLLM's code,
+        `partly` for a
             mixture, or `?` if unknown.
     """
 
@@ -71,27 +72,25 @@ KERNELS = 5
 class OwnerFinder:
     """Finds the owners of names in a profile.
 
-    Args:
-        places: the result of `vllm_fl_places`.
-        report: the result of `vllm_fl_report`.
-        tokens: of the step, for ops with an order by size.
+    Args: places: the result of `vllm_fl_places`. report: the result of `vllm_fl_report`. tokens: of
+        the step, for ops with an order by size.
     """
 
     places: Mapping[str, Any]
     report: Mapping[str, Any]
     tokens: int
 
-    def of(self, path: Sequence[str]) -> Owner:
+    def of(self, path: Sequence[str]) -> CodeOwner:
         """Return the owner of the last name of a path; the names before it are its callers."""
         inner = [*reversed(path)]
         for name in inner:  # an implementation owns everything that it calls
             if name.startswith(OP_LABEL):
                 op, _, impl = name.removeprefix(OP_LABEL).partition("/")
-                return self._stock(op) if impl in OWN_FORMS else Owner(op, impl, "", YES)
+                return self._stock(op) if impl in OWN_FORMS else CodeOwner(op, impl, "", YES)
         for name in inner:
             if name in self.places["ours"]:
                 op, impl = self.places["ours"][name]
-                return Owner(op, impl, "", YES)
+                return CodeOwner(op, impl, "", YES)
             if name in self.places["kernels"] or INDUCTOR.match(name):
                 return self._fused(name)
             if name in self.places["operators"]:
@@ -104,7 +103,7 @@ class OwnerFinder:
                 break
         return self._uncovered(path)
 
-    def coverage(self, owner: Owner) -> tuple[str, str]:
+    def coverage(self, owner: CodeOwner) -> tuple[str, str]:
         """Return (coverage, why no implementation runs, in the words of `vllm-fl explain`)."""
         if owner.reached != NO:
             return (UNKNOWN if owner.reached == UNKNOWN else RUN), ""
@@ -112,27 +111,27 @@ class OwnerFinder:
             return UNCOVERED, ""
         ops = owner.op.removeprefix("fused: ").split(", ")
         plan, gaps = self.report["ops"], self.places.get("not_covered", {})
-        if decided := [op for op in ops if op in plan and self._planned(op) == STOCK]:
+        if decided := [op for op in ops if op in plan and self._planned(op) == STOCK_NAME]:
             why = (str(plan[op]["reason"]).partition(" (")[0] for op in decided)
             return COULD, "; ".join(dict.fromkeys(why))
         reasons = dict.fromkeys(gap for op in ops for gap in gaps.get(op, ()))
         listed = "not covered: " + "; ".join(reasons)
         return ELSEWHERE, listed if reasons else "no target covers this code"
 
-    def _stock(self, op: str) -> Owner:
-        return Owner(op, STOCK, "", NO)
+    def _stock(self, op: str) -> CodeOwner:
+        return CodeOwner(op, STOCK_NAME, "", NO)
 
     def _planned(self, op: str) -> str:
-        entry = self.report["ops"].get(op, {"impl": STOCK})
+        entry = self.report["ops"].get(op, {"impl": STOCK_NAME})
         rows = [row for row in entry.get("rows", ()) if self.tokens <= row["up_to"]]
         impl: str = (rows[0] if rows else entry)["impl"]
-        return STOCK if impl == "foreign" else impl
+        return STOCK_NAME if impl == "foreign" else impl
 
-    def _attention(self) -> Owner:
-        impl, backend = self._planned(ATTENTION), ", ".join(self.places["attention"])
-        return Owner(ATTENTION, impl, backend, NO if impl == STOCK else YES)
+    def _attention(self) -> CodeOwner:
+        impl, backend = self._planned(ATTENTION_OP), ", ".join(self.places["attention"])
+        return CodeOwner(ATTENTION_OP, impl, backend, NO if impl == STOCK_NAME else YES)
 
-    def _fused(self, kernel: str) -> Owner:
+    def _fused(self, kernel: str) -> CodeOwner:
         """Return the owner of a compiler's kernel, from the ops and implementations in it."""
         parts: Sequence[str] = self.places["kernels"].get(kernel, ())
         impls: dict[str, str] = {}
@@ -140,23 +139,23 @@ class OwnerFinder:
         for part in parts:
             op, _, impl = part.partition("/")
             if impl:
-                impls[op] = STOCK if impl in OWN_FORMS else impl
+                impls[op] = STOCK_NAME if impl in OWN_FORMS else impl
             elif part in self.places["layers"]:
                 op = self.places["layers"][part]
-                impls[op] = STOCK if part in self.places["left"] else self._planned(op)
+                impls[op] = STOCK_NAME if part in self.places["left"] else self._planned(op)
             else:
                 others[part] = None
         if not impls:
             name = f"fused: {', '.join(others)}" if others else "fused by the compiler"
-            return Owner("", STOCK, name, NO if parts else UNKNOWN)
-        stock = sorted(op for op, impl in impls.items() if impl == STOCK)
+            return CodeOwner("", STOCK_NAME, name, NO if parts else UNKNOWN)
+        stock = sorted(op for op, impl in impls.items() if impl == STOCK_NAME)
         reached = YES if not stock else NO if len(stock) == len(impls) else PARTLY
         ops = sorted(impls)
         run_by = ", ".join(dict.fromkeys(impls[op] for op in ops))
         name = f"with {', '.join(others)}" if others else ""
-        return Owner(f"fused: {', '.join(ops)}", run_by, name, reached)
+        return CodeOwner(f"fused: {', '.join(ops)}", run_by, name, reached)
 
-    def _uncovered(self, path: Sequence[str]) -> Owner:
+    def _uncovered(self, path: Sequence[str]) -> CodeOwner:
         """Return an owner by name: the outermost operator in the innermost layer.
 
         The owner has an op if the operator is the matrix product of a layer.
@@ -167,10 +166,10 @@ class OwnerFinder:
         if called:
             product = self.places.get("products", {}).get(_layer(path[last]) if last >= 0 else "")
             op = product if product and PRODUCT.search(called[0]) else ""
-            return Owner(op, STOCK, f"{called[0]} {where}", NO)
+            return CodeOwner(op, STOCK_NAME, f"{called[0]} {where}", NO)
         if path and MOVES.match(path[-1]):
-            return Owner("", STOCK, path[-1].partition(" (")[0], NO)
-        return Owner("", STOCK, f"kernels {where}", NO)
+            return CodeOwner("", STOCK_NAME, path[-1].partition(" (")[0], NO)
+        return CodeOwner("", STOCK_NAME, f"kernels {where}", NO)
 
 
 def _layer(name: str) -> str:
@@ -180,25 +179,23 @@ def _layer(name: str) -> str:
 def attribute(finder: OwnerFinder, seen: Mapping[str, Any], *, on_host: bool) -> dict[str, Any]:
     """Return the owners of the time of one kind of step, as JSON data.
 
-    Args:
-        finder, seen: the finder of owners, and the profile of labelled steps.
-        on_host: whether the device is the host. Then operators count instead of kernels.
+    Args: finder, seen: the finder of owners, and the profile of labelled steps. on_host: whether
+        the device is the host. Then operators count instead of kernels.
 
-    Returns:
-        A dictionary with these keys:
+    Returns: A dictionary with these keys:
 
         - `of`: operators or kernels; `steps`: number of profiled steps
-        - `rows`, longest first: the fields of an `Owner`, `us` and `calls` per step, the `share` of
-          all rows, the longest `kernels` {name: µs per step}, and `coverage` and `why` from
+        - `rows`, longest first: the fields of a `CodeOwner`, `us` and `calls` per step, the `share`
+          of all rows, the longest `kernels` {name: µs per step}, and `coverage` and `why` from
           `OwnerFinder.coverage`
         - `total_us`: sum of the rows per step
         - `busy_us`: time with at least one kernel on the device; on a CPU, `total_us`
-        - `reached`: share by `Owner.reached`; `coverage`: share by coverage
+        - `reached`: share by `CodeOwner.reached`; `coverage`: share by coverage
         - `problem`: reason for an empty result
     """
     problem = seen["problem"]
     steps = 0 if problem else seen["steps"]
-    rows: dict[Owner, dict[str, Any]] = {}
+    rows: dict[CodeOwner, dict[str, Any]] = {}
     if steps:
         found = _on_host(finder, seen) if on_host else _on_device(finder, seen)
         for owner, name, us, calls in found:
@@ -234,11 +231,11 @@ def attribute(finder: OwnerFinder, seen: Mapping[str, Any], *, on_host: bool) ->
     }
 
 
-Found = Iterator[tuple[Owner, str, float, float]]
+CodeTimes = Iterator[tuple[CodeOwner, str, float, float]]
 """(owner, kernel or operator, µs, calls) in all profiled steps."""
 
 
-def _on_host(finder: OwnerFinder, seen: Mapping[str, Any]) -> Found:
+def _on_host(finder: OwnerFinder, seen: Mapping[str, Any]) -> CodeTimes:
     """Yield the times of operators, without layers' labels and the compiler's wrappers.
 
     Times exclude callees. A call counts if its caller has another owner.
@@ -253,13 +250,13 @@ def _on_host(finder: OwnerFinder, seen: Mapping[str, Any]) -> Found:
         yield owner, name, us if is_code else 0.0, calls if is_new else 0
 
 
-def _on_device(finder: OwnerFinder, seen: Mapping[str, Any]) -> Found:
+def _on_device(finder: OwnerFinder, seen: Mapping[str, Any]) -> CodeTimes:
     """Yield the times of kernels.
 
     A launch without a known owner gets the owner of the kernel's other launches, if there is only
     one.
     """
-    owners: dict[str, dict[Owner, None]] = {}
+    owners: dict[str, dict[CodeOwner, None]] = {}
     unknown = []
     for number, name, us, calls in seen["kernels"]:
         path = [] if number is None else seen["paths"][number]
@@ -279,13 +276,13 @@ def _tells(name: str) -> bool:
     return name.startswith((OP_LABEL, LAYER_LABEL)) or bool(OPERATOR.fullmatch(name))
 
 
-def _by_name(finder: OwnerFinder, kernel: str) -> Owner:
+def _by_name(finder: OwnerFinder, kernel: str) -> CodeOwner:
     if kernel in finder.places["kernels"] or INDUCTOR.match(kernel) or MOVES.match(kernel):
         return finder.of([kernel])
-    return Owner("", "", "unattributed", UNKNOWN)
+    return CodeOwner("", "", "unattributed", UNKNOWN)
 
 
-def named(row: Mapping[str, Any]) -> str:
+def row_label(row: Mapping[str, Any]) -> str:
     op, name = row["op"], row["name"]
     return f"{op} ({name})" if op and name else op or name
 

@@ -20,7 +20,7 @@ from vllm_fl.text import clean, quote
 
 from ..operate.described import Described
 from ._engine_args import WrongArguments, arguments_of
-from ._neighbours import attributed
+from ._other_plugins import attributed
 from ._progress import doing
 from ._show import UsageError
 
@@ -105,10 +105,10 @@ def engine_of(model: str, words: Sequence[str], *, offline: bool = False) -> Des
                     "vLLM finds no device that it supports here: run this on the machine that "
                     "will serve"
                 )
-            from ..operate.describing import describe
+            from ..operate.describing import describe_engine
 
             usage = UsageContext.LLM_CLASS if offline else UsageContext.OPENAI_API_SERVER
-            return describe(arguments_of(model, words), usage)
+            return describe_engine(arguments_of(model, words), usage)
     except VllmFLError:
         raise
     except WrongArguments as error:
@@ -144,7 +144,7 @@ def any_engines(modes: Sequence[Mode] = MODES) -> list[Described]:
     return found
 
 
-def entry_of(engine: Described, op: str) -> PlanEntry | None:
+def plan_entry(engine: Described, op: str) -> PlanEntry | None:
     """Return an engine's plan for an op; None if the engine runs vLLM's code, or lacks the op."""
     found = engine.plan.entries.get(op)
     if found is not None or engine.aside or engine.has_model:

@@ -28,12 +28,12 @@ from ._progress import doing
 from ._show import UsageError, say
 
 __all__ = [
-    "Engine",
+    "EngineProcess",
     "EngineError",
     "check_model",
     "has_weights",
-    "planned",
-    "running",
+    "engine_startup",
+    "running_engine",
     "takes_model",
 ]
 
@@ -73,7 +73,7 @@ class EngineError(VllmFLError):
         self.log, self.hung, self.ran = log, hung, ran
 
 
-class Engine:
+class EngineProcess:
     """A running engine, idle between requests.
 
     Args:
@@ -159,7 +159,7 @@ def check_model(model: str) -> None:
         raise UsageError(f"--model {model}: it {what}")
 
 
-def planned() -> Startup:
+def engine_startup() -> Startup:
     """Return the startup of an engine in this environment.
 
     Raises:
@@ -177,7 +177,7 @@ def has_weights(model: str) -> bool:
 
 
 @contextlib.contextmanager
-def running(
+def running_engine(
     name: str,
     model: str,
     options: Mapping[str, Any],
@@ -188,7 +188,7 @@ def running(
     longest: int | None = None,
     arguments: Sequence[str] = (),
     limits: tuple[float, float] = (START_TIMEOUT, ANSWER_TIMEOUT),
-) -> Iterator[Engine]:
+) -> Iterator[EngineProcess]:
     """Start an engine, and kill all its processes at the end.
 
     Args:
@@ -203,7 +203,7 @@ def running(
         longest: maximum tokens of a sequence, also limited by the model; None for the value in
             `options`.
         arguments: the user's arguments of `vllm serve`.
-        limits: for `Engine`.
+        limits: for `EngineProcess`.
 
     Raises:
         EngineError: it does not start.
@@ -227,7 +227,7 @@ def running(
                 start_new_session=True,
             )
         try:
-            yield Engine(name, process, log, limits)
+            yield EngineProcess(name, process, log, limits)
         finally:
             _end(process)
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from vllm_fl.plugins.breadcrumb import FOLDER
-from vllm_fl.plugins.installed import canonical, identity
+from vllm_fl.plugins.installed import canonical, metadata_of
 from vllm_fl.text import quote
 
 from ..operate.identity import cpu_name
 
-SHOWN = (
+SHOWN_PACKAGES = (
     "torch",
     "torch-npu",
     "vllm",
@@ -61,16 +61,16 @@ print("\\n" + json.dumps(facts))
 
 
 def distributions(kernels: Collection[str] = ()) -> dict[str, str]:
-    """Return distribution -> version, for vllm-fl, `SHOWN` and `kernels`, without importing them.
+    """Return distribution -> version, for vllm-fl, `SHOWN_PACKAGES` and `kernels`; imports none.
 
     `kernels` are the distributions with code that the loaded plugins run.
     """
     from importlib_metadata import distributions
 
-    shown = {*SHOWN, *map(canonical, kernels)}
+    shown = {*SHOWN_PACKAGES, *map(canonical, kernels)}
     found: dict[str, str] = {}
     for dist in distributions():
-        name, version, _ = identity(dist)
+        name, version, _ = metadata_of(dist)
         name = canonical(name)
         if name in shown or name.startswith("vllm-fl"):
             # Python imports the first on the path.
@@ -123,7 +123,7 @@ def torch_facts() -> dict[str, Any]:
     return {"error": last or f"its process ended with {end} {abs(done.returncode)}"}
 
 
-def describe(kernels: Collection[str] = ()) -> dict[str, str]:
+def describe_environment(kernels: Collection[str] = ()) -> dict[str, str]:
     """Return versions and devices, as text. `kernels` is for `distributions`."""
     facts = {"python": f"{platform.python_version()} ({sys.executable})", "cpu": cpu_name()}
     try:

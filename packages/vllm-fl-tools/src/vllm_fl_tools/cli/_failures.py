@@ -32,11 +32,11 @@ OTHERS = re.compile(
 )
 """Files that belong to no plugin, but may have functions named like an operator."""
 
-Names = list[str]
+StackNames = list[str]
 """Functions and modules of a stack, innermost first."""
 
 
-def read_log(text: str) -> tuple[str, Names]:
+def read_log(text: str) -> tuple[str, StackNames]:
     """Read the log of an engine that failed.
 
     Returns:
@@ -58,7 +58,7 @@ def read_log(text: str) -> tuple[str, Names]:
     return clean(ends[0][0]) if ends else "", [*dict.fromkeys(names)]
 
 
-def _tracebacks(lines: list[str]) -> list[tuple[str, Names]]:
+def _tracebacks(lines: list[str]) -> list[tuple[str, StackNames]]:
     found = []
     for start, line in enumerate(lines):
         if line.strip() != TRACEBACK:
@@ -71,7 +71,7 @@ def _tracebacks(lines: list[str]) -> list[tuple[str, Names]]:
     return found
 
 
-def _dumps(lines: list[str]) -> list[tuple[str, Names]]:
+def _dumps(lines: list[str]) -> list[tuple[str, StackNames]]:
     """Return (signal, names) of each process that a signal ended."""
     found = []
     for start, line in enumerate(lines):
@@ -87,7 +87,7 @@ def _dumps(lines: list[str]) -> list[tuple[str, Names]]:
     return found
 
 
-def _names(stack: list[str]) -> Names:
+def _names(stack: list[str]) -> StackNames:
     frames = [(found[1], found[2]) for line in stack if (found := FRAME.match(line))]
     own = [(file, function) for file, function in frames if not OTHERS.search(file)]
     return [name for file, function in own for name in (function, Path(file).stem)]

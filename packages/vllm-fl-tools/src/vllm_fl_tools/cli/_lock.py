@@ -17,9 +17,9 @@ from typing import Any
 from vllm_fl.settings.lock import MARK, VERSION, Locked
 from vllm_fl.settings.schema import Settings
 
-from ._engines import check_model, planned, running
+from ._engines import check_model, engine_startup, running_engine
 from ._options import draft_of
-from ._show import UsageError, answer, say
+from ._show import UsageError, print_answer, say
 
 DRAFT: dict[str, Any] = {"facts": {}, "result": {}, "seed": None}
 """An empty lock file. An engine compares nothing with it, but records the engine's own facts."""
@@ -30,12 +30,12 @@ def save(arguments: argparse.Namespace) -> int:
     if arguments.model is None:
         raise UsageError("--save needs --model DIR")
     check_model(arguments.model)
-    planned()
+    engine_startup()
     with draft_of(arguments.save, "--save") as file, tempfile.TemporaryDirectory() as folder:
         draft = Path(folder) / "draft.lock"
         draft.write_text(text_of(DRAFT), encoding="utf-8")
         environment = {**os.environ, Settings.lock.variable: str(draft)}
-        with running(
+        with running_engine(
             "for the lock file",
             arguments.model,
             {},
@@ -47,7 +47,7 @@ def save(arguments: argparse.Namespace) -> int:
         _check_alike(first, others)
         file.put(text_of(first).encode(), lasting=True)
     facts = {"file": arguments.save, "ranks": 1 + len(others), **first["result"]}
-    answer(facts, _show, as_json=arguments.json)
+    print_answer(facts, _show, as_json=arguments.json)
     return 0
 
 
@@ -58,11 +58,11 @@ def text_of(content: Mapping[str, Any]) -> str:
 
 def _check_alike(first: dict[str, Any], others: list[dict[str, Any]]) -> None:
     """Raise UsageError if facts differ between ranks, as no startup could match the lock file."""
-    from ..operate.locking import differences  # imports vLLM, which verbs import on demand
+    from ..operate.locking import lock_differences  # imports vLLM, which verbs import on demand
 
     lock = Locked("", first["facts"], first["result"], first["seed"])
     for rank, other in enumerate(others, 1):
-        if lines := differences(lock, other["facts"]):
+        if lines := lock_differences(lock, other["facts"]):
             joined = "; ".join(lines)
             raise UsageError(f"a lock file needs equal ranks, but rank {rank} differs: {joined}")
 

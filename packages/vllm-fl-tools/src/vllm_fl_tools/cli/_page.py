@@ -13,19 +13,19 @@ from typing import Any
 
 from vllm_fl.text import clean, quote
 
-from ..engine.tuned import DEFAULT, Figure, Tuned, TunedOp
+from ..engine.tuning_table import KEEP_DEFAULT, Figure, Tuned, TunedOp
 from . import _plots
-from ._coverage import answers, named, sums
+from ._coverage import answers, row_label, sums
 from ._show import UsageError
 
-__all__ = ["Measured", "page"]
+__all__ = ["ResultFile", "benchmark_report"]
 
 KINDS = ("table", "verification", "coverage")
 """Kinds in the order of the page."""
 
 
 @dataclass(frozen=True)
-class Measured:
+class ResultFile:
     """One file.
 
     Args:
@@ -39,7 +39,7 @@ class Measured:
     content: Any
 
 
-def page(measured: Sequence[Measured]) -> str:
+def benchmark_report(measured: Sequence[ResultFile]) -> str:
     """Return the page of these files, grouped by kind; equal for the same files.
 
     Raises:
@@ -69,8 +69,8 @@ def page(measured: Sequence[Measured]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    of_table = (impls_of, tokens_of, figure_of, why, not_chosen, versions)
-    asked = (*of_table, cells, findings, answers, named, sums, microseconds)
+    of_table = (impls_of, tokens_of, figure_of, why, not_chosen, table_versions)
+    asked = (*of_table, cells, failed_samples, answers, row_label, sums, microseconds)
     environment.globals |= {each.__name__: each for each in asked}
     environment.globals |= {"looks": look, "plot": plot, "colours": _plots.COLOURS}
     made: Any = environment.get_template("page.html").module
@@ -95,7 +95,7 @@ def impls_of(ops: Iterable[TunedOp]) -> list[str]:
     found = set()
     for op in ops:
         found |= {op.default, *(f.impl for f in op.figures), *(row.impl for row in op.rows)}
-    return sorted(found - {DEFAULT})
+    return sorted(found - {KEEP_DEFAULT})
 
 
 def tokens_of(op: TunedOp) -> list[int]:
@@ -148,7 +148,7 @@ def not_chosen(op: TunedOp) -> list[tuple[str, str, str]]:
     ]
 
 
-def versions(table: Tuned) -> dict[str, str]:
+def table_versions(table: Tuned) -> dict[str, str]:
     holds = table.holds
     return {"device": holds["device"], "vllm": holds.get("vllm") or "–", **holds["distributions"]}
 
@@ -168,7 +168,9 @@ def _pair(result: Mapping[str, Any]) -> tuple[str, str]:
     return result["op"], result["impl_id"]
 
 
-def findings(results: Iterable[Mapping[str, Any]]) -> list[tuple[tuple[str, ...], dict[str, Any]]]:
+def failed_samples(
+    results: Iterable[Mapping[str, Any]],
+) -> list[tuple[tuple[str, ...], dict[str, Any]]]:
     """Return (op, implementation, status, reason) of samples that are not ok, unsupported last,
     with their dtypes, samples and errors (x tolerance)."""
     rows: dict[tuple[str, ...], dict[str, Any]] = {}

@@ -29,13 +29,13 @@ from vllm_fl.plugins.breadcrumb import FOLDER, last
 from vllm_fl.settings.schema import CONFIG, Settings
 from vllm_fl.settings.values import OP_CONFIG, ORDER_PREFIX, PER_OP
 
-from ._neighbours import VARIABLE, loaded
+from ._other_plugins import VARIABLE, plugins_without
 from ._progress import doing
 from ._show import UsageError, say
 
 __all__ = ["Changes", "Part", "Parts", "listed"]
 
-COMMAND = (sys.executable, "-P", "-m", "vllm_fl_tools.cli._listing")
+COMMAND = (sys.executable, "-P", "-m", "vllm_fl_tools.cli._list_parts")
 
 PATIENCE = 600.0
 """Time limit in seconds for the import of all plugins and of their libraries."""
@@ -164,7 +164,7 @@ def _read(path: str, variable: str) -> Content:
 class Parts:
     """The parts of an engine of this environment, each plugin before its parts.
 
-    `listing` is the result of `_listing.listing`.
+    `listing` is the result of `_list_parts.listing`.
     """
 
     def __init__(self, listing: Mapping[str, Any]) -> None:
@@ -201,7 +201,7 @@ class Parts:
         parts = [part for key, part in self.by_key.items() if key in off]
         unloaded = {part.name for part in parts if part.kind == PLUGIN}
         if gone := [part.name for part in parts if part.kind == NEIGHBOUR]:
-            changes.values[VARIABLE] = "", loaded(*gone)
+            changes.values[VARIABLE] = "", plugins_without(*gone)
         left_out: dict[str, set[str]] = {}
         for part in parts:
             if part.kind == OP:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..engine.tuned import Figure
+from ..engine.tuning_table import Figure
 from ._show import UsageError
 
 __all__ = ["COLOURS", "LOOKS", "Look", "drawing", "looks", "require"]

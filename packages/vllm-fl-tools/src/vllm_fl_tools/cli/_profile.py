@@ -12,10 +12,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ._coverage import OwnerFinder, answers, attribute, named, sums
-from ._engines import Engine, check_model, planned, running
+from ._coverage import OwnerFinder, answers, attribute, row_label, sums
+from ._engines import EngineProcess, check_model, engine_startup, running_engine
 from ._options import counts
-from ._show import UsageError, answer, print_table, say
+from ._show import UsageError, print_answer, print_table, say
 
 EXTENSION = "vllm_fl_tools.integration.profiling.Profiling"
 
@@ -34,7 +34,7 @@ PROMPT_TOKENS, STEPS = 256, 16
 """Tokens of each prompt, and number of profiled steps of each kind."""
 
 
-def run(arguments: argparse.Namespace) -> int:
+def profile_model(arguments: argparse.Namespace) -> int:
     """Profile a model; return the exit status, 1 if a kind of step could not be profiled."""
     model = arguments.model
     if model is None:
@@ -44,10 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
     more = arguments.more
     if any(given.partition("=")[0].replace("_", "-") == EXTENSION_OPTION for given in more):
         raise UsageError(f"--profile sets {EXTENSION_OPTION}: remove it from the arguments")
-    planned()
+    engine_startup()
     with (
         tempfile.TemporaryDirectory() as caches,
-        running(
+        running_engine(
             "for the profile",
             model,
             {"worker_extension_cls": EXTENSION},
@@ -76,11 +76,11 @@ def run(arguments: argparse.Namespace) -> int:
         "plan": report["ops"],
         "phases": [_judged(phase, places, report) for phase in phases],
     }
-    answer({"coverage": found}, show, as_json=arguments.json)
+    print_answer({"coverage": found}, show, as_json=arguments.json)
     return 1 if any(phase["problem"] for phase in found["phases"]) else 0
 
 
-def _phase(engine: Engine, decode: bool, batch: int, prompt: int) -> dict[str, Any]:
+def _phase(engine: EngineProcess, decode: bool, batch: int, prompt: int) -> dict[str, Any]:
     """Run steps of one kind: timed, profiled, and timed again."""
     name = f"decode, batch {batch}" if decode else f"prefill, {prompt} tokens"
 
@@ -151,7 +151,7 @@ def _lines(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
         )
     return [
         (
-            named(row),
+            row_label(row),
             row["impl"] or "-",
             f"{row['share']:.1%}",
             f"{row['us']:.1f}",

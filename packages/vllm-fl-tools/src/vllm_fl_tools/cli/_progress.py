@@ -40,12 +40,12 @@ class Progress:
         if seconds < QUIET:
             return
         self._has_printed = True
-        what = self.doing or elsewhere or breadcrumb.now() or "working"
+        what = self.doing or elsewhere or breadcrumb.current_note() or "working"
         with suppress(OSError, ValueError):  # stderr may be closed
             say(f"vllm-fl {self.verb}: {what} ({seconds:.0f} s)", error=True)
 
 
-current = Progress()
+current_progress = Progress()
 
 
 @contextmanager
@@ -53,14 +53,14 @@ def progress(verb: str, *, forks: bool = False) -> Iterator[None]:
     """Report the progress of a verb during the block.
 
     With `forks`, the verb forks this process, which must then have no second thread. Therefore the
-    verb calls `current.tick` itself.
+    verb calls `current_progress.tick` itself.
     """
-    current.begin(verb)
+    current_progress.begin(verb)
     ended = threading.Event()
 
     def run() -> None:
         while not ended.wait(BEAT):
-            current.tick()
+            current_progress.tick()
 
     thread = threading.Thread(target=run, daemon=True)
     if not forks:
@@ -76,8 +76,8 @@ def progress(verb: str, *, forks: bool = False) -> Iterator[None]:
 @contextmanager
 def doing(what: str) -> Iterator[None]:
     """Report `what` as the verb's work during the block."""
-    before, current.doing = current.doing, what
+    before, current_progress.doing = current_progress.doing, what
     try:
         yield
     finally:
-        current.doing = before
+        current_progress.doing = before

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from vllm_fl.errors import VllmFLError
 from vllm_fl.text import clean, scrub
 
-SCHEMA = 1
+OUTPUT_SCHEMA = 1
 
 _answers: TextIO | None = None
 """Output for answers; None for the current standard output."""
@@ -42,7 +42,7 @@ def answering(to: TextIO | None = None) -> Iterator[None]:
         _answers = before
 
 
-def answer(
+def print_answer(
     facts: Mapping[str, Any], show: Callable[[Mapping[str, Any]], None], *, as_json: bool
 ) -> None:
     """Print the answer of a verb: as JSON, or with `show`."""
@@ -54,7 +54,7 @@ def answer(
 
 def print_json(**content: Any) -> None:
     """Print one JSON object with the schema's number."""
-    text = json.dumps(_scrubbed({"schema": SCHEMA, **content}), indent=2, allow_nan=False)
+    text = json.dumps(_scrubbed({"schema": OUTPUT_SCHEMA, **content}), indent=2, allow_nan=False)
     print(text, file=_answers)
 
 

@@ -25,15 +25,15 @@ from vllm_fl.contracts.binding import (
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.resolver import Stock
 from vllm_fl.engine.plan import Plan
-from vllm_fl.plugins.calling import rejections
+from vllm_fl.plugins.calling import plugin_rejections
 from vllm_fl.plugins.installed import installed_version
 from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.policy import Mode
 from vllm_fl.text import quote
 
-from ..engine.tuned import DEFAULT, STOCK, Row, Tuned, TunedOp
-from ..integration.parts import taken_in
+from ..engine.tuning_table import KEEP_DEFAULT, STOCK_NAME, Row, Tuned, TunedOp
+from ..integration.model_ops import taken_in
 from ._show import say
 from ._watch import TookTooLong, Watch
 
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from ..engine.tuning import Contender, OpTuning
 
 __all__ = [
-    "InGraphs",
-    "Subject",
+    "GraphPosition",
+    "TuningSubject",
     "Work",
     "rows_by_op",
 ]
@@ -55,7 +55,7 @@ CLOCK = time.perf_counter
 
 
 @dataclass(frozen=True)
-class Subject:
+class TuningSubject:
     """The model and the engine to tune for.
 
     Args:
@@ -92,10 +92,10 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class InGraphs:
+class GraphPosition:
     """The position of one op's calls in the graphs that an engine compiles."""
 
-    subject: Subject
+    subject: TuningSubject
     bindings: Mapping[str, Binding]
     op: str
     contenders: Sequence[Contender]
@@ -116,7 +116,7 @@ class InGraphs:
             return frozenset()
         if self._targets(LayerTarget, IrTarget, GraphTarget):
             return frozenset(contender.name for contender in self.contenders)
-        return frozenset({STOCK} if self._targets(FusionTarget) else ())
+        return frozenset({STOCK_NAME} if self._targets(FusionTarget) else ())
 
     @property
     def bound_to_all(self) -> frozenset[str]:
@@ -134,7 +134,7 @@ class InGraphs:
             return frozenset()
         code = {c.name for c in self.contenders if not any(map(is_opaque, c.impls))}
         all_tell = all(target.tokens for target in self._targets(OperatorTarget, FunctionTarget))
-        return self.traced & (code | {STOCK}) | (frozenset() if all_tell else {STOCK})
+        return self.traced & (code | {STOCK_NAME}) | (frozenset() if all_tell else {STOCK_NAME})
 
     @property
     def is_by_range(self) -> bool:
@@ -148,7 +148,7 @@ class InGraphs:
             return False
         if self._targets(IrTarget):
             return True
-        has_vllm = any(contender.name == STOCK for contender in self.contenders)
+        has_vllm = any(contender.name == STOCK_NAME for contender in self.contenders)
         if self._targets(GraphTarget):
             return has_vllm
         absent = self.subject.absent
@@ -164,35 +164,35 @@ class InGraphs:
         return [target for target in self.binding.targets if isinstance(target, kinds)]
 
 
-Found = Sequence[tuple[InGraphs, Sequence["Measured"]]]
+Measurements = Sequence[tuple[GraphPosition, Sequence["Measured"]]]
 """The measurements of each op, by size."""
 
 
-def edges_by_op(found: Found) -> Iterator[tuple[int, ...]]:
+def edges_by_op(found: Measurements) -> Iterator[tuple[int, ...]]:
     """Yield the ends of separately compiled ranges of sizes for each op, empty for ops that are not
     inlined by range. All ops are in the same graphs, which are split at the same sizes."""
-    from vllm_fl.engine.ranges import MOST
+    from vllm_fl.engine.ranges import MAX_RANGES
 
     from ..engine.timing import best_edges
 
     inlined = [(measured, op.bound_to_all) for op, measured in found if op.is_by_range]
-    edges = best_edges(inlined, MOST)
+    edges = best_edges(inlined, MAX_RANGES)
     for op, _ in found:
         yield edges if op.is_by_range else ()
 
 
-def rows_by_op(found: Found) -> Iterator[tuple[Row, ...]]:
+def rows_by_op(found: Measurements) -> Iterator[tuple[Row, ...]]:
     """Yield the rows of each op. An op that a winning op fuses keeps the default."""
-    from ..engine.timing import rows_of
+    from ..engine.timing import table_rows
 
     every = [
-        (op, rows_of(measured, op.bound_to_all, edges))
+        (op, table_rows(measured, op.bound_to_all, edges))
         for (op, measured), edges in zip(found, edges_by_op(found), strict=True)
     ]
-    won = [op.binding for op, rows in every if any(row.impl != DEFAULT for row in rows)]
+    won = [op.binding for op, rows in every if any(row.impl != KEEP_DEFAULT for row in rows)]
     parts = frozenset[str]().union(*map(taken_in, won))
     for op, rows in every:
-        yield (Row(rows[-1].up_to, DEFAULT),) if op.op in parts else rows
+        yield (Row(rows[-1].up_to, KEEP_DEFAULT),) if op.op in parts else rows
 
 
 class Work:
@@ -204,7 +204,7 @@ class Work:
     def __init__(
         self,
         manager: OpManager,
-        subject: Subject,
+        subject: TuningSubject,
         bindings: Mapping[str, Binding],
         *,
         ops: Sequence[str] | None,
@@ -261,7 +261,7 @@ class Work:
         elif len(kept) < 2:
             why = f"{default} is its only candidate"
         else:
-            graphs = InGraphs(subject, self._bindings, op, kept)
+            graphs = GraphPosition(subject, self._bindings, op, kept)
             tuning = OpTuning(
                 spec,
                 kept,
@@ -296,14 +296,14 @@ class Work:
         subject = self.subject
         entry = subject.plan.entries.get(op) if subject.plan is not None else None
         if entry is not None and entry.note:
-            return STOCK
+            return STOCK_NAME
         if entry is not None:
             selected = entry.rows[-1][1].selected
         else:
             selected = self.manager.trace(
                 op, mode=subject.mode, engine=True, without_layer=subject.mode == "compiled"
             ).selected
-        return STOCK if isinstance(selected, Stock) else selected.impl_id if selected else None
+        return STOCK_NAME if isinstance(selected, Stock) else selected.impl_id if selected else None
 
     def _contenders(self, op: str, names: set[str | None] | None) -> list[Contender]:
         """Return vLLM's code and every available implementation that is not denied.
@@ -314,7 +314,7 @@ class Work:
 
         manager, compiled = self.manager, self.subject.mode == "compiled"
         installed = manager.registry.snapshot().impls_by_op.get(op, ())
-        denied = rejections(manager.registry.plugins, manager.settings, op, installed)
+        denied = plugin_rejections(manager.registry.plugins, manager.settings, op, installed)
         subject, default = self.subject, self._default(op)
         # On a GPU, plain PyTorch runs several kernels, or the same compiled code as stock vLLM.
         without_plain = subject.device.type == "cuda" and names is None
@@ -331,18 +331,18 @@ class Work:
             )
             and impl.availability() is True
         ]
-        own = self._stock(op) if names is None or STOCK in names else ()
+        own = self._stock(op) if names is None or STOCK_NAME in names else ()
         if not own:
             return found
-        from ..integration.stock import apart
+        from ..integration.stock_calls import apart
 
-        return [*found, Contender(STOCK, own, bare=True, apart=apart(self._bindings[op], own))]
+        return [*found, Contender(STOCK_NAME, own, bare=True, apart=apart(self._bindings[op], own))]
 
     def _stock(self, op: str) -> tuple[OpImpl, ...]:
         if self._without_stock or op not in self._bindings:
             return ()
         try:
-            from ..integration.stock import stock_forms
+            from ..integration.stock_calls import stock_forms
 
             return stock_forms(op, self._bindings[op], self.subject.mode, self.subject.device)
         except Exception as error:  # vLLM is not installed, or cannot be imported
@@ -396,10 +396,10 @@ class Work:
         found = [one for (of, _), one in self._found.items() if of == op]
         return sorted(found, key=lambda one: one.tokens)
 
-    def _graphs(self, op: str) -> InGraphs:
-        return InGraphs(self.subject, self._bindings, op, self._tunings[op].contenders)
+    def _graphs(self, op: str) -> GraphPosition:
+        return GraphPosition(self.subject, self._bindings, op, self._tunings[op].contenders)
 
-    def _by_op(self) -> list[tuple[InGraphs, list[Measured]]]:
+    def _by_op(self) -> list[tuple[GraphPosition, list[Measured]]]:
         return [(self._graphs(op), self._of(op)) for op in self._tunings]
 
     def _kept(self, op: str, measure: Callable[[], Measured]) -> Measured:

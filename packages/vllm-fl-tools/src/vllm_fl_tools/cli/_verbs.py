@@ -12,7 +12,7 @@ from typing import Any
 VERBS = ("bisect", "doctor", "explain", "new", "plan", "settings", "show", "tune", "verify")
 
 
-def load(name: str) -> tuple[str, str, Any]:
+def load_verb(name: str) -> tuple[str, str, Any]:
     """Import one verb; return (its summary without a full stop, its example, its module)."""
     module = import_module(f"{__package__}.{name}")
     lines = (module.__doc__ or "").strip().split("\n")  # without docstrings under `python -OO`

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from ._progress import current
+from ._progress import current_progress
 
 __all__ = ["INTERRUPTED", "TookTooLong", "Watch", "ended_by_signal"]
 
@@ -46,7 +46,7 @@ class Watch:
 
     def _note(self, running: str) -> None:
         self.running = running
-        current.doing = f"[{self._number}/{self.units}] {running}"
+        current_progress.doing = f"[{self._number}/{self.units}] {running}"
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:

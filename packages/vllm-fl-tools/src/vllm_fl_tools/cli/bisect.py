@@ -25,27 +25,28 @@ from vllm_fl.settings.schema import CONFIG, Settings
 from vllm_fl.settings.values import OP_CONFIG, PER_OP
 from vllm_fl.text import clean
 
+from ..engine.tuning_table import STOCK_NAME
 from ..integration.workload import Visit
+from ._bisect_outputs import BASELINE, EXACT, NEW_TOKENS, PLANNED, PROMPTS, Outputs
+from ._bisect_search import Culprit
+from ._bisect_startups import LEAST_LIMIT, TIMES, VLLM_FL, Startups
 from ._engines import (
     ANSWER_TIMEOUT,
     START_TIMEOUT,
-    Engine,
+    EngineProcess,
     check_model,
+    engine_startup,
     has_weights,
-    planned,
-    running,
+    running_engine,
     takes_model,
 )
 from ._options import positive_seconds
-from ._outputs import BASELINE, EXACT, NEW_TOKENS, PLAN, PROMPTS, Outputs
 from ._parts import Changes, listed
 from ._progress import doing
-from ._search import Culprit
-from ._show import UsageError, answer, print_table, say
-from ._startups import LEAST_LIMIT, OURS, TIMES, Startups
+from ._show import UsageError, print_answer, print_table, say
 from ._watch import INTERRUPTED, ended_by_signal
 
-STOCK, REFERENCE = "stock", "reference"
+REFERENCE = "reference"
 
 PROMPT_TOKENS = 96
 """Tokens of each random prompt."""
@@ -86,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against",
         metavar="WHAT",
-        default=STOCK,
+        default=STOCK_NAME,
         help="the baseline of the outputs: stock (default: vLLM without vllm-fl), reference (the "
         "reference backend), or a settings file",
     )
@@ -116,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
     if facts is None:
         return INTERRUPTED
     facts = {"model": arguments.model, **facts, "seconds": time.monotonic() - started}
-    answer(facts, show, as_json=arguments.json)
+    print_answer(facts, show, as_json=arguments.json)
     return 0 if facts["status"] == "right" else 1
 
 
@@ -182,11 +183,11 @@ def _startups(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | No
         name: str, off: Collection[str], blocking: bool, limit: float | None
     ) -> dict[str, Any]:
         environment = parts.changes(off).applied(os.environ, folder)
-        if OURS in off:
+        if VLLM_FL in off:
             environment[Settings.enabled.variable] = "0"
         if blocking:
             environment |= BLOCKING
-        with running(
+        with running_engine(
             f"{search.count}: {name}",
             arguments.model,
             {},
@@ -217,9 +218,9 @@ def _outputs(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | Non
         raise UsageError(
             f"--model {model}: it has no weights, and random weights would differ in float32"
         )
-    if against not in (STOCK, REFERENCE) and not Path(against).is_file():
+    if against not in (STOCK_NAME, REFERENCE) and not Path(against).is_file():
         raise UsageError(f"--against {against}: expected stock, reference or a settings file")
-    planned()
+    engine_startup()
     impls = get_default_manager().registry.snapshot().impls_by_op.values()
     plain = any(impl.kind is BackendImplKind.REFERENCE for of_op in impls for impl in of_op)
     if against == REFERENCE and not plain:
@@ -242,9 +243,9 @@ def _outputs(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | Non
         return prompts
 
     @contextmanager
-    def start(kind: str, changes: Changes) -> Iterator[Engine]:
-        is_disabled = kind != PLAN and (
-            against == STOCK or (kind == EXACT and against != REFERENCE)
+    def start(kind: str, changes: Changes) -> Iterator[EngineProcess]:
+        is_disabled = kind != PLANNED and (
+            against == STOCK_NAME or (kind == EXACT and against != REFERENCE)
         )
         options = {
             "dtype": "float32" if kind == EXACT else "auto",
@@ -255,14 +256,14 @@ def _outputs(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | Non
             "async_scheduling": False,
             "logits_processors": ["vllm_fl_tools.integration.forcing:Forcing"],
         }
-        if kind == PLAN:
+        if kind == PLANNED:
             environment = changes.applied(os.environ, folder)
         else:
             environment = _baseline(REFERENCE if is_disabled else against)
         if is_disabled:
             environment[Settings.enabled.variable] = "0"
         name = _name(kind, against, [*changes.orders, *changes.values])
-        with running(
+        with running_engine(
             name, model, options, {**environment, **ALIKE}, steps_aside=is_disabled
         ) as engine:
             yield engine

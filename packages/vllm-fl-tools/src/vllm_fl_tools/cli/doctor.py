@@ -35,21 +35,21 @@ from vllm_fl.plugins.inspection import Finding
 from vllm_fl.plugins.installed import CORE, canonical, installed_version, required_by
 from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.registry import OpRegistry
-from vllm_fl.plugins.reserved import OPS
+from vllm_fl.plugins.reserved import FL_OPS
 from vllm_fl.plugins.snapshot import EMPTY
 from vllm_fl.settings.loading import load_startup
 from vllm_fl.settings.policy import UNTOUCHED
-from vllm_fl.settings.schema import CONFIG, TAKEN, Settings, undo
+from vllm_fl.settings.schema import CONFIG, RESERVED_NAMES, Settings, undo
 from vllm_fl.settings.values import IN_TREE, OP_CONFIG
 from vllm_fl.text import clean, quote
 
 from ..operate.identity import device_name
 from . import _bundle
 from ._checks import (
-    BROKEN,
-    CHECKS,
     CODES,
-    Problem,
+    FAILED_CHECK,
+    INSTALL_CHECKS,
+    Defect,
     exported,
     find_idle,
     open_to_all,
@@ -57,16 +57,16 @@ from ._checks import (
 )
 from ._child import LoadingError, surviving
 from ._engine import NOT_INSTALLED, asked_of, check_words, takes_engine
-from ._environment import describe
-from ._neighbours import VARIABLE
+from ._environment import describe_environment
 from ._options import device_of
+from ._other_plugins import VARIABLE
 from ._progress import progress
-from ._show import answer, print_table, say
+from ._show import print_answer, print_table, say
 
 _CODE = re.compile(r"\[(FL\d{3})\]")
 
 _WITHOUT = re.compile(rf"export {VARIABLE}=\S*[^\s.]")
-"""The command in an error of `_neighbours` that excludes a plugin of vLLM."""
+"""The command in an error of `_other_plugins` that excludes a plugin of vLLM."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         if draft:
             with progress(arguments.verb):
                 _bundle.write(draft, found, arguments.model, arguments.more)
-    answer(found, _show, as_json=arguments.json)
+    print_answer(found, _show, as_json=arguments.json)
     return 1 if found["findings"] else 0
 
 
@@ -102,12 +102,14 @@ def _examine(arguments: argparse.Namespace) -> dict[str, Any]:
             found = surviving(_look, ended)
             found["findings"].append(vars(_ending(str(error))))
     except VllmFLError as error:
-        found = {"facts": describe(), "plugins": [], "unchecked": [], "findings": []}
+        found = {"facts": describe_environment(), "plugins": [], "unchecked": [], "findings": []}
         findings.append(
             Finding("plugins", "The checks did not complete.", str(error), "vllm-fl doctor")
         )
     findings += [Finding(**each) for each in found["findings"]]
-    found["findings"] = [{"code": code_of(each), **vars(each)} for each in dict.fromkeys(findings)]
+    found["findings"] = [
+        {"code": error_code(each), **vars(each)} for each in dict.fromkeys(findings)
+    ]
     return found
 
 
@@ -139,12 +141,14 @@ def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
     with quiet(logging.CRITICAL), redirect_stdout(sys.stderr):  # plugins may print when loaded
         findings = [
             finding
-            for check, find in (*CHECKS, *examined.checks)
-            for finding in contained(check, find)
+            for check, find in (*INSTALL_CHECKS, *examined.checks)
+            for finding in run_check(check, find)
         ]
         if arguments is not None and examined.settings is not None:  # otherwise already reported
             findings += _of_engine(arguments, examined, examined.settings)
-    facts = describe({name for plugin in examined.plugins for name in plugin.owner.kernels})
+    facts = describe_environment(
+        {name for plugin in examined.plugins for name in plugin.owner.kernels}
+    )
     for owner, why in examined.unused.items():
         name = owner.distribution or owner.plugin
         facts[name] = ", ".join([*filter(None, [facts.get(name)]), why])
@@ -213,13 +217,13 @@ def _page_of(error: str, code: str) -> str:
     return f"vllm-fl explain {found[1] if found else code}"
 
 
-def code_of(finding: Finding) -> str | None:
+def error_code(finding: Finding) -> str | None:
     """Return the code of a finding's error or check; None for a plugin's check."""
     found = _CODE.search(finding.what)
     return found[1] if found else CODES.get(finding.check)
 
 
-def contained(check: str, find: Callable[[], Iterable[Finding | Problem]]) -> list[Finding]:
+def run_check(check: str, find: Callable[[], Iterable[Finding | Defect]]) -> list[Finding]:
     """Return the findings of one check. An exception in it is a finding."""
     findings = []
     try:
@@ -229,8 +233,8 @@ def contained(check: str, find: Callable[[], Iterable[Finding | Problem]]) -> li
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        what = f"The check {check!r} failed. [{BROKEN}]"
-        findings.append(Finding(check, what, quote(error), f"vllm-fl explain {BROKEN}"))
+        what = f"The check {check!r} failed. [{FAILED_CHECK}]"
+        findings.append(Finding(check, what, quote(error), f"vllm-fl explain {FAILED_CHECK}"))
     return findings
 
 
@@ -247,7 +251,7 @@ class _Examined:
         self.failing: list[PluginError] = []
         self.absent: list[str] = []
         self.unused: dict[Owner, str] = {}
-        self.checks: Sequence[tuple[str, Callable[[], Iterable[Finding | Problem]]]] = (
+        self.checks: Sequence[tuple[str, Callable[[], Iterable[Finding | Defect]]]] = (
             ("plugins", self.load_plugins),
             ("contracts", self.find_contracts),
             ("device", self.find_device),
@@ -258,7 +262,7 @@ class _Examined:
             ("plugins", self.ask_plugins),
         )
 
-    def load_plugins(self) -> Iterator[Finding | Problem]:
+    def load_plugins(self) -> Iterator[Finding | Defect]:
         """Load every plugin; a failure is a finding."""
         try:
             early = load_startup(os.environ)
@@ -266,7 +270,7 @@ class _Examined:
         except SettingsError:  # a later check reports it; nothing is imported until then
             modules, only = (), ()
         self.found = found = discover(modules)
-        self.plugins = plugin_loader.load(self.registry, found, only=only, variables=TAKEN)
+        self.plugins = plugin_loader.load(self.registry, found, only=only, variables=RESERVED_NAMES)
         for plugin in self.plugins:
             if plugin.error is not None:
                 yield _plugin_finding(plugin.owner.plugin, plugin.error)
@@ -277,19 +281,19 @@ class _Examined:
                 "pip install vllm-fl-reference",
             )
 
-    def find_contracts(self) -> Iterator[Finding | Problem]:
+    def find_contracts(self) -> Iterator[Finding | Defect]:
         """Find missing contracts, and backends that do not require their contracts."""
-        if not any(each.owner.is_of(OPS) for each in self.found):
+        if not any(each.owner.is_of(FL_OPS) for each in self.found):
             yield (
-                f"{OPS} is not installed.",
+                f"{FL_OPS} is not installed.",
                 "It has the contracts of the ops. Without it, vLLM runs unmodified, and fails to "
                 "start if a backend implements these ops.",
-                f"pip install {OPS}",
+                f"pip install {FL_OPS}",
             )
         names = {canonical(f.owner.distribution) for f in self.found if f.owner.distribution}
         requires = {name: required_by(distribution(name)) for name in names}
         snapshot = self.registry.snapshot()
-        ours = {op for op, author in snapshot.authors.items() if author.is_of(OPS)}
+        ours = {op for op, author in snapshot.authors.items() if author.is_of(FL_OPS)}
         owners = snapshot.owners.items()
         for owner in dict.fromkeys(owner for (op, _), owner in owners if op in ours):
             if owner.distribution is None:
@@ -298,15 +302,15 @@ class _Examined:
             for name in needed:  # grows during the iteration
                 others = requires.get(name, frozenset()) - {*needed, CORE}
                 needed += sorted(others)
-            if OPS not in needed:
+            if FL_OPS not in needed:
                 yield (
-                    f"{owner.name} implements ops of {OPS}, but does not require it.",
-                    f"Without {OPS}, no engine starts with this backend. Its author should add the "
-                    "dependency.",
-                    f"pip install {OPS}",
+                    f"{owner.name} implements ops of {FL_OPS}, but does not require it.",
+                    f"Without {FL_OPS}, no engine starts with this backend. Its author should add "
+                    "the dependency.",
+                    f"pip install {FL_OPS}",
                 )
 
-    def find_device(self) -> Iterator[Finding | Problem]:
+    def find_device(self) -> Iterator[Finding | Defect]:
         """Find the device that a plugin provides on this machine; a conflict is a finding."""
         if self.forced in IN_TREE or (self.forced and is_foreign(self.forced)):
             return
@@ -324,7 +328,7 @@ class _Examined:
         if profile is None:
             self.absent = [f"not {each.name}: {each.detection()}" for _, each in known]
 
-    def read_settings(self) -> Iterator[Finding | Problem]:
+    def read_settings(self) -> Iterator[Finding | Defect]:
         """Read the settings; an invalid setting is a finding, and so is each warning."""
         try:
             forced = load_startup(os.environ).platform
@@ -344,13 +348,13 @@ class _Examined:
             return
         yield from warned(self.settings, os.environ)
 
-    def find_idle(self) -> Iterator[Finding | Problem]:
+    def find_idle(self) -> Iterator[Finding | Defect]:
         """Find settings without effect, and unknown names."""
         if self.settings is None:
             return
         yield from find_idle(self.settings, self.plugins)
 
-    def find_table(self) -> Iterator[Finding | Problem]:
+    def find_table(self) -> Iterator[Finding | Defect]:
         """Find a tuning table that does not apply to this machine."""
         table = self.settings.tuned if self.settings is not None else None
         if table is None or self.settings is None:
@@ -360,7 +364,7 @@ class _Examined:
             todo = self.settings["table"].undo
             yield what, f"{why}. Run `vllm-fl tune` again.", todo
 
-    def find_idle_ops(self) -> Iterator[Finding | Problem]:
+    def find_idle_ops(self) -> Iterator[Finding | Defect]:
         """Find ops with an available implementation that the settings reject.
 
         Missing hardware is only noted, because an image for several machines has backends for each.
@@ -390,11 +394,11 @@ class _Examined:
                     f"vllm-fl explain {op} --script",
                 )
 
-    def ask_plugins(self) -> Iterator[Finding | Problem]:
+    def ask_plugins(self) -> Iterator[Finding | Defect]:
         """Yield the findings that plugins report; a plugin's failure to report is a finding."""
         for plugin in self.plugins if self.settings is not None else ():
             try:
-                yield from calling.findings(plugin, self.settings)
+                yield from calling.plugin_findings(plugin, self.settings)
             except PluginError as error:
                 yield _plugin_finding(plugin.owner.plugin, error)
 

@@ -22,14 +22,14 @@ from vllm_fl.integration.targets import all_bindings
 from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.snapshot import RegistrySnapshot
 from vllm_fl.plugins.types import ATTENTION, COMMUNICATOR, NAMED_CLASSES
-from vllm_fl.settings.names import unmatched
-from vllm_fl.settings.policy import DEFAULT, Mode, OpOrder, Rows
+from vllm_fl.settings.names import unmatched_orders
+from vllm_fl.settings.policy import DEFAULT_ORDER, Mode, OpOrder, Rows
 from vllm_fl.settings.schema import Settings
 from vllm_fl.settings.values import ORDER_PREFIX
 
 from ..operate.described import Described
-from ._engine import any_engines, asked_of, entry_of, takes_engine
-from ._show import UsageError, answer, print_table, say
+from ._engine import any_engines, asked_of, plan_entry, takes_engine
+from ._show import UsageError, print_answer, print_table, say
 
 PAGES = files("vllm_fl") / "codes"
 """One Markdown file for each code, which the documentation site also uses."""
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _show_contract(arguments.op, as_json=arguments.json)
     engines = asked_of(arguments)
     facts = _facts(arguments.op, engines, arguments.mode)
-    answer(facts, _show, as_json=arguments.json)
+    print_answer(facts, _show, as_json=arguments.json)
     views = [each for view in facts["modes"] for each in (view, *view["rows"])]
     return 0 if all(view["selected"] or view.get("note") for view in views) else 1
 
@@ -98,7 +98,9 @@ def _facts(op: str, engines: Sequence[Described], mode: str | None) -> dict[str,
         "modes": [_engine_view(manager, op, engine) for engine in engines]
         or [{"mode": "script", "note": "", **_view(manager, op, rows, settings, "eager")}],
         "layers": dict(engines[0].layers.get(op, {})) if engines else {},
-        "unmatched": [said for of, said in unmatched(settings, snapshot.impls_by_op) if of == op],
+        "unmatched": [
+            said for of, said in unmatched_orders(settings, snapshot.impls_by_op) if of == op
+        ],
         "places": targets_of(binding),
         "bypasses": list(binding.not_reached),
         "replaced": {
@@ -144,13 +146,13 @@ def _for_scripts_alone(op: str, snapshot: RegistrySnapshot) -> str:
 
 
 def _engine_view(manager: OpManager, op: str, engine: Described) -> dict[str, Any]:
-    entry, facts = entry_of(engine, op), engine.facts.ordered
+    entry, facts = plan_entry(engine, op), engine.facts.ordered
     note = entry.note if entry else "not in this engine's plan"
     view = _view(manager, op, entry.rows if entry else (), facts.settings, facts.mode)
     if engine.aside:
         note, view["selected"] = f"vLLM runs without vllm-fl: {engine.aside}", STOCK.impl_id
     elif entry and note:
-        view |= {"selected": entry.left_to.impl_id, "rows": []}
+        view |= {"selected": entry.fallback.impl_id, "rows": []}
     return {"mode": facts.mode, "note": note, **view}
 
 
@@ -161,7 +163,7 @@ def _view(
 
     def describe(trace: Trace) -> dict[str, Any]:
         return {
-            "order": [str(token) for token in trace.order],
+            "order": [str(selector) for selector in trace.order],
             "selected": trace.selected.impl_id if trace.selected else None,
             "candidates": [
                 _candidate(each, owners.get((op, each.impl.impl_id), Owner("vllm")))
@@ -179,7 +181,7 @@ def _view(
 
 def _origin(settings: Settings, op: str, mode: Mode) -> str:
     """Return the origin of the order: a list for the op, or the preference."""
-    for name in (op, DEFAULT):
+    for name in (op, DEFAULT_ORDER):
         listed = settings.get(f"{ORDER_PREFIX}{name}")
         order = listed and listed.value
         if listed and isinstance(order, OpOrder) and order.rows(mode):
@@ -192,7 +194,7 @@ def _candidate(candidate: Candidate, owner: Owner) -> dict[str, Any]:
     impl = candidate.impl
     return {
         "impl_id": impl.impl_id,
-        "kind": impl.token if isinstance(impl, Stock) else impl.kind.value,
+        "kind": impl.selector if isinstance(impl, Stock) else impl.kind.value,
         "vendor": impl.vendor,
         "priority": impl.priority,
         "distribution": owner.distribution,
@@ -207,7 +209,7 @@ def codes() -> list[str]:
     return sorted(name.removesuffix(".md") for name in names)
 
 
-def page(code: str) -> str | None:
+def code_page(code: str) -> str | None:
     return (PAGES / f"{code}.md").read_text("utf-8") if code in codes() else None
 
 
@@ -218,11 +220,11 @@ def title(text: str) -> str:
 
 def _show_code(code: str, *, as_json: bool) -> int:
     """Show the page of a code. No plugins and settings are loaded, because they may be at fault."""
-    text = page(code)
+    text = code_page(code)
     if text is None:
         raise UsageError(f"{code}: unknown code. Known: {', '.join(codes())}")
     facts = {"code": code, "title": title(text), "page": text}
-    answer(facts, lambda shown: say(shown["page"].rstrip()), as_json=as_json)
+    print_answer(facts, lambda shown: say(shown["page"].rstrip()), as_json=as_json)
     return 0
 
 
@@ -374,7 +376,7 @@ def _show_contract(op: str, *, as_json: bool) -> int:
                 share = f"relative {bound['rtol']:g}, absolute {bound['atol']:g}"
                 say(f"  {dtype}: {share}; {bound['reason']}")
 
-    answer(facts, show, as_json=as_json)
+    print_answer(facts, show, as_json=as_json)
     return 0
 
 

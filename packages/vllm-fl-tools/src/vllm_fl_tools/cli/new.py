@@ -17,13 +17,13 @@ from typing import Any
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.platforms import ForeignPlatform
 from vllm_fl.dispatch.startup import is_foreign, known_platforms
-from vllm_fl.plugins.installed import ENGINE_GROUPS, entry_points, identity
+from vllm_fl.plugins.installed import ENGINE_GROUPS, entry_points, metadata_of
 from vllm_fl.settings.values import IN_TREE, PLATFORMS, normalise_platform
 from vllm_fl.text import closest
 
 from ..devices import torch_device
-from ._neighbours import release_of
-from ._show import UsageError, answer, say
+from ._other_plugins import release_of
+from ._show import UsageError, print_answer, say
 
 __all__ = ["add_arguments", "run", "template_ops"]
 
@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
     facts = {"name": name, "platform": platform or name, "ops": ops, "folder": str(folder)}
     if not known:
         facts["todo"] = f"DEVICE in {IMPL.replace('acme', name)}/__init__.py"
-    answer(facts, _show, as_json=arguments.json)
+    print_answer(facts, _show, as_json=arguments.json)
     return 0
 
 
@@ -172,7 +172,7 @@ def _no_plugin(platform: str) -> str | None:
     found = {}
     for entry in entry_points(ENGINE_GROUPS[0]):
         if entry.name != "fl" and entry.dist is not None:
-            distribution, release = identity(entry.dist)[0], release_of(entry)
+            distribution, release = metadata_of(entry.dist)[0], release_of(entry)
             found[ForeignPlatform(entry.name, distribution, release).name] = release
     if platform in found or platform in PLATFORMS:
         return None

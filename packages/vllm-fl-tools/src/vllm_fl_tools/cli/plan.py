@@ -22,13 +22,12 @@ from vllm_fl.plugins.reserved import ops_missing
 from vllm_fl.settings.lock import MARK, Locked, read_lock
 from vllm_fl.settings.schema import CONFIG, Settings
 
+from ..engine.tuning_table import STOCK_NAME
 from ..operate.described import Described
 from ..operate.errors import LockError
 from ._engine import asked_of, takes_engine
 from ._lock import save
-from ._show import UsageError, answer, print_table, say
-
-STOCK = "stock"
+from ._show import UsageError, print_answer, print_table, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "warnings": other["warnings"],
                 "differs": other.get("differs", []),
             }
-    answer(facts, show, as_json=arguments.json)
+    print_answer(facts, show, as_json=arguments.json)
     return 1 if facts["plan"]["ends"] else 0
 
 
@@ -140,13 +139,13 @@ def _given(what: str) -> dict[str, Any] | None:
     Raises:
         UsageError: the file cannot be read.
     """
-    if what == STOCK:
+    if what == STOCK_NAME:
         return {"ops": {}, "aside": "", "warnings": []}
     try:
         text = Path(what).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "not text"
-        wrong = f"--diff {what}: not `{STOCK}`, and not a readable file: {why}"
+        wrong = f"--diff {what}: not `{STOCK_NAME}`, and not a readable file: {why}"
         raise UsageError(wrong) from error
     try:
         document = json.loads(text)
@@ -189,7 +188,7 @@ def _differences(now: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
     """Return op -> what runs now and what would run, for ops that differ."""
 
     def of(plan: Mapping[str, Any], op: str) -> Any:
-        return plan["ops"].get(op, {"impl": STOCK, "reason": plan["aside"]})
+        return plan["ops"].get(op, {"impl": STOCK_NAME, "reason": plan["aside"]})
 
     ops = dict.fromkeys((*_in_model(now["ops"]), *_in_model(other["ops"])))
     pairs = {op: (of(now, op), of(other, op)) for op in ops}

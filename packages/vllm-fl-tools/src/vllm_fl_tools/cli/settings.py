@@ -18,10 +18,10 @@ from vllm_fl.logs import quiet
 from vllm_fl.settings.devices import DeviceOrder
 from vllm_fl.settings.policy import OpOrder
 from vllm_fl.settings.schema import Settings
-from vllm_fl.text import HIDDEN, is_secret
+from vllm_fl.text import REDACTED, is_secret
 
 from ._engine import any_engines
-from ._show import answer, print_table, say
+from ._show import print_answer, print_table, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         "unowned": list(settings.unowned),
         "warnings": list(settings.warnings),
     }
-    answer(facts, _show, as_json=arguments.json)
+    print_answer(facts, _show, as_json=arguments.json)
     return 0
 
 
@@ -117,7 +117,7 @@ def _plain(key: str, value: object) -> Any:
     if isinstance(value, OpOrder):
         return value.written
     if is_secret(key) and value not in (None, ()):
-        return HIDDEN
+        return REDACTED
     if isinstance(value, tuple):
         return [str(each) if isinstance(each, DeviceOrder) else each for each in value]
     return value

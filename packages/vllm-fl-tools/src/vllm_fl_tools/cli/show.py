@@ -21,10 +21,10 @@ from vllm_fl.settings.schema import Settings
 from vllm_fl.settings.values import read_text
 from vllm_fl.text import quote
 
-from ..engine.tuned import Tuned
-from ..operate.state_file import EVERY, PATIENCE, request
+from ..engine.tuning_table import Tuned
+from ..operate.state_file import CLOSE_TIMEOUT, INTERVAL, request
 from ._options import draft_of
-from ._show import SCHEMA, UsageError, answer, print_table, say
+from ._show import OUTPUT_SCHEMA, UsageError, print_answer, print_table, say
 
 MAX_BYTES = 16 * 2**20
 
@@ -50,7 +50,7 @@ STATES = {"starting": "starting up", "ended": "shut down", "failed": "failed at 
 UNCOUNTED = ("stock", "foreign")
 """Implementations without counted calls: vLLM's, and another plugin's for vLLM."""
 
-SILENT = 3 * EVERY
+SILENT = 3 * INTERVAL
 """Maximum seconds between two reports of a living process."""
 
 
@@ -71,26 +71,28 @@ def run(arguments: argparse.Namespace) -> int:
     """Return 0. Raises UsageError if a file's kind is unknown."""
     files = [_current(path) for path in arguments.files]
     if arguments.html is None:
-        answer(
+        print_answer(
             {"files": [_as_json(each) for each in files]},
             lambda _: _show(files),
             as_json=arguments.json,
         )
         return 0
-    from ._page import Measured, page
+    from ._page import ResultFile, benchmark_report
 
     for each in files:
         if each["kind"] not in MEASURED:
             raise UsageError(f"--html: {each['file']} is a {each['kind']}, which has no page")
     with draft_of(arguments.html, "--html") as out:
-        text = page([Measured(Path(f["file"]).name, f["kind"], f["content"]) for f in files])
+        text = benchmark_report(
+            [ResultFile(Path(f["file"]).name, f["kind"], f["content"]) for f in files]
+        )
         out.put(text.encode(), lasting=True)
     facts = {
         "files": [{"name": Path(f["file"]).name, "kind": f["kind"]} for f in files],
         "html": str(out.path),
         "bytes": len(text.encode()),
     }
-    answer(facts, _show_page, as_json=arguments.json)
+    print_answer(facts, _show_page, as_json=arguments.json)
     return 0
 
 
@@ -100,7 +102,7 @@ def _current(path: str) -> dict[str, Any]:
     is_alive = found["kind"] == "worker" and found["silent"] is None
     if not is_alive or found["content"].get("state") != "serving":
         return found
-    request({Path(path): lambda: [Path(path)]}, PATIENCE)
+    request({Path(path): lambda: [Path(path)]}, CLOSE_TIMEOUT)
     return _read(path)
 
 
@@ -122,9 +124,10 @@ def _read(path: str) -> dict[str, Any]:
         raise UsageError(f"{path}: not a vllm-fl file; it has no key {', '.join(CONTENTS)}")
     if kind == "lock":
         return {"file": path, "kind": kind, "content": read_lock(path, key="show")}
-    if data.get("schema") != SCHEMA:
+    if data.get("schema") != OUTPUT_SCHEMA:
         raise UsageError(
-            f"{path}: it has schema {data.get('schema')!r:.60}, but this release reads {SCHEMA}"
+            f"{path}: it has schema {data.get('schema')!r:.60}, but this "
+            f"release reads {OUTPUT_SCHEMA}"
         )
     content = data["coverage"] if kind == "coverage" else data
     if kind == "table":
@@ -189,7 +192,7 @@ def _show_worker(content: Mapping[str, Any], silent: int | None) -> None:
     if silent is not None:
         say(
             f"The process is gone without a last report: no update for {silent} s, although one is "
-            f"due every {EVERY:.0f} s. It was killed, or got SIGTERM without --shutdown-timeout "
+            f"due every {INTERVAL:.0f} s. It was killed, or got SIGTERM without --shutdown-timeout "
             "(or the file became unwritable). Later calls and errors are missing here."
         )
     error = content.get("error")

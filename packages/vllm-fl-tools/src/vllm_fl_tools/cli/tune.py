@@ -20,13 +20,13 @@ from vllm_fl.contracts.binding import Binding
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.integration.targets import all_bindings
 
-from ..engine.tuned import DEFAULT, STOCK, Figure, Tuned, TunedOp
-from ..integration.parts import without
+from ..engine.tuning_table import KEEP_DEFAULT, STOCK_NAME, Figure, Tuned, TunedOp
+from ..integration.model_ops import absent_ops
 from . import _accept, _profile
 from ._engine import engine_of, takes_vllms
 from ._options import check_known, counts, device_of, draft_of, positive_seconds
 from ._show import UsageError, print_json, print_table, say
-from ._tuning import Subject, Work
+from ._tuning import TuningSubject, Work
 from ._watch import INTERRUPTED, ended_by_signal
 
 if TYPE_CHECKING:
@@ -88,9 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Return 1 if the table cannot be written or is not accepted, or nothing was measured."""
     if arguments.profile:
-        return _profile.run(arguments)
+        return _profile.profile_model(arguments)
     if arguments.accept is not None:
-        return _accept.run(arguments)
+        return _accept.accept_table(arguments)
     if arguments.rounds is not None:
         raise UsageError("--rounds is for --accept")
     if arguments.batch is not None:
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     snapshot = manager.registry.snapshot()
     check_known("op", arguments.op, {*snapshot.contracts})
     installed = {impl.impl_id for impls in snapshot.impls_by_op.values() for impl in impls}
-    check_known("impl", arguments.impl, {*installed, STOCK})
+    check_known("impl", arguments.impl, {*installed, STOCK_NAME})
     bindings = all_bindings(snapshot)
     device = device_of(arguments.device)
     subject = _subject(arguments, asked, bindings, device)
@@ -153,7 +153,7 @@ def _subject(
     asked: tuple[int, ...],
     bindings: Mapping[str, Binding],
     device: torch.device,
-) -> Subject:
+) -> TuningSubject:
     """Return the model in a folder, with the engine that would serve it."""
     if arguments.model is None:
         raise UsageError("tune needs --model DIR")
@@ -171,21 +171,21 @@ def _subject(
     assert facts.sizes is not None and facts.dtype is not None  # it has a model
     captured = max(facts.captured, default=0) if facts.mode == "compiled" else 0
     tokens = asked or _sizes(facts.sizes.tokens[-1], captured)
-    return Subject(
+    return TuningSubject(
         arguments.model,
         replace(facts.sizes, tokens=(1, max(tokens))),
         tokens,
         facts.mode,
         facts.dtype,
         device,
-        facts.absent | without(engine, bindings),
+        facts.absent | absent_ops(engine, bindings),
         captured,
         plan_for(facts),
         ordered=ordered,
     )
 
 
-def _of_device(subject: Subject, table: Tuned) -> Iterator[str]:
+def _of_device(subject: TuningSubject, table: Tuned) -> Iterator[str]:
     """Yield a remark if engines on this device have another default."""
     if ops := [op for op in subject.ordered if op in table.ops]:
         yield (
@@ -236,7 +236,7 @@ def _rows(op: str, tuned: TunedOp) -> Iterator[tuple[str, ...]]:
     figures = {(figure.tokens, figure.impl): figure for figure in tuned.figures}
     for row in tuned.rows:
         default = figures.get((row.up_to, tuned.default))
-        chosen = default if row.impl == DEFAULT else figures.get((row.up_to, row.impl))
+        chosen = default if row.impl == KEEP_DEFAULT else figures.get((row.up_to, row.impl))
         yield (
             op,
             tuned.default,

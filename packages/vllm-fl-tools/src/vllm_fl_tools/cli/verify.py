@@ -31,7 +31,7 @@ from vllm_fl_ops.contracts.rules import typical_sizes
 from ..operate.identity import cpu_name, device_name
 from ._environment import distributions
 from ._options import check_known, device_of, positive_seconds
-from ._show import answer, print_table, say
+from ._show import print_answer, print_table, say
 from ._watch import INTERRUPTED, TookTooLong, Watch
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     def end(why: str) -> None:
         """Print the incomplete results."""
         found["complete"] = False
-        answer(found, show, as_json=arguments.json)
+        print_answer(found, show, as_json=arguments.json)
         say(f"vllm-fl: {why}: {len(work.results)} of {len(work.units)} done", error=True)
 
     def stuck() -> None:
@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         end("interrupted")
         return INTERRUPTED
-    answer(found, show, as_json=arguments.json)
+    print_answer(found, show, as_json=arguments.json)
     bad = sum(r["samples"]["wrong"] + r["samples"]["raised"] for r in work.results)
     return 1 if bad or not work.results else 0
 
@@ -240,7 +240,7 @@ class _Work:
         """Yield the comparison of every sample. An error only affects the result of its sample."""
         import torch
 
-        from vllm_fl_verify.verification import Comparison, compare, leaning, tried
+        from vllm_fl_verify.verification import Comparison, bias_problem, compare, tried
 
         spec = self.specs[impl.op_name]
         dtype = getattr(torch, dtype_name)
@@ -274,7 +274,7 @@ class _Work:
                 comparison = raised(sample.name, quote(error), error)
             compared.append(comparison)
             yield comparison
-        if problem := leaning(compared):
+        if problem := bias_problem(compared):
             share = max(each.share for each in compared if each.status == "ok")
             yield Comparison(*key, "(all samples)", dtype_name, "wrong", share, problem)
         try:

@@ -14,7 +14,7 @@ from itertools import combinations, pairwise
 
 from vllm_fl.text import quote
 
-from .tuned import DEFAULT, Figure, Row
+from .tuning_table import KEEP_DEFAULT, Figure, Row
 
 __all__ = [
     "ROOM",
@@ -24,7 +24,7 @@ __all__ = [
     "in_turn",
     "quartiles",
     "ratios",
-    "rows_of",
+    "table_rows",
 ]
 
 Timer = Callable[[], float]
@@ -93,7 +93,7 @@ class Measured:
     def winner(self) -> str:
         """The fastest implementation that beats the default, or `default`."""
         winners = [name for name in self.times if self._beats(name)]
-        return min(winners, key=lambda name: quartiles(self.times[name])[1], default=DEFAULT)
+        return min(winners, key=lambda name: quartiles(self.times[name])[1], default=KEEP_DEFAULT)
 
     @property
     def fastest(self) -> float:
@@ -151,7 +151,7 @@ def ratios(defaults: Sequence[float], others: Sequence[float]) -> list[float]:
     ]
 
 
-def rows_of(
+def table_rows(
     measured: Sequence[Measured],
     inlined: Container[str] = frozenset(),
     edges: Sequence[int] = (),
@@ -177,7 +177,7 @@ def rows_of(
         parts = [
             [one for one in ones if low < one.tokens <= high] for low, high in pairwise([0, *ends])
         ]
-        found = [row for part in parts if part for row in rows_of(part, inlined)]
+        found = [row for part in parts if part for row in table_rows(part, inlined)]
     rows: list[Row] = []
     for row in found:
         if rows and rows[-1].impl == row.impl:
@@ -199,16 +199,16 @@ def best_edges(
         most: maximum number of ranges.
 
     Returns:
-        The `edges` of `rows_of`.
+        The `edges` of `table_rows`.
     """
     limited = [(ones, inlined) for ones, inlined in ops if is_limited(ones, inlined)]
     largest = max((one.tokens for ones, _ in limited for one in ones), default=0)
-    changes = {row.up_to for ones, _ in limited for row in rows_of(ones)}
+    changes = {row.up_to for ones, _ in limited for row in table_rows(ones)}
 
     def gained(edges: tuple[int, ...]) -> float:
         total = 0.0
         for ones, inlined in limited:
-            rows = rows_of(ones, inlined, edges)
+            rows = table_rows(ones, inlined, edges)
             for one in ones:
                 impl = next(row.impl for row in rows if one.tokens <= row.up_to)
                 total += math.log(one.ratio(impl) or 1.0)
@@ -222,15 +222,15 @@ def best_edges(
 def is_limited(measured: Iterable[Measured], inlined: Container[str]) -> bool:
     """Return whether the winners differ and include an inlined implementation."""
     winners = [(one.winner, one.default) for one in measured]
-    serving = {default if winner == DEFAULT else winner for winner, default in winners}
+    serving = {default if winner == KEEP_DEFAULT else winner for winner, default in winners}
     return len(serving) > 1 and any(name in inlined for name in serving)
 
 
 def _everywhere(ones: Sequence[Measured]) -> str:
     """Return the fastest winner that is nowhere slower than the default, or `default`."""
     speeds = {}
-    for name in {one.winner for one in ones} - {DEFAULT}:
+    for name in {one.winner for one in ones} - {KEEP_DEFAULT}:
         ratios_of = [one.ratio(name) for one in ones]
         if all(ratio is not None and ratio >= 1 / ROOM for ratio in ratios_of):
             speeds[name] = statistics.geometric_mean(r for r in ratios_of if r is not None)
-    return max(sorted(speeds), key=lambda name: speeds[name], default=DEFAULT)
+    return max(sorted(speeds), key=lambda name: speeds[name], default=KEEP_DEFAULT)

@@ -25,15 +25,15 @@ from vllm_fl.dispatch.guard import call_guard
 from vllm_fl.dispatch.resolver import Candidate, Trace
 from vllm_fl.engine.opaque import is_opaque
 from vllm_fl.engine.plan import Plan, PlanEntry
-from vllm_fl.plugins.forms import asked_for
+from vllm_fl.plugins.signatures import asked_for
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.policy import Mode
 from vllm_fl.text import quote
 from vllm_fl_verify.form import Form
-from vllm_fl_verify.guarded import Guarded, rows_of
+from vllm_fl_verify.guarded import Guarded, copy_rows
 from vllm_fl_verify.oracle import each_part, parts
 from vllm_fl_verify.trials import Trials
-from vllm_fl_verify.verification import as_call, compare, refusal_of
+from vllm_fl_verify.verification import as_call, compare, refusal_reason
 
 from .bench import Bench, cold_bytes
 from .timing import ROOM, Measured, in_turn, ratios
@@ -280,7 +280,7 @@ class OpTuning:
                         one = self._served(contender, impl, number)
                         fault = self._fault(one, form, tokens)
                 except Exception as error:
-                    refusal = refusal_of(error)
+                    refusal = refusal_reason(error)
                     said = f"unsupported: {refusal}" if refusal else f"raised: {quote(error)}"
                     fault = f"{said} ({tokens} x {form.name})"
                 if not fault:
@@ -312,12 +312,12 @@ class OpTuning:
         )
         for large in (True, False):
             form.switch(large=large)
-            rows = self._trials.rows(tokens, large, "drawn" if large else "standing")
-            laid = rows_of(form.pool(large), rows)
+            rows = self._trials.rows(tokens, large, "drawn" if large else "consecutive")
+            laid = copy_rows(form.pool(large), rows)
             name = f"{tokens} x {form.name}" + ", large values" * large
             sample = Sample(name, form.call(laid).args)
-            off = partial(form.off, large, rows)
-            found = compare(impl, self.spec, sample, self.dtype, off=off)
+            deviation = partial(form.deviation, large, rows)
+            found = compare(impl, self.spec, sample, self.dtype, deviation=deviation)
             if found.status != "ok":
                 form.switch(large=False)
                 status = {"wrong": "incorrect", "refused": "unsupported"}.get(
@@ -336,7 +336,7 @@ class OpTuning:
             try:
                 result = each_part(served.call(*args), partial(_within, args))
             except Exception as error:
-                refusal = refusal_of(error)
+                refusal = refusal_reason(error)
                 if refusal:
                     raise NotImplementedError(refusal) from None
                 raise
@@ -519,7 +519,7 @@ class OpTuning:
         return sum(times)
 
     def _laid(self, form: Form, tokens: int, salt: int) -> _Laid:
-        activations = rows_of(form.pool(False), self._trials.rows(tokens, salt))
+        activations = copy_rows(form.pool(False), self._trials.rows(tokens, salt))
         activations.remember()
         return _Laid(form, activations, form.call(activations).args)
 

@@ -29,7 +29,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..cli._engine_args import WrongArguments, arguments_of
-from ..cli._neighbours import attributed
+from ..cli._other_plugins import attributed
 
 __all__ = ["FORCED", "Visit"]
 

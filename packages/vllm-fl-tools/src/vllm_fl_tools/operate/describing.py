@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.usage.usage_lib import UsageContext
 
 
-def describe(arguments: EngineArgs, usage_context: UsageContext | None) -> Described:
+def describe_engine(arguments: EngineArgs, usage_context: UsageContext | None) -> Described:
     """Describe the engine that these arguments would start on this machine.
 
     Args:
@@ -43,7 +43,10 @@ def describe(arguments: EngineArgs, usage_context: UsageContext | None) -> Descr
 
 
 def describe_any(mode: Mode) -> Described:
-    """Describe an engine of an unknown model: every op is planned. Raises like `describe`."""
+    """Describe an engine of an unknown model: every op is planned.
+
+    Raises like `describe_engine`.
+    """
     from vllm.config import CompilationConfig, CompilationMode, VllmConfig
     from vllm.plugins import load_general_plugins
 
@@ -89,5 +92,5 @@ def _described(config: VllmConfig) -> Described:
     device = torch.device(current_platform.device_type)
     differs: list[str] = []
     if (locked := facts.settings.locked) is not None:
-        differs = locking.differences(locked, locking.facts_of_lock(facts, config, device))
+        differs = locking.lock_differences(locked, locking.facts_of_lock(facts, config, device))
     return Described(facts, plan_for(facts), layers, differs=tuple(differs), config=config)

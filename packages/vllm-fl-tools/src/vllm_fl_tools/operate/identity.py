@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_fl.engine.digest import code_facts, versions
+from vllm_fl.engine.digest import code_facts, package_versions
 from vllm_fl.plugins.plugin import Owner
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def identity(device: torch.device, owners: Iterable[Owner]) -> dict[str, str]:
         facts["processor"] = f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
     if (driver := _driver(device)) is not None:
         facts["driver"] = driver
-    facts |= versions()
+    facts |= package_versions()
     for owner in owners:
         # `plugin` is the name of an entry point, unless the user set a module.
         of_code = code_facts(owner, "" if owner.distribution else owner.plugin)

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
-from vllm_fl.integration.carried import entry_of
+from vllm_fl.integration.carried import carried_entry
 from vllm_fl.integration.engines import Engine
 from vllm_fl.integration.planning import plan_for
 from vllm_fl.logs import get_logger
 from vllm_fl.settings.lock import Locked
 from vllm_fl.settings.policy import OpOrder
 from vllm_fl.settings.schema import Settings
-from vllm_fl.text import HIDDEN, is_secret, scrub
+from vllm_fl.text import REDACTED, is_secret, scrub
 
 from .errors import LockError
 from .identity import identity
@@ -98,7 +98,7 @@ class Lock:
 
     def compare_facts(self) -> None:
         """Compare the facts of all ranks, before anything runs. Raises LockError."""
-        mine = differences(self._locked, self.facts)
+        mine = lock_differences(self._locked, self.facts)
         for rank, lines in enumerate(self.engine.gather("compare with the lock", mine)):
             new = [line for line in lines if line not in self.differs]
             self.differs += [f"rank {rank}: {line}" if rank else line for line in new]
@@ -109,7 +109,9 @@ class Lock:
         engine, locked = self.engine, self._locked
         if engine.rank == 0 and locked.facts:
             lines = _lines(labels(engine.plan), locked.result["ops"], "plan ")
-            if engine.plan.place <= 1:  # operators of a second engine in a process have other names
+            if (
+                engine.plan.number <= 1
+            ):  # operators of a second engine in a process have other names
                 lines = lines or _lines(engine.digest, locked.result["digest"], "digest ")
             self.differs += lines
             self._end_or_warn(lines)
@@ -150,7 +152,7 @@ def labels(plan: Plan) -> dict[str, str]:
     return {op: entry.label for op, entry in plan.entries.items()}
 
 
-def differences(locked: Locked, now: Mapping[str, Any]) -> list[str]:
+def lock_differences(locked: Locked, now: Mapping[str, Any]) -> list[str]:
     """Return the differences between an engine's facts and a lock file, one line each.
 
     The plan follows from the other facts, so it is compared only if these are equal. If the engine
@@ -211,7 +213,7 @@ def _arguments(facts: EngineFacts, config: VllmConfig) -> dict[str, Any]:
     """Return vLLM's arguments, including the values that vLLM chose itself."""
     from vllm.engine.arg_utils import EngineArgs
 
-    added = {*entry_of(config).get("enabled", ())}
+    added = {*carried_entry(config).get("enabled", ())}
     found: dict[str, Any] = {
         "custom_ops": _plain([name for name in facts.custom_ops if name not in added]),
         "ir_priority": _plain(facts.ir_priority),
@@ -231,7 +233,7 @@ def _arguments(facts: EngineFacts, config: VllmConfig) -> dict[str, Any]:
 def _plain(value: Any, hides: bool = False) -> Any:
     """Return a value as JSON, without paths, and without texts if it is a secret (`hides`)."""
     if isinstance(value, str):
-        return HIDDEN if hides else "(a path)" if os.path.isabs(value) else scrub(value)
+        return REDACTED if hides else "(a path)" if os.path.isabs(value) else scrub(value)
     if isinstance(value, Enum):
         return value.name
     if value is None or isinstance(value, int) or (isinstance(value, float) and isfinite(value)):

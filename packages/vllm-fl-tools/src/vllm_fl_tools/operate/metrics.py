@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_fl.engine.plan import Plan
 from vllm_fl.settings.schema import Settings
 
-from .state_file import EVERY, StateFile, of_worker
+from .state_file import INTERVAL, StateFile, of_worker
 
 if TYPE_CHECKING:
     from vllm_fl.integration.engines import Engine
@@ -94,7 +94,7 @@ def exposition(
 
 
 def metrics_file(
-    engine: Engine, named: str, lock: Callable[[], Sequence[str]], *, every: float = EVERY
+    engine: Engine, named: str, lock: Callable[[], Sequence[str]], *, every: float = INTERVAL
 ) -> StateFile:
     """Write an engine's counters to a file until it is closed, and then delete the file.
 

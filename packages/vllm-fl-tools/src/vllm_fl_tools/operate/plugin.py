@@ -19,9 +19,9 @@ from vllm_fl.settings.schema import Settings
 def process_start() -> None:
     """Add the workers' metrics to vLLM's `/metrics`."""
     if file := os.environ.get(Settings.metrics.variable):
-        from .scraping import show
+        from .scraping import show_worker_files
 
-        show(file)
+        show_worker_files(file)
         if speaks_for_all():
             from .report_file import log_last_states
 
@@ -61,12 +61,12 @@ def worker_report(engine: Any) -> Mapping[str, object] | None:
 def _files(engine: Any, metrics: str) -> Iterator[None]:
     from .locking import Lock
     from .metrics import metrics_file
-    from .report_file import session
+    from .report_file import report_session
 
     def differs() -> list[str]:
         return engine.state[Lock].differs if Lock in engine.state else []
 
-    with session(engine, metrics, differs):
+    with report_session(engine, metrics, differs):
         file = metrics_file(engine, metrics, differs)
         try:
             yield

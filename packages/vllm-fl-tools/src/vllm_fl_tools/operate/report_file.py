@@ -29,7 +29,9 @@ log = get_logger("engine")
 
 
 @contextmanager
-def session(engine: Engine, metrics: str, lock: Callable[[], Sequence[str]]) -> Iterator[None]:
+def report_session(
+    engine: Engine, metrics: str, lock: Callable[[], Sequence[str]]
+) -> Iterator[None]:
     """Write the worker report to a file until the engine ends, and keep the file.
 
     The file is in the directory of `metrics`, the user's path of the metrics file. Its name has the

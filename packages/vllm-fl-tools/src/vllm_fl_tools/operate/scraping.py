@@ -36,10 +36,10 @@ Written = tuple[str, int, int]
 log = get_logger("engine")
 
 _scraped: list[Scraped] = []
-"""The collector of this process, after the first `show`."""
+"""The collector of this process, after the first `show_worker_files`."""
 
 
-def show(named: str) -> None:
+def show_worker_files(named: str) -> None:
     """Add the workers' files to prometheus_client's metrics in this process.
 
     Args:

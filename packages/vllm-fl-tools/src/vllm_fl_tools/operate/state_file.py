@@ -14,13 +14,13 @@ from vllm_fl.logs import get_logger
 from vllm_fl.text import quote
 from vllm_fl_tools.files import Draft
 
-EVERY = 20.0
+INTERVAL = 20.0
 """Seconds between two periodic writes, because collectors read every 15 to 60 s."""
 
 POLL = 0.02
 """Seconds between two checks whether a reader asked for a new state."""
 
-PATIENCE = 1.0
+CLOSE_TIMEOUT = 1.0
 """Seconds that `close` waits for a file system that does not respond. It waits three times as long
 if the file is kept, because the last state then matters.
 """
@@ -44,14 +44,14 @@ def request(files: Mapping[Path, Callable[[], Iterable[Path]]], patience: float)
 
     Args:
         files: metrics file that the user sets -> returns the workers' files. Files older than
-            `EVERY` are ignored, because their processes are gone.
+            `INTERVAL` are ignored, because their processes are gone.
         patience: seconds to wait at most.
     """
     deadline, asked = time.monotonic() + patience, time.time_ns()
 
     def is_late(path: Path) -> bool:
         with suppress(OSError):
-            return asked - 1.5e9 * EVERY < path.stat().st_mtime_ns < asked
+            return asked - 1.5e9 * INTERVAL < path.stat().st_mtime_ns < asked
         return False
 
     for named in files:
@@ -93,7 +93,7 @@ class StateFile:
         text: Callable[[], str | None],
         *,
         stays: bool = False,
-        every: float = EVERY,
+        every: float = INTERVAL,
         has_counted: Callable[[], bool] = bool,
     ) -> None:
         self._variable, self._named, self.path = variable, named, path
@@ -112,7 +112,7 @@ class StateFile:
         """End the thread after a last write, or delete the file. A second call does nothing."""
         self._is_closed = True
         self._woken.set()
-        self._thread.join(3 * PATIENCE if self._stays else PATIENCE)
+        self._thread.join(3 * CLOSE_TIMEOUT if self._stays else CLOSE_TIMEOUT)
 
     def _run(self) -> None:
         written: object = None

@@ -14,15 +14,15 @@ from vllm_fl_verify import process_state
 
 from . import checks, compiling, engine, processes
 from .families import families_of, served_dtype
-from .subject import HIDDEN, SIZES, Refused, Subject
+from .subject import HIDE_FRAMES, SIZES, Refused, Subject
 
-__all__ = ["CHECKS", "Case", "Check", "Failure", "cases_of", "failures"]
+__all__ = ["CHECKS", "Case", "ConformanceCheck", "Failure", "cases_of", "failures"]
 
-__tracebackhide__ = HIDDEN
+__tracebackhide__ = HIDE_FRAMES
 
 
 @dataclass(frozen=True)
-class Check:
+class ConformanceCheck:
     """A property that every implementation must have.
 
     Args:
@@ -42,23 +42,23 @@ class Check:
             process_state.restore(before, subject.device)
 
 
-CHECKS: dict[str, Check] = {
-    "availability": Check(checks.availability, "op"),
-    "declaration": Check(checks.declaration, "op"),
-    "serving": Check(checks.serving, "dtype"),
-    "values": Check(checks.values, "sample"),
-    "bad_inputs": Check(checks.bad_inputs, "bad input"),
-    "large_pools": Check(checks.large_pools, "op"),
-    "refusals": Check(checks.refusals, "dtype"),
-    "call_op": Check(checks.call_op, "dtype"),
-    "determinism": Check(checks.determinism, "dtype"),
-    "preflight": Check(checks.preflight, "dtype"),
-    "families": Check(checks.families, "family"),
-    "opcheck": Check(compiling.opcheck, "dtype"),
-    "tracing": Check(compiling.tracing, "dtype"),
-    "fork": Check(processes.fork, "dtype"),
-    "spawn": Check(processes.spawn, "dtype"),
-    "engine": Check(engine.engine, "op"),
+CHECKS: dict[str, ConformanceCheck] = {
+    "availability": ConformanceCheck(checks.availability, "op"),
+    "declaration": ConformanceCheck(checks.declaration, "op"),
+    "serving": ConformanceCheck(checks.serving, "dtype"),
+    "values": ConformanceCheck(checks.values, "sample"),
+    "bad_inputs": ConformanceCheck(checks.bad_inputs, "bad input"),
+    "large_pools": ConformanceCheck(checks.large_pools, "op"),
+    "refusals": ConformanceCheck(checks.refusals, "dtype"),
+    "call_op": ConformanceCheck(checks.unchanged_arguments, "dtype"),
+    "determinism": ConformanceCheck(checks.determinism, "dtype"),
+    "preflight": ConformanceCheck(checks.preflight, "dtype"),
+    "families": ConformanceCheck(checks.families, "family"),
+    "opcheck": ConformanceCheck(compiling.opcheck, "dtype"),
+    "tracing": ConformanceCheck(compiling.tracing, "dtype"),
+    "fork": ConformanceCheck(processes.fork, "dtype"),
+    "spawn": ConformanceCheck(processes.spawn, "dtype"),
+    "engine": ConformanceCheck(engine.engine, "op"),
 }
 """Check by name, the fast ones first."""
 

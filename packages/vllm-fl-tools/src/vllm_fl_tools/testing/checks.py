@@ -17,7 +17,7 @@ import torch
 
 from vllm_fl.contracts import Sample
 from vllm_fl.errors import AllFailedError, CallError, PluginError
-from vllm_fl.plugins.forms import nothing
+from vllm_fl.plugins.signatures import nothing
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import quote
 from vllm_fl_verify import process_state
@@ -26,21 +26,21 @@ from vllm_fl_verify.oracle import closed, wanted_of, worst
 from vllm_fl_verify.trials import Request, Role
 from vllm_fl_verify.verification import (
     Comparison,
-    answer,
     as_call,
     compare,
     compared,
     synchronise,
+    try_call,
 )
-from vllm_fl_verify.wanted import Off, Wanted
+from vllm_fl_verify.wanted import Deviation, Wanted
 
 from .families import calls_of
-from .subject import HIDDEN, Refused, Subject, expect, fresh
+from .subject import HIDE_FRAMES, Refused, Subject, expect, fresh
 
 __all__ = [
     "availability",
     "bad_inputs",
-    "call_op",
+    "unchanged_arguments",
     "declaration",
     "determinism",
     "families",
@@ -52,7 +52,7 @@ __all__ = [
     "values",
 ]
 
-__tracebackhide__ = HIDDEN
+__tracebackhide__ = HIDE_FRAMES
 
 FAR = 1 << 31
 """Elements that a signed 32-bit offset cannot reach."""
@@ -111,12 +111,12 @@ def large_pools(subject: Subject, dtype: str, sample: str) -> None:
     for kind in subject.dtypes:
         calls = 0
         for each, name, args in _with_large_pools(subject, kind):
-            got, failure = answer(as_call(impl, spec), impl, spec, args)
+            got, failure = try_call(as_call(impl, spec), impl, spec, args)
             if failure is not None and failure.status == "refused":
                 continue
             calls += 1
             if failure is None:
-                _, failure = compared(got, partial(_off, each, wanted_of(spec, each)))
+                _, failure = compared(got, partial(_deviation, each, wanted_of(spec, each)))
             where = f"{each.name}, the last entry of {name} beyond 2**31 elements"
             expect(failure is None, f"{where}: {failure}")
         if calls:
@@ -137,7 +137,7 @@ def _with_large_pools(subject: Subject, dtype: str) -> Iterator[tuple[Sample, st
                 yield each, name, args
 
 
-def _off(sample: Sample, wanted: Sequence[Wanted | None], got: Any) -> Off:
+def _deviation(sample: Sample, wanted: Sequence[Wanted | None], got: Any) -> Deviation:
     return worst(closed(got, sample), wanted)
 
 
@@ -169,7 +169,7 @@ def bad_inputs(subject: Subject, dtype: str, sample: str) -> None:
     expect(not manager.demotions, f"disabled: {dict(manager.demotions)}")
 
 
-def call_op(subject: Subject, dtype: str, sample: str) -> None:
+def unchanged_arguments(subject: Subject, dtype: str, sample: str) -> None:
     """`call_op` changes no argument except caches, not even consumed arguments."""
     subject.needs_no_layer()
     manager, op = subject.manager(), subject.spec.name

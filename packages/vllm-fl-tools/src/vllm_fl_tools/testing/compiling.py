@@ -15,12 +15,12 @@ from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl_verify.verification import compare
 
 from .checks import judge
-from .subject import HIDDEN, Refused, Subject, expect, fresh, pattern
+from .subject import HIDE_FRAMES, Refused, Subject, expect, fresh, pattern
 from .variables import undeclared
 
 __all__ = ["opcheck", "tracing"]
 
-__tracebackhide__ = HIDDEN
+__tracebackhide__ = HIDE_FRAMES
 
 BATCHES = (5, 7)
 """Two batch sizes that compilers do not specialise, unlike 0 and 1."""

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..cli._engines import EngineError, running
+from ..cli._engines import EngineError, running_engine
 from ..integration.workload import Visit
 from .processes import installed_with
 from .subject import Refused, Subject, expect
@@ -25,7 +25,7 @@ __all__ = ["engine"]
 SHOWN = 80
 """Lines from the end of a log to show: vLLM's traceback and, before it, the cause."""
 
-CONFIG = {
+TINY_MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "torch_dtype": "bfloat16",
@@ -78,10 +78,12 @@ def _served(ops: tuple[str, ...], impl_id: str, deadline: float) -> _Served:
         "HF_HUB_OFFLINE": "1",
     }
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(CONFIG))
+        Path(folder, "config.json").write_text(json.dumps(TINY_MODEL))
         name, environment = f"with {', '.join(ops)}", os.environ | variables
         try:
-            with running(name, folder, OPTIONS, environment, limits=(limit, limit)) as running_one:
+            with running_engine(
+                name, folder, OPTIONS, environment, limits=(limit, limit)
+            ) as running_one:
                 running_one.ask("visit", **vars(Visit("kit", 1, 3, 8)))
                 return _Served(running_one.report)
         except EngineError as error:

@@ -17,7 +17,7 @@ import torch
 from vllm_fl.contracts import ModelSizes, OpSpec, Sample
 from vllm_fl.logs import get_logger
 from vllm_fl.text import quote
-from vllm_fl_verify.batches import STANDING_COUNTS
+from vllm_fl_verify.batches import FIXED_COUNTS
 from vllm_fl_verify.trials import as_provided
 
 __all__ = [
@@ -165,7 +165,7 @@ def calls_of(spec: OpSpec, name: str, device: Any) -> Iterator[Sample]:
     family = next(each for each in FAMILIES if each.name == name)
     kinds = family.provided.get(spec.name, {})
     provided = {name: getattr(torch, kind) for name, kind in kinds.items()}
-    for count in STANDING_COUNTS if spec.stands else COUNTS:
+    for count in FIXED_COUNTS if spec.fixed_batch else COUNTS:
         length = min(family.sizes.max_position, LENGTH)
         sizes = replace(family.sizes, tokens=(count,), max_position=length)
         for sample in spec.served(sizes, dtype, device):
@@ -179,7 +179,7 @@ def smaller(specs: Mapping[str, OpSpec]) -> dict[str, str]:
         dtype = getattr(torch, served_dtype(spec))
         phrases: dict[str, list[str]] = {}
         for family in FAMILIES:
-            counts = STANDING_COUNTS if spec.stands else COUNTS[:1]
+            counts = FIXED_COUNTS if spec.fixed_batch else COUNTS[:1]
             sizes = replace(family.sizes, tokens=counts, max_position=64)
             reasons = (call.smaller for call in _made(spec, sizes, dtype))
             if some := [*dict.fromkeys(filter(None, reasons))]:

@@ -10,10 +10,10 @@ import torch
 from vllm_fl.contracts import BadInput, OpSpec
 from vllm_fl.contracts.arguments import Tensor, has_rows
 
-__all__ = ["bad_inputs"]
+__all__ = ["mistaken_calls"]
 
 
-def bad_inputs(spec: OpSpec, dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
+def mistaken_calls(spec: OpSpec, dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     """Yield calls that `check` must reject: `spec.bad_inputs`, and a mistake in each argument.
 
     `dtype` and `device` belong to the samples that are changed.

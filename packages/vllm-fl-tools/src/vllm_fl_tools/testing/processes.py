@@ -18,11 +18,11 @@ from vllm_fl.plugins.breadcrumb import FOLDER
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import quote
 
-from .subject import HIDDEN, Refused, Subject, expect
+from .subject import HIDE_FRAMES, Refused, Subject, expect
 
 __all__ = ["fork", "installed", "installed_with", "spawn"]
 
-__tracebackhide__ = HIDDEN
+__tracebackhide__ = HIDE_FRAMES
 
 THREADS = (
     ". A forked process has none of its parent's threads, and a kernel that waits for its thread "

@@ -18,8 +18,8 @@ from vllm_fl.contracts import BadInput, ExpertBlocks, ModelSizes, OpSpec, Sample
 from vllm_fl.contracts.binding import Binding, Contract
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
-from vllm_fl.plugins.forms import verdict_of
 from vllm_fl.plugins.registry import SCRIPT, OpRegistry, known_contracts
+from vllm_fl.plugins.signatures import verdict_of
 from vllm_fl.plugins.snapshot import EMPTY, RegistrySnapshot
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.policy import SelectionPolicy
@@ -29,25 +29,25 @@ from vllm_fl_verify.oracle import parts
 from vllm_fl_verify.verification import as_call
 from vllm_fl_verify.wanted import ascending
 
-from .mistakes import bad_inputs
+from .mistakes import mistaken_calls
 
 __all__ = [
-    "HIDDEN",
+    "HIDE_FRAMES",
     "SIZES",
     "Refused",
     "Subject",
-    "digest",
+    "result_hash",
     "expect",
     "fresh",
     "pattern",
 ]
 
-HIDDEN = methodcaller("errisinstance", AssertionError)
+HIDE_FRAMES = methodcaller("errisinstance", AssertionError)
 """For `__tracebackhide__`: pytest hides a function's frames from AssertionErrors, because the
 message is sufficient for a backend's author.
 """
 
-__tracebackhide__ = HIDDEN
+__tracebackhide__ = HIDE_FRAMES
 
 SIZES = dataclasses.replace(typical_sizes(), tokens=(1, 7, 300))
 """The largest batch exceeds one block of rows of all usual kernels."""
@@ -132,7 +132,7 @@ class Subject:
         return dataclasses.replace(self.sizes, more={**own, **self.sizes.more})
 
     def bad_inputs(self, dtype: str) -> tuple[BadInput, ...]:
-        return tuple(bad_inputs(self.spec, getattr(torch, dtype), self.device))
+        return tuple(mistaken_calls(self.spec, getattr(torch, dtype), self.device))
 
     def accepts(self, sample: Sample) -> bool:
         each = fresh(sample)
@@ -157,7 +157,7 @@ class Subject:
         The hash does not depend on the order of an expert's rows, which the contract leaves open.
         """
         args = fresh(sample).args  # the call may overwrite the sample
-        return digest(_promised(self.spec, self.call(sample), args))
+        return result_hash(_promised(self.spec, self.call(sample), args))
 
     def needs_no_layer(self) -> None:
         """Raise Refused for an implementation that takes a layer."""
@@ -207,7 +207,7 @@ def pattern(sample: Sample) -> tuple[object, ...]:
     )
 
 
-def digest(result: Any) -> str:
+def result_hash(result: Any) -> str:
     hashed = hashlib.sha256()
     for part in parts(result):
         if not isinstance(part, torch.Tensor):

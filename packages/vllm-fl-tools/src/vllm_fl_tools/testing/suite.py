@@ -19,7 +19,7 @@ from ..devices import torch_device
 from .cases import CHECKS, Case, cases_of
 from .exceptions import read_xfails
 from .processes import installed
-from .subject import HIDDEN, SIZES, Refused, Subject, expect
+from .subject import HIDE_FRAMES, SIZES, Refused, Subject, expect
 
 __all__ = ["OpConformance"]
 
@@ -75,7 +75,7 @@ class OpConformance:
         expect(not idle, f"xfails.toml: these entries match no test: {', '.join(idle)}")
 
     def _run(self, case: Case) -> None:
-        __tracebackhide__ = HIDDEN
+        __tracebackhide__ = HIDE_FRAMES
         suite = _suite(type(self))
         _keep_out_of_traces()
         xfail = next((x for x in suite.xfails if x.matches(case)), None)

@@ -39,7 +39,7 @@ class GraphPass(InductorPass):  # type: ignore[misc]
 
     @property
     def sizes(self) -> Range:
-        return ranges.now(self.config)
+        return ranges.compiled_range(self.config)
 
     @property
     def done(self) -> InGraphs:

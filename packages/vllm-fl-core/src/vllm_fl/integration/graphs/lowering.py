@@ -32,7 +32,7 @@ from ...plugins.types import OpImpl
 from ...text import quote
 from ..patchers.ir import chain_of, ir_op_of, ir_ops
 from .base import GraphPass
-from .unknowns import under_one
+from .symbolic_sizes import under_one
 
 if TYPE_CHECKING:
     from vllm.ir.op import IrOp

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from ...logs import get_logger
-from ..engines import now
+from ..engines import calling_engine
 from ..patchers.fusions import fused_operators
 from ..patchers.lookups import over_class, path_over
 from . import ranges
@@ -60,7 +60,7 @@ class _WithOurPasses:
     def configure(self, config: VllmConfig) -> None:
         """Configure vLLM's passes, and append ours after the passes that match IR ops."""
         super().configure(config)  # type: ignore[misc]
-        engine = now()
+        engine = calling_engine()
         if engine is None or not ranges.is_compiled_by_range(config):
             return
         passes = [each for cls in PASSES if (each := cls(engine, config)).tasks]

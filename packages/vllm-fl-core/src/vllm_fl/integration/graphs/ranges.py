@@ -12,7 +12,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...dispatch.chain import Chain
-from ...engine.ranges import Range, choice, edges
+from ...engine.ranges import Range, choice, range_edges
 from ..engines import Engine
 from .state import in_graphs
 
@@ -51,7 +51,7 @@ def split(
     ends = compilation.compile_ranges_endpoints
     added = [
         n
-        for n in edges(chains.values(), largest, captured)
+        for n in range_edges(chains.values(), largest, captured)
         if (_can_be_alone(compilation) if n == 1 else n not in (ends or ()))
     ]
     if not added:
@@ -81,7 +81,7 @@ def compiled(vllm_config: VllmConfig) -> list[Range]:
     return sorted({*singles, *others})
 
 
-def now(vllm_config: VllmConfig) -> Range:
+def compiled_range(vllm_config: VllmConfig) -> Range:
     """Return the token counts of the graph that vLLM is compiling."""
     from vllm.compilation.passes.inductor_pass import get_pass_context
 
@@ -90,7 +90,7 @@ def now(vllm_config: VllmConfig) -> Range:
     return Range(compiled.start, compiled.end).without(sizes)
 
 
-def planned(
+def inlined_ranges(
     chains: Mapping[str, Chain], vllm_config: VllmConfig
 ) -> dict[str, list[tuple[Range, str | None]]]:
     """Return op -> [(range, id of the implementation that is inlined in it, or None)]. Omits ops
@@ -106,7 +106,7 @@ def planned(
     return found
 
 
-def describe(chosen: Sequence[tuple[Range, str | None]]) -> str:
+def describe_ranges(chosen: Sequence[tuple[Range, str | None]]) -> str:
     inside = [sizes for sizes, impl_id in chosen if impl_id is not None]
     where = ", ".join(str(sizes) for sizes in inside)
     return f"inlined in {len(inside)} of {len(chosen)} ranges ({where} tokens)"
@@ -126,5 +126,5 @@ def report(engine: Engine, chains: Mapping[str, Chain]) -> dict[str, list[dict[s
             }
             for sizes, impl_id in chosen
         ]
-        for op, chosen in planned(chains, engine.config).items()
+        for op, chosen in inlined_ranges(chains, engine.config).items()
     }

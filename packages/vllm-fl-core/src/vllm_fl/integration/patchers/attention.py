@@ -57,7 +57,7 @@ def choose(
     causes: list[tuple[str, BaseException | str]] = []
     taken, path = "stock.vllm", None
     for impl in backends:
-        reason = classes.refusal_of(impl, ATTENTION, request)
+        reason = classes.class_refusal(impl, ATTENTION, request)
         if reason is None:
             path, _, reason = classes.class_of(impl, ATTENTION, request, _problem)
             if not reason:
@@ -126,12 +126,12 @@ class Attention(Patcher):
         backend = facts.attention_backend
         notes = {} if backend is None else {ATTENTION: f"attention_config.backend is {backend}"}
         order = facts.settings.policy.order(ATTENTION, facts.mode, engine=True)
-        before = [*takewhile(lambda token: token.kind != STOCK.token, order)]
-        refused = classes.refusals(
+        before = [*takewhile(lambda selector: selector.kind != STOCK.selector, order)]
+        refused = classes.class_refusals(
             ATTENTION,
             facts.attention,
             "this model",
-            among=lambda impl: any(token.matches(impl) for token in before),
+            among=lambda impl: any(selector.matches(impl) for selector in before),
         )
         return WhyNot(notes, refused)
 

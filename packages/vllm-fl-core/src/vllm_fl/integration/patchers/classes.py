@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ...dispatch import get_default_manager
-from ...plugins.breadcrumb import running
+from ...plugins.breadcrumb import noting
 from ...plugins.types import AttentionImpl, CommunicatorImpl, LayerImpl, answered
 from ...text import quote
-from .lookups import named
+from .lookups import import_object
 
 ClassImpl = AttentionImpl | CommunicatorImpl | LayerImpl
 
@@ -18,10 +18,10 @@ ClassImpl = AttentionImpl | CommunicatorImpl | LayerImpl
 def _noted(what: str, op: str, impl_id: str) -> AbstractContextManager[None]:
     """Inside the block, keep a note for the next process that this plugin code is running."""
     owner = get_default_manager().registry.snapshot().owners.get((op, impl_id))
-    return running(f"{what} of {op}={impl_id}" + (f" of {owner.name}" if owner else ""))
+    return noting(f"{what} of {op}={impl_id}" + (f" of {owner.name}" if owner else ""))
 
 
-def refusal_of(impl: ClassImpl, op: str, request: object) -> str | None:
+def class_refusal(impl: ClassImpl, op: str, request: object) -> str | None:
     supports: Callable[[Any], object] | None = impl.supports
     if supports is None:
         return None
@@ -30,11 +30,11 @@ def refusal_of(impl: ClassImpl, op: str, request: object) -> str | None:
     return None if verdict is True else verdict
 
 
-def refusals(
+def class_refusals(
     op: str,
     request: object,
     requester: str,
-    ask: Callable[[ClassImpl, str, object], str | None] = refusal_of,
+    ask: Callable[[ClassImpl, str, object], str | None] = class_refusal,
     among: Callable[[ClassImpl], bool] = lambda impl: True,
 ) -> dict[tuple[str, str], str]:
     """Return (op, impl id) -> why an installed class does not support a request.
@@ -72,7 +72,7 @@ def class_of(
         with _noted("the class", op, impl.impl_id):
             given: Any = impl.class_path
             path = given if isinstance(given, str) else given(request)
-            cls = named(path)
+            cls = import_object(path)
             return path, cls, problem(path, cls)
     except KeyboardInterrupt:
         raise

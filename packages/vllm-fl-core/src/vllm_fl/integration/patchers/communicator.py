@@ -28,7 +28,7 @@ from ..engines import Engine
 from ..exchange import gathered
 from ..patcher import Patcher, WhyNot
 from . import classes
-from .lookups import named
+from .lookups import import_object
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -61,13 +61,13 @@ class Fault(NamedTuple):
     stuck: bool = False
 
 
-def refusals(facts: EngineFacts) -> dict[Key, str]:
+def communicator_refusals(facts: EngineFacts) -> dict[Key, str]:
     """Return (op, impl id) -> why an installed communicator does not support the engine's ranks."""
     request = facts.communicator
-    ask = classes.refusal_of
+    ask = classes.class_refusal
     if request is not None and request.elastic:
         ask = lambda *_: ELASTIC  # noqa: E731
-    return classes.refusals(COMMUNICATOR, request, "this engine", ask)
+    return classes.class_refusals(COMMUNICATOR, request, "this engine", ask)
 
 
 class Groups:
@@ -86,7 +86,7 @@ class Groups:
             mode=facts.mode,
             engine=True,
             settings=facts.settings,
-            disabled=refusals(facts),
+            disabled=communicator_refusals(facts),
             facts=facts,
         )
         self.communicators = PlanEntry(COMMUNICATOR, rows).classes(CommunicatorImpl)
@@ -230,7 +230,7 @@ def problem_of(path: str, cls: Any) -> str:
 def stock_class() -> Callable[..., Any]:
     from vllm.platforms import current_platform
 
-    found: Callable[..., Any] = named(current_platform.vllm_fl_stock_communicator())
+    found: Callable[..., Any] = import_object(current_platform.vllm_fl_stock_communicator())
     return found
 
 
@@ -294,7 +294,7 @@ class Communicator(Patcher):
         return {"communicator": request}
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
-        return WhyNot(impls=refusals(facts))
+        return WhyNot(impls=communicator_refusals(facts))
 
     @contextmanager
     def opening(self, engine: Engine) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Replace Python functions and methods of vLLM, except layers and operators.
 
 A function is replaced in every module of vLLM that looks it up. It is replaced once per process,
-for all engines (`taking.py`). A compiler that traces a call traces vLLM's function.
+for all engines (`process_wide.py`). A compiler that traces a call traces vLLM's function.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...engine.plan import Plan
 from ...logs import get_logger
 from ...text import quote
 from .lookups import lookup_of
-from .taking import Replacement, Taking, mismatch, replacement_of
+from .process_wide import Replacement, Taking, mismatch, replacement_of
 
 log = get_logger("engine")
 
@@ -34,7 +34,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str
 class _Function(Replacement):
     def __init__(self, target: FunctionTarget) -> None:
         first = lookup_of(target.name)
-        own = self.own = first.function
+        original = self.original = first.function
         self.lookups = [first]
         for path in target.paths[1:]:
             try:
@@ -42,7 +42,7 @@ class _Function(Replacement):
             except Exception as error:  # a release without this module
                 log.debug("Function %s is not looked up at %s: %s", target.name, path, quote(error))
                 continue
-            if lookup.function is own:
+            if lookup.function is original:
                 self.lookups.append(lookup)
             else:
                 log.warning(
@@ -50,13 +50,13 @@ class _Function(Replacement):
                     target.name,
                     path,
                 )
-        super().__init__(target, *_parameters(own))
+        super().__init__(target, *_parameters(original))
         answered = self.answering()
 
-        @functools.wraps(own)
+        @functools.wraps(original)
         def function(*args: Any, **named: Any) -> Any:
             if torch.compiler.is_compiling():
-                return own(*args, **named)
+                return original(*args, **named)
             return answered(True, *args, **named)
 
         self.function = function
@@ -64,12 +64,12 @@ class _Function(Replacement):
             lookup.put(function)
 
     def replaced(self, how: Any, *args: Any, **named: Any) -> Any:
-        return self.own(*args, **named)
+        return self.original(*args, **named)
 
     def remove(self) -> bool:
         """Restore vLLM's function. Remaining references to our function still pass calls to it."""
         for lookup in self.lookups:
-            if lookup.now is self.function:
+            if lookup.current is self.function:
                 lookup.restore()
         return True
 
@@ -77,7 +77,7 @@ class _Function(Replacement):
         """Return the function's entry in the worker report. `places` is the number of replaced
         lookups. `replaced_after_us` is a lookup that other code has replaced since, or None.
         `other_arguments` is the number of calls that are not the op."""
-        others = (lookup for lookup in self.lookups if lookup.now is not self.function)
+        others = (lookup for lookup in self.lookups if lookup.current is not self.function)
         after = (f"{getattr(o.owner, '__name__', o.owner)}.{o.attribute}" for o in others)
         return {
             "places": len(self.lookups),

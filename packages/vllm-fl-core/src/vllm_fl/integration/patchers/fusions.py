@@ -30,7 +30,7 @@ from ...plugins.types import BackendImplKind, OpImpl
 from ..engines import Engine
 from ..graphs.state import InGraphs, Sites, Sought, in_graphs
 from ..patcher import Patcher, WhyNot
-from ..targets import installed_bindings, planned, stock_form, targets
+from ..targets import installed_bindings, planned_targets, stock_form, targets
 from .ir import ir_ops
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def has_vllms_pass(target: FusionTarget) -> bool:
 
 
 def fused_operators(plan: Plan) -> dict[str, str]:
-    ops = {op for op, _ in planned(plan, FusionTarget)}
+    ops = {op for op, _ in planned_targets(plan, FusionTarget)}
     known = targets(installed_bindings(), OperatorTarget)
     return {operator.name: op for op, operator in known if op in ops}
 
@@ -101,7 +101,7 @@ class Fusions(Patcher):
         A fused op that is stock at some sizes is returned itself."""
         in_ir = ir_ops()
         found: dict[str, str] = {}
-        for op, target in planned(plan, FusionTarget):
+        for op, target in planned_targets(plan, FusionTarget):
             if plan.is_partly_stock(op):
                 found[op] = "vLLM's pass inserts it at all sizes, but some sizes are stock"
                 continue
@@ -116,7 +116,7 @@ class Fusions(Patcher):
         """Enable the passes of planned ops, and disable passes that only an earlier plan needed.
         Returns the layers that these passes match."""
         passes, ours = vllm_config.compilation_config.pass_config, set(entry.get("passes", ()))
-        found = [target for _, target in planned(plan, FusionTarget)]
+        found = [target for _, target in planned_targets(plan, FusionTarget)]
         wanted = {target.flag for target in found}
         for flag in ours - wanted:
             setattr(passes, flag, False)
@@ -127,7 +127,7 @@ class Fusions(Patcher):
         return [layer for target in found for layer in target.layers]
 
     def apply(self, engine: Engine) -> None:
-        ops = (op for op, _ in planned(engine.plan, FusionTarget))
+        ops = (op for op, _ in planned_targets(engine.plan, FusionTarget))
         engine.state[InGraphs] = InGraphs({op: Sites() for op in ops})
 
     def compiled(self, engine: Engine) -> None:
@@ -141,7 +141,7 @@ class Fusions(Patcher):
         return {"fusions": {op: dataclasses.asdict(known) for op, known in sites.items()}}
 
 
-def operator(name: str) -> Any:
+def torch_operator(name: str) -> Any:
     """Return the torch operator with a name such as `aten.mm.default`, or None."""
     found: Any = torch.ops
     for part in name.split("."):
@@ -163,7 +163,7 @@ def _chain(plan: Plan, op: str, target: GraphTarget) -> Chain:
 
 def operator_of(plan: Plan, chain: Chain) -> Any:
     """Return the chain of a planned op with one variant as a torch operator without mutations."""
-    calls = symbolic_trace(opaque_op(chain, plan.place).fn).graph.nodes
+    calls = symbolic_trace(opaque_op(chain, plan.number).fn).graph.nodes
     return next(call.target for call in calls if call.op == "call_function")
 
 
@@ -180,7 +180,7 @@ class OperatorsInGraphs(Patcher):
             why = "VLLM_BATCH_INVARIANT requires vLLM's own kernel"
         else:
             why = "this vLLM has no such operator"
-            known = [each for each in known if not any(map(operator, each[1].operators))]
+            known = [each for each in known if not any(map(torch_operator, each[1].operators))]
         return WhyNot({op: why for op, _ in known})
 
     def keep_stock(self, plan: Plan) -> dict[str, str]:
@@ -188,7 +188,7 @@ class OperatorsInGraphs(Patcher):
         implementations, and the operator is as good, or a part is planned, which our pass cannot
         match."""
         found: dict[str, str] = {}
-        for op, target in planned(plan, GraphTarget):
+        for op, target in planned_targets(plan, GraphTarget):
             if all(impl.kind is BackendImplKind.REFERENCE for impl in plan.entries[op].firsts):
                 found[op] = "graphs already contain its operator"
             elif ours := [part for part in target.parts if not plan.is_stock(part)]:
@@ -198,14 +198,14 @@ class OperatorsInGraphs(Patcher):
     def by_range(self, plan: Plan) -> dict[str, Chain]:
         return {
             op: _chain(plan, op, target)
-            for op, target in planned(plan, GraphTarget)
+            for op, target in planned_targets(plan, GraphTarget)
             if plan.is_partly_stock(op)
         }
 
     def apply(self, engine: Engine) -> None:
         """Create the operators now, because graphs from vLLM's cache also call them."""
         plan, known = engine.plan, in_graphs(engine)
-        for op, target in planned(plan, GraphTarget):
+        for op, target in planned_targets(plan, GraphTarget):
             chain = _chain(plan, op, target)
             known.sites[op] = Sites()
             known.sought.append(Sought(target, chain, operator_of(plan, chain)))

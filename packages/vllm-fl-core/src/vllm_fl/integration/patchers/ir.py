@@ -21,7 +21,7 @@ from ...engine.facts import EngineFacts
 from ...engine.opaque import is_opaque, opaque_op
 from ...engine.plan import Plan
 from ...plugins.types import OpImpl
-from ..engines import Engine, now
+from ..engines import Engine, calling_engine
 from ..patcher import Patcher, WhyNot
 from ..targets import installed_bindings, stock_form, targets
 
@@ -62,7 +62,7 @@ def _provider(name: str, op: Any) -> Callable[..., Any]:
     native = op.impls["native"].impl_fn
 
     def vllm_fl(*args: Any, **named: Any) -> Any:
-        engine = now()
+        engine = calling_engine()
         planned = {} if engine is None else engine.state.get(Ir, {})
         return planned.get(name, native)(*args, **named)
 
@@ -93,7 +93,7 @@ def chain_of(plan: Plan, op: str, of_op: Iterable[IrTarget | LayerTarget]) -> Ch
 def _compiled(plan: Plan, chain: Chain, by_range: bool) -> OpImpl:
     first = chain.impls[0]
     if chain.is_by_size or is_opaque(first):
-        return opaque_op(chain, plan.place, rest_is_inlined=by_range)
+        return opaque_op(chain, plan.number, rest_is_inlined=by_range)
     return dataclasses.replace(
         first, fn=_pure(plan.record.counting(first.fn, chain.op, first.impl_id))
     )

@@ -24,21 +24,21 @@ import torch
 from ...contracts.binding import LayerTarget
 from ...dispatch import dispatch_method
 from ...dispatch.chain import Chain
-from ...dispatch.method import PLAN
+from ...dispatch.method import PLAN_ATTRIBUTE
 from ...dispatch.resolver import FOREIGN
-from ...engine.digest import code_of
+from ...engine.digest import code_hash
 from ...engine.facts import EngineFacts
 from ...engine.opaque import mutated
 from ...engine.plan import Plan
 from ...logs import get_logger
-from ...plugins.installed import identity
+from ...plugins.installed import metadata_of
 from ...settings.schema import Settings
 from ...text import quote
 from ..compat import FORMER_LAYERS, opens_the_device, shared_table
 from ..patcher import Patcher, WhyNot
-from ..targets import installed_bindings, planned, stock_form, targets
+from ..targets import installed_bindings, planned_targets, stock_form, targets
 from .ir import chain_of, ir_ops
-from .lookups import named
+from .lookups import import_object
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -57,7 +57,7 @@ _one_at_a_time = threading.RLock()
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerClass:
     """A layer class of vLLM that runs an op, with the target for the class or its parent class."""
 
     base: type
@@ -73,12 +73,12 @@ class Layer:
         return str(self.base.name)  # type: ignore[attr-defined]
 
 
-def layer_table() -> list[Layer]:
+def layer_table() -> list[LayerClass]:
     """Return the layer classes of this vLLM that we replace, each with its op. Before the process
     has opened its GPU, classes are skipped if importing them would open it. A worker has opened its
     GPU when it plans again. In other processes, a model with such a layer has already imported the
     class."""
-    found: dict[type, Layer] = {}
+    found: dict[type, LayerClass] = {}
     for op, target in targets(installed_bindings(), LayerTarget):
         if opens_the_device(target.path.rpartition(".")[0]):
             continue
@@ -86,7 +86,7 @@ def layer_table() -> list[Layer]:
         inheriting = _inheriting(base) if base is not None and target.subclasses else ()
         for cls in (base, *inheriting):
             if cls is not None:
-                found.setdefault(cls, Layer(cls, op, target))
+                found.setdefault(cls, LayerClass(cls, op, target))
     return [*found.values()]
 
 
@@ -103,7 +103,7 @@ def _replacements(cls: type) -> dict[str, type]:
     return table
 
 
-def _is_in_tree(layer: Layer) -> bool:
+def _is_in_tree(layer: LayerClass) -> bool:
     return _replacements(layer.base) is custom_op_table()
 
 
@@ -111,7 +111,7 @@ def _is_in_tree(layer: Layer) -> bool:
 def _found(path: str) -> type | None:
     """Return the `CustomOp` class at `path`, or None if this vLLM does not have it; logged once."""
     try:
-        cls = named(path)
+        cls = import_object(path)
         if isinstance(cls, type) and custom_op_of(cls) is not None:
             return cls
         problem = "it is not a CustomOp of vLLM"
@@ -151,7 +151,7 @@ def taken_layers(plan: Plan) -> dict[str, type | None]:
         entry = plan.entries.get(layer.op if layer else name)
         if entry is None or not entry.is_foreign or entry.note or name in plan.kept_layers:
             continue
-        is_below = entry.left_to is FOREIGN
+        is_below = entry.fallback is FOREIGN
         if layer is not None and entry.impls:
             found[name] = _over(layer, cls if is_below else layer.base)
         elif not is_below:
@@ -180,7 +180,7 @@ def in_tables(classes: Iterable[tuple[dict[str, type], str, type | None]]) -> It
                         table[name] = before
 
 
-def _over(layer: Layer, base: type) -> type:
+def _over(layer: LayerClass, base: type) -> type:
     """Return the subclass of `base`, from vLLM or another plugin, that is bound to the plan."""
     is_foreign, target = base is not layer.base, layer.target
     name = "Agnostic" * (not _is_in_tree(layer)) + f"{layer.cls}FL"
@@ -311,7 +311,7 @@ class Layers(Patcher):
     def by_range(self, plan: Plan) -> dict[str, Chain]:
         """Return the ops that are operators in compiled graphs and do not overwrite arguments."""
         by_op: dict[str, list[LayerTarget]] = {}
-        for op, target in planned(plan, LayerTarget):
+        for op, target in planned_targets(plan, LayerTarget):
             if plan.mode == "compiled" and plan.entries[op].ceilings and op not in ir_ops():
                 by_op.setdefault(op, []).append(target)
         chains = {op: chain_of(plan, op, of_op) for op, of_op in by_op.items()}
@@ -325,7 +325,7 @@ class Layers(Patcher):
         """Return the layer classes of other plugins that run, even under ours, and their code."""
         taken = taken_layers(plan)
         code = {
-            name: [owner_of(cls), code_of(None, cls.__module__)]
+            name: [owner_of(cls), code_hash(None, cls.__module__)]
             for name, cls in _foreign().items()
             if issubclass(taken.get(name, cls) or object, cls)
         }
@@ -349,7 +349,7 @@ class Layers(Patcher):
                 held = vars(layer)
                 if DISPATCHED not in held:
                     continue
-                held[PLAN] = engine.plan
+                held[PLAN_ATTRIBUTE] = engine.plan
                 for forward in (*FORWARDS, "forward"):
                     held.pop(forward, None)
                 args, kwargs = held[DISPATCHED]
@@ -375,7 +375,7 @@ def owner_of(cls: type) -> str:
     path = f"{cls.__module__}.{cls.__qualname__}"
     try:
         names = packages_distributions().get(cls.__module__.partition(".")[0], [])
-        owners = [identity(distribution(name)) for name in dict.fromkeys(names)]
+        owners = [metadata_of(distribution(name)) for name in dict.fromkeys(names)]
     except Exception:  # the metadata of a distribution may be incomplete
         return path
     named = " and ".join(f"{name} {version}" for name, version, _ in owners)

@@ -17,7 +17,7 @@ from ...text import quote
 log = get_logger("engine")
 
 
-def named(path: str) -> Any:
+def import_object(path: str) -> Any:
     """Import the object at `module.name`. Errors of the import are raised unchanged."""
     module, _, name = path.rpartition(".")
     return getattr(import_module(module), name)
@@ -34,7 +34,7 @@ def over_class(module: str, prefix: str, name: str, mixin: type) -> type:
     class. Raises AttributeError if the name does not start with `prefix`."""
     if not name.startswith(prefix):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    base: type = named(name.removeprefix(prefix).replace(":", "."))
+    base: type = import_object(name.removeprefix(prefix).replace(":", "."))
     ours = [each for each in vars(mixin) if not each.startswith(("_", "vllm_fl_"))]
     try:
         if lacks := [each for each in ours if not hasattr(base, each)]:
@@ -50,9 +50,9 @@ def log_refusal(base: type, error: Exception, level: int = logging.ERROR) -> Non
     log.log(level, text, base.__module__, base.__qualname__, quote(error))
 
 
-def laid_over(module: str, name: str, mixin: type, base: type, **own: Any) -> type:
-    """Make a class of `mixin` and `base` with the attributes `own`, and set it in the module."""
-    fields = {"__module__": module, "__qualname__": name, **own}
+def laid_over(module: str, name: str, mixin: type, base: type, **attributes: Any) -> type:
+    """Make a class of `mixin` and `base` with these attributes, and set it in the module."""
+    fields = {"__module__": module, "__qualname__": name, **attributes}
     made = type(f"{base.__name__}FL", (mixin, base), fields)
     setattr(sys.modules[module], name, made)
     return made
@@ -81,7 +81,7 @@ class Lookup:
         return self.held.__func__ if isinstance(self.held, staticmethod) else self.held
 
     @property
-    def now(self) -> Any:
+    def current(self) -> Any:
         found = inspect.getattr_static(self.owner, self.attribute, None)
         return found.__func__ if isinstance(found, staticmethod) else found
 

@@ -2,11 +2,12 @@
 
 Code that calls an operator by name (fused mixtures of experts, models without CustomOp layers) then
 runs the planned implementation. An operator has one override per process, for all engines
-(`taking.py`).
+(`process_wide.py`).
 
 An override is a kernel, which compilers do not trace. Its calls are guarded as in eager mode, and
 compiled or cached graphs call it like any kernel. For a vLLM without compiled operators, the
-operators that the plan needs are defined (`empty.py`).
+operators that the plan needs are defined
+(`missing_operators.py`).
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from ...contracts.binding import Binding, OperatorTarget
 from ...engine.opaque import Watched
 from ...engine.plan import Plan
 from ...logs import get_logger
-from ...plugins.forms import verdict_of
+from ...plugins.signatures import verdict_of
 from ...plugins.types import OpImpl
 from ..engines import Engine
-from . import empty
+from . import missing_operators
 from .layers import layer_table
-from .taking import Choice, Replacement, Taking, mismatch, replacements_of
+from .process_wide import Choice, Replacement, Taking, mismatch, replacements_of
 
 log = get_logger("engine")
 
 
-def operator(name: str) -> Any:
+def operator_overload(name: str) -> Any:
     """Return the operator overload of this name, or None if it is not defined."""
     namespace, _, rest = name.partition("::")
     short, _, overload = rest.partition(".")
@@ -42,7 +43,7 @@ def operator(name: str) -> Any:
 
 
 def _schema(name: str) -> Any:
-    return getattr(operator(name), "_schema", None)
+    return getattr(operator_overload(name), "_schema", None)
 
 
 def _parameters(schema: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
@@ -124,7 +125,7 @@ class _Override(Replacement):
         or set a parameter that the binding lacks to a value other than its default."""
         before = next(iter(self.beneath), "an unknown location")
         return {
-            "replaced": None if empty.has_ours(self.target.name) else before,
+            "replaced": None if missing_operators.has_ours(self.target.name) else before,
             "overridden_by": self.after or None,
             "without_engine": self.without_engine,
             "other_arguments": self.other_arguments,
@@ -159,7 +160,7 @@ class Operators(Taking):
             torch._C._dispatch_has_computed_kernel_for_dispatch_key
         )
         if schema is None:
-            definable = empty.schema(target.name)
+            definable = missing_operators.schema(target.name)
             if not definable:
                 return "this vLLM has no such operator"
             schema = torch._C.parse_schema(definable)
@@ -196,9 +197,9 @@ class Operators(Taking):
                 taken[op] = tuple(target for target in targets if target.name not in calls)
         taken = {op: targets for op, targets in taken.items() if targets}
         # When vLLM compiles a model, it reads some operators without calling them.
-        defined = dict(empty.read_always()) if plan.mode == "compiled" else {}
+        defined = dict(missing_operators.read_always()) if plan.mode == "compiled" else {}
         for name in (target.name for targets in taken.values() for target in targets):
-            if schema := empty.schema(name):
+            if schema := missing_operators.schema(name):
                 defined[name] = schema
         return Choice(taken, left, dict(sorted(defined.items())))
 
@@ -206,7 +207,7 @@ class Operators(Taking):
         return super().choose(engine) | {"defined": engine.state[Operators].defined}
 
     def take(self, engine: Engine, chosen: Choice) -> None:
-        empty.define(chosen.defined)
+        missing_operators.define(chosen.defined)
         super().take(engine, chosen)
 
     def loaded(self, engine: Engine) -> None:

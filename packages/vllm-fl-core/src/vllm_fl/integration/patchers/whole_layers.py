@@ -80,8 +80,8 @@ class WholeLayers(Patcher):
                 notes[name] = why
             if facts.layers is not None:
                 request = replace(facts.layers, layer=name)
-                ask = partial(_reached_by, ops[name]) if name in ops else classes.refusal_of
-                refused |= classes.refusals(name, request, "this engine", ask)
+                ask = partial(_reached_by, ops[name]) if name in ops else classes.class_refusal
+                refused |= classes.class_refusals(name, request, "this engine", ask)
         return WhyNot(notes, refused)
 
     def configure(

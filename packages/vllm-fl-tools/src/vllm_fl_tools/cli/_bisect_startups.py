@@ -14,15 +14,15 @@ from collections.abc import Callable, Collection, Mapping
 from itertools import chain
 from typing import Any
 
+from ._bisect_search import Culprit, Verdict, search
 from ._engines import EngineError
 from ._failures import read_log
 from ._parts import NEIGHBOUR, Changes, Parts
-from ._search import Culprit, Verdict, search
 from ._show import UsageError
 
-__all__ = ["LEAST_LIMIT", "OURS", "TIMES", "Start", "Startups", "fault"]
+__all__ = ["LEAST_LIMIT", "VLLM_FL", "TIMES", "TryStartup", "Startups", "fault"]
 
-OURS = "vllm-fl"
+VLLM_FL = "vllm-fl"
 """A part of every engine except stock vLLM: vllm-fl itself."""
 
 MEDIAN = 0.2
@@ -47,9 +47,9 @@ Tried = dict[frozenset[str], Verdict]
 Score = Mapping[str, Any]
 """The result of `integration.workload`'s `score`."""
 
-Start = Callable[[str, Collection[str], bool, float | None], Score]
+TryStartup = Callable[[str, Collection[str], bool, float | None], Score]
 """(description, disabled parts, whether launches block, time limit in seconds) -> score. The engine
-has no vllm-fl if OURS is one of the parts. Raises EngineError or UsageError.
+has no vllm-fl if VLLM_FL is one of the parts. Raises EngineError or UsageError.
 """
 
 
@@ -59,7 +59,7 @@ class Startups:
     `limit` is the seconds of a startup; None for a multiple of the time of stock vLLM.
     """
 
-    def __init__(self, parts: Parts, start: Start, limit: float | None = None) -> None:
+    def __init__(self, parts: Parts, start: TryStartup, limit: float | None = None) -> None:
         self._parts, self._start, self._limit = parts, start, limit
         self._stock: Score | None = None
         self.blocking, self.count = True, 0
@@ -86,14 +86,14 @@ class Startups:
             UsageError: vLLM rejects the user's arguments.
         """
         by_key = self._parts.by_key
-        stock = bare = self._try("stock", {OURS})
+        stock = bare = self._try("stock", {VLLM_FL})
         if stock.how:
             neighbours = frozenset(key for key, part in by_key.items() if part.kind == NEIGHBOUR)
             if neighbours:
-                bare = self._try("stock, without neighbours", {OURS, *neighbours})
+                bare = self._try("stock, without neighbours", {VLLM_FL, *neighbours})
             if bare.how:
                 return "stock", [Culprit((), bare)]
-            return self._among(neighbours, {frozenset(): stock, neighbours: bare}, {OURS})
+            return self._among(neighbours, {frozenset(): stock, neighbours: bare}, {VLLM_FL})
         asked = self._try("as configured", ())
         if not asked.how:  # it may fail only if launches do not block
             self.blocking = False

@@ -9,8 +9,8 @@ from typing import cast
 
 from ..plugins.setting import SettingSpec
 from ..plugins.types import Impl
-from .files import Layer
-from .policy import ENGINE_ORDERS, MODES, Mode, OpOrder, Rows, Token
+from .files import Entries
+from .policy import ENGINE_ORDERS, MODES, Mode, OpOrder, Rows, Selector
 from .schema import Declared, Setting, pairs
 from .values import ORDER_PREFIX, wrong
 
@@ -18,7 +18,7 @@ Brought = Mapping[str, Sequence[tuple[str, Impl]]]
 """Op -> [(`Owner.name`, implementation)] for all installed implementations."""
 
 
-def unite(files: Sequence[tuple[str, Layer]], brought: Brought, declared: Declared) -> Layer:
+def unite(files: Sequence[tuple[str, Entries]], brought: Brought, declared: Declared) -> Entries:
     """Merge files into one layer. The order of the files does not matter.
 
     In the order of an op, each file ranks its distribution's implementations. Blacklists and
@@ -53,7 +53,7 @@ def unite(files: Sequence[tuple[str, Layer]], brought: Brought, declared: Declar
     return united
 
 
-def close_pairs(layer: Layer, declared: Declared) -> None:
+def close_pairs(layer: Entries, declared: Declared) -> None:
     """Clear a layer's blacklist if the layer sets the whitelist, and vice versa. Otherwise the
     other list of a lower layer would apply as well. Raises SettingsError if the layer sets both."""
     for white, black in pairs(declared):
@@ -99,18 +99,18 @@ def _united_order(
         return min(kinds, default=len(default)), distribution
 
     listing = {distribution for distribution, _ in each}
-    sides: dict[Mode, Rows[tuple[Token, ...]]] = {}
-    stock = Token("stock")
+    sides: dict[Mode, Rows[tuple[Selector, ...]]] = {}
+    stock = Selector("stock")
     for mode in MODES:
-        before: list[Token] = []
-        after: list[Token] = []
+        before: list[Selector] = []
+        after: list[Selector] = []
         for distribution, setting in sorted(each, key=lambda item: rank(item[0])):
             side = before
-            for _, tokens in cast("OpOrder", setting.value).rows(mode):  # always one row
-                for token in tokens:
-                    side = after if token == stock else side
+            for _, selectors in cast("OpOrder", setting.value).rows(mode):  # always one row
+                for selector in selectors:
+                    side = after if selector == stock else side
                     others = listing - {distribution}
-                    side += _narrowed(token, [*before, *after], others, impls)
+                    side += _narrowed(selector, [*before, *after], others, impls)
         order = tuple(dict.fromkeys((*before, *after)))
         sides[mode] = ((None, order or (stock,)),) if before or after else ()
     value = OpOrder(sides["eager"], sides["compiled"], pinned=False)
@@ -119,16 +119,19 @@ def _united_order(
 
 
 def _narrowed(
-    token: Token, earlier: Sequence[Token], others: set[str], impls: Sequence[tuple[str, Impl]]
-) -> Iterator[Token]:
-    matched = [(owner, impl) for owner, impl in impls if token.matches(impl)]
+    selector: Selector,
+    earlier: Sequence[Selector],
+    others: set[str],
+    impls: Sequence[tuple[str, Impl]],
+) -> Iterator[Selector]:
+    matched = [(owner, impl) for owner, impl in impls if selector.matches(impl)]
     if not any(owner in others for owner, _ in matched):
-        yield token
+        yield selector
         return
     matched.sort(key=lambda item: (-(item[1].priority or 0), item[1].impl_id))
     for owner, impl in matched:
         if owner not in others and not any(each.matches(impl) for each in earlier):
-            yield Token("impl", impl.impl_id)
+            yield Selector("impl", impl.impl_id)
 
 
 def _merged(settings: Sequence[Setting], value: object, origin: str) -> Setting:

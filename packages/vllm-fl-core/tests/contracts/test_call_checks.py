@@ -10,10 +10,10 @@ import torch
 
 from vllm_fl import BackendImplKind, OpImpl
 from vllm_fl.contracts import OpSpec
-from vllm_fl.contracts.takes import BROKEN, supports_of
-from vllm_fl.plugins.forms import fitted
+from vllm_fl.contracts.call_checks import BROKEN, supports_of
 from vllm_fl.plugins.registry import known_contracts
-from vllm_fl_tools.testing.mistakes import bad_inputs
+from vllm_fl.plugins.signatures import fitted
+from vllm_fl_tools.testing.mistakes import mistaken_calls
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ def test_it_takes_each_call_that_keeps_the_contract_and_no_other(spec: OpSpec) -
     dtype = getattr(torch, spec.dtypes[-1])
     for sample in spec.samples(dtype, CPU):
         assert supports(*sample.args) is True, sample.name
-    for bad in bad_inputs(spec, dtype, CPU):
+    for bad in mistaken_calls(spec, dtype, CPU):
         is_read = spec.check(*map(on_meta, bad.args)) is None  # only a tensor's values break it
         assert is_read or supports(*bad.args) == BROKEN, bad.name
 

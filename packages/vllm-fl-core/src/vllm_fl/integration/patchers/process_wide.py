@@ -1,6 +1,7 @@
 """The base for targets that exist once per process: kernels of operators, and functions.
 
-A replacement uses the plan of the calling engine (`engines.now`). The replaced code runs in three
+A replacement uses the plan of the calling engine (`engines.calling_engine`). The replaced code runs
+in three
 cases: the caller has no plan for the target, the call is not the op, or an implementation makes the
 call.
 """
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ...contracts.binding import Binding, Bound, FunctionTarget, OperatorTarget
 from ...engine.plan import Plan
 from ...logs import get_logger
-from ..engines import Engine, now
+from ..engines import Engine, calling_engine
 from ..patcher import Patcher
 from ..targets import installed_bindings, stock_form
 
@@ -34,9 +35,8 @@ log = get_logger("engine")
 class Choice:
     """The operators or functions that an engine replaces.
 
-    Args:
-        left: op -> target -> why it is not replaced.
-        defined: operator -> schema, for operators to define in an empty build of vLLM.
+    Args: left: op -> target -> why it is not replaced. defined: operator -> schema, for operators
+        to define in an empty build of vLLM.
     """
 
     taken: Mapping[str, tuple[Taken, ...]]
@@ -58,11 +58,10 @@ class _Inside(threading.local):
 class Replacement:
     """The replacement of one target in this process.
 
-    Args:
-        parameters: the names of all parameters of the target, in order.
+    Args: parameters: the names of all parameters of the target, in order.
 
-    Attributes:
-        answers: engine with a plan for the target -> (the op with the target's parameters, a
+    Attributes: answers: engine with a plan for the target -> (the op with the target's parameters,
+        a
             predicate for calls of sizes that are stock).
     """
 
@@ -117,7 +116,7 @@ class Replacement:
         def answered(how: Any, *args: Any, **named: Any) -> Any:
             if inside.how is not None:
                 return replaced(how, *args, **named)
-            engine = now()
+            engine = calling_engine()
             answer = None if engine is None else answers.get(engine)
             if answer is None:
                 self.without_engine += engine is None

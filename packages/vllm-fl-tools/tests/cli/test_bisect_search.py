@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from vllm_fl_tools.cli._search import Verdict, culprits, search
+from vllm_fl_tools.cli._bisect_search import Verdict, culprits, search
 
 Tried = list[tuple[str, ...]]
 PARTS = [f"op{n}" for n in range(11)]

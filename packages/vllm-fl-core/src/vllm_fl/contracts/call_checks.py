@@ -14,7 +14,7 @@ from typing import Any
 from .arguments import DIMENSION, FLOATING, Argument, Tensor
 from .spec import OpSpec
 
-__all__ = ["Rule", "checked", "supports_of"]
+__all__ = ["Rule", "with_check", "supports_of"]
 
 Rule = str | Callable[..., object]
 """An expression of arguments and sizes, or a function of some of them that returns True or a
@@ -81,7 +81,7 @@ def supports_of(spec: OpSpec, rules: Iterable[Rule]) -> Callable[..., object]:
     return supports
 
 
-def checked(fn: Callable[..., Any], supports: Callable[..., object]) -> Callable[..., Any]:
+def with_check(fn: Callable[..., Any], supports: Callable[..., object]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def check(*args: Any, **kwargs: Any) -> Any:
         if (reason := supports(*args, **kwargs)) is not True:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from vllm_fl.errors import VllmFLError
-from vllm_fl_tools.cli._outputs import BASELINE, EXACT, FLOOR, PLAN, Outputs, excess
+from vllm_fl_tools.cli._bisect_outputs import BASELINE, EXACT, FLOOR, PLANNED, Outputs, excess
+from vllm_fl_tools.cli._bisect_search import Culprit
 from vllm_fl_tools.cli._parts import Changes, Parts
-from vllm_fl_tools.cli._search import Culprit
 
 OPS = ("rms_norm", "silu_and_mul", "rotary_embedding", "attention_backend")
 NOISE = 0.01
@@ -83,14 +83,14 @@ class Engine:
         theirs = {op: machine.baseline.get(op) for op in ops}
         plan: dict[str, Any] = {op: {"impl": "vendor.acme"} for op in OPS}
         plan |= {op: entry or {"impl": "stock"} for op, entry in theirs.items()}
-        self.report = {"ops": plan if kind == PLAN else machine.baseline}
+        self.report = {"ops": plan if kind == PLANNED else machine.baseline}
 
     def ask(self, kind: str, **what: Any) -> dict[str, Any]:
         assert what["prompts"] == [[3, 4, 50]]
         assert (what.get("forced") is None) == (self.kind == EXACT)
         count = self.machine.tokens
         error, far = (0.0, 0) if self.kind == EXACT else (self.machine.noise, self.machine.own_far)
-        if self.kind == PLAN:
+        if self.kind == PLANNED:
             ours = frozenset(part for part in (*OPS, *REPLACED) if part not in self.left)
             error = self.machine.noise * self.machine.wrong(ours)
             far = int(self.machine.far(ours))
@@ -112,7 +112,7 @@ def test_a_correct_plan_takes_three_engines() -> None:
     assert status == "right" and not found
     assert search.plan.facts["times"] == pytest.approx(1.2)
     assert search.errors[BASELINE]["decode"] == pytest.approx(NOISE)
-    assert [kind for kind, _ in machine.started] == [EXACT, BASELINE, PLAN]
+    assert [kind for kind, _ in machine.started] == [EXACT, BASELINE, PLANNED]
     assert search.count == 3
 
 

@@ -17,7 +17,7 @@ from vllm_fl.contracts import ModelSizes
 from vllm_fl.contracts.binding import Binding
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.policy import Mode
-from vllm_fl_tools.integration.stock import apart, stock_forms
+from vllm_fl_tools.integration.stock_calls import apart, stock_forms
 from vllm_fl_verify.verification import compare
 
 CPU = torch.device("cpu")

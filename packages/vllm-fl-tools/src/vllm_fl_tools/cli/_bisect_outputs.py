@@ -23,12 +23,13 @@ from typing import Any, Protocol
 
 from vllm_fl.errors import VllmFLError
 
+from ..engine.tuning_table import STOCK_NAME
+from ._bisect_search import Culprit, Verdict, search
 from ._parts import NAME, Changes, Parts
-from ._search import Culprit, Verdict, search
 
-__all__ = ["BASELINE", "EXACT", "NEW_TOKENS", "PLAN", "PROMPTS", "Outputs", "Start"]
+__all__ = ["BASELINE", "EXACT", "NEW_TOKENS", "PLANNED", "PROMPTS", "Outputs", "StartEngine"]
 
-EXACT, BASELINE, PLAN = "float32", "baseline", "plan"
+EXACT, BASELINE, PLANNED = "float32", "baseline", "plan"
 
 PHASES = ("prefill", "decode")
 
@@ -56,8 +57,6 @@ order differ by less.
 PROMPTS, NEW_TOKENS = 16, 32
 """Number of prompts that the limits need, and number of forced tokens after each prompt."""
 
-STOCK = "stock"
-
 
 class BisectError(VllmFLError):
     """The plan and the baseline cannot be compared."""
@@ -74,7 +73,7 @@ class Running(Protocol):
     def ask(self, kind: str, **what: Any) -> dict[str, Any]: ...
 
 
-Start = Callable[[str, Changes], AbstractContextManager[Running]]
+StartEngine = Callable[[str, Changes], AbstractContextManager[Running]]
 """(kind, changes of user settings) -> the engine."""
 
 Draw = Callable[[int], list[list[int]]]
@@ -100,7 +99,7 @@ class Outputs:
         count: number of engines that have answered.
     """
 
-    def __init__(self, start: Start, draw: Draw, listed: Callable[[], Parts]) -> None:
+    def __init__(self, start: StartEngine, draw: Draw, listed: Callable[[], Parts]) -> None:
         self._start, self._draw, self._listed = start, draw, listed
         self.differing: dict[str, str] = {}
         self.errors: dict[str, dict[str, float | None]] = {}
@@ -134,11 +133,11 @@ class Outputs:
                 "The baseline's log-probabilities are not finite, so it cannot be compared with. "
                 "Choose another baseline with --against"
             )
-        with self._start(PLAN, Changes()) as engine:
+        with self._start(PLANNED, Changes()) as engine:
             ours = _implementations(engine)
-            self.differing = {o: i for o, i in ours.items() if i != self._theirs.get(o, STOCK)}
+            self.differing = {o: i for o, i in ours.items() if i != self._theirs.get(o, STOCK_NAME)}
             scores = self._scored(engine)
-            self.errors[PLAN] = self._medians(scores)
+            self.errors[PLANNED] = self._medians(scores)
             self.plan = self._verdict(scores)
         self.what = {op: f"{op} ({impl})" for op, impl in self.differing.items()}
         if self.plan.how:
@@ -150,13 +149,13 @@ class Outputs:
         """Return the settings that give these parts the baseline's implementations."""
         changes = self._parts.changes({*parts} - self.differing.keys())
         for op in (part for part in parts if part in self.differing):
-            label = self._theirs.get(op, STOCK)
+            label = self._theirs.get(op, STOCK_NAME)
             if "|" in label:
                 raise BisectError(
                     f"The baseline chooses op '{op}' by size ({label}), which cannot be mixed with "
                     "the plan: with --against, choose a baseline without sizes"
                 )
-            changes.orders[op] = [label if label == STOCK else f"impl:{label}"]
+            changes.orders[op] = [label if label == STOCK_NAME else f"impl:{label}"]
         return changes
 
     def _trial(self, on: tuple[str, ...]) -> Verdict:
@@ -164,10 +163,10 @@ class Outputs:
         left = [op for op in self.what if op not in on]
         if not left:
             return self.plan
-        with self._start(PLAN, self.changes(left)) as engine:
+        with self._start(PLANNED, self.changes(left)) as engine:
             ops = _implementations(engine)
             for op in left:
-                theirs = self._theirs.get(op, STOCK)
+                theirs = self._theirs.get(op, STOCK_NAME)
                 if ops.get(op, theirs) != theirs:
                     raise BisectError(
                         f"Op '{op}' runs with {ops[op]} although its order has only {theirs}: the "
@@ -233,7 +232,7 @@ def _implementations(engine: Running) -> dict[str, str]:
     for op, entry in engine.report.get("ops", {}).items():
         rows = [f"{row['impl']}(<={row['up_to']})" for row in entry.get("rows", ())]
         label = "|".join([*rows, entry["impl"]])
-        found[op] = STOCK if label == "foreign" else label  # the same code without vllm-fl
+        found[op] = STOCK_NAME if label == "foreign" else label  # the same code without vllm-fl
     return found
 
 

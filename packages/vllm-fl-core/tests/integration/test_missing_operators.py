@@ -38,8 +38,8 @@ from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError, NoKernelError, VllmFLError
 from vllm_fl.integration.compat import OLDEST, TOO_NEW, vllm_version
 from vllm_fl.integration.engines import calling
-from vllm_fl.integration.patchers import empty, operators
-from vllm_fl.integration.patchers.taking import Choice
+from vllm_fl.integration.patchers import missing_operators, operators
+from vllm_fl.integration.patchers.process_wide import Choice
 from vllm_fl.integration.targets import targets
 from vllm_fl.plugins.registry import known_contracts
 
@@ -60,20 +60,30 @@ TABLE = [
 @contextmanager
 def bare_vllm(first: str = RELEASE, last: str = RELEASE) -> Iterator[None]:
     """A vLLM without compiled operators; its releases from `first` to `last` have `TABLE`."""
-    before = empty.TABLE, empty.compiled_files, empty.installed_bindings
+    before = (
+        missing_operators.TABLE,
+        missing_operators.compiled_files,
+        missing_operators.installed_bindings,
+    )
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"operators": [{**e, "first": first, "last": last} for e in TABLE]}, file)
         file.flush()
-        empty.TABLE, empty.compiled_files = Path(file.name), tuple  # type: ignore[assignment]
-        empty.installed_bindings = binding
-        empty._table.cache_clear()
+        missing_operators.TABLE, missing_operators.compiled_files = Path(file.name), tuple  # type: ignore[assignment]
+        missing_operators.installed_bindings = binding
+        missing_operators._table.cache_clear()
         try:
             yield
         finally:
-            empty.TABLE, empty.compiled_files, empty.installed_bindings = before  # type: ignore[misc]
-            for name in [each for each in empty._libraries if each.startswith("fl_test_bare::")]:
-                empty._libraries.pop(name)._destroy()
-            empty._table.cache_clear()
+            (
+                missing_operators.TABLE,
+                missing_operators.compiled_files,
+                missing_operators.installed_bindings,
+            ) = before  # type: ignore[misc]
+            for name in [
+                each for each in missing_operators._libraries if each.startswith("fl_test_bare::")
+            ]:
+                missing_operators._libraries.pop(name)._destroy()
+            missing_operators._table.cache_clear()
 
 
 @pytest.fixture
@@ -154,7 +164,7 @@ def test_only_an_empty_build_of_a_known_release_is_given_operators(
     wanted = ("9.0", "9.1") if reason == "release" else (RELEASE, RELEASE)
     with bare_vllm(*wanted):
         if reason == "compiled":
-            monkeypatch.setattr(empty, "compiled_files", lambda: ("_C.abi3.so",))
+            monkeypatch.setattr(missing_operators, "compiled_files", lambda: ("_C.abi3.so",))
         library = torch.library.Library("fl_test_bare", "FRAGMENT")
         if reason == "brought":
             library.define("another(Tensor x) -> Tensor")
@@ -180,7 +190,7 @@ def test_a_call_that_gives_what_the_binding_does_not_know_raises_by_name(bare: N
     assert reported["other_arguments"] == 1
 
 
-def test_who_calls_without_an_engine_is_told_what_is_missing_and_what_to_do(bare: None) -> None:
+def test_a_call_without_an_engine_reports_what_is_missing_and_what_to_do(bare: None) -> None:
     with engine(plan_of(silu("vendor.a"))), calling(None), pytest.raises(NoKernelError) as failure:
         call()
     error = failure.value
@@ -235,7 +245,7 @@ def test_it_returns_nothing_on_tensors_without_data(bare: None) -> None:
 
 # The table of the releases.
 
-ENTRIES: list[dict[str, Any]] = json.loads(empty.TABLE.read_text())["operators"]
+ENTRIES: list[dict[str, Any]] = json.loads(missing_operators.TABLE.read_text())["operators"]
 
 CPU_BUILDS_ALONE = {
     "_C::causal_conv1d_update_cpu_vec",
@@ -253,7 +263,7 @@ RELEASES = [f"{OLDEST[0]}.{minor}" for minor in range(OLDEST[1], TOO_NEW[1])]
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_table_has_each_operator_of_cores_bindings_in_every_release(release: str) -> None:
-    known = empty._table(f"{release}.7+empty")
+    known = missing_operators._table(f"{release}.7+empty")
     fitting: set[str] = set()
     bound = [
         p
@@ -272,7 +282,7 @@ def test_the_table_has_each_operator_of_cores_bindings_in_every_release(release:
 
 def test_a_release_beside_those_of_the_table_has_nothing() -> None:
     for version in ("0.25.3", "0.34.0", "0.1.dev1+g0123abc", "unknown"):
-        assert not empty._table(version)
+        assert not missing_operators._table(version)
 
 
 OTHERWISE_ON_CPUS = {
@@ -284,13 +294,15 @@ OTHERWISE_ON_CPUS = {
 """Parameters with another name in vLLM's CPU build than in its CUDA build."""
 
 
-@pytest.mark.skipif(not empty.compiled_files(), reason="this vLLM has no compiled operators")
+@pytest.mark.skipif(
+    not missing_operators.compiled_files(), reason="this vLLM has no compiled operators"
+)
 def test_the_table_says_what_the_installed_build_says() -> None:
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
     compared: dict[str, str] = {}
-    for name, (text, _) in empty._table(vllm_version()).items():
+    for name, (text, _) in missing_operators._table(vllm_version()).items():
         there = operators._schema(name)
         if there is None or not there.arguments:  # a name that a build reserves for a later release
             continue

@@ -1,6 +1,6 @@
 """Lists the parts of an engine of this environment, in a separate process.
 
-    python -m vllm_fl_tools.cli._listing FILE [PLUGIN…]
+    python -m vllm_fl_tools.cli._list_parts FILE [PLUGIN…]
 
 Plugins on the command line ended an earlier process, and are not loaded. FILE gets the result of
 `listing` as JSON, or `{"problem": …, "code": …}` if a setting is invalid.
@@ -24,7 +24,7 @@ from vllm_fl.settings.policy import MODES, OpOrder
 from vllm_fl.settings.schema import Settings
 from vllm_fl.text import quote
 
-from ._neighbours import neighbours
+from ._other_plugins import neighbours
 
 __all__ = ["listing"]
 

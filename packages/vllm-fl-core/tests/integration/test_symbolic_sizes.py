@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
-from vllm_fl.integration.graphs.unknowns import under_one
+from vllm_fl.integration.graphs.symbolic_sizes import under_one
 
 TOKENS = 12
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_fl.settings.policy import REST, Mode, Token
+from vllm_fl.settings.policy import REST, Mode, Selector
 
-DEFAULT = "default"
+KEEP_DEFAULT = "default"
 """Value in a row if no implementation is faster than the default."""
 
-STOCK = "stock"
+STOCK_NAME = "stock"
 """Name of vLLM's implementation of an op, in results and options."""
 
 
@@ -78,11 +78,11 @@ class TunedOp:
     @property
     def choices(self) -> set[str]:
         """The implementations that were faster than the default somewhere."""
-        return {row.impl for row in self.rows} - {DEFAULT}
+        return {row.impl for row in self.rows} - {KEEP_DEFAULT}
 
     def chosen(self, tokens: int) -> str:
-        impl = next((row.impl for row in self.rows if tokens <= row.up_to), DEFAULT)
-        return self.default if impl == DEFAULT else impl
+        impl = next((row.impl for row in self.rows if tokens <= row.up_to), KEEP_DEFAULT)
+        return self.default if impl == KEEP_DEFAULT else impl
 
     @property
     def best(self) -> Figure | None:
@@ -163,4 +163,4 @@ class Tuned:
 
 
 def _token(impl: str) -> str:
-    return STOCK if impl == STOCK else str(Token("impl", impl))
+    return STOCK_NAME if impl == STOCK_NAME else str(Selector("impl", impl))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.settings.platform_files import unite
 from vllm_fl.settings.policy import OpOrder
 from vllm_fl.settings.schema import ITEMS, Setting
-from vllm_fl.settings.uniting import unite
 
 KINDS = {
     "vendor.a": BackendImplKind.VENDOR,
