@@ -84,6 +84,8 @@ class Run:
         self.tried: set[tuple[str, int]] = set()
         """(form, token count) of compared batches."""
         self.was_slow = False
+        self.latest: Callable[[], Sample] | None = None
+        """Returns the last call that was made or compared."""
 
     def changed(self) -> str | None:
         """Return a description of the process state that the implementation changed, or None."""
@@ -148,6 +150,7 @@ class Run:
         return compare(impl, self.spec, sample, self.trials.dtype, layer_for=layer_for, **how)
 
     def sampled(self, sample: Sample, **how: Any) -> Found:
+        self.latest = lambda: sample
         run = partial(self.compared, self.impl, sample, **how)
         result = yield from self.at(sample.name, lambda: (run(), None))
         yield from self.judge(result)
@@ -170,6 +173,7 @@ class Run:
         wrong: str = "it is incorrect",
     ) -> Objections:
         """Object to a batch's results if they are incorrect or cannot be compared."""
+        self.latest = partial(self._sample, form, rows, large)
         if not self.request.compares:
             return
         _, failure = compared(got, partial(form.off, large, rows))
@@ -199,6 +203,7 @@ class Run:
             self.tried.add((form.name, tokens))
             rows = self.trials.rows(tokens, number, order)
             laid = rows_of(form.pool(large), rows, into=laid)
+            self.latest = partial(self._sample, form, rows, large)
             where = self.where(form, tokens, ", large values" * large)
             got = yield from self.result(form, laid, where)
             if got is None:
@@ -250,9 +255,15 @@ class Run:
 
     def arguments(self, form: Form, rows: torch.Tensor, large: bool = False) -> tuple[Any, ...]:
         """Return the arguments of a call with these rows of the ordinary or the large values."""
+        self.latest = partial(self._sample, form, rows, large)
         args = form.call(rows_of(form.pool(large), rows)).args
         form.static.restore(self.spec.consumed(self.impl.consumes, args))
         return args
+
+    def _sample(self, form: Form, rows: torch.Tensor, large: bool) -> Sample:
+        """Return a batch as a sample, to keep it."""
+        scale = form.samples[large].scale
+        return Sample(self.where(form, len(rows)), self.arguments(form, rows, large), scale)
 
     def intact(self, form: Form) -> Objections:
         """Object to changed weights and tables, unless they are consumed."""

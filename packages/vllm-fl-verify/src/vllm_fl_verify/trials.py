@@ -103,6 +103,7 @@ class Request:
         requires: the setting that allows only batch-invariant implementations, for messages, or
             empty.
         valve: limits the seconds of the whole startup.
+        keeper: keeps the call of an objection, as `Record.keeper`; or None.
     """
 
     roles: Sequence[Role]
@@ -119,6 +120,7 @@ class Request:
     launched: Launches = launches.launched
     requires: str = ""
     valve: Valve = field(default_factory=Valve)
+    keeper: Any = None
 
     def share(self) -> Budget:
         """Return one implementation's budget of calls at further token counts."""

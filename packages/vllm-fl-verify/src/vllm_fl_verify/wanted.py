@@ -85,6 +85,10 @@ class Wanted:
         """
         return math.nan
 
+    def farthest(self, results: Results, tokens: Tokens = None) -> str:
+        """Describe the element with the largest error; args as for `off`."""
+        return ""
+
     def is_empty(self, results: Results) -> bool:
         """Return whether results of these sizes have nothing to compare."""
         return not results[0].numel()
@@ -143,7 +147,7 @@ class Near(Wanted):
         mine = results[0].to(self.exact.device)
         off = self.share(mine)
         problem = _problem(names[0], *off, mine.numel())
-        return off[0], problem and f"{problem}; worst at {self._farthest(mine, tokens)}"
+        return off[0], problem and f"{problem}; worst at {self.farthest(results, tokens)}"
 
     def leans(self, results: Results) -> float:
         if self.dtype not in COARSE:
@@ -167,8 +171,8 @@ class Near(Wanted):
         mine, exact = (x.where(mine.isfinite() & exact.isfinite(), 0.0) for x in (mine, exact))
         return float((mine * exact).sum() / exact.square().sum()) - 1
 
-    def _farthest(self, mine: torch.Tensor, tokens: Tokens) -> str:
-        """Describe the element with the largest error."""
+    def farthest(self, results: Results, tokens: Tokens = None) -> str:
+        mine = results[0].to(self.exact.device)
         shares = self.shares(mine)
         at = tuple(int(n) for n in torch.unravel_index(shares.argmax(), shares.shape))
         got, exact = (float(each[at]) for each in (mine.to(self.exact.dtype), self.exact))
@@ -259,17 +263,21 @@ class Pair(Wanted):
     results: ClassVar[int] = 2
 
     def off(self, results: Results, names: Sequence[str], tokens: Tokens) -> Off:
-        exact = self.number.exact
-        value, scale = (result.to(exact.device) for result in results)
-        number = value.to(exact.dtype) * spread(scale.to(exact.dtype), value.shape)
+        number, scale = self._number(results), results[1].to(self.number.exact.device)
         of_scale = self.scale.off([scale], [names[1]], tokens)
         of_number = self.number.off([number], [f"{names[0]} times its scale"], tokens)
         return of_scale if of_scale[1] else max(of_scale, of_number)
 
-    def measured(self, results: Results) -> list[torch.Tensor]:
-        value, scale = results
+    def farthest(self, results: Results, tokens: Tokens = None) -> str:
+        return self.number.farthest([self._number(results)], tokens)
+
+    def _number(self, results: Results) -> torch.Tensor:
+        value, scale = (each.to(self.number.exact.device) for each in results)
         wide = self.number.exact.dtype
-        number = value.to(wide) * spread(scale.to(wide), value.shape)
+        return value.to(wide) * spread(scale.to(wide), value.shape)
+
+    def measured(self, results: Results) -> list[torch.Tensor]:
+        scale, number = results[1], self._number(results)
         return [*self.scale.measured([scale]), *self.number.measured([number])]
 
 

@@ -154,6 +154,13 @@ def read_share(text: str) -> str | None:
     return text if share else None
 
 
+def read_megabytes(text: str) -> str:
+    """Check a positive number of megabytes. Raises ValueError."""
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise ValueError(f"expected a number of megabytes, such as 64, got {text!r}")
+    return text
+
+
 def read_platform(text: str) -> str:
     """Normalise a platform's name. Raises ValueError."""
     name = normalise_platform(text)

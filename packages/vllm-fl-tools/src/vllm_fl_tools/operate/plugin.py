@@ -1,4 +1,4 @@
-"""Plugin for the lock file, the metrics and the worker report of an engine."""
+"""Plugin for the lock file, the metrics, the worker report and the faulty calls of an engine."""
 
 from __future__ import annotations
 
@@ -30,9 +30,14 @@ def process_start() -> None:
 
 @hookimpl
 def inspect_plan(engine: Any, moment: Moment) -> Mapping[Key, Objection] | None:
-    """Fail the startup of an engine that differs from its lock file."""
+    """Fail the startup of an engine that differs from its lock file; keep faulty calls."""
     from .locking import Lock, facts_of_lock
 
+    if moment is Moment.PLANNED and engine.facts.settings.keep_faults is not None:
+        from .faults import Faults
+
+        engine.plan.record.keeper = engine.state.get(Faults) or Faults(engine)
+        engine.state[Faults] = engine.plan.record.keeper
     is_first = moment is Moment.PLANNED and Lock not in engine.state
     if is_first and engine.facts.settings.locked is not None:
         facts = facts_of_lock(engine.facts, engine.config, engine.device)
