@@ -8,6 +8,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from builders import managing, planning
-from commands import Command, Done, Plugin
+from commands import Command, Plugin
 
 from vllm_fl.contracts import ModelSizes, Sample
 from vllm_fl.dispatch import get_default_manager, reset_default_manager
@@ -75,7 +76,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Engine(SimpleNamespace):
-    """What the keeper reads of an engine."""
+    """The attributes of an engine that the keeper reads."""
 
     def __init__(self, folder: Path, *, most: str = "64", rank: int = 0, **fields: Any) -> None:
         env = {"VLLM_FL_KEEP_FAULTS": str(folder), "VLLM_FL_KEEP_FAULTS_MB": most}
@@ -165,8 +166,8 @@ def test_a_faulty_call_is_kept_and_repeated_on_every_implementation(
     assert (done.status, bad["status"], good["status"]) == (1, verdict, "ok")
     assert found["vendor.plain"]["worst"] <= 1 and ": got " in good["reason"], good
     assert seen is in_a_run or (found["vendor.acme"]["worst"] > 1 and ": got " in bad["reason"])
-    alone = fl("verify", "--replay", str(folder / FILE), "--impl", "vendor.plain")
-    assert alone.status == 0 and f"{OP} vendor.acme: " in alone.out, alone
+    done = fl("verify", "--replay", str(folder / FILE), "--impl", "vendor.plain")
+    assert done.status == 0 and f"{OP} vendor.acme: " in done.out, done
 
 
 def test_a_call_that_is_not_supported_is_replaced_by_one_that_fails(
@@ -194,6 +195,13 @@ def test_a_call_that_is_not_supported_is_replaced_by_one_that_fails(
     written()
     others = {FILE.replace("acme", "plain"), FILE.replace("rank0", "rank1")}
     assert {each.name for each in folder.iterdir()} == {FILE, *others}
+
+
+def error(fl: Command, path: Path) -> str:
+    """The one line that the command prints for a file that cannot be repeated."""
+    status, printed, message = astuple(fl("verify", "--replay", str(path)))
+    assert (status, printed, message.count("\n")) == (2, "", 1), message
+    return str(message)
 
 
 def samples() -> Iterator[tuple[Any, Sample]]:
@@ -261,8 +269,8 @@ def test_a_large_call_is_kept_with_fewer_rows_or_without_some_elements(
     linear = OpImpl("linear", "vendor.acme", impl.kind, impl.fn, "acme")
     keeper.keep(spec, linear, "wrong", lambda: made)
     written()
-    done = fl("verify", "--replay", str(folder / FILE.replace(OP, "linear")))
-    assert done.status == 2 and "has no valid weight (1024, 1024) float32" in done.err
+    message = error(fl, folder / FILE.replace(OP, "linear"))
+    assert "has no valid weight (1024, 1024) float32: it needs a higher limit" in message
 
 
 def test_a_large_weight_refers_to_the_checkpoint(tmp_path: Path, folder: Path) -> None:
@@ -328,21 +336,19 @@ def test_a_file_that_cannot_be_repeated_is_one_error(
     print("seed", seed)
     rng = random.Random(seed)
 
-    def error(data: bytes) -> str:
+    def of(data: bytes) -> str:
         path.write_bytes(data)
-        done: Done = fl("verify", "--replay", str(path))
-        assert (done.status, done.out) == (2, "") and len(done.err.splitlines()) == 1, done
-        return done.err
+        return error(fl, path)
 
     header = 8 + int.from_bytes(good[:8], "little")
     assert "is not a file of VLLM_FL_KEEP_FAULTS, or is damaged" in error(
         good[: rng.randrange(header)]
     )
-    assert "or is damaged" in error(good[: rng.randrange(header, len(good))])
+    assert "or is damaged" in of(good[: rng.randrange(header, len(good))])
     at = rng.randrange(header, len(good))
     flipped = bytes([good[at] ^ 1 << rng.randrange(8)])
-    assert "has no valid x (9, 64) bfloat16" in error(good[:at] + flipped + good[at + 1 :])
+    assert "has no valid x (9, 64) bfloat16" in of(good[:at] + flipped + good[at + 1 :])
     older = good.replace(b"(Tensor x)", b"(Tensor y)", 1)
-    assert f"was kept with another version of the op {OP}: ['(Tensor y) -> Tensor']" in error(older)
-    assert "provides the op silu_and_mux" in error(good.replace(b"silu_and_mul", b"silu_and_mux"))
-    assert "or is damaged" in error(good.replace(b"vllm_fl_fault", b"vllm_fl_other"))
+    assert f"was kept with another version of the op {OP}: ['(Tensor y) -> Tensor']" in of(older)
+    assert "provides the op silu_and_mux" in of(good.replace(b"silu_and_mul", b"silu_and_mux"))
+    assert "or is damaged" in of(good.replace(b"vllm_fl_fault", b"vllm_fl_other"))

@@ -103,7 +103,7 @@ class Request:
         requires: the setting that allows only batch-invariant implementations, for messages, or
             empty.
         valve: limits the seconds of the whole startup.
-        keeper: keeps the call of an objection, as `Record.keeper`; or None.
+        keeper: keeps the call of an objection; `Record.keeper` of the plan.
     """
 
     roles: Sequence[Role]

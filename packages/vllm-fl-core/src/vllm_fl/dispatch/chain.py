@@ -161,9 +161,10 @@ class Chain:
             if not isinstance(outcome, NotImplementedError):
                 self._blame_caller(call, outcome)
         is_refused = isinstance(outcome, str | NotImplementedError)
-        if self.record.keeper is not None:
+        keeper = self.record.keeper
+        if keeper is not None and keeper.wants(self.op, impl.impl_id, is_refused):
             made = partial(Sample, BY_GUARD, tuple(call.args), math.nan)
-            self.record.keeper.keep(self.spec, impl, _text(outcome), made, refused=is_refused)
+            keeper.keep(self.spec, impl, _text(outcome), made, refused=is_refused)
         if isinstance(outcome, str | NotImplementedError):
             self.record.refused(self.op, impl, _text(outcome))
             if self.strict:

@@ -40,13 +40,13 @@ FORMAT = "vllm_fl_fault_1"
 """The key of the JSON text, with the version of the contents."""
 
 LARGE = 2**20
-"""Bytes from which a weight is looked up in the checkpoint."""
+"""Minimum bytes of a weight to look it up in the checkpoint."""
 
 DIGESTED = 2**16
 """Approximate number of elements, at equal distances, in the digest of a tensor."""
 
 PART_ROWS = 16
-"""Maximum rows of a call of which only parts of the weights are kept."""
+"""Maximum rows of a call if only parts of its weights are kept."""
 
 Named = dict[str, Any]
 
@@ -56,12 +56,13 @@ log = get_logger("engine")
 class Faults:
     """Keeps faulty calls of one engine; its methods never raise.
 
-    A thread writes each file, since a file system may be slow.
+    A thread writes each file, because a file system may be slow.
     """
 
     def __init__(self, engine: Any) -> None:
         settings = engine.facts.settings
-        self.folder, self.most = Path(settings.keep_faults), int(settings.keep_faults_mb) * 10**6
+        self.folder = Path(settings.keep_faults).absolute()
+        self.most = int(settings.keep_faults_mb) * 10**6
         self._engine, self._is_said = engine, False
         self._kept: dict[tuple[str, str], bool] = {}
         """(op, impl id) -> whether the kept call is only not supported."""
