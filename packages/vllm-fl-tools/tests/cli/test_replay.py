@@ -21,12 +21,15 @@ from commands import Command, Plugin
 from vllm_fl.contracts import ModelSizes, Sample
 from vllm_fl.dispatch import get_default_manager, reset_default_manager
 from vllm_fl.engine.plan import Plan
+from vllm_fl.errors import SettingsError
+from vllm_fl.plugins.inspection import Moment
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.loading import load_settings
 from vllm_fl_tools.files import Draft
 from vllm_fl_tools.operate import faults
 from vllm_fl_tools.operate.faults import Faults
+from vllm_fl_tools.operate.plugin import inspect_plan
 from vllm_fl_verify.guarded import bits
 from vllm_fl_verify.live import Live
 from vllm_fl_verify.preflight import find_faults
@@ -197,6 +200,27 @@ def test_a_call_that_is_not_supported_is_replaced_by_one_that_fails(
     assert {each.name for each in folder.iterdir()} == {FILE, *others}
 
 
+def test_each_plan_of_an_engine_has_the_same_keeper_and_without_the_setting_none(
+    folder: Path,
+) -> None:
+    engine = Engine(folder, state={}, plan=planning(managing()))
+    keepers = []
+    for _ in range(2):
+        inspect_plan(engine, Moment.PLANNED)
+        keepers.append(engine.plan.record.keeper)
+        engine.plan = planning(managing())
+    assert keepers[0] is keepers[1] is not None
+    engine.facts.settings = load_settings({})
+    inspect_plan(engine, Moment.PLANNED)
+    assert engine.plan.record.keeper is None
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "64 MB", "1.5"])
+def test_the_limit_is_a_number_of_megabytes(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"VLLM_FL_KEEP_FAULTS_MB: .*expected a number of meg"):
+        load_settings({"VLLM_FL_KEEP_FAULTS_MB": text})
+
+
 def error(fl: Command, path: Path) -> str:
     """The one line that the command prints for a file that cannot be repeated."""
     status, printed, message = astuple(fl("verify", "--replay", str(path)))
@@ -341,7 +365,7 @@ def test_a_file_that_cannot_be_repeated_is_one_error(
         return error(fl, path)
 
     header = 8 + int.from_bytes(good[:8], "little")
-    assert "is not a file of VLLM_FL_KEEP_FAULTS, or is damaged" in error(
+    assert "is not a file of VLLM_FL_KEEP_FAULTS, or is damaged" in of(
         good[: rng.randrange(header)]
     )
     assert "or is damaged" in of(good[: rng.randrange(header, len(good))])
