@@ -116,6 +116,7 @@ def startups(
                     communicator="vendor:wrong|vendor:counting|stock",
                 ),
                 "RANK_ONE": "wrong",
+                "VLLM_FL_KEEP_FAULTS": str(folder / "ranks"),
                 "VLLM_CPU_OMP_THREADS_BIND": "0|1",
             },
         ),
@@ -134,6 +135,7 @@ def startups(
                     },
                 ),
                 "VLLM_FL_METRICS": str(folder / "chat.prom"),
+                "VLLM_FL_KEEP_FAULTS": str(folder / "faults"),
             },
         ),
     }

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engines import assert_same_bits
-from startups import CAUSES, Startup
+from startups import CAUSES, Startup, modules
 
 
 @pytest.mark.parametrize("op", CAUSES)
@@ -63,3 +67,37 @@ def test_report_and_counters_are_left_after_shutdown(startup: Startup, shared: P
     assert left["report"]["ops"]["silu_and_mul"]["impl"] == "reference.torch"
     assert left["report"]["calls"]["rotary_embedding"]["reference.torch"] > 0
     assert not (shared / "chat.rank0.prom").exists(), "an engine that ended is not shown"
+
+
+def replayed(file: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    """(exit status, impl id -> findings) of the command."""
+    command = [sys.executable, "-m", "vllm_fl_tools.cli", "verify", "--json", "--replay", str(file)]
+    env = {**os.environ, **modules("faulty", "live_only")}
+    env["PYTHONPATH"] = f"{env['PYTHONPATH']}:{os.environ.get('PYTHONPATH', '')}"
+    done = subprocess.run([*command, *options], env=env, capture_output=True, check=False)
+    assert done.stdout, done.stderr.decode()
+    results = json.loads(done.stdout)["results"]
+    return done.returncode, {each["impl_id"]: each["findings"] for each in results}
+
+
+def test_the_first_fault_of_each_is_kept_and_its_message_has_the_file(
+    startup: Startup, shared: Path
+) -> None:
+    result = startup("faulty")
+    kept = {f"{op}.vendor.faulty" for op in CAUSES} | {
+        f"{op}.vendor.{name}"
+        for op, name in (
+            ("silu_and_mul", "liveonly"),
+            ("silu_and_mul", "afterstart"),
+            ("rms_norm", "afterstart"),
+        )
+    }
+    folder = shared / "faults"
+    files = {name: folder / f"{name}.rank0.safetensors" for name in kept}
+    assert {*folder.iterdir()} == {*files.values()}
+    for file in files.values():
+        assert f"; its arguments are in {file}" in result["log"], file
+    live = files["silu_and_mul.vendor.liveonly"]
+    status, found = replayed(live, "--impl", "vendor.liveonly", "--impl", "reference.torch")
+    assert (status, [each["status"] for each in found["vendor.liveonly"]]) == (1, ["wrong"])
+    assert [each["status"] for each in found["reference.torch"]] == ["ok"]

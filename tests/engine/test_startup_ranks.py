@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from engine_run import largest_difference
 from startups import Startup
 
@@ -49,3 +51,10 @@ def test_a_call_that_an_implementation_refuses_while_it_serves_falls_back(startu
     log = result["log"]
     refused = "'vendor.late' does not support a call of op 'rms_norm': NotImplementedError: not"
     assert log.count(refused) == log.count("Op 'rms_norm' fallback to 'reference.torch'") == 2
+
+
+def test_each_rank_keeps_its_own_faults(startup: Startup, shared: Path) -> None:
+    startup("ranks")
+    late = {f"rms_norm.vendor.late.rank{rank}.safetensors" for rank in range(2)}
+    wrong = {"silu_and_mul.vendor.rankone.rank1.safetensors"}
+    assert {file.name for file in (shared / "ranks").iterdir()} == late | wrong

@@ -49,6 +49,8 @@ def every_setting(folder: Path) -> dict[str, tuple[str, str, Any]]:
         "debug": ("VLLM_FL_DISPATCH_DEBUG", "1", True),
         "metrics": ("VLLM_FL_METRICS", f"{path}/metrics.prom", f"{path}/metrics.prom"),
         "shadow": ("VLLM_FL_SHADOW", "0.5", "0.5"),
+        "keep_faults": ("VLLM_FL_KEEP_FAULTS", f"{path}/faults", f"{path}/faults"),
+        "keep_faults_mb": ("VLLM_FL_KEEP_FAULTS_MB", "32", "32"),
         "plugins": ("VLLM_FL_PLUGINS", ",".join(plugins), plugins),
         "plugin_modules": ("VLLM_FL_PLUGIN_MODULES", ",".join(modules), modules),
         "flagcx_path": ("FLAGCX_PATH", path, path),

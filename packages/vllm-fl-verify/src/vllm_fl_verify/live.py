@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -88,6 +88,11 @@ class _Before:
     call: Guarded
     rows: torch.Tensor | None
     sample: Sample
+
+    def made(self) -> Sample:
+        """Return the whole call with its arguments as before it was made."""
+        self.call.restore(self.call.arguments.keys())
+        return replace(self.sample, args=self.call.args)
 
 
 @dataclass
@@ -251,7 +256,10 @@ class Live:
         if failure is None:
             return result
         where = f"in layer {self._layer or '(unnamed)'}, {_described(spec, args)}"
-        self.objections[key] = Objection(FAILED, f"{failure} (on live tensors {where})")
+        why = f"{failure} (on live tensors {where})"
+        if (keeper := self.plan.record.keeper) is not None:
+            why += keeper.keep(spec, impl, why, before.made)
+        self.objections[key] = Objection(FAILED, why)
         # Incorrect numbers, especially NaN, would hide errors in later layers.
         return _zeros(spec.fake(*args))
 

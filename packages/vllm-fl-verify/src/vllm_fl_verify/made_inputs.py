@@ -97,6 +97,7 @@ class Checks:
             provided=self.facts.provided,
             requires=self.facts.wants_invariance,
             valve=self.valve,
+            keeper=plan.record.keeper,
         )
 
     def _warm_counts(self, entry: PlanEntry, impl: OpImpl) -> list[int]:

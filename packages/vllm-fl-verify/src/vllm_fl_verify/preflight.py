@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -110,8 +110,13 @@ def _look(startup: SharedState, role: Role, trials: Sequence[Trials]) -> Objecti
         return Objection(FAILED, f"the contract of its op supports {', '.join(known)}, not {dtype}")
     refusals = []
     for each in trials:
+        run = Run(startup, role, each, len(trials))
         with role.running("the verification"):
-            objection = _check(Run(startup, role, each, len(trials)))
+            objection = _check(run)
+        if objection is not None and request.keeper is not None and run.latest is not None:
+            refused, why = objection.code != FAILED, objection.reason
+            kept = request.keeper.keep(run.spec, role.impl, why, run.latest, refused=refused)
+            objection = replace(objection, reason=why + kept)
         if objection is not None and objection.code == FAILED:
             return objection
         if objection is not None:

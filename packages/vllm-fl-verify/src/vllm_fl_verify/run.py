@@ -81,6 +81,8 @@ class Run:
         self.tried: set[tuple[str, int]] = set()
         """(form, token count) of compared batches."""
         self.was_slow = False
+        self.latest: Callable[[], Sample] | None = None
+        """Returns the last call that was made or compared."""
 
     def changed(self) -> str | None:
         """Return a description of process state that the implementation has changed, or None."""
@@ -140,6 +142,7 @@ class Run:
         return compare(impl, self.spec, sample, self.trials.dtype, layer_for=layer_for, **how)
 
     def sampled(self, sample: Sample, **how: Any) -> CheckedCall:
+        self.latest = lambda: sample
         run = partial(self.compared, self.impl, sample, **how)
         result = yield from self.at(sample.name, lambda: (run(), None))
         yield from self.judge(result)
@@ -161,6 +164,7 @@ class Run:
         large: bool = False,
         wrong: str = "it is incorrect",
     ) -> Objections:
+        self.latest = partial(self._sample, form, rows, large)
         if not self.request.compares:
             return
         _, failure = compared(got, partial(form.deviation, large, rows))
@@ -188,6 +192,7 @@ class Run:
             self.tried.add((form.name, tokens))
             rows = self.trials.rows(tokens, number, order)
             laid = copy_rows(form.pool(large), rows, into=laid)
+            self.latest = partial(self._sample, form, rows, large)
             where = self.where(form, tokens, ", large values" * large)
             got = yield from self.result(form, laid, where)
             if got is None:
@@ -236,9 +241,15 @@ class Run:
         yield from self.at(where, partial(try_call, self.call, self.impl, self.spec, args))
 
     def arguments(self, form: Form, rows: torch.Tensor, large: bool = False) -> tuple[Any, ...]:
+        self.latest = partial(self._sample, form, rows, large)
         args = form.call(copy_rows(form.pool(large), rows)).args
         form.static.restore(self.spec.consumed(self.impl.consumes, args))
         return args
+
+    def _sample(self, form: Form, rows: torch.Tensor, large: bool) -> Sample:
+        """Return a batch as a sample, to keep it."""
+        scale = form.samples[large].scale
+        return Sample(self.where(form, len(rows)), self.arguments(form, rows, large), scale)
 
     def intact(self, form: Form) -> Objections:
         """Object to changed weights and tables, unless they are consumed."""

@@ -157,7 +157,7 @@ class Canary:
             log.warning(
                 "Shadow: implementation '%s' of op '%s' is incorrect in %d of %d compared calls of "
                 "up to %d tokens: worst error %.3gx tolerance, relative error %.2g, %d NaN, %d "
-                "infinite (rank %d)",
+                "infinite (rank %d)%s",
                 impl_id,
                 op,
                 tally.wrong,
@@ -168,6 +168,7 @@ class Canary:
                 tally.nan,
                 tally.inf,
                 self._rank,
+                self.shadow.kept.get((op, impl_id), ""),
             )
         if found and not wrong and self._rank == 0:
             log.info("%s", _all_well(self.shadow, found))

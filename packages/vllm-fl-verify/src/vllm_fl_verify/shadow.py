@@ -17,11 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from vllm_fl.contracts import OpSpec
+from vllm_fl.contracts import OpSpec, Sample
 from vllm_fl.engine.plan import Plan
 from vllm_fl.logs import get_logger
 from vllm_fl.plugins.types import OpImpl
@@ -115,6 +116,8 @@ class Shadow:
         """Every n-th call of a key in a step is compared."""
         self._at: Counter[BucketKey] = Counter()
         """Number of this step's calls per key."""
+        self.kept: dict[tuple[str, str], str] = {}
+        """(op, impl id) -> where its first incorrect call was kept, for messages."""
         self._on_device: list[tuple[BucketKey, list[torch.Tensor]]] = []
         """Errors of this step's compared calls."""
         for op, entry in plan.entries.items():
@@ -194,7 +197,7 @@ class Shadow:
             call = self._kept(impl, spec, args)
             result = impl.fn(*args)
             if call is not None:
-                self._compare(spec, call, result)
+                self._compare(spec, impl, call, result)
             return result
 
         return compared
@@ -219,7 +222,7 @@ class Shadow:
                 rows = slice(turn % stride, None, stride)
             kept = spec.with_changed_rows(whole, lambda arg: arg[rows])
             if sum(8 * arg.numel() for arg in kept if isinstance(arg, torch.Tensor)) <= LARGEST:
-                return _Call(key, spec.with_changed_rows(kept, torch.clone), rows)
+                return _Call(key, spec.with_changed_rows(kept, torch.clone), rows, whole)
             self.too_large[spec.name] += 1
         except Exception as error:
             self._leave(spec.name, error)
@@ -233,13 +236,24 @@ class Shadow:
         too_many = len(self._on_device) >= 2 * CALLS
         return None if at % self._every or too_many else at // self._every
 
-    def _compare(self, spec: OpSpec, call: _Call, result: Any) -> None:
+    def _compare(self, spec: OpSpec, impl: OpImpl, call: _Call, result: Any) -> None:
         try:
             measured = call.measured(spec, result)
             if measured:
                 self._on_device.append((call.key, measured))
+                self._keep(spec, impl, call, measured)
         except Exception as error:
             self._leave(spec.name, error)
+
+    def _keep(self, spec: OpSpec, impl: OpImpl, call: _Call, measured: list[torch.Tensor]) -> None:
+        """Keep the call if it is incorrect, which needs a synchronisation."""
+        keeper = self.plan.record.keeper
+        if keeper is None or not keeper.wants(*call.key[:2]):
+            return
+        share = max(float(each[0]) for each in measured)
+        if share > 1.0:
+            why = f"it is incorrect: {share:.3g}x tolerance (in a shadow check)"
+            self.kept[call.key[:2]] = keeper.keep(spec, impl, why, partial(call.made, spec, impl))
 
     def _leave(self, op: str, error: Exception) -> None:
         self.left[op] = f"the comparison failed: {quote(error)}"
@@ -248,17 +262,37 @@ class Shadow:
 
 @dataclass(frozen=True)
 class _Call:
-    """Copy of one call, made before the implementation may overwrite its arguments. It has only the
-    compared rows of the arguments. `key` is the key of its tally."""
+    """The arguments of a call, before the implementation overwrites some of them.
+
+    Args:
+        key: the key of its tally.
+        args: the contract's arguments, with only the compared rows.
+        rows: the compared rows.
+        whole: the arguments themselves, which the implementation may have overwritten.
+    """
 
     key: BucketKey
     args: tuple[Any, ...]
     rows: slice
+    whole: tuple[Any, ...]
+
+    def made(self, spec: OpSpec, impl: OpImpl) -> Sample:
+        """Return the whole call; only the compared rows if it overwrote its arguments."""
+        args = self.whole
+        if spec.consumed(impl.consumes, args):
+            pairs = zip(self.args, args, strict=True)
+            args = tuple(mine if mine is own else _laid(mine, own) for mine, own in pairs)
+        return Sample("in a shadow check", args, math.nan)
 
     def measured(self, spec: OpSpec, result: Any) -> list[torch.Tensor]:
         rows = tuple(r if r is None or not r.ndim else r[self.rows] for r in parts(result))
         wanted = wanted_here(spec, self.args, magnitudes(spec, self.args))
         return [each for want, mine, _ in paired(rows, wanted) for each in want.measured(mine)]
+
+
+def _laid(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the rows with the strides of `like`."""
+    return rows.new_empty_strided(rows.shape, like.stride()).copy_(rows)
 
 
 def _left(spec: OpSpec) -> str:

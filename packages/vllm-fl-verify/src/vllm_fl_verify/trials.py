@@ -99,6 +99,7 @@ class Request:
         requires: the setting that allows only batch-invariant implementations, for messages; or
             empty.
         valve: limits the seconds of the whole startup.
+        keeper: keeps the call of an objection; `Record.keeper` of the plan.
     """
 
     roles: Sequence[Role]
@@ -115,6 +116,7 @@ class Request:
     launched: Launches = launches.launched
     requires: str = ""
     valve: Valve = field(default_factory=Valve)
+    keeper: Any = None
 
     def share(self) -> Budget:
         return Budget(self.calls / max(1, len(self.roles)), self.valve)

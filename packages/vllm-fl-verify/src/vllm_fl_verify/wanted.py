@@ -64,7 +64,7 @@ class Wanted:
                 numbers; the numbers of incorrect NaN and of incorrect infinite elements.
 
         Raises:
-            NotImplementedError: this kind of output is not in `MEASURED`.
+            NotImplementedError: this kind of output is not in `MEASURED_OUTPUTS`.
         """
         raise NotImplementedError
 
@@ -78,6 +78,10 @@ class Wanted:
         """Return the factor of results relative to the exact numbers, minus 1. The factor is the
         least-squares fit of a line through 0. NaN for few elements or a fine dtype."""
         return math.nan
+
+    def farthest(self, results: OutputTensors, tokens: Tokens = None) -> str:
+        """Describe the element with the largest error; args as for `deviation`."""
+        return ""
 
     def is_empty(self, results: OutputTensors) -> bool:
         return not results[0].numel()
@@ -134,7 +138,7 @@ class Near(Wanted):
         problem = _problem(names[0], *share, mine.numel())
         if not problem:
             return share[0], ""
-        return share[0], f"{problem}; worst at {self._farthest(mine, tokens)}{self._factor(mine)}"
+        return share[0], f"{problem}; worst at {self.farthest(results, tokens)}{self._factor(mine)}"
 
     def _factor(self, mine: torch.Tensor) -> str:
         """Return the factor that explains all errors, for a message, or an empty string."""
@@ -169,7 +173,8 @@ class Near(Wanted):
         mine, exact = (x.where(mine.isfinite() & exact.isfinite(), 0.0) for x in (mine, exact))
         return float((mine * exact).sum() / exact.square().sum()) - 1
 
-    def _farthest(self, mine: torch.Tensor, tokens: Tokens) -> str:
+    def farthest(self, results: OutputTensors, tokens: Tokens = None) -> str:
+        mine = results[0].to(self.exact.device)
         shares = self.shares(mine)
         at = tuple(int(n) for n in torch.unravel_index(shares.argmax(), shares.shape))
         got, exact = (float(each[at]) for each in (mine.to(self.exact.dtype), self.exact))
@@ -253,17 +258,21 @@ class Pair(Wanted):
     results: ClassVar[int] = 2
 
     def deviation(self, results: OutputTensors, names: Sequence[str], tokens: Tokens) -> Deviation:
-        exact = self.number.exact
-        value, scale = (result.to(exact.device) for result in results)
-        number = value.to(exact.dtype) * spread(scale.to(exact.dtype), value.shape)
+        number, scale = self._number(results), results[1].to(self.number.exact.device)
         of_scale = self.scale.deviation([scale], [names[1]], tokens)
         of_number = self.number.deviation([number], [f"{names[0]} times its scale"], tokens)
         return of_scale if of_scale[1] else max(of_scale, of_number)
 
-    def measured(self, results: OutputTensors) -> list[torch.Tensor]:
-        value, scale = results
+    def farthest(self, results: OutputTensors, tokens: Tokens = None) -> str:
+        return self.number.farthest([self._number(results)], tokens)
+
+    def _number(self, results: OutputTensors) -> torch.Tensor:
+        value, scale = (each.to(self.number.exact.device) for each in results)
         wide = self.number.exact.dtype
-        number = value.to(wide) * spread(scale.to(wide), value.shape)
+        return value.to(wide) * spread(scale.to(wide), value.shape)
+
+    def measured(self, results: OutputTensors) -> list[torch.Tensor]:
+        scale, number = results[1], self._number(results)
         return [*self.scale.measured([scale]), *self.number.measured([number])]
 
 

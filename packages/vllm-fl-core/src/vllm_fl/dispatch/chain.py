@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from ..contracts import OpSpec
+from ..contracts import OpSpec, Sample
 from ..errors import AllFailedError, CallError
 from ..plugins.signatures import asked_for
 from ..plugins.types import OpImpl
 from ..settings.policy import Rows
 from ..text import spelt
-from .record import Record, Skipped
+from .record import BY_GUARD, Record, Skipped
 from .resolver import NEEDS_LAYER
 
 
@@ -149,6 +151,11 @@ class Chain:
                 raise outcome
             if not isinstance(outcome, NotImplementedError):
                 self._blame_caller(call, outcome)
+        is_refused = isinstance(outcome, str | NotImplementedError)
+        keeper = self.record.keeper
+        if keeper is not None and keeper.wants(self.op, impl.impl_id, is_refused):
+            made = partial(Sample, BY_GUARD, tuple(call.args), math.nan)
+            keeper.keep(self.spec, impl, _text(outcome), made, refused=is_refused)
         if isinstance(outcome, str | NotImplementedError):
             self.record.refused(self.op, impl, _text(outcome))
             if self.strict:

@@ -21,6 +21,10 @@ class Skipped(Exception):
     """Raised by a guard instead of calling its first candidate, because that is demoted."""
 
 
+BY_GUARD = "in a run of the model"
+"""Name of a call that a guard made; its arguments may be overwritten."""
+
+
 class Record:
     """Counts calls, stores demotions, and logs each event once.
 
@@ -54,6 +58,8 @@ class Record:
         self.demotions: dict[Key, str] = {}
         self.guards: weakref.WeakSet[Any] = weakref.WeakSet()
         """All compiled `Guard` objects with this record. A demotion does not switch bare guards."""
+        self.keeper: Any = None
+        """Keeps faulty calls (VLLM_FL_KEEP_FAULTS): `vllm_fl_tools.operate.faults.Faults`."""
         self._announced: dict[str, str] = {}
         self._said: set[tuple[str, ...]] = set()
         self.is_aside = False

@@ -17,7 +17,10 @@ FL_OPS, VERIFY, TOOLS = "vllm-fl-ops", "vllm-fl-verify", "vllm-fl-tools"
 EXTENDERS = frozenset((VERIFY, TOOLS))
 """The distributions that may provide extensions."""
 
-READ_BY = {"lock": ("operate", TOOLS), "metrics": ("operate", TOOLS), "shadow": ("verify", VERIFY)}
+READ_BY = {
+    **dict.fromkeys(("lock", "metrics", "keep_faults"), ("operate", TOOLS)),
+    "shadow": ("verify", VERIFY),
+}
 """Setting -> the only extension that reads it, and its distribution."""
 
 OFF = "set VLLM_FL_PREFLIGHT=off"

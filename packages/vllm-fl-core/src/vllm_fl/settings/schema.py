@@ -24,6 +24,7 @@ from .values import (
     OP_CONFIG,
     ORDER_PREFIX,
     PER_OP,
+    read_megabytes,
     read_platform,
     read_share,
 )
@@ -165,6 +166,12 @@ class Settings(Mapping[str, Setting]):
     """The file for each worker's counters. Each worker adds its rank to the name."""
     shadow = SettingSpec[str | None]("shadow", "VLLM_FL_SHADOW", None, read=read_share)
     """The fraction of steps with a shadow check of the plan's calls."""
+    keep_faults = SettingSpec[str | None]("keep_faults", "VLLM_FL_KEEP_FAULTS", None)
+    """The folder for the first faulty call of each implementation, or None."""
+    keep_faults_mb = SettingSpec(
+        "keep_faults_mb", "VLLM_FL_KEEP_FAULTS_MB", "64", read=read_megabytes
+    )
+    """The maximum megabytes of arguments that are kept of a call."""
     plugins = SettingSpec[SomeNames]("plugins", "VLLM_FL_PLUGINS", None, names="distribution")
     plugin_modules = SettingSpec[Names](
         "plugin_modules", "VLLM_FL_PLUGIN_MODULES", (), names="module"

@@ -152,6 +152,13 @@ def read_share(text: str) -> str | None:
     return text if share else None
 
 
+def read_megabytes(text: str) -> str:
+    """Check a positive number of megabytes. Raises ValueError."""
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise ValueError(f"expected a number of megabytes, such as 64, got {text!r}")
+    return text
+
+
 def read_platform(text: str) -> str:
     name = normalise_platform(text)
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts import OpSpec
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
     from vllm_fl_verify.trials import Trials
     from vllm_fl_verify.verification import Comparison
+
+    from ._replay import Replay
 
 BATCH = 300
 """The largest batch for comparing the bits of rows, larger than the pool of verification."""
@@ -75,6 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=TIMEOUT,
         help=f"time limit of one sample; default: {TIMEOUT:.0f}",
     )
+    text = "repeat a call that VLLM_FL_KEEP_FAULTS has kept, on each implementation or on --impl"
+    parser.add_argument("--replay", metavar="FILE", help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -82,13 +87,19 @@ def run(arguments: argparse.Namespace) -> int:
     manager = get_default_manager()
     manager.ensure_initialized(defer_errors=True)  # the policy does not matter
     kernels = {name for each in manager.registry.plugins for name in each.owner.kernels}
+    specs = manager.registry.snapshot().contracts
+    every = {dtype for spec in specs.values() for dtype in spec.dtypes}
+    check_known("dtype", arguments.dtype, every)
+    device, replay = device_of(arguments.device), None
+    if arguments.replay is not None:
+        from ._replay import Replay
+
+        replay = Replay(Path(arguments.replay), specs, device)
+        arguments.op, arguments.dtype = [replay.facts["op"]], [replay.dtype]
     runnable, not_run = _choose(manager, arguments.op, arguments.impl)
-    specs = manager.registry.snapshot().contracts.values()
-    check_known("dtype", arguments.dtype, {dtype for spec in specs for dtype in spec.dtypes})
-    device = device_of(arguments.device)
     # Read the name first, because a kernel may break the device.
     name = cpu_name() if device.type == "cpu" else device_name(device)
-    work = _Work(manager, runnable, arguments.dtype, device)
+    work = _Work(manager, runnable, arguments.dtype, device, replay)
     found = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": {
@@ -99,6 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
             "emulated": arguments.emulated,
         },
         "complete": True,
+        **({"kept": replay.facts} if replay else {}),
         "results": work.results,
         "not_run": not_run,
     }
@@ -165,7 +177,7 @@ def _identity(manager: OpManager, impl: Impl) -> dict[str, Any]:
 class _Work:
     """The units of a run, each an implementation in a dtype, and the results of finished units.
 
-    `dtypes` is None for every dtype of a contract.
+    `dtypes` is None for every dtype of a contract. With `replay` only its call is made.
     """
 
     def __init__(
@@ -174,8 +186,9 @@ class _Work:
         impls: Sequence[OpImpl],
         dtypes: Sequence[str] | None,
         device: torch.device,
+        replay: Replay | None = None,
     ) -> None:
-        self.manager, self.device = manager, device
+        self.manager, self.device, self.replay = manager, device, replay
         snapshot = manager.registry.snapshot()
         self.specs = snapshot.contracts
         bindings = all_bindings(snapshot).values()
@@ -205,7 +218,7 @@ class _Work:
             comparisons = list(self._compare_all(impl, dtype, trials, watch))
             seconds = time.perf_counter() - start
             sound = all(c.status in ("ok", "refused") for c in comparisons)
-            same = self._same_bits(impl, trials, watch) if sound else None
+            same = self._same_bits(impl, trials, watch) if sound and not self.replay else None
             self.results.append(
                 {
                     **_identity(self.manager, impl),
@@ -249,7 +262,12 @@ class _Work:
         def raised(sample: str, reason: str, error: Exception | None = None) -> Comparison:
             return Comparison(*key, sample, dtype_name, "raised", reason=reason, error=error)
 
-        samples = tried(spec, dtype, self.device)
+        samples, how = (
+            tried(spec, dtype, self.device),
+            self.replay.compare if self.replay else compare,
+        )
+        if self.replay is not None:
+            samples = iter((self.replay.sample,))
         compared = []
         while True:
             if self._given_up[key] >= GIVEN_UP:
@@ -264,7 +282,7 @@ class _Work:
                 return
             try:
                 with watch.call(sample.name):
-                    comparison = compare(impl, spec, sample, dtype)
+                    comparison = how(impl, spec, sample, dtype)
             except TookTooLong:
                 self._given_up[key] += 1
                 comparison = raised(
@@ -298,7 +316,7 @@ def _summary(comparisons: Sequence[Comparison]) -> dict[str, Any]:
         "findings": [
             {"sample": c.sample, "status": c.status, "share": _finite(c.share), "reason": c.reason}
             for c in comparisons
-            if c.status != "ok"
+            if c.reason
         ],
     }
 
@@ -397,6 +415,11 @@ def _heading(found: Mapping[str, Any]) -> str:
 
 def show(found: Mapping[str, Any]) -> None:
     say(_heading(found))
+    if "kept" in found:
+        from ._replay import heading
+
+        for line in heading(found["kept"]):
+            say(line)
     if found["results"]:
         print_table(HEADINGS, _rows(found["results"]))
         say(LEGEND)
