@@ -95,9 +95,9 @@ class Routing:
     Args:
         scores: the contract's parameters -> (tokens, experts), fp64; the oracle chooses the k
             highest.
-        margin: the largest difference between tied scores of magnitude 1, in units of the scores.
-            It must exceed the error of scores that are computed in fp32. Like `atol`, it is
-            multiplied by `Sample.scale`.
+        margin: the largest difference at which two scores of magnitude 1 count as equal. It
+            must exceed the error of scores that are computed in fp32. Like `atol`, it is multiplied
+            by `Sample.scale`.
         tolerances: for the weights; if empty, the contract's tolerances apply.
     """
 

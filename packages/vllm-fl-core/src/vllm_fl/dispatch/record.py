@@ -36,7 +36,7 @@ class Record:
 
     Args:
         decide: (op, impl id, why) -> whether to demote an implementation that failed; calls
-            `demote` if so. None: never demote but raise the failure, such as under a sealed plan.
+            `demote` if so. None if failures are raised instead, such as under a sealed plan.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ class Owner:
 
     @property
     def who(self) -> str:
-        """`Plugin 'cuda' of vllm-fl-cuda 0.1.0 (/path)`, the beginning of errors."""
+        """The first words of an error: `Plugin 'cuda' of vllm-fl-cuda 0.1.0 (/path)`."""
         return f"Plugin {clean(self.plugin)!r} of {clean(str(self))}"
 
     def error(

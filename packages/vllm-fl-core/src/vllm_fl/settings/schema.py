@@ -38,7 +38,7 @@ FORMER = {"VLLM_FL_ENABLED": ("VLLM_FL_PREFER_ENABLED",)}
 """Variable -> its names in vllm-plugin-FL."""
 
 COMMAND_LINE = "--additional-config.vllm_fl"
-"""The origin of orders on the command line of vLLM."""
+"""The origin of orders that are set on vLLM's command line."""
 
 Names = tuple[str, ...]
 SomeNames = tuple[str, ...] | None

@@ -42,7 +42,7 @@ def surviving(
     If a plugin ends the child (`os._exit`, an abort) or hangs, `work` is repeated without it, and
     the plugin is shown as failed.
 
-    `ended` has plugin -> how it ended a child. A plugin that ends this child is added.
+    `ended` maps a plugin to how it ended a child. A plugin that ends this child is added.
 
     Raises:
         LoadingError: the child ended while no known plugin was running.
