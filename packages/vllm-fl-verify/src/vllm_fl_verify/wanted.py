@@ -69,9 +69,9 @@ class Wanted:
         raise NotImplementedError
 
     def bias(self, results: OutputTensors) -> float:
-        """Return the average bias of results, away from zero, in units of the last place of their dtype. It is about
-        0 for rounding to nearest, and -0.5 for truncation. NaN if too few elements are rounded, or
-        if too few are within a step."""
+        """Return the average bias of results, away from zero, in units of the last place of their
+        dtype. It is about 0 for rounding to nearest, and -0.5 for truncation. NaN if too
+        few elements are rounded, or if too few are within a step."""
         return math.nan
 
     def slope(self, results: OutputTensors) -> float:
