@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, wraps
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -336,7 +336,7 @@ def test_layers_are_compared_with_their_contracts(share: float, draw: random.Ran
     from vllm_fl_verify.stock.ops import _compared
 
     layers = nn.ModuleDict({f"norm{n}": RMSNorm(128) for n in range(4)})
-    layers |= {f"act{n}": SiluAndMul() for n in range(4)}
+    layers.update({f"act{n}": SiluAndMul() for n in range(4)})
     layers["rope"] = get_rope(
         64, max_position=128, is_neox_style=True, rope_parameters={"rope_theta": 10000.0}
     )
@@ -346,6 +346,7 @@ def test_layers_are_compared_with_their_contracts(share: float, draw: random.Ran
     factor = 1 + share * specs[op].tolerance(torch.bfloat16).rtol
     own = layers[faulty]._forward_method
 
+    @wraps(own)
     def scaled(*args: Any) -> Any:
         result = own(*args)
         first, *rest = result if isinstance(result, tuple) else (result,)

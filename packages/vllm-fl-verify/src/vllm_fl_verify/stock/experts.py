@@ -67,7 +67,8 @@ class Experts:
         dtype, device = layer.params_dtype, first.device
         coarse = max(COARSE.get(value.dtype, 0.0) for value in self.held.values())
         for tokens in TOKENS:
-            x = torch.randn(tokens, hidden, generator=self.generator).to(device, dtype)
+            x = torch.randn(tokens, hidden, generator=self.generator, dtype=torch.float32)
+            x = x.to(device, dtype)
             ids, weights = (each.to(device) for each in self._routing(tokens))
             given = {"layer": layer, "x": x, "topk_weights": weights}
             given["topk_ids"] = self._global(ids)
@@ -109,8 +110,9 @@ class Experts:
     def _routing(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (numbers of the chosen experts, weights) of random tokens."""
         k, count = int(self.layer.moe_config.experts_per_token), len(self.chosen)
-        order = torch.rand(tokens, count, generator=self.generator).argsort(1)
-        weights = torch.rand(tokens, k, generator=self.generator) + 0.1
+        given = {"generator": self.generator, "dtype": torch.float32}  # not the model's
+        order = torch.rand(tokens, count, **given).argsort(1)
+        weights = torch.rand(tokens, k, **given) + 0.1
         return order[:, :k], weights / weights.sum(1, keepdim=True)
 
     def _global(self, ids: torch.Tensor) -> torch.Tensor:

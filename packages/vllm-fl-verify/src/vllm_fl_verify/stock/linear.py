@@ -83,7 +83,8 @@ class _Inputs:
     def drawn(self, rows: int, features: int, generator: torch.Generator) -> torch.Tensor:
         """Return random rows, each with the largest and the least number, in float64."""
         if self.coarse:
-            drawn = torch.randn(rows, features, generator=generator) * (self.high / 8)
+            drawn = torch.randn(rows, features, generator=generator, dtype=torch.float32)
+            drawn *= self.high / 8
             drawn = drawn.clamp(self.low, self.high).to(torch.float8_e4m3fn).double()
         else:
             drawn = torch.randint(self.low, self.high + 1, (rows, features), generator=generator)
@@ -117,7 +118,7 @@ class Linears:
         """Compare each linear layer of a new model when vLLM has converted its weights."""
         names = {module: name for name, module in model.named_modules()}
         for layer in names:
-            method = getattr(layer, "quant_method", None)
+            method: Any = getattr(layer, "quant_method", None)
             known = is_linear(layer) or is_mixture(layer)
             if known and hasattr(method, "process_weights_after_loading"):
                 convert = method.process_weights_after_loading
@@ -214,7 +215,8 @@ class Linears:
     ) -> torch.Tensor:
         """Return the tolerance: one rounding of the result, and one of each weight."""
         norms = x.norm(dim=1).unsqueeze(1) * weight.double().norm(dim=1) * weight.shape[1] ** -0.5
-        return step * (exact.abs() + 2 * norms)
+        allowed: torch.Tensor = step * (exact.abs() + 2 * norms)
+        return allowed
 
     def _compare_tensors(
         self,

@@ -131,7 +131,8 @@ def compare_logits(worker: Any, model: Any, rows: Rows, seed: int) -> None:
     generator = torch.Generator("cpu").manual_seed(seed)
     size = worker.vllm_config.model_config.get_hidden_size()
     dtype = worker.vllm_config.model_config.dtype
-    hidden = torch.randn(TOKENS, size, generator=generator).to(worker.device, dtype)
+    hidden = torch.randn(TOKENS, size, generator=generator, dtype=torch.float32)
+    hidden = hidden.to(worker.device, dtype)
     seen: list[tuple[Any, Any, Any]] = []
     processors = [m for m in model.modules() if type(m).__name__ == "LogitsProcessor"]
     hooks = [

@@ -94,7 +94,7 @@ def _watching(make: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Mo
 
 
 def _install() -> None:
-    make = vllm.model_executor.model_loader.utils.initialize_model
+    make: Any = vllm.model_executor.model_loader.utils.initialize_model
     for name, module in [*sys.modules.items()]:
         if name.startswith(LOADER) and vars(module).get("initialize_model") is make:
             vars(module)["initialize_model"] = _watching(make)
