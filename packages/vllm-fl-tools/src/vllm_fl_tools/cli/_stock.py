@@ -1,4 +1,4 @@
-"""`vllm-fl verify --stock`: compare vLLM's own layers with exact results, without vllm-fl.
+"""`vllm-fl verify --stock`: compare the layers of vLLM with exact results, without vllm-fl.
 
 One engine starts as configured, with checks in its workers (`vllm_fl_verify.stock`).
 """
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--stock needs --model DIR")
     for option in ("op", "impl", "dtype", "device", "emulated"):
         if getattr(arguments, option) is not None:
-            raise UsageError(f"--stock excludes --{option}: it runs vLLM's own implementations")
+            raise UsageError(f"--stock excludes --{option}: it runs the implementations of vLLM")
     check_model(model)
     if any(given.partition("=")[0].replace("_", "-") == EXTENSION_OPTION for given in more):
         raise UsageError(f"--stock sets {EXTENSION_OPTION}: remove it from the arguments")

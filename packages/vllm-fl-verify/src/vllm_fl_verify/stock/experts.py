@@ -1,7 +1,7 @@
 """Comparison of some experts of each mixture with their dequantised weights, while vLLM loads them.
 
 Between the two products is an activation, so one-hot rows do not show single weights: a wrong
-factor of a few percent in one of them is not found.
+factor of a few percent in one of them remains invisible.
 """
 
 from __future__ import annotations
@@ -110,7 +110,10 @@ class Experts:
     def _routing(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (numbers of the chosen experts, weights) of random tokens."""
         k, count = int(self.layer.moe_config.experts_per_token), len(self.chosen)
-        given = {"generator": self.generator, "dtype": torch.float32}  # not the model's
+        given = {
+            "generator": self.generator,
+            "dtype": torch.float32,
+        }  # the default is the dtype of the model
         order = torch.rand(tokens, count, **given).argsort(1)
         weights = torch.rand(tokens, k, **given) + 0.1
         return order[:, :k], weights / weights.sum(1, keepdim=True)

@@ -4,8 +4,8 @@ vLLM converts weights for a kernel in `process_weights_after_loading`, and often
 cannot be recovered afterwards. Each layer is therefore compared within that call: copy, convert,
 compare, drop. One layer's copies are in memory at a time.
 
-Inputs are numbers that the quantisation of activations represents exactly, so a kernel that
-quantises activations and one that does not have the same expected result.
+Inputs are numbers that the quantisation of activations represents exactly: the expected result does
+not depend on whether a kernel quantises activations.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COLUMNS = 256
 """Input features of one call with one-hot rows."""
 
 KEPT = 4
-"""Rows whose results are computed again after an update of the weights."""
+"""Number of rows for the comparison after an update of the weights."""
 
 STEPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-20}
 """Distance of neighbouring numbers relative to their size, by dtype of the result. Of float32 a
@@ -45,7 +45,7 @@ KERNELS = "vllm.model_executor.kernels.linear"
 """vLLM's package with the base classes of kernels."""
 
 SEVERAL = ("Dynamic", "TritonOr")
-"""Parts of the names of vLLM's classes that choose among kernels in each call."""
+"""Parts of the names of vLLM classes that choose among kernels in each call."""
 
 LOADED, GIVEN, RELOADED = "the checkpoint's tensors", "dequantised weights", "weights loaded again"
 
@@ -213,7 +213,7 @@ class Linears:
     def _allowed(
         x: torch.Tensor, weight: torch.Tensor, exact: torch.Tensor, step: float
     ) -> torch.Tensor:
-        """Return the tolerance: one rounding of the result, and one of each weight."""
+        """Return the tolerance for roundings of the result and of each weight."""
         norms = x.norm(dim=1).unsqueeze(1) * weight.double().norm(dim=1) * weight.shape[1] ** -0.5
         allowed: torch.Tensor = step * (exact.abs() + 2 * norms)
         return allowed
@@ -260,7 +260,7 @@ class Linears:
 
 
 def is_linear(layer: torch.nn.Module) -> bool:
-    """Return whether a layer computes a product: a linear layer, or the one for the logits."""
+    """Return whether a layer computes a product: a linear layer, or the head for the logits."""
     bases = {base.__name__ for base in type(layer).__mro__}
     return bool(bases & {"LinearBase", "ParallelLMHead"})
 

@@ -104,7 +104,7 @@ def _compare(
             shaped = [a if a is None else a.reshape(b.shape).contiguous() for a, b in as_parts]
             return tuple(shaped) if isinstance(shapes, tuple) else shaped[0]
 
-        # An id for each layer: `Live` compares no further calls of an incorrect implementation.
+        # Each layer has an id, since `Live` stops comparing an incorrect implementation.
         impl = OpImpl(
             layer.op,
             f"stock.{name}",

@@ -12,10 +12,8 @@ from torch.compiler import set_stance
 from vllm_fl.integration.patchers.attention import uncompiled
 
 from ..graphs import without_graphs
+from .linear import STEPS
 from .rows import Rows
-
-STEPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-18}
-"""Distance of neighbouring numbers relative to their size. Of float32 a few: sums are rounded."""
 
 AGAINST = "eager steps"
 
@@ -25,7 +23,7 @@ times the square root of the number of the model's layers, since errors of layer
 
 
 Step = tuple[int, torch.Tensor]
-"""Number of tokens, and the hidden states of which logits are computed."""
+"""Number of tokens, and the hidden states before the product for the logits."""
 
 
 class Steps:

@@ -14,7 +14,7 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def held_by(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of a layer's own parameters and buffers.
+    """Return copies of the parameters and buffers of a layer, without its children.
 
     Copies, not references: vLLM and its kernels rewrite tensors in place.
     """
@@ -42,7 +42,7 @@ def dequantised(
     """
     if "weight_packed" in held and held["weight_packed"].dtype == torch.int32:
         packed = held["weight_packed"]
-        if packed.shape[0] != shape[0]:  # of experts, which vLLM transposes while loading
+        if packed.shape[0] != shape[0]:  # experts: vLLM transposes them while it loads
             names = {"weight_packed": "qweight", "weight_scale": "scales"}
             return _of_gptq({names.get(n, n): each for n, each in held.items()}, shape, False)
         values, half = _unpacked(packed, shape[1], 1)
