@@ -110,10 +110,8 @@ class Experts:
     def _routing(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (numbers of the chosen experts, weights) of random tokens."""
         k, count = int(self.layer.moe_config.experts_per_token), len(self.chosen)
-        given = {
-            "generator": self.generator,
-            "dtype": torch.float32,
-        }  # the default is the dtype of the model
+        # The default dtype is that of the model while vLLM loads it.
+        given: dict[str, Any] = {"generator": self.generator, "dtype": torch.float32}
         order = torch.rand(tokens, count, **given).argsort(1)
         weights = torch.rand(tokens, k, **given) + 0.1
         return order[:, :k], weights / weights.sum(1, keepdim=True)

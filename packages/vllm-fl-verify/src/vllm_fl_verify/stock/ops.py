@@ -93,9 +93,10 @@ def _compare(
         left = [p for p in spec.parameters if p not in spec.from_layer]
         values = dict(zip(left, given, strict=False)) | by_name
         values |= {p: read(provider) for p, read in spec.from_layer.items()}
-        call = spec.signature.bind(**values)
+        call = spec.signature.bind_partial(**values)
         call.apply_defaults()
-        shapes = spec.fake(*call.args)
+        arguments = tuple(call.arguments.get(p) for p in spec.parameters)
+        shapes = spec.fake(*arguments)
         result: list[Any] = []
 
         def run(*_: Any) -> Any:
@@ -113,7 +114,7 @@ def _compare(
             consumes=frozenset(target.grants) & spec.consumable,
         )
         before, live.worst = live.compared, 0.0
-        found = live.call(spec, impl, call.args)
+        found = live.call(spec, impl, arguments)
         if live.compared > before:
             objection = live.objections.get((layer.op, impl.impl_id))
             share = live.worst if objection is None else max(live.worst, 1.0)

@@ -95,9 +95,10 @@ def _watching(make: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Mo
 
 def _install() -> None:
     make: Any = vllm.model_executor.model_loader.utils.initialize_model
+    watching = _watching(make)
     for name, module in [*sys.modules.items()]:
         if name.startswith(LOADER) and vars(module).get("initialize_model") is make:
-            vars(module)["initialize_model"] = _watching(make)
+            vars(module)["initialize_model"] = watching
 
 
 _install()
