@@ -83,11 +83,8 @@ def _compare(
     """Call a layer's method `own`, and compare the call."""
     spec, target = live.plan.contracts[layer.op], layer.target
     provider = target.stand_in(module) if target.stand_in else module
-    key = (
-        layer.base.__name__,
-        f"vLLM's {getattr(module, '_forward_method', own).__name__}",
-        CONTRACT,
-    )
+    method = getattr(module, "_forward_method", own)
+    key = layer.base.__name__, getattr(method, "__name__", type(method).__name__), CONTRACT
 
     def op(*given: Any, **by_name: Any) -> Any:
         left = [p for p in spec.parameters if p not in spec.from_layer]
