@@ -152,7 +152,12 @@ class Linears:
     def _process_experts(
         self, name: str, method: Any, convert: Callable[..., None], layer: torch.nn.Module
     ) -> None:
-        some = Experts(layer, self._generator)
+        try:
+            some = Experts(layer, self._generator)
+        except AttributeError as error:  # a layer of experts with other attributes
+            key = type(layer).__name__, class_of_experts(method), OF_EXPERTS
+            self.rows.skip(key, name, quote(error))
+            return convert(layer)
         convert(layer)
         key = type(layer).__name__, class_of_experts(method), OF_EXPERTS
         spec = get_default_manager().registry.snapshot().contracts["fused_experts"]
