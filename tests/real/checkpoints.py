@@ -13,7 +13,10 @@ PROJECTIONS = (
 )  # fmt: skip
 """The linear layers of a decoder."""
 
-INT8, FP8 = "int8", "fp8"
+INT8, FP8, INT4, INT4_ZEROS = "int8", "fp8", "int4", "int4 with zero points"
+
+GROUP = 64
+"""Input features with one scale in int4."""
 
 RANK = 8
 
@@ -62,9 +65,9 @@ def adapter(model: Path, folder: Path) -> Path:
     return folder
 
 
-def quantised(model: Path, folder: Path, form: str) -> Path:
-    """An 8-bit compressed-tensors checkpoint: one scale per output channel, dynamic ones per
-    token."""
+def quantised(model: Path, folder: Path, form: str, *, symmetric: bool = True) -> Path:
+    """A compressed-tensors checkpoint: 8 bits with one scale per output channel and dynamic ones
+    per token (`symmetric`), or int4 weights with one scale per group."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -74,6 +77,10 @@ def quantised(model: Path, folder: Path, form: str) -> Path:
         if name.split(".")[-2] not in PROJECTIONS:
             tensors[name] = weight
             continue
+        if form in (INT4, INT4_ZEROS):
+            own = int4(weight, zeros=form == INT4_ZEROS)
+            tensors |= {f"{name}_{part}": tensor for part, tensor in own.items()}
+            continue
         wide = weight.float()
         scale = wide.abs().amax(-1, keepdim=True) / _most(form)
         scaled = wide / scale
@@ -82,22 +89,55 @@ def quantised(model: Path, folder: Path, form: str) -> Path:
         )
         tensors[f"{name}_scale"] = scale
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    kind = {"num_bits": 8, "type": "int" if form == INT8 else "float", "symmetric": True}
-    group = {
+    kind = {"num_bits": 8, "type": "float" if form == FP8 else "int", "symmetric": True}
+    group: dict[str, Any] = {
         "targets": ["Linear"],
         "weights": {**kind, "strategy": "channel", "dynamic": False},
         "input_activations": {**kind, "strategy": "token", "dynamic": True},
     }
+    group["input_activations"]["symmetric"] = symmetric
+    if form in (INT4, INT4_ZEROS):
+        group["input_activations"] = None
+        group["weights"] |= {"num_bits": 4, "strategy": "group", "group_size": GROUP}
+        group["weights"]["symmetric"] = form == INT4
+    formats = {INT8: "int-quantized", FP8: "float-quantized"}
     config = json.loads((model / "config.json").read_text())
     config["quantization_config"] = {
         "quant_method": "compressed-tensors",
-        "format": "int-quantized" if form == INT8 else "float-quantized",
+        "format": formats.get(form, "pack-quantized"),
         "quantization_status": "compressed",
         "ignore": ["lm_head"],
         "config_groups": {"group_0": group},
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def int4(weight: Any, *, zeros: bool) -> dict[str, Any]:
+    """The tensors of a weight in int4, by the end of their names."""
+    import torch
+
+    groups = weight.float().unflatten(-1, (-1, GROUP))
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    scale = (high - low) / 15 if zeros else groups.abs().amax(-1, keepdim=True) / 7
+    scale = scale.clamp(min=1e-6).to(torch.bfloat16).float()
+    zero = (-low / scale).round().clamp(0, 15) if zeros else torch.full_like(low, 8)
+    values = (groups / scale + zero).round().clamp(0, 15).flatten(-2)
+    found = {
+        "packed": packed(values),
+        "scale": scale.squeeze(-1).to(torch.bfloat16),
+        "shape": torch.tensor(weight.shape),
+    }
+    return found | ({"zero_point": packed(zero.squeeze(-1).t()).t().contiguous()} if zeros else {})
+
+
+def packed(values: Any) -> Any:
+    """Eight 4-bit numbers of the last dimension in each int32, the first in the lowest bits."""
+    import torch
+
+    shifts = torch.arange(8) * 4
+    whole = (values.long().unflatten(-1, (-1, 8)) << shifts).sum(-1)
+    return whole.where(whole < 2**31, whole - 2**32).to(torch.int32)
 
 
 def merge(model: Any, folder: Path) -> None:

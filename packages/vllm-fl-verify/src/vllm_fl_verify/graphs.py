@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,3 +70,27 @@ def _recover(pool: Any) -> None:
     torch.cuda.synchronize()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         torch.zeros(1, device=device)
+
+
+@contextlib.contextmanager
+def without_graphs(runner: Any) -> Iterator[None]:
+    """Inside the block, vLLM's model runner replays no captured graphs.
+
+    Batches are still padded for them.
+    """
+    with contextlib.ExitStack() as stack:
+        for name in ("cudagraph_dispatcher", "cudagraph_manager"):  # older and newer runner
+            dispatcher: Any = getattr(runner, name, None)
+            if hasattr(dispatcher, "dispatch"):
+                vars(dispatcher)["dispatch"] = partial(_uncaptured, dispatcher.dispatch)
+                stack.callback(vars(dispatcher).pop, "dispatch")
+        yield
+
+
+def _uncaptured(dispatch: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    from vllm.config.compilation import CUDAGraphMode
+
+    chosen = dispatch(*args, **more)
+    if isinstance(chosen, tuple):
+        return (CUDAGraphMode.NONE, *chosen[1:])
+    return dataclasses.replace(chosen, cg_mode=CUDAGraphMode.NONE)

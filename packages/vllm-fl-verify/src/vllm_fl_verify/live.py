@@ -113,6 +113,7 @@ class Live:
         served: (op, impl id) of implementations that computed a call.
         reached: ops that were called, compared or not.
         entered: names of the layers that ran.
+        worst: the maximum error of correct calls, relative to the tolerance.
     """
 
     plan: Plan
@@ -130,6 +131,7 @@ class Live:
     served: set[Key] = field(default_factory=set, init=False)
     reached: set[str] = field(default_factory=set, init=False)
     entered: set[str] = field(default_factory=set, init=False)
+    worst: float = field(default=0.0, init=False)
     _inside: list[str] = field(default_factory=list, init=False)
     _seen: set[Any] = field(default_factory=set, init=False)
     _short: set[Key] = field(default_factory=set, init=False)
@@ -182,7 +184,7 @@ class Live:
 
         def noting(*given: Any) -> Any:
             self.reached.add(spec.name)
-            result = self._call(spec, impl, given)
+            result = self.call(spec, impl, given)
             self.served.add((spec.name, impl.impl_id))
             return result
 
@@ -211,7 +213,7 @@ class Live:
         with breadcrumb.noting(what, named=False), self._watch.over(what):
             yield
 
-    def _call(self, spec: OpSpec, impl: OpImpl, given: tuple[Any, ...]) -> Any:
+    def call(self, spec: OpSpec, impl: OpImpl, given: tuple[Any, ...]) -> Any:
         """Call `impl`. Compare the call if it is the first of its kind."""
         key = spec.name, impl.impl_id
         args = contract_args(spec, impl, given)
@@ -330,7 +332,9 @@ class Live:
                 each_part(result, partial(_on_host, rows=before.rows)), wanted, before.rows
             )
 
-        return compared(result, deviation)[1]
+        share, failure = compared(result, deviation)
+        self.worst = max(self.worst, share)
+        return failure
 
 
 def _rows(spec: OpSpec, args: Sequence[Any], at_most: int) -> torch.Tensor | None:

@@ -42,14 +42,14 @@ class Replay:
         self.dtype = next((name for name in spec.dtypes if name in has), spec.dtypes[0])
 
     def compare(self, impl: OpImpl, spec: OpSpec, sample: Sample, dtype: torch.dtype) -> Comparison:
-        """Compare the call; the reason of a correct one describes the element farthest off."""
+        """Compare the call; the reason of a correct one describes the element with the largest error."""
         got: list[Any] = []
 
-        def off(result: Any) -> tuple[float, str]:
+        def deviation(result: Any) -> tuple[float, str]:
             got.append(result)
             return worst(result, self.wanted)
 
-        found = compare(impl, spec, sample, dtype, off=off)
+        found = compare(impl, spec, sample, dtype, deviation=deviation)
         if found.status == "ok":
             pairs = paired(got[0], self.wanted)
             texts = filter(None, (want.farthest(mine) for want, mine, _ in pairs))

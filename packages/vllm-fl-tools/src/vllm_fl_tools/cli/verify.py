@@ -30,9 +30,11 @@ from vllm_fl.text import quote
 from vllm_fl_ops.contracts.rules import typical_sizes
 
 from ..operate.identity import cpu_name, device_name
+from . import _stock
+from ._engine import takes_vllms
 from ._environment import distributions
 from ._options import check_known, device_of, positive_seconds
-from ._show import print_answer, print_table, say
+from ._show import UsageError, print_answer, print_table, say
 from ._watch import INTERRUPTED, TookTooLong, Watch
 
 if TYPE_CHECKING:
@@ -62,6 +64,18 @@ HEADINGS = ("op", "implementation", "dtype", "samples", "worst", "same bits")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    takes_vllms(parser)
+    parser.add_argument(
+        "--stock",
+        action="store_true",
+        help="compare vLLM's own layers in an engine of --model, without vllm-fl",
+    )
+    parser.add_argument("--model", metavar="DIR", help="the model's folder, for --stock")
+    parser.add_argument(
+        "--thorough",
+        action="store_true",
+        help="with --stock: all captured sizes, and the weights after they are loaded again",
+    )
     parser.add_argument("--device", help="torch's device name; default: cuda or npu, else cpu")
     parser.add_argument("--dtype", action="append", metavar="DTYPE", help="may be repeated")
     parser.add_argument("--op", action="append", metavar="OP", help="may be repeated")
@@ -84,6 +98,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Return 1 if a result is incorrect, a sample raised or timed out, or nothing was run."""
+    if arguments.stock:
+        return _stock.run(arguments)
+    if arguments.more or arguments.model or arguments.thorough:
+        words = " ".join(arguments.more) or "--model and --thorough"
+        raise UsageError(f"unrecognized arguments: {words} (they need --stock)")
     manager = get_default_manager()
     manager.ensure_initialized(defer_errors=True)  # the policy does not matter
     kernels = {name for each in manager.registry.plugins for name in each.owner.kernels}

@@ -9,7 +9,6 @@ because a kernel in a captured graph has no caller.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,6 +25,7 @@ from vllm_fl.integration.patchers import layers
 from vllm_fl.integration.targets import installed_bindings
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import quote
+from vllm_fl_verify.graphs import without_graphs
 from vllm_fl_verify.replacing import replacing
 
 from ..operate.identity import device_name
@@ -221,7 +221,7 @@ class _Window:
         on_host = self.worker.device.type == "cpu"
         activities = {ProfilerActivity.CPU} if on_host else supported_activities()
         self._stack.enter_context(_labels(self.worker))
-        self._stack.enter_context(_without_graphs(self.worker))
+        self._stack.enter_context(without_graphs(getattr(self.worker, "model_runner", None)))
         _synchronize(self.worker.device)
         self.profile = profile(activities=activities)
         self.profile.start()
@@ -365,28 +365,6 @@ def _roots(worker: Any) -> Iterator[torch.nn.Module]:
     for found in (worker.get_model(), draft(), getattr(runner, "sampler", None)):
         if isinstance(found, torch.nn.Module):
             yield found
-
-
-@contextmanager
-def _without_graphs(worker: Any) -> Iterator[None]:
-    """Run no captured graphs during the block; batches are still padded for them."""
-    runner = getattr(worker, "model_runner", None)
-    with ExitStack() as stack:
-        for name in ("cudagraph_dispatcher", "cudagraph_manager"):  # older and newer runner
-            dispatcher: Any = getattr(runner, name, None)
-            if hasattr(dispatcher, "dispatch"):
-                vars(dispatcher)["dispatch"] = functools.partial(_uncaptured, dispatcher.dispatch)
-                stack.callback(vars(dispatcher).pop, "dispatch")
-        yield
-
-
-def _uncaptured(dispatch: Callable[..., Any], *args: Any, **more: Any) -> Any:
-    from vllm.config.compilation import CUDAGraphMode
-
-    chosen = dispatch(*args, **more)
-    if isinstance(chosen, tuple):
-        return (CUDAGraphMode.NONE, *chosen[1:])
-    return dataclasses.replace(chosen, cg_mode=CUDAGraphMode.NONE)
 
 
 # A worker imports this module before it loads and compiles the model.

@@ -36,6 +36,10 @@ __all__ = ["FORCED", "Visit"]
 FORCED = "vllm_fl_forced"
 """Key of a request's `extra_args` with the tokens for `integration.forcing`."""
 
+PROMPT_TOKENS, NEW_TOKENS, BATCHES = 96, 6, (1, 3, 8)
+"""Steps that are run compiled and eager: tokens of each prompt, tokens after it, and numbers of
+prompts. A batch of 3 is padded to a captured size."""
+
 CERTAIN = 1e6
 """Added to a token's logit to make it the most likely token."""
 
@@ -156,6 +160,39 @@ class _Served:
         finally:
             seen: list[dict[str, Any]] = self._llm.collective_rpc("vllm_fl_profiled")
         return seen[0]
+
+    def stock(self, reload: bool) -> dict[str, Any]:
+        """Compare vLLM's own code by `vllm_fl_verify.stock`; return the results of all `ranks`.
+
+        Args:
+            reload: whether to load the weights again, and compare them.
+        """
+        rpc, config = self._llm.collective_rpc, self._llm.llm_engine.vllm_config
+        rpc("vllm_fl_stock_compare")
+        if not config.model_config.enforce_eager:
+            rpc("vllm_fl_stock_record")
+            self._steps_of_stock()
+            rpc("vllm_fl_stock_eager")
+            self._steps_of_stock()
+            rpc("vllm_fl_stock_recorded")
+        if reload:
+            rpc("vllm_fl_stock_reload")
+        return {"ranks": rpc("vllm_fl_stock_rows")}
+
+    def _steps_of_stock(self) -> None:
+        """Run steps of the same tokens and batches at each call: the answers are fixed."""
+        config = self._llm.llm_engine.vllm_config
+        most = config.scheduler_config.max_num_seqs
+        prompt = min(PROMPT_TOKENS, config.model_config.max_model_len - NEW_TOKENS)
+        for batch in sorted({min(count, most) for count in BATCHES}):
+            self._llm.reset_prefix_cache()
+            self.visit(
+                seed=f"stock {batch}",
+                batch=batch,
+                prompt_tokens=prompt,
+                new_tokens=NEW_TOKENS,
+                repeated=True,
+            )
 
     def places(self) -> dict[str, Any]:
         """Return the result of `profiling.Profiling.vllm_fl_places`."""

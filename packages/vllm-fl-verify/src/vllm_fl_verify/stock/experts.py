@@ -1,0 +1,126 @@
+"""Comparison of some experts of each mixture with their dequantised weights, while vLLM loads them.
+
+Between the two products is an activation, so one-hot rows do not show single weights: a wrong
+factor of a few percent in one of them remains invisible.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from vllm_fl.contracts import OpSpec
+
+from ..wanted import Near
+from .rows import Rows
+from .weights import dequantised
+
+EXPERTS = 8
+"""Compared experts of each layer."""
+
+TOKENS = (1, 17, 256)
+
+AGAINST = "dequantised weights of 8 experts"
+
+COARSE = {torch.int8: 0.05, torch.float8_e4m3fn: 0.15}
+"""Tolerance for quantised activations between the products, relative to a row's root mean square,
+by dtype of the weights."""
+
+ROUNDINGS = 4
+"""Tolerance for other roundings, in steps of the result's dtype at a row's root mean square."""
+
+
+class Experts:
+    """Copies of some experts of one layer, made before vLLM converts the weights.
+
+    Args:
+        layer: the layer.
+        generator: draws the experts and the calls.
+    """
+
+    def __init__(self, layer: Any, generator: torch.Generator) -> None:
+        self.layer, self.generator = layer, generator
+        config = layer.moe_config
+        count = int(config.num_local_experts)
+        some = max(EXPERTS, int(config.experts_per_token))
+        self.chosen = torch.randperm(count, generator=generator)[:some].sort().values
+        own = {name: value for name, value in layer._parameters.items() if value is not None}
+        self.held = {
+            name: value.detach()[self.chosen.to(value.device)].clone()
+            for name, value in own.items()
+            if value.shape[:1] == (count,) and not value.is_meta
+        }
+
+    def compare(self, rows: Rows, key: tuple[str, str, str], name: str, spec: OpSpec) -> None:
+        """Compare calls that use only these experts with the op's reference result."""
+        method, layer = self.layer.quant_method, self.layer
+        wanted = inspect.signature(method.apply).parameters
+        if not {"x", "topk_weights", "topk_ids"} <= wanted.keys() or method.is_monolithic:
+            return rows.skip(key, name, "the class also computes the routing")
+        hidden, inner = layer.hidden_size, layer.moe_config.intermediate_size_per_partition
+        first = self._weights("w13_", (2 * inner, hidden), [inner, inner])
+        second = self._weights("w2_", (hidden, inner), [hidden])
+        if first is None or second is None:
+            return rows.skip(key, name, f"unknown format: {', '.join(sorted(self.held))}")
+        dtype, device = layer.params_dtype, first.device
+        coarse = max(COARSE.get(value.dtype, 0.0) for value in self.held.values())
+        for tokens in TOKENS:
+            x = torch.randn(tokens, hidden, generator=self.generator, dtype=torch.float32)
+            x = x.to(device, dtype)
+            ids, weights = (each.to(device) for each in self._routing(tokens))
+            given = {"layer": layer, "x": x, "topk_weights": weights}
+            given["topk_ids"] = self._global(ids)
+            more = {p: None for p in wanted if p not in given}
+            got = method.apply(**given, **more)
+            exact = spec.oracle(
+                x,
+                first,
+                second,
+                weights,
+                ids,
+                layer.activation.value,
+                layer.apply_router_weight_on_input,
+                w13_bias=self.held.get("w13_bias"),
+                w2_bias=self.held.get("w2_bias"),
+            )
+            step, size = torch.finfo(dtype).eps, exact.square().mean(1, keepdim=True).sqrt()
+            allowed = step * exact.abs() + (ROUNDINGS * step + coarse) * size
+            share, problem = Near(exact, allowed, dtype).deviation([got], ["the result"], None)
+            rows.add(key, name, share, problem and f"{problem}; {tokens} random rows")
+
+    def _weights(
+        self, prefix: str, shape: tuple[int, int], widths: list[int]
+    ) -> torch.Tensor | None:
+        block = getattr(self.layer, "weight_block_size", None)
+        found = []
+        for at in range(len(self.chosen)):
+            own = {
+                name.removeprefix(prefix): value[at]
+                for name, value in self.held.items()
+                if name.startswith(prefix)
+            }
+            weight = dequantised(own, shape, widths, block)
+            if weight is None:
+                return None
+            found.append(weight)
+        return torch.stack(found)
+
+    def _routing(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (numbers of the chosen experts, weights) of random tokens."""
+        k, count = int(self.layer.moe_config.experts_per_token), len(self.chosen)
+        # The default dtype is that of the model while vLLM loads it.
+        given: dict[str, Any] = {"generator": self.generator, "dtype": torch.float32}
+        order = torch.rand(tokens, count, **given).argsort(1)
+        weights = torch.rand(tokens, k, **given) + 0.1
+        return order[:, :k], weights / weights.sum(1, keepdim=True)
+
+    def _global(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of experts over all ranks."""
+        numbers = self.chosen.to(ids.device)
+        placed = self.layer.expert_map
+        if placed is not None:
+            numbers = torch.stack([(placed == number).nonzero()[0, 0] for number in numbers])
+        wanted: Any = getattr(self.layer.quant_method, "topk_indices_dtype", None)
+        return numbers[ids].to(wanted or torch.int32)

@@ -1,0 +1,80 @@
+"""The result of a comparison of stock vLLM: one row for each kind of layer and class."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+EXAMPLES = 3
+"""Maximum number of problems in a row."""
+
+
+@dataclass
+class Row:
+    """Comparisons of all layers of one kind that run one class.
+
+    Args:
+        layers: names of the compared layers.
+        calls: number of compared calls.
+        worst: maximum error relative to the tolerance; infinite without a tolerance.
+        problems: layer -> its first problem.
+        skipped: why some layers were not compared -> their names.
+    """
+
+    layers: set[str] = field(default_factory=set)
+    calls: int = 0
+    worst: float = 0.0
+    problems: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, set[str]] = field(default_factory=dict)
+
+
+class Rows:
+    """The rows of one rank, by (kind of layer, class that vLLM chose, what it is compared with)."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[str, str, str], Row] = {}
+
+    def add(
+        self, key: tuple[str, str, str], layer: str, share: float, problem: str = "", calls: int = 1
+    ) -> None:
+        """Add compared calls of a layer.
+
+        Args:
+            key: the row.
+            layer: the layer's name.
+            share: the maximum error relative to the tolerance.
+            problem: a description if the result is incorrect.
+            calls: number of calls.
+        """
+        row = self.rows.setdefault(key, Row())
+        row.layers.add(layer)
+        row.calls += calls
+        row.worst = max(row.worst, math.inf if math.isnan(share) else share)
+        if problem:
+            row.problems.setdefault(layer, problem)
+
+    def skip(self, key: tuple[str, str, str], layer: str, why: str) -> None:
+        """Report that a layer was not compared."""
+        self.rows.setdefault(key, Row()).skipped.setdefault(why, set()).add(layer)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "kind": kind,
+                "class": cls,
+                "against": against,
+                "layers": len(row.layers),
+                "calls": row.calls,
+                "worst": row.worst if math.isfinite(row.worst) else None,
+                "incorrect": len(row.problems),
+                "problems": _some(row.problems),
+                "skipped": {why: len(layers) for why, layers in row.skipped.items()},
+            }
+            for (kind, cls, against), row in self.rows.items()
+        ]
+
+
+def _some(problems: Mapping[str, str]) -> list[str]:
+    return [f"layer {name}: {why}" for name, why in [*problems.items()][:EXAMPLES]]

@@ -1,0 +1,88 @@
+"""Comparison of the engine's compiled and captured steps with eager steps of the same tokens."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.compiler import set_stance
+
+from vllm_fl.integration.patchers.attention import uncompiled
+
+from ..graphs import without_graphs
+from .linear import STEPS
+from .rows import Rows
+
+AGAINST = "eager steps"
+
+ROUNDINGS = 4.0
+"""Tolerance of a row of hidden states, as a root mean square: this number of steps of its dtype,
+times the square root of the number of the model's layers, since errors of layers add up."""
+
+
+Step = tuple[int, torch.Tensor]
+"""Number of tokens, and the hidden states before the product for the logits."""
+
+
+class Steps:
+    """Records hidden states of a worker's steps, and compares those of two visits.
+
+    Args:
+        worker: vLLM's worker.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+        self._seen: list[Step] = []
+        self._served: list[Step] = []
+        self._tokens = 0
+        self._run = worker.execute_model
+        vars(worker)["execute_model"] = self._execute
+        self._stack = ExitStack()
+        self._model = worker.model_runner.get_model()
+        self._own = self._model.compute_logits
+        vars(self._model)["compute_logits"] = self._noting
+
+    def _execute(self, scheduled: Any, *args: Any, **named: Any) -> Any:
+        self._tokens = scheduled.total_num_scheduled_tokens
+        return self._run(scheduled, *args, **named)
+
+    def _noting(self, hidden: Any, *args: Any, **named: Any) -> Any:
+        self._seen.append((self._tokens, hidden.detach().float().cpu()))
+        return self._own(hidden, *args, **named)
+
+    def go_eager(self) -> None:
+        """Run further steps without compiled code and captured graphs."""
+        self._served, self._seen = self._seen, []
+        self._stack.enter_context(set_stance("force_eager"))
+        self._stack.enter_context(uncompiled())
+        self._stack.enter_context(without_graphs(self.worker.model_runner))
+
+    def compare(self, rows: Rows) -> None:
+        """Return to compiled steps, and compare the recorded ones."""
+        self._stack.close()
+        vars(self._model).pop("compute_logits", None)
+        vars(self.worker).pop("execute_model", None)
+        config = self.worker.vllm_config
+        compilation, dtype = config.compilation_config, config.model_config.dtype
+        largest = max(compilation.cudagraph_capture_sizes or (0,))
+        if getattr(compilation.cudagraph_mode, "name", "NONE") == "NONE":
+            largest = 0
+        layers = config.model_config.get_num_layers(config.parallel_config)
+        limit = ROUNDINGS * STEPS[dtype] * layers**0.5
+        if len(self._served) != len(self._seen):
+            counts = f"{len(self._served)} steps, but {len(self._seen)} eager ones"
+            return rows.skip(("steps", "", AGAINST), "all", counts)
+        both = zip(self._served, self._seen, strict=True)
+        for number, ((tokens, served), (others, eager)) in enumerate(both):
+            key = "steps", "captured graph" if tokens <= largest else "compiled", AGAINST
+            step = f"step {number} of {tokens} tokens"
+            if (tokens, served.shape) != (others, eager.shape):
+                rows.skip(key, step, "other batches")
+                continue
+            error = float(((served - eager).norm(dim=1) / eager.norm(dim=1)).max())
+            wrong = f"hidden states differ by {error:.3g} of their size" if error > limit else ""
+            problem = wrong if math.isfinite(error) else "hidden states are NaN or infinite"
+            rows.add(key, step, error / limit, problem)

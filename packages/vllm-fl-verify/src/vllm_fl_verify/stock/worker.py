@@ -1,0 +1,104 @@
+"""Additions of `vllm-fl verify --stock` to the workers of a vLLM without vllm-fl.
+
+Importing this module changes the process: vLLM's loader passes each new model to `Linears`. vLLM
+imports it by its argument `worker_extension_cls`, before a worker loads its model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+import vllm.model_executor.model_loader
+from vllm.distributed import get_pp_group
+
+from .linear import SIZES, Linears
+from .ops import compare_layers, compare_logits
+from .rows import Rows
+from .steps import Steps
+
+LOADER = vllm.model_executor.model_loader.__name__
+
+rows = Rows()
+"""The results of this process: an engine has one worker in each."""
+
+linears: list[Linears] = []
+"""The linear layers of the model, then of its draft model."""
+
+
+class Checks:
+    """Methods that vLLM adds to its worker."""
+
+    def vllm_fl_stock_compare(self) -> None:
+        """Compare the layers of the loaded models, and the logits."""
+        worker: Any = self
+        runner = worker.model_runner
+        model, draft = runner.get_model(), getattr(runner, "get_draft_model", lambda: None)()
+        models = {"": model, "(draft model) ": draft}
+        models = {prefix: each for prefix, each in models.items() if hasattr(each, "named_modules")}
+        with torch.inference_mode():
+            compare_layers(worker, models, rows)
+            if get_pp_group().is_last_rank:
+                compare_logits(worker, model, rows, worker.vllm_config.model_config.seed)
+
+    def vllm_fl_stock_record(self) -> None:
+        """Record the hidden states of further steps."""
+        self.vllm_fl_stock_steps = Steps(self)
+
+    def vllm_fl_stock_eager(self) -> None:
+        """Run further steps without compiled code and captured graphs."""
+        self.vllm_fl_stock_steps.go_eager()
+
+    def vllm_fl_stock_recorded(self) -> None:
+        """Compare the recorded steps with the eager ones, and run compiled steps again."""
+        self.vllm_fl_stock_steps.compare(rows)
+
+    def vllm_fl_stock_reload(self) -> None:
+        """Load the weights again, and compare linear layers."""
+        worker: Any = self
+        worker.reload_weights()
+        with torch.inference_mode():
+            for each in linears:
+                each.compare_again()
+
+    def vllm_fl_stock_rows(self) -> dict[str, Any]:
+        """Return all results as JSON data, and the seconds of comparisons while loading."""
+        return {"rows": rows.to_json(), "seconds": sum(each.seconds for each in linears)}
+
+
+class ThoroughChecks(Checks):
+    """The same, with every captured size for linear layers."""
+
+
+def _sizes(config: Any) -> tuple[int, ...]:
+    """Return the numbers of tokens of a linear layer's calls."""
+    captured = config.compilation_config.cudagraph_capture_sizes or ()
+    if not config.parallel_config.worker_extension_cls.endswith(ThoroughChecks.__name__):
+        captured = captured and (min(captured), max(captured))
+    return tuple(sorted({*SIZES, *captured}))
+
+
+def _watching(make: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+    @wraps(make)
+    def made(*args: Any, **named: Any) -> torch.nn.Module:
+        model = make(*args, **named)
+        config = named["vllm_config"] if "vllm_config" in named else args[0]
+        linears.append(Linears(rows, _sizes(config), config.model_config.seed))
+        linears[-1].watch(model)
+        return model
+
+    return made
+
+
+def _install() -> None:
+    make: Any = vllm.model_executor.model_loader.utils.initialize_model
+    watching = _watching(make)
+    for name, module in [*sys.modules.items()]:
+        if name.startswith(LOADER) and vars(module).get("initialize_model") is make:
+            vars(module)["initialize_model"] = watching
+
+
+_install()

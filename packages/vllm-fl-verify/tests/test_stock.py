@@ -1,0 +1,418 @@
+"""Comparison of stock vLLM's layers: planted faults, each above, at twice and at half of its
+tolerance. Where a fault is planted is drawn from a seed that a failing test prints."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from vllm_fl.plugins.registry import known_contracts
+from vllm_fl_verify.live import Live
+from vllm_fl_verify.stock import linear as module
+from vllm_fl_verify.stock.experts import Experts
+from vllm_fl_verify.stock.linear import Linears
+from vllm_fl_verify.stock.rows import Rows
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+
+OUT, FEATURES = (128, 64), 256
+
+Fault = Callable[[Any, random.Random], None]
+
+
+@pytest.fixture
+def draw() -> random.Random:
+    seed = random.randrange(10**9)
+    print(f"seed {seed}")  # pytest shows it if the test fails
+    return random.Random(seed)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """vLLM's groups of one rank, and a configuration of bfloat16."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    before = torch.get_default_dtype()
+    store = tmp_path_factory.mktemp("store") / "store"
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
+        parallel_state.initialize_model_parallel(1, 1)
+        torch.set_default_dtype(torch.bfloat16)
+        yield
+        torch.set_default_dtype(before)
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+
+
+def made(form: str, draw: random.Random, **more: Any) -> Any:
+    """A fused layer of vLLM with random weights in a checkpoint format."""
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+    from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
+
+    bits = {"int8": 8, "int8 asymmetric": 8, "int4": 4, "int4 with zeros": 4}.get(form)
+    weights = {"num_bits": bits, "type": "int", "symmetric": "zeros" not in form, "dynamic": False}
+    activations = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    activations["symmetric"] = "asymmetric" not in form
+    group = {"targets": ["Linear"], "input_activations": activations if bits == 8 else None}
+    group["weights"] = weights | (
+        {"strategy": "channel"} if bits == 8 else {"strategy": "group", "group_size": 64}
+    )
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized" if bits == 8 else "pack-quantized",
+        "ignore": [],
+        "config_groups": {"group_0": group},
+    }
+    quant = bits and compressed_tensors.CompressedTensorsConfig.from_config(config)
+    name = f"model.layers.{draw.randrange(30)}.mlp.gate_up_proj"
+    layer = MergedColumnParallelLinear(
+        FEATURES, list(OUT), bias=True, quant_config=quant or None, prefix=name, **more
+    )
+    pick = torch.Generator().manual_seed(draw.randrange(2**31))
+    for parameter_name, parameter in layer.named_parameters():
+        shape, dtype = parameter.shape, parameter.dtype
+        if not dtype.is_floating_point:
+            drawn = torch.randint(torch.iinfo(dtype).min, 2**31 - 1, shape, generator=pick)
+            drawn = drawn if dtype.itemsize > 1 else drawn % 255 - 127
+        elif "scale" in parameter_name:
+            drawn = torch.rand(shape, generator=pick, dtype=torch.float32) * 0.01 + 0.005
+        else:
+            drawn = torch.randn(shape, generator=pick, dtype=torch.float32)
+        parameter.data = drawn.to(dtype)
+    return layer
+
+
+def compared(layer: Any, fault: Callable[[], None] | None = None) -> tuple[Linears, Rows]:
+    """Convert the layer's weights as vLLM's loader does; `fault` changes what the kernel got."""
+    rows = Rows()
+    linears = Linears(rows)
+    kernel = module.kernel_of(layer, layer.quant_method)
+    if fault is not None:
+        target = layer.quant_method if kernel is None else kernel
+        convert = target.process_weights_after_loading
+
+        def process(of: Any) -> None:
+            fault()
+            convert(of)
+
+        vars(target)["process_weights_after_loading"] = process
+    linears.watch(nn.ModuleDict({"projection": layer}))
+    layer.quant_method.process_weights_after_loading(layer)
+    return linears, rows
+
+
+def problems(rows: Rows, against: str = module.GIVEN) -> list[str]:
+    found = [row for row in rows.to_json() if row["against"] == against]
+    assert found and all(row["kind"] == "MergedColumnParallelLinear" for row in found)
+    assert all(row["calls"] for row in found)
+    return [problem for row in found for problem in row["problems"]]
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "int8", "int4", "int4 with zeros"])
+def test_vllms_kernels_are_correct(form: str, draw: random.Random) -> None:
+    _, rows = compared(made(form, draw))
+    assert not [row for row in rows.to_json() if row["incorrect"]]
+    worst = max(row["worst"] for row in rows.to_json())
+    assert 0.05 < worst < 0.8
+
+
+def one_group(layer: Any, draw: random.Random) -> None:
+    scale = layer.weight_scale.data
+    scale[draw.randrange(scale.shape[0]), draw.randrange(scale.shape[1])] *= 1.05
+
+
+def no_zero(layer: Any, draw: random.Random) -> None:
+    zeros = layer.weight_zero_point.data  # 8 of them in an int32: -0x77777778 has 8 in each
+    at = draw.randrange(zeros.shape[0]), draw.randrange(zeros.shape[1])
+    assert zeros[at] != -0x77777778
+    zeros[at] = -0x77777778
+
+
+def swapped_rows(layer: Any, draw: random.Random) -> None:
+    weight = getattr(layer, "weight_packed", getattr(layer, "weight", None)).data
+    first = draw.randrange(OUT[0])
+    pair = [first, OUT[0] + draw.randrange(OUT[1])]
+    weight[pair] = weight[pair[::-1]]
+
+
+@pytest.mark.parametrize(
+    ("form", "plant"),
+    [
+        ("int4", one_group),
+        ("int8", one_group),
+        ("int4 with zeros", one_group),
+        ("int4 with zeros", no_zero),
+        ("int4", swapped_rows),
+        ("int8", swapped_rows),
+        ("bfloat16", swapped_rows),
+    ],
+)
+def test_a_fault_of_a_kernel_is_found(form: str, plant: Fault, draw: random.Random) -> None:
+    layer = made(form, draw)
+    _, rows = compared(layer, partial(plant, layer, draw))
+    (found,) = problems(rows)
+    assert found.startswith("layer projection: ")
+    assert "elements exceed the tolerance" in found
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "int8", "int4", "int4 with zeros"])
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_an_output_feature_is_off_by_a_share_of_the_tolerance(
+    form: str, share: float, draw: random.Random
+) -> None:
+    """A kernel that is exact except for one feature, and rounds once."""
+    layer, feature = made(form, draw), draw.randrange(sum(OUT))
+    weight = module._weights(layer, layer.quant_method, module.held_by(layer)).double()
+    weight[feature] *= 1 + share * module.STEPS[torch.bfloat16]
+
+    def scaled(_: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        result = x.double() @ weight.t()
+        return (result if bias is None else result + bias).to(torch.bfloat16)
+
+    vars(layer.quant_method)["apply"] = scaled
+    _, rows = compared(layer)
+    found = problems(rows)
+    assert bool(found) == (share > 1)
+    assert not found or f", {feature}): got" in found[0]
+
+
+def test_asymmetric_int8_of_equal_numbers_is_a_finding(draw: random.Random) -> None:
+    """vLLM 0.32 on a CPU: the range of a row of equal numbers is 0."""
+    _, rows = compared(made("int8 asymmetric", draw))
+    assert all("rows of equal numbers" in found for found in problems(rows))
+
+
+def test_weights_that_change_after_an_update_are_found(draw: random.Random) -> None:
+    layer = made("bfloat16", draw)
+    linears, rows = compared(layer)
+    linears.compare_again()
+    assert not problems(rows, module.RELOADED)
+    apply, feature = layer.quant_method.apply, draw.randrange(sum(OUT))
+
+    def freed(*args: Any) -> torch.Tensor:
+        result = apply(*args)
+        result[:, feature] = draw.choice([float("nan"), float("inf"), 0.0])
+        return result
+
+    vars(layer.quant_method)["apply"] = freed
+    linears.compare_again()
+    (found,) = problems(rows, module.RELOADED)
+    assert f", {feature}): got" in found
+
+
+class Blocks:
+    """A quantisation method with a scale for each block of fp8 weights, in plain PyTorch."""
+
+    def __init__(self, transposes: bool) -> None:
+        self.transposes = transposes
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        scale = layer.weight_scale_inv.data
+        scale = scale.t() if self.transposes else scale
+        spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        self.weight = (layer.weight.data.float() * spread).to(torch.bfloat16)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight, bias)
+
+
+@pytest.mark.parametrize("transposes", [False, True])
+def test_a_transposed_block_scale_is_found(transposes: bool, draw: random.Random) -> None:
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+
+    layer = ReplicatedLinear(256, 256, bias=False, disable_tp=True)
+    weight = torch.randn(256, 256, dtype=torch.float32) * 100
+    layer.weight = nn.Parameter(weight.to(torch.float8_e4m3fn), requires_grad=False)
+    scale = torch.rand(2, 2, dtype=torch.float32) + 0.5
+    scale[0, 1] = scale[1, 0] * (1 + draw.choice([-1, 1]) * 0.1)
+    layer.weight_scale_inv = nn.Parameter(scale, requires_grad=False)
+    layer.weight_block_size = [128, 128]
+    layer.quant_method = Blocks(transposes)
+    rows = Rows()
+    Linears(rows).watch(nn.ModuleDict({"down": layer}))
+    layer.quant_method.process_weights_after_loading(layer)
+    (row,) = rows.to_json()
+    assert (row["kind"], row["class"]) == ("ReplicatedLinear", "Blocks")
+    assert bool(row["problems"]) == transposes
+    assert not transposes or row["problems"][0].startswith("layer down: ")
+
+
+class Mixture(nn.Module):
+    """The attributes of vLLM's layer with routed experts, whose method is this object."""
+
+    def __init__(self, draw: random.Random, wrong: str = "") -> None:
+        super().__init__()
+        self.wrong, self.draw = wrong, draw
+        experts, self.hidden_size, inner = 12, 64, 32
+        pick = torch.Generator().manual_seed(draw.randrange(2**31))
+        for name, shape in (("w13", (2 * inner, 64)), ("w2", (64, inner))):
+            drawn = torch.randn(experts, *shape, generator=pick, dtype=torch.float32) / 6
+            held = nn.Parameter(drawn.to(torch.bfloat16), requires_grad=False)
+            self.register_parameter(f"{name}_weight", held)
+        self.moe_config = SimpleNamespace(
+            num_local_experts=experts, experts_per_token=2, intermediate_size_per_partition=inner
+        )
+        self.params_dtype, self.expert_map = torch.bfloat16, None
+        self.activation = SimpleNamespace(value="silu")
+        self.apply_router_weight_on_input = False
+        self.quant_method = SimpleNamespace(apply=self.apply, is_monolithic=False)
+
+    def apply(
+        self, layer: Any, x: Any, topk_weights: Any, topk_ids: Any, shared: Any
+    ) -> torch.Tensor:
+        spec = known_contracts().contracts["fused_experts"]
+        first, used = self.w13_weight.clone(), topk_ids.unique().tolist()
+        if self.wrong == "expert":
+            one = self.draw.choice(used)
+            first[one] = first[one].roll(32, 0)  # up before gate
+        result = spec.oracle(x, first, self.w2_weight, topk_weights, topk_ids)
+        if self.wrong == "last token":
+            result[-1] *= 1.5
+        return result.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("wrong", ["", "expert", "last token"])
+def test_experts_are_compared(wrong: str, draw: random.Random) -> None:
+    layer, rows = Mixture(draw, wrong), Rows()
+    some = Experts(layer, torch.Generator().manual_seed(draw.randrange(2**31)))
+    assert len(some.chosen) == 8
+    spec = known_contracts().contracts["fused_experts"]
+    some.compare(rows, ("Mixture", "Method", "experts"), "mlp.experts", spec)
+    (row,) = rows.to_json()
+    assert row["calls"] == 3 and bool(row["incorrect"]) == bool(wrong)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 2.0])
+def test_logits_are_compared(share: float, draw: random.Random) -> None:
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    from vllm_fl_verify.stock.ops import compare_logits
+
+    head = ParallelLMHead(500, 64)
+    head.weight.data = torch.randn(head.weight.shape, dtype=torch.float32).to(torch.bfloat16)
+    head.quant_method.process_weights_after_loading(head)
+    model = nn.ModuleDict({"logits": LogitsProcessor(500, soft_cap=30.0, scale=0.25)})
+    token = draw.randrange(500)
+
+    def compute_logits(hidden: torch.Tensor) -> torch.Tensor:
+        return model["logits"](head, hidden)
+
+    model.compute_logits = compute_logits
+    forward = model["logits"].forward
+
+    def scaled(*args: Any) -> torch.Tensor:
+        got: torch.Tensor = forward(*args).float()
+        got[:, token] *= 1 + share * 2 * 2.0**-7 * 3
+        return got.to(torch.bfloat16)
+
+    vars(model["logits"])["forward"] = scaled
+    config = SimpleNamespace(dtype=torch.bfloat16, get_hidden_size=lambda: 64)
+    config = SimpleNamespace(model_config=config)
+    rows = Rows()
+    compare_logits(SimpleNamespace(vllm_config=config, device="cpu"), model, rows, 0)
+    (row,) = rows.to_json()
+    assert bool(row["incorrect"]) == (share > 1)
+    assert share <= 1 or f", {token}): got" in row["problems"][0]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 2.0])
+def test_layers_are_compared_with_their_contracts(share: float, draw: random.Random) -> None:
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    from vllm_fl.engine.plan import Plan
+    from vllm_fl.integration.patchers.layers import layer_table
+    from vllm_fl_verify.stock.ops import _compared
+
+    layers = nn.ModuleDict({f"norm{n}": RMSNorm(128) for n in range(4)})
+    layers.update({f"act{n}": SiluAndMul() for n in range(4)})
+    layers["rope"] = get_rope(
+        64, max_position=128, is_neox_style=True, rope_parameters={"rope_theta": 10000.0}
+    )
+    specs = known_contracts().contracts
+    faulty = draw.choice([name for name in layers if name != "rope"])
+    op = "rms_norm" if faulty.startswith("norm") else "silu_and_mul"
+    factor = 1 + share * specs[op].tolerance(torch.bfloat16).rtol
+    own = layers[faulty]._forward_method
+
+    @wraps(own)
+    def scaled(*args: Any) -> Any:
+        result = own(*args)
+        first, *rest = result if isinstance(result, tuple) else (result,)
+        first = (first.float() * factor).to(first.dtype)
+        return (first, *rest) if rest else first
+
+    layers[faulty]._forward_method = scaled
+    live = Live(Plan("eager", {}, contracts=specs), {"": layers}, torch.device("cpu"))
+    rows, x = Rows(), torch.randn(40, 128)
+    table = {layer.base: layer for layer in layer_table()}
+    with torch.inference_mode(), live.watching(), _compared(live, {"": layers}, table, rows):
+        for name, layer in layers.items():
+            if name == "rope":
+                q, k = layer(torch.arange(40), x.clone(), x.clone())
+                assert q.shape == k.shape == (40, 128)
+            elif name.startswith("norm"):
+                layer(x.clone(), *([x.clone()] if name == "norm3" else []))
+            else:
+                layer(torch.cat((x, x), -1))
+    found = {row["kind"]: row for row in rows.to_json()}
+    assert {kind: row["layers"] for kind, row in found.items()} == {
+        "RMSNorm": 4, "SiluAndMul": 4, "RotaryEmbedding": 1,
+    }  # fmt: skip
+    wrong = [problem for row in found.values() for problem in row["problems"]]
+    assert bool(wrong) == (share > 1)
+    assert share <= 1 or wrong[0].startswith(f"layer {faulty}: ")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 2.0])
+def test_steps_are_compared_with_eager_steps(share: float, draw: random.Random) -> None:
+    from vllm_fl_verify.stock import steps as steps_module
+    from vllm_fl_verify.stock.steps import Steps
+
+    model = SimpleNamespace(compute_logits=lambda hidden: hidden)
+    config = SimpleNamespace(dtype=torch.bfloat16, get_num_layers=lambda _: 4)
+    config = SimpleNamespace(
+        model_config=config,
+        parallel_config=None,
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=[4], cudagraph_mode=SimpleNamespace(name="FULL")
+        ),
+    )
+    runner = SimpleNamespace(get_model=lambda: model)
+    rows, states = Rows(), [torch.randn(n, 64, dtype=torch.float32) for n in (8, 4, 4, 1)]
+    worker = SimpleNamespace(model_runner=runner, vllm_config=config, execute_model=print)
+    steps = Steps(worker)
+
+    def run(state: torch.Tensor) -> None:
+        worker.execute_model(SimpleNamespace(total_num_scheduled_tokens=len(state)))
+        model.compute_logits(state)
+
+    limit = steps_module.ROUNDINGS * 2.0**-7 * 2
+    step = draw.randrange(4)
+    for number, state in enumerate(states):
+        served = state.clone()
+        if number == step:
+            served[draw.randrange(len(served))] *= 1 + share * limit
+        run(served)
+    steps.go_eager()
+    for state in states:
+        run(state)
+    steps.compare(rows)
+    found = {row["class"]: row for row in rows.to_json()}
+    assert {name: row["calls"] for name, row in found.items()} == {
+        "captured graph": 3, "compiled": 1,
+    }  # fmt: skip
+    wrong = [problem for row in found.values() for problem in row["problems"]]
+    assert bool(wrong) == (share > 1)
+    assert share <= 1 or wrong[0].startswith(f"layer step {step} of ")

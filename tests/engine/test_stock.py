@@ -1,0 +1,91 @@
+"""`vllm-fl verify --stock` on tiny models: findings of stock vLLM, and faults planted in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import pytest
+
+pytestmark = pytest.mark.slow
+
+COMMAND = (sys.executable, "-m", "vllm_fl_tools.cli", "verify", "--stock", "--json")
+
+PLANTING = """
+import json, os
+from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel as Kernel
+
+def plant():
+    row, group, number = json.loads(os.environ["PLANTED"])
+    own, seen = Kernel.process_weights_after_loading, []
+
+    def convert(self, layer):
+        if len(seen) == number:
+            layer.weight_scale.data[row, group] *= 1.05
+        seen.append(layer)
+        own(self, layer)
+
+    Kernel.process_weights_after_loading = convert
+"""
+
+Found = tuple[int, list[dict[str, Any]]]
+
+
+def verified(model: Path, *arguments: str, **variables: str) -> Found:
+    """(exit status, rows)"""
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}
+    command = [*COMMAND, "--model", str(model), "--max-model-len", "256", *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("{"), done.stderr[-3000:]
+    found = json.loads(done.stdout)["stock"]
+    return done.returncode, found["rows"]
+
+
+def test_a_mixture_of_experts_has_no_finding(model: Callable[[str], Path]) -> None:
+    status, rows = verified(model("qwen3_moe"), "--enforce-eager")
+    assert status == 0, [row for row in rows if row["incorrect"]]
+    kinds = {row["kind"] for row in rows if row["calls"]}
+    assert kinds >= {"QKVParallelLinear", "RoutedExperts", "RMSNorm", "LogitsProcessor"}
+
+
+def test_a_planted_fault_is_named_by_layer_and_class(
+    model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    seed = random.randrange(10**9)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    folder = checkpoints.quantised(model("qwen3"), tmp_path / "int4", checkpoints.INT4)
+    info = tmp_path / "site" / "planting-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planting\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nplanting = planting:plant\n")
+    (info.parent / "planting.py").write_text(PLANTING)
+    number = draw.randrange(8)  # of two layers with four projections each
+    planted = [draw.randrange(256), draw.randrange(4), number]
+    path = os.pathsep.join(filter(None, (str(info.parent), os.environ.get("PYTHONPATH"))))
+    status, rows = verified(folder, PYTHONPATH=path, PLANTED=json.dumps(planted))
+    assert status == 1
+    (found,) = [row for row in rows if row["incorrect"]]
+    assert (found["class"], found["incorrect"]) == ("CPUWNA16LinearKernel", 1)
+    assert f"layers.{number // 4}." in found["problems"][0]
+    assert {row["class"] for row in rows if row["kind"] == "steps"} == {"compiled"}
+
+
+def test_int8_after_weights_are_loaded_again_is_a_finding(
+    model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """vLLM 0.32 on a CPU: oneDNN keeps pointers to scales that the update frees."""
+    folder = checkpoints.quantised(model("qwen3"), tmp_path / "int8", checkpoints.INT8)
+    status, rows = verified(folder, "--enforce-eager", "--thorough")
+    assert status == 1
+    wrong = [row for row in rows if row["incorrect"]]
+    assert {(row["class"], row["against"]) for row in wrong} == {
+        ("CPUInt8ScaledMMLinearKernel", "weights loaded again")
+    }
