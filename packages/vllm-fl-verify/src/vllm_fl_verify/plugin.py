@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from vllm_fl.hookspecs import hookimpl
 from vllm_fl.plugins.inspection import Check, GroupFacts, Key, Moment, Objection
+from vllm_fl.plugins.types import ATTENTION, AttentionImpl
 
 VERIFIES = True
 
@@ -28,6 +29,8 @@ def inspect_plan(engine: Any, moment: Moment) -> Mapping[Key, Objection] | None:
         Moment.UPDATED: loaded.compare_again,
     }[moment]
     with without_old_objects():
+        if moment is Moment.CACHED:
+            loaded.compare_attention(engine)
         found = compare(engine)
         if moment is Moment.LOADED and how == "verify" and not found:
             loaded.measure_stock(engine)
@@ -53,13 +56,20 @@ def rejections(op: str, impls: Sequence[Any], facts: Any, contract: Any) -> Mapp
 
 
 @hookimpl
-def engine_session(engine: Any) -> AbstractContextManager[object] | None:
-    """Compare calls of sampled steps while the engine serves."""
-    if engine.facts.settings.shadow is None:
-        return None
-    from .sampling import session
+def engine_session(engine: Any) -> AbstractContextManager[object]:
+    """Keep the arguments of attention layers, and compare sampled steps while it serves."""
+    settings, sessions = engine.facts.settings, ExitStack()
+    if settings.preflight == "verify" and engine.plan.entries[ATTENTION].classes(AttentionImpl):
+        from .stock.attention import recording
 
-    return session(engine)
+        building = sessions.enter_context(ExitStack())
+        building.enter_context(recording())
+        engine.on_serving(building.close)
+    if settings.shadow is not None:
+        from .sampling import session
+
+        sessions.enter_context(session(engine))
+    return sessions
 
 
 @hookimpl

@@ -1,0 +1,1 @@
+"""Verification of vLLM's implementations, without a plan."""
