@@ -57,7 +57,7 @@ def rejections(op: str, impls: Sequence[Any], facts: Any, contract: Any) -> Mapp
 
 @hookimpl
 def engine_session(engine: Any) -> AbstractContextManager[object]:
-    """Keep the arguments of attention layers, and compare sampled steps while it serves."""
+    """Keep constructor arguments of attention layers; compare sampled steps while serving."""
     settings, sessions = engine.facts.settings, ExitStack()
     if settings.preflight == "verify" and engine.plan.entries[ATTENTION].classes(AttentionImpl):
         from .stock.attention import recording

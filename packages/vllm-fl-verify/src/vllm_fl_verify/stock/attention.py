@@ -1,8 +1,7 @@
-"""Attention layers of a loaded model on the engine's own KV cache, compared with float64.
+"""Compare attention layers of a loaded model with a float64 reference, on the engine's KV cache.
 
-Each layer is called as in the engine's steps: with metadata of vLLM's builder, on blocks of its own
-cache, which are restored. The cache is never read, since its layout differs between backends: the
-made keys and values are kept.
+A layer is called with metadata from vLLM's builder, on blocks of its cache, which are restored. The
+reference result uses the made keys and values: layouts of caches differ between backends.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ LOUD = 2.0**13
 """Factor of the values in blocks and slots that no query may read. They are finite: kernels may
 multiply them by a weight of 0."""
 
-LONG, LONGEST = 1100, 8192
+LONG, LONGEST = 1100, 6000
 """Tokens of the longest sequence without a window, and of any sequence."""
 
-ROWS, LOGITS = 32, 2**25
-"""Maximum number of compared queries, and of their logits, in a sequence's step."""
+ROWS = 32
+"""Maximum number of compared tokens in a sequence's step, without the first and the last."""
 
 ROUNDS = 4
 """Rounds of other lengths and numbers of a thorough comparison."""
@@ -74,13 +73,13 @@ def findings(
     thorough: bool = False,
     planned: Container[str] | None = None,
 ) -> list[Row]:
-    """Compare the attention layers of this rank: one of those with equal parameters, or all.
+    """Compare the attention layers of this rank: all, or one for each set of equal parameters.
 
     Args:
         runner: vLLM's model runner, newer or older, with an allocated KV cache and no requests.
         seed: seed of all lengths and numbers.
         thorough: whether to compare all layers, several times.
-        planned: the paths of vLLM's backends to compare; None for all. Others are always compared.
+        planned: the paths of planned backends. If set, other backends of vLLM are skipped.
     """
     config = runner.vllm_config
     layers = config.compilation_config.static_forward_context
@@ -103,14 +102,14 @@ def path_of(backend: type) -> str:
 
 
 _arguments: WeakKeyDictionary[Any, Mapping[str, Any]] = WeakKeyDictionary()
-"""Attention layer -> the arguments with which its model made it."""
+"""Attention layer -> the arguments of its constructor."""
 
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Inside the block, keep the arguments of attention layers, by which they are compared.
+    """Inside the block, keep the constructor arguments of attention layers for `findings`.
 
-    Otherwise the attributes of vLLM's backends are used: the names in another backend may differ.
+    Without them `findings` reads the attributes of vLLM's backends.
     """
     make = Attention.__init__
     signature = inspect.signature(make)
@@ -203,20 +202,18 @@ class _Steps:
         self.decoy = free[-1]
 
     def _all_ends(self) -> Iterator[list[int]]:
-        """Yield the ends of sequences' steps: a prompt, a part of it or a token, two tokens.
+        """Yield the ends of each sequence's steps: a prompt, some tokens, and two single tokens.
 
         Prompts are about as long as whole blocks, and as the window.
         """
         block, window = self.block, self.heads.window or self.length
         lengths = [1, block, 2 * block, 7 * block // 2, min(LONG, self.length)]
         lengths += [window, window + block] * (window < self.length)
-        for number, length in enumerate(lengths):
-            more = 2 + self._draw(min(block, 64)) if number % 2 else 1
-            first = max(1, min(length - 1 + self._draw(3), self.length - more - 2))
+        near = torch.randint(-1, 2, (len(lengths),), generator=self.generator).tolist()
+        for length, off in zip(lengths, near, strict=True):
+            more = 1 if off else min(block, 64) + 1
+            first = max(1, min(length + off, self.length - more - 2))
             yield [first, first + more, first + more + 1, first + more + 2]
-
-    def _draw(self, below: int) -> int:
-        return int(torch.randint(below, (), generator=self.generator))
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -258,15 +255,16 @@ class _Steps:
                 for each in some:
                     each.until = each.next_end(left)
                     left -= each.count
-                # Single tokens come first, then parts of prompts, then whole prompts.
+                # First single tokens, then parts of prompts, then whole prompts.
                 chosen = [each for each in some if each.count]
                 yield sorted(chosen, key=lambda each: (each.count > 1, not each.done))
 
     def _step(self, chosen: Sequence[Made]) -> list[Off]:
         """Call the layer for one step; return each sequence's error."""
-        h, device, counts = self.heads, self.layer.kv_cache.device, [each.count for each in chosen]
+        h, device = self.heads, self.layer.kv_cache.device
+        counts = [made.count for made in chosen]
         drawn = torch.randn(sum(counts), h.queries, h.size, generator=self.generator)
-        queries, rows = drawn.to(h.dtype).split(counts), [self._rows(each) for each in chosen]
+        queries, rows = drawn.to(h.dtype).split(counts), [*map(self._rows, counts)]
         for each, query, at in zip(chosen, queries, rows, strict=True):
             query[at] = each.query(at + each.done, self.block)
         keys, values = ([getattr(each, n)[each.part] for each in chosen] for n in ("key", "value"))
@@ -286,11 +284,10 @@ class _Steps:
             each.done = each.until
         return found
 
-    def _rows(self, made: Made) -> Tensor:
-        """Draw the tokens of a part to compare, with its first and its last."""
-        most = max(2, min(ROWS, LOGITS // (self.heads.queries * made.until)))
-        drawn = torch.randperm(made.count, generator=self.generator)[:most]
-        return torch.cat([drawn, torch.tensor([0, made.count - 1])]).unique()
+    def _rows(self, count: int) -> Tensor:
+        """Draw tokens to compare, with the first and the last."""
+        drawn = torch.randperm(count, generator=self.generator)[:ROWS]
+        return torch.cat([drawn, torch.tensor([0, count - 1])]).unique()
 
     def _metadata(self, chosen: Sequence[Made]) -> tuple[Any, Tensor]:
         """Return vLLM's metadata of a step, and the cache slot of each token."""
@@ -302,7 +299,7 @@ class _Steps:
                 row[: max(0, each.done - window + 1) // block] = self.decoy
             at = torch.arange(each.done, each.until)
             slots.append(each.blocks[at // block] * block + at % block)
-        starts = torch.tensor([0, *accumulate(each.count for each in chosen)], dtype=torch.int32)
+        starts = torch.tensor([0, *accumulate(made.count for made in chosen)], dtype=torch.int32)
         lengths = torch.tensor([each.until for each in chosen], dtype=torch.int32)
         fields = {
             "query_start_loc": starts.to(device),

@@ -1,9 +1,8 @@
 """Made sequences for attention, with dominant keys at edges, and their results in float64.
 
-With random numbers alone, attention averages a fault away: one key more or less in a window of
-1 024 changes a result by less than its rounding. Here each query has a few dominant keys, its
-needles: they are at the edges of its window, at the ends of blocks, and just outside of the keys
-that it may see.
+Attention on random numbers averages a fault away: one missing key in a window of 1024 changes a
+result by less than its rounding. So each query has a few dominant keys, its needles: at the edges
+of its window, at the ends of blocks, and directly outside of its visible keys.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from torch import Tensor
 from ..wanted import Near
 
 NEEDLES = 6
-"""Dominant keys of a query: one that it must not see, itself, the first that it sees, and three at
-the ends of blocks. With more, the keys between them would have large logits."""
+"""Needles of a query: an invisible key, its own key, the first visible key, and three keys at the
+ends of blocks. More needles would give large logits to all other keys."""
 
 FLAT = 0.25
 """Share of queries without needles: sinks have a weight only there."""
@@ -90,7 +89,7 @@ class Made:
     Args:
         heads: the layer.
         blocks: its blocks in the cache, in order.
-        ends: the token after the last one of each step, ascending.
+        ends: number of tokens in the cache after each step, ascending.
         generator: of the random numbers.
         loud: size of the values: large in tokens that must have no influence.
         done: number of tokens that are in the cache.
@@ -183,8 +182,8 @@ class Made:
         weights = logits.softmax(-1)[..., :length]
         result = torch.einsum("nkgl,lkd->nkgd", weights, values)
         size = torch.einsum("nkgl,lkd->nkgd", weights, values.abs())
-        # One rounding of the result, one of each weight, and the error of the logits, which changes
-        # weights by the same relative error.
+        # One rounding of the result, one rounding of each weight, and the relative error of weights
+        # from the absolute error of logits.
         of_logit = FINE * h.scale * exact.norm(dim=-1, keepdim=True) * keys.norm(dim=-1).max()
         of_weight = torch.finfo(h.stored if h.quantises else h.dtype).eps
         allowed = torch.finfo(h.dtype).eps * result.abs() + (of_weight + 2 * of_logit) * size
