@@ -47,7 +47,7 @@ class FaultyImpl(BareCpuAttentionImpl):
     fault, share = "", 1.0
 
     def forward(self, layer: Any, query: Any, *args: Any, **named: Any) -> Any:
-        metadata, output = args[3], named.get("output", args[4] if len(args) > 4 else None)
+        metadata, output = args[3], named["output"]
         right = super().forward(layer, query, *args, **named)
         if not self.fault or metadata is None:
             return right
@@ -59,13 +59,13 @@ class FaultyImpl(BareCpuAttentionImpl):
             case "another scale":
                 wrong.scale *= 1.05
             case "a dropped block":
-                wrong._mask = self._without_block  # type: ignore[method-assign]
+                wrong._mask = self._without_block
             case "a stale block":
                 table = metadata.block_table.clone()
                 table[:, 0] = table[:, 0].roll(1) if len(table) > 1 else table[:, 1]
                 faulty = dataclasses.replace(metadata, block_table=table)
             case "a later token":
-                wrong._mask = self._with_next  # type: ignore[method-assign]
+                wrong._mask = self._with_next
         BareCpuAttentionImpl.forward(wrong, layer, query, *args[:3], faulty, output)
         if self.fault == "swapped heads":
             output.copy_(kept.roll(1, 1))
@@ -112,8 +112,8 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
             return EngineArgs(
                 str(model),
                 skip_tokenizer_init=True,
-                dtype=dtype,  # type: ignore[arg-type]
-                kv_cache_dtype=kv_dtype,  # type: ignore[arg-type]
+                dtype=dtype,
+                kv_cache_dtype=kv_dtype,
                 block_size=BLOCK,
                 enforce_eager=True,
             ).create_engine_config()
@@ -239,7 +239,7 @@ def test_a_wrong_backend_of_a_plugin_ends_the_startup_on_all_ranks(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = f"{__name__}.FaultyBackend"
-    monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(**globals()))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(**globals()))
     impl = AttentionImpl("vendor.acme", path, BackendImplKind.VENDOR, "acme")
     made = runner({}, {"num_kv_heads": 8}, backend=FaultyBackend)
     engine = engine_of(planning(managing(impl)), Worker(made))

@@ -174,7 +174,7 @@ def compare_attention(engine: Engine) -> None:
     began, no_problem = time.monotonic(), lambda *_: ""
     named = ((class_of(i, ATTENTION, facts.attention, no_problem)[1], i.impl_id) for i in planned)
     ids = {path_of(cls): impl_id for cls, impl_id in named if cls is not None}
-    with engine.active(), host_threads(engine.device):
+    with engine.active(), engine.plan.record.aside(), host_threads(engine.device):
         rows = findings(engine.runner, checks_of(engine).seed, planned=ids)
     release(engine.device)
     for rank, each in enumerate(engine.gather("compare attention on the KV cache", rows)):

@@ -85,7 +85,7 @@ def findings(
     layers = config.compilation_config.static_forward_context
     rows = []
     with torch.inference_mode(), set_current_vllm_config(config):
-        for group in chain.from_iterable(runner.attn_groups):
+        for group in chain.from_iterable(getattr(runner, "attn_groups", ())):
             path, alike = path_of(group.backend), dict[Heads | str, list[str]]()
             if planned is not None and path.startswith("vllm.") and path not in planned:
                 continue
@@ -138,7 +138,7 @@ def _heads(layer: Any, group: Any, config: Any) -> Heads | str:
         return "no reference result for context parallelism"
     asked = _arguments.get(layer) or vars(layer.impl)
     scale, sinks = asked.get("scale"), asked.get("sinks")
-    if scale is None or layer.has_sink != (sinks is not None):
+    if scale is None or getattr(layer, "has_sink", False) != (sinks is not None):
         return "its backend does not keep the layer's arguments"
     scales = layer._q_scale, layer._k_scale, layer._v_scale
     if asked.get("alibi_slopes") is not None or any(each.numel() > 1 for each in scales):
@@ -287,7 +287,8 @@ class _Steps:
     def _rows(self, count: int) -> Tensor:
         """Draw tokens to compare, with the first and the last."""
         drawn = torch.randperm(count, generator=self.generator)[:ROWS]
-        return torch.cat([drawn, torch.tensor([0, count - 1])]).unique()
+        rows: Tensor = torch.cat([drawn, torch.tensor([0, count - 1])]).unique()
+        return rows
 
     def _metadata(self, chosen: Sequence[Made]) -> tuple[Any, Tensor]:
         """Return vLLM's metadata of a step, and the cache slot of each token."""
