@@ -54,7 +54,7 @@ class FaultyImpl(BareCpuAttentionImpl):
         kept, wrong = right.clone(), copy.copy(self)
         wrong.fault, faulty = "", metadata
         match self.fault:
-            case "a window that is off by one":
+            case "a window of another size":
                 wrong.sliding_window = (self.sliding_window or 1 << 20) + random.choice((-1, 1))
             case "another scale":
                 wrong.scale *= 1.05
@@ -91,7 +91,7 @@ class FaultyBackend(BareCpuAttentionBackend):
 
 
 FAULTS = (
-    "a window that is off by one",
+    "a window of another size",
     "another scale",
     "a dropped block",
     "a stale block",

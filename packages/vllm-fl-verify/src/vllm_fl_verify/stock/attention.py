@@ -109,7 +109,7 @@ _arguments: WeakKeyDictionary[Any, Mapping[str, Any]] = WeakKeyDictionary()
 def recording() -> Iterator[None]:
     """Inside the block, keep the constructor arguments of attention layers for `findings`.
 
-    Without them `findings` reads the attributes of vLLM's backends.
+    Without them it reads attributes with the names of vLLM.
     """
     make = Attention.__init__
     signature = inspect.signature(make)
@@ -254,15 +254,15 @@ class _Steps:
                 left, some = sizes.max_num_batched_tokens, some[::-1]
                 for each in some:
                     each.until = each.next_end(left)
-                    left -= each.count
+                    left -= each.size
                 # First single tokens, then parts of prompts, then whole prompts.
-                chosen = [each for each in some if each.count]
-                yield sorted(chosen, key=lambda each: (each.count > 1, not each.done))
+                chosen = [each for each in some if each.size]
+                yield sorted(chosen, key=lambda each: (each.size > 1, not each.done))
 
     def _step(self, chosen: Sequence[Made]) -> list[Off]:
         """Call the layer for one step; return each sequence's error."""
         h, device = self.heads, self.layer.kv_cache.device
-        counts = [made.count for made in chosen]
+        counts = [made.size for made in chosen]
         drawn = torch.randn(sum(counts), h.queries, h.size, generator=self.generator)
         queries, rows = drawn.to(h.dtype).split(counts), [*map(self._rows, counts)]
         for each, query, at in zip(chosen, queries, rows, strict=True):
@@ -279,7 +279,7 @@ class _Steps:
         for each, query, mine, at in zip(chosen, queries, got.split(counts), rows, strict=True):
             positions = at + each.done
             share, problem = worst(mine[at], [each.wanted(query[at], positions)], positions)
-            where_in = f"{each.count} tokens after {each.done} in blocks of {self.block}"
+            where_in = f"{each.size} tokens after {each.done} in blocks of {self.block}"
             found.append((share, problem and f"{where_in}: {problem}"))
             each.done = each.until
         return found
@@ -300,7 +300,7 @@ class _Steps:
                 row[: max(0, each.done - window + 1) // block] = self.decoy
             at = torch.arange(each.done, each.until)
             slots.append(each.blocks[at // block] * block + at % block)
-        starts = torch.tensor([0, *accumulate(made.count for made in chosen)], dtype=torch.int32)
+        starts = torch.tensor([0, *accumulate(made.size for made in chosen)], dtype=torch.int32)
         lengths = torch.tensor([each.until for each in chosen], dtype=torch.int32)
         fields = {
             "query_start_loc": starts.to(device),

@@ -117,7 +117,7 @@ class Made:
         return slice(self.done, self.until)
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         return self.until - self.done
 
     def next_end(self, most: int) -> int:
