@@ -10,7 +10,7 @@ from typing import Any
 import forked
 import pytest
 import tiny_model
-from engine_run import STOCK, Job
+from engine_run import STOCK, EngineFailed, Job
 from engines import run
 
 HERE = Path(__file__).parent
@@ -123,3 +123,13 @@ def test_an_engine_with_a_faulty_backend_runs_on_stock(tmp_path: Path) -> None:
     assert "COUNTING" in ours["report"][0]["demotions"]["attention_backend"]["vendor.counting"]
     assert "Implementation 'vendor.counting' failed for op 'attention_backend'" in ours["log"]
     assert ours["tokens"] == run(job, timeout=300, **STOCK)["tokens"]
+
+
+@pytest.mark.slow
+def test_an_engine_ends_at_startup_if_its_backend_is_wrong(tmp_path: Path) -> None:
+    files = {"COUNTING_CLASS": "counting_backend.SwappingBackend", "COUNTING_FILE": "/dev/null"}
+    with pytest.raises(EngineFailed) as raised:
+        run(job_for(tmp_path), timeout=300, **PLUGIN, **files, VLLM_FL_PREFER="reference")
+    failed = "rank 0: implementation 'vendor.counting' failed for op 'attention_backend': model."
+    assert f"vllm-fl: engine startup failed: {failed}" in raised.value.log
+    assert "VLLM_FL_PER_OP='attention_backend=stock' selects vLLM's code" in raised.value.log

@@ -77,6 +77,13 @@ def test_a_broken_plugin_is_named_and_stops_nothing(startup: Startup) -> None:
     assert "libacme.so.3: cannot open shared object file" in line and line.endswith("[FL201]")
 
 
+def test_the_attention_of_a_plugin_is_compared(startup: Startup) -> None:
+    (remark,) = [
+        each for each in startup("eager")["report"][0]["remarks"] if "attention on" in each
+    ]
+    assert int(remark.split()[0]) >= 20 and "not compared" not in remark
+
+
 def test_the_start_line_names_the_plan_in_two_hundred_characters(startup: Startup) -> None:
     log = startup("eager")["log"]
     lines = [line for line in log.splitlines() if "vllm-fl: " in line and " planned: " in line]

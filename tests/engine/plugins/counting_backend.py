@@ -22,6 +22,22 @@ class CountingBackend(CPUAttentionBackend):
         return CountingImpl
 
 
+class SwappingImpl(CountingImpl):
+    """Attention that swaps two heads in small batches."""
+
+    def forward(self, layer: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+        result = super().forward(layer, query, *args, **kwargs)
+        if len(query) < 17:
+            kwargs["output"][:, :2] = kwargs["output"][:, :2].flip(1)
+        return result
+
+
+class SwappingBackend(CountingBackend):
+    @staticmethod
+    def get_impl_cls() -> type[SwappingImpl]:
+        return SwappingImpl
+
+
 class MisnamedBackend(CountingBackend):
     @staticmethod
     def get_name() -> str:

@@ -240,7 +240,7 @@ def test_arguments_keep_their_values_strides_and_dtypes(tmp_path: Path) -> None:
 
     dtypes = set()
     for spec, sample in samples():
-        tensors, facts = faults.packed(spec, sample, 2**30, lambda weight: {})
+        tensors, facts = faults.pack_call(spec, sample, 2**30, lambda weight: {})
         path = tmp_path / "a.safetensors"
         save_file(tensors, path, {faults.FORMAT: json.dumps(facts)})
         again = faults.unpacked(path, *read(path), spec, CPU)
@@ -267,7 +267,7 @@ def test_positions_lose_their_rows_and_no_contract_has_ids_of_tokens() -> None:
     assert not names & {"input_ids", "token_ids", "prompt_token_ids"}
     spec = specs["rotary_embedding"]
     sample = next(s for s in tried(spec, torch.bfloat16, CPU) if spec.tokens(s.args) > 30)
-    tensors, facts = faults.packed(spec, sample, 2**30, lambda weight: {})
+    tensors, facts = faults.pack_call(spec, sample, 2**30, lambda weight: {})
     assert [name for name, about in facts["args"].items() if "shuffled" in about] == [
         "position_ids"
     ]
@@ -310,13 +310,13 @@ def test_a_large_weight_refers_to_the_checkpoint(tmp_path: Path, folder: Path) -
     config = SimpleNamespace(model_config=SimpleNamespace(model=str(tmp_path)))
     find = Faults(Engine(folder, models={"": model}, config=config))._find
     weight, x = same.weight.data, torch.randn(3, 1024)
-    tensors, facts = faults.packed(spec, Sample("a call", (x, weight, None)), 2**30, find)
+    tensors, facts = faults.pack_call(spec, Sample("a call", (x, weight, None)), 2**30, find)
     assert tensors.keys() == {spec.parameters[0]}
     path = tmp_path / "kept.safetensors"
     again = faults.unpacked(path, tensors, facts, spec, CPU)
     assert torch.equal(again.args[1], weight)
     other = Sample("a call", (x, merged.weight.data, None))
-    assert len(faults.packed(spec, other, 2**30, find)[0]) == 2
+    assert len(faults.pack_call(spec, other, 2**30, find)[0]) == 2
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"it needs same\.weight of model\.safetensors"):
         faults.unpacked(path, tensors, facts, spec, CPU)

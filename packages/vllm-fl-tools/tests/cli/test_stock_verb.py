@@ -47,7 +47,7 @@ def verify(
             assert more["arguments"] == [each for each in arguments if each == "--enforce-eager"]
             yield Engine()
 
-        monkeypatch.setattr(_stock, "running", running)
+        monkeypatch.setattr(_stock, "running_engine", running)
         status = cli.main(["verify", "--stock", "--model", str(tmp_path), *arguments])
         printed = capsys.readouterr()
         return status, printed.out + printed.err

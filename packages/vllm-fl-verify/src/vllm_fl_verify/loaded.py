@@ -13,12 +13,15 @@ import torch
 from vllm_fl.contracts import OpSpec
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.plan import Plan
+from vllm_fl.errors import StartError
 from vllm_fl.integration.engines import Engine
+from vllm_fl.integration.patchers.classes import class_of
 from vllm_fl.integration.patchers.layers import LayerClass, layer_table
+from vllm_fl.integration.settling import without
 from vllm_fl.integration.targets import installed_bindings
 from vllm_fl.logs import get_logger
 from vllm_fl.plugins.inspection import REFUSES, REJECTED, Key, Moment, Objection
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.plugins.types import ATTENTION, AttentionImpl, BackendImplKind, OpImpl
 from vllm_fl.text import quote
 
 from . import probe
@@ -151,6 +154,38 @@ def compare_with_cache(engine: Engine) -> dict[Key, Objection]:
         key: replace(each, reason=f"{each.reason} ({beside})")
         for key, each in live.objections.items()
     }
+
+
+def compare_attention(engine: Engine) -> None:
+    """Compare the attention layers that backends of plugins compute, on the allocated KV cache.
+
+    Raises:
+        StartError: a backend is incorrect on any rank. The layers are built with it.
+    """
+    facts, planned = engine.facts, engine.plan.entries[ATTENTION].classes(AttentionImpl)
+    if facts.settings.preflight != "verify" or engine.joins or not planned:
+        return
+    from .stock.attention import findings, path_of
+
+    began, no_problem = time.monotonic(), lambda *_: ""
+    named = ((class_of(i, ATTENTION, facts.attention, no_problem)[1], i.impl_id) for i in planned)
+    ids = {path_of(cls): impl_id for cls, impl_id in named if cls is not None}
+    with engine.active(), engine.plan.record.aside(), host_threads(engine.device):
+        rows = findings(engine.runner, checks_of(engine).seed, planned=ids)
+    release(engine.device)
+    for rank, each in enumerate(engine.gather("compare attention on the KV cache", rows)):
+        for row in (row for row in each if row.is_incorrect):
+            impl_id = ids.get(row.backend, planned[0].impl_id)
+            why = (
+                f"rank {rank}: implementation '{impl_id}' failed for op '{ATTENTION}': {row.reason}"
+            )
+            text = f"vllm-fl: engine startup failed: {why}. The layers are built with it. "
+            text += f"{without([(ATTENTION, impl_id)])} selects vLLM's code"
+            raise StartError(text, op=ATTENTION, impl=impl_id, failures=(why,))
+    text = f"{sum(row.cases for row in rows)} calls of attention on the KV cache"
+    text += f" in {time.monotonic() - began:.1f} s"
+    left = ", ".join(row.reason for row in rows if row.reason)
+    engine.remarks[Moment.CACHED].append(text + (left and f"; not compared: {left}"))
 
 
 def compare_again(engine: Engine) -> dict[Key, Objection]:

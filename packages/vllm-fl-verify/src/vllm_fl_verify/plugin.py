@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from vllm_fl.hookspecs import hookimpl
 from vllm_fl.plugins.inspection import Check, GroupFacts, Key, Moment, Objection
+from vllm_fl.plugins.types import ATTENTION, AttentionImpl
 
 VERIFIES = True
 
@@ -27,6 +28,8 @@ def inspect_plan(engine: Any, moment: Moment) -> Mapping[Key, Objection] | None:
         Moment.UPDATED: loaded.compare_again,
     }[moment]
     with without_old_objects():
+        if moment is Moment.CACHED:
+            loaded.compare_attention(engine)
         found = compare(engine)
         if moment is Moment.LOADED and how == "verify" and not found:
             loaded.measure_stock(engine)
@@ -50,12 +53,19 @@ def rejections(op: str, impls: Sequence[Any], facts: Any, contract: Any) -> Mapp
 
 
 @hookimpl
-def engine_session(engine: Any) -> AbstractContextManager[object] | None:
-    if engine.facts.settings.shadow is None:
-        return None
-    from .sampling import sampling_session
+def engine_session(engine: Any) -> AbstractContextManager[object]:
+    settings, sessions = engine.facts.settings, ExitStack()
+    if settings.preflight == "verify" and engine.plan.entries[ATTENTION].classes(AttentionImpl):
+        from .stock.attention import recording
 
-    return sampling_session(engine)
+        building = sessions.enter_context(ExitStack())
+        building.enter_context(recording())
+        engine.on_serving(building.close)
+    if settings.shadow is not None:
+        from .sampling import sampling_session
+
+        sessions.enter_context(sampling_session(engine))
+    return sessions
 
 
 @hookimpl

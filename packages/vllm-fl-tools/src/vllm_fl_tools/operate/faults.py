@@ -103,7 +103,7 @@ class Faults:
                 return ""  # a copy would end the capture
             self._kept[key] = refused
             sample = call()
-            tensors, facts = packed(spec, sample, self.most, self._find)
+            tensors, facts = pack_call(spec, sample, self.most, self._find)
             is_late = sample.name == BY_GUARD and not refused
             facts |= {
                 "impl_id": impl.impl_id,
@@ -153,7 +153,7 @@ class Faults:
                 with safe_open(file, "pt") as opened:
                     has = name in opened.keys()  # noqa: SIM118
                     found = opened.get_tensor(name) if has else weight[:0]
-                if found.shape == weight.shape and digest(found) == digest(weight):
+                if found.shape == weight.shape and tensor_digest(found) == tensor_digest(weight):
                     return {"folder": str(folder), "file": file.name, "tensor": name}
         return {}
 
@@ -167,7 +167,7 @@ def _folder_of(model: Any) -> Path:
     return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
 
 
-def packed(
+def pack_call(
     spec: OpSpec, sample: Sample, most: int, find: Callable[[torch.Tensor], Mapping[str, str]]
 ) -> tuple[Named, Named]:
     """Return (tensors, facts) of a call, on the CPU.
@@ -202,7 +202,7 @@ def packed(
             if has_ids and not spec.whole_batch:  # such as positions
                 order = torch.randperm(len(x), generator=generator, device="cpu")
                 tensors[name], facts["shuffled"] = tensors[name][order], True
-        facts["digest"] = digest(tensors.get(name, x))
+        facts["digest"] = tensor_digest(tensors.get(name, x))
     kept = {name: getattr(sample, name) for name in ("name", "relaid", "enlarged")}
     return tensors, {
         "op": spec.name,
@@ -261,7 +261,7 @@ def _laid(path: Path, name: str, tensors: Named, about: Named) -> torch.Tensor:
         if found is None and (folder / file.name).is_file():
             with safe_open(folder / file.name, "pt") as opened:
                 found = opened.get_tensor(about["tensor"])
-    if found is None or digest(found) != about["digest"]:
+    if found is None or tensor_digest(found) != about["digest"]:
         which = f"{about['tensor']} of {file.name}, next to it" if file.name else "a higher limit"
         what = f"has no valid {name} {tuple(about['shape'])} {about['dtype']}"
         raise ValueError(f"{path} {what}: it needs {which}")
@@ -269,7 +269,7 @@ def _laid(path: Path, name: str, tensors: Named, about: Named) -> torch.Tensor:
     return laid.copy_(found)
 
 
-def digest(tensor: torch.Tensor) -> str:
+def tensor_digest(tensor: torch.Tensor) -> str:
     """Return a digest of elements at equal distances; empty if flattening needs a copy."""
     if not tensor.is_contiguous():
         return ""

@@ -15,6 +15,7 @@ import torch
 import vllm.model_executor.model_loader
 from vllm.distributed import get_pp_group
 
+from . import attention
 from .linear import SIZES, Linears
 from .ops import compare_layers, compare_logits
 from .rows import Rows
@@ -27,6 +28,10 @@ rows = Rows()
 
 linears: list[Linears] = []
 """The linear layers of the model, then of its draft model."""
+
+
+_recording = attention.recording()
+_recording.__enter__()  # until the process ends
 
 
 class Checks:
@@ -43,6 +48,14 @@ class Checks:
             compare_layers(worker, models, rows)
             if get_pp_group().is_last_rank:
                 compare_logits(worker, model, rows, worker.vllm_config.model_config.seed)
+            for found in attention.findings(runner, worker.vllm_config.model_config.seed):
+                key = "attention", found.backend.rpartition(".")[2], "a float64 reference"
+                for number, name in enumerate(found.layers):
+                    if found.cases:
+                        calls = 0 if number else found.cases
+                        rows.add(key, name, found.worst, found.reason, calls=calls)
+                    else:
+                        rows.skip(key, name, found.reason)
 
     def vllm_fl_stock_record(self) -> None:
         """Record the hidden states of further steps."""
