@@ -17,7 +17,7 @@ from vllm_fl.errors import StartError
 from vllm_fl.integration.engines import Engine
 from vllm_fl.integration.patchers.classes import class_of
 from vllm_fl.integration.patchers.layers import LayerClass, layer_table
-from vllm_fl.integration.settling import without
+from vllm_fl.integration.settling import stock_setting
 from vllm_fl.integration.targets import installed_bindings
 from vllm_fl.logs import get_logger
 from vllm_fl.plugins.inspection import REFUSES, REJECTED, Key, Moment, Objection
@@ -180,7 +180,7 @@ def compare_attention(engine: Engine) -> None:
                 f"rank {rank}: implementation '{impl_id}' failed for op '{ATTENTION}': {row.reason}"
             )
             text = f"vllm-fl: engine startup failed: {why}. The layers are built with it. "
-            text += f"{without([(ATTENTION, impl_id)])} selects vLLM's code"
+            text += f"{stock_setting([(ATTENTION, impl_id)])} selects vLLM's code"
             raise StartError(text, op=ATTENTION, impl=impl_id, failures=(why,))
     text = f"{sum(row.cases for row in rows)} calls of attention on the KV cache"
     text += f" in {time.monotonic() - began:.1f} s"

@@ -42,7 +42,7 @@ class Replay:
         self.dtype = next((name for name in spec.dtypes if name in has), spec.dtypes[0])
 
     def compare(self, impl: OpImpl, spec: OpSpec, sample: Sample, dtype: torch.dtype) -> Comparison:
-        """Compare the call; the reason of a correct one describes the element with the largest error."""
+        """Compare the call. If it is correct, the reason describes the largest error."""
         got: list[Any] = []
 
         def deviation(result: Any) -> tuple[float, str]:

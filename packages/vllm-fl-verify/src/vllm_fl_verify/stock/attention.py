@@ -27,7 +27,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_fl.text import quote
 
 from ..oracle import worst
-from ..wanted import Off
+from ..wanted import Deviation
 from .needles import Heads, Made
 
 LOUD = 2.0**13
@@ -92,9 +92,8 @@ def findings(
             for name in group.layer_names:
                 alike.setdefault(_heads(layers[name], group, config), []).append(name)
             for heads, names in alike.items():
-                row = AttentionRow(
-                    tuple(names), path, reason="" if isinstance(heads, Heads) else heads
-                )
+                why = "" if isinstance(heads, Heads) else heads
+                row = AttentionRow(tuple(names), path, reason=why)
                 rows.append(row if row.reason else _compared(runner, group, row, seed, thorough))
     return rows
 
@@ -240,7 +239,7 @@ class _Steps:
         finally:
             cache.index_copy_(dims[0], blocks, saved)
 
-    def compared(self) -> Iterator[Off]:
+    def compared(self) -> Iterator[Deviation]:
         """Run all steps; yield the error of each sequence's results in each step."""
         ends = [min(self.block, self.length)]
         loud = [Made(self.heads, each, ends, self.generator, LOUD) for each in self.pool.split(1)]
@@ -263,7 +262,7 @@ class _Steps:
                 chosen = [each for each in some if each.size]
                 yield sorted(chosen, key=lambda each: (each.size > 1, not each.done))
 
-    def _step(self, chosen: Sequence[Made]) -> list[Off]:
+    def _step(self, chosen: Sequence[Made]) -> list[Deviation]:
         """Call the layer for one step; return each sequence's error."""
         h, device = self.heads, self.layer.kv_cache.device
         counts = [made.size for made in chosen]
