@@ -65,7 +65,13 @@ def type_(model: Model, tmp_path: Path) -> Type:
         ):
             typed = typed.replace(there, here)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        environment = {**os.environ, "PATH": path, "HF_HUB_OFFLINE": "1", **variables}
+        environment = {
+            **os.environ,
+            "PATH": path,
+            "COLUMNS": "200",
+            "HF_HUB_OFFLINE": "1",
+            **variables,
+        }
         shell = ["bash", "-c", f"{typed} 2>&1"]
         done = subprocess.run(
             shell, check=False, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True

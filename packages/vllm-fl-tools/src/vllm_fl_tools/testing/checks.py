@@ -206,7 +206,8 @@ def refusals(subject: Subject, dtype: str, sample: str) -> None:
         away = dataclasses.replace(each, args=(each.args[0].to(device), *each.args[1:]))
         expect(
             impl.traceable or not _verdict(impl, away),
-            f"{each.name}: `supports` accepts tensors on {device}, where its kernel cannot run",
+            f"{each.name}: it accepts tensors on {device}, where its kernel cannot run: add a rule "
+            f"such as \"x.device.type == '{subject.device.type}'\" to `takes`",
         )
         for value in (0.0, 1e4, float("nan")):
             other = fresh(each)
