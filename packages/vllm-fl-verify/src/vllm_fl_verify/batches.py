@@ -33,9 +33,11 @@ def rows(count: int, pool: int, generator: torch.Generator, order: Order = "draw
 
     A drawn batch contains every row before it repeats a row.
 
-    Args: order: see `Order`.
+    Args:
+        order: see `Order`.
 
-    Returns: (count,), int64, on the CPU; numbers from 0 to pool - 1.
+    Returns:
+        (count,), int64, on the CPU; numbers from 0 to pool - 1.
     """
     import torch
 

@@ -62,9 +62,13 @@ BucketKey = tuple[str, str, int]
 class Tally:
     """Counts and errors of one implementation's calls in one bucket of sizes.
 
-    Args: seen: calls in sampled steps. calls: compared calls. share: maximum error relative to the
-        tolerance. The limit is 1. relative: maximum relative error of a call, from norms over all
-        elements. wrong: incorrect calls. nan, inf: incorrect elements that are NaN or infinite.
+    Args:
+        seen: calls in sampled steps.
+        calls: compared calls.
+        share: maximum error relative to the tolerance. The limit is 1.
+        relative: maximum relative error of a call, from norms over all elements.
+        wrong: incorrect calls.
+        nan, inf: incorrect elements that are NaN or infinite.
     """
 
     seen: int = 0
@@ -92,8 +96,9 @@ class Tally:
 class Shadow:
     """Samples steps and compares their calls.
 
-    Args: rate: share of sampled steps, greater than 0 and at most 1. left: op -> why its calls
-        cannot be compared at its targets in vLLM.
+    Args:
+        rate: share of sampled steps, greater than 0 and at most 1.
+        left: op -> why its calls cannot be compared at its targets in vLLM.
     """
 
     def __init__(self, plan: Plan, rate: float, left: Mapping[str, str] | None = None) -> None:

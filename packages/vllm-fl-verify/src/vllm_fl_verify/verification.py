@@ -56,8 +56,8 @@ NEARLY_ALL = 0.8
 class CallFailure:
     """Why a call has no correct result. `str` returns a full sentence.
 
-    Args: status: `refused` (by `supports` or NotImplementedError); `wrong` (the result, or a write
-        to
+    Args:
+        status: `refused` (by `supports` or NotImplementedError); `wrong` (the result, or a write to
             memory that the call must not change); `raised`.
     """
 
@@ -78,8 +78,9 @@ def attempt(
     """Call third-party code and return its exceptions as values. Only a KeyboardInterrupt is
     raised.
 
-    Args: did: prefix for the text of an exception, such as `it raised`. args: its arguments. Their
-        devices are synchronised, so device faults are attributed to this
+    Args:
+        did: prefix for the text of an exception, such as `it raised`.
+        args: its arguments. Their devices are synchronised, so device faults are attributed to this
             call.
         refuses: exceptions that mean an unsupported call.
     """
@@ -103,7 +104,8 @@ Outcome = tuple[Any, CallFailure | None]
 class Comparison:
     """Comparison of one sample computed by one implementation.
 
-    Args: status: `ok`; `refused` (by `supports` or NotImplementedError); `wrong` (the result, or a
+    Args:
+        status: `ok`; `refused` (by `supports` or NotImplementedError); `wrong` (the result, or a
             write to memory that the call must not change); `raised`.
         share: the maximum error relative to the tolerance. The limit is 1. Infinity for an
             incorrect element without a tolerance, such as an id. NaN if not compared.
@@ -204,10 +206,11 @@ def compare(
     Exceptions of the implementation and its `supports` are part of the result. Only a
     KeyboardInterrupt is raised.
 
-    Args: sample: the arguments, on the implementation's device. They are not changed. deviation:
-        computes the error of results; None to compare them with `wanted`. wanted: expected outputs;
-        empty for no comparison, None to call the oracle. packed: whether results must be
-        contiguous. None: they must, unless the sample's activations
+    Args:
+        sample: the arguments, on the implementation's device. They are not changed.
+        deviation: computes the error of results; None to compare them with `wanted`.
+        wanted: expected outputs; empty for no comparison, None to call the oracle.
+        packed: whether results must be contiguous. None: they must, unless the sample's activations
             have a layout that no vLLM layer produces, because plain PyTorch often keeps the layout.
         memory: memory of an earlier call with the same shapes, to overwrite; None for new memory.
     """
@@ -245,12 +248,13 @@ def called(
 ) -> Outcome:
     """Make one call and check everything except its numbers.
 
-    Args: looked_at: the arguments with content that was just saved, to check their memory after the
+    Args:
+        looked_at: the arguments with content that was just saved, to check their memory after the
             call; None for all. For an unsupported call, all arguments are checked.
         packed: whether results must be contiguous.
 
-    Returns: (result, failure). A failure means that the call was not supported, raised, wrote to
-        memory
+    Returns:
+        (result, failure). A failure means that the call was not supported, raised, wrote to memory
             that it must not change, or returned a result with an incorrect form.
     """
     got, failure = run()
@@ -311,8 +315,10 @@ def misplaced(
 ) -> str:
     """Return why the form of a result is incorrect, or an empty string.
 
-    Args: shapes: what the contract's fake returns for the same call. consumed: arguments that may
-        be overwritten and therefore returned. packed: whether results must be contiguous.
+    Args:
+        shapes: what the contract's fake returns for the same call.
+        consumed: arguments that may be overwritten and therefore returned.
+        packed: whether results must be contiguous.
     """
     if isinstance(shapes, tuple) != isinstance(got, tuple) or len(parts(got)) != len(parts(shapes)):
         return f"returned {_kind(got)}, expected {_kind(shapes)}"

@@ -41,9 +41,10 @@ def differs(value: object, default: object) -> bool:
 class Sample:
     """One call that every implementation must compute correctly.
 
-    Args: name: its special property (`1 token`, `strided qkv view`). args: one value per parameter
-        of the contract, in order. scale: the magnitude of the values, without unit. The contract's
-        `atol` is for values of
+    Args:
+        name: its special property (`1 token`, `strided qkv view`).
+        args: one value per parameter of the contract, in order.
+        scale: the magnitude of the values, without unit. The contract's `atol` is for values of
             magnitude 1 and is multiplied by `scale`.
         smaller: the dimension that was reduced (`8 of 128 experts`), for reports by startup and the
             kit. Used if the oracle is too slow at the size of the served model. Empty: full size.
@@ -75,8 +76,10 @@ class Sample:
 class BadInput:
     """One call that breaks the contract.
 
-    Args: name: the problem. args: the arguments, in order. argument: the parameter that the
-        CallError must report.
+    Args:
+        name: the problem.
+        args: the arguments, in order.
+        argument: the parameter that the CallError must report.
     """
 
     name: str
@@ -91,11 +94,14 @@ class ModelSizes:
     A size is None if the model's configuration does not contain it. There are then no samples with
     that size.
 
-    Args: hidden: features of the residual stream. intermediate: features of one half of the gated
-        MLP. heads, kv_heads: query and key heads. head_size: features of one head. rotary: features
-        of one head that are rotated. tokens: the batch sizes of the samples, in tokens; the last is
-        the largest. max_position: the number of positions of the model or of the samples; the last
-        is
+    Args:
+        hidden: features of the residual stream.
+        intermediate: features of one half of the gated MLP.
+        heads, kv_heads: query and key heads.
+        head_size: features of one head.
+        rotary: features of one head that are rotated.
+        tokens: the batch sizes of the samples, in tokens; the last is the largest.
+        max_position: the number of positions of the model or of the samples; the last is
             max_position - 1.
         epsilon: the number that the model's norms add to the mean of squares.
         more: further sizes, by the name of the bindings' `SizeRule`.
@@ -126,8 +132,9 @@ class Variant:
     An op has a variant for each form of its result, because a torch schema cannot express "Tensor
     or a pair of Tensors".
 
-    Args: name: suffix of the operator's name; empty for the plain variant. schema: such as `(Tensor
-        x, float epsilon) -> Tensor`, with some or all parameters of the
+    Args:
+        name: suffix of the operator's name; empty for the plain variant.
+        schema: such as `(Tensor x, float epsilon) -> Tensor`, with some or all parameters of the
             contract, in the same order and with the same names. The others are None.
         pads: whether this schema returns a Tensor and the contract returns (Tensor, None).
         overwrites: the arguments that a consuming implementation overwrites with the results, in
@@ -172,7 +179,8 @@ def unserved(*_: Any) -> tuple[Sample, ...]:
 class OpSpec:
     """The contract of one op.
 
-    Args: oracle: computes and returns the reference result in fp64, with plain torch. Its signature
+    Args:
+        oracle: computes and returns the reference result in fp64, with plain torch. Its signature
             is the contract's signature, and its docstring documents the op.
         variants: the torch.library signatures; together they cover every valid call.
         fake: the parameters -> uninitialised tensors with the shapes and dtypes of the results.
@@ -226,8 +234,8 @@ class OpSpec:
         group: the name of a group of ops, such as `norms`, which settings select by `group:NAME`;
             empty for none.
 
-    Raises: ValueError: a parameter cannot be passed both by position and by name; the oracle lacks
-        a
+    Raises:
+        ValueError: a parameter cannot be passed both by position and by name; the oracle lacks a
             parameter; there are no dtypes; an output has no tolerance; the number of results of a
             variant does not match `outputs`; `ignores_repeats` is set without `whole_batch` or with
             `fixed_batch`; or the group is not an identifier.
@@ -305,10 +313,12 @@ class OpSpec:
     def tolerance(self, dtype: torch.dtype, output: Output | None = None) -> Tolerance:
         """Return the tolerance for results of `dtype`.
 
-        Args: dtype: the dtype of the result. output: the output of the result; None for the
-            contract's tolerances.
+        Args:
+            dtype: the dtype of the result.
+            output: the output of the result; None for the contract's tolerances.
 
-        Raises: KeyError: no tolerance is defined for `dtype`.
+        Raises:
+            KeyError: no tolerance is defined for `dtype`.
         """
         found: Mapping[str, Tolerance] = getattr(output, "tolerances", {}) or self.tolerances
         name = str(dtype).removeprefix("torch.")
@@ -320,8 +330,8 @@ class OpSpec:
     def outputs_of(self, results: int) -> tuple[Output, ...]:
         """Return the outputs of a call with this number of results, in order.
 
-        Raises: ValueError: the number exceeds `outputs`, or is inside an output with several
-            results.
+        Raises:
+            ValueError: the number exceeds `outputs`, or is inside an output with several results.
         """
         if not self.outputs:
             return (Within(),) * results

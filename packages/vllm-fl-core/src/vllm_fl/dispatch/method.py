@@ -25,11 +25,12 @@ class dispatch_method:
     that is built inside an engine binds to the engine's plan. If the op is `stock` in the plan, the
     attribute is the base class's method.
 
-    Args: op: the op's name. The method has the contract's parameters without those in `from_layer`.
-        grants: arguments that the layer owns and an implementation may therefore overwrite. adapt:
-        (layer, the bound op) -> the method, for a layer with different parameters. last: vLLM's
-        implementation, for a call that no candidate of a plan supports. stand_in: layer -> an
-        object that replaces the layer as the source of the parameters in
+    Args:
+        op: the op's name. The method has the contract's parameters without those in `from_layer`.
+        grants: arguments that the layer owns and an implementation may therefore overwrite.
+        adapt: (layer, the bound op) -> the method, for a layer with different parameters.
+        last: vLLM's implementation, for a call that no candidate of a plan supports.
+        stand_in: layer -> an object that replaces the layer as the source of the parameters in
             `from_layer`, and as the argument of implementations that need the layer. For a layer
             without the attributes that the contract expects.
         traces_own: whether compiled code gets vLLM's method, which must have the parameters of the

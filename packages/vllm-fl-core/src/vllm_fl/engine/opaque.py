@@ -49,8 +49,9 @@ LIBRARY = torch.library.Library("vllm_fl", "FRAGMENT")
 class Site:
     """An operator in a graph, and the code that may replace it.
 
-    Args: tokens: the operator's arguments -> the number of tokens of the call. inlined: an
-        implementation -> a function of the operator's parameters that runs only this
+    Args:
+        tokens: the operator's arguments -> the number of tokens of the call.
+        inlined: an implementation -> a function of the operator's parameters that runs only this
             implementation.
     """
 
@@ -135,8 +136,8 @@ def opaque_op(chain: Chain, number: int = 1, *, rest_is_inlined: bool = False) -
     the operator in another process, and two simultaneous plans have separate operators. Registering
     the chain again with the same number replaces the body.
 
-    Args: chain: the candidates, and the arguments that the caller grants. If there are several
-        rows,
+    Args:
+        chain: the candidates, and the arguments that the caller grants. If there are several rows,
             the operator selects the row when it runs (in a CUDA graph only once, at capture). It
             mutates its arguments if the first candidate of the largest calls does.
         number: the plan's number (`Plan.number`).
@@ -241,8 +242,8 @@ def _router(
     """Generate a function that selects the operator by the arguments that are None. Dynamo can
     trace it.
 
-    Args: branches: (variant, the arguments that the operator overwrites with results, the
-        operator).
+    Args:
+        branches: (variant, the arguments that the operator overwrites with results, the operator).
             Variants with fewer parameters are first.
     """
     scope: dict[str, Any] = {}

@@ -45,8 +45,9 @@ def _once(impls: Iterable[OpImpl]) -> tuple[OpImpl, ...]:
 class PlanEntry:
     """The plan of one op.
 
-    Args: rows: all candidates and the decisions about them, by the size of a call. note: why vLLM's
-        implementation is used regardless of the rows; or empty.
+    Args:
+        rows: all candidates and the decisions about them, by the size of a call.
+        note: why vLLM's implementation is used regardless of the rows; or empty.
     """
 
     op: str
@@ -148,11 +149,13 @@ def _reason(trace: Trace) -> str:
 class Plan:
     """Op -> implementation for one engine.
 
-    Args: strict: whether failures are raised instead of falling back to the next candidate. record:
-        counters, and the implementations disabled at startup. kept_layers: classes of vLLM that
-        settings exclude, although their op is planned. number: the plan's number among the plans of
-        compiled engines in this process (`take_number`).
-            Operators have it in their names, because torch allows only one operator per name.
+    Args:
+        strict: whether failures are raised instead of falling back to the next candidate.
+        record: counters, and the implementations disabled at startup.
+        kept_layers: classes of vLLM that settings exclude, although their op is planned.
+        number: the plan's number among the plans of compiled engines in this process
+            (`take_number`). Operators have it in their names, because torch allows only one
+            operator per name.
     """
 
     mode: Mode
@@ -235,12 +238,13 @@ class Plan:
     ) -> Chain:
         """Return the op's candidates and fallbacks, by the size of a call.
 
-        Args: op: the op's name; it must not be stock. grants: arguments that the caller owns. last:
-            vLLM's implementation, for calls that no candidate supports and for stock sizes.
+        Args:
+            op: the op's name; it must not be stock.
+            grants: arguments that the caller owns.
+            last: vLLM's implementation, for calls that no candidate supports and for stock sizes.
             original: the layer's original method, which replaces `last` at stock sizes in eager
-            mode. If
-                the layer replaces a class of another plugin, `last` and `original` are the method
-                of that class.
+                mode. If the layer replaces a class of another plugin, `last` and `original` are
+                the method of that class.
             without_layer: whether to omit the candidates that need the calling layer.
         """
         entry, with_layer = self.entries[op], not without_layer
@@ -273,9 +277,10 @@ class Plan:
     ) -> Callable[..., Any]:
         """Return `op` as a method of `layer`.
 
-        Args: layer: provides the parameters in the contract's `from_layer`. original: the layer's
-            original method, or a function that calls it. It runs at stock sizes
-                if the layer is not compiled.
+        Args:
+            layer: provides the parameters in the contract's `from_layer`.
+            original: the layer's original method, or a function that calls it. It runs at stock
+                sizes if the layer is not compiled.
             traced: False if no compiler sees the calls, in any mode.
         """
         compiled = traced and self.mode == "compiled"
@@ -313,11 +318,12 @@ class Plan:
         return guard(chain.of(first, bare=True))
 
     def as_compiled(self, op: str, first: OpImpl, *, inlined: bool = False) -> Callable[..., Any]:
-        """Return the op as compiled code calls it, for verification. It has no counters and is in
-        number 0.
+        """Return the op as compiled code calls it, for verification. It has no counters, and its
+        number is 0.
 
-        Args: first: one of the entry's `firsts`. Its row is verified. inlined: whether to inline an
-            op that is ordered by size. True for graphs that are
+        Args:
+            first: one of the entry's `firsts`. Its row is verified.
+            inlined: whether to inline an op that is ordered by size. True for graphs that are
                 compiled by range.
         """
         plan = dataclasses.replace(self, counts_calls=False, record=Record(log), number=0)
@@ -341,8 +347,9 @@ def make_plan(
     Omits ops that the model cannot have, unless the user has set an order for the op itself. Raises
     PluginError if a plugin with a contract failed or is missing.
 
-    Args: demoted: (op, impl id) -> why it must not run in this engine. notes: op -> why vLLM's
-        implementation is used regardless of the policy.
+    Args:
+        demoted: (op, impl id) -> why it must not run in this engine.
+        notes: op -> why vLLM's implementation is used regardless of the policy.
     """
     demoted, notes = demoted or {}, notes or {}
     entries = {}

@@ -114,9 +114,11 @@ class _Impl:
 class OpImpl(_Impl):
     """One backend's implementation of one op.
 
-    Args: op_name: the name of the op in its contract (`rms_norm`). impl_id: unique within the op:
-        `default.flagos`, `reference.torch`, `vendor.<vendor>`. kind: its kind. fn: the
-        implementation, with the contract's parameters: names, order and defaults. A first
+    Args:
+        op_name: the name of the op in its contract (`rms_norm`).
+        impl_id: unique within the op: `default.flagos`, `reference.torch`, `vendor.<vendor>`.
+        kind: its kind.
+        fn: the implementation, with the contract's parameters: names, order and defaults. A first
             parameter `self` or `obj` means that it needs a layer.
         vendor: the vendor's name; required for kind VENDOR and rejected for others. A name that
             differs from the id only in case is deprecated, but settings may use both.
@@ -129,8 +131,7 @@ class OpImpl(_Impl):
         takes: rules for supported calls, in addition to the contract; excludes `supports`. A rule
             is an expression such as `epsilon >= 0`, or a function of some arguments
             (`contracts/call_checks.py`). The rules are compiled when the implementation is
-            registered. If `takes` is empty and `fn` is traceable, an unsupported call raises
-            NotImplementedError.
+            registered. If `takes` is empty and `fn` is traceable, an unsupported call raises NotImplementedError.
         consumes: parameters that `fn` may overwrite if the variant of the call writes results to
             them (`OpSpec.consumed`). `fn` still returns its results.
         traceable: True lets the compiler trace into `fn`; False makes it one opaque op.
@@ -139,8 +140,8 @@ class OpImpl(_Impl):
             the device. The ranks compare the choices after the KV cache is allocated (FL503).
         supported_dtypes, min_arch: ignored: use `supports` and `available`.
 
-    Raises: ValueError: a VENDOR has no vendor or an id that is not `vendor.<vendor>`; a name is not
-        an
+    Raises:
+        ValueError: a VENDOR has no vendor or an id that is not `vendor.<vendor>`; a name is not an
             identifier; or both `takes` and `supports` are set.
         TypeError: a field has a wrong type.
     """
@@ -184,10 +185,12 @@ class OpImpl(_Impl):
 class AttentionRequest:
     """vLLM's requirements for an attention backend, for `AttentionImpl.supports`.
 
-    Args: head_size: features of one head. dtype: the model's dtype, as torch prints it
-        (`torch.bfloat16`). kv_cache_dtype: `auto`, `fp8`, … block_size: tokens in one KV-cache
-        block, or None if undecided. use_mla, has_sink, use_sparse: as in vLLM's selector; False if
-        a vLLM release lacks the
+    Args:
+        head_size: features of one head.
+        dtype: the model's dtype, as torch prints it (`torch.bfloat16`).
+        kv_cache_dtype: `auto`, `fp8`, …
+        block_size: tokens in one KV-cache block, or None if undecided.
+        use_mla, has_sink, use_sparse: as in vLLM's selector; False if a vLLM release lacks the
             field.
         num_heads: query heads of one rank, or None.
         extras: further fields of newer vLLM releases. Read them with `.get`, because older releases
@@ -226,8 +229,9 @@ class _ClassImpl(_Impl, Generic[R]):
 class AttentionImpl(_ClassImpl[AttentionRequest]):
     """An attention backend, by the path of its class, which is imported when it is chosen.
 
-    Args: impl_id: as for `OpImpl`. class_path: `module.Class`, a vLLM `AttentionBackend` subclass;
-        or AttentionRequest -> such
+    Args:
+        impl_id: as for `OpImpl`.
+        class_path: `module.Class`, a vLLM `AttentionBackend` subclass; or AttentionRequest -> such
             a path, if one backend has several classes (MLA, sparse). vLLM must know the name that
             the class's `get_name()` returns, such as its parent's name or `CUSTOM`.
         kind, vendor, priority, available: as for `OpImpl`.
@@ -241,12 +245,14 @@ class AttentionImpl(_ClassImpl[AttentionRequest]):
 class CommunicatorRequest:
     """The ranks that a communicator would connect, for `CommunicatorImpl.supports`.
 
-    Args: settings: the engine's effective settings (`vllm_fl.settings.schema.Settings`).
-        device_type: the type of `torch.device` (`cuda`). world_size: the engine's number of ranks,
-        including replicas that share experts. tensor_parallel_size, pipeline_parallel_size,
-        data_parallel_size: as set in vLLM. expert_parallel: whether the experts are distributed
-        over the ranks. elastic: whether ranks may join and leave while the engine runs. compiled:
-        whether the model is compiled.
+    Args:
+        settings: the engine's effective settings (`vllm_fl.settings.schema.Settings`).
+        device_type: the type of `torch.device` (`cuda`).
+        world_size: the engine's number of ranks, including replicas that share experts.
+        tensor_parallel_size, pipeline_parallel_size, data_parallel_size: as set in vLLM.
+        expert_parallel: whether the experts are distributed over the ranks.
+        elastic: whether ranks may join and leave while the engine runs.
+        compiled: whether the model is compiled.
     """
 
     settings: Any
@@ -265,8 +271,9 @@ class CommunicatorImpl(_ClassImpl[CommunicatorRequest]):
 
     The class is imported when an engine of several ranks has chosen it.
 
-    Args: impl_id: as for `OpImpl`. class_path: `module.Class`, a vLLM `DeviceCommunicatorBase`
-        subclass; or CommunicatorRequest
+    Args:
+        impl_id: as for `OpImpl`.
+        class_path: `module.Class`, a vLLM `DeviceCommunicatorBase` subclass; or CommunicatorRequest
             -> such a path. If vLLM's communicator is a `CudaCommunicator` or `XpuCommunicator`, the
             class must be a subclass. The function is called in each worker before the first group
             is created, and may load a library.
@@ -282,11 +289,13 @@ class CommunicatorImpl(_ClassImpl[CommunicatorRequest]):
 class LayerRequest:
     """The engine that would use a whole layer, for `LayerImpl.supports`.
 
-    Args: layer: the vLLM class that would be replaced. dtype: the model's dtype, as torch prints it
-        (`torch.bfloat16`). quantization: vLLM's name of the model's quantisation method, or None.
+    Args:
+        layer: the vLLM class that would be replaced.
+        dtype: the model's dtype, as torch prints it (`torch.bfloat16`).
+        quantization: vLLM's name of the model's quantisation method, or None.
         tensor_parallel_size, pipeline_parallel_size, data_parallel_size: as set in vLLM.
-        expert_parallel_size: the number of ranks that share the experts, or 1. lora: whether LoRA
-        adapters may be loaded. Some LoRA wrappers in vLLM call the quantisation
+        expert_parallel_size: the number of ranks that share the experts, or 1.
+        lora: whether LoRA adapters may be loaded. Some LoRA wrappers in vLLM call the quantisation
             method of the layer instead of its forward.
         compiled: whether the model is compiled.
     """
@@ -306,8 +315,8 @@ class LayerRequest:
 class LayerImpl(_Impl):
     """A class for a whole vLLM layer, imported when it is chosen.
 
-    Args: layer: the exact name of vLLM's class (`RowParallelLinear`), used as an op name in
-        settings.
+    Args:
+        layer: the exact name of vLLM's class (`RowParallelLinear`), used as an op name in settings.
             Subclasses of that class are separate layers.
         class_path: `module.Class`, a subclass of that class.
         kind, vendor, priority, available: as for `OpImpl`.
@@ -351,7 +360,8 @@ Impl = OpImpl | AttentionImpl | CommunicatorImpl | LayerImpl
 class PolicyDefaults:
     """A plugin's settings for one platform, in a YAML file.
 
-    Args: path: the file. It may have the keys of a user file except `extends`, `allow_vendors`,
+    Args:
+        path: the file. It may have the keys of a user file except `extends`, `allow_vendors`,
             `table` and the order of `default`. Orders by size are allowed only under `devices`.
     """
 
@@ -379,7 +389,9 @@ def parameters_of(fn: Callable[..., Any]) -> tuple[inspect.Parameter, ...] | Non
 def answered(who: str, ask: Callable[[], object]) -> Availability:
     """Return the verdict of third-party code: True, or why not. An exception becomes a reason.
 
-    Args: who: the subject of the reason: `its supports`. ask: returns the verdict.
+    Args:
+        who: the subject of the reason: `its supports`.
+        ask: returns the verdict.
     """
     try:
         verdict = ask()

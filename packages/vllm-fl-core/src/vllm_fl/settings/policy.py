@@ -134,13 +134,14 @@ def joined(rows: Rows[T], alike: Callable[[T, T], bool] = operator.eq) -> Rows[T
 class OpOrder:
     """The selectors of one op; only these are tried, in this order.
 
-    Args: eager, compiled: the selectors of each mode, by the size of a call; empty if the mode is
+    Args:
+        eager, compiled: the selectors of each mode, by the size of a call; empty if the mode is
             open (lower-priority orders then apply).
         pinned: whether the user wrote the order. If so, `prefer` does not re-sort it.
         group: the group of the order (`norms`); empty for an order of the op itself.
 
-    Raises: ValueError: the maximums are not ascending positive integers, the row for all larger
-        calls
+    Raises:
+        ValueError: the maximums are not ascending positive integers, the row for all larger calls
             is missing, or a row has no selectors.
     """
 
@@ -179,7 +180,8 @@ class OpOrder:
         An order is a selector, a list of selectors, or lists by the number of tokens of a call:
         `{"<=16": …, "rest": …}`. Each mode may have a separate order: `{eager: …, compiled: …}`.
 
-        Raises: ValueError: a selector or mode is unknown, a list is empty, or rows or types are
+        Raises:
+            ValueError: a selector or mode is unknown, a list is empty, or rows or types are
                 invalid.
         """
         if isinstance(value, OpOrder):
@@ -298,8 +300,8 @@ def _selectors(value: object) -> tuple[Selector, ...]:
 class SelectionPolicy:
     """The choice between implementations. Frozen, hashable, printable.
 
-    Args: prefer: the kind that is tried first for ops without an order. If it is `stock`, such an
-        op
+    Args:
+        prefer: the kind that is tried first for ops without an order. If it is `stock`, such an op
             runs vLLM's implementation.
         strict: whether the first failure is raised, and no other implementation is tried.
         per_op_order: op -> OpOrder, or a value that `OpOrder.of` reads; or pairs of op and order.
@@ -308,7 +310,8 @@ class SelectionPolicy:
         allow_vendors: the vendors that may be used; None allows all. Both filters apply only to
             kind VENDOR.
 
-    Raises: ValueError: an unknown kind or selector, or a group instead of an op.
+    Raises:
+        ValueError: an unknown kind or selector, or a group instead of an op.
     """
 
     prefer: str = "flagos"
@@ -372,8 +375,9 @@ class SelectionPolicy:
     ) -> tuple[Selector, ...]:
         """Return the selectors for `op` in order.
 
-        Args: engine: whether to use an engine's default order, with `stock`. tokens: the number of
-            tokens of the call; None for the row of the largest calls.
+        Args:
+            engine: whether to use an engine's default order, with `stock`.
+            tokens: the number of tokens of the call; None for the row of the largest calls.
         """
         listed = self.listed(op, mode)
         if listed is not None:

@@ -51,10 +51,11 @@ code; a contract covers the code only in other modes, platforms or layers; no co
 class CodeOwner:
     """The owner of the code in a row of a profile.
 
-    Args: op: the op with a contract, or several if they are fused; empty without a contract. impl:
-        the implementation's id; `stock` for vLLM's code. name: of code without an op: an operator
-        or a layer. reached: `yes` if an implementation of the plan runs, `no` for vLLM's code,
-        `partly` for a
+    Args:
+        op: the op with a contract, or several if they are fused; empty without a contract.
+        impl: the implementation's id; `stock` for vLLM's code.
+        name: of code without an op: an operator or a layer.
+        reached: `yes` if an implementation of the plan runs, `no` for vLLM's code, `partly` for a
             mixture, or `?` if unknown.
     """
 
@@ -72,8 +73,10 @@ KERNELS = 5
 class OwnerFinder:
     """Finds the owners of names in a profile.
 
-    Args: places: the result of `vllm_fl_places`. report: the result of `vllm_fl_report`. tokens: of
-        the step, for ops with an order by size.
+    Args:
+        places: the result of `vllm_fl_places`.
+        report: the result of `vllm_fl_report`.
+        tokens: of the step, for ops with an order by size.
     """
 
     places: Mapping[str, Any]
@@ -179,10 +182,12 @@ def _layer(name: str) -> str:
 def attribute(finder: OwnerFinder, seen: Mapping[str, Any], *, on_host: bool) -> dict[str, Any]:
     """Return the owners of the time of one kind of step, as JSON data.
 
-    Args: finder, seen: the finder of owners, and the profile of labelled steps. on_host: whether
-        the device is the host. Then operators count instead of kernels.
+    Args:
+        finder, seen: the finder of owners, and the profile of labelled steps.
+        on_host: whether the device is the host. Then operators count instead of kernels.
 
-    Returns: A dictionary with these keys:
+    Returns:
+        A dictionary with these keys:
 
         - `of`: operators or kernels; `steps`: number of profiled steps
         - `rows`, longest first: the fields of a `CodeOwner`, `us` and `calls` per step, the `share`

@@ -35,8 +35,9 @@ log = get_logger("engine")
 class Choice:
     """The operators or functions that an engine replaces.
 
-    Args: left: op -> target -> why it is not replaced. defined: operator -> schema, for operators
-        to define in an empty build of vLLM.
+    Args:
+        left: op -> target -> why it is not replaced.
+        defined: operator -> schema, for operators to define in an empty build of vLLM.
     """
 
     taken: Mapping[str, tuple[Taken, ...]]
@@ -58,10 +59,11 @@ class _Inside(threading.local):
 class Replacement:
     """The replacement of one target in this process.
 
-    Args: parameters: the names of all parameters of the target, in order.
+    Args:
+        parameters: the names of all parameters of the target, in order.
 
-    Attributes: answers: engine with a plan for the target -> (the op with the target's parameters,
-        a
+    Attributes:
+        answers: engine with a plan for the target -> (the op with the target's parameters, a
             predicate for calls of sizes that are stock).
     """
 
