@@ -131,7 +131,8 @@ class OpImpl(_Impl):
         takes: rules for supported calls, in addition to the contract; excludes `supports`. A rule
             is an expression such as `epsilon >= 0`, or a function of some arguments
             (`contracts/call_checks.py`). The rules are compiled when the implementation is
-            registered. If `takes` is empty and `fn` is traceable, an unsupported call raises NotImplementedError.
+            registered. If `takes` is empty and `fn` is traceable, an unsupported call raises
+            NotImplementedError.
         consumes: parameters that `fn` may overwrite if the variant of the call writes results to
             them (`OpSpec.consumed`). `fn` still returns its results.
         traceable: True lets the compiler trace into `fn`; False makes it one opaque op.
