@@ -19,7 +19,7 @@ from vllm_fl_verify.live import Live
 from vllm_fl_verify.stock import linear as module
 from vllm_fl_verify.stock.experts import Experts
 from vllm_fl_verify.stock.linear import Linears
-from vllm_fl_verify.stock.rows import Rows
+from vllm_fl_verify.stock.rows import StockRows
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -91,9 +91,9 @@ def made(form: str, draw: random.Random, **more: Any) -> Any:
     return layer
 
 
-def compared(layer: Any, fault: Callable[[], None] | None = None) -> tuple[Linears, Rows]:
+def compared(layer: Any, fault: Callable[[], None] | None = None) -> tuple[Linears, StockRows]:
     """Convert the layer's weights as vLLM's loader does; `fault` changes what the kernel got."""
-    rows = Rows()
+    rows = StockRows()
     linears = Linears(rows)
     kernel = module.kernel_of(layer, layer.quant_method)
     if fault is not None:
@@ -110,7 +110,7 @@ def compared(layer: Any, fault: Callable[[], None] | None = None) -> tuple[Linea
     return linears, rows
 
 
-def problems(rows: Rows, against: str = module.GIVEN) -> list[str]:
+def problems(rows: StockRows, against: str = module.GIVEN) -> list[str]:
     found = [row for row in rows.to_json() if row["against"] == against]
     assert found and all(row["kind"] == "MergedColumnParallelLinear" for row in found)
     assert all(row["calls"] for row in found)
@@ -172,7 +172,7 @@ def test_an_output_feature_is_off_by_a_share_of_the_tolerance(
     """A kernel that is exact except for one feature, and rounds once."""
     layer, feature = made(form, draw), draw.randrange(sum(OUT))
     weight = module._weights(layer, layer.quant_method, module.held_by(layer)).double()
-    weight[feature] *= 1 + share * module.STEPS[torch.bfloat16]
+    weight[feature] *= 1 + share * module.PROBE_STEPS[torch.bfloat16]
 
     def scaled(_: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         result = x.double() @ weight.t()
@@ -237,7 +237,7 @@ def test_a_transposed_block_scale_is_found(transposes: bool, draw: random.Random
     layer.weight_scale_inv = nn.Parameter(scale, requires_grad=False)
     layer.weight_block_size = [128, 128]
     layer.quant_method = Blocks(transposes)
-    rows = Rows()
+    rows = StockRows()
     Linears(rows).watch(nn.ModuleDict({"down": layer}))
     layer.quant_method.process_weights_after_loading(layer)
     (row,) = rows.to_json()
@@ -282,7 +282,7 @@ class Mixture(nn.Module):
 
 @pytest.mark.parametrize("wrong", ["", "expert", "last token"])
 def test_experts_are_compared(wrong: str, draw: random.Random) -> None:
-    layer, rows = Mixture(draw, wrong), Rows()
+    layer, rows = Mixture(draw, wrong), StockRows()
     some = Experts(layer, torch.Generator().manual_seed(draw.randrange(2**31)))
     assert len(some.chosen) == 8
     spec = known_contracts().contracts["fused_experts"]
@@ -318,7 +318,7 @@ def test_logits_are_compared(share: float, draw: random.Random) -> None:
     vars(model["logits"])["forward"] = scaled
     config = SimpleNamespace(dtype=torch.bfloat16, get_hidden_size=lambda: 64)
     config = SimpleNamespace(model_config=config)
-    rows = Rows()
+    rows = StockRows()
     compare_logits(SimpleNamespace(vllm_config=config, device="cpu"), model, rows, 0)
     (row,) = rows.to_json()
     assert bool(row["incorrect"]) == (share > 1)
@@ -355,7 +355,7 @@ def test_layers_are_compared_with_their_contracts(share: float, draw: random.Ran
 
     layers[faulty]._forward_method = scaled
     live = Live(Plan("eager", {}, contracts=specs), {"": layers}, torch.device("cpu"))
-    rows, x = Rows(), torch.randn(40, 128)
+    rows, x = StockRows(), torch.randn(40, 128)
     table = {layer.base: layer for layer in layer_table()}
     with torch.inference_mode(), live.watching(), _compared(live, {"": layers}, table, rows):
         for name, layer in layers.items():
@@ -390,7 +390,7 @@ def test_steps_are_compared_with_eager_steps(share: float, draw: random.Random) 
         ),
     )
     runner = SimpleNamespace(get_model=lambda: model)
-    rows, states = Rows(), [torch.randn(n, 64, dtype=torch.float32) for n in (8, 4, 4, 1)]
+    rows, states = StockRows(), [torch.randn(n, 64, dtype=torch.float32) for n in (8, 4, 4, 1)]
     worker = SimpleNamespace(model_runner=runner, vllm_config=config, execute_model=print)
     steps = Steps(worker)
 

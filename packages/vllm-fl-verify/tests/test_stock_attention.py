@@ -34,7 +34,7 @@ from vllm_fl.integration import engines
 from vllm_fl.plugins.inspection import Moment
 from vllm_fl.plugins.types import AttentionImpl, BackendImplKind
 from vllm_fl_verify.loaded import compare_attention
-from vllm_fl_verify.stock.attention import AttentionRow, findings, recording
+from vllm_fl_verify.stock.attention import AttentionRow, compared_attention, recording
 
 BLOCKS, BLOCK, HEADS = 64, 32, 8
 
@@ -174,7 +174,7 @@ def test_vllms_backend_passes_and_its_cache_is_restored(runner: Runner, dtype: s
     ]
     made = runner(*options, dtype=dtype)
     before = [layer.kv_cache.clone() for layer in layers_of(made)]
-    rows = findings(made, new_seed())
+    rows = compared_attention(made, new_seed())
     assert [row.layers for row in rows] == [(f"model.layers.{n}.attn",) for n in range(4)]
     for row in rows:
         assert row.cases >= 20 and 0 < row.worst < 0.8 and not row.reason, row
@@ -186,14 +186,14 @@ def test_vllms_backend_passes_and_its_cache_is_restored(runner: Runner, dtype: s
 @pytest.mark.parametrize("kv_dtype", ["fp8", "fp8_e5m2"])
 def test_a_cache_that_truncates_is_found(runner: Runner, kv_dtype: str) -> None:
     """vLLM's CPU backend does not round to nearest."""
-    (row,) = findings(runner({}, kv_dtype=kv_dtype), new_seed())
+    (row,) = compared_attention(runner({}, kv_dtype=kv_dtype), new_seed())
     assert row.is_incorrect and "elements exceed the tolerance" in row.reason
 
 
 def test_a_layer_without_a_reference_result_is_reported(runner: Runner) -> None:
     made = runner({"alibi_slopes": [0.1] * HEADS}, {})
     layers_of(made)[1].kv_cache = torch.zeros(7, 7)
-    alibi, shape = findings(made, 0)
+    alibi, shape = compared_attention(made, 0)
     assert alibi.reason.startswith("no reference result for ALiBi")
     assert "raised NotImplementedError: 64 blocks in a cache of (7, 7)" in shape.reason
     assert not alibi.cases + shape.cases and not alibi.is_incorrect and not shape.is_incorrect
@@ -211,7 +211,7 @@ def test_a_planted_fault_is_found_from_its_tolerance_on(runner: Runner, fault: s
     def found(share: float) -> AttentionRow:
         layer.impl.share = share
         random.seed(seed)
-        rows = findings(made, seed)
+        rows = compared_attention(made, seed)
         assert not rows[1 - number].is_incorrect
         return rows[number]
 
@@ -228,11 +228,11 @@ def test_layers_are_compared_by_the_arguments_of_their_model(runner: Runner) -> 
         made = runner({"logits_soft_cap": 20.0})
     impl = layers_of(made)[0].impl
     impl.logits_soft_cap = 0
-    assert findings(made, 0)[0].is_incorrect
+    assert compared_attention(made, 0)[0].is_incorrect
     impl.logits_soft_cap, impl.scale = 20.0, 0.125 * 1.05
-    assert findings(made, 0)[0].is_incorrect
+    assert compared_attention(made, 0)[0].is_incorrect
     impl.scale = 0.125
-    assert not findings(made, 0)[0].is_incorrect
+    assert not compared_attention(made, 0)[0].is_incorrect
 
 
 def test_a_wrong_backend_of_a_plugin_ends_the_startup_on_all_ranks(

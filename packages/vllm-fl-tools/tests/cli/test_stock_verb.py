@@ -41,7 +41,7 @@ def verify(
 
         @contextmanager
         def running(name: str, model: str, options: Any, env: Any, **more: Any) -> Iterator[Engine]:
-            checks = "ThoroughChecks" if "--thorough" in arguments else "Checks"
+            checks = "ThoroughChecks" if "--thorough" in arguments else "StockChecks"
             assert options == {"worker_extension_cls": f"vllm_fl_verify.stock.worker.{checks}"}
             assert env["VLLM_FL_ENABLED"] == "false" and more["steps_aside"]
             assert more["arguments"] == [each for each in arguments if each == "--enforce-eager"]

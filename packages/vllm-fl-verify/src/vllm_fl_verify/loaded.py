@@ -165,13 +165,13 @@ def compare_attention(engine: Engine) -> None:
     facts, planned = engine.facts, engine.plan.entries[ATTENTION].classes(AttentionImpl)
     if facts.settings.preflight != "verify" or engine.joins or not planned:
         return
-    from .stock.attention import findings, path_of
+    from .stock.attention import compared_attention, path_of
 
     began, no_problem = time.monotonic(), lambda *_: ""
     named = ((class_of(i, ATTENTION, facts.attention, no_problem)[1], i.impl_id) for i in planned)
     ids = {path_of(cls): impl_id for cls, impl_id in named if cls is not None}
     with engine.active(), engine.plan.record.aside(), host_threads(engine.device):
-        rows = findings(engine.runner, checks_of(engine).seed, planned=ids)
+        rows = compared_attention(engine.runner, checks_of(engine).seed, planned=ids)
     release(engine.device)
     for rank, each in enumerate(engine.gather("compare attention on the KV cache", rows)):
         for row in (row for row in each if row.is_incorrect):

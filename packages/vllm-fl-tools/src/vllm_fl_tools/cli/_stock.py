@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_model(model)
     if any(given.partition("=")[0].replace("_", "-") == EXTENSION_OPTION for given in more):
         raise UsageError(f"--stock sets {EXTENSION_OPTION}: remove it from the arguments")
-    checks = "ThoroughChecks" if arguments.thorough else "Checks"
+    checks = "ThoroughChecks" if arguments.thorough else "StockChecks"
     began = time.monotonic()
     with running_engine(
         "of stock vLLM",

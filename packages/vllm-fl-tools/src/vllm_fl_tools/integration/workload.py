@@ -36,7 +36,7 @@ __all__ = ["FORCED", "Visit"]
 FORCED = "vllm_fl_forced"
 """Key of a request's `extra_args` with the tokens for `integration.forcing`."""
 
-PROMPT_TOKENS, NEW_TOKENS, BATCHES = 96, 6, (1, 3, 8)
+PROMPT_TOKENS, STEPS_AFTER_PROMPT, BATCHES = 96, 6, (1, 3, 8)
 """Steps that are run compiled and eager: tokens of each prompt, tokens after it, and numbers of
 prompts. A batch of 3 is padded to a captured size."""
 
@@ -183,14 +183,14 @@ class _Served:
         """Run steps of the same tokens and batches at each call: the answers are fixed."""
         config = self._llm.llm_engine.vllm_config
         most = config.scheduler_config.max_num_seqs
-        prompt = min(PROMPT_TOKENS, config.model_config.max_model_len - NEW_TOKENS)
+        prompt = min(PROMPT_TOKENS, config.model_config.max_model_len - STEPS_AFTER_PROMPT)
         for batch in sorted({min(count, most) for count in BATCHES}):
             self._llm.reset_prefix_cache()
             self.visit(
                 seed=f"stock {batch}",
                 batch=batch,
                 prompt_tokens=prompt,
-                new_tokens=NEW_TOKENS,
+                new_tokens=STEPS_AFTER_PROMPT,
                 repeated=True,
             )
 

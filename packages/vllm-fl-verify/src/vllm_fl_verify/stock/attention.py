@@ -67,7 +67,7 @@ class AttentionRow:
         return self.worst > 1.0
 
 
-def findings(
+def compared_attention(
     runner: Any,
     seed: int,
     thorough: bool = False,
@@ -108,7 +108,8 @@ _arguments: WeakKeyDictionary[Any, Mapping[str, Any]] = WeakKeyDictionary()
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Inside the block, keep the constructor arguments of attention layers for `findings`.
+    """Inside the block, keep the constructor arguments of attention layers for
+    `compared_attention`.
 
     Without them it reads attributes with the names of vLLM.
     """

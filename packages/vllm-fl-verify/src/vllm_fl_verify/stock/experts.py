@@ -14,15 +14,15 @@ import torch
 from vllm_fl.contracts import OpSpec
 
 from ..wanted import Near
-from .rows import Rows
+from .rows import StockRows
 from .weights import dequantised
 
-EXPERTS = 8
+COMPARED_EXPERTS = 8
 """Compared experts of each layer."""
 
 TOKENS = (1, 17, 256)
 
-AGAINST = "dequantised weights of 8 experts"
+OF_EXPERTS = "dequantised weights of 8 experts"
 
 COARSE = {torch.int8: 0.05, torch.float8_e4m3fn: 0.15}
 """Tolerance for quantised activations between the products, relative to a row's root mean square,
@@ -44,7 +44,7 @@ class Experts:
         self.layer, self.generator = layer, generator
         config = layer.moe_config
         count = int(config.num_local_experts)
-        some = max(EXPERTS, int(config.experts_per_token))
+        some = max(COMPARED_EXPERTS, int(config.experts_per_token))
         self.chosen = torch.randperm(count, generator=generator)[:some].sort().values
         own = {name: value for name, value in layer._parameters.items() if value is not None}
         self.held = {
@@ -53,7 +53,7 @@ class Experts:
             if value.shape[:1] == (count,) and not value.is_meta
         }
 
-    def compare(self, rows: Rows, key: tuple[str, str, str], name: str, spec: OpSpec) -> None:
+    def compare(self, rows: StockRows, key: tuple[str, str, str], name: str, spec: OpSpec) -> None:
         """Compare calls that use only these experts with the op's reference result."""
         method, layer = self.layer.quant_method, self.layer
         wanted = inspect.signature(method.apply).parameters

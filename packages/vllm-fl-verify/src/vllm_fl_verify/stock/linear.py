@@ -23,12 +23,11 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.text import quote
 
 from ..wanted import Near
-from .experts import AGAINST as OF_EXPERTS
-from .experts import Experts
-from .rows import Rows
+from .experts import OF_EXPERTS, Experts
+from .rows import StockRows
 from .weights import Held, dequantised, held_by
 
-SIZES = (1, 17, 31, 32, 256)
+PROBE_SIZES = (1, 17, 31, 32, 256)
 """Tokens of a call; kernels are chosen and padded by them."""
 
 COLUMNS = 256
@@ -37,7 +36,7 @@ COLUMNS = 256
 KEPT = 4
 """Number of rows for the comparison after an update of the weights."""
 
-STEPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-20}
+PROBE_STEPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-20}
 """Distance of neighbouring numbers relative to their size, by dtype of the result. Of float32 a
 few, because sums are rounded."""
 
@@ -49,7 +48,7 @@ SEVERAL = ("Dynamic", "TritonOr")
 
 LOADED, GIVEN, RELOADED = "the checkpoint's tensors", "dequantised weights", "weights loaded again"
 
-Key = tuple[str, str, str]
+RowKey = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,9 @@ class Linears:
         seed: of the inputs.
     """
 
-    def __init__(self, rows: Rows, sizes: tuple[int, ...] = SIZES, seed: int = 0) -> None:
+    def __init__(
+        self, rows: StockRows, sizes: tuple[int, ...] = PROBE_SIZES, seed: int = 0
+    ) -> None:
         self.rows, self.sizes = rows, sizes
         self._generator = torch.Generator("cpu").manual_seed(seed)
         self._kept: dict[str, _Kept] = {}
@@ -142,7 +143,7 @@ class Linears:
             convert(layer)
         if not loaded:
             return
-        key, began = (type(layer).__name__, class_of(layer, method), GIVEN), time.monotonic()
+        key, began = (type(layer).__name__, class_of_linear(layer, method), GIVEN), time.monotonic()
         try:
             self._compare(key, name, layer, method, loaded, given or loaded)
         except Exception as error:  # also errors of vLLM, such as an operator that is missing
@@ -168,7 +169,7 @@ class Linears:
 
     def _compare(
         self,
-        key: Key,
+        key: RowKey,
         name: str,
         layer: torch.nn.Module,
         method: Any,
@@ -191,7 +192,7 @@ class Linears:
             self.rows.add(key, name, share, problem and f"{problem}; {what}")
 
         device, features = weight.device, weight.shape[1]
-        step = STEPS[dtype]
+        step = PROBE_STEPS[dtype]
         tops = weight.abs().amax(1, keepdim=True).double()
         is_one_hot = True
         for start in range(0, features, COLUMNS):
@@ -225,7 +226,7 @@ class Linears:
 
     def _compare_tensors(
         self,
-        key: Key,
+        key: RowKey,
         name: str,
         layer: torch.nn.Module,
         method: Any,
@@ -290,7 +291,7 @@ def kernel_of(layer: torch.nn.Module, method: Any) -> Any:
     return None
 
 
-def class_of(layer: torch.nn.Module, method: Any) -> str:
+def class_of_linear(layer: torch.nn.Module, method: Any) -> str:
     """Return the class that vLLM chose for a layer."""
     kernel = kernel_of(layer, method)
     return _named(method if kernel is None else kernel)

@@ -20,7 +20,7 @@ from ..live import Live
 from ..oracle import parts
 from ..preflight import host_threads
 from ..wanted import Near
-from .rows import Rows
+from .rows import StockRows
 
 CONTRACT, LOGITS = "its contract", "the hidden states' product"
 
@@ -28,7 +28,7 @@ TOKENS = 33
 """Rows of hidden states for the logits."""
 
 
-def compare_layers(worker: Any, models: Mapping[str, Any], rows: Rows) -> None:
+def compare_layers(worker: Any, models: Mapping[str, Any], rows: StockRows) -> None:
     """Compare every layer that has an op's contract, in eager forwards of the loaded models.
 
     Args:
@@ -52,7 +52,7 @@ def compare_layers(worker: Any, models: Mapping[str, Any], rows: Rows) -> None:
 
 @contextmanager
 def _compared(
-    live: Live, models: Mapping[str, Any], table: Mapping[type, LayerClass], rows: Rows
+    live: Live, models: Mapping[str, Any], table: Mapping[type, LayerClass], rows: StockRows
 ) -> Iterator[None]:
     """Inside the block, compare the calls of these layers."""
     changed = []
@@ -75,7 +75,7 @@ def _compare(
     layer: LayerClass,
     module: Any,
     name: str,
-    rows: Rows,
+    rows: StockRows,
     own: Callable[..., Any],
     *args: Any,
     **named: Any,
@@ -121,7 +121,7 @@ def _compare(
     return (target.adapt(module, op) if target.adapt else op)(*args, **named)
 
 
-def compare_logits(worker: Any, model: Any, rows: Rows, seed: int) -> None:
+def compare_logits(worker: Any, model: Any, rows: StockRows, seed: int) -> None:
     """Compare the logits of random hidden states: product, soft cap, scale, and the kept columns.
 
     All ranks must call it.

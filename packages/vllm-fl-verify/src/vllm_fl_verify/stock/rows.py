@@ -12,7 +12,7 @@ EXAMPLES = 3
 
 
 @dataclass
-class Row:
+class StockRow:
     """Comparisons of all layers of one kind that run one class.
 
     Args:
@@ -30,11 +30,11 @@ class Row:
     skipped: dict[str, set[str]] = field(default_factory=dict)
 
 
-class Rows:
+class StockRows:
     """The rows of one rank, by (kind of layer, class that vLLM chose, what it is compared with)."""
 
     def __init__(self) -> None:
-        self.rows: dict[tuple[str, str, str], Row] = {}
+        self.rows: dict[tuple[str, str, str], StockRow] = {}
 
     def add(
         self, key: tuple[str, str, str], layer: str, share: float, problem: str = "", calls: int = 1
@@ -48,7 +48,7 @@ class Rows:
             problem: a description if the result is incorrect.
             calls: number of calls.
         """
-        row = self.rows.setdefault(key, Row())
+        row = self.rows.setdefault(key, StockRow())
         row.layers.add(layer)
         row.calls += calls
         row.worst = max(row.worst, math.inf if math.isnan(share) else share)
@@ -57,7 +57,7 @@ class Rows:
 
     def skip(self, key: tuple[str, str, str], layer: str, why: str) -> None:
         """Report that a layer was not compared."""
-        self.rows.setdefault(key, Row()).skipped.setdefault(why, set()).add(layer)
+        self.rows.setdefault(key, StockRow()).skipped.setdefault(why, set()).add(layer)
 
     def to_json(self) -> list[dict[str, Any]]:
         return [

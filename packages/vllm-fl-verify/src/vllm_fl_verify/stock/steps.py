@@ -12,10 +12,10 @@ from torch.compiler import set_stance
 from vllm_fl.integration.patchers.attention import uncompiled
 
 from ..graphs import without_graphs
-from .linear import STEPS
-from .rows import Rows
+from .linear import PROBE_STEPS
+from .rows import StockRows
 
-AGAINST = "eager steps"
+EAGER = "eager steps"
 
 ROUNDINGS = 4.0
 """Tolerance of a row of hidden states, as a root mean square: this number of steps of its dtype,
@@ -60,7 +60,7 @@ class Steps:
         self._stack.enter_context(uncompiled())
         self._stack.enter_context(without_graphs(self.worker.model_runner))
 
-    def compare(self, rows: Rows) -> None:
+    def compare(self, rows: StockRows) -> None:
         """Return to compiled steps, and compare the recorded ones."""
         self._stack.close()
         vars(self._model).pop("compute_logits", None)
@@ -71,13 +71,13 @@ class Steps:
         if getattr(compilation.cudagraph_mode, "name", "NONE") == "NONE":
             largest = 0
         layers = config.model_config.get_num_layers(config.parallel_config)
-        limit = ROUNDINGS * STEPS[dtype] * layers**0.5
+        limit = ROUNDINGS * PROBE_STEPS[dtype] * layers**0.5
         if len(self._served) != len(self._seen):
             counts = f"{len(self._served)} steps, but {len(self._seen)} eager ones"
-            return rows.skip(("steps", "", AGAINST), "all", counts)
+            return rows.skip(("steps", "", EAGER), "all", counts)
         both = zip(self._served, self._seen, strict=True)
         for number, ((tokens, served), (others, eager)) in enumerate(both):
-            key = "steps", "captured graph" if tokens <= largest else "compiled", AGAINST
+            key = "steps", "captured graph" if tokens <= largest else "compiled", EAGER
             step = f"step {number} of {tokens} tokens"
             if (tokens, served.shape) != (others, eager.shape):
                 rows.skip(key, step, "other batches")

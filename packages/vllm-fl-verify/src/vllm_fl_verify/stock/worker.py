@@ -16,14 +16,14 @@ import vllm.model_executor.model_loader
 from vllm.distributed import get_pp_group
 
 from . import attention
-from .linear import SIZES, Linears
+from .linear import PROBE_SIZES, Linears
 from .ops import compare_layers, compare_logits
-from .rows import Rows
+from .rows import StockRows
 from .steps import Steps
 
 LOADER = vllm.model_executor.model_loader.__name__
 
-rows = Rows()
+results = StockRows()
 """The results of this process: an engine has one worker in each."""
 
 linears: list[Linears] = []
@@ -34,7 +34,7 @@ _recording = attention.recording()
 _recording.__enter__()  # until the process ends
 
 
-class Checks:
+class StockChecks:
     """Methods that vLLM adds to its worker."""
 
     def vllm_fl_stock_compare(self) -> None:
@@ -45,17 +45,17 @@ class Checks:
         models = {"": model, "(draft model) ": draft}
         models = {prefix: each for prefix, each in models.items() if hasattr(each, "named_modules")}
         with torch.inference_mode():
-            compare_layers(worker, models, rows)
+            compare_layers(worker, models, results)
             if get_pp_group().is_last_rank:
-                compare_logits(worker, model, rows, worker.vllm_config.model_config.seed)
-            for found in attention.findings(runner, worker.vllm_config.model_config.seed):
+                compare_logits(worker, model, results, worker.vllm_config.model_config.seed)
+            for found in attention.compared_attention(runner, worker.vllm_config.model_config.seed):
                 key = "attention", found.backend.rpartition(".")[2], "a float64 reference"
                 for number, name in enumerate(found.layers):
                     if found.cases:
                         calls = 0 if number else found.cases
-                        rows.add(key, name, found.worst, found.reason, calls=calls)
+                        results.add(key, name, found.worst, found.reason, calls=calls)
                     else:
-                        rows.skip(key, name, found.reason)
+                        results.skip(key, name, found.reason)
 
     def vllm_fl_stock_record(self) -> None:
         """Record the hidden states of further steps."""
@@ -67,7 +67,7 @@ class Checks:
 
     def vllm_fl_stock_recorded(self) -> None:
         """Compare the recorded steps with the eager ones, and run compiled steps again."""
-        self.vllm_fl_stock_steps.compare(rows)
+        self.vllm_fl_stock_steps.compare(results)
 
     def vllm_fl_stock_reload(self) -> None:
         """Load the weights again, and compare linear layers."""
@@ -79,10 +79,10 @@ class Checks:
 
     def vllm_fl_stock_rows(self) -> dict[str, Any]:
         """Return all results as JSON data, and the seconds of comparisons while loading."""
-        return {"rows": rows.to_json(), "seconds": sum(each.seconds for each in linears)}
+        return {"rows": results.to_json(), "seconds": sum(each.seconds for each in linears)}
 
 
-class ThoroughChecks(Checks):
+class ThoroughChecks(StockChecks):
     """The same, with every captured size for linear layers."""
 
 
@@ -91,7 +91,7 @@ def _sizes(config: Any) -> tuple[int, ...]:
     captured = config.compilation_config.cudagraph_capture_sizes or ()
     if not config.parallel_config.worker_extension_cls.endswith(ThoroughChecks.__name__):
         captured = captured and (min(captured), max(captured))
-    return tuple(sorted({*SIZES, *captured}))
+    return tuple(sorted({*PROBE_SIZES, *captured}))
 
 
 def _watching(make: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
@@ -99,7 +99,7 @@ def _watching(make: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Mo
     def made(*args: Any, **named: Any) -> torch.nn.Module:
         model = make(*args, **named)
         config = named["vllm_config"] if "vllm_config" in named else args[0]
-        linears.append(Linears(rows, _sizes(config), config.model_config.seed))
+        linears.append(Linears(results, _sizes(config), config.model_config.seed))
         linears[-1].watch(model)
         return model
 
