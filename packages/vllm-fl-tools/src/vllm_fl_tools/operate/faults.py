@@ -121,11 +121,9 @@ class Faults:
         return ""
 
     def _write(self, path: Path, tensors: Named, facts: Named, kind: str) -> None:
-        from safetensors.torch import save
-
         with self._harmless():
             with Draft(path) as draft:
-                draft.put(save(tensors, {FORMAT: json.dumps(facts)}))
+                draft.put(contents(tensors, facts))
             text = "%s: kept the first %s call of '%s' for op '%s' (rank %d) in %s: %s"
             about = (facts[name] for name in ("impl_id", "op", "rank"))
             log.warning(text, Settings.keep_faults.variable, kind, *about, path, facts["reason"])
@@ -214,6 +212,14 @@ def pack_call(
     }
 
 
+def contents(tensors: Named, facts: Named) -> bytes:
+    """Return the contents of a file."""
+    from safetensors.torch import save
+
+    text = json.dumps(facts)
+    return bytes(save(tensors, {FORMAT: text, "sha256": hashlib.sha256(text.encode()).hexdigest()}))
+
+
 def read(path: Path) -> tuple[Named, Named]:
     """Return (tensors, facts) of a file.
 
@@ -224,8 +230,11 @@ def read(path: Path) -> tuple[Named, Named]:
 
     try:
         with safe_open(path, "pt") as opened:
-            facts = json.loads(opened.metadata()[FORMAT])
-            return {name: opened.get_tensor(name) for name in opened.keys()}, facts  # noqa: SIM118
+            text = opened.metadata()[FORMAT]
+            if hashlib.sha256(text.encode()).hexdigest() != opened.metadata()["sha256"]:
+                raise ValueError("another checksum")
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            return tensors, json.loads(text)
     except Exception as error:
         why = f"is not a file of VLLM_FL_KEEP_FAULTS, or is damaged ({quote(error)})"
         raise ValueError(f"{path} {why}") from error
