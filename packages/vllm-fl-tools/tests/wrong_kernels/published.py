@@ -54,7 +54,7 @@ NOT_AT_STARTUP: Mapping[str, tuple[str, str]] = MappingProxyType(
         "tokens_along_z": ("", "samples have fewer tokens"),
         "a_thread_for_each_expert": ("", "samples have fewer experts"),
         "weights_of_one_shape": ("families", "the served model has other numbers of experts"),
-        "maximum_misses_a_lane": ("call_op", "the served model has groups of another size"),
+        "maximum_misses_a_lane": ("preflight", "the served model has groups of another size"),
         "maximum_of_the_first_256": ("", "samples have smaller groups"),
         "blocks_along_y": ("", "samples have fewer elements"),
         "slot_offset_in_32_bits": ("", "samples do not use the last slot"),
