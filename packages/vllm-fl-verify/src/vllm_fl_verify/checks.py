@@ -22,7 +22,7 @@ from . import graphs, launches
 from .batches import Order
 from .budget import Budget
 from .form import Form
-from .guarded import copy_rows, dirty_memory, freed_nan, taken
+from .guarded import copy_rows, dirty_memory, freed_nan, laid_like, taken
 from .oracle import parts
 from .run import CheckedCall, Objections, Run
 from .trials import lowered, token_counts
@@ -135,7 +135,7 @@ def _over_freed(run: Run, call: Callable[..., Any], *args: Any) -> Any:
     spec, calls = run.spec, [args]
     if not (spec.whole_batch or run.impl.consumes):
         order = torch.arange(spec.tokens(args)).roll(1)
-        calls.insert(0, spec.with_changed_rows(args, lambda x: _laid(taken(x, order), x)))
+        calls.insert(0, spec.with_changed_rows(args, lambda x: laid_like(taken(x, order), x)))
     nbytes = sorted({x.nbytes for x in spec.with_rows(args).values()})
     sizes = [n for most in nbytes for n in (most // 2, most, 2 * most) if 0 < n <= FREED]
     result = None
@@ -345,11 +345,8 @@ def _apart(spec: OpSpec, args: Sequence[Any]) -> tuple[Any, ...]:
 
     seen = Counter(map(place, args))
     return tuple(
-        _laid(arg, arg) if name in spec.by_token and place(arg) and seen[place(arg)] > 1 else arg
+        laid_like(arg, arg)
+        if name in spec.by_token and place(arg) and seen[place(arg)] > 1
+        else arg
         for name, arg in spec.named(args).items()
     )
-
-
-def _laid(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Copy the values to new memory, with the strides of `like`."""
-    return like.new_empty_strided(like.shape, like.stride()).copy_(values)

@@ -233,6 +233,11 @@ def handed_over(arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def laid_like(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Copy the values to new memory, with the strides of `like`."""
+    return values.new_empty_strided(values.shape, like.stride()).copy_(values)
+
+
 def taken(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     rows = rows.to(tensor.device)
     if tensor.element_size() == 1:  # some devices cannot index float8

@@ -28,6 +28,7 @@ from vllm_fl.logs import get_logger
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import quote
 
+from .guarded import laid_like
 from .oracle import MEASURED_OUTPUTS, magnitudes, paired, parts, wanted_here
 from .replacing import computes, replacing
 from .verification import contract_args
@@ -286,18 +287,13 @@ class _Call:
         args = self.whole
         if spec.consumed(impl.consumes, args):
             pairs = zip(self.args, args, strict=True)
-            args = tuple(mine if mine is own else _laid(mine, own) for mine, own in pairs)
+            args = tuple(mine if mine is own else laid_like(mine, own) for mine, own in pairs)
         return Sample("in a shadow check", args, math.nan)
 
     def measured(self, spec: OpSpec, result: Any) -> list[torch.Tensor]:
         rows = tuple(r if r is None or not r.ndim else r[self.rows] for r in parts(result))
         wanted = wanted_here(spec, self.args, magnitudes(spec, self.args))
         return [each for want, mine, _ in paired(rows, wanted) for each in want.measured(mine)]
-
-
-def _laid(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the rows with the strides of `like`."""
-    return rows.new_empty_strided(rows.shape, like.stride()).copy_(rows)
 
 
 def _left(spec: OpSpec) -> str:
