@@ -143,9 +143,16 @@ class Linears:
             convert(layer)
         if not loaded:
             return
-        key, began = (type(layer).__name__, class_of_linear(layer, method), GIVEN), time.monotonic()
-        try:
+        key = type(layer).__name__, class_of_linear(layer, method), GIVEN
+        with self._comparing(key, name):
             self._compare(key, name, layer, method, loaded, given or loaded)
+
+    @contextmanager
+    def _comparing(self, key: RowKey, name: str) -> Iterator[None]:
+        """Count the seconds of a comparison. If it raises, the layer is incorrect."""
+        began = time.monotonic()
+        try:
+            yield
         except Exception as error:  # also errors of vLLM, such as an operator that is missing
             self.rows.add(key, name, float("inf"), f"it raised {quote(error)}")
         self.seconds += time.monotonic() - began
@@ -162,10 +169,8 @@ class Linears:
         convert(layer)
         key = type(layer).__name__, class_of_experts(method), OF_EXPERTS
         spec = get_default_manager().registry.snapshot().contracts["fused_experts"]
-        try:
+        with self._comparing(key, name):
             some.compare(self.rows, key, name, spec)
-        except Exception as error:  # also errors of vLLM
-            self.rows.add(key, name, float("inf"), f"it raised {quote(error)}")
 
     def _compare(
         self,
@@ -256,13 +261,10 @@ class Linears:
         """Compare some rows of each layer again, after an update with the same weights."""
         for name, kept in self._kept.items():
             key = kept.kind, kept.cls, RELOADED
-            try:
+            with self._comparing(key, name):
                 method: Any = kept.layer.quant_method
                 got = method.apply(kept.layer, kept.x, getattr(kept.layer, "bias", None))
-                share, problem = kept.wanted.deviation([got], ["the result"], None)
-            except Exception as error:
-                share, problem = float("inf"), f"it raised {quote(error)}"
-            self.rows.add(key, name, share, problem)
+                self.rows.add(key, name, *kept.wanted.deviation([got], ["the result"], None))
 
 
 def is_linear(layer: torch.nn.Module) -> bool:
