@@ -40,9 +40,6 @@ LONG, LONGEST = 1100, 6000
 ROWS = 32
 """Maximum number of compared tokens in a sequence's step, without the first and the last."""
 
-ROUNDS = 4
-"""Rounds of other lengths and numbers of a thorough comparison."""
-
 
 @dataclass(frozen=True)
 class AttentionRow:
@@ -68,17 +65,13 @@ class AttentionRow:
 
 
 def compared_attention(
-    runner: Any,
-    seed: int,
-    thorough: bool = False,
-    planned: Container[str] | None = None,
+    runner: Any, seed: int, planned: Container[str] | None = None
 ) -> list[AttentionRow]:
-    """Compare the attention layers of this rank: all, or one for each set of equal parameters.
+    """Compare one attention layer of this rank for each set of equal parameters.
 
     Args:
         runner: vLLM's model runner, newer or older, with an allocated KV cache and no requests.
         seed: seed of all lengths and numbers.
-        thorough: whether to compare all layers, several times.
         planned: the paths of planned backends. If set, other backends of vLLM are skipped.
     """
     config = runner.vllm_config
@@ -94,7 +87,7 @@ def compared_attention(
             for heads, names in alike.items():
                 why = "" if isinstance(heads, Heads) else heads
                 row = AttentionRow(tuple(names), path, reason=why)
-                rows.append(row if row.reason else _compared(runner, group, row, seed, thorough))
+                rows.append(row if row.reason else _compared(runner, group, row, seed))
     return rows
 
 
@@ -157,23 +150,20 @@ def _heads(layer: Any, group: Any, config: Any) -> Heads | str:
     return Heads(*sizes, float(scale), window, cap, *dtypes, factors, quantises, sinks)
 
 
-def _compared(
-    runner: Any, group: Any, row: AttentionRow, seed: int, thorough: bool
-) -> AttentionRow:
-    """Compare layers with equal parameters; return the row with its results."""
-    names = row.layers if thorough else row.layers[:1]
-    for number, name in enumerate(names * (ROUNDS if thorough else 1)):
-        try:
-            steps = _Steps(runner, group, name, seed + number)
-            with steps.restored():
-                for share, problem in steps.compared():
-                    is_worse = not share <= row.worst
-                    reason = f"{name}, {problem}" if problem and is_worse else row.reason
-                    top = share if is_worse else row.worst
-                    row = replace(row, cases=row.cases + 1, worst=top, reason=reason)
-        except Exception as error:  # of a backend, for metadata that it does not support
-            return replace(row, reason=row.reason or f"{name}: it raised {quote(error)}")
-    return row if row.cases else replace(row, reason=f"{row.layers[0]}: a small cache")
+def _compared(runner: Any, group: Any, row: AttentionRow, seed: int) -> AttentionRow:
+    """Compare the first of layers with equal parameters; return the row with its results."""
+    name = row.layers[0]
+    try:
+        steps = _Steps(runner, group, name, seed)
+        with steps.restored():
+            for share, problem in steps.compared():
+                is_worse = not share <= row.worst
+                reason = f"{name}, {problem}" if problem and is_worse else row.reason
+                top = share if is_worse else row.worst
+                row = replace(row, cases=row.cases + 1, worst=top, reason=reason)
+    except Exception as error:  # of a backend, for metadata that it does not support
+        return replace(row, reason=row.reason or f"{name}: it raised {quote(error)}")
+    return row if row.cases else replace(row, reason=f"{name}: a small cache")
 
 
 class _Steps:

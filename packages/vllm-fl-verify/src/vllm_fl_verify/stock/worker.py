@@ -29,7 +29,6 @@ results = StockRows()
 linears: list[Linears] = []
 """The linear layers of the model, then of its draft model."""
 
-
 _recording = attention.recording()
 _recording.__enter__()  # until the process ends
 
@@ -41,6 +40,7 @@ class StockChecks:
         """Compare the layers of the loaded models, and the logits."""
         worker: Any = self
         runner = worker.model_runner
+        self.vllm_fl_stock_loading = sum(each.seconds for each in linears)
         model, draft = runner.get_model(), getattr(runner, "get_draft_model", lambda: None)()
         models = {"": model, "(draft model) ": draft}
         models = {prefix: each for prefix, each in models.items() if hasattr(each, "named_modules")}
@@ -50,12 +50,13 @@ class StockChecks:
                 compare_logits(worker, model, results, worker.vllm_config.model_config.seed)
             for found in attention.compared_attention(runner, worker.vllm_config.model_config.seed):
                 key = "attention", found.backend.rpartition(".")[2], "a float64 reference"
-                for number, name in enumerate(found.layers):
-                    if found.cases:
-                        calls = 0 if number else found.cases
-                        results.add(key, name, found.worst, found.reason, calls=calls)
-                    else:
-                        results.skip(key, name, found.reason)
+                equal, why = found.layers, found.reason
+                if found.cases:
+                    first, *equal = found.layers
+                    results.add(key, first, found.worst, found.reason, calls=found.cases)
+                    why = "their parameters equal those of a compared layer"
+                for name in equal:
+                    results.skip(key, name, why)
 
     def vllm_fl_stock_record(self) -> None:
         """Record the hidden states of further steps."""
@@ -79,7 +80,7 @@ class StockChecks:
 
     def vllm_fl_stock_rows(self) -> dict[str, Any]:
         """Return all results as JSON data, and the seconds of comparisons while loading."""
-        return {"rows": results.to_json(), "seconds": sum(each.seconds for each in linears)}
+        return {"rows": results.to_json(), "seconds": self.vllm_fl_stock_loading}
 
 
 class ThoroughChecks(StockChecks):
