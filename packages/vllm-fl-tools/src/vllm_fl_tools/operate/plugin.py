@@ -35,8 +35,8 @@ def inspect_plan(engine: Any, moment: Moment) -> Mapping[Key, Objection] | None:
     if moment is Moment.PLANNED and settings.keep_faults is not None:
         from .faults import Faults
 
-        engine.plan.record.keeper = engine.state.get(Faults) or Faults(engine)
-        engine.state[Faults] = engine.plan.record.keeper
+        keeper = engine.state.get(Faults) or engine.state.setdefault(Faults, Faults(engine))
+        engine.plan.record.keeper = keeper
     if moment is Moment.PLANNED and settings.locked is not None:
         from .locking import Lock, facts_of_lock
 
