@@ -505,7 +505,7 @@ def test_a_sentence_has_twenty_words_at_most_on_average(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("sections", "most"),
-    [(("Guides", "You operate vLLM"), 6500), (("You have kernels",), 5000)],
+    [(("Guides", "You operate vLLM"), 6000), (("You have kernels",), 5000)],
     ids=["operator", "vendor"],
 )
 def test_a_reader_is_led_to_few_words(sections: tuple[str, ...], most: int) -> None:
