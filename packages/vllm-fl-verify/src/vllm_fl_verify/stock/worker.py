@@ -50,12 +50,11 @@ class StockChecks:
                 compare_logits(worker, model, results, worker.vllm_config.model_config.seed)
             for found in attention.compared_attention(runner, worker.vllm_config.model_config.seed):
                 key = "attention", found.backend.rpartition(".")[2], "a float64 reference"
-                equal, why = found.layers, found.reason
+                names, why = found.layers, found.reason
                 if found.cases:
-                    first, *equal = found.layers
-                    results.add(key, first, found.worst, found.reason, calls=found.cases)
-                    why = "their parameters equal those of a compared layer"
-                for name in equal:
+                    results.add(key, names[0], found.worst, found.reason, calls=found.cases)
+                    names, why = names[1:], "their parameters equal those of a compared layer"
+                for name in names:
                     results.skip(key, name, why)
 
     def vllm_fl_stock_record(self) -> None:
