@@ -81,11 +81,19 @@ def test_a_planted_fault_is_named_by_layer_and_class(
 def test_int8_after_weights_are_loaded_again_is_a_finding(
     model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """vLLM 0.32 on a CPU: oneDNN keeps pointers to scales that the update frees."""
-    folder = checkpoints.quantised(model("qwen3"), tmp_path / "int8", checkpoints.INT8)
+    """vLLM 0.32 on a CPU: oneDNN keeps pointers to scales that the update frees.
+
+    Activations are asymmetric, because processors with AMX have another kernel for symmetric ones.
+    With these, rows of equal numbers are another finding.
+    """
+    folder = checkpoints.quantised(
+        model("qwen3"), tmp_path / "int8", checkpoints.INT8, symmetric=False
+    )
     status, rows = verified(folder, "--enforce-eager", "--thorough")
     assert status == 1
     wrong = [row for row in rows if row["incorrect"]]
-    assert {(row["class"], row["against"]) for row in wrong} == {
-        ("CPUInt8ScaledMMLinearKernel", "weights loaded again")
-    }
+    assert {row["class"] for row in wrong} == {"CPUInt8ScaledMMLinearKernel"}
+    reloaded = [row for row in rows if row["against"] == "weights loaded again"]
+    assert [row["incorrect"] for row in reloaded] == [2, 4, 2, 0]
+    equal = [each for row in wrong if row not in reloaded for each in row["problems"]]
+    assert all("rows of equal numbers" in each for each in equal)

@@ -22,6 +22,7 @@ import torch
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.text import quote
 
+from ..guarded import freed_nan
 from ..wanted import Near
 from .experts import OF_EXPERTS, Experts
 from .rows import StockRows
@@ -35,6 +36,9 @@ COLUMNS = 256
 
 KEPT = 4
 """Number of rows for the comparison after an update of the weights."""
+
+LARGEST_SCALES = 2**20
+"""Bytes of the largest tensor that is taken for scales."""
 
 PROBE_STEPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-20}
 """Distance of neighbouring numbers relative to their size, by dtype of the result. Of float32 a
@@ -258,13 +262,21 @@ class Linears:
         self.rows.add(key, name, share, problem)
 
     def compare_again(self) -> None:
-        """Compare some rows of each layer again, after an update with the same weights."""
+        """Compare some rows of each layer again, after an update with the same weights.
+
+        Blocks of the sizes of scales are filled with NaN first: a kernel may hold a pointer to a
+        tensor that the update has freed, and read the old numbers until the memory is used again.
+        """
+        scales = [each for kept in self._kept.values() for each in held_by(kept.layer).values()]
+        sizes = {each.nbytes for each in scales if each.nbytes <= LARGEST_SCALES}
+        held = [freed_nan(sizes, device) for device in {each.device for each in scales}]
         for name, kept in self._kept.items():
             key = kept.kind, kept.cls, RELOADED
             with self._comparing(key, name):
                 method: Any = kept.layer.quant_method
                 got = method.apply(kept.layer, kept.x, getattr(kept.layer, "bias", None))
                 self.rows.add(key, name, *kept.wanted.deviation([got], ["the result"], None))
+        del held
 
 
 def is_linear(layer: torch.nn.Module) -> bool:

@@ -17,7 +17,7 @@ from .rows import StockRows
 
 EAGER = "eager steps"
 
-ROUNDINGS = 4.0
+ROUNDINGS = 8.0
 """Tolerance of a row of hidden states, as a root mean square: this number of steps of its dtype,
 times the square root of the number of the model's layers, since errors of layers add up."""
 
