@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from vllm_fl.plugins.registry import known_contracts
+from vllm_fl_verify.graphs import without_graphs
 from vllm_fl_verify.live import Live
 from vllm_fl_verify.stock import linear as module
 from vllm_fl_verify.stock.experts import Experts
@@ -416,3 +417,15 @@ def test_steps_are_compared_with_eager_steps(share: float, draw: random.Random) 
     wrong = [problem for row in found.values() for problem in row["problems"]]
     assert bool(wrong) == (share > 1)
     assert share <= 1 or wrong[0].startswith(f"layer step {step} of ")
+
+
+def test_a_step_without_its_graph_has_no_requests_of_padding() -> None:
+    """vLLM's newer model runner pads the requests of a full graph; attention rejects that."""
+    cudagraph_utils = pytest.importorskip("vllm.v1.worker.gpu.cudagraph_utils")
+    modes = pytest.importorskip("vllm.config.compilation").CUDAGraphMode
+    step = cudagraph_utils.BatchExecutionDescriptor(modes.FULL, num_tokens=4, num_reqs=4)
+    manager = type("Manager", (), {"dispatch": lambda self, *batch: step})()
+    with without_graphs(SimpleNamespace(cudagraph_manager=manager)):
+        eager = manager.dispatch(3, 3, 1, 0)
+    assert (eager.cg_mode, eager.num_tokens, eager.num_reqs) == (modes.NONE, 4, 3)
+    assert manager.dispatch(3, 3, 1, 0) is step

@@ -76,7 +76,7 @@ def _recover(pool: Any) -> None:
 def without_graphs(runner: Any) -> Iterator[None]:
     """Inside the block, vLLM's model runner replays no captured graphs.
 
-    Batches are still padded for them.
+    Tokens are still padded for them.
     """
     with contextlib.ExitStack() as stack:
         for name in ("cudagraph_dispatcher", "cudagraph_manager"):  # older and newer runner
@@ -93,4 +93,5 @@ def _uncaptured(dispatch: Callable[..., Any], *args: Any, **more: Any) -> Any:
     chosen = dispatch(*args, **more)
     if isinstance(chosen, tuple):
         return (CUDAGraphMode.NONE, *chosen[1:])
-    return dataclasses.replace(chosen, cg_mode=CUDAGraphMode.NONE)
+    # A full graph pads requests too, but attention without a graph accepts no padded ones.
+    return dataclasses.replace(chosen, cg_mode=CUDAGraphMode.NONE, num_reqs=args[0])
