@@ -11,9 +11,9 @@ import torch
 from vllm_fl.contracts import OpSpec, QuantisedPair, Sample, Within
 
 from .budget import as_calls
+from .expected import Deviation, Wanted
 from .guarded import Guarded, bits, guarded, handed_over, taken, words
 from .oracle import each_part, parts, wanted_of, worst
-from .wanted import Deviation, Wanted
 
 
 class Form:

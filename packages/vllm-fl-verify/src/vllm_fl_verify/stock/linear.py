@@ -22,7 +22,7 @@ import torch
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.text import quote
 
-from ..wanted import Near
+from ..expected import Near
 from .experts import OF_EXPERTS, Experts
 from .rows import StockRows
 from .weights import Held, dequantised, held_by
