@@ -61,8 +61,8 @@ class Form:
         """Return the error of a batch's results.
 
         If results have a row per token, or if repeated rows change nothing, the oracle computes
-        only the pool, once. Of equal rows in a batch, only the first is compared with the oracle.
-        Rows with different bits are compared in further rounds.
+        only the pool, once. Of equal rows in a batch, only the first is compared with the oracle,
+        and other rows only if their bits differ from it.
 
         Args:
             large: whether to use the pool of large values.

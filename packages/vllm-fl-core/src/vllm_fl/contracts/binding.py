@@ -1,8 +1,7 @@
 """Bindings: an op's targets in vLLM, its sizes in a model, and the code that is not covered.
 
-A binding is data and small functions. It refers to vLLM's classes, operators and functions by
-string, and imports vllm and torch only inside functions. The command line and the documentation can
-therefore read bindings without vllm or torch.
+A binding refers to vLLM's classes, operators and functions by string, and imports vllm and torch
+only inside functions. The command line and the documentation can therefore read it without vllm.
 """
 
 from __future__ import annotations
@@ -108,11 +107,7 @@ class Binding:
         return tuple(dict.fromkeys(name for target in self.targets for name in target.claims))
 
     def routed(self, spec: OpSpec) -> Binding:
-        """Return the same binding with functions instead of declared routes.
-
-        Raises:
-            TypeError: a declared route does not fit its target or the contract.
-        """
+        """Return the binding with functions instead of declared routes; see `Target.routed`."""
         return replace(self, targets=tuple(target.routed(spec) for target in self.targets))
 
 

@@ -12,8 +12,8 @@ __all__ = ["Source", "peak", "positions"]
 _POWERS = tuple(2**n for n in range(11, 24))
 
 UNIQUE_ROWS = 257
-"""The most rows to generate. A larger tensor repeats these rows in random order, which is fast. In
-random order, rows at any fixed distance differ."""
+"""Maximum number of generated rows. A larger tensor repeats them in random order: this is fast, and
+rows at any fixed distance differ."""
 
 
 class Source:

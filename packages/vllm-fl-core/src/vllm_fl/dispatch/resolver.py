@@ -1,7 +1,5 @@
-"""The resolver: sorts the candidates of an op by policy and rejections, with a reason for each.
-
-Log lines, errors, the command line and the engine's plan all use its `Trace`.
-"""
+"""The resolver: sorts the candidates of an op by policy and rejections, with a reason for each. Log
+lines, errors, the command line and the engine's plan use its `Trace`."""
 
 from __future__ import annotations
 
@@ -42,21 +40,17 @@ FOREIGN = Stock("foreign.oot")
 """The class of another vLLM plugin that replaces a layer of the op."""
 
 UNORDERED = "default, no order for this op"
-"""The reason for the position of `stock`, if the op has no order."""
+"""Why `stock` is at its position, if the op has no order."""
 
 
 UNAVAILABLE = "not available: "
-"""The beginning of the reason, if an implementation is not available on the machine."""
+"""Prefix of the reason why an implementation is not available on this machine."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One implementation and its status.
-
-    Args:
-        status: `selected` (the first), `eligible` (any other) or `rejected`.
-        reason: why it was rejected, or the selector that gives its position in the order.
-    """
+    """One implementation. `status` is `selected` (the first), `eligible` (any other) or `rejected`.
+    `reason` is why it was rejected, or the selector that gives its position in the order."""
 
     impl: Impl | Stock
     status: Literal["selected", "eligible", "rejected"]

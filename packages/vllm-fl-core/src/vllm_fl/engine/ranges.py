@@ -1,8 +1,8 @@
 """Ranges of token counts that allow a compiler to inline one implementation of an op.
 
-A graph is traced only once, so an op that is ordered by size is one operator in it. vLLM can
-compile that graph separately for several ranges of token counts. If all rows in a range have the
-same traceable first choice, its code can replace the operator in that range.
+In a graph, an op that is ordered by size is one operator. vLLM can compile the graph separately for
+several ranges of token counts. If all rows in a range have the same traceable first choice, its
+code can replace the operator in that range.
 """
 
 from __future__ import annotations

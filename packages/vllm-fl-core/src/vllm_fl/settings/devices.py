@@ -1,7 +1,4 @@
-"""Orders for some devices: from backends, the user, or a tuning table.
-
-They override the orders for all devices; see `Settings.with_devices`.
-"""
+"""Orders for some devices: from backends, the user, or a tuning table (`Settings.with_devices`)."""
 
 from __future__ import annotations
 

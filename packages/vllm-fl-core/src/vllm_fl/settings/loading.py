@@ -1,8 +1,7 @@
 """Read the settings from four layers. The highest layer that sets an item is used.
 
-The layers are, from the highest: the file of VLLM_FL_CONFIG, the environment, the platform files of
-plugins, and the defaults. A file without `extends: platform` overrides every item that a file can
-set, even if the file does not contain it.
+From the highest: the file of VLLM_FL_CONFIG, the environment, the platform files of plugins, and
+the defaults. A file without `extends: platform` overrides every item that a file can set.
 """
 
 from __future__ import annotations

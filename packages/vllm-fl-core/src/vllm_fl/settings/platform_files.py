@@ -90,9 +90,9 @@ def _united_order(
     each: Sequence[tuple[str, Setting]], impls: Sequence[tuple[str, Impl]], default: Sequence[str]
 ) -> Setting:
     """Merge the orders of one op, for each of the engine's modes. The files are sorted by the kinds
-    that their distributions provide, in the default order. The result begins with the first file's
-    order. Selectors of the other files are inserted directly before `stock`, or after it if they
-    follow `stock` in their file."""
+    of their distributions, in the default order. The result begins with the first file's order.
+    Selectors of other files are inserted directly before `stock`, or after it if they follow
+    `stock` there."""
 
     def rank(distribution: str) -> tuple[int, str]:
         kinds = [default.index(impl.kind.value) for owner, impl in impls if owner == distribution]

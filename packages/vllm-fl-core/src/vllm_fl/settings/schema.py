@@ -1,7 +1,5 @@
-"""The declarations of all settings, and the effective settings with their origins.
-
-To add a setting, declare it in `Settings`, and describe it in docs/settings.md.
-"""
+"""The declarations of all settings, and the effective settings with their origins. To add one,
+declare it in `Settings`, and describe it in docs/settings.md."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ FORMER = {"VLLM_FL_ENABLED": ("VLLM_FL_PREFER_ENABLED",)}
 """Variable -> its names in vllm-plugin-FL."""
 
 COMMAND_LINE = "--additional-config.vllm_fl"
-"""The origin of orders that are set on vLLM's command line."""
+"""The origin of an op's order that is set on vLLM's command line."""
 
 Names = tuple[str, ...]
 SomeNames = tuple[str, ...] | None
@@ -137,7 +135,6 @@ class Settings(Mapping[str, Setting]):
     require = SettingSpec(
         "require", "VLLM_FL_REQUIRE", "none", in_file=True, choices=("none", "batch_invariant")
     )
-    """The property that implementations in an engine must have."""
     table = SettingSpec[str | None]("table", "VLLM_FL_TABLE", None, in_file=True)
     lock = SettingSpec[str | None]("lock", "VLLM_FL_LOCK", None)
     oot_enabled = SettingSpec("oot_enabled", "VLLM_FL_OOT_ENABLED", True)

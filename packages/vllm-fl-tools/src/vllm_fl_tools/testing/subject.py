@@ -43,9 +43,8 @@ __all__ = [
 ]
 
 HIDE_FRAMES = methodcaller("errisinstance", AssertionError)
-"""For `__tracebackhide__`: pytest hides a function's frames from AssertionErrors, because the
-message is sufficient for a backend's author.
-"""
+"""Value of `__tracebackhide__`: pytest hides a function's frames of AssertionErrors. The message is
+sufficient for a backend's author."""
 
 __tracebackhide__ = HIDE_FRAMES
 
