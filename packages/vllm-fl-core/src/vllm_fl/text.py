@@ -1,5 +1,8 @@
-"""Cleaning of text from plugins, libraries and the environment, which may contain escape sequences
-that rewrite a terminal, line breaks that forge a line of the log, or passwords."""
+"""Cleaning of text from plugins, libraries and the environment.
+
+The text may contain escape sequences that rewrite a terminal, line breaks that forge a line of the
+log, or passwords.
+"""
 
 from __future__ import annotations
 

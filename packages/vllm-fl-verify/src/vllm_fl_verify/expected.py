@@ -28,8 +28,7 @@ SLOPING = 1024
 
 WITHIN_A_STEP = 0.95
 """Minimum share of results next to the exact number. Only then is a bias caused by the last
-rounding. Larger errors come from numbers that the elements of a row share, and may have one
-direction."""
+rounding. A scale or a sum of the whole row causes larger errors, possibly in one direction."""
 
 Tokens = torch.Tensor | None
 """Token numbers of some rows in their batch; None for all rows."""

@@ -51,7 +51,7 @@ TRACED = 12
 """Further forms that are traced. An implementation's first form is always traced."""
 
 Objections = Generator[Objection, None, None]
-"""Objections of a check, of which the caller uses only the first."""
+"""Objections of a check. Only the first is used."""
 
 CheckedCall = Generator[Objection, None, Any]
 """Objections to a call. Returns the call's result, or None if the call is not supported."""

@@ -1,4 +1,5 @@
-"""Declarations of a contract's arguments, from which its check, fake and schema are derived.
+"""Declarations of a contract's arguments. The contract's check, fake and schema are derived from
+them.
 
 Shapes are written as in docstrings: `tokens, hidden` or `..., 2 * d`. A name in a shape is an
 argument or a size. The first occurrence of a size sets its value. Conditions are Python expressions

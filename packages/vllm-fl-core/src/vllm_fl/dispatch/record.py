@@ -42,8 +42,8 @@ class Record:
     ) -> None:
         self._log, self._decide = log, decide
         self.counts: Literal["", "calls", "tracings"] = ""
-        """Whether to count calls or tracings. Traced code makes no calls that could be counted. An
-        opaque operator is never traced."""
+        """Whether to count calls or tracings. Traced code has no calls to count. An opaque operator
+        is never traced."""
         self.fallbacks: Counter[Key] = Counter()
         """Calls that an implementation computed as a later candidate."""
         self.refusals: Counter[Key] = Counter()

@@ -271,8 +271,8 @@ class Plan:
         original: OpImpl | None = None,
         traced: bool = True,
     ) -> Callable[..., Any]:
-        """Return `op` as a method of `layer`, which provides the parameters in the contract's
-        `from_layer`. `original` is the layer's original method, or a function that calls it. It
+        """Return `op` as a method of `layer`. The layer provides the parameters in `from_layer` of
+        the contract. `original` is the layer's original method, or a function that calls it. It
         runs at stock sizes if the layer is not compiled. `traced` is False if no compiler sees the
         calls, in any mode."""
         compiled = traced and self.mode == "compiled"
@@ -311,8 +311,8 @@ class Plan:
 
     def as_compiled(self, op: str, first: OpImpl, *, inlined: bool = False) -> Callable[..., Any]:
         """Return the op as compiled code calls it, for verification, without counters. `first` is
-        one of the entry's `firsts`; its row is verified. `inlined` is whether to inline an op that
-        is ordered by size, as in graphs that are compiled by range."""
+        one of the entry's `firsts`; its row is verified. `inlined` is True for graphs that are
+        compiled by range: they inline an op that is ordered by size."""
         plan = dataclasses.replace(self, counts_calls=False, record=Record(log), number=0)
         rows = (_callable(impls) for _, impls in reversed(self.entries[op].candidates))
         impls = next(impls for impls in rows if impls[:1] == (first,))

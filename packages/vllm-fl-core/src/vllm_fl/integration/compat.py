@@ -140,8 +140,8 @@ def hide_our_variables(more: Iterable[str] = ()) -> None:
 
 def leave_out_cuda_fusions(vllm_config: VllmConfig) -> None:
     """Disable fusion passes that vLLM does not define on a plugin's hardware. If Inductor does not
-    compile norms and activations, vLLM enables their fusion with quantisation, which it defines
-    only for CUDA and XPU. Startup would end in a NameError. A user's setting is kept."""
+    compile norms and activations, vLLM enables their fusion with quantisation. It defines the
+    passes only for CUDA and XPU, so startup would end in a NameError. A user's setting is kept."""
     passes = vllm_config.compilation_config.pass_config
     passes.fuse_norm_quant = passes.fuse_norm_quant or False
     passes.fuse_act_quant = passes.fuse_act_quant or False

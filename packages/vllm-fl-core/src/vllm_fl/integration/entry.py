@@ -1,4 +1,4 @@
-"""vLLM's two plugin entry points, which it calls in every process, possibly more than once.
+"""vLLM's two plugin entry points. vLLM calls both in every process, possibly more than once.
 
 vLLM hides errors of platform plugins, but an error of a general plugin ends the process. Therefore
 `platform_plugin` logs errors, and `general_plugin` raises them.

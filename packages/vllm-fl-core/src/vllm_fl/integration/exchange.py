@@ -1,8 +1,8 @@
 """Gather a value from each rank of an engine or a group, on all of its ranks.
 
 A rank that compiles a kernel may be minutes late, and gloo closes its connections after a time-out.
-Therefore gloo gathers the values only when all ranks have announced their arrival in the group's
-store. Until then the waiting ranks log late ranks and check that they are running.
+Therefore each rank announces its arrival in a store, and gloo gathers the values when all have
+arrived. Until then the waiting ranks log late ranks and check that they are running.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ T = TypeVar("T")
 log = get_logger("engine")
 
 TIMEOUT = timedelta(minutes=10)
-"""The longest wait for other ranks, which may need minutes with a cold kernel cache. If a rank
-dies, the wait ends within seconds."""
+"""The longest wait for other ranks. With a cold kernel cache they may need minutes. If a rank dies,
+the wait ends within seconds."""
 
 LOGGED_AFTER = (10.0, 60.0, 300.0)
 

@@ -38,8 +38,8 @@ def _named(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def first(config: Any, names: tuple[str, ...]) -> int:
-    """Return the first of these numbers that the configuration has. If it has a list with a number
-    per layer, return the first layer's.
+    """Return the first of these numbers that the configuration has. From a list, return the number
+    of the first layer.
 
     Raises:
         StopIteration: the configuration does not have them.

@@ -87,8 +87,8 @@ def _router_experts(config: Any) -> int:
 
 
 def _biased(config: Any) -> int:
-    """Return the layers with a bias as a sum: 1 for queries, keys and values, 2 for attention's
-    output, 4 for the MLP."""
+    """Return a sum of flags for biases: 1 for queries, keys and values, 2 for the output of
+    attention, 4 for the MLP."""
     text = config.model_config.hf_text_config
 
     def is_set(*names: str) -> bool:

@@ -37,7 +37,7 @@ def takes_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def takes_vllms(parser: argparse.ArgumentParser) -> None:
-    """Let a verb accept arguments for vLLM, which it gets in `more`."""
+    """Make a verb accept arguments for vLLM, in its `more`."""
     parser.set_defaults(takes_more=True)
     parser.allow_abbrev = False
     parser.epilog = (

@@ -151,8 +151,8 @@ def _symbols(placeholder: fx.Node) -> set[Any]:
 
 def _called(tokens: Any, sizes: Range, graph: fx.Graph) -> Range | None:
     """Return the token counts of an operator's calls in a graph; None if they are unknown. Graph
-    inputs that no traced operation has combined have different symbols, which vLLM all replaces by
-    the number of tokens (`create_concrete_args`)."""
+    inputs that no traced operation has combined have different symbols. vLLM replaces all of them
+    by the number of tokens (`create_concrete_args`)."""
     if isinstance(tokens, int):
         return Range(tokens, tokens)
     count = tokens.node.expr

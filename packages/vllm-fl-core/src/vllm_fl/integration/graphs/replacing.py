@@ -1,7 +1,7 @@
 """The pass that replaces operators of PyTorch or vLLM in graphs with planned ops.
 
-It does not change graphs for sizes that the plan assigns to the original operator, which is also
-the last candidate of ours. It runs before vLLM lowers its IR ops, which are still single nodes.
+It does not change graphs for sizes that the plan assigns to the original operator. That operator is
+also our last candidate. The pass runs before vLLM lowers its IR ops, while they are single nodes.
 Imported only in a worker that compiles.
 """
 

@@ -36,8 +36,9 @@ class Sought:
 
 @dataclass
 class InGraphs:
-    """Tasks and results of the passes of one engine. `inlined` counts by (op, range, impl id) how
-    often code replaced an operator, `stayed` by (op, range) how often the operator was kept."""
+    """Tasks and results of the passes of one engine. `inlined` has the number of operators that
+    code has replaced, by (op, range, impl id). `stayed` has the number of kept operators, by (op,
+    range)."""
 
     sites: dict[str, Sites] = field(default_factory=dict)
     sought: list[Sought] = field(default_factory=list)
