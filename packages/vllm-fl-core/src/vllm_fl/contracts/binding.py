@@ -154,12 +154,8 @@ def new_node(graph: Graph, target: Callable[..., Any], *args: Any) -> Node:
 
 
 def model_sizes(config: Any, bindings: Iterable[Binding]) -> ModelSizes:
-    """Return the served model's sizes, from the rules of the bindings.
-
-    Args:
-        config: vLLM's VllmConfig.
-        bindings: the bindings of all ops. If several rules have the same name, the first is used.
-    """
+    """Return the served model's sizes, from the rules of the bindings of all ops. `config` is
+    vLLM's VllmConfig. If several rules have the same name, the first is used."""
     rules = by_name(rule for binding in bindings for rule in binding.sizes)
     return replace(
         with_values({name: _size(rule, config) for name, rule in rules.items()}),

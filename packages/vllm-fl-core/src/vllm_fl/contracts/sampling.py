@@ -76,18 +76,11 @@ def peak(dtype: torch.dtype) -> float:
 
 
 def positions(count: int, length: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw the positions of a batch's tokens in their sequences.
+    """Draw the positions of a batch's tokens in their sequences: (count,), int64, on the CPU.
 
-    The batch alternates between prompts and decoding sequences. Positions increase within a prompt.
-    Some prompts begin in the middle of their sequence. In each group of decoding sequences, three
-    are at one random position. The others are at the first or last position, or near powers of two.
-
-    Args:
-        count: number of tokens.
-        length: the model's maximum length; positions are below it.
-
-    Returns:
-        (count,), int64, on the CPU.
+    The batch alternates between prompts and decoding sequences. Some prompts begin in the middle of
+    their sequence. In each group of decoding sequences, three are at one random position. The
+    others are at the first or last position, or near powers of two. Positions are below `length`.
     """
     import torch
 

@@ -135,9 +135,8 @@ class Resolver:
     facts: Any = None
 
     def rows(self, op: str) -> Rows[Trace]:
-        """Return the traces of `op` by the size of a call: (maximum tokens, trace).
-
-        The last row is for all larger calls; its maximum is None.
+        """Return the traces of `op` by the size of a call: (maximum tokens, trace). The last
+        maximum is None.
 
         Raises:
             UnknownOpError: no contract and no plugin has `op`.
@@ -178,12 +177,11 @@ class Resolver:
         reason. The implementations of one selector are sorted by descending priority, then by impl
         id.
 
-        In an engine, `stock` has the position of its selector in the order, or else is last. In
-        strict mode, a user's order without `stock` and `foreign` excludes it.
-
-        Layers that another plugin has replaced have the position of the selector `foreign`. Without
-        that selector they are first, with two exceptions: the user's order is for the op itself, or
-        the order for another size has `foreign`. Then they are last, and strict mode excludes them.
+        In an engine, `stock` has the position of its selector, or else is last. In strict mode, a
+        user's order without `stock` and `foreign` excludes it. Layers that another plugin has
+        replaced have the position of the selector `foreign`. Without it they are first, or last if
+        the user's order is for the op itself or the order for another size has `foreign`. Strict
+        mode then excludes them.
 
         Args:
             rejected: impl id -> why it is rejected, independent of the policy.

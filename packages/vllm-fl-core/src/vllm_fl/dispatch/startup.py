@@ -31,15 +31,10 @@ log = get_logger("plugins")
 
 @dataclass(frozen=True)
 class Startup:
-    """The loaded plugins and the effective settings.
-
-    Args:
-        settings: the effective settings, or the defaults if these could not be read.
-        problem: why they could not be read. It is not raised at once, because a worker gets the
-            settings of its engine.
-        allowed: the distributions that were allowed to load (VLLM_FL_PLUGINS), or None for all.
-        modules: the modules that were loaded in addition (VLLM_FL_PLUGIN_MODULES).
-    """
+    """The loaded plugins and the effective settings. If the settings could not be read, `settings`
+    has the defaults and `problem` the error. It is not raised at once, because a worker gets the
+    settings of its engine. `allowed` are the distributions that may load (VLLM_FL_PLUGINS; None for
+    all), `modules` the additional modules (VLLM_FL_PLUGIN_MODULES)."""
 
     plugins: tuple[Plugin, ...]
     settings: Settings

@@ -40,10 +40,8 @@ UNUSED = 48
 
 
 def exchange(what: str, mine: T, failure: str = "") -> list[T]:
-    """Return the value of every rank in vLLM's world, in rank order.
-
-    vLLM joins the data-parallel engines of a mixture of experts into one world. Errors contain
-    ranks of the world, but a worker's rank is within its engine.
+    """Return the value of every rank in vLLM's world, in rank order. The data-parallel engines of a
+    mixture of experts are one world. Errors contain ranks of the world.
 
     Args:
         what: the purpose, such as `settle on a plan`. All ranks must make the same exchanges in the

@@ -84,7 +84,6 @@ def platform_device_name() -> str:
 
 
 def is_excluded_by_config(vllm_config: VllmConfig, op: str, binding: Binding) -> bool:
-    """Whether the model's configuration excludes the op."""
     try:
         return binding.when is not None and not binding.when(vllm_config)
     except Exception as error:  # a model's configuration may lack any attribute

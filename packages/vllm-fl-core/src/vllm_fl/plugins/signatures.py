@@ -133,12 +133,9 @@ def _bridged(
                 raise NotImplementedError('has no parameter weight')
             return _fn(x, inplace=False)
 
-    Args:
-        fn: the implementation, or its `supports`.
-        own: the parameters of `fn`, without the layer.
-        lacking: further parameters that must have their default.
-        layer: the name of `fn`'s first parameter, if it is the layer.
-        intact: whether `fn` must leave its arguments unchanged.
+    `fn` is the implementation or its `supports`. It has the parameters `own` and, before them,
+    `layer` if that is set. The parameters in `lacking` must also have their default. `intact`:
+    whether `fn` must leave its arguments unchanged.
     """
     spread = _spread(own, wanted)
     plain = _without_inplace(spread, wanted)

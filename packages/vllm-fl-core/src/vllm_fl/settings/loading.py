@@ -92,9 +92,9 @@ def load_settings(
         platform_files: (distribution, YAML file) of each plugin's file for the platform.
         brought: the installed implementations. The file of a distribution sorts only its own.
         platforms: further known platforms, in addition to `PLATFORMS`.
-        foreign: whether another plugin provides the platform. If no platform file applies to it,
-            `prefer` defaults to `stock`.
-        orders: op or group -> its order on vLLM's command line. These orders have priority.
+        foreign: whether another plugin provides the platform. Without a platform file, `prefer` is
+            then `stock` by default.
+        orders: op or group -> its order on vLLM's command line, with the highest priority.
 
     Raises:
         SettingsError: a variable, a file or an order has an error.

@@ -22,9 +22,9 @@ def unite(files: Sequence[tuple[str, Entries]], brought: Brought, declared: Decl
     """Merge files into one layer. The order of the files does not matter.
 
     In the order of an op, each file ranks its distribution's implementations. Blacklists and
-    `deny_vendors` are joined. Whitelists are intersected, and names of a blacklist are removed from
-    them. Any other setting with different values returns to its default. Raises SettingsError if a
-    file sets both the whitelist and the blacklist of a pair.
+    `deny_vendors` are joined. Whitelists are intersected, and names of a blacklist are removed. Any
+    other setting with different values returns to its default. Raises SettingsError if a file sets
+    both lists of a pair.
     """
     several: dict[str, list[tuple[str, Setting]]] = {}
     for distribution, layer in sorted(files, key=itemgetter(0)):

@@ -138,7 +138,6 @@ class Settings(Mapping[str, Setting]):
     table = SettingSpec[str | None]("table", "VLLM_FL_TABLE", None, in_file=True)
     lock = SettingSpec[str | None]("lock", "VLLM_FL_LOCK", None)
     oot_enabled = SettingSpec("oot_enabled", "VLLM_FL_OOT_ENABLED", True)
-    """Whether vLLM's layers are replaced."""
     oot_whitelist = SettingSpec[SomeNames](
         "oot_whitelist",
         "VLLM_FL_OOT_WHITELIST",
@@ -160,15 +159,12 @@ class Settings(Mapping[str, Setting]):
     """Whether to print every resolution and to count calls."""
     count_calls = SettingSpec("count_calls", "VLLM_FL_COUNT_CALLS", False)
     metrics = SettingSpec[str | None]("metrics", "VLLM_FL_METRICS", None)
-    """The file for each worker's counters. Each worker adds its rank to the name."""
     shadow = SettingSpec[str | None]("shadow", "VLLM_FL_SHADOW", None, read=read_share)
     """The fraction of steps with a shadow check of the plan's calls."""
     keep_faults = SettingSpec[str | None]("keep_faults", "VLLM_FL_KEEP_FAULTS", None)
-    """The folder for the first faulty call of each implementation, or None."""
     keep_faults_mb = SettingSpec(
         "keep_faults_mb", "VLLM_FL_KEEP_FAULTS_MB", "64", read=read_megabytes
     )
-    """The maximum megabytes of arguments that are kept of a call."""
     plugins = SettingSpec[SomeNames]("plugins", "VLLM_FL_PLUGINS", None, names="distribution")
     plugin_modules = SettingSpec[Names](
         "plugin_modules", "VLLM_FL_PLUGIN_MODULES", (), names="module"

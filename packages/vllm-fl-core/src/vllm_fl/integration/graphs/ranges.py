@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def is_compiled_by_range(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM compiles the model separately for each range of token counts."""
     from vllm.config import CompilationMode
 
     compilation = vllm_config.compilation_config
