@@ -14,7 +14,7 @@ import torch
 
 from vllm_fl.contracts import OpSpec, QuantisedPair
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
-from vllm_fl_verify.wanted import spread
+from vllm_fl_verify.expected import spread
 
 __all__ = ["CHANGES", "oracle_impl", "oracle_mutants"]
 

@@ -1,7 +1,7 @@
 """Cleaning of text from plugins, libraries and the environment.
 
-A plugin's name, a reason or an error message may contain anything: escape sequences that rewrite a
-terminal, line breaks that forge a line of the log, or the password in a proxy's address.
+The text may contain escape sequences that rewrite a terminal, line breaks that forge a line of the
+log, or passwords.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ INDENTED = "\n    "
 """The replacement of a line break in a log. Foreign lines must not look like log lines."""
 
 SHORTEST = 6
-"""The fewest characters of a secret. A shorter value occurs in any text, so hiding it would reveal
-it."""
+"""Minimum length of a secret. A shorter value occurs in any text, so hiding it would reveal it."""
 
 LONGEST = 20_000
-"""The most characters of foreign text to show, because an error may quote a whole file."""
+"""Maximum length of foreign text to show, because an error may quote a whole file."""
 
 _SECRET = re.compile(
     r"(?:^|[_.\-])(?:pats?|pwd|pass|auth|bearer|cookies?|keys?|dsn)(?:$|[_.\-])"
@@ -125,12 +124,9 @@ def _tells(name: str, value: str) -> bool:
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the known name that is most similar to `word`, ignoring case, or None.
-
-    Args:
-        cutoff: the least similarity, from 0 to 1. A name with two adjacent letters swapped always
-            matches, because these may be half of a short name.
-    """
+    """Return the known name that is most similar to `word`, ignoring case, or None. `cutoff` is the
+    least similarity, from 0 to 1. A name with two adjacent letters swapped always matches, because
+    these may be half of a short name."""
     import difflib  # rarely needed
 
     folded = word.casefold()

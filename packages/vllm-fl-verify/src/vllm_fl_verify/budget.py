@@ -69,7 +69,7 @@ class Budget:
         self.left, self.valve = calls, valve
 
     def takes(self, what: str, calls: float = 1.0) -> bool:
-        """If calls are left, subtract `calls`, even if fewer are left, and return True. Otherwise
+        """Subtract `calls` and return True if any calls are left, even if they are fewer. Otherwise
         return False. If the valve has closed, its warning includes `what`."""
         if self.left <= 0 or self.valve.is_closed(what):
             return False

@@ -40,7 +40,7 @@ ORDERS: tuple[Order, ...] = ("consecutive", "drawn", "repeated", "alike")
 only the first two are tried, and the third with one row less."""
 
 FREED = 2**21
-"""Maximum bytes of a freed block. The system zeroes larger blocks for each allocation."""
+"""Maximum bytes of a freed block. For larger blocks, the system returns zeroed memory."""
 
 TOGETHER = 8
 """Number of further batches that share memory and are compared together."""

@@ -124,7 +124,7 @@ def determinism_of(
 
 
 Verdicts = Generator[Determinism, None, T]
-"""Results of a measurement. The caller uses only the first."""
+"""Results of a measurement. Only the first is used."""
 
 
 class _Measured:

@@ -11,9 +11,9 @@ import torch
 from vllm_fl.contracts import OpSpec, QuantisedPair, Sample, Within
 
 from .budget import as_calls
+from .expected import Deviation, Wanted
 from .guarded import Guarded, bits, guarded, handed_over, taken, words
 from .oracle import each_part, parts, wanted_of, worst
-from .wanted import Deviation, Wanted
 
 
 class Form:
@@ -61,8 +61,8 @@ class Form:
         """Return the error of a batch's results.
 
         If results have a row per token, or if repeated rows change nothing, the oracle computes
-        only the pool, once. Of equal rows in a batch, only the first is compared with the oracle.
-        Rows with different bits are compared in further rounds.
+        only the pool, once. Of equal rows in a batch, only the first is compared with the oracle,
+        and other rows only if their bits differ from it.
 
         Args:
             large: whether to use the pool of large values.

@@ -84,7 +84,8 @@ class Guarded:
         return sum(storage.memory.nbytes for storage in self.storages)
 
     def below(self, most: int) -> Guarded:
-        """Return the call without larger storages. Writes to those are not detected."""
+        """Return the call with storages of at most `most` bytes. Writes to larger ones are not
+        detected."""
         kept = [storage for storage in self.storages if storage.memory.nbytes <= most]
         return Guarded(self.arguments, kept)
 
@@ -147,7 +148,7 @@ def guarded(
 
 
 def in_place(arguments: Mapping[str, Any]) -> Guarded:
-    """Return the arguments with the memory that they are views of, without copies or guards. Writes
+    """Return the arguments with the whole memory of their views, without copies or guards. Writes
     to memory with views of several dtypes are not detected."""
     storages: dict[int, _Storage] = {}
     mixed: set[int] = set()

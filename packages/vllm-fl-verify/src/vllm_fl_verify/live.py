@@ -27,6 +27,7 @@ from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import quote
 
 from .budget import Budget, Valve, as_calls
+from .expected import Deviation
 from .guarded import Guarded, in_place, taken
 from .oracle import each_part, magnitudes, wanted_of, worst
 from .replacing import computes, replacing
@@ -40,7 +41,6 @@ from .verification import (
     dtype_name,
     synchronise,
 )
-from .wanted import Deviation
 
 log = get_logger("engine")
 

@@ -53,7 +53,7 @@ class Ran:
 
 
 def compare_loaded(engine: Engine) -> dict[Key, Objection]:
-    """Compare the plan in the loaded model. Calls and memory are not changed permanently."""
+    """Compare the plan in the loaded model, and restore its calls and memory."""
     checks, began = checks_of(engine), time.monotonic()
     counts = checks.live_counts
     if not counts or engine.joins:

@@ -146,7 +146,8 @@ class Checks:
 
 
 def lowering(facts: EngineFacts, device: torch.device) -> str:
-    """Return the backend that compiles the model, if it can be called without vLLM's passes."""
+    """Return the compiler for verification: `inductor` if it compiles the model, on a CPU or with
+    CUDA; otherwise `aot_eager`, which only traces."""
     is_inductor = facts.compile_backend in ("", "inductor")
     return "inductor" if is_inductor and device.type in ("cpu", "cuda") else "aot_eager"
 

@@ -13,8 +13,7 @@ from vllm_fl.contracts import Exact, ExpertBlocks, OpSpec, QuantisedPair, Routin
 from vllm_fl.contracts.outputs import Output
 from vllm_fl.text import quote
 
-from .guarded import taken
-from .wanted import (
+from .expected import (
     Blocks,
     Deviation,
     Near,
@@ -27,6 +26,7 @@ from .wanted import (
     spread,
     step_of,
 )
+from .guarded import taken
 
 MEASURED_OUTPUTS = (Within, Exact, QuantisedPair)
 

@@ -32,7 +32,7 @@ has finished, and one token. There are several, because kernels are chosen by si
 compilation then happens at startup."""
 
 SEED = 20261122
-"""All ranks of an engine must use the same tokens."""
+"""Equal on all ranks of an engine, which must use the same tokens."""
 
 
 _NAMES_OF_POSITIONS = re.compile(r"wpe|pos_emb.*|.*position.*")

@@ -40,8 +40,8 @@ from vllm_fl.logs import get_logger
 log = get_logger("engine")
 
 ROUNDS = 6
-"""How often state is observed, without a call and after a call. A thread that draws random numbers
-half of the time is mistaken for the kernel with probability 1 / 4 ** ROUNDS."""
+"""Number of observations without a call, and after a call. A thread that draws random numbers half
+of the time is mistaken for the kernel with probability 1 / 4 ** ROUNDS."""
 
 QUIET = 0.03
 """Minimum seconds without a call. After a longer call, its duration."""

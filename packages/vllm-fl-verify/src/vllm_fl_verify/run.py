@@ -17,6 +17,7 @@ from vllm_fl.plugins.types import OpImpl
 from . import process_state
 from .batches import POOL, Order
 from .budget import Budget
+from .expected import Deviation
 from .form import Form
 from .guarded import Guarded, copy_rows, joined_rows
 from .oracle import each_part, parts
@@ -33,7 +34,6 @@ from .verification import (
     shares,
     try_call,
 )
-from .wanted import Deviation
 
 ONCE = 32.0
 """Maximum weight, in calls, for repeating a batch with more tokens than the pool has rows. On a
@@ -51,7 +51,7 @@ TRACED = 12
 """Further forms that are traced. An implementation's first form is always traced."""
 
 Objections = Generator[Objection, None, None]
-"""Objections of a check. The caller uses only the first."""
+"""Objections of a check. Only the first is used."""
 
 CheckedCall = Generator[Objection, None, Any]
 """Objections to a call. Returns the call's result, or None if the call is not supported."""

@@ -28,11 +28,11 @@ from . import launches
 from .batches import FIXED_COUNTS, POOL, Order
 from .batches import rows as drawn_rows
 from .budget import Budget, Valve
+from .expected import Wanted
 from .form import Form
 from .guarded import Guarded, guarded
 from .oracle import wanted_of
 from .verification import LayerFactory, dtype_name, tried
-from .wanted import Wanted
 from .warmup import warm_counts
 
 CALLS = 400.0

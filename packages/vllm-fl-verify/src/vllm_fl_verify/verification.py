@@ -18,10 +18,10 @@ from vllm_fl.plugins.signatures import verdict_of
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import clean, quote
 
+from .expected import Deviation, Wanted
 from .guarded import Guarded, guarded
 from .layouts import enlarged, relaid
 from .oracle import closed, measures, parts, wanted_of, worst
-from .wanted import Deviation, Wanted
 
 T = TypeVar("T")
 

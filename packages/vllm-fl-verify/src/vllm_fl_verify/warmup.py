@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 KINDS = (16, 8, 4, 2, 1)
-"""The largest power of two up to 16 that divides a number; Triton checks for multiples of 16."""
+"""Kinds of numbers, by the largest power of two up to 16 that divides them."""
 
 
 def warm_counts(

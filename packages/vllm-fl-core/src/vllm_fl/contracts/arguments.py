@@ -1,9 +1,9 @@
 """Declarations of a contract's arguments. The contract's check, fake and schema are derived from
 them.
 
-Shapes are written as in docstrings: `tokens, hidden` or `..., 2 * d`. A name in a shape is either
-an argument, or a size. The first occurrence of a size sets its value. Conditions are Python
-expressions with these names, such as `2 * half <= head_size`.
+Shapes are written as in docstrings: `tokens, hidden` or `..., 2 * d`. A name in a shape is an
+argument or a size. The first occurrence of a size sets its value. Conditions are Python expressions
+with these names, such as `2 * half <= head_size`.
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ def integers(shape: str, values: str = "", where: str = "") -> Tensor:
 
 
 def like(other: str) -> Tensor:
-    """Declare a tensor with the shape and dtype of an argument. If that argument is None, a result
-    is too."""
+    """Declare a tensor with the shape and dtype of an argument. A result is None if the argument
+    is."""
     return Tensor(kind="Tensor", shape="", dtypes=(other,), other=other)
 
 

@@ -1,8 +1,7 @@
 """Bindings: an op's targets in vLLM, its sizes in a model, and the code that is not covered.
 
-A binding is data and small functions. It refers to vLLM's classes, operators and functions by
-string, and imports vllm and torch only inside functions. The command line and the documentation can
-therefore read bindings without vllm or torch.
+A binding refers to vLLM's classes, operators and functions by string, and imports vllm and torch
+only inside functions. The command line and the documentation can therefore read it without vllm.
 """
 
 from __future__ import annotations
@@ -108,11 +107,7 @@ class Binding:
         return tuple(dict.fromkeys(name for target in self.targets for name in target.claims))
 
     def routed(self, spec: OpSpec) -> Binding:
-        """Return the same binding with functions instead of declared routes.
-
-        Raises:
-            TypeError: a declared route does not fit its target or the contract.
-        """
+        """Return the binding with functions instead of declared routes; see `Target.routed`."""
         return replace(self, targets=tuple(target.routed(spec) for target in self.targets))
 
 
@@ -159,12 +154,8 @@ def new_node(graph: Graph, target: Callable[..., Any], *args: Any) -> Node:
 
 
 def model_sizes(config: Any, bindings: Iterable[Binding]) -> ModelSizes:
-    """Return the served model's sizes, from the rules of the bindings.
-
-    Args:
-        config: vLLM's VllmConfig.
-        bindings: the bindings of all ops. If several rules have the same name, the first is used.
-    """
+    """Return the served model's sizes, from the rules of the bindings of all ops. `config` is
+    vLLM's VllmConfig. If several rules have the same name, the first is used."""
     rules = by_name(rule for binding in bindings for rule in binding.sizes)
     return replace(
         with_values({name: _size(rule, config) for name, rule in rules.items()}),

@@ -92,11 +92,8 @@ def with_check(fn: Callable[..., Any], supports: Callable[..., object]) -> Calla
 
 
 def _checks(name: str, argument: Argument, spec: OpSpec, sizes: dict[str, bool]) -> list[str]:
-    """Return statements that check an argument. They assume that it is not None.
-
-    Args:
-        sizes: the known names -> whether every call has a value for them; new names are added.
-    """
+    """Return statements that check an argument that is not None. `sizes` maps a known name to
+    whether every call has a value for it; new names are added."""
     where = [_unless(re.sub(r"\bvalue\b", name, argument.where))] if argument.where else []
     if not isinstance(argument, Tensor):
         classes = "".join(f"{each.__name__}, " for each in argument.classes)

@@ -1,8 +1,7 @@
 """Declared routes: conversion between the arguments of a target in vLLM and of a contract.
 
-The arguments of most targets differ from the op's in names and order. There may also be constants,
-and tensors for the results. A `Route` declares these differences. Its functions are generated as
-source and compiled, so they are as fast as handwritten functions.
+A `Route` declares differences in names and order, constants, and tensors for the results. Its
+functions are generated as source and compiled, so they are as fast as handwritten functions.
 """
 
 from __future__ import annotations
@@ -63,8 +62,8 @@ class Route:
     own_results: Selection | None = None
 
     def __call__(self, bound: Bound) -> Bound:
-        """Raise TypeError. `Binding.routed` replaces declared routes by functions. This method only
-        gives a route the same type as those functions."""
+        """Raise TypeError. The method only gives a route the type of the functions that replace it
+        (`Binding.routed`)."""
         raise TypeError("a declared route cannot be called; `Binding.routed` makes it a function")
 
     @property
@@ -167,13 +166,9 @@ class _Source:
         mapped: Mapping[str, str | Selection],
         defaults: Mapping[str, Any],
     ) -> list[str]:
-        """Return the source of the arguments of a call.
-
-        Args:
-            wanted: the parameters of the callee.
-            known: the parameters of the generated function.
-            mapped: a wanted parameter -> the known parameter, or the function that computes it.
-        """
+        """Return the source of the arguments of a call with the parameters `wanted`. `known` are
+        the parameters of the generated function. `mapped` maps a wanted parameter to a known one,
+        or to a function that computes it."""
         found = []
         for name in wanted:
             argument = mapped.get(name, name)

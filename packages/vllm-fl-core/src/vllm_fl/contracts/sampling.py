@@ -12,8 +12,8 @@ __all__ = ["Source", "peak", "positions"]
 _POWERS = tuple(2**n for n in range(11, 24))
 
 UNIQUE_ROWS = 257
-"""The most rows to generate. A larger tensor repeats these rows in random order, which is fast. In
-random order, rows at any fixed distance differ."""
+"""Maximum number of generated rows. A larger tensor repeats them in random order: this is fast, and
+rows at any fixed distance differ."""
 
 
 class Source:
@@ -76,18 +76,11 @@ def peak(dtype: torch.dtype) -> float:
 
 
 def positions(count: int, length: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw the positions of a batch's tokens in their sequences.
+    """Draw the positions of a batch's tokens in their sequences: (count,), int64, on the CPU.
 
-    The batch alternates between prompts and decoding sequences. Positions increase within a prompt.
-    Some prompts begin in the middle of their sequence. In each group of decoding sequences, three
-    are at one random position. The others are at the first or last position, or near powers of two.
-
-    Args:
-        count: number of tokens.
-        length: the model's maximum length; positions are below it.
-
-    Returns:
-        (count,), int64, on the CPU.
+    The batch alternates between prompts and decoding sequences. Some prompts begin in the middle of
+    their sequence. In each group of decoding sequences, three are at one random position. The
+    others are at the first or last position, or near powers of two. Positions are below `length`.
     """
     import torch
 

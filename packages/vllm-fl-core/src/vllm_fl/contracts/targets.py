@@ -87,11 +87,8 @@ class Target:
         return True
 
     def routed(self, spec: OpSpec) -> Self:
-        """Return the same target with functions instead of declared routes.
-
-        Raises:
-            TypeError: a declared route does not fit the target or the contract.
-        """
+        """Return the target with functions instead of declared routes. Raises TypeError if a
+        declared route does not fit the target or the contract."""
         return self
 
 

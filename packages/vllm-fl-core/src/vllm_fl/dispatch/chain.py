@@ -20,9 +20,8 @@ from .resolver import NEEDS_LAYER
 
 
 class UseOriginal(Exception):
-    """Raised to run the layer's original method instead. The bound op raises it, but only the
-    caller of the method has the original arguments. An exception can pass through the method that
-    `adapt` made around the op."""
+    """Raised by a bound op to run the layer's original method. Only the caller has the original
+    arguments, and an exception passes through the method that `adapt` made around the op."""
 
 
 class Call:
@@ -42,8 +41,7 @@ class Chain:
             several rows.
         spec: the contract, or a substitute (`uncontracted`).
         strict: whether to raise the first failure instead of falling back.
-        grants: parameters that an implementation may overwrite. Others are copied before they are
-            overwritten.
+        grants: parameters that an implementation may overwrite. Others are copied before.
         bare: whether to run the first candidate without a guard or counter, for code that a
             compiler traces. A row that begins with `stock` or `foreign` is always bare.
     """
@@ -143,8 +141,8 @@ class Chain:
         Raises:
             CallError: the arguments break the contract.
             AllFailedError: in strict mode, `impl` does not support the call.
-            Exception: the error of `impl`, if it makes the device unusable, in strict mode, if
-                `impl` is not demoted (`Record.failed`), or if arguments may be half overwritten.
+            Exception: the error of `impl`: in strict mode, if it makes the device unusable, if
+                arguments may be half overwritten, or if `impl` was not demoted (`Record.failed`).
         """
         if isinstance(outcome, Exception):
             if _poisons_the_device(outcome):

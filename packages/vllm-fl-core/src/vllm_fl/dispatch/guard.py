@@ -1,7 +1,7 @@
 """Guards: functions with a contract's signature that call an implementation and fall back.
 
-A small function is compiled for each op and policy. It adds only tens of nanoseconds to a call of
-the implementation. After an exception or an unsupported call, `Chain` computes the result.
+A guard adds only tens of nanoseconds to a call. After an exception or an unsupported call, `Chain`
+computes the result.
 """
 
 from __future__ import annotations
@@ -26,11 +26,8 @@ def _skipped(*_: Any, **__: Any) -> Any:
 
 
 class Guard:
-    """A compiled guard. To switch it to other candidates, the globals of its code are changed.
-
-    Args:
-        scope: the globals. `_chain`, `_fn` and `_supports` change.
-    """
+    """A compiled guard. To switch it to other candidates, `_chain`, `_fn` and `_supports` in
+    `scope`, the globals of its code, are changed."""
 
     def __init__(self, chain: Chain, scope: dict[str, Any]) -> None:
         self.chain, self._scope = chain, scope
@@ -77,12 +74,9 @@ def uncontracted(op: str, impl: OpImpl) -> OpSpec:
 
 
 def call_guard(chain: Chain) -> Callable[..., Any]:
-    """Return the op as a function: the implementation, called inside one `try`.
-
-    Args:
-        chain: the candidates. If there are several rows, the number of tokens of a call selects its
-            row. Calls are counted (if the record counts them) for the first candidate of their row.
-    """
+    """Return the op as a function: the implementation, called inside one `try`. If `chain` has
+    several rows, the number of tokens of a call selects its row. Calls are counted (if the record
+    counts them) for the first candidate of their row."""
     return _written(chain, None)
 
 

@@ -34,8 +34,8 @@ current_policy = override.get
 """Returns the policy of the enclosing block. This name saves an attribute look-up per call."""
 
 POLICIES_AT_MOST = 64
-"""The most policies to cache functions for, because a program may make a new policy for
-every call."""
+"""Maximum number of policies with cached functions. A program may make a new policy for every
+call."""
 
 
 class OpManager:
@@ -92,11 +92,8 @@ class OpManager:
 
     @property
     def policy(self) -> SelectionPolicy:
-        """The policy of calls outside of a `with` block.
-
-        Raises:
-            SettingsError: the settings cannot be read.
-        """
+        """The policy of calls outside of a `with` block. Raises SettingsError if the settings
+        cannot be read."""
         startup = self.startup
         policy = self._policy or chosen.policy
         if policy is None and startup is not None:
@@ -134,8 +131,8 @@ class OpManager:
             platform: the platform for settings files, if the caller knows it.
             defer_errors: whether errors of the settings are raised later, when the policy is
                 needed.
-            engine: in a worker, the settings of its engine. They determine which plugins to load. A
-                manager with a given registry does not load plugins.
+            engine: in a worker, the settings of its engine, which determine the plugins. A manager
+                with a given registry does not load plugins.
 
         Raises:
             SettingsError: a setting is invalid. The next use tries again.
@@ -212,9 +209,8 @@ class OpManager:
         return self.resolve_candidates(op)[0].impl_id
 
     def resolve(self, op: str) -> Bound:
-        """Return the function that a call of `op` runs, including the fallback.
-
-        Resolve again after a change of the policy: the function does not follow it.
+        """Return the function that a call of `op` runs, including the fallback. It does not follow
+        later changes of the policy.
 
         Raises:
             UnknownOpError: no contract and no plugin has `op`.
@@ -284,11 +280,8 @@ class OpManager:
         return MethodType(self._bound(op, grants), instance)
 
     def set_policy(self, policy: SelectionPolicy | None) -> None:
-        """Set the policy of this manager and end all demotions.
-
-        Args:
-            policy: the policy. None for the constructor's policy, or else the global policy, or
-                else the policy of the settings, which are read again.
+        """Set the policy of this manager and end all demotions. None restores the constructor's
+        policy, or else the global policy, or else the policy of the settings, which are read again.
 
         Raises:
             PolicySealedError: an engine's layers are bound to a plan.
@@ -306,11 +299,8 @@ class OpManager:
             self.clear_failed_impls()
 
     def clear_failed_impls(self, op: str | None = None) -> None:
-        """End the demotions of `op`, or of every op.
-
-        Raises:
-            PolicySealedError: an engine's layers are bound to a plan.
-        """
+        """End the demotions of `op`, or of every op. Raises PolicySealedError if layers are bound
+        to a plan."""
         with self._lock:
             self._refuse_if_sealed("demotions")
             self._record.end_demotions(op)
@@ -327,11 +317,7 @@ class OpManager:
 
     def seal(self, by: str) -> Callable[[], object]:
         """Forbid resets, and changes of the policy and of demotions. Errors report `by` as the
-        reason.
-
-        Returns:
-            A function that ends this seal. A second call has no effect.
-        """
+        reason. Return a function that ends this seal; a second call has no effect."""
         key = object()
         self._seals[key] = by
         return partial(self._seals.pop, key, None)
@@ -346,11 +332,8 @@ class OpManager:
             )
 
     def reset(self) -> None:
-        """Reset the manager. The next use loads plugins and settings again.
-
-        Raises:
-            PolicySealedError: an engine's layers are bound to a plan.
-        """
+        """Reset the manager. The next use loads plugins and settings again. Raises
+        PolicySealedError if layers are bound to a plan."""
         with self._lock:
             self._refuse_if_sealed("the loaded state")
             self._reset()

@@ -20,12 +20,9 @@ from ..text import quote
 
 @dataclass(frozen=True)
 class ForeignPlatform:
-    """A platform plugin for vLLM from another distribution that supports this machine.
-
-    Args:
-        entry: the name of its entry point, as in VLLM_PLUGINS.
-        release: the distribution with its version.
-    """
+    """A platform plugin for vLLM from another distribution that supports this machine. `entry` is
+    the name of its entry point, as in VLLM_PLUGINS. `release` is the distribution with its
+    version."""
 
     entry: str
     distribution: str

@@ -18,7 +18,7 @@ from .resolver import describe_impl
 
 
 class Skipped(Exception):
-    """Raised by a guard instead of calling its first candidate, because that is demoted."""
+    """Raised by a guard if its first candidate is demoted."""
 
 
 BY_GUARD = "in a run of the model"
@@ -28,15 +28,13 @@ BY_GUARD = "in a run of the model"
 class Record:
     """Counts calls, stores demotions, and logs each event once.
 
-    A demotion switches the compiled guards, so calls need not look demotions up.
-
     Example: A is the first candidate of an op and does not support one of two calls. B computes
     that call. Then `refusals` is {A: 1} and `fallbacks` is {B: 1}. If calls are counted, `_asked`
     is {A: 2}, `_moved` is {A: -1, B: 1}, and `calls`, their sum, is {A: 1, B: 1}.
 
     Args:
         decide: (op, impl id, why) -> whether to demote an implementation that failed; calls
-            `demote` if so. None if failures are raised instead, such as under a sealed plan.
+            `demote` if so. None: failures are raised, for example under a sealed plan.
     """
 
     def __init__(
@@ -44,8 +42,8 @@ class Record:
     ) -> None:
         self._log, self._decide = log, decide
         self.counts: Literal["", "calls", "tracings"] = ""
-        """Count no calls, every call, or how often a compiler traces a call. Tracings are counted
-        because traced code has no calls to count. An opaque operator is never traced."""
+        """Whether to count calls or tracings. Traced code has no calls to count. An opaque operator
+        is never traced."""
         self.fallbacks: Counter[Key] = Counter()
         """Calls that an implementation computed as a later candidate."""
         self.refusals: Counter[Key] = Counter()
@@ -140,8 +138,8 @@ class Record:
             self._log.info(text, impl.impl_id, op, reason)
 
     def failed(self, op: str, impl: OpImpl, error: Exception, *, last: bool) -> bool:
-        """Record that `impl` raised an error. `last`: it was the last candidate. Return whether it
-        was demoted. If not, the caller must raise the error."""
+        """Record that `impl` raised an error; `last` is true for the last candidate. Return whether
+        it was demoted. If not, the caller must raise the error."""
         self.failures[op, impl.impl_id] = quote(error)
         why = f"failed earlier: {quote(error)}"
         demoted = self._decide is not None and self._decide(op, impl.impl_id, why)

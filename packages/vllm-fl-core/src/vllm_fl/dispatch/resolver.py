@@ -1,7 +1,5 @@
-"""The resolver: sorts the candidates of an op by policy and rejections, with a reason for each.
-
-Log lines, errors, the command line and the engine's plan all use its `Trace`.
-"""
+"""The resolver: sorts the candidates of an op by policy and rejections, with a reason for each. Log
+lines, errors, the command line and the engine's plan use its `Trace`."""
 
 from __future__ import annotations
 
@@ -42,21 +40,17 @@ FOREIGN = Stock("foreign.oot")
 """The class of another vLLM plugin that replaces a layer of the op."""
 
 UNORDERED = "default, no order for this op"
-"""The reason for the position of `stock`, if the op has no order."""
+"""Why `stock` is at its position, if the op has no order."""
 
 
 UNAVAILABLE = "not available: "
-"""The beginning of the reason, if an implementation is not available on the machine."""
+"""Prefix of the reason why an implementation is not available on this machine."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One implementation and its status.
-
-    Args:
-        status: `selected` (the first), `eligible` (any other) or `rejected`.
-        reason: why it was rejected, or the selector that gives its position in the order.
-    """
+    """One implementation. `status` is `selected` (the first), `eligible` (any other) or `rejected`.
+    `reason` is why it was rejected, or the selector that gives its position in the order."""
 
     impl: Impl | Stock
     status: Literal["selected", "eligible", "rejected"]
@@ -141,9 +135,8 @@ class Resolver:
     facts: Any = None
 
     def rows(self, op: str) -> Rows[Trace]:
-        """Return the traces of `op` by the size of a call: (maximum tokens, trace).
-
-        The last row is for all larger calls; its maximum is None.
+        """Return the traces of `op` by the size of a call: (maximum tokens, trace). The last
+        maximum is None.
 
         Raises:
             UnknownOpError: no contract and no plugin has `op`.
@@ -184,12 +177,11 @@ class Resolver:
         reason. The implementations of one selector are sorted by descending priority, then by impl
         id.
 
-        In an engine, `stock` has the position of its selector in the order, or else is last. In
-        strict mode, a user's order without `stock` and `foreign` excludes it.
-
-        Layers that another plugin has replaced have the position of the selector `foreign`. Without
-        that selector they are first, with two exceptions: the user's order is for the op itself, or
-        the order for another size has `foreign`. Then they are last, and strict mode excludes them.
+        In an engine, `stock` has the position of its selector, or else is last. In strict mode, a
+        user's order without `stock` and `foreign` excludes it. Layers that another plugin has
+        replaced have the position of the selector `foreign`. Without it they are first, or last if
+        the user's order is for the op itself or the order for another size has `foreign`. Strict
+        mode then excludes them.
 
         Args:
             rejected: impl id -> why it is rejected, independent of the policy.

@@ -31,15 +31,10 @@ log = get_logger("plugins")
 
 @dataclass(frozen=True)
 class Startup:
-    """The loaded plugins and the effective settings.
-
-    Args:
-        settings: the effective settings, or the defaults if these could not be read.
-        problem: why they could not be read. It is not raised at once, because a worker gets the
-            settings of its engine.
-        allowed: the distributions that were allowed to load (VLLM_FL_PLUGINS), or None for all.
-        modules: the modules that were loaded in addition (VLLM_FL_PLUGIN_MODULES).
-    """
+    """The loaded plugins and the effective settings. If the settings could not be read, `settings`
+    has the defaults and `problem` the error. It is not raised at once, because a worker gets the
+    settings of its engine. `allowed` are the distributions that may load (VLLM_FL_PLUGINS; None for
+    all), `modules` the additional modules (VLLM_FL_PLUGIN_MODULES)."""
 
     plugins: tuple[Plugin, ...]
     settings: Settings
@@ -62,10 +57,9 @@ def _names(allowed: Sequence[str] | None) -> frozenset[str] | None:
 def detect_platform(plugins: Sequence[Plugin] = ()) -> str:
     """Return the platform of this machine, for settings files, as in a vLLM engine.
 
-    The candidates, in this order, are: the platform plugin of another package (by the name of its
-    entry point), vLLM's built-in platform, the device of a vllm-fl plugin, the device of torch
-    (`ascend` by its extension), cpu. torch is not imported for this, because a process without
-    torch cannot run a kernel on a device.
+    In this order: the platform plugin of another package (by its entry point), vLLM's built-in
+    platform, the device of a vllm-fl plugin, the device of torch (`ascend` by its extension), cpu.
+    torch is not imported, because a process without torch cannot run a kernel on a device.
     """
     foreign = foreign_platform()
     if foreign is not None:
@@ -108,15 +102,13 @@ def start(
     platform: str | None = None,
     engine: Settings | None = None,
 ) -> Startup:
-    """Load the plugins into `registry` and read the settings.
+    """Load the plugins into `registry` and read the settings. Raises SettingsError if a variable
+    that is needed for startup is invalid.
 
     Args:
         platform: the platform, if the caller knows it. VLLM_FL_PLATFORM overrides it.
-        engine: in a worker, the settings of its engine. They, and not this process's environment,
-            determine which plugins to load.
-
-    Raises:
-        SettingsError: a variable that is needed for startup is invalid.
+        engine: in a worker, the settings of its engine, which determine the plugins instead of this
+            process's environment.
     """
     early = load_startup(env)
     set_log_level("DEBUG" if early.debug else early.log_level)
@@ -140,13 +132,9 @@ def start(
 
 @cache
 def begin_process() -> None:
-    """Call the hook `process_start` of the installed extensions, once in this process.
-
-    Only extensions are imported. Errors of the hook are logged. `start` logs errors of loading.
-
-    Raises:
-        VllmFLError: an extension raised an error of core other than PluginError (`SettingsError`).
-    """
+    """Call the hook `process_start` of the installed extensions, once in this process. Only
+    extensions are imported. Errors of the hook are logged, except errors of core other than
+    PluginError (`SettingsError`), which are raised. `start` logs errors of loading."""
     found = [each for each in discovery.discover() if each.kind == "extension"]
     plugins = plugin_loader.load(OpRegistry(EMPTY), found, variables=RESERVED_NAMES)
     for plugin in asking(plugins, "process_start"):
@@ -192,11 +180,10 @@ def read_settings(
     asks: bool = True,
     orders: Mapping[str, object] = MappingProxyType({}),
 ) -> Settings:
-    """Return the effective settings with the installed plugins. `start` documents the other
-    arguments.
+    """Return the effective settings with the installed plugins; see `start`.
 
-    The platform of another package may have the same name as a vllm-fl device. The settings file of
-    that device is for engines on it. It is read only if VLLM_FL_PLATFORM selects the device.
+    If another package's platform has the name of a vllm-fl device, the settings file of that device
+    is read only if VLLM_FL_PLATFORM selects the device.
 
     Args:
         asks: whether to warn about implementations in orders that are not available here.

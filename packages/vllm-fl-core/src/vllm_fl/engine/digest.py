@@ -49,8 +49,8 @@ def fingerprint(
 
     Returns:
         `mode`, `strict` and `required`; `ops`, each op's candidates with the hash of their code,
-            also for each row by size (key `rms_norm(<=16)`); `contracts`, the code of the planned
-            ops' contracts; `versions` of core and `BENEATH`; and `settings` of the plan's plugins,
+            also by size (key `rms_norm(<=16)`); `contracts`, the code of the planned ops'
+            contracts; `versions` of core and `BENEATH`; and `settings` of the plan's plugins,
             because a compiler may have inlined them.
     """
     rows = {

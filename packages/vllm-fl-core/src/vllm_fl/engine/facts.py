@@ -28,20 +28,18 @@ class EngineFacts:
         sizes: the model's sizes on one rank; None without a model.
         attention: the request of the model's attention layers; None if unknown.
         communicator: the ranks that a communicator would connect; None for a single rank.
-        layers: the request for whole layers; its field `layer` is not set. None without a model.
+        layers: the request for whole layers, without `layer`. None without a model.
         custom_ops: vLLM's list of custom ops, including our additions.
         ir_priority: op -> the IR providers that the user prefers.
         attention_backend: the attention backend that is set in vLLM, or None.
-        batch_invariant: whether vLLM uses its batch-invariant kernels (VLLM_BATCH_INVARIANT).
+        batch_invariant: whether VLLM_BATCH_INVARIANT is set.
         compile_backend: vLLM's compiler backend; empty for its default.
         passes_off: vLLM passes for our ops that the user disabled.
-        absent: the ops that the model cannot have, because its configuration excludes them or it
-            has no layers that run them.
+        absent: the ops that the model's configuration excludes, or that no layer of the model runs.
         provided: op -> the dtypes of the parameters that the model's layers provide (parameter ->
             dtype), without duplicates. Ops with no or unknown layers are missing.
         captured: the batch sizes, in tokens, of captured graphs.
-        by_range: whether vLLM compiles the model separately for each range of token counts and runs
-            its passes on these graphs.
+        by_range: whether vLLM compiles the model separately for each range of token counts.
         foreign: op -> layer of the op that another vLLM plugin has replaced -> the replacing class
             with its distribution.
         device: the name of the device; empty if it is unknown or if no setting depends on it.
@@ -96,7 +94,7 @@ class EngineFacts:
 
     def custom_op_note(self, registered: str) -> str:
         """Return the user's `custom_ops` entry that keeps this layer in vLLM, or empty. In compiled
-        mode, `none` is vLLM's default instead of a choice of the user."""
+        mode, `none` is vLLM's default and not a choice of the user."""
         if f"-{registered}" in self.custom_ops:
             return f"custom_ops has -{registered}"
         is_off = "none" in self.custom_ops and f"+{registered}" not in self.custom_ops

@@ -1,8 +1,8 @@
 """Opaque ops: torch.library operators for implementations that a compiler must not trace.
 
 Dynamo, Inductor and CUDA graphs see one operator with the contract's schema and fake. The
-candidates and their fallbacks run inside it. If an implementation overwrites arguments that the
-caller grants, the operator mutates them, so they are not copied.
+candidates run inside it. If an implementation overwrites arguments that the caller grants, the
+operator mutates them, so they are not copied.
 """
 
 from __future__ import annotations
@@ -47,13 +47,9 @@ LIBRARY = torch.library.Library("vllm_fl", "FRAGMENT")
 
 @dataclass(frozen=True)
 class Site:
-    """An operator in a graph, and the code that may replace it.
-
-    Args:
-        tokens: the operator's arguments -> the number of tokens of the call.
-        inlined: an implementation -> a function of the operator's parameters that runs only this
-            implementation.
-    """
+    """An operator in a graph, and the code that may replace it. `tokens` computes the number of
+    tokens from the operator's arguments. `inlined` returns a function of the operator's parameters
+    that runs only one implementation."""
 
     chain: Chain
     tokens: Callable[[Sequence[Any]], Any]
@@ -62,9 +58,8 @@ class Site:
 
 @dataclass(frozen=True)
 class _Operator:
-    """An operator of this process, with the function that it runs. `impl_id` is the first candidate
-    for the largest calls. `site` is how to replace it, if it is ordered by size and overwrites no
-    argument."""
+    """An operator of this process. `impl_id` is the first candidate for the largest calls. `site`
+    is how to replace it, if it is ordered by size and overwrites no argument."""
 
     op: str
     impl_id: str
@@ -117,9 +112,9 @@ def is_inlined(impl: OpImpl) -> bool:
 def mutated(chain: Chain, variant: Variant, *, rest_is_inlined: bool = False) -> tuple[str, ...]:
     """Return the arguments that the operator of this variant overwrites with its results.
 
-    The schema is fixed when the operator is defined, so one row decides for all sizes. Example: the
-    implementation for up to 8 tokens overwrites `x`, and the implementation for the rest does not.
-    Then the operator overwrites nothing, and the first implementation gets a copy.
+    The schema is fixed when the operator is defined, so one row decides for all sizes
+    (`opaque_op`). If its first candidate overwrites nothing, a candidate of another row that
+    overwrites `x` gets a copy.
     """
     deciding = chain.impls[0]
     if rest_is_inlined:
@@ -240,12 +235,8 @@ def _router(
     spec: OpSpec, branches: Sequence[tuple[Variant, tuple[str, ...], Callable[..., Any]]]
 ) -> Callable[..., Any]:
     """Generate a function that selects the operator by the arguments that are None. Dynamo can
-    trace it.
-
-    Args:
-        branches: (variant, the arguments that the operator overwrites with results, the operator).
-            Variants with fewer parameters are first.
-    """
+    trace it. `branches` are (variant, the arguments that the operator overwrites, the operator),
+    with the fewest parameters first."""
     scope: dict[str, Any] = {}
     lines = [f"def {spec.name}({', '.join(spec.parameters)}):"]
     for number, (variant, written, operator) in enumerate(branches):

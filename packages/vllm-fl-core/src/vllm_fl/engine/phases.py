@@ -9,8 +9,7 @@ from typing import Any
 
 
 class Phases:
-    """Seconds per phase without the time of nested phases, ordered by when each phase
-    first ended."""
+    """Seconds per phase, without nested phases, ordered by the first end of each phase."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

@@ -43,12 +43,8 @@ def _once(impls: Iterable[OpImpl]) -> tuple[OpImpl, ...]:
 
 @dataclass(frozen=True)
 class PlanEntry:
-    """The plan of one op.
-
-    Args:
-        rows: all candidates and the decisions about them, by the size of a call.
-        note: why vLLM's implementation is used regardless of the rows; or empty.
-    """
+    """The plan of one op. `rows` has all candidates and the decisions about them, by the size of a
+    call. `note` is why vLLM's implementation is used regardless of the rows, or empty."""
 
     op: str
     rows: Rows[Trace]
@@ -275,14 +271,10 @@ class Plan:
         original: OpImpl | None = None,
         traced: bool = True,
     ) -> Callable[..., Any]:
-        """Return `op` as a method of `layer`.
-
-        Args:
-            layer: provides the parameters in the contract's `from_layer`.
-            original: the layer's original method, or a function that calls it. It runs at stock
-                sizes if the layer is not compiled.
-            traced: False if no compiler sees the calls, in any mode.
-        """
+        """Return `op` as a method of `layer`. The layer provides the parameters in `from_layer` of
+        the contract. `original` is the layer's original method, or a function that calls it. It
+        runs at stock sizes if the layer is not compiled. `traced` is False if no compiler sees the
+        calls, in any mode."""
         compiled = traced and self.mode == "compiled"
         if compiled or not self.entries[op].ceilings:
             original = None
@@ -318,14 +310,9 @@ class Plan:
         return guard(chain.of(first, bare=True))
 
     def as_compiled(self, op: str, first: OpImpl, *, inlined: bool = False) -> Callable[..., Any]:
-        """Return the op as compiled code calls it, for verification. It has no counters, and its
-        number is 0.
-
-        Args:
-            first: one of the entry's `firsts`. Its row is verified.
-            inlined: whether to inline an op that is ordered by size. True for graphs that are
-                compiled by range.
-        """
+        """Return the op as compiled code calls it, for verification, without counters. `first` is
+        one of the entry's `firsts`; its row is verified. `inlined` is True for graphs that are
+        compiled by range: they inline an op that is ordered by size."""
         plan = dataclasses.replace(self, counts_calls=False, record=Record(log), number=0)
         rows = (_callable(impls) for _, impls in reversed(self.entries[op].candidates))
         impls = next(impls for impls in rows if impls[:1] == (first,))
@@ -344,12 +331,10 @@ def make_plan(
 ) -> Plan:
     """Resolve every op with a contract, the attention backend, the communicator and whole layers.
 
-    Omits ops that the model cannot have, unless the user has set an order for the op itself. Raises
-    PluginError if a plugin with a contract failed or is missing.
-
-    Args:
-        demoted: (op, impl id) -> why it must not run in this engine.
-        notes: op -> why vLLM's implementation is used regardless of the policy.
+    Omits ops that the model cannot have, unless the user has set an order for the op itself.
+    `demoted` maps (op, impl id) to the reason why it must not run in this engine. `notes` maps an
+    op to the reason why vLLM's implementation is used regardless of the policy. Raises PluginError
+    if a plugin with a contract failed or is missing.
     """
     demoted, notes = demoted or {}, notes or {}
     entries = {}

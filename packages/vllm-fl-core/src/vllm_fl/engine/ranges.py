@@ -1,8 +1,8 @@
 """Ranges of token counts that allow a compiler to inline one implementation of an op.
 
-A graph is traced only once, so an op that is ordered by size is one operator in it. vLLM can
-compile that graph separately for several ranges of token counts. If all rows in a range have the
-same traceable first choice, its code can replace the operator in that range.
+In a graph, an op that is ordered by size is one operator. vLLM can compile the graph separately for
+several ranges of token counts. If all rows in a range have the same traceable first choice, its
+code can replace the operator in that range.
 """
 
 from __future__ import annotations
@@ -55,19 +55,14 @@ def choice(chain: Chain, sizes: Range) -> OpImpl | None:
 
 
 def range_edges(chains: Iterable[Chain], largest: int, captured: int = 0) -> tuple[int, ...]:
-    """Return where to split the token counts, into at most `MAX_RANGES` ranges, to inline the most.
+    """Return where to split the token counts, into at most `MAX_RANGES` ranges, to inline the most:
+    the last token count of each range but the last. Empty if nothing can be inlined.
 
     Splits only at the maximum tokens of rows. The gain of inlining an op is measured in doublings
     of the token count: the ranges from 64 to 128 and from 4096 to 8192 have equal gains. The best
-    split has the largest total gain above the captured sizes, because the host launches each
-    operator there. Among equal splits, the order is: the largest gain over all sizes, the fewest
-    ranges, the largest edges.
-
-    Args:
-        captured: the largest batch with a captured graph, in tokens; 0 without graphs.
-
-    Returns:
-        The last token count of each range except the last range; empty if nothing can be inlined.
+    split has the largest total gain above `captured`, the largest batch with a captured graph,
+    because the host launches each operator there. Among equal splits: the largest gain over all
+    sizes, the fewest ranges, the largest edges.
     """
     able = [chain for chain in chains if any(is_inlined(first) for _, (first, *_) in chain.rows)]
     ceilings = sorted({n for chain in able for n, _ in chain.rows if n and n < largest})

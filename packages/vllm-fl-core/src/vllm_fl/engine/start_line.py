@@ -13,12 +13,9 @@ LONGEST, NAMED = 200, 5
 def line(plan: Plan, *facts: str, not_reached: Collection[str] = ()) -> str:
     """Return the plan in one line of at most `LONGEST` characters.
 
-    It contains the number of ops that vLLM does not compute, and the first of them. Classes are
-    first, then functions, then ops of another vLLM plugin.
-
-    Args:
-        facts: phrases after the mode.
-        not_reached: planned ops that this model does not use. They are not counted.
+    It contains the number of ops that vLLM does not compute, and the first of them: classes, then
+    functions, then ops of another vLLM plugin. `facts` are phrases after the mode. Ops in
+    `not_reached` are not counted, because this model does not use them.
     """
     ops = sorted(plan.entries, key=lambda op: op in plan.contracts)
     ours = [op for op in ops if any(impls for _, impls in plan.entries[op].candidates)]

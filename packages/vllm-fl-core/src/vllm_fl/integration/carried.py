@@ -24,7 +24,7 @@ class Carried(dict[str, Any]):
 
     Args:
         settings: the engine's settings; None before they are read and after the plan is sealed.
-            vLLM does not hash them: it hashes only the entries.
+            vLLM hashes only `entries`.
         orders: op or group -> its order on vLLM's command line; empty after the settings are read.
         entries: `user` (from `planning.note_user_priority`), `enabled` (`planning.apply`), `passes`
             (`Fusions.configure`), `edges` (`graphs.ranges.split`), and `plan`, the digest (`seal`).
@@ -95,10 +95,9 @@ def carried_entry(vllm_config: VllmConfig) -> Carried:
 
 
 def carry_startup(parallel: ParallelConfig, env: Mapping[str, str] = os.environ) -> None:
-    """Add our startup variables to the Ray runtime environment of an engine's workers. Startup
-    variables are read while vLLM chooses its platform, before a worker has a configuration. A Ray
-    process inherits the environment of its node. vLLM's Ray executors set the engine's variables in
-    a worker only later. Variables in `ray_runtime_env` are kept."""
+    """Add our startup variables to the Ray runtime environment of an engine's workers. A Ray
+    process inherits the environment of its node, and vLLM sets the engine's variables only after
+    the worker has chosen its platform. Variables in `ray_runtime_env` are kept."""
     if not parallel.use_ray:
         return
     names = [variable for spec in STARTUP.values() for variable in variables_of(spec)]

@@ -94,8 +94,8 @@ def _has(path: str) -> bool:
 
 def opens_the_device(module: str) -> bool:
     """Whether importing a vLLM module would open this process's GPU. vLLM could then not fork an
-    engine's processes. Spawned processes would import all of vLLM again (20 s on one machine), and
-    the parent process would keep GPU memory."""
+    engine's processes. Spawned processes import all of vLLM again (20 s on one machine), and the
+    parent process keeps GPU memory."""
     if not module.startswith(_OPENING) or module in sys.modules:
         return False
     import torch
@@ -123,12 +123,12 @@ def declared_layers() -> dict[str, str]:
 
 
 def hide_our_variables(more: Iterable[str] = ()) -> None:
-    """Register our variables with vLLM. It would otherwise warn about unknown variables or fail.
+    """Register our variables with vLLM, which would otherwise warn about unknown variables or fail.
 
     `vllm.envs.validate_environ` checks them up to release 0.30, `Platform.validate_environ` from
-    0.31 on. Both read the same table. vLLM's compile-cache key contains the names and values of the
-    table. Getters return None, because the plan's digest is a better key than the values. All names
-    are always registered, so the key does not vary with them.
+    0.31 on. vLLM's compile-cache key contains the names and values of the table. Getters return
+    None, because the plan's digest is a better key, and all names are registered, so the key does
+    not vary.
     """
     import vllm.envs
 
@@ -140,9 +140,8 @@ def hide_our_variables(more: Iterable[str] = ()) -> None:
 
 def leave_out_cuda_fusions(vllm_config: VllmConfig) -> None:
     """Disable fusion passes that vLLM does not define on a plugin's hardware. If Inductor does not
-    compile norms and activations, vLLM enables their fusion with quantisation by default. It
-    defines the passes only for CUDA and XPU, so startup would end in a NameError. A user's setting
-    is kept."""
+    compile norms and activations, vLLM enables their fusion with quantisation. It defines the
+    passes only for CUDA and XPU, so startup would end in a NameError. A user's setting is kept."""
     passes = vllm_config.compilation_config.pass_config
     passes.fuse_norm_quant = passes.fuse_norm_quant or False
     passes.fuse_act_quant = passes.fuse_act_quant or False

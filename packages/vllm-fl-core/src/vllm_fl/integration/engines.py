@@ -1,8 +1,7 @@
-"""The engines of this process: what each has changed here, and which engine is calling.
+"""The engines of this process, their changes of vLLM, and which engine is calling.
 
-vLLM's forward context identifies the calling engine, also in threads of micro-batches. Without a
-forward context (a vision encoder, a sampler), it is the engine of the worker method that the thread
-is running.
+vLLM's forward context identifies the calling engine, also in threads of micro-batches. Without one
+(a vision encoder, a sampler), it is the engine of the worker method that the thread is running.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Engine:
         groups: makes the communicators of vLLM's rank groups; None if vLLM makes them.
         worker_facts: distribution -> facts that its plugin has reported.
         disabled: (op, impl id) -> why it is disabled on all ranks.
-        wrong: (op, impl id) -> why it was incorrect at the last check. It keeps serving.
+        wrong: (op, impl id) -> why a serving implementation was incorrect at the last check.
         unused: planned op -> why this engine is not expected to call it.
         remarks: moment -> phrases for the report.
         state: data that plugins and patchers keep for this engine, by owner.
@@ -97,13 +96,13 @@ class Engine:
     _on_serving: list[Callable[[], object]] = field(default_factory=list, init=False)
 
     def gather(self, what: str, mine: T) -> list[T]:
-        """Return every rank's value (`exchange`). On a rank that joins, only its own value. If a
-        rank has failed, died or is late, all ranks raise a StartError with `failures`."""
+        """Return every rank's value (`exchange`); on a rank that joins, only its own. If a rank has
+        failed, died or is late, all ranks raise a StartError with `failures`."""
         return [mine] if self.joins else exchange(what, mine)
 
     def fail(self, what: str, why: str) -> None:
-        """Report a failure to the other ranks, which are gathering. All ranks then raise a
-        StartError with `failures`. A rank that joins does not raise."""
+        """Send a failure to the other ranks, which are gathering. They raise a StartError with
+        `failures`, and so does this rank, unless it joins."""
         if not self.joins:
             exchange(what, None, why)
 

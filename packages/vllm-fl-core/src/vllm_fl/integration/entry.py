@@ -46,11 +46,9 @@ def platform_plugin() -> str | None:
 def general_plugin() -> None:
     """Register our variables with vLLM, overlay its platform, and run the `process_start` hooks.
 
-    vLLM calls this in every process, before it makes a configuration from arguments.
-
-    No backend is imported here, because a worker loads the plugins that its engine's configuration
-    allows (`planning.load_plugins`). Only a plugin's device is found earlier. It is found from the
-    environment, which the processes of an engine inherit.
+    vLLM calls this in every process, before it makes a configuration. It imports no backend except
+    the plugin of a device, which is found from the environment. A worker later loads the plugins
+    that its engine's configuration allows (`planning.load_plugins`).
 
     Raises:
         SettingsError: a startup variable is invalid.

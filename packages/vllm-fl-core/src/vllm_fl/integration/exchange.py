@@ -1,8 +1,8 @@
 """Gather a value from each rank of an engine or a group, on all of its ranks.
 
 A rank that compiles a kernel may be minutes late, and gloo closes its connections after a time-out.
-Therefore each rank announces its arrival in the group's store. When all have arrived, gloo gathers
-the values. Until then the waiting ranks log late ranks and check that they are running.
+Therefore each rank announces its arrival in a store, and gloo gathers the values when all have
+arrived. Until then the waiting ranks log late ranks and check that they are running.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ T = TypeVar("T")
 log = get_logger("engine")
 
 TIMEOUT = timedelta(minutes=10)
-"""The longest wait for other ranks. With a cold kernel cache a rank may need minutes. If a rank
-dies, the wait ends within seconds."""
+"""The longest wait for other ranks. With a cold kernel cache they may need minutes. If a rank dies,
+the wait ends within seconds."""
 
 LOGGED_AFTER = (10.0, 60.0, 300.0)
 
@@ -40,10 +40,8 @@ UNUSED = 48
 
 
 def exchange(what: str, mine: T, failure: str = "") -> list[T]:
-    """Return the value of every rank in vLLM's world, in rank order.
-
-    vLLM joins the data-parallel engines of a mixture of experts into one world. Errors contain
-    ranks of the world, but a worker's rank is within its engine.
+    """Return the value of every rank in vLLM's world, in rank order. The data-parallel engines of a
+    mixture of experts are one world. Errors contain ranks of the world.
 
     Args:
         what: the purpose, such as `settle on a plan`. All ranks must make the same exchanges in the
@@ -71,15 +69,9 @@ def exchange(what: str, mine: T, failure: str = "") -> list[T]:
 
 
 def gathered(mine: T, cpu_group: Any, what: str) -> list[T]:
-    """Return the values of a group's ranks, in rank order.
-
-    Args:
-        cpu_group: a torch.distributed group with the gloo backend.
-        what: the purpose, for the log and the error, such as `verify their kernels`.
-
-    Raises:
-        RuntimeError: a rank died or did not arrive in time. The message lists the ranks.
-    """
+    """Return the values of a group's ranks, in rank order. `cpu_group` has the gloo backend. `what`
+    is the purpose, for the log and the error, such as `verify their kernels`. Raises RuntimeError,
+    with the ranks, if a rank died or did not arrive in time."""
     ranks = _Ranks(cpu_group, what)
     found: list[Any] = [mine] * cpu_group.size()
     if not ranks.others:
@@ -97,12 +89,9 @@ def gathered(mine: T, cpu_group: Any, what: str) -> list[T]:
 
 
 class _Ranks:
-    """The ranks of a group during one exchange, by their index in the group.
-
-    Attributes:
-        store: the group's store, with a prefix for our keys; None without a store.
-        names: the ranks by their global numbers, such as `rank 3`.
-    """
+    """The ranks of a group during one exchange, by their index. `store` is the group's store with a
+    prefix for our keys, or None. `names` are the ranks by their global numbers, such as `rank
+    3`."""
 
     def __init__(self, group: Any, what: str) -> None:
         self.group, self.what, self.here = group, what, group.rank()
@@ -160,8 +149,8 @@ class _Ranks:
         return f"{dead} died. Its log, above, may show why" if dead else ""
 
     def _is_connected(self, n: int) -> bool:
-        """Whether a rank is connected. The end of its process closes the connection. `recv` over a
-        closed connection raises an error. Over an open connection it returns at once."""
+        """Whether a rank is connected. The end of its process closes the connection, and `recv`
+        then raises an error. Over an open connection it returns at once."""
         try:
             self.group.recv([torch.empty(1)], n, UNUSED)
         except RuntimeError:

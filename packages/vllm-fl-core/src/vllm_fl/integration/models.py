@@ -31,12 +31,12 @@ log = get_logger("engine")
 def completed(
     facts: EngineFacts, vllm_config: VllmConfig
 ) -> tuple[EngineFacts, Mapping[str, Mapping[str, int]]]:
-    """Complete the facts of a configuration with the layers of the model.
+    """Complete the facts of a configuration with the layers of the model, which is built on the
+    meta device as on a single rank, in about 0.1 s. The result is the same on all ranks.
 
-    The whole model is built on the meta device as on a single rank, in about 0.1 s. The result is
-    the same on all ranks. The configuration is not changed. Returns the facts, and op -> class name
-    in vLLM -> number of layers. If the model cannot be built or has a drafter, or if no op has
-    layers, the facts are unchanged and the mapping is empty.
+    Returns the facts, and op -> class name in vLLM -> number of layers. If the model cannot be
+    built or has a drafter, or if no op has layers, the facts are unchanged and the mapping is
+    empty.
     """
     made: list[Any] = []
     try:

@@ -31,8 +31,8 @@ log = get_logger("engine")
 
 
 def facts_of(vllm_config: VllmConfig) -> EngineFacts:
-    """Read the engine's facts from its configuration. vLLM completes the configuration step by
-    step. Raises SettingsError for an invalid setting, PluginError as `load_plugins` does."""
+    """Read the engine's facts from its configuration. Raises SettingsError for an invalid setting,
+    PluginError as `load_plugins` does."""
     from vllm import envs
     from vllm.config import CompilationMode
 
@@ -84,7 +84,6 @@ def platform_device_name() -> str:
 
 
 def is_excluded_by_config(vllm_config: VllmConfig, op: str, binding: Binding) -> bool:
-    """Whether the model's configuration excludes the op."""
     try:
         return binding.when is not None and not binding.when(vllm_config)
     except Exception as error:  # a model's configuration may lack any attribute
@@ -93,10 +92,9 @@ def is_excluded_by_config(vllm_config: VllmConfig, op: str, binding: Binding) ->
 
 
 def _settings_of(vllm_config: VllmConfig) -> Settings:
-    """Return the engine's settings. The process that makes the engine's configuration reads them.
-    They are stored in `additional_config`, because a worker may not inherit the environment, and
-    because engines of one process may have different settings. A process that cannot read its
-    settings uses the engine's settings."""
+    """Return the engine's settings. The process that makes the engine's configuration reads them
+    and stores them in `additional_config`, because a worker may not inherit the environment, and
+    engines of one process may have different settings."""
     from vllm.platforms import current_platform
 
     settings = load_plugins(vllm_config)
@@ -116,13 +114,10 @@ def _settings_of(vllm_config: VllmConfig) -> Settings:
 
 
 def load_plugins(vllm_config: VllmConfig) -> Settings | None:
-    """Load the plugins that the engine's settings allow, once per process. Raises PluginError if
-    this process has already loaded different plugins.
-
-    Errors in the settings of this process are deferred until the settings are needed. A worker gets
-    its engine's settings with the configuration, and files may no longer exist. The variables that
-    the plugins declare are registered with vLLM.
-    """
+    """Load the plugins that the engine's settings allow, once per process, and register their
+    variables with vLLM. Raises PluginError if this process has already loaded different plugins.
+    Errors in the settings of this process are deferred until they are needed: a worker gets its
+    engine's settings with the configuration, and files may no longer exist."""
     from vllm.platforms import current_platform
 
     settings = carried_entry(vllm_config).settings
@@ -178,8 +173,8 @@ def plan_for(
     facts: EngineFacts,
     demoted: Mapping[tuple[str, str], str] | None = None,
 ) -> Plan:
-    """Make the plan of an engine. The user's settings of vLLM have priority. `demoted` are disabled
-    implementations, or rejected by a startup measurement, with the reasons."""
+    """Make the plan of an engine. The user's settings of vLLM have priority. `demoted` has the
+    implementations that are disabled or were rejected by a measurement, with the reasons."""
     facts = facts.ordered
     found = why_not(facts)
     plan = make_plan(
@@ -208,9 +203,8 @@ def refuse_unverified(facts: EngineFacts) -> None:
 
 
 def plan_now() -> Plan | None:
-    """Return the plan for vLLM's current configuration, before a worker has made the plan, or None
-    if the configuration was not made on our platform: a script can make one before the overlay is
-    installed in place."""
+    """Return the plan for vLLM's current configuration, before a worker has made it, or None if the
+    configuration is from a script that made it before the overlay was installed in place."""
     from vllm.config import get_current_vllm_config
 
     vllm_config = get_current_vllm_config()

@@ -1,9 +1,8 @@
-"""The overlay: a mixin over the platform class that vLLM uses. It has the hooks of the plan.
+"""The overlay: a mixin over the platform class that vLLM uses, with the hooks of the plan.
 
-Our platform plugin returns the overlay for platforms of vLLM and for devices of our plugins. If the
-platform plugin of another distribution answers, vLLM uses that plugin, and the overlay is installed
-in place. The base class keeps its enum, and therefore its attention, graphs, passes and
-collectives.
+Our platform plugin returns the overlay for platforms of vLLM and for devices of our plugins. Over
+the platform plugin of another distribution, it is installed in place. The base class keeps its
+enum, and therefore its attention, graphs, passes and collectives.
 """
 
 from __future__ import annotations
@@ -172,14 +171,12 @@ class _Forwarding(type):
 
 
 def overlay_path(forced: str | None = None) -> str | None:
-    """Make the overlay for this machine and return its class path.
-
-    A platform of vLLM has priority over devices of plugins, unless VLLM_FL_PLATFORM selects a
-    device.
+    """Make the overlay for this machine and return its class path. A platform of vLLM has priority
+    over devices of plugins, unless VLLM_FL_PLATFORM selects a device.
 
     Returns:
-        None if the platform plugin of another distribution answers (`lay_in_place` overlays its
-        class), or if neither vLLM nor a plugin knows the machine.
+        None if another distribution's platform plugin answers (`lay_in_place` overlays its class),
+            or if neither vLLM nor a plugin knows the machine.
 
     Raises:
         PluginError: two devices claim the machine; the forced device is missing, cannot be imported
@@ -211,10 +208,9 @@ def overlay_path(forced: str | None = None) -> str | None:
 
 
 def lay_in_place(forced: str | None = None) -> None:
-    """Overlay the class of `current_platform`, unless vLLM already uses our platform. Another
-    plugin or VLLM_TARGET_DEVICE has then chosen the platform. Modules of vLLM refer to the object,
-    so only its class is changed. If the class does not allow this, the error is logged and the
-    class is kept. Arguments and errors are as for `overlay_path`."""
+    """Overlay the class of `current_platform`, unless vLLM already uses our platform. Modules of
+    vLLM refer to the object, so only its class is changed. If the class does not allow this, the
+    error is logged. Arguments and errors are as for `overlay_path`."""
     from vllm.platforms import current_platform
 
     if is_overlay(current_platform):

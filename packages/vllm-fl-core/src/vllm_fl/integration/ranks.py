@@ -13,14 +13,9 @@ log = get_logger("engine")
 
 
 class Disabled(NamedTuple):
-    """The reason why an implementation is disabled on all ranks.
-
-    Attributes:
-        code: `FAILED`, `LACKED` or `REJECTED`.
-        rank: the rank that reported this.
-        why: the reason; for `LACKED`, the distribution to install on that rank.
-        ends_strict: whether it fails the startup in strict mode.
-    """
+    """Why an implementation is disabled on all ranks. `code` is `FAILED`, `LACKED` or `REJECTED`;
+    `rank` reported it. For `LACKED`, `why` is the distribution to install on that rank.
+    `ends_strict` is whether it fails the startup in strict mode."""
 
     code: str
     rank: int
@@ -57,14 +52,10 @@ class Disabled(NamedTuple):
 
 @dataclass(frozen=True)
 class Opinion:
-    """One rank's objections and plan at a moment.
-
-    Args:
-        objections: (op, impl id) -> why it must not serve.
-        contents: parts of its plan at PLANNED, choices by timing at CACHED, empty at other moments.
-        installed: (op, impl id) of every implementation that is installed there.
-        table: why the tuning table has no effect there; empty if it applies.
-    """
+    """One rank's objections and plan at a moment. `objections` maps (op, impl id) to the reason why
+    it must not serve. `contents` are parts of its plan at PLANNED, and choices by timing at CACHED.
+    `installed` has the (op, impl id) of every implementation there. `table` is why the tuning table
+    has no effect there."""
 
     objections: Mapping[Key, Objection]
     contents: Mapping[str, Any] = field(default_factory=dict)

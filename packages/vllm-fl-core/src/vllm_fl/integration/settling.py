@@ -27,10 +27,8 @@ log = get_logger("engine")
 
 
 def settle(engine: Engine, moment: Moment) -> dict[Key, str]:
-    """Gather objections and disable the implementations on all ranks, until no rank has a new
-    objection.
-
-    Patchers and plugins are called first. Verifiers are called only if no rank has objected.
+    """Gather objections and disable the implementations on all ranks, until no rank has a new one.
+    Patchers and plugins are called first; verifiers only if no rank has objected.
 
     Returns:
         At UPDATED, when nothing can be disabled: (op, impl id) -> why it is incorrect, with the

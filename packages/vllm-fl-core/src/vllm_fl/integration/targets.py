@@ -1,8 +1,5 @@
-"""The targets of each op, from the bindings of the contracts that this process has loaded.
-
-This module does not import vLLM, because the command line and the documentation use it without
-vLLM.
-"""
+"""The targets of each op, from the bindings of the loaded contracts. Does not import vLLM, because
+the command line and the documentation use it without vLLM."""
 
 from __future__ import annotations
 

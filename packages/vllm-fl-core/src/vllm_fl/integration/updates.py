@@ -1,8 +1,8 @@
 """Verify the plan again after startup, when weights are updated or memory wakes up.
 
-Data that a kernel has prepared from old weights is invalid after an update. Nothing can be
-disabled, because compiled code and captured graphs contain the implementation. Therefore the caller
-of the update gets the error.
+An update invalidates data that a kernel has prepared from old weights. Nothing can be disabled,
+because compiled code and captured graphs contain the implementation. So the caller of the update
+gets the error.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def check(engine: Engine, occasion: str) -> str:
 
     Raises:
         ServingError: an implementation is incorrect on any rank. If one process calls several
-            ranks, only the last rank raises the error, because vLLM ignores replies after an error.
+            ranks, only the last rank raises, because vLLM ignores replies after an error.
     """
     if not _is_checked(engine):
         return "nothing is verified: no op is planned, or VLLM_FL_PREFLIGHT is not verify"

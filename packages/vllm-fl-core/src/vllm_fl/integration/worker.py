@@ -105,10 +105,9 @@ class PlannedWorker:
         return loaded
 
     def compile_or_warm_up_model(self) -> Any:
-        """Verify the plan with the KV cache, run vLLM's warm-up, and begin to serve. Before the
-        warm-up, the KV cache is allocated and no graph is captured. After it the model is compiled,
-        and patchers log the results of passes and later overrides of operators. From then on steps
-        serve requests, and plugins may sample them."""
+        """Verify the plan with the KV cache, run vLLM's warm-up, and begin to serve. After the
+        warm-up the model is compiled, patchers log the results of passes and later overrides of
+        operators, and plugins may sample steps."""
         engine = self.vllm_fl_engine
         # vLLM warms up again when ranks join or leave (elastic EP), without gathering.
         if engine is None or not engine.is_loaded or engine.status != "starting":
@@ -131,10 +130,9 @@ class PlannedWorker:
         return times
 
     def vllm_fl_verify(self) -> str:
-        """Verify the plan again on the loaded model's tensors, for `collective_rpc`. Call it after
-        weight updates that do not use vLLM's methods. These methods verify the plan themselves.
-        Returns what was verified, or why nothing was. If an implementation is incorrect on any
-        rank, the last rank raises a ServingError."""
+        """Verify the plan again on the loaded model's tensors, for `collective_rpc`, after weight
+        updates that do not use vLLM's methods. Returns what was verified, or why nothing was. If an
+        implementation is incorrect on any rank, the last rank raises a ServingError."""
         engine = self.vllm_fl_engine
         if engine is None or engine.joins:
             return "nothing is verified: this rank has joined a running engine"

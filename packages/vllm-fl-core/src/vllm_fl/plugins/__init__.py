@@ -1,4 +1,2 @@
-"""Plugins: hooks, types, discovery, loading and the registry of their results.
-
-Plugin authors import from `vllm_fl`; these modules are internal.
-"""
+"""Plugins: hooks, types, discovery, loading and the registry of their results. Internal: authors
+import from `vllm_fl`."""

@@ -1,10 +1,9 @@
 """Record which third-party code is running, in a file, and log it if it is slow.
 
 An import that calls `os._exit`, or a kernel that aborts, ends a process without an error message.
-Therefore a process records what it is about to run in a file in the user's cache, and removes the
-file afterwards. The file is locked while the process is alive. The next process of the same
-environment and `vllm-fl doctor` report files without a lock. If the file cannot be written (no
-home, a full disk), nothing is recorded.
+So a process keeps a locked file in the user's cache while third-party code runs. The next process
+of the same environment, and `vllm-fl doctor`, report files without a lock. If the file cannot be
+written (no home, a full disk), nothing is recorded.
 """
 
 from __future__ import annotations
@@ -42,13 +41,8 @@ FORGOTTEN = 30 * 24 * 3600
 
 @dataclass(frozen=True)
 class Crumb:
-    """A note of one process.
-
-    Args:
-        what: the innermost code that ran, with its distribution.
-        when: when the code began, in seconds since the epoch.
-        prefix: the environment (`sys.prefix`).
-    """
+    """A note of one process. `what` is the innermost code that ran, with its distribution; `when`
+    its begin in seconds since the epoch; `prefix` the environment (`sys.prefix`)."""
 
     what: str
     host: str
@@ -103,13 +97,9 @@ def folder() -> Path | None:
 
 @contextlib.contextmanager
 def noting(what: str, *, named: bool = True) -> Iterator[None]:
-    """Keep a note of `what` while the block runs, and log it after `SLOW` seconds.
-
-    Args:
-        what: the code and its distribution: `the import of plugin 'acme' of vllm-fl-acme 1.0`.
-        named: False if the caller logs slow code. If `FOLDER` is set, the command that set it logs
-            slow code.
-    """
+    """Keep a note of `what` (`the import of plugin 'acme' of vllm-fl-acme 1.0`) while the block
+    runs. Log it after `SLOW` seconds, unless the caller (`named` is false) or the command that has
+    set `FOLDER` does."""
     what = clean(what)[:1000]
     path = _write(what)
     _running.append(what)
@@ -214,12 +204,9 @@ def last(where: Path) -> Crumb | None:
 
 
 def run_by(host: str, pid: int, since: float) -> str:
-    """Return the third-party code that another process is running, or an empty text.
-
-    Args:
-        host: its host. Several hosts may share a home.
-        since: a time after the process started. Older notes are from a former process with this ID.
-    """
+    """Return the third-party code that another process is running, or an empty text. Several hosts
+    may share a home, so `host` is its host. Notes before `since`, a time after its start, are from
+    a former process with this ID."""
     of_it = [c for c in _crumbs(folder()) if (c.host, c.pid) == (host, pid) and c.when >= since]
     return of_it[-1].what if of_it else ""
 

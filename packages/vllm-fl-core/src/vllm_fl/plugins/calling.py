@@ -1,7 +1,7 @@
-"""Call the hooks of plugins, and check their results. Errors state the plugin and its distribution.
+"""Call the hooks of plugins, and check their results.
 
-With `passing`, errors of core (`VllmFLError`) are raised unchanged. Other exceptions become a
-`PluginError`.
+Errors state the plugin and its distribution. Exceptions become a `PluginError`, except errors of
+core (`VllmFLError`) with `passing`.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ def describe_owner(owner: Owner) -> str:
 def contained(
     plugin: Plugin, what: str, todo: str = "", *, named: bool = True, passing: bool = False
 ) -> Iterator[None]:
-    """Run a plugin's code, with a note (`breadcrumb.noting`).
-
-    Exceptions become a `PluginError`. A KeyboardInterrupt is raised unchanged.
+    """Run a plugin's code, with a note (`breadcrumb.noting`). Exceptions become a `PluginError`,
+    except a KeyboardInterrupt.
 
     Args:
         what: the part of the code, for the error and the log: `the import`, `its policy hook`.
@@ -154,16 +153,10 @@ def plugin_rejections(
 ) -> dict[str, str]:
     """Return the implementations of `op` that plugins reject: impl id -> the reason.
 
-    Calls the plugins with a declared setting that is set. If the engine requires batch-invariant
-    implementations, verifiers are also called. Without a verifier all implementations are rejected,
-    because invariance cannot be measured.
-
-    Args:
-        facts: the engine's `EngineFacts`; None outside an engine.
-
-    Raises:
-        PluginError: a hook failed. It might have rejected an implementation that the user has
-            excluded.
+    Calls the plugins with a declared setting that is set, and verifiers if the engine requires
+    batch-invariant implementations. Without a verifier all implementations are then rejected.
+    `facts` are the engine's `EngineFacts`; None outside an engine. Raises PluginError if a hook
+    failed: it might have rejected an implementation that the user has excluded.
     """
     asks = facts.wants_invariance if facts is not None else ""
     rejected: dict[str, str] = {}
@@ -191,12 +184,8 @@ def plugin_findings(plugin: Plugin, settings: Any) -> list[Finding]:
 def start_in_worker(
     plugins: Sequence[Plugin], context: WorkerContext
 ) -> dict[str, tuple[Plugin, WorkerReport]]:
-    """Call the plugins' `worker_start` hooks.
-
-    Raises:
-        PluginError: a hook failed. An engine must not run with an incomplete setup.
-        VllmFLError: a plugin raised an error of core, such as for an invalid setting.
-    """
+    """Call the plugins' `worker_start` hooks. An engine must not run with an incomplete setup, so a
+    hook that fails raises a PluginError; errors of core (`VllmFLError`) are raised unchanged."""
     reports = {}
     for plugin in plugins:
         todo = f"Fix the reported problem. {plugin.todo}"

@@ -64,15 +64,13 @@ def devices(plugins: Sequence[Plugin]) -> HookResults:
 
 
 def find_device(plugins: Sequence[Plugin], name: str | None = None) -> DeviceProfile | None:
-    """Return the device of this machine, or None if no plugin supports it.
-
-    Args:
-        name: the platform that the user forced; other devices are ignored.
+    """Return the device of this machine, or None if no plugin supports it. `name` is a platform
+    that the user forced; other devices are then ignored.
 
     Raises:
         DeviceError: several plugins detect their device, or the forced device is not detected.
-        PluginError: no device was found and a device hook failed. The engine would otherwise run on
-            a different device without notice.
+        PluginError: no device was found and a device hook failed. The engine would run on another
+            device without notice.
     """
     known, errors = devices(plugins)
     asked = [(owner, profile) for owner, profile in known if name in (None, profile.name)]

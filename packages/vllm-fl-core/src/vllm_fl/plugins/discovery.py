@@ -57,8 +57,7 @@ def discover(modules: Iterable[str] = ()) -> tuple[Plugin, ...]:
 
 
 def select_allowed(found: Sequence[Plugin], only: Collection[str] | None) -> list[Plugin]:
-    """Return the plugins that may load: allowed backends, contracts and extensions. Contracts are
-    not loaded if the user allows no plugin."""
+    """Return the plugins that may load. Contracts are not loaded if the user allows no plugin."""
     names = {canonical(name) for name in only or ()}
 
     def is_named(each: Plugin) -> bool:

@@ -36,14 +36,12 @@ def load(
     only: Collection[str] | None = None,
     variables: Collection[str] = (),
 ) -> tuple[Plugin, ...]:
-    """Load plugins into `registry`, each in isolation.
-
-    Plugins that provide the same contract or the same (op, id) fail. If the op or id is reserved,
-    its owner does not fail. A user's module is skipped if the entry point of an allowed plugin is
-    in it.
+    """Load plugins into `registry`, an `OpRegistry`, each in isolation. A plugin that fails has no
+    effect on it. Plugins that provide the same contract or the same (op, id) fail, except the owner
+    of a reserved op or id. A user's module is skipped if the entry point of an allowed plugin is in
+    it.
 
     Args:
-        registry: an `OpRegistry`. A plugin that fails has no effect on it.
         only: the distributions to load (`select_allowed`); None loads all.
         variables: core's variables and keys, which plugins must not declare.
     """

@@ -22,13 +22,9 @@ Kind = Literal["backend", "contracts", "extension"]
 
 @dataclass(frozen=True)
 class Owner:
-    """The origin of an implementation.
-
-    Args:
-        plugin: the name of the entry point or of the module.
-        distribution: the installed distribution, or None for a bare module.
-        kernels: other distributions with code that the plugin's implementations run.
-    """
+    """The origin of an implementation: the entry point or module, the installed distribution (None
+    for a bare module), and other distributions (`kernels`) with code that the implementations
+    run."""
 
     plugin: str
     distribution: str | None = None
@@ -56,7 +52,7 @@ class Owner:
 
     @property
     def who(self) -> str:
-        """The first words of an error: `Plugin 'cuda' of vllm-fl-cuda 0.1.0 (/path)`."""
+        """The prefix of an error: `Plugin 'cuda' of vllm-fl-cuda 0.1.0 (/path)`."""
         return f"Plugin {clean(self.plugin)!r} of {clean(str(self))}"
 
     def error(
@@ -76,8 +72,7 @@ class Plugin:
     Args:
         target: the value of the entry point (`acme.plugin`).
         kind: `backend`, `contracts` (provides only contracts) or `extension`. An extension belongs
-            to this project, provides no implementations, and is loaded regardless of
-            VLLM_FL_PLUGINS.
+            to this project, provides no implementations, and is always loaded.
         status: `found`, and after loading `ok`, `failed`, or `disabled` (not in VLLM_FL_PLUGINS).
         hooks: the hooks that it implements, each as a function that returns a list of results;
             `register_builtins` is the older form.

@@ -60,12 +60,9 @@ def ops_missing(plugins: Iterable[Plugin]) -> str:
 
 
 def unverified(preflight: str, plugins: Iterable[Plugin], *, plans_others: bool) -> str | None:
-    """Return why an engine must not start if no plugin can verify its kernels, or None.
-
-    Args:
-        plugins: all installed plugins, including failed ones.
-        plans_others: whether the plan has implementations other than `stock`.
-    """
+    """Return why an engine must not start if no plugin can verify its kernels, or None. `plugins`
+    includes failed ones. `plans_others` is whether the plan has implementations other than
+    `stock`."""
     if preflight == "off" or not plans_others:
         return None
     plugins = [*plugins]

@@ -1,9 +1,9 @@
 """Adapt implementations with fewer or more trailing parameters than their contract.
 
-New parameters of a contract are always trailing and have defaults, so existing implementations keep
-working. At registration each implementation gets the parameters of its contract. If it lacks a
-parameter, calls that set this parameter are unsupported. Its additional parameters are not passed.
-`*args` receives the remaining parameters of the contract.
+New parameters of a contract are always trailing and have defaults. At registration each
+implementation gets the parameters of its contract. If it lacks a parameter, calls that set this
+parameter are unsupported. Its additional parameters are not passed. `*args` receives the remaining
+parameters of the contract.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def verdict_of(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> object:
 
 
 def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:
-    """Return `impl` with the contract's parameters if only trailing optional ones differ.
+    """Return `impl` with the contract's parameters if only trailing optional ones differ, and with
+    its `takes` compiled. Other differences are kept, for an error later.
 
-    Otherwise `impl` is returned unchanged. If `consumes` is empty and `fn` has a parameter
-    `inplace`, `fn` is called with `inplace=False`, which leaves its arguments intact. An
-    implementation that needs the layer may overwrite tensors of the layer, like vLLM's kernels, but
-    cannot declare this. Therefore it consumes everything that the contract allows.
+    If `consumes` is empty and `fn` has a parameter `inplace`, it gets `inplace=False`. An
+    implementation that needs the layer cannot declare what it overwrites, so it consumes everything
+    that the contract allows.
     """
     fn, supports, available = impl.fn, impl.supports, impl.available
     if impl.takes is not None and not impl.needs_layer:
@@ -133,12 +133,9 @@ def _bridged(
                 raise NotImplementedError('has no parameter weight')
             return _fn(x, inplace=False)
 
-    Args:
-        fn: the implementation, or its `supports`.
-        own: the parameters of `fn`, without the layer.
-        lacking: further parameters that must have their default.
-        layer: the name of `fn`'s first parameter, if it is the layer.
-        intact: whether `fn` must leave its arguments unchanged.
+    `fn` is the implementation or its `supports`. It has the parameters `own` and, before them,
+    `layer` if that is set. The parameters in `lacking` must also have their default. `intact`:
+    whether `fn` must leave its arguments unchanged.
     """
     spread = _spread(own, wanted)
     plain = _without_inplace(spread, wanted)

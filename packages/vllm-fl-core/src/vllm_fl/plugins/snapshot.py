@@ -14,12 +14,11 @@ from .types import Impl, LayerImpl
 
 @dataclass(frozen=True)
 class RegistrySnapshot:
-    """Implementations and contracts at one moment, each with its owner; read-only.
+    """Implementations and contracts at one moment; read-only.
 
     Args:
-        impls_by_op: op -> its implementations, ordered by impl id. The op is `attention_backend`
-            for attention backends, `communicator` for communicators, and vLLM's class name for
-            whole layers.
+        impls_by_op: op -> its implementations, ordered by impl id. The op is `attention_backend`,
+            `communicator`, or vLLM's class name for a whole layer.
         owners: (op, impl id) -> the owner of the implementation.
         authors: op -> the owner of its contract and its binding.
     """

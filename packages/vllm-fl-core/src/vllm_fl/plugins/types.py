@@ -32,8 +32,7 @@ class BackendImplKind(enum.StrEnum):
 
 
 class BackendPriority(enum.IntEnum):
-    """Priority within one kind; higher values come first. The values are 50 apart, so others fit
-    between."""
+    """Priority within one kind; higher values come first. The gaps of 50 leave room for others."""
 
     DEFAULT = 150
     VENDOR = 100
@@ -50,8 +49,7 @@ class _Impl:
 
     @property
     def vendors(self) -> frozenset[str]:
-        """Its vendor, also as spelled in its id if that differs in case. It is empty for other
-        kinds."""
+        """Its vendor, also as spelled in its id; empty for other kinds."""
         own = self.impl_id.partition(".")[2]
         return frozenset((self.vendor, own)) if self.vendor else frozenset()
 
@@ -388,12 +386,8 @@ def parameters_of(fn: Callable[..., Any]) -> tuple[inspect.Parameter, ...] | Non
 
 
 def answered(who: str, ask: Callable[[], object]) -> Availability:
-    """Return the verdict of third-party code: True, or why not. An exception becomes a reason.
-
-    Args:
-        who: the subject of the reason: `its supports`.
-        ask: returns the verdict.
-    """
+    """Return the verdict of third-party code: True, or why not. An exception becomes a reason with
+    the subject `who`, such as `its supports`. `ask` returns the verdict."""
     try:
         verdict = ask()
     except KeyboardInterrupt:

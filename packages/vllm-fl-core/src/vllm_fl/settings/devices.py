@@ -1,7 +1,4 @@
-"""Orders for some devices: from backends, the user, or a tuning table.
-
-They override the orders for all devices; see `Settings.with_devices`.
-"""
+"""Orders for some devices: from backends, the user, or a tuning table (`Settings.with_devices`)."""
 
 from __future__ import annotations
 
@@ -17,8 +14,8 @@ class DeviceOrder:
     """One op's order on some devices.
 
     Args:
-        order: the selectors by mode and size. If the user wrote the order, only its selectors are
-            tried. Selectors of a backend or a tuning table precede the op's order for any device.
+        order: the selectors by mode and size. Only these are tried if the user wrote the order.
+            Otherwise the op's order for any device follows.
         origin: its origin, like the origin of a setting.
         name: a pattern of device names, such as `NVIDIA H100*`.
         measured: the measurement as text; may be empty in a user's order.
@@ -52,13 +49,9 @@ class DeviceOrder:
 
 @dataclass(frozen=True)
 class Table:
-    """The tuning table (setting `table`), with the conditions for its orders.
-
-    Args:
-        vllm: the release of vLLM; empty for any.
-        device: the name of the device; empty for any.
-        unused: why its orders have no effect in an engine; empty if they apply.
-    """
+    """The tuning table (setting `table`), with the conditions for its orders: the release of vLLM,
+    and the name of the device, each empty for any. `unused` is why its orders have no effect in an
+    engine, or empty."""
 
     file: str
     vllm: str = ""

@@ -63,7 +63,7 @@ def read_settings_file(
     distribution: str | None = None,
     asked_by: str | None = None,
 ) -> Entries:
-    """Read a YAML file of settings.
+    """Read a YAML file of settings. Raises SettingsError, with the line, if it has an error.
 
     Args:
         path: the file (text, bytes or `os.PathLike`).
@@ -71,9 +71,6 @@ def read_settings_file(
         distribution: the distribution that provides the file; None for a user's file. Its orders
             are pinned.
         asked_by: the origin of `path`, if a variable contains it.
-
-    Raises:
-        SettingsError: the file cannot be read or has an error. The message contains the line.
     """
     name = _path_of(path, key, distribution)
     file = _File(name, key, f" ({distribution})" if distribution else "", distribution is None)

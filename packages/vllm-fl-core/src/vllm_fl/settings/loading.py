@@ -1,8 +1,7 @@
 """Read the settings from four layers. The highest layer that sets an item is used.
 
-The layers are, from the highest: the file of VLLM_FL_CONFIG, the environment, the platform files of
-plugins, and the defaults. A file without `extends: platform` overrides every item that a file can
-set, even if the file does not contain it.
+From the highest: the file of VLLM_FL_CONFIG, the environment, the platform files of plugins, and
+the defaults. A file without `extends: platform` overrides every item that a file can set.
 """
 
 from __future__ import annotations
@@ -93,9 +92,9 @@ def load_settings(
         platform_files: (distribution, YAML file) of each plugin's file for the platform.
         brought: the installed implementations. The file of a distribution sorts only its own.
         platforms: further known platforms, in addition to `PLATFORMS`.
-        foreign: whether another plugin provides the platform. If no platform file applies to it,
-            `prefer` defaults to `stock`.
-        orders: op or group -> its order on vLLM's command line. These orders have priority.
+        foreign: whether another plugin provides the platform. Without a platform file, `prefer` is
+            then `stock` by default.
+        orders: op or group -> its order on vLLM's command line, with the highest priority.
 
     Raises:
         SettingsError: a variable, a file or an order has an error.

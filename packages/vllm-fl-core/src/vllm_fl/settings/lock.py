@@ -27,8 +27,8 @@ class Locked:
 
     Args:
         file: its path in the process that read the settings.
-        facts: name -> a property of the engine. Empty in the temporary file for the engine that
-            `vllm-fl plan --save` starts, because that engine is not compared.
+        facts: name -> a property of the engine. Empty for the engine that `vllm-fl plan --save`
+            starts, which is not compared.
         result: `ops`, the plan; its `digest`; `out`, the disabled implementations.
         seed: the seed of its verification, or None.
         warns: whether a difference only logs a warning.
@@ -42,15 +42,9 @@ class Locked:
 
 
 def read_lock(path: str, *, key: str = "lock", origin: str = "") -> Locked:
-    """Read a lock file.
-
-    Args:
-        path: the file, with the prefix `warn:` if a difference only logs a warning.
-        key: the setting or option that contains the path, for errors.
-
-    Raises:
-        SettingsError: the file cannot be read, is not a lock file, or has a different version.
-    """
+    """Read a lock file. `path` may have the prefix `warn:`. `key` is the setting or option that
+    contains the path, for errors. Raises SettingsError if the file cannot be read, is not a lock
+    file, or has a different version."""
     file = path.removeprefix(WARN)
     text = read_text(file, key, origin or file, most=MAX_BYTES)
     try:

@@ -52,10 +52,8 @@ def check_names(
     plugins: Sequence[Plugin] = (),
     **known: Collection[str],
 ) -> Settings:
-    """Check the names in settings. Kinds without known names are not checked; a later call can
-    check them.
-
-    An unknown op or vendor is kept, because its plugin may be installed later. If a known name is
+    """Check the names in settings. A kind without known names is checked by a later call. An
+    unknown op or vendor is kept, because its plugin may be installed later. If a known name is
     similar, a warning suggests it.
 
     Args:
@@ -63,8 +61,8 @@ def check_names(
             None to skip this check.
         bindings: the bindings of the ops, with their names in vllm-plugin-FL.
         plugins: as for `unmatched_orders`.
-        known: the known names by kind: `op` and `group` from contracts and plugins, `vendor` from
-            plugins, `layer` from vLLM. `op` is required.
+        known: the known names by kind: `op` (required) and `group` from contracts and plugins,
+            `vendor` from plugins, `layer` from vLLM.
 
     Raises:
         SettingsError: vLLM has no such layer. A layer of vllm-plugin-FL only causes a warning.
@@ -138,15 +136,11 @@ def unmatched_orders(
     plugins: Sequence[Plugin] = (),
 ) -> Iterator[tuple[str, str]]:
     """Yield (op, a sentence) for each order of the user with selectors that match no usable
-    implementation.
+    implementation: none is available and allowed by the vendor filters.
 
-    An implementation is unusable if a vendor filter excludes it or it is not available. One file
-    may be used on several machines. Therefore a selector of a different platform is reported only
-    if no implementation in the order is usable.
-
-    Args:
-        plugins: the installed plugins. An id or vendor that a failed plugin may have provided is
-            not reported here, because a call of the op reports the plugin's error.
+    One file may be used on several machines, so a selector of a different platform is reported only
+    if no implementation in the order is usable. An id or vendor that a failed plugin of `plugins`
+    may have provided is not reported, because a call of the op reports the plugin's error.
     """
     for key, setting in settings.items():
         op, order = key.removeprefix(ORDER_PREFIX), setting.value

@@ -22,9 +22,9 @@ def unite(files: Sequence[tuple[str, Entries]], brought: Brought, declared: Decl
     """Merge files into one layer. The order of the files does not matter.
 
     In the order of an op, each file ranks its distribution's implementations. Blacklists and
-    `deny_vendors` are joined. Whitelists are intersected, and names of a blacklist are removed from
-    them. Any other setting with different values returns to its default. Raises SettingsError if a
-    file sets both the whitelist and the blacklist of a pair.
+    `deny_vendors` are joined. Whitelists are intersected, and names of a blacklist are removed. Any
+    other setting with different values returns to its default. Raises SettingsError if a file sets
+    both lists of a pair.
     """
     several: dict[str, list[tuple[str, Setting]]] = {}
     for distribution, layer in sorted(files, key=itemgetter(0)):
@@ -90,9 +90,9 @@ def _united_order(
     each: Sequence[tuple[str, Setting]], impls: Sequence[tuple[str, Impl]], default: Sequence[str]
 ) -> Setting:
     """Merge the orders of one op, for each of the engine's modes. The files are sorted by the kinds
-    that their distributions provide, in the default order. The result begins with the first file's
-    order. Selectors of the other files are inserted directly before `stock`, or after it if they
-    follow `stock` in their file."""
+    of their distributions, in the default order. The result begins with the first file's order.
+    Selectors of other files are inserted directly before `stock`, or after it if they follow
+    `stock` there."""
 
     def rank(distribution: str) -> tuple[int, str]:
         kinds = [default.index(impl.kind.value) for owner, impl in impls if owner == distribution]

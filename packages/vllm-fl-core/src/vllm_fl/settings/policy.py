@@ -113,9 +113,8 @@ REST = "rest"
 """The key of the row for calls that are larger than all other rows."""
 
 Rows = tuple[tuple[int | None, T], ...]
-"""Values by call size: (maximum tokens, the value for calls of at most that many tokens). The rows
-are sorted by maximum tokens. The last maximum is None, for all larger calls. If the size does not
-matter, there is only this row."""
+"""Values by call size: (maximum tokens, the value for calls of at most that many tokens), sorted.
+The last maximum is None, for all larger calls."""
 
 
 def at_size(rows: Rows[T], tokens: int | None) -> T:
@@ -175,15 +174,10 @@ class OpOrder:
 
     @classmethod
     def of(cls, value: object, *, pinned: bool = True) -> OpOrder:
-        """Read an order from settings.
-
-        An order is a selector, a list of selectors, or lists by the number of tokens of a call:
-        `{"<=16": …, "rest": …}`. Each mode may have a separate order: `{eager: …, compiled: …}`.
-
-        Raises:
-            ValueError: a selector or mode is unknown, a list is empty, or rows or types are
-                invalid.
-        """
+        """Read an order from settings: a selector, a list of selectors, lists by the number of
+        tokens of a call (`{"<=16": …, "rest": …}`), or an order for each mode (`{eager: …,
+        compiled: …}`). Raises ValueError if a selector or mode is unknown, a list is empty, or rows
+        or types are invalid."""
         if isinstance(value, OpOrder):
             return value
         if isinstance(value, Mapping) and not _is_by_size(value):
@@ -373,12 +367,9 @@ class SelectionPolicy:
         engine: bool = False,
         tokens: int | None = None,
     ) -> tuple[Selector, ...]:
-        """Return the selectors for `op` in order.
-
-        Args:
-            engine: whether to use an engine's default order, with `stock`.
-            tokens: the number of tokens of the call; None for the row of the largest calls.
-        """
+        """Return the selectors for `op` in order: in an `engine` by its default order, with
+        `stock`. `tokens` is the number of tokens of the call; None for the row of the largest
+        calls."""
         listed = self.listed(op, mode)
         if listed is not None:
             return at_size(listed.rows(mode), tokens)

@@ -1,7 +1,5 @@
-"""The declarations of all settings, and the effective settings with their origins.
-
-To add a setting, declare it in `Settings`, and describe it in docs/settings.md.
-"""
+"""The declarations of all settings, and the effective settings with their origins. To add one,
+declare it in `Settings`, and describe it in docs/settings.md."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ FORMER = {"VLLM_FL_ENABLED": ("VLLM_FL_PREFER_ENABLED",)}
 """Variable -> its names in vllm-plugin-FL."""
 
 COMMAND_LINE = "--additional-config.vllm_fl"
-"""The origin of orders that are set on vLLM's command line."""
+"""The origin of an op's order that is set on vLLM's command line."""
 
 Names = tuple[str, ...]
 SomeNames = tuple[str, ...] | None
@@ -137,11 +135,9 @@ class Settings(Mapping[str, Setting]):
     require = SettingSpec(
         "require", "VLLM_FL_REQUIRE", "none", in_file=True, choices=("none", "batch_invariant")
     )
-    """The property that implementations in an engine must have."""
     table = SettingSpec[str | None]("table", "VLLM_FL_TABLE", None, in_file=True)
     lock = SettingSpec[str | None]("lock", "VLLM_FL_LOCK", None)
     oot_enabled = SettingSpec("oot_enabled", "VLLM_FL_OOT_ENABLED", True)
-    """Whether vLLM's layers are replaced."""
     oot_whitelist = SettingSpec[SomeNames](
         "oot_whitelist",
         "VLLM_FL_OOT_WHITELIST",
@@ -163,15 +159,12 @@ class Settings(Mapping[str, Setting]):
     """Whether to print every resolution and to count calls."""
     count_calls = SettingSpec("count_calls", "VLLM_FL_COUNT_CALLS", False)
     metrics = SettingSpec[str | None]("metrics", "VLLM_FL_METRICS", None)
-    """The file for each worker's counters. Each worker adds its rank to the name."""
     shadow = SettingSpec[str | None]("shadow", "VLLM_FL_SHADOW", None, read=read_share)
     """The fraction of steps with a shadow check of the plan's calls."""
     keep_faults = SettingSpec[str | None]("keep_faults", "VLLM_FL_KEEP_FAULTS", None)
-    """The folder for the first faulty call of each implementation, or None."""
     keep_faults_mb = SettingSpec(
         "keep_faults_mb", "VLLM_FL_KEEP_FAULTS_MB", "64", read=read_megabytes
     )
-    """The maximum megabytes of arguments that are kept of a call."""
     plugins = SettingSpec[SomeNames]("plugins", "VLLM_FL_PLUGINS", None, names="distribution")
     plugin_modules = SettingSpec[Names](
         "plugin_modules", "VLLM_FL_PLUGIN_MODULES", (), names="module"

@@ -67,8 +67,8 @@ def qk_norm_rope(
 def _turns_whole_threads(head_size: int, half: int, rotary_interleaved: bool) -> Availability:
     """Require that either all or none of a thread's features rotate.
 
-    Unless pairs are interleaved, a thread exchanges features with the thread at a number that
-    differs in one bit. Therefore the number of threads per half must be a power of two.
+    Unless pairs are interleaved, a thread exchanges features with another thread, and their numbers
+    differ in one bit. So the number of threads per half must be a power of two.
     """
     each = head_size // LANES
     whole = 2 * half % (each if rotary_interleaved else 2 * each) == 0

@@ -20,7 +20,8 @@ LENGTH_EPSILON = 1e-6
 """Added by the kernels to the squared length of a head when they normalise it."""
 
 MOST_WITH_KEYS_FIRST = 64
-"""Up to this number of tokens, states in FlagGems 5.0.2 are (key, value), then (value, key)."""
+"""Maximum number of tokens with states (key, value) in FlagGems 5.0.2. Above it, they are (value,
+key)."""
 
 
 def recurrent_gated_delta_rule(

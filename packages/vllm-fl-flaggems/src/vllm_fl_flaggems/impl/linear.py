@@ -34,16 +34,16 @@ __all__ = [
 ]
 
 MOST_TOKENS = 64
-"""For more tokens PyTorch's product is as fast or faster."""
+"""Maximum number of tokens. For more, PyTorch's product is as fast or faster."""
 
 WEIGHT_ROWS = 64
-"""Weight rows of a program: as many as one instruction of Hopper's tensor cores multiplies."""
+"""Weight rows per program: the number that one tensor core instruction on Hopper multiplies."""
 
 FEWEST_TOKENS = 16
-"""The minimum of a tensor core instruction. Up to this number of tokens, blocks are longer."""
+"""Minimum number of tokens of a tensor core instruction. Up to this number, blocks are longer."""
 
 LINES = 4
-"""Lines of 128 bytes of each weight row that a program prefetches to L2 before it waits."""
+"""Number of 128-byte lines of each weight row that a program prefetches to L2 before it waits."""
 
 PROCESSORS, SHARED_BYTES = 132, 227 * 1024
 """Multiprocessors of a Hopper GPU, and the shared memory available to a program there."""
@@ -51,7 +51,7 @@ PROCESSORS, SHARED_BYTES = 132, 227 * 1024
 FEW_TOKENS = 32
 
 COPY_ALIGN = 16
-"""Bytes: alignment of tensors and of their rows for Hopper's copies of blocks."""
+"""Required alignment, in bytes, of tensors and of their rows for block copies on Hopper."""
 
 
 class Tile(NamedTuple):
@@ -137,11 +137,12 @@ def is_aligned(matrix: torch.Tensor) -> bool:
 
 
 def begins_early(device: torch.device) -> bool:
-    """Return whether products begin while the previous kernel ends, if Inductor's kernels do so.
+    """Return whether products begin before the previous kernel has ended, as Inductor's kernels
+    may.
 
-    If only the products began early, they would be slower. On an H100, the layers of Qwen3-8B
-    without attention took 4 % less time for one token if all kernels began early, and 1.5 % more if
-    only the products did.
+    If only the products do, they are slower. On an H100, the layers of Qwen3-8B without attention
+    took 4 % less time for one token if all kernels began early, and 1.5 % more if only the products
+    did.
     """
     if device.type != "cuda" or not copies_blocks(device):
         return False

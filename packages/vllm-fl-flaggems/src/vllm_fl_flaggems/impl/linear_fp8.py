@@ -26,10 +26,11 @@ from .linear import (
 __all__ = ["MOST_TOKENS", "OPS", "linear_fp8"]
 
 MOST_TOKENS = 32
-"""For more tokens vLLM's product is as fast or faster."""
+"""Maximum number of tokens. For more, vLLM's product is as fast or faster."""
 
 MANY_OUTPUTS = 10_240
-"""From this number on, a multiprocessor runs several programs at a time, with shorter blocks."""
+"""Minimum number of outputs for several programs at a time per multiprocessor. Their blocks are
+shorter."""
 
 FEW_OUTPUTS, MANY_FEATURES = 3072, 4096
 """With fewer outputs and more features, vLLM's product of several tokens is faster, because it

@@ -14,7 +14,7 @@ from . import implementation
 __all__ = ["OPS", "rotary_embedding"]
 
 FEW_TOKENS = 512
-"""Up to this number of tokens several programs share a token's heads, see `_side_by_side`."""
+"""Maximum number of tokens with several programs per token, see `_side_by_side`."""
 
 SMALLEST_BLOCK = 16
 """Minimum block size of the kernel; features beyond the head are masked."""
@@ -111,7 +111,7 @@ def _public(
 
 
 def _strides(x: torch.Tensor, aside: int) -> tuple[int, ...]:
-    """Return the strides of rows (a token has `aside`), heads and features."""
+    """Return the strides of rows (`aside` per token), heads and features."""
     if aside == 1:
         return x.stride()
     _, heads, head_size = x.shape
@@ -119,11 +119,11 @@ def _strides(x: torch.Tensor, aside: int) -> tuple[int, ...]:
 
 
 def _side_by_side(q: torch.Tensor, k: torch.Tensor) -> int:
-    """Return the number of rows, each with its own program, that a token's heads are divided into.
+    """Return the number of rows that a token's heads are divided into, each with its own program.
 
-    FlagGems's program rotates a token's heads in sequence, which takes at least 8 µs on an H200,
-    against 2 to 6 µs with 8 rows. There is one row for many tokens, which fill the GPU anyway, and
-    for tensors with gaps, which would have to be copied.
+    FlagGems's program rotates its heads in sequence, which takes at least 8 µs on an H200 for one
+    row, and 2 to 6 µs for 8 rows. Many tokens fill the GPU with one row each. Tensors with gaps
+    have one row, because more rows would need a copy.
     """
     if len(q) > FEW_TOKENS or not (q.is_contiguous() and k.is_contiguous()):
         return 1

@@ -21,7 +21,8 @@ MOST = 32
 """Maximum experts per token, and maximum groups, of the kernels."""
 
 MOST_EXPERTS = 1024
-"""The kernel without groups silently ignores a token's logits beyond this number."""
+"""Maximum number of experts. The kernel without groups silently ignores a token's logits beyond
+it."""
 
 
 def moe_topk(

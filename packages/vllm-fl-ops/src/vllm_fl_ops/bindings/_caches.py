@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["CACHE_BLOCK_SIZE", "holds_as_is", "no_scale", "without_padding"]
 
 AS_IS = frozenset({"auto", "float16", "half", "bfloat16", "float", "float32"})
-"""Values of kv_cache_dtype without scaling. All others are quantised."""
+"""Values of kv_cache_dtype without quantisation."""
 
 
 CACHE_BLOCK_SIZE = SizeRule("block_size", lambda config: int(config.cache_config.block_size), 16)
@@ -31,9 +31,8 @@ def without_padding(rows: Tensor, tokens: int) -> Tensor:
 
 
 def no_scale(slot_mapping: Tensor) -> Tensor:
-    """An uninitialised scale. Kernels require it but do not read it; writing it would be a launch
-    per layer.
-    """
+    """Return an uninitialised scale. Kernels require it but do not read it; a value would cost a
+    launch per layer."""
     import torch
 
     return torch.empty(1, dtype=torch.float32, device=slot_mapping.device)

@@ -21,7 +21,7 @@ __all__ = [
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TAKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 _WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size")
-"""Configuration names of these numbers."""
+"""Names in configurations: the number of experts, of experts per token, and an expert's width."""
 
 
 def may_have_experts(config: Any) -> bool:
@@ -38,7 +38,8 @@ def _named(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def first(config: Any, names: tuple[str, ...]) -> int:
-    """The first of these numbers in the configuration. In a list, use the first layer's.
+    """Return the first of these numbers that the configuration has. From a list, return the number
+    of the first layer.
 
     Raises:
         StopIteration: the configuration does not have them.

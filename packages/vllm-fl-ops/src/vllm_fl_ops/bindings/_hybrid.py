@@ -44,10 +44,11 @@ NULL_BLOCK = 0
 """The block in vLLM's caches that no sequence uses."""
 
 FLA_EPSILON = 1e-6
-"""Added by vLLM's Triton kernels to a head's squared length, before the square root."""
+"""The epsilon that vLLM's Triton kernels add to a head's squared length."""
 
 CPU_EPSILON = 1e-5
-"""Added instead by the CPU build's recurrent kernel. The chunked kernel has a parameter for it."""
+"""The epsilon of the CPU build's recurrent kernel, instead of `FLA_EPSILON`. The chunked kernel has
+a parameter for it."""
 
 
 def has_states(config: Any) -> bool:
@@ -76,7 +77,7 @@ _KERNELS = (
 _STATES = ("mamba_d_state", "ssm_state_size", "state_size", "mamba_state_dim")
 _GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
 _BIASES = ("mamba_conv_bias", "use_conv_bias", "conv_bias")
-"""Configuration names of the sizes of Mamba and of other short convolutions."""
+"""Names of the sizes of Mamba and of other short convolutions in configurations."""
 
 
 def _text(config: Any) -> Any:

@@ -18,7 +18,7 @@ LAYER_ATTRIBUTES = tuple(
     f"{_BASE}:RotaryEmbeddingBase.{name}"
     for name in ("_match_cos_sin_cache_dtype", "head_size", "is_neox_style")
 )
-"""The attributes of a layer that are read."""
+"""The attributes that are read from a layer."""
 
 ROTATION = f"{_BASE}:RotaryEmbedding.forward_static"
 """vLLM's implementation in plain PyTorch."""

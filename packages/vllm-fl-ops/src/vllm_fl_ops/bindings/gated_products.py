@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["BINDING"]
 
 GATE = "gate"
-"""The gate in a formula. A formula is an operator and its arguments: numbers, the gate and
-formulas, and last a dictionary of keyword arguments, if any.
-"""
+"""The gate in a formula. A formula is an operator with its arguments (numbers, the gate, formulas),
+and a dictionary of keyword arguments at the end if there are any."""
 
 CONVERTED = "prims.convert_element_type.default"
 
@@ -107,7 +106,8 @@ def _gate_of(activated: Any, formula: Any) -> Any:
 
 
 def _is(part: Any, formula: Any, gates: dict[Any, None]) -> bool:
-    """Return whether a node computes a formula, or a number equals it. Add its gates to `gates`."""
+    """Return whether a node computes a formula, or a number equals it. Adds the gates of the node
+    to `gates`."""
     if formula is GATE:
         gates[part] = None
         return True
@@ -138,7 +138,8 @@ def _whole_of(half: Any, first: bool) -> Any:
 def _sliced(
     whole: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> tuple[Any, bool, bool]:
-    """(sliced node, whether the slice has its first column, whether it has its last)."""
+    """Return (the sliced node, whether the slice has its first column, whether it has its last
+    column)."""
     to_end = end is None or (isinstance(end, int) and end >= _width(whole))
     return whole, step == 1 and start in (0, None), step == 1 and to_end
 

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["BINDING", "DENSE_INTERMEDIATE", "OPERATORS", "may_have", "product_of"]
 
 OPERATORS = ("aten.mm.default", "aten.addmm.default", "aten.sum.dim_IntList")
-"""The last, a sum of products, is Inductor's form of a product of one row, if it compiles for that
-size only.
-"""
+"""PyTorch's operators for a product. The sum is Inductor's form of a product in a graph that is
+compiled for one row only."""
 
 
 def _native(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -88,7 +87,8 @@ def _router_experts(config: Any) -> int:
 
 
 def _biased(config: Any) -> int:
-    """A sum of 1 for biases of queries, keys and values, 2 of attention's output, 4 of the MLP."""
+    """Return a sum of flags for biases: 1 for queries, keys and values, 2 for the output of
+    attention, 4 for the MLP."""
     text = config.model_config.hf_text_config
 
     def is_set(*names: str) -> bool:

@@ -17,13 +17,13 @@ __all__ = ["BINDING"]
 
 
 def _marked(routing: tuple[Tensor, Tensor], is_padding: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Weights and ids as in vLLM's kernels: padding tokens have no expert."""
+    """Return the routing as vLLM's kernels do: padding tokens have no expert (-1)."""
     weights, ids = routing
     return weights, ids if is_padding is None else ids.masked_fill(is_padding.unsqueeze(-1), -1)
 
 
 def _rows(gating_output: Tensor, topk: int) -> Tensor:
-    """A tensor that kernels also write. No supported release reads it."""
+    """Return a tensor that kernels write and no supported release of vLLM reads."""
     from torch import int32
 
     return gating_output.new_empty((gating_output.shape[0], topk), dtype=int32)

@@ -45,7 +45,7 @@ def _native(
 
 
 def _of_layer(layer: Any, op: Bound) -> Bound:
-    """Adapt the op to a QuantFP8. vLLM's code computes its other layouts of scales."""
+    """Adapt the op to a QuantFP8 layer. For other layouts of scales, vLLM's code runs."""
     own = _own_forward(layer)
 
     def forward(

@@ -31,7 +31,7 @@ from vllm_fl.settings.schema import CONFIG, Settings, overridden, undo
 from ._environment import SHOWN_PACKAGES, torch_build, torch_facts
 
 VLLMS = " for vLLM's platform of "
-"""Substring of vLLM platform plugins in `ENDED`, followed by their distribution."""
+"""In `ENDED`, this text precedes the distribution of a vLLM platform plugin."""
 
 Defect = tuple[str, str, str]
 """`what`, `why` and `todo` of a `Finding`."""

@@ -18,7 +18,7 @@ __all__ = ["CodeOwner", "OwnerFinder", "attribute", "row_label", "sums"]
 OP_LABEL, LAYER_LABEL = "vllm-fl/op/", "vllm-fl/layer/"
 
 OWN_FORMS = ("stock.vllm", "foreign.oot")  # includes another plugin's code
-"""Ids of implementations that are vLLM's code, and ids of implementations with the same meaning."""
+"""Ids of vLLM's implementation, and of a class that a plugin of vLLM has registered."""
 
 ATTENTION_OP = "attention_backend"
 

@@ -48,7 +48,7 @@ SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONFAULTHANDLER": "1"}
 """Limits memory, and writes stacks to the log when a signal ends a process."""
 
 LEFT_ALONE = {Settings.metrics.variable: ""}
-"""Disables a server's output files in engines of verbs."""
+"""Variables that disable a server's output files in the engines of verbs."""
 
 LAST_WORDS = 10.0
 """Seconds for the processes of a hanging engine to write their stacks."""

@@ -28,7 +28,7 @@ EXTENSION_OPTION = "--worker-extension-cls"
 """The argument that makes a worker of vLLM profile."""
 
 SHOWN = 0.002
-"""Minimum share of a row that has its own line in the printed table."""
+"""Minimum share of a row for a separate line in the printed table."""
 
 PROMPT_TOKENS, STEPS = 256, 16
 """Tokens of each prompt, and number of profiled steps of each kind."""

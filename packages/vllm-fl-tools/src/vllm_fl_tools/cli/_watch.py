@@ -18,7 +18,7 @@ INTERRUPTED = 130
 
 GRACE = 10.0
 """Seconds after its time limit in which a call may return from native code to Python, where it can
-be interrupted. Otherwise the whole run ends."""
+be interrupted. After that the whole run ends."""
 
 
 class TookTooLong(KeyboardInterrupt):

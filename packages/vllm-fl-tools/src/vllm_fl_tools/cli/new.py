@@ -37,10 +37,10 @@ TEMPLATE = files("vllm_fl_tools") / "templates" / "backend"
 """A complete package of the vendor `acme`, for its own device."""
 
 IMPL = "src/vllm_fl_acme/impl"
-"""Its folder with one module for each op, named after the op."""
+"""The template's folder with one module for each op, named after the op."""
 
 STAYS = "prefer: stock  # ops that are not listed here do not change\n"
-"""First line of the policy of a package for a third-party platform."""
+"""First line of the policy in a package for a third-party platform."""
 
 TODO = """\
 # TODO: torch's name of the device, such as "npu". The platform was not available when this file

@@ -30,7 +30,8 @@ LAUNCHES = 50
 """Minimum number of timed launches."""
 
 Timed = tuple[Callable[..., Any], Sequence[tuple[Any, ...]], Callable[[], None]]
-"""(call, arguments of each call, function that restores the arguments that calls overwrite)."""
+"""(call, the arguments of each call, a function that restores the arguments that calls
+overwrite)."""
 
 
 class Bench:

@@ -52,9 +52,9 @@ No calls share arguments.
 """
 
 HOST_OF_A_LAYER = 2000.0
-"""µs within which the host launches a layer of a model. Launches delay nothing if the device needs
-longer for a layer. On an H200's host, vLLM needed 770 µs for a layer of Qwen3-8B in a prefill of
-1024 tokens; the layer's kernels took 580 µs."""
+"""Maximum µs of the host for the launches of a layer. Launches delay nothing if the device needs
+longer. On an H200's host, vLLM needed 770 µs for a layer of Qwen3-8B in a prefill of 1024 tokens;
+the layer's kernels took 580 µs."""
 
 LOWERED_BY = "inductor"
 

@@ -92,10 +92,8 @@ DIGITS = "_0123456789"
 
 
 def _part_of(node: torch.fx.Node, fused: bool) -> str | None:
-    """Return the layer, or the op and implementation, of a node in a graph.
-
-    The origins of a kernel also include operators that only provide its inputs.
-    """
+    """Return the layer, or the op and implementation, of a graph's node. A kernel's origins also
+    include operators that only provide its inputs."""
     stack = node.meta.get("nn_module_stack") or {}
     namespaces = ("aten", "prims") if fused else ("higher_order",)
     if node.op != "call_function" or getattr(node.target, "namespace", "") not in namespaces:

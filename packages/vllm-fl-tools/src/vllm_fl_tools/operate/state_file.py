@@ -43,9 +43,9 @@ def request(files: Mapping[Path, Callable[[], Iterable[Path]]], patience: float)
     """Ask the workers of this machine for their current state, and wait until their files have it.
 
     Args:
-        files: metrics file that the user sets -> returns the workers' files. Files older than
-            `INTERVAL` are ignored, because their processes are gone.
-        patience: seconds to wait at most.
+        files: the user's metrics file -> a function that returns the workers' files. Files older
+            than `INTERVAL` are ignored, because their processes are gone.
+        patience: maximum seconds to wait.
     """
     deadline, asked = time.monotonic() + patience, time.time_ns()
 

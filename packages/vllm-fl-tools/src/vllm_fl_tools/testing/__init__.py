@@ -1,6 +1,6 @@
 '''The conformance kit: tests that an implementation must pass before use.
 
-**Test a backend.** `pip install vllm-fl-core[testing]`, and write one file, complete::
+**Test a backend.** `pip install vllm-fl-tools[testing]`, and write one file::
 
     """The backend keeps every contract."""
 

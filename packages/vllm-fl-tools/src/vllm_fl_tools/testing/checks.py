@@ -21,6 +21,7 @@ from vllm_fl.plugins.signatures import nothing
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import quote
 from vllm_fl_verify import process_state
+from vllm_fl_verify.expected import Deviation, Wanted
 from vllm_fl_verify.launches import Launched, launched
 from vllm_fl_verify.oracle import closed, wanted_of, worst
 from vllm_fl_verify.trials import Request, Role
@@ -32,7 +33,6 @@ from vllm_fl_verify.verification import (
     synchronise,
     try_call,
 )
-from vllm_fl_verify.wanted import Deviation, Wanted
 
 from .families import calls_of
 from .subject import HIDE_FRAMES, Refused, Subject, expect, fresh

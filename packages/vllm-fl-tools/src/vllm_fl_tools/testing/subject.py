@@ -24,10 +24,10 @@ from vllm_fl.plugins.snapshot import EMPTY, RegistrySnapshot
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.policy import SelectionPolicy
 from vllm_fl_ops.contracts.rules import typical_sizes
+from vllm_fl_verify.expected import ascending
 from vllm_fl_verify.layouts import relaid
 from vllm_fl_verify.oracle import parts
 from vllm_fl_verify.verification import as_call
-from vllm_fl_verify.wanted import ascending
 
 from .mistakes import mistaken_calls
 
@@ -43,9 +43,8 @@ __all__ = [
 ]
 
 HIDE_FRAMES = methodcaller("errisinstance", AssertionError)
-"""For `__tracebackhide__`: pytest hides a function's frames from AssertionErrors, because the
-message is sufficient for a backend's author.
-"""
+"""Value of `__tracebackhide__`: pytest hides a function's frames of AssertionErrors. The message is
+sufficient for a backend's author."""
 
 __tracebackhide__ = HIDE_FRAMES
 

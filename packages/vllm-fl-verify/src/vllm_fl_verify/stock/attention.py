@@ -26,8 +26,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_fl.text import quote
 
+from ..expected import Deviation
 from ..oracle import worst
-from ..wanted import Deviation
 from .needles import Heads, Made
 
 LOUD = 2.0**13

@@ -13,7 +13,7 @@ import torch
 
 from vllm_fl.contracts import OpSpec
 
-from ..wanted import Near
+from ..expected import Near
 from .rows import StockRows
 from .weights import dequantised
 

@@ -22,8 +22,8 @@ import torch
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.text import quote
 
+from ..expected import Near
 from ..guarded import freed_nan
-from ..wanted import Near
 from .experts import OF_EXPERTS, Experts
 from .rows import StockRows
 from .weights import Held, dequantised, held_by

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..wanted import Near
+from ..expected import Near
 
 NEEDLES = 6
 """Needles of a query: an invisible key, its own key, the first visible key, and three keys at the

@@ -16,10 +16,10 @@ from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.text import quote
 
 from .. import probe
+from ..expected import Near
 from ..live import Live
 from ..oracle import parts
 from ..preflight import host_threads
-from ..wanted import Near
 from .rows import StockRows
 
 CONTRACT, LOGITS = "its contract", "the hidden states' product"

@@ -1,11 +1,8 @@
 """The pass that inlines one implementation of an op with an order by size.
 
-vLLM traces a model once and compiles its graphs for each range of token counts (`ranges.py` splits
-them). The operator in the graph would choose an implementation in each call. If the graph's range
-has only one traceable choice, the code of that implementation replaces the operator. In other
-graphs the operator is kept.
-
-Imported only in a worker that compiles.
+The operator in a graph would choose an implementation in each call. If the graph's range of token
+counts (`ranges.py`) has only one traceable choice, the code of that implementation replaces the
+operator. Imported only in a worker that compiles.
 """
 
 from __future__ import annotations
@@ -154,8 +151,8 @@ def _symbols(placeholder: fx.Node) -> set[Any]:
 
 def _called(tokens: Any, sizes: Range, graph: fx.Graph) -> Range | None:
     """Return the token counts of an operator's calls in a graph; None if they are unknown. Graph
-    inputs that no traced operation has combined have different symbols. vLLM uses each of these as
-    the number of tokens: `create_concrete_args` replaces all of them by a single size."""
+    inputs that no traced operation has combined have different symbols. vLLM replaces all of them
+    by the number of tokens (`create_concrete_args`)."""
     if isinstance(tokens, int):
         return Range(tokens, tokens)
     count = tokens.node.expr

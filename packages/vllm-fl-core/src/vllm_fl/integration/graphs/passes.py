@@ -1,11 +1,9 @@
 """The platform's pass manager with our passes added.
 
-vLLM gets the class of its pass manager from the platform. Our subclass adds the passes that the
-plan of the compiling engine needs, before vLLM lowers its IR ops. `replacing.py` replaces operators
-with planned ops, and `lowering.py` inlines ops with an order by size. A third pass counts the
-operators that vLLM's passes inserted.
-
-Imported only in a worker that compiles.
+vLLM gets the class of its pass manager from the platform. Our subclass adds the passes of the plan
+before vLLM lowers its IR ops: `replacing.py` replaces operators with planned ops, `lowering.py`
+inlines ops with an order by size, and a third pass counts the operators that vLLM's passes
+inserted. Imported only in a worker that compiles.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Split vLLM's compile ranges where orders by size change, to inline choices in graphs.
 
-In mode VLLM_COMPILE vLLM traces a model once, and compiles the graphs separately for each range of
-token counts. We split the ranges at edges of orders by size (`engine/ranges.py` selects the edges).
-Our pass (`lowering.py`) inlines a choice that applies to a whole range. vLLM's ranges cannot end at
-a single token. Therefore 1 is a separate size (`compile_sizes`).
+In mode VLLM_COMPILE vLLM compiles the graphs separately for each range of token counts. We split
+the ranges at edges of orders by size (`engine/ranges.py`), and inline a choice that applies to a
+whole range (`lowering.py`). vLLM's ranges cannot end at a single token, so 1 is a separate size.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def is_compiled_by_range(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM compiles the model separately for each range of token counts."""
     from vllm.config import CompilationMode
 
     compilation = vllm_config.compilation_config

@@ -1,9 +1,7 @@
 """The pass that replaces operators of PyTorch or vLLM in graphs with planned ops.
 
-It does not change graphs for sizes that the plan assigns to the original operator. Our operator can
-fall back in each call, because its last candidate is the original operator. The pass runs before
-vLLM lowers its IR ops, which are still single nodes.
-
+It does not change graphs for sizes that the plan assigns to the original operator. That operator is
+also our last candidate. The pass runs before vLLM lowers its IR ops, while they are single nodes.
 Imported only in a worker that compiles.
 """
 
@@ -23,8 +21,8 @@ class TorchOperators(GraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Replace operators in one graph, for ops that are planned for its range of sizes. The
-        graph is walked backwards. An op of several operators is therefore found at its last
-        operator, before another op replaces any of them. Unused nodes are erased on the way."""
+        graph is walked backwards, so an op of several operators is found at its last operator
+        before another op replaces any of them. Unused nodes are erased on the way."""
         planned = [each for each in self.tasks if choice(each.chain, self.sizes) is None]
         for each in planned:
             self.done.sites[each.chain.op].graphs += 1

@@ -17,12 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Sites:
-    """The results of a pass for one op.
-
-    Args:
-        graphs: the number of graphs that it processed; 0 if vLLM's cache had all compiled code.
-        found: the number of matches in them.
-    """
+    """The results of a pass for one op: the number of graphs that it processed, 0 if vLLM's cache
+    had all compiled code, and the number of matches that it found in them."""
 
     graphs: int = 0
     found: int = 0
@@ -40,12 +36,9 @@ class Sought:
 
 @dataclass
 class InGraphs:
-    """Tasks and results of the passes of one engine.
-
-    Attributes:
-        inlined: (op, range, impl id) -> how often its code replaced an operator.
-        stayed: (op, range) -> how often the operator was kept.
-    """
+    """Tasks and results of the passes of one engine. `inlined` has the number of operators that
+    code has replaced, by (op, range, impl id). `stayed` has the number of kept operators, by (op,
+    range)."""
 
     sites: dict[str, Sites] = field(default_factory=dict)
     sought: list[Sought] = field(default_factory=list)

@@ -1,9 +1,8 @@
 """Run code on graph tensors that have several symbols for the number of tokens.
 
-Graph inputs that no traced operation has combined have different symbols, although each symbol is
-vLLM's number of tokens. vLLM stores one shape environment with all compiled graphs of a model. If
-two symbols are unified while a graph is compiled, the graph loses an input, and loading it later
-fails with an IndexError. Therefore code that we insert into a graph must not unify symbols.
+Graph inputs that no traced operation has combined have different symbols, but each is vLLM's number
+of tokens. If two symbols are unified while a graph is compiled, the graph loses an input, and
+loading it from vLLM's cache fails with an IndexError.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ from torch.utils import _pytree as pytree
 
 
 def under_one(code: Callable[..., Any], values: Sequence[Any], results: Any) -> Any:
-    """Run code that replaces an operator, with one symbol for the number of tokens.
-
-    If possible, the symbol is from the operator's results. The returned results have the symbols of
-    the graph. Otherwise later nodes would unify symbols when the compiler traces the graph again.
-    `code` returns values in the structure of `results`.
+    """Run code that replaces an operator, with one symbol for the number of tokens. If possible,
+    the symbol is from the operator's results. The returned results have the symbols of the graph:
+    later nodes would otherwise unify symbols when the compiler traces the graph again. `code`
+    returns values in the structure of `results`.
 
     Raises:
         ValueError: a size or stride is an expression with a different symbol, or a result has a

@@ -27,9 +27,8 @@ SLOPING = 1024
 """Minimum number of elements to determine a factor."""
 
 WITHIN_A_STEP = 0.95
-"""The share of elements that must be a neighbour of the exact number. A bias is then caused by
-their last rounding. Larger errors are caused by numbers that a row shares, and may have a
-direction."""
+"""Minimum share of results next to the exact number. Only then is a bias caused by the last
+rounding. A scale or a sum of the whole row causes larger errors, possibly in one direction."""
 
 Tokens = torch.Tensor | None
 """Token numbers of some rows in their batch; None for all rows."""
@@ -75,8 +74,8 @@ class Wanted:
         return math.nan
 
     def slope(self, results: OutputTensors) -> float:
-        """Return the factor of results relative to the exact numbers, minus 1. The factor is the
-        least-squares fit of a line through 0. NaN for few elements or a fine dtype."""
+        """Return the factor of results relative to the exact numbers, minus 1: the least-squares
+        fit of a line through 0. NaN for few elements or a fine dtype."""
         return math.nan
 
     def farthest(self, results: OutputTensors, tokens: Tokens = None) -> str:
@@ -330,7 +329,7 @@ class Routed(Wanted):
         return wrong | (others & untied & ~no_order)
 
     def _weights_off(self, weights: torch.Tensor, ids: torch.Tensor) -> tuple[float, int]:
-        """Return `Near.share` of weights in the order of `ids`, ascending."""
+        """Return `Near.share` of the weights, in the order of ascending `ids`."""
         want = self.weights
         others = (ids != self.ids).any(-1, keepdim=True)
         if bool(others.any()):
