@@ -386,6 +386,7 @@ def test_steps_are_compared_with_eager_steps(share: float, draw: random.Random) 
     config = SimpleNamespace(
         model_config=config,
         parallel_config=None,
+        quant_config=None,
         compilation_config=SimpleNamespace(
             cudagraph_capture_sizes=[4], cudagraph_mode=SimpleNamespace(name="FULL")
         ),

@@ -178,7 +178,8 @@ class Near(Wanted):
         at = tuple(int(n) for n in torch.unravel_index(shares.argmax(), shares.shape))
         got, exact = (float(each[at]) for each in (mine.to(self.exact.dtype), self.exact))
         place = (_token(at[0], tokens), *at[1:]) if at else ()
-        return f"{place}: got {got:.6g}, expected {exact:.6g} ({float(shares[at]):.3g}x tolerance)"
+        share = f" ({float(shares[at]):.3g}x tolerance)" if shares[at].isfinite() else ""
+        return f"{place}: got {got:.6g}, expected {exact:.6g}{share}"
 
     def share(self, mine: torch.Tensor) -> tuple[float, int]:
         top = float((mine.to(self.exact.dtype) - self.exact).abs_().div_(self.allowed).max())

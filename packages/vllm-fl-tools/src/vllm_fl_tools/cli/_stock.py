@@ -32,6 +32,9 @@ HEADINGS = ("layers of", "class", "compared with", "layers", "calls", "worst", "
 
 VERDICTS = {"incorrect": "INCORRECT", "correct": "correct", "skipped": "not compared"}
 
+SHOWN = 3
+"""Incorrect layers of each row that are described."""
+
 LEGEND = "worst: the largest error as a multiple of the tolerance; 1 is the limit."
 
 
@@ -110,8 +113,10 @@ def show(facts: Mapping[str, Any]) -> None:
     print_table(HEADINGS, map(_line, rows))
     say(LEGEND)
     for row in rows:
-        for problem in row["problems"]:
+        for problem in row["problems"][:SHOWN]:
             say(f"{row['class']}: incorrect: {clean(problem)}")
+        if more := len(row["problems"][SHOWN:]):
+            say(f"{row['class']}: incorrect: {more} more layers or ranks; --json has them all")
         for why, layers in row["skipped"].items():
             say(f"{row['kind']} {row['class']}: {layers} not compared: {clean(why)}")
     wrong = sum(_verdict(row) == "incorrect" for row in rows)

@@ -84,6 +84,6 @@ def __getattr__(name: str) -> Any:
         if error.name != "pytest":
             raise
         raise ImportError(
-            "OpConformance needs pytest: pip install 'vllm-fl-core[testing]'", name="pytest"
+            "OpConformance needs pytest: pip install 'vllm-fl-tools[testing]'", name="pytest"
         ) from error
     return OpConformance

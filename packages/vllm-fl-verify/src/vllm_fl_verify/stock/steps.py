@@ -21,6 +21,11 @@ ROUNDINGS = 8.0
 """Tolerance of a row of hidden states, as a root mean square: this number of steps of its dtype,
 times the square root of the number of the model's layers, since errors of layers add up."""
 
+QUANTISED = 4.0
+"""The same for a quantised model, relative to others: activations may be rounded to 8 bits."""
+
+LARGEST = 0.7
+"""Largest tolerance. Unrelated hidden states differ by 1.4 of their size."""
 
 Step = tuple[int, torch.Tensor]
 """Number of tokens, and the hidden states before the product for the logits."""
@@ -72,6 +77,7 @@ class Steps:
             largest = 0
         layers = config.model_config.get_num_layers(config.parallel_config)
         limit = ROUNDINGS * PROBE_STEPS[dtype] * layers**0.5
+        limit = min(limit * QUANTISED if config.quant_config else limit, LARGEST)
         if len(self._served) != len(self._seen):
             counts = f"{len(self._served)} steps, but {len(self._seen)} eager ones"
             return rows.skip(("steps", "", EAGER), "all", counts)
