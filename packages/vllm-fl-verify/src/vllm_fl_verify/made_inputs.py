@@ -153,7 +153,7 @@ def lowering(facts: EngineFacts, device: torch.device) -> str:
 
 
 def checks_of(engine: Engine) -> Checks:
-    """Return the engine's `Checks`. The first call creates them."""
+    """Return the engine's `Checks`. The first call creates the object."""
     found: Checks = engine.state.get(Checks) or engine.state.setdefault(Checks, Checks(engine))
     return found
 

@@ -126,7 +126,7 @@ def _each_wanted(
 
 
 def _given(spec: OpSpec, args: Sequence[Any]) -> int:
-    """Return the number of results of the variant for compiled code, or 0."""
+    """Return the number of results of the contract's variant for these arguments, or 0."""
     absent = {name for name, arg in spec.named(args).items() if arg is None}
     takes = [v for v in spec.variants if absent.issuperset({*spec.parameters} - {*v.parameters})]
     fewest = min(takes, key=lambda v: len(v.parameters), default=None)

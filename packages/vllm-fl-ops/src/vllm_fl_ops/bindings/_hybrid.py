@@ -77,7 +77,7 @@ _KERNELS = (
 _STATES = ("mamba_d_state", "ssm_state_size", "state_size", "mamba_state_dim")
 _GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
 _BIASES = ("mamba_conv_bias", "use_conv_bias", "conv_bias")
-"""Names of the sizes of Mamba and of other short convolutions in configurations."""
+"""Configuration names of the sizes of Mamba and of other short convolutions."""
 
 
 def _text(config: Any) -> Any:
@@ -89,7 +89,7 @@ def _ranks(config: Any) -> int:
 
 
 def mamba_width(config: Any) -> int:
-    """Features of a Mamba layer's inner width, over all ranks."""
+    """Inner width of a Mamba layer, for all ranks together."""
     text = _text(config)
     whole = first_set(text, ("mamba_d_ssm", "mamba_intermediate_size"))
     if whole is None:

@@ -25,7 +25,7 @@ def _is_plain(input: Tensor, output_q: Tensor, output_s: Tensor, group_size: int
 
 
 def _operator(*layout: str) -> OperatorTarget:
-    """The target in one release; `layout` are flags that its kernel does not read."""
+    """The target for one release of vLLM; `layout` are parameters that its kernel does not read."""
     return OperatorTarget(
         "_C::per_token_group_fp8_quant",
         (

@@ -24,10 +24,10 @@ ALPHA, LIMIT = 1.702, 7.0
 """Constants of gpt-oss's activation."""
 
 ALL_EXPERTS, ONE_EXPERT = 1 << 22, 5 << 20
-"""The most weights in a sample: of all experts at the model's size, and of one expert."""
+"""Maximum number of weights in a sample: of all experts at the model's size, and of one expert."""
 
 FEW_EXPERTS, NARROW = 4, (128, 64)
-"""Sizes of reduced calls: experts if all features are kept, features if all experts are kept."""
+"""Sizes of reduced calls: experts of a call with all features, features of one with all experts."""
 
 
 def fused_experts(

@@ -29,9 +29,9 @@ def ends(tokens: int, turned: bool = False) -> tuple[int, ...]:
     """Ends of the sequences of a batch: a long prompt, short prompts, and decode tokens.
 
     Args:
-        tokens: of the batch.
-        turned: whether the long prompt is last, and a token shorter. Shapes stay equal; the ends
-            differ.
+        tokens: number of tokens of the batch.
+        turned: whether the long prompt is last, and one token shorter. The shapes are equal; the
+            ends differ.
     """
     first, others = (LONG if tokens >= 300 else -(-tokens // 2)), cycle(_LENGTHS)
     lengths = [first]

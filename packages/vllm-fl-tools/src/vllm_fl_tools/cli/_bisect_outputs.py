@@ -41,13 +41,13 @@ baseline's error, and is correct. docs/measurements/verbs.md has the measurement
 """
 
 MARGIN = 1.25
-"""Margin of a correct plan, for the sizes and for the numbers of its errors.
+"""Factor by which a correct plan's errors may be larger, and by which they may be more.
 
 In a mixture of experts, more rounding changes the experts of more tokens.
 """
 
 CHANCE = 3
-"""Additional margin of the numbers, in standard deviations."""
+"""Additional margin for the number of errors, in standard deviations."""
 
 FLOOR = 1e-4
 """Minimum error of a baseline, because a float32 baseline has no error. Float32 sums in another
@@ -203,8 +203,8 @@ class Outputs:
 def excess(base: Collection[float], plan: Collection[float]) -> tuple[float, float, int, int]:
     """Find the threshold above which a plan has the most errors, relative to the limit.
 
-    The limit uses this: for two independent counts with the same mean, the variance of their
-    difference is about their sum.
+    The limit follows from a rule: if two independent counts have the same mean, the variance of
+    their difference is about their sum.
 
     Args:
         base, plan: the errors of both at the same tokens.
@@ -227,7 +227,7 @@ def excess(base: Collection[float], plan: Collection[float]) -> tuple[float, flo
 
 
 def _implementations(engine: Running) -> dict[str, str]:
-    """Return op -> implementation from a worker report; by size, `vendor.cpu(<=16)|stock`."""
+    """Return op -> implementation from a worker report, or `vendor.cpu(<=16)|stock` by size."""
     found = {}
     for op, entry in engine.report.get("ops", {}).items():
         rows = [f"{row['impl']}(<={row['up_to']})" for row in entry.get("rows", ())]

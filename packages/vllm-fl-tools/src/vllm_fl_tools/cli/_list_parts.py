@@ -29,7 +29,7 @@ from ._other_plugins import neighbours
 __all__ = ["listing"]
 
 ORDERING = frozenset({"config", "platform", "prefer", "table"})
-"""Settings that are not parts. If an order is faulty, its op is a part itself."""
+"""Settings that are not parts: each op with an order is a part of its own."""
 
 
 def listing() -> dict[str, Any]:

@@ -43,7 +43,7 @@ PATIENCE = 600.0
 SETTING, PLUGIN, OP, NAME, NEIGHBOUR = "setting", "plugin", "op", "name", "neighbour"
 
 LIKELY = 4
-"""Maximum number of parts from a log that are suspected first."""
+"""Maximum number of parts in a log that are tried first."""
 
 
 Values = dict[str, str | None]

@@ -45,7 +45,7 @@ SERIES = 6
 """Number of colours for implementations. Further ones repeat colours with other marks."""
 
 MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"))
-"""(matplotlib's name, character on the page)."""
+"""Markers: (matplotlib's name, character on the page)."""
 
 DASHES = ("-", "--", ":", "-.")
 
@@ -70,7 +70,7 @@ STYLE = {
 }
 
 SIZE = 4.5, 3.0
-"""Inches of 72 CSS pixels. On a phone, the plot is scaled down a little and remains readable."""
+"""Width and height in inches of 72 CSS pixels. Scaled to a phone's width, text remains readable."""
 
 
 class Look(NamedTuple):

@@ -116,7 +116,7 @@ def _usual(seconds: Sequence[float]) -> float:
 def _judged(
     phase: dict[str, Any], places: Mapping[str, Any], report: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the phase with rows instead of the profile."""
+    """Return the phase with the rows of `attribute` instead of its profile."""
     facts = dict(phase)
     seen = facts.pop("seen")
     tokens = phase["batch"] if phase["kind"] == "decode" else phase["prompt_tokens"]

@@ -70,7 +70,7 @@ def say(text: str = "", *, error: bool = False) -> None:
 
 
 def last_said() -> float:
-    """Return the time of the last `say`, by `time.monotonic`; 0 without one."""
+    """Return the time of the last call of `say`, by `time.monotonic`; 0 before the first."""
     return _last_said
 
 

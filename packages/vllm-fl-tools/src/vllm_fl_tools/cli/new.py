@@ -31,7 +31,7 @@ RESERVED = (
     *("core", "default", "fl", "vllm"),
     *("flagos", "foreign", "impl", "reference", "stock", "vendor"),
 )
-"""Names of vllm-fl itself, and selectors of orders."""
+"""Names that a vendor cannot have: vllm-fl's own names, and selectors of orders."""
 
 TEMPLATE = files("vllm_fl_tools") / "templates" / "backend"
 """A complete package of the vendor `acme`, for its own device."""

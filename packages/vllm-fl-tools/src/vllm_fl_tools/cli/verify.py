@@ -158,7 +158,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _choose(
     manager: OpManager, ops: Sequence[str] | None, impls: Sequence[str] | None
 ) -> tuple[list[OpImpl], list[dict[str, Any]]]:
-    """Return the implementations to run, and the others, each with its reason."""
+    """Return the implementations to run, and the others with the reason for not running each."""
     snapshot = manager.registry.snapshot()
     installed = [impl for found in snapshot.impls_by_op.values() for impl in found]
     check_known("op", ops, {*snapshot.ops})
@@ -360,7 +360,7 @@ def _rows(results: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _same(found: dict[str, Any] | None) -> str:
-    """Return which other calls have equal bits."""
+    """Return the kinds of calls that have equal bits: runs, or runs and batches."""
     if found is None or (found["runs"] is None and found["batches"] is None):
         return "-"
     if not found["runs"]:

@@ -207,7 +207,7 @@ class OpTuning:
     def _slower_to_launch(self, bench: Bench, found: Measured) -> dict[str, str]:
         """Return candidate -> why its launch costs the host more than it saves on the device.
 
-        Only for steps that no graph covers completely, and that the host may limit. The host
+        It is empty for steps that one graph covers, or that the host cannot slow down. The host
         launches a kernel in a compiled graph as fast as a PyTorch operator, and an opaque operator
         through Python. Forms are compared separately, because a model may not call each of them.
         """
@@ -570,7 +570,7 @@ def _slices(spec: OpSpec, pool: Mapping[str, torch.Tensor]) -> dict[str, _Piece]
 
 
 def _is_slice(view: torch.Tensor, width: int) -> bool:
-    """Return whether the view has consecutive features of each row of `width` features."""
+    """Return whether the view is a range of features in every row of `width` features."""
     inner = view.ndim > 1 and view.stride(0) == width and view[0].is_contiguous()
     return inner and view.storage_offset() + view[0].numel() <= width
 

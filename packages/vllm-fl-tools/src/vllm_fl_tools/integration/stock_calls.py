@@ -64,7 +64,7 @@ def stock_forms(op: str, binding: Binding, mode: Mode, device: torch.device) -> 
 def _called(op: str, target: Target, device: torch.device) -> OpImpl | None:
     """Return vLLM's kernel or function at a target that no compiler traces.
 
-    None if this vLLM does not have it, or if it can only be called within a call of the target.
+    Return None if this vLLM lacks it, or if it works only inside a call of the target.
     """
     own: Callable[..., object] | None = None
     if isinstance(target, OperatorTarget) and not Operators().misfit(target, device):

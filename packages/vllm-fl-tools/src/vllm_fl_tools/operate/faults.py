@@ -1,8 +1,8 @@
 """Keeps the first faulty call of each implementation of an engine (VLLM_FL_KEEP_FAULTS).
 
 A file has the safetensors format: the arguments that are tensors, and JSON in the metadata with
-their strides and the other arguments. Large weights are references to the checkpoint. Of arguments
-beyond the limit only shape and digest are kept.
+their strides and the other arguments. Large weights are references to the checkpoint. If arguments
+exceed the limit, only their shapes and digests are kept.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class Faults:
         self.most = int(settings.keep_faults_mb) * 10**6
         self._engine, self._is_said = engine, False
         self._kept: dict[tuple[str, str], bool] = {}
-        """(op, impl id) -> whether the kept call is only not supported."""
+        """(op, impl id) -> whether the kept call is unsupported, not incorrect."""
         with self._harmless():
             self.folder.mkdir(parents=True, exist_ok=True)
             Draft(self.folder / "test").__exit__()
 
     def wants(self, op: str, impl_id: str, refused: bool = False) -> bool:
-        """Return whether no call of an implementation was kept, or only an unsupported one."""
+        """Return whether to keep a call: the first one, or the first incorrect one."""
         return self._kept.get((op, impl_id), True) and not (refused and (op, impl_id) in self._kept)
 
     def keep(
@@ -88,8 +88,8 @@ class Faults:
             spec: the contract.
             impl: the implementation.
             why: the fault.
-            call: returns the call, with its arguments on any device; a scale of NaN is unknown.
-            refused: whether the implementation only does not support the call.
+            call: returns the call, with arguments on any device. Its scale is NaN if unknown.
+            refused: whether the fault is only that the implementation does not support the call.
 
         Returns:
             The end of a message, with the file; or an empty string.
@@ -130,7 +130,7 @@ class Faults:
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:
-        """Log the first error of all blocks, and raise none."""
+        """Suppress exceptions of the block, and log the first one."""
         try:
             yield
         except Exception as error:
@@ -172,7 +172,7 @@ def pack_call(
 
     Args:
         spec: the contract.
-        sample: the call. A scale of NaN is unknown.
+        sample: the call. Its scale is NaN if unknown.
         most: maximum bytes of the tensors.
         find: large weight -> `folder`, `file` and `tensor` of the checkpoint; empty if unknown.
     """

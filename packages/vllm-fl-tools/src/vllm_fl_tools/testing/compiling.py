@@ -55,7 +55,7 @@ def tracing(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def opcheck(subject: Subject, dtype: str, sample: str) -> None:
-    """As an opaque operator it matches its schema and fake kernel (torch.library.opcheck)."""
+    """As an opaque operator, the implementation matches schema and fake kernel (`opcheck`)."""
     subject.needs_no_layer()
     if not is_opaque(subject.impl):
         raise Refused("traceable: a compiler traces it, so no operator wraps it")

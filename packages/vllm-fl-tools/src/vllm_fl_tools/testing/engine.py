@@ -63,7 +63,7 @@ def engine(subject: Subject, dtype: str, sample: str) -> None:
 
 @dataclass(frozen=True)
 class _Served:
-    """The report of an engine, or the problem with the end of its log."""
+    """The report of an engine; or why it failed, with the end of its log."""
 
     report: dict[str, Any] | None
     problem: str = ""

@@ -36,8 +36,9 @@ COUNTS = (1, 5, 17, 130)
 """Numbers of tokens of a family's calls: decoding, and more than tiles of 16 and 128 rows."""
 
 MOST = 2**26
-"""Maximum elements of a family's calls with one token. An op omits larger families: their products
-take seconds, and smaller models show the same."""
+"""Maximum elements of a family's calls with one token. Larger families are omitted for the op:
+their products take seconds, and smaller models reveal the same errors.
+"""
 
 
 @dataclass(frozen=True)

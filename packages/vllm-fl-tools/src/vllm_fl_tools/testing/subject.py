@@ -49,7 +49,7 @@ sufficient for a backend's author."""
 __tracebackhide__ = HIDE_FRAMES
 
 SIZES = dataclasses.replace(typical_sizes(), tokens=(1, 7, 300))
-"""The largest batch exceeds one block of rows of all usual kernels."""
+"""Default sizes. The largest batch exceeds one block of rows of all usual kernels."""
 
 
 class Refused(Exception):
@@ -190,12 +190,15 @@ def _installed(op: str) -> RegistrySnapshot:
 
 
 def fresh(sample: Sample) -> Sample:
-    """Copy a sample. Its tensors share memory like the originals, but not with the originals."""
+    """Copy a sample.
+
+    The copies share memory with each other like the originals, but not with the originals.
+    """
     return dataclasses.replace(sample, args=copy.deepcopy(sample.args))
 
 
 def pattern(sample: Sample) -> tuple[object, ...]:
-    """Return what a program may branch on: dimensions, dtypes, None, flags; no sizes or values."""
+    """Return the properties that code may branch on: dimensions, dtypes, None and flags."""
     return tuple(
         (arg.ndim, arg.dtype)
         if isinstance(arg, torch.Tensor)
