@@ -80,7 +80,7 @@ ELEMENTS_A_WARP: Final = 512
 """Elements of a row per warp. More warps would wait for each other; fewer would wait for memory."""
 
 ALIGNED: Final = 16
-"""Triton compiles separately for pointers that are multiples of this many bytes."""
+"""Alignment in bytes: Triton compiles another kernel for pointers that are multiples of it."""
 
 MOST_COMPILED: Final = 64
 """Size of a `Launcher`'s cache; a model has a few kinds of calls."""

@@ -119,8 +119,9 @@ class Form:
 
 
 def _differing(got: Any, tokens: torch.Tensor, others: torch.Tensor, count: int) -> torch.Tensor:
-    """Return a mask of tokens with different bits than the equal tokens `others`. This may be
-    correct: at an edge, a kernel uses different tiles."""
+    """Return a mask of tokens with different bits than the equal tokens `others`. Such a difference
+    may be correct, because a kernel uses different tiles at an edge.
+    """
     found = torch.zeros_like(tokens, dtype=torch.bool)
     for part in parts(got):
         if isinstance(part, torch.Tensor) and _has_rows(part, count):

@@ -101,9 +101,10 @@ class Checks:
         )
 
     def _warm_counts(self, entry: PlanEntry, impl: OpImpl) -> list[int]:
-        """Return the warm-up's token counts for `impl`, if it is the first choice at these counts.
-        Plain PyTorch compiles nothing when called, and traced code is part of the model's graph, so
-        neither has a warm-up."""
+        """Return the warm-up's token counts at which `impl` is the first choice. Plain PyTorch and
+        traced code have no warm-up: PyTorch compiles nothing, and traced code is part of the
+        model's graph.
+        """
         sizes = self.facts.sizes
         if sizes is None or not is_opaque(impl):
             return []

@@ -148,7 +148,7 @@ def _sliced(
 
 
 def _split(parts: Any, at: int) -> tuple[Any, bool, bool]:
-    """Like `_sliced`, for a part of a split."""
+    """Return the same as `_sliced`, for a part of a split."""
     is_split = _target(parts) in ("aten.split.Tensor", "aten.split_with_sizes.default")
     return parts.args[0] if is_split else None, is_split and at == 0, is_split and at == 1
 
@@ -166,7 +166,7 @@ def _target(node: Any) -> str:
 
 
 def _has_silu(config: Any) -> bool:
-    """Return whether the configuration has silu, or (for ChatGLM and LFM2) no activation."""
+    """Return whether the configuration names silu, or (for ChatGLM and LFM2) no activation."""
     named = [word for word in ("silu", "swiglu", "_act", "activation") if mentions(word)(config)]
     return not named or named[0] in ("silu", "swiglu")
 

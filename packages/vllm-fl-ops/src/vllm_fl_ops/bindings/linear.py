@@ -27,7 +27,7 @@ def _native(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def product_of(node: Any) -> tuple[Any, ...] | None:
-    """x, weight and bias of a product, if its weight is a transposed input of the graph; else None."""
+    """x, weight and bias of a product if its weight is a transposed graph input, else None."""
     if node.kwargs:  # factors of a sum, or another result dtype
         return None
     x: Any
@@ -56,7 +56,7 @@ def _factors(product: Any, dims: list[int], keepdim: bool = False) -> tuple[Any,
 
 
 def _transposed(turned: Any) -> Any:
-    """The transposed matrix, if it is an input of the graph with contiguous rows, or None."""
+    """The matrix that is transposed if it is a graph input with contiguous rows, else None."""
     match str(getattr(turned, "target", "")):
         case "aten.permute.default" if list(turned.args[1]) == [1, 0]:
             weight = turned.args[0]

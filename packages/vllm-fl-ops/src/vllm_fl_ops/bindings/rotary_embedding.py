@@ -122,7 +122,7 @@ def _by_rows(layer: Any, rotate: Bound) -> Bound:
 
 
 def _of_patches(layer: Any, rotate: Bound) -> Bound:
-    """Adapt the op to Llama 4's vision encoder, which has a row of a complex table for each patch."""
+    """Adapt the op to Llama 4's vision encoder, with a row of a complex table per patch."""
     known: Tensor | None = None
     cos_sin: tuple[Tensor, ...] = ()
 

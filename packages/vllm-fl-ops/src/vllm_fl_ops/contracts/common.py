@@ -81,7 +81,7 @@ def of_layer(*same: str, **other: str) -> OfLayer:
     """Return the `OpSpec` fields of parameters that are attributes of a layer.
 
     Args:
-        same: parameters with the attribute's name.
+        same: parameters with the same name as their attribute.
         other: parameter -> attribute, such as `weight.data`.
     """
     attributes = {**dict(zip(same, same, strict=True)), **other}

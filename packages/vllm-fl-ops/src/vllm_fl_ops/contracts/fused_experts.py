@@ -280,7 +280,7 @@ def _served(
 def _shapes(
     experts: int, k: int, hidden: int, inner: int
 ) -> Iterator[tuple[tuple[int, int, int], int, str]]:
-    """Yield ((experts, hidden, intermediate), experts of a token, how it is reduced) of the calls.
+    """Yield ((experts, hidden, intermediate), experts of a token, how the call is reduced).
 
     For a large model, some calls have all experts with few features, and others have few experts
     with all features. With all experts and all features, the oracle would take seconds. Live

@@ -41,13 +41,13 @@ LINEAR_SHAPES = (
     ("1 feature", 5, 1, 259),
     ("1 output feature", 7, 2063, 1),
 )
-"""(name, tokens, in_features, out_features) of samples, at sizes where libraries change kernels.
+"""(name, tokens, in_features, out_features) of samples, around sizes at which kernels change.
 
-The first is small, because checks with one call of each kind use it.
+The first is small, because checks that need only one call use it.
 """
 
 ROWS_AT_ONCE = 256
-"""How many rows of a weight the oracle converts to float64 at a time."""
+"""Number of rows of a weight that the oracle converts to float64 at a time."""
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

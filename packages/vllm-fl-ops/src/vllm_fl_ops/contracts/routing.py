@@ -27,8 +27,8 @@ SCORING = ("softmax", "sigmoid")
 """The functions from a router's logits to scores."""
 
 SCORE_MARGIN = 5e-7
-"""Scores that differ by less may be in either order. Several times the fp32 rounding of a score, at
-most 1, and of its sum with a bias.
+"""Scores that differ by less may be in either order. It is several times the fp32 rounding of a
+score, which is at most 1, and of its sum with a bias.
 """
 
 EXPERT_RESULTS = (tensor("tokens, topk", "float32"), tensor("tokens, topk", "int32"))

@@ -44,8 +44,9 @@ ROUND = 1.0
 """Target seconds of an engine's work in a round of a phase; the number of steps is limited."""
 
 TURNS = 4
-"""Timed visits in a round of a phase. They alternate between the engines, since the speed of a
-machine may change within a second."""
+"""Number of timed turns of each engine in a round of a phase. They alternate between the engines,
+since the speed of a machine may change within a second.
+"""
 
 LENGTH = 2048
 """Maximum tokens of a sequence: the longest prompt and one new token; a model may limit it."""

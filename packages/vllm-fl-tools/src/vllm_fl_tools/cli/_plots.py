@@ -42,7 +42,10 @@ least 3 for lines of plots. The series `--s…` also differ clearly with red-gre
 """
 
 SERIES = 6
-"""Number of colours for implementations. Further ones repeat colours with other marks."""
+"""Number of colours for implementations.
+
+Further implementations repeat colours with other markers.
+"""
 
 MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"))
 """Markers: (matplotlib's name, character on the page)."""

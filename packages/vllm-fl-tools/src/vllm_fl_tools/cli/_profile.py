@@ -20,8 +20,8 @@ from ._show import UsageError, print_answer, print_table, say
 EXTENSION = "vllm_fl_tools.integration.profiling.Profiling"
 
 CACHES = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-"""Variable -> folder of a cache. The engine's caches are empty, because it is unknown what an
-earlier engine fused. Layers of one model share compiled code.
+"""Variable -> folder of a cache. The engine's caches are empty, because the kernels that an earlier
+engine fused are unknown. Layers of one model share compiled code.
 """
 
 EXTENSION_OPTION = "--worker-extension-cls"

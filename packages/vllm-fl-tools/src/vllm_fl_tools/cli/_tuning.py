@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 CLOCK = time.perf_counter
-"""Clock of calls, in seconds."""
+"""Clock for timing calls, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -357,7 +357,7 @@ class Work:
         running = ["", 0, ""]
 
         def stuck() -> None:
-            """Report a call in native code that no signal ends, before the process ends."""
+            """Report a call in native code that cannot be interrupted, before the process ends."""
             op, tokens, name = running
             problem = f"{op}, {tokens} tokens: {name} hangs and cannot be interrupted"
             say(f"vllm-fl: {problem}; exclude it by listing the others with --impl", error=True)

@@ -30,7 +30,7 @@ LAUNCHES = 50
 """Minimum number of timed launches."""
 
 Timed = tuple[Callable[..., Any], Sequence[tuple[Any, ...]], Callable[[], None]]
-"""(function, the arguments of each call, a function that restores arguments that calls overwrite)."""
+"""(function, arguments of each call, function that restores arguments that calls overwrite)."""
 
 
 class Bench:

@@ -345,7 +345,7 @@ class OpTuning:
         return poisoned
 
     def _function(self, contender: Contender, impl: OpImpl, form: int) -> _Ways:
-        """Return the function that a layer calls in this mode, and the launched function."""
+        """Return the functions of a candidate for timing calls and for timing launches."""
         key = contender.name, impl.fn, form
         if key not in self._functions:
             try:

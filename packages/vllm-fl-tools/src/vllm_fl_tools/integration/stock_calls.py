@@ -77,7 +77,7 @@ def _called(op: str, target: Target, device: torch.device) -> OpImpl | None:
 
 
 def apart(binding: Binding, forms: Sequence[OpImpl]) -> dict[str, Callable[..., object]]:
-    """Return impl id -> the cheaper function in vLLM's graph, for implementations in `forms`."""
+    """Return impl id -> a cheaper function to time instead, for `forms` that have one."""
     less = {target.plain: target.apart for target in binding.targets if target.apart is not None}
     return {form.impl_id: less[form.fn] for form in forms if form.fn in less}
 

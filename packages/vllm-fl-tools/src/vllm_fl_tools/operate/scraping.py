@@ -88,7 +88,7 @@ class Scraped:
         self._files.setdefault(named, _Files(Path(named)))
 
     def collect(self) -> Iterable[Any]:
-        """Return the families of all workers' files, without names that another collector has."""
+        """Return the families of all workers' files, except names that another collector has."""
         from prometheus_client import REGISTRY
 
         owners = getattr(REGISTRY, "_names_to_collectors", {})

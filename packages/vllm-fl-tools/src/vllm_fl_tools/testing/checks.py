@@ -74,7 +74,7 @@ def declaration(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def values(subject: Subject, dtype: str, sample: str) -> None:
-    """The result is correct, in its own memory; other memory and process state are unchanged."""
+    """The result is correct, and no other memory or process state changes."""
     run = partial(compare, subject.impl, subject.spec, subject.sample(dtype, sample), _torch(dtype))
     torch.rand((), device=subject.device)  # reveals a kernel that always sets the same seed
     before = process_state.state_of(subject.device)
@@ -99,7 +99,7 @@ def families(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def large_pools(subject: Subject, dtype: str, sample: str) -> None:
-    """Entries of caches, state pools and expert weights beyond 2**31 elements are found.
+    """Entries of caches, state pools and expert weights beyond 2**31 elements are usable.
 
     The entries are far apart. The memory between them is untouched, so a CPU does not allocate it.
     An offset that overflows 32 bits stays within that memory. Only one dtype is tried.

@@ -151,7 +151,8 @@ def families_of(spec: OpSpec) -> list[str]:
 def _made(spec: OpSpec, sizes: ModelSizes, dtype: Any) -> list[Sample]:
     """Return a model's calls on the meta device, without values.
 
-    Empty for a third-party op that needs other sizes, or cannot make calls without values.
+    The result is empty for a third-party op that needs other sizes, or cannot make calls without
+    values.
     """
     try:
         return list(spec.served(sizes, dtype, torch.device("meta")))

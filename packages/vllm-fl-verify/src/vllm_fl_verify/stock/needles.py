@@ -22,7 +22,7 @@ keys at the ends of blocks. More needles would give large logits to all other ke
 """
 
 FLAT = 0.25
-"""Share of queries without needles: sinks have a weight only there."""
+"""Share of queries without needles. Sinks have a noticeable weight only for these queries."""
 
 LEAD, SPREAD, STEEPEST = 3.0, 1.5, 20.0
 """Logits of needles: by how much they exceed the logarithm of the number of keys, by how much two
