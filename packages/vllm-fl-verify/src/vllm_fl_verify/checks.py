@@ -149,7 +149,7 @@ def _over_freed(run: Run, call: Callable[..., Any], *args: Any) -> Any:
 
 
 def _further_batches(run: Run) -> Objections:
-    """Compare further token counts within the budget, beginning where different kernels run."""
+    """Compare further token counts within the budget, first those that run different kernels."""
     trials = run.trials
     _, further = token_counts(trials.largest, trials.seed, trials.smallest)
     budget, what = run.request.share(), f"further batches of {run.name}"
@@ -250,7 +250,7 @@ def _compiled(run: Run) -> Objections:
     """Compile the form that the compiler will get, in one graph for all batches. For an opaque
     operator, the compiler sees only which arguments are present, and their strides. All contiguous
     calls are therefore equal for it. An operator that overwrites nothing is only traced, because
-    Inductor lowers it to a call of itself.
+    Inductor's code would only call it.
     """
     startup, backend = run.startup, run.request.backend
     is_operator = is_opaque(run.impl)

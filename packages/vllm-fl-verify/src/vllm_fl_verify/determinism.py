@@ -1,7 +1,7 @@
 """Measurement of determinism: does a row have the same bits in every run and in every batch?
 
-Authors of kernels declare nothing. Both properties are measured on the engine's device, at the
-served model's sizes.
+Kernels do not declare these properties. Both are measured on the engine's device, at the served
+model's sizes.
 """
 
 from __future__ import annotations

@@ -404,7 +404,7 @@ def _problem(name: str, share: float, count: int, total: int) -> str:
 
 
 def comparable(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Convert to a comparable dtype: int64, or floating after rounding to `dtype`."""
+    """Convert to int64, or round to `dtype` and convert to a comparable floating-point dtype."""
     if not (dtype or tensor.dtype).is_floating_point:
         return tensor.to(torch.int64)
     tensor = tensor.to(dtype or tensor.dtype)

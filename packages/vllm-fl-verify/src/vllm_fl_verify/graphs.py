@@ -77,7 +77,7 @@ def _recover(pool: Any) -> None:
 def without_graphs(runner: Any) -> Iterator[None]:
     """Inside the block, vLLM's model runner replays no captured graphs.
 
-    Tokens are still padded for them.
+    Batches are still padded to captured sizes.
     """
     with contextlib.ExitStack() as stack:
         for name in ("cudagraph_dispatcher", "cudagraph_manager"):  # older and newer runner

@@ -72,10 +72,10 @@ to them are not detected, and only the values that some rows read are copied (`O
 contract has no `part`, the call is not compared."""
 
 PART = 2**30
-"""Maximum bytes of such a part. It limits the number of compared rows."""
+"""Maximum bytes of an `OpSpec.part`. It limits the number of compared rows."""
 
 PART_ROWS = 8
-"""Maximum rows of such a part. The experts of each row are computed in float64."""
+"""Maximum rows of an `OpSpec.part`. The experts of each row are computed in float64."""
 
 
 @dataclass

@@ -288,7 +288,7 @@ def _refused(runs: Sequence[Ran]) -> dict[Key, str]:
 
 
 def _not_called(plan: Plan, runs: Sequence[Ran]) -> dict[str, str]:
-    """Return op -> reason, for ops that the runs show to be uncalled on all ranks."""
+    """Return op -> reason, for ops that no rank called in its runs."""
     known = frozenset[str]().union(*(ran.reached | ran.possible for ran in runs))
     why = "a run of the model did not call it"
     planned = (op for op, entry in plan.entries.items() if entry.impls)

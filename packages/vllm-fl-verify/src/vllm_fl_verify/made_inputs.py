@@ -116,9 +116,10 @@ class Checks:
         ]
 
     def _captured_tokens(self, plan: Plan, impl: OpImpl, least: int, most: float) -> int:
-        """Return the size at which to capture `impl` in a graph, in tokens, or 0. The compiler
-        replaces traced code. Operators and functions outside layers, such as cache writes, may run
-        between graphs, so they need not be capturable."""
+        """Return the size at which to capture `impl` in a graph, in tokens, or 0. Traced code is
+        not captured, because the compiler replaces it. Operators and functions outside layers, such
+        as cache writes, may run between graphs, so they need not be capturable.
+        """
         if self.device.type != "cuda" or (plan.mode == "compiled" and not is_opaque(impl)):
             return 0
         known = (n for n in self.facts.captured if least <= n <= min(most, probe.TOKENS))

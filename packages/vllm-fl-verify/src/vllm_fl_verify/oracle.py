@@ -50,8 +50,8 @@ def wanted_of(spec: OpSpec, sample: Sample, *, tokens: int | None = None) -> lis
         tokens: the number of rows that every result must have; None for any number.
 
     Returns:
-        One item per output. For an output that is missing in this call, None for each of its
-            results.
+        One item per output. An output that is missing in this call has None for each of its
+        results.
 
     Raises:
         ValueError: the contract contradicts itself. The message explains how.

@@ -1,4 +1,4 @@
-"""Builders of the bindings of activations: layers, and operators that write to a given tensor."""
+"""Make the bindings of activations, for layers and for operators with an output argument."""
 
 from __future__ import annotations
 

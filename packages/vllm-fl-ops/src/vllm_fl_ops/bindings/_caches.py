@@ -1,4 +1,4 @@
-"""Helpers for the bindings of paged caches: which calls have an unquantised cache."""
+"""Helpers for the bindings of paged caches."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def causal_conv1d(
 
 
 def _by_torch(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """PyTorch's convolution over each padded sequence."""
+    """Call PyTorch's convolution for each padded sequence."""
     import torch
     import torch.nn.functional as F
 

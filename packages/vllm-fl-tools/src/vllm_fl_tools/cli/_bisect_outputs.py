@@ -5,9 +5,9 @@ answers of a float32 engine. Errors are the differences from the float32 engine.
 has errors, because it computes in the model's dtype. A baseline in the same dtype has comparable
 errors.
 
-A correct plan that rounds more often has larger errors at all tokens, by one factor. The errors of
-the plan are therefore divided by that factor. Then the numbers of errors above every threshold are
-compared. Low thresholds find an error of all tokens, and high thresholds find an error of a few
+If a correct plan rounds more often, its errors are larger by one factor at all tokens. The errors
+of the plan are therefore divided by that factor. Then the numbers of errors above every threshold
+are compared. Low thresholds find an error of all tokens, and high thresholds find an error of a few
 tokens.
 """
 
@@ -41,7 +41,7 @@ baseline's error, and is correct. docs/measurements/verbs.md has the measurement
 """
 
 MARGIN = 1.25
-"""Factor by which a correct plan's errors may be larger, and by which they may be more.
+"""Factor by which a correct plan's errors may exceed the baseline's, in size and in number.
 
 In a mixture of experts, more rounding changes the experts of more tokens.
 """

@@ -36,7 +36,7 @@ TIMES, LEAST_LIMIT = 5, 60.0
 """Time limit of a startup: a multiple of the time of stock vLLM, and the minimum in seconds."""
 
 REPEATS = 2
-"""Startups with all parts that show whether a failure is reproducible."""
+"""Number of startups with all parts, to determine whether a failure is reproducible."""
 
 Result = tuple[str, list[Culprit]]
 """The status of a search and the culprits."""

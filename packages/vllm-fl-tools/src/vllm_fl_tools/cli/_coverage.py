@@ -23,7 +23,7 @@ OWN_FORMS = ("stock.vllm", "foreign.oot")  # includes another plugin's code
 ATTENTION_OP = "attention_backend"
 
 ATTENDS = re.compile(r"vllm::unified_(?:mla_)?(?:attention|kv_cache)|vllm::mla_attention")
-"""vLLM's operators of attention and of writes to its cache."""
+"""vLLM's operators for attention and for writes to its cache."""
 
 ATTENTION_LAYER = re.compile(r"(?:Attention|MLAAttention)$")
 
@@ -31,12 +31,12 @@ INDUCTOR = re.compile(r"triton_(?:poi|red|per|tem|mix|unk|for)_fused_|graph_\d+_
 """Kernels that Inductor generated."""
 
 OPERATOR = re.compile(r"\w+::[\w.]+")
-"""Operators of torch, unlike kernels with the signature of a C++ function as their name."""
+"""Names of torch's operators, unlike the C++ signatures that are names of kernels."""
 
 MOVES = re.compile(r"Mem(?:cpy|set)\b")
 
 PRODUCT = re.compile(r"mm|linear|matmul")
-"""Operators of matrix products, in layers that compute one."""
+"""Operators that compute the matrix product of a layer."""
 
 YES, PARTLY, NO, UNKNOWN = "yes", "partly", "no", "?"
 """Whether an implementation of the plan runs; `partly` if its kernel also has code from vLLM."""

@@ -67,7 +67,7 @@ def listing() -> dict[str, Any]:
 
 
 def _settings(settings: Settings, owners: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """Yield the user's settings that do more than their defaults."""
+    """Yield the parts that are settings of the user."""
     for key, setting in settings.chosen.items():
         spec = settings.declared.get(key)
         if spec is None or key in ORDERING or isinstance(setting.value, OpOrder):

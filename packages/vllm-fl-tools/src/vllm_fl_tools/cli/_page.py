@@ -21,7 +21,7 @@ from ._show import UsageError
 __all__ = ["ResultFile", "benchmark_report"]
 
 KINDS = ("table", "verification", "coverage")
-"""Kinds in the order of the page."""
+"""Kinds of files, in the order of the page."""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class Part:
 
     @property
     def key(self) -> str:
-        """Its name in trials and results, such as `op rms_norm`."""
+        """The part's name in trials and results, such as `op rms_norm`."""
         return f"{self.setting or self.kind} {self.name}"
 
 

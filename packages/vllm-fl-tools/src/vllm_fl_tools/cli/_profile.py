@@ -25,7 +25,7 @@ engine fused are unknown. Layers of one model share compiled code.
 """
 
 EXTENSION_OPTION = "--worker-extension-cls"
-"""The argument that makes a worker of vLLM profile."""
+"""The vLLM argument that adds methods for profiling to workers."""
 
 SHOWN = 0.002
 """Minimum share of a row for a separate line in the printed table."""

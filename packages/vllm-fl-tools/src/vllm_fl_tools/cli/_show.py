@@ -61,7 +61,7 @@ def print_json(**content: Any) -> None:
 def say(text: str = "", *, error: bool = False) -> None:
     """Print text without control characters; to stderr with `error`.
 
-    Pass third-party text that may have line breaks through `clean` before.
+    Call `clean` on third-party text that may have line breaks.
     """
     global _last_said
     _last_said = time.monotonic()

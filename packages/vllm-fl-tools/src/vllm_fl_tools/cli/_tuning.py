@@ -140,9 +140,9 @@ class GraphPosition:
     def is_by_range(self) -> bool:
         """Whether an engine can choose the op's implementation for each compiled range of sizes.
 
-        False on a CPU, because vLLM traces and compiles its model once there. False if an operator
-        that is not in vLLM's IR overwrites its arguments, or if vLLM's code for another op, such as
-        the experts, may call the op's operator.
+        It cannot on a CPU, because vLLM traces and compiles its model once there. It cannot if an
+        operator that is not in vLLM's IR overwrites its arguments, or if vLLM's code for another
+        op, such as the experts, may call the op's operator.
         """
         if self.subject.mode != "compiled" or self.subject.device.type != "cuda":
             return False

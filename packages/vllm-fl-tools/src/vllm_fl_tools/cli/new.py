@@ -163,7 +163,7 @@ def _no_platform(platform: str) -> str | None:
 
 
 def _no_plugin(platform: str) -> str | None:
-    """Return the problem of `--over`.
+    """Return a problem with the platform of `--over`, or None.
 
     The device may be absent, because packages are written on any machine.
     """

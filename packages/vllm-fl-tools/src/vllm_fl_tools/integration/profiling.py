@@ -118,7 +118,7 @@ class Profiling:
     vllm_fl_window: _Window
 
     def vllm_fl_profile(self, decode: bool, steps: int) -> None:
-        """Profile the next `steps` steps of one kind, or until a step of the other kind.
+        """Profile the next `steps` steps of one kind; a step of the other kind ends the profile.
 
         With `decode`, these are steps that only decode; otherwise, steps with a prompt.
         """

@@ -41,7 +41,7 @@ PROMPT_TOKENS, STEPS_AFTER_PROMPT, BATCHES = 96, 6, (1, 3, 8)
 prompts. A batch of 3 is padded to a captured size."""
 
 CERTAIN = 1e6
-"""Added to a token's logit to make it the most likely token."""
+"""Number that is added to a token's logit to make the token the most likely one."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def _parsed(model: str, arguments: list[str]) -> dict[str, Any]:
 
 
 def _as_served(model: str, arguments: list[str]) -> dict[str, Any]:
-    """Start an engine like `vllm serve`, and return its answer."""
+    """Start an engine like `vllm serve`, and return its first answer."""
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 

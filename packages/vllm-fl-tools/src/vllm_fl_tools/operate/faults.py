@@ -40,7 +40,7 @@ FORMAT = "vllm_fl_fault_1"
 """The key of the JSON text, with the version of the contents."""
 
 LARGE = 2**20
-"""Minimum bytes of a weight to look it up in the checkpoint."""
+"""Minimum bytes of a weight that is looked up in the checkpoint."""
 
 DIGESTED = 2**16
 """Approximate number of elements, at equal distances, in the digest of a tensor."""
@@ -224,7 +224,7 @@ def read(path: Path) -> tuple[Named, Named]:
     """Return (tensors, facts) of a file.
 
     Raises:
-        ValueError: it is damaged, or another file.
+        ValueError: the file is damaged, or of another kind.
     """
     from safetensors import safe_open
 
@@ -288,7 +288,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def _schemas(spec: OpSpec) -> list[str]:
-    """Return what identifies the version of a contract."""
+    """Return the data that identify the version of a contract."""
     return [variant.schema for variant in spec.variants]
 
 

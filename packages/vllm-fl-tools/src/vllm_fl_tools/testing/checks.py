@@ -99,7 +99,7 @@ def families(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def large_pools(subject: Subject, dtype: str, sample: str) -> None:
-    """Entries of caches, state pools and expert weights beyond 2**31 elements are usable.
+    """Entries of caches, state pools and expert weights beyond 2**31 elements are used correctly.
 
     The entries are far apart. The memory between them is untouched, so a CPU does not allocate it.
     An offset that overflows 32 bits stays within that memory. Only one dtype is tried.

@@ -23,7 +23,7 @@ from .subject import Refused, Subject, expect
 __all__ = ["engine"]
 
 SHOWN = 80
-"""Lines from the end of a log to show: vLLM's traceback and, before it, the cause."""
+"""Number of lines to show from the end of a log: the cause, then vLLM's traceback."""
 
 TINY_MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
