@@ -160,7 +160,8 @@ def compare_attention(engine: Engine) -> None:
     """Compare the attention layers that backends of plugins compute, on the allocated KV cache.
 
     Raises:
-        StartError: a backend is incorrect on any rank. The layers are built with it.
+        StartError: a backend is incorrect on any rank. It cannot be replaced, because the layers
+            are built with it.
     """
     facts, planned = engine.facts, engine.plan.entries[ATTENTION].classes(AttentionImpl)
     if facts.settings.preflight != "verify" or engine.joins or not planned:

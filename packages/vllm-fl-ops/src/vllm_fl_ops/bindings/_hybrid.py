@@ -54,15 +54,14 @@ a parameter for it."""
 def has_states(config: Any) -> bool:
     """Return whether a model keeps states, with or without a KV cache.
 
-    vLLM determines this from the model's class. Configurations name the kinds of states
-    differently.
+    vLLM determines this from the model's class, because names in configurations differ.
     """
     model = config.model_config
     return bool(model.is_hybrid or model.is_attention_free)
 
 
 def activation_of(activation: bool | str | None) -> str | None:
-    """The contracts' name for an activation in vLLM's short convolutions."""
+    """Return the contracts' name of an activation in vLLM's short convolutions."""
     return "silu" if activation in (True, "silu", "swish") else None
 
 

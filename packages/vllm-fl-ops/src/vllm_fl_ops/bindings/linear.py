@@ -56,7 +56,7 @@ def _factors(product: Any, dims: list[int], keepdim: bool = False) -> tuple[Any,
 
 
 def _transposed(turned: Any) -> Any:
-    """The matrix that is transposed if it is a graph input with contiguous rows, else None."""
+    """Return the graph input that `turned` transposes, if its rows are contiguous; else None."""
     match str(getattr(turned, "target", "")):
         case "aten.permute.default" if list(turned.args[1]) == [1, 0]:
             weight = turned.args[0]

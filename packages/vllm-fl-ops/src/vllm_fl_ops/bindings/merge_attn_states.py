@@ -24,7 +24,7 @@ def _is_plain(
     suffix_lse: Tensor,
     prefill_tokens_with_context: int | None,
 ) -> bool:
-    """Return whether results are not quantised, all tokens are merged, and sums are not padded."""
+    """Return whether all tokens merge, without quantised outputs or padded log-sum-exps."""
     tokens = output.shape[0]
     return (
         output.dtype == prefix_output.dtype

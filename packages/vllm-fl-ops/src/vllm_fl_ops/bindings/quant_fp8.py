@@ -139,7 +139,7 @@ def _static(*further: str) -> OperatorTarget:
 
 
 def _dynamic(name: str, only: Selection, *further: str, per_token: bool) -> OperatorTarget:
-    """The target for scales that the operator computes; `further` is the name of their bound."""
+    """The target if the operator computes scales; `further` is the parameter for their bound."""
     return OperatorTarget(
         f"_C::{name}",
         ("result", "input", "scale", *further),

@@ -27,7 +27,7 @@ ALL_EXPERTS, ONE_EXPERT = 1 << 22, 5 << 20
 """Maximum number of weights in a sample: of all experts at the model's size, and of one expert."""
 
 FEW_EXPERTS, NARROW = 4, (128, 64)
-"""Sizes of reduced calls: experts of a call with all features, features of one with all experts."""
+"""Sizes of reduced calls: experts (with all features), and features (with all experts)."""
 
 
 def fused_experts(

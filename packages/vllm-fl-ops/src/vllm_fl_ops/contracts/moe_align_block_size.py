@@ -89,7 +89,10 @@ def moe_align_block_size(
 
 
 def places(numel: Any, block_size: int, num_experts: int, pad_sorted_ids: bool) -> Any:
-    """The length of `sorted_token_ids`. `numel`, of topk_ids, may be symbolic."""
+    """The length of `sorted_token_ids`.
+
+    `numel`, the number of elements of topk_ids, may be symbolic.
+    """
     import torch
 
     most = numel + num_experts * (block_size - 1)

@@ -130,7 +130,7 @@ def table(
 def _positions(
     source: Source, tokens: int, max_position: int, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Positions out of order, repeated after `max_position` tokens."""
+    """Positions that are not in order, and repeat after `max_position` tokens."""
     import torch
 
     ids = torch.arange(tokens, device=source.device) * 31 + 7

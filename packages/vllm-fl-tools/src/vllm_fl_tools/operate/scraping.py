@@ -26,7 +26,7 @@ PATIENCE = 1.0
 """Seconds that a scrape waits for the files. The server answers no other request in this time."""
 
 FRESH = 0.5
-"""The part of `PATIENCE` for the workers to write their current counts."""
+"""Seconds of `PATIENCE` in which the workers write their current counts."""
 
 OURS = "vllm_fl_"
 

@@ -184,7 +184,7 @@ def contract_of(op: str) -> OpSpec:
 
 
 def _installed(op: str) -> RegistrySnapshot:
-    """Return the snapshot with the contract of `op`: of only contracts, or of all plugins."""
+    """Return a snapshot with the contract of `op`. All plugins are loaded only if necessary."""
     known = known_contracts()
     return known if op in known.contracts else get_default_manager().registry.snapshot()
 
@@ -236,7 +236,7 @@ def _relaid(op: str, dtype: str, device: torch.device) -> tuple[Sample, ...]:
 
 
 def _promised(spec: OpSpec, got: Any, args: Sequence[Any]) -> Any:
-    """Return the results in a normal form, identical for results that the contract equates.
+    """Return the results in a normal form, equal for results that the contract treats as equal.
 
     `got` is structured like a result of `spec.fake`.
     """

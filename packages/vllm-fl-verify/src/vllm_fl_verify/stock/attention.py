@@ -43,7 +43,7 @@ ROWS = 32
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """The result for attention layers of one group of vLLM with equal parameters.
+    """The result for the attention layers with equal parameters in one attention group of vLLM.
 
     Args:
         layers: their names.

@@ -78,7 +78,7 @@ class Heads:
     def draw(
         self, rows: int, width: int, size: float, scale: float, generator: torch.Generator
     ) -> Tensor:
-        """Draw normal numbers of this size, or smaller, within the range of the cache."""
+        """Draw normally distributed numbers, of this magnitude if the cache can store them."""
         drawn = torch.randn(rows, self.keys, width, generator=generator, dtype=torch.float64)
         return (drawn * (min(size, 40 * scale) if self.is_coarse else size)).to(self.dtype)
 

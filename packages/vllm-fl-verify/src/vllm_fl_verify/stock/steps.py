@@ -33,7 +33,7 @@ Step = tuple[int, torch.Tensor]
 
 
 class Steps:
-    """Records hidden states of a worker's steps, and compares those of two visits.
+    """Records hidden states of a worker's steps, and compares the states of two visits.
 
     Args:
         worker: vLLM's worker.
