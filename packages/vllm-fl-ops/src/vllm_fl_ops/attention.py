@@ -83,7 +83,7 @@ class InPlanes:
 
 
 def planes_of(kv_cache: torch.Tensor, heads: int, size: int) -> list[torch.Tensor] | None:
-    """Return [keys, values], each (blocks, block_size, heads, size); None if not contiguous.
+    """Return contiguous [keys, values], each (blocks, block_size, heads, size), else None.
 
     Args:
         kv_cache: (2, blocks, block_size, heads, size), or (blocks, 2, block_size, heads * size).

@@ -20,7 +20,7 @@ BLOCKS = 4
 GUARD = 256
 """Number of guard elements before and after each storage.
 
-It is a multiple of all usual alignments.
+The number is a multiple of all usual alignments.
 """
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -46,7 +46,7 @@ of the time is mistaken for the kernel with probability 1 / 4 ** ROUNDS."""
 QUIET = 0.03
 """Minimum seconds of the observation without a call.
 
-After a longer call, it lasts as long as the call.
+After a longer call, it lasts as long as the call, but at most `LONGEST`.
 """
 
 LONGEST = 0.5

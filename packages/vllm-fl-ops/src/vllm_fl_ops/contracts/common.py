@@ -103,7 +103,7 @@ def _reader(attribute: str) -> Callable[[Any], Any]:
 
 
 def activations(source: Source, *shape: int, scale: float) -> torch.Tensor:
-    """Normally distributed x; with `source.large`, some features have the largest activations."""
+    """Normally distributed x; with `source.large`, some features are as large as real outliers."""
     x = source.normal(*shape)
     return source.spiked(*shape, scale=scale, peak=peak(source.dtype)) if source.large else x
 

@@ -29,7 +29,7 @@ from ._other_plugins import neighbours
 __all__ = ["listing"]
 
 ORDERING = frozenset({"config", "platform", "prefer", "table"})
-"""Settings that are not parts: each op with an order is a part of its own."""
+"""Settings that are not parts; the ops that they affect are parts instead."""
 
 
 def listing() -> dict[str, Any]:

@@ -207,9 +207,10 @@ class OpTuning:
     def _slower_to_launch(self, bench: Bench, found: Measured) -> dict[str, str]:
         """Return candidate -> why its launch costs the host more than it saves on the device.
 
-        It is empty for steps that one graph covers, or that the host cannot slow down. The host
-        launches a kernel in a compiled graph as fast as a PyTorch operator, and an opaque operator
-        through Python. Forms are compared separately, because a model may not call each of them.
+        Call it only for steps that no single graph covers, and that the host may slow down. The
+        host launches a kernel in a compiled graph as fast as a PyTorch operator, and an opaque
+        operator through Python. Forms are compared separately, because a model may not call each of
+        them.
         """
         inlined = {
             c.name
