@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["BLOCK_SIZE", "HEAD_SIZES", "supports_attention"]
 
 BLOCK_SIZE = 128
-"""Tokens in a block of the KV cache: the kernel's minimum for prompts, and recommended."""
+"""Tokens in a block of the KV cache: the kernel's minimum for prompts, and the recommended size."""
 
 HEAD_SIZES = (64, 128, 192)
 """Head sizes of the kernel for packed sequences (input_layout TND), from CANN's error message."""

@@ -135,7 +135,9 @@ class Collectives:
         dim: int = 0,
         sizes: list[int] | None = None,
     ) -> torch.Tensor | list[torch.Tensor]:
-        """Like `all_gather`, with `sizes` rows of the ranks. A list is gathered tensor by tensor.
+        """Like `all_gather`, with the number of rows of each rank in `sizes`.
+
+        A list is gathered tensor by tensor.
 
         Raises:
             NotImplementedError: another dimension than the first.
@@ -187,7 +189,7 @@ class Collectives:
         """Run the `P2POp`s of torch.distributed as one group.
 
         Raises:
-            ValueError: a receive buffer is not contiguous, or an op is something else.
+            ValueError: a receive buffer is not contiguous, or an op is neither isend nor irecv.
         """
         with self._together():
             for each in p2p_ops:

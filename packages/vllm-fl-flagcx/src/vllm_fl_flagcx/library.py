@@ -19,7 +19,7 @@ __all__ = ["FlagcxError", "Library", "LibraryError", "find", "load_library", "lo
 
 FILE = "libflagcx.so"
 BELOW = ("build/lib", "lib")
-"""Directories in FLAGCX_PATH: of a build, and of an installation."""
+"""Folders of the library in FLAGCX_PATH: in a build, and in an installation."""
 
 ID_BYTES = 256
 

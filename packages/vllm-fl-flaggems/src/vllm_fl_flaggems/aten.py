@@ -101,7 +101,7 @@ def known_names(gems: Any) -> frozenset[str]:
 def replaceable() -> Collection[str]:
     """Return the names that select PyTorch operators in the lists.
 
-    Empty if FlagGems cannot run here or the lists select none.
+    The result is empty if FlagGems cannot run here, or if the lists select no operators.
     """
     if _wanted(get_default_manager().settings or {}) == () or available() is not True or problem():
         return ()

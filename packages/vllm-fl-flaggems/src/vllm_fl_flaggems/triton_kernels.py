@@ -222,9 +222,9 @@ def _activated(gate, up, ACTIVATION: tl.constexpr):
 def _begin_early(weight_ptr, rows, weight_step, features, LINES: tl.constexpr):
     """Prefetch LINES * 128 bytes of each of these rows to L2, then wait for the previous kernel.
 
-    Before the wait, do not write, and do not read results of kernels. Do not let the next kernel
-    start before the wait: kernels of Inductor only wait for their predecessor, and assume that all
-    earlier kernels have finished.
+    Before the wait, do not write, and do not read results of other kernels. Do not let the next
+    kernel start before the wait: kernels of Inductor only wait for their predecessor, and assume
+    that all earlier kernels have finished.
     """
     line: tl.constexpr = 128 * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
     feature = tl.minimum(tl.arange(0, LINES) * line, features - 1)

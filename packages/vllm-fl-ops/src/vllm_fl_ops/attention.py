@@ -1,4 +1,4 @@
-"""Shared by paged attention backends: request checks, and a cache of all keys, then all values."""
+"""Code of paged attention backends: request checks, and a cache with all keys before all values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def refused(request: AttentionRequest, backend: str, *harmless: str) -> str | No
 
     Args:
         request: the request.
-        backend: how the reason begins.
+        backend: the first words of the reason.
         harmless: the flags that the kernel supports.
     """
     extras, dtype = request.extras, str(request.dtype).removeprefix("torch.")
@@ -45,7 +45,7 @@ def refused(request: AttentionRequest, backend: str, *harmless: str) -> str | No
 
 
 class InPlanes:
-    """Methods of vLLM's `AttentionBackend` for a cache of all keys, then all values."""
+    """Methods of vLLM's `AttentionBackend` for a cache with all keys before all values."""
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
@@ -71,7 +71,7 @@ class InPlanes:
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """(layers, keys and values, blocks, tokens): each plane of a layer is contiguous."""
+        """The layout in which a layer's keys, and its values, are each contiguous."""
         from vllm.v1.kv_cache_interface import KVCacheLayout
 
         return (KVCacheLayout.LHBNC,)
@@ -83,11 +83,11 @@ class InPlanes:
 
 
 def planes_of(kv_cache: torch.Tensor, heads: int, size: int) -> list[torch.Tensor] | None:
-    """Return keys and values, each contiguous (blocks, block_size, heads, size), or None.
+    """Return contiguous [keys, values], each (blocks, block_size, heads, size), else None.
 
     Args:
         kv_cache: (2, blocks, block_size, heads, size), or (blocks, 2, block_size, heads * size).
-        heads, size: of keys.
+        heads, size: number and size of the key heads.
     """
     planes = kv_cache.transpose(0, 1) if kv_cache.ndim == 4 else kv_cache
     is_whole = planes.shape[0] == 2 and planes.shape[3:].numel() == heads * size

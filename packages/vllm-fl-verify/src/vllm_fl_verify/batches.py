@@ -22,8 +22,9 @@ sequences. Its first sequence is longer than two chunks of 64 tokens."""
 
 Order = Literal["consecutive", "drawn", "repeated", "alike"]
 """Order of a batch's rows. `consecutive`: from a random row on, as in vLLM. `drawn`: in random
-order. `repeated`: in random order, each several times, the first one twice. `alike`: the same
-random row for all tokens."""
+order. `repeated`: in random order; some rows, including the first, are repeated at once. `alike`:
+the same random row for all tokens.
+"""
 
 _RUNS = (2, 1, 3, 8, 1, 1)
 
@@ -57,8 +58,9 @@ def rows(count: int, pool: int, generator: torch.Generator, order: Order = "draw
 
 
 def tokens(count: int, vocabulary: int, generator: torch.Generator) -> torch.Tensor:
-    """Return random token ids of a batch: (count,), int64, on the CPU. Of each 32 ids, the first 16
-    contain repeats."""
+    """Return random token ids of a batch: (count,), int64, on the CPU. The first 16 of every 32 ids
+    contain repeats.
+    """
     import torch
 
     ids = torch.randint(vocabulary, (count,), generator=generator, device="cpu")

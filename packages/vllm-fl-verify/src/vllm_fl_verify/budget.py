@@ -1,7 +1,7 @@
 """Limits of verification as numbers of calls instead of seconds.
 
-A call with many bytes equals several calls. The model, the seed and the kind of device therefore
-determine what is verified, but not the machine's speed. Only `Valve` uses a clock.
+A call with many bytes equals several calls. The set of verified calls therefore depends on the
+model, the seed and the kind of device, but not on the machine's speed. Only `Valve` uses a clock.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ class Budget:
         self.left, self.valve = calls, valve
 
     def takes(self, what: str, calls: float = 1.0) -> bool:
-        """Subtract `calls` and return True if any calls are left, even if they are fewer. Otherwise
-        return False. If the valve has closed, its warning includes `what`."""
+        """Subtract `calls` and return True if any calls are left, even fewer than `calls`.
+        Otherwise return False. If the valve has closed, its warning includes `what`.
+        """
         if self.left <= 0 or self.valve.is_closed(what):
             return False
         self.left -= calls

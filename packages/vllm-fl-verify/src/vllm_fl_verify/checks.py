@@ -37,7 +37,8 @@ numbers, and in the tiles that a kernel uses for many rows."""
 
 ORDERS: tuple[Order, ...] = ("consecutive", "drawn", "repeated", "alike")
 """Batches per token count, tried one after the other in the same memory. For more than 64 tokens,
-only the first two are tried, and the third with one row less."""
+only the first three are tried, the third with one row less.
+"""
 
 FREED = 2**21
 """Maximum bytes of a freed block. For larger blocks, the system returns zeroed memory."""
@@ -131,7 +132,7 @@ def _dirty_memory(run: Run) -> Objections:
 
 
 def _over_freed(run: Run, call: Callable[..., Any], *args: Any) -> Any:
-    """Make a call over freed NaN, after a call with other rows has used and freed that memory."""
+    """Make a call that reuses freed memory, which contains NaN or the results for other rows."""
     spec, calls = run.spec, [args]
     if not (spec.whole_batch or run.impl.consumes):
         order = torch.arange(spec.tokens(args)).roll(1)
@@ -148,7 +149,7 @@ def _over_freed(run: Run, call: Callable[..., Any], *args: Any) -> Any:
 
 
 def _further_batches(run: Run) -> Objections:
-    """Compare further token counts within the budget, beginning where different kernels run."""
+    """Compare further token counts within the budget, first those that run different kernels."""
     trials = run.trials
     _, further = token_counts(trials.largest, trials.seed, trials.smallest)
     budget, what = run.request.share(), f"further batches of {run.name}"
@@ -194,7 +195,7 @@ def _takes_some(run: Run) -> Objections:
 
 
 def _warm_up(run: Run) -> Objections:
-    """Compare at the token counts of the warm-up, which compiles the kernels."""
+    """Compare at the token counts of the warm-up, to compile all kernels."""
     budget, what = Budget(run.warm_calls, run.request.valve), f"the warm-up of {run.name}"
     warm = run.role.warm
     for form in run.forms if warm else ():
@@ -246,10 +247,11 @@ def _capture(run: Run, args: tuple[Any, ...]) -> Outcome:
 
 
 def _compiled(run: Run) -> Objections:
-    """Compile the form that the compiler will get, in one graph for all batches. Of an opaque
-    operator, the compiler only sees which arguments are present, and their strides. All contiguous
-    calls are therefore equal for the compiler. An operator that overwrites nothing is only traced,
-    because Inductor lowers it to a call of itself."""
+    """Compile the form that the compiler will get, in one graph for all batches. For an opaque
+    operator, the compiler sees only which arguments are present, and their strides. All contiguous
+    calls are therefore equal for it. An operator that overwrites nothing is only traced, because
+    Inductor's code would only call it.
+    """
     startup, backend = run.startup, run.request.backend
     is_operator = is_opaque(run.impl)
     if is_operator and not run.impl.consumes:
@@ -315,7 +317,7 @@ def _with_nan(run: Run, form: Form, count: int) -> tuple[Any, ...]:
 def _as_compiled(
     run: Run, call: Any, args: Sequence[Any], where: str, *, again: bool
 ) -> CheckedCall:
-    """Call the compiled form. It must not be recompiled for a further batch."""
+    """Call the compiled form. With `again`, a recompilation is an error."""
     lowering = partial(attempt, "it cannot be compiled:", call, *args, refuses=BY_CHAIN)
     with torch._dynamo.config.patch(error_on_recompile=again):
         return (yield from run.at(where, lowering, compiles=True))

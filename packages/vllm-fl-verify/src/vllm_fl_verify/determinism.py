@@ -1,7 +1,7 @@
 """Measurement of determinism: does a row have the same bits in every run and in every batch?
 
-Authors of kernels declare nothing. Both properties are measured on the engine's device, at the
-served model's sizes.
+Kernels do not declare these properties. Both are measured on the engine's device, at the served
+model's sizes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 log = get_logger("engine")
 
 BY_CONTRACT = "its contract determines every bit"
-"""Why an op that only moves numbers is not measured. It is only compared with the oracle."""
+"""Why an op that only moves numbers is not measured; the oracle determines its bits."""
 
 NO_ROWS = "its contract has no result for a single token, so batch invariance cannot be measured"
 
@@ -52,7 +52,7 @@ class Determinism:
 
     Args:
         runs: whether two equal calls have equal bits; None if not measured.
-        batches: whether a row has equal bits in every batch: alone, with others, at a different
+        batches: whether a row has equal bits in every batch: by itself, with others, at a different
             position; None if not measured.
         reason: the first difference, or why `runs` or `batches` was not measured; otherwise empty.
     """
@@ -128,7 +128,7 @@ Verdicts = Generator[Determinism, None, T]
 
 
 class _Measured:
-    """One implementation, and the results for each pool of rows as one batch, in order."""
+    """One implementation, and its results for each pool, computed as one batch in order."""
 
     def __init__(
         self,
@@ -242,8 +242,9 @@ def _differing(mine: torch.Tensor | None, base: torch.Tensor | None) -> int:
 
 
 def variance(request: Request, role: Role, trials: Sequence[Trials]) -> str:
-    """Return why a role must not run if batch invariance is required, or an empty string. `role`
-    must be correct. Its compiled form is measured as well. `trials` has one entry per dtype."""
+    """Return why a role's implementation is not batch-invariant; empty if it is. `role` must be
+    correct. Its compiled form is measured as well. `trials` has one entry per dtype.
+    """
     forms: list[tuple[str, Callable[..., Any] | None]] = [("", None)]
     if role.compiled is not None:
         form = lowered(role.compiled, request.backend)

@@ -24,11 +24,13 @@ TELLING, LOOKED_AT = 64, 4096
 elements."""
 
 SLOPING = 1024
-"""Minimum number of elements to determine a factor."""
+"""Minimum number of elements to determine a constant factor of all results."""
 
 WITHIN_A_STEP = 0.95
-"""Minimum share of results next to the exact number. Only then is a bias caused by the last
-rounding. A scale or a sum of the whole row causes larger errors, possibly in one direction."""
+"""Minimum share of results that differ from the exact number by less than a step. Only then is a
+bias caused by the last rounding. A scale or a sum of the whole row causes larger errors, possibly
+in one direction.
+"""
 
 Tokens = torch.Tensor | None
 """Token numbers of some rows in their batch; None for all rows."""
@@ -69,17 +71,18 @@ class Wanted:
 
     def bias(self, results: OutputTensors) -> float:
         """Return the average bias of results, away from zero, in units of the last place of their
-        dtype. It is about 0 for rounding to nearest, and -0.5 for truncation. NaN if too
-        few elements are rounded, or if too few are within a step."""
+        dtype. It is about 0 for rounding to nearest, and -0.5 for truncation. Return NaN if too few
+        elements are rounded, or if too few are within a step.
+        """
         return math.nan
 
     def slope(self, results: OutputTensors) -> float:
         """Return the factor of results relative to the exact numbers, minus 1: the least-squares
-        fit of a line through 0. NaN for few elements or a fine dtype."""
+        fit of a line through 0. Return NaN for few elements or a dtype that is not in `COARSE`."""
         return math.nan
 
     def farthest(self, results: OutputTensors, tokens: Tokens = None) -> str:
-        """Describe the element with the largest error; args as for `deviation`."""
+        """Describe the element with the largest error; arguments as for `deviation`."""
         return ""
 
     def is_empty(self, results: OutputTensors) -> bool:
@@ -190,7 +193,7 @@ class Near(Wanted):
         return float(shares.max()), int((shares > 1.0).sum())
 
     def shares(self, mine: torch.Tensor) -> torch.Tensor:
-        """Return each element's error relative to the tolerance. 0 for correct NaN and infinity."""
+        """Return each element's error relative to the tolerance; 0 for correct NaN and infinity."""
         error = (mine.to(self.exact.dtype) - self.exact).abs_().div_(self.allowed)
         return error.nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(self._same(mine), 0.0)
 
@@ -401,7 +404,7 @@ def _problem(name: str, share: float, count: int, total: int) -> str:
 
 
 def comparable(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Convert to a comparable dtype: int64, or floating after rounding to `dtype`."""
+    """Convert to int64, or round to `dtype` and convert to a comparable floating-point dtype."""
     if not (dtype or tensor.dtype).is_floating_point:
         return tensor.to(torch.int64)
     tensor = tensor.to(dtype or tensor.dtype)

@@ -31,8 +31,9 @@ class Form:
         self._wanted: dict[bool, list[Wanted | None]] = {}
 
     def _put_zeros(self, sample: Sample) -> None:
-        """Set one row of the activations to zero, because a kernel may skip such a row. Not done if
-        results are ids, because the order of equal numbers is undefined."""
+        """Set one row of the activations to zero, because a kernel may skip such a row. If results
+        are ids, do nothing, because the order of equal numbers is undefined.
+        """
         has_ids = not all(isinstance(o, Within | QuantisedPair) for o in self.spec.outputs)
         rows = () if has_ids else self.spec.with_rows(sample.args).values()
         floats = [x for x in rows if x.is_floating_point() and len(x) > 1]
@@ -61,8 +62,8 @@ class Form:
         """Return the error of a batch's results.
 
         If results have a row per token, or if repeated rows change nothing, the oracle computes
-        only the pool, once. Of equal rows in a batch, only the first is compared with the oracle,
-        and other rows only if their bits differ from it.
+        only the pool, once. If a batch has equal rows, the first is compared with the oracle, and
+        others only if their bits differ from it.
 
         Args:
             large: whether to use the pool of large values.
@@ -118,8 +119,9 @@ class Form:
 
 
 def _differing(got: Any, tokens: torch.Tensor, others: torch.Tensor, count: int) -> torch.Tensor:
-    """Return a mask of tokens with different bits than the equal tokens `others`. This may be
-    correct: at an edge, a kernel uses different tiles."""
+    """Return a mask of tokens with different bits than the equal tokens `others`. Such a difference
+    may be correct, because a kernel uses different tiles at an edge.
+    """
     found = torch.zeros_like(tokens, dtype=torch.bool)
     for part in parts(got):
         if isinstance(part, torch.Tensor) and _has_rows(part, count):

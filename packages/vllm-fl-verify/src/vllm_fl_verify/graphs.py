@@ -23,7 +23,7 @@ def captured(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
             memory of the graph, and each replay overwrites it.
 
     Raises:
-        Exception: the call cannot be captured. If the call raised an exception, this exception.
+        Exception: the call cannot be captured. An exception of the call itself is raised unchanged.
     """
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()
@@ -61,9 +61,10 @@ def captured(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
 
 def _recover(pool: Any) -> None:
     """Make the device usable again after a capture that failed with a CUDA error. Before 2.12,
-    torch's allocator still counts the capture, and raises when it frees memory
-    (pytorch/pytorch#180395). The device's generator stays in the mode of a capture, and draws no
-    numbers until another capture has succeeded."""
+    torch's allocator still counts the failed capture, and raises when it frees memory
+    (pytorch/pytorch#180395). The device's random generator remains in capture mode, and draws no
+    numbers until another capture has succeeded.
+    """
     device = torch.cuda.current_device()
     with contextlib.suppress(RuntimeError):  # torch has ended the capture itself
         torch._C._cuda_endAllocateToPool(device, pool)
@@ -76,7 +77,7 @@ def _recover(pool: Any) -> None:
 def without_graphs(runner: Any) -> Iterator[None]:
     """Inside the block, vLLM's model runner replays no captured graphs.
 
-    Tokens are still padded for them.
+    Batches are still padded to captured sizes.
     """
     with contextlib.ExitStack() as stack:
         for name in ("cudagraph_dispatcher", "cudagraph_manager"):  # older and newer runner

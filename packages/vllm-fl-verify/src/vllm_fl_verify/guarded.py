@@ -15,10 +15,13 @@ from typing import Any
 import torch
 
 BLOCKS = 4
-"""Blocks of each size that `freed_nan` frees: as many as an allocator may keep."""
+"""Number of blocks of each size that `freed_nan` frees: as many as an allocator may keep."""
 
 GUARD = 256
-"""Elements before and after each storage. It is a multiple of all usual alignments."""
+"""Number of guard elements before and after each storage.
+
+The number is a multiple of all usual alignments.
+"""
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -267,8 +270,8 @@ def freed_nan(sizes: Iterable[int], device: torch.device) -> list[Any]:
     """Free blocks of these sizes in bytes, full of NaN. The next allocations reuse them.
 
     Returns:
-        Memory to hold until then. Otherwise an allocator would return freed memory to the system,
-        which returns it zeroed.
+        Memory to keep until these allocations. Otherwise an allocator would return freed memory to
+        the system, which returns it zeroed.
     """
     blocks: list[Any] = []
     for size in sizes:

@@ -22,7 +22,7 @@ Launched = frozenset[tuple[str, int]]
 def launch_edges(
     kernels: Callable[[int], Launched], smallest: int, largest: int, goes_on: Callable[[], bool]
 ) -> Iterator[int]:
-    """Yield each first token count that makes a call launch different kernels than below.
+    """Yield the token counts at which a call launches different kernels than with one token less.
 
     Args:
         kernels: token count -> kernels that a call launches.

@@ -46,9 +46,10 @@ def relaid(spec: OpSpec, samples: Iterable[Sample]) -> Iterator[Sample]:
 
 def enlarged(spec: OpSpec, samples: Iterable[Sample]) -> Iterator[Sample]:
     """Yield samples with few rows, extended to 300 rows by random repetition, with equal strides.
-    If only small samples have an option or a layout, it may be incorrect for more rows. For each
-    set of options and layouts, the first sample that is not too large is used. Contracts with fixed
-    batches have no such samples."""
+    They test options and layouts of small samples with more rows. For each set of options and
+    layouts, the first sample that is not too large is used. Contracts with fixed batches have no
+    such samples.
+    """
     seen = set()
     for sample in () if spec.fixed_batch else samples:
         count, given = spec.tokens(sample.args), tuple(map(_option, sample.args))

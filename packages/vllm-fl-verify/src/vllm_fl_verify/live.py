@@ -45,16 +45,19 @@ from .verification import (
 log = get_logger("engine")
 
 ROWS = 64
-"""Compared rows of a call if each row is independent. The number is small because the oracle
-computes in float64 on the CPU."""
+"""Maximum number of compared rows of a call if each row is independent. The number is small because
+the oracle computes in float64 on the CPU.
+"""
 
 CALLS = 2000.0
-"""Compared calls at startup, weighted by the bytes that are copied. The number is limited because
-the oracle computes in float64 on the CPU."""
+"""Maximum number of compared calls at startup, weighted by the bytes that are copied. The number is
+limited because the oracle computes in float64 on the CPU.
+"""
 
 ROWS_AGAIN, CALLS_AGAIN = 24, 200.0
-"""`ROWS` and `CALLS` when the model is run again. New errors then affect all rows of a call or
-none."""
+"""`ROWS` and `CALLS` when the model is run again. Errors that are new then affect all rows of a
+call or none.
+"""
 
 NO_MEMORY = "out of memory"
 """Why a call was not compared: the call, or copying its arguments, ran out of memory."""
@@ -69,10 +72,10 @@ to them are not detected, and only the values that some rows read are copied (`O
 contract has no `part`, the call is not compared."""
 
 PART = 2**30
-"""Maximum bytes of such a part. It limits the number of compared rows."""
+"""Maximum bytes of an `OpSpec.part`. It limits the number of compared rows."""
 
 PART_ROWS = 8
-"""Maximum rows of such a part. The experts of each row are computed in float64."""
+"""Maximum rows of an `OpSpec.part`. The experts of each row are computed in float64."""
 
 
 @dataclass
@@ -204,8 +207,9 @@ class Live:
 
     @contextmanager
     def _watched(self, impl: OpImpl) -> Iterator[None]:
-        """Note for the next process that the block runs the implementation. Log it if it
-        is slow."""
+        """Record that the block runs the implementation, for the next process if this one crashes.
+        Log a slow block.
+        """
         owner = self.owners.get((impl.op_name, impl.impl_id))
         owner_name = owner.name if owner else ""
         where = f"on live tensors in layer {self._layer}{owner_name and f' of {owner_name}'}"

@@ -160,7 +160,8 @@ def compare_attention(engine: Engine) -> None:
     """Compare the attention layers that backends of plugins compute, on the allocated KV cache.
 
     Raises:
-        StartError: a backend is incorrect on any rank. The layers are built with it.
+        StartError: a backend is incorrect on any rank. It cannot be replaced, because the layers
+            are built with it.
     """
     facts, planned = engine.facts, engine.plan.entries[ATTENTION].classes(AttentionImpl)
     if facts.settings.preflight != "verify" or engine.joins or not planned:
@@ -288,7 +289,7 @@ def _refused(runs: Sequence[Ran]) -> dict[Key, str]:
 
 
 def _not_called(plan: Plan, runs: Sequence[Ran]) -> dict[str, str]:
-    """Return op -> reason, for ops that the runs show to be uncalled on all ranks."""
+    """Return op -> reason, for ops that no rank called in its runs."""
     known = frozenset[str]().union(*(ran.reached | ran.possible for ran in runs))
     why = "a run of the model did not call it"
     planned = (op for op, entry in plan.entries.items() if entry.impls)

@@ -101,9 +101,10 @@ class Checks:
         )
 
     def _warm_counts(self, entry: PlanEntry, impl: OpImpl) -> list[int]:
-        """Return the warm-up's token counts for `impl`, if it is the first choice at these counts.
-        Plain PyTorch compiles nothing when called, and traced code is part of the model's graph, so
-        neither has a warm-up."""
+        """Return the warm-up's token counts at which `impl` is the first choice. Plain PyTorch and
+        traced code have no warm-up: PyTorch compiles nothing, and traced code is part of the
+        model's graph.
+        """
         sizes = self.facts.sizes
         if sizes is None or not is_opaque(impl):
             return []
@@ -115,9 +116,10 @@ class Checks:
         ]
 
     def _captured_tokens(self, plan: Plan, impl: OpImpl, least: int, most: float) -> int:
-        """Return the size at which to capture `impl` in a graph, in tokens, or 0. The compiler
-        replaces traced code. Operators and functions outside layers, such as cache writes, may run
-        between graphs, so they need not be capturable."""
+        """Return the size at which to capture `impl` in a graph, in tokens, or 0. Traced code is
+        not captured, because the compiler replaces it. Operators and functions outside layers, such
+        as cache writes, may run between graphs, so they need not be capturable.
+        """
         if self.device.type != "cuda" or (plan.mode == "compiled" and not is_opaque(impl)):
             return 0
         known = (n for n in self.facts.captured if least <= n <= min(most, probe.TOKENS))
@@ -153,7 +155,7 @@ def lowering(facts: EngineFacts, device: torch.device) -> str:
 
 
 def checks_of(engine: Engine) -> Checks:
-    """Return the engine's `Checks`. The first call creates them."""
+    """Return the engine's `Checks`. The first call creates the object."""
     found: Checks = engine.state.get(Checks) or engine.state.setdefault(Checks, Checks(engine))
     return found
 

@@ -50,8 +50,8 @@ def wanted_of(spec: OpSpec, sample: Sample, *, tokens: int | None = None) -> lis
         tokens: the number of rows that every result must have; None for any number.
 
     Returns:
-        One item per output. For an output that is missing in this call, None for each of its
-            results.
+        One item per output. An output that is missing in this call has None for each of its
+        results.
 
     Raises:
         ValueError: the contract contradicts itself. The message explains how.
@@ -126,7 +126,7 @@ def _each_wanted(
 
 
 def _given(spec: OpSpec, args: Sequence[Any]) -> int:
-    """Return the number of results of the variant for compiled code, or 0."""
+    """Return the number of results of the contract's variant for these arguments, or 0."""
     absent = {name for name, arg in spec.named(args).items() if arg is None}
     takes = [v for v in spec.variants if absent.issuperset({*spec.parameters} - {*v.parameters})]
     fewest = min(takes, key=lambda v: len(v.parameters), default=None)

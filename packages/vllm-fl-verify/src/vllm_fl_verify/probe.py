@@ -28,11 +28,12 @@ TOKENS = 256
 
 FORWARD_SIZES = (TOKENS, 17, 16, 1)
 """Tokens of the forwards: prompts, a step with some decoding sequences, the step after a request
-has finished, and one token. There are several, because kernels are chosen by size. Just-in-time
-compilation then happens at startup."""
+has finished, and one token. There are several, because kernels are chosen by number of tokens.
+Just-in-time compilation then happens at startup.
+"""
 
 SEED = 20261122
-"""Equal on all ranks of an engine, which must use the same tokens."""
+"""Seed of random tokens, which must be equal on all ranks of an engine."""
 
 
 _NAMES_OF_POSITIONS = re.compile(r"wpe|pos_emb.*|.*position.*")
@@ -171,7 +172,7 @@ class _Inputs:
         return torch.stack(drawn).view(like.shape).to(like)
 
     def _normal(self, like: torch.Tensor) -> torch.Tensor:
-        """Return normal numbers. They are equal in all layers with this shape."""
+        """Return normally distributed numbers, which are equal in all layers with this shape."""
         shape = tuple(like.shape)
         if shape not in self._noise:
             drawn = torch.randn(shape, generator=self._generator, dtype=torch.float32)

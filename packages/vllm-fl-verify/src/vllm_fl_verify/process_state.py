@@ -1,8 +1,8 @@
 """State of the process that a kernel must not change.
 
-This is torch's modes, switches and random numbers, the working directory, signal handlers and
-limits, Python's garbage collector and logging. The grad mode is not included, because kernels are
-called in inference mode, which restores it.
+It consists of torch's modes, switches and random numbers, the working directory, signal handlers
+and limits, Python's garbage collector and logging. The grad mode is not included, because kernels
+are called in inference mode, which restores it.
 
 A change is attributed to the kernel unless it also happens while the kernel is not called. In that
 case it belongs to another thread and is not restored. Any thread may advance the random number
@@ -44,7 +44,10 @@ ROUNDS = 6
 of the time is mistaken for the kernel with probability 1 / 4 ** ROUNDS."""
 
 QUIET = 0.03
-"""Minimum seconds without a call. After a longer call, its duration."""
+"""Minimum seconds of the observation without a call.
+
+After a longer call, it lasts as long as the call, but at most `LONGEST`.
+"""
 
 LONGEST = 0.5
 
@@ -229,7 +232,7 @@ def _set_device(place: torch.device) -> None:
 
 
 def _is_left_on(mode: object) -> bool:
-    """Whether it is the device of a block and was not set by `torch.set_default_device`."""
+    """Whether a mode is the device of a `with` block, not of `torch.set_default_device`."""
     default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     return isinstance(mode, DeviceContext) and mode is not default
 
@@ -318,7 +321,7 @@ PRECISIONS = (
     ("mkldnn", "all"),
     *((backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")),
 )
-"""Names with an `fp32_precision`. Names without a value use the value of `all`."""
+"""Names with an `fp32_precision`. If a name has no value, the value of `all` applies."""
 
 
 def _precisions() -> Iterator[_Piece]:

@@ -56,8 +56,9 @@ def _calling(impl: OpImpl, fn: Callable[..., Any], supports: Callable[..., Any] 
 
 
 def computes(plan: Plan, impl: OpImpl) -> bool:
-    """Whether a guard's candidate itself computes its op for a plan. vLLM's implementation is not
-    part of the plan, and in an opaque operator a different guard computes."""
+    """Whether a guard's candidate computes its op itself, as an implementation of the plan. vLLM's
+    implementation is not part of the plan, and an opaque operator calls another guard.
+    """
     entry = plan.entries.get(impl.op_name)
     own = next((i for i in entry.impls if i.impl_id == impl.impl_id), None) if entry else None
     if entry is None or own is None:

@@ -39,7 +39,8 @@ def sampling_session(engine: Engine) -> Iterator[None]:
 
 def start_sampling(engine: Engine) -> Canary | None:
     """Begin to sample steps of an engine after its warm-up, if configured and possible. Replaces
-    the method on the model runner object, which Ray's executor also calls."""
+    `execute_model` of the model runner object, which Ray's executor also calls.
+    """
     settings, worker, model = engine.facts.settings, engine.worker, engine.model
     if settings.shadow is None:
         return None

@@ -56,7 +56,7 @@ SMALLEST = sys.float_info.min
 log = get_logger("engine")
 
 BucketKey = tuple[str, str, int]
-"""(op, impl id, maximum tokens of the bucket, a power of two)."""
+"""(op, impl id, the bucket's maximum number of tokens, which is a power of two)."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,13 @@ class Shadow:
         self.too_large: Counter[str] = Counter()
         """Op -> number of calls that were due but too large to compare."""
         self._turns: Counter[BucketKey] = Counter()
-        """Number of sampled steps with calls of a key."""
+        """Key -> number of sampled steps with its calls."""
         self._most = 0
         """Maximum number of calls in a sampled step."""
         self._every = 1
-        """Every n-th call of a key in a step is compared."""
+        """Distance between compared calls of a key, in calls."""
         self._at: Counter[BucketKey] = Counter()
-        """Number of this step's calls per key."""
+        """Key -> number of its calls in this step."""
         self.kept: dict[tuple[str, str], str] = {}
         """(op, impl id) -> where its first incorrect call was kept, for messages."""
         self._on_device: list[tuple[BucketKey, list[torch.Tensor]]] = []
@@ -235,7 +235,10 @@ class Shadow:
         return None
 
     def _turn(self, key: BucketKey) -> int | None:
-        """Count a call. Return the running number of its turn, or None if it is not due."""
+        """Count a call.
+
+        Return None if it is not due, otherwise the number of due calls before it.
+        """
         at = self._turns[key] + self._at[key]
         self._at[key] += 1
         # If a step has more calls than any previous one, its excess calls are skipped.

@@ -75,7 +75,7 @@ def fused_experts(
 def _multiplied(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Multiply each expert's rows by its matrix.
 
-    Rows are sorted by expert; `counts` has their numbers.
+    Rows are sorted by expert; `counts` has the number of rows of each expert.
     """
     (product,) = torch.ops.npu.npu_grouped_matmul.default(
         [rows],

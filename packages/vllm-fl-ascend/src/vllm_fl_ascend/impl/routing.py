@@ -22,8 +22,8 @@ def moe_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each token's experts with the highest scores, by `npu_moe_gating_top_k`, in fp32.
 
-    From 3 to 2048 experts. Sigmoid is supported only with `renormalize`; an unknown score raises
-    KeyError.
+    Supports 3 to 2048 experts. Sigmoid is supported only with `renormalize`; an unknown score
+    raises KeyError.
     """
     groups = (1, 1, 0)
     scale = (renormalize, scoring_func, routed_scaling_factor)

@@ -29,7 +29,7 @@ from ..loading import flag_gems
 __all__ = ["AttentionFLBackend", "AttentionFLImpl", "AttentionFLMetadataBuilder"]
 
 MOST_ELEMENTS = 2**31 - 1
-"""FlagGems's kernel indexes the keys of a layer, and the values, with 32-bit integers."""
+"""Maximum elements of a layer's keys, or values: FlagGems's kernel uses 32-bit indices."""
 
 log = get_logger("flaggems")
 

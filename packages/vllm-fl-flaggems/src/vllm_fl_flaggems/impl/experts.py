@@ -55,7 +55,10 @@ def fused_experts(
 
 @cache
 def _kernels() -> Any:
-    """Return FlagGems's module. Its warnings repeat in every call, but are logged only once."""
+    """Return FlagGems's module.
+
+    The module repeats its warnings in every call; each is logged only once.
+    """
     module = flag_gems_module("fused.fused_moe")
     said: set[str] = set()
 

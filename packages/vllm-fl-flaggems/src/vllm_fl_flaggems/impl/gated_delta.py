@@ -17,11 +17,12 @@ from . import implementation
 __all__ = ["OPS", "recurrent_gated_delta_rule"]
 
 LENGTH_EPSILON = 1e-6
-"""Added by the kernels to the squared length of a head when they normalise it."""
+"""The number that the kernels add to the squared length of a head when they normalise it."""
 
 MOST_WITH_KEYS_FIRST = 64
-"""Maximum number of tokens with states (key, value) in FlagGems 5.0.2. Above it, they are (value,
-key)."""
+"""Maximum number of tokens with states (key, value) in FlagGems 5.0.2. With more tokens, they are
+(value, key).
+"""
 
 
 def recurrent_gated_delta_rule(

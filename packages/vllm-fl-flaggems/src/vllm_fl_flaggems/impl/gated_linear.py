@@ -65,7 +65,7 @@ def _gated(
 def _tile(outputs: int, tokens: int) -> Tile:
     """Return the fastest tile for the shapes of ten models on an H100 (2026-11-27).
 
-    Tile(32, 128, 4) is used if all of its programs run at once, which are three per multiprocessor.
+    Tile(32, 128, 4) is used only if all of its programs run at once, at three per multiprocessor.
     """
     programs = -(-outputs // 32)
     if programs <= PROCESSORS:

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 MOST_TOKENS = 64
-"""Maximum number of tokens. For more, PyTorch's product is as fast or faster."""
+"""Maximum number of tokens. For more tokens, PyTorch's product is as fast or faster."""
 
 WEIGHT_ROWS = 64
 """Weight rows per program: the number that one tensor core instruction on Hopper multiplies."""

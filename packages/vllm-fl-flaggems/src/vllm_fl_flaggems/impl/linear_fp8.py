@@ -26,11 +26,12 @@ from .linear import (
 __all__ = ["MOST_TOKENS", "OPS", "linear_fp8"]
 
 MOST_TOKENS = 32
-"""Maximum number of tokens. For more, vLLM's product is as fast or faster."""
+"""Maximum number of tokens. For more tokens, vLLM's product is as fast or faster."""
 
 MANY_OUTPUTS = 10_240
-"""Minimum number of outputs for several programs at a time per multiprocessor. Their blocks are
-shorter."""
+"""Minimum number of outputs for several concurrent programs per multiprocessor. Their blocks are
+shorter.
+"""
 
 FEW_OUTPUTS, MANY_FEATURES = 3072, 4096
 """With fewer outputs and more features, vLLM's product of several tokens is faster, because it

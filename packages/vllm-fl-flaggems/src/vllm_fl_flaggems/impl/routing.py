@@ -21,8 +21,9 @@ MOST = 32
 """Maximum experts per token, and maximum groups, of the kernels."""
 
 MOST_EXPERTS = 1024
-"""Maximum number of experts. The kernel without groups silently ignores a token's logits beyond
-it."""
+"""Maximum number of experts. The kernel without groups silently ignores the logits of further
+experts.
+"""
 
 
 def moe_topk(

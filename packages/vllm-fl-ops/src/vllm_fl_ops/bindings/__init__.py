@@ -1,2 +1,1 @@
-"""Bindings of the ops to vLLM: a module for each op or family, named after it, with its
-`BINDING`."""
+"""Bindings of the ops to vLLM: a module named after each op or family, with its `BINDING`."""

@@ -1,4 +1,4 @@
-"""Builders of the bindings of activations: layers, and operators that write to a given tensor."""
+"""Make the bindings of activations, for layers and for operators with an output argument."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def activation_binding(
 
     Args:
         layer: the name of vLLM's class, such as `SiluAndMul`.
-        native: vLLM's implementation, by the contract's parameters.
+        native: vLLM's implementation, called with the contract's parameters.
         more_targets: operators of vLLM, and its hardware-agnostic layer.
         not_reached, when, more: see `Binding`.
-        sizes: in addition to the width of an MLP.
+        sizes: rules for sizes other than the width of an MLP.
     """
     is_everywhere = any(target.needs_layer for target in more_targets)
     in_tree = LayerTarget(f"vllm.model_executor.layers.activation.{layer}", native)
@@ -52,13 +52,13 @@ def activation_binding(
 def activation_operator(
     name: str, *numbers: str, out: str = "out", **constants: Any
 ) -> OperatorTarget:
-    """Return the target of an op (x, numbers) in an operator (out, input, numbers).
+    """Return the target for an op f(x, numbers) in vLLM's operator f(out, input, numbers).
 
     Args:
         name: the operator, such as `_C::silu_and_mul`.
-        numbers: its further parameters.
-        out: its first parameter.
-        constants: the contract's parameters that the operator fixes.
+        numbers: the operator's parameters after `input`.
+        out: the operator's first parameter.
+        constants: values of the contract's parameters that the operator lacks.
     """
     route = Route(args={"x": "input"}, constants=constants, out=out)
     return OperatorTarget(name, (out, "input", *numbers), route, tokens="input")

@@ -1,4 +1,4 @@
-"""Helpers for the bindings of paged caches: which calls have an unquantised cache."""
+"""Helpers for the bindings of paged caches."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ def holds_as_is(kv_cache_dtype: str, cache: Tensor, rows: Tensor) -> bool:
 
 
 def without_padding(rows: Tensor, tokens: int) -> Tensor:
-    """Return the rows that have a slot, because vLLM's CUDA graphs pad rows, but not slots."""
+    """Return the rows that have a slot. vLLM's CUDA graphs pad rows, but not slots."""
     return rows if rows.shape[0] == tokens else rows[:tokens]
 
 
 def no_scale(slot_mapping: Tensor) -> Tensor:
-    """Return an uninitialised scale. Kernels require it but do not read it; a value would cost a
-    launch per layer."""
+    """Return an uninitialised scale. Kernels require it but do not read it. Setting its value would
+    cost a launch per layer.
+    """
     import torch
 
     return torch.empty(1, dtype=torch.float32, device=slot_mapping.device)

@@ -21,7 +21,7 @@ __all__ = [
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TAKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 _WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size")
-"""Names in configurations: the number of experts, of experts per token, and an expert's width."""
+"""Configuration names of the number of experts, the number per token, and an expert's width."""
 
 
 def may_have_experts(config: Any) -> bool:
@@ -38,11 +38,11 @@ def _named(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def first(config: Any, names: tuple[str, ...]) -> int:
-    """Return the first of these numbers that the configuration has. From a list, return the number
-    of the first layer.
+    """Return the first of these numbers that the configuration has. If it has one per layer, use
+    the first layer's.
 
     Raises:
-        StopIteration: the configuration does not have them.
+        StopIteration: the configuration has none of them.
     """
     text = config.model_config.hf_text_config
     value = next(v for name in names if (v := getattr(text, name, None)))
@@ -50,7 +50,7 @@ def first(config: Any, names: tuple[str, ...]) -> int:
 
 
 def _intermediate(config: Any) -> int:
-    """Features of one half of an expert on one rank. Expert parallelism does not divide them."""
+    """Width of an expert's gate projection on one rank. Expert parallelism does not divide it."""
     parallel = config.parallel_config
     try:
         width = first(config, _WIDTHS)
@@ -64,7 +64,7 @@ def _intermediate(config: Any) -> int:
 
 
 def _shared(config: Any) -> int:
-    """Features of one half of the shared experts on one rank; 0 without shared experts."""
+    """Width of the shared experts' gate projection on one rank; 0 without shared experts."""
     text = config.model_config.hf_text_config
     width = getattr(text, "shared_expert_intermediate_size", None)
     if not width:

@@ -54,15 +54,14 @@ a parameter for it."""
 def has_states(config: Any) -> bool:
     """Return whether a model keeps states, with or without a KV cache.
 
-    vLLM determines this from the model's class. Configurations name the kinds of states
-    differently.
+    vLLM determines this from the model's class, because names in configurations differ.
     """
     model = config.model_config
     return bool(model.is_hybrid or model.is_attention_free)
 
 
 def activation_of(activation: bool | str | None) -> str | None:
-    """The contracts' name for an activation in vLLM's short convolutions."""
+    """Return the contracts' name of an activation in vLLM's short convolutions."""
     return "silu" if activation in (True, "silu", "swish") else None
 
 
@@ -77,7 +76,7 @@ _KERNELS = (
 _STATES = ("mamba_d_state", "ssm_state_size", "state_size", "mamba_state_dim")
 _GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
 _BIASES = ("mamba_conv_bias", "use_conv_bias", "conv_bias")
-"""Names of the sizes of Mamba and of other short convolutions in configurations."""
+"""Configuration names of the sizes of Mamba and of other short convolutions."""
 
 
 def _text(config: Any) -> Any:
@@ -89,7 +88,7 @@ def _ranks(config: Any) -> int:
 
 
 def mamba_width(config: Any) -> int:
-    """Features of a Mamba layer's inner width, over all ranks."""
+    """Inner width of a Mamba layer, for all ranks together."""
     text = _text(config)
     whole = first_set(text, ("mamba_d_ssm", "mamba_intermediate_size"))
     if whole is None:

@@ -20,13 +20,14 @@ def has_paged_attention(config: Any) -> bool:
 
 
 def is_multimodal(config: Any) -> bool:
-    """Return whether the model takes images or sound. Configurations often omit its encoders'
-    activations."""
+    """Return whether the model takes images or sound. Configurations often omit the activations of
+    its encoders.
+    """
     return bool(config.model_config.is_multimodal_model)
 
 
 def mentions(word: str, *, or_multimodal: bool = False) -> Callable[[Any], bool]:
-    """Return the condition that `word` is in the name or the value of a setting of the model.
+    """Return a function that checks a model for a setting with `word` in its name or value.
 
     Activations have many such names: `hidden_act`, `activation_function`, `projector_hidden_act`.
 

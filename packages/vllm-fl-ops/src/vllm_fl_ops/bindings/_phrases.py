@@ -1,4 +1,4 @@
-"""Phrases that several bindings share, and names written as text."""
+"""Phrases that several bindings share, and a function that splits a list of names."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ HW_AGNOSTIC = (
 
 
 def names(text: str) -> tuple[str, ...]:
-    """The parameters of a vLLM function, written as in a signature: `x, weight, bias`."""
+    """Split a vLLM function's parameters, written as in its signature: `x, weight, bias`."""
     return tuple(text.split(", "))

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 __all__ = ["LAYER_ATTRIBUTES", "ROTATION", "ROPE_TABLES", "cos_sin_halves"]
 
 ROPE_TABLES = ("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT",)
-"""vLLM's table of rotary embeddings by their sizes."""
+"""vLLM's dictionary of the rotary embeddings that it has built."""
 
 _BASE = "vllm.model_executor.layers.rotary_embedding.base"
 LAYER_ATTRIBUTES = tuple(
@@ -25,8 +25,9 @@ ROTATION = f"{_BASE}:RotaryEmbedding.forward_static"
 
 
 def cos_sin_halves() -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """Return a function from a layer's cache to its views (cos, sin), the same objects at every
-    step."""
+    """Return a function from a layer's cache to its two halves (cos, sin), which it creates only
+    once.
+    """
     from torch.compiler import is_compiling
 
     known: Tensor | None = None

@@ -10,7 +10,7 @@ __all__ = ["EXPERT_GROUPS", "GROUPS_OF_A_TOKEN"]
 
 _GROUPS = ("n_group", "num_expert_group", "moe_n_group")
 _TAKEN = ("topk_group", "num_limited_groups", "moe_topk_group")
-"""Names in configurations: the number of groups, and of groups per token."""
+"""Configuration names of the number of groups, and of the number of groups per token."""
 
 
 EXPERT_GROUPS = SizeRule("expert_groups", lambda config: first(config, _GROUPS), 8, in_kit=False)

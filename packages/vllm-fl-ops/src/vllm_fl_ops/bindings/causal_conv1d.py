@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["BINDING"]
 
 PAD_SLOT = -1
-"""Padding in vLLM's function by default, in addition to its null block."""
+"""The slot of padding in vLLM's function by default, in addition to its null block."""
 
 TAKEN = names(
     "x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state, activation, "
@@ -25,7 +25,7 @@ PER_BLOCK = names(
     "block_idx_first_scheduled_token, block_idx_last_scheduled_token, initial_state_idx, "
     "num_computed_tokens"
 )
-"""Parameters of releases up to 0.32 for states that are cached per block of a sequence."""
+"""Parameters of vLLM up to 0.32 for states that are cached per block of a sequence."""
 
 
 def _is_plain(
@@ -60,7 +60,7 @@ def _left(results: tuple[Tensor, Tensor], conv_states: Tensor) -> Tensor:
 
 
 def _target(paths: tuple[str, ...], *further: str) -> FunctionTarget:
-    """The target of one release; `further` are its parameters after `TAKEN`."""
+    """The target for one release of vLLM; `further` are its parameters in addition to `TAKEN`."""
     return FunctionTarget(
         paths,
         (*TAKEN, *further),

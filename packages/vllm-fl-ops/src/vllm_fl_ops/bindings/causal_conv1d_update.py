@@ -35,13 +35,13 @@ def _is_one_each(
 
 
 def _over_x(results: tuple[Tensor, Tensor], x: Tensor, conv_state: Tensor) -> Tensor:
-    """Write the result over x, like vLLM's function."""
+    """Write the result into x, like vLLM's function."""
     put((x, conv_state), results)
     return x
 
 
 def _beside_x(results: tuple[Tensor, Tensor], conv_state: Tensor) -> Tensor:
-    """Return the result without changing x, like the CPU build's operator, despite its schema."""
+    """Return the result and keep x, like the CPU build's operator (though its schema mutates x)."""
     out, after = results
     put(conv_state, after)
     return out

@@ -25,7 +25,7 @@ def _native(
     cu_seqlens: Tensor,
     epsilon: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """vLLM's Triton kernels, which take the state in float32."""
+    """Call vLLM's Triton kernels, and return the state in its original dtype."""
     from vllm.third_party.flash_linear_attention.ops import chunk_gated_delta_rule
 
     if epsilon not in (None, FLA_EPSILON):
@@ -44,7 +44,7 @@ def _native(
 
 
 def _as_layer(layer: Any, op: Bound) -> Bound:
-    """Adapt the op to vLLM's layer, with a batch dimension before the tokens, and flags."""
+    """Adapt the op to vLLM's layer, which has a batch dimension before the tokens, and flags."""
 
     def forward(
         q: Tensor,

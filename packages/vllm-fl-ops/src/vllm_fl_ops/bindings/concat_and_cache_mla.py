@@ -27,7 +27,7 @@ def _fits(k_pe: Tensor, slot_mapping: Tensor) -> bool:
 def _is_written(kv_cache_dtype: str, kv_cache: Tensor, kv_c_normed: Tensor) -> bool:
     """Return whether a cache exists, and stores the rows unchanged.
 
-    To measure memory, vLLM runs the model before the cache exists. Its function then returns at
+    To measure memory, vLLM runs the model before the cache exists. vLLM's function then returns at
     once.
     """
     return bool(kv_cache.numel()) and holds_as_is(kv_cache_dtype, kv_cache, kv_c_normed)

@@ -50,7 +50,7 @@ def _answering(call: tuple[Any, ...]) -> Iterator[None]:
 
 
 def _weights(topk_weights: Tensor, on_input: bool) -> Tensor:
-    """The op's weights. vLLM applies weights on the input before it calls its kernels."""
+    """The weights for the op: 1 if vLLM has already multiplied the input by the weights."""
     return topk_weights.new_ones(topk_weights.shape) if on_input else topk_weights
 
 

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["BINDING"]
 
 GATE = "gate"
-"""The gate in a formula. A formula is an operator with its arguments (numbers, the gate, formulas),
-and a dictionary of keyword arguments at the end if there are any."""
+"""The gate in a formula. A formula is a tuple: an operator, its arguments (numbers, the gate,
+formulas), and last a dictionary of keyword arguments, if there are any.
+"""
 
 CONVERTED = "prims.convert_element_type.default"
 
@@ -35,10 +36,11 @@ def _gated_product(
     """Return the binding of a product with an activation.
 
     Args:
-        part: the activation's op. It keeps vLLM's implementation if this op is planned.
-        activation: of the gate, by PyTorch.
-        formulas: its forms in graphs: decomposed by Inductor, and as one operator. The decomposed
-            form computes half precision in float32 and converts the result.
+        part: the activation's op. It keeps vLLM's implementation if the op of the product is
+            planned.
+        activation: the activation in PyTorch.
+        formulas: the activation in graphs: decomposed by Inductor, and as one operator. If
+            decomposed, half precision is computed in float32 and the result converted.
         has_it: VllmConfig -> whether the model has an MLP with this activation.
     """
 
@@ -70,7 +72,7 @@ def _gated_product(
 
 
 def _find(formulas: tuple[Any, ...], node: Any) -> tuple[Any, ...] | None:
-    """Return x and weight of activation(gate) * up, or None.
+    """Return x and weight if the node is activation(gate) * up, else None.
 
     gate and up must be the halves of a product that nothing else reads.
     """
@@ -95,7 +97,7 @@ def _is_read_by(node: Any, product: Any) -> bool:
 
 
 def _gate_of(activated: Any, formula: Any) -> Any:
-    """The gate of an activation, or None."""
+    """The gate if a node is its activation by this formula, else None."""
     result = activated.args[0] if _target(activated) == CONVERTED else activated
     gates: dict[Any, None] = {}
     if not _is(result, formula, gates) or len(gates) != 1:
@@ -106,8 +108,9 @@ def _gate_of(activated: Any, formula: Any) -> Any:
 
 
 def _is(part: Any, formula: Any, gates: dict[Any, None]) -> bool:
-    """Return whether a node computes a formula, or a number equals it. Adds the gates of the node
-    to `gates`."""
+    """Return whether `part` computes a formula, or is the same number. Adds the nodes at the gate's
+    place to `gates`.
+    """
     if formula is GATE:
         gates[part] = None
         return True
@@ -145,13 +148,13 @@ def _sliced(
 
 
 def _split(parts: Any, at: int) -> tuple[Any, bool, bool]:
-    """Like `_sliced`, for a part of a split."""
+    """Return the same as `_sliced`, for a part of a split."""
     is_split = _target(parts) in ("aten.split.Tensor", "aten.split_with_sizes.default")
     return parts.args[0] if is_split else None, is_split and at == 0, is_split and at == 1
 
 
 def _width(matrix: Any) -> int:
-    """Columns of a matrix; 0 if unknown, or if it is not a matrix."""
+    """The number of columns of a matrix; 0 if unknown, or for other tensors."""
     match [*getattr(matrix.meta["val"], "shape", ())]:
         case [_, int(columns)]:
             return columns
@@ -163,7 +166,7 @@ def _target(node: Any) -> str:
 
 
 def _has_silu(config: Any) -> bool:
-    """Return whether the configuration has silu, or (for ChatGLM and LFM2) no activation."""
+    """Return whether the configuration names silu, or (for ChatGLM and LFM2) no activation."""
     named = [word for word in ("silu", "swiglu", "_act", "activation") if mentions(word)(config)]
     return not named or named[0] in ("silu", "swiglu")
 

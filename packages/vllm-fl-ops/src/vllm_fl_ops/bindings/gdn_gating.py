@@ -1,4 +1,4 @@
-"""Binding of `gdn_gating`: before the chunked delta rule, in vLLM's CPU build."""
+"""Binding of `gdn_gating`: called before the chunked delta rule in vLLM's CPU build."""
 
 from __future__ import annotations
 

@@ -27,8 +27,7 @@ def _native(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def product_of(node: Any) -> tuple[Any, ...] | None:
-    """x, weight and bias of a product with a transposed weight that is an input of the graph, or
-    None."""
+    """x, weight and bias of a product if its weight is a transposed graph input, else None."""
     if node.kwargs:  # factors of a sum, or another result dtype
         return None
     x: Any
@@ -47,7 +46,7 @@ def product_of(node: Any) -> tuple[Any, ...] | None:
 
 
 def _factors(product: Any, dims: list[int], keepdim: bool = False) -> tuple[Any, Any]:
-    """x and the turned weight of `(x.unsqueeze(2) * turned.unsqueeze(0)).sum(1)`, or two None."""
+    """x and transposed weight of `(x.unsqueeze(2) * turned.unsqueeze(0)).sum(1)`, or two None."""
     if dims == [1] and not keepdim and str(product.target) == "aten.mul.Tensor":
         match [(str(getattr(part, "target", "")), part) for part in product.args]:
             case [("aten.unsqueeze.default", x), ("aten.unsqueeze.default", turned)]:
@@ -57,7 +56,7 @@ def _factors(product: Any, dims: list[int], keepdim: bool = False) -> tuple[Any,
 
 
 def _transposed(turned: Any) -> Any:
-    """The transposed matrix, if it is an input of the graph with contiguous rows, or None."""
+    """Return the graph input that `turned` transposes, if its rows are contiguous; else None."""
     match str(getattr(turned, "target", "")):
         case "aten.permute.default" if list(turned.args[1]) == [1, 0]:
             weight = turned.args[0]
@@ -71,8 +70,9 @@ def _transposed(turned: Any) -> Any:
 
 
 def _dense_intermediate(config: Any) -> int:
-    """Features of one half of the MLP; 0 for a mixture of experts, even if some layers have an
-    MLP."""
+    """Width of the MLP's gate projection; 0 for a mixture of experts, even if some layers have an
+    MLP.
+    """
     return 0 if may_have_experts(config) else int(INTERMEDIATE.ask(config))
 
 

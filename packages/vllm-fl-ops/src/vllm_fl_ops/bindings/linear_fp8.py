@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 __all__ = ["BINDING"]
 
 W8A8 = ("fp8", "fbgemm_fp8", "ptpc_fp8", "fp8_per_tensor", "fp8_per_channel", "online")
-"""vLLM's names of methods that make all linear layers fp8. The last three quantise while
-loading."""
+"""vLLM's names of quantisation methods that make all linear layers fp8. The last three quantise
+while loading.
+"""
 
 
 def _native(
@@ -35,7 +36,7 @@ def _native(
 
 
 def _find(node: Any) -> tuple[Any, ...] | None:
-    """The contract's arguments of an fp8 product without block scales, or None."""
+    """The op's arguments if a node is an fp8 product without block scales, else None."""
     import torch
 
     given = node.kwargs
@@ -84,7 +85,7 @@ def _may_have(config: Any) -> bool:
 
 
 def _is_w8a8(group: Any) -> bool:
-    """Return whether a compressed-tensors group of layers has such weights and activations."""
+    """Return whether a compressed-tensors group of layers has fp8 weights and activations."""
     weights, activations = group["weights"], group.get("input_activations") or {}
     is_fp8 = all(
         (part.get("type"), part.get("num_bits")) == ("float", 8) for part in (weights, activations)

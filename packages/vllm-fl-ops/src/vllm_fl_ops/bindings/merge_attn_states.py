@@ -24,7 +24,7 @@ def _is_plain(
     suffix_lse: Tensor,
     prefill_tokens_with_context: int | None,
 ) -> bool:
-    """Return whether nothing is quantised, no other tokens are copied, and no sums are padded."""
+    """Return whether all tokens merge, without quantised outputs or padded log-sum-exps."""
     tokens = output.shape[0]
     return (
         output.dtype == prefix_output.dtype
@@ -34,7 +34,7 @@ def _is_plain(
 
 
 def _heads_first(results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The results with heads before tokens in log-sum-exps, for vLLM."""
+    """The results in vLLM's layout: log-sum-exps have heads before tokens."""
     output, sums = results
     return output, sums.T
 

@@ -31,7 +31,7 @@ _CALLERS = (
 
 
 def _has_signed_ids(topk_ids: Tensor) -> bool:
-    """Return whether the contract has the dtype of ids. Some all-to-all kernels return unsigned
+    """Return whether the contract allows the dtype of ids. Some all-to-all kernels return unsigned
     ids.
     """
     import torch

@@ -21,7 +21,7 @@ def _adds_experts(input: Tensor, output: Tensor) -> bool:
 
 
 def _map_of_ids(topk_ids: Tensor | None, expert_map: Tensor | None) -> Tensor | None:
-    """The map, or None without ids, because vLLM's kernel reads the map only for ids."""
+    """The map; None without ids, because vLLM's kernel then ignores the map."""
     return None if topk_ids is None else expert_map
 
 

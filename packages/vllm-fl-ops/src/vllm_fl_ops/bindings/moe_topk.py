@@ -30,7 +30,7 @@ def _rows(gating_output: Tensor, topk: int) -> Tensor:
 
 
 def _operator(scores: str, *further: str) -> OperatorTarget:
-    """The operator with these scores; `further` are a release's other parameters."""
+    """The target for one scoring function; `further` are parameters of some releases only."""
     pads = "is_padding" in further
     return OperatorTarget(
         f"_moe_C::topk_{scores}",

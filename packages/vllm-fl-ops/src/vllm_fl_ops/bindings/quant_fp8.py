@@ -24,7 +24,7 @@ def _native(
     scale_ub: Tensor | None = None,
     per_token: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute like the layer, in its order of operations."""
+    """Compute with the operations of vLLM's layer, in the same order."""
     import torch
 
     if scale is not None:
@@ -84,7 +84,7 @@ def _has_e4m3fn() -> bool:
 
 
 def _own_forward(layer: Any) -> Bound:
-    """vLLM's forward that this platform would use without the op."""
+    """vLLM's forward method that this platform uses without the op."""
     from vllm.platforms import current_platform
 
     name = "forward_native"
@@ -101,7 +101,7 @@ def _own_forward(layer: Any) -> Bound:
 
 
 def _fits(result: Tensor, input: Tensor) -> bool:
-    """Return whether an operator's call is the op: two dimensions, no rows of padding, and E4M3."""
+    """Return whether the op computes this call: two dimensions, no rows of padding, and E4M3."""
     import torch
 
     return input.ndim == 2 and result.shape == input.shape and result.dtype == torch.float8_e4m3fn
@@ -122,7 +122,7 @@ def _steps(x: Tensor, per_token: bool) -> Tensor:
 
 
 def _static(*further: str) -> OperatorTarget:
-    """The target for given scales; `further` is their layout, in releases that have it."""
+    """The target for scales that the caller passes; `further` is the parameter for their layout."""
     return OperatorTarget(
         "_C::static_scaled_fp8_quant",
         ("result", "input", "scale", *further),
@@ -139,7 +139,7 @@ def _static(*further: str) -> OperatorTarget:
 
 
 def _dynamic(name: str, only: Selection, *further: str, per_token: bool) -> OperatorTarget:
-    """The target for computed scales; `further` is their bound, which one operator has."""
+    """The target if the operator computes scales; `further` is the parameter for their bound."""
     return OperatorTarget(
         f"_C::{name}",
         ("result", "input", "scale", *further),

@@ -17,7 +17,10 @@ __all__ = ["BINDING"]
 
 
 def _is_plain(input: Tensor, output_q: Tensor, output_s: Tensor, group_size: int) -> bool:
-    """Return whether the format is E4M3 and scales are in rows. Any other layout is ambiguous."""
+    """Return whether the format is E4M3 and the scales are (rows, groups).
+
+    Other shapes are ambiguous.
+    """
     import torch
 
     rows, groups = input.shape[:-1].numel(), input.shape[-1] // group_size
@@ -25,7 +28,7 @@ def _is_plain(input: Tensor, output_q: Tensor, output_s: Tensor, group_size: int
 
 
 def _operator(*layout: str) -> OperatorTarget:
-    """The target in one release; `layout` are flags that its kernel does not read."""
+    """The target for one release of vLLM; `layout` are parameters that its kernel does not read."""
     return OperatorTarget(
         "_C::per_token_group_fp8_quant",
         (

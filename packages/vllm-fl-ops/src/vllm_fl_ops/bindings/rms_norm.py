@@ -23,8 +23,9 @@ def native_rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> Any:
-    """Like vLLM's layers and the native implementation of its IR, in their order of operations and
-    casts."""
+    """Compute with the operations and casts of vLLM's layers and of its native IR, in the same
+    order.
+    """
     import torch
 
     wide = x.float()
@@ -38,7 +39,7 @@ def native_rms_norm(
 
 
 class StandIn:
-    """A layer with the attributes of another class of layers that computes the same op."""
+    """A layer that has the attributes of another class of layers, which computes the same op."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
@@ -57,7 +58,7 @@ class _GemmaAsRMSNorm(StandIn):
 
     @property
     def weight(self) -> Tensor:
-        """The factor of the normalised x, computed at each call like in vLLM."""
+        """The factor of the normalised x, computed at each call as in vLLM."""
         weight: Tensor = self.layer.weight.float() + 1.0
         return weight
 

@@ -96,12 +96,12 @@ def _without_residual(layer: Any, norm: Bound) -> Bound:
 
 
 def _vllms(layer: Any) -> Any:
-    """Return vLLM's class of a layer. The layer may be an instance of our subclass."""
+    """Return vLLM's class of a layer, which may be an instance of a subclass that vllm-fl made."""
     return next(cls for cls in type(layer).__mro__ if cls.__module__.startswith("vllm."))
 
 
 def _width(config: Any) -> int:
-    """Features of a row: of a head in linear attention, of this rank in Mamba 2."""
+    """Features of a row: of one head in linear attention, of all heads of this rank in Mamba 2."""
     text = config.model_config.hf_text_config
     head = getattr(text, "linear_value_head_dim", None)
     if head is None:
@@ -112,7 +112,7 @@ def _width(config: Any) -> int:
 
 
 def _groups(config: Any) -> int:
-    """Groups of features on this rank, each with its own mean; 1 if a row is a head."""
+    """Number of groups of features on this rank, each with its own mean; 1 for linear attention."""
     text = config.model_config.hf_text_config
     if getattr(text, "linear_value_head_dim", None) or getattr(text, "linear_attn_config", None):
         return 1

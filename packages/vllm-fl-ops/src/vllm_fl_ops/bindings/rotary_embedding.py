@@ -65,7 +65,10 @@ def _from_positions(layer: Any, rotate: Bound) -> Bound:
 
 
 def _of_heads(layer: Any, rotate: Bound) -> Bound:
-    """Adapt the op to DeepSeek's rope. Query and key have separate heads; the table may be fp32."""
+    """Adapt the op to DeepSeek's rope.
+
+    Its query and key already have separate heads, and its table may be float32.
+    """
     tables = cos_sin_halves()
 
     def forward(
@@ -119,8 +122,7 @@ def _by_rows(layer: Any, rotate: Bound) -> Bound:
 
 
 def _of_patches(layer: Any, rotate: Bound) -> Bound:
-    """Adapt the op to Llama 4's vision encoder, in float32: a row of a complex table for each
-    patch."""
+    """Adapt the op to Llama 4's vision encoder, with a row of a complex table per patch."""
     known: Tensor | None = None
     cos_sin: tuple[Tensor, ...] = ()
 

@@ -46,14 +46,14 @@ def activation_spec(
     Args:
         oracle: (x, further arguments) -> the result in fp64.
         second_form: the same function by another formula.
-        tolerances: by dtype.
+        tolerances: dtype -> tolerance.
         gated: whether x has two halves, (..., 2 * d). The result is then (..., d).
         special: whether NaN must give NaN, and infinity must give infinity. If False, the result of
             a row with either is unspecified.
-        beside: the further arguments.
+        beside: the contract's arguments other than x.
         samples: calls that every implementation must compute correctly; None: made from
             `activation_inputs`.
-        further: more calls.
+        further: source -> more such calls.
         call: x -> the arguments of a call.
         power: results of a served model's calls grow with this power of x's magnitude.
         more: see `contract`.

@@ -87,7 +87,7 @@ def causal_conv1d(
 
 
 def _by_torch(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """PyTorch's convolution over each padded sequence."""
+    """Call PyTorch's convolution for each padded sequence."""
     import torch
     import torch.nn.functional as F
 
@@ -112,7 +112,9 @@ def _by_torch(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _call(
     source: Source, ends: tuple[int, ...], dim: int = 64, width: int = 4, more: int = 0
 ) -> dict[str, Any]:
-    """A call over sequences with these ends. Every other sequence, from the first, has a state.
+    """A call for sequences with these ends.
+
+    Every other sequence, beginning with the first, has a state.
 
     The states have `more` further columns.
     """
@@ -158,7 +160,7 @@ def _samples(source: Source) -> Iterator[Sample]:
 
 
 def served_features(made: Callable[..., dict[str, Any]]) -> Callable[..., Iterator[Sample]]:
-    """Return the `served` of a convolution.
+    """Return the `served` argument of `contract` for a convolution.
 
     `made`: (source, tokens, dim, width) -> arguments by parameter.
     """
@@ -188,7 +190,7 @@ CONV_TOLERANCES = {
         1.6e-2, 1.6e-2, "4 roundings of 2^-8; atol for products of magnitude 1 that are rounded"
     ),
 }
-"""Tolerances of the outputs. States are copied, and must be exact."""
+"""Tolerances of the outputs. States are copies of inputs, and must be exact."""
 
 WEIGHT = tensor("dim, width", "x", where="2 <= width <= 5")
 BIAS = tensor("dim", "x").optional()

@@ -77,7 +77,7 @@ def causal_conv1d_update(
 
 
 def _by_taps(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token by token and tap by tap, rolling the state."""
+    """Compute token by token and tap by tap, and shift the state."""
     x, conv_state, weight, bias, activation, conv_state_indices = call
     import torch.nn.functional as F
 

@@ -82,7 +82,7 @@ def _widened(
     beta: torch.Tensor,
     epsilon: float | None,
 ) -> tuple[torch.Tensor, ...]:
-    """All in fp64; q and k are normalised and repeated for each head of v, and q is scaled."""
+    """The inputs in fp64; q and k are normalised and repeated per head of v, and q is scaled."""
     q, k = q.double(), k.double()
     if epsilon is not None:
         q, k = (x * (x.pow(2).sum(-1, keepdim=True) + epsilon).rsqrt() for x in (q, k))
@@ -92,7 +92,7 @@ def _widened(
 
 
 def _by_triangular_systems(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each sequence as one chunk: solve a linear system for what tokens add to the state."""
+    """Solve one linear system per sequence for the tokens' additions to the state."""
     import torch
 
     q, k, v, g, beta, initial_state, cu_seqlens, epsilon = call
@@ -127,7 +127,7 @@ def _call(
     value_size: int = 64,
     strength: float = 1.0,
 ) -> dict[str, Any]:
-    """A call over sequences with these ends. States fade faster with a larger `strength`."""
+    """A call for sequences with these ends. States fade faster with a larger `strength`."""
     import torch
     import torch.nn.functional as F
 
@@ -191,7 +191,7 @@ def _samples(source: Source) -> Iterator[Sample]:
 
 
 def served_heads(made: Callable[..., dict[str, Any]]) -> Callable[..., Iterator[Sample]]:
-    """Return the `served` of a delta rule.
+    """Return the `served` argument of `contract` for a delta rule.
 
     `made`: (source, tokens, heads, value_heads, key_size, value_size) -> arguments by parameter.
     """

@@ -81,7 +81,7 @@ def of_layer(*same: str, **other: str) -> OfLayer:
     """Return the `OpSpec` fields of parameters that are attributes of a layer.
 
     Args:
-        same: parameters with the attribute's name.
+        same: parameters with the same name as their attribute.
         other: parameter -> attribute, such as `weight.data`.
     """
     attributes = {**dict(zip(same, same, strict=True)), **other}
@@ -103,15 +103,15 @@ def _reader(attribute: str) -> Callable[[Any], Any]:
 
 
 def activations(source: Source, *shape: int, scale: float) -> torch.Tensor:
-    """Normal numbers; with `source.large`, some features are as large as activations get."""
+    """Normally distributed x; with `source.large`, some features are as large as real outliers."""
     x = source.normal(*shape)
     return source.spiked(*shape, scale=scale, peak=peak(source.dtype)) if source.large else x
 
 
 def beyond(good: Mapping[str, Any], name: str, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield bad inputs with indices from `count` on, and below 0.
+    """Yield bad inputs with indices of at least `count`, and below 0.
 
-    On an accelerator there are none, because bad indices make it unusable.
+    On an accelerator, yield none, because bad indices make it unusable.
     """
     at = good[name]
     if at.device.type == "cpu":

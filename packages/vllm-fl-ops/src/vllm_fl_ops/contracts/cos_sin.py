@@ -16,7 +16,8 @@ __all__ = ["adjacent", "joint_cos_sin"]
 def joint_cos_sin(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
     """Return the cache with `cos` as left half and `sin` as right half, without a copy.
 
-    For kernels that need a single table. It compares addresses: do not call it in traced code.
+    Kernels with a single table need it. Do not call it in traced code, because it compares
+    addresses.
 
     Args:
         cos, sin: (max_position, half) tables.
@@ -39,7 +40,10 @@ def joint_cos_sin(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
 
 
 def adjacent(cos: torch.Tensor, sin: torch.Tensor) -> Availability:
-    """Return True, or why a kernel cannot read both as one table. A rule for `OpImpl`."""
+    """Return True, or the reason why a kernel cannot read both tables as one.
+
+    A rule for `OpImpl`.
+    """
     return joint_cos_sin(cos, sin) is not None or "cos and sin are not the two halves of one cache"
 
 

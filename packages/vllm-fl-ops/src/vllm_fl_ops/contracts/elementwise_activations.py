@@ -186,7 +186,10 @@ def _xielu_by_torch(
 def _learned(
     x: torch.Tensor, alpha_p: float = 0.2, alpha_n: float = -1.05, beta: float = 0.5
 ) -> tuple[torch.Tensor, ...]:
-    """Arguments of a call. A model starts with a softplus of 0.8 and 0.3, and a slope of 0.5."""
+    """Arguments of a call.
+
+    The defaults are xIELU's initial values: softplus(alpha_p) = 0.8, softplus(alpha_n) = 0.3.
+    """
     return (
         x,
         x.new_full((1,), alpha_p),

@@ -24,10 +24,10 @@ ALPHA, LIMIT = 1.702, 7.0
 """Constants of gpt-oss's activation."""
 
 ALL_EXPERTS, ONE_EXPERT = 1 << 22, 5 << 20
-"""The most weights in a sample: of all experts at the model's size, and of one expert."""
+"""Maximum number of weights in a sample: of all experts at the model's size, and of one expert."""
 
 FEW_EXPERTS, NARROW = 4, (128, 64)
-"""Sizes of reduced calls: experts if all features are kept, features if all experts are kept."""
+"""Sizes of reduced calls: experts (with all features), and features (with all experts)."""
 
 
 def fused_experts(
@@ -280,7 +280,7 @@ def _served(
 def _shapes(
     experts: int, k: int, hidden: int, inner: int
 ) -> Iterator[tuple[tuple[int, int, int], int, str]]:
-    """Yield ((experts, hidden, intermediate), experts of a token, how it is reduced) of the calls.
+    """Yield ((experts, hidden, intermediate), experts of a token, how the call is reduced).
 
     For a large model, some calls have all experts with few features, and others have few experts
     with all features. With all experts and all features, the oracle would take seconds. Live

@@ -85,11 +85,11 @@ def _gated_product(
     oracle: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     activation: Callable[[torch.Tensor], torch.Tensor],
 ) -> OpSpec:
-    """Return the contract of a product with an activation; the weight has rows of gate, then of up.
+    """Return the contract of a product with an activation; the weight has the gate's rows first.
 
     Args:
         oracle: the op, in fp64.
-        activation: of the gate, by another formula.
+        activation: the activation by another formula than in `oracle`.
     """
 
     def by_other_formulas(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -41,13 +41,13 @@ LINEAR_SHAPES = (
     ("1 feature", 5, 1, 259),
     ("1 output feature", 7, 2063, 1),
 )
-"""(name, tokens, in_features, out_features) of samples, at sizes where libraries change kernels.
+"""(name, tokens, in_features, out_features) of samples, around sizes at which kernels change.
 
-The first is small, because checks with one call of each kind use it.
+The first is small, because checks that need only one call use it.
 """
 
 ROWS_AT_ONCE = 256
-"""How many rows of a weight the oracle converts to float64 at a time."""
+"""Number of rows of a weight that the oracle converts to float64 at a time."""
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -168,15 +168,15 @@ def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
 
 
 def repeated(few: Sample, columns: torch.Tensor, *places: int, parts: int = 1) -> Sample:
-    """Return a call with weights that repeat the rows of a smaller call, which determines its
-    results.
+    """Return a call with weights that repeat the rows of a smaller call, to derive its results from
+    it.
 
     Args:
         few: the smaller call.
-        columns: for each output feature, its number in the smaller call.
-        places: positions of the arguments that have a row per output feature, or per output feature
-            of each part. An argument that is None, or one number for all rows, is kept.
-        parts: the number of parts of these arguments.
+        columns: for each output feature, the number of the equal feature in the smaller call.
+        places: positions of the arguments that have a row per output feature. Such an argument is
+            unchanged if it is None, or one number for all rows.
+        parts: the number of parts of these arguments, each with a row per output feature.
     """
     import torch
 
@@ -192,11 +192,11 @@ def repeated(few: Sample, columns: torch.Tensor, *places: int, parts: int = 1) -
 
 
 def projections(sizes: ModelSizes, router: bool = True) -> Iterator[tuple[int, int, bool]]:
-    """Yield (in_features, out_features, has a bias) of a layer's projections of known size, each
-    once.
+    """Yield (in_features, out_features, has a bias) of a layer's projections, without duplicates.
+    Omits projections of unknown size.
 
     Args:
-        sizes: of the model.
+        sizes: the model's sizes.
         router: whether to include the router of experts, which checkpoints do not quantise.
     """
     hidden, size = sizes.hidden, sizes.head_size

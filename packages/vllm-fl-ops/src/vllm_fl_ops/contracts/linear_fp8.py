@@ -103,7 +103,7 @@ def _uneven(rows: torch.Tensor) -> torch.Tensor:
 def _call(
     source: Source, values: torch.Tensor, out: int, *, token: bool, channel: bool, bias: bool
 ) -> tuple[Any, ...]:
-    """A call for float32 activations, with scales per token and per channel, or one for all."""
+    """A call for float32 activations, with a scale per token (or one) and per channel (or one)."""
     x, x_scale = _eight_bits(values, by_row=token)
     features = values.shape[1]
     weight = _rows(source, out, features, features**-0.5)

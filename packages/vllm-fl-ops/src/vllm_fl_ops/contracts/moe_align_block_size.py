@@ -49,8 +49,8 @@ def moe_align_block_size(
         (sorted_token_ids, expert_ids, num_tokens_post_padded), int32, contiguous, on topk_ids'
         device. sorted_token_ids has the rows of each expert, in any order, padded with numel =
         topk_ids.numel(). Its length suffices for any routing: the smaller of numel * block_size and
-        numel + num_experts * (block_size - 1). With pad_sorted_ids, the second is rounded up to
-        whole blocks. expert_ids has the expert of each block of sorted_token_ids, including an
+        numel + num_experts * (block_size - 1). With pad_sorted_ids, the second number is rounded up
+        to whole blocks. expert_ids has the expert of each block of sorted_token_ids, including an
         incomplete last block. num_tokens_post_padded, of shape (1,), is the used length of
         sorted_token_ids. The contents of sorted_token_ids and expert_ids after that length are
         unspecified. The inputs are not modified.
@@ -89,7 +89,10 @@ def moe_align_block_size(
 
 
 def places(numel: Any, block_size: int, num_experts: int, pad_sorted_ids: bool) -> Any:
-    """The length of `sorted_token_ids`. `numel`, of topk_ids, may be symbolic."""
+    """The length of `sorted_token_ids`.
+
+    `numel`, the number of elements of topk_ids, may be symbolic.
+    """
     import torch
 
     most = numel + num_experts * (block_size - 1)

@@ -108,7 +108,7 @@ def written(cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor)
 def written_one_by_one(
     cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor
 ) -> torch.Tensor:
-    """`written`, token by token: for `second_form`."""
+    """Compute `written` token by token, for `second_form`."""
     import torch
 
     blocks = [block.clone() for block in cache.unbind(0)]

@@ -84,7 +84,7 @@ def qk_norm_rope(
 
 
 def _by_parts(*call: Any) -> torch.Tensor:
-    """Heads separately, divided by their norms, and rotated by a product of complex numbers."""
+    """Compute each head separately: divide by its norm, and rotate by complex numbers."""
     import torch
 
     qkv, q_weight, k_weight, cos_sin_cache, position_ids, *rest = call

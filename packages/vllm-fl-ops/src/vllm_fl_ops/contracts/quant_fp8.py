@@ -79,7 +79,7 @@ def _by_limits(
     scale_ub: torch.Tensor | None = None,
     per_token: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the x that maps to the largest value first, and clamp x to it."""
+    """First find the x that maps to the largest value, then clamp x to it."""
     import torch
 
     wide = x.to(torch.float64)

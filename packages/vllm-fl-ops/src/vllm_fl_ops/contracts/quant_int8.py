@@ -105,7 +105,7 @@ def _by_limits(
 
 
 def _uneven(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """x with these limits in every row, so no zero point is half-way between two integers."""
+    """x with these limits in every row, to avoid zero points half-way between two integers."""
     x = x.clamp(low, high)
     x[:, 0], x[:, -1] = low, high
     return x

@@ -156,8 +156,9 @@ def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
 
 
 def _activations(source: Source, *shape: int) -> torch.Tensor:
-    """Rows of a residual stream. Unless large, epsilon matters in every 16th row, and every 64th is
-    zero."""
+    """Rows of a residual stream. Unless they are large, epsilon matters in every 16th row, and
+    every 64th row is zero.
+    """
     if source.large:
         return source.spiked(*shape, scale=30.0, peak=peak(source.dtype))
     x = source.normal(*shape)

@@ -90,7 +90,7 @@ def _by_complex_numbers(*call: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def by_complex_numbers(x: torch.Tensor, factor: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """x, with pairs multiplied by a number for each token and pair: for `second_form`."""
+    """Multiply the pairs of x by a complex number for each token and pair, for `second_form`."""
     import torch
 
     rotary = 2 * factor.shape[-1]
@@ -130,7 +130,7 @@ def table(
 def _positions(
     source: Source, tokens: int, max_position: int, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Positions out of order, repeated after `max_position` tokens."""
+    """Positions that are not in order, and repeat after `max_position` tokens."""
     import torch
 
     ids = torch.arange(tokens, device=source.device) * 31 + 7

@@ -27,15 +27,15 @@ SCORING = ("softmax", "sigmoid")
 """The functions from a router's logits to scores."""
 
 SCORE_MARGIN = 5e-7
-"""Scores that differ by less may be in either order. Several times the fp32 rounding of a score, at
-most 1, and of its sum with a bias.
+"""Scores that differ by less may be in either order. It is several times the fp32 rounding of a
+score, which is at most 1, and of its sum with a bias.
 """
 
 EXPERT_RESULTS = (tensor("tokens, topk", "float32"), tensor("tokens, topk", "int32"))
 """The weights of each token's experts, and their ids."""
 
 _GRID = 1024
-"""How many numbers with 8 significant bits are from 1/8 to 2 and from -2 to -1/8."""
+"""The number of values with 8 significant bits from 1/8 to 2 and from -2 to -1/8."""
 
 
 def scored(logits: torch.Tensor, scoring_func: str) -> torch.Tensor:
@@ -52,7 +52,7 @@ def highest(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def by_argmax(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """`highest`, found one at a time: for `second_form`."""
+    """Find the ids of `highest` one at a time, for `second_form`."""
     import torch
 
     left, found = scores.clone(), []
@@ -69,7 +69,7 @@ def router_logits(source: Source, tokens: int, experts: int, spread: float = 1.0
     would choose other experts. With up to 1024 experts, these logits are exact in every dtype.
 
     Args:
-        source: of the order.
+        source: of the random order.
         tokens, experts: the sizes.
         spread: a power of two, the factor of numbers between -4 and 4.
     """

@@ -32,7 +32,10 @@ _HALF_ROTARY = frozenset({"chatglm", "glm4", "glm"})
 
 
 def _intermediate(config: Any) -> int:
-    """Features of one half of the MLP. In a list of widths per layer, use the first."""
+    """Width of the MLP's gate projection on one rank.
+
+    If each layer has its own width, use the first.
+    """
     value = first_set(config.model_config.hf_text_config, _WIDTHS)
     width = int(value[0] if isinstance(value, list | tuple) else value)
     return max(1, width // int(config.parallel_config.tensor_parallel_size))

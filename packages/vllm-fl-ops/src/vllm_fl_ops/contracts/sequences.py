@@ -14,7 +14,7 @@ __all__ = ["boundaries", "ends", "fitting_features", "fitting_heads", "slots", "
 
 
 _LENGTHS = (1, 2, 1, 3, 1, 8, 1, 5, 1, 2, 1, 3, 1, 1, 1, 2, 1, 17, 64)
-"""Lengths of the sequences after the first, repeated: 300 tokens have more than 16 sequences."""
+"""Lengths of the sequences after the first, repeated. A batch of 300 tokens has more than 16."""
 
 LONG = 257
 """Tokens of the first sequence in a batch of 300 or more: one more than four chunks of 64."""
@@ -29,9 +29,9 @@ def ends(tokens: int, turned: bool = False) -> tuple[int, ...]:
     """Ends of the sequences of a batch: a long prompt, short prompts, and decode tokens.
 
     Args:
-        tokens: of the batch.
-        turned: whether the long prompt is last, and a token shorter. Shapes stay equal; the ends
-            differ.
+        tokens: number of tokens of the batch.
+        turned: whether the long prompt is last, and one token shorter. The shapes are equal; the
+            ends differ.
     """
     first, others = (LONG if tokens >= 300 else -(-tokens // 2)), cycle(_LENGTHS)
     lengths = [first]

@@ -18,11 +18,13 @@ __all__ = ["implementations"]
 def implementations(
     *functions: Callable[..., Any], consumes: Iterable[str] = (), traceable: bool = True
 ) -> tuple[OpImpl, ...]:
-    """Return each function as `reference.torch` of the op with its name, with contiguous results.
+    """Return each function as `reference.torch` of the op with its name.
+
+    If the functions overwrite no arguments, their results are made contiguous.
 
     Args:
         functions: one per op.
-        consumes: arguments that each of them overwrites.
+        consumes: arguments that each function overwrites.
         traceable: whether a compiler can trace into them.
     """
     return tuple(

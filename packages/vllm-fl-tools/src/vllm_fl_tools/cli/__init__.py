@@ -109,7 +109,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _status_of(answer: Callable[[], int]) -> int:
-    """Return the exit status of `answer`, or of its exception, after printing it."""
+    """Call `answer`, print its exception if it raises, and return the exit status."""
     try:
         return answer()
     except BrokenPipeError:  # `vllm-fl plan | head`

@@ -44,8 +44,9 @@ ROUND = 1.0
 """Target seconds of an engine's work in a round of a phase; the number of steps is limited."""
 
 TURNS = 4
-"""Timed visits in a round of a phase. They alternate between the engines, since the speed of a
-machine may change within a second."""
+"""Number of timed turns of each engine in a round of a phase. They alternate between the engines,
+since the speed of a machine may change within a second.
+"""
 
 LENGTH = 2048
 """Maximum tokens of a sequence: the longest prompt and one new token; a model may limit it."""
@@ -57,7 +58,7 @@ PHASES = {
     "prefill, 32 tokens": Visit("", 1, 32, 1),
     "prefill, 256 tokens": Visit("", 1, 256, 1),
 }
-"""The phases on every machine, if the model's length permits; `_beyond_graphs` adds one."""
+"""The phases to time, if the model's maximum length permits; `_beyond_graphs` adds one."""
 
 TABLED, DEFAULT = "with the table", "without it"
 
@@ -302,7 +303,7 @@ def _warmed_up(engine: EngineProcess, phases: Mapping[str, Visit]) -> dict[str, 
 def _fitted(
     phases: Mapping[str, Visit], warm: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Visit]:
-    """Return the phases with as many steps (new tokens, or consecutive prompts) as fit a round."""
+    """Return the phases with the number of steps (new tokens, or prompts) that fits in a round."""
     fitted = {}
     for phase, visit in phases.items():
         step = min(of_engine[phase] for of_engine in warm.values())

@@ -5,9 +5,9 @@ answers of a float32 engine. Errors are the differences from the float32 engine.
 has errors, because it computes in the model's dtype. A baseline in the same dtype has comparable
 errors.
 
-A correct plan that rounds more often has larger errors at all tokens, by one factor. The errors of
-the plan are therefore divided by that factor. Then the numbers of errors above every threshold are
-compared. Low thresholds find an error of all tokens, and high thresholds find an error of a few
+If a correct plan rounds more often, its errors are larger by one factor at all tokens. The errors
+of the plan are therefore divided by that factor. Then the numbers of errors above every threshold
+are compared. Low thresholds find an error of all tokens, and high thresholds find an error of a few
 tokens.
 """
 
@@ -41,13 +41,13 @@ baseline's error, and is correct. docs/measurements/verbs.md has the measurement
 """
 
 MARGIN = 1.25
-"""Margin of a correct plan, for the sizes and for the numbers of its errors.
+"""Factor by which a correct plan's errors may exceed the baseline's, in size and in number.
 
 In a mixture of experts, more rounding changes the experts of more tokens.
 """
 
 CHANCE = 3
-"""Additional margin of the numbers, in standard deviations."""
+"""Additional margin for the number of errors, in standard deviations."""
 
 FLOOR = 1e-4
 """Minimum error of a baseline, because a float32 baseline has no error. Float32 sums in another
@@ -203,8 +203,8 @@ class Outputs:
 def excess(base: Collection[float], plan: Collection[float]) -> tuple[float, float, int, int]:
     """Find the threshold above which a plan has the most errors, relative to the limit.
 
-    The limit uses this: for two independent counts with the same mean, the variance of their
-    difference is about their sum.
+    The limit follows from a rule: if two independent counts have the same mean, the variance of
+    their difference is about their sum.
 
     Args:
         base, plan: the errors of both at the same tokens.
@@ -227,7 +227,7 @@ def excess(base: Collection[float], plan: Collection[float]) -> tuple[float, flo
 
 
 def _implementations(engine: Running) -> dict[str, str]:
-    """Return op -> implementation from a worker report; by size, `vendor.cpu(<=16)|stock`."""
+    """Return op -> implementation from a worker report, or `vendor.cpu(<=16)|stock` by size."""
     found = {}
     for op, entry in engine.report.get("ops", {}).items():
         rows = [f"{row['impl']}(<={row['up_to']})" for row in entry.get("rows", ())]

@@ -120,7 +120,7 @@ def _least(
     """Return a minimal failing subset of `parts`, which fail together.
 
     The shortest failing prefix of the list ends with a needed part. If that part does not fail by
-    itself, search the parts before it for the next needed part. The first trial has the first
+    itself, search the parts before it for the next needed part. The first trial has only the first
     `likely` parts.
     """
     needed: list[str] = []

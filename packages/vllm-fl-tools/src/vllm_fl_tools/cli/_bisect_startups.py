@@ -30,13 +30,13 @@ MEDIAN = 0.2
 Rounding to bfloat16 accounts for 0.03. The comparison of outputs finds smaller errors."""
 
 FAR, FAR_SHARE = 1.0, 0.1
-"""Nats, and the share of tokens that may differ by more, because a few may use other experts."""
+"""Maximum difference in nats, and the share of tokens that may exceed it (with other experts)."""
 
 TIMES, LEAST_LIMIT = 5, 60.0
 """Time limit of a startup: a multiple of the time of stock vLLM, and the minimum in seconds."""
 
 REPEATS = 2
-"""Startups with all parts that show whether a failure is reproducible."""
+"""Number of startups with all parts, to determine whether a failure is reproducible."""
 
 Result = tuple[str, list[Culprit]]
 """The status of a search and the culprits."""

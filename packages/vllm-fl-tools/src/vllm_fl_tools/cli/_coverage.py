@@ -23,7 +23,7 @@ OWN_FORMS = ("stock.vllm", "foreign.oot")  # includes another plugin's code
 ATTENTION_OP = "attention_backend"
 
 ATTENDS = re.compile(r"vllm::unified_(?:mla_)?(?:attention|kv_cache)|vllm::mla_attention")
-"""vLLM's operators of attention and of writes to its cache."""
+"""vLLM's operators for attention and for writes to its cache."""
 
 ATTENTION_LAYER = re.compile(r"(?:Attention|MLAAttention)$")
 
@@ -31,15 +31,15 @@ INDUCTOR = re.compile(r"triton_(?:poi|red|per|tem|mix|unk|for)_fused_|graph_\d+_
 """Kernels that Inductor generated."""
 
 OPERATOR = re.compile(r"\w+::[\w.]+")
-"""Operators of torch. The name of a kernel may be the signature of a C++ function."""
+"""Names of torch's operators, unlike the C++ signatures that are names of kernels."""
 
 MOVES = re.compile(r"Mem(?:cpy|set)\b")
 
 PRODUCT = re.compile(r"mm|linear|matmul")
-"""Operators of matrix products, in layers that compute one."""
+"""Operators that compute the matrix product of a layer."""
 
 YES, PARTLY, NO, UNKNOWN = "yes", "partly", "no", "?"
-"""Whether an implementation of the plan runs; `partly` if it is fused with code from vLLM."""
+"""Whether an implementation of the plan runs; `partly` if its kernel also has code from vLLM."""
 
 RUN, COULD, ELSEWHERE, UNCOVERED = "runs", "could run", "not here", "no contract"
 """Coverage of code, in this order: an implementation runs; settings or options of vLLM select stock
@@ -54,7 +54,7 @@ class CodeOwner:
     Args:
         op: the op with a contract, or several if they are fused; empty without a contract.
         impl: the implementation's id; `stock` for vLLM's code.
-        name: of code without an op: an operator or a layer.
+        name: the operator or layer, for code without an op.
         reached: `yes` if an implementation of the plan runs, `no` for vLLM's code, `partly` for a
             mixture, or `?` if unknown.
     """
@@ -76,7 +76,7 @@ class OwnerFinder:
     Args:
         places: the result of `vllm_fl_places`.
         report: the result of `vllm_fl_report`.
-        tokens: of the step, for ops with an order by size.
+        tokens: number of tokens of the step, for ops with an order by size.
     """
 
     places: Mapping[str, Any]
@@ -184,7 +184,7 @@ def attribute(finder: OwnerFinder, seen: Mapping[str, Any], *, on_host: bool) ->
 
     Args:
         finder, seen: the finder of owners, and the profile of labelled steps.
-        on_host: whether the device is the host. Then operators count instead of kernels.
+        on_host: whether the device is the host. If so, operators are listed instead of kernels.
 
     Returns:
         A dictionary with these keys:
@@ -243,7 +243,7 @@ CodeTimes = Iterator[tuple[CodeOwner, str, float, float]]
 def _on_host(finder: OwnerFinder, seen: Mapping[str, Any]) -> CodeTimes:
     """Yield the times of operators, without layers' labels and the compiler's wrappers.
 
-    Times exclude callees. A call counts if its caller has another owner.
+    Times exclude callees. A call is counted only if its caller has another owner.
     """
     known = finder.places["kernels"]
     for number, us, calls in seen["host"]:
@@ -317,7 +317,7 @@ def answers(phase: Mapping[str, Any]) -> list[str]:
 
 
 def _unless(shares: Mapping[str, float], reached: Mapping[str, float]) -> str:
-    """Return the end of the first line: shares of mixed and unknown code."""
+    """Return the end of the first line above the table: shares of mixed and unknown code."""
     partly, unknown = reached.get(PARTLY, 0.0), shares.get(UNKNOWN, 0.0)
     more = [f"{partly:.1%} run in kernels that also have vLLM's code"] * bool(partly)
     more += [f"{unknown:.1%} are unknown"] * bool(unknown)

@@ -13,10 +13,10 @@ PREFIX = re.compile(
     r"^(?:\[rank\d+\]: ?)?(?:\([^)]*pid=\d+\) ?)?"
     r"(?:(DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:.]+ (?:\[[^\]]*\] ?)?)?"
 )
-"""Rank, process, level, time and source before a line from PyTorch or vLLM."""
+"""Prefix of a log line from PyTorch or vLLM: rank, process, level, time and source."""
 
 SURVIVED = ("DEBUG", "INFO", "WARNING")
-"""Levels of exceptions that did not end a process."""
+"""Log levels of exceptions that did not end a process."""
 
 TRACEBACK = "Traceback (most recent call last):"
 
@@ -25,7 +25,7 @@ FATAL = re.compile(r"(?:Fatal Python error: .*|.*terminate called.*|Segmentation
 FRAME = re.compile(r'^ *File "([^"]+)", line \d+,? in (\S+)')
 
 GENERIC = re.compile(r"Engine core initialization failed|EngineDeadError|WorkerProc initialization")
-"""Exceptions in the parent of a failed process."""
+"""Exceptions that the parent of a failed process raises."""
 
 OTHERS = re.compile(
     r"/(?:torch|vllm|vllm_fl|vllm_fl_tools|triton|pluggy)/|/lib/python3[.\d]*/(?!site-)"

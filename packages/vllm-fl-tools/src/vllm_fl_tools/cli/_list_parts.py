@@ -29,7 +29,7 @@ from ._other_plugins import neighbours
 __all__ = ["listing"]
 
 ORDERING = frozenset({"config", "platform", "prefer", "table"})
-"""Settings that are not parts. If an order is faulty, its op is a part itself."""
+"""Settings that are not parts; the ops that they affect are parts instead."""
 
 
 def listing() -> dict[str, Any]:
@@ -67,7 +67,7 @@ def listing() -> dict[str, Any]:
 
 
 def _settings(settings: Settings, owners: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """Yield the user's settings that do more than their defaults."""
+    """Yield the parts that are settings of the user."""
     for key, setting in settings.chosen.items():
         spec = settings.declared.get(key)
         if spec is None or key in ORDERING or isinstance(setting.value, OpOrder):

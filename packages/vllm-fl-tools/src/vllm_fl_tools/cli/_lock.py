@@ -22,7 +22,7 @@ from ._options import draft_of
 from ._show import UsageError, print_answer, say
 
 DRAFT: dict[str, Any] = {"facts": {}, "result": {}, "seed": None}
-"""An empty lock file. An engine compares nothing with it, but records the engine's own facts."""
+"""An empty lock file. An engine with it compares no facts, but records its own facts."""
 
 
 def save(arguments: argparse.Namespace) -> int:

@@ -48,7 +48,7 @@ def device_of(name: str | None) -> torch.device:
 
 
 def draft_of(path: str, option: str) -> Draft:
-    """Return a draft of an option's file, before anything runs. An existing file is replaced.
+    """Return a draft of the file in an option; `put` replaces an existing file.
 
     Raises:
         UsageError: the file cannot be written.

@@ -1,6 +1,6 @@
 """General plugins for vLLM from other distributions. Each can make vLLM's startup fail.
 
-vLLM calls them in every process. Its error does not name the plugin or the distribution.
+vLLM calls them in every process. If one fails, vLLM's error does not name it or its distribution.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from ._show import UsageError
 __all__ = ["ResultFile", "benchmark_report"]
 
 KINDS = ("table", "verification", "coverage")
-"""Kinds in the order of the page."""
+"""Kinds of files, in the order of the page."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _compared(figure: Figure) -> str:
 
 
 def not_chosen(op: TunedOp) -> list[tuple[str, str, str]]:
-    """Return (implementation, tokens, reason) of those rejected or slower, each reason once."""
+    """Return (implementation, tokens, reason) of rejected and slower ones, each reason once."""
     found: dict[tuple[str, str], list[int]] = {}
     for figure in op.figures:
         for said, reason in (("rejected", figure.rejected), ("slower", figure.slower)):

@@ -43,7 +43,7 @@ PATIENCE = 600.0
 SETTING, PLUGIN, OP, NAME, NEIGHBOUR = "setting", "plugin", "op", "name", "neighbour"
 
 LIKELY = 4
-"""Maximum number of parts from a log that are suspected first."""
+"""Maximum number of parts in a log that are tried first."""
 
 
 Values = dict[str, str | None]
@@ -78,7 +78,7 @@ class Part:
 
     @property
     def key(self) -> str:
-        """Its name in trials and results, such as `op rms_norm`."""
+        """The part's name in trials and results, such as `op rms_norm`."""
         return f"{self.setting or self.kind} {self.name}"
 
 

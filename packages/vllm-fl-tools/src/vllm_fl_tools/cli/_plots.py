@@ -42,10 +42,13 @@ least 3 for lines of plots. The series `--s…` also differ clearly with red-gre
 """
 
 SERIES = 6
-"""Number of colours for implementations. Further ones repeat colours with other marks."""
+"""Number of colours for implementations.
+
+Further implementations repeat colours with other markers.
+"""
 
 MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"))
-"""(matplotlib's name, character on the page)."""
+"""Markers: (matplotlib's name, character on the page)."""
 
 DASHES = ("-", "--", ":", "-.")
 
@@ -70,7 +73,7 @@ STYLE = {
 }
 
 SIZE = 4.5, 3.0
-"""Inches of 72 CSS pixels. On a phone, the plot is scaled down a little and remains readable."""
+"""Width and height in inches of 72 CSS pixels. Scaled to a phone's width, text remains readable."""
 
 
 class Look(NamedTuple):

@@ -20,12 +20,12 @@ from ._show import UsageError, print_answer, print_table, say
 EXTENSION = "vllm_fl_tools.integration.profiling.Profiling"
 
 CACHES = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-"""Variable -> folder of a cache. The engine's caches are empty, because it is unknown what an
-earlier engine fused. Layers of one model share compiled code.
+"""Variable -> folder of a cache. The engine's caches are empty, because the kernels that an earlier
+engine fused are unknown. Layers of one model share compiled code.
 """
 
 EXTENSION_OPTION = "--worker-extension-cls"
-"""The argument that makes a worker of vLLM profile."""
+"""The vLLM argument that adds methods for profiling to workers."""
 
 SHOWN = 0.002
 """Minimum share of a row for a separate line in the printed table."""
@@ -116,7 +116,7 @@ def _usual(seconds: Sequence[float]) -> float:
 def _judged(
     phase: dict[str, Any], places: Mapping[str, Any], report: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the phase with rows instead of the profile."""
+    """Return the phase with the rows of `attribute` instead of its profile."""
     facts = dict(phase)
     seen = facts.pop("seen")
     tokens = phase["batch"] if phase["kind"] == "decode" else phase["prompt_tokens"]

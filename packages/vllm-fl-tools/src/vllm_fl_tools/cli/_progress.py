@@ -29,13 +29,13 @@ class Progress:
         self._start, self._has_printed = time.monotonic(), False
 
     def tick(self, elsewhere: str = "") -> None:
-        """Print a line if it is due. `elsewhere` is a plugin's code in another process."""
+        """Print a line if it is due. `elsewhere` describes the work of another process."""
         silence = time.monotonic() - max(last_said(), self._start)
         if silence >= (EVERY if self._has_printed else QUIET):
             self.tell(elsewhere)
 
     def tell(self, elsewhere: str = "") -> None:
-        """Print a line, unless the run has only started."""
+        """Print a line, unless the run has just started."""
         seconds = time.monotonic() - self._start
         if seconds < QUIET:
             return

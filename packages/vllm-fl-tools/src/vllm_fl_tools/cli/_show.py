@@ -61,7 +61,7 @@ def print_json(**content: Any) -> None:
 def say(text: str = "", *, error: bool = False) -> None:
     """Print text without control characters; to stderr with `error`.
 
-    Pass third-party text that may have line breaks through `clean` before.
+    Call `clean` on third-party text that may have line breaks.
     """
     global _last_said
     _last_said = time.monotonic()
@@ -70,7 +70,7 @@ def say(text: str = "", *, error: bool = False) -> None:
 
 
 def last_said() -> float:
-    """Return the time of the last `say`, by `time.monotonic`; 0 without one."""
+    """Return the time of the last call of `say`, by `time.monotonic`; 0 before the first."""
     return _last_said
 
 

@@ -33,7 +33,7 @@ HEADINGS = ("layers of", "class", "compared with", "layers", "calls", "worst", "
 VERDICTS = {"incorrect": "INCORRECT", "correct": "correct", "skipped": "not compared"}
 
 SHOWN = 3
-"""Incorrect layers of each row that are described."""
+"""Maximum number of incorrect layers that are described per row."""
 
 LEGEND = "worst: the largest error as a multiple of the tolerance; 1 is the limit."
 

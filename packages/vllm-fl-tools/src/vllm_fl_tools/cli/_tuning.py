@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 CLOCK = time.perf_counter
-"""Clock of calls, in seconds."""
+"""Clock for timing calls, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,10 @@ class GraphPosition:
 
     @property
     def traced(self) -> frozenset[str]:
-        """Candidates with calls in the graph that a compiler traces of the model.
+        """Candidates that are called in the model's graph, as traced by a compiler.
 
-        The graph has calls from layers and of graph operators. It does not have operators,
-        functions and layers that vLLM calls inside an operator. For an op that a pass of vLLM
+        The graph has the calls from layers, and the operators of a GraphTarget. It lacks operators,
+        functions and layers that vLLM calls inside another operator. For an op that a pass of vLLM
         finds, the graph has vLLM's implementation before the pass.
         """
         if self.binding.between_graphs:
@@ -123,10 +123,10 @@ class GraphPosition:
         """Candidates that run at all sizes or at none, if a graph is compiled for all sizes.
 
         These are candidates that the compiler inlines into the model's graph, instead of calling
-        one operator. vLLM's implementation is among them if it is in the graph, with any kernel, or
-        if some target of the op does not define the size of a call (`tokens`). Without the size,
-        arguments are converted to the contract and back, even at sizes that a row assigns to vLLM.
-        With it, a call that is assigned to vLLM only costs the host a few microseconds of Python.
+        one operator. vLLM's implementation is one of them if it is in the graph, or if a target of
+        the op does not define a call's number of tokens (`tokens`). In the second case, arguments
+        are converted to the contract and back even at sizes at which a row selects vLLM. If all
+        targets define it, a call at such a size costs only a few microseconds of Python.
         """
         from vllm_fl.engine.opaque import is_opaque
 
@@ -138,11 +138,11 @@ class GraphPosition:
 
     @property
     def is_by_range(self) -> bool:
-        """Whether an engine inlines the op by range of sizes, or a pass finds it by range.
+        """Whether an engine can choose the op's implementation for each compiled range of sizes.
 
-        False on a CPU, because vLLM traces and compiles its model once there. False if an operator
-        that is not in vLLM's IR overwrites its arguments, or if vLLM's code for another op, such as
-        the experts, may call the op's operator.
+        It cannot on a CPU, because vLLM traces and compiles its model once there. It cannot if an
+        operator that is not in vLLM's IR overwrites its arguments, or if vLLM's code for another
+        op, such as the experts, may call the op's operator.
         """
         if self.subject.mode != "compiled" or self.subject.device.type != "cuda":
             return False
@@ -169,8 +169,9 @@ Measurements = Sequence[tuple[GraphPosition, Sequence["Measured"]]]
 
 
 def edges_by_op(found: Measurements) -> Iterator[tuple[int, ...]]:
-    """Yield the ends of separately compiled ranges of sizes for each op, empty for ops that are not
-    inlined by range. All ops are in the same graphs, which are split at the same sizes."""
+    """Yield for each op the ends of the separately compiled ranges of sizes; empty without a choice
+    by range. They are equal for all ops, which are in the same graphs.
+    """
     from vllm_fl.engine.ranges import MAX_RANGES
 
     from ..engine.timing import best_edges
@@ -356,7 +357,7 @@ class Work:
         running = ["", 0, ""]
 
         def stuck() -> None:
-            """Report a call in native code that no signal ends, before the process ends."""
+            """Report a call in native code that cannot be interrupted, before the process ends."""
             op, tokens, name = running
             problem = f"{op}, {tokens} tokens: {name} hangs and cannot be interrupted"
             say(f"vllm-fl: {problem}; exclude it by listing the others with --impl", error=True)
@@ -412,8 +413,8 @@ class Work:
     def _products(self, tokens: int) -> float:
         """Return a lower bound of the device time of matrix products in a layer, µs; 0 if unknown.
 
-        It is the time at the next smaller measured size. Each product is a form of its op, and
-        occurs once in a layer.
+        It is the sum of the times at the next smaller measured size. A layer has each form of these
+        ops once.
         """
         return sum(
             max((one.fastest for one in self._of(op) if one.tokens <= tokens), default=0.0)

@@ -22,7 +22,10 @@ be interrupted. After that the whole run ends."""
 
 
 class TookTooLong(KeyboardInterrupt):
-    """A call exceeded its time limit. A KeyboardInterrupt is not mistaken for a kernel's error."""
+    """A call exceeded its time limit.
+
+    As a KeyboardInterrupt, it is not mistaken for a kernel's error.
+    """
 
 
 class Watch:
@@ -40,7 +43,7 @@ class Watch:
         self.running, self._unit, self._number = "", "", 0
 
     def begin(self, unit: str, number: int) -> None:
-        """Begin a unit, the `number`th."""
+        """Begin a unit of work; `number` counts from 1."""
         self._unit, self._number = unit, number
         self._note(unit)
 

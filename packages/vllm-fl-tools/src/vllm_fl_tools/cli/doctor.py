@@ -66,7 +66,7 @@ from ._show import print_answer, print_table, say
 _CODE = re.compile(r"\[(FL\d{3})\]")
 
 _WITHOUT = re.compile(rf"export {VARIABLE}=\S*[^\s.]")
-"""The command in an error of `_other_plugins` that excludes a plugin of vLLM."""
+"""The command that excludes a plugin of vLLM, in an error from `_other_plugins`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -182,7 +182,7 @@ def _of_engine(
 ) -> list[Finding]:
     """Return the findings of an engine's startup before verification, and its warnings.
 
-    It uses the examined plugins, or loads all again after a failure.
+    It uses the plugins that are loaded already. If one failed, it loads all again.
     """
     failed = [*examined.failing, *(each.error for each in examined.plugins if each.error)]
     if not failed:

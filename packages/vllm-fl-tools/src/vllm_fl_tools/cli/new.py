@@ -31,7 +31,7 @@ RESERVED = (
     *("core", "default", "fl", "vllm"),
     *("flagos", "foreign", "impl", "reference", "stock", "vendor"),
 )
-"""Names of vllm-fl itself, and selectors of orders."""
+"""Names that a vendor cannot have: vllm-fl's own names, and selectors of orders."""
 
 TEMPLATE = files("vllm_fl_tools") / "templates" / "backend"
 """A complete package of the vendor `acme`, for its own device."""
@@ -163,7 +163,7 @@ def _no_platform(platform: str) -> str | None:
 
 
 def _no_plugin(platform: str) -> str | None:
-    """Return the problem of `--over`.
+    """Return a problem with the platform of `--over`, or None.
 
     The device may be absent, because packages are written on any machine.
     """

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _settings() -> Settings:
     """Return an engine's settings. Broken plugins are ignored.
 
-    vLLM is imported, which takes seconds, only if a setting has names of its layers.
+    Importing vLLM takes seconds, so it is imported only if a setting names its layers.
 
     Raises:
         SettingsError: a setting is invalid.

@@ -211,7 +211,7 @@ def _threads(device: torch.device) -> Iterator[None]:
 
 
 def _sizes(largest: int, captured: int) -> tuple[int, ...]:
-    """Return the powers of two up to the largest batch, and the largest and the captured batch."""
+    """Return the powers of two up to the largest batch, this batch, and the captured size."""
     powers = {1 << n for n in range(largest.bit_length())}
     return tuple(sorted(powers | {largest} | ({captured} & {*range(1, largest)})))
 

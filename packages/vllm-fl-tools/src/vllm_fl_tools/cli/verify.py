@@ -52,7 +52,7 @@ TIMEOUT = 120.0
 """Time limit of one sample in seconds, enough to compile or build a kernel at its first call."""
 
 GIVEN_UP = 2
-"""Samples of one implementation that may time out before its other samples are skipped."""
+"""Number of timeouts after which the other samples of an implementation are skipped."""
 
 STATES = {"ok": "ok", "refused": "unsupported", "wrong": "incorrect", "raised": "raised"}
 """Status of a sample -> the printed word."""
@@ -158,7 +158,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _choose(
     manager: OpManager, ops: Sequence[str] | None, impls: Sequence[str] | None
 ) -> tuple[list[OpImpl], list[dict[str, Any]]]:
-    """Return the implementations to run, and the others, each with its reason."""
+    """Return the implementations to run, and the others with the reason for not running each."""
     snapshot = manager.registry.snapshot()
     installed = [impl for found in snapshot.impls_by_op.values() for impl in found]
     check_known("op", ops, {*snapshot.ops})
@@ -196,7 +196,7 @@ def _identity(manager: OpManager, impl: Impl) -> dict[str, Any]:
 class _Work:
     """The units of a run, each an implementation in a dtype, and the results of finished units.
 
-    `dtypes` is None for every dtype of a contract. With `replay` only its call is made.
+    `dtypes` is None for every dtype of a contract. With `replay`, only the kept call is repeated.
     """
 
     def __init__(
@@ -341,7 +341,7 @@ def _summary(comparisons: Sequence[Comparison]) -> dict[str, Any]:
 
 
 def _finite(share: float | None) -> float | None:
-    """Return an error for JSON; None if infinite, which the finding's reason states."""
+    """Return an error for JSON; None if it is infinite (the finding's reason then mentions it)."""
     return round(share, 4) if share is not None and math.isfinite(share) else None
 
 
@@ -360,7 +360,7 @@ def _rows(results: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _same(found: dict[str, Any] | None) -> str:
-    """Return which other calls have equal bits."""
+    """Return the kinds of calls that have equal bits: runs, or runs and batches."""
     if found is None or (found["runs"] is None and found["batches"] is None):
         return "-"
     if not found["runs"]:

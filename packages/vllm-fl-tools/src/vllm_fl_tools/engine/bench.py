@@ -30,8 +30,7 @@ LAUNCHES = 50
 """Minimum number of timed launches."""
 
 Timed = tuple[Callable[..., Any], Sequence[tuple[Any, ...]], Callable[[], None]]
-"""(call, the arguments of each call, a function that restores the arguments that calls
-overwrite)."""
+"""(function, arguments of each call, function that restores arguments that calls overwrite)."""
 
 
 class Bench:
@@ -54,7 +53,7 @@ class Bench:
         self._flushed = torch.zeros(cold_bytes(device), dtype=torch.uint8, device=device)
 
     def seconds_of(self, call: Callable[..., Any], args: tuple[Any, ...]) -> float:
-        """Return the rough duration of a call, after the calls that compile and allocate."""
+        """Return the approximate seconds of a call, after first calls that compile and allocate."""
         seconds = 0.0
         for _ in range(WARM_UP + 1):
             self._wait()

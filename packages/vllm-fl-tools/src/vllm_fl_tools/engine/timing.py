@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 Timer = Callable[[], float]
-"""Measures once, and returns the µs of a call."""
+"""Times a function once, and returns the µs of a call."""
 
 ROOM = 1.02
 """Minimum speed-up over the default (median of the rounds' ratios) of a winner."""

@@ -207,9 +207,10 @@ class OpTuning:
     def _slower_to_launch(self, bench: Bench, found: Measured) -> dict[str, str]:
         """Return candidate -> why its launch costs the host more than it saves on the device.
 
-        Only for steps that no graph covers completely, and that the host may limit. The host
-        launches a kernel in a compiled graph as fast as a PyTorch operator, and an opaque operator
-        through Python. Forms are compared separately, because a model may not call each of them.
+        Call it only for steps that no single graph covers, and that the host may slow down. The
+        host launches a kernel in a compiled graph as fast as a PyTorch operator, and an opaque
+        operator through Python. Forms are compared separately, because a model may not call each of
+        them.
         """
         inlined = {
             c.name
@@ -345,7 +346,7 @@ class OpTuning:
         return poisoned
 
     def _function(self, contender: Contender, impl: OpImpl, form: int) -> _Ways:
-        """Return the function that a layer calls in this mode, and the launched function."""
+        """Return the functions of a candidate for timing calls and for timing launches."""
         key = contender.name, impl.fn, form
         if key not in self._functions:
             try:
@@ -570,7 +571,7 @@ def _slices(spec: OpSpec, pool: Mapping[str, torch.Tensor]) -> dict[str, _Piece]
 
 
 def _is_slice(view: torch.Tensor, width: int) -> bool:
-    """Return whether the view has consecutive features of each row of `width` features."""
+    """Return whether the view is a range of features in every row of `width` features."""
     inner = view.ndim > 1 and view.stride(0) == width and view[0].is_contiguous()
     return inner and view.storage_offset() + view[0].numel() <= width
 

@@ -16,8 +16,8 @@ __all__ = ["taken_in", "absent_ops"]
 def absent_ops(engine: Described, bindings: Mapping[str, Binding]) -> frozenset[str]:
     """Return the ops that the model does not have; empty if its layers are unknown.
 
-    These are the ops of layers that the model does not build, and ops that fuse such an op. The
-    activation that the model's experts call (`Binding.calls_operators`) is not among them.
+    These are the ops of layers that the model does not build, and ops that fuse such an op. They do
+    not include the activation that the model's experts call (`Binding.calls_operators`).
     """
     absent, layers = engine.facts.absent, engine.layers
     is_called = any(b.calls_operators and op not in absent for op, b in bindings.items())
@@ -34,7 +34,7 @@ def absent_ops(engine: Described, bindings: Mapping[str, Binding]) -> frozenset[
 
 
 def taken_in(binding: Binding) -> frozenset[str]:
-    """Return the ops that an op fuses. While the fusing op is planned, no graph has them."""
+    """Return the ops that an op fuses. If the op is planned, they do not occur in graphs."""
     targets = (target for target in binding.targets if isinstance(target, GraphTarget))
     return frozenset(part for target in targets for part in target.parts)
 

@@ -36,8 +36,9 @@ LABEL = "vllm-fl"
 """Prefix of labels: `vllm-fl/op/rms_norm/vendor.cpu`, `vllm-fl/layer/RMSNorm`."""
 
 AMBIGUOUS = frozenset({"aten::sum"})
-"""PyTorch operators that a binding lists for only one form, but that other code often calls.
-`GraphTarget.profiled` excludes more."""
+"""PyTorch operators that a binding lists for one rare form, while other code calls them often.
+`GraphTarget.profiled` excludes more.
+"""
 
 _kernels: dict[str, dict[str, None]] = {}
 """Inductor's kernel -> its parts: classes of layers, and `op/impl id` if a pass of vllm-fl put the
@@ -88,7 +89,7 @@ def _note(schedule: Any, kernel: str) -> None:
 
 
 DIGITS = "_0123456789"
-"""Suffix characters of Inductor's numbers for kernels that it has not generated."""
+"""Characters of the number that Inductor appends to the name of a kernel it did not generate."""
 
 
 def _part_of(node: torch.fx.Node, fused: bool) -> str | None:
@@ -117,7 +118,7 @@ class Profiling:
     vllm_fl_window: _Window
 
     def vllm_fl_profile(self, decode: bool, steps: int) -> None:
-        """Profile the next `steps` steps of one kind, or until a step of the other kind.
+        """Profile the next `steps` steps of one kind; a step of the other kind ends the profile.
 
         With `decode`, these are steps that only decode; otherwise, steps with a prompt.
         """

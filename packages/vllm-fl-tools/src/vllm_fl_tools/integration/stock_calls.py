@@ -64,7 +64,7 @@ def stock_forms(op: str, binding: Binding, mode: Mode, device: torch.device) -> 
 def _called(op: str, target: Target, device: torch.device) -> OpImpl | None:
     """Return vLLM's kernel or function at a target that no compiler traces.
 
-    None if this vLLM does not have it, or if it can only be called within a call of the target.
+    Return None if this vLLM lacks it, or if it works only inside a call of the target.
     """
     own: Callable[..., object] | None = None
     if isinstance(target, OperatorTarget) and not Operators().misfit(target, device):
@@ -77,7 +77,7 @@ def _called(op: str, target: Target, device: torch.device) -> OpImpl | None:
 
 
 def apart(binding: Binding, forms: Sequence[OpImpl]) -> dict[str, Callable[..., object]]:
-    """Return impl id -> the cheaper function in vLLM's graph, for implementations in `forms`."""
+    """Return impl id -> a cheaper function to time instead, for `forms` that have one."""
     less = {target.plain: target.apart for target in binding.targets if target.apart is not None}
     return {form.impl_id: less[form.fn] for form in forms if form.fn in less}
 

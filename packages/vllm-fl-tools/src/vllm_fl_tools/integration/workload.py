@@ -13,7 +13,7 @@ Answers are lines of JSON on the original standard output; logs go to standard e
 writes the first answer when it is ready: `report`, the worker report, or null without vllm-fl;
 `vocabulary`, the number of tokens; `length`, the maximum tokens of a sequence; `graph_tokens`, the
 tokens of the largest captured graph, 0 without graphs. Then it answers each line of input. A line
-is an object with one key, a method of `_Served`; the value has the method's arguments.
+is an object with one key, the name of a method of `_Served`; the value has its arguments.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PROMPT_TOKENS, STEPS_AFTER_PROMPT, BATCHES = 96, 6, (1, 3, 8)
 prompts. A batch of 3 is padded to a captured size."""
 
 CERTAIN = 1e6
-"""Added to a token's logit to make it the most likely token."""
+"""Number that is added to a token's logit to make the token the most likely one."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class _Served:
         return {"ranks": rpc("vllm_fl_stock_rows")}
 
     def _steps_of_stock(self) -> None:
-        """Run steps of the same tokens and batches at each call: the answers are fixed."""
+        """Run the same steps at each call, with the same batches and fixed tokens."""
         config = self._llm.llm_engine.vllm_config
         most = config.scheduler_config.max_num_seqs
         prompt = min(PROMPT_TOKENS, config.model_config.max_model_len - STEPS_AFTER_PROMPT)
@@ -248,7 +248,7 @@ def _parsed(model: str, arguments: list[str]) -> dict[str, Any]:
 
 
 def _as_served(model: str, arguments: list[str]) -> dict[str, Any]:
-    """Start an engine like `vllm serve`, and return its answer."""
+    """Start an engine like `vllm serve`, and return its first answer."""
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 

@@ -18,8 +18,8 @@ class Described:
     """The plan that an engine would start with.
 
     Args:
-        facts: from its configuration.
-        plan: its plan. Verification may still disable implementations.
+        facts: facts from the engine's configuration.
+        plan: the engine's plan. Verification may still disable implementations.
         layers: op -> class of vLLM -> number of such layers in the model.
         aside: why the engine runs stock vLLM, with an empty plan; empty if vllm-fl is active.
         differs: differences from the lock file of the settings, one sentence each.

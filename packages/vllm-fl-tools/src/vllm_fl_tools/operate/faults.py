@@ -1,8 +1,8 @@
 """Keeps the first faulty call of each implementation of an engine (VLLM_FL_KEEP_FAULTS).
 
 A file has the safetensors format: the arguments that are tensors, and JSON in the metadata with
-their strides and the other arguments. Large weights are references to the checkpoint. Of arguments
-beyond the limit only shape and digest are kept.
+their strides and the other arguments. Large weights are references to the checkpoint. If arguments
+exceed the limit, only their shapes and digests are kept.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FORMAT = "vllm_fl_fault_1"
 """The key of the JSON text, with the version of the contents."""
 
 LARGE = 2**20
-"""Minimum bytes of a weight to look it up in the checkpoint."""
+"""Minimum bytes of a weight that is looked up in the checkpoint."""
 
 DIGESTED = 2**16
 """Approximate number of elements, at equal distances, in the digest of a tensor."""
@@ -65,13 +65,13 @@ class Faults:
         self.most = int(settings.keep_faults_mb) * 10**6
         self._engine, self._is_said = engine, False
         self._kept: dict[tuple[str, str], bool] = {}
-        """(op, impl id) -> whether the kept call is only not supported."""
+        """(op, impl id) -> whether the kept call is unsupported, not incorrect."""
         with self._harmless():
             self.folder.mkdir(parents=True, exist_ok=True)
             Draft(self.folder / "test").__exit__()
 
     def wants(self, op: str, impl_id: str, refused: bool = False) -> bool:
-        """Return whether no call of an implementation was kept, or only an unsupported one."""
+        """Return whether to keep a call: the first one, or the first incorrect one."""
         return self._kept.get((op, impl_id), True) and not (refused and (op, impl_id) in self._kept)
 
     def keep(
@@ -88,8 +88,8 @@ class Faults:
             spec: the contract.
             impl: the implementation.
             why: the fault.
-            call: returns the call, with its arguments on any device; a scale of NaN is unknown.
-            refused: whether the implementation only does not support the call.
+            call: returns the call, with arguments on any device. Its scale is NaN if unknown.
+            refused: whether the fault is only that the implementation does not support the call.
 
         Returns:
             The end of a message, with the file; or an empty string.
@@ -130,7 +130,7 @@ class Faults:
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:
-        """Log the first error of all blocks, and raise none."""
+        """Suppress exceptions of the block, and log the first one."""
         try:
             yield
         except Exception as error:
@@ -172,7 +172,7 @@ def pack_call(
 
     Args:
         spec: the contract.
-        sample: the call. A scale of NaN is unknown.
+        sample: the call. Its scale is NaN if unknown.
         most: maximum bytes of the tensors.
         find: large weight -> `folder`, `file` and `tensor` of the checkpoint; empty if unknown.
     """
@@ -224,7 +224,7 @@ def read(path: Path) -> tuple[Named, Named]:
     """Return (tensors, facts) of a file.
 
     Raises:
-        ValueError: it is damaged, or another file.
+        ValueError: the file is damaged, or of another kind.
     """
     from safetensors import safe_open
 
@@ -288,7 +288,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def _schemas(spec: OpSpec) -> list[str]:
-    """Return what identifies the version of a contract."""
+    """Return the data that identify the version of a contract."""
     return [variant.schema for variant in spec.variants]
 
 

@@ -34,9 +34,9 @@ def report_session(
 ) -> Iterator[None]:
     """Write the worker report to a file until the engine ends, and keep the file.
 
-    The file is in the directory of `metrics`, the user's path of the metrics file. Its name has the
-    rank and the replica, except for rank 0 of the first replica. `lock` returns the differences
-    from the lock file.
+    `metrics` is the user's path of the metrics file; the report is in the same directory. Its name
+    has the rank and the replica, except for rank 0 of the first replica. `lock` returns the
+    differences from the lock file.
     """
     settings = engine.facts.settings
     rank, replica = engine.rank, engine.replica

@@ -1,6 +1,6 @@
 """The workers' metrics on vLLM's `/metrics`. The API server's process reads the workers' files.
 
-vLLM shows prometheus_client's registry there. With several API servers, or if the user sets
+vLLM's `/metrics` shows prometheus_client's registry. With several API servers, or if the user sets
 PROMETHEUS_MULTIPROC_DIR, it shows another registry, which has only a `MultiProcessCollector`. The
 workers' files are added to both. Workers do not use prometheus_client's own files, because these
 are mapped into memory, and a full disk ends the process that writes them.
@@ -26,7 +26,7 @@ PATIENCE = 1.0
 """Seconds that a scrape waits for the files. The server answers no other request in this time."""
 
 FRESH = 0.5
-"""The part of `PATIENCE` for the workers to write their current counts."""
+"""Seconds of `PATIENCE` in which the workers write their current counts."""
 
 OURS = "vllm_fl_"
 
@@ -88,7 +88,7 @@ class Scraped:
         self._files.setdefault(named, _Files(Path(named)))
 
     def collect(self) -> Iterable[Any]:
-        """Return the families of all workers' files, without names that another collector has."""
+        """Return the families of all workers' files, except names that another collector has."""
         from prometheus_client import REGISTRY
 
         owners = getattr(REGISTRY, "_names_to_collectors", {})
@@ -159,7 +159,7 @@ class _Files:
 
 
 def _families(text: str) -> dict[str, Any]:
-    """Return the families of a worker's file by name; all are ours.
+    """Return the metric families of a worker's file by name.
 
     Raises:
         ValueError: it is not a worker's file.

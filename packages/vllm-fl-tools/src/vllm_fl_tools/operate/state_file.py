@@ -133,7 +133,7 @@ class StateFile:
                 path.unlink(missing_ok=True)
 
     def _asked(self) -> int:
-        """When a reader last asked for the state; 0 if never."""
+        """The time at which a reader last asked for the state; 0 if never."""
         with suppress(OSError):
             return _request_of(self._named).stat().st_mtime_ns
         return 0

@@ -27,14 +27,14 @@ class ConformanceCheck:
 
     Args:
         function: raises AssertionError if the implementation does not have the property.
-        each: what it runs for: each sample, bad input, family of models or dtype, or the op.
+        each: whether to run it once per sample, bad input, family of models, dtype or op.
     """
 
     function: Callable[[Subject, str, str], None]
     each: Literal["sample", "bad input", "family", "dtype", "op"]
 
     def run(self, subject: Subject, dtype: str, sample: str) -> None:
-        """Run it, and restore the state of the process for the next check."""
+        """Run the check, and restore the state of the process for the next check."""
         before = process_state.state_of(subject.device)
         try:
             self.function(subject, dtype, sample)
@@ -60,7 +60,7 @@ CHECKS: dict[str, ConformanceCheck] = {
     "spawn": ConformanceCheck(processes.spawn, "dtype"),
     "engine": ConformanceCheck(engine.engine, "op"),
 }
-"""Check by name, the fast ones first."""
+"""Name -> check; the fastest checks are first."""
 
 
 @dataclass(frozen=True)

@@ -55,18 +55,18 @@ __all__ = [
 __tracebackhide__ = HIDE_FRAMES
 
 FAR = 1 << 31
-"""Elements that a signed 32-bit offset cannot reach."""
+"""Number of the first element that a signed 32-bit offset cannot reach."""
 
 
 def availability(subject: Subject, dtype: str, sample: str) -> None:
-    """It is available on this machine."""
+    """The implementation is available on this machine."""
     verdict = subject.impl.availability()
     if verdict is not True:
         raise Refused(f"{subject.impl.impl_id} is not available: {verdict}")
 
 
 def declaration(subject: Subject, dtype: str, sample: str) -> None:
-    """Its parameters and consumed arguments match the contract, so it can be registered."""
+    """The implementation's parameters and consumed arguments match the contract."""
     try:
         subject.registry()
     except PluginError as error:
@@ -74,7 +74,7 @@ def declaration(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def values(subject: Subject, dtype: str, sample: str) -> None:
-    """The result is correct, in its own memory; other memory and process state are unchanged."""
+    """The result is correct, and no other memory or process state changes."""
     run = partial(compare, subject.impl, subject.spec, subject.sample(dtype, sample), _torch(dtype))
     torch.rand((), device=subject.device)  # reveals a kernel that always sets the same seed
     before = process_state.state_of(subject.device)
@@ -85,7 +85,7 @@ def values(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def families(subject: Subject, dtype: str, sample: str) -> None:
-    """The supported calls of a public model, with few tokens, are correct."""
+    """Supported calls of a public model are correct, for small numbers of tokens."""
     refused: Refused | None = None
     taken = False
     for call in calls_of(subject.spec, sample, subject.device):
@@ -99,7 +99,7 @@ def families(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def large_pools(subject: Subject, dtype: str, sample: str) -> None:
-    """Entries of caches, state pools and expert weights beyond 2**31 elements are found.
+    """Entries of caches, state pools and expert weights beyond 2**31 elements are used correctly.
 
     The entries are far apart. The memory between them is untouched, so a CPU does not allocate it.
     An offset that overflows 32 bits stays within that memory. Only one dtype is tried.
@@ -124,7 +124,7 @@ def large_pools(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def _with_large_pools(subject: Subject, dtype: str) -> Iterator[tuple[Sample, str, list[Any]]]:
-    """Yield (sample, parameter, arguments with that pool in more memory)."""
+    """Yield (sample, parameter, arguments with that pool in a larger memory)."""
     for each in subject.samples(dtype):
         for index, (name, arg) in enumerate(subject.spec.named(each.args).items()):
             is_pool = isinstance(arg, torch.Tensor) and arg.ndim >= 3 and len(arg) > 1
@@ -194,8 +194,8 @@ def determinism(subject: Subject, dtype: str, sample: str) -> None:
 def refusals(subject: Subject, dtype: str, sample: str) -> None:
     """`supports` returns True or a reason, independently of values and batch size.
 
-    It must reject tensors on another device, because its kernel cannot run there. Traceable
-    implementations may accept them, since PyTorch runs anywhere.
+    The implementation must reject tensors on another device, because its kernel cannot run there.
+    Traceable implementations may accept them, since PyTorch runs anywhere.
     """
     impl = subject.impl
     if not states_support(impl) or impl.needs_layer:  # `supports` is missing or unused
@@ -225,12 +225,12 @@ def refusals(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def states_support(impl: OpImpl) -> bool:
-    """Return whether `impl` has its own `supports`; registering adds one otherwise."""
+    """Return whether `impl` has its own `supports`, not one that was added by registering it."""
     return impl.supports is not None and inspect.unwrap(impl.supports) is not nothing
 
 
 def serving(subject: Subject, dtype: str, sample: str) -> None:
-    """It supports a call of a served model; some dtypes may be unsupported, but not all."""
+    """The implementation supports a call of a served model, in at least one dtype."""
     reasons = _refused_by(subject, dtype)
     if not reasons:
         return
@@ -283,7 +283,7 @@ def _reason(refusal: Comparison) -> str:
 
 
 def judge(result: Comparison, sample: Sample | None = None, *, skips: bool = True) -> None:
-    """Raise the error for this comparison, if any."""
+    """Raise an error if this comparison failed."""
     if result.status == "refused":
         reason = _reason(result)
         if skips:

@@ -27,9 +27,9 @@ BATCHES = (5, 7)
 
 
 def tracing(subject: Subject, dtype: str, sample: str) -> None:
-    """It compiles to one graph for two batch sizes, with correct results.
+    """The implementation compiles to one graph for two batch sizes, with correct results.
 
-    A traceable implementation declares the variables that it reads.
+    If it is traceable, its backend declares the variables that it reads.
     """
     subject.needs_no_layer()
     if problem := undeclared(subject, dtype):
@@ -55,7 +55,7 @@ def tracing(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def opcheck(subject: Subject, dtype: str, sample: str) -> None:
-    """As an opaque operator it matches its schema and fake kernel (torch.library.opcheck)."""
+    """As an opaque operator, the implementation matches schema and fake kernel (`opcheck`)."""
     subject.needs_no_layer()
     if not is_opaque(subject.impl):
         raise Refused("traceable: a compiler traces it, so no operator wraps it")

@@ -23,7 +23,7 @@ from .subject import Refused, Subject, expect
 __all__ = ["engine"]
 
 SHOWN = 80
-"""Lines from the end of a log to show: vLLM's traceback and, before it, the cause."""
+"""Number of lines to show from the end of a log: the cause, then vLLM's traceback."""
 
 TINY_MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -63,7 +63,7 @@ def engine(subject: Subject, dtype: str, sample: str) -> None:
 
 @dataclass(frozen=True)
 class _Served:
-    """The report of an engine, or the problem with the end of its log."""
+    """The report of an engine; or why it failed, with the end of its log."""
 
     report: dict[str, Any] | None
     problem: str = ""

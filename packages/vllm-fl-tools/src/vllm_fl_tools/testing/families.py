@@ -33,11 +33,12 @@ __all__ = [
 log = get_logger("testing")
 
 COUNTS = (1, 5, 17, 130)
-"""Numbers of tokens of a family's calls: decoding, and more than tiles of 16 and 128 rows."""
+"""Numbers of tokens of a family's calls: decoding, and just above tiles of 16 and 128 rows."""
 
 MOST = 2**26
-"""Maximum elements of a family's calls with one token. An op omits larger families: their products
-take seconds, and smaller models show the same."""
+"""Maximum elements of a family's calls with one token. Larger families are omitted for the op:
+their products take seconds, and smaller models reveal the same errors.
+"""
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,9 @@ LiquidAI/LFM2-1.2B 2048 8192 32 8 64 64 128000 1e-5 conv_features=2048 conv_taps
 """
 """Each entry: a model, its sizes, the epsilon of its norms, and further sizes. `experts=8,2,14336`:
 experts, experts per token, and their width. `linear=16,32`: gated delta rules with this many key
-and value heads. `fp32_norms`: norms have float32 weights. Llama-3.1-70B and Kimi-K2 are one of 8
-ranks, Qwen3.5-397B is one of 4."""
+and value heads. `fp32_norms`: norms have float32 weights. The sizes of Llama-3.1-70B and Kimi-K2
+are for one of 8 ranks, those of Qwen3.5-397B for one of 4.
+"""
 
 
 def _family(words: Sequence[str]) -> Family:
@@ -128,7 +130,7 @@ LENGTH = 32768
 
 
 def served_dtype(spec: OpSpec) -> str:
-    """Return the dtype of the families' calls: bfloat16, or an op's first dtype without it."""
+    """Return the dtype of the families' calls: bfloat16 if the op has it, else its first dtype."""
     return "bfloat16" if "bfloat16" in spec.dtypes else spec.dtypes[0]
 
 
@@ -150,7 +152,8 @@ def families_of(spec: OpSpec) -> list[str]:
 def _made(spec: OpSpec, sizes: ModelSizes, dtype: Any) -> list[Sample]:
     """Return a model's calls on the meta device, without values.
 
-    Empty for a third-party op that needs other sizes, or cannot make calls without values.
+    The result is empty for a third-party op that needs other sizes, or cannot make calls without
+    values.
     """
     try:
         return list(spec.served(sizes, dtype, torch.device("meta")))

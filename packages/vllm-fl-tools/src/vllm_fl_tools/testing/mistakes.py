@@ -16,7 +16,7 @@ __all__ = ["mistaken_calls"]
 def mistaken_calls(spec: OpSpec, dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     """Yield calls that `check` must reject: `spec.bad_inputs`, and a mistake in each argument.
 
-    `dtype` and `device` belong to the samples that are changed.
+    `dtype` and `device` are those of the samples that are changed.
     """
     yield from spec.bad_inputs(dtype, device)
     missing = dict(spec.arguments)

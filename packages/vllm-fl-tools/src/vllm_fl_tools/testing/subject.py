@@ -49,7 +49,7 @@ sufficient for a backend's author."""
 __tracebackhide__ = HIDE_FRAMES
 
 SIZES = dataclasses.replace(typical_sizes(), tokens=(1, 7, 300))
-"""The largest batch exceeds one block of rows of all usual kernels."""
+"""Default sizes. The largest batch exceeds one block of rows of all usual kernels."""
 
 
 class Refused(Exception):
@@ -184,18 +184,21 @@ def contract_of(op: str) -> OpSpec:
 
 
 def _installed(op: str) -> RegistrySnapshot:
-    """Return the snapshot with the contract of `op`: of only contracts, or of all plugins."""
+    """Return a snapshot with the contract of `op`. All plugins are loaded only if necessary."""
     known = known_contracts()
     return known if op in known.contracts else get_default_manager().registry.snapshot()
 
 
 def fresh(sample: Sample) -> Sample:
-    """Copy a sample. Its tensors share memory like the originals, but not with the originals."""
+    """Copy a sample.
+
+    The copies share memory with each other like the originals, but not with the originals.
+    """
     return dataclasses.replace(sample, args=copy.deepcopy(sample.args))
 
 
 def pattern(sample: Sample) -> tuple[object, ...]:
-    """Return what a program may branch on: dimensions, dtypes, None, flags; no sizes or values."""
+    """Return the properties that code may branch on: dimensions, dtypes, None and flags."""
     return tuple(
         (arg.ndim, arg.dtype)
         if isinstance(arg, torch.Tensor)
@@ -233,7 +236,7 @@ def _relaid(op: str, dtype: str, device: torch.device) -> tuple[Sample, ...]:
 
 
 def _promised(spec: OpSpec, got: Any, args: Sequence[Any]) -> Any:
-    """Return the results in a normal form, identical for results that the contract equates.
+    """Return the results in a normal form, equal for results that the contract treats as equal.
 
     `got` is structured like a result of `spec.fake`.
     """

@@ -34,7 +34,7 @@ class OpConformance:
         device: torch's name of the device; None for the platform's device.
         sizes: the model for the tested calls, in tokens and features. By default, Qwen3-0.6B and
             additional public models are tested; if set, only this model.
-        deadline: seconds for one op in `test_fork`, `test_spawn` and vLLM in `test_engine`.
+        deadline: seconds per op in `test_fork` and `test_spawn`, and for vLLM in `test_engine`.
     """
 
     backend: ClassVar[str]

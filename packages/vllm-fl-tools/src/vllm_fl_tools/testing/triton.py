@@ -1,4 +1,4 @@
-'''Triton kernels without a GPU: Triton's interpreter, without the gaps that affect kernels.
+'''Triton kernels without a GPU: Triton's interpreter, with fixes for faults that affect kernels.
 
 `TRITON_INTERPRET=1` runs a kernel in Python, program by program, on CPU tensors. Some results
 differ from a GPU, and some code that compiles does not run. After `interpreted()`, kernels of a
@@ -117,7 +117,7 @@ def to_compile(*, runs: bool = True) -> Iterator[set[str]]:
     Configurations that `triton.autotune` would try or choose are not included.
 
     Args:
-        runs: False runs no kernel: outputs are not written.
+        runs: whether kernels run; if False, outputs are not written.
 
     Yields:
         A growing set of texts: a kernel's module and name, and its specialisation.
@@ -350,7 +350,7 @@ def _extern_functions() -> None:
 
 
 def _elementwise(name: str, function: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return a libdevice function for the interpreter's blocks; without `function`, it raises."""
+    """Return a libdevice function for the interpreter's blocks; it raises if `function` is None."""
     np: Any = import_module("numpy")
     tl: Any = import_module("triton.language")
     interpreter = _interpreter()

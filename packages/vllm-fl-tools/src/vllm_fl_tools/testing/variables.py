@@ -18,14 +18,14 @@ from .subject import Subject, fresh
 __all__ = ["reading", "undeclared"]
 
 OTHERS = frozenset((*BENEATH, "vllm_fl", "vllm_fl_tools"))
-"""Packages with reads that do not count, in addition to Python's standard library."""
+"""Packages that may read any variable, in addition to Python's standard library."""
 
 READERS = ("os", "collections")
 """Modules that read a variable for their caller."""
 
 
 def undeclared(subject: Subject, dtype: str) -> str:
-    """Return the fault of the variables that a compiler would read in `subject`; empty if none.
+    """Return a problem with the variables that a compiler would read; empty if there is none.
 
     A compiler reads them once, while tracing, and vLLM caches the compiled code. The digest of the
     plan, which identifies that code, only includes variables that plugins declare.

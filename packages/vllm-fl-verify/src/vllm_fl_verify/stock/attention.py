@@ -43,7 +43,7 @@ ROWS = 32
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """The result for attention layers of one group of vLLM with equal parameters.
+    """The result for the attention layers with equal parameters in one attention group of vLLM.
 
     Args:
         layers: their names.
@@ -104,7 +104,7 @@ def recording() -> Iterator[None]:
     """Inside the block, keep the constructor arguments of attention layers for
     `compared_attention`.
 
-    Without them it reads attributes with the names of vLLM.
+    Without them, it reads the layers' attributes by vLLM's names.
     """
     make = Attention.__init__
     signature = inspect.signature(make)
@@ -198,7 +198,7 @@ class _Steps:
     def _all_ends(self) -> Iterator[list[int]]:
         """Yield the ends of each sequence's steps: a prompt, some tokens, and two single tokens.
 
-        Prompts are about as long as whole blocks, and as the window.
+        Prompt lengths are near the ends of blocks, and near the length of the window.
         """
         block, window = self.block, self.heads.window or self.length
         lengths = [1, block, 2 * block, 7 * block // 2, min(LONG, self.length)]
@@ -279,7 +279,7 @@ class _Steps:
         return found
 
     def _rows(self, count: int) -> Tensor:
-        """Draw tokens to compare, with the first and the last."""
+        """Draw tokens to compare, including the first and the last."""
         drawn = torch.randperm(count, generator=self.generator)[:ROWS]
         rows: Tensor = torch.cat([drawn, torch.tensor([0, count - 1])]).unique()
         return rows

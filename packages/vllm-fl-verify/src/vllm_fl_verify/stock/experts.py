@@ -1,7 +1,7 @@
 """Comparison of some experts of each mixture with their dequantised weights, while vLLM loads them.
 
-Between the two products is an activation, so one-hot rows do not show single weights: a wrong
-factor of a few percent in one of them remains invisible.
+One-hot inputs do not reveal single weights, because an activation follows the first product. A
+weight that is wrong by a few percent is therefore not detected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .rows import StockRows
 from .weights import dequantised
 
 COMPARED_EXPERTS = 8
-"""Compared experts of each layer."""
+"""Number of compared experts per layer."""
 
 TOKENS = (1, 17, 256)
 

@@ -1,8 +1,8 @@
-"""Made sequences for attention, with dominant keys at edges, and their results in float64.
+"""Generated sequences for attention, with dominant keys at edges, and their results in float64.
 
-Attention on random numbers averages a fault away: one missing key in a window of 1024 changes a
-result by less than its rounding. So each query has a few dominant keys, its needles: at the edges
-of its window, at the ends of blocks, and directly outside of its visible keys.
+Attention on random numbers hides faults: one missing key in a window of 1024 changes a result by
+less than its rounding. Each query therefore has a few dominant keys, its needles: at the edges of
+its window, at the ends of blocks, and directly outside of its visible keys.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from torch import Tensor
 from ..expected import Near
 
 NEEDLES = 6
-"""Needles of a query: an invisible key, its own key, the first visible key, and three keys at the
-ends of blocks. More needles would give large logits to all other keys."""
+"""Number of needles of a query: an invisible key, its own key, the first visible key, and three
+keys at the ends of blocks. More needles would give large logits to all other keys.
+"""
 
 FLAT = 0.25
-"""Share of queries without needles: sinks have a weight only there."""
+"""Share of queries without needles. Sinks have a noticeable weight only for these queries."""
 
 LEAD, SPREAD, STEEPEST = 3.0, 1.5, 20.0
 """Logits of needles: by how much they exceed the logarithm of the number of keys, by how much two
@@ -68,7 +69,7 @@ class Heads:
         return self.stored.itemsize == 1
 
     def store(self, x: Tensor, scale: float) -> Tensor:
-        """Round to nearest as the cache must do; return float64."""
+        """Return x in float64, rounded to nearest as a cache must round it."""
         if not self.is_coarse:
             return x.to(self.stored).double()
         top = torch.finfo(self.stored).max
@@ -77,7 +78,7 @@ class Heads:
     def draw(
         self, rows: int, width: int, size: float, scale: float, generator: torch.Generator
     ) -> Tensor:
-        """Draw normal numbers of this size, or smaller, within the range of the cache."""
+        """Draw normally distributed numbers, of this magnitude if the cache can store them."""
         drawn = torch.randn(rows, self.keys, width, generator=generator, dtype=torch.float64)
         return (drawn * (min(size, 40 * scale) if self.is_coarse else size)).to(self.dtype)
 
@@ -91,9 +92,9 @@ class Made:
         blocks: its blocks in the cache, in order.
         ends: number of tokens in the cache after each step, ascending.
         generator: of the random numbers.
-        loud: size of the values: large in tokens that must have no influence.
-        done: number of tokens that are in the cache.
-        until: the same after the current step.
+        loud: magnitude of the values, which is large in tokens that must have no influence.
+        done: number of tokens in the cache.
+        until: number of tokens in the cache after the current step.
     """
 
     heads: Heads

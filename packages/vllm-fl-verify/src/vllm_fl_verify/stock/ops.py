@@ -25,7 +25,7 @@ from .rows import StockRows
 CONTRACT, LOGITS = "its contract", "the hidden states' product"
 
 TOKENS = 33
-"""Rows of hidden states for the logits."""
+"""Number of random hidden states for the comparison of logits."""
 
 
 def compare_layers(worker: Any, models: Mapping[str, Any], rows: StockRows) -> None:

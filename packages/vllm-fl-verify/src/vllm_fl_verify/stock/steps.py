@@ -18,21 +18,22 @@ from .rows import StockRows
 EAGER = "eager steps"
 
 ROUNDINGS = 8.0
-"""Tolerance of a row of hidden states, as a root mean square: this number of steps of its dtype,
-times the square root of the number of the model's layers, since errors of layers add up."""
+"""Tolerance of a row of hidden states, as a root mean square in steps of its dtype. It is
+multiplied by the square root of the number of layers, because their errors add up.
+"""
 
 QUANTISED = 4.0
-"""The same for a quantised model, relative to others: activations may be rounded to 8 bits."""
+"""Factor of the tolerance for quantised models, because activations may be rounded to 8 bits."""
 
 LARGEST = 0.7
-"""Largest tolerance. Unrelated hidden states differ by 1.4 of their size."""
+"""Largest tolerance. Unrelated hidden states differ by 1.4 times their magnitude."""
 
 Step = tuple[int, torch.Tensor]
 """Number of tokens, and the hidden states before the product for the logits."""
 
 
 class Steps:
-    """Records hidden states of a worker's steps, and compares those of two visits.
+    """Records hidden states of a worker's steps, and compares the states of two visits.
 
     Args:
         worker: vLLM's worker.
@@ -66,7 +67,7 @@ class Steps:
         self._stack.enter_context(without_graphs(self.worker.model_runner))
 
     def compare(self, rows: StockRows) -> None:
-        """Return to compiled steps, and compare the recorded ones."""
+        """Return to compiled steps, and compare the recorded steps."""
         self._stack.close()
         vars(self._model).pop("compute_logits", None)
         vars(self.worker).pop("execute_model", None)

@@ -16,7 +16,7 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 def held_by(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of the parameters and buffers of a layer, without its children.
 
-    Copies, not references: vLLM and its kernels rewrite tensors in place.
+    They are copied because vLLM and its kernels rewrite tensors in place.
     """
     own = {**layer._parameters, **layer._buffers}
     found = {name: tensor for name, tensor in own.items() if tensor is not None}
@@ -104,7 +104,7 @@ def _of_gptq(held: Held, shape: tuple[int, int], from_one: bool) -> torch.Tensor
 
 
 def _unpacked(packed: torch.Tensor, size: int, dim: int) -> tuple[torch.Tensor, int]:
-    """Return the values of packed int32 numbers, `size` in this dimension, and half their range."""
+    """Return (`size` values in this dimension, unpacked from int32 numbers; half their range)."""
     count = size // packed.shape[dim]
     bits = 32 // count
     shifts = torch.arange(count, device=packed.device, dtype=torch.int32) * bits

@@ -24,7 +24,7 @@ from .steps import Steps
 LOADER = vllm.model_executor.model_loader.__name__
 
 results = StockRows()
-"""The results of this process: an engine has one worker in each."""
+"""The results of this process, which has one worker of an engine."""
 
 linears: list[Linears] = []
 """The linear layers of the model, then of its draft model."""
@@ -83,7 +83,7 @@ class StockChecks:
 
 
 class ThoroughChecks(StockChecks):
-    """The same, with every captured size for linear layers."""
+    """`StockChecks` with linear layers compared at every captured size."""
 
 
 def _sizes(config: Any) -> tuple[int, ...]:
