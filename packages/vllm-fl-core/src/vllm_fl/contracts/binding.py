@@ -25,8 +25,9 @@ __all__ += ["new_node", "put", "with_values"]
 __all__ += _targets.__all__
 
 LONGEST = 2**18
-"""The most positions of a sample's table: 128 MiB in float32 for 128 features. Each sample has its
-own table. The limit is necessary because VLLM_ALLOW_LONG_MAX_MODEL_LEN allows any length."""
+"""Maximum number of positions in a sample's table: 128 MiB in float32 for 128 features. Each sample
+has its own table. The limit is necessary because VLLM_ALLOW_LONG_MAX_MODEL_LEN allows any
+length."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class SizeRule:
         ask: vLLM's VllmConfig -> the size on one rank (features, heads or experts), or a number
             such as the epsilon of the norms. If it raises any exception, the size is unknown.
         typical: the size without a model, for `vllm-fl verify` and the conformance kit.
-        few: a smaller size that is equivalent for a kernel and saves memory. `vllm-fl verify` uses
-            it to compare the bits of rows, and for the timed call. None: `typical`.
+        few: a smaller size that saves memory and makes no difference for a kernel. `vllm-fl verify`
+            uses it to compare the bits of rows, and for the timed call. None: `typical`.
         in_kit: whether the conformance kit makes calls of this size if a backend's test does not
             set it. False if such calls are slow and the contract's samples test the same.
     """
@@ -84,7 +85,7 @@ class Binding:
             another op, because the product would be counted twice.
         calls_operators: whether vLLM's implementation of the op calls operators that are targets of
             other ops. A model with this op may then use those ops without having their layers, and
-            `vllm-fl tune` does not assume that they are compiled by range of sizes.
+            `vllm-fl tune` does not assume that they are compiled separately for ranges of sizes.
     """
 
     targets: tuple[Target, ...] = ()
@@ -103,7 +104,7 @@ class Binding:
     @property
     def claims(self) -> tuple[str, ...]:
         """The names of its targets, such as `operator _C::silu_and_mul`. Only one op can have each
-        name. The name of an operator in graphs includes the part that `find` looks for."""
+        name. The names of a `GraphTarget` include its `parts`, if it has any."""
         return tuple(dict.fromkeys(name for target in self.targets for name in target.claims))
 
     def routed(self, spec: OpSpec) -> Binding:

@@ -31,7 +31,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Within:
-    """One result, with each element within the tolerance.
+    """One result that has every element within the tolerance.
 
     Args:
         tolerances: by the name of the result's dtype (`float32`, `bfloat16`); if empty, the

@@ -55,8 +55,8 @@ class Sample:
         relaid: whether an activation has a layout that vLLM's layers do not produce (`layouts.py`
             of vllm-fl-verify).
         repeats: (the arguments of a smaller call, columns: (n,), int64). Column j of every result
-            equals column `columns[j]` of the smaller call. For large weights with repeated rows,
-            because the oracle then computes only the smaller call. None: the oracle computes
+            equals column `columns[j]` of the smaller call. This saves time for large weights with
+            repeated rows: the oracle computes only the smaller call. None: the oracle computes
             `args`.
         enlarged: whether the rows are randomly repeated rows of another sample.
     """
@@ -205,10 +205,10 @@ class OpSpec:
             different formula. The contract's tests compare the two on all samples.
         layer: the parameters of `from_layer`, by name -> a stand-in for a vLLM layer that provides
             them. Used without a model, for implementations that need the layer.
-        plain: the parameters -> True, or why an implementation that needs the layer does not
-            support the call. Older implementations support only plain layers. If layers start to
-            provide a new parameter, `plain` must refuse it, because older implementations do not
-            read it. None: every layer is plain.
+        plain: the parameters -> True, or the reason why an implementation that needs the layer does
+            not support the call. Older implementations support only plain layers. If layers start
+            to provide a new parameter, `plain` must refuse calls that set it, because older
+            implementations do not read it. None: every layer is plain.
         dtypes: the names of the inputs' dtypes (`float32`, `float16`, `bfloat16`, or integer dtypes
             for a contract with only integers). Samples are made for each dtype. Empty: the keys of
             `tolerances`.
@@ -218,9 +218,9 @@ class OpSpec:
             (one scale for a whole tensor, ids sorted by expert). Startup is then slow, because it
             computes the oracle for each batch.
         ignores_repeats: with `whole_batch`: whether the results of each row and of the batch stay
-            the same when rows are repeated or reordered. True for a maximum or a cache; false for a
-            sum, an order or a position. Large batches at startup repeat a few hundred rows. If
-            True, the oracle computes only these rows.
+            the same when rows are repeated or reordered. True for a maximum or a cache; false if
+            results depend on sums, order or positions. Large batches at startup repeat a few
+            hundred rows. If True, the oracle computes only these rows.
         fixed_batch: whether rows cannot form other batches, because tokens belong to sequences or
             have states. Startup then runs the served calls unchanged, with a few numbers of tokens.
         part: the parameters -> the arguments of a call with the same results and smaller weights:
@@ -345,8 +345,8 @@ class OpSpec:
 
     @cached_property
     def consumed_with(self) -> Mapping[str, frozenset[str]]:
-        """Parameter -> the arguments that a call must have to consume it; empty for no condition.
-        Variants without these arguments do not overwrite the parameter."""
+        """Parameter -> the arguments that a call must pass before the parameter may be overwritten;
+        empty for no condition. Variants without these arguments do not overwrite the parameter."""
 
         def needed(parameter: str) -> frozenset[str]:
             places = [v for v in self.variants if parameter in v.overwrites]

@@ -26,10 +26,10 @@ __all__ = [
 ]
 
 ATTENTION_BACKEND = "the attention backend"
-"""The claim of the only `AttentionTarget`. Its op has no contract."""
+"""The name of the only `AttentionTarget`. The op of this target has no contract."""
 
 DERIVED = Route()
-"""The `native` of a target that is derived from its declared route."""
+"""Value of `native` to derive it from the target's declared route."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ class Target:
 
     @property
     def plain(self) -> Bound | None:
-        """vLLM's implementation here with the contract's parameters, if it is PyTorch code."""
+        """vLLM's implementation at this target, with the contract's parameters; None if it is not
+        PyTorch code."""
         return None
 
     @property
     def apart(self) -> Bound | None:
-        """Like `plain`, but with the results that vLLM's graph has, if the op computes more than
-        these."""
+        """Like `plain`, but with results as in vLLM's graph; None if they are the same."""
         return None
 
     @property
@@ -128,9 +128,9 @@ class LayerTarget(Target):
             supports. If it is None, such a call is an error.
         grants: the arguments that the layer owns and an implementation may therefore overwrite.
         adapt: (layer, the op without the parameters that a layer provides) -> the forward method.
-            For a layer with different parameters than the contract.
-        stand_in: layer -> an object with the attributes that the contract expects of a layer. For a
-            layer with different attributes.
+            Necessary if the layer has different parameters than the contract.
+        stand_in: layer -> an object with the attributes that the contract expects of a layer.
+            Necessary if the layer has different attributes.
         subclasses: whether vLLM's subclasses that inherit every forward method are also targets.
         enabled: whether the layer is enabled in vLLM's `custom_ops` while the op is planned. The
             forward methods are always replaced. False for norms, because enabling them would change
@@ -178,8 +178,8 @@ class OperatorTarget(_Routed):
         route: the conversion from the operator's arguments to the contract. If it cannot be
             declared, a function: (the op with the contract's parameters) -> a kernel with
             `parameters`. The kernel writes the results to the operator's tensors (`put`). For a
-            call that is not the op, the kernel returns NotImplemented, and the replaced kernel
-            runs.
+            call that does not compute the op, the kernel returns NotImplemented, and the replaced
+            kernel runs.
         native: (the replaced kernel, with `parameters`) -> the op with the contract's parameters.
             Used for calls that no candidate supports. By default it is derived from a declared
             route.
@@ -187,8 +187,8 @@ class OperatorTarget(_Routed):
             overwrite them as well. By default the `out` of a declared route.
         tokens: the parameter with the op's number of tokens as its first dimension, in every call
             that `route` accepts. If the plan assigns a number of tokens to `stock`, the replaced
-            kernel runs directly. Empty without such a parameter, or if `route` and `native` must
-            convert every call while the op is planned.
+            kernel runs directly. Empty if there is no such parameter, or if `route` and `native`
+            must convert every call while the op is planned.
         on_cpu: whether vLLM's layers also call the operator on a CPU. Most layers use plain PyTorch
             on a CPU, even if the operator exists.
         within: whether `native` only works inside a call of the target, and raises elsewhere.
@@ -317,8 +317,8 @@ class FusionTarget(Target):
         parts: the ops that the pass looks for, in vLLM's implementation.
         layers: the layers (by their names in `custom_ops`) that must be enabled for the pass.
         native: vLLM's computation without the pass, with the contract's parameters.
-        apart: like `native`, but with the results that vLLM's graph has. `vllm-fl tune` times it if
-            the op does more than that, such as joining its results in one tensor.
+        apart: like `native`, but with results as in vLLM's graph. `vllm-fl tune` times it if the op
+            does additional work, such as joining its results in one tensor.
         begins: (a layer of vLLM, the VllmConfig) -> whether the op may begin with this layer. A
             model without such a layer does not have the op. None: cannot be determined.
     """
@@ -365,7 +365,7 @@ class GraphTarget(Target):
             Operators that the installed vLLM lacks are ignored.
         find: a node of a graph (`torch.fx.Node`) that calls one of the operators -> the op's
             arguments in the order of the contract (nodes, numbers, strings and None), or None if
-            the call is not the op. It may create nodes (`new_node`).
+            the call does not compute the op. It may create nodes (`new_node`).
         native: the computation that is replaced, with the contract's parameters.
         parts: the ops that `find` looks for, in vLLM's implementation. While any of them is
             planned, the op stays `stock`. Ops with different parts may share an operator.

@@ -1,4 +1,4 @@
-"""The choice and the call of an op's implementation.
+"""Choose and call the implementation of an op.
 
 `call_op` and `resolve_op` are for scripts and tests. Layers use `dispatch_method`. In vLLM the same
 rules determine the engine's plan.

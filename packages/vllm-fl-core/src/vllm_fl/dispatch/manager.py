@@ -43,8 +43,8 @@ class OpManager:
 
     Args:
         registry: the implementations. By default the installed plugins are loaded at the first use.
-        policy: this manager's policy. By default the policy of `set_global_policy`, or else that of
-            the settings. With both arguments the manager does not read settings.
+        policy: this manager's policy. By default the policy of `set_global_policy`, or else the
+            policy of the settings. If both arguments are given, the manager does not read settings.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class OpManager:
                 with a given registry does not load plugins.
 
         Raises:
-            SettingsError: a setting is invalid. The next use tries again.
+            SettingsError: a setting is invalid. The next use reads the settings again.
         """
         if self._ready:
             return

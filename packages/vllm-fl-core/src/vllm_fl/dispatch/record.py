@@ -42,10 +42,10 @@ class Record:
     ) -> None:
         self._log, self._decide = log, decide
         self.counts: Literal["", "calls", "tracings"] = ""
-        """Whether to count calls or tracings. Traced code has no calls to count. An opaque operator
-        is never traced."""
+        """Whether to count calls or tracings. Calls of traced code cannot be counted, and opaque
+        operators are never traced."""
         self.fallbacks: Counter[Key] = Counter()
-        """Calls that an implementation computed as a later candidate."""
+        """Calls that an implementation computed as a fallback."""
         self.refusals: Counter[Key] = Counter()
         """Calls that an implementation did not support."""
         self.failures: dict[Key, str] = {}
@@ -71,7 +71,7 @@ class Record:
 
     def passed_over(self) -> dict[Key, str]:
         """Return (op, impl id) -> a reason, for implementations that refused calls and passed on
-        more calls than they computed for others."""
+        more calls than they computed as a fallback."""
         reasons = {what[1:3]: what[3] for what in sorted(self._said) if what[0] == "refused"}
         return {
             key: reasons.get(key, "the log has the reasons")
@@ -91,7 +91,8 @@ class Record:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Do not count the calls inside the block. Other threads can read `is_aside`."""
+        """Do not count the calls inside the block. Inside it `is_aside` is true, for other
+        threads."""
         kept = self.fallbacks, self.refusals, self._asked, self._moved
         self.fallbacks, self.refusals, self._asked, self._moved = map(Counter, kept)
         self.is_aside = True
@@ -149,7 +150,7 @@ class Record:
         return demoted
 
     def fell_back(self, op: str, first: OpImpl, impl: OpImpl) -> None:
-        """Record that `impl`, a later candidate, computed a call."""
+        """Record that `impl` computed a call as a fallback."""
         self.fallbacks[op, impl.impl_id] += 1
         self._moved[op, impl.impl_id] += 1
         if self._once("fallback", op, first.impl_id, impl.impl_id):

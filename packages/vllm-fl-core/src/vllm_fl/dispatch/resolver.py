@@ -177,11 +177,11 @@ class Resolver:
         reason. The implementations of one selector are sorted by descending priority, then by impl
         id.
 
-        In an engine, `stock` has the position of its selector, or else is last. In strict mode, a
-        user's order without `stock` and `foreign` excludes it. Layers that another plugin has
-        replaced have the position of the selector `foreign`. Without it they are first, or last if
-        the user's order is for the op itself or the order for another size has `foreign`. Strict
-        mode then excludes them.
+        In an engine, `stock` has the position of its selector, or is last without one. In strict
+        mode, a user's order without `stock` and `foreign` excludes it. Layers that another plugin
+        has replaced have the position of the selector `foreign`. Without that selector they are
+        first. They are last instead, or excluded in strict mode, if the user's order is for the op
+        itself, or if the order for another size has `foreign`.
 
         Args:
             rejected: impl id -> why it is rejected, independent of the policy.
