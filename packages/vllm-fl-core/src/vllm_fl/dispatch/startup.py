@@ -55,9 +55,9 @@ def _names(allowed: Sequence[str] | None) -> frozenset[str] | None:
 
 
 def detect_platform(plugins: Sequence[Plugin] = ()) -> str:
-    """Return the platform of this machine, for settings files, as in a vLLM engine.
+    """Return the name of this machine's platform in settings files, as in a vLLM engine.
 
-    In this order: the platform plugin of another package (by its entry point), vLLM's built-in
+    It is the first of: the platform plugin of another package (by its entry point), vLLM's built-in
     platform, the device of a vllm-fl plugin, the device of torch (`ascend` by its extension), cpu.
     torch is not imported, because a process without torch cannot run a kernel on a device.
     """
@@ -76,7 +76,8 @@ def detect_platform(plugins: Sequence[Plugin] = ()) -> str:
 
 
 def is_foreign(platform: str) -> bool:
-    """Whether vLLM uses another package's platform here, which settings call `platform`."""
+    """Whether vLLM uses a platform of another package here, with the name `platform` in
+    settings."""
     foreign = foreign_platform()
     return foreign is not None and foreign.name == platform
 

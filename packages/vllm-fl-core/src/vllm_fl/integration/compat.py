@@ -123,12 +123,13 @@ def declared_layers() -> dict[str, str]:
 
 
 def hide_our_variables(more: Iterable[str] = ()) -> None:
-    """Register our variables with vLLM, which would otherwise warn about unknown variables or fail.
+    """Register vllm-fl's variables with vLLM, which would otherwise warn about unknown variables or
+    fail.
 
     `vllm.envs.validate_environ` checks them up to release 0.30, `Platform.validate_environ` from
-    0.31 on. vLLM's compile-cache key contains the names and values of the table. Getters return
-    None, because the plan's digest is a better key, and all names are registered, so the key does
-    not vary.
+    0.31 on. vLLM's compile-cache key contains the names and values of the table. The key must not
+    vary: all names are registered, and getters return None, because the plan's digest is a better
+    key.
     """
     import vllm.envs
 

@@ -51,13 +51,14 @@ class Engine:
     Args:
         rank: the worker's rank within the engine.
         joins: whether the rank joins a running engine (elastic EP). The other ranks then do not
-            gather with it.
+            exchange values with it.
 
     Attributes:
         device: the worker's device, once it is open.
         plan: the current plan, once it is made. Replaced when an implementation is disabled.
         contents: the contents of the plan, JSON-serialisable.
-        groups: makes the communicators of vLLM's rank groups; None if vLLM makes them.
+        groups: the object that makes the communicators of vLLM's rank groups; None if vLLM makes
+            them.
         worker_facts: distribution -> facts that its plugin has reported.
         disabled: (op, impl id) -> why it is disabled on all ranks.
         wrong: (op, impl id) -> why a serving implementation was incorrect at the last check.

@@ -90,7 +90,7 @@ def gathered(mine: T, cpu_group: Any, what: str) -> list[T]:
 
 class _Ranks:
     """The ranks of a group during one exchange, by their index. `store` is the group's store with a
-    prefix for our keys, or None. `names` are the ranks by their global numbers, such as `rank
+    prefix for vllm-fl's keys, or None. `names` are the ranks by their global numbers, such as `rank
     3`."""
 
     def __init__(self, group: Any, what: str) -> None:

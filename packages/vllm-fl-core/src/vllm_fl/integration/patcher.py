@@ -80,7 +80,7 @@ class Patcher:
         return WhyNot()
 
     def keep_stock(self, plan: Plan) -> Mapping[str, str]:
-        """Return planned op -> why vLLM keeps it because of the other planned ops."""
+        """Return planned op -> why it must stay stock because of other planned ops."""
         return {}
 
     def configure(
@@ -91,7 +91,8 @@ class Patcher:
         return ()
 
     def by_range(self, plan: Plan) -> Mapping[str, Chain]:
-        """Return op -> candidates by size, for ops that graphs can select by range of sizes."""
+        """Return op -> candidates by size, for ops that graphs choose separately for each range of
+        sizes."""
         return {}
 
     def contents(self, plan: Plan) -> Mapping[str, Any]:

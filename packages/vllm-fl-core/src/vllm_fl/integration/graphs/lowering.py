@@ -57,7 +57,8 @@ class RangeLowering(GraphPass):
             self._note(site.chain, graph.find_nodes(op="call_function", target=target))
 
     def _note(self, chain: Chain, stay: Sequence[fx.Node]) -> None:
-        """Count the operators that are kept. Warn if one choice could have replaced them."""
+        """Count the operators that are not replaced. Log a warning if all calls of this range have
+        the same choice, which could have replaced them."""
         sizes = self.sizes
         impl = choice(chain, sizes)
         is_news = bool(stay) and not self.done.stayed[chain.op, sizes]
@@ -115,7 +116,8 @@ def _in_graphs(plan: Plan) -> dict[Any, Site]:
 
 
 def _in_ir(plan: Plan) -> dict[Any, Site]:
-    """Return the IR ops. Without this pass, vLLM would lower them to our provider later."""
+    """Return the IR ops with an order by size. Without this pass, vLLM would lower them to
+    vllm-fl's provider later."""
     found: dict[Any, Site] = {}
     for op, of_op in ir_ops().items():
         if plan.is_stock(op) or not plan.entries[op].ceilings:

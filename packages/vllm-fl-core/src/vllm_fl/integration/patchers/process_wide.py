@@ -1,9 +1,8 @@
 """The base for targets that exist once per process: kernels of operators, and functions.
 
 A replacement uses the plan of the calling engine (`engines.calling_engine`). The replaced code runs
-in three
-cases: the caller has no plan for the target, the call is not the op, or an implementation makes the
-call.
+in three cases: the caller has no plan for the target, the call does not compute the op, or an
+implementation makes the call.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Replacement:
 
     Attributes:
         answers: engine with a plan for the target -> (the op with the target's parameters, a
-            predicate for calls of sizes that are stock).
+            predicate for calls with a size at which the op is stock).
     """
 
     target: Taken
@@ -76,11 +75,12 @@ class Replacement:
     inside: _Inside = field(default_factory=_Inside)
 
     def replaced(self, how: Any, *args: Any, **named: Any) -> Any:
-        """Call the replaced code. `how` is the first argument of the function of `answering`."""
+        """Call the replaced code. `how` is the first argument of the function that `answering`
+        returns."""
         raise NotImplementedError
 
     def remove(self) -> bool:
-        """Restore the replaced code, unless other code needs ours. Return whether it was
+        """Restore the replaced code, unless other code needs the replacement. Return whether it was
         restored."""
         raise NotImplementedError
 
@@ -94,8 +94,8 @@ class Replacement:
 
     def known(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any] | None:
         """Return the arguments for the parameters of the binding, or None to run the replaced code.
-        That is necessary if another parameter differs from its default, or if the call does not fit
-        the signature: the replaced code then raises the error."""
+        The replaced code runs if another parameter differs from its default, or if the call does
+        not fit the signature, to raise the error."""
         parameters, defaults, count = self.parameters, self.defaults, len(self.target.parameters)
         if len(args) > len(parameters) or not named.keys() <= set(parameters):
             return None  # arguments for *args or **kwargs
@@ -167,7 +167,7 @@ def replacements_of(engine: Engine) -> list[Replacement]:
 
 
 class Taking(Patcher):
-    """The base of the patchers of such targets. `key` is the key in the digest and in the
+    """The base of the patchers of process-wide targets. `key` is the key in the digest and in the
     report."""
 
     key: str
@@ -270,8 +270,8 @@ def _give_back(engine: Engine, ours: Replacement) -> None:
 
 
 def _leaving(target: Taken, is_stock: Callable[[int], bool] | None) -> Leaves | None:
-    """Return a predicate for calls of sizes that are stock (`is_stock` is from `Plan.stock_at`), or
-    None if the size does not matter."""
+    """Return a predicate for calls with a size at which the op is stock, or None if the size does
+    not matter. `is_stock` is from `Plan.stock_at`."""
     if is_stock is None or not target.tokens:
         return None
     name, position = target.tokens, target.parameters.index(target.tokens)
