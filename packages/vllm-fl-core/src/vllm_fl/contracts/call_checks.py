@@ -24,7 +24,7 @@ BROKEN = "the arguments break the contract"
 
 
 def supports_of(spec: OpSpec, rules: Iterable[Rule]) -> Callable[..., object]:
-    """Compile a `supports`: True for a call that keeps the contract and every rule.
+    """Compile a `supports` that returns True for a call that keeps the contract and every rule.
 
     It checks all declarations in the contract's `arguments`, except the values of tensors. For an
     op with one argument `x` of shape `tokens, hidden`, and the rule `hidden % 8 == 0`::

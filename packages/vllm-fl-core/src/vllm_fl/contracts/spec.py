@@ -225,7 +225,7 @@ class OpSpec:
             have states. Startup then runs the served calls unchanged, with a few numbers of tokens.
         part: the parameters -> the arguments of a call with the same results and smaller weights:
             only the parts that the call reads (the experts of its rows). Used to compare calls with
-            weights that are too large to copy. None: not possible.
+            weights that are too large to copy. None: there is no such call.
         read_whole: the parameters without a row per token that every call reads completely, such as
             the weight of a layer. `vllm-fl tune` counts their bytes, and alternates between copies
             so that they are not in a cache.

@@ -13,7 +13,8 @@ override: ContextVar[SelectionPolicy | None] = ContextVar("vllm_fl_policy", defa
 
 
 class _Global:
-    """The argument of `set_global_policy`, for managers that were created without a policy."""
+    """The policy that `set_global_policy` has set, for managers that were created without a
+    policy."""
 
     policy: SelectionPolicy | None = None
 

@@ -68,8 +68,8 @@ class _Operator:
 
 
 _operators: dict[str, _Operator] = {}
-"""Operators by name. A process cannot define an operator twice. A plan with the same number as that
-of an ended engine therefore reuses its operators with new bodies."""
+"""Operators by name. A process cannot define an operator twice. A plan with the number of an ended
+engine's plan therefore reuses its operators with new bodies."""
 
 
 def operators() -> dict[str, tuple[str, str]]:

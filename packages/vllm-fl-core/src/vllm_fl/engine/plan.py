@@ -314,7 +314,7 @@ class Plan:
     def as_compiled(self, op: str, first: OpImpl, *, inlined: bool = False) -> Callable[..., Any]:
         """Return the op as compiled code calls it, for verification, without counters. `first` is
         one of the entry's `firsts`; its row is verified. `inlined` is True for graphs that are
-        compiled by range: they inline an op that is ordered by size."""
+        compiled by range: they inline an op with an order by size."""
         plan = dataclasses.replace(self, counts_calls=False, record=Record(log), number=0)
         rows = (_callable(impls) for _, impls in reversed(self.entries[op].candidates))
         impls = next(impls for impls in rows if impls[:1] == (first,))
@@ -385,7 +385,8 @@ _choosing = threading.Lock()
 
 
 def take_number(plan: Plan) -> Plan:
-    """Return a compiled plan with the lowest number that no other plan of this process has."""
+    """Return a compiled plan with the lowest number that no other plan of this process has. An
+    eager plan is returned unchanged."""
     if plan.mode == "eager":
         return plan
     with _choosing:

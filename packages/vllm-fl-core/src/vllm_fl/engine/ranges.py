@@ -1,6 +1,6 @@
 """Ranges of token counts that allow a compiler to inline one implementation of an op.
 
-In a graph, an op that is ordered by size is one operator. vLLM can compile the graph separately for
+In a graph, an op with an order by size is one operator. vLLM can compile the graph separately for
 several ranges of token counts. If all rows in a range have the same traceable first choice, its
 code can replace the operator in that range.
 """

@@ -1,7 +1,8 @@
-"""The engines of this process, their changes of vLLM, and which engine is calling.
+"""The engines of this process, their changes to vLLM, and the engine that is calling.
 
-vLLM's forward context identifies the calling engine, also in threads of micro-batches. Without one
-(a vision encoder, a sampler), it is the engine of the worker method that the thread is running.
+vLLM's forward context identifies the calling engine, also in threads of micro-batches. Without a
+forward context (a vision encoder, a sampler), it is the engine of the worker method that the thread
+is running.
 """
 
 from __future__ import annotations

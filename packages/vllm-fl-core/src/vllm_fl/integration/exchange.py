@@ -150,7 +150,7 @@ class _Ranks:
 
     def _is_connected(self, n: int) -> bool:
         """Whether a rank is connected. The end of its process closes the connection, and `recv`
-        then raises an error. Over an open connection it returns at once."""
+        then raises an error. Over an open connection `recv` returns at once."""
         try:
             self.group.recv([torch.empty(1)], n, UNUSED)
         except RuntimeError:

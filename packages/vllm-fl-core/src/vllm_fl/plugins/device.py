@@ -69,8 +69,8 @@ def find_device(plugins: Sequence[Plugin], name: str | None = None) -> DevicePro
 
     Raises:
         DeviceError: several plugins detect their device, or the forced device is not detected.
-        PluginError: no device was found and a device hook failed. The engine would run on another
-            device without notice.
+        PluginError: no device was found and a device hook failed. The engine would otherwise run on
+            another device without notice.
     """
     known, errors = devices(plugins)
     asked = [(owner, profile) for owner, profile in known if name in (None, profile.name)]

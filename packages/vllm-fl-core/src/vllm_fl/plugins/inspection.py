@@ -28,8 +28,8 @@ class Moment(enum.StrEnum):
     """vLLM's groups of ranks exist. If a communicator is disabled, its group gets the next
     candidate."""
     PLANNED = "planned"
-    """The plan exists, but vLLM does not use it yet. Repeated, with the model in memory, if an
-    implementation was disabled at LOADED or CACHED."""
+    """The plan exists, but vLLM does not use it yet. The moment repeats, with the model in memory,
+    if an implementation was disabled at LOADED or CACHED."""
     LOADED = "loaded"
     """The model uses the plan and has its weights. Nothing is compiled."""
     CACHED = "cached"
@@ -192,7 +192,7 @@ class Engine(Protocol):
     def gather(self, what: str, mine: T) -> list[T]:
         """Exchange a value with all ranks. All ranks must call this in the same order.
 
-        If a rank fails before its exchange, all ranks raise.
+        If a rank fails before its exchange, all ranks raise an error.
 
         Args:
             what: the purpose, for the log and an error, such as `compare the seeds`.
@@ -206,7 +206,7 @@ class Engine(Protocol):
         """Call `f` when the engine ends or its startup fails; the last `f` is called first."""
 
     def active(self) -> AbstractContextManager[object]:
-        """Return a context: calls of this thread belong to this engine and use its plan."""
+        """Return a context in which calls of this thread belong to this engine and use its plan."""
 
     def on_serving(self, f: Callable[[], object]) -> None:
         """Call `f` just before the engine takes requests."""

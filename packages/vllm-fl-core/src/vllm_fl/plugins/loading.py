@@ -1,4 +1,4 @@
-"""Load the installed plugins, each in isolation. Never called on a call path."""
+"""Load the installed plugins, each in isolation. This never happens on a call path."""
 
 from __future__ import annotations
 

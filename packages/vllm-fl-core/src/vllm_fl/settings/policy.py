@@ -28,7 +28,8 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 IMPL_KINDS = tuple(kind.value for kind in BackendImplKind)
 
 UNTOUCHED = ("foreign", "stock")
-"""Selectors that replace nothing: layers of a different plugin, and vLLM's implementation."""
+"""Selectors for code that vllm-fl does not replace: layers of a different plugin, and vLLM's
+implementation."""
 
 SLIPS = {"vllm": "stock", "native": "stock", "torch": "reference", "flaggems": "flagos"}
 """Likely mistake -> the intended selector."""
@@ -337,7 +338,7 @@ class SelectionPolicy:
 
     def names(self, op: str, *, itself: bool = False) -> bool:
         """Return whether the user has set an order for the op. With `itself`, an order of its group
-        does not count."""
+        is ignored."""
         order = self.per_op_order.get(op)
         return order is not None and order.pinned and not (itself and order.group)
 
@@ -355,7 +356,7 @@ class SelectionPolicy:
         return next((order for order in lists if order is not None and order.rows(mode)), None)
 
     def ceilings(self, op: str, mode: Mode = "eager") -> tuple[int, ...]:
-        """Return the maximum tokens of each row for `op` but the last, ascending."""
+        """Return the maximum tokens of each row for `op` except the last, ascending."""
         listed = self.listed(op, mode)
         return tuple(n for n, _ in listed.rows(mode) if n is not None) if listed else ()
 
@@ -367,9 +368,9 @@ class SelectionPolicy:
         engine: bool = False,
         tokens: int | None = None,
     ) -> tuple[Selector, ...]:
-        """Return the selectors for `op` in order: in an `engine` by its default order, with
-        `stock`. `tokens` is the number of tokens of the call; None for the row of the largest
-        calls."""
+        """Return the selectors for `op`, in order. The default orders of an `engine` differ from
+        those of scripts. `tokens` is the number of tokens of the call; None for the row of the
+        largest calls."""
         listed = self.listed(op, mode)
         if listed is not None:
             return at_size(listed.rows(mode), tokens)
