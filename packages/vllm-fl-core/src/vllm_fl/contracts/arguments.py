@@ -51,7 +51,7 @@ class Argument:
 
     Args:
         kind: its type in a torch schema.
-        classes: the classes that it may have. A float must be finite.
+        classes: the Python classes that its value may have. A float must be finite.
         where: a condition on the call, in which `value` is this argument; empty for no condition.
         may_be_none: whether None is also valid.
     """
@@ -190,8 +190,8 @@ def tensor(shape: str, *dtypes: str, where: str = "", values: str = "") -> Tenso
     """Declare a tensor on the device of the call's first tensor. A result must also be contiguous.
 
     Args:
-        shape: an expression for each dimension. It may begin with `...` for any leading dimensions.
-            Empty for one number in any shape.
+        shape: an expression for each dimension. It may begin with `...` for any leading dimensions,
+            or be empty for one number in any shape.
         dtypes: each is a dtype, a tensor with the same dtype, or a string argument that contains
             the dtype's name. By default an argument may be float32, float16 or bfloat16, and a
             result has the dtype of the first tensor.

@@ -42,13 +42,13 @@ class Route:
         only: parameters of the target -> whether a call computes the op. It is called only if all
             `constants` match.
         out: the target's parameters into which it writes the results, in order; a string for one
-            result. Empty if the target returns its results.
+            result; empty if the target returns its results.
         results: (the op's results, parameters of the target) -> the results that are written to
             `out`, or returned.
         own_args: the target's parameter -> a function of parameters of the contract that returns
-            the argument for vLLM's kernel. Necessary for parameters that `args` and `constants` do
-            not determine. A parameter of `out` that is not in the contract gets a new tensor from
-            the contract's `fake`.
+            the argument for vLLM's kernel. It is necessary for parameters that `args` and
+            `constants` do not determine. A parameter of `out` that is not in the contract gets a
+            new tensor from the contract's `fake`.
         own_results: (the results that vLLM's kernel returned or wrote to `out`, parameters of the
             contract) -> the op's results.
     """

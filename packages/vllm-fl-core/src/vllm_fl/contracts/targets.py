@@ -59,7 +59,7 @@ class Target:
         raise NotImplementedError
 
     def describe(self) -> str:
-        """Return a phrase for people, without vLLM's version."""
+        """Return a phrase for messages, without vLLM's version."""
         raise NotImplementedError
 
     @property
@@ -80,7 +80,7 @@ class Target:
 
     @property
     def profiled(self) -> tuple[str, ...]:
-        """The names of calls in a profile of vLLM without vllm-fl."""
+        """The names that calls of this target have in a profile of vLLM without vllm-fl."""
         return ()
 
     def may_begin(self, layers: Iterable[object], vllm_config: Any) -> bool:
@@ -128,13 +128,13 @@ class LayerTarget(Target):
             supports. If it is None, such a call is an error.
         grants: the arguments that the layer owns and an implementation may therefore overwrite.
         adapt: (layer, the op without the parameters that a layer provides) -> the forward method.
-            Necessary if the layer has different parameters than the contract.
+            It is necessary if the layer has different parameters than the contract.
         stand_in: layer -> an object with the attributes that the contract expects of a layer.
-            Necessary if the layer has different attributes.
+            It is necessary if the layer has different attributes.
         subclasses: whether vLLM's subclasses that inherit every forward method are also targets.
         enabled: whether the layer is enabled in vLLM's `custom_ops` while the op is planned. The
-            forward methods are always replaced. False for norms, because enabling them would change
-            vLLM's fusions.
+            forward methods are always replaced. It is false for norms, because enabling them would
+            change vLLM's fusions.
     """
 
     reaches_compiler: ClassVar[bool] = True
@@ -180,14 +180,13 @@ class OperatorTarget(_Routed):
             `parameters`. The kernel writes the results to the operator's tensors (`put`). For a
             call that does not compute the op, the kernel returns NotImplemented, and the replaced
             kernel runs.
-        native: (the replaced kernel, with `parameters`) -> the op with the contract's parameters.
-            Used for calls that no candidate supports. By default it is derived from a declared
-            route.
+        native: (the replaced kernel, with `parameters`) -> the op with the contract's parameters,
+            for calls that no candidate supports. By default it is derived from a declared route.
         grants: the contract's arguments that the operator overwrites. An implementation may
-            overwrite them as well. By default the `out` of a declared route.
+            overwrite them as well. By default they are the `out` of a declared route.
         tokens: the parameter with the op's number of tokens as its first dimension, in every call
-            that `route` accepts. If the plan assigns a number of tokens to `stock`, the replaced
-            kernel runs directly. Empty if there is no such parameter, or if `route` and `native`
+            that `route` accepts. If the plan assigns this number to `stock`, the replaced kernel
+            runs directly. It is empty if there is no such parameter, or if `route` and `native`
             must convert every call while the op is planned.
         on_cpu: whether vLLM's layers also call the operator on a CPU. Most layers use plain PyTorch
             on a CPU, even if the operator exists.
@@ -320,7 +319,8 @@ class FusionTarget(Target):
         apart: like `native`, but with results as in vLLM's graph. `vllm-fl tune` times it if the op
             does additional work, such as joining its results in one tensor.
         begins: (a layer of vLLM, the VllmConfig) -> whether the op may begin with this layer. A
-            model without such a layer does not have the op. None: cannot be determined.
+            model without such a layer does not have the op. If it is None, this cannot be
+            determined.
     """
 
     seen_live: ClassVar[bool] = False

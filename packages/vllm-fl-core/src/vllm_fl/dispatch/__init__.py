@@ -160,7 +160,8 @@ def discover_plugins(registry: OpRegistry) -> tuple[Plugin, ...]:
 
 
 def get_discovered_plugins() -> tuple[Plugin, ...]:
-    """Return the plugins that `discover_plugins` or, without such a call, the manager loaded."""
+    """Return the plugins that `discover_plugins` loaded. If it was not called, return those that
+    the manager loaded."""
     if _Discovered.plugins is not None:
         return _Discovered.plugins
     return get_default_manager().registry.plugins

@@ -187,13 +187,14 @@ class Chain:
 
 
 def copied(argument: Any) -> Any:
-    """Return a copy that may be overwritten and returned. It is contiguous, because results must
-    be."""
+    """Return a copy that may be overwritten and returned. The copy is contiguous, because results
+    must be contiguous."""
     return argument.clone() if argument.is_contiguous() else argument.contiguous()
 
 
 def _poisons_the_device(error: Exception) -> bool:
-    """Whether an error is out-of-memory, or a device error that makes all later kernels fail."""
+    """Whether an error is an out-of-memory error, or a device error that makes all later kernels
+    fail."""
     if isinstance(error, MemoryError):
         return True
     kinds = {c.__name__ for c in type(error).__mro__}

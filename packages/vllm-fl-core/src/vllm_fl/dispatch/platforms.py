@@ -20,9 +20,8 @@ from ..text import quote
 
 @dataclass(frozen=True)
 class ForeignPlatform:
-    """A platform plugin for vLLM from another distribution that supports this machine. `entry` is
-    the name of its entry point, as in VLLM_PLUGINS. `release` is the distribution with its
-    version."""
+    """A platform plugin of another distribution that supports this machine. `entry` is the name of
+    its entry point, as in VLLM_PLUGINS. `release` is the distribution with its version."""
 
     entry: str
     distribution: str
@@ -76,7 +75,7 @@ def vllm_platform() -> str | None:
 
 
 def torch_platform() -> str | None:
-    """Return `cuda`, `rocm` or `xpu` if torch has such a device; None without one or if torch is
+    """Return `cuda`, `rocm` or `xpu` if torch has such a device. Return None if it has none or is
     not imported."""
     torch = sys.modules.get("torch")
     if torch is None:

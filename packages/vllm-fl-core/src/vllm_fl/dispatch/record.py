@@ -34,7 +34,7 @@ class Record:
 
     Args:
         decide: (op, impl id, why) -> whether to demote an implementation that failed; calls
-            `demote` if so. None: failures are raised, for example under a sealed plan.
+            `demote` if so. If it is None, failures are raised, for example under a sealed plan.
     """
 
     def __init__(
@@ -50,14 +50,16 @@ class Record:
         """Calls that an implementation did not support."""
         self.failures: dict[Key, str] = {}
         self._asked: Counter[Key] = Counter()
-        """Calls with this implementation as first candidate. Empty unless calls are counted."""
+        """Calls for which an implementation was the first candidate. It is empty unless calls are
+        counted."""
         self._moved: Counter[Key] = Counter()
-        """Calls that fell back to this implementation, minus the calls that it passed on."""
+        """Calls that fell back to an implementation, minus the calls that it passed on."""
         self.demotions: dict[Key, str] = {}
         self.guards: weakref.WeakSet[Any] = weakref.WeakSet()
         """All compiled `Guard` objects with this record. A demotion does not switch bare guards."""
         self.keeper: Any = None
-        """Keeps faulty calls (VLLM_FL_KEEP_FAULTS): `vllm_fl_tools.operate.faults.Faults`."""
+        """The `vllm_fl_tools.operate.faults.Faults` that keeps faulty calls (VLLM_FL_KEEP_FAULTS),
+        or None."""
         self._announced: dict[str, str] = {}
         self._said: set[tuple[str, ...]] = set()
         self.is_aside = False
@@ -113,7 +115,7 @@ class Record:
                 self._switch(name)
 
     def clear(self) -> None:
-        """Reset counters, demotions and logged lines, such as in a forked process."""
+        """Reset counters, demotions and logged lines, for example in a forked process."""
         self.end_demotions()
         counted = self.fallbacks, self.refusals, self._asked, self._moved
         for table in (*counted, self.failures, self._announced, self._said):
@@ -178,7 +180,7 @@ class Record:
         self._announced[op] = impl.impl_id
 
     def counting(self, bound: Callable[..., Any], op: str, impl_id: str) -> Callable[..., Any]:
-        """Return `bound`, with its calls counted according to `counts`."""
+        """Return `bound` as a function that counts its calls according to `counts`."""
         if not self.counts:
             return bound
 

@@ -115,7 +115,7 @@ class Resolver:
     """Decides between the implementations of ops.
 
     Args:
-        settings: the settings for rejections by plugins. None: plugins are not called.
+        settings: the settings for rejections by plugins. If it is None, plugins are not called.
         mode: the engine's mode; an op may have an order for each mode.
         engine: whether vLLM's code is a candidate.
         disabled: (op, impl id) -> why it is disabled or demoted.
@@ -185,7 +185,7 @@ class Resolver:
 
         Args:
             rejected: impl id -> why it is rejected, independent of the policy.
-            tokens: the number of tokens of the calls; None: more than all maximums.
+            tokens: the number of tokens of the calls; None for more than all maximums.
         """
         policy, engine, mode = self.policy, self.engine, self.mode
         order = policy.order(op, mode, engine=engine, tokens=tokens)

@@ -32,9 +32,9 @@ log = get_logger("plugins")
 @dataclass(frozen=True)
 class Startup:
     """The loaded plugins and the effective settings. If the settings could not be read, `settings`
-    has the defaults and `problem` the error. It is not raised at once, because a worker gets the
-    settings of its engine. `allowed` are the distributions that may load (VLLM_FL_PLUGINS; None for
-    all), `modules` the additional modules (VLLM_FL_PLUGIN_MODULES)."""
+    has the defaults and `problem` the error. The error is not raised at once, because a worker gets
+    the settings of its engine. `allowed` are the distributions that may load (VLLM_FL_PLUGINS; None
+    for all), `modules` the additional modules (VLLM_FL_PLUGIN_MODULES)."""
 
     plugins: tuple[Plugin, ...]
     settings: Settings
@@ -83,8 +83,8 @@ def is_foreign(platform: str) -> bool:
 
 
 def known_platforms(plugins: Sequence[Plugin]) -> tuple[str, ...]:
-    """Return the platforms that settings files may be for, including plugins' devices. Devices are
-    not detected."""
+    """Return the platforms for which settings files may exist, including plugins' devices. Devices
+    are not detected."""
     brought = (profile.name for profile in _profiles(plugins))
     return tuple(dict.fromkeys((*PLATFORMS, *brought)))
 
@@ -159,7 +159,8 @@ def try_settings(
     platform: str | None = None,
     asks: bool = True,
 ) -> tuple[Settings, SettingsError | None]:
-    """Return the effective settings, or the defaults and the error. For arguments see `start`."""
+    """Return the effective settings, or the defaults and the error. The arguments are as for
+    `start`."""
     early = load_startup(env)
     platform = platform or _detected(early, registry.plugins)
     try:
@@ -187,7 +188,7 @@ def read_settings(
     is read only if VLLM_FL_PLATFORM selects the device.
 
     Args:
-        asks: whether to warn about implementations in orders that are not available here.
+        asks: whether to warn about orders with implementations that are not available here.
         orders: as for `load_settings`.
     """
     early, plugins = load_startup(env), registry.plugins

@@ -73,7 +73,7 @@ engine's plan therefore reuses its operators with new bodies."""
 
 
 def operators() -> dict[str, tuple[str, str]]:
-    """Return the operators of this process by name: (op, impl id for the largest calls)."""
+    """Return name -> (op, impl id for the largest calls) of the operators of this process."""
     return {name: (of.op, of.impl_id) for name, of in _operators.items()}
 
 
@@ -90,8 +90,8 @@ def inlined(chain: Chain, impl: OpImpl) -> Callable[..., Any]:
 
 
 def unique_name(readable: str, *identity: object) -> str:
-    """Return an ASCII name for vLLM or torch, which begins with the readable part. It differs for
-    each identity, a tuple of JSON-able values."""
+    """Return an ASCII name for vLLM or torch, which begins with the readable part. The name differs
+    for each `identity`, a tuple of JSON-able values."""
     word = re.sub(r"[^a-z0-9_]+", "_", readable.lower())[:80]
     text = json.dumps([readable, *identity])
     return f"{word}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -199,7 +199,8 @@ def _writing(spec: OpSpec, variant: Variant, guard: Callable[..., Any]) -> Calla
 
 
 def _define(name: str, spec: OpSpec, variant: Variant, *, written: bool) -> None:
-    """Define the operator of a variant unless it exists. It calls its body in `_operators`."""
+    """Define the operator of a variant unless it exists. The operator calls its body in
+    `_operators`."""
     if name in _operators:
         return
     LIBRARY.define(name + (variant.mutating_schema if written else variant.schema))

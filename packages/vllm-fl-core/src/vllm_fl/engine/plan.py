@@ -103,8 +103,8 @@ class PlanEntry:
 
     @property
     def unmet(self) -> str:
-        """Why no candidate can run, or empty. Possible only in strict mode, if the user's order
-        lacks `stock`."""
+        """Why no candidate can run, or empty. This is possible only in strict mode, if the user's
+        order lacks `stock`."""
         trace = next((trace for _, trace in self.rows if not trace.admitted), None)
         if trace is None or self.note:
             return ""

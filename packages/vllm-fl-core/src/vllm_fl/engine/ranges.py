@@ -56,7 +56,7 @@ def choice(chain: Chain, sizes: Range) -> OpImpl | None:
 
 def range_edges(chains: Iterable[Chain], largest: int, captured: int = 0) -> tuple[int, ...]:
     """Return the last token count of each range except the last, for at most `MAX_RANGES` ranges
-    that inline the most. Empty if nothing can be inlined.
+    that inline the most. The result is empty if nothing can be inlined.
 
     Ranges end only at the maximum tokens of rows. The gain of inlining an op is measured in
     doublings of the token count: the ranges from 64 to 128 and from 4096 to 8192 have equal gains.

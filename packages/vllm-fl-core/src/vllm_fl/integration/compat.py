@@ -1,4 +1,4 @@
-"""The supported vLLM releases and the differences between them. Keep such code in this file."""
+"""The supported vLLM releases, and all code for the differences between them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ _OPENING = (
 LAYER = re.compile(
     r"""^@(CustomOp|PluggableLayer)\.register\(\s*["'](\w+)["'].*?^class (\w+)""", re.M | re.S
 )
-"""Matches a registered layer class in vLLM's source: kind, registered name, class name."""
+"""Matches a registered layer class in vLLM's source, with the groups (kind, registered name, class
+name)."""
 
 
 def vllm_version() -> str:

@@ -56,7 +56,7 @@ class Engine:
 
     Attributes:
         device: the worker's device, once it is open.
-        plan: the current plan, once it is made. Replaced when an implementation is disabled.
+        plan: the current plan, once it is made. It is replaced when an implementation is disabled.
         contents: the contents of the plan, JSON-serialisable.
         groups: the object that makes the communicators of vLLM's rank groups; None if vLLM makes
             them.

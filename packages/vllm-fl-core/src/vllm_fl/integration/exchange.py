@@ -41,7 +41,7 @@ UNUSED = 48
 
 def exchange(what: str, mine: T, failure: str = "") -> list[T]:
     """Return the value of every rank in vLLM's world, in rank order. The data-parallel engines of a
-    mixture of experts are one world. Errors contain ranks of the world.
+    mixture of experts are one world. Errors report ranks of this world.
 
     Args:
         what: the purpose, such as `settle on a plan`. All ranks must make the same exchanges in the
@@ -49,8 +49,8 @@ def exchange(what: str, mine: T, failure: str = "") -> list[T]:
         mine: this rank's value; it is pickled.
 
     Raises:
-        StartError: a rank has failed, died or is late, or ranks are at different steps. With
-            `failures`.
+        StartError: a rank has failed, died or is late, or ranks are at different steps. The error
+            has `failures`.
     """
     from vllm.distributed.parallel_state import get_world_group
 

@@ -32,7 +32,7 @@ log = get_logger("engine")
 
 def facts_of(vllm_config: VllmConfig) -> EngineFacts:
     """Read the engine's facts from its configuration. Raises SettingsError for an invalid setting,
-    PluginError as `load_plugins` does."""
+    and PluginError like `load_plugins`."""
     from vllm import envs
     from vllm.config import CompilationMode
 

@@ -1,8 +1,9 @@
 """The overlay: a mixin over the platform class that vLLM uses, with the hooks of the plan.
 
 The platform plugin of vllm-fl returns the overlay for platforms of vLLM and for devices of vllm-fl
-plugins. If another distribution provides the platform, the overlay is installed in place. The base
-class keeps its enum, and therefore its attention, graphs, passes and collectives.
+plugins. If another distribution provides the platform, the overlay is installed in place. The
+overlay keeps the enum of its base class, and therefore its attention, graphs, passes and
+collectives.
 """
 
 from __future__ import annotations

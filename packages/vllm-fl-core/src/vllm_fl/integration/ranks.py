@@ -1,4 +1,4 @@
-"""Objections of the ranks of an engine, and differences of their plans."""
+"""Objections of the ranks of an engine, and differences between their plans."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Disabled(NamedTuple):
 class Opinion:
     """One rank's objections and plan at a moment. `objections` maps (op, impl id) to the reason why
     it must not run. `contents` are parts of its plan at PLANNED, and choices by timing at CACHED.
-    `installed` has the (op, impl id) of every implementation there. `table` is why the tuning table
-    has no effect there."""
+    `installed` has the (op, impl id) of every implementation on the rank. `table` is why the tuning
+    table has no effect on it."""
 
     objections: Mapping[Key, Objection]
     contents: Mapping[str, Any] = field(default_factory=dict)

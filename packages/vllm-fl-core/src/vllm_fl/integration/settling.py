@@ -32,7 +32,7 @@ def settle(engine: Engine, moment: Moment) -> dict[Key, str]:
 
     Returns:
         At UPDATED, when nothing can be disabled: (op, impl id) -> why it is incorrect, with the
-            rank. Empty at other moments.
+            rank. The result is empty at other moments.
 
     Raises:
         StartError: a rank has failed (with `failures`), or there is an objection in strict mode or

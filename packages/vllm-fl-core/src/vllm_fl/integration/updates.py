@@ -73,7 +73,7 @@ def check(engine: Engine, occasion: str) -> str:
 
     Raises:
         ServingError: an implementation is incorrect on any rank. If one process calls several
-            ranks, only the last rank raises, because vLLM ignores replies after an error.
+            ranks, only the last rank raises it, because vLLM ignores replies after an error.
     """
     if not _is_checked(engine):
         return "nothing is verified: no op is planned, or VLLM_FL_PREFLIGHT is not verify"

@@ -1,4 +1,4 @@
-"""The worker: makes, verifies and seals the plan, lets vLLM's worker build the model, and verifies
+"""The worker makes, verifies and seals the plan, lets vLLM's worker build the model, and verifies
 the plan again on the tensors of the loaded model."""
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def _attend_once(engine: Engine) -> None:
 
 
 def _say_plan(engine: Engine) -> None:
-    """Keep remarks on the startup for the report and DEBUG. Rank 0 logs the start line."""
+    """Keep remarks on the startup for the report and the DEBUG log. Rank 0 logs the start line."""
     plan, seconds = engine.plan, phases_of(engine.worker).seconds
     how = {"verify": "verified in", "run": "run in"}.get(engine.facts.settings.preflight)
     total = sum(seconds.get(phase, 0.0) for phase in (PLANNING, LIVE))

@@ -1,9 +1,9 @@
 """Record which third-party code is running, in a file, and log it if it is slow.
 
 An import that calls `os._exit`, or a kernel that aborts, ends a process without an error message.
-So a process keeps a locked file in the user's cache while third-party code runs. The next process
-of the same environment, and `vllm-fl doctor`, report files without a lock. If the file cannot be
-written (no home, a full disk), nothing is recorded.
+Therefore a process keeps a locked file in the user's cache while third-party code runs. The next
+process of the same environment, and `vllm-fl doctor`, report files without a lock. If the file
+cannot be written (no home, a full disk), nothing is recorded.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def current_note() -> str:
 
 
 def folder() -> Path | None:
-    """Return the folder of the notes (`FOLDER` or `~/.cache/vllm-fl/running`). None without
-    a home."""
+    """Return the folder of the notes (`FOLDER` or `~/.cache/vllm-fl/running`). Return None without
+    a home folder."""
     if (given := os.environ.get(FOLDER)) is not None:
         return Path(given) if given else None
     cache = os.environ.get("XDG_CACHE_HOME", "")

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 log = get_logger("plugins")
 
 ENDED: dict[str, str] = {}
-"""Plugin, as text -> how it ended an earlier process of this command. The plugin is not
-run again."""
+"""Plugin (as text) -> how it ended an earlier process of this command. The plugin is not run
+again."""
 
 
 def describe_owner(owner: Owner) -> str:

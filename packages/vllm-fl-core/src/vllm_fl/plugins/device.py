@@ -26,13 +26,13 @@ class DeviceProfile:
         platform_class: a vLLM `Platform` subclass with `_enum = PlatformEnum.OOT`, `device_name`,
             `device_type` and `dispatch_key`.
         worker_class: the worker, which creates the model runner. A user's `worker_cls` replaces it.
-        communicator_class: a vLLM `DeviceCommunicatorBase` subclass; None: as in the platform
-            class.
-        dist_backend: the torch.distributed backend between ranks (`hccl`); None: as in the platform
-            class.
-        detect: () -> True, or the reason why this machine does not have the device. Called in every
-            process while vLLM looks for its platform. It must not initialize the device or import
-            vllm.
+        communicator_class: a vLLM `DeviceCommunicatorBase` subclass; None for the communicator of
+            the platform class.
+        dist_backend: the torch.distributed backend between ranks (`hccl`); None for the backend of
+            the platform class.
+        detect: () -> True, or the reason why this machine does not have the device. It is called in
+            every process while vLLM looks for its platform. It must not initialize the device or
+            import vllm.
 
     Raises:
         ValueError: the name is not a lower-case identifier, or a path is not `module.Class`.

@@ -1,4 +1,4 @@
-"""Find the installed plugins, and select the allowed ones. Imports nothing."""
+"""Find the installed plugins, and select the allowed ones. No plugin is imported."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class Plugin:
         return self.status == "ok"
 
     def may_bring(self, name: str, op: str | None = None) -> bool:
-        """Return whether it failed and may provide an impl id or vendor `name` for `op`."""
+        """Return whether the plugin failed and may have an impl id or vendor `name` for `op`."""
         vendor = name.removeprefix("vendor.")
         had = any(i in (name, f"vendor.{vendor}") and op in (None, of) for of, i in self.claims)
         words = re.split(r"[-_.]", f"{self.owner.plugin}-{self.owner.distribution or ''}")

@@ -33,8 +33,8 @@ class OpRegistry:
     """The registered implementations and contracts. Writes are atomic; reads take no lock.
 
     Args:
-        first: the initial content. None: `known_contracts`, because a script's registry needs the
-            ops.
+        first: the initial content. By default it is `known_contracts`, because a script's registry
+            needs the ops.
     """
 
     def __init__(self, first: RegistrySnapshot | None = None) -> None:

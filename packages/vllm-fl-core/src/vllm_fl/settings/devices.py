@@ -16,7 +16,7 @@ class DeviceOrder:
     Args:
         order: the selectors by mode and size. Only these are tried if the user wrote the order.
             Otherwise the op's order for any device follows.
-        origin: its origin, like the origin of a setting.
+        origin: its source, like the origin of a setting.
         name: a pattern of device names, such as `NVIDIA H100*`.
         measured: the measurement as text; may be empty in a user's order.
         of_table: whether the order is from the tuning table (setting `table`).

@@ -1,7 +1,8 @@
 """Read the settings from four layers. The highest layer that sets an item is used.
 
-From the highest: the file of VLLM_FL_CONFIG, the environment, the platform files of plugins, and
-the defaults. A file without `extends: platform` overrides every item that a file can set.
+The layers are, highest first: the file of VLLM_FL_CONFIG, the environment, the platform files of
+plugins, and the defaults. A file without `extends: platform` overrides every item that a file can
+set.
 """
 
 from __future__ import annotations

@@ -119,7 +119,8 @@ The last maximum is None, for all larger calls."""
 
 
 def at_size(rows: Rows[T], tokens: int | None) -> T:
-    """Return the value for a call of this many tokens. `tokens` None selects the last row."""
+    """Return the value for a call of this many tokens. If `tokens` is None, the last row is
+    used."""
     size = math.inf if tokens is None else tokens
     return next(value for ceiling, value in rows if ceiling is None or size <= ceiling)
 
@@ -293,7 +294,7 @@ def _selectors(value: object) -> tuple[Selector, ...]:
 
 @dataclass(frozen=True)
 class SelectionPolicy:
-    """The choice between implementations. Frozen, hashable, printable.
+    """How to choose between implementations. A policy is frozen, hashable and printable.
 
     Args:
         prefer: the kind that is tried first for ops without an order. If it is `stock`, such an op

@@ -2,7 +2,7 @@
 
 The operator in a graph would choose an implementation in each call. If the graph's range of token
 counts (`ranges.py`) has only one traceable choice, the code of that implementation replaces the
-operator. Imported only in a worker that compiles.
+operator. This module is imported only in a worker that compiles.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from vllm.ir.op import IrOp
 
 OWNER = "vllm_fl"
-"""Marks the code of an implementation: a key in a node's `nn_module_stack`. torch copies it to the
-nodes that replace the node. The value is (op, impl id)."""
+"""The key in a node's `nn_module_stack` that marks the code of an implementation. torch copies it
+to the nodes that replace the node. The value is (op, impl id)."""
 
 log = get_logger("engine")
 

@@ -3,7 +3,7 @@
 vLLM gets the class of its pass manager from the platform. A subclass of it adds the passes of the
 plan before vLLM lowers its IR ops: `replacing.py` replaces operators with planned ops,
 `lowering.py` inlines ops with an order by size, and a third pass counts the operators that vLLM's
-passes inserted. Imported only in a worker that compiles.
+passes inserted. This module is imported only in a worker that compiles.
 """
 
 from __future__ import annotations

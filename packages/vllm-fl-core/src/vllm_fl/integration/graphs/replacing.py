@@ -2,7 +2,7 @@
 
 It does not change graphs for sizes that the plan assigns to the original operator. That operator is
 also the op's last candidate. The pass runs before vLLM lowers its IR ops, while they are single
-nodes. Imported only in a worker that compiles.
+nodes. This module is imported only in a worker that compiles.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Choose the attention backend: for the model in the plan, and again for each new layer.
 
-`attend` then runs it once, uncompiled, to compile just-in-time kernels before serving.
+`attend` then runs it once, because it may compile kernels at its first call.
 """
 
 from __future__ import annotations

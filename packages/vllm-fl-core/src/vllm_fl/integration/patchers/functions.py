@@ -67,7 +67,8 @@ class _Function(Replacement):
         return self.original(*args, **named)
 
     def remove(self) -> bool:
-        """Restore vLLM's function. Remaining references to the replacement pass calls to it."""
+        """Restore vLLM's function. References to the replacement that remain pass calls to vLLM's
+        function."""
         for lookup in self.lookups:
             if lookup.current is self.function:
                 lookup.restore()

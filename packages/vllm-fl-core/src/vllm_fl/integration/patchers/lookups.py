@@ -25,7 +25,7 @@ def import_object(path: str) -> Any:
 
 def path_over(module: str, prefix: str, path: str) -> str:
     """Return the path of a subclass of the class at `path`. `over_class` makes it when vLLM imports
-    it."""
+    the path."""
     return f"{module}.{prefix}{path.replace('.', ':')}"
 
 
@@ -95,8 +95,8 @@ class Lookup:
 
 
 def lookup_of(path: str) -> Lookup:
-    """Return the lookup of `path`. Raises any exception if this vLLM lacks it or cannot
-    import it."""
+    """Return the lookup of `path`. An exception of any type is raised if this vLLM lacks it or
+    cannot import it."""
     above, _, attribute = path.rpartition(".")
     owner: Any = resolve_name(above)
     if isinstance(owner, type) and attribute not in vars(owner):

@@ -73,7 +73,8 @@ class _Override(Replacement):
     """The override of an operator's kernel.
 
     Attributes:
-        beneath: the registrations of the replaced kernel and of inactive kernels, active first.
+        beneath: where the replaced kernel was registered, then where inactive kernels were
+            registered.
         logged: the latest override by other code that was logged.
     """
 
@@ -134,7 +135,8 @@ class _Override(Replacement):
 
 
 def _registered(name: str, key: str) -> tuple[str, ...]:
-    """Return where an operator's kernels for a dispatch key were registered, active first."""
+    """Return where an operator's kernels for a dispatch key were registered. The active kernel is
+    first."""
     dump: str = torch._C._dispatch_dump(name)
     found = re.findall(rf"^{key}(?: \(inactive\))?: (?:registered at )?(.*?) :: ", dump, re.M)
     return tuple(found)

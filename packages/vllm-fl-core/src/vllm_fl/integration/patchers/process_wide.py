@@ -36,7 +36,7 @@ class Choice:
 
     Args:
         left: op -> target -> why it is not replaced.
-        defined: operator -> schema, for operators to define in an empty build of vLLM.
+        defined: operator -> schema, for operators to define in a vLLM without compiled operators.
     """
 
     taken: Mapping[str, tuple[Taken, ...]]
@@ -49,7 +49,8 @@ class Choice:
 
 
 class _Inside(threading.local):
-    """The argument `how` of the call that the thread is answering. None outside such calls."""
+    """The argument `how` of the call that the thread is answering. It is None outside such
+    calls."""
 
     how: Any = None
 
@@ -94,8 +95,8 @@ class Replacement:
 
     def known(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any] | None:
         """Return the arguments for the parameters of the binding, or None to run the replaced code.
-        The replaced code runs if another parameter differs from its default, or if the call does
-        not fit the signature, to raise the error."""
+        The replaced code runs if another parameter differs from its default. If the call does not
+        fit the signature, it raises the error."""
         parameters, defaults, count = self.parameters, self.defaults, len(self.target.parameters)
         if len(args) > len(parameters) or not named.keys() <= set(parameters):
             return None  # arguments for *args or **kwargs
@@ -144,7 +145,7 @@ class Replacement:
 
 
 def mismatch(target: Taken, names: Sequence[str], optional: Collection[str]) -> str:
-    """Return why a target lacks the parameters of its binding, or empty."""
+    """Return why a target's parameters do not match its binding, or empty."""
     count = len(target.parameters)
     if tuple(names[:count]) != target.parameters:
         return f"its parameters are {', '.join(names)}; expected: {', '.join(target.parameters)}"
@@ -191,8 +192,9 @@ class Taking(Patcher):
         device: torch.device,
         dtype: torch.dtype | None = None,
     ) -> Choice:
-        """Choose the targets of these bindings to replace for a plan. A binding may list a target
-        several times, with the parameters of different releases. The first match is used."""
+        """Choose the targets in these bindings to replace for a plan. A binding may list a target
+        several times, with the parameters of different releases. The first target that matches is
+        used."""
         assert self.kind is not None
         taken: dict[str, tuple[Taken, ...]] = {}
         left: dict[str, dict[str, str]] = {}
