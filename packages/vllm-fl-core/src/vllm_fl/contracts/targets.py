@@ -29,7 +29,7 @@ ATTENTION_BACKEND = "the attention backend"
 """The name of the only `AttentionTarget`. The op of this target has no contract."""
 
 DERIVED = Route()
-"""Value of `native` to derive it from the target's declared route."""
+"""Value of `native` for a target that derives it from its declared route."""
 
 
 @dataclass(frozen=True)

@@ -137,8 +137,8 @@ def _tokens(spec: OpSpec) -> str:
 
 
 def _heads(spec: OpSpec, provided: LayerReaders | None, scope: dict[str, Any]) -> dict[str, str]:
-    """Return a guard's parameters: the source in a call -> the source in the `def` line. Defaults
-    are added to `scope`."""
+    """Return, for each parameter of a guard, its source in a call -> its source in the `def` line.
+    Defaults are added to `scope`."""
     if not spec.parameters:
         heads = {"*_args": "*_args", "**_keywords": "**_keywords"}
         return heads if provided is None else {"_layer": "_layer", **heads}

@@ -26,8 +26,8 @@ T = TypeVar("T")
 log = get_logger("engine")
 
 TIMEOUT = timedelta(minutes=10)
-"""The longest wait for other ranks. With a cold kernel cache they may need minutes. If a rank dies,
-the wait ends within seconds."""
+"""The longest wait for other ranks. Other ranks may need minutes if their kernel cache is cold. If
+a rank dies, the wait ends within seconds."""
 
 LOGGED_AFTER = (10.0, 60.0, 300.0)
 

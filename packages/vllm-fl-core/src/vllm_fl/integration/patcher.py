@@ -1,7 +1,7 @@
 """The base of the patchers. Each replaces one kind of target in vLLM for the plan of an engine.
 
-`patching.py` lists the patchers. The order of the methods is the order of the calls by planning and
-worker.
+`patching.py` lists the patchers. The methods are in the order in which `planning` and `worker` call
+them.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Patcher:
         return frozenset()
 
     def note_user(self, vllm_config: VllmConfig) -> Mapping[str, Any]:
-        """Return fields of `EngineFacts` from user settings that vLLM overwrites later. They are
-        part of the configuration, so use lists instead of tuples."""
+        """Return fields of `EngineFacts` from user settings that vLLM overwrites later. The fields
+        become part of the configuration, so use lists instead of tuples."""
         return {}
 
     def request(
@@ -104,7 +104,8 @@ class Patcher:
         return {}
 
     def choose(self, engine: Engine) -> Mapping[str, Any]:
-        """Choose the targets to replace. Return the part of the choice for the plan's digest."""
+        """Choose the targets to replace. Return the part of the choice that belongs to the plan's
+        digest."""
         return {}
 
     def apply(self, engine: Engine) -> None:

@@ -57,8 +57,8 @@ class PlannedWorker:
                 setattr(cls, name, with_own_engine(method))
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        """Load the plugins that the engine's settings allow, because vLLM's `__init__`
-        needs norms."""
+        """Load the plugins that the engine's settings allow, because vLLM's `__init__` sets the
+        priorities of IR ops."""
         with phases_of(self).during("plugins and settings"):
             load_plugins(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]

@@ -1,7 +1,7 @@
 """Replace layer classes of vLLM with whole classes of plugins.
 
-The planned classes are in vLLM's table of replacements while the model is built, which includes
-LoRA's checks of classes (`layers.in_tables`).
+The planned classes are in vLLM's table of replacements while the model is built
+(`layers.in_tables`). LoRA's checks of classes are part of this time.
 """
 
 from __future__ import annotations
