@@ -35,20 +35,20 @@ DERIVED = Route()
 @dataclass(frozen=True)
 class Target:
     reaches_compiler: ClassVar[bool] = False
-    """Whether compiled code calls the op here. Otherwise no compiler sees the call."""
+    """Whether compiled code calls the op at this target. Otherwise no compiler sees the call."""
 
     seen_live: ClassVar[bool] = True
-    """Whether an uncompiled run of the loaded model calls the op here."""
+    """Whether an uncompiled run of the loaded model calls the op at this target."""
 
     needs_layer: ClassVar[bool] = False
-    """Whether only a model with such a layer can have the op here."""
+    """Whether only a model with such a layer can have the op at this target."""
 
     called_by_name: ClassVar[bool] = False
-    """Whether vLLM's code calls an operator or a function by name here, inside or outside a layer.
+    """Whether vLLM's code calls this operator or function by name, inside or outside a layer.
     """
 
     puts_operators: ClassVar[bool] = False
-    """Whether a pass adds the op's operator to graphs here. Only the pass makes such calls."""
+    """Whether a pass adds the op's operator to graphs. Only the pass makes such calls."""
 
     on_cpu = False
     """Whether vLLM's layers call the operator on a CPU."""
@@ -75,7 +75,7 @@ class Target:
 
     @property
     def grants(self) -> tuple[str, ...]:
-        """The contract's arguments that an implementation may overwrite here."""
+        """The contract's arguments that an implementation may overwrite at this target."""
         return ()
 
     @property
@@ -304,7 +304,7 @@ class AttentionTarget(Target):
 
 @dataclass(frozen=True)
 class FusionTarget(Target):
-    """A pass of vLLM's compiler that finds the op in a graph and puts an operator there.
+    """A pass of vLLM's compiler that replaces matches of the op in a graph by an operator.
 
     While the op is planned, the pass is enabled, and the ops that it looks for stay `stock`. The
     operator is an `OperatorTarget` of the same binding. The pass decides where the op runs; the

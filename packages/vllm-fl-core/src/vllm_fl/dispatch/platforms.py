@@ -103,7 +103,7 @@ def broken_platforms() -> tuple[str, ...]:
 
 
 def _answers() -> list[ForeignPlatform | str | None]:
-    """Call the plugins of other packages as vLLM does, and return their answers."""
+    """Call the platform plugins of other packages as vLLM does, and return the results."""
     named = os.environ.get("VLLM_PLUGINS")
     allowed = None if named is None else named.split(",")
     return [

@@ -1,4 +1,4 @@
-"""The overlay: a mixin over the platform class that vLLM uses, with the hooks of the plan.
+"""The overlay: a mixin that adds the plan's hooks to the platform class that vLLM uses.
 
 The platform plugin of vllm-fl returns the overlay for platforms of vLLM and for devices of vllm-fl
 plugins. If another distribution provides the platform, the overlay is installed in place. The
@@ -259,8 +259,8 @@ def _laid(base: type, name: str, profile: DeviceProfile | None = None) -> str:
 
 
 def _made_in_place(base: type, **own: Any) -> type:
-    """Make the overlay over the class of a platform that is already in use. Cached class methods
-    are called on the base class, so they are computed and cached only once."""
+    """Make the overlay of the class of a platform that is already in use. Cached class methods are
+    called on the base class, so they are computed and cached only once."""
     for name in dir(base):
         held = inspect.getattr_static(base, name)
         is_cached = isinstance(held, classmethod) and hasattr(held.__func__, "cache_info")
