@@ -58,7 +58,8 @@ class PluginError(VllmFLError):
 
 
 class DuplicateError(PluginError, ValueError):
-    """The op already has an implementation with this id. Also a ValueError, for compatibility."""
+    """The op already has an implementation with this id. It is also a ValueError, for
+    compatibility."""
 
     code = "FL202"
 
@@ -90,8 +91,8 @@ class SettingsError(VllmFLError):
 
 
 class InvalidSettingError(SettingsError, ValueError):
-    """A setting's syntax or value is invalid. Also a ValueError, because vllm-plugin-FL raised the
-    errors of YAML and Python unchanged."""
+    """A setting's syntax or value is invalid. It is also a ValueError, because vllm-plugin-FL
+    raised the errors of YAML and Python unchanged."""
 
     code = "FL102"
 
@@ -127,7 +128,7 @@ class NoImplementationError(VllmFLError):
 
 
 class NoKernelError(VllmFLError, NotImplementedError):
-    """A call of an operator that the installed vLLM was built without.
+    """The installed vLLM was built without an operator that is called.
 
     Attributes:
         operator: the operator (`_C::silu_and_mul`).
@@ -160,7 +161,7 @@ class CallError(VllmFLError):
 
     Attributes:
         argument: the invalid parameter (`x`), or `(call)` if the call cannot be read.
-        problem: the problem: a phrase that follows the argument's name.
+        problem: the problem, as a phrase that follows the argument's name.
     """
 
     code = "FL402"

@@ -1,4 +1,5 @@
-"""Kept for plugins that import from here. `hookimpl` and `HOOK_API` are now in `vllm_fl`."""
+"""This module is kept for plugins that import it. `hookimpl` and `HOOK_API` are now in
+`vllm_fl`."""
 
 from .plugins.hookspecs import HOOK_API, hookimpl
 

@@ -13,7 +13,8 @@ from .text import INDENTED, clean, quote
 ROOT = "vllm_fl"
 
 SAID_AT_MOST = 1000
-"""The most distinct events to log. Reasons may contain sizes, and a server runs for months."""
+"""Maximum number of distinct events to log. Reasons may contain sizes, and a server runs for
+months."""
 
 
 class _Cleaned(logging.Filter):

@@ -36,7 +36,7 @@ _ASSIGNED = re.compile(
     r"[\"']?\s*[=:]\s*[\"']?)(?!\d+\b)([^\s\"',;&)}\]<]{4,})",
     re.IGNORECASE,
 )
-"""Matches `password=…`. Excludes the word `token` without a prefix, which occurs in orders, and
+"""Matches `password=…`. It excludes the word `token` without a prefix, which occurs in orders, and
 `per_token`, which occurs in contracts."""
 _SHAPES = re.compile(
     r"\b(?:hf_\w{20,}|gh[oprsu]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|sk-[\w-]{20,}"
@@ -126,7 +126,7 @@ def _tells(name: str, value: str) -> bool:
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the known name that is most similar to `word`, ignoring case, or None. `cutoff` is the
     least similarity, from 0 to 1. A name with two adjacent letters swapped always matches, because
-    these may be half of a short name."""
+    two letters may be half of a short name."""
     import difflib  # rarely needed
 
     folded = word.casefold()

@@ -51,8 +51,8 @@ class Argument:
 
     Args:
         kind: its type in a torch schema.
-        classes: the classes that it may have. A float must be finite.
-        where: a condition on the call, with `value` as this argument; empty for no condition.
+        classes: the Python classes that its value may have. A float must be finite.
+        where: a condition on the call, in which `value` is this argument; empty for no condition.
         may_be_none: whether None is also valid.
     """
 
@@ -87,8 +87,8 @@ class Tensor(Argument):
     may_be_one: bool = False
 
     def or_one(self) -> Self:
-        """Return a declaration that also allows one number for all rows, in at most one
-        dimension."""
+        """Return a declaration that also allows a tensor of at most one dimension with a single
+        number for all rows."""
         return replace(self, may_be_one=True)
 
     def is_one(self, value: torch.Tensor) -> bool:
@@ -149,7 +149,8 @@ def _settled(argument: Any, arguments: Mapping[str, Any]) -> Any:
 
 
 def has_rows(x: torch.Tensor) -> bool:
-    """Whether a tensor has elements and several rows. Only such a tensor can become a bad input."""
+    """Whether a tensor has elements and several rows. Bad inputs are made only from such
+    tensors."""
     return x.shape[:1] > (1,) and x.numel() > 0
 
 
@@ -158,7 +159,8 @@ def _first(call: CallArguments) -> tuple[str, torch.Tensor]:
 
 
 def _dtype(name: str, call: CallArguments) -> torch.dtype:
-    """Return the dtype `name`, or the dtype of the argument `name` (a tensor or a dtype's name)."""
+    """Return the dtype `name`, or the dtype that the argument `name` has (tensor) or spells
+    (string)."""
     import torch
 
     named = call.get(name, name)
@@ -188,8 +190,8 @@ def tensor(shape: str, *dtypes: str, where: str = "", values: str = "") -> Tenso
     """Declare a tensor on the device of the call's first tensor. A result must also be contiguous.
 
     Args:
-        shape: an expression for each dimension. It may begin with `...` for any leading dimensions.
-            Empty for one number in any shape.
+        shape: an expression for each dimension. It may begin with `...` for any leading dimensions,
+            or be empty for one number in any shape.
         dtypes: each is a dtype, a tensor with the same dtype, or a string argument that contains
             the dtype's name. By default an argument may be float32, float16 or bfloat16, and a
             result has the dtype of the first tensor.
@@ -205,8 +207,8 @@ def integers(shape: str, values: str = "", where: str = "") -> Tensor:
 
 
 def like(other: str) -> Tensor:
-    """Declare a tensor with the shape and dtype of an argument. A result is None if the argument
-    is."""
+    """Declare a tensor with the shape and dtype of an argument. A result is None if the argument is
+    None."""
     return Tensor(kind="Tensor", shape="", dtypes=(other,), other=other)
 
 
@@ -227,9 +229,11 @@ def declared(
         arguments: parameter -> its declaration, in the order of the checks.
         results: the declarations of the results; or `fake`, if the results depend on more than
             sizes.
-        also: the parameters -> a problem of the whole call. It is called if each argument is valid.
-        bad: the arguments of a sample by name -> (name, changes) for each further call that `check`
-            must refuse. The conformance kit derives other bad calls from the declarations.
+        also: the parameters -> a problem of the whole call, or None. It is called if every argument
+            is valid.
+        bad: the arguments of a sample by name -> further calls that `check` must refuse, each as
+            (name, changed arguments). The conformance kit derives other bad calls from the
+            declarations.
         overwrites: see `Variant`. These arguments are `consumable`.
         more: other fields of `OpSpec`. By default, `variants` is one variant with all parameters,
             and `by_token` contains the tensors with the first dimension `tokens` or `...`. Only an

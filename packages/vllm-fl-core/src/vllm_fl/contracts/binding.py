@@ -25,8 +25,9 @@ __all__ += ["new_node", "put", "with_values"]
 __all__ += _targets.__all__
 
 LONGEST = 2**18
-"""The most positions of a sample's table: 128 MiB in float32 for 128 features. Each sample has its
-own table. The limit is necessary because VLLM_ALLOW_LONG_MAX_MODEL_LEN allows any length."""
+"""Maximum number of positions in a sample's table: 128 MiB in float32 for 128 features. Each sample
+has its own table. The limit is necessary because VLLM_ALLOW_LONG_MAX_MODEL_LEN allows any
+length."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,10 @@ class SizeRule:
         ask: vLLM's VllmConfig -> the size on one rank (features, heads or experts), or a number
             such as the epsilon of the norms. If it raises any exception, the size is unknown.
         typical: the size without a model, for `vllm-fl verify` and the conformance kit.
-        few: a smaller size that is equivalent for a kernel and saves memory. `vllm-fl verify` uses
-            it to compare the bits of rows, and for the timed call. None: `typical`.
+        few: a smaller size that saves memory and makes no difference for a kernel; None for
+            `typical`. `vllm-fl verify` uses it to compare the bits of rows, and for the timed call.
         in_kit: whether the conformance kit makes calls of this size if a backend's test does not
-            set it. False if such calls are slow and the contract's samples test the same.
+            set it; False if such calls are slow and the contract's samples test the same.
     """
 
     name: str
@@ -61,7 +62,7 @@ class Binding:
         not_reached: code in vLLM that computes the op but is not a target; one phrase each.
         when: vLLM's VllmConfig -> whether the served model may have the op; an exception means yes.
             If the model cannot have the op, it is planned and verified only if the user's settings
-            refer to it. None: any model may have the op.
+            refer to it. If `when` is None, any model may have the op.
         between_graphs: whether vLLM calls the op between the pieces of its piecewise CUDA graphs
             (`splitting_ops`: attention, linear attention). In a prefill step the host then launches
             the op even at captured sizes, so `vllm-fl tune` includes the launch time.
@@ -70,8 +71,7 @@ class Binding:
         former_layers: the op's layers in vllm-plugin-FL's lists of layers. If the installed vLLM
             lacks the layer, a setting with such a name causes a warning instead of an error.
         batch_invariant: the vLLM code that VLLM_BATCH_INVARIANT requires instead of the op, such as
-            `vLLM's own kernel`. If the variable is set, the op stays `stock`. Empty if it requires
-            no such code.
+            `vLLM's own kernel`; empty for none. If the variable is set, the op stays `stock`.
         needs: names that the targets call or read, such as `vllm.package.module:Class.method`. If
             the installed vLLM lacks a name, the op stays `stock`, and the reason is reported. The
             classes and functions of the targets need not be listed.
@@ -80,11 +80,11 @@ class Binding:
             model is built.
         products: whether the op is a matrix product of the model. Matrix products are most of the
             device's work in large batches. If they take longer than the host needs for a layer,
-            `vllm-fl tune` ignores launch times. False for an op that includes the product of
+            `vllm-fl tune` ignores launch times. It is False for an op that includes the product of
             another op, because the product would be counted twice.
         calls_operators: whether vLLM's implementation of the op calls operators that are targets of
             other ops. A model with this op may then use those ops without having their layers, and
-            `vllm-fl tune` does not assume that they are compiled by range of sizes.
+            `vllm-fl tune` does not assume that they are compiled separately for ranges of sizes.
     """
 
     targets: tuple[Target, ...] = ()
@@ -103,7 +103,7 @@ class Binding:
     @property
     def claims(self) -> tuple[str, ...]:
         """The names of its targets, such as `operator _C::silu_and_mul`. Only one op can have each
-        name. The name of an operator in graphs includes the part that `find` looks for."""
+        name. The names of a `GraphTarget` include its `parts`, if it has any."""
         return tuple(dict.fromkeys(name for target in self.targets for name in target.claims))
 
     def routed(self, spec: OpSpec) -> Binding:
@@ -118,8 +118,8 @@ class Contract:
     Args:
         spec: the contract.
         binding: the module that defines `BINDING`, such as `acme.bindings.acme_op`. `BINDING` is a
-            Binding, or a mapping from ops to bindings. None for an op without a target in vLLM;
-            only scripts call it.
+            Binding, or a mapping from ops to bindings. It is None for an op without a target in
+            vLLM, which only scripts call.
     """
 
     spec: OpSpec

@@ -24,7 +24,7 @@ BROKEN = "the arguments break the contract"
 
 
 def supports_of(spec: OpSpec, rules: Iterable[Rule]) -> Callable[..., object]:
-    """Compile a `supports`: True for a call that keeps the contract and every rule.
+    """Compile a `supports` that returns True for a call that keeps the contract and every rule.
 
     It checks all declarations in the contract's `arguments`, except the values of tensors. For an
     op with one argument `x` of shape `tokens, hidden`, and the rule `hidden % 8 == 0`::
@@ -92,8 +92,8 @@ def with_check(fn: Callable[..., Any], supports: Callable[..., object]) -> Calla
 
 
 def _checks(name: str, argument: Argument, spec: OpSpec, sizes: dict[str, bool]) -> list[str]:
-    """Return statements that check an argument that is not None. `sizes` maps a known name to
-    whether every call has a value for it; new names are added."""
+    """Return statements that check an argument that is not None. `sizes` maps each known name to
+    True if it has a value in every call. New names are added."""
     where = [_unless(re.sub(r"\bvalue\b", name, argument.where))] if argument.where else []
     if not isinstance(argument, Tensor):
         classes = "".join(f"{each.__name__}, " for each in argument.classes)
@@ -158,7 +158,7 @@ def _block(head: str, lines: Iterable[str]) -> list[str]:
 
 
 def _needs(rule: str, **given: Any) -> str:
-    """Return the reason for a call that breaks a rule. Omits tensor shapes, which vary with the
+    """Return the reason for a call that breaks a rule, without tensor shapes, which vary with the
     batch."""
     got = []
     for name, value in given.items():

@@ -21,7 +21,8 @@ class Tolerance:
     Args:
         rtol: the relative part, without unit.
         atol: the absolute part, in the units of the result.
-        reason: why these numbers, with their source. Ignored when tolerances are compared.
+        reason: the reason for these numbers, with their source. It is ignored when tolerances are
+            compared.
     """
 
     rtol: float
@@ -31,11 +32,11 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Within:
-    """One result, with each element within the tolerance.
+    """One result that has every element within the tolerance.
 
     Args:
-        tolerances: by the name of the result's dtype (`float32`, `bfloat16`); if empty, the
-            contract's tolerances apply.
+        tolerances: name of the result's dtype (`float32`, `bfloat16`) -> its tolerance; if empty,
+            the contract's tolerances apply.
     """
 
     tolerances: Mapping[str, Tolerance] = field(default_factory=lambda: MappingProxyType({}))
@@ -59,17 +60,17 @@ class QuantisedPair:
     """Two results, a quantised value and its scale, compared as value * scale.
 
     The oracle returns (the exact value * scale, not rounded; the scale), both in fp64. It saturates
-    if the op does. The value has an integer or floating-point dtype (`int8`, `float8_e4m3fn`) with
-    one element for each number. Packed dtypes are not supported. There is one scale for all numbers
-    (in any shape of one element), for each row (the value's shape without its last dimension), or
-    for each group. Groups divide each dimension of the value into equal parts, but the last part
-    may be smaller.
+    if the op's result does. The value has an integer or floating-point dtype (`int8`,
+    `float8_e4m3fn`) with one element for each number. Packed dtypes are not supported. There is one
+    scale for all numbers (in any shape of one element), for each row (the value's shape without its
+    last dimension), or for each group. Groups divide each dimension of the value into equal parts,
+    but the last part may be smaller.
 
     Args:
-        steps: the largest error of value * scale, in steps of the value's dtype at that number. 1.0
-            allows every rounding mode, 0.5 only rounding to nearest. The tolerance of the scale is
-            added to this error.
-        tolerances: for the scale; if empty, the contract's tolerances apply.
+        steps: the largest error of value * scale, in steps between adjacent numbers of the value's
+            dtype. 1.0 allows every rounding mode, 0.5 only rounding to nearest. The tolerance of
+            the scale is added to this error.
+        tolerances: the tolerances of the scale; if empty, the contract's tolerances apply.
     """
 
     steps: float = 1.0
@@ -98,7 +99,7 @@ class Routing:
         margin: the largest difference at which two scores of magnitude 1 count as equal. It
             must exceed the error of scores that are computed in fp32. Like `atol`, it is multiplied
             by `Sample.scale`.
-        tolerances: for the weights; if empty, the contract's tolerances apply.
+        tolerances: the tolerances of the weights; if empty, the contract's tolerances apply.
     """
 
     scores: Callable[..., torch.Tensor]

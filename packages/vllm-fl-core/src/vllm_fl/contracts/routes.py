@@ -24,7 +24,7 @@ Bound = Callable[..., Any]
 """An op as a function of the parameters of its contract or of a target."""
 
 Selection = Callable[..., Any]
-"""A function of some parameters. The names in its signature select them."""
+"""A function that receives only the parameters in its signature."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,17 +38,17 @@ class Route:
         args: the contract's parameter -> a parameter of the target, such as `{"x": "input"}`, or a
             function of parameters of the target.
         constants: parameter -> value. A parameter of the contract always gets this value. A call
-            with a different value for the target's parameter is not the op.
-        only: parameters of the target -> whether a call is the op. It is called only if all
+            with a different value for the target's parameter does not compute the op.
+        only: parameters of the target -> whether a call computes the op. It is called only if all
             `constants` match.
         out: the target's parameters into which it writes the results, in order; a string for one
-            result. Empty if the target returns its results.
+            result; empty if the target returns its results.
         results: (the op's results, parameters of the target) -> the results that are written to
             `out`, or returned.
         own_args: the target's parameter -> a function of parameters of the contract that returns
-            the argument for vLLM's kernel. For parameters that `args` and `constants` do not
-            determine. A parameter of `out` that is not in the contract gets a new tensor from the
-            contract's `fake`.
+            the argument for vLLM's kernel. It is necessary for parameters that `args` and
+            `constants` do not determine. A parameter of `out` that is not in the contract gets a
+            new tensor from the contract's `fake`.
         own_results: (the results that vLLM's kernel returned or wrote to `out`, parameters of the
             contract) -> the op's results.
     """
@@ -62,8 +62,8 @@ class Route:
     own_results: Selection | None = None
 
     def __call__(self, bound: Bound) -> Bound:
-        """Raise TypeError. The method only gives a route the type of the functions that replace it
-        (`Binding.routed`)."""
+        """Raise TypeError. The method exists only for type checks: `Binding.routed` replaces the
+        route by functions."""
         raise TypeError("a declared route cannot be called; `Binding.routed` makes it a function")
 
     @property
@@ -185,14 +185,16 @@ class _Source:
         return found
 
     def call(self, selection: Selection, known: Collection[str], *first: str) -> str:
-        """Return the source of a call with `first` and the selected `known` parameters."""
+        """Return the source of a call of `selection` with `first` and the `known` parameters in its
+        signature."""
         names = list(inspect.signature(selection).parameters)[len(first) :]
         if unknown := [name for name in names if name not in known]:
             raise TypeError(f"a function of the route has an unknown parameter {unknown[0]!r}")
         return f"{self.value(selection)}({', '.join([*first, *names])})"
 
     def value(self, value: Any) -> str:
-        """Return the source of a value. Adds the value to the scope, except None and bools."""
+        """Return the source of a value. The value is added to the scope, unless it is None or a
+        bool."""
         if value is None or isinstance(value, bool):
             return str(value)
         name = f"_{len(self.scope)}"
@@ -243,7 +245,8 @@ def put(
     cloned before the first target is written.
 
     Args:
-        target: the tensor, or tensors, that the operator writes; None if the call lacks a tensor.
+        target: the tensor, or tensors, that the operator writes; None for a tensor that the call
+            omits.
         result: the op's results, in the same order and with the same shapes and dtypes.
     """
     if result is target:

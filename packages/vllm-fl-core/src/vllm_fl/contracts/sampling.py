@@ -59,9 +59,9 @@ class Source:
         return torch.cat((made, drawn)).to(self.device)
 
     def spiked(self, *shape: int, scale: float, peak: float) -> torch.Tensor:
-        """Draw normal numbers of `scale`, with every 61st feature replaced by `peak` or -`peak`.
-        Large models have such features in a few channels (Sun et al., "Massive Activations in Large
-        Language Models", arXiv:2402.17762)."""
+        """Draw normal numbers with standard deviation `scale`, but `peak` or -`peak` in every 61st
+        feature. Large models have such features in a few channels (Sun et al., "Massive Activations
+        in Large Language Models", arXiv:2402.17762)."""
         import torch
 
         block = self.normal(*shape, scale=scale)

@@ -26,7 +26,7 @@ _PARAMETER = re.compile(
 
 
 def differs(value: object, default: object) -> bool:
-    """Whether an argument differs from its parameter's default. A tensor always does."""
+    """Whether an argument differs from its parameter's default. A tensor always differs."""
     if value is default:
         return False
     if not isinstance(value, (bool, int, float, complex, str, type(default))):
@@ -46,18 +46,18 @@ class Sample:
         args: one value per parameter of the contract, in order.
         scale: the magnitude of the values, without unit. The contract's `atol` is for values of
             magnitude 1 and is multiplied by `scale`.
-        smaller: the dimension that was reduced (`8 of 128 experts`), for reports by startup and the
-            kit. Used if the oracle is too slow at the size of the served model. Empty: full size.
+        smaller: the dimension that was reduced, because the oracle is too slow at the size of the
+            served model (`8 of 128 experts`); empty for full size. Startup and the kit report it.
         open_rows: the rows of every result that are not compared, such as the row of a token with
             NaN.
-        kit_only: whether only the conformance kit makes the call. True if vLLM never makes such a
+        kit_only: whether only the conformance kit makes the call, because vLLM never makes such a
             call and a kernel of vLLM returns incorrect results for it.
         relaid: whether an activation has a layout that vLLM's layers do not produce (`layouts.py`
             of vllm-fl-verify).
         repeats: (the arguments of a smaller call, columns: (n,), int64). Column j of every result
-            equals column `columns[j]` of the smaller call. For large weights with repeated rows,
-            because the oracle then computes only the smaller call. None: the oracle computes
-            `args`.
+            equals column `columns[j]` of the smaller call. This saves time for large weights with
+            repeated rows: the oracle computes only the smaller call. If it is None, the oracle
+                computes `args`.
         enlarged: whether the rows are randomly repeated rows of another sample.
     """
 
@@ -101,10 +101,10 @@ class ModelSizes:
         head_size: features of one head.
         rotary: features of one head that are rotated.
         tokens: the batch sizes of the samples, in tokens; the last is the largest.
-        max_position: the number of positions of the model or of the samples; the last is
+        max_position: the number of positions of the model or of the samples; the last position is
             max_position - 1.
         epsilon: the number that the model's norms add to the mean of squares.
-        more: further sizes, by the name of the bindings' `SizeRule`.
+        more: further sizes, by the `name` of the `SizeRule` in a binding.
     """
 
     hidden: int | None = None
@@ -134,8 +134,9 @@ class Variant:
 
     Args:
         name: suffix of the operator's name; empty for the plain variant.
-        schema: such as `(Tensor x, float epsilon) -> Tensor`, with some or all parameters of the
-            contract, in the same order and with the same names. The others are None.
+        schema: a signature such as `(Tensor x, float epsilon) -> Tensor`, with some or all
+            parameters of the contract, in the same order and with the same names. The contract's
+            other parameters are None.
         pads: whether this schema returns a Tensor and the contract returns (Tensor, None).
         overwrites: the arguments that a consuming implementation overwrites with the results, in
             the order of the results; empty for a result that overwrites no argument.
@@ -184,8 +185,8 @@ class OpSpec:
             is the contract's signature, and its docstring documents the op.
         variants: the torch.library signatures; together they cover every valid call.
         fake: the parameters -> uninitialised tensors with the shapes and dtypes of the results.
-        check: the parameters -> None, or (parameter, problem). Called only after an exception and
-            by the conformance kit, never on a call path.
+        check: the parameters -> None, or (parameter, problem). It is called only after an exception
+            and by the conformance kit, never on a call path.
         samples: (dtype, device) -> calls that every implementation must compute correctly.
         served: (ModelSizes, dtype, device, large) -> such calls with one model's sizes; if `large`,
             the values are as large as activations get. With and without `large` it must yield the
@@ -195,8 +196,8 @@ class OpSpec:
             parameters. A parameter declared with `or_one` may also be one number without rows.
         bad_inputs: (dtype, device) -> calls that `check` must refuse, in addition to the calls that
             the kit derives from `arguments`.
-        tolerances: by the result's dtype (`float32`, `float16`, `bfloat16`). They apply to outputs
-            without tolerances.
+        tolerances: name of the result's dtype (`float32`, `float16`, `bfloat16`) -> its tolerance.
+            They apply to outputs without tolerances.
         consumable: the parameters that an implementation may list in `consumes`. It may then
             overwrite them in calls of a variant that writes results to them (`overwrites`).
         from_layer: parameter -> a function that reads it from a vLLM layer. The method form of the
@@ -204,28 +205,28 @@ class OpSpec:
         second_form: a second implementation in fp64, written independently of the oracle with a
             different formula. The contract's tests compare the two on all samples.
         layer: the parameters of `from_layer`, by name -> a stand-in for a vLLM layer that provides
-            them. Used without a model, for implementations that need the layer.
-        plain: the parameters -> True, or why an implementation that needs the layer does not
-            support the call. Older implementations support only plain layers. If layers start to
-            provide a new parameter, `plain` must refuse it, because older implementations do not
-            read it. None: every layer is plain.
+            them. It is used without a model, for implementations that need the layer.
+        plain: the parameters -> True, or the reason why an implementation that needs the layer does
+            not support the call. Older implementations support only plain layers. If layers start
+            to provide a new parameter, `plain` must refuse calls that set it, because older
+            implementations do not read it. If it is None, every layer is plain.
         dtypes: the names of the inputs' dtypes (`float32`, `float16`, `bfloat16`, or integer dtypes
-            for a contract with only integers). Samples are made for each dtype. Empty: the keys of
-            `tolerances`.
-        outputs: how each result is compared, in order; the last results may be missing. Empty: each
-            result must be within its tolerance.
+            for a contract with only integers). Samples are made for each dtype. By default they are
+            the keys of `tolerances`.
+        outputs: how each result is compared, in order; the last results may be missing. If it is
+            empty, each result must be within its tolerance.
         whole_batch: whether a result depends on more rows than its own, or has no row per token
             (one scale for a whole tensor, ids sorted by expert). Startup is then slow, because it
             computes the oracle for each batch.
-        ignores_repeats: with `whole_batch`: whether the results of each row and of the batch stay
-            the same when rows are repeated or reordered. True for a maximum or a cache; false for a
-            sum, an order or a position. Large batches at startup repeat a few hundred rows. If
-            True, the oracle computes only these rows.
+        ignores_repeats: whether, with `whole_batch`, the results of each row and of the batch stay
+            the same when rows are repeated or reordered. It is true for a maximum or a cache, and
+            false if results depend on sums, order or positions. Large batches at startup repeat a
+            few hundred rows. If True, the oracle computes only these rows.
         fixed_batch: whether rows cannot form other batches, because tokens belong to sequences or
             have states. Startup then runs the served calls unchanged, with a few numbers of tokens.
         part: the parameters -> the arguments of a call with the same results and smaller weights:
-            only the parts that the call reads (the experts of its rows). Used to compare calls with
-            weights that are too large to copy. None: not possible.
+            only the parts that the call reads (the experts of its rows). It is used to compare
+            calls with weights that are too large to copy. If there is no such call, it is None.
         read_whole: the parameters without a row per token that every call reads completely, such as
             the weight of a layer. `vllm-fl tune` counts their bytes, and alternates between copies
             so that they are not in a cache.
@@ -345,8 +346,8 @@ class OpSpec:
 
     @cached_property
     def consumed_with(self) -> Mapping[str, frozenset[str]]:
-        """Parameter -> the arguments that a call must have to consume it; empty for no condition.
-        Variants without these arguments do not overwrite the parameter."""
+        """Parameter -> the arguments that a call must pass before the parameter may be overwritten;
+        empty for no condition. Variants without these arguments do not overwrite the parameter."""
 
         def needed(parameter: str) -> frozenset[str]:
             places = [v for v in self.variants if parameter in v.overwrites]
@@ -381,7 +382,8 @@ class OpSpec:
         return self.consumable - self.by_token
 
     def has_rows(self, name: str, argument: Any) -> bool:
-        """Whether an argument has a row per token. False for None and for one number for all."""
+        """Whether an argument has a row per token, which is not true for None and for a single
+        number."""
         if name not in self.by_token or argument is None:
             return False
         return name not in self.arguments or not self.arguments[name].is_one(argument)

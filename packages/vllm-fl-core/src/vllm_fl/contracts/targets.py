@@ -26,29 +26,29 @@ __all__ = [
 ]
 
 ATTENTION_BACKEND = "the attention backend"
-"""The claim of the only `AttentionTarget`. Its op has no contract."""
+"""The name of the only `AttentionTarget`. The op of this target has no contract."""
 
 DERIVED = Route()
-"""The `native` of a target that is derived from its declared route."""
+"""Value of `native` for a target that derives it from its declared route."""
 
 
 @dataclass(frozen=True)
 class Target:
     reaches_compiler: ClassVar[bool] = False
-    """Whether compiled code calls the op here. Otherwise no compiler sees the call."""
+    """Whether compiled code calls the op at this target. Otherwise no compiler sees the call."""
 
     seen_live: ClassVar[bool] = True
-    """Whether an uncompiled run of the loaded model calls the op here."""
+    """Whether an uncompiled run of the loaded model calls the op at this target."""
 
     needs_layer: ClassVar[bool] = False
-    """Whether only a model with such a layer can have the op here."""
+    """Whether only a model with such a layer can have the op at this target."""
 
     called_by_name: ClassVar[bool] = False
-    """Whether vLLM's code calls an operator or a function by name here, inside or outside a layer.
+    """Whether vLLM's code calls this operator or function by name, inside or outside a layer.
     """
 
     puts_operators: ClassVar[bool] = False
-    """Whether a pass adds the op's operator to graphs here. Only the pass makes such calls."""
+    """Whether a pass adds the op's operator to graphs. Only the pass makes such calls."""
 
     on_cpu = False
     """Whether vLLM's layers call the operator on a CPU."""
@@ -59,28 +59,28 @@ class Target:
         raise NotImplementedError
 
     def describe(self) -> str:
-        """Return a phrase for people, without vLLM's version."""
+        """Return a phrase for messages, without vLLM's version."""
         raise NotImplementedError
 
     @property
     def plain(self) -> Bound | None:
-        """vLLM's implementation here with the contract's parameters, if it is PyTorch code."""
+        """vLLM's implementation at this target, with the contract's parameters; None if it is not
+        PyTorch code."""
         return None
 
     @property
     def apart(self) -> Bound | None:
-        """Like `plain`, but with the results that vLLM's graph has, if the op computes more than
-        these."""
+        """Like `plain`, but with results as in vLLM's graph; None if they are the same."""
         return None
 
     @property
     def grants(self) -> tuple[str, ...]:
-        """The contract's arguments that an implementation may overwrite here."""
+        """The contract's arguments that an implementation may overwrite at this target."""
         return ()
 
     @property
     def profiled(self) -> tuple[str, ...]:
-        """The names of calls in a profile of vLLM without vllm-fl."""
+        """The names that calls of this target have in a profile of vLLM without vllm-fl."""
         return ()
 
     def may_begin(self, layers: Iterable[object], vllm_config: Any) -> bool:
@@ -128,13 +128,13 @@ class LayerTarget(Target):
             supports. If it is None, such a call is an error.
         grants: the arguments that the layer owns and an implementation may therefore overwrite.
         adapt: (layer, the op without the parameters that a layer provides) -> the forward method.
-            For a layer with different parameters than the contract.
-        stand_in: layer -> an object with the attributes that the contract expects of a layer. For a
-            layer with different attributes.
+            It is necessary if the layer has different parameters than the contract.
+        stand_in: layer -> an object with the attributes that the contract expects of a layer.
+            It is necessary if the layer has different attributes.
         subclasses: whether vLLM's subclasses that inherit every forward method are also targets.
         enabled: whether the layer is enabled in vLLM's `custom_ops` while the op is planned. The
-            forward methods are always replaced. False for norms, because enabling them would change
-            vLLM's fusions.
+            forward methods are always replaced. It is false for norms, because enabling them would
+            change vLLM's fusions.
     """
 
     reaches_compiler: ClassVar[bool] = True
@@ -178,17 +178,16 @@ class OperatorTarget(_Routed):
         route: the conversion from the operator's arguments to the contract. If it cannot be
             declared, a function: (the op with the contract's parameters) -> a kernel with
             `parameters`. The kernel writes the results to the operator's tensors (`put`). For a
-            call that is not the op, the kernel returns NotImplemented, and the replaced kernel
-            runs.
-        native: (the replaced kernel, with `parameters`) -> the op with the contract's parameters.
-            Used for calls that no candidate supports. By default it is derived from a declared
-            route.
+            call that does not compute the op, the kernel returns NotImplemented, and the replaced
+            kernel runs.
+        native: (the replaced kernel, with `parameters`) -> the op with the contract's parameters,
+            for calls that no candidate supports. By default it is derived from a declared route.
         grants: the contract's arguments that the operator overwrites. An implementation may
-            overwrite them as well. By default the `out` of a declared route.
+            overwrite them as well. By default they are the `out` of a declared route.
         tokens: the parameter with the op's number of tokens as its first dimension, in every call
-            that `route` accepts. If the plan assigns a number of tokens to `stock`, the replaced
-            kernel runs directly. Empty without such a parameter, or if `route` and `native` must
-            convert every call while the op is planned.
+            that `route` accepts. If the plan assigns this number to `stock`, the replaced kernel
+            runs directly. It is empty if there is no such parameter, or if `route` and `native`
+            must convert every call while the op is planned.
         on_cpu: whether vLLM's layers also call the operator on a CPU. Most layers use plain PyTorch
             on a CPU, even if the operator exists.
         within: whether `native` only works inside a call of the target, and raises elsewhere.
@@ -305,7 +304,7 @@ class AttentionTarget(Target):
 
 @dataclass(frozen=True)
 class FusionTarget(Target):
-    """A pass of vLLM's compiler that finds the op in a graph and puts an operator there.
+    """A pass of vLLM's compiler that replaces matches of the op in a graph by an operator.
 
     While the op is planned, the pass is enabled, and the ops that it looks for stay `stock`. The
     operator is an `OperatorTarget` of the same binding. The pass decides where the op runs; the
@@ -317,10 +316,11 @@ class FusionTarget(Target):
         parts: the ops that the pass looks for, in vLLM's implementation.
         layers: the layers (by their names in `custom_ops`) that must be enabled for the pass.
         native: vLLM's computation without the pass, with the contract's parameters.
-        apart: like `native`, but with the results that vLLM's graph has. `vllm-fl tune` times it if
-            the op does more than that, such as joining its results in one tensor.
+        apart: like `native`, but with results as in vLLM's graph. `vllm-fl tune` times it if the op
+            does additional work, such as joining its results in one tensor.
         begins: (a layer of vLLM, the VllmConfig) -> whether the op may begin with this layer. A
-            model without such a layer does not have the op. None: cannot be determined.
+            model without such a layer does not have the op. If it is None, this cannot be
+            determined.
     """
 
     seen_live: ClassVar[bool] = False
@@ -365,7 +365,7 @@ class GraphTarget(Target):
             Operators that the installed vLLM lacks are ignored.
         find: a node of a graph (`torch.fx.Node`) that calls one of the operators -> the op's
             arguments in the order of the contract (nodes, numbers, strings and None), or None if
-            the call is not the op. It may create nodes (`new_node`).
+            the call does not compute the op. It may create nodes (`new_node`).
         native: the computation that is replaced, with the contract's parameters.
         parts: the ops that `find` looks for, in vLLM's implementation. While any of them is
             planned, the op stays `stock`. Ops with different parts may share an operator.

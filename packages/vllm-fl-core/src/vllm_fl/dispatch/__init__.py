@@ -1,4 +1,4 @@
-"""The choice and the call of an op's implementation.
+"""Choose and call the implementation of an op.
 
 `call_op` and `resolve_op` are for scripts and tests. Layers use `dispatch_method`. In vLLM the same
 rules determine the engine's plan.
@@ -160,7 +160,8 @@ def discover_plugins(registry: OpRegistry) -> tuple[Plugin, ...]:
 
 
 def get_discovered_plugins() -> tuple[Plugin, ...]:
-    """Return the plugins that `discover_plugins` or, without such a call, the manager loaded."""
+    """Return the plugins that `discover_plugins` loaded. If it was not called, return those that
+    the manager loaded."""
     if _Discovered.plugins is not None:
         return _Discovered.plugins
     return get_default_manager().registry.plugins

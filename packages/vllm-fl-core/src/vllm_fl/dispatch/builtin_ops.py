@@ -1,4 +1,4 @@
-"""Kept for programs that import from here. No backend is built in: plugins register their ops."""
+"""This module is kept for programs that import it. No backend is built in."""
 
 from . import *  # noqa: F403
 from . import discover_plugins as register_builtins  # noqa: F401

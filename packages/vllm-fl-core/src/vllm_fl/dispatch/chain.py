@@ -41,7 +41,8 @@ class Chain:
             several rows.
         spec: the contract, or a substitute (`uncontracted`).
         strict: whether to raise the first failure instead of falling back.
-        grants: parameters that an implementation may overwrite. Others are copied before.
+        grants: parameters that an implementation may overwrite. Other arguments that it would
+            overwrite are copied.
         bare: whether to run the first candidate without a guard or counter, for code that a
             compiler traces. A row that begins with `stock` or `foreign` is always bare.
     """
@@ -125,8 +126,8 @@ class Chain:
         return None, impl.fn(*args, **call.keywords)
 
     def _safe(self, impl: OpImpl, call: Call) -> Sequence[Any]:
-        """Return the arguments. Arguments that `impl` may overwrite are copied unless `grants` has
-        them."""
+        """Return the arguments, with copies of those that `impl` may overwrite and `grants` does
+        not contain."""
         own = self._consumed(impl, call) - self.grants
         if not own:
             return call.args
@@ -186,13 +187,14 @@ class Chain:
 
 
 def copied(argument: Any) -> Any:
-    """Return a copy that may be overwritten and returned. It is contiguous, because results must
-    be."""
+    """Return a copy that may be overwritten and returned. The copy is contiguous, because results
+    must be contiguous."""
     return argument.clone() if argument.is_contiguous() else argument.contiguous()
 
 
 def _poisons_the_device(error: Exception) -> bool:
-    """Whether an error is out-of-memory, or a device error that makes all later kernels fail."""
+    """Whether an error is an out-of-memory error, or a device error that makes all later kernels
+    fail."""
     if isinstance(error, MemoryError):
         return True
     kinds = {c.__name__ for c in type(error).__mro__}

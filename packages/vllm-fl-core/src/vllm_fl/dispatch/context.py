@@ -13,7 +13,8 @@ override: ContextVar[SelectionPolicy | None] = ContextVar("vllm_fl_policy", defa
 
 
 class _Global:
-    """The argument of `set_global_policy`, for managers that were created without a policy."""
+    """The policy that `set_global_policy` has set, for managers that were created without a
+    policy."""
 
     policy: SelectionPolicy | None = None
 
@@ -24,7 +25,7 @@ chosen = _Global()
 class policy_context(ContextDecorator):
     """Resolve with `policy` inside the block, only in this task and thread.
 
-    Layers that are bound to an engine do not change. Can also be used as a decorator.
+    Layers that are bound to an engine do not change. It can also be used as a decorator.
 
     Raises:
         TypeError: `policy` is not a SelectionPolicy.
@@ -70,7 +71,7 @@ class Binder(Protocol):
 
 
 class _Building:
-    """The plan of the model that is being built. Shared by all threads, because vLLM may build
+    """The plan of the model that is being built. All threads share it, because vLLM may build
     layers in threads."""
 
     binder: Binder | None = None

@@ -26,18 +26,18 @@ def _skipped(*_: Any, **__: Any) -> Any:
 
 
 class Guard:
-    """A compiled guard. To switch it to other candidates, `_chain`, `_fn` and `_supports` in
-    `scope`, the globals of its code, are changed."""
+    """A compiled guard. `run` switches it to other candidates: it changes `_chain`, `_fn` and
+    `_supports` in `scope`, the globals of its code."""
 
     def __init__(self, chain: Chain, scope: dict[str, Any]) -> None:
         self.chain, self._scope = chain, scope
 
     def switch(self) -> None:
-        """Call the first candidate, or the others if it is demoted."""
+        """Make calls run the first candidate, or the others if it is demoted."""
         self.run(self.chain)
 
     def run(self, chain: Chain) -> None:
-        """Call the candidates of `chain` instead."""
+        """Make calls run the candidates of `chain` instead."""
         first = chain.impls[0]
         skips = not chain.bare and (chain.op, first.impl_id) in chain.record.demotions
         self._scope["_chain"] = chain
@@ -75,8 +75,8 @@ def uncontracted(op: str, impl: OpImpl) -> OpSpec:
 
 def call_guard(chain: Chain) -> Callable[..., Any]:
     """Return the op as a function: the implementation, called inside one `try`. If `chain` has
-    several rows, the number of tokens of a call selects its row. Calls are counted (if the record
-    counts them) for the first candidate of their row."""
+    several rows, the number of tokens of a call selects its row. If the record counts calls, each
+    call counts for the first candidate of its row."""
     return _written(chain, None)
 
 
@@ -137,8 +137,8 @@ def _tokens(spec: OpSpec) -> str:
 
 
 def _heads(spec: OpSpec, provided: LayerReaders | None, scope: dict[str, Any]) -> dict[str, str]:
-    """Return a guard's parameters: the source in a call -> the source in the `def` line. Defaults
-    are added to `scope`."""
+    """Return, for each parameter of a guard, its source in a call -> its source in the `def` line.
+    Defaults are added to `scope`."""
     if not spec.parameters:
         heads = {"*_args": "*_args", "**_keywords": "**_keywords"}
         return heads if provided is None else {"_layer": "_layer", **heads}

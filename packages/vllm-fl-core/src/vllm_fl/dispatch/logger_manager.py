@@ -1,3 +1,3 @@
-"""Kept for programs that import from here. `vllm_fl.dispatch` has these names."""
+"""This module is kept for programs that import it. `vllm_fl.dispatch` has these names."""
 
 from . import *  # noqa: F403

@@ -43,8 +43,9 @@ class OpManager:
 
     Args:
         registry: the implementations. By default the installed plugins are loaded at the first use.
-        policy: this manager's policy. By default the policy of `set_global_policy`, or else that of
-            the settings. With both arguments the manager does not read settings.
+        policy: this manager's policy. By default it is the policy of `set_global_policy`, or else
+            the policy of the settings. If both arguments are given, the manager does not read
+            settings.
     """
 
     def __init__(
@@ -115,7 +116,8 @@ class OpManager:
 
     @property
     def calls(self) -> Counter[tuple[str, str]]:
-        """(op, impl id) -> the number of calls. Counted only with VLLM_FL_COUNT_CALLS=1."""
+        """(op, impl id) -> the number of calls. They are counted only with
+        VLLM_FL_COUNT_CALLS=1."""
         return self._record.calls
 
     def ensure_initialized(
@@ -135,7 +137,7 @@ class OpManager:
                 with a given registry does not load plugins.
 
         Raises:
-            SettingsError: a setting is invalid. The next use tries again.
+            SettingsError: a setting is invalid. The next use reads the settings again.
         """
         if self._ready:
             return
@@ -171,8 +173,8 @@ class OpManager:
         """Return a resolver for the current policy, settings and demotions.
 
         Args:
-            settings: an engine's settings, which include its policy. By default the settings of
-                this process.
+            settings: an engine's settings, which include its policy. By default they are the
+                settings of this process.
             policy: by default the policy of the enclosing `with` block, or `self.policy`.
             disabled: see `Resolver`; by default the demotions of this manager.
             more: other fields of `Resolver`.
@@ -205,7 +207,7 @@ class OpManager:
         return _candidates(resolver, resolver.rows(op)[-1][1])
 
     def get_selected_impl_id(self, op: str) -> str:
-        """Return the id of the first of `resolve_candidates`."""
+        """Return the id of the first candidate in `resolve_candidates`."""
         return self.resolve_candidates(op)[0].impl_id
 
     def resolve(self, op: str) -> Bound:

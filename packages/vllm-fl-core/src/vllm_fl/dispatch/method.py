@@ -14,7 +14,7 @@ from .manager import get_default_manager
 from .resolver import FOREIGN, STOCK
 
 PLAN_ATTRIBUTE = "_vllm_fl_plan"
-"""The attribute of a layer that contains the plan it is bound to, or None."""
+"""The attribute of a layer for the plan to which the layer is bound, or None."""
 
 
 class dispatch_method:
@@ -31,10 +31,10 @@ class dispatch_method:
         adapt: (layer, the bound op) -> the method, for a layer with different parameters.
         last: vLLM's implementation, for a call that no candidate of a plan supports.
         stand_in: layer -> an object that replaces the layer as the source of the parameters in
-            `from_layer`, and as the argument of implementations that need the layer. For a layer
-            without the attributes that the contract expects.
-        traces_own: whether compiled code gets vLLM's method, which must have the parameters of the
-            bound op. For an op that the compiler gets in a different way.
+            `from_layer`, and as the argument of implementations that need the layer. It is
+            necessary if the layer lacks attributes that the contract expects.
+        traces_own: whether compiled code gets vLLM's method, because the compiler gets the op in a
+            different way. The method must have the parameters of the bound op.
         vllms: vLLM's class, if the base class is from another plugin. A call that no candidate
             supports then runs the method of the base class.
     """
@@ -116,7 +116,8 @@ def _use_original(*_: Any) -> Any:
 
 
 def _or_original(original: Bound, bound: Bound, *args: Any, **kwargs: Any) -> Any:
-    """Call `bound`. If it raises `UseOriginal`, call `original`. Nothing has been computed then."""
+    """Call `bound`. If it raises `UseOriginal`, call `original`. In that case nothing has been
+    computed."""
     try:
         return bound(*args, **kwargs)
     except UseOriginal:

@@ -1,3 +1,3 @@
-"""Kept for layers that import from here. `vllm_fl.dispatch` has `dispatch_method`."""
+"""This module is kept for layers that import it. `vllm_fl.dispatch` has `dispatch_method`."""
 
 from . import *  # noqa: F403

@@ -20,9 +20,8 @@ from ..text import quote
 
 @dataclass(frozen=True)
 class ForeignPlatform:
-    """A platform plugin for vLLM from another distribution that supports this machine. `entry` is
-    the name of its entry point, as in VLLM_PLUGINS. `release` is the distribution with its
-    version."""
+    """A platform plugin of another distribution that supports this machine. `entry` is the name of
+    its entry point, as in VLLM_PLUGINS. `release` is the distribution with its version."""
 
     entry: str
     distribution: str
@@ -76,7 +75,8 @@ def vllm_platform() -> str | None:
 
 
 def torch_platform() -> str | None:
-    """Return the platform of PyTorch's built-in devices; None if torch is not imported."""
+    """Return `cuda`, `rocm` or `xpu` if torch has such a device. Return None if it has none or is
+    not imported."""
     torch = sys.modules.get("torch")
     if torch is None:
         return None
@@ -103,7 +103,7 @@ def broken_platforms() -> tuple[str, ...]:
 
 
 def _answers() -> list[ForeignPlatform | str | None]:
-    """Call the plugins of other packages as vLLM does, and return their answers."""
+    """Call the platform plugins of other packages as vLLM does, and return the results."""
     named = os.environ.get("VLLM_PLUGINS")
     allowed = None if named is None else named.split(",")
     return [
@@ -134,9 +134,10 @@ def _installed(path: tuple[str, ...]) -> list[Any]:
 
 @cache
 def _answer(entry: Any) -> ForeignPlatform | str | None:
-    """Call a platform plugin of another package. The result is cached, because vLLM calls our
-    plugin several times. The plugin's log lines are hidden, because vLLM calls it again. Returns a
-    sentence if it failed, None if it declines or if it ended an earlier process of this command."""
+    """Call a platform plugin of another package. The result is cached, because vLLM calls
+    `platform_plugin` several times. The plugin's log lines are hidden, because vLLM calls it again.
+    Returns a sentence if it failed, and None if it does not support the machine or is not called
+    because it ended an earlier process of this command."""
     name, version, _ = metadata_of(entry.dist) if entry.dist else (entry.value, None, "")
     release = f"{name} {version}" if version else name
     plugin = f"plugin {entry.name!r} for vLLM's platform of {release}"

@@ -34,7 +34,7 @@ class Record:
 
     Args:
         decide: (op, impl id, why) -> whether to demote an implementation that failed; calls
-            `demote` if so. None: failures are raised, for example under a sealed plan.
+            `demote` if so. If it is None, failures are raised, for example under a sealed plan.
     """
 
     def __init__(
@@ -42,22 +42,24 @@ class Record:
     ) -> None:
         self._log, self._decide = log, decide
         self.counts: Literal["", "calls", "tracings"] = ""
-        """Whether to count calls or tracings. Traced code has no calls to count. An opaque operator
-        is never traced."""
+        """Whether to count calls or tracings. Calls of traced code cannot be counted, and opaque
+        operators are never traced."""
         self.fallbacks: Counter[Key] = Counter()
-        """Calls that an implementation computed as a later candidate."""
+        """Calls that an implementation computed as a fallback."""
         self.refusals: Counter[Key] = Counter()
         """Calls that an implementation did not support."""
         self.failures: dict[Key, str] = {}
         self._asked: Counter[Key] = Counter()
-        """Calls with this implementation as first candidate. Empty unless calls are counted."""
+        """Calls for which an implementation was the first candidate. It is empty unless calls are
+        counted."""
         self._moved: Counter[Key] = Counter()
-        """Calls that fell back to this implementation, minus the calls that it passed on."""
+        """Calls that fell back to an implementation, minus the calls that it passed on."""
         self.demotions: dict[Key, str] = {}
         self.guards: weakref.WeakSet[Any] = weakref.WeakSet()
         """All compiled `Guard` objects with this record. A demotion does not switch bare guards."""
         self.keeper: Any = None
-        """Keeps faulty calls (VLLM_FL_KEEP_FAULTS): `vllm_fl_tools.operate.faults.Faults`."""
+        """The `vllm_fl_tools.operate.faults.Faults` that keeps faulty calls (VLLM_FL_KEEP_FAULTS),
+        or None."""
         self._announced: dict[str, str] = {}
         self._said: set[tuple[str, ...]] = set()
         self.is_aside = False
@@ -71,7 +73,7 @@ class Record:
 
     def passed_over(self) -> dict[Key, str]:
         """Return (op, impl id) -> a reason, for implementations that refused calls and passed on
-        more calls than they computed for others."""
+        more calls than they computed as a fallback."""
         reasons = {what[1:3]: what[3] for what in sorted(self._said) if what[0] == "refused"}
         return {
             key: reasons.get(key, "the log has the reasons")
@@ -91,7 +93,8 @@ class Record:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Do not count the calls inside the block. Other threads can read `is_aside`."""
+        """Do not count the calls inside the block. Inside it `is_aside` is true, for other
+        threads."""
         kept = self.fallbacks, self.refusals, self._asked, self._moved
         self.fallbacks, self.refusals, self._asked, self._moved = map(Counter, kept)
         self.is_aside = True
@@ -112,7 +115,7 @@ class Record:
                 self._switch(name)
 
     def clear(self) -> None:
-        """Reset counters, demotions and logged lines, such as in a forked process."""
+        """Reset counters, demotions and logged lines, for example in a forked process."""
         self.end_demotions()
         counted = self.fallbacks, self.refusals, self._asked, self._moved
         for table in (*counted, self.failures, self._announced, self._said):
@@ -149,7 +152,7 @@ class Record:
         return demoted
 
     def fell_back(self, op: str, first: OpImpl, impl: OpImpl) -> None:
-        """Record that `impl`, a later candidate, computed a call."""
+        """Record that `impl` computed a call as a fallback."""
         self.fallbacks[op, impl.impl_id] += 1
         self._moved[op, impl.impl_id] += 1
         if self._once("fallback", op, first.impl_id, impl.impl_id):
@@ -177,7 +180,7 @@ class Record:
         self._announced[op] = impl.impl_id
 
     def counting(self, bound: Callable[..., Any], op: str, impl_id: str) -> Callable[..., Any]:
-        """Return `bound`, with its calls counted according to `counts`."""
+        """Return `bound` as a function that counts its calls according to `counts`."""
         if not self.counts:
             return bound
 

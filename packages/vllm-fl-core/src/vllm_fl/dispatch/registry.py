@@ -1,4 +1,4 @@
-"""Kept for plugins that import from here. `vllm_fl.dispatch` has `OpRegistry`."""
+"""This module is kept for plugins that import it. `vllm_fl.dispatch` has `OpRegistry`."""
 
 from ..plugins.registry import *  # noqa: F403
 from . import *  # noqa: F403

@@ -115,7 +115,7 @@ class Resolver:
     """Decides between the implementations of ops.
 
     Args:
-        settings: the settings for rejections by plugins. None: plugins are not called.
+        settings: the settings for rejections by plugins. If it is None, plugins are not called.
         mode: the engine's mode; an op may have an order for each mode.
         engine: whether vLLM's code is a candidate.
         disabled: (op, impl id) -> why it is disabled or demoted.
@@ -177,15 +177,15 @@ class Resolver:
         reason. The implementations of one selector are sorted by descending priority, then by impl
         id.
 
-        In an engine, `stock` has the position of its selector, or else is last. In strict mode, a
-        user's order without `stock` and `foreign` excludes it. Layers that another plugin has
-        replaced have the position of the selector `foreign`. Without it they are first, or last if
-        the user's order is for the op itself or the order for another size has `foreign`. Strict
-        mode then excludes them.
+        In an engine, `stock` has the position of its selector, or is last without one. In strict
+        mode, a user's order without `stock` and `foreign` excludes it. Layers that another plugin
+        has replaced have the position of the selector `foreign`. Without that selector they are
+        first. They are last instead, or excluded in strict mode, if the user's order is for the op
+        itself, or if the order for another size has `foreign`.
 
         Args:
             rejected: impl id -> why it is rejected, independent of the policy.
-            tokens: the number of tokens of the calls; None: more than all maximums.
+            tokens: the number of tokens of the calls; None for more than all maximums.
         """
         policy, engine, mode = self.policy, self.engine, self.mode
         order = policy.order(op, mode, engine=engine, tokens=tokens)

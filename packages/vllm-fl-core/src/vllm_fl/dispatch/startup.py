@@ -32,9 +32,9 @@ log = get_logger("plugins")
 @dataclass(frozen=True)
 class Startup:
     """The loaded plugins and the effective settings. If the settings could not be read, `settings`
-    has the defaults and `problem` the error. It is not raised at once, because a worker gets the
-    settings of its engine. `allowed` are the distributions that may load (VLLM_FL_PLUGINS; None for
-    all), `modules` the additional modules (VLLM_FL_PLUGIN_MODULES)."""
+    has the defaults and `problem` the error. The error is not raised at once, because a worker gets
+    the settings of its engine. `allowed` are the distributions that may load (VLLM_FL_PLUGINS; None
+    for all), `modules` the additional modules (VLLM_FL_PLUGIN_MODULES)."""
 
     plugins: tuple[Plugin, ...]
     settings: Settings
@@ -55,9 +55,9 @@ def _names(allowed: Sequence[str] | None) -> frozenset[str] | None:
 
 
 def detect_platform(plugins: Sequence[Plugin] = ()) -> str:
-    """Return the platform of this machine, for settings files, as in a vLLM engine.
+    """Return the name of this machine's platform in settings files, as in a vLLM engine.
 
-    In this order: the platform plugin of another package (by its entry point), vLLM's built-in
+    It is the first of: the platform plugin of another package (by its entry point), vLLM's built-in
     platform, the device of a vllm-fl plugin, the device of torch (`ascend` by its extension), cpu.
     torch is not imported, because a process without torch cannot run a kernel on a device.
     """
@@ -76,14 +76,15 @@ def detect_platform(plugins: Sequence[Plugin] = ()) -> str:
 
 
 def is_foreign(platform: str) -> bool:
-    """Whether vLLM uses another package's platform here, which settings call `platform`."""
+    """Whether vLLM uses a platform of another package here, with the name `platform` in
+    settings."""
     foreign = foreign_platform()
     return foreign is not None and foreign.name == platform
 
 
 def known_platforms(plugins: Sequence[Plugin]) -> tuple[str, ...]:
-    """Return the platforms that settings files may be for, including plugins' devices. Devices are
-    not detected."""
+    """Return the platforms for which settings files may exist, including plugins' devices. Devices
+    are not detected."""
     brought = (profile.name for profile in _profiles(plugins))
     return tuple(dict.fromkeys((*PLATFORMS, *brought)))
 
@@ -158,7 +159,8 @@ def try_settings(
     platform: str | None = None,
     asks: bool = True,
 ) -> tuple[Settings, SettingsError | None]:
-    """Return the effective settings, or the defaults and the error. For arguments see `start`."""
+    """Return the effective settings, or the defaults and the error. The arguments are as for
+    `start`."""
     early = load_startup(env)
     platform = platform or _detected(early, registry.plugins)
     try:
@@ -186,7 +188,7 @@ def read_settings(
     is read only if VLLM_FL_PLATFORM selects the device.
 
     Args:
-        asks: whether to warn about implementations in orders that are not available here.
+        asks: whether to warn about orders with implementations that are not available here.
         orders: as for `load_settings`.
     """
     early, plugins = load_startup(env), registry.plugins

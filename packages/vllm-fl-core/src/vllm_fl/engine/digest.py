@@ -133,7 +133,8 @@ def code_hash(distribution: str | None, module: str = "") -> str:
 
 @cache
 def _code_of(distribution: str | None, module: str, file: str) -> str:
-    """Compute the hash again if the module was loaded from a different file."""
+    """Compute the hash. `file` is only a part of the cache key: the file from which the module was
+    loaded."""
     tops = {_top(module), *_top_levels(distribution)} - {"", *BENEATH}
     found = sorted(each for top in tops for each in _files(top))
     state = hashlib.sha256()

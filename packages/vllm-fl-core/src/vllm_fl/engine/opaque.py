@@ -59,7 +59,7 @@ class Site:
 @dataclass(frozen=True)
 class _Operator:
     """An operator of this process. `impl_id` is the first candidate for the largest calls. `site`
-    is how to replace it, if it is ordered by size and overwrites no argument."""
+    has the code to replace it, if it chooses by size and overwrites no argument."""
 
     op: str
     impl_id: str
@@ -68,30 +68,30 @@ class _Operator:
 
 
 _operators: dict[str, _Operator] = {}
-"""Operators by name. A process cannot define an operator twice. A plan with the same number as that
-of an ended engine therefore reuses its operators with new bodies."""
+"""Operators by name. A process cannot define an operator twice. A plan with the number of an ended
+engine's plan therefore reuses its operators with new bodies."""
 
 
 def operators() -> dict[str, tuple[str, str]]:
-    """Return the operators of this process by name: (op, impl id for the largest calls)."""
+    """Return name -> (op, impl id for the largest calls) of the operators of this process."""
     return {name: (of.op, of.impl_id) for name, of in _operators.items()}
 
 
 def ordered() -> dict[Callable[..., Any], Site]:
-    """Return the operators that are ordered by size and overwrite no argument."""
+    """Return the operators that choose by size and overwrite no argument."""
     return {_overload(name): of.site for name, of in _operators.items() if of.site is not None}
 
 
 def inlined(chain: Chain, impl: OpImpl) -> Callable[..., Any]:
-    """Return `impl`, a traceable candidate of `chain`, as code without a fallback. It has the
-    contract's parameters."""
+    """Return a function of the contract's parameters that runs only `impl`, a traceable candidate
+    of `chain`."""
     bare = dataclasses.replace(chain.of(impl, bare=True), grants=frozenset())
     return chain.record.counting(call_guard(bare), chain.op, impl.impl_id)
 
 
 def unique_name(readable: str, *identity: object) -> str:
-    """Return an ASCII name for vLLM or torch, which begins with the readable part. It differs for
-    each identity, a tuple of JSON-able values."""
+    """Return an ASCII name for vLLM or torch, which begins with the readable part. The name differs
+    for each `identity`, a tuple of JSON-able values."""
     word = re.sub(r"[^a-z0-9_]+", "_", readable.lower())[:80]
     text = json.dumps([readable, *identity])
     return f"{word}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -138,7 +138,7 @@ def opaque_op(chain: Chain, number: int = 1, *, rest_is_inlined: bool = False) -
         number: the plan's number (`Plan.number`).
         rest_is_inlined: whether code of rows that can be inlined replaces the operator, regardless
             of its schema. The operator then runs only the other rows. It mutates its arguments if
-            the first candidate of the largest of these does.
+            the first candidate of the largest calls in these rows does.
     """
     spec, first = chain.spec, chain.impls[0]
     rows = [[n, [impl.impl_id for impl in impls]] for n, impls in chain.rows]
@@ -166,8 +166,8 @@ def opaque_op(chain: Chain, number: int = 1, *, rest_is_inlined: bool = False) -
 
 
 def _site(chain: Chain, variant: Variant) -> Site:
-    """Return how to replace the operator of a variant. The results of the replacement are
-    contiguous and alias no argument, like the operator's results."""
+    """Return the code that may replace the operator of a variant. The results of the replacement
+    are contiguous and alias no argument, like the operator's results."""
     spec = chain.spec
     tokens = _of_variant(spec, variant, lambda *args: spec.tokens(args))
 
@@ -199,7 +199,8 @@ def _writing(spec: OpSpec, variant: Variant, guard: Callable[..., Any]) -> Calla
 
 
 def _define(name: str, spec: OpSpec, variant: Variant, *, written: bool) -> None:
-    """Define the operator of a variant unless it exists. It calls its body in `_operators`."""
+    """Define the operator of a variant unless it exists. The operator calls its body in
+    `_operators`."""
     if name in _operators:
         return
     LIBRARY.define(name + (variant.mutating_schema if written else variant.schema))

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Phases:
-    """Seconds per phase, without nested phases, ordered by the first end of each phase."""
+    """Seconds per phase, without nested phases, in the order in which the phases first ended."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

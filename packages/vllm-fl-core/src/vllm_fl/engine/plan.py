@@ -57,14 +57,14 @@ class PlanEntry:
 
     @property
     def fallback(self) -> Stock:
-        """The fallback after our candidates: the layer of another plugin, or vLLM's
+        """The fallback after vllm-fl's candidates: the layer of another plugin, or vLLM's
         implementation."""
         stock = (impl for impl in self.rows[-1][1].admitted if isinstance(impl, Stock))
         return FOREIGN if self.note and self.is_foreign else next(stock, STOCK)
 
     @property
     def candidates(self) -> Rows[tuple[Impl, ...]]:
-        """Our candidates by the size of a call; empty if there is a note."""
+        """The candidates of vllm-fl by the size of a call; empty if there is a note."""
         if self.note:
             return ((None, ()),)
         return tuple((ceiling, trace.before_stock) for ceiling, trace in self.rows)
@@ -103,7 +103,8 @@ class PlanEntry:
 
     @property
     def unmet(self) -> str:
-        """Why no candidate can run. Only in strict mode with a user's order without `stock`."""
+        """Why no candidate can run, or empty. This is possible only in strict mode, if the user's
+        order lacks `stock`."""
         trace = next((trace for _, trace in self.rows if not trace.admitted), None)
         if trace is None or self.note:
             return ""
@@ -117,12 +118,13 @@ class PlanEntry:
 
     @property
     def reason(self) -> str:
-        """A short reason for the choice. If there are several rows, for the largest calls."""
+        """A short reason for the choice. If there are several rows, it is about the largest
+        calls."""
         return self.note or _reason(self.rows[-1][1])
 
     def to_json(self) -> dict[str, Any]:
-        """Return `impl` and `reason`. If there are several rows, also `rows` of {up_to, impl,
-        reason}."""
+        """Return `impl` and `reason` for the largest calls. If there are several rows, `rows` has
+        {up_to, impl, reason} for each of the others."""
         entry: dict[str, Any] = {"impl": self._label(self.candidates[-1][1]), "reason": self.reason}
         if self.ceilings:
             entry["rows"] = [
@@ -193,8 +195,8 @@ class Plan:
         return bool(entry.ceilings) and not all(impls for _, impls in entry.candidates)
 
     def stock_at(self, op: str) -> Callable[[int], bool] | None:
-        """Return a function: tokens of a call without a layer -> whether vLLM's implementation
-        runs, or None if the size does not matter."""
+        """Return a function that maps the tokens of a call without a layer to whether vLLM's
+        implementation runs. Return None if the size does not matter."""
         entry = self.entries.get(op)
         if entry is None:
             return None
@@ -312,7 +314,7 @@ class Plan:
     def as_compiled(self, op: str, first: OpImpl, *, inlined: bool = False) -> Callable[..., Any]:
         """Return the op as compiled code calls it, for verification, without counters. `first` is
         one of the entry's `firsts`; its row is verified. `inlined` is True for graphs that are
-        compiled by range: they inline an op that is ordered by size."""
+        compiled by range: they inline an op with an order by size."""
         plan = dataclasses.replace(self, counts_calls=False, record=Record(log), number=0)
         rows = (_callable(impls) for _, impls in reversed(self.entries[op].candidates))
         impls = next(impls for impls in rows if impls[:1] == (first,))
@@ -331,7 +333,7 @@ def make_plan(
 ) -> Plan:
     """Resolve every op with a contract, the attention backend, the communicator and whole layers.
 
-    Omits ops that the model cannot have, unless the user has set an order for the op itself.
+    Ops that the model cannot have are omitted, unless the user has set an order for the op itself.
     `demoted` maps (op, impl id) to the reason why it must not run in this engine. `notes` maps an
     op to the reason why vLLM's implementation is used regardless of the policy. Raises PluginError
     if a plugin with a contract failed or is missing.
@@ -383,7 +385,8 @@ _choosing = threading.Lock()
 
 
 def take_number(plan: Plan) -> Plan:
-    """Return a compiled plan with the lowest number that no other plan of this process has."""
+    """Return a compiled plan with the lowest number that no other plan of this process has. An
+    eager plan is returned unchanged."""
     if plan.mode == "eager":
         return plan
     with _choosing:

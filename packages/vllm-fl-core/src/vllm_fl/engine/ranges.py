@@ -1,6 +1,6 @@
 """Ranges of token counts that allow a compiler to inline one implementation of an op.
 
-In a graph, an op that is ordered by size is one operator. vLLM can compile the graph separately for
+In a graph, an op with an order by size is one operator. vLLM can compile the graph separately for
 several ranges of token counts. If all rows in a range have the same traceable first choice, its
 code can replace the operator in that range.
 """
@@ -30,8 +30,8 @@ class Range:
         return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
 
     def without(self, sizes: Collection[int]) -> Range:
-        """Return the range without `sizes` at its ends, which are compiled separately. It never
-        becomes empty."""
+        """Return the range with `sizes` removed at its ends, because these sizes are compiled
+        separately. It never becomes empty."""
         first, last = self.first, self.last
         while first < last and first in sizes:
             first += 1
@@ -41,8 +41,8 @@ class Range:
 
 
 def choice(chain: Chain, sizes: Range) -> OpImpl | None:
-    """Return the implementation that runs all calls of these sizes, if its code may be inlined, or
-    None if the rows differ, or if the implementation is opaque, overwrites its arguments or needs a
+    """Return the first choice for all calls of these sizes, if its code may be inlined. Return None
+    if rows differ, or if the implementation is opaque, overwrites its arguments or needs a
     layer."""
     firsts, below = {}, 0
     for ceiling, (first, *_) in chain.rows:
@@ -55,14 +55,14 @@ def choice(chain: Chain, sizes: Range) -> OpImpl | None:
 
 
 def range_edges(chains: Iterable[Chain], largest: int, captured: int = 0) -> tuple[int, ...]:
-    """Return where to split the token counts, into at most `MAX_RANGES` ranges, to inline the most:
-    the last token count of each range but the last. Empty if nothing can be inlined.
+    """Return the last token count of each range except the last, for at most `MAX_RANGES` ranges
+    that inline the most. The result is empty if nothing can be inlined.
 
-    Splits only at the maximum tokens of rows. The gain of inlining an op is measured in doublings
-    of the token count: the ranges from 64 to 128 and from 4096 to 8192 have equal gains. The best
-    split has the largest total gain above `captured`, the largest batch with a captured graph,
-    because the host launches each operator there. Among equal splits: the largest gain over all
-    sizes, the fewest ranges, the largest edges.
+    Ranges end only at the maximum tokens of rows. The gain of inlining an op is measured in
+    doublings of the token count: the ranges from 64 to 128 and from 4096 to 8192 have equal gains.
+    The best split has the largest total gain above `captured`, the largest batch with a captured
+    graph, because the host launches each operator there. Equal splits are compared by the gain over
+    all sizes, then by fewer ranges, then by larger edges.
     """
     able = [chain for chain in chains if any(is_inlined(first) for _, (first, *_) in chain.rows)]
     ceilings = sorted({n for chain in able for n, _ in chain.rows if n and n < largest})

@@ -14,7 +14,7 @@ def line(plan: Plan, *facts: str, not_reached: Collection[str] = ()) -> str:
     """Return the plan in one line of at most `LONGEST` characters.
 
     It contains the number of ops that vLLM does not compute, and the first of them: classes, then
-    functions, then ops of another vLLM plugin. `facts` are phrases after the mode. Ops in
+    functions, then ops of another vLLM plugin. `facts` are phrases that follow the mode. Ops in
     `not_reached` are not counted, because this model does not use them.
     """
     ops = sorted(plan.entries, key=lambda op: op in plan.contracts)

@@ -1,4 +1,4 @@
-"""Data that an engine sends to its workers: our entry in `additional_config`, and Ray variables."""
+"""Data that an engine sends to its workers: an entry in `additional_config`, and Ray variables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
 
 KEY = "vllm_fl"
-"""Our entry in vLLM's `additional_config`. vLLM hashes it into its compile-cache key."""
+"""The key of vllm-fl's entry in vLLM's `additional_config`. vLLM hashes the entry into its
+compile-cache key."""
 
 
 class Carried(dict[str, Any]):
@@ -26,8 +27,9 @@ class Carried(dict[str, Any]):
         settings: the engine's settings; None before they are read and after the plan is sealed.
             vLLM hashes only `entries`.
         orders: op or group -> its order on vLLM's command line; empty after the settings are read.
-        entries: `user` (from `planning.note_user_priority`), `enabled` (`planning.apply`), `passes`
-            (`Fusions.configure`), `edges` (`graphs.ranges.split`), and `plan`, the digest (`seal`).
+        entries: `user` (set by `planning.note_user_priority`), `enabled` (by `planning.apply`),
+            `passes` (by `Fusions.configure`), `edges` (by `graphs.ranges.split`), and `plan`, the
+            digest (by `seal`).
     """
 
     def __init__(
@@ -74,9 +76,9 @@ def digest_of(vllm_config: VllmConfig) -> str:
 
 
 def carried_entry(vllm_config: VllmConfig) -> Carried:
-    """Return our entry of the configuration. Create it if it is missing. If `additional_config` is
-    an object of the user, changes to the entry are lost. Raises SettingsError if the user has set
-    an invalid entry."""
+    """Return vllm-fl's entry in the configuration. Create it if it is missing. If the user set
+    `additional_config` to an object that is not a dict, changes to the entry are lost. Raises
+    SettingsError if the user has set an invalid entry."""
     extra = vllm_config.additional_config
     if not isinstance(extra, dict):
         return Carried()
@@ -95,7 +97,7 @@ def carried_entry(vllm_config: VllmConfig) -> Carried:
 
 
 def carry_startup(parallel: ParallelConfig, env: Mapping[str, str] = os.environ) -> None:
-    """Add our startup variables to the Ray runtime environment of an engine's workers. A Ray
+    """Add vllm-fl's startup variables to the Ray runtime environment of an engine's workers. A Ray
     process inherits the environment of its node, and vLLM sets the engine's variables only after
     the worker has chosen its platform. Variables in `ray_runtime_env` are kept."""
     if not parallel.use_ray:

@@ -1,4 +1,4 @@
-"""The supported vLLM releases and the differences between them. Keep such code in this file."""
+"""The supported vLLM releases, and all code for the differences between them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ _OPENING = (
 LAYER = re.compile(
     r"""^@(CustomOp|PluggableLayer)\.register\(\s*["'](\w+)["'].*?^class (\w+)""", re.M | re.S
 )
-"""Matches a registered layer class in vLLM's source: kind, registered name, class name."""
+"""Matches a registered layer class in vLLM's source, with the groups (kind, registered name, class
+name)."""
 
 
 def vllm_version() -> str:
@@ -123,12 +124,13 @@ def declared_layers() -> dict[str, str]:
 
 
 def hide_our_variables(more: Iterable[str] = ()) -> None:
-    """Register our variables with vLLM, which would otherwise warn about unknown variables or fail.
+    """Register vllm-fl's variables with vLLM, which would otherwise warn about unknown variables or
+    fail.
 
     `vllm.envs.validate_environ` checks them up to release 0.30, `Platform.validate_environ` from
-    0.31 on. vLLM's compile-cache key contains the names and values of the table. Getters return
-    None, because the plan's digest is a better key, and all names are registered, so the key does
-    not vary.
+    0.31 on. vLLM's compile-cache key contains the names and values of the table. The key must not
+    vary: all names are registered, and getters return None, because the plan's digest is a better
+    key.
     """
     import vllm.envs
 

@@ -1,7 +1,8 @@
-"""The engines of this process, their changes of vLLM, and which engine is calling.
+"""The engines of this process, their changes to vLLM, and the engine that is calling.
 
-vLLM's forward context identifies the calling engine, also in threads of micro-batches. Without one
-(a vision encoder, a sampler), it is the engine of the worker method that the thread is running.
+vLLM's forward context identifies the calling engine, also in threads of micro-batches. Without a
+forward context (a vision encoder, a sampler), it is the engine of the worker method that the thread
+is running.
 """
 
 from __future__ import annotations
@@ -51,13 +52,14 @@ class Engine:
     Args:
         rank: the worker's rank within the engine.
         joins: whether the rank joins a running engine (elastic EP). The other ranks then do not
-            gather with it.
+            exchange values with it.
 
     Attributes:
         device: the worker's device, once it is open.
-        plan: the current plan, once it is made. Replaced when an implementation is disabled.
+        plan: the current plan, once it is made. It is replaced when an implementation is disabled.
         contents: the contents of the plan, JSON-serialisable.
-        groups: makes the communicators of vLLM's rank groups; None if vLLM makes them.
+        groups: the object that makes the communicators of vLLM's rank groups; None if vLLM makes
+            them.
         worker_facts: distribution -> facts that its plugin has reported.
         disabled: (op, impl id) -> why it is disabled on all ranks.
         wrong: (op, impl id) -> why a serving implementation was incorrect at the last check.

@@ -19,9 +19,9 @@ log = get_logger("engine")
 
 
 def platform_plugin() -> str | None:
-    """Return the class path of our overlay over vLLM's platform or a plugin's device, or None if
-    vllm-fl is disabled, cannot run or does not know the machine. Also None if the platform plugin
-    of another package answers: `general_plugin` then overlays its class."""
+    """Return the class path of the overlay for vLLM's platform or a plugin's device. Return None if
+    vllm-fl is disabled, cannot run or does not know the machine, or if the platform plugin of
+    another package answers: `general_plugin` then overlays its class."""
     try:
         startup = load_startup(os.environ)
         if not startup.enabled:
@@ -44,7 +44,7 @@ def platform_plugin() -> str | None:
 
 
 def general_plugin() -> None:
-    """Register our variables with vLLM, overlay its platform, and run the `process_start` hooks.
+    """Register vllm-fl's variables, overlay vLLM's platform, and run the `process_start` hooks.
 
     vLLM calls this in every process, before it makes a configuration. It imports no backend except
     the plugin of a device, which is found from the environment. A worker later loads the plugins
@@ -52,7 +52,8 @@ def general_plugin() -> None:
 
     Raises:
         SettingsError: a startup variable is invalid.
-        PluginError: another distribution claims our entry points, or `platform_plugin` failed.
+        PluginError: another distribution claims vllm-fl's entry points, or `platform_plugin`
+            failed.
         VllmFLError: a plugin's `process_start` ended the startup.
     """
     from .compat import hide_our_variables, obstacle

@@ -26,8 +26,8 @@ T = TypeVar("T")
 log = get_logger("engine")
 
 TIMEOUT = timedelta(minutes=10)
-"""The longest wait for other ranks. With a cold kernel cache they may need minutes. If a rank dies,
-the wait ends within seconds."""
+"""The longest wait for other ranks. Other ranks may need minutes if their kernel cache is cold. If
+a rank dies, the wait ends within seconds."""
 
 LOGGED_AFTER = (10.0, 60.0, 300.0)
 
@@ -41,7 +41,7 @@ UNUSED = 48
 
 def exchange(what: str, mine: T, failure: str = "") -> list[T]:
     """Return the value of every rank in vLLM's world, in rank order. The data-parallel engines of a
-    mixture of experts are one world. Errors contain ranks of the world.
+    mixture of experts are one world. Errors report ranks of this world.
 
     Args:
         what: the purpose, such as `settle on a plan`. All ranks must make the same exchanges in the
@@ -49,8 +49,8 @@ def exchange(what: str, mine: T, failure: str = "") -> list[T]:
         mine: this rank's value; it is pickled.
 
     Raises:
-        StartError: a rank has failed, died or is late, or ranks are at different steps. With
-            `failures`.
+        StartError: a rank has failed, died or is late, or ranks are at different steps. The error
+            has `failures`.
     """
     from vllm.distributed.parallel_state import get_world_group
 
@@ -90,7 +90,7 @@ def gathered(mine: T, cpu_group: Any, what: str) -> list[T]:
 
 class _Ranks:
     """The ranks of a group during one exchange, by their index. `store` is the group's store with a
-    prefix for our keys, or None. `names` are the ranks by their global numbers, such as `rank
+    prefix for vllm-fl's keys, or None. `names` are the ranks by their global numbers, such as `rank
     3`."""
 
     def __init__(self, group: Any, what: str) -> None:
@@ -150,7 +150,7 @@ class _Ranks:
 
     def _is_connected(self, n: int) -> bool:
         """Whether a rank is connected. The end of its process closes the connection, and `recv`
-        then raises an error. Over an open connection it returns at once."""
+        then raises an error. Over an open connection `recv` returns at once."""
         try:
             self.group.recv([torch.empty(1)], n, UNUSED)
         except RuntimeError:

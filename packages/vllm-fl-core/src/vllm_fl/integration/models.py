@@ -31,8 +31,8 @@ log = get_logger("engine")
 def completed(
     facts: EngineFacts, vllm_config: VllmConfig
 ) -> tuple[EngineFacts, Mapping[str, Mapping[str, int]]]:
-    """Complete the facts of a configuration with the layers of the model, which is built on the
-    meta device as on a single rank, in about 0.1 s. The result is the same on all ranks.
+    """Complete the facts of a configuration with the layers of the model. The model is built on the
+    meta device for a single rank, in about 0.1 s. The result is the same on all ranks.
 
     Returns the facts, and op -> class name in vLLM -> number of layers. If the model cannot be
     built or has a drafter, or if no op has layers, the facts are unchanged and the mapping is
@@ -144,7 +144,7 @@ def _build(vllm_config: VllmConfig) -> None:
 
 
 def _alone(vllm_config: VllmConfig) -> VllmConfig:
-    """Copy a configuration for a single rank without compilation. Its tables are copied."""
+    """Copy a configuration and its tables, changed to a single rank without compilation."""
     from vllm.config import CompilationMode
 
     parts: dict[str, Any] = {

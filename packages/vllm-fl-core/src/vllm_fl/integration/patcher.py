@@ -1,7 +1,7 @@
 """The base of the patchers. Each replaces one kind of target in vLLM for the plan of an engine.
 
-`patching.py` lists the patchers. The order of the methods is the order of the calls by planning and
-worker.
+`patching.py` lists the patchers. The methods are in the order in which `planning` and `worker` call
+them.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Patcher:
         return frozenset()
 
     def note_user(self, vllm_config: VllmConfig) -> Mapping[str, Any]:
-        """Return fields of `EngineFacts` from user settings that vLLM overwrites later. They are
-        part of the configuration, so use lists instead of tuples."""
+        """Return fields of `EngineFacts` from user settings that vLLM overwrites later. The fields
+        become part of the configuration, so use lists instead of tuples."""
         return {}
 
     def request(
@@ -80,7 +80,7 @@ class Patcher:
         return WhyNot()
 
     def keep_stock(self, plan: Plan) -> Mapping[str, str]:
-        """Return planned op -> why vLLM keeps it because of the other planned ops."""
+        """Return planned op -> why it must stay stock because of other planned ops."""
         return {}
 
     def configure(
@@ -91,7 +91,8 @@ class Patcher:
         return ()
 
     def by_range(self, plan: Plan) -> Mapping[str, Chain]:
-        """Return op -> candidates by size, for ops that graphs can select by range of sizes."""
+        """Return op -> candidates by size, for ops that graphs choose separately for each range of
+        sizes."""
         return {}
 
     def contents(self, plan: Plan) -> Mapping[str, Any]:
@@ -103,7 +104,8 @@ class Patcher:
         return {}
 
     def choose(self, engine: Engine) -> Mapping[str, Any]:
-        """Choose the targets to replace. Return the part of the choice for the plan's digest."""
+        """Choose the targets to replace. Return the part of the choice that belongs to the plan's
+        digest."""
         return {}
 
     def apply(self, engine: Engine) -> None:

@@ -32,7 +32,7 @@ log = get_logger("engine")
 
 def facts_of(vllm_config: VllmConfig) -> EngineFacts:
     """Read the engine's facts from its configuration. Raises SettingsError for an invalid setting,
-    PluginError as `load_plugins` does."""
+    and PluginError like `load_plugins`."""
     from vllm import envs
     from vllm.config import CompilationMode
 
@@ -203,8 +203,8 @@ def refuse_unverified(facts: EngineFacts) -> None:
 
 
 def plan_now() -> Plan | None:
-    """Return the plan for vLLM's current configuration, before a worker has made it, or None if the
-    configuration is from a script that made it before the overlay was installed in place."""
+    """Make the plan for vLLM's current configuration, for calls before the worker makes it. Return
+    None if a script made the configuration before the overlay was installed in place."""
     from vllm.config import get_current_vllm_config
 
     vllm_config = get_current_vllm_config()

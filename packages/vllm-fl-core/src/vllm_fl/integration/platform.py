@@ -1,8 +1,9 @@
-"""The overlay: a mixin over the platform class that vLLM uses, with the hooks of the plan.
+"""The overlay: a mixin that adds the plan's hooks to the platform class that vLLM uses.
 
-Our platform plugin returns the overlay for platforms of vLLM and for devices of our plugins. Over
-the platform plugin of another distribution, it is installed in place. The base class keeps its
-enum, and therefore its attention, graphs, passes and collectives.
+The platform plugin of vllm-fl returns the overlay for platforms of vLLM and for devices of vllm-fl
+plugins. If another distribution provides the platform, the overlay is installed in place. The
+overlay keeps the enum of its base class, and therefore its attention, graphs, passes and
+collectives.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class PlatformOverlay:
 
     @classmethod
     def pre_register_and_update(cls, *args: Any, **kwargs: Any) -> None:
-        """Warn if a general plugin has replaced vLLM's platform after ours was called. vLLM calls
-        this after all general plugins, on the platform that it had before them."""
+        """Warn if a general plugin has replaced vLLM's platform after vllm-fl's plugin was called.
+        vLLM calls this after all general plugins, on the platform that it had before them."""
         from vllm.platforms import current_platform
 
         if not is_overlay(current_platform) and speaks_for_all():
@@ -65,7 +66,7 @@ class PlatformOverlay:
 
     @classmethod
     def import_ir_kernels(cls) -> None:
-        """Register our provider of IR ops after the platform's kernels."""
+        """Register vllm-fl's provider of IR ops after the platform's kernels."""
         super().import_ir_kernels()  # type: ignore[misc]
         from .patchers.ir import register_provider
 
@@ -136,8 +137,8 @@ class PlatformOverlay:
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
-        """Return the path of our factory while a worker makes rank groups, otherwise the stock
-        path."""
+        """Return the path of vllm-fl's factory while a worker makes rank groups, otherwise the
+        stock path."""
         from .patchers.communicator import FACTORY, groups_now
 
         return FACTORY if groups_now() is not None else cls.vllm_fl_stock_communicator()
@@ -153,8 +154,9 @@ def is_overlay(platform: object) -> bool:
 
 
 class _Forwarding(type):
-    """The metaclass of an overlay in place: sets attributes on the platform's class. Platforms
-    cache values on the class of `current_platform`, but read them from the class that they define.
+    """The metaclass of an overlay in place. It sets attributes on the platform's original class.
+    Platforms cache values on the class of `current_platform`, but read them from the class that
+    they define.
     """
 
     def __setattr__(cls, name: str, value: Any) -> None:
@@ -208,9 +210,9 @@ def overlay_path(forced: str | None = None) -> str | None:
 
 
 def lay_in_place(forced: str | None = None) -> None:
-    """Overlay the class of `current_platform`, unless vLLM already uses our platform. Modules of
-    vLLM refer to the object, so only its class is changed. If the class does not allow this, the
-    error is logged. Arguments and errors are as for `overlay_path`."""
+    """Overlay the class of `current_platform`, unless it has an overlay. Modules of vLLM refer to
+    this object, so only its class is changed. If the class does not allow this, the error is
+    logged. Arguments and errors are as for `overlay_path`."""
     from vllm.platforms import current_platform
 
     if is_overlay(current_platform):
@@ -257,8 +259,8 @@ def _laid(base: type, name: str, profile: DeviceProfile | None = None) -> str:
 
 
 def _made_in_place(base: type, **own: Any) -> type:
-    """Make the overlay over the class of a platform that is already in use. Cached class methods
-    are called on the base class, so they are computed and cached only once."""
+    """Make the overlay of the class of a platform that is already in use. Cached class methods are
+    called on the base class, so they are computed and cached only once."""
     for name in dir(base):
         held = inspect.getattr_static(base, name)
         is_cached = isinstance(held, classmethod) and hasattr(held.__func__, "cache_info")

@@ -1,4 +1,4 @@
-"""Objections of the ranks of an engine, and differences of their plans."""
+"""Objections of the ranks of an engine, and differences between their plans."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Disabled(NamedTuple):
         return f"supports no call [{self.code}]" if self.why.startswith(REFUSES) else ""
 
     def warn(self, op: str, impl_id: str) -> None:
-        """Log that it is disabled on all ranks. Only rank 0 calls this."""
+        """Log that the implementation is disabled on all ranks. Only rank 0 calls this."""
         rank, why = self.rank, self.why
         here = f"at startup on rank {rank}; disabled on all ranks"
         texts = {
@@ -53,9 +53,9 @@ class Disabled(NamedTuple):
 @dataclass(frozen=True)
 class Opinion:
     """One rank's objections and plan at a moment. `objections` maps (op, impl id) to the reason why
-    it must not serve. `contents` are parts of its plan at PLANNED, and choices by timing at CACHED.
-    `installed` has the (op, impl id) of every implementation there. `table` is why the tuning table
-    has no effect there."""
+    it must not run. `contents` are parts of its plan at PLANNED, and choices by timing at CACHED.
+    `installed` has the (op, impl id) of every implementation on the rank. `table` is why the tuning
+    table has no effect on it."""
 
     objections: Mapping[Key, Objection]
     contents: Mapping[str, Any] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Opinion:
 
 
 def united(opinions: Sequence[Opinion], known: Container[Key]) -> dict[Key, Disabled]:
-    """Return (op, impl id) -> why all ranks must disable it. Omits `known` keys."""
+    """Return (op, impl id) -> why all ranks must disable it, without the keys in `known`."""
     found: dict[Key, Disabled] = {}
     for rank, opinion in enumerate(opinions):
         for key, each in opinion.objections.items():
@@ -112,7 +112,7 @@ def plan_differences(opinions: Sequence[Opinion]) -> list[str]:
 
 
 def _unequal(one: Any, other: Any) -> tuple[Any, Any]:
-    """Return two different values. For mappings, only their different items."""
+    """Return two different values. Mappings are reduced to their different items."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         equal = {key for key in one if key in other and one[key] == other[key]}
         one, other = ({k: v for k, v in each.items() if k not in equal} for each in (one, other))

@@ -27,16 +27,16 @@ log = get_logger("engine")
 
 
 def settle(engine: Engine, moment: Moment) -> dict[Key, str]:
-    """Gather objections and disable the implementations on all ranks, until no rank has a new one.
-    Patchers and plugins are called first; verifiers only if no rank has objected.
+    """Gather objections and disable these implementations on all ranks, until no rank has a new
+    objection. Patchers and plugins are called first; verifiers only if no rank has objected.
 
     Returns:
         At UPDATED, when nothing can be disabled: (op, impl id) -> why it is incorrect, with the
-            rank. Empty at other moments.
+            rank. The result is empty at other moments.
 
     Raises:
         StartError: a rank has failed (with `failures`), or there is an objection in strict mode or
-            to compiled code.
+            to an implementation in compiled code.
         VllmFLError: an error of vllm-fl on this rank.
     """
     # A change is made in the next round inside `_together`, which sends its error to the other
@@ -110,7 +110,7 @@ def set_plan(engine: Engine) -> None:
 
 
 def bind(engine: Engine) -> None:
-    """Seal the plan. Change vLLM's configuration and code for it until it is unbound."""
+    """Seal the plan, and change vLLM's configuration and code for it until it is unbound."""
     config, contents = engine.config, engine.contents
     engine.on_unbind(get_default_manager().seal(f"the engine's worker (rank {engine.rank})"))
     plan = engine.plan = take_number(engine.plan)
@@ -153,7 +153,8 @@ def _disable(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> Non
 
 
 def collect_objections(engine: Engine, moment: Moment, *, verifies: bool) -> dict[Key, Objection]:
-    """Return this rank's objections: of verifiers if `verifies`, otherwise of other plugins."""
+    """Return this rank's objections: those of verifiers if `verifies`, otherwise those of other
+    plugins."""
     found: dict[Key, Objection] = {}
     for plugin in asking(get_default_manager().registry.plugins, "inspect_plan"):
         if plugin.verifies is verifies:
@@ -233,8 +234,8 @@ def _drops_table(engine: Engine, opinions: list[Opinion]) -> bool:
 
 
 def _end_for(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> None:
-    """Raise a StartError if new objections fail the startup: in strict mode, or to
-    compiled code."""
+    """Raise a StartError if new objections end the startup, because the mode is strict or the model
+    is already compiled."""
     ending = {key: each for key, each in new.items() if each.ends_strict}
     is_strict = bool(ending) and engine.facts.settings.policy.strict
     if not is_strict and (moment is not Moment.CACHED or engine.plan.mode == "eager"):

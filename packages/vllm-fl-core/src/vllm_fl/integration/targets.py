@@ -1,5 +1,5 @@
-"""The targets of each op, from the bindings of the loaded contracts. Does not import vLLM, because
-the command line and the documentation use it without vLLM."""
+"""The targets of each op, from the bindings of the loaded contracts. This module does not import
+vLLM, because the command line and the documentation use it without vLLM."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def planned_targets(plan: Plan, kind: type[P]) -> list[tuple[str, P]]:
 
 
 def without_layers(plan: Plan, has: Collection[str]) -> set[str]:
-    """Return the planned ops that only layers call, if the model has no such layer. Omits ops with
-    other targets that may be called without a layer: their binding has a condition on the model
-    (`when`), or a planned op calls operators (`calls_operators`). `has` are the ops that the model
-    has layers for; empty if unknown."""
+    """Return the planned ops that only layers call, if the model has no such layer. Ops with other
+    targets are omitted if these may be called without a layer: if their binding has a condition on
+    the model (`when`), or if a planned op calls operators (`calls_operators`). `has` are the ops
+    that the model has layers for; empty if unknown."""
     if not has:
         return set()
     table = installed_bindings()
@@ -76,7 +76,7 @@ def stock_form(
     *,
     traceable: bool = True,
 ) -> OpImpl | None:
-    """Return vLLM's implementation with the contract's parameters, for the last candidate of a
+    """Return vLLM's implementation with the contract's parameters, as the last candidate of a
     plan."""
     if native is None:
         return None

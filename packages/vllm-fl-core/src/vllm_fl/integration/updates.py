@@ -1,8 +1,8 @@
 """Verify the plan again after startup, when weights are updated or memory wakes up.
 
 An update invalidates data that a kernel has prepared from old weights. Nothing can be disabled,
-because compiled code and captured graphs contain the implementation. So the caller of the update
-gets the error.
+because compiled code and captured graphs contain the implementation. Therefore the caller of the
+update gets the error.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ def _followed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 def check(engine: Engine, occasion: str) -> str:
     """Verify the plan on all ranks of a serving engine, between two steps. Return what was
-    verified, or why nothing was.
+    verified, or why nothing was verified.
 
     Raises:
         ServingError: an implementation is incorrect on any rank. If one process calls several
-            ranks, only the last rank raises, because vLLM ignores replies after an error.
+            ranks, only the last rank raises it, because vLLM ignores replies after an error.
     """
     if not _is_checked(engine):
         return "nothing is verified: no op is planned, or VLLM_FL_PREFLIGHT is not verify"
@@ -108,7 +108,7 @@ def check(engine: Engine, occasion: str) -> str:
 
 
 def _is_checked(engine: Engine) -> bool:
-    """Whether this engine's plan can be verified. The same on all ranks."""
+    """Whether this engine's plan can be verified. The result is the same on all ranks."""
     inspectors = asking(get_default_manager().registry.plugins, "inspect_plan")
     asks = engine.facts.settings.preflight == "verify"
     asks = asks or any(plugin.kind == "backend" for plugin in inspectors)
@@ -122,7 +122,7 @@ def _has_replicas(engine: Engine) -> bool:
 
 
 def _update_failed(engine: Engine, error: Exception, *, others_wait: bool) -> None:
-    """Log a failed update. Does not raise, because the caller needs the update's error. With
+    """Log a failed update. It raises nothing, because the caller needs the update's error. With
     `others_wait`, the other ranks are about to verify the plan and are notified."""
     if not _is_checked(engine):
         return

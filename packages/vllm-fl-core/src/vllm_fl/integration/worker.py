@@ -1,4 +1,4 @@
-"""The worker: makes, verifies and seals the plan, lets vLLM's worker build the model, and verifies
+"""The worker makes, verifies and seals the plan, lets vLLM's worker build the model, and verifies
 the plan again on the tensors of the loaded model."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PlannedWorker:
 
     def __init_subclass__(cls) -> None:
         """Wrap the worker's methods, to attribute their calls to its engine and to follow weight
-        updates. Does not call the base class's `__init_subclass__`, because it may register or
+        updates. The base class's `__init_subclass__` is not called, because it may register or
         reject subclasses."""
         updates.wrap_updates(cls)
         for name in dir(cls):
@@ -57,8 +57,8 @@ class PlannedWorker:
                 setattr(cls, name, with_own_engine(method))
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        """Load the plugins that the engine's settings allow, because vLLM's `__init__`
-        needs norms."""
+        """Load the plugins that the engine's settings allow, because vLLM's `__init__` sets the
+        priorities of IR ops."""
         with phases_of(self).during("plugins and settings"):
             load_plugins(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
@@ -130,16 +130,17 @@ class PlannedWorker:
         return times
 
     def vllm_fl_verify(self) -> str:
-        """Verify the plan again on the loaded model's tensors, for `collective_rpc`, after weight
-        updates that do not use vLLM's methods. Returns what was verified, or why nothing was. If an
-        implementation is incorrect on any rank, the last rank raises a ServingError."""
+        """Verify the plan again on the loaded model's tensors. Call it through `collective_rpc`
+        after weight updates that do not use vLLM's methods. Returns what was verified, or why
+        nothing was verified. If an implementation is incorrect on any rank, the last rank raises a
+        ServingError."""
         engine = self.vllm_fl_engine
         if engine is None or engine.joins:
             return "nothing is verified: this rank has joined a running engine"
         return updates.check(engine, "a request to verify")
 
     def vllm_fl_report(self) -> dict[str, Any]:
-        """Return this worker's plan and counters, for `collective_rpc`. Counters begin when the
+        """Return this worker's plan and counters, through `collective_rpc`. Counters begin when the
         engine begins to serve. The result is JSON-able. docs/worker-report.md describes its
         keys."""
         engine = self.vllm_fl_engine
@@ -224,7 +225,7 @@ def _attend_once(engine: Engine) -> None:
 
 
 def _say_plan(engine: Engine) -> None:
-    """Keep remarks on the startup for the report and DEBUG. Rank 0 logs the start line."""
+    """Keep remarks on the startup for the report and the DEBUG log. Rank 0 logs the start line."""
     plan, seconds = engine.plan, phases_of(engine.worker).seconds
     how = {"verify": "verified in", "run": "run in"}.get(engine.facts.settings.preflight)
     total = sum(seconds.get(phase, 0.0) for phase in (PLANNING, LIVE))
@@ -275,7 +276,7 @@ def wrap_worker(vllm_config: VllmConfig) -> None:
 
 
 def __getattr__(name: str) -> type:
-    """Make the class on demand, because workers get only its path."""
+    """Make the class of `wrap_worker` when vLLM imports it by its path."""
     made = over_class(__name__, PREFIX, name, PlannedWorker)
     if not issubclass(made, PlannedWorker):
         take_off()

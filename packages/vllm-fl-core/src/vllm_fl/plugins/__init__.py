@@ -1,2 +1,2 @@
-"""Plugins: hooks, types, discovery, loading and the registry of their results. Internal: authors
-import from `vllm_fl`."""
+"""Plugins: hooks, types, discovery, loading and the registry of their results. This package is
+internal: authors of plugins import from `vllm_fl`."""

@@ -1,9 +1,9 @@
 """Record which third-party code is running, in a file, and log it if it is slow.
 
 An import that calls `os._exit`, or a kernel that aborts, ends a process without an error message.
-So a process keeps a locked file in the user's cache while third-party code runs. The next process
-of the same environment, and `vllm-fl doctor`, report files without a lock. If the file cannot be
-written (no home, a full disk), nothing is recorded.
+Therefore a process keeps a locked file in the user's cache while third-party code runs. The next
+process of the same environment, and `vllm-fl doctor`, report files without a lock. If the file
+cannot be written (no home, a full disk), nothing is recorded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FORGOTTEN = 30 * 24 * 3600
 @dataclass(frozen=True)
 class Crumb:
     """A note of one process. `what` is the innermost code that ran, with its distribution; `when`
-    its begin in seconds since the epoch; `prefix` the environment (`sys.prefix`)."""
+    is its start in seconds since the epoch; `prefix` is the environment (`sys.prefix`)."""
 
     what: str
     host: str
@@ -69,7 +69,7 @@ _running: list[str] = []
 
 
 def _forget_in_child() -> None:
-    """Close the parent's files: open descriptors would keep its locks after its death."""
+    """Close the parent's files: open descriptors would keep the parent's locks after its death."""
     for fd in _notes.values():
         os.close(fd)
     _notes.clear()
@@ -85,8 +85,8 @@ def current_note() -> str:
 
 
 def folder() -> Path | None:
-    """Return the folder of the notes (`FOLDER` or `~/.cache/vllm-fl/running`). None without
-    a home."""
+    """Return the folder of the notes (`FOLDER` or `~/.cache/vllm-fl/running`). Return None without
+    a home folder."""
     if (given := os.environ.get(FOLDER)) is not None:
         return Path(given) if given else None
     cache = os.environ.get("XDG_CACHE_HOME", "")
@@ -98,8 +98,8 @@ def folder() -> Path | None:
 @contextlib.contextmanager
 def noting(what: str, *, named: bool = True) -> Iterator[None]:
     """Keep a note of `what` (`the import of plugin 'acme' of vllm-fl-acme 1.0`) while the block
-    runs. Log it after `SLOW` seconds, unless the caller (`named` is false) or the command that has
-    set `FOLDER` does."""
+    runs. Log it after `SLOW` seconds, unless the caller logs it (`named` is false) or the command
+    that has set `FOLDER` does."""
     what = clean(what)[:1000]
     path = _write(what)
     _running.append(what)
@@ -179,9 +179,9 @@ class Watchdog:
 
 
 def lost() -> tuple[Crumb, ...]:
-    """Return the notes of dead processes of this environment, oldest first. Keeps the latest note
-    of each process (its innermost code) and of each `what`, and deletes the others. `running`
-    removes the notes of code that later ends normally."""
+    """Return the notes of dead processes of this environment, oldest first. The latest note of each
+    process (its innermost code) and of each `what` is kept; others are deleted. `noting` removes
+    the notes of code that later ends normally."""
     found: list[Crumb] = []
     for crumb in _crumbs(folder()):
         if crumb.lives or crumb.prefix != sys.prefix:
@@ -204,9 +204,9 @@ def last(where: Path) -> Crumb | None:
 
 
 def run_by(host: str, pid: int, since: float) -> str:
-    """Return the third-party code that another process is running, or an empty text. Several hosts
-    may share a home, so `host` is its host. Notes before `since`, a time after its start, are from
-    a former process with this ID."""
+    """Return the third-party code that another process is running, or an empty text. `host` is the
+    host of that process, because several hosts may share a home. Notes before `since`, a time after
+    its start, are from a former process with this ID."""
     of_it = [c for c in _crumbs(folder()) if (c.host, c.pid) == (host, pid) and c.when >= since]
     return of_it[-1].what if of_it else ""
 

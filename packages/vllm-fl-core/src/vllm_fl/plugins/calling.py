@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 log = get_logger("plugins")
 
 ENDED: dict[str, str] = {}
-"""Plugin, as text -> how it ended an earlier process of this command. The plugin is not
-run again."""
+"""Plugin (as text) -> how it ended an earlier process of this command. The plugin is not run
+again."""
 
 
 def describe_owner(owner: Owner) -> str:
@@ -153,7 +153,7 @@ def plugin_rejections(
 ) -> dict[str, str]:
     """Return the implementations of `op` that plugins reject: impl id -> the reason.
 
-    Calls the plugins with a declared setting that is set, and verifiers if the engine requires
+    Plugins are called if a setting that they declare is set, and verifiers if the engine requires
     batch-invariant implementations. Without a verifier all implementations are then rejected.
     `facts` are the engine's `EngineFacts`; None outside an engine. Raises PluginError if a hook
     failed: it might have rejected an implementation that the user has excluded.
@@ -197,7 +197,7 @@ def start_in_worker(
 
 
 def asking(plugins: Iterable[Plugin], hook: str) -> list[Plugin]:
-    """Return the loaded plugins with a `hook` in order of loading, but verifiers last."""
+    """Return the loaded plugins that implement `hook`, in order of loading, but verifiers last."""
     asked = [each for each in plugins if each.is_loaded and hook in each.hooks]
     return sorted(asked, key=lambda each: each.verifies)
 

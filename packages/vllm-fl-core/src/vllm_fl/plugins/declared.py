@@ -107,8 +107,8 @@ def _kernels_of(plugin: object) -> tuple[str, ...]:
 
 
 def check_settings(specs: Sequence[Any], owner: Owner, holders: dict[str, str]) -> None:
-    """Check the settings of a plugin. `holders`, which is extended, is: key or variable ->
-    distribution."""
+    """Check the settings of a plugin. `holders` maps each key or variable to its distribution, and
+    is extended."""
     names: dict[str, str] = {}
     for spec in specs:
         if not isinstance(spec, SettingSpec):

@@ -26,13 +26,13 @@ class DeviceProfile:
         platform_class: a vLLM `Platform` subclass with `_enum = PlatformEnum.OOT`, `device_name`,
             `device_type` and `dispatch_key`.
         worker_class: the worker, which creates the model runner. A user's `worker_cls` replaces it.
-        communicator_class: a vLLM `DeviceCommunicatorBase` subclass; None: as in the platform
-            class.
-        dist_backend: the torch.distributed backend between ranks (`hccl`); None: as in the platform
-            class.
-        detect: () -> True, or the reason why this machine does not have the device. Called in every
-            process while vLLM looks for its platform. It must not initialize the device or import
-            vllm.
+        communicator_class: a vLLM `DeviceCommunicatorBase` subclass; None for the communicator of
+            the platform class.
+        dist_backend: the torch.distributed backend between ranks (`hccl`); None for the backend of
+            the platform class.
+        detect: () -> True, or the reason why this machine does not have the device. It is called in
+            every process while vLLM looks for its platform. It must not initialize the device or
+            import vllm.
 
     Raises:
         ValueError: the name is not a lower-case identifier, or a path is not `module.Class`.
@@ -69,8 +69,8 @@ def find_device(plugins: Sequence[Plugin], name: str | None = None) -> DevicePro
 
     Raises:
         DeviceError: several plugins detect their device, or the forced device is not detected.
-        PluginError: no device was found and a device hook failed. The engine would run on another
-            device without notice.
+        PluginError: no device was found and a device hook failed. The engine would otherwise run on
+            another device without notice.
     """
     known, errors = devices(plugins)
     asked = [(owner, profile) for owner, profile in known if name in (None, profile.name)]

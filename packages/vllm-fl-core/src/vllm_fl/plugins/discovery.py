@@ -1,4 +1,4 @@
-"""Find the installed plugins, and select the allowed ones. Imports nothing."""
+"""Find the installed plugins, and select the allowed ones. No plugin is imported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .reserved import EXTENDERS
 
 BACKENDS = "vllm_fl.plugin"
 CONTRACTS = "vllm_fl.contracts"
-"""The group of plugins with only contracts. They are loaded with any backend."""
+"""The group of plugins with only contracts, which are loaded with any backend."""
 EXTENSIONS = "vllm_fl.extension"
 """The group of extensions: plugins of this project that add features to engines."""
 
@@ -37,8 +37,8 @@ def ban_of(plugin: Plugin) -> PluginError | None:
 
 
 def discover(modules: Iterable[str] = ()) -> tuple[Plugin, ...]:
-    """Return the installed plugins by distribution name, then the user's modules. Imports none of
-    them."""
+    """Return the installed plugins, ordered by distribution name, then the user's modules. None is
+    imported."""
     found = []
     for entry in entry_points(*PLUGIN_KINDS):
         dist = entry.dist

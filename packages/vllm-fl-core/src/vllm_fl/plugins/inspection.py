@@ -28,8 +28,8 @@ class Moment(enum.StrEnum):
     """vLLM's groups of ranks exist. If a communicator is disabled, its group gets the next
     candidate."""
     PLANNED = "planned"
-    """The plan exists, but vLLM does not use it yet. Repeated, with the model in memory, if an
-    implementation was disabled at LOADED or CACHED."""
+    """The plan exists, but vLLM does not use it yet. The moment repeats, with the model in memory,
+    if an implementation was disabled at LOADED or CACHED."""
     LOADED = "loaded"
     """The model uses the plan and has its weights. Nothing is compiled."""
     CACHED = "cached"
@@ -44,7 +44,7 @@ class Objection:
 
     Args:
         code: the code of the warning: FL410 for a failure, FL411 if the implementation is not
-            installed on a rank, FL412 for a correct implementation.
+            installed on a rank, FL412 for a correct implementation that is rejected.
         reason: one sentence without a full stop.
         ends_strict: whether it fails the startup in strict mode.
     """
@@ -97,8 +97,8 @@ class WorkerContext:
         rank: this worker's rank.
         vllm_config: vLLM's configuration, for everything else.
         wants_invariance: the setting, as the user wrote it, that requires all implementations, and
-            also vLLM's code, to be measured as batch-invariant. Empty without such a setting. With
-            VLLM_BATCH_INVARIANT=1 vLLM replaces PyTorch operators.
+            also vLLM's code, to be measured as batch-invariant. It is empty without such a setting.
+            With VLLM_BATCH_INVARIANT=1 vLLM replaces PyTorch operators.
     """
 
     settings: Any
@@ -114,7 +114,7 @@ class WorkerReport:
     """The result of the hook `worker_start`.
 
     Args:
-        lines: for the log, one sentence each.
+        lines: sentences for the log.
         facts: JSON-able values for the plan's digest. Compiled code is not reused when they change.
     """
 
@@ -187,12 +187,12 @@ class Engine(Protocol):
     """Remarks for the log and the report."""
 
     state: dict[object, Any]
-    """Owner -> its data about this engine. The key is an object of your plugin."""
+    """Owner -> its data about this engine. Use an object of your plugin as the owner."""
 
     def gather(self, what: str, mine: T) -> list[T]:
         """Exchange a value with all ranks. All ranks must call this in the same order.
 
-        If a rank fails before its exchange, all ranks raise.
+        If a rank fails before its exchange, all ranks raise an error.
 
         Args:
             what: the purpose, for the log and an error, such as `compare the seeds`.
@@ -206,7 +206,7 @@ class Engine(Protocol):
         """Call `f` when the engine ends or its startup fails; the last `f` is called first."""
 
     def active(self) -> AbstractContextManager[object]:
-        """Return a context: calls of this thread belong to this engine and use its plan."""
+        """Return a context in which calls of this thread belong to this engine and use its plan."""
 
     def on_serving(self, f: Callable[[], object]) -> None:
         """Call `f` just before the engine takes requests."""

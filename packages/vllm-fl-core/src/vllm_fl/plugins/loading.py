@@ -1,4 +1,4 @@
-"""Load the installed plugins, each in isolation. Never called on a call path."""
+"""Load the installed plugins, each in isolation. This never happens on a call path."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def load(
     variables: Collection[str] = (),
 ) -> tuple[Plugin, ...]:
     """Load plugins into `registry`, an `OpRegistry`, each in isolation. A plugin that fails has no
-    effect on it. Plugins that provide the same contract or the same (op, id) fail, except the owner
-    of a reserved op or id. A user's module is skipped if the entry point of an allowed plugin is in
-    it.
+    effect on the registry. Plugins that provide the same contract or the same (op, id) fail, except
+    the owner of a reserved op or id. A user's module is skipped if the entry point of an allowed
+    plugin is in it.
 
     Args:
         only: the distributions to load (`select_allowed`); None loads all.

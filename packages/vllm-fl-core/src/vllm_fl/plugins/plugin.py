@@ -34,7 +34,7 @@ class Owner:
 
     @property
     def name(self) -> str:
-        """`vllm-fl-cpu 0.1.0`, or the plugin's name without a distribution."""
+        """`vllm-fl-cpu 0.1.0`, or the plugin's name if it has no distribution."""
         return self.release or self.plugin
 
     @property
@@ -44,7 +44,7 @@ class Owner:
 
     @property
     def label(self) -> str:
-        """The distribution's name, or the plugin's name without a distribution."""
+        """The distribution's name, or the plugin's name if it has no distribution."""
         return self.distribution or self.plugin
 
     def is_of(self, *names: str | None) -> bool:
@@ -107,7 +107,7 @@ class Plugin:
         return frozenset(contracts | {(impl.op_name, impl.impl_id) for impl in named})
 
     def fail(self, error: PluginError) -> None:
-        """Mark it as failed: its settings and contracts are not used."""
+        """Mark the plugin as failed: its settings and contracts are not used."""
         self.status, self.error, self.settings, self.contracts = "failed", error, (), ()
 
     @property
@@ -115,7 +115,7 @@ class Plugin:
         return self.status == "ok"
 
     def may_bring(self, name: str, op: str | None = None) -> bool:
-        """Return whether it failed and may provide an impl id or vendor `name` for `op`."""
+        """Return whether the plugin failed and may have an impl id or vendor `name` for `op`."""
         vendor = name.removeprefix("vendor.")
         had = any(i in (name, f"vendor.{vendor}") and op in (None, of) for of, i in self.claims)
         words = re.split(r"[-_.]", f"{self.owner.plugin}-{self.owner.distribution or ''}")

@@ -33,8 +33,8 @@ class OpRegistry:
     """The registered implementations and contracts. Writes are atomic; reads take no lock.
 
     Args:
-        first: the initial content. None: `known_contracts`, because a script's registry needs the
-            ops.
+        first: the initial content. By default it is `known_contracts`, because a script's registry
+            needs the ops.
     """
 
     def __init__(self, first: RegistrySnapshot | None = None) -> None:
@@ -228,8 +228,8 @@ def _refusal(
 
 
 class Collector(OpRegistry):
-    """The registry for the older form. It collects implementations, so a failure registers nothing.
-    Reads return the registered and the collected implementations."""
+    """The registry for plugins of the older form. It collects implementations, so a failure
+    registers nothing. Reads return the registered and the collected implementations."""
 
     def __init__(self, registry: OpRegistry) -> None:
         super().__init__(registry.snapshot())
@@ -246,8 +246,8 @@ class Collector(OpRegistry):
 
 @cache
 def known_contracts() -> RegistrySnapshot:
-    """Return the contracts of contract-only distributions, regardless of the settings. For scripts,
-    and for callers that need only the ops. Logs plugins that fail to load."""
+    """Return the contracts of contract-only distributions, regardless of the settings. They are for
+    scripts, and for callers that need only the ops. Plugins that fail to load are logged."""
     registry = OpRegistry(EMPTY)
     for plugin in load(registry, [each for each in discover() if each.kind == "contracts"]):
         if plugin.error is not None:

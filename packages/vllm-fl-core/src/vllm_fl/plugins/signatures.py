@@ -32,8 +32,8 @@ INPLACE = "inplace"
 
 def asked_for(impl: OpImpl, spec: OpSpec) -> Callable[..., object] | None:
     """Return the function that decides whether `impl` supports a call; None if it supports all
-    calls. An implementation that needs the layer supports only layers that are plain by the
-    contract."""
+    calls. An implementation that needs the layer supports only layers that are plain according to
+    the contract."""
     return spec.plain if impl.needs_layer else impl.supports
 
 
@@ -45,7 +45,7 @@ def verdict_of(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> object:
 
 def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:
     """Return `impl` with the contract's parameters if only trailing optional ones differ, and with
-    its `takes` compiled. Other differences are kept, for an error later.
+    its `takes` compiled. Other differences are kept, and cause an error later.
 
     If `consumes` is empty and `fn` has a parameter `inplace`, it gets `inplace=False`. An
     implementation that needs the layer cannot declare what it overwrites, so it consumes everything
@@ -176,8 +176,8 @@ def _refusing(missing: Parameters, how: str) -> list[str]:
 def _written(
     fn: Callable[..., Any], wanted: Parameters, body: list[str], *, layer: str | None = None
 ) -> Callable[..., Any]:
-    """Generate a function of `wanted`. It costs one additional call, and a compiler can
-    trace it."""
+    """Generate a function with the parameters `wanted`. It costs one additional call, and a
+    compiler can trace it."""
     scope: dict[str, Any] = {"_fn": fn, "_differs": differs}
     heads = [layer] if layer is not None else []
     for p in wanted:

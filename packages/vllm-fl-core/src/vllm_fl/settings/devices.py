@@ -16,7 +16,7 @@ class DeviceOrder:
     Args:
         order: the selectors by mode and size. Only these are tried if the user wrote the order.
             Otherwise the op's order for any device follows.
-        origin: its origin, like the origin of a setting.
+        origin: its source, like the origin of a setting.
         name: a pattern of device names, such as `NVIDIA H100*`.
         measured: the measurement as text; may be empty in a user's order.
         of_table: whether the order is from the tuning table (setting `table`).
@@ -36,8 +36,8 @@ class DeviceOrder:
         return fnmatchcase(device, self.name)
 
     def over(self, base: tuple[Selector, ...], mode: Mode) -> Rows[tuple[Selector, ...]]:
-        """Return the rows of one mode. Unless the order is pinned, `base` follows in each row: the
-        op's order for any device."""
+        """Return the rows of one mode. Unless the order is pinned, `base`, the op's order for any
+        device, is appended to each row."""
         rows = self.order.rows(mode)
         if self.order.pinned:
             return rows
@@ -49,9 +49,9 @@ class DeviceOrder:
 
 @dataclass(frozen=True)
 class Table:
-    """The tuning table (setting `table`), with the conditions for its orders: the release of vLLM,
-    and the name of the device, each empty for any. `unused` is why its orders have no effect in an
-    engine, or empty."""
+    """The tuning table (setting `table`), with the conditions for its orders. `vllm` is the release
+    of vLLM, and `device` the name of the device; empty for any. `unused` is why its orders have no
+    effect in an engine, or empty."""
 
     file: str
     vllm: str = ""

@@ -102,7 +102,7 @@ def read_table(path: str, origin: str) -> tuple[Table, Entries]:
 @dataclass(frozen=True)
 class _File:
     """One file. `key` is the setting that contains the path. `suffix` is text after the line number
-    in an origin. `users`: it is a user's file."""
+    in an origin. `users` is whether it is a user's file."""
 
     path: str
     key: str

@@ -1,7 +1,8 @@
 """Read the settings from four layers. The highest layer that sets an item is used.
 
-From the highest: the file of VLLM_FL_CONFIG, the environment, the platform files of plugins, and
-the defaults. A file without `extends: platform` overrides every item that a file can set.
+The layers are, highest first: the file of VLLM_FL_CONFIG, the environment, the platform files of
+plugins, and the defaults. A file without `extends: platform` overrides every item that a file can
+set.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def load_settings(
     Args:
         platform: the detected platform; VLLM_FL_PLATFORM overrides it.
         platform_files: (distribution, YAML file) of each plugin's file for the platform.
-        brought: the installed implementations. The file of a distribution sorts only its own.
+        brought: the installed implementations. The file of a distribution sorts only its own
+            implementations.
         platforms: further known platforms, in addition to `PLATFORMS`.
         foreign: whether another plugin provides the platform. Without a platform file, `prefer` is
             then `stock` by default.
@@ -172,7 +174,8 @@ def load_settings(
 
 
 def _add_table(entries: Entries) -> Table | None:
-    """Read the tuning table. Insert its orders after the user's and before those of backends."""
+    """Read the tuning table. Insert its orders after the user's orders and before the orders of
+    backends."""
     named = entries["table"]
     if named.value is None:
         return None
@@ -186,7 +189,7 @@ def _add_table(entries: Entries) -> Table | None:
 
 
 def policy_from_config(path: str | os.PathLike[str]) -> SelectionPolicy:
-    """Return the policy of a YAML file. Ignores `extends`. Raises SettingsError."""
+    """Return the policy of a YAML file. `extends` is ignored. Raises SettingsError."""
     own = read_settings_file(path, ITEMS, key="config")
     own.pop(EXTENDS, None)
     if any(key.startswith(GROUP_ORDER_PREFIX) for key in own):
@@ -208,7 +211,8 @@ def _variables(env: Mapping[str, str], groups: OpGroups, declared: Declared) -> 
 
 
 def _unread(env: Mapping[str, str], declared: Declared, ignored: Collection[str]) -> Entries:
-    """Return the variables that a complete override ignores. Their text is not parsed."""
+    """Return the variables that have no effect because a file overrides them. Their text is not
+    parsed."""
     return {
         key: Setting(key, ascii(env[spec.variable])[1:-1], f"environment {spec.variable}")
         for key, spec in declared.items()

@@ -27,8 +27,8 @@ class Locked:
 
     Args:
         file: its path in the process that read the settings.
-        facts: name -> a property of the engine. Empty for the engine that `vllm-fl plan --save`
-            starts, which is not compared.
+        facts: name -> a property of the engine. It is empty for the engine that `vllm-fl plan
+            --save` starts, which is not compared.
         result: `ops`, the plan; its `digest`; `out`, the disabled implementations.
         seed: the seed of its verification, or None.
         warns: whether a difference only logs a warning.

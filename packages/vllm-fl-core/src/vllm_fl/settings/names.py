@@ -27,8 +27,8 @@ OLDER_LAYERS = frozenset(
         "unquantized_fused_moe_method",
     )
 )
-"""Layers in files of vllm-plugin-FL that some releases of vLLM lack and that belong to no op here.
-The bindings contain the layers of ops."""
+"""Layers in files of vllm-plugin-FL that some releases of vLLM lack, except the layers of ops,
+which are in the bindings."""
 
 
 class _Use(NamedTuple):
@@ -52,8 +52,8 @@ def check_names(
     plugins: Sequence[Plugin] = (),
     **known: Collection[str],
 ) -> Settings:
-    """Check the names in settings. A kind without known names is checked by a later call. An
-    unknown op or vendor is kept, because its plugin may be installed later. If a known name is
+    """Check the names in settings. Kinds that are missing in `known` are checked by a later call.
+    An unknown op or vendor is kept, because its plugin may be installed later. If a known name is
     similar, a warning suggests it.
 
     Args:
@@ -136,7 +136,7 @@ def unmatched_orders(
     plugins: Sequence[Plugin] = (),
 ) -> Iterator[tuple[str, str]]:
     """Yield (op, a sentence) for each order of the user with selectors that match no usable
-    implementation: none is available and allowed by the vendor filters.
+    implementation. A usable one is available and allowed by the vendor filters.
 
     One file may be used on several machines, so a selector of a different platform is reported only
     if no implementation in the order is usable. An id or vendor that a failed plugin of `plugins`

@@ -92,7 +92,7 @@ def _united_order(
     """Merge the orders of one op, for each of the engine's modes. The files are sorted by the kinds
     of their distributions, in the default order. The result begins with the first file's order.
     Selectors of other files are inserted directly before `stock`, or after it if they follow
-    `stock` there."""
+    `stock` in their file."""
 
     def rank(distribution: str) -> tuple[int, str]:
         kinds = [default.index(impl.kind.value) for owner, impl in impls if owner == distribution]

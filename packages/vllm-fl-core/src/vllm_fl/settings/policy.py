@@ -28,7 +28,8 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 IMPL_KINDS = tuple(kind.value for kind in BackendImplKind)
 
 UNTOUCHED = ("foreign", "stock")
-"""Selectors that replace nothing: layers of a different plugin, and vLLM's implementation."""
+"""Selectors for code that vllm-fl does not replace: layers of a different plugin, and vLLM's
+implementation."""
 
 SLIPS = {"vllm": "stock", "native": "stock", "torch": "reference", "flaggems": "flagos"}
 """Likely mistake -> the intended selector."""
@@ -118,7 +119,8 @@ The last maximum is None, for all larger calls."""
 
 
 def at_size(rows: Rows[T], tokens: int | None) -> T:
-    """Return the value for a call of this many tokens. `tokens` None selects the last row."""
+    """Return the value for a call of this many tokens. If `tokens` is None, the last row is
+    used."""
     size = math.inf if tokens is None else tokens
     return next(value for ceiling, value in rows if ceiling is None or size <= ceiling)
 
@@ -292,7 +294,7 @@ def _selectors(value: object) -> tuple[Selector, ...]:
 
 @dataclass(frozen=True)
 class SelectionPolicy:
-    """The choice between implementations. Frozen, hashable, printable.
+    """How to choose between implementations. A policy is frozen, hashable and printable.
 
     Args:
         prefer: the kind that is tried first for ops without an order. If it is `stock`, such an op
@@ -337,7 +339,7 @@ class SelectionPolicy:
 
     def names(self, op: str, *, itself: bool = False) -> bool:
         """Return whether the user has set an order for the op. With `itself`, an order of its group
-        does not count."""
+        is ignored."""
         order = self.per_op_order.get(op)
         return order is not None and order.pinned and not (itself and order.group)
 
@@ -355,7 +357,7 @@ class SelectionPolicy:
         return next((order for order in lists if order is not None and order.rows(mode)), None)
 
     def ceilings(self, op: str, mode: Mode = "eager") -> tuple[int, ...]:
-        """Return the maximum tokens of each row for `op` but the last, ascending."""
+        """Return the maximum tokens of each row for `op` except the last, ascending."""
         listed = self.listed(op, mode)
         return tuple(n for n, _ in listed.rows(mode) if n is not None) if listed else ()
 
@@ -367,9 +369,9 @@ class SelectionPolicy:
         engine: bool = False,
         tokens: int | None = None,
     ) -> tuple[Selector, ...]:
-        """Return the selectors for `op` in order: in an `engine` by its default order, with
-        `stock`. `tokens` is the number of tokens of the call; None for the row of the largest
-        calls."""
+        """Return the selectors for `op`, in order. The default orders of an `engine` differ from
+        those of scripts. `tokens` is the number of tokens of the call; None for the row of the
+        largest calls."""
         listed = self.listed(op, mode)
         if listed is not None:
             return at_size(listed.rows(mode), tokens)

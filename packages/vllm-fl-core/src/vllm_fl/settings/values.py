@@ -28,7 +28,7 @@ EXTENDS = "extends"
 """The key that makes a user's file extend the lower layers."""
 
 GROUP_ORDER_PREFIX = f"{ORDER_PREFIX}{GROUP_PREFIX}"
-"""Prefix of the key of a group's order. Orders of its ops later replace it."""
+"""Prefix of the key of a group's order. It is replaced later by orders of the group's ops."""
 
 IN_TREE = ("cuda", "cpu", "rocm", "tpu", "xpu")
 """The platforms that are part of vLLM, by vLLM's names."""
@@ -60,7 +60,7 @@ def wrong(
 
 
 def read_value(read: Callable[[Any], T], value: object, key: str, origin: str) -> T:
-    """Return `read(value)`. A ValueError becomes the error of this setting."""
+    """Return `read(value)`. A ValueError becomes the SettingsError of this setting."""
     try:
         return read(value)
     except ValueError as error:

@@ -1,1 +1,1 @@
-"""Kept for plugins of the older form, which import `base.Backend`."""
+"""This package is kept for plugins of the older form, which import `base.Backend`."""

@@ -6,8 +6,9 @@ __all__ = ["Backend"]
 
 
 class Backend:
-    """A backend's name, vendor and availability, for `register_builtins(registry)` plugins. If the
-    function of an `OpImpl` is a method of an instance, the instance provides its availability."""
+    """A backend's name, vendor and availability, for plugins with `register_builtins(registry)`. If
+    the function of an `OpImpl` is a method of an instance, the instance provides its
+    availability."""
 
     @property
     def name(self) -> str:

@@ -1,1 +1,1 @@
-"""Our passes over the graphs that vLLM compiles, and the ranges of sizes of the graphs."""
+"""Passes of vllm-fl on the graphs that vLLM compiles, and the ranges of sizes of the graphs."""

@@ -1,4 +1,4 @@
-"""The base of our graph passes, imported only in a worker that compiles."""
+"""The base of vllm-fl's graph passes, imported only in a worker that compiles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ and a tensor for each overwritten argument."""
 
 
 class GraphPass(InductorPass):  # type: ignore[misc]
-    """A graph pass of one engine. It does not run without `tasks`, the operators or ops to find."""
+    """A graph pass of one engine. It runs only if it has `tasks`: the operators or ops to find."""
 
     tasks: Any
 

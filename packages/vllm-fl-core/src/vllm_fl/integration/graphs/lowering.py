@@ -2,7 +2,7 @@
 
 The operator in a graph would choose an implementation in each call. If the graph's range of token
 counts (`ranges.py`) has only one traceable choice, the code of that implementation replaces the
-operator. Imported only in a worker that compiles.
+operator. This module is imported only in a worker that compiles.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from vllm.ir.op import IrOp
 
 OWNER = "vllm_fl"
-"""Marks the code of an implementation: a key in a node's `nn_module_stack`. torch copies it to the
-nodes that replace the node. The value is (op, impl id)."""
+"""The key in a node's `nn_module_stack` that marks the code of an implementation. torch copies it
+to the nodes that replace the node. The value is (op, impl id)."""
 
 log = get_logger("engine")
 
@@ -57,7 +57,8 @@ class RangeLowering(GraphPass):
             self._note(site.chain, graph.find_nodes(op="call_function", target=target))
 
     def _note(self, chain: Chain, stay: Sequence[fx.Node]) -> None:
-        """Count the operators that are kept. Warn if one choice could have replaced them."""
+        """Count the operators that are not replaced. Log a warning if all calls of this range have
+        the same choice, which could have replaced them."""
         sizes = self.sizes
         impl = choice(chain, sizes)
         is_news = bool(stay) and not self.done.stayed[chain.op, sizes]
@@ -115,7 +116,8 @@ def _in_graphs(plan: Plan) -> dict[Any, Site]:
 
 
 def _in_ir(plan: Plan) -> dict[Any, Site]:
-    """Return the IR ops. Without this pass, vLLM would lower them to our provider later."""
+    """Return the IR ops with an order by size. Without this pass, vLLM would lower them to
+    vllm-fl's provider later."""
     found: dict[Any, Site] = {}
     for op, of_op in ir_ops().items():
         if plan.is_stock(op) or not plan.entries[op].ceilings:

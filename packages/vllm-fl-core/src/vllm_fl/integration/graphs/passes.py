@@ -1,9 +1,9 @@
-"""The platform's pass manager with our passes added.
+"""The platform's pass manager with vllm-fl's passes added.
 
-vLLM gets the class of its pass manager from the platform. Our subclass adds the passes of the plan
-before vLLM lowers its IR ops: `replacing.py` replaces operators with planned ops, `lowering.py`
-inlines ops with an order by size, and a third pass counts the operators that vLLM's passes
-inserted. Imported only in a worker that compiles.
+vLLM gets the class of its pass manager from the platform. A subclass of it adds the passes of the
+plan before vLLM lowers its IR ops: `replacing.py` replaces operators with planned ops,
+`lowering.py` inlines ops with an order by size, and a third pass counts the operators that vLLM's
+passes inserted. This module is imported only in a worker that compiles.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = get_logger("engine")
 
 
 def manager_path(stock: str) -> str:
-    """Return the path of a pass manager with our passes, over the pass manager at the path
+    """Return the path of a subclass, with vllm-fl's passes, of the pass manager at the path
     `stock`."""
     return path_over(__name__, PREFIX, stock)
 
@@ -53,10 +53,10 @@ PASSES = (TorchOperators, FusedOperators, RangeLowering)
 
 
 class _WithOurPasses:
-    """Our changes to a pass manager: a mixin that precedes the platform's class."""
+    """Changes to a pass manager: a mixin that precedes the platform's class."""
 
     def configure(self, config: VllmConfig) -> None:
-        """Configure vLLM's passes, and append ours after the passes that match IR ops."""
+        """Configure vLLM's passes, and append vllm-fl's after the passes that match IR ops."""
         super().configure(config)  # type: ignore[misc]
         engine = calling_engine()
         if engine is None or not ranges.is_compiled_by_range(config):
@@ -74,5 +74,5 @@ class _WithOurPasses:
 
 
 def __getattr__(name: str) -> type:
-    """Make the class on demand, because vLLM gets only its path."""
+    """Make the class of `manager_path` when vLLM imports it by its path."""
     return over_class(__name__, PREFIX, name, _WithOurPasses)

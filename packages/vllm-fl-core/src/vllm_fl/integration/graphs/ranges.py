@@ -1,8 +1,8 @@
-"""Split vLLM's compile ranges where orders by size change, to inline choices in graphs.
+"""Split vLLM's compile ranges at the edges of orders by size, to inline choices in graphs.
 
-In mode VLLM_COMPILE vLLM compiles the graphs separately for each range of token counts. We split
-the ranges at edges of orders by size (`engine/ranges.py`), and inline a choice that applies to a
-whole range (`lowering.py`). vLLM's ranges cannot end at a single token, so 1 is a separate size.
+In mode VLLM_COMPILE vLLM compiles the graphs separately for each range of token counts. vllm-fl
+splits the ranges further (`engine/ranges.py`), and inlines a choice that applies to a whole range
+(`lowering.py`). vLLM's ranges cannot end at a single token, so 1 is a separate size.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def split(
     vllm_config: VllmConfig, chains: Mapping[str, Chain], entry: MutableMapping[str, Any]
 ) -> None:
     """Split vLLM's compile ranges for a plan, and undo the splits of an earlier plan. `chains` has
-    the candidates of ops that graphs can select by range of sizes. `entry` stores our edges for a
-    later call."""
+    the candidates of ops that graphs choose separately for each range of sizes. `entry` stores the
+    added edges for a later call."""
     compilation = vllm_config.compilation_config
     ours = set(entry.pop("edges", ()))
     if ours:
@@ -61,8 +61,8 @@ def split(
 
 
 def _can_be_alone(compilation: CompilationConfig) -> bool:
-    """Whether we may add 1 to `compile_sizes`. vLLM would also compile encoders for it, with 1 as
-    each symbolic size. Some of their shapes do not allow that."""
+    """Whether 1 may be added to `compile_sizes`. vLLM would also compile encoders for it, with 1 as
+    each symbolic size, which some of their shapes do not allow."""
     sizes = compilation.compile_sizes or ()
     return 1 not in sizes and not getattr(compilation, "compile_mm_encoder", False)
 
@@ -91,8 +91,8 @@ def compiled_range(vllm_config: VllmConfig) -> Range:
 def inlined_ranges(
     chains: Mapping[str, Chain], vllm_config: VllmConfig
 ) -> dict[str, list[tuple[Range, str | None]]]:
-    """Return op -> [(range, id of the implementation that is inlined in it, or None)]. Omits ops
-    without a range to inline."""
+    """Return op -> [(range, id of the implementation that is inlined in it, or None)]. Ops that are
+    inlined in no range are omitted."""
     if not is_compiled_by_range(vllm_config):
         return {}
     found = {}

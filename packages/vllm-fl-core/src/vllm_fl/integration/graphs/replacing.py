@@ -1,8 +1,8 @@
 """The pass that replaces operators of PyTorch or vLLM in graphs with planned ops.
 
 It does not change graphs for sizes that the plan assigns to the original operator. That operator is
-also our last candidate. The pass runs before vLLM lowers its IR ops, while they are single nodes.
-Imported only in a worker that compiles.
+also the op's last candidate. The pass runs before vLLM lowers its IR ops, while they are single
+nodes. This module is imported only in a worker that compiles.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TorchOperators(GraphPass):
                         break
 
     def _replace(self, graph: fx.Graph, node: fx.Node, each: Sought) -> bool:
-        """Replace a call if it is the op. Return whether it was replaced."""
+        """Replace a call if it computes the op. Return whether it was replaced."""
         args = each.target.find(node)
         if args is None:
             return False

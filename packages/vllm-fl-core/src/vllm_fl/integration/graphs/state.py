@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Sites:
-    """The results of a pass for one op: the number of graphs that it processed, 0 if vLLM's cache
-    had all compiled code, and the number of matches that it found in them."""
+    """The results of a pass for one op: the number of graphs that it processed (0 if vLLM's cache
+    had all compiled code), and the number of matches that it found in them."""
 
     graphs: int = 0
     found: int = 0
@@ -26,8 +26,8 @@ class Sites:
 
 @dataclass(frozen=True)
 class Sought:
-    """An op that our pass finds in graphs by its target. `operator` is the op as a torch operator
-    with the contract's schema."""
+    """An op that a pass of vllm-fl finds in graphs by its target. `operator` is the op as a torch
+    operator with the contract's schema."""
 
     target: GraphTarget
     chain: Chain
@@ -37,8 +37,8 @@ class Sought:
 @dataclass
 class InGraphs:
     """Tasks and results of the passes of one engine. `inlined` has the number of operators that
-    code has replaced, by (op, range, impl id). `stayed` has the number of kept operators, by (op,
-    range)."""
+    were replaced by code, by (op, range, impl id). `stayed` has the number of kept operators, by
+    (op, range)."""
 
     sites: dict[str, Sites] = field(default_factory=dict)
     sought: list[Sought] = field(default_factory=list)

@@ -1,6 +1,6 @@
-"""Choose the attention backend: planned for the model, and again for each layer that vLLM builds.
+"""Choose the attention backend: for the model in the plan, and again for each new layer.
 
-`attend` then runs it once, uncompiled, to compile just-in-time kernels before serving.
+`attend` then runs it once, because it may compile kernels at its first call.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ def attend(runner: Any, vllm_config: VllmConfig, *, is_eager: bool) -> None:
 
     vLLM does this only before it captures full graphs. Otherwise the first request would wait for a
     backend that compiles its kernels at the first call. The KV cache must be allocated. The newer
-    model runner runs attention before it captures any graph. This function therefore runs nothing
-    with that runner, unless nothing is compiled or captured (`is_eager`).
+    model runner runs attention before it captures any graph. With that runner, this function
+    therefore runs the model only if `is_eager` is set.
 
     Args:
         is_eager: whether nothing is compiled or captured.

@@ -48,7 +48,7 @@ log = get_logger("engine")
 
 
 class Fault(NamedTuple):
-    """The reason why a communicator must not serve.
+    """The reason why a communicator must not be used.
 
     Attributes:
         rank: the global rank that found the fault.
@@ -74,7 +74,7 @@ class Groups:
     """The communicators of one worker's rank groups, for an engine with several ranks.
 
     Attributes:
-        faults: (op, impl id) -> the fault of a communicator that must not serve.
+        faults: (op, impl id) -> the fault of a communicator that must not be used.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -187,7 +187,7 @@ class Groups:
 
 
 def fault_of(step: Callable[[], str | None], device: torch.device) -> tuple[str, bool]:
-    """Run one step. Return its fault, or empty, and whether the step is still running.
+    """Run one step. Return (its fault or empty, whether it is still running).
 
     The step runs in a separate thread, because a step that waits for a lost rank may never end.
 
@@ -242,7 +242,7 @@ def _destroy(communicator: Any) -> None:
 
 
 _now: Groups | None = None
-"""The groups that are being made. vLLM has one set of groups per process."""
+"""The `Groups` that makes communicators now. vLLM has one set of rank groups per process."""
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Replace Python functions and methods of vLLM, except layers and operators.
 
 A function is replaced in every module of vLLM that looks it up. It is replaced once per process,
-for all engines (`process_wide.py`). A compiler that traces a call traces vLLM's function.
+for all engines (`process_wide.py`). If a compiler traces a call, it traces vLLM's function.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class _Function(Replacement):
         return self.original(*args, **named)
 
     def remove(self) -> bool:
-        """Restore vLLM's function. Remaining references to our function still pass calls to it."""
+        """Restore vLLM's function. References to the replacement that remain pass calls to vLLM's
+        function."""
         for lookup in self.lookups:
             if lookup.current is self.function:
                 lookup.restore()
@@ -76,7 +77,7 @@ class _Function(Replacement):
     def to_json(self) -> dict[str, Any]:
         """Return the function's entry in the worker report. `places` is the number of replaced
         lookups. `replaced_after_us` is a lookup that other code has replaced since, or None.
-        `other_arguments` is the number of calls that are not the op."""
+        `other_arguments` is the number of calls that do not compute the op."""
         others = (lookup for lookup in self.lookups if lookup.current is not self.function)
         after = (f"{getattr(o.owner, '__name__', o.owner)}.{o.attribute}" for o in others)
         return {

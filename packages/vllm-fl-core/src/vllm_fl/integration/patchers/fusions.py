@@ -1,13 +1,14 @@
-"""Ops that a compiler pass inserts into graphs, either vLLM's pass or ours.
+"""Ops that a compiler pass of vLLM or vllm-fl inserts into graphs.
 
 Some operators occur only in compiled graphs: a pass of vLLM matches their parts and inserts the
 operator. While such an op is planned, its pass is enabled. The parts stay stock, because the pass
 matches vLLM's implementations. The operator's override (`operators.py`) then runs the planned
-implementation. A pass does not report that it found no match, so we count the operators in graphs.
+implementation. A pass does not report that it found no match, so vllm-fl counts the operators in
+graphs.
 
 A computation without a separate layer, such as the matrix product of a linear layer, is an operator
-in a compiled graph. Our pass (`graphs/replacing.py`) replaces this operator with a planned op, in
-graphs of sizes that the op is planned for.
+in a compiled graph. A pass of vllm-fl (`graphs/replacing.py`) replaces this operator with a planned
+op, in graphs for the sizes at which the op is planned.
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ class Fusions(Patcher):
 
     def keep_stock(self, plan: Plan) -> dict[str, str]:
         """Return the parts of planned ops. They must stay stock, because vLLM's passes match only
-        these. IR ops are omitted, because graphs contain them unchanged until the passes have run.
-        A fused op that is stock at some sizes is returned itself."""
+        vLLM's code. IR ops are omitted, because graphs contain them unchanged until the passes have
+        run. A fused op that is stock at some sizes is returned instead of its parts."""
         in_ir = ir_ops()
         found: dict[str, str] = {}
         for op, target in planned_targets(plan, FusionTarget):
@@ -162,7 +163,8 @@ def _chain(plan: Plan, op: str, target: GraphTarget) -> Chain:
 
 
 def operator_of(plan: Plan, chain: Chain) -> Any:
-    """Return the chain of a planned op with one variant as a torch operator without mutations."""
+    """Return a torch operator without mutations that runs the chain of a planned op with one
+    variant."""
     calls = symbolic_trace(opaque_op(chain, plan.number).fn).graph.nodes
     return next(call.target for call in calls if call.op == "call_function")
 
@@ -184,9 +186,9 @@ class OperatorsInGraphs(Patcher):
         return WhyNot({op: why for op, _ in known})
 
     def keep_stock(self, plan: Plan) -> dict[str, str]:
-        """Return the ops that keep their original operator. Either all candidates are reference
-        implementations, and the operator is as good, or a part is planned, which our pass cannot
-        match."""
+        """Return the ops that keep their original operator. Either all first candidates are
+        reference implementations, which are no better than the operator, or a part is planned,
+        which vllm-fl's pass cannot match."""
         found: dict[str, str] = {}
         for op, target in planned_targets(plan, GraphTarget):
             if all(impl.kind is BackendImplKind.REFERENCE for impl in plan.entries[op].firsts):

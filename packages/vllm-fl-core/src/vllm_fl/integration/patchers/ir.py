@@ -1,8 +1,8 @@
 """Register a provider of vLLM IR ops that runs the plan in compiled code.
 
-While it compiles, vLLM lowers an IR op to the first provider that supports the call. Our provider
-calls the planned op of the compiling engine. Eager engines do not use the provider, because norms
-are layers that are bound to the plan (`layers.py`).
+While it compiles, vLLM lowers an IR op to the first provider that supports the call. vllm-fl's
+provider calls the planned op of the engine that compiles. Eager engines do not use the provider,
+because norms are layers that are bound to the plan (`layers.py`).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def ir_op_of(target: IrTarget) -> Any:
 
 
 def register_provider() -> None:
-    """Register our provider of each IR op that has a binding, once per process. It supports every
-    call, because the plan's chain handles unsupported calls."""
+    """Register vllm-fl's provider of each IR op that has a binding, once per process. It supports
+    every call, because the plan's chain handles unsupported calls."""
     for of_op in ir_ops().values():
         for target in of_op:
             op: IrOp = ir_op_of(target)
@@ -71,8 +71,8 @@ def _provider(name: str, op: Any) -> Callable[..., Any]:
 
 
 def prioritise(default: Any, plan: Plan) -> Any:
-    """Return vLLM's default priorities with our provider first for planned ops. If verification
-    disables all implementations of an op, the provider runs vLLM's native code."""
+    """Return vLLM's default priorities with vllm-fl's provider first for planned ops. If
+    verification disables all implementations of an op, the provider runs vLLM's native code."""
     for op, of_op in ir_ops().items():
         if plan.mode == "compiled" and not plan.is_stock(op):
             for target in of_op:
@@ -138,7 +138,7 @@ class Ir(Patcher):
         }
 
     def apply(self, engine: Engine) -> None:
-        """Set the functions that our provider calls for this engine. The plan's digest is the
+        """Set the functions that vllm-fl's provider calls for this engine. The plan's digest is the
         provider's key in compile caches, because its name never changes."""
         register_provider()
         plan, digest, by_range = engine.plan, engine.digest, engine.facts.by_range

@@ -24,14 +24,15 @@ def import_object(path: str) -> Any:
 
 
 def path_over(module: str, prefix: str, path: str) -> str:
-    """Return the path of our class over the class at `path`, because vLLM gets only a path."""
+    """Return the path of a subclass of the class at `path`. `over_class` makes it when vLLM imports
+    the path."""
     return f"{module}.{prefix}{path.replace('.', ':')}"
 
 
 def over_class(module: str, prefix: str, name: str, mixin: type) -> type:
-    """Make the class for a name from `path_over`: `mixin` over the base class in the name. If the
-    base class lacks a method of `mixin` or cannot have a subclass, log an error and return the base
-    class. Raises AttributeError if the name does not start with `prefix`."""
+    """Make the class for a name from `path_over`: a subclass of `mixin` and of the base class in
+    the name. If the base class lacks a method of `mixin` or cannot have a subclass, log an error
+    and return the base class. Raises AttributeError if the name does not start with `prefix`."""
     if not name.startswith(prefix):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     base: type = import_object(name.removeprefix(prefix).replace(":", "."))
@@ -51,7 +52,7 @@ def log_refusal(base: type, error: Exception, level: int = logging.ERROR) -> Non
 
 
 def laid_over(module: str, name: str, mixin: type, base: type, **attributes: Any) -> type:
-    """Make a class of `mixin` and `base` with these attributes, and set it in the module."""
+    """Make a subclass of `mixin` and `base` with these attributes, and set it in the module."""
     fields = {"__module__": module, "__qualname__": name, **attributes}
     made = type(f"{base.__name__}FL", (mixin, base), fields)
     setattr(sys.modules[module], name, made)
@@ -59,7 +60,7 @@ def laid_over(module: str, name: str, mixin: type, base: type, **attributes: Any
 
 
 def take_off() -> None:
-    """Remove our overlay from the class of `current_platform`."""
+    """Remove the overlay from the class of `current_platform`."""
     from vllm.platforms import current_platform
 
     if hasattr(type(current_platform), "vllm_fl_platform"):
@@ -94,8 +95,8 @@ class Lookup:
 
 
 def lookup_of(path: str) -> Lookup:
-    """Return the lookup of `path`. Raises any exception if this vLLM lacks it or cannot
-    import it."""
+    """Return the lookup of `path`. An exception of any type is raised if this vLLM lacks it or
+    cannot import it."""
     above, _, attribute = path.rpartition(".")
     owner: Any = resolve_name(above)
     if isinstance(owner, type) and attribute not in vars(owner):

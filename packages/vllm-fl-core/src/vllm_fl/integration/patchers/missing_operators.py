@@ -32,9 +32,9 @@ _libraries: dict[str, torch.library.Library] = {}
 
 
 def schema(name: str) -> str:
-    """Return the schema of an operator that we may define. The result is empty if vLLM has compiled
-    files, if other code has defined an operator of the namespace, or if the schema in this release
-    is unknown."""
+    """Return the schema of an operator that vllm-fl may define. The result is empty if vLLM has
+    compiled files, if other code has defined an operator of the namespace, or if the schema in this
+    release is unknown."""
     known = _table(vllm_version()).get(name)
     if known is None or compiled_files() or _brought(name.partition("::")[0]):
         return ""
@@ -42,7 +42,7 @@ def schema(name: str) -> str:
 
 
 def read_always() -> Iterator[tuple[str, str]]:
-    """Yield (operator, schema) for operators that vLLM reads in every graph and that we may
+    """Yield (operator, schema) for operators that vLLM reads in every graph and vllm-fl may
     define."""
     for name, (_, is_read) in _table(vllm_version()).items():
         text = schema(name) if is_read else ""

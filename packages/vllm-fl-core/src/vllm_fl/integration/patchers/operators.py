@@ -73,7 +73,8 @@ class _Override(Replacement):
     """The override of an operator's kernel.
 
     Attributes:
-        beneath: the registrations of the replaced kernel and of inactive kernels, active first.
+        beneath: where the replaced kernel was registered, then where inactive kernels were
+            registered.
         logged: the latest override by other code that was logged.
     """
 
@@ -101,7 +102,8 @@ class _Override(Replacement):
         return self.kernel.call_boxed(how, *args, **named)
 
     def remove(self) -> bool:
-        """Remove the override. Below a later override it is kept and passes calls to the kernel."""
+        """Remove the override. If other code has overridden the operator later, it is kept and
+        passes calls to the kernel."""
         if after := self.after:
             log.warning(
                 "Operator %s was overridden after vllm-fl, by %s: vllm-fl's override remains under "
@@ -121,8 +123,8 @@ class _Override(Replacement):
     def to_json(self) -> dict[str, Any]:
         """Return the override's entry in the worker report. `replaced` and `overridden_by` are
         where the stock kernel and a later override were registered, or None. `without_engine` and
-        `other_arguments` count calls of the stock kernel. Calls of the second kind are not the op,
-        or set a parameter that the binding lacks to a value other than its default."""
+        `other_arguments` count calls of the stock kernel: calls without an engine, and calls that
+        do not compute the op or set a parameter that the binding lacks."""
         before = next(iter(self.beneath), "an unknown location")
         return {
             "replaced": None if missing_operators.has_ours(self.target.name) else before,
@@ -133,7 +135,8 @@ class _Override(Replacement):
 
 
 def _registered(name: str, key: str) -> tuple[str, ...]:
-    """Return where an operator's kernels for a dispatch key were registered, active first."""
+    """Return where an operator's kernels for a dispatch key were registered. The active kernel is
+    first."""
     dump: str = torch._C._dispatch_dump(name)
     found = re.findall(rf"^{key}(?: \(inactive\))?: (?:registered at )?(.*?) :: ", dump, re.M)
     return tuple(found)
@@ -145,7 +148,7 @@ class Operators(Taking):
 
     def note(self, plan: Plan, op: str) -> str:
         """Return why no operator of a planned op may be overridden, or empty. vLLM's layers call
-        these operators. A layer that settings exclude must not run our implementation through them.
+        these operators, but a layer that settings exclude must run vLLM's implementation.
         """
         layers = (layer.cls for layer in layer_table() if layer.op == op)
         if kept := sorted(plan.kept_layers.intersection(layers)):
@@ -178,7 +181,7 @@ class Operators(Taking):
         device: torch.device,
         dtype: torch.dtype | None = None,
     ) -> Choice:
-        """Choose the operators to override. Excludes operators that an implementation calls."""
+        """Choose the operators to override, except those that an implementation calls."""
         assert dtype is not None
         fitting = super().choice(plan, bindings, device, dtype)
         taken, left = dict(fitting.taken), {op: dict(why) for op, why in fitting.left.items()}
@@ -211,7 +214,7 @@ class Operators(Taking):
         super().take(engine, chosen)
 
     def loaded(self, engine: Engine) -> None:
-        """Log each override that was registered after ours once."""
+        """Log once each override that was registered after vllm-fl's."""
         for ours in replacements_of(engine):
             if isinstance(ours, _Override) and ours.after not in ("", ours.logged):
                 ours.logged = ours.after

@@ -1,9 +1,8 @@
 """The base for targets that exist once per process: kernels of operators, and functions.
 
 A replacement uses the plan of the calling engine (`engines.calling_engine`). The replaced code runs
-in three
-cases: the caller has no plan for the target, the call is not the op, or an implementation makes the
-call.
+in three cases: the caller has no plan for the target, the call does not compute the op, or an
+implementation makes the call.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Choice:
 
     Args:
         left: op -> target -> why it is not replaced.
-        defined: operator -> schema, for operators to define in an empty build of vLLM.
+        defined: operator -> schema, for operators to define in a vLLM without compiled operators.
     """
 
     taken: Mapping[str, tuple[Taken, ...]]
@@ -50,7 +49,8 @@ class Choice:
 
 
 class _Inside(threading.local):
-    """The argument `how` of the call that the thread is answering. None outside such calls."""
+    """The argument `how` of the call that the thread is answering. It is None outside such
+    calls."""
 
     how: Any = None
 
@@ -64,7 +64,7 @@ class Replacement:
 
     Attributes:
         answers: engine with a plan for the target -> (the op with the target's parameters, a
-            predicate for calls of sizes that are stock).
+            predicate for calls with a size at which the op is stock).
     """
 
     target: Taken
@@ -76,11 +76,12 @@ class Replacement:
     inside: _Inside = field(default_factory=_Inside)
 
     def replaced(self, how: Any, *args: Any, **named: Any) -> Any:
-        """Call the replaced code. `how` is the first argument of the function of `answering`."""
+        """Call the replaced code. `how` is the first argument of the function that `answering`
+        returns."""
         raise NotImplementedError
 
     def remove(self) -> bool:
-        """Restore the replaced code, unless other code needs ours. Return whether it was
+        """Restore the replaced code, unless other code needs the replacement. Return whether it was
         restored."""
         raise NotImplementedError
 
@@ -94,8 +95,8 @@ class Replacement:
 
     def known(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any] | None:
         """Return the arguments for the parameters of the binding, or None to run the replaced code.
-        That is necessary if another parameter differs from its default, or if the call does not fit
-        the signature: the replaced code then raises the error."""
+        The replaced code runs if another parameter differs from its default. If the call does not
+        fit the signature, it raises the error."""
         parameters, defaults, count = self.parameters, self.defaults, len(self.target.parameters)
         if len(args) > len(parameters) or not named.keys() <= set(parameters):
             return None  # arguments for *args or **kwargs
@@ -144,7 +145,7 @@ class Replacement:
 
 
 def mismatch(target: Taken, names: Sequence[str], optional: Collection[str]) -> str:
-    """Return why a target lacks the parameters of its binding, or empty."""
+    """Return why a target's parameters do not match its binding, or empty."""
     count = len(target.parameters)
     if tuple(names[:count]) != target.parameters:
         return f"its parameters are {', '.join(names)}; expected: {', '.join(target.parameters)}"
@@ -167,7 +168,7 @@ def replacements_of(engine: Engine) -> list[Replacement]:
 
 
 class Taking(Patcher):
-    """The base of the patchers of such targets. `key` is the key in the digest and in the
+    """The base of the patchers of process-wide targets. `key` is the key in the digest and in the
     report."""
 
     key: str
@@ -191,8 +192,9 @@ class Taking(Patcher):
         device: torch.device,
         dtype: torch.dtype | None = None,
     ) -> Choice:
-        """Choose the targets of these bindings to replace for a plan. A binding may list a target
-        several times, with the parameters of different releases. The first match is used."""
+        """Choose the targets in these bindings to replace for a plan. A binding may list a target
+        several times, with the parameters of different releases. The first target that matches is
+        used."""
         assert self.kind is not None
         taken: dict[str, tuple[Taken, ...]] = {}
         left: dict[str, dict[str, str]] = {}
@@ -270,8 +272,8 @@ def _give_back(engine: Engine, ours: Replacement) -> None:
 
 
 def _leaving(target: Taken, is_stock: Callable[[int], bool] | None) -> Leaves | None:
-    """Return a predicate for calls of sizes that are stock (`is_stock` is from `Plan.stock_at`), or
-    None if the size does not matter."""
+    """Return a predicate for calls with a size at which the op is stock, or None if the size does
+    not matter. `is_stock` is from `Plan.stock_at`."""
     if is_stock is None or not target.tokens:
         return None
     name, position = target.tokens, target.parameters.index(target.tokens)

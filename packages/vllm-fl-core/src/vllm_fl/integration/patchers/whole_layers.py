@@ -1,7 +1,7 @@
 """Replace layer classes of vLLM with whole classes of plugins.
 
-The planned classes are in vLLM's table of replacements while the model is built, which includes
-LoRA's checks of classes (`layers.in_tables`).
+The planned classes are in vLLM's table of replacements while the model is built
+(`layers.in_tables`). LoRA's checks of classes are part of this time.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class WholeLayers(Patcher):
     def configure(
         self, plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any]
     ) -> Sequence[str]:
-        """Return the registered names of planned layers that are CustomOps. Omits a name that is
-        shared with layers of an op, because enabling it would change those layers."""
+        """Return the registered names of planned layers that are CustomOps. A name that is shared
+        with layers of an op is omitted, because enabling it would change those layers."""
         ops = {layer.registered for layer in layer_table()}
         vllms = _vllms_classes()
         bases = (vllms.get(name) for name in plan.layers)
