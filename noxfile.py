@@ -357,7 +357,7 @@ def oldest(session: nox.Session) -> None:
 @timed("ray", default=False, exclusive=True)
 def ray(session: nox.Session) -> None:
     """Run a vLLM engine on two nodes of a Ray cluster on this machine."""
-    env = over(session, envs.ray(), CORE, OPS, VERIFY, REFERENCE, CPU)
+    env = over(session, envs.ray(), CORE, OPS, VERIFY, TOOLS, REFERENCE, CPU)
     pytest(session, env, "tests/nodes", **ENGINE)
 
 

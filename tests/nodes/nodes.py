@@ -17,7 +17,8 @@ from engine_run import BIND, STOCK, EngineFailed, Job, run
 
 import envs
 
-CORE, REFERENCE = "vllm-fl-core", "vllm-fl-reference"
+CORE, OPS, VERIFY = "vllm-fl-core", "vllm-fl-ops", "vllm-fl-verify"
+REFERENCE = "vllm-fl-reference"
 FOLDERS = (envs.ROOT / "tests/engine/plugins", envs.ROOT / "tests/nodes/plugins")
 PLUGINS = {"PYTHONPATH": ":".join(map(str, FOLDERS))}
 DEVICE = {"VLLM_FL_PLUGIN_MODULES": "oot_cpu", "VLLM_FL_PLATFORM": "oot_cpu"}

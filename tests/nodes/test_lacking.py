@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from cluster import Node
 from engine_run import BIND
-from nodes import CORE, REFERENCE, fails, job, node, serve
+from nodes import CORE, OPS, REFERENCE, VERIFY, fails, job, node, serve
 
 import envs
 
@@ -20,7 +20,7 @@ OP = "silu_and_mul"
 def test_what_one_node_lacks_is_off_on_all_and_another_version_is_named(
     model: str, whole: envs.Env, without: Callable[..., envs.Env]
 ) -> None:
-    other = without(CORE, REFERENCE)
+    other = without(CORE, OPS, VERIFY, REFERENCE)
     (metadata,) = other.site_packages.glob("vllm_fl_reference-*.dist-info/METADATA")
     version = re.compile(r"^Version: (.+)$", re.MULTILINE)
     (released,) = version.findall(metadata.read_text())
@@ -58,3 +58,10 @@ def test_a_node_without_vllm_fl_ends_the_start(
 ) -> None:
     log = fails(job(model), node(whole, 0), node(without(), 1))
     assert "No module named 'vllm_fl'" in log
+
+
+def test_a_node_without_the_verifier_ends_the_start(
+    model: str, whole: envs.Env, without: Callable[..., envs.Env]
+) -> None:
+    log = fails(job(model), node(whole, 0), node(without(CORE, OPS, REFERENCE), 1))
+    assert f"{VERIFY} is missing on rank 1. Install it on its node" in log

@@ -166,6 +166,18 @@ def test_a_table_that_one_rank_cannot_use_is_dropped_on_all(
     assert table is not None and table.unused == "the device is H100 (on rank 1)"
 
 
+@pytest.mark.usefixtures("sent")
+def test_a_rank_without_a_verifier_ends_the_startup(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exchange(what: str, mine: Any, failure: str = "") -> list[Any]:
+        return [replace(mine, verifiers=mine.verifiers | {"acme-verify"}), mine]
+
+    engine = inspecting(monkeypatch, {})
+    engine.contents = {"ops": {}}
+    monkeypatch.setattr(engines, "exchange", exchange)
+    with pytest.raises(StartError, match=r"acme-verify is missing on rank 1\. Install it"):
+        settling.settle(engine, Moment.PLANNED)
+
+
 def test_ranks_that_chose_differently_by_timing_are_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

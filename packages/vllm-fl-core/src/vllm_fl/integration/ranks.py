@@ -6,6 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ..errors import StartError
 from ..logs import get_logger
 from ..plugins.inspection import FAILED, LACKED, REFUSES, REJECTED, Key, Objection
 
@@ -55,13 +56,25 @@ class Opinion:
     """One rank's objections and plan at a moment. `objections` maps (op, impl id) to the reason why
     it must not run. `contents` are parts of its plan at PLANNED, and choices by timing at CACHED.
     `installed` has the (op, impl id) of every implementation on the rank. `table` is why the tuning
-    table has no effect on it."""
+    table has no effect on it. `verifiers` are the distributions that verify kernels there."""
 
     objections: Mapping[Key, Objection]
     contents: Mapping[str, Any] = field(default_factory=dict)
     installed: frozenset[Key] = frozenset()
     unavailable: Mapping[Key, str] = field(default_factory=dict)
     table: str = ""
+    verifiers: frozenset[str] = frozenset()
+
+
+def check_verifiers(opinions: Sequence[Opinion]) -> None:
+    """Raise a StartError if a rank lacks a verifier of another rank, which would wait for it."""
+    every = frozenset[str]().union(*(each.verifiers for each in opinions))
+    for rank, each in enumerate(opinions):
+        if missing := sorted(every - each.verifiers):
+            raise StartError(
+                f"vllm-fl: engine startup failed: {missing[0]} is missing on rank {rank}. Install "
+                "it on its node"
+            )
 
 
 def united(opinions: Sequence[Opinion], known: Container[Key]) -> dict[Key, Disabled]:

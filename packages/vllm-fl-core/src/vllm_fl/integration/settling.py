@@ -20,7 +20,7 @@ from . import patching
 from .carried import seal
 from .engines import Engine
 from .planning import apply, plan_for
-from .ranks import Disabled, Opinion, plan_differences, united
+from .ranks import Disabled, Opinion, check_verifiers, plan_differences, united
 from .targets import planned_for_nothing
 
 log = get_logger("engine")
@@ -45,6 +45,7 @@ def settle(engine: Engine, moment: Moment) -> dict[Key, str]:
     while True:
         engine.remarks[moment] = []
         plans = _together(engine, moment, partial(_opinion, engine, moment, next_change))
+        check_verifiers(plans)
         new = united(plans, engine.disabled)
         if not new and moment is Moment.PLANNED and _drops_table(engine, plans):
             next_change = partial(set_plan, engine)
@@ -197,10 +198,13 @@ def _opinion(engine: Engine, moment: Moment, change: Callable[[], object] | None
         return Opinion(found)
     rows = [(op, trace) for op, entry in engine.plan.entries.items() for _, trace in entry.rows]
     unavailable = {(op, i): why for op, trace in rows for i, why in trace.unavailable.items()}
-    installed = frozenset(get_default_manager().registry.snapshot().owners)
+    registry = get_default_manager().registry
+    installed = frozenset(registry.snapshot().owners)
+    loaded = (each for each in registry.plugins if each.verifies and each.is_loaded)
+    verifiers = frozenset(str(each.owner.distribution) for each in loaded)
     table = engine.facts.settings.tuned
     unused = table.unused if table is not None else ""
-    return Opinion(found, engine.contents, installed, unavailable, unused)
+    return Opinion(found, engine.contents, installed, unavailable, unused, verifiers)
 
 
 def _patchers_object(engine: Engine, moment: Moment) -> dict[Key, Objection]:
