@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..plugins.installed import installed_version
 
@@ -18,11 +19,32 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class KernelUse:
+    """Layers of a model that vLLM computes with one class.
+
+    Args:
+        op: the op of their quantisation scheme; empty if vLLM has no list of classes for them.
+        name: the class, for people.
+        cls: the class; `NoneType` without an op.
+        layers: the names of the layers.
+        counts: vLLM's description of a layer, as text -> number of such layers.
+        configs: the same texts -> the descriptions.
+    """
+
+    op: str
+    name: str
+    cls: type
+    layers: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    configs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class EngineFacts:
     """The configuration of one engine; created by `planning.facts_of`.
 
-    The patchers (integration/patchers) provide `attention`, `communicator`, `layers` and `foreign`
-    in `request`, and `ir_priority` and `passes_off` in `note_user`.
+    The patchers (integration/patchers) provide `attention`, `communicator`, `layers`, `foreign` and
+    `linear_backends` in `request`, and `ir_priority` and `passes_off` in `note_user`.
 
     Args:
         sizes: the model's sizes on one rank; None without a model.
@@ -32,6 +54,9 @@ class EngineFacts:
         custom_ops: vLLM's list of custom ops, including our additions.
         ir_priority: op -> the IR providers that the user prefers.
         attention_backend: the attention backend that is set in vLLM, or None.
+        linear_backends: op of quantised linear layers -> the backend that is set in vLLM.
+        kernels: op of quantised linear layers -> the classes that vLLM takes on a single rank, from
+            the model without weights; under the empty op, those that no order chooses.
         batch_invariant: whether vLLM uses its batch-invariant kernels (VLLM_BATCH_INVARIANT).
         compile_backend: vLLM's compiler backend; empty for its default.
         passes_off: vLLM passes for our ops that the user disabled.
@@ -57,6 +82,8 @@ class EngineFacts:
     custom_ops: tuple[str, ...] = ()
     ir_priority: Mapping[str, Sequence[str]] = field(default_factory=dict)
     attention_backend: str | None = None
+    linear_backends: Mapping[str, str] = field(default_factory=dict)
+    kernels: Mapping[str, Sequence[KernelUse]] = field(default_factory=dict)
     batch_invariant: bool = False
     compile_backend: str = ""
     passes_off: Sequence[str] = ()

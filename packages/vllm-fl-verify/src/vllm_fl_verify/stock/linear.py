@@ -20,6 +20,13 @@ from typing import Any
 import torch
 
 from vllm_fl.dispatch import get_default_manager
+from vllm_fl.integration.patchers.linear_kernels import (
+    class_of_experts,
+    described_class,
+    is_linear,
+    is_mixture,
+    kernel_of,
+)
 from vllm_fl.text import quote
 
 from ..wanted import Near
@@ -39,12 +46,6 @@ KEPT = 4
 PROBE_STEPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-20}
 """Distance of neighbouring numbers relative to their size, by dtype of the result. Of float32 a
 few, because sums are rounded."""
-
-KERNELS = "vllm.model_executor.kernels.linear"
-"""vLLM's package with the base classes of kernels."""
-
-SEVERAL = ("Dynamic", "TritonOr")
-"""Parts of the names of vLLM classes that choose among kernels in each call."""
 
 LOADED, GIVEN, RELOADED = "the checkpoint's tensors", "dequantised weights", "weights loaded again"
 
@@ -267,41 +268,10 @@ class Linears:
                 self.rows.add(key, name, *kept.wanted.deviation([got], ["the result"], None))
 
 
-def is_linear(layer: torch.nn.Module) -> bool:
-    """Return whether a layer computes a product: a linear layer, or the head for the logits."""
-    bases = {base.__name__ for base in type(layer).__mro__}
-    return bool(bases & {"LinearBase", "ParallelLMHead"})
-
-
-def is_mixture(layer: torch.nn.Module) -> bool:
-    """Return whether a layer has the weights of routed experts."""
-    return any(name.startswith("w13_") for name in layer._parameters)
-
-
-def class_of_experts(method: Any) -> str:
-    """Return the class that vLLM chose for a layer's experts."""
-    experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
-    return _named(method if experts is None else experts)
-
-
-def kernel_of(layer: torch.nn.Module, method: Any) -> Any:
-    """Return the kernel that vLLM chose for a layer, or None."""
-    for holder in (method, getattr(layer, "scheme", None)):
-        for value in vars(holder).values() if holder is not None else ():
-            if any(base.__module__.startswith(KERNELS) for base in type(value).__mro__):
-                return value
-    return None
-
-
 def class_of_linear(layer: torch.nn.Module, method: Any) -> str:
     """Return the class that vLLM chose for a layer."""
     kernel = kernel_of(layer, method)
-    return _named(method if kernel is None else kernel)
-
-
-def _named(chosen: object) -> str:
-    name = type(chosen).__name__
-    return name + ", dispatches inside" * any(part in name for part in SEVERAL)
+    return described_class(type(method if kernel is None else kernel))
 
 
 def inputs_of(layer: torch.nn.Module, method: Any, given: Held) -> _Inputs:
