@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-__all__ = ["FEATURES", "OUT", "draw", "made", "vllm_process"]
+from vllm_fl_verify.quantised import fill
+
+__all__ = [
+    "FAULTS",
+    "FEATURES",
+    "OUT",
+    "Fault",
+    "draw",
+    "faulty",
+    "made",
+    "no_fault",
+    "one_group",
+    "vllm_process",
+]
 
 OUT, FEATURES = (128, 64), 256
 """The sizes of `made`."""
+
+Fault = Callable[[Any, random.Random], None]
+"""Changes the tensors of a layer before they are converted."""
 
 
 @pytest.fixture
@@ -67,15 +83,63 @@ def made(form: str, draw: random.Random, **more: Any) -> Any:
     layer = MergedColumnParallelLinear(
         FEATURES, list(OUT), bias=True, quant_config=quant or None, prefix=name, **more
     )
-    pick = torch.Generator().manual_seed(draw.randrange(2**31))
-    for parameter_name, parameter in layer.named_parameters():
-        shape, dtype = parameter.shape, parameter.dtype
-        if not dtype.is_floating_point:
-            drawn = torch.randint(torch.iinfo(dtype).min, 2**31 - 1, shape, generator=pick)
-            drawn = drawn if dtype.itemsize > 1 else drawn % 255 - 127
-        elif "scale" in parameter_name:
-            drawn = torch.rand(shape, generator=pick, dtype=torch.float32) * 0.01 + 0.005
-        else:
-            drawn = torch.randn(shape, generator=pick, dtype=torch.float32)
-        parameter.data = drawn.to(dtype)
+    fill(layer, torch.Generator().manual_seed(draw.randrange(2**31)))
     return layer
+
+
+def one_channel(layer: Any, draw: random.Random) -> None:
+    layer.weight_scale.data[draw.randrange(len(layer.weight_scale))] *= 1.05
+
+
+def one_group(layer: Any, draw: random.Random) -> None:
+    scale = layer.weight_scale.data
+    scale[draw.randrange(scale.shape[0]), draw.randrange(scale.shape[1])] *= 1.05
+
+
+def order_of_groups(layer: Any, draw: random.Random) -> None:
+    scale, group = layer.weight_scale.data, draw.randrange(layer.weight_scale.shape[1] - 1)
+    scale[:, [group, group + 1]] = scale[:, [group + 1, group]]
+
+
+def zero_point(layer: Any, draw: random.Random) -> None:
+    zeros = layer.weight_zero_point.data
+    row, column = draw.randrange(zeros.shape[0]), draw.randrange(zeros.shape[1])
+    zeros[row, column] ^= 1 << 4 * draw.randrange(8)
+
+
+def one_weight(layer: Any, draw: random.Random) -> None:
+    own = "weight" if hasattr(layer, "weight") else "weight_packed"
+    weight = getattr(layer, own).data
+    # The highest bit of a number: a smaller change may be within the rounding of the result.
+    bit = 1 << (6 if weight.dtype == torch.int8 else 4 * draw.randrange(7) + 3)
+    weight[draw.randrange(weight.shape[0]), draw.randrange(weight.shape[1])] ^= bit
+
+
+def no_fault(layer: Any, draw: random.Random) -> None:
+    pass
+
+
+FAULTS: dict[str, tuple[Fault, ...]] = {
+    "int8": (one_channel, one_weight),
+    "int4": (one_group, order_of_groups, one_weight),
+    "int4 with zeros": (zero_point,),
+}
+"""Form -> faults in weights of this form."""
+
+
+def faulty(base: Any, fault: Fault, draw: random.Random, unwritten: int = 0) -> Any:
+    """A class over vLLM's that changes the layer before vLLM's class converts it, or does not write
+    the last rows of a result."""
+
+    class Faulty(base):  # type: ignore[misc]
+        def process_weights_after_loading(self, layer: Any) -> None:
+            fault(layer, draw)
+            super().process_weights_after_loading(layer)
+
+        def apply_weights(self, layer: Any, x: Any, bias: Any = None) -> Any:
+            result: Any = super().apply_weights(layer, x, bias)
+            if unwritten and len(result) > unwritten:
+                result[-unwritten:] = 0
+            return result
+
+    return Faulty

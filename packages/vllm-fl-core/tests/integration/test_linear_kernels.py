@@ -161,20 +161,25 @@ def test_a_backend_that_the_user_set_in_vllm_overrides_the_order(plan: Callable[
     per_quant = {"linear_backend_per_quant": {"fp8_w8a8": "torch"}}
     config = SimpleNamespace(kernel_config=SimpleNamespace(linear_backend="auto", **per_quant))
     request = PATCHER.request(config, compiled=False)
-    assert request == {"linear_backends": {"fp8_linear": "torch"}}
+    assert request == {"linear_notes": {"fp8_linear": "--linear-backend is torch"}}
     config.kernel_config.linear_backend = "cutlass"
-    flags = PATCHER.request(config, compiled=False)["linear_backends"]
-    assert (flags["int8_linear"], flags["fp8_linear"]) == ("cutlass", "torch")
-    facts = dataclasses.replace(plan("vendor|stock")[1], linear_backends=flags)
+    notes = PATCHER.request(config, compiled=False)["linear_notes"]
+    assert notes["fp8_linear"] == "--linear-backend is torch"
+    facts = dataclasses.replace(plan("vendor|stock")[1], linear_notes=notes)
     assert PATCHER.why_not(facts).ops["int8_linear"] == "--linear-backend is cutlass"
+
+
+def test_a_weight_cache_keeps_the_classes_that_converted_the_weights() -> None:
+    config = SimpleNamespace(load_config=SimpleNamespace(load_format="ipc_cache"))
+    notes = PATCHER.request(config, compiled=False)["linear_notes"]
+    assert notes.keys() == {*LINEAR_OPS} and "weight cache" in notes["fp8_linear"]
 
 
 def test_a_backend_of_vllm_that_is_not_followed_is_reported(
     plan: Callable[..., Any], draw: random.Random
 ) -> None:
     made_plan, facts = plan("stock")
-    facts = dataclasses.replace(facts, linear_backends={"int8_linear": "cutlass"})
-    engine = engine_of(made_plan, facts, model_of(draw))
+    engine = engine_of(made_plan, facts, model_of(draw), linear_backend="cutlass")
     PATCHER.loaded(engine)
     (remark,) = engine.remarks[Moment.LOADED]
     assert remark == (

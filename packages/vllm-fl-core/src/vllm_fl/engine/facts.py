@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -26,17 +25,24 @@ class KernelUse:
         op: the op of their quantisation scheme; empty if vLLM has no list of classes for them.
         name: the class, for people.
         cls: the class; `NoneType` without an op.
-        layers: the names of the layers.
-        counts: vLLM's description of a layer, as text -> number of such layers.
+        layers: vLLM's description of a layer, as text -> the names of such layers.
         configs: the same texts -> the descriptions.
     """
 
     op: str
     name: str
     cls: type
-    layers: list[str] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
+    layers: dict[str, list[str]] = field(default_factory=dict)
     configs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.layers.values()))
+
+    @property
+    def example(self) -> str:
+        """The name of a layer."""
+        return next(iter(self.layers.values()))[0]
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class EngineFacts:
     """The configuration of one engine; created by `planning.facts_of`.
 
     The patchers (integration/patchers) provide `attention`, `communicator`, `layers`, `foreign` and
-    `linear_backends` in `request`, and `ir_priority` and `passes_off` in `note_user`.
+    `linear_notes` in `request`, and `ir_priority` and `passes_off` in `note_user`.
 
     Args:
         sizes: the model's sizes on one rank; None without a model.
@@ -54,7 +60,7 @@ class EngineFacts:
         custom_ops: vLLM's list of custom ops, including our additions.
         ir_priority: op -> the IR providers that the user prefers.
         attention_backend: the attention backend that is set in vLLM, or None.
-        linear_backends: op of quantised linear layers -> the backend that is set in vLLM.
+        linear_notes: op of quantised linear layers -> the argument of vLLM that overrides it.
         kernels: op of quantised linear layers -> the classes that vLLM takes on a single rank, from
             the model without weights; under the empty op, those that no order chooses.
         batch_invariant: whether vLLM uses its batch-invariant kernels (VLLM_BATCH_INVARIANT).
@@ -82,7 +88,7 @@ class EngineFacts:
     custom_ops: tuple[str, ...] = ()
     ir_priority: Mapping[str, Sequence[str]] = field(default_factory=dict)
     attention_backend: str | None = None
-    linear_backends: Mapping[str, str] = field(default_factory=dict)
+    linear_notes: Mapping[str, str] = field(default_factory=dict)
     kernels: Mapping[str, Sequence[KernelUse]] = field(default_factory=dict)
     batch_invariant: bool = False
     compile_backend: str = ""

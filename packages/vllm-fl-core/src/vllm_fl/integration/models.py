@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -57,6 +58,25 @@ def completed(
             forget_shared_layers()
 
 
+def drop_model(worker: Any, quantisation: Any) -> None:
+    """Drop the loaded model of a worker, before vLLM loads it again.
+
+    Args:
+        quantisation: vLLM's configuration of the quantisation, as it was before the first load.
+    """
+    import torch
+
+    config = worker.vllm_config
+    config.quant_config = quantisation
+    config.compilation_config.static_forward_context.clear()
+    getattr(config.compilation_config, "static_all_moe_layers", []).clear()
+    forget_shared_layers()
+    worker.model_runner.model = None
+    gc.collect()
+    if worker.device.type != "cpu":
+        torch.get_device_module(worker.device).empty_cache()
+
+
 def _with_layers(
     facts: EngineFacts, made: Sequence[Any], model: torch.nn.Module, vllm_config: VllmConfig
 ) -> tuple[EngineFacts, Mapping[str, Mapping[str, int]]]:
@@ -75,7 +95,7 @@ def _with_layers(
     for use in uses_of([model]):
         kernels.setdefault(use.op, []).append(use)
         if use.op:
-            layers.setdefault(use.op, Counter())[use.name] += len(use.layers)
+            layers.setdefault(use.op, Counter())[use.name] += use.count
     log.debug("The model's layers: %s", layers)
     absent = {
         op

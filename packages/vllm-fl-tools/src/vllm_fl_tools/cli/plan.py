@@ -114,7 +114,7 @@ def _as_json(engine: Described, arguments: argparse.Namespace) -> dict[str, Any]
             }
             for op, entry in engine.plan.entries.items()
         },
-        "unchosen": {use.name: len(use.layers) for use in facts.kernels.get("", ())},
+        "unchosen": {use.name: use.count for use in facts.kernels.get("", ())},
         "ends": [*engine.ends, *(f"{line} [{LockError.code}]" for line in unmet)],
         "lock": {
             "file": locked.file,

@@ -20,7 +20,7 @@ from ...dispatch import get_default_manager
 from ...dispatch.resolver import STOCK, vllms_kernel
 from ...engine.facts import EngineFacts, KernelUse
 from ...engine.plan import Plan
-from ...errors import TargetError
+from ...errors import StartError, TargetError
 from ...logs import get_logger
 from ...plugins.inspection import Moment
 from ...plugins.types import LINEAR_OPS, VLLM_IDS, LinearKernelImpl
@@ -130,10 +130,9 @@ def uses_of(models: Iterable[torch.nn.Module]) -> list[KernelUse]:
             if is_mixture(layer):
                 cls = class_of_experts(method)
             use = found.setdefault((op, cls), KernelUse(op, cls, type(kernel)))
-            use.layers.append(name)
+            key = "" if kernel is None else repr(kernel.config)
+            use.layers.setdefault(key, []).append(name)
             if kernel is not None:
-                key = repr(kernel.config)
-                use.counts[key] += 1
                 use.configs[key] = kernel.config
     is_quantised = any(not cls.startswith("Unquantized") for _, cls in found)
     return [*found.values()] if is_quantised else []
@@ -195,10 +194,10 @@ def others_of(use: KernelUse) -> dict[str, str]:
         if cls is use.cls:
             continue
         whys: Counter[str] = Counter()
-        for key, count in use.counts.items():
-            whys[refusal_of(cls, use.configs[key])] += count
+        for key, names in use.layers.items():
+            whys[refusal_of(cls, use.configs[key])] += len(names)
         (why, count), *_ = whys.most_common()
-        some = f" (on {count} of {len(use.layers)} layers)" * (count < len(use.layers))
+        some = f" (on {count} of {use.count} layers)" * (count < use.count)
         found[cls.__name__] = (why or f"it can, but {use.name} precedes it") + some
     return found
 
@@ -243,21 +242,18 @@ def _candidates(op: str, facts: EngineFacts) -> Iterator[LinearKernelImpl]:
 
 class LinearKernels(Patcher):
     def request(self, vllm_config: VllmConfig, /, *_: Any, compiled: bool) -> dict[str, Any]:
-        """Return op -> the backend that the user has set in vLLM."""
-        kernel_config = getattr(vllm_config, "kernel_config", None)
-        backend = getattr(kernel_config, "linear_backend", "auto")
-        by_scheme = getattr(kernel_config, "linear_backend_per_quant", None) or {}
-        found = {
-            op: {by_scheme.get(name) or backend for name in scheme.flags} - {"auto"}
-            for op, scheme in SCHEMES.items()
-        }
-        return {"linear_backends": {op: "|".join(sorted(own)) for op, own in found.items() if own}}
+        """Return op -> the argument of vLLM that determines the class."""
+        if getattr(getattr(vllm_config, "load_config", None), "load_format", "") == "ipc_cache":
+            note = "the weight cache of vLLM has weights that vLLM's class has converted"
+            return {"linear_notes": dict.fromkeys(LINEAR_OPS, note)}
+        found = {op: _backends(vllm_config, op) for op in LINEAR_OPS}
+        notes = {op: f"--linear-backend is {' or '.join(own)}" for op, own in found.items() if own}
+        return {"linear_notes": notes}
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
-        """Return the user's backends in vLLM, and why classes support no layer of the model."""
-        notes = {op: f"--linear-backend is {name}" for op, name in facts.linear_backends.items()}
+        """Return the user's arguments of vLLM, and why classes support no layer of the model."""
         refused: dict[tuple[str, str], str] = {}
-        for op in (facts.kernels.keys() & LINEAR_OPS) - notes.keys():
+        for op in (facts.kernels.keys() & LINEAR_OPS) - facts.linear_notes.keys():
             for impl in _candidates(op, facts):
                 cls, problem = kernel_class(op, impl)
                 configs = [c for use in facts.kernels[op] for c in use.configs.values()]
@@ -266,7 +262,7 @@ class LinearKernels(Patcher):
                     refused[op, impl.impl_id] = f"does not support this model: {whys[0]}"
                 elif problem and impl.impl_id.startswith(VLLM_IDS):
                     refused[op, impl.impl_id] = problem
-        return WhyNot(notes, refused)
+        return WhyNot(facts.linear_notes, refused)
 
     def faults(self, plan: Plan, facts: EngineFacts) -> dict[tuple[str, str], str]:
         return {
@@ -279,14 +275,28 @@ class LinearKernels(Patcher):
     def choose(self, engine: Engine) -> dict[str, Any]:
         """Return op -> vLLM's class -> number of layers on a single rank."""
         uses = {
-            op: {use.name: len(use.layers) for use in uses}
+            op: {use.name: use.count for use in uses}
             for op, uses in sorted(engine.facts.kernels.items())
         }
         return {"linear_kernels": uses} if uses else {}
 
     def building(self, engine: Engine) -> AbstractContextManager[None]:
         """Put the planned classes first in vLLM's lists."""
-        return in_tables(_lists(engine.plan))
+        planned = planned_kernels(engine.plan)
+        engine.state[_ids] = _ids(engine.plan)
+        return first_in_lists(
+            {op: [kernel_class(op, impl)[0] for impl in impls] for op, impls in planned.items()}
+        )
+
+    def bind(self, engine: Engine, model: torch.nn.Module) -> None:
+        """Raise a StartError if the model is in use with a class that is disabled."""
+        if engine.is_loaded and self.stale(engine):
+            raise StartError(
+                "the class of linear layers cannot be replaced after the model is loaded"
+            )
+
+    def stale(self, engine: Engine) -> bool:
+        return bool(engine.state[_ids] != _ids(engine.plan))
 
     def loaded(self, engine: Engine) -> None:
         """Count the layers of each class. Warn of layers that have another class than the plan or
@@ -301,7 +311,7 @@ class LinearKernels(Patcher):
         }
         rows = [kernel_row(use, ids.get((use.op, use.cls), STOCK.impl_id)) for use in uses]
         engine.state[LinearKernels] = rows
-        lines = [*_not_followed(facts, uses), *_experts_not_followed(engine)]
+        lines = [*_not_followed(engine.config, uses), *_experts_not_followed(engine)]
         lines += [
             f"Op '{op}': '{impl_id}' is not used: {why}"
             for (op, impl_id), why in self.why_not(facts.ordered).impls.items()
@@ -319,8 +329,8 @@ class LinearKernels(Patcher):
             cls = kernel_class(use.op, first)[0]
             why = next(filter(None, (refusal_of(cls, c) for c in use.configs.values())), "")
             lines.append(
-                f"Op '{use.op}': '{first.impl_id}' does not compute {len(use.layers)} layers, such "
-                f"as {use.layers[0]}, which use {use.name}: {why or 'vLLM did not choose it'}"
+                f"Op '{use.op}': '{first.impl_id}' does not compute {use.count} layers, such as "
+                f"{use.example}, which use {use.name}: {why or 'vLLM did not choose it'}"
             )
             if plan.strict:
                 raise TargetError(
@@ -328,7 +338,7 @@ class LinearKernels(Patcher):
                     op=use.op,
                     impl=first.impl_id,
                 )
-            plan.fallbacks[use.op, row["impl"]] += len(use.layers)
+            plan.fallbacks[use.op, row["impl"]] += use.count
         engine.remarks[Moment.LOADED] += lines
         for line in lines if engine.rank == 0 else ():
             log.warning("%s [FL413]", line)
@@ -350,17 +360,29 @@ def kernel_row(use: KernelUse, impl_id: str = STOCK.impl_id) -> dict[str, Any]:
         "op": use.op or None,
         "class": use.name,
         "impl": impl_id if use.op else None,
-        "layers": len(use.layers),
+        "layers": use.count,
         "others": others_of(use),
     }
 
 
-def _lists(plan: Plan) -> Iterator[tuple[dict[Any, Any], Any, Any]]:
-    """Yield vLLM's lists with the planned classes first, for `in_tables`."""
-    planned = {
-        op: [kernel_class(op, impl)[0] for impl in impls]
-        for op, impls in planned_kernels(plan).items()
-    }
+def _ids(plan: Plan) -> dict[str, list[str]]:
+    return {op: [impl.impl_id for impl in impls] for op, impls in planned_kernels(plan).items()}
+
+
+def _backends(vllm_config: Any, op: str) -> list[str]:
+    """Return the backends that the user has set in vLLM for an op."""
+    kernel_config = getattr(vllm_config, "kernel_config", None)
+    backend = getattr(kernel_config, "linear_backend", "auto")
+    by_scheme = getattr(kernel_config, "linear_backend_per_quant", None) or {}
+    return sorted({by_scheme.get(name) or backend for name in SCHEMES[op].flags} - {"auto"})
+
+
+def first_in_lists(planned: Mapping[str, list[Any]]) -> AbstractContextManager[None]:
+    """Inside the block, classes precede the others of vLLM's lists: op -> classes."""
+    return in_tables(_lists(planned))
+
+
+def _lists(planned: Mapping[str, list[Any]]) -> Iterator[tuple[dict[Any, Any], Any, Any]]:
     if not planned:
         return
     from vllm.platforms import current_platform
@@ -379,17 +401,15 @@ def _lists(plan: Plan) -> Iterator[tuple[dict[Any, Any], Any, Any]]:
         yield names, "prioritize_humming", ours_first
 
 
-def _not_followed(facts: EngineFacts, uses: Iterable[KernelUse]) -> Iterator[str]:
+def _not_followed(vllm_config: Any, uses: Iterable[KernelUse]) -> Iterator[str]:
     """Yield a sentence for layers without a class of the backend that the user set in vLLM."""
-    for use in uses:
-        names = facts.linear_backends.get(use.op, "").split("|")
-        table: Mapping[str, set[type]] = getattr(
-            import_module(KERNELS), "_LINEAR_BACKEND_KERNEL_MAP", {}
-        )
-        if use.op and all(name in table and use.cls not in table[name] for name in names):
+    for use in (use for use in uses if use.op):
+        names = _backends(vllm_config, use.op)
+        table = vars(import_module(KERNELS)).get("_LINEAR_BACKEND_KERNEL_MAP", {})
+        if names and all(name in table and use.cls not in table[name] for name in names):
             yield (
                 f"--linear-backend is {' or '.join(names)}, but vLLM uses {use.name} for "
-                f"{len(use.layers)} layers of {use.op}, such as {use.layers[0]}"
+                f"{use.count} layers of {use.op}, such as {use.example}"
             )
 
 
