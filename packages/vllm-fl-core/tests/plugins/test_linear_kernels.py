@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 from builders import managing, planning
 
+from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.errors import PluginError
+from vllm_fl.integration.targets import planned_for_nothing
 from vllm_fl.plugins.types import BackendImplKind, LinearKernelImpl
+from vllm_fl.settings.loading import load_settings
 from vllm_fl.settings.policy import Selector
 
 VENDOR = BackendImplKind.VENDOR
@@ -66,3 +69,9 @@ def test_only_ids_of_vllms_classes_are_accepted_without_their_prefix() -> None:
     assert Selector.parse("vllm.A") == Selector("impl", "vllm.A")
     with pytest.raises(ValueError, match="Did you mean 'stock'"):
         Selector.parse("vllm")
+
+
+def test_a_class_for_a_scheme_that_the_model_lacks_is_unused() -> None:
+    facts = EngineFacts(load_settings({}), "eager", absent=frozenset({"int8_linear"}))
+    plan = planning(managing(acme(), per_op_order={"int8_linear": "vendor"}))
+    assert planned_for_nothing(plan, facts).keys() == {"int8_linear"}

@@ -74,6 +74,11 @@ class PlanEntry:
         return tuple((ceiling, trace.before_stock) for ceiling, trace in self.rows)
 
     @property
+    def is_planned(self) -> bool:
+        """Whether the op has a candidate other than `stock`, a function or a class."""
+        return any(impls for _, impls in self.candidates)
+
+    @property
     def ceilings(self) -> tuple[int, ...]:
         return tuple(ceiling for ceiling, _ in self.candidates if ceiling is not None)
 

@@ -103,4 +103,4 @@ def planned_for_nothing(plan: Plan, facts: EngineFacts) -> dict[str, str]:
     found = dict.fromkeys(without_layers(plan, facts.provided), "this model has no layer for it")
     named = "selected in settings, but this model has no target for it"
     found |= dict.fromkeys(facts.absent, named)  # planned only because of settings
-    return {op: found[op] for op, entry in plan.entries.items() if entry.impls and op in found}
+    return {op: found[op] for op, entry in plan.entries.items() if entry.is_planned and op in found}
