@@ -24,7 +24,7 @@ from vllm.model_executor.kernels.linear import CPUInt8ScaledMMLinearKernel
 import vllm_fl.dispatch
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
-from vllm_fl.errors import TargetError
+from vllm_fl.errors import StartError, TargetError
 from vllm_fl.integration.patchers import linear_kernels as module
 from vllm_fl.plugins.inspection import Moment
 from vllm_fl.plugins.types import LINEAR_OPS, BackendImplKind, LinearKernelImpl
@@ -223,6 +223,19 @@ def test_vllm_does_not_move_a_class_before_the_planned_ones(plan: Callable[..., 
             assert kernels.prioritize_humming(listed, 90) == [Acme, *listed[:0:-1]]
     finally:
         kernels.prioritize_humming = own
+
+
+def test_a_model_with_a_disabled_class_must_be_loaded_again(plan: Callable[..., Any]) -> None:
+    engine = engine_of(*plan("vendor:acme|stock"), nn.Module())
+    with PATCHER.building(engine):
+        assert not PATCHER.stale(engine)
+    engine.plan, _ = plan("stock")
+    engine.is_loaded = False
+    PATCHER.bind(engine, nn.Module())
+    assert PATCHER.stale(engine)
+    engine.is_loaded = True  # the KV cache is allocated
+    with pytest.raises(StartError, match="cannot be replaced"):
+        PATCHER.bind(engine, nn.Module())
 
 
 def test_experts_without_the_backend_that_the_user_set_are_reported() -> None:
