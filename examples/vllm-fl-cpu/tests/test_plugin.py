@@ -14,7 +14,7 @@ from plugin_checks import PluginChecks
 import vllm_fl_cpu.impl as shared
 from vllm_fl import OpImpl
 from vllm_fl_cpu import plugin
-from vllm_fl_cpu.plugin import policy, register_ops
+from vllm_fl_cpu.plugin import linear_kernels, policy, register_ops
 
 
 class TestPlugin(PluginChecks):
@@ -93,5 +93,5 @@ def test_policy_orders_every_op_in_both_modes() -> None:
     defaults = policy("cpu")
     assert defaults is not None
     orders = yaml.safe_load(Path(defaults.path).read_text("utf-8"))["op_backends"]
-    assert set(orders) == {impl.op_name for impl in register_ops()}
+    assert set(orders) == {impl.op_name for impl in (*register_ops(), *linear_kernels())}
     assert all(set(modes) == {"eager", "compiled"} for modes in orders.values())

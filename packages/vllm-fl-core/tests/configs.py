@@ -65,5 +65,6 @@ def engine_config(
             enable_expert_parallel=False,
             worker_cls="acme.Worker",
         ),
+        quant_config=None,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
     )

@@ -15,6 +15,7 @@ import yaml
 
 from vllm_fl import BackendImplKind
 from vllm_fl.plugins.registry import known_contracts
+from vllm_fl.plugins.types import NAMED_CLASSES
 
 CODE = """
 import sys, {module} as plugin
@@ -86,7 +87,7 @@ class PluginChecks:
         assert {name for name, defaults in found.items() if defaults} == set(self.platforms)
         for defaults in filter(None, found.values()):
             orders = yaml.safe_load(Path(defaults.path).read_text("utf-8")).get("op_backends", {})
-            assert set(orders) <= {*known_contracts().contracts, "attention_backend"}
+            assert set(orders) <= {*known_contracts().contracts, *NAMED_CLASSES}
             for order in orders.values():
                 for selectors in [order] if isinstance(order, list) else order.values():
                     assert {"flagos", "vendor", "reference"} <= set(selectors)

@@ -76,7 +76,7 @@ OF_FINDINGS = {
 }
 """Permanent too."""
 
-OF_WARNINGS = {"FL410", "FL411", "FL412", "FL503", "FL513"}
+OF_WARNINGS = {"FL410", "FL411", "FL412", "FL413", "FL503", "FL513"}
 """Codes that occur only in warnings."""
 
 ALL = {*OF_CLASSES.values(), *OF_FINDINGS.values(), *OF_WARNINGS, "FL702"}

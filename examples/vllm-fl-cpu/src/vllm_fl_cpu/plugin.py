@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllm_fl import OpImpl, PolicyDefaults, hookimpl
+from vllm_fl import BackendImplKind, LinearKernelImpl, OpImpl, PolicyDefaults, hookimpl
 
 from .impl import (
     activation,
@@ -36,6 +36,17 @@ MODULES = (
 def register_ops() -> list[OpImpl]:
     """Return the `vendor.cpu` implementations, available with vLLM's CPU build."""
     return [impl for module in MODULES for impl in module.OPS]
+
+
+@hookimpl
+def linear_kernels() -> list[LinearKernelImpl]:
+    """Return the classes for quantised linear layers. `impl/linear.py` imports vLLM, so it is
+    imported only when a class is chosen."""
+    module, kind = "vllm_fl_cpu.impl.linear", BackendImplKind.VENDOR
+    return [
+        LinearKernelImpl("int8", f"{module}.Int8Linear", kind, "cpu"),
+        LinearKernelImpl("wna16", f"{module}.WNA16Linear", kind, "cpu"),
+    ]
 
 
 @hookimpl

@@ -31,6 +31,7 @@ from .plugins.inspection import Moment as Moment
 from .plugins.inspection import Objection as Objection
 from .plugins.inspection import WorkerContext as WorkerContext
 from .plugins.inspection import WorkerReport as WorkerReport
+from .plugins.setting import PolicyDefaults as PolicyDefaults
 from .plugins.setting import SettingSpec as SettingSpec
 from .plugins.types import AttentionImpl as AttentionImpl
 from .plugins.types import AttentionRequest as AttentionRequest
@@ -41,5 +42,5 @@ from .plugins.types import CommunicatorImpl as CommunicatorImpl
 from .plugins.types import CommunicatorRequest as CommunicatorRequest
 from .plugins.types import LayerImpl as LayerImpl
 from .plugins.types import LayerRequest as LayerRequest
+from .plugins.types import LinearKernelImpl as LinearKernelImpl
 from .plugins.types import OpImpl as OpImpl
-from .plugins.types import PolicyDefaults as PolicyDefaults

@@ -13,7 +13,8 @@ from vllm_fl.plugins.device import DeviceProfile
 from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.registry import OpRegistry
-from vllm_fl.plugins.types import BackendImplKind, OpImpl, PolicyDefaults
+from vllm_fl.plugins.setting import PolicyDefaults
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 
 class Acme:

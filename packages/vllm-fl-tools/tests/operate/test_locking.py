@@ -15,6 +15,7 @@ import pytest
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
+from vllm_fl.integration.patchers.linear_kernels import LinearKernels
 from vllm_fl.settings.loading import load_settings
 from vllm_fl.settings.lock import MARK, VERSION, Locked
 from vllm_fl_tools.operate.errors import LockError
@@ -67,6 +68,26 @@ def test_all_ranks_end_with_the_differences_of_each(tmp_path: Path) -> None:
         travelled = pickle.loads(pickle.dumps(ended.value))  # as from a Ray worker
         assert str(travelled) == str(ended.value)
         assert travelled.differences == ended.value.differences
+
+
+@pytest.mark.parametrize("locked", [{"int8_linear": {"Int8": 8}}, None])
+def test_another_class_of_quantised_layers_differs(tmp_path: Path, locked: Any) -> None:
+    """A lock file of an older release has no classes."""
+    lock = lock_of(tmp_path, 0, [[]])
+    rows = [{"op": "int8_linear", "class": "CPUInt8", "layers": 8}]
+    vars(lock.engine).update(state={LinearKernels: rows}, digest="f00d")
+    vars(lock.engine)["plan"] = SimpleNamespace(entries={}, number=1)
+    result = {"ops": {}, "digest": "f00d"} | ({"kernels": locked} if locked else {})
+    vars(lock.engine.facts.settings.locked)["result"] = result
+    if locked is None:
+        lock.compare_plan()
+        return
+    with pytest.raises(LockError) as ended:
+        lock.compare_plan()
+    assert ended.value.differences == (
+        "class of int8_linear CPUInt8 is 8; the lock has nothing",
+        "class of int8_linear Int8 is nothing; the lock has 8",
+    )
 
 
 def test_the_first_rank_warns(

@@ -90,6 +90,16 @@ def test_it_is_prometheus_text_and_holds_the_plan_and_its_counters() -> None:
 
 
 @needs_parser
+def test_quantised_layers_are_counted_by_class() -> None:
+    plain = {"op": None, "impl": None, "class": "UnquantizedLinearMethod", "layers": 1}
+    own = {"op": "int8_linear", "impl": "vendor.acme", "class": "Int8", "layers": 8}
+    text = exposition(planned()[0], "f00d", WHOSE, kernels=[plain, own])
+    found = {"op": "int8_linear", "impl": "vendor.acme", "class": "Int8"}
+    assert value(text, "vllm_fl_linear_layers", **found) == 8
+    assert value(text, "vllm_fl_linear_layers", op="", impl="stock.vllm") == 1
+
+
+@needs_parser
 def test_calls_are_there_where_they_are_counted_and_a_label_may_hold_anything() -> None:
     plan = dataclasses.replace(planned()[0], counts_calls=True)
     plan.bind(OP, object(), frozenset())(X)
@@ -167,6 +177,7 @@ def writing() -> Iterator[Callable[..., StateFile]]:
             rank=0,
             replica=0,
             facts=SimpleNamespace(settings=SimpleNamespace(shadow=None)),
+            state={},
         )
         files.append(metrics_file(engine, str(path), lambda: [], **options))
         return files[-1]

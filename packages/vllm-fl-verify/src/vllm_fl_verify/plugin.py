@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_fl.hookspecs import hookimpl
 from vllm_fl.plugins.inspection import Check, GroupFacts, Key, Moment, Objection
-from vllm_fl.plugins.types import ATTENTION, AttentionImpl
+from vllm_fl.plugins.types import ATTENTION, LINEAR_OPS, AttentionImpl, LinearKernelImpl
 
 VERIFIES = True
 
@@ -30,10 +30,28 @@ def inspect_plan(engine: Any, moment: Moment) -> Mapping[Key, Objection] | None:
     with without_old_objects():
         if moment is Moment.CACHED:
             loaded.compare_attention(engine)
-        found = compare(engine)
+        found = {**compare(engine), **_quantised(engine, moment)}
         if moment is Moment.LOADED and how == "verify" and not found:
             loaded.measure_stock(engine)
         return found
+
+
+def _quantised(engine: Any, moment: Moment) -> Mapping[Key, Objection]:
+    """Compare the planned classes of quantised linear layers, if there are any."""
+    if not _plans_kernels(engine):
+        return {}
+    from . import quantised
+
+    if moment is Moment.PLANNED:
+        return quantised.compare_on_made_weights(engine)
+    return quantised.compare_layers_of_plan(engine)
+
+
+def _plans_kernels(engine: Any) -> bool:
+    """Whether classes of quantised linear layers are planned and to be compared."""
+    entries = (engine.plan.entries[op] for op in LINEAR_OPS if op in engine.plan.entries)
+    is_planned = any(entry.classes(LinearKernelImpl) for entry in entries)
+    return is_planned and engine.facts.settings.preflight == "verify"
 
 
 @hookimpl
@@ -61,6 +79,12 @@ def engine_session(engine: Any) -> AbstractContextManager[object]:
         building = sessions.enter_context(ExitStack())
         building.enter_context(recording())
         engine.on_serving(building.close)
+    if _plans_kernels(engine):
+        from .quantised import watching_layers
+
+        loading = sessions.enter_context(ExitStack())
+        loading.enter_context(watching_layers(engine))
+        engine.on_serving(loading.close)
     if settings.shadow is not None:
         from .sampling import sampling_session
 

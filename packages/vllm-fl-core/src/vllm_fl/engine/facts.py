@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..plugins.installed import installed_version
 
@@ -18,11 +18,39 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class KernelUse:
+    """Layers of a model that vLLM computes with one class.
+
+    Args:
+        op: the op of their quantisation scheme; empty if vLLM has no list of classes for them.
+        name: the class, for people.
+        cls: the class; `NoneType` without an op.
+        layers: vLLM's description of a layer, as text -> the names of such layers.
+        configs: the same texts -> the descriptions.
+    """
+
+    op: str
+    name: str
+    cls: type
+    layers: dict[str, list[str]] = field(default_factory=dict)
+    configs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.layers.values()))
+
+    @property
+    def example(self) -> str:
+        """The name of a layer."""
+        return next(iter(self.layers.values()))[0]
+
+
+@dataclass(frozen=True)
 class EngineFacts:
     """The configuration of one engine; created by `planning.facts_of`.
 
-    The patchers (integration/patchers) provide `attention`, `communicator`, `layers` and `foreign`
-    in `request`, and `ir_priority` and `passes_off` in `note_user`.
+    The patchers (integration/patchers) provide `attention`, `communicator`, `layers`, `foreign` and
+    `linear_notes` in `request`, and `ir_priority` and `passes_off` in `note_user`.
 
     Args:
         sizes: the model's sizes on one rank; None without a model.
@@ -32,7 +60,14 @@ class EngineFacts:
         custom_ops: vLLM's list of custom ops, including our additions.
         ir_priority: op -> the IR providers that the user prefers.
         attention_backend: the attention backend that is set in vLLM, or None.
+<<<<<<< HEAD
         batch_invariant: whether VLLM_BATCH_INVARIANT is set.
+=======
+        linear_notes: op of quantised linear layers -> the argument of vLLM that overrides it.
+        kernels: op of quantised linear layers -> the classes that vLLM takes on a single rank, from
+            the model without weights; under the empty op, those that no order chooses.
+        batch_invariant: whether vLLM uses its batch-invariant kernels (VLLM_BATCH_INVARIANT).
+>>>>>>> w69
         compile_backend: vLLM's compiler backend; empty for its default.
         passes_off: vLLM passes for our ops that the user disabled.
         absent: the ops that the model's configuration excludes, or that no layer of the model runs.
@@ -55,6 +90,8 @@ class EngineFacts:
     custom_ops: tuple[str, ...] = ()
     ir_priority: Mapping[str, Sequence[str]] = field(default_factory=dict)
     attention_backend: str | None = None
+    linear_notes: Mapping[str, str] = field(default_factory=dict)
+    kernels: Mapping[str, Sequence[KernelUse]] = field(default_factory=dict)
     batch_invariant: bool = False
     compile_backend: str = ""
     passes_off: Sequence[str] = ()

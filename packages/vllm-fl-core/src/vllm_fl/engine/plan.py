@@ -20,7 +20,7 @@ from ..dispatch.guard import call_guard, method_guard
 from ..dispatch.record import Record
 from ..dispatch.resolver import FOREIGN, STOCK, Stock, Trace
 from ..logs import get_logger
-from ..plugins.types import ATTENTION, COMMUNICATOR, Impl, LayerImpl, OpImpl
+from ..plugins.types import ATTENTION, COMMUNICATOR, LINEAR_OPS, Impl, LayerImpl, OpImpl
 from ..settings.policy import Mode, Rows, joined
 
 if TYPE_CHECKING:
@@ -68,6 +68,11 @@ class PlanEntry:
         if self.note:
             return ((None, ()),)
         return tuple((ceiling, trace.before_stock) for ceiling, trace in self.rows)
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the op has a candidate other than `stock`, a function or a class."""
+        return any(impls for _, impls in self.candidates)
 
     @property
     def ceilings(self) -> tuple[int, ...]:
@@ -357,7 +362,9 @@ def make_plan(
     )
     for op in snapshot.impls_by_op:
         resolver.check_contract(op)
-    for op in (*specs, *classes, *snapshot.layers):
+    has_classes = {*facts.kernels, *snapshot.impls_by_op}
+    linear = (op for op in LINEAR_OPS if op in has_classes or policy.names(op, itself=True))
+    for op in (*specs, *classes, *linear, *snapshot.layers):
         if op in absent:
             continue
         traces = resolver.rows(op)

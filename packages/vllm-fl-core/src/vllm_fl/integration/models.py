@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,12 +14,13 @@ from ..contracts import OpSpec
 from ..dispatch import get_default_manager
 from ..dispatch.context import building
 from ..dispatch.resolver import Trace
-from ..engine.facts import EngineFacts
+from ..engine.facts import EngineFacts, KernelUse
 from ..engine.plan import Plan, PlanEntry
 from ..logs import get_logger
-from ..plugins.types import ATTENTION
+from ..plugins.types import ATTENTION, LINEAR_OPS
 from ..text import quote
 from .patchers.layers import LayerClass, custom_op_of, forget_shared_layers, layer_table
+from .patchers.linear_kernels import uses_of
 from .targets import installed_bindings
 
 if TYPE_CHECKING:
@@ -46,8 +48,8 @@ def completed(
             return facts, {}
         forget_shared_layers()
         with _noting(made):
-            _build(vllm_config)
-        return _with_layers(facts, made, vllm_config)
+            model = _build(vllm_config)
+        return _with_layers(facts, made, model, vllm_config)
     except Exception as error:  # a model may raise anything
         log.debug("Cannot build the model on the meta device: %s", quote(error))
         return facts, {}
@@ -56,8 +58,27 @@ def completed(
             forget_shared_layers()
 
 
+def drop_model(worker: Any, quantisation: Any) -> None:
+    """Drop the loaded model of a worker, before vLLM loads it again.
+
+    Args:
+        quantisation: vLLM's configuration of the quantisation, as it was before the first load.
+    """
+    import torch
+
+    config = worker.vllm_config
+    config.quant_config = quantisation
+    config.compilation_config.static_forward_context.clear()
+    getattr(config.compilation_config, "static_all_moe_layers", []).clear()
+    forget_shared_layers()
+    worker.model_runner.model = None
+    gc.collect()
+    if worker.device.type != "cpu":
+        torch.get_device_module(worker.device).empty_cache()
+
+
 def _with_layers(
-    facts: EngineFacts, made: Sequence[Any], vllm_config: VllmConfig
+    facts: EngineFacts, made: Sequence[Any], model: torch.nn.Module, vllm_config: VllmConfig
 ) -> tuple[EngineFacts, Mapping[str, Mapping[str, int]]]:
     specs = get_default_manager().registry.snapshot().contracts
     table = {layer.base: layer for layer in layer_table()}
@@ -70,13 +91,18 @@ def _with_layers(
             dtypes = _provided(specs.get(layer.op), layer, instance)
             known = provided.setdefault(layer.op, [])
             known += [] if dtypes in known else [dtypes]
+    kernels: dict[str, list[KernelUse]] = {}
+    for use in uses_of([model]):
+        kernels.setdefault(use.op, []).append(use)
+        if use.op:
+            layers.setdefault(use.op, Counter())[use.name] += use.count
     log.debug("The model's layers: %s", layers)
     absent = {
         op
         for op, binding in installed_bindings().items()
         if (binding.targets and all(target.needs_layer for target in binding.targets))
         or not all(target.may_begin(made, vllm_config) for target in binding.targets)
-    }
+    } | {*LINEAR_OPS}
     foreign = {  # the key of a whole layer is its class name; it is not counted
         op: {c: owner for c, owner in owners.items() if c in layers.get(op, (op,))}
         for op, owners in facts.foreign.items()
@@ -86,6 +112,7 @@ def _with_layers(
         absent=(facts.absent | absent).difference(layers),  # layers override the configuration
         provided={op: tuple(kinds) for op, kinds in provided.items()},
         foreign=foreign,
+        kernels=kernels,
     )
     return facts, layers
 
@@ -124,7 +151,7 @@ def _noting(made: list[Any]) -> Iterator[None]:
         yield
 
 
-def _build(vllm_config: VllmConfig) -> None:
+def _build(vllm_config: VllmConfig) -> torch.nn.Module:
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -140,7 +167,8 @@ def _build(vllm_config: VllmConfig) -> None:
         stack.enter_context(set_current_vllm_config(config))
         stack.enter_context(set_default_torch_dtype(config.model_config.dtype))
         stack.enter_context(torch.device("meta"))
-        initialize_model(config)
+        model: torch.nn.Module = initialize_model(config)
+        return model
 
 
 def _alone(vllm_config: VllmConfig) -> VllmConfig:

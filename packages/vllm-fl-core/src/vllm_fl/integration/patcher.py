@@ -118,6 +118,11 @@ class Patcher:
     def bind(self, engine: Engine, model: torch.nn.Module) -> None:
         """Bind an already built model to the engine's new plan."""
 
+    def stale(self, engine: Engine) -> bool:
+        """Return whether vLLM must load the model again, because the plan has changed since it was
+        built, and `bind` cannot change it. The answer is the same on all ranks."""
+        return False
+
     def loaded(self, engine: Engine) -> None:
         """Report on the loaded model."""
 

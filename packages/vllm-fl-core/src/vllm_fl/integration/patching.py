@@ -13,6 +13,7 @@ from .patchers.functions import Functions
 from .patchers.fusions import Fusions, OperatorsInGraphs
 from .patchers.ir import Ir
 from .patchers.layers import Layers
+from .patchers.linear_kernels import LinearKernels
 from .patchers.operators import Operators
 from .patchers.whole_layers import WholeLayers
 
@@ -27,6 +28,7 @@ V = TypeVar("V")
 PATCHERS: tuple[Patcher, ...] = (
     Layers(),
     WholeLayers(),
+    LinearKernels(),
     Attention(),
     Communicator(),
     Ir(),

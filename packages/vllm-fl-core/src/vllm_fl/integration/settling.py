@@ -94,7 +94,9 @@ def set_plan(engine: Engine) -> None:
     engine.plan = plan_for(facts, disabled)
     unused = {**engine.unused, **planned_for_nothing(engine.plan, facts)}
     entries = engine.plan.entries
-    engine.unused = {op: why for op, why in unused.items() if op in entries and entries[op].impls}
+    engine.unused = {
+        op: why for op, why in unused.items() if op in entries and entries[op].is_planned
+    }
     for (op, impl_id), each in engine.disabled.items():
         if each.code != REJECTED:
             engine.plan.record.demote(op, impl_id, each.reason)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..contracts.binding import AttentionTarget, Binding, Target
 from ..dispatch import get_default_manager
 from ..plugins.snapshot import RegistrySnapshot
-from ..plugins.types import ATTENTION, BackendImplKind, OpImpl
+from ..plugins.types import ATTENTION, LINEAR_OPS, BackendImplKind, OpImpl
 
 if TYPE_CHECKING:
     from ..engine.facts import EngineFacts
@@ -27,10 +27,21 @@ ATTENTION_LAYERS = Binding(
     ),
 )
 
+LINEAR_LAYERS = Binding(
+    not_reached=(
+        "layers for which vLLM's arguments select a class: --linear-backend",
+        "layers for which vLLM does not read its list: with VLLM_BATCH_INVARIANT, NVFP4 with "
+        "16-bit activations, batched MXFP8 products",
+        "layers without a list in vLLM: torchao, bitsandbytes, FP-Quant, Humming's own "
+        "configuration, Quark W4A8; experts; layers that are not quantised",
+    )
+)
+
 
 def all_bindings(snapshot: RegistrySnapshot) -> Mapping[str, Binding]:
-    """Return op -> its binding, including the attention backend."""
-    return {ATTENTION: ATTENTION_LAYERS, **snapshot.bindings}
+    """Return op -> its binding, including the attention backend and quantised linear layers."""
+    linear = dict.fromkeys(LINEAR_OPS, LINEAR_LAYERS)
+    return {ATTENTION: ATTENTION_LAYERS, **linear, **snapshot.bindings}
 
 
 def installed_bindings() -> Mapping[str, Binding]:
@@ -89,4 +100,4 @@ def planned_for_nothing(plan: Plan, facts: EngineFacts) -> dict[str, str]:
     found = dict.fromkeys(without_layers(plan, facts.provided), "this model has no layer for it")
     named = "selected in settings, but this model has no target for it"
     found |= dict.fromkeys(facts.absent, named)  # planned only because of settings
-    return {op: found[op] for op, entry in plan.entries.items() if entry.impls and op in found}
+    return {op: found[op] for op, entry in plan.entries.items() if entry.is_planned and op in found}

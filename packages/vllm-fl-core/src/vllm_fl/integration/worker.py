@@ -3,6 +3,7 @@ the plan again on the tensors of the loaded model."""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from inspect import getattr_static
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from ..text import quote
 from . import patching, updates
 from .engines import Engine, calling, with_own_engine
 from .graphs import ranges
-from .models import completed
+from .models import completed, drop_model
 from .patchers.attention import attend
 from .patchers.lookups import over_class, path_over, take_off
 from .patching import PATCHERS, by_range, why_not
@@ -90,13 +91,19 @@ class PlannedWorker:
         bind(engine)
         for plugin in asking(get_default_manager().registry.plugins, "engine_session"):
             engine.on_exit(enter_session(plugin, engine))
+        quantisation = deepcopy(self.vllm_config.quant_config)  # vLLM changes it
         try:
-            built = patching.entered(lambda each: each.building(engine))
-            with built, building(engine.plan), calling(engine):
-                loaded = super().load_model(*args, **kwargs)  # type: ignore[misc]
-            if not engine.joins:
+            while True:
+                built = patching.entered(lambda each: each.building(engine))
+                with built, building(engine.plan), calling(engine):
+                    loaded = super().load_model(*args, **kwargs)  # type: ignore[misc]
+                if engine.joins:
+                    break
                 with phases.during(LIVE):
                     settle(engine, Moment.LOADED)
+                if not any(patcher.stale(engine) for patcher in PATCHERS):
+                    break
+                drop_model(self, deepcopy(quantisation))
         finally:
             _say_plan(engine)
         for patcher in PATCHERS:

@@ -29,7 +29,8 @@ from .inspection import (
     WorkerReport,
 )
 from .plugin import Owner, Plugin
-from .types import Impl, PolicyDefaults
+from .setting import PolicyDefaults
+from .types import Impl
 
 if TYPE_CHECKING:
     from ..contracts import OpSpec

@@ -15,13 +15,14 @@ from .discovery import BACKENDS, CONTRACTS
 from .hookspecs import HOOK_API, PROJECT
 from .plugin import Kind, Owner, Plugin
 from .setting import PLUGIN_KEY, SettingSpec
-from .types import AttentionImpl, CommunicatorImpl, LayerImpl, OpImpl
+from .types import AttentionImpl, CommunicatorImpl, LayerImpl, LinearKernelImpl, OpImpl
 
 IMPLS = {
     "register_ops": OpImpl,
     "attention_backend": AttentionImpl,
     "communicator": CommunicatorImpl,
     "layers": LayerImpl,
+    "linear_kernels": LinearKernelImpl,
 }
 """Hook that returns implementations -> their type."""
 

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
         WorkerContext,
         WorkerReport,
     )
-    from .setting import SettingSpec
+    from .setting import PolicyDefaults, SettingSpec
     from .types import (
         AttentionImpl,
         CommunicatorImpl,
         LayerImpl,
+        LinearKernelImpl,
         OpImpl,
-        PolicyDefaults,
     )
 
 PROJECT = "vllm_fl"
@@ -121,6 +121,25 @@ def layers() -> Iterable[LayerImpl]:  # type: ignore[empty-body]
 
 
 @hookspec
+def linear_kernels() -> Iterable[LinearKernelImpl]:  # type: ignore[empty-body]
+    """Return the classes of this backend for vLLM's quantised linear layers, by class path.
+
+    The hook is called once per process, with `register_ops`. In settings and plans, the name of the
+    op is `<scheme>_linear`, such as `int8_linear`. `stock` is vLLM's choice, and its own classes
+    have ids such as `vllm.CPUInt8ScaledMMLinearKernel`. The chosen classes are first in vLLM's list
+    only while the engine's model is built. If a class does not support a layer, vLLM takes the next
+    class. A backend that the user sets in vLLM (`--linear-backend`) overrides the policy.
+
+    Example::
+
+        @hookimpl
+        def linear_kernels():
+            return [LinearKernelImpl("int8", "acme.linear.AcmeInt8Linear",
+                                     BackendImplKind.VENDOR, "acme")]
+    """
+
+
+@hookspec
 def contracts() -> Iterable[Contract]:  # type: ignore[empty-body]
     """Return the ops of this distribution.
 
@@ -197,7 +216,7 @@ def settings() -> Iterable[SettingSpec[Any]]:  # type: ignore[empty-body]
 def rejections(
     settings: Any,
     op: str,
-    impls: Sequence[OpImpl | AttentionImpl | CommunicatorImpl | LayerImpl],
+    impls: Sequence[OpImpl | AttentionImpl | CommunicatorImpl | LayerImpl | LinearKernelImpl],
     facts: Any,
     contract: OpSpec | None,
 ) -> Mapping[str, str] | None:

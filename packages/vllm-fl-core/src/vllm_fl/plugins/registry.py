@@ -96,7 +96,8 @@ class OpRegistry:
                 # `map` would end early if a plugin raised StopIteration.
                 impl = _as_it_is_now(each, self._snapshot.contracts)
                 if not isinstance(impl, Impl):
-                    expected = "expected OpImpl, AttentionImpl, CommunicatorImpl or LayerImpl"
+                    expected = "expected OpImpl or a class: AttentionImpl, CommunicatorImpl, "
+                    expected += "LayerImpl, LinearKernelImpl"
                     raise _refusal(owner, None, f"got {impl!r}; {expected}")
                 key = (impl.op_name, impl.impl_id)
                 # `load` decides which distribution may use the other reserved ids.

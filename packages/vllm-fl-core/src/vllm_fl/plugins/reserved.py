@@ -10,6 +10,7 @@ RESERVED = {
     "reference.": "vllm-fl-reference",
     "default.flagos": "vllm-fl-flaggems",
     "stock.": None,
+    "vllm.": None,
 }
 """Reserved id, or prefix of ids -> the only distribution that may use it, or None."""
 
@@ -32,11 +33,11 @@ def holder_of(impl_id: str) -> str | None:
 
 def reservation(impl_id: str, owner: Owner) -> str:
     """Return why `owner` may not use this id; empty if it may. An owner without a distribution (a
-    script, a user's module) may use all ids except `stock.`."""
+    script, a user's module) may use all ids except `stock.` and `vllm.`."""
     reserved = _reserved(impl_id)
     is_prefix = reserved.endswith(".")
     ids = f"ids that begin with {reserved!r}" if is_prefix else f"the id {reserved!r}"
-    if reserved == "stock.":
+    if reserved in ("stock.", "vllm."):
         return f"{ids} are reserved for vLLM's implementation"
     if not reserved or owner.distribution is None or owner.is_of(RESERVED[reserved]):
         return ""

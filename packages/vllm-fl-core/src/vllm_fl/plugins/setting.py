@@ -1,7 +1,8 @@
-"""The declaration of a setting."""
+"""The declarations of a setting, and of a plugin's file of settings."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar, overload
@@ -76,3 +77,15 @@ class SettingSpec(Generic[T]):
 
 def _are_words(value: object) -> bool:
     return isinstance(value, tuple) and all(isinstance(word, str) for word in value)
+
+
+@dataclass(frozen=True)
+class PolicyDefaults:
+    """A plugin's settings for one platform, in a YAML file.
+
+    Args:
+        path: the file. It may have the keys of a user file except `extends`, `allow_vendors`,
+            `table` and the order of `default`. Orders by size are allowed only under `devices`.
+    """
+
+    path: str | os.PathLike[str]

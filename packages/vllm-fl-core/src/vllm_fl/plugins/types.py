@@ -345,26 +345,56 @@ class LayerImpl(_Impl):
         self._check(who)
 
 
+LINEAR_SCHEMES = ("fp8", "fp8_block", "wfp8a16", "int8", "wna16", "mxfp8", "mxfp6", "mxfp4",
+                  "nvfp4")  # fmt: skip
+"""The quantisation schemes of linear layers."""
+
+LINEAR_OPS = tuple(f"{scheme}_linear" for scheme in LINEAR_SCHEMES)
+
+VLLM_IDS = "vllm."
+"""The beginning of the ids of vLLM's own classes for quantised layers."""
+
+
+@dataclass(frozen=True, eq=False)
+class LinearKernelImpl(_Impl):
+    """A class that computes quantised linear layers, imported when it is chosen.
+
+    Args:
+        scheme: one of `LINEAR_SCHEMES`, such as `int8`. In settings the op is `<scheme>_linear`.
+        class_path: `module.Class`, a subclass of vLLM's base class for the scheme, such as
+            `Int8ScaledMMLinearKernel`. vLLM calls its `is_supported` and `can_implement`.
+        kind, vendor, priority, available: as for `OpImpl`.
+        impl_id: as for `OpImpl`; for a VENDOR it is `vendor.<vendor>`, and may be omitted.
+    """
+
+    scheme: str
+    class_path: str
+    kind: BackendImplKind
+    vendor: str | None = None
+    priority: int | None = None
+    impl_id: str = field(default="", kw_only=True)
+    available: Callable[[], Availability] | None = field(default=None, kw_only=True)
+    op_name: str = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        who = f"LinearKernelImpl({self.scheme!r})"
+        object.__setattr__(self, "op_name", f"{self.scheme}_linear")
+        if self.op_name not in LINEAR_OPS:
+            raise ValueError(f"{who}: unknown scheme; expected {' or '.join(LINEAR_SCHEMES)}")
+        check_path(who, "class_path", self.class_path)
+        if self.impl_id == "" and self.kind is BackendImplKind.VENDOR:
+            object.__setattr__(self, "impl_id", f"vendor.{self.vendor}")
+        self._check(who)
+
+
 ATTENTION, COMMUNICATOR = AttentionImpl.op_name, CommunicatorImpl.op_name
 """The op names of attention backends and communicators."""
 
-NAMED_CLASSES = (ATTENTION, COMMUNICATOR)
+NAMED_CLASSES = (ATTENTION, COMMUNICATOR, *LINEAR_OPS)
 """Ops that are implemented by classes and have no contract."""
 
-Impl = OpImpl | AttentionImpl | CommunicatorImpl | LayerImpl
+Impl = OpImpl | AttentionImpl | CommunicatorImpl | LayerImpl | LinearKernelImpl
 """Any implementation."""
-
-
-@dataclass(frozen=True)
-class PolicyDefaults:
-    """A plugin's settings for one platform, in a YAML file.
-
-    Args:
-        path: the file. It may have the keys of a user file except `extends`, `allow_vendors`,
-            `table` and the order of `default`. Orders by size are allowed only under `devices`.
-    """
-
-    path: str | os.PathLike[str]
 
 
 def _is_name(text: str, *, op: bool) -> bool:

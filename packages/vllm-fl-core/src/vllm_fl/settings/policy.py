@@ -15,7 +15,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args
 
-from ..plugins.types import BackendImplKind, Impl
+from ..plugins.types import VLLM_IDS, BackendImplKind, Impl
 from ..text import closest, kind_of
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class Selector:
             raise ValueError(f"expected a selector such as 'vendor:cuda', got {found}")
         head, colon, name = text.strip().partition(":")
         first, dot, rest = head.partition(".")
-        if dot and rest and not colon and first in ("default", "vendor", "reference"):
+        if dot and rest and not colon and first in ("default", "vendor", "reference", "vllm"):
             head, colon, name = "impl", ":", head  # an id as logs print it
         if head in (*IMPL_KINDS, *UNTOUCHED) and not colon:
             return cls(head)  # type: ignore[arg-type]
@@ -95,11 +95,16 @@ class Selector:
         return self.kind if self.name is None else f"{self.kind}:{self.name}"
 
     def matches(self, impl: Impl) -> bool:
-        if self.kind == "impl":
+        if self.kind == "impl" or impl.impl_id.startswith(VLLM_IDS):
             return impl.impl_id == self.name
         if self.kind != impl.kind.value:
             return False
         return self.name is None or self.name in impl.vendors
+
+    @property
+    def is_vllms(self) -> bool:
+        """Whether it selects one of vLLM's own classes for quantised layers, by id."""
+        return self.kind == "impl" and str(self.name).startswith(VLLM_IDS)
 
     @property
     def preference(self) -> str | None:

@@ -18,10 +18,11 @@ from vllm_fl.contracts.binding import Binding
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.resolver import STOCK, Candidate, Stock, Trace
+from vllm_fl.integration.patchers.linear_kernels import kernel_row
 from vllm_fl.integration.targets import all_bindings
 from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.snapshot import RegistrySnapshot
-from vllm_fl.plugins.types import ATTENTION, COMMUNICATOR, NAMED_CLASSES
+from vllm_fl.plugins.types import ATTENTION, COMMUNICATOR, LINEAR_OPS, NAMED_CLASSES, VLLM_IDS, Impl
 from vllm_fl.settings.names import unmatched_orders
 from vllm_fl.settings.policy import DEFAULT_ORDER, Mode, OpOrder, Rows
 from vllm_fl.settings.schema import Settings
@@ -37,6 +38,7 @@ PAGES = files("vllm_fl") / "codes"
 NAMED = {
     ATTENTION: "the class that vLLM's attention layers use",
     COMMUNICATOR: "the class through which the ranks of an engine exchange tensors",
+    **dict.fromkeys(LINEAR_OPS, "the class that computes quantised linear layers of this scheme"),
 }
 
 
@@ -98,6 +100,7 @@ def _facts(op: str, engines: Sequence[Described], mode: str | None) -> dict[str,
         "modes": [_engine_view(manager, op, engine) for engine in engines]
         or [{"mode": "script", "note": "", **_view(manager, op, rows, settings, "eager")}],
         "layers": dict(engines[0].layers.get(op, {})) if engines else {},
+        "kernels": [*map(kernel_row, engines[0].facts.kernels.get(op, ()))] if engines else [],
         "unmatched": [
             said for of, said in unmatched_orders(settings, snapshot.impls_by_op) if of == op
         ],
@@ -194,7 +197,7 @@ def _candidate(candidate: Candidate, owner: Owner) -> dict[str, Any]:
     impl = candidate.impl
     return {
         "impl_id": impl.impl_id,
-        "kind": impl.selector if isinstance(impl, Stock) else impl.kind.value,
+        "kind": _kind(impl),
         "vendor": impl.vendor,
         "priority": impl.priority,
         "distribution": owner.distribution,
@@ -202,6 +205,12 @@ def _candidate(candidate: Candidate, owner: Owner) -> dict[str, Any]:
         "status": candidate.status,
         "reason": candidate.reason,
     }
+
+
+def _kind(impl: Impl | Stock) -> str:
+    if impl.impl_id.startswith(VLLM_IDS):  # a class of vLLM, which an order selects
+        return STOCK.selector
+    return impl.selector if isinstance(impl, Stock) else impl.kind.value
 
 
 def codes() -> list[str]:
@@ -261,6 +270,9 @@ def _show(facts: Mapping[str, Any]) -> None:
     _show_heading(facts["op"])
     for view in facts["modes"]:
         _show_view(view)
+    for use in facts["kernels"]:
+        say(f"\nvLLM's choice for {use['layers']} layers: {use['class']}")
+        print_table(["other class", "vLLM's reason"], [*use["others"].items()])
     if facts["table"]:
         say(f"\n{facts['table']}.")
     if facts["devices"]["orders"]:

@@ -114,6 +114,7 @@ def _as_json(engine: Described, arguments: argparse.Namespace) -> dict[str, Any]
             }
             for op, entry in engine.plan.entries.items()
         },
+        "unchosen": {use.name: use.count for use in facts.kernels.get("", ())},
         "ends": [*engine.ends, *(f"{line} [{LockError.code}]" for line in unmet)],
         "lock": {
             "file": locked.file,
@@ -230,6 +231,9 @@ def show(facts: Mapping[str, Any]) -> None:
         _show_diff(plan, facts["diff"])
     else:
         _show_ops(plan["ops"])
+    if others := plan.get("unchosen"):
+        named = _layers(others)
+        say(f"Linear layers and experts that no order can choose a class for: {named}.")
     if table := plan["table"]:
         say(f"Tuning table: {table['file']}" if table["acts"] else f"{table['reason']}.")
     for warning in dict.fromkeys((*plan["warnings"], *facts.get("diff", {}).get("warnings", ()))):

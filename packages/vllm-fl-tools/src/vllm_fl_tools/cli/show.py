@@ -210,6 +210,9 @@ def _show_worker(content: Mapping[str, Any], silent: int | None) -> None:
     print_table(["op", "implementation", "reason", "calls", "refusals", "fallbacks"], rows)
     counted = "" if tables[0] else f", and others only with {Settings.count_calls.variable}=1"
     say(f"Calls of vLLM's implementation (stock) are not counted{counted}.")
+    if kernels := report.get("kernels"):
+        shown = [tuple(row[key] for key in ("op", "impl", "class", "layers")) for row in kernels]
+        print_table(["op", "implementation", "class", "layers"], shown)
     disabled = [
         (op, impl, what, why)
         for key, what in (

@@ -17,6 +17,7 @@ from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.carried import carried_entry
 from vllm_fl.integration.engines import Engine
+from vllm_fl.integration.patchers.linear_kernels import kernel_rows
 from vllm_fl.integration.planning import plan_for
 from vllm_fl.logs import get_logger
 from vllm_fl.settings.lock import Locked
@@ -109,6 +110,8 @@ class Lock:
         engine, locked = self.engine, self._locked
         if engine.rank == 0 and locked.facts:
             lines = _lines(labels(engine.plan), locked.result["ops"], "plan ")
+            layers = _layers_by_class(engine)  # older lock files have none
+            lines = lines or _lines(layers, locked.result.get("kernels", layers), "class of ")
             if (
                 engine.plan.number <= 1
             ):  # operators of a second engine in a process have other names
@@ -143,8 +146,17 @@ class Lock:
         for (op, impl_id), each in sorted(self.engine.disabled.items()):
             disabled.setdefault(op, {})[impl_id] = each.reason
         ops = labels(self.engine.plan)
-        result = {"ops": ops, "digest": self.engine.digest, "out": disabled}
+        kernels = _layers_by_class(self.engine)
+        result = {"ops": ops, "digest": self.engine.digest, "out": disabled, "kernels": kernels}
         return {"facts": self.facts, "result": result}
+
+
+def _layers_by_class(engine: Engine) -> dict[str, dict[str, int]]:
+    """Return op -> class -> number of quantised layers on this rank."""
+    found: dict[str, dict[str, int]] = {}
+    for row in kernel_rows(engine):
+        found.setdefault(row["op"] or "other layers", {})[row["class"]] = row["layers"]
+    return found
 
 
 def labels(plan: Plan) -> dict[str, str]:

@@ -8,7 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from vllm_fl.dispatch.resolver import STOCK
 from vllm_fl.engine.plan import Plan
+from vllm_fl.integration.patchers.linear_kernels import kernel_rows
 from vllm_fl.settings.schema import Settings
 
 from .state_file import INTERVAL, StateFile, of_worker
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 FAMILIES = {
     "vllm_fl_plan_info": "Implementation of each op of the plan.",
+    "vllm_fl_linear_layers": "Quantised linear layers and experts of the model, by their class.",
     "vllm_fl_lock_differs": "1 if the engine differs from the lock that its settings name.",
     "vllm_fl_demoted": "Implementations that were disabled at startup.",
     "vllm_fl_fallbacks_total": "Calls that a later candidate computed.",
@@ -38,6 +41,7 @@ def exposition(
     shadow: Mapping[str, Any] | None = None,
     *,
     lock_differs: bool = False,
+    kernels: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Return a plan and its counters in Prometheus' text format.
 
@@ -49,6 +53,7 @@ def exposition(
         worker: labels that identify the worker, for every sample.
         shadow: the shadow check's part of the worker report; None without it.
         lock_differs: whether the engine differs from its lock file.
+        kernels: `kernels` of the worker report.
     """
     from prometheus_client import generate_latest
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -57,7 +62,13 @@ def exposition(
     # Prometheus sees the first increase only of counters that exist from startup on. Counters of
     # calls do not start at 0, because calls in graphs are not counted.
     zero = {(op, i.impl_id): 0 for op, entry in plan.entries.items() for i in entry.impls}
-    plan_info = {(op, e.label, plan.mode, digest): 1 for op, e in plan.entries.items()}
+    plan_info: dict[Any, float] = {
+        (op, e.label, plan.mode, digest): 1 for op, e in plan.entries.items()
+    }
+    layers: dict[Any, float] = {
+        (row["op"] or "", row["impl"] or STOCK.impl_id, row["class"]): row["layers"]
+        for row in kernels
+    }
     samples: dict[str, Mapping[Any, float]] = {
         "lock_differs": {(): int(lock_differs)},
         "demoted": dict.fromkeys(record.demotions, 1),
@@ -79,6 +90,7 @@ def exposition(
     families = []
     for labels, what, values in [
         (("op", "impl", "mode", "digest"), "plan_info", plan_info),
+        (("op", "impl", "class"), "linear_layers", layers),
         *((("op", "impl", "tokens"), what, values) for what, values in samples.items()),
     ]:
         name = f"vllm_fl_{what}"
@@ -113,7 +125,14 @@ def metrics_file(
         if plan.record.is_aside:  # counters never decrease
             return None
         shadow = engine.worker.vllm_fl_report().get("shadow") if settings.shadow else None
-        return exposition(plan, engine.digest, worker, shadow, lock_differs=bool(lock()))
+        return exposition(
+            plan,
+            engine.digest,
+            worker,
+            shadow,
+            lock_differs=bool(lock()),
+            kernels=kernel_rows(engine),
+        )
 
     own = of_worker(path, engine.rank, engine.replica)
     variable, has_counted = Settings.metrics.variable, partial(has_counts, engine)

@@ -10,16 +10,25 @@ not depend on whether a kernel quantises activations.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from vllm_fl.dispatch import get_default_manager
+from vllm_fl.integration.patchers.linear_kernels import (
+    class_of_experts,
+    described_class,
+    is_linear,
+    is_mixture,
+    kernel_of,
+)
 from vllm_fl.text import quote
 
 from ..expected import Near
@@ -48,11 +57,8 @@ LOST_IN_SUMS = 2.0**-14 / 32
 """Relative error for each input feature of an fp8 product: Hopper's tensor cores keep 14 bits of
 the sum of each 32 products (arXiv:2412.19437, section 3.3.2)."""
 
-KERNELS = "vllm.model_executor.kernels.linear"
-"""vLLM's package with the base classes of kernels."""
-
-SEVERAL = ("Dynamic", "TritonOr")
-"""Parts of the names of vLLM classes that choose among kernels in each call."""
+LOADER = "vllm.model_executor.model_loader"
+"""vLLM's package with the function that creates a model, which its modules import by name."""
 
 LOADED, GIVEN, RELOADED = "the checkpoint's tensors", "dequantised weights", "weights loaded again"
 
@@ -122,10 +128,19 @@ class Linears:
         self._generator = torch.Generator("cpu").manual_seed(seed)
         self._kept: dict[str, _Kept] = {}
         self.seconds = 0.0
+        self.roundings: dict[str, float] = {}
+        """Layer -> relative error for random rows, which includes the rounding of activations."""
 
-    def watch(self, model: torch.nn.Module) -> None:
-        """Compare each linear layer of a new model when vLLM has converted its weights."""
-        names = {module: name for name, module in model.named_modules()}
+    def watch(
+        self, model: torch.nn.Module, names: dict[torch.nn.Module, str] | None = None
+    ) -> None:
+        """Compare each linear layer of a new model when vLLM has converted its weights.
+
+        Args:
+            names: layer -> its name, for the layers to compare. None: all layers.
+        """
+        if names is None:
+            names = {module: name for name, module in model.named_modules()}
         for layer in names:
             method: Any = getattr(layer, "quant_method", None)
             known = is_linear(layer) or is_mixture(layer)
@@ -225,6 +240,13 @@ class Linears:
         call(x[-2:].clone(), "rows of equal numbers", exact[-2:], allowed[-2:])
         for size in self.sizes:
             call(x[:size].clone(), f"{size} random rows", exact[:size], allowed[:size])
+        given_x: dict[str, Any] = {"generator": self._generator, "dtype": torch.float32}
+        any_x = torch.randn(KEPT, features, **given_x)
+        any_x[:, 0] = 32  # the step of int8 is a quarter of the other numbers
+        x_any = (any_x * inputs.most / 32).to(device, dtype)
+        product = _product(x_any.double(), weight, bias)
+        rounded = method.apply(layer, x_any.clone(), getattr(layer, "bias", None)).double()
+        self.roundings[name] = float((rounded - product).norm() / product.norm())
         if name not in self._kept:
             few = Near(exact[:KEPT].float(), allowed[:KEPT].float(), dtype)
             self._kept[name] = _Kept(key[0], key[1], layer, x[:KEPT].clone(), few)
@@ -284,41 +306,10 @@ class Linears:
         del held
 
 
-def is_linear(layer: torch.nn.Module) -> bool:
-    """Return whether a layer computes a product: a linear layer, or the head for the logits."""
-    bases = {base.__name__ for base in type(layer).__mro__}
-    return bool(bases & {"LinearBase", "ParallelLMHead"})
-
-
-def is_mixture(layer: torch.nn.Module) -> bool:
-    """Return whether a layer has the weights of routed experts."""
-    return any(name.startswith("w13_") for name in layer._parameters)
-
-
-def class_of_experts(method: Any) -> str:
-    """Return the class that vLLM chose for a layer's experts."""
-    experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
-    return _named(method if experts is None else experts)
-
-
-def kernel_of(layer: torch.nn.Module, method: Any) -> Any:
-    """Return the kernel that vLLM chose for a layer, or None."""
-    for holder in (method, getattr(layer, "scheme", None)):
-        for value in vars(holder).values() if holder is not None else ():
-            if any(base.__module__.startswith(KERNELS) for base in type(value).__mro__):
-                return value
-    return None
-
-
 def class_of_linear(layer: torch.nn.Module, method: Any) -> str:
     """Return the class that vLLM chose for a layer."""
     kernel = kernel_of(layer, method)
-    return _named(method if kernel is None else kernel)
-
-
-def _named(chosen: object) -> str:
-    name = type(chosen).__name__
-    return name + ", dispatches inside" * any(part in name for part in SEVERAL)
+    return described_class(type(method if kernel is None else kernel))
 
 
 def inputs_of(layer: torch.nn.Module, method: Any, given: Held) -> _Inputs:
@@ -355,6 +346,26 @@ def _weights(layer: torch.nn.Module, method: Any, held: Held) -> torch.Tensor | 
         getattr(layer, "weight_block_size", None),
         from_one=getattr(config, "checkpoint_format", "") != "gptq_v2" and kernel is not None,
     )
+
+
+@contextmanager
+def new_models(watch: Callable[[Any, torch.nn.Module], object]) -> Iterator[None]:
+    """Inside the block, call `watch(configuration, model)` for each model that vLLM's loader
+    creates, before it loads the weights."""
+    make: Any = import_module(f"{LOADER}.utils").initialize_model
+
+    @wraps(make)
+    def made(*args: Any, **named: Any) -> torch.nn.Module:
+        model: torch.nn.Module = make(*args, **named)
+        watch(named["vllm_config"] if "vllm_config" in named else args[0], model)
+        return model
+
+    with ExitStack() as back:
+        for name, module in [*sys.modules.items()]:
+            if name.startswith(LOADER) and vars(module).get("initialize_model") is make:
+                back.callback(setattr, module, "initialize_model", make)
+                vars(module)["initialize_model"] = made
+        yield
 
 
 @contextmanager

@@ -6,22 +6,16 @@ imports it by its argument `worker_extension_cls`, before a worker loads its mod
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
-import vllm.model_executor.model_loader
 from vllm.distributed import get_pp_group
 
 from . import attention
-from .linear import PROBE_SIZES, Linears
+from .linear import PROBE_SIZES, Linears, new_models
 from .ops import compare_layers, compare_logits
 from .rows import StockRows
 from .steps import Steps
-
-LOADER = vllm.model_executor.model_loader.__name__
 
 results = StockRows()
 """The results of this process, which has one worker of an engine."""
@@ -94,24 +88,10 @@ def _sizes(config: Any) -> tuple[int, ...]:
     return tuple(sorted({*PROBE_SIZES, *captured}))
 
 
-def _watching(make: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    @wraps(make)
-    def made(*args: Any, **named: Any) -> torch.nn.Module:
-        model = make(*args, **named)
-        config = named["vllm_config"] if "vllm_config" in named else args[0]
-        linears.append(Linears(results, _sizes(config), config.model_config.seed))
-        linears[-1].watch(model)
-        return model
-
-    return made
+def _watch(config: Any, model: torch.nn.Module) -> None:
+    linears.append(Linears(results, _sizes(config), config.model_config.seed))
+    linears[-1].watch(model)
 
 
-def _install() -> None:
-    make: Any = vllm.model_executor.model_loader.utils.initialize_model
-    watching = _watching(make)
-    for name, module in [*sys.modules.items()]:
-        if name.startswith(LOADER) and vars(module).get("initialize_model") is make:
-            vars(module)["initialize_model"] = watching
-
-
-_install()
+_models = new_models(_watch)
+_models.__enter__()  # until the process ends

@@ -160,11 +160,11 @@ def taken_layers(plan: Plan) -> dict[str, type | None]:
 
 
 @contextmanager
-def in_tables(classes: Iterable[tuple[dict[str, type], str, type | None]]) -> Iterator[None]:
-    """Inside the block, vLLM builds these layer classes: (table, name, class to build or None for
-    the class of vLLM). vLLM's tables exist once per process, but another engine may have a
-    different plan. vLLM rejects a second class for a layer, so other plugins must be able to add
-    classes outside the block."""
+def in_tables(classes: Iterable[tuple[dict[Any, Any], Any, Any]]) -> Iterator[None]:
+    """Inside the block, vLLM has these entries in its tables: (table, key, value or None for no
+    entry). A value is usually a layer class that vLLM then builds. vLLM's tables exist once per
+    process, but another engine may have a different plan. vLLM rejects a second class for a layer,
+    so other plugins must be able to add classes outside the block."""
     with _one_at_a_time:
         put = [(table, name, table.pop(name, None), cls) for table, name, cls in [*classes]]
         for table, name, _, cls in put:

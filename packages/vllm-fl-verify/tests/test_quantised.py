@@ -1,0 +1,155 @@
+"""Verification of planned classes for quantised layers. Each fault is planted in a class over
+vLLM's own; its location is drawn from a seed that a failing test prints."""
+
+from __future__ import annotations
+
+import random
+from importlib import import_module
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+import torch
+from quantised_layers import FAULTS, Fault, draw, faulty, made, no_fault, one_group, vllm_process
+from torch import nn
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.kernels.linear import CPUInt8ScaledMMLinearKernel, CPUWNA16LinearKernel
+
+from vllm_fl.integration.patchers.linear_kernels import first_in_lists, uses_of
+from vllm_fl.plugins.inspection import FAILED, Moment
+from vllm_fl_verify import quantised
+from vllm_fl_verify.quantised import MadeLayer
+
+__all__ = ["draw", "vllm_process"]
+
+
+def base_of(form: str) -> Any:
+    return CPUWNA16LinearKernel if "int4" in form else CPUInt8ScaledMMLinearKernel
+
+
+def compared(form: str, cls: Any, draw: random.Random) -> tuple[str, str]:
+    """(why the class is incorrect on made weights, remark), for a model with a layer of a form."""
+    layer = made(form, draw)
+    (use,) = uses_of([nn.ModuleDict({"projection": layer})])
+    config = layer.quant_method.quantization_config
+    made_layer = MadeLayer(
+        get_current_vllm_config(),
+        config,
+        torch.device("cpu"),
+        torch.bfloat16,
+        draw.randrange(2**31),
+    )
+    return made_layer.compare(use.op, cls, [use])
+
+
+@pytest.fixture(autouse=True)
+def activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default vLLM quantises the activations of WNA16 layers on a CPU with AMX."""
+    monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "0")
+
+
+@pytest.mark.parametrize("form", ["int8", "int4", "int4 with zeros"])
+def test_vllms_classes_are_correct_on_made_weights(form: str, draw: random.Random) -> None:
+    assert compared(form, base_of(form), draw) == ("", "")
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="the CPU has no AMX")
+def test_quantised_activations_of_wna16_are_a_remark(
+    draw: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "1")
+    problem, remark = compared("int4", base_of("int4"), draw)
+    assert not problem
+    assert remark.endswith("with quantised activations, the checkpoint is for 16-bit activations")
+
+
+def test_vllms_class_is_incorrect_for_asymmetric_activations(draw: random.Random) -> None:
+    """vLLM 0.32: a row of equal numbers has no range."""
+    problem, _ = compared("int8 asymmetric", base_of("int8"), draw)
+    assert problem.endswith("rows of equal numbers")
+
+
+@pytest.mark.parametrize(
+    ("form", "fault"),
+    [(form, each) for form, faults in FAULTS.items() for each in faults],
+)
+def test_a_fault_in_the_weights_is_found(form: str, fault: Fault, draw: random.Random) -> None:
+    problem, _ = compared(form, faulty(base_of(form), fault, draw), draw)
+    assert problem.startswith("on made weights, layer ")
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_rows_that_are_not_written_are_found(form: str, draw: random.Random) -> None:
+    cls = faulty(base_of(form), no_fault, draw, unwritten=draw.randrange(1, 16))
+    assert "rows" in compared(form, cls, draw)[0]
+
+
+def test_a_class_that_raises_is_incorrect(draw: random.Random) -> None:
+    def raises(*_: Any) -> None:
+        raise RuntimeError("no kernel image")
+
+    problem, _ = compared("int8", faulty(base_of("int8"), raises, draw), draw)
+    assert problem == "on made weights, it raised RuntimeError: no kernel image"
+
+
+def test_another_precision_than_the_checkpoints_is_a_remark(draw: random.Random) -> None:
+    class Weights(base_of("int8")):  # type: ignore[misc]
+        def process_weights_after_loading(self, layer: Any) -> None:
+            self.dense = layer.weight.float() * layer.weight_scale.float()
+
+        def apply_weights(self, layer: Any, x: Any, bias: Any = None) -> Any:
+            return nn.functional.linear(x.float(), self.dense, bias).to(x.dtype)
+
+    what = "Weights computes with 16-bit activations, the checkpoint is for quantised activations"
+    assert compared("int8", Weights, draw) == ("", what)
+
+
+def test_a_class_that_refuses_the_layer_is_not_verified(draw: random.Random) -> None:
+    class Refusing(base_of("int8")):  # type: ignore[misc]
+        @classmethod
+        def can_implement(cls, c: Any) -> tuple[bool, str]:
+            return False, "no"
+
+    assert compared("int8", Refusing, draw) == (
+        "",
+        "Refusing is not verified on made weights: no",
+    )
+
+
+@pytest.mark.parametrize("fault", [no_fault, one_group])
+def test_each_loaded_layer_of_a_planned_class_is_compared(
+    fault: Fault, draw: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the layers of planned classes: vLLM's other layer has the fault as well."""
+    utils = import_module("vllm.model_executor.model_loader.utils")
+    cls, key = faulty(CPUWNA16LinearKernel, fault, draw), ("wna16_linear", "vendor.acme")
+    monkeypatch.setattr(quantised, "_classes", lambda engine: {cls: key})
+    monkeypatch.setattr(quantised, "checks_of", lambda engine: SimpleNamespace(seed=7))
+    engine: Any = SimpleNamespace(state={}, remarks={Moment.LOADED: []})
+    state = engine.state[quantised._Quantised] = quantised._Quantised(None)
+
+    def build(config: Any) -> nn.Module:
+        with first_in_lists({"wna16_linear": [cls]}):
+            ours = made("int4", draw)
+        return nn.ModuleDict({"ours": ours, "stock": made("int4", draw)})
+
+    monkeypatch.setattr(utils, "initialize_model", build)
+    with quantised.watching_layers(engine):
+        model = utils.initialize_model(None)
+        fault(model["stock"], draw)
+        for layer in model.values():
+            layer.quant_method.process_weights_after_loading(layer)
+    assert utils.initialize_model is build
+    found = quantised.compare_layers_of_plan(engine)
+    if fault is no_fault:
+        assert not found and engine.remarks[Moment.LOADED] == ["1 quantised layers compared"]
+        assert len(state.linears) == 1
+        return
+    assert found[key].code == FAILED
+    assert found[key].reason.startswith("in 1 of 1 layers, such as ours: ")
+    assert not state.linears and not quantised.compare_layers_of_plan(engine)

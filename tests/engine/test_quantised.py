@@ -1,0 +1,86 @@
+"""Engines with quantised tiny models: chosen classes serve, and faulty ones are replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import pytest
+from engine_run import BIND, Job, cores, largest_difference
+from engines import IN_ONE_PROCESS, PLUGINS, assert_same_bits, batches, run
+from quantised_layers import FAULTS
+
+pytestmark = pytest.mark.slow
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+@pytest.fixture
+def serve(model: Callable[[str], Path], tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """`serve(form, order, VARIABLE=…)`: an engine with this order for the layers."""
+
+    def start(form: str, order: str, options: Any = None, **variables: str) -> dict[str, Any]:
+        folder = tmp_path / form
+        if not folder.exists():
+            checkpoints.quantised(model("qwen3"), folder, form)
+        op = "int8_linear" if form == checkpoints.INT8 else "wna16_linear"
+        more = {"VLLM_FL_PER_OP": f"default=stock;{op}={order}", "VLLM_CPU_INT4_W4A8": "0"}
+        more |= {} if options else IN_ONE_PROCESS
+        result = run(Job(str(folder), batches(), options=options or {}), **{**more, **variables})
+        result["rows"] = [
+            next(row for row in report["kernels"] if row["op"] == op) for report in result["report"]
+        ]
+        result["demotions"] = [report["demotions"].get(op) for report in result["report"]]
+        return result
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("form", "cls"),
+    [
+        (checkpoints.INT8, "Int8Linear"),
+        (checkpoints.INT4, "WNA16Linear"),
+        (checkpoints.INT4_ZEROS, "WNA16Linear"),
+    ],
+)
+def test_the_examples_classes_serve_nearly_like_vllms(
+    serve: Callable[..., dict[str, Any]], form: str, cls: str
+) -> None:
+    ours, stock = serve(form, "vendor:cpu|stock"), serve(form, "stock")
+    (row,) = ours["rows"]
+    assert (row["class"], row["impl"], row["layers"]) == (cls, "vendor.cpu", 8)
+    assert stock["rows"][0]["impl"] == "stock.vllm" and stock["rows"][0]["layers"] == 8
+    worst, magnitude = largest_difference(ours, stock)
+    assert 0 < worst < 0.1 * magnitude
+
+
+@pytest.mark.parametrize(
+    ("form", "ranks"),
+    [(checkpoints.INT8, 1), (checkpoints.INT4, 2)],
+)
+def test_a_fault_that_only_loaded_layers_show_falls_back_to_vllms_class(
+    serve: Callable[..., dict[str, Any]], form: str, ranks: int
+) -> None:
+    seed = random.randrange(10**9)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    planted = [form, draw.randrange(len(FAULTS[form])), seed, draw.randrange(ranks)]
+    options = {"tensor_parallel_size": ranks} if ranks > 1 else None
+    bind = {BIND: "|".join(map(str, cores()[:ranks]))} if ranks > 1 else {}
+    path = os.pathsep.join((str(PLUGINS), str(TOOLS), os.environ.get("PYTHONPATH", "")))
+    variables = {"VLLM_FL_PLUGIN_MODULES": "faulty_linear", "PYTHONPATH": path, **bind}
+    variables["PLANTED"] = json.dumps(planted)
+    ours = serve(form, "vendor:faulty|stock", options, **variables)
+    stock = serve(form, "stock", options, **bind)
+    assert_same_bits(stock, ours)
+    assert ours["rows"] == stock["rows"]
+    for found in ours["demotions"]:
+        why = found["vendor.faulty"]
+        assert f"failed at startup on rank {planted[-1]}: in 4 of 8 layers, such as model." in why
+    assert "[FL410]" in ours["log"]

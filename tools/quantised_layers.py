@@ -1,0 +1,145 @@
+"""Layers of vLLM with random weights in checkpoint formats, for tests without an engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_fl_verify.quantised import fill
+
+__all__ = [
+    "FAULTS",
+    "FEATURES",
+    "OUT",
+    "Fault",
+    "draw",
+    "faulty",
+    "made",
+    "no_fault",
+    "one_group",
+    "vllm_process",
+]
+
+OUT, FEATURES = (128, 64), 256
+"""The sizes of `made`."""
+
+Fault = Callable[[Any, random.Random], None]
+"""Changes the tensors of a layer before they are converted."""
+
+
+@pytest.fixture
+def draw() -> random.Random:
+    seed = random.randrange(10**9)
+    print(f"seed {seed}")  # pytest shows it if the test fails
+    return random.Random(seed)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """vLLM's groups of one rank, and a configuration of bfloat16."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    before = torch.get_default_dtype()
+    store = tmp_path_factory.mktemp("store") / "store"
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
+        parallel_state.initialize_model_parallel(1, 1)
+        torch.set_default_dtype(torch.bfloat16)
+        yield
+        torch.set_default_dtype(before)
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+
+
+def made(form: str, draw: random.Random, **more: Any) -> Any:
+    """A fused layer of vLLM with random weights in a checkpoint format."""
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+    from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
+
+    bits = {"int8": 8, "int8 asymmetric": 8, "int4": 4, "int4 with zeros": 4}.get(form)
+    weights = {"num_bits": bits, "type": "int", "symmetric": "zeros" not in form, "dynamic": False}
+    activations = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    activations["symmetric"] = "asymmetric" not in form
+    group: dict[str, Any] = {
+        "targets": ["Linear"],
+        "input_activations": activations if bits == 8 else None,
+    }
+    group["weights"] = weights | (
+        {"strategy": "channel"} if bits == 8 else {"strategy": "group", "group_size": 64}
+    )
+    config: dict[str, Any] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized" if bits == 8 else "pack-quantized",
+        "ignore": [],
+        "config_groups": {"group_0": group},
+    }
+    quant = bits and compressed_tensors.CompressedTensorsConfig.from_config(config)
+    name = f"model.layers.{draw.randrange(30)}.mlp.gate_up_proj"
+    layer = MergedColumnParallelLinear(
+        FEATURES, list(OUT), bias=True, quant_config=quant or None, prefix=name, **more
+    )
+    fill(layer, torch.Generator().manual_seed(draw.randrange(2**31)))
+    return layer
+
+
+def one_channel(layer: Any, draw: random.Random) -> None:
+    layer.weight_scale.data[draw.randrange(len(layer.weight_scale))] *= 1.05
+
+
+def one_group(layer: Any, draw: random.Random) -> None:
+    scale = layer.weight_scale.data
+    scale[draw.randrange(scale.shape[0]), draw.randrange(scale.shape[1])] *= 1.05
+
+
+def order_of_groups(layer: Any, draw: random.Random) -> None:
+    scale, group = layer.weight_scale.data, draw.randrange(layer.weight_scale.shape[1] - 1)
+    scale[:, [group, group + 1]] = scale[:, [group + 1, group]]
+
+
+def zero_point(layer: Any, draw: random.Random) -> None:
+    zeros = layer.weight_zero_point.data
+    row, column = draw.randrange(zeros.shape[0]), draw.randrange(zeros.shape[1])
+    zeros[row, column] ^= 1 << 4 * draw.randrange(8)
+
+
+def one_weight(layer: Any, draw: random.Random) -> None:
+    own = "weight" if hasattr(layer, "weight") else "weight_packed"
+    weight = getattr(layer, own).data
+    # The highest bit of a number: a smaller change may be within the rounding of the result.
+    bit = 1 << (6 if weight.dtype == torch.int8 else 4 * draw.randrange(7) + 3)
+    weight[draw.randrange(weight.shape[0]), draw.randrange(weight.shape[1])] ^= bit
+
+
+def no_fault(layer: Any, draw: random.Random) -> None:
+    pass
+
+
+FAULTS: dict[str, tuple[Fault, ...]] = {
+    "int8": (one_channel, one_weight),
+    "int4": (one_group, order_of_groups, one_weight),
+    "int4 with zeros": (zero_point,),
+}
+"""Form -> faults in weights of this form."""
+
+
+def faulty(base: Any, fault: Fault, draw: random.Random, unwritten: int = 0) -> Any:
+    """A class over vLLM's that changes the layer before vLLM's class converts it, or does not write
+    the last rows of a result."""
+
+    class Faulty(base):  # type: ignore[misc]
+        def process_weights_after_loading(self, layer: Any) -> None:
+            fault(layer, draw)
+            super().process_weights_after_loading(layer)
+
+        def apply_weights(self, layer: Any, x: Any, bias: Any = None) -> Any:
+            result: Any = super().apply_weights(layer, x, bias)
+            if unwritten and len(result) > unwritten:
+                result[-unwritten:] = 0
+            return result
+
+    return Faulty
