@@ -55,6 +55,8 @@ def test_what_one_rank_lacks_or_cannot_run_is_off_on_all() -> None:
     assert not united([opinion(), unavailable], {KEY})
     not_ordered_there = replace(NOTHING, installed=frozenset({KEY}))
     assert united([opinion(), not_ordered_there], ()) == {}
+    vllms = {"impl": "vllm.MarlinLinearKernel", "distribution": None, "version": None}
+    assert united([replace(NOTHING, contents={"ops": {"wna16_linear": [vllms]}})], ()) == {}
 
 
 def test_a_row_of_an_order_by_size_is_its_ops() -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ..errors import StartError
 from ..logs import get_logger
 from ..plugins.inspection import FAILED, LACKED, REFUSES, REJECTED, Key, Objection
+from ..plugins.types import VLLM_IDS
 
 log = get_logger("engine")
 
@@ -96,7 +97,7 @@ def lacking(opinions: Sequence[Opinion]) -> dict[Key, Disabled]:
         for impl in impls:
             key = op, impl["impl"]
             for rank, each in enumerate(opinions):
-                if key not in each.installed:
+                if key not in each.installed and not key[1].startswith(VLLM_IDS):
                     why = f"{impl['distribution']} {impl['version']}"
                     found.setdefault(key, Disabled(LACKED, rank, why))
                 elif key in each.unavailable:

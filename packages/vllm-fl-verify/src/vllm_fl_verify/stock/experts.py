@@ -24,9 +24,10 @@ TOKENS = (1, 17, 256)
 
 OF_EXPERTS = "dequantised weights of 8 experts"
 
-COARSE = {torch.int8: 0.05, torch.float8_e4m3fn: 0.15}
-"""Tolerance for quantised activations between the products, relative to a row's root mean square,
-by dtype of the weights."""
+COARSE = {torch.int8: 0.08, torch.float8_e4m3fn: 0.25}
+"""Tolerance for quantised activations before each product, relative to a row's root mean square, by
+dtype of the weights: at least six standard deviations of these roundings. Half a million results
+of a correct kernel reach five."""
 
 ROUNDINGS = 4
 """Tolerance for other roundings, in steps of the result's dtype at a row's root mean square."""
