@@ -48,7 +48,6 @@ class Checks:
 
     def __post_init__(self) -> None:
         self.facts, self.device = self.engine.facts, self.engine.device
-        self.how = self.facts.settings.preflight
         locked = self.facts.settings.locked
         seed = locked.seed if locked else None
         self.seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
@@ -89,7 +88,7 @@ class Checks:
             self.facts.dtype,
             self.device,
             self.facts.sizes,
-            compares=self.how == "verify",
+            compares=self.facts.settings.compares,
             backend=lowering(self.facts, self.device),
             layer_for=layer_for,
             seed=self.seed,
@@ -127,7 +126,7 @@ class Checks:
         """Return the sizes of this rank's runs of the loaded model, in tokens; empty if it compares
         nothing. They include the maximum tokens of the planned ops' rows."""
         entries = [entry for entry in plan.entries.values() if entry.impls]
-        if self.how != "verify" or not entries:
+        if not self.facts.settings.compares or not entries:
             return frozenset()
         largest = self.facts.sizes.tokens[-1] if self.facts.sizes else 1
         counts = {*probe.FORWARD_SIZES, *(n for entry in entries for n in entry.ceilings)}
