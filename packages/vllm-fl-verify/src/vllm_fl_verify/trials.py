@@ -38,6 +38,9 @@ from .warmup import warm_counts
 CALLS = 400.0
 """Calls at further token counts. All implementations of a request share them equally."""
 
+KEPT_POOL = 17
+"""Distinct rows in batches for implementations that were verified before."""
+
 Launches = Callable[[Callable[[], object], torch.device], launches.Launched]
 
 ProvidedDtypes = Sequence[Mapping[str, torch.dtype]]
@@ -56,6 +59,7 @@ class Role:
         warm: token counts to run before the engine serves, the most important first.
         captured: token count that vLLM will capture in a graph; 0 for none.
         least, most: minimum and maximum tokens of its calls. An order by size may restrict them.
+        kept: whether it passed the full verification of an earlier startup with the same key.
     """
 
     impl: OpImpl
@@ -65,6 +69,13 @@ class Role:
     captured: int = 0
     least: int = 1
     most: float = math.inf
+    kept: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its name in a verdict. Each implementation is verified once with a name."""
+        uses = self.compiled and "compiled", self.warm and "warm", self.captured and "captured"
+        return ", ".join(("=".join(self.key), f"{self.least}-{self.most}", *filter(None, uses)))
 
     @property
     def key(self) -> tuple[str, str]:
@@ -130,9 +141,11 @@ class Request:
             sizes = self.sizes and _within(least, most, self.sizes)
             fixed, given = (self.device, sizes, self.seed), self.provided.get(op, ())
             kinds = dtypes_of(self.specs[op], self.dtype)
-            made[op, least, most] = [Trials(self.specs[op], kind, *fixed, given) for kind in kinds]
+            all_kept = all(r.kept for r in self.roles if r.calls == (op, least, most))
+            of_op = *fixed, given, KEPT_POOL if all_kept else POOL
+            made[op, least, most] = [Trials(self.specs[op], kind, *of_op) for kind in kinds]
         yield made
-        if any(role.compiled for role in self.roles):
+        if any(role.compiled and not role.kept for role in self.roles):
             torch._dynamo.reset()  # vLLM compiles the model later, in a clean state
         made.clear()
         release(self.device)
@@ -189,6 +202,7 @@ class Trials:
     Args:
         sizes: the model's sizes; None if they cannot be determined from its configuration.
         provided: dtypes of the values that layers provide; empty for the contract's dtypes.
+        pool: number of distinct rows in batches.
     """
 
     spec: OpSpec
@@ -197,6 +211,7 @@ class Trials:
     sizes: ModelSizes | None
     seed: int
     provided: ProvidedDtypes = ()
+    pool: int = POOL
 
     @cached_property
     def samples(self) -> list[Sample]:
@@ -236,7 +251,7 @@ class Trials:
     def forms(self) -> list[Form]:
         if self.sizes is None or self.spec.fixed_batch:
             return []
-        pool = dataclasses.replace(self.sizes, tokens=(min(POOL, self.largest),))
+        pool = dataclasses.replace(self.sizes, tokens=(min(self.pool, self.largest),))
         kinds = (self.spec.served(pool, self.dtype, self.device, big) for big in (False, True))
         pairs = [*zip(*kinds, strict=True)]
         passed: dict[tuple[int, str], list[Sample]] = {}
@@ -247,6 +262,21 @@ class Trials:
                 if self.spec.check(*given[0].args) is None:
                     passed.setdefault((number, given[0].name), given)
         return [Form(self.spec, *pair) for pair in (passed.values() or pairs)]
+
+    def drawn_counts(self, largest: float = math.inf, number: int = 3) -> list[int]:
+        """Return token counts of different magnitudes, drawn without the seed."""
+        rng, most = random.SystemRandom(), min(self.largest, largest)
+        drawn = (math.exp(rng.uniform(0, math.log(most + 1))) for _ in range(number))
+        return [max(self.smallest, min(int(n), self.largest)) for n in drawn]
+
+    def drawn_samples(self) -> list[Sample]:
+        """Return samples of the contract, or calls with fixed batches of a size that is drawn."""
+        if self.sizes is None:
+            given = [*tried(self.spec, self.dtype, self.device)]
+            return random.SystemRandom().sample(given, min(3, len(given)))
+        counts = self.drawn_counts(FIXED_COUNTS[-1])
+        sizes = (dataclasses.replace(self.sizes, tokens=(n,)) for n in counts)
+        return [s for n in sizes for s in self.spec.served(n, self.dtype, self.device, False)]
 
     @cached_property
     def promises_nan(self) -> bool:
@@ -281,7 +311,7 @@ class Trials:
 
     def rows(self, count: int, salt: int = 0, order: Order = "drawn") -> torch.Tensor:
         generator = torch.Generator("cpu").manual_seed(self.seed + 2 * count + salt)
-        pool = min(POOL, self.largest)
+        pool = min(self.pool, self.largest)
         return drawn_rows(count, pool, generator, order).to(self.device)
 
 
