@@ -30,6 +30,8 @@ def inspect_plan(engine: Any, moment: Moment) -> Mapping[Key, Objection] | None:
         if moment is Moment.CACHED:
             loaded.compare_attention(engine)
         found = compare(engine)
+        if found and moment is not Moment.PLANNED:
+            made_inputs.checks_of(engine).verdicts.refute(found)
         if moment is Moment.LOADED and engine.facts.settings.compares and not found:
             loaded.measure_stock(engine)
         return found
