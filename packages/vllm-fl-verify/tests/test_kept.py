@@ -26,7 +26,7 @@ from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.loading import load_settings
 from vllm_fl_verify import kept, loaded, plugin, trials
 from vllm_fl_verify.made_inputs import Checks, checks_of
-from vllm_fl_verify.verdicts import Verdict, hashed, verdict_folder, write_verdict
+from vllm_fl_verify.verdicts import KeptVerdict, hashed, verdict_folder, write_verdict
 
 OP, KEY = "silu_and_mul", ("silu_and_mul", "vendor.acme")
 WRONG = Objection(FAILED, "it is incorrect")
@@ -174,7 +174,7 @@ def test_a_later_fault_voids_the_verdict_also_for_an_engine_that_writes_later(
     monkeypatch.setattr(loaded, "compare_attention", lambda engine: None)
     assert plugin.inspect_plan(checks.engine, moment) == {KEY: WRONG}
     names = ["silu_and_mul=vendor.acme, 1-inf, warm"]
-    write_verdict(Verdict({"tried": hashed(names)}, frozenset(names)))
+    write_verdict(KeptVerdict({"tried": hashed(names)}, frozenset(names)))
     assert not is_kept(start(ACME)[0])
 
 

@@ -52,7 +52,8 @@ def packages(tmp_path: Path, monkeypatch: Patch) -> Path:
     (tmp_path / "acme-1.0.dist-info/RECORD").write_text("acme.py,sha256=1,9")
     (tmp_path / "kernels.so").write_bytes(b"1" * 9)
     monkeypatch.setattr(verdict_key, "sys", SimpleNamespace(path=[str(tmp_path)]))
-    monkeypatch.setattr(verdict_key, "_roots", lambda spec: [str(tmp_path)])
+    beneath = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(verdict_key, "find_spec", lambda name: beneath)
     return tmp_path
 
 
@@ -163,7 +164,7 @@ def test_what_was_tried_changes_the_key(change: dict[str, Any], packages: Path) 
 
 def test_what_changes_in_each_startup_is_not_in_the_key(packages: Path, monkeypatch: Patch) -> None:
     before = verdict_parts(an_engine(), a_request(warm=(1, 2)))
-    for name in ("MASTER_PORT", "LOCAL_RANK", "TRITON_CACHE_DIR", "SSH_TTY", "ACME_SERVICE_HOST"):
+    for name in ("MASTER_PORT", "LOCAL_RANK", "TRITON_CACHE_DIR", "SSH_TTY", "VLLM_DIST_IDENT"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("ACME_API_TOKEN", "1")
     monkeypatch.setenv("VLLM_FL_METRICS", "/tmp/file")

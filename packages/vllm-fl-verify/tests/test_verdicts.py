@@ -11,7 +11,7 @@ import pytest
 
 from vllm_fl_verify import verdicts
 from vllm_fl_verify.verdicts import (
-    Verdict,
+    KeptVerdict,
     read_verdict,
     verdict_folder,
     verdict_summary,
@@ -20,7 +20,9 @@ from vllm_fl_verify.verdicts import (
 )
 
 PARTS = {"device": "1", "tried": "2"}
-KEPT = Verdict(PARTS, frozenset({"silu_and_mul=vendor.acme"}), {"silu_and_mul=vendor.acme": [64]})
+KEPT = KeptVerdict(
+    PARTS, frozenset({"silu_and_mul=vendor.acme"}), {"silu_and_mul=vendor.acme": [64]}
+)
 FAULT = "silu_and_mul", "vendor.acme"
 
 
@@ -70,7 +72,7 @@ def changed(folder: Path) -> None:
 
 
 def of_another_key(folder: Path) -> None:
-    other = Verdict({"device": "2"}, KEPT.passed)
+    other = KeptVerdict({"device": "2"}, KEPT.passed)
     write_verdict(other)
     os.rename(folder / f"{other.key}.json", file_of(folder))
 
@@ -172,7 +174,7 @@ def test_a_fault_outlasts_an_engine_that_writes_later(folder: Path) -> None:
     assert "it is incorrect" in fault.read_text() and "again" not in fault.read_text()
     fault.write_text("")  # the disk was full
     assert read_verdict(PARTS) is None
-    other = Verdict({"device": "2"}, KEPT.passed)
+    other = KeptVerdict({"device": "2"}, KEPT.passed)
     write_verdict(other)
     assert read_verdict(other.parts) == other
 
@@ -186,6 +188,6 @@ def test_a_summary_has_the_folder_and_the_sizes(
     size = sum(file.stat().st_size for file in folder.iterdir())
     assert verdict_summary() == f"2 files, 1 of them faults, {size} bytes in {folder}"
     monkeypatch.setattr(verdicts, "verdict_folder", lambda: None)
-    assert verdict_summary() == "none, since there is no home directory"
+    assert verdict_summary() == "none, because this user has no home directory"
     assert read_verdict(PARTS) is None
     write_verdict(KEPT)

@@ -14,12 +14,12 @@ from vllm_fl.text import quote
 from .budget import Valve
 from .trials import Request, Role
 from .verdict_key import verdict_parts
-from .verdicts import Verdict, read_verdict, write_fault, write_verdict
+from .verdicts import KeptVerdict, read_verdict, write_fault, write_verdict
 
 log = get_logger("engine")
 
 
-class KeptVerdicts:
+class EngineVerdicts:
     """A verification of some roles has one verdict on each rank. It is used only if all ranks have
     it, and no rank finds a fault.
 
@@ -32,9 +32,9 @@ class KeptVerdicts:
         self.engine, self._valve, self.is_void, self._current = engine, valve, False, ""
         facts = engine.facts
         self.is_used = facts.settings.compares and not engine.joins and not facts.wants_invariance
-        self._verdicts: dict[str, Verdict] = {}
+        self._verdicts: dict[str, KeptVerdict] = {}
         """Key -> verdict, of all verifications of this startup."""
-        self._known: dict[str, Verdict] = {}
+        self._known: dict[str, KeptVerdict] = {}
         """Key -> verdict that was read."""
         if self.is_used:
             engine.on_serving(self.write)
@@ -58,23 +58,17 @@ class KeptVerdicts:
         except Exception as error:  # it reads files, and objects of vLLM and of plugins
             log.warning("Verdicts are not kept, since their key is unknown: %s", quote(error))
             return frozenset()
-        verdict = Verdict(parts)
-        self._current = verdict.key
-        self._verdicts[self._current] = verdict
-        if self.engine.facts.settings.preflight == "full":
-            return frozenset()
-        found = read_verdict(parts)
-        if found is not None:
-            self._known[self._current] = found
-        return found.passed if found is not None else frozenset()
+        verdict = KeptVerdict(parts)
+        self._current, self._verdicts[verdict.key] = verdict.key, verdict
+        is_full = self.engine.facts.settings.preflight == "full"
+        self._known[self._current] = known = (not is_full and read_verdict(parts)) or verdict
+        return known.passed
 
     def is_tuned_differently(self, roles: Iterable[Role]) -> bool:
         """Whether a kept role has made other choices by timing than when it was verified."""
-        known = self._known.get(self._current)
-        if known is None:
-            return False
         now = self._choices(role for role in roles if role.kept)
-        return any(_differ(known.choices.get(name), chosen) for name, chosen in now.items())
+        before = self._known[self._current].choices if now else {}
+        return any(_differ(before.get(name), chosen) for name, chosen in now.items())
 
     def record(self, roles: Iterable[Role], objections: Mapping[Key, Objection]) -> None:
         """Note the result of the verification after the last `agreed`."""
@@ -84,11 +78,12 @@ class KeptVerdicts:
         if self._current in self._verdicts:
             passed = frozenset(role.name for role in roles if role.key not in objections)
             parts, chosen = self._verdicts[self._current].parts, self._choices(roles)
-            self._verdicts[self._current] = Verdict(parts, passed, chosen)
+            self._verdicts[self._current] = KeptVerdict(parts, passed, chosen)
 
     def _choices(self, roles: Iterable[Role]) -> dict[str, Any]:
-        found = choices(self.engine.plan)
-        return {role.name: found[role.key] for role in roles if role.key in found}
+        of = {role.key: role.name for role in roles if role.impl.choices is not None}
+        found = choices(self.engine.plan).items() if of else ()
+        return {of[key]: chosen for key, chosen in found if key in of}
 
     def refute(self, objections: Mapping[Key, Objection]) -> None:
         """Record faults that the full verification had not found, for later startups."""

@@ -24,7 +24,7 @@ from vllm_fl.settings.policy import at_size
 
 from . import probe
 from .budget import Valve
-from .kept import KeptVerdicts
+from .kept import EngineVerdicts
 from .preflight import find_faults
 from .trials import Request, Role
 from .warmup import warm_counts
@@ -53,7 +53,7 @@ class Checks:
         seed = locked.seed if locked else None
         self.seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
         self.valve = Valve()
-        self.verdicts = KeptVerdicts(self.engine, self.valve)
+        self.verdicts = EngineVerdicts(self.engine, self.valve)
         self._verified: dict[str, Role] = {}
         """`Role.name` -> role, of all verifications."""
 

@@ -23,6 +23,9 @@ from .shadow import Shadow, Tally
 EVERY = 60.0
 """Seconds between log lines without new errors."""
 
+Refute = Callable[[Mapping[Key, Objection]], None]
+"""Records faults for later startups."""
+
 log = get_logger("engine")
 
 
@@ -138,12 +141,7 @@ def _out_of_sight(plan: Plan) -> dict[str, str]:
 
 
 class Canary:
-    def __init__(
-        self,
-        shadow: Shadow,
-        rank: int,
-        refute: Callable[[Mapping[Key, Objection]], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, shadow: Shadow, rank: int, refute: Refute = lambda _: None) -> None:
         self.shadow, self._rank, self._refute = shadow, rank, refute
         self._due = time.monotonic() + EVERY
         self._named: set[tuple[str, str]] = set()

@@ -32,27 +32,24 @@ from .verdicts import hashed
 WITHOUT_EFFECT = re.compile(
     "config|platform_files|lock|log_level|debug|metrics|shadow|preflight|count_calls|keep_faults.*"
 )
-"""Settings that do not change what a verification finds. Those of files are compared by content."""
+"""Settings without effect on the findings of a verification. Files of settings are compared by
+content."""
 
 IGNORED = re.compile(
     r"_|(OLD)?PWD|SHLVL|HOME|USER|LOGNAME|HOSTNAME|SHELL|TERM.*|COLUMNS|LINES|LANG|LC_.*|LS_COLORS"
     r"|LESS.*|MAIL|PS\d|EDITOR|PAGER|DISPLAY|WINDOWID|TMP|TEMP|TMPDIR|SSH_.*|XDG_.*|DBUS_.*|SUDO_.*"
     r"|TMUX.*|STY|INVOCATION_ID|JOURNAL_STREAM|SYSTEMD_.*|MANAGERPID|KUBERNETES_.*|RAY_.*|SLURM_.*"
     r"|PMIX?_.*|OMPI_COMM_.*|TORCHELASTIC_.*|PYTEST_.*|_VLLM_FL_.*|(LOCAL_|GROUP_)?RANK|MASTER_ADDR"
-    r"|.*_PORT(_.*)?|.*_SERVICE_HOST|.*_CACHE_(DIR|ROOT|HOME)|.*_VISIBLE_DEVICES"
+    r"|VLLM_DIST_IDENT|PROMETHEUS_MULTIPROC_DIR|.*_PORT(_.*)?|.*_SERVICE_HOST"
+    r"|.*_CACHE_(DIR|ROOT|HOME)|.*_VISIBLE_DEVICES"
 )
 """Environment variables of sessions, hosts and orchestrators. The ranks and the devices that some
 of them select are other parts of the key."""
 
 
 def verdict_parts(engine: Engine, request: Request) -> dict[str, str]:
-    """Return the hashes of `PARTS`, whose names a verdict keeps with them."""
+    """Return name -> hash of each part in `PARTS`."""
     return {name: hashed(_plain(part(engine, request))) for name, part in PARTS.items()}
-
-
-def _plan(engine: Engine, _: Request) -> object:
-    apart = ("ops", "contracts")
-    return {name: each for name, each in engine.contents.items() if name not in apart}
 
 
 def _verification(*_: object) -> object:
@@ -60,27 +57,20 @@ def _verification(*_: object) -> object:
 
 
 def _packages(*_: object) -> object:
-    """The names, versions and times of all installed packages."""
-    found = {}
-    for root in map(Path, sys.path):
-        for each in root.glob("*.dist-info") if root.is_dir() else ():
-            found[str(each)] = _state(each / "RECORD")
-    return platform.python_version(), found
+    """Return the names, versions and times of all installed packages."""
+    found = (each for root in map(Path, sys.path) for each in root.glob("*.dist-info"))
+    return platform.python_version(), {str(each): _state(each / "RECORD") for each in found}
 
 
 def _beneath(*_: object) -> object:
-    """The state of each file of vLLM, torch and Triton with code. They are too large to hash."""
-    found = {}
-    for root in (r for n in BENEATH if (spec := find_spec(n)) for r in _roots(spec)):
-        for here, inner, names in os.walk(root):
-            inner[:] = [name for name in inner if name not in ("__pycache__", "include")]
-            for path in (os.path.join(here, n) for n in names if n.endswith((".py", ".so"))):
-                found[path] = _state(path)
-    return found
-
-
-def _roots(spec: Any) -> list[str]:
-    return list(spec.submodule_search_locations or ())
+    """Return the state of each file of vLLM, torch and Triton with code, which are too large to
+    hash."""
+    specs = filter(None, map(find_spec, BENEATH))
+    roots = (root for spec in specs for root in spec.submodule_search_locations or ())
+    found = (
+        os.path.join(here, n) for root in roots for here, _, some in os.walk(root) for n in some
+    )
+    return {path: _state(path) for path in found if path.endswith((".py", ".so"))}
 
 
 def _state(path: str | Path) -> tuple[int, int, int] | None:
@@ -100,17 +90,16 @@ def _drivers(*_: object) -> object:
 
 
 def _device(engine: Engine, _: Request) -> object:
-    """The properties of the device. On CUDA they have the UUID and the number of SMs, which differ
-    in each MIG instance."""
+    """Return the properties of the device. On CUDA they include the UUID and the number of SMs,
+    which differ between MIG instances."""
     device = engine.device
-    threads = torch.get_num_threads(), sorted(os.sched_getaffinity(0))
     if device.type != "cpu":
         of = getattr(torch.get_device_module(device), "get_device_properties", None)
         return device.type, str(of(device.index or 0)) if of else engine.facts.device
     capability, about = torch.backends.cpu.get_cpu_capability(), Path("/proc/cpuinfo")
     lines = about.read_text().splitlines() if about.is_file() else ()
     named = {line for line in lines if line.startswith(("model name", "flags", "microcode"))}
-    return platform.machine(), capability, named, threads
+    return platform.machine(), capability, named, torch.get_num_threads()
 
 
 def _ranks(engine: Engine, _: Request) -> object:
@@ -125,14 +114,14 @@ def _settings(engine: Engine, _: Request) -> object:
 
 
 def _plugins(*_: object) -> object:
-    """All plugins, because one may change what the others call, such as PyTorch operators."""
-    found = (each for each in get_default_manager().registry.plugins)
+    """Return all plugins: each may change what others call, such as PyTorch operators."""
+    found = get_default_manager().registry.plugins
     return [(p.owner, p.status, code_facts(p.owner, p.module)) for p in found]
 
 
 def _operators(*_: object) -> object:
-    """The PyTorch operators with an implementation for each device, and those that Python code has
-    registered."""
+    """Return the PyTorch operators with an implementation for each device, and separately the
+    operators that Python code has registered."""
     keys = "CPU", "CUDA", "XPU", "PrivateUse1", "AutogradCPU", "AutogradCUDA", "AutogradPrivateUse1"
     found = {key: torch._C._dispatch_get_registrations_for_dispatch_key(key) for key in keys}
     by_python = (name.rsplit("/", 1) for name in torch.library._impls)
@@ -157,7 +146,7 @@ def _tried(_: Engine, request: Request) -> object:
 PARTS: Mapping[str, Callable[[Engine, Request], object]] = {
     "implementations": lambda engine, _: engine.contents["ops"],
     "contracts": lambda engine, _: engine.contents["contracts"],
-    "plan": _plan,
+    "plan": lambda engine, _: {**engine.contents, "ops": "", "contracts": ""},
     "verification": _verification,
     "packages": _packages,
     "beneath": _beneath,
@@ -176,7 +165,7 @@ PARTS: Mapping[str, Callable[[Engine, Request], object]] = {
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON that is the same in each process."""
+    """Return a value as JSON, equal in all processes."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Mapping):

@@ -1,9 +1,8 @@
 """Files with verdicts of earlier startups, in a folder that only this user can change.
 
-A verdict lists the implementations that passed a full verification with one key. A fault that is
-found later has a file of its own, so another engine that writes the verdict does not remove it.
-Files are opened without following links, and replaced atomically. A file that is not as written is
-ignored.
+A verdict lists the implementations that passed a full verification with one key. A later fault has
+a separate file, so another engine that writes the verdict does not remove it. Links are not
+followed, and files are replaced atomically. A changed file is ignored.
 """
 
 from __future__ import annotations
@@ -26,16 +25,18 @@ from vllm_fl.text import quote
 
 log = get_logger("engine")
 
-VERSION = 1
+FILE_FORMAT = 1
 
 LARGEST = 2**20
 """Maximum bytes of a verdict's file."""
+
+FAULT = ".fault"
 
 OPENED = os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 @dataclass(frozen=True)
-class Verdict:
+class KeptVerdict:
     """The result of a full verification.
 
     Args:
@@ -62,13 +63,13 @@ def verdict_folder() -> Path | None:
     return cache_folder("verdicts")
 
 
-def read_verdict(parts: Mapping[str, str]) -> Verdict | None:
+def read_verdict(parts: Mapping[str, str]) -> KeptVerdict | None:
     """Return the verdict with these parts of a key. None, with a line in the log, if a later check
     has found a fault, or if the file or its folder cannot be trusted."""
     key = hashed(parts)
     try:
         with _opened() as folder:
-            if any(_is_fault(name, key) for name in os.listdir(folder)):
+            if any(f.startswith(f"{key}.") and f.endswith(FAULT) for f in os.listdir(folder)):
                 log.info("Everything is verified again: a check after an earlier startup failed")
                 return None
             return _parsed(_content(folder, f"{key}.json"), parts)
@@ -79,25 +80,17 @@ def read_verdict(parts: Mapping[str, str]) -> Verdict | None:
         return None
 
 
-def write_verdict(verdict: Verdict) -> None:
-    body = {
-        "version": VERSION,
-        "parts": dict(verdict.parts),
-        "passed": sorted(verdict.passed),
-        "choices": verdict.choices,
-    }
-    text = json.dumps(body, sort_keys=True)
-    data = f"{_checksum(text)}\n{text}\n".encode()
+def write_verdict(verdict: KeptVerdict) -> None:
+    text = json.dumps({"version": FILE_FORMAT, **vars(verdict), "passed": sorted(verdict.passed)})
     part = f".{secrets.token_hex(8)}.part"
     try:
         with _opened(creates=True) as folder:
             try:
-                _write(folder, part, data)
+                _write(folder, part, f"{_checksum(text)}\n{text}".encode())
                 os.replace(part, f"{verdict.key}.json", src_dir_fd=folder, dst_dir_fd=folder)
-            except BaseException:
-                with suppress(OSError):
+            finally:
+                with suppress(FileNotFoundError):  # it has its name
                     os.unlink(part, dir_fd=folder)
-                raise
     except OSError as error:
         log.info("The verdict of this startup is not kept: %s", quote(error))
 
@@ -105,10 +98,10 @@ def write_verdict(verdict: Verdict) -> None:
 def write_fault(key: str, fault: Key, why: str) -> None:
     """Record that a verdict of this key is void, because of an implementation's fault. An existing
     file is kept. Only its name has an effect, so it also counts if the disk is full."""
-    text = json.dumps({"version": VERSION, "fault": fault, "why": why})
+    text = json.dumps({"version": FILE_FORMAT, "fault": fault, "why": why})
     try:
         with _opened(creates=True) as folder, suppress(FileExistsError):
-            _write(folder, f"{key}.{hashed(fault)}.fault", text.encode(errors="replace"))
+            _write(folder, f"{key}.{hashed(fault)}{FAULT}", text.encode(errors="replace"))
     except OSError as error:
         log.warning("A fault is not recorded for the next startup: %s", quote(error))
 
@@ -117,12 +110,12 @@ def verdict_summary() -> str:
     """Return where verdicts are, how many, and how large, for `vllm-fl doctor`."""
     folder = verdict_folder()
     if folder is None:
-        return "none, since there is no home directory"
+        return "none, because this user has no home directory"
     try:
         sizes = {each.name: each.stat(follow_symlinks=False).st_size for each in os.scandir(folder)}
     except OSError:
         return f"none in {folder}"
-    faults = sum(name.endswith(".fault") for name in sizes)
+    faults = sum(name.endswith(FAULT) for name in sizes)
     return f"{len(sizes)} files, {faults} of them faults, {sum(sizes.values())} bytes in {folder}"
 
 
@@ -132,7 +125,7 @@ def _opened(*, creates: bool = False) -> Iterator[int]:
     have changed or replaced it."""
     where = verdict_folder()
     if where is None:
-        raise FileNotFoundError("there is no home directory")
+        raise FileNotFoundError("this user has no home directory")
     if creates:
         make_private(where)
     for path in (where, *where.parents):
@@ -159,36 +152,30 @@ def _expect_own(path: Path, found: os.stat_result, *, private: bool = False) -> 
 
 
 def _content(folder: int, name: str) -> bytes:
-    fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | OPENED, dir_fd=folder)
-    with open(fd, "rb") as file:
-        found = os.fstat(fd)
+    with open(os.open(name, os.O_NONBLOCK | OPENED, dir_fd=folder), "rb") as file:
+        found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
             raise PermissionError(f"{name} is not a file with a single name")
         _expect_own(Path(name), found, private=True)
         return file.read(LARGEST + 1)
 
 
-def _parsed(data: bytes, parts: Mapping[str, str]) -> Verdict:
+def _parsed(data: bytes, parts: Mapping[str, str]) -> KeptVerdict:
     checksum, _, text = data.decode().partition("\n")
-    if len(data) > LARGEST or _checksum(text.removesuffix("\n")) != checksum:
+    if len(data) > LARGEST or _checksum(text) != checksum:
         raise ValueError("its checksum differs")
     body = json.loads(text)
-    if body["version"] != VERSION or body["parts"] != parts:
+    if body["version"] != FILE_FORMAT or body["parts"] != parts:
         raise ValueError("it has another key")
-    return Verdict(parts, frozenset(map(str, body["passed"])), dict(body["choices"]))
+    return KeptVerdict(parts, frozenset(map(str, body["passed"])), dict(body["choices"]))
 
 
 def _write(folder: int, name: str, data: bytes) -> None:
-    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | OPENED, 0o600, dir_fd=folder)
-    with open(fd, "wb") as file:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | OPENED
+    with open(os.open(name, flags, 0o600, dir_fd=folder), "wb", buffering=0) as file:
         file.write(data)
-        file.flush()
-        os.fsync(fd)
+        os.fsync(file.fileno())
 
 
 def _checksum(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _is_fault(name: str, key: str) -> bool:
-    return name.startswith(f"{key}.") and name.endswith(".fault")

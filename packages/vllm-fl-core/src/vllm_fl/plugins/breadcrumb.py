@@ -93,7 +93,7 @@ def folder() -> Path | None:
 
 
 def cache_folder(name: str) -> Path | None:
-    """Return a folder of vllm-fl in the user's cache, which may not exist. None without a home."""
+    """Return the path of a folder of vllm-fl in the user's cache. None without a home directory."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(cache):  # XDG: a relative path is ignored
         cache = os.path.expanduser("~/.cache")
@@ -101,7 +101,7 @@ def cache_folder(name: str) -> Path | None:
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder of the user's cache, and its parent, which only this user can read."""
+    """Create a folder of the user's cache and its parent, with access for this user only."""
     for each in (folder.parent, folder):
         each.mkdir(mode=0o700, parents=True, exist_ok=True)
 

@@ -19,6 +19,7 @@ from vllm_fl.integration.carried import carried_entry
 from vllm_fl.integration.engines import Engine
 from vllm_fl.integration.planning import plan_for
 from vllm_fl.logs import get_logger
+from vllm_fl.plugins.inspection import VERIFIED_BEFORE, Moment
 from vllm_fl.settings.lock import Locked
 from vllm_fl.settings.policy import OpOrder
 from vllm_fl.settings.schema import Settings
@@ -142,8 +143,13 @@ class Lock:
         disabled: dict[str, dict[str, str]] = {}
         for (op, impl_id), each in sorted(self.engine.disabled.items()):
             disabled.setdefault(op, {})[impl_id] = each.reason
-        ops = labels(self.engine.plan)
-        result = {"ops": ops, "digest": self.engine.digest, "out": disabled}
+        before = VERIFIED_BEFORE in self.engine.remarks[Moment.PLANNED]
+        result = {
+            "ops": labels(self.engine.plan),
+            "digest": self.engine.digest,
+            "out": disabled,
+            "verdict": "kept" if before else "fresh",
+        }
         return {"facts": self.facts, "result": result}
 
 
