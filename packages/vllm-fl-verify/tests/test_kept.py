@@ -144,6 +144,7 @@ def test_a_faulty_implementation_is_verified_again_in_full() -> None:
         assert list(out) == [KEY] and "it is incorrect" in out[KEY].reason
         roles = {role.impl.impl_id: role.kept for role in checks._verified.values()}
         assert roles["vendor.acme"] is False and roles["vendor.second"] is not is_first
+        assert is_kept(checks) is not is_first
 
 
 def test_a_fault_in_the_small_part_voids_the_verdict() -> None:

@@ -166,7 +166,6 @@ def test_what_changes_in_each_startup_is_not_in_the_key(packages: Path, monkeypa
     before = verdict_parts(an_engine(), a_request(warm=(1, 2)))
     for name in ("MASTER_PORT", "LOCAL_RANK", "TRITON_CACHE_DIR", "SSH_TTY", "VLLM_DIST_IDENT"):
         monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("ACME_API_TOKEN", "1")
     monkeypatch.setenv("VLLM_FL_METRICS", "/tmp/file")
     request = dataclasses.replace(a_request(warm=(1, 3)), seed=9)
     engine = an_engine(VLLM_FL_METRICS="/tmp/file", VLLM_FL_PREFLIGHT="full")
@@ -179,4 +178,4 @@ def test_devices_are_told_apart_by_all_their_properties(monkeypatch: Patch) -> N
     engine.device = torch.device("cuda", 1)
     module = SimpleNamespace(get_device_properties=lambda index: f"{found} {index}")
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    assert verdict_key.PARTS["device"](engine, a_request()) == ("cuda", f"{found} 1")
+    assert verdict_key.PARTS["device"](engine, a_request()) == ("cuda", f"{found} 1", "")

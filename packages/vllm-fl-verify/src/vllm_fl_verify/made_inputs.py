@@ -158,10 +158,10 @@ class Checks:
         asked = {rule.name for binding in planned for rule in binding.sizes}
         unknown = [name for name in (sizes.unknown if sizes else ()) if name in asked]
         limit = f"some calls are unverified: the configuration does not define {', '.join(unknown)}"
-        kept = [role for role in self._verified.values() if role.kept]
-        all_kept = [VERIFIED_BEFORE] if len(kept) == len(self._verified) else []
-        some = f"{len(kept)} of {len(self._verified)} implementations were verified before"
-        before = all_kept or [some] if kept else []
+        impls = {impl for entry in plan.entries.values() for impl in entry.impls}
+        kept = [role.kept for role in self._verified.values() if role.impl in impls]
+        some = f"{sum(kept)} of {len(kept)} implementations were verified before"
+        before = [VERIFIED_BEFORE if all(kept) else some] if any(kept) else []
         return [f"seed {self.seed}", *([limit] if unknown else ()), *before, *self.remarks]
 
 

@@ -74,8 +74,9 @@ class Role:
     @property
     def name(self) -> str:
         """Its name in a verdict. Each implementation is verified once with a name."""
-        uses = self.compiled and "compiled", self.warm and "warm", self.captured and "captured"
-        return ", ".join(("=".join(self.key), f"{self.least}-{self.most}", *filter(None, uses)))
+        uses = {"compiled": self.compiled, "warm": self.warm, "captured": self.captured}
+        used = (name for name, use in uses.items() if use)
+        return ", ".join(["=".join(self.key), f"{self.least}-{self.most}", *used])
 
     @property
     def key(self) -> tuple[str, str]:

@@ -6,7 +6,6 @@ verification costs only seconds.
 
 from __future__ import annotations
 
-import enum
 import json
 import os
 import platform
@@ -24,7 +23,6 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.digest import BENEATH, code_facts, code_hash
 from vllm_fl.integration.engines import Engine
 from vllm_fl.settings.schema import variables
-from vllm_fl.text import is_secret
 
 from .trials import Request
 from .verdicts import hashed
@@ -67,10 +65,9 @@ def _beneath(*_: object) -> object:
     hash."""
     specs = filter(None, map(find_spec, BENEATH))
     roots = (root for spec in specs for root in spec.submodule_search_locations or ())
-    found = (
-        os.path.join(here, n) for root in roots for here, _, some in os.walk(root) for n in some
-    )
-    return {path: _state(path) for path in found if path.endswith((".py", ".so"))}
+    walked = ((here, each) for root in roots for here, _, files in os.walk(root) for each in files)
+    code = (os.path.join(*each) for each in walked if each[1].endswith((".py", ".so")))
+    return {path: _state(path) for path in code}
 
 
 def _state(path: str | Path) -> tuple[int, int, int] | None:
@@ -95,7 +92,8 @@ def _device(engine: Engine, _: Request) -> object:
     device = engine.device
     if device.type != "cpu":
         of = getattr(torch.get_device_module(device), "get_device_properties", None)
-        return device.type, str(of(device.index or 0)) if of else engine.facts.device
+        found = of(device.index or 0) if of else engine.facts.device
+        return device.type, str(found), str(getattr(found, "uuid", ""))
     capability, about = torch.backends.cpu.get_cpu_capability(), Path("/proc/cpuinfo")
     lines = about.read_text().splitlines() if about.is_file() else ()
     named = {line for line in lines if line.startswith(("model name", "flags", "microcode"))}
@@ -133,9 +131,8 @@ def _environment(engine: Engine, _: Request) -> object:
     from vllm import envs
 
     skipped = {*envs.environment_variables, *variables(engine.facts.settings.declared)}
-    names = (n for n in os.environ if n not in skipped and not is_secret(n))
-    own = {name: os.environ[name] for name in names if not IGNORED.fullmatch(name)}
-    return getattr(envs, "compile_factors", dict)(), own
+    names = (n for n in os.environ if n not in skipped and not IGNORED.fullmatch(n))
+    return getattr(envs, "compile_factors", dict)(), {name: os.environ[name] for name in names}
 
 
 def _tried(_: Engine, request: Request) -> object:
@@ -174,8 +171,6 @@ def _plain(value: Any) -> Any:
         return [_plain(each) for each in value]
     if isinstance(value, set | frozenset):
         return sorted((_plain(each) for each in value), key=json.dumps)
-    if isinstance(value, enum.Enum):
-        return value.name
     if is_dataclass(value) and not isinstance(value, type):
         names = (each.name for each in fields(value) if each.name != "settings")
         return {name: _plain(getattr(value, name)) for name in names}
