@@ -271,13 +271,16 @@ class Trials:
         return [max(self.smallest, min(int(n), self.largest)) for n in drawn]
 
     def drawn_samples(self) -> list[Sample]:
-        """Return samples of the contract, or calls with fixed batches of a size that is drawn."""
-        if self.sizes is None:
-            given = [*tried(self.spec, self.dtype, self.device)]
-            return random.SystemRandom().sample(given, min(3, len(given)))
-        counts = self.drawn_counts(FIXED_COUNTS[-1])
-        sizes = (dataclasses.replace(self.sizes, tokens=(n,)) for n in counts)
-        return [s for n in sizes for s in self.spec.served(n, self.dtype, self.device, False)]
+        """Return calls with fixed batches, with sizes that are drawn. If the model's sizes are
+        unknown, some samples of the contract."""
+        served: list[Sample] = []
+        for count in self.drawn_counts(FIXED_COUNTS[-1]) if self.sizes else ():
+            sizes = dataclasses.replace(self.sizes, tokens=(count,))
+            served += self.spec.served(sizes, self.dtype, self.device, False)
+        if served:
+            return served
+        known = [s for s in self.spec.samples(self.dtype, self.device) if self.spec.tokens(s.args)]
+        return random.SystemRandom().sample(known, min(3, len(known)))
 
     @cached_property
     def promises_nan(self) -> bool:
