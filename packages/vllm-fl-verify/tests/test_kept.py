@@ -22,6 +22,7 @@ from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.integration import engines
 from vllm_fl.integration.engines import Engine
 from vllm_fl.plugins.inspection import FAILED, VERIFIED_BEFORE, Moment, Objection
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.loading import load_settings
 from vllm_fl_verify import kept, loaded, plugin, trials
@@ -221,3 +222,13 @@ def test_an_unknown_key_verifies_everything(
     monkeypatch.setattr(kept, "verdict_parts", fails)
     assert not is_kept(start(ACME)[0])
     assert "their key is unknown: AttributeError: no compute_hash" in caplog.text
+
+
+@pytest.mark.parametrize(("tokens", "largest"), [((1, 8192), 8192), ((10, 64), 64), ((3, 3), 3)])
+def test_drawn_sizes_are_those_of_the_implementation(tokens: Any, largest: int) -> None:
+    spec, sizes = known_contracts().contracts[OP], ModelSizes(tokens=tokens)
+    of_role = trials.Trials(spec, torch.bfloat16, torch.device("cpu"), sizes, 1)
+    drawn = of_role.drawn_counts(number=500)
+    assert tokens[0] <= min(drawn) <= max(drawn) <= largest
+    assert max(drawn) - min(drawn) >= 0.8 * (largest - tokens[0])
+    assert max(of_role.drawn_counts(4, number=50)) <= max(4, tokens[0])

@@ -266,17 +266,19 @@ class Trials:
 
     def drawn_counts(self, largest: float = math.inf, number: int = 3) -> list[int]:
         """Return token counts of different magnitudes, drawn without the seed."""
-        rng, most = random.SystemRandom(), min(self.largest, largest)
-        drawn = (math.exp(rng.uniform(0, math.log(most + 1))) for _ in range(number))
-        return [max(self.smallest, min(int(n), self.largest)) for n in drawn]
+        rng, least = random.SystemRandom(), self.smallest
+        ends = math.log(least), math.log(max(least, min(self.largest, largest)) + 1)
+        drawn = (math.exp(rng.uniform(*ends)) for _ in range(number))
+        return [max(least, min(int(n), self.largest)) for n in drawn]
 
     def drawn_samples(self) -> list[Sample]:
         """Return calls with fixed batches, with sizes that are drawn. If the model's sizes are
         unknown, some samples of the contract."""
         served: list[Sample] = []
-        for count in self.drawn_counts(FIXED_COUNTS[-1]) if self.sizes else ():
-            sizes = dataclasses.replace(self.sizes, tokens=(count,))
-            served += self.spec.served(sizes, self.dtype, self.device, False)
+        if self.sizes is not None:
+            for count in self.drawn_counts(FIXED_COUNTS[-1]):
+                sizes = dataclasses.replace(self.sizes, tokens=(count,))
+                served += self.spec.served(sizes, self.dtype, self.device, False)
         if served:
             return served
         known = [s for s in self.spec.samples(self.dtype, self.device) if self.spec.tokens(s.args)]
