@@ -7,6 +7,10 @@ names its own: what is missing there is an error.
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
+import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +25,15 @@ WITHOUT_KIT = ("vllm-fl-core", "vllm-fl-verify")
 settings.register_profile("daily", deadline=None, max_examples=30)
 settings.register_profile("nightly", deadline=None, max_examples=1000)
 settings.load_profile("daily")
+
+
+# Verdicts that other runs have kept must not change the verification in a test. The caches of
+# compilers and models stay where they are.
+before = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+os.environ.setdefault("VLLM_CACHE_ROOT", f"{before}/vllm")
+os.environ.setdefault("HF_HOME", f"{before}/huggingface")
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 class LeftOut(pytest.Collector):

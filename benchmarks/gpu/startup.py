@@ -43,7 +43,7 @@ from engine import VARIANTS, memory_of, running
 from host import facts
 from shapes import MODELS
 
-PREFLIGHT = re.compile(r"vllm-fl: .*\((?:eager|compiled);.*?(?:verified|run) in ([\d.]+) s")
+PREFLIGHT = re.compile(r"vllm-fl: .*\((?:eager|compiled);.*?(?:verified|run|check) in ([\d.]+) s")
 LIVE = re.compile(r"vllm-fl: .* (\d+) calls on live tensors in ([\d.]+) s")
 LIVE_REMARKS = re.compile(r"(?:not verified on live tensors|not compared): .*?(?=; digest)")
 CAPTURED = re.compile(r"(\w+=\S+) captured and replayed twice in ([\d.]+) s")

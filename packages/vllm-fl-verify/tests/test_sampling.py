@@ -182,6 +182,7 @@ def test_an_error_is_said_at_once_with_its_name_and_then_once_a_minute(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm_fl_verify import sampling as module
+    from vllm_fl_verify.made_inputs import checks_of
 
     def wrong(x: torch.Tensor) -> torch.Tensor:
         return right(x) + 0.25
@@ -192,6 +193,7 @@ def test_an_error_is_said_at_once_with_its_name_and_then_once_a_minute(
     worker = Worker(fn=wrong, VLLM_FL_SHADOW="1")
     canary = watched(worker)
     step(worker)
+    assert checks_of(worker.engine).verdicts.is_void
     (line,) = said(caplog)
     assert (
         "'vendor.acme' of op 'silu_and_mul' is incorrect in 1 of 1 compared calls of up to 4 tokens"

@@ -291,7 +291,7 @@ BACKEND = found("fl-acme", plugin(doctor=nothing), "backend")
 TOOLS = found("vllm-fl-tools", plugin(engine_session=nothing))
 
 
-@pytest.mark.parametrize("preflight", ["verify", "run"])
+@pytest.mark.parametrize("preflight", ["verify", "full", "run"])
 def test_an_engine_needs_a_verifier(preflight: str) -> None:
     assert refusal(BACKEND, TOOLS, preflight=preflight) == MISSING
     assert refusal(BACKEND, found(VERIFY, verifier()), preflight=preflight) is None

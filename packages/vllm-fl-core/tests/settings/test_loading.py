@@ -289,6 +289,7 @@ def test_empty_is_unset_and_only_for_plugins_none() -> None:
         ("VLLM_FL_PREFER", "flagso", "prefer", "Did you mean 'flagos'?"),
         ("VLLM_FL_LOG_LEVEL", "WARN", "log_level", "Did you mean 'WARNING'?"),
         ("VLLM_FL_PREFLIGHT", "verfy", "preflight", "Did you mean 'verify'?"),
+        ("VLLM_FL_PREFLIGHT", "all", "preflight", "expected one of verify, full, run, off"),
         ("VLLM_FL_PLATFORM", "cu da", "platform", "cuda, cpu, rocm, tpu, xpu, ascend"),
         ("VLLM_FL_FLAGOS_BLACKLIST", "mm add", "flagos_blacklist", "'mm add' is not a valid name"),
         ("VLLM_FL_ALLOW_VENDORS", ",", "allow_vendors", "contains no name"),

@@ -238,3 +238,23 @@ def test_a_smaller_call_tells_what_weights_give_that_repeat_their_rows(
         torch.testing.assert_close(few[:, columns], all_of_it, rtol=1e-12, atol=0)
         repeated += len(columns) > few.shape[1]
     assert repeated
+
+
+@pytest.mark.parametrize("sizes", [SIZES, None], ids=["sizes", "no sizes"])
+@pytest.mark.parametrize("op", sorted(known_contracts().contracts))
+def test_a_kept_verdict_leaves_a_call_that_is_compared(op: str, sizes: ModelSizes | None) -> None:
+    """With sizes that are drawn. The first call of a warm-up is not compared."""
+
+    def spoils(args: dict[str, Any], got: tuple[torch.Tensor, ...]) -> None:
+        for part in got:
+            if part is not None and part.numel():
+                part.add_(1) if not part.is_floating_point() else part.fill_(float("nan"))
+
+    for impl, is_wrong in (
+        (oracle_impl(known_contracts().contracts[op]), False),
+        (wrong(op, spoils), True),
+    ):
+        role = Role(impl, warm=(1, 16), kept=True)
+        found = find_faults(Request([role], torch.bfloat16, CPU, sizes))
+        reasons = [each.reason for each in found.objections.values()]
+        assert bool(reasons) is is_wrong, reasons

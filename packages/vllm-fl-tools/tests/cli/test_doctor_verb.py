@@ -104,6 +104,7 @@ def test_a_sound_installation(fl: Command, plugin: Plugin) -> None:
     facts = done.json()["facts"]
     assert facts["python"].startswith(".".join(map(str, sys.version_info[:3])))
     assert torch_build() in facts["torch"] and facts["devices"]
+    assert facts["kept verdicts"].startswith("none in ")
     loaded = [row for row in done.json()["plugins"] if row["status"] == "ok"]
     (row,) = [row for row in loaded if row["name"] not in ("ops", "operate", "verify")]
     assert (row["name"], row["hooks"], row["error"]) == (name, ["register_ops"], None)

@@ -16,6 +16,7 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 from vllm_fl.integration.patchers.linear_kernels import LinearKernels
+from vllm_fl.plugins.inspection import VERIFIED_BEFORE, Moment
 from vllm_fl.settings.loading import load_settings
 from vllm_fl.settings.lock import MARK, VERSION, Locked
 from vllm_fl_tools.operate.errors import LockError
@@ -55,6 +56,13 @@ def lock_of(tmp_path: Path, rank: int, by_rank: list[list[str]], mode: str = "")
     facts = SimpleNamespace(settings=settings)
     engine: Any = SimpleNamespace(facts=facts, rank=rank, gather=lambda what, mine: by_rank)
     return Lock(engine, FACTS)
+
+
+@pytest.mark.parametrize(("remark", "verdict"), [(VERIFIED_BEFORE, "kept"), ("seed 7", "fresh")])
+def test_a_lock_records_whether_a_verdict_was_kept(remark: str, verdict: str) -> None:
+    remarks, plan = {Moment.PLANNED: [remark]}, SimpleNamespace(entries={})
+    engine: Any = SimpleNamespace(disabled={}, plan=plan, digest="f00d", remarks=remarks)
+    assert Lock(engine, FACTS).to_json()["result"]["verdict"] == verdict
 
 
 def test_all_ranks_end_with_the_differences_of_each(tmp_path: Path) -> None:

@@ -53,10 +53,13 @@ class Valve:
 
     def is_closed(self, what: str) -> bool:
         """Return whether `what` must be omitted. If so, store it for the warning."""
-        closed = self._elapsed() > self.seconds
-        if closed:
+        if self.is_overdue:
             self._left_out[what] = None
-        return closed
+        return self.is_overdue
+
+    @property
+    def is_overdue(self) -> bool:
+        return self._elapsed() > self.seconds
 
     def _elapsed(self) -> float:
         return self._spent + (0.0 if self._since is None else time.monotonic() - self._since)

@@ -206,8 +206,26 @@ def _warm_up(run: Run) -> Objections:
             if left and not budget.takes(what, sum(map(form.calls, left))):
                 run.leave_out("not warmed up at some sizes", f" from {min(left)} tokens on")
                 return
-            if left:
+            if left and not run.role.kept:
                 yield from run.batches(form, _in_turn(left))
+            for count in left if run.role.kept else ():
+                yield from run.call_at(form, count)
+
+
+def _drawn_calls(run: Run) -> Objections:
+    """Compare a call of each form, at a size that is drawn for this startup."""
+    trials = run.trials
+    for form in run.forms:
+        form.switch(large=False)
+        for count in trials.drawn_counts():
+            yield from run.batches(form, [(count, ORDERS[1])])
+            if form.name in run.served:
+                break
+        yield from run.intact(form)
+    for sample in () if run.forms else trials.drawn_samples():
+        result = yield from run.sampled(sample)
+        if result.status != "refused":
+            break
 
 
 def _captured(run: Run) -> Objections:
@@ -335,6 +353,9 @@ STARTUP_CHECKS: tuple[Callable[[Run], Objections], ...] = (
     _compiled,
     _process,
 )
+
+KEPT_CHECKS: tuple[Callable[[Run], Objections], ...] = (_drawn_calls, _warm_up, _process)
+"""The checks of an implementation that an earlier startup has verified with the same key."""
 
 
 def _apart(spec: OpSpec, args: Sequence[Any]) -> tuple[Any, ...]:

@@ -65,7 +65,7 @@ class Determinism:
 def unmeasured(facts: EngineFacts, impls: Iterable[Impl], spec: OpSpec | None) -> dict[str, str]:
     """Return impl id -> why it must not run, for implementations that cannot be measured. The
     result is empty if the engine does not require batch-invariant implementations."""
-    asks, how = facts.wants_invariance, facts.settings.preflight
+    asks, settings = facts.wants_invariance, facts.settings
     found: dict[str, str] = {}
     for impl in impls if asks else ():
         why = ""
@@ -73,8 +73,8 @@ def unmeasured(facts: EngineFacts, impls: Iterable[Impl], spec: OpSpec | None) -
             why = "it is a class, which is not measured"
         elif spec is not None and _has_no_rows(spec):
             why = NO_ROWS
-        elif how != "verify":
-            why = f"VLLM_FL_PREFLIGHT={how} does not measure it"
+        elif not settings.compares:
+            why = f"VLLM_FL_PREFLIGHT={settings.preflight} does not measure it"
         if why:
             found[impl.impl_id] = f"{asks} is set, and {why}"
     return found

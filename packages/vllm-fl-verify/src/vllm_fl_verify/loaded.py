@@ -164,7 +164,7 @@ def compare_attention(engine: Engine) -> None:
             are built with it.
     """
     facts, planned = engine.facts, engine.plan.entries[ATTENTION].classes(AttentionImpl)
-    if facts.settings.preflight != "verify" or engine.joins or not planned:
+    if not facts.settings.compares or engine.joins or not planned:
         return
     from .stock.attention import compared_attention, path_of
 

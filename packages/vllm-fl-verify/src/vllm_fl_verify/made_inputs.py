@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ from vllm_fl.engine.plan import Plan, PlanEntry
 from vllm_fl.integration.engines import Engine
 from vllm_fl.integration.patchers.layers import layer_table
 from vllm_fl.integration.targets import installed_bindings
-from vllm_fl.plugins.inspection import Key, Moment, Objection
+from vllm_fl.plugins.inspection import VERIFIED_BEFORE, Key, Moment, Objection
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.policy import at_size
 
 from . import probe
 from .budget import Valve
+from .kept import EngineVerdicts
 from .preflight import find_faults
 from .trials import Request, Role
 from .warmup import warm_counts
@@ -48,15 +49,37 @@ class Checks:
 
     def __post_init__(self) -> None:
         self.facts, self.device = self.engine.facts, self.engine.device
-        self.how = self.facts.settings.preflight
         locked = self.facts.settings.locked
         seed = locked.seed if locked else None
         self.seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
         self.valve = Valve()
-        self._passed: set[tuple[object, ...]] = set()
+        self.verdicts = EngineVerdicts(self.engine, self.valve)
+        self._verified: dict[str, Role] = {}
+        """`Role.name` -> role, of all verifications."""
 
     def objections(self, plan: Plan) -> dict[Key, Objection]:
         """Return (op, impl id) -> why it must not run, for candidates that may run a call."""
+        verdicts, roles = self.verdicts, self._new_roles(plan)
+        passed = verdicts.agreed(self.request(plan, roles))
+        if verdicts.is_void:  # verify in full what this startup has not
+            self._verified = {n: role for n, role in self._verified.items() if not role.kept}
+            roles = self._new_roles(plan)
+        roles = [replace(role, kept=role.name in passed) for role in roles]
+        found = find_faults(self.request(plan, roles))
+        if verdicts.is_tuned_differently(roles):
+            roles = [replace(role, kept=False) for role in roles]
+            found = find_faults(self.request(plan, roles))
+        self._verified |= {role.name: role for role in roles}
+        verdicts.record(roles, found.objections)
+        self.remarks += found.remarks
+        self.smaller |= found.smaller
+        return found.objections
+
+    def _new_roles(self, plan: Plan) -> list[Role]:
+        return [role for role in self._roles(plan) if role.name not in self._verified]
+
+    def _roles(self, plan: Plan) -> list[Role]:
+        """Return the roles of all candidates that may run a call."""
         roles: list[Role] = []
         owners = get_default_manager().registry.snapshot().owners
         table = installed_bindings()
@@ -69,18 +92,11 @@ class Checks:
                 counts = self._warm_counts(entry, impl)
                 bounds = _bounds(entry, impl)
                 tokens = self._captured_tokens(plan, impl, *bounds) if meets and is_first else 0
-                passed = *key, is_compiled, bool(counts), bool(tokens), bounds
-                if passed in self._passed:
-                    continue
-                self._passed.add(passed)
                 by_range = self.facts.by_range
                 compiled = plan.as_compiled(op, impl, inlined=by_range) if is_compiled else None
                 owner = owners[key].name if key in owners else ""
                 roles.append(Role(impl, owner, compiled, counts, tokens, *bounds))
-        found = find_faults(self.request(plan, roles))
-        self.remarks += found.remarks
-        self.smaller |= found.smaller
-        return found.objections
+        return roles
 
     def request(self, plan: Plan, roles: Sequence[Role]) -> Request:
         assert self.facts.dtype is not None
@@ -89,7 +105,7 @@ class Checks:
             self.facts.dtype,
             self.device,
             self.facts.sizes,
-            compares=self.how == "verify",
+            compares=self.facts.settings.compares,
             backend=lowering(self.facts, self.device),
             layer_for=layer_for,
             seed=self.seed,
@@ -129,7 +145,7 @@ class Checks:
         """Return the sizes of this rank's runs of the loaded model, in tokens; empty if it compares
         nothing. They include the maximum tokens of the planned ops' rows."""
         entries = [entry for entry in plan.entries.values() if entry.impls]
-        if self.how != "verify" or not entries:
+        if not self.facts.settings.compares or not entries:
             return frozenset()
         largest = self.facts.sizes.tokens[-1] if self.facts.sizes else 1
         counts = {*probe.FORWARD_SIZES, *(n for entry in entries for n in entry.ceilings)}
@@ -144,7 +160,11 @@ class Checks:
         asked = {rule.name for binding in planned for rule in binding.sizes}
         unknown = [name for name in (sizes.unknown if sizes else ()) if name in asked]
         limit = f"some calls are unverified: the configuration does not define {', '.join(unknown)}"
-        return [f"seed {self.seed}", *([limit] if unknown else ()), *self.remarks]
+        impls = {impl for entry in plan.entries.values() for impl in entry.impls}
+        kept = [role.kept for role in self._verified.values() if role.impl in impls]
+        some = f"{sum(kept)} of {len(kept)} implementations were verified before"
+        before = [VERIFIED_BEFORE if all(kept) else some] if any(kept) else []
+        return [f"seed {self.seed}", *([limit] if unknown else ()), *before, *self.remarks]
 
 
 def lowering(facts: EngineFacts, device: torch.device) -> str:

@@ -15,8 +15,7 @@ VERIFIES = True
 
 @hookimpl
 def inspect_plan(engine: Any, moment: Moment) -> Mapping[Key, Objection] | None:
-    how = engine.facts.settings.preflight
-    if moment is Moment.GROUPED or how == "off":
+    if moment is Moment.GROUPED or engine.facts.settings.preflight == "off":
         return None
     from . import loaded, made_inputs
     from .trials import without_old_objects
@@ -31,7 +30,9 @@ def inspect_plan(engine: Any, moment: Moment) -> Mapping[Key, Objection] | None:
         if moment is Moment.CACHED:
             loaded.compare_attention(engine)
         found = {**compare(engine), **_quantised(engine, moment)}
-        if moment is Moment.LOADED and how == "verify" and not found:
+        if found and moment is not Moment.PLANNED:
+            made_inputs.checks_of(engine).verdicts.refute(found)
+        if moment is Moment.LOADED and engine.facts.settings.compares and not found:
             loaded.measure_stock(engine)
         return found
 
@@ -51,7 +52,7 @@ def _plans_kernels(engine: Any) -> bool:
     """Whether classes of quantised linear layers are planned and to be compared."""
     entries = (engine.plan.entries[op] for op in LINEAR_OPS if op in engine.plan.entries)
     is_planned = any(entry.classes(LinearKernelImpl) for entry in entries)
-    return is_planned and engine.facts.settings.preflight == "verify"
+    return is_planned and bool(engine.facts.settings.compares)
 
 
 @hookimpl
@@ -73,7 +74,7 @@ def rejections(op: str, impls: Sequence[Any], facts: Any, contract: Any) -> Mapp
 @hookimpl
 def engine_session(engine: Any) -> AbstractContextManager[object]:
     settings, sessions = engine.facts.settings, ExitStack()
-    if settings.preflight == "verify" and engine.plan.entries[ATTENTION].classes(AttentionImpl):
+    if settings.compares and engine.plan.entries[ATTENTION].classes(AttentionImpl):
         from .stock.attention import recording
 
         building = sessions.enter_context(ExitStack())

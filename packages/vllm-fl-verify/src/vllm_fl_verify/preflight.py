@@ -7,6 +7,9 @@ called in the compiler's form.
 
 Implementations that will run are then called at further token counts, to compile all their kernels.
 If vLLM captures graphs, they are also captured in a graph, which is replayed with different values.
+
+If an earlier startup with the same key has verified an implementation, only one call of each form
+is compared, with a size that is drawn, and its kernels are compiled as usual.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from vllm_fl.plugins import breadcrumb
 from vllm_fl.plugins.inspection import FAILED, REJECTED, Key, Objection
 
 from . import process_state
-from .checks import STARTUP_CHECKS
+from .checks import KEPT_CHECKS, STARTUP_CHECKS
 from .determinism import variance
 from .run import Run, SharedState
 from .trials import Request, Role, Trials
@@ -133,7 +136,7 @@ def _check(run: Run) -> Objection | None:
     seconds = Phases()
     try:
         with torch.inference_mode():
-            for check in STARTUP_CHECKS:
+            for check in KEPT_CHECKS if run.role.kept else STARTUP_CHECKS:
                 with seconds.during(check.__name__.strip("_").replace("_", " ")):
                     if (objection := next(check(run), None)) is not None:
                         return objection

@@ -4,7 +4,7 @@ Incorrect calls are logged at once. A summary is logged once a minute."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,12 +14,17 @@ from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.engines import Engine
 from vllm_fl.integration.targets import installed_bindings
 from vllm_fl.logs import get_logger
+from vllm_fl.plugins.inspection import FAILED, Key, Objection
 from vllm_fl.text import quote
 
+from .made_inputs import checks_of
 from .shadow import Shadow, Tally
 
 EVERY = 60.0
 """Seconds between log lines without new errors."""
+
+Refute = Callable[[Mapping[Key, Objection]], None]
+"""Records faults for later startups."""
 
 log = get_logger("engine")
 
@@ -51,7 +56,8 @@ def start_sampling(engine: Engine) -> Canary | None:
         return None
     assert model is not None
     shadow = Shadow(engine.plan, float(settings.shadow), _out_of_sight(engine.plan))
-    canary = engine.state[Canary] = Canary(shadow, engine.rank)
+    refute = checks_of(engine).verdicts.refute
+    canary = engine.state[Canary] = Canary(shadow, engine.rank, refute)
     runner = engine.runner
     plain = runner.execute_model
     compiled = [m for m in model.modules() if getattr(m, "do_not_compile", True) is False]
@@ -136,8 +142,8 @@ def _out_of_sight(plan: Plan) -> dict[str, str]:
 
 
 class Canary:
-    def __init__(self, shadow: Shadow, rank: int) -> None:
-        self.shadow, self._rank = shadow, rank
+    def __init__(self, shadow: Shadow, rank: int, refute: Refute = lambda _: None) -> None:
+        self.shadow, self._rank, self._refute = shadow, rank, refute
         self._due = time.monotonic() + EVERY
         self._named: set[tuple[str, str]] = set()
 
@@ -155,6 +161,7 @@ class Canary:
         found = self.shadow.collect()
         wrong = {key: tally for key, tally in found.items() if tally.wrong}
         for (op, impl_id, tokens), tally in wrong.items():
+            self._refute({(op, impl_id): Objection(FAILED, "incorrect in a shadow check")})
             log.warning(
                 "Shadow: implementation '%s' of op '%s' is incorrect in %d of %d compared calls of "
                 "up to %d tokens: worst error %.3gx tolerance, relative error %.2g, %d NaN, %d "

@@ -38,6 +38,9 @@ from .warmup import warm_counts
 CALLS = 400.0
 """Calls at further token counts. All implementations of a request share them equally."""
 
+KEPT_POOL = 17
+"""Distinct rows in batches for implementations that were verified before."""
+
 Launches = Callable[[Callable[[], object], torch.device], launches.Launched]
 
 ProvidedDtypes = Sequence[Mapping[str, torch.dtype]]
@@ -56,6 +59,7 @@ class Role:
         warm: token counts to run before the engine serves, the most important first.
         captured: token count that vLLM will capture in a graph; 0 for none.
         least, most: minimum and maximum tokens of its calls. An order by size may restrict them.
+        kept: whether it passed the full verification of an earlier startup with the same key.
     """
 
     impl: OpImpl
@@ -65,6 +69,14 @@ class Role:
     captured: int = 0
     least: int = 1
     most: float = math.inf
+    kept: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its name in a verdict. Each implementation is verified once with a name."""
+        uses = {"compiled": self.compiled, "warm": self.warm, "captured": self.captured}
+        used = (name for name, use in uses.items() if use)
+        return ", ".join(["=".join(self.key), f"{self.least}-{self.most}", *used])
 
     @property
     def key(self) -> tuple[str, str]:
@@ -130,9 +142,11 @@ class Request:
             sizes = self.sizes and _within(least, most, self.sizes)
             fixed, given = (self.device, sizes, self.seed), self.provided.get(op, ())
             kinds = dtypes_of(self.specs[op], self.dtype)
-            made[op, least, most] = [Trials(self.specs[op], kind, *fixed, given) for kind in kinds]
+            all_kept = all(r.kept for r in self.roles if r.calls == (op, least, most))
+            of_op = *fixed, given, KEPT_POOL if all_kept else POOL
+            made[op, least, most] = [Trials(self.specs[op], kind, *of_op) for kind in kinds]
         yield made
-        if any(role.compiled for role in self.roles):
+        if any(role.compiled and not role.kept for role in self.roles):
             torch._dynamo.reset()  # vLLM compiles the model later, in a clean state
         made.clear()
         release(self.device)
@@ -189,6 +203,7 @@ class Trials:
     Args:
         sizes: the model's sizes; None if they cannot be determined from its configuration.
         provided: dtypes of the values that layers provide; empty for the contract's dtypes.
+        pool: number of distinct rows in batches.
     """
 
     spec: OpSpec
@@ -197,6 +212,7 @@ class Trials:
     sizes: ModelSizes | None
     seed: int
     provided: ProvidedDtypes = ()
+    pool: int = POOL
 
     @cached_property
     def samples(self) -> list[Sample]:
@@ -236,7 +252,7 @@ class Trials:
     def forms(self) -> list[Form]:
         if self.sizes is None or self.spec.fixed_batch:
             return []
-        pool = dataclasses.replace(self.sizes, tokens=(min(POOL, self.largest),))
+        pool = dataclasses.replace(self.sizes, tokens=(min(self.pool, self.largest),))
         kinds = (self.spec.served(pool, self.dtype, self.device, big) for big in (False, True))
         pairs = [*zip(*kinds, strict=True)]
         passed: dict[tuple[int, str], list[Sample]] = {}
@@ -247,6 +263,26 @@ class Trials:
                 if self.spec.check(*given[0].args) is None:
                     passed.setdefault((number, given[0].name), given)
         return [Form(self.spec, *pair) for pair in (passed.values() or pairs)]
+
+    def drawn_counts(self, largest: float = math.inf, number: int = 3) -> list[int]:
+        """Return token counts of different magnitudes, drawn without the seed."""
+        rng, least = random.SystemRandom(), self.smallest
+        ends = math.log(least), math.log(max(least, min(self.largest, largest)) + 1)
+        drawn = (math.exp(rng.uniform(*ends)) for _ in range(number))
+        return [max(least, min(int(n), self.largest)) for n in drawn]
+
+    def drawn_samples(self) -> list[Sample]:
+        """Return calls with fixed batches, with sizes that are drawn. If the model's sizes are
+        unknown, some samples of the contract."""
+        served: list[Sample] = []
+        if self.sizes is not None:
+            for count in self.drawn_counts(FIXED_COUNTS[-1]):
+                sizes = dataclasses.replace(self.sizes, tokens=(count,))
+                served += self.spec.served(sizes, self.dtype, self.device, False)
+        if served:
+            return served
+        known = [s for s in self.spec.samples(self.dtype, self.device) if self.spec.tokens(s.args)]
+        return random.SystemRandom().sample(known, min(3, len(known)))
 
     @cached_property
     def promises_nan(self) -> bool:
@@ -281,7 +317,7 @@ class Trials:
 
     def rows(self, count: int, salt: int = 0, order: Order = "drawn") -> torch.Tensor:
         generator = torch.Generator("cpu").manual_seed(self.seed + 2 * count + salt)
-        pool = min(POOL, self.largest)
+        pool = min(self.pool, self.largest)
         return drawn_rows(count, pool, generator, order).to(self.device)
 
 

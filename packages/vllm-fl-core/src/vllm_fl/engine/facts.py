@@ -49,35 +49,31 @@ class KernelUse:
 class EngineFacts:
     """The configuration of one engine; created by `planning.facts_of`.
 
-        The patchers (integration/patchers) provide `attention`, `communicator`, `layers`, `foreign` and
-        `linear_notes` in `request`, and `ir_priority` and `passes_off` in `note_user`.
+    The patchers (integration/patchers) provide `attention`, `communicator`, `layers`, `foreign` and
+    `linear_notes` in `request`, and `ir_priority` and `passes_off` in `note_user`.
 
-        Args:
-            sizes: the model's sizes on one rank; None without a model.
-            attention: the request of the model's attention layers; None if unknown.
-            communicator: the ranks that a communicator would connect; None for a single rank.
-            layers: the request for whole layers, without `layer`. None without a model.
-            custom_ops: vLLM's list of custom ops, including our additions.
-            ir_priority: op -> the IR providers that the user prefers.
-            attention_backend: the attention backend that is set in vLLM, or None.
-    <<<<<<< HEAD
-            batch_invariant: whether VLLM_BATCH_INVARIANT is set.
-    =======
-            linear_notes: op of quantised linear layers -> the argument of vLLM that overrides it.
-            kernels: op of quantised linear layers -> the classes that vLLM takes on a single rank, from
-                the model without weights; under the empty op, those that no order chooses.
-            batch_invariant: whether vLLM uses its batch-invariant kernels (VLLM_BATCH_INVARIANT).
-    >>>>>>> w69
-            compile_backend: vLLM's compiler backend; empty for its default.
-            passes_off: vLLM passes for our ops that the user disabled.
-            absent: the ops that the model's configuration excludes, or that no layer of the model runs.
-            provided: op -> the dtypes of the parameters that the model's layers provide (parameter ->
-                dtype), without duplicates. Ops with no or unknown layers are missing.
-            captured: the batch sizes, in tokens, of captured graphs.
-            by_range: whether vLLM compiles the model separately for each range of token counts.
-            foreign: op -> layer of the op that another vLLM plugin has replaced -> the replacing class
-                with its distribution.
-            device: the name of the device; empty if it is unknown or if no setting depends on it.
+    Args:
+        sizes: the model's sizes on one rank; None without a model.
+        attention: the request of the model's attention layers; None if unknown.
+        communicator: the ranks that a communicator would connect; None for a single rank.
+        layers: the request for whole layers, without `layer`. None without a model.
+        custom_ops: vLLM's list of custom ops, including our additions.
+        ir_priority: op -> the IR providers that the user prefers.
+        attention_backend: the attention backend that is set in vLLM, or None.
+        linear_notes: op of quantised linear layers -> the argument of vLLM that overrides it.
+        kernels: op of quantised linear layers -> the classes that vLLM takes on a single rank, from
+            the model without weights; under the empty op, those that no order chooses.
+        batch_invariant: whether VLLM_BATCH_INVARIANT is set.
+        compile_backend: vLLM's compiler backend; empty for its default.
+        passes_off: vLLM passes for our ops that the user disabled.
+        absent: the ops that the model's configuration excludes, or that no layer of the model runs.
+        provided: op -> the dtypes of the parameters that the model's layers provide (parameter ->
+            dtype), without duplicates. Ops with no or unknown layers are missing.
+        captured: the batch sizes, in tokens, of captured graphs.
+        by_range: whether vLLM compiles the model separately for each range of token counts.
+        foreign: op -> layer of the op that another vLLM plugin has replaced -> the replacing class
+            with its distribution.
+        device: the name of the device; empty if it is unknown or if no setting depends on it.
     """
 
     settings: Settings

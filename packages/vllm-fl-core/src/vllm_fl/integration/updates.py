@@ -76,7 +76,7 @@ def check(engine: Engine, occasion: str) -> str:
             ranks, only the last rank raises it, because vLLM ignores replies after an error.
     """
     if not _is_checked(engine):
-        return "nothing is verified: no op is planned, or VLLM_FL_PREFLIGHT is not verify"
+        return "nothing is verified: no op is planned, or VLLM_FL_PREFLIGHT is run or off"
     if engine.asleep:
         engine.due = True
         return f"verification is deferred until wake-up: {', '.join(sorted(engine.asleep))} asleep"
@@ -110,7 +110,7 @@ def check(engine: Engine, occasion: str) -> str:
 def _is_checked(engine: Engine) -> bool:
     """Whether this engine's plan can be verified. The result is the same on all ranks."""
     inspectors = asking(get_default_manager().registry.plugins, "inspect_plan")
-    asks = engine.facts.settings.preflight == "verify"
+    asks = engine.facts.settings.compares
     asks = asks or any(plugin.kind == "backend" for plugin in inspectors)
     return asks and any(each.impls for each in engine.plan.entries.values())
 

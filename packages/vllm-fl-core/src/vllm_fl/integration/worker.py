@@ -16,7 +16,7 @@ from ..engine.phases import phases_of
 from ..errors import PluginError
 from ..logs import get_logger
 from ..plugins.calling import asking, enter_session, sections, start_in_worker
-from ..plugins.inspection import REJECTED, Moment, WorkerContext
+from ..plugins.inspection import REJECTED, VERIFIED_BEFORE, Moment, WorkerContext
 from ..plugins.types import ATTENTION, AttentionImpl
 from ..text import quote
 from . import patching, updates
@@ -234,13 +234,14 @@ def _attend_once(engine: Engine) -> None:
 def _say_plan(engine: Engine) -> None:
     """Keep remarks on the startup for the report and the DEBUG log. Rank 0 logs the start line."""
     plan, seconds = engine.plan, phases_of(engine.worker).seconds
-    how = {"verify": "verified in", "run": "run in"}.get(engine.facts.settings.preflight)
+    settings, found = engine.facts.settings, engine.remarks[Moment.PLANNED]
+    how = "verified in" if settings.compares else {"run": "run in"}.get(settings.preflight)
+    how = f"{VERIFIED_BEFORE}, small check in" if VERIFIED_BEFORE in found else how
     total = sum(seconds.get(phase, 0.0) for phase in (PLANNING, LIVE))
     took = f"{how} {total:.1f} s" if how else "not verified"
     digested = f"digest {engine.digest}"
     out = [f"{op}: {impl} {o.remark}" for (op, impl), o in engine.disabled.items() if o.remark]
     own = [*start_line.notes(plan, engine.unused), *out, took, digested, *_remarks(engine)]
-    found = engine.remarks[Moment.PLANNED]
     engine.remarks[Moment.PLANNED] = own + [each for each in found if each not in own]
     if engine.rank == 0:
         planned = " ".join(f"{op}={entry.label}" for op, entry in plan.entries.items())

@@ -89,10 +89,21 @@ def folder() -> Path | None:
     a home folder."""
     if (given := os.environ.get(FOLDER)) is not None:
         return Path(given) if given else None
+    return cache_folder("running")
+
+
+def cache_folder(name: str) -> Path | None:
+    """Return the path of a folder of vllm-fl in the user's cache. None without a home directory."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(cache):  # XDG: a relative path is ignored
         cache = os.path.expanduser("~/.cache")
-    return Path(cache, "vllm-fl", "running") if os.path.isabs(cache) else None
+    return Path(cache, "vllm-fl", name) if os.path.isabs(cache) else None
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder of the user's cache and its parent, with access for this user only."""
+    for each in (folder.parent, folder):
+        each.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 @contextlib.contextmanager
@@ -128,7 +139,7 @@ def _write(what: str) -> Path | None:
     path, fd = where / f"{host}-{pid}-{time.time_ns()}.json", -1
     noted = {"what": what, "host": host, "pid": pid, "when": when, "prefix": sys.prefix}
     try:
-        where.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(where)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX)
         os.write(fd, json.dumps(noted, ensure_ascii=False).encode(errors="replace"))

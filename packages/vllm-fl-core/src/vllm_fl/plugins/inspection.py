@@ -17,6 +17,9 @@ FAILED, LACKED, REJECTED = "FL410", "FL411", "FL412"
 REFUSES = "it supports no call of this model"
 """The beginning of a REJECTED reason, if a correct implementation supports no call of the model."""
 
+VERIFIED_BEFORE = "verified before"
+"""The remark of a verifier at PLANNED, if an earlier startup has verified all implementations."""
+
 Key = tuple[str, str]
 """(op, impl id)."""
 

@@ -150,7 +150,7 @@ class Settings(Mapping[str, Setting]):
         "oot_blacklist", "VLLM_FL_OOT_BLACKLIST", (), in_file=True, names="layer"
     )
     preflight = SettingSpec(
-        "preflight", "VLLM_FL_PREFLIGHT", "verify", choices=("verify", "run", "off")
+        "preflight", "VLLM_FL_PREFLIGHT", "verify", choices=("verify", "full", "run", "off")
     )
     log_level = SettingSpec(
         "log_level", "VLLM_FL_LOG_LEVEL", "INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR")
@@ -170,6 +170,11 @@ class Settings(Mapping[str, Setting]):
         "plugin_modules", "VLLM_FL_PLUGIN_MODULES", (), names="module"
     )
     flagcx_path = SettingSpec[str | None]("flagcx_path", "FLAGCX_PATH", None)
+
+    @property
+    def compares(self) -> bool:
+        """Whether a startup compares results with reference results."""
+        return self.preflight in ("verify", "full")
 
     @property
     def counts_calls(self) -> bool:

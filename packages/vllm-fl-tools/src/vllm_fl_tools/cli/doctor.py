@@ -42,6 +42,7 @@ from vllm_fl.settings.policy import UNTOUCHED
 from vllm_fl.settings.schema import CONFIG, RESERVED_NAMES, Settings, undo
 from vllm_fl.settings.values import IN_TREE, OP_CONFIG
 from vllm_fl.text import clean, quote
+from vllm_fl_verify.verdicts import verdict_summary
 
 from ..operate.identity import device_name
 from . import _bundle
@@ -152,6 +153,7 @@ def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
     for owner, why in examined.unused.items():
         name = owner.distribution or owner.plugin
         facts[name] = ", ".join([*filter(None, [facts.get(name)]), why])
+    facts["kept verdicts"] = verdict_summary()
     if examined.device is not None or examined.absent:
         facts["device of a plugin"] = examined.device or "; ".join(examined.absent)
     if (foreign := foreign_platform()) is not None:

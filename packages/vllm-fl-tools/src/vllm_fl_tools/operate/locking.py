@@ -20,6 +20,7 @@ from vllm_fl.integration.engines import Engine
 from vllm_fl.integration.patchers.linear_kernels import kernel_rows
 from vllm_fl.integration.planning import plan_for
 from vllm_fl.logs import get_logger
+from vllm_fl.plugins.inspection import VERIFIED_BEFORE, Moment
 from vllm_fl.settings.lock import Locked
 from vllm_fl.settings.policy import OpOrder
 from vllm_fl.settings.schema import Settings
@@ -145,9 +146,14 @@ class Lock:
         disabled: dict[str, dict[str, str]] = {}
         for (op, impl_id), each in sorted(self.engine.disabled.items()):
             disabled.setdefault(op, {})[impl_id] = each.reason
-        ops = labels(self.engine.plan)
-        kernels = _layers_by_class(self.engine)
-        result = {"ops": ops, "digest": self.engine.digest, "out": disabled, "kernels": kernels}
+        before = VERIFIED_BEFORE in self.engine.remarks[Moment.PLANNED]
+        result = {
+            "ops": labels(self.engine.plan),
+            "digest": self.engine.digest,
+            "out": disabled,
+            "kernels": _layers_by_class(self.engine),
+            "verdict": "kept" if before else "fresh",
+        }
         return {"facts": self.facts, "result": result}
 
 
