@@ -154,6 +154,8 @@ def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
         name = owner.distribution or owner.plugin
         facts[name] = ", ".join([*filter(None, [facts.get(name)]), why])
     facts["kept verdicts"] = verdict_summary()
+    if examined.settings is not None and not examined.settings.enabled:
+        facts["vllm-fl"] = f"switched off by {Settings.enabled.variable}"
     if examined.device is not None or examined.absent:
         facts["device of a plugin"] = examined.device or "; ".join(examined.absent)
     if (foreign := foreign_platform()) is not None:

@@ -111,11 +111,9 @@ class Lock:
         engine, locked = self.engine, self._locked
         if engine.rank == 0 and locked.facts:
             lines = _lines(labels(engine.plan), locked.result["ops"], "plan ")
-            layers = _layers_by_class(engine)  # older lock files have none
-            lines = lines or _lines(layers, locked.result.get("kernels", layers), "class of ")
-            if (
-                engine.plan.number <= 1
-            ):  # operators of a second engine in a process have other names
+            layers = _layers_by_class(engine)
+            lines = lines or _lines(layers, locked.result["kernels"], "class of ")
+            if engine.plan.number <= 1:  # a second engine of a process has other operator names
                 lines = lines or _lines(engine.digest, locked.result["digest"], "digest ")
             self.differs += lines
             self._end_or_warn(lines)
