@@ -18,7 +18,7 @@ from vllm_fl.contracts.binding import Binding
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.resolver import STOCK, Candidate, Stock, Trace
-from vllm_fl.integration.patchers.linear_kernels import kernel_row
+from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.integration.targets import all_bindings
 from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.snapshot import RegistrySnapshot
@@ -100,7 +100,7 @@ def _facts(op: str, engines: Sequence[Described], mode: str | None) -> dict[str,
         "modes": [_engine_view(manager, op, engine) for engine in engines]
         or [{"mode": "script", "note": "", **_view(manager, op, rows, settings, "eager")}],
         "layers": dict(engines[0].layers.get(op, {})) if engines else {},
-        "kernels": [*map(kernel_row, engines[0].facts.kernels.get(op, ()))] if engines else [],
+        "kernels": _kernels(engines[0].facts, op) if engines else [],
         "unmatched": [
             said for of, said in unmatched_orders(settings, snapshot.impls_by_op) if of == op
         ],
@@ -116,6 +116,15 @@ def _facts(op: str, engines: Sequence[Described], mode: str | None) -> dict[str,
             "orders": [str(order) for order in settings.by_device.get(op, ())],
         },
     }
+
+
+def _kernels(facts: EngineFacts, op: str) -> list[dict[str, Any]]:
+    """Return the classes of a model's quantised layers, with vLLM's reasons against the others."""
+    if op not in facts.kernels:
+        return []
+    from vllm_fl.integration.patchers.linear_kernels import kernel_row  # imports torch
+
+    return [*map(kernel_row, facts.kernels[op])]
 
 
 def _unused_table(engines: Sequence[Described]) -> str | None:
