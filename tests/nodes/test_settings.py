@@ -91,7 +91,7 @@ def test_two_nodes_have_one_plan_and_all_settings_of_the_engine(
     ours = serve(job(model), *nodes, VLLM_CONFIG_ROOT=str(tmp_path), **variables)
     assert ours["tokens"] == stock["tokens"]
 
-    startup = {spec.variable for spec in STARTUP.values()}
+    startup = {spec.variable for spec in STARTUP.values()} | {each["enabled"][0]}
     seen = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     assert {worker["node"] for worker in seen} == {"0", "1"}
     for worker in seen:
