@@ -35,7 +35,8 @@ def exchange(what, mine, failure=""):
         engine = worker.vllm_fl_engine
         engine.rank = 1
         (plugin,) = [p for p in get_default_manager().registry.plugins if p.owner.plugin == "veto"]
-        theirs = Opinion(objections(plugin, engine, os.environ["VETO_AT"]))
+        theirs = Opinion(
+            objections(plugin, engine, os.environ["VETO_AT"]), verifiers=mine.verifiers)
         engine.rank = 0
     return [mine, theirs]
 

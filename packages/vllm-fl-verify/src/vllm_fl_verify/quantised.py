@@ -152,6 +152,8 @@ class MadeLayer:
         from vllm.model_executor.layers.linear import ReplicatedLinear
         from vllm.utils.torch_utils import set_default_torch_dtype
 
+        # vLLM's kernels use AMX. A process must ask for it, which oneDNN does in its first product.
+        getattr(torch.cpu, "_init_amx", bool)()
         with ExitStack() as stack:
             stack.enter_context(first_in_lists({op: [cls]}))
             stack.enter_context(set_current_vllm_config(self.vllm_config))

@@ -363,8 +363,8 @@ def make_plan(
     for op in snapshot.impls_by_op:
         resolver.check_contract(op)
     has_classes = {*facts.kernels, *snapshot.impls_by_op}
-    linear = (op for op in LINEAR_OPS if op in has_classes or policy.names(op, itself=True))
-    for op in (*specs, *classes, *linear, *snapshot.layers):
+    quantised = (op for op in LINEAR_OPS if op in has_classes or policy.names(op, itself=True))
+    for op in (*specs, *classes, *quantised, *snapshot.layers):
         if op in absent:
             continue
         traces = resolver.rows(op)

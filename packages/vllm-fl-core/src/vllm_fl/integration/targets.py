@@ -40,8 +40,8 @@ LINEAR_LAYERS = Binding(
 
 def all_bindings(snapshot: RegistrySnapshot) -> Mapping[str, Binding]:
     """Return op -> its binding, including the attention backend and quantised linear layers."""
-    linear = dict.fromkeys(LINEAR_OPS, LINEAR_LAYERS)
-    return {ATTENTION: ATTENTION_LAYERS, **linear, **snapshot.bindings}
+    quantised = dict.fromkeys(LINEAR_OPS, LINEAR_LAYERS)
+    return {ATTENTION: ATTENTION_LAYERS, **quantised, **snapshot.bindings}
 
 
 def installed_bindings() -> Mapping[str, Binding]:
