@@ -68,6 +68,7 @@ def test_two_nodes_have_one_plan_and_all_settings_of_the_engine(
     meant = {key: value for key, (_, _, value) in each.items()}
     origins = {key: f"environment {variable}" for key, (variable, _, _) in each.items()}
     meant |= {"config": None, "oot_whitelist": None, "platform_files": []}
+    meant |= {"count_calls": False, "lock": None}
     if by == "a policy file":
         file = tmp_path / "fl.yaml"
         lines = {key: value for key, value in meant.items() if key in ITEMS and ITEMS[key].in_file}

@@ -211,4 +211,4 @@ def test_without_pytest_the_checks_run_and_the_class_says_what_it_needs() -> Non
     assert done.returncode == 0, done.stderr
     check, needs = done.stdout.splitlines()
     assert check in CHECKS
-    assert needs == "OpConformance needs pytest: pip install 'vllm-fl-core[testing]'"
+    assert needs == "OpConformance needs pytest: pip install 'vllm-fl-tools[testing]'"
