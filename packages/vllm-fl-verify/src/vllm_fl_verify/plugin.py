@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_fl.hookspecs import hookimpl
 from vllm_fl.plugins.inspection import Check, GroupFacts, Key, Moment, Objection
-from vllm_fl.plugins.types import ATTENTION, LINEAR_OPS, AttentionImpl, LinearKernelImpl
+from vllm_fl.plugins.types import ATTENTION, AttentionImpl
 
 VERIFIES = True
 
@@ -50,9 +50,9 @@ def _quantised(engine: Any, moment: Moment) -> Mapping[Key, Objection]:
 
 def _plans_kernels(engine: Any) -> bool:
     """Whether classes of quantised linear layers are planned and to be compared."""
-    entries = (engine.plan.entries[op] for op in LINEAR_OPS if op in engine.plan.entries)
-    is_planned = any(entry.classes(LinearKernelImpl) for entry in entries)
-    return is_planned and bool(engine.facts.settings.compares)
+    from vllm_fl.integration.patchers.linear_kernels import planned_kernels
+
+    return bool(engine.facts.settings.compares and planned_kernels(engine.plan))
 
 
 @hookimpl

@@ -20,6 +20,7 @@ from vllm_fl.integration.patchers.linear_kernels import (
     first_in_lists,
     kernel_class,
     kernel_of,
+    planned_classes,
     planned_kernels,
     refusal_of,
 )
@@ -241,8 +242,4 @@ def compare_layers_of_plan(engine: Any) -> dict[Key, Objection]:
 
 def _classes(engine: Any) -> Mapping[Any, Key]:
     """Return planned class -> (op, impl id)."""
-    return {
-        kernel_class(op, impl)[0]: (op, impl.impl_id)
-        for op, impls in planned_kernels(engine.plan).items()
-        for impl in impls
-    }
+    return {cls: (op, impl_id) for (op, cls), impl_id in planned_classes(engine.plan).items()}

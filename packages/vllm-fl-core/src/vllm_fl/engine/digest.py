@@ -58,7 +58,7 @@ def fingerprint(
             (impl, owners.get((op, impl.impl_id), Owner(""))) for impl in impls
         ]
         for op, entry in plan.entries.items()
-        if any(impls for _, impls in entry.candidates)
+        if entry.is_planned
         for ceiling, impls in entry.candidates
     }
     authors = {op: each for op, each in sorted(authors.items()) if not plan.is_stock(op)}

@@ -197,7 +197,7 @@ def refuse_unverified(facts: EngineFacts) -> None:
     why = unread({key: each.value for key, each in settings.items()}, plugins)
     if why is None and unverified(settings.preflight, plugins, plans_others=True):
         entries = plan_for(facts).entries.values()
-        others = any(impls for entry in entries for _, impls in entry.candidates)
+        others = any(entry.is_planned for entry in entries)
         why = unverified(settings.preflight, plugins, plans_others=others)
     if why is not None:
         raise StartError(f"vllm-fl: engine startup failed: {why}")

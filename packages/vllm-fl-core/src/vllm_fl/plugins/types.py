@@ -79,6 +79,11 @@ class _Impl:
         with noting(note):
             return answered("its availability check", ask)
 
+    def _complete_id(self) -> None:
+        """Set an omitted id of a VENDOR."""
+        if self.impl_id == "" and self.kind is BackendImplKind.VENDOR:
+            object.__setattr__(self, "impl_id", f"vendor.{self.vendor}")
+
     def _check(self, who: str) -> None:
         for name in ("available", "supports", "choices"):
             value = getattr(self, name, None)
@@ -339,8 +344,7 @@ class LayerImpl(_Impl):
         if not isinstance(self.layer, str) or not _is_name(self.layer, op=False):
             raise ValueError(f"{who}: layer must be a class name such as 'RowParallelLinear'")
         check_path(who, "class_path", self.class_path)
-        if self.impl_id == "" and self.kind is BackendImplKind.VENDOR:
-            object.__setattr__(self, "impl_id", f"vendor.{self.vendor}")
+        self._complete_id()
         object.__setattr__(self, "op_name", self.layer)  # in settings, the registry and the plan
         self._check(who)
 
@@ -382,8 +386,7 @@ class LinearKernelImpl(_Impl):
         if self.op_name not in LINEAR_OPS:
             raise ValueError(f"{who}: unknown scheme; expected {' or '.join(LINEAR_SCHEMES)}")
         check_path(who, "class_path", self.class_path)
-        if self.impl_id == "" and self.kind is BackendImplKind.VENDOR:
-            object.__setattr__(self, "impl_id", f"vendor.{self.vendor}")
+        self._complete_id()
         self._check(who)
 
 

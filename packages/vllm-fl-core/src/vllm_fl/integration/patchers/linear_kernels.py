@@ -228,6 +228,15 @@ def planned_kernels(plan: Plan) -> dict[str, tuple[LinearKernelImpl, ...]]:
     return {op: impls for op, impls in sorted(found.items()) if impls}
 
 
+def planned_classes(plan: Plan) -> dict[tuple[str, Any], str]:
+    """Return (op, planned class) -> impl id."""
+    return {
+        (op, kernel_class(op, impl)[0]): impl.impl_id
+        for op, impls in planned_kernels(plan).items()
+        for impl in impls
+    }
+
+
 def _candidates(op: str, facts: EngineFacts) -> Iterator[LinearKernelImpl]:
     """Yield the available classes before `stock` in the order of an op."""
     order = facts.settings.policy.order(op, facts.mode, engine=True)
@@ -304,11 +313,7 @@ class LinearKernels(Patcher):
         TargetError."""
         plan, facts = engine.plan, engine.facts
         uses, planned = uses_of(engine.models.values()), planned_kernels(plan)
-        ids = {
-            (op, kernel_class(op, impl)[0]): impl.impl_id
-            for op, impls in planned.items()
-            for impl in impls
-        }
+        ids = planned_classes(plan)
         rows = [kernel_row(use, ids.get((use.op, use.cls), STOCK.impl_id)) for use in uses]
         engine.state[LinearKernels] = rows
         lines = [*_not_followed(engine.config, uses), *_experts_not_followed(engine)]
