@@ -4,9 +4,9 @@
         [--cold 2] [--warm 1] [--seconds 480] [--ranks 1 2 4]
 
 Engines start one by one, each alone on the devices. With `--ranks` each number of devices is
-measured, tensor parallel. For a cold start all caches are empty: vLLM's, Inductor's, Triton's and
-FlagGems's. Warm starts follow the last cold start of all variants, and use its caches. JSON goes to
-$OUT/startup.json after every start:
+measured, tensor parallel. For a cold start all caches are empty: vLLM's, Inductor's, Triton's,
+FlagGems's and the kept verdicts. Warm starts follow the last cold start of all variants, and use
+its caches. JSON goes to $OUT/startup.json after every start:
 
     ranks               number of ranks of the engine
     phases              phase -> seconds, from vLLM's log; for vllm-fl also from its report
@@ -91,7 +91,7 @@ def phases(log: str, ready: dict[str, Any]) -> dict[str, float]:
 
 def start(name: str, mode: str, model: Path, folder: Path, **further: Any) -> dict[str, Any]:
     """Start an engine, serve one batch and end it; raise RuntimeError with its log on failure."""
-    for variable in ("TRITON_CACHE_DIR", "FLAGGEMS_CACHE_DIR"):
+    for variable in ("TRITON_CACHE_DIR", "FLAGGEMS_CACHE_DIR", "XDG_CACHE_HOME"):
         os.environ[variable] = str(folder / f"{variable}-{name}")
     begun = time.perf_counter()
     with running(name, mode, model, folder, SHARE, **further) as engine:
