@@ -32,7 +32,7 @@ def base_of(form: str) -> Any:
     return CPUWNA16LinearKernel if "int4" in form else CPUInt8ScaledMMLinearKernel
 
 
-def compared(form: str, cls: Any, draw: random.Random) -> tuple[str, str]:
+def compared(form: str, cls: Any, draw: random.Random, device: str = "cpu") -> tuple[str, str]:
     """(why the class is incorrect on made weights, remark), for a model with a layer of a form."""
     layer = made(form, draw)
     (use,) = uses_of([nn.ModuleDict({"projection": layer})])
@@ -40,7 +40,7 @@ def compared(form: str, cls: Any, draw: random.Random) -> tuple[str, str]:
     made_layer = MadeLayer(
         get_current_vllm_config(),
         config,
-        torch.device("cpu"),
+        torch.device(device),
         torch.bfloat16,
         draw.randrange(2**31),
     )
@@ -95,6 +95,18 @@ def test_a_class_that_raises_is_incorrect(draw: random.Random) -> None:
 
     problem, _ = compared("int8", faulty(base_of("int8"), raises, draw), draw)
     assert problem == "on made weights, it raised RuntimeError: no kernel image"
+
+
+def test_the_devices_own_tensors_are_not_the_default_while_a_made_layer_is_converted(
+    draw: random.Random,
+) -> None:
+    """As while vLLM loads weights. A generator of the CPU cannot draw tensors of a GPU."""
+
+    def raises(*_: Any) -> None:
+        raise RuntimeError(f"the default is {torch.empty(0).device}")
+
+    problem, _ = compared("int8", faulty(base_of("int8"), raises, draw), draw, device="meta")
+    assert problem == "on made weights, it raised RuntimeError: the default is cpu"
 
 
 def test_another_precision_than_the_checkpoints_is_a_remark(draw: random.Random) -> None:

@@ -173,6 +173,7 @@ class MadeLayer:
             chosen = type(kernel_of(layer, layer.quant_method))
             if chosen is cls:
                 linears.watch(torch.nn.ModuleDict({"made": layer}), {layer: name})
+                stack.enter_context(torch.device("cpu"))  # the default while vLLM loads weights
                 layer.quant_method.process_weights_after_loading(layer)
         return chosen
 
