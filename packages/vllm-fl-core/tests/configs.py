@@ -46,6 +46,7 @@ def engine_config(
             static_forward_context={},
         ),
         kernel_config=SimpleNamespace(ir_op_priority=SimpleNamespace(**priority)),
+        speculative_config=None,
         model_config=SimpleNamespace(
             dtype=torch.bfloat16,
             quantization=None,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -26,6 +28,7 @@ from vllm_fl.engine.plan import Plan
 from vllm_fl.engine.start_line import line, notes
 from vllm_fl.errors import AllFailedError
 from vllm_fl.integration import entry
+from vllm_fl.integration.models import import_models
 from vllm_fl.integration.patchers import layers
 from vllm_fl.integration.targets import targets
 from vllm_fl.plugins.registry import known_contracts
@@ -39,6 +42,9 @@ def _nothing_found_before() -> None:
 
 
 def test_every_layer_that_a_binding_names_is_there_and_has_one_op() -> None:
+    for _, target in targets(known_contracts().bindings, LayerTarget):
+        with contextlib.suppress(ModuleNotFoundError):  # of another release
+            import_module(target.path.rpartition(".")[0])
     table = layers.layer_table()
     assert {layer.op for layer in table} == {
         op for op, _ in targets(known_contracts().bindings, LayerTarget)
@@ -48,23 +54,28 @@ def test_every_layer_that_a_binding_names_is_there_and_has_one_op() -> None:
         assert layer.registered in custom_op.op_registry
 
 
-def test_a_layer_is_not_looked_up_if_its_import_would_open_the_gpu(
+def test_a_layer_of_few_models_counts_if_the_model_or_its_drafter_has_imported_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vLLM forks an engine's processes only before the GPU is open; spawned ones reimport all."""
-    opening = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
+    """Its import opens the GPU: vLLM forks an engine's processes only before that."""
+    module = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
 
     def is_there() -> bool:
         return "ChunkGatedDeltaRule" in {layer.cls for layer in layers.layer_table()}
 
-    assert is_there() and opening in sys.modules, "on a CPU nothing is opened"
-    gpu = SimpleNamespace(device_type="cuda")
-    monkeypatch.setattr("vllm.platforms._current_platform", gpu)
-    assert is_there(), "a model with such a layer has imported it"
-    monkeypatch.delitem(sys.modules, opening)
-    assert not is_there() and opening not in sys.modules
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert is_there(), "as in a worker"
+    def architecture(config: str) -> None:
+        sys.modules.update({module: imported} if config == "drafter" else {})
+        raise RuntimeError("not a model")
+
+    imported = import_module(module)
+    monkeypatch.delitem(sys.modules, module)
+    assert not is_there() and module not in sys.modules
+    monkeypatch.setattr(
+        "vllm.model_executor.model_loader.utils.get_model_architecture", architecture
+    )
+    speculative = SimpleNamespace(draft_model_config="drafter")
+    import_models(cast("Any", SimpleNamespace(model_config="m", speculative_config=speculative)))
+    assert is_there()
 
 
 def test_lists_may_name_layers_by_class_by_registered_name_and_as_they_were() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import sys
 from collections.abc import Iterable, MutableMapping
 from functools import cache
 from importlib import import_module
@@ -32,11 +31,13 @@ UNTAGGED = (0, 1)
 FORMER_LAYERS = frozenset({"fused_moe", "FusedMoE"})
 """Layer names of older vLLM releases that users' settings may still contain."""
 
-_OPENING = (
+OF_FEW_MODELS = (
     "vllm.model_executor.layers.mamba.gdn.",
     "vllm.third_party.flash_linear_attention.",
 )
-"""Modules with vLLM layers that query the GPU when imported."""
+"""Modules of vLLM that take a second to import and then query the GPU. vLLM could not fork an
+engine's processes after that. Spawned processes import all of vLLM again (20 s on one machine), and
+the parent process keeps GPU memory."""
 
 LAYER = re.compile(
     r"""^@(CustomOp|PluggableLayer)\.register\(\s*["'](\w+)["'].*?^class (\w+)""", re.M | re.S
@@ -91,18 +92,6 @@ def _has(path: str) -> bool:
         return hasattr(found, name) or f"self.{name} = " in inspect.getsource(found)
     except Exception:  # an older release, or a module that fails
         return False
-
-
-def opens_the_device(module: str) -> bool:
-    """Whether importing a vLLM module would open this process's GPU. vLLM could then not fork an
-    engine's processes. Spawned processes import all of vLLM again (20 s on one machine), and the
-    parent process keeps GPU memory."""
-    if not module.startswith(_OPENING) or module in sys.modules:
-        return False
-    import torch
-    from vllm.platforms import current_platform
-
-    return current_platform.device_type == "cuda" and not torch.cuda.is_initialized()
 
 
 def shared_table(path: str) -> MutableMapping[Any, Any] | None:

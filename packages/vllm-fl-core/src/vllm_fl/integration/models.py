@@ -30,6 +30,18 @@ if TYPE_CHECKING:
 log = get_logger("engine")
 
 
+def import_models(vllm_config: VllmConfig) -> None:
+    """Import the classes of an engine's model and of its drafter, and with them their layers."""
+    from vllm.model_executor.model_loader.utils import get_model_architecture
+
+    drafter = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    for config in filter(None, (vllm_config.model_config, drafter)):
+        try:
+            get_model_architecture(config)
+        except Exception as error:  # vLLM's loader reports it
+            log.debug("Cannot import the model: %s", quote(error))
+
+
 def completed(
     facts: EngineFacts, vllm_config: VllmConfig
 ) -> tuple[EngineFacts, Mapping[str, Mapping[str, int]]]:

@@ -22,7 +22,7 @@ from ..text import quote
 from . import patching, updates
 from .engines import Engine, calling, with_own_engine
 from .graphs import ranges
-from .models import completed, drop_model
+from .models import completed, drop_model, import_models
 from .patchers.attention import attend
 from .patchers.lookups import over_class, path_over, take_off
 from .patching import PATCHERS, by_range, why_not
@@ -205,6 +205,7 @@ class PlannedWorker:
 
 def _begin(engine: Engine) -> list[str]:
     config, manager = engine.config, get_default_manager()
+    import_models(config)
     # Read again, because a platform may register its layers when the device is opened.
     facts, _ = completed(facts_of(config), config)
     engine.facts = facts

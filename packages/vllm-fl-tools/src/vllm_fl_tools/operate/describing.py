@@ -12,7 +12,7 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.compat import obstacle
-from vllm_fl.integration.models import completed
+from vllm_fl.integration.models import completed, import_models
 from vllm_fl.integration.planning import facts_of, plan_for
 from vllm_fl.integration.platform import is_overlay
 from vllm_fl.settings.loading import load_startup
@@ -88,6 +88,7 @@ def _described(config: VllmConfig) -> Described:
         model = config.model_config
         facts = EngineFacts(settings, mode, dtype=model.dtype if model else None)
         return Described(facts, Plan(mode, {}), aside=aside, config=config)
+    import_models(config)
     facts, layers = completed(facts_of(config), config)
     device = torch.device(current_platform.device_type)
     differs: list[str] = []

@@ -34,7 +34,7 @@ from ...logs import get_logger
 from ...plugins.installed import metadata_of
 from ...settings.schema import Settings
 from ...text import quote
-from ..compat import FORMER_LAYERS, opens_the_device, shared_table
+from ..compat import FORMER_LAYERS, OF_FEW_MODELS, shared_table
 from ..patcher import Patcher, WhyNot
 from ..targets import installed_bindings, planned_targets, stock_form, targets
 from .ir import chain_of, ir_ops
@@ -74,13 +74,12 @@ class LayerClass:
 
 
 def layer_table() -> list[LayerClass]:
-    """Return the layer classes of this vLLM that we replace, each with its op. Before the process
-    has opened its GPU, classes are skipped if importing them would open it. A worker has opened its
-    GPU when it plans again. In other processes, a model with such a layer has already imported the
-    class."""
+    """Return the layer classes of this vLLM that we replace, each with its op. Classes of few
+    models are included if the process has imported them. A worker imports its model's first."""
     found: dict[type, LayerClass] = {}
     for op, target in targets(installed_bindings(), LayerTarget):
-        if opens_the_device(target.path.rpartition(".")[0]):
+        module = target.path.rpartition(".")[0]
+        if module.startswith(OF_FEW_MODELS) and module not in sys.modules:
             continue
         base = _found(target.path)
         inheriting = _inheriting(base) if base is not None and target.subclasses else ()
