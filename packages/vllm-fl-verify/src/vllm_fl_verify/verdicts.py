@@ -103,7 +103,7 @@ def write_fault(key: str, fault: Key, why: str) -> None:
         with _opened(creates=True) as folder, suppress(FileExistsError):
             _write(folder, f"{key}.{hashed(fault)}{FAULT}", text.encode(errors="replace"))
     except OSError as error:
-        log.warning("A fault is not recorded for the next startup: %s", quote(error))
+        log.warning("Cannot record a fault for the next startup: %s", quote(error))
 
 
 def verdict_summary() -> str:
@@ -155,7 +155,7 @@ def _content(folder: int, name: str) -> bytes:
     with open(os.open(name, os.O_NONBLOCK | OPENED, dir_fd=folder), "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
-            raise PermissionError(f"{name} is not a file with a single name")
+            raise PermissionError(f"{name} is not a regular file, or has several hard links")
         _expect_own(Path(name), found, private=True)
         return file.read(LARGEST + 1)
 

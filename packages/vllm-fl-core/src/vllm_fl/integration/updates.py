@@ -26,7 +26,7 @@ ENDS = ("finish_weight_update", "reload_weights")
 """The worker methods of vLLM that end an update. The model then has its new weights."""
 
 PARTS = ("start_draft_weight_update", "start_weight_update", "update_weights")
-"""The methods that precede the end of an update."""
+"""The worker methods of vLLM that begin an update or send some of its weights."""
 
 SLEEPS = ("sleep", "discard")
 

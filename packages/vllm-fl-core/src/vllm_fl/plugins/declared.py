@@ -67,8 +67,8 @@ def _hooks_of(plugin: object) -> Mapping[str, Callable[..., Any]]:
 def _check_kind(kind: Kind, hooks: Collection[str]) -> None:
     if kind == "contracts" and {*hooks} != {"contracts"}:
         raise TypeError(
-            f"the group {CONTRACTS} is only for contracts, but it implements {', '.join(hooks)}; "
-            f"use the group {BACKENDS}"
+            f"the group {CONTRACTS} is only for contracts, but the plugin implements "
+            f"{', '.join(hooks)}; use the group {BACKENDS}"
         )
     if kind == "extension" and (
         others := [hook for hook in hooks if hook in (OLD_FORM, *PROVIDING)]

@@ -209,12 +209,12 @@ GELU_BY_TANH = rounded(
     float16=(
         6e-4,
         "; atol because vLLM's native code and CUDA kernel round tanh, and 1 + tanh cancels: "
-        "measured up to 4.4e-4 beyond that, at -3.6, where they return 0",
+        "measured up to 4.4e-4 beyond rtol, at -3.6, where they return 0",
     ),
     bfloat16=(
         4e-3,
         "; atol because vLLM's native code and CUDA kernel round tanh: measured up to 2.9e-3 "
-        "beyond that, at -3.1, where they return 0",
+        "beyond rtol, at -3.1, where they return 0",
     ),
 )
 
@@ -230,12 +230,12 @@ SPECS = (
             float16=(
                 1e-4,
                 "; atol because vLLM's native code rounds 1.702 * x before the sigmoid (measured "
-                "up to 2.2e-5 beyond that, at -2.4), for subnormals and a fast exp",
+                "up to 2.2e-5 beyond rtol, at -2.4), for subnormals and a fast exp",
             ),
             bfloat16=(
                 1e-4,
                 "; atol because vLLM's native code rounds 1.702 * x before the sigmoid (measured "
-                "up to 2.5e-5 beyond that, at -2.8)",
+                "up to 2.5e-5 beyond rtol, at -2.8)",
             ),
         ),
     ),
@@ -257,12 +257,12 @@ SPECS = (
             float16=(
                 4e-3,
                 "; atol because vLLM's native code rounds both terms, and one is subtracted below "
-                "0: measured up to 2.6e-3 beyond that, at a result of 1.0",
+                "0: measured up to 2.6e-3 beyond rtol, at a result of 1.0",
             ),
             bfloat16=(
                 1.6e-2,
                 "; atol because vLLM's native code rounds both terms: measured up to 9.4e-3 "
-                "beyond that, at a result of 0.16 with a steep slope",
+                "beyond rtol, at a result of 0.16 with a steep slope",
             ),
         ),
         beside=dict.fromkeys(LEARNED, tensor("", "x", "bfloat16")),

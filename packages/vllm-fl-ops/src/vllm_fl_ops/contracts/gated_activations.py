@@ -397,12 +397,12 @@ SPECS = (
             float16=(
                 4e-3,
                 "; atol because vLLM's native code rounds the cutoff, and some gates are just "
-                "above it: measured up to 1.8e-3 beyond that, in 257 rows of 3072",
+                "above it: measured up to 1.8e-3 beyond rtol, in 257 rows of 3072",
             ),
             bfloat16=(
                 3e-2,
                 "; atol because vLLM's native code rounds the cutoff: measured up to 1.7e-2 "
-                "beyond that, in 257 rows of 3072",
+                "beyond rtol, in 257 rows of 3072",
             ),
         ),
         gated=True,
@@ -440,12 +440,12 @@ SPECS = (
             float16=(
                 4e-4,
                 "; atol because vLLM's native code rounds alpha * gate before the sigmoid: "
-                "measured up to 2.8e-4 beyond that, at a gate near -2.4 and up at the limit",
+                "measured up to 2.8e-4 beyond rtol, at a gate near -2.4 and up at the limit",
             ),
             bfloat16=(
                 1e-3,
                 "; atol because vLLM's native code rounds alpha * gate before the sigmoid: "
-                "measured up to 6.4e-4 beyond that, at a gate near -2.8",
+                "measured up to 6.4e-4 beyond rtol, at a gate near -2.8",
             ),
         ),
         gated=True,
@@ -464,12 +464,12 @@ SPECS = (
             float16=(
                 4e-4,
                 "; atol because vLLM's native code rounds alpha * gate and up + beta: measured up "
-                "to 2.1e-4 beyond that, at a result of -0.3",
+                "to 2.1e-4 beyond rtol, at a result of -0.3",
             ),
             bfloat16=(
                 1e-3,
                 "; atol because vLLM's native code rounds alpha * gate and up + beta: measured up "
-                "to 7.2e-4 beyond that, at a result of -0.11",
+                "to 7.2e-4 beyond rtol, at a result of -0.11",
             ),
         ),
         gated=True,

@@ -183,7 +183,8 @@ def attribute(finder: OwnerFinder, seen: Mapping[str, Any], *, on_host: bool) ->
     """Return the owners of the time of one kind of step, as JSON data.
 
     Args:
-        finder, seen: the finder of owners, and the profile of labelled steps.
+        finder: finds the owner of a kernel.
+        seen: the profile of labelled steps.
         on_host: whether the device is the host. If so, operators are listed instead of kernels.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Operators: out of place, for adjacent halves only."""
+"""Operators that return a new tensor and support only adjacent halves."""
 
 from __future__ import annotations
 
