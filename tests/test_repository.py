@@ -243,7 +243,7 @@ def test_the_files_that_a_page_names_exist(page: str) -> None:
 
 
 def test_every_file_is_written_in_one_way() -> None:
-    """`vllm_fl_tools.files` follows no link, and writes whole files."""
+    """`vllm_fl_tools.atomic_write` follows no link, and writes whole files."""
     found = {
         path.name
         for folder in DISTRIBUTIONS.values()
@@ -251,7 +251,7 @@ def test_every_file_is_written_in_one_way() -> None:
         if IN_A_MODE_TO_WRITE.search(path.read_text("utf-8")) and path.name not in OWN_FOLDERS
     }
     # these write to an open descriptor
-    assert found == {"files.py", "aten.py", "verdicts.py", "workload.py"}
+    assert found == {"atomic_write.py", "aten.py", "verdicts.py", "workload.py"}
 
 
 def test_no_room_of_core_imports_one_above_it_or_another_distribution(tmp_path: Path) -> None:

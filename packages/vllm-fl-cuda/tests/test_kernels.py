@@ -10,7 +10,7 @@ import torch
 from anywhere import on_cpu
 
 from vllm_fl.plugins.registry import known_contracts
-from vllm_fl_cuda.impl import linear, merging, normalization, paging, qk_norm_rope
+from vllm_fl_cuda.impl import cache_writes, linear, merging, normalization, qk_norm_rope
 from vllm_fl_cuda.plugin import MODULES, register_ops
 
 IMPLS = on_cpu(register_ops())
@@ -162,7 +162,7 @@ def test_what_the_kernels_would_not_find_is_copied(recorder: Recorder) -> None:
         read = recorder.calls.pop()[2]
         assert read.ndim == 2 and read.is_contiguous() and torch.equal(read.view(x.shape), x)
     for key in KEYS:
-        paging.reshape_and_cache(key, key, *torch.zeros(2, 1, 8, 2, 32), torch.arange(4))
+        cache_writes.reshape_and_cache(key, key, *torch.zeros(2, 1, 8, 2, 32), torch.arange(4))
         read = recorder.calls.pop()[1]
         assert read.is_contiguous() and not read.data_ptr() % 16 and torch.equal(read, key)
 
@@ -185,7 +185,7 @@ def test_keys_are_written_where_the_cache_lies_and_read_where_they_lie(recorder:
     key, value = (qkv[:, at : at + 64].view(5, 2, 32) for at in (128, 192))
     caches = torch.zeros(3, 2, 16, 64).bfloat16().transpose(1, 2).split(32, dim=-1)
     slots = torch.arange(10)[::2]
-    found = paging.reshape_and_cache(key, value, *caches, slots)
+    found = cache_writes.reshape_and_cache(key, value, *caches, slots)
     assert all(a is b for a, b in zip(found, caches, strict=True))
     ((_, k, v, kc, vc, s, kind, one, other),) = recorder.calls
     assert k is key and v is value and kc is caches[0] and vc is caches[1]

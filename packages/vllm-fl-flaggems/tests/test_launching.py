@@ -20,11 +20,11 @@ from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_flaggems import kernels, loading
 from vllm_fl_flaggems.impl import (
     activation,
+    cache_writes,
     gated_linear,
     linear,
     linear_fp8,
     normalization,
-    paging,
     rotary,
 )
 from vllm_fl_flaggems.loading import flag_gems, problem
@@ -96,8 +96,8 @@ def test_layer_norms_of_every_length(
 def test_caches_in_rows_are_written_by_flag_gems(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paging, "CUDA", ())  # if no kernel of this package is launched
-    monkeypatch.setattr(paging, "_scatter", lambda *args: pytest.fail("the other kernel"))
+    monkeypatch.setattr(cache_writes, "CUDA", ())  # if no kernel of this package is launched
+    monkeypatch.setattr(cache_writes, "_scatter", lambda *args: pytest.fail("the other kernel"))
     sample = next(
         iter(known_contracts().contracts["reshape_and_cache"].samples(torch.float16, device))
     )

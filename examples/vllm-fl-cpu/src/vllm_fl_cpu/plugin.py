@@ -8,11 +8,11 @@ from vllm_fl import BackendImplKind, LinearKernelImpl, OpImpl, PolicyDefaults, h
 
 from .impl import (
     activation,
+    cache_writes,
     convolution,
     experts,
     gated_delta,
     normalization,
-    paging,
     quantisation,
     rotary,
 )
@@ -25,7 +25,7 @@ MODULES = (
     experts,
     gated_delta,
     normalization,
-    paging,
+    cache_writes,
     quantisation,
     rotary,
 )

@@ -8,10 +8,10 @@ from vllm_fl import OpImpl, PolicyDefaults, hookimpl
 
 from .impl import (
     activation,
+    cache_writes,
     linear,
     merging,
     normalization,
-    paging,
     qk_norm_rope,
     quantisation,
     rotary,
@@ -25,7 +25,7 @@ MODULES = (
     linear,
     merging,
     normalization,
-    paging,
+    cache_writes,
     qk_norm_rope,
     quantisation,
     rotary,

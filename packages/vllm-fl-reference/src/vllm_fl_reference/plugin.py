@@ -8,13 +8,13 @@ from vllm_fl import OpImpl, PolicyDefaults, hookimpl
 
 from .impl import (
     activation,
+    cache_writes,
     convolution,
     experts,
     gated_delta,
     linear,
     merging,
     normalization,
-    paging,
     qk_norm_rope,
     quantisation,
     rotary,
@@ -33,7 +33,7 @@ MODULES = (
     linear,
     merging,
     normalization,
-    paging,
+    cache_writes,
     qk_norm_rope,
     quantisation,
     rotary,

@@ -25,7 +25,7 @@ from vllm_fl.plugins.inspection import Moment
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.loading import load_settings
-from vllm_fl_tools.files import Draft
+from vllm_fl_tools.atomic_write import Draft
 from vllm_fl_tools.operate import faults
 from vllm_fl_tools.operate.faults import Faults
 from vllm_fl_tools.operate.plugin import inspect_plan

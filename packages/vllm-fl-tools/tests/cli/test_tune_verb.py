@@ -15,11 +15,11 @@ from commands import Command, Plugin
 
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.settings.loading import load_settings
+from vllm_fl_tools.atomic_write import Draft
 from vllm_fl_tools.cli import _tuning, tune
 from vllm_fl_tools.cli._tuning import TuningSubject
 from vllm_fl_tools.engine import bench, tuning
 from vllm_fl_tools.engine.tuning_table import Row, Tuned
-from vllm_fl_tools.files import Draft
 
 CLOCKED = """
 NOW, CALLS = [0.0], []

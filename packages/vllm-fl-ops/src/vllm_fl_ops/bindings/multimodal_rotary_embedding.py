@@ -8,7 +8,7 @@ from vllm_fl.contracts.binding import Binding, Bound, LayerTarget
 
 from ..contracts.rules import HEAD_SIZE, HEADS, KV_HEADS, ROTARY
 from ._phrases import HW_AGNOSTIC
-from ._ropes import LAYER_ATTRIBUTES, ROPE_TABLES, cos_sin_halves
+from ._rotary import LAYER_ATTRIBUTES, ROPE_TABLES, cos_sin_halves
 
 if TYPE_CHECKING:
     from torch import Tensor

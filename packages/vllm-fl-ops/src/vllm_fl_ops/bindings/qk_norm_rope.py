@@ -9,7 +9,7 @@ from vllm_fl.contracts.binding import Binding, FusionTarget, OperatorTarget, Rou
 from ..contracts.rules import EPSILON, HEAD_SIZE, HEADS, KV_HEADS, ROTARY
 from . import rms_norm
 from ._phrases import names
-from ._ropes import ROTATION
+from ._rotary import ROTATION
 
 if TYPE_CHECKING:
     from torch import Tensor

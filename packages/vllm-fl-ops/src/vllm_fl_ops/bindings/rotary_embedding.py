@@ -10,7 +10,7 @@ from ..contracts.cos_sin import joint_cos_sin
 from ..contracts.rules import HEAD_SIZE, HEADS, KV_HEADS, ROTARY
 from ._latent import KV_RANK, ROPE_SIZE
 from ._phrases import HW_AGNOSTIC
-from ._ropes import LAYER_ATTRIBUTES, ROPE_TABLES, ROTATION, cos_sin_halves
+from ._rotary import LAYER_ATTRIBUTES, ROPE_TABLES, ROTATION, cos_sin_halves
 
 if TYPE_CHECKING:
     from torch import Tensor

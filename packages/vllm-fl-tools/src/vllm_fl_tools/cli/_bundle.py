@@ -18,7 +18,7 @@ from typing import Any
 
 from vllm_fl.settings.schema import CONFIG, Settings
 from vllm_fl.text import REDACTED, is_secret, scrub
-from vllm_fl_tools.files import Draft
+from vllm_fl_tools.atomic_write import Draft
 
 from ._options import draft_of
 from ._progress import doing

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_fl.text import closest
-from vllm_fl_tools.files import Draft
+from vllm_fl_tools.atomic_write import Draft
 
 from ._show import UsageError
 

@@ -28,7 +28,7 @@ from vllm_fl.logs import get_logger
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.schema import Settings
 from vllm_fl.text import clean, quote
-from vllm_fl_tools.files import Draft
+from vllm_fl_tools.atomic_write import Draft
 from vllm_fl_verify.guarded import bits
 from vllm_fl_verify.oracle import MEASURED_OUTPUTS, magnitudes
 from vllm_fl_verify.verification import dtype_name

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from vllm_fl.logs import get_logger
 from vllm_fl.text import quote
-from vllm_fl_tools.files import Draft
+from vllm_fl_tools.atomic_write import Draft
 
 INTERVAL = 20.0
 """Seconds between two periodic writes, because collectors read every 15 to 60 s."""

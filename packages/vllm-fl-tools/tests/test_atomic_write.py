@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_fl_tools.files import Draft
+from vllm_fl_tools.atomic_write import Draft
 
 
 def test_a_draft_is_there_when_it_is_whole(tmp_path: Path) -> None:
