@@ -122,9 +122,14 @@ def shown(result: dict[str, Any], read: float) -> str:
             if share is not None:
                 us = statistics.median(of_step["us"])
                 lines.append(f"  {name:12} {step:17} kernels {spread(share)}  {us:.0f} µs")
-        planned = (entry["ready"].get("report") or {}).get("ordered_for_device", {})
-        if planned:
+        report = entry["ready"].get("report") or {}
+        if planned := report.get("ordered_for_device"):
             lines.append(f"  {name:12} ordered for this device: {', '.join(planned)}")
+        if sites := report.get("fusions"):
+            # A product with its activation has the kernel of a plain product: the profile does not
+            # show which of them a model has.
+            found = (f"{op} {of['found']} in {of['graphs']}" for op, of in sites.items())
+            lines.append(f"  {name:12} found in graphs: {', '.join(found)}")
     return "\n".join(lines)
 
 
