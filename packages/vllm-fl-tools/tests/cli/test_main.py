@@ -62,6 +62,14 @@ def test_the_version(fl: Command) -> None:
     assert re.fullmatch(r"vllm-fl: vllm-fl-tools \d+\.\d+\S* from /.*/vllm_fl_tools\n", done.out)
 
 
+def test_a_verb_that_reads_ends_its_process_without_freeing_modules() -> None:
+    code = "import atexit; atexit.register(print, 'late'); from vllm_fl_tools.cli import main; "
+    command = [sys.executable, "-c", f"{code} main()", "explain", "FL102"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.startswith("# FL102: ")
+    assert not done.stdout.endswith("late\n")
+
+
 def test_a_full_disk_is_one_line() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(

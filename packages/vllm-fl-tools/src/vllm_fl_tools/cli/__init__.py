@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 from vllm_fl.errors import SettingsError, UnknownOpError, VllmFLError
 from vllm_fl.plugins.registry import known_contracts
@@ -15,7 +17,7 @@ from vllm_fl.text import INDENTED, clean
 
 from ._progress import progress
 from ._show import UsageError, answering, say
-from ._verbs import VERBS, load_verb
+from ._verbs import READING, VERBS, load_verb
 from ._watch import INTERRUPTED
 
 TOOLS = "vllm-fl-tools"
@@ -45,11 +47,22 @@ class NoTemporaryFolderError(VllmFLError):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb.
 
+    Without `argv` it runs the command line of this process, and a verb of `READING` ends the
+    process. It collects no garbage, and frees no modules of vLLM at the end: both would take half
+    of its time.
+
     Returns:
         0 for success; 1 for a finding, such as a failed plugin or an op without implementation; 2
         for invalid usage or an invalid setting; 130 for Ctrl-C.
     """
-    return _status_of(lambda: _answer(sys.argv[1:] if argv is None else [*argv]))
+    words = sys.argv[1:] if argv is None else [*argv]
+    if argv is not None or not READING.issuperset(words[:1] or ("",)):
+        return _status_of(lambda: _answer(words))
+    gc.disable()
+    status = _status_of(lambda: _answer(words))
+    with suppress(OSError, ValueError):  # the output may be closed
+        sys.stdout.flush()
+    os._exit(status)
 
 
 def _answer(words: Sequence[str]) -> int:

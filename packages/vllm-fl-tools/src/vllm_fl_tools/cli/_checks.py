@@ -101,7 +101,7 @@ def half_installed() -> Iterator[Defect]:
                 "Its name and version are unknown, so its plugins are not loaded. Reinstall it.",
                 f"rm -r {quote(problem.partition(' has ')[0])}",
             )
-        elif _is_ours(dist) and (missing := _missing(dist)):
+        elif _is_ours(name, dist) and (missing := _missing(dist)):
             yield (
                 f"{name} {version} is partly installed: {missing}.",
                 "Without entry points a plugin is not found, and without modules it fails to load.",
@@ -114,7 +114,7 @@ def twice() -> Iterator[Defect]:
     found: dict[tuple[str, str], dict[str, None]] = {}
     for dist in metadata.distributions():
         name, version, problem = metadata_of(dist)
-        if not problem and (_is_ours(dist) or canonical(name) in SHOWN_PACKAGES):
+        if not problem and (canonical(name) in SHOWN_PACKAGES or _is_ours(name, dist)):
             folder = os.path.realpath(str(dist.locate_file("")))
             found.setdefault((canonical(name), folder), {})[str(version)] = None
     for (name, folder), versions in found.items():
@@ -127,9 +127,9 @@ def twice() -> Iterator[Defect]:
             )
 
 
-def _is_ours(dist: Any) -> bool:
+def _is_ours(name: str, dist: Any) -> bool:
     """Return whether this is core or a plugin for core, by name, entry points or requirements."""
-    names = [dist.name, *(requirement.partition(";")[0] for requirement in dist.requires or ())]
+    names = [name, *(requirement.partition(";")[0] for requirement in dist.requires or ())]
     ours = any(canonical(name).startswith("vllm-fl-") for name in names)
     return ours or any(dist.entry_points.select(group=group) for group in PLUGIN_KINDS)
 

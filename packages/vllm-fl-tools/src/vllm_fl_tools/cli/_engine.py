@@ -169,6 +169,7 @@ def _asking(what: str) -> Iterator[None]:
         with doing(what), silence(ours=False), attributed():
             yield
     finally:
+        gc.freeze()  # also no later collection traverses these modules
         gc.enable()
         if not is_set:
             os.environ.pop(level, None)

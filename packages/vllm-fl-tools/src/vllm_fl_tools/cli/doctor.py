@@ -58,7 +58,7 @@ from ._checks import (
 )
 from ._child import LoadingError, surviving
 from ._engine import NOT_INSTALLED, asked_of, check_words, takes_engine
-from ._environment import describe_environment
+from ._environment import describe_environment, start_probe
 from ._options import device_of
 from ._other_plugins import VARIABLE
 from ._progress import progress
@@ -139,6 +139,7 @@ def _show(facts: Mapping[str, Any]) -> None:
 def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
     """Run the checks that call plugins, and checks of the engine that `arguments` describe."""
     examined = _Examined()
+    start_probe()
     with quiet(logging.CRITICAL), redirect_stdout(sys.stderr):  # plugins may print when loaded
         findings = [
             finding
