@@ -9,7 +9,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 
 from vllm_fl.errors import SettingsError, UnknownOpError, VllmFLError
 from vllm_fl.plugins.registry import known_contracts
@@ -47,25 +46,18 @@ class NoTemporaryFolderError(VllmFLError):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb.
 
-    Without `argv` it runs the command line of this process, and a verb of `READING` ends the
-    process. It collects no garbage, and frees no modules of vLLM at the end: both would take half
-    of its time.
+    Without `argv` it runs the command line of this process. A verb of `READING` then collects no
+    garbage and ends the process, because collecting and freeing vLLM's modules takes seconds.
 
     Returns:
         0 for success; 1 for a finding, such as a failed plugin or an op without implementation; 2
         for invalid usage or an invalid setting; 130 for Ctrl-C.
     """
+    return _status_of(lambda: _answer(argv))
+
+
+def _answer(argv: Sequence[str] | None) -> int:
     words = sys.argv[1:] if argv is None else [*argv]
-    if argv is not None or not READING.issuperset(words[:1] or ("",)):
-        return _status_of(lambda: _answer(words))
-    gc.disable()
-    status = _status_of(lambda: _answer(words))
-    with suppress(OSError, ValueError):  # the output may be closed
-        sys.stdout.flush()
-    os._exit(status)
-
-
-def _answer(words: Sequence[str]) -> int:
     parser = _parser(words)
     _complete(parser)
     if not words:
@@ -77,9 +69,14 @@ def _answer(words: Sequence[str]) -> int:
     arguments.more = more
     if arguments.verb != "explain":  # this verb prints the page of the error
         _check_temporary_folder()
+    ends = argv is None and arguments.verb in READING
+    if ends:
+        gc.disable()
     with answering(), progress(arguments.verb, forks=arguments.verb == "doctor"):
         status: int = arguments.run(arguments)
     sys.stdout.flush()
+    if ends:
+        os._exit(status)
     return status
 
 

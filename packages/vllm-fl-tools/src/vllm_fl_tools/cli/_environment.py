@@ -99,14 +99,10 @@ def torch_build() -> str | None:
 def start_probe() -> subprocess.Popen[str]:
     """Start the process of `torch_facts`. Call it early: the process runs during other checks."""
     names = [name for name in WITH_TORCH if find_spec(name) is not None]
+    command, env = [sys.executable, "-P", "-c", PROBE, *names], os.environ | {FOLDER: ""}
+    null, pipe = subprocess.DEVNULL, subprocess.PIPE
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", PROBE, *names],
-        text=True,
-        errors="replace",
-        env=os.environ | {FOLDER: ""},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        command, text=True, errors="replace", env=env, stdin=null, stdout=pipe, stderr=pipe
     )
 
 
@@ -120,14 +116,14 @@ def torch_facts() -> dict[str, Any]:
     """
     with start_probe() as probe:
         try:
-            out, err = probe.communicate(timeout=PATIENCE)
+            output, errors = probe.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
             probe.kill()
             return {"error": f"`import torch` took more than {PATIENCE} s"}
     if probe.returncode == 0:
-        facts: dict[str, Any] = json.loads(out.splitlines()[-1])
+        facts: dict[str, Any] = json.loads(output.splitlines()[-1])
         return facts
-    *_, last = ("", *filter(str.strip, err.splitlines()))
+    *_, last = ("", *filter(str.strip, errors.splitlines()))
     end = "signal" if probe.returncode < 0 else "status"
     return {"error": last or f"its process ended with {end} {abs(probe.returncode)}"}
 
