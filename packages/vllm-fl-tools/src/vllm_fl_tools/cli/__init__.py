@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from vllm_fl.errors import SettingsError, UnknownOpError, VllmFLError
 from vllm_fl.plugins.registry import known_contracts
-from vllm_fl.text import INDENTED, clean
+from vllm_fl.text import INDENTED, clean, closest
 
 from ._progress import progress
 from ._show import UsageError, answering, say
@@ -63,6 +63,8 @@ def _answer(argv: Sequence[str] | None) -> int:
     if not words:
         parser.print_help()
         return GOOD
+    if words[0] not in VERBS and words[0].isalpha() and (meant := closest(words[0], VERBS)):
+        parser.error(f"{words[0]!r} is not a verb.{meant}")
     arguments, more = parser.parse_known_args(words)
     if more and not arguments.takes_more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -74,6 +75,8 @@ CODES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Check -> code of its findings. A plugin's check has no code, unless its name is listed here."""
+
+_QUOTED, _MEANT = re.compile(r"'([^']+)'"), re.compile(r"Did you mean '([^']+)'\?")
 
 FAILED_CHECK = "FL702"
 """Code of a check that failed."""
@@ -341,7 +344,7 @@ def find_idle(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[Defect]
         yield (
             line,
             "Use the names of distributions. Without the variable, all plugins are loaded.",
-            undo(line),
+            repair(line, undo(line)),
         )
     for key in settings.unowned:
         yield from idle([key], "No loaded plugin has this setting.")
@@ -353,7 +356,19 @@ def warned(settings: Settings, env: Mapping[str, str]) -> Iterator[Defect]:
     for warning in settings.warnings:
         if warning.startswith(f"{CONFIG}=") and not has_others:
             continue  # CONFIG exists to replace a plugin's file
-        yield warning, "This setting has no effect.", undo(warning)
+        yield warning, "This setting has no effect.", repair(warning, undo(warning))
+
+
+def repair(problem: str, undoing: str) -> str:
+    """Return the command that corrects a misspelled name in a variable; without one, `undoing`."""
+    variable = undoing.removeprefix("unset ")
+    value = os.environ.get(variable, "")
+    if meant := _MEANT.search(problem):
+        for wrong in _QUOTED.findall(problem[: meant.start()]):
+            correct = re.sub(rf"(?<!\w){re.escape(wrong)}(?!\w)", meant[1], value)
+            if correct != value:
+                return exported(variable, correct)
+    return undoing
 
 
 def exported(variable: str, text: str) -> str:

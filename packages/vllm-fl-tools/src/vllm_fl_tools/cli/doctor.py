@@ -54,11 +54,12 @@ from ._checks import (
     exported,
     find_idle,
     open_to_all,
+    repair,
     warned,
 )
 from ._child import LoadingError, surviving
 from ._engine import NOT_INSTALLED, asked_of, check_words, takes_engine
-from ._environment import describe_environment, start_probe
+from ._environment import describe_environment, start_probe, torch_facts
 from ._options import device_of
 from ._other_plugins import VARIABLE
 from ._progress import progress
@@ -147,7 +148,7 @@ def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
             for finding in run_check(check, find)
         ]
         if arguments is not None and examined.settings is not None:  # otherwise already reported
-            findings += _of_engine(arguments, examined, examined.settings)
+            findings += filter(_is_new, _of_engine(arguments, examined, examined.settings))
     facts = describe_environment(
         {name for plugin in examined.plugins for name in plugin.owner.kernels}
     )
@@ -208,6 +209,12 @@ def _of_engine(
         found.append(Finding("lock", what, f"{why}.", _page_of(why, "FL505")))
     warnings = warned(first.facts.settings, os.environ)
     return [*found, *(Finding("settings", *each) for each in warnings)]
+
+
+def _is_new(finding: Finding) -> bool:
+    """Return False if `_checks.companions` has reported the cause of this finding."""
+    errors = map(clean, torch_facts().get("broken", {}).values())
+    return not any((error.partition(": ")[2] or error) in finding.why for error in errors)
 
 
 def _ending(why: str) -> Finding:
@@ -348,7 +355,7 @@ class _Examined:
             yield (
                 str(error),
                 "An engine does not start with an invalid setting.",
-                undo(error.origin),
+                repair(str(error), undo(error.origin)),
             )
             return
         yield from warned(self.settings, os.environ)
