@@ -234,7 +234,7 @@ class TestPluginsThatEndTheProcess:
         (row,) = [row for row in done.json()["plugins"] if row["status"] == "failed"]
         assert row["name"] == name and "did not return within" in row["error"]
         # the child's step, if it has reached one
-        lines = r"vllm-fl doctor: (working|the import of plugin '\S+' of \S+) \(\d+ s\)"
+        lines = r"vllm-fl doctor: (working|the \w+ of plugin '\S+' of \S+) \(\d+ s\)"
         assert re.search(lines, done.err)
 
     def test_an_earlier_process(self, fl: Command, plugin: Plugin) -> None:

@@ -142,11 +142,9 @@ def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
     examined = _Examined()
     start_probe()
     with quiet(logging.CRITICAL), redirect_stdout(sys.stderr):  # plugins may print when loaded
-        findings = [
-            finding
-            for check, find in (*INSTALL_CHECKS, *examined.checks)
-            for finding in run_check(check, find)
-        ]
+        loaded = run_check("plugins", examined.load_plugins)  # during the probe
+        findings = [each for check in INSTALL_CHECKS for each in run_check(*check)] + loaded
+        findings += [each for check in examined.checks for each in run_check(*check)]
         if arguments is not None and examined.settings is not None:  # otherwise already reported
             findings += filter(_is_new, _of_engine(arguments, examined, examined.settings))
     facts = describe_environment(
@@ -264,7 +262,6 @@ class _Examined:
         self.absent: list[str] = []
         self.unused: dict[Owner, str] = {}
         self.checks: Sequence[tuple[str, Callable[[], Iterable[Finding | Defect]]]] = (
-            ("plugins", self.load_plugins),
             ("contracts", self.find_contracts),
             ("device", self.find_device),
             ("settings", self.read_settings),
