@@ -234,7 +234,7 @@ class TestPluginsThatEndTheProcess:
         (row,) = [row for row in done.json()["plugins"] if row["status"] == "failed"]
         assert row["name"] == name and "did not return within" in row["error"]
         # the child's step, if it has reached one
-        lines = r"vllm-fl doctor: (working|the import of plugin '\S+' of \S+) \(\d+ s\)"
+        lines = r"vllm-fl doctor: (working|the \w+ of plugin '\S+' of \S+) \(\d+ s\)"
         assert re.search(lines, done.err)
 
     def test_an_earlier_process(self, fl: Command, plugin: Plugin) -> None:
@@ -528,6 +528,30 @@ def test_why_an_engine_would_not_start(fl: Command, plugin: Plugin) -> None:
     findings = {each["check"]: each for each in fl("doctor", "--json", **strict).json()["findings"]}
     assert findings["engine"]["code"] == "FL514" and "vendor:cuda" in findings["engine"]["why"]
     assert fl("doctor", "--dtype", "half").status == 2  # vLLM's argument, without a model
+
+
+@pytest.mark.parametrize(("value", "todo"), [
+    ("silu_and_mull=vendor;silu_and_mul=stock", "'silu_and_mul=vendor;silu_and_mul=stock'"),
+    ("silu_and_mul=vendr", "silu_and_mul=vendor"),
+])  # fmt: skip
+def test_a_misspelled_word_is_corrected(fl: Command, plugin: Plugin, value: str, todo: str) -> None:
+    plugin()
+    done = fl("doctor", "--json", VLLM_FL_PER_OP=value)
+    (finding,) = found(done, "settings")
+    assert finding["todo"] == f"export VLLM_FL_PER_OP={todo}"
+
+
+def test_a_companion_that_does_not_fit_is_one_finding(
+    fl: Command, plugin: Plugin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin()
+    why = "operator torchvision::nms does not exist"
+    facts = {"version": "2.13.0", "broken": {"torchvision": f"RuntimeError: {why}"}}
+    monkeypatch.setattr(_engine, "NOT_INSTALLED", f"vLLM failed: ImportError: {why}")
+    for module in (_checks, doctor):
+        monkeypatch.setattr(module, "torch_facts", lambda: facts)
+    (only,) = found(fl("doctor", "--json"), "engine", "torch-companions")
+    assert only["code"] == "FL522"
 
 
 def test_no_secret_and_no_escape_sequence_is_printed(fl: Command, plugin: Plugin) -> None:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from commands import Command, Plugin
 
-from vllm_fl.errors import StartError
+from vllm_fl.errors import InvalidSettingError, StartError
 from vllm_fl_tools.cli import plan
+from vllm_fl_tools.cli._engine_args import arguments_of
 
-WRONG = (
-    "nonsense",
-    "plan --nonsense",
-    "explain",
-    "explain rms_norm --mode fast",
-    "explain rms_nrom",
-    "explain FL999",
-)
+WRONG = {
+    "nonsense": "doctor",
+    "paln": "Did you mean 'plan'?",
+    "plan --nonsense": "--nonsense",
+    "explain": "required",
+    "explain rms_norm --mode fast": "fast",
+    "explain rms_nrom": "rms_norm",
+    "explain FL999": "FL999",
+}
 
 
 @pytest.mark.parametrize("words", WRONG)
@@ -27,7 +31,7 @@ def test_wrong_usage_is_status_2_and_one_message(fl: Command, plugin: Plugin, wo
     plugin()
     done = fl(*words.split())
     assert (done.status, done.out) == (2, "")
-    assert "Traceback" not in done.err and "vllm-fl" in done.err
+    assert "Traceback" not in done.err and WRONG[words] in done.err
 
 
 def test_without_words_the_command_prints_its_help(fl: Command) -> None:
@@ -62,6 +66,14 @@ def test_the_version(fl: Command) -> None:
     assert re.fullmatch(r"vllm-fl: vllm-fl-tools \d+\.\d+\S* from /.*/vllm_fl_tools\n", done.out)
 
 
+def test_a_verb_that_reads_ends_its_process_without_freeing_modules() -> None:
+    code = "import atexit; atexit.register(print, 'late'); from vllm_fl_tools.cli import main; "
+    command = [sys.executable, "-c", f"{code} main()", "explain", "FL102"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.startswith("# FL102: ")
+    assert not done.stdout.endswith("late\n")
+
+
 def test_a_full_disk_is_one_line() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
@@ -74,6 +86,20 @@ def test_a_full_disk_is_one_line() -> None:
     assert done.returncode == 1
     *_, last = done.stderr.splitlines()  # a slow machine prints more
     assert last == "vllm-fl: cannot write the output: No space left on device"
+
+
+def test_an_error_of_a_setting_that_vllm_passes_on_keeps_its_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_: object) -> None:
+        raise InvalidSettingError("VLLM_FL_ENABLED: it is 'fales'")
+
+    parser = SimpleNamespace(EngineArgs=SimpleNamespace(add_cli_args=fail))
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", parser)
+    parser = SimpleNamespace(FlexibleArgumentParser=argparse.ArgumentParser)
+    monkeypatch.setitem(sys.modules, "vllm.utils.argparse_utils", parser)
+    with pytest.raises(InvalidSettingError):
+        arguments_of("DIR", ())
 
 
 def test_a_settings_file_that_does_not_exist(fl: Command) -> None:

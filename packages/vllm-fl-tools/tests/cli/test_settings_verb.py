@@ -47,6 +47,7 @@ def test_no_other_variable_is_printed(fl: Command, plugin: Plugin) -> None:
     for done in (fl("settings", **variables), fl("settings", "--json", **variables)):
         assert not any(value in done.out + done.err for value in variables.values())
         assert "VLLM_FL_API_TOKEN" in done.out  # a warning: not a setting
+    assert fl("settings", **variables).out.startswith("Warning: ")
 
 
 BROKEN = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,13 @@ def test_a_process_that_was_killed_is_silent(
     (shown,) = fl("show", path, "--json").json()["files"]
     assert (shown["silent"] is not None) == is_silent
     assert ("The process is gone without a last report" in fl("show", path).out) == is_silent
+
+
+def test_a_process_that_was_just_killed(fl: Command, tmp_path: Path) -> None:
+    for pid, is_silent in ((os.getpid(), False), (2**30, True)):
+        path = left(tmp_path, state="serving", pid=pid, host=socket.gethostname())
+        (shown,) = fl("show", path, "--json").json()["files"]
+        assert (shown["silent"] is not None) == is_silent
 
 
 @pytest.mark.parametrize("content", [

@@ -78,7 +78,8 @@ def metadata_of(dist: Any) -> tuple[str, str | None, str]:
     """Return (name, version, fault of the metadata or empty). A half uninstalled distribution may
     have entry points but no METADATA. Its name and version are then read from the folder's name."""
     try:
-        name, version = dist.name, dist.version
+        metadata = dist.metadata  # parsed at each access
+        name, version = metadata["Name"], metadata["Version"]
     except Exception:  # without METADATA some releases of Python raise, others return None
         name = version = None
     if name:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import os
 import sys
 import tempfile
@@ -11,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from vllm_fl.errors import SettingsError, UnknownOpError, VllmFLError
 from vllm_fl.plugins.registry import known_contracts
-from vllm_fl.text import INDENTED, clean
+from vllm_fl.text import INDENTED, clean, closest
 
 from ._progress import progress
 from ._show import UsageError, answering, say
-from ._verbs import VERBS, load_verb
+from ._verbs import READING, VERBS, load_verb
 from ._watch import INTERRUPTED
 
 TOOLS = "vllm-fl-tools"
@@ -45,28 +46,39 @@ class NoTemporaryFolderError(VllmFLError):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb.
 
+    Without `argv` it runs the command line of this process. A verb of `READING` then collects no
+    garbage and ends the process, because collecting and freeing vLLM's modules takes seconds.
+
     Returns:
         0 for success; 1 for a finding, such as a failed plugin or an op without implementation; 2
         for invalid usage or an invalid setting; 130 for Ctrl-C.
     """
-    return _status_of(lambda: _answer(sys.argv[1:] if argv is None else [*argv]))
+    return _status_of(lambda: _answer(argv))
 
 
-def _answer(words: Sequence[str]) -> int:
+def _answer(argv: Sequence[str] | None) -> int:
+    words = sys.argv[1:] if argv is None else [*argv]
     parser = _parser(words)
     _complete(parser)
     if not words:
         parser.print_help()
         return GOOD
+    if words[0] not in VERBS and words[0].isalpha() and (meant := closest(words[0], VERBS)):
+        parser.error(f"{words[0]!r} is not a verb.{meant}")
     arguments, more = parser.parse_known_args(words)
     if more and not arguments.takes_more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     arguments.more = more
     if arguments.verb != "explain":  # this verb prints the page of the error
         _check_temporary_folder()
+    ends = argv is None and arguments.verb in READING
+    if ends:
+        gc.disable()
     with answering(), progress(arguments.verb, forks=arguments.verb == "doctor"):
         status: int = arguments.run(arguments)
     sys.stdout.flush()
+    if ends:
+        os._exit(status)
     return status
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -75,6 +76,8 @@ CODES: Mapping[str, str] = MappingProxyType(
 )
 """Check -> code of its findings. A plugin's check has no code, unless its name is listed here."""
 
+_QUOTED, _MEANT = re.compile(r"'([^']+)'"), re.compile(r"Did you mean '([^']+)'\?")
+
 FAILED_CHECK = "FL702"
 """Code of a check that failed."""
 
@@ -101,7 +104,7 @@ def half_installed() -> Iterator[Defect]:
                 "Its name and version are unknown, so its plugins are not loaded. Reinstall it.",
                 f"rm -r {quote(problem.partition(' has ')[0])}",
             )
-        elif _is_ours(dist) and (missing := _missing(dist)):
+        elif _is_ours(name, dist) and (missing := _missing(dist)):
             yield (
                 f"{name} {version} is partly installed: {missing}.",
                 "Without entry points a plugin is not found, and without modules it fails to load.",
@@ -114,7 +117,7 @@ def twice() -> Iterator[Defect]:
     found: dict[tuple[str, str], dict[str, None]] = {}
     for dist in metadata.distributions():
         name, version, problem = metadata_of(dist)
-        if not problem and (_is_ours(dist) or canonical(name) in SHOWN_PACKAGES):
+        if not problem and (canonical(name) in SHOWN_PACKAGES or _is_ours(name, dist)):
             folder = os.path.realpath(str(dist.locate_file("")))
             found.setdefault((canonical(name), folder), {})[str(version)] = None
     for (name, folder), versions in found.items():
@@ -127,9 +130,9 @@ def twice() -> Iterator[Defect]:
             )
 
 
-def _is_ours(dist: Any) -> bool:
+def _is_ours(name: str, dist: Any) -> bool:
     """Return whether this is core or a plugin for core, by name, entry points or requirements."""
-    names = [dist.name, *(requirement.partition(";")[0] for requirement in dist.requires or ())]
+    names = [name, *(requirement.partition(";")[0] for requirement in dist.requires or ())]
     ours = any(canonical(name).startswith("vllm-fl-") for name in names)
     return ours or any(dist.entry_points.select(group=group) for group in PLUGIN_KINDS)
 
@@ -341,7 +344,7 @@ def find_idle(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[Defect]
         yield (
             line,
             "Use the names of distributions. Without the variable, all plugins are loaded.",
-            undo(line),
+            repair(line, undo(line)),
         )
     for key in settings.unowned:
         yield from idle([key], "No loaded plugin has this setting.")
@@ -353,7 +356,19 @@ def warned(settings: Settings, env: Mapping[str, str]) -> Iterator[Defect]:
     for warning in settings.warnings:
         if warning.startswith(f"{CONFIG}=") and not has_others:
             continue  # CONFIG exists to replace a plugin's file
-        yield warning, "This setting has no effect.", undo(warning)
+        yield warning, "This setting has no effect.", repair(warning, undo(warning))
+
+
+def repair(problem: str, undoing: str) -> str:
+    """Return the command that corrects a misspelled name in a variable; without one, `undoing`."""
+    variable = undoing.removeprefix("unset ")
+    value = os.environ.get(variable, "")
+    if meant := _MEANT.search(problem):
+        for wrong in _QUOTED.findall(problem[: meant.start()]):
+            correct = re.sub(rf"(?<!\w){re.escape(wrong)}(?!\w)", meant[1], value)
+            if correct != value:
+                return exported(variable, correct)
+    return undoing
 
 
 def exported(variable: str, text: str) -> str:

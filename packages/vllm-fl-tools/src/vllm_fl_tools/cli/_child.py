@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import multiprocessing
 import os
@@ -106,7 +105,6 @@ def _answer(
 ) -> NoReturn:
     """Send the answer from the child, and exit without running plugins' exit handlers."""
     os.environ[breadcrumb.FOLDER] = notes
-    gc.disable()  # the process ends soon
     calling.ENDED.update(ended)
     try:
         try:

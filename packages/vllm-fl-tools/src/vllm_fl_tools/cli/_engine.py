@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -157,18 +156,13 @@ def plan_entry(engine: Described, op: str) -> PlanEntry | None:
 
 @contextmanager
 def _asking(what: str) -> Iterator[None]:
-    """Show progress during the block, log only errors of vLLM, and collect no garbage.
-
-    Collecting garbage in the imported modules would take a second of CPU time.
-    """
+    """Show progress during the block, and log only errors of vLLM."""
     level = "VLLM_LOGGING_LEVEL"
     is_set = level in os.environ
     os.environ.setdefault(level, "ERROR")
-    gc.disable()
     try:
         with doing(what), silence(ours=False), attributed():
             yield
     finally:
-        gc.enable()
         if not is_set:
             os.environ.pop(level, None)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from vllm_fl.errors import VllmFLError
+
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
@@ -27,6 +29,7 @@ def arguments_of(model: str, words: Sequence[str]) -> EngineArgs:
 
     Raises:
         WrongArguments: vLLM does not know an argument, or rejects its value.
+        VllmFLError: a setting is invalid, for example.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -45,6 +48,8 @@ def arguments_of(model: str, words: Sequence[str]) -> EngineArgs:
             verbs = FlexibleArgumentParser().add_subparsers()
             read = _read(ServeSubcommand().subparser_init(verbs), words)
         return EngineArgs.from_cli_args(read)
+    except VllmFLError:  # some are a ValueError
+        raise
     except (ValueError, TypeError) as error:  # from the type of a value
         raise WrongArguments(str(error)) from error
 

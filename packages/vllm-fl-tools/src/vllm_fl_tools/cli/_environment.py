@@ -37,7 +37,8 @@ WITH_TORCH = ("torchvision", "torchaudio", "torchcodec")
 """Packages that are built for one build of torch, and that transformers imports if installed."""
 
 PROBE = """
-import importlib, json, sys, warnings
+import gc, importlib, json, os, sys, warnings
+gc.disable()
 facts = {"warnings": [], "broken": {}}
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
@@ -55,7 +56,8 @@ for name in sys.argv[1:]:
         importlib.import_module(name)
     except Exception as error:
         facts["broken"][name] = f"{type(error).__name__}: {error}"
-print("\\n" + json.dumps(facts))
+print("\\n" + json.dumps(facts), flush=True)
+os._exit(0)  # without freeing torch, which takes as long as half of its import
 """
 """Imports torch in a child process, because a broken torch may raise, hang, or end its process."""
 
@@ -94,6 +96,17 @@ def torch_build() -> str | None:
 
 
 @cache
+def start_probe() -> subprocess.Popen[str]:
+    """Start the process of `torch_facts`. Call it early: the process runs during other checks."""
+    names = [name for name in WITH_TORCH if find_spec(name) is not None]
+    command, env = [sys.executable, "-P", "-c", PROBE, *names], os.environ | {FOLDER: ""}
+    null, pipe = subprocess.DEVNULL, subprocess.PIPE
+    return subprocess.Popen(
+        command, text=True, errors="replace", env=env, stdin=null, stdout=pipe, stderr=pipe
+    )
+
+
+@cache
 def torch_facts() -> dict[str, Any]:
     """Return what torch reports about itself and its devices, from a separate process.
 
@@ -101,26 +114,18 @@ def torch_facts() -> dict[str, Any]:
         `version`, `cuda`, `warnings`, `broken` {a package of WITH_TORCH: its error}, and `devices`
         if there are any; or only `error`.
     """
-    names = [name for name in WITH_TORCH if find_spec(name) is not None]
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", PROBE, *names],
-            text=True,
-            errors="replace",
-            env=os.environ | {FOLDER: ""},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=PATIENCE,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"`import torch` took more than {PATIENCE} s"}
-    if done.returncode == 0:
-        facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    with start_probe() as probe:
+        try:
+            output, errors = probe.communicate(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            probe.kill()
+            return {"error": f"`import torch` took more than {PATIENCE} s"}
+    if probe.returncode == 0:
+        facts: dict[str, Any] = json.loads(output.splitlines()[-1])
         return facts
-    *_, last = ("", *filter(str.strip, done.stderr.splitlines()))
-    end = "signal" if done.returncode < 0 else "status"
-    return {"error": last or f"its process ended with {end} {abs(done.returncode)}"}
+    *_, last = ("", *filter(str.strip, errors.splitlines()))
+    end = "signal" if probe.returncode < 0 else "status"
+    return {"error": last or f"its process ended with {end} {abs(probe.returncode)}"}
 
 
 def describe_environment(kernels: Collection[str] = ()) -> dict[str, str]:

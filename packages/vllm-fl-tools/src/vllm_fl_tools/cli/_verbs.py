@@ -11,6 +11,9 @@ from typing import Any
 
 VERBS = ("bisect", "doctor", "explain", "new", "plan", "settings", "show", "tune", "verify")
 
+READING = frozenset({"doctor", "explain", "plan", "settings", "show"})
+"""Verbs that only read, and run no kernel in the process of the command."""
+
 
 def load_verb(name: str) -> tuple[str, str, Any]:
     """Import one verb; return (its summary without a full stop, its example, its module)."""

@@ -54,11 +54,12 @@ from ._checks import (
     exported,
     find_idle,
     open_to_all,
+    repair,
     warned,
 )
 from ._child import LoadingError, surviving
 from ._engine import NOT_INSTALLED, asked_of, check_words, takes_engine
-from ._environment import describe_environment
+from ._environment import describe_environment, start_probe, torch_facts
 from ._options import device_of
 from ._other_plugins import VARIABLE
 from ._progress import progress
@@ -139,14 +140,13 @@ def _show(facts: Mapping[str, Any]) -> None:
 def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
     """Run the checks that call plugins, and checks of the engine that `arguments` describe."""
     examined = _Examined()
+    start_probe()
     with quiet(logging.CRITICAL), redirect_stdout(sys.stderr):  # plugins may print when loaded
-        findings = [
-            finding
-            for check, find in (*INSTALL_CHECKS, *examined.checks)
-            for finding in run_check(check, find)
-        ]
+        loaded = run_check("plugins", examined.load_plugins)  # during the probe
+        findings = [each for check in INSTALL_CHECKS for each in run_check(*check)] + loaded
+        findings += [each for check in examined.checks for each in run_check(*check)]
         if arguments is not None and examined.settings is not None:  # otherwise already reported
-            findings += _of_engine(arguments, examined, examined.settings)
+            findings += filter(_is_new, _of_engine(arguments, examined, examined.settings))
     facts = describe_environment(
         {name for plugin in examined.plugins for name in plugin.owner.kernels}
     )
@@ -209,6 +209,12 @@ def _of_engine(
     return [*found, *(Finding("settings", *each) for each in warnings)]
 
 
+def _is_new(finding: Finding) -> bool:
+    """Return False if `_checks.companions` has reported the cause of this finding."""
+    errors = map(clean, torch_facts().get("broken", {}).values())
+    return not any((error.partition(": ")[2] or error) in finding.why for error in errors)
+
+
 def _ending(why: str) -> Finding:
     without = _WITHOUT.search(why)
     todo = without[0] if without else _page_of(why, "FL514")
@@ -256,7 +262,6 @@ class _Examined:
         self.absent: list[str] = []
         self.unused: dict[Owner, str] = {}
         self.checks: Sequence[tuple[str, Callable[[], Iterable[Finding | Defect]]]] = (
-            ("plugins", self.load_plugins),
             ("contracts", self.find_contracts),
             ("device", self.find_device),
             ("settings", self.read_settings),
@@ -347,7 +352,7 @@ class _Examined:
             yield (
                 str(error),
                 "An engine does not start with an invalid setting.",
-                undo(error.origin),
+                repair(str(error), undo(error.origin)),
             )
             return
         yield from warned(self.settings, os.environ)

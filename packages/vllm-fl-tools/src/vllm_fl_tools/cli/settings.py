@@ -69,6 +69,8 @@ def _settings() -> Settings:
 
 def _show(facts: Mapping[str, Any]) -> None:
     rows = facts["settings"]
+    for warning in facts["warnings"]:  # first: the table is long
+        say(f"Warning: {warning}")
     (platform,) = (row for row in rows if row["key"] == "platform")
     say(f"Platform: {facts['platform']} ({platform['origin']})")
     say(f"Platform files: {', '.join(facts['platform_files']) or 'none'}")
@@ -93,8 +95,6 @@ def _show(facts: Mapping[str, Any]) -> None:
     ):
         if names:
             say("\n  ".join([f"{title}:", *names]))
-    for warning in facts["warnings"]:
-        say(f"Warning: {warning}")
 
 
 def as_rows(settings: Settings) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -97,13 +98,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _current(path: str) -> dict[str, Any]:
-    """Read a file like `_read`, after a running engine has written its current counts."""
+    """Read a file like `_read`, after a running engine has written its current counts.
+
+    A process of this host that wrote none is gone if its id does not exist.
+    """
     found = _read(path)
     is_alive = found["kind"] == "worker" and found["silent"] is None
     if not is_alive or found["content"].get("state") != "serving":
         return found
     request({Path(path): lambda: [Path(path)]}, CLOSE_TIMEOUT)
-    return _read(path)
+    now = _read(path)
+    content = now["content"]
+    is_here = content == found["content"] and content.get("host") == socket.gethostname()
+    if is_here and not Path(f"/proc/{content.get('pid')}").exists():
+        now["silent"] = _age(content)
+    return now
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -147,13 +156,18 @@ def _as_json(file: Mapping[str, Any]) -> dict[str, Any]:
 def _silent(path: str, data: Mapping[str, Any]) -> int | None:
     """Return the seconds since the last report of a worker that seems to be gone, or None."""
     try:
-        age = (datetime.now(UTC) - datetime.fromisoformat(data["written"])).total_seconds()
+        age = _age(data)
         if not all(isinstance(data["report"][key], dict) for key in ("ops", "demotions")):
             raise TypeError("the plan is missing")
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path}: not a worker report: {quote(error)}") from error
     is_over = data.get("state") in ("ended", "failed") or age <= SILENT
-    return None if is_over else round(age)
+    return None if is_over else age
+
+
+def _age(data: Mapping[str, Any]) -> int:
+    """Return the seconds since a worker wrote its report."""
+    return round((datetime.now(UTC) - datetime.fromisoformat(data["written"])).total_seconds())
 
 
 def _show(files: list[dict[str, Any]]) -> None:
@@ -191,9 +205,9 @@ def _show_worker(content: Mapping[str, Any], silent: int | None) -> None:
     )
     if silent is not None:
         say(
-            f"The process is gone without a last report: no update for {silent} s, although one is "
-            f"due every {INTERVAL:.0f} s. It was killed, or got SIGTERM without --shutdown-timeout "
-            "(or the file became unwritable). Later calls and errors are missing here."
+            f"The process is gone without a last report; its last update was {silent} s ago. It "
+            "was killed, or got SIGTERM without --shutdown-timeout (or the file is unwritable). "
+            "Later calls and errors are missing here."
         )
     error = content.get("error")
     if error:

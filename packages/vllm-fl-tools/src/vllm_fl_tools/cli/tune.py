@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="DIR",
-        help="the model's folder; its weights are not read",
+        help="the model's folder; its weights are read only for --profile and --accept",
     )
     parser.add_argument("--op", action="append", metavar="OP", help="may be repeated")
     parser.add_argument(
@@ -74,8 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile",
         action="store_true",
-        help="instead, profile the steps of an engine with vLLM's arguments, and print each op's "
-        "share; accepts only --model, --batch and --json",
+        help="instead, start an engine, and print the shares of its step time that implementations "
+        "take and could take; accepts only --model, --batch, --json and vLLM's arguments",
     )
     parser.add_argument(
         "--batch",
