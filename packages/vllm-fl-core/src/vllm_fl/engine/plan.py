@@ -297,9 +297,7 @@ class Plan:
         # A layer that provides nothing is not passed, which saves an argument in every call.
         return MethodType(function, layer) if asks_layer else function
 
-    def _guard(
-        self, chain: Chain, asks_layer: bool, compiled: bool, *, inlined: bool = False
-    ) -> Callable[..., Any]:
+    def _guard(self, chain: Chain, asks_layer: bool, compiled: bool) -> Callable[..., Any]:
         op, first = chain.op, chain.impls[0]
         guard = method_guard if asks_layer else call_guard
         if not compiled:
@@ -307,8 +305,7 @@ class Plan:
         from .opaque import is_opaque, opaque_op
 
         # A graph is traced once for all sizes, so the operator must select the row.
-        by_size = self.entries[op].ceilings and not inlined
-        if by_size or is_opaque(first):
+        if self.entries[op].ceilings or is_opaque(first):
             first = opaque_op(chain, self.number)
         else:
             counting = self.record.counting(first.fn, op, first.impl_id)
@@ -316,16 +313,15 @@ class Plan:
         # Traced code has no fallback: it cannot catch an exception, and Dynamo keeps no branch.
         return guard(chain.of(first, bare=True))
 
-    def as_compiled(self, op: str, first: OpImpl, *, inlined: bool = False) -> Callable[..., Any]:
+    def as_compiled(self, op: str, first: OpImpl) -> Callable[..., Any]:
         """Return the op as compiled code calls it, for verification, without counters. `first` is
-        one of the entry's `firsts`; its row is verified. `inlined` is True for graphs that are
-        compiled by range: they inline an op with an order by size."""
+        one of the entry's `firsts`; its row is verified."""
         plan = dataclasses.replace(self, counts_calls=False, record=Record(log), number=0)
         rows = (_callable(impls) for _, impls in reversed(self.entries[op].candidates))
         impls = next(impls for impls in rows if impls[:1] == (first,))
         spec = self.contracts[op]
         chain = Chain(op, ((None, impls),), spec, self.strict, plan.record, spec.consumable)
-        return plan._guard(chain, asks_layer=False, compiled=True, inlined=inlined)
+        return plan._guard(chain, asks_layer=False, compiled=True)
 
 
 def make_plan(

@@ -21,7 +21,7 @@ from .carried import KEY, carried_entry, is_sealed
 from .compat import hide_our_variables
 from .compat import missing_requirement as lacks_names
 from .graphs import ranges
-from .patching import PATCHERS, by_range, merged, why_not
+from .patching import PATCHERS, merged, why_not
 from .targets import installed_bindings
 
 if TYPE_CHECKING:
@@ -230,7 +230,6 @@ def apply(plan: Plan, vllm_config: VllmConfig) -> None:
         if f"+{name}" not in custom_ops and "all" not in custom_ops
     ]
     custom_ops += added
-    ranges.split(vllm_config, by_range(plan), entry)
     entry["enabled"] = added
 
 

@@ -21,11 +21,10 @@ from ..plugins.types import ATTENTION, AttentionImpl
 from ..text import quote
 from . import patching, updates
 from .engines import Engine, calling, with_own_engine
-from .graphs import ranges
 from .models import completed, drop_model
 from .patchers.attention import attend
 from .patchers.lookups import over_class, path_over, take_off
-from .patching import PATCHERS, by_range, why_not
+from .patching import PATCHERS, why_not
 from .planning import facts_of, load_plugins, refuse_unverified
 from .settling import bind, choices, set_plan, settle
 
@@ -169,7 +168,6 @@ class PlannedWorker:
             "choices": _nested(choices(plan)),
             "not_reached": dict(engine.unused),
             "remarks": [line for lines in engine.remarks.values() for line in lines],
-            "ranges": ranges.report(engine, by_range(plan)),
             "table": table
             and {"file": table.file, "acts": not table.unused, "reason": table.reason},
             "device": engine.facts.device or None,
@@ -260,8 +258,7 @@ def _remarks(engine: Engine) -> list[str]:
     if facts.wants_invariance:
         found.append(f"{facts.wants_invariance}: measured; of vLLM's code, only layers are")
     found += [f"{op}: {impl_id} {why}" for (op, impl_id), why in why_not(facts).impls.items()]
-    inlined = ranges.inlined_ranges(by_range(engine.plan), engine.config)
-    return found + [f"{op} {ranges.describe_ranges(chosen)}" for op, chosen in inlined.items()]
+    return found
 
 
 def _orders_by_device(engine: Engine) -> dict[str, str]:
