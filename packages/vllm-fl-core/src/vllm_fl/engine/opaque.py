@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..contracts import OpSpec, Variant
-from ..contracts.routes import Route, by_target, put
+from ..contracts.routes import Route, aliases, by_target, put
 from ..dispatch.chain import Chain
 from ..dispatch.guard import call_guard
 from ..plugins.types import OpImpl
@@ -111,7 +111,7 @@ def opaque_op(chain: Chain, number: int = 1) -> OpImpl:
         body = _writing(spec, variant, guard) if written else _returning(variant, guard)
         _define(name, spec, variant, written=bool(written))
         _operators[name] = _Operator(spec.name, first.impl_id, body)
-        branches.append((variant, written, _overload(name)))
+        branches.append((variant, written, getattr(torch.ops.vllm_fl, name).default))
     consumes = frozenset(name for _, written, _ in branches for name in written)
     return dataclasses.replace(
         first, fn=_router(spec, branches), supports=None, consumes=consumes, traceable=True
@@ -158,11 +158,6 @@ def _define(name: str, spec: OpSpec, variant: Variant, *, written: bool) -> None
     torch.library.register_fake(f"vllm_fl::{name}", fake, lib=LIBRARY)
 
 
-def _overload(name: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = getattr(torch.ops.vllm_fl, name).default
-    return found
-
-
 def _of_variant(spec: OpSpec, variant: Variant, op: Callable[..., Any]) -> Callable[..., Any]:
     """Convert `op` from the contract's parameters to the parameters of a variant's operator. A
     variant omits parameters, and torch omits trailing arguments that equal the schema's
@@ -201,7 +196,6 @@ def _fresh(result: Any, args: tuple[Any, ...]) -> Any:
     """
     taken = [arg for arg in args if isinstance(arg, torch.Tensor)]
     parts = []
-    aliases: Callable[[Any, Any], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
     for part in result if isinstance(result, tuple) else (result,):
         whole = part.contiguous()
         fresh = whole.clone() if any(aliases(whole, other) for other in taken) else whole

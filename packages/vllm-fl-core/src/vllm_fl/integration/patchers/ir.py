@@ -16,7 +16,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...contracts.binding import IrTarget, LayerTarget
-from ...dispatch.chain import Chain
 from ...engine.facts import EngineFacts
 from ...engine.opaque import is_opaque, opaque_op
 from ...engine.plan import Plan
@@ -81,16 +80,13 @@ def prioritise(default: Any, plan: Plan) -> Any:
     return default
 
 
-def chain_of(plan: Plan, op: str, of_op: Iterable[IrTarget | LayerTarget]) -> Chain:
-    """Return the candidates of an op in compiled code, followed by vLLM's layer code. The op must
-    not be stock. `of_op` are its targets."""
+def _compiled(plan: Plan, op: str, of_op: Iterable[IrTarget]) -> OpImpl:
+    """Return an op that is not stock as compiled code runs it. The last candidate is vLLM's layer
+    code. `of_op` are the op's targets."""
     layers = targets(installed_bindings(), LayerTarget)
     native = next((target.native for of, target in layers if of == op), None)
     grants = frozenset(name for target in of_op for name in target.grants)
-    return plan.chain(op, grants, last=stock_form(op, native))
-
-
-def _compiled(plan: Plan, chain: Chain) -> OpImpl:
+    chain = plan.chain(op, grants, last=stock_form(op, native))
     first = chain.impls[0]
     if chain.is_by_size or is_opaque(first):
         return opaque_op(chain, plan.number)
@@ -138,7 +134,7 @@ class Ir(Patcher):
         planned: dict[str, Callable[..., Any]] = {}
         for op, of_op in ir_ops().items():
             is_ours = plan.mode == "compiled" and not plan.is_stock(op)
-            run = _compiled(plan, chain_of(plan, op, of_op)) if is_ours else None
+            run = _compiled(plan, op, of_op) if is_ours else None
             for target in of_op:
                 ir_op: IrOp = ir_op_of(target)
                 ours = ir_op.impls[PROVIDER]
