@@ -178,7 +178,7 @@ class PlannedWorker:
             },
             "wrong": _nested(engine.wrong),
         }
-        failed = engine.state.setdefault(sections, set())  # logged once per engine
+        failed = engine.state.setdefault("plugins with a failed report", set())  # logged once
         for plugin in asking(get_default_manager().registry.plugins, "worker_report"):
             try:
                 report.update(sections(plugin, engine, report))
