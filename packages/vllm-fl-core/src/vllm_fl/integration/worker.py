@@ -171,7 +171,7 @@ class PlannedWorker:
             "table": table
             and {"file": table.file, "acts": not table.unused, "reason": table.reason},
             "device": engine.facts.device or None,
-            "ordered_for_device": _orders_by_device(engine),
+            "ordered_for_device": engine.facts.ordered.settings.held_by_device,
             "start": {
                 **phases_of(self).seconds,
                 "of them: compiling": getattr(compilation, "compilation_time", 0.0),
@@ -250,20 +250,14 @@ def _say_plan(engine: Engine) -> None:
 
 def _remarks(engine: Engine) -> list[str]:
     facts, found = engine.facts, []
-    table, ordered = facts.settings.tuned, _orders_by_device(engine)
+    table, ordered = facts.settings.tuned, facts.ordered.settings.held_by_device
     if table is not None:
         found.append(f"{'without the ' if table.unused else ''}table {table.file}")
     if ordered:
         found.append(f"orders for {facts.device}: {', '.join(ordered)}")
     if facts.wants_invariance:
         found.append(f"{facts.wants_invariance}: measured; of vLLM's code, only layers are")
-    found += [f"{op}: {impl_id} {why}" for (op, impl_id), why in why_not(facts).impls.items()]
-    return found
-
-
-def _orders_by_device(engine: Engine) -> dict[str, str]:
-    """Return op -> origin and measurement of its order for this device."""
-    return engine.facts.ordered.settings.held_by_device
+    return found + [f"{op}: {impl_id} {why}" for (op, impl_id), why in why_not(facts).impls.items()]
 
 
 def _nested(table: Any) -> dict[str, dict[str, Any]]:
