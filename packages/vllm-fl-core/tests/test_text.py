@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from vllm_fl.logs import get_logger
-from vllm_fl.text import INDENTED, clean, nearest, quote, scrub
+from vllm_fl.text import INDENTED, clean, quote, scrub
 
 FORGED = "no device\nERROR 11-22 10:00:00 [vllm_fl.engine] \x1b[31mall is lost\x1b[0m\r\u2028x"
 
@@ -117,10 +117,3 @@ def test_a_log_line_is_cleaned_for_whoever_handles_it(monkeypatch: pytest.Monkey
     assert not any(line.startswith("ERROR") for line in lines)
     assert "\x1b" not in stream.getvalue() and "s3cr3tdb" not in stream.getvalue()
     assert "Mute" in stream.getvalue()
-
-
-def test_two_letters_that_changed_places_are_near_in_every_position() -> None:
-    known = ["vendor", "rms_norm"]
-    for swapped in ("evndor", "vednor", "vendro"):
-        assert nearest(swapped, known, cutoff=0.99) == "vendor"
-    assert nearest("vndor", known, cutoff=0.99) is None

@@ -125,18 +125,11 @@ def _tells(name: str, value: str) -> bool:
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the known name that is most similar to `word`, ignoring case, or None. `cutoff` is the
-    least similarity, from 0 to 1. A name with two adjacent letters swapped always matches, because
-    two letters may be half of a short name."""
+    least similarity, from 0 to 1."""
     import difflib  # rarely needed
 
-    folded = word.casefold()
     by_fold = {name.casefold(): name for name in sorted(known, reverse=True)}
-    found = difflib.get_close_matches(folded, by_fold, n=1, cutoff=cutoff)
-    found += [
-        swapped
-        for at in range(len(folded) - 1)
-        if (swapped := folded[:at] + folded[at + 1] + folded[at] + folded[at + 2 :]) in by_fold
-    ]
+    found = difflib.get_close_matches(word.casefold(), by_fold, n=1, cutoff=cutoff)
     return by_fold[found[0]] if found else None
 
 

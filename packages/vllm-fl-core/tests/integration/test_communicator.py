@@ -246,13 +246,12 @@ def test_an_unsupported_communicator_is_reported_and_is_not_a_candidate(
 ) -> None:
     asked: list[CommunicatorRequest] = []
     found = use(monkeypatch, acme(Sound, supports=lambda r: bool(asked.append(r)) or "no library"))
-    assert communicator.communicator_refusals(found) == {
-        KEY: "does not support this engine: no library"
-    }
+    why_not = communicator.Communicator().why_not
+    assert why_not(found).impls == {KEY: "does not support this engine: no library"}
     assert communicator.Groups(Engine(found, 0)).communicators == ()
     assert asked[0].settings is found.settings
     elastic = replace(use(monkeypatch, acme(Sound)), communicator=facts(elastic=True).communicator)
-    assert "elastic expert parallelism" in communicator.communicator_refusals(elastic)[KEY]
+    assert "elastic expert parallelism" in why_not(elastic).ops["communicator"]
 
 
 def test_where_batch_invariance_is_asked_for_the_groups_have_what_the_plan_says(

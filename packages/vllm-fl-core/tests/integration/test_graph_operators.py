@@ -410,7 +410,6 @@ ONE = torch.tensor([0.5])
 )
 def test_vllms_own_product_is_the_plans_where_it_is_planned(changed: dict[str, Any]) -> None:
     plan = planning(managing(of_fp8(), per_op_order={FP8: FP8_ROWS}), "compiled")
-    assert PATCHER.by_range(plan).keys() == {FP8}
     for tokens, sizes, ours in ((5, (1, 16), True), (40, (17, 64), False), (5, (1, 64), True)):
         args = fp8_call(tokens, **changed)
         result, code = compiled(plan, *args, sizes=sizes)

@@ -92,8 +92,7 @@ class Checks:
                 counts = self._warm_counts(entry, impl)
                 bounds = _bounds(entry, impl)
                 tokens = self._captured_tokens(plan, impl, *bounds) if meets and is_first else 0
-                by_range = self.facts.by_range
-                compiled = plan.as_compiled(op, impl, inlined=by_range) if is_compiled else None
+                compiled = plan.as_compiled(op, impl) if is_compiled else None
                 owner = owners[key].name if key in owners else ""
                 roles.append(Role(impl, owner, compiled, counts, tokens, *bounds))
         return roles

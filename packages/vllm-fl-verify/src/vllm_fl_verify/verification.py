@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from vllm_fl.contracts import OpSpec, Sample
+from vllm_fl.contracts.routes import aliases
 from vllm_fl.errors import AllFailedError
 from vllm_fl.plugins.signatures import verdict_of
 from vllm_fl.plugins.types import OpImpl
@@ -386,7 +387,7 @@ def misuse(call: Guarded, consumed: Iterable[str], impl: OpImpl, spec: OpSpec) -
 def shares(a: torch.Tensor, b: Any) -> bool:
     if not isinstance(b, torch.Tensor) or not a.numel() or not b.numel():
         return False
-    return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
+    return aliases(a, b)
 
 
 def _kind(result: Any) -> str:

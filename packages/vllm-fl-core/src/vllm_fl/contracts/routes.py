@@ -18,7 +18,8 @@ from .spec import OpSpec
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Bound", "Route", "Selection", "by_contract", "by_target", "put"]
+__all__ = ["Bound", "Route", "Selection", "aliases", "by_contract", "by_target"]
+__all__ += ["put"]
 
 Bound = Callable[..., Any]
 """An op as a function of the parameters of its contract or of a target."""
@@ -260,9 +261,6 @@ def put(
     ]
     if not pairs:
         return
-    import torch
-
-    aliases: Callable[[Any, Any], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
     written = [to for to in targets if to is not None]
     apart = [
         (to, part.clone() if any(aliases(part, other) for other in written) else part)
@@ -272,17 +270,19 @@ def put(
         to.copy_(part)
 
 
+def aliases(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors share memory."""
+    import torch
+
+    return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]
+
+
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are views of the same elements in the same order.
 
     Addresses cannot be compared: torch returns 0 for all traced tensors.
     """
-    if one is other:
-        return True
-    import torch
-
-    aliases: Callable[[Any, Any], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
-    return (
+    return one is other or (
         aliases(one, other)
         and one.storage_offset() == other.storage_offset()
         and one.shape == other.shape

@@ -57,7 +57,7 @@ class Sample:
         repeats: (the arguments of a smaller call, columns: (n,), int64). Column j of every result
             equals column `columns[j]` of the smaller call. This saves time for large weights with
             repeated rows: the oracle computes only the smaller call. If it is None, the oracle
-                computes `args`.
+            computes `args`.
         enlarged: whether the rows are randomly repeated rows of another sample.
     """
 

@@ -24,7 +24,7 @@ from ..plugins.types import (
 )
 from ..settings.loading import load_startup, policy_from_config
 from ..settings.policy import SelectionPolicy
-from ..settings.schema import RESERVED_NAMES as _TAKEN
+from ..settings.schema import RESERVED_NAMES
 from . import manager as _manager
 from .context import chosen, override, policy_context
 from .manager import OpManager, get_default_manager
@@ -154,7 +154,7 @@ def discover_plugins(registry: OpRegistry) -> tuple[Plugin, ...]:
     """
     early = load_startup()
     found = _discovery.discover(early.plugin_modules)
-    plugins = _plugins.load(registry, found, only=early.plugins, variables=_TAKEN)
+    plugins = _plugins.load(registry, found, only=early.plugins, variables=RESERVED_NAMES)
     _Discovered.plugins = (*(_Discovered.plugins or ()), *plugins)
     return plugins
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ PLAN_ATTRIBUTE = "_vllm_fl_plan"
 """The attribute of a layer for the plan to which the layer is bound, or None."""
 
 
+@dataclass(eq=False, repr=False)
 class dispatch_method:
     """A descriptor that binds an op to a layer: `forward_oot = dispatch_method("rms_norm")`.
 
@@ -39,26 +41,15 @@ class dispatch_method:
             supports then runs the method of the base class.
     """
 
-    def __init__(
-        self,
-        op: str,
-        grants: Iterable[str] = (),
-        *,
-        adapt: Callable[[Any, Bound], Bound] | None = None,
-        last: OpImpl | None = None,
-        stand_in: Callable[[Any], object] | None = None,
-        traces_own: bool = False,
-        vllms: type | None = None,
-    ) -> None:
-        self.op = op
-        self.grants = frozenset(grants)
-        self.adapt = adapt
-        self.last = last
-        self.stand_in = stand_in
-        self.traces_own = traces_own
-        self.vllms = vllms
-        self.owner: type | None = None
-        self.name = op
+    op: str
+    grants: Iterable[str] = ()
+    adapt: Callable[[Any, Bound], Bound] | None = field(default=None, kw_only=True)
+    last: OpImpl | None = field(default=None, kw_only=True)
+    stand_in: Callable[[Any], object] | None = field(default=None, kw_only=True)
+    traces_own: bool = field(default=False, kw_only=True)
+    vllms: type | None = field(default=None, kw_only=True)
+    owner: type | None = field(default=None, init=False)
+    name: str = field(default="", init=False)
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.owner, self.name = owner, name
@@ -68,9 +59,10 @@ class dispatch_method:
             return self  # type: ignore[return-value]  # read on the class: the descriptor
         plan: Binder | None = instance.__dict__.setdefault(PLAN_ATTRIBUTE, current_binder())
         provider = self.stand_in(instance) if self.stand_in else instance
+        grants = frozenset(self.grants)
         base: OpImpl | None = None
         if plan is None:
-            bound = get_default_manager().bind(self.op, provider, self.grants)
+            bound = get_default_manager().bind(self.op, provider, grants)
         elif plan.is_stock(self.op) or self._is_kept(plan):
             return self.original(instance)
         else:
@@ -78,11 +70,9 @@ class dispatch_method:
             is_called = plan.mode == "eager" or not traced
             if is_called and (self.vllms is not None or plan.is_partly_stock(self.op)):
                 pseudo, kind = STOCK if self.vllms is None else FOREIGN, BackendImplKind.REFERENCE
-                base = OpImpl(self.op, pseudo.impl_id, kind, _use_original, consumes=self.grants)
+                base = OpImpl(self.op, pseudo.impl_id, kind, _use_original, consumes=grants)
             last = self.last if self.vllms is None or base is None else base
-            bound = plan.bind(
-                self.op, provider, self.grants, last=last, original=base, traced=traced
-            )
+            bound = plan.bind(self.op, provider, grants, last=last, original=base, traced=traced)
         if self.adapt:
             bound = self.adapt(instance, bound)
         if base is not None:

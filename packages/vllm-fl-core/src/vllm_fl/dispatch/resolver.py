@@ -203,7 +203,7 @@ class Resolver:
         mode, a user's order without `stock` and `foreign` excludes it. Layers that another plugin
         has replaced have the position of the selector `foreign`. Without that selector they are
         first. They are last instead, or excluded in strict mode, if the user's order is for the op
-        itself, or if the order for another size has `foreign`.
+        itself.
 
         Args:
             rejected: impl id -> why it is rejected, independent of the policy.
@@ -232,12 +232,8 @@ class Resolver:
         forced = policy.strict and listed is not None and listed.pinned and "foreign" not in named
         foreign = self.foreign.get(op)
         if engine and foreign:
-            rows = listed.rows(mode) if listed else ()
-            elsewhere = any(
-                selector.kind == "foreign" for _, selectors in rows for selector in selectors
-            )
             is_own = policy.names(op, itself=True) and listed is policy.per_op_order[op]
-            place = named.get("foreign", len(order) if elsewhere or is_own else -1)
+            place = named.get("foreign", len(order) if is_own else -1)
             (layer, owner), *others = foreign.items()
             more = f", and {len(others)} more" * bool(others)
             reason = f"layer {layer} is replaced by {owner}{more}"

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..contracts import OpSpec, Variant
-from ..contracts.routes import Route, by_target, put
+from ..contracts.routes import Route, aliases, by_target, put
 from ..dispatch.chain import Chain
 from ..dispatch.guard import call_guard
 from ..plugins.types import OpImpl
@@ -46,25 +46,12 @@ LIBRARY = torch.library.Library("vllm_fl", "FRAGMENT")
 
 
 @dataclass(frozen=True)
-class Site:
-    """An operator in a graph, and the code that may replace it. `tokens` computes the number of
-    tokens from the operator's arguments. `inlined` returns a function of the operator's parameters
-    that runs only one implementation."""
-
-    chain: Chain
-    tokens: Callable[[Sequence[Any]], Any]
-    inlined: Callable[[OpImpl], Callable[..., Any]]
-
-
-@dataclass(frozen=True)
 class _Operator:
-    """An operator of this process. `impl_id` is the first candidate for the largest calls. `site`
-    has the code to replace it, if it chooses by size and overwrites no argument."""
+    """An operator of this process. `impl_id` is the first candidate for the largest calls."""
 
     op: str
     impl_id: str
     body: Callable[..., Any]
-    site: Site | None
 
 
 _operators: dict[str, _Operator] = {}
@@ -75,18 +62,6 @@ engine's plan therefore reuses its operators with new bodies."""
 def operators() -> dict[str, tuple[str, str]]:
     """Return name -> (op, impl id for the largest calls) of the operators of this process."""
     return {name: (of.op, of.impl_id) for name, of in _operators.items()}
-
-
-def ordered() -> dict[Callable[..., Any], Site]:
-    """Return the operators that choose by size and overwrite no argument."""
-    return {_overload(name): of.site for name, of in _operators.items() if of.site is not None}
-
-
-def inlined(chain: Chain, impl: OpImpl) -> Callable[..., Any]:
-    """Return a function of the contract's parameters that runs only `impl`, a traceable candidate
-    of `chain`."""
-    bare = dataclasses.replace(chain.of(impl, bare=True), grants=frozenset())
-    return chain.record.counting(call_guard(bare), chain.op, impl.impl_id)
 
 
 def unique_name(readable: str, *identity: object) -> str:
@@ -104,27 +79,7 @@ def is_opaque(impl: OpImpl) -> bool:
     return not impl.traceable or impl.supports is not None
 
 
-def is_inlined(impl: OpImpl) -> bool:
-    """Whether an implementation's code may replace its operator in a graph."""
-    return not (is_opaque(impl) or impl.consumes or impl.needs_layer)
-
-
-def mutated(chain: Chain, variant: Variant, *, rest_is_inlined: bool = False) -> tuple[str, ...]:
-    """Return the arguments that the operator of this variant overwrites with its results.
-
-    The schema is fixed when the operator is defined, so one row decides for all sizes
-    (`opaque_op`). If its first candidate overwrites nothing, a candidate of another row that
-    overwrites `x` gets a copy.
-    """
-    deciding = chain.impls[0]
-    if rest_is_inlined:
-        firsts = (impls[0] for _, impls in reversed(chain.rows))
-        deciding = next((impl for impl in firsts if not is_inlined(impl)), deciding)
-    written = variant.overwrites
-    return written if written and chain.grants & deciding.consumes >= set(written) else ()
-
-
-def opaque_op(chain: Chain, number: int = 1, *, rest_is_inlined: bool = False) -> OpImpl:
+def opaque_op(chain: Chain, number: int = 1) -> OpImpl:
     """Return the first implementation of `chain`, with a torch.library operator as its function.
 
     The chain and the plan's number determine the operator's name. A compiled graph therefore finds
@@ -134,17 +89,16 @@ def opaque_op(chain: Chain, number: int = 1, *, rest_is_inlined: bool = False) -
     Args:
         chain: the candidates, and the arguments that the caller grants. If there are several rows,
             the operator selects the row when it runs (in a CUDA graph only once, at capture). It
-            mutates its arguments if the first candidate of the largest calls does.
+            mutates its arguments if the first candidate of the largest calls does. Otherwise a
+            candidate of another row that overwrites `x` gets a copy.
         number: the plan's number (`Plan.number`).
-        rest_is_inlined: whether code of rows that can be inlined replaces the operator, regardless
-            of its schema. The operator then runs only the other rows. It mutates its arguments if
-            the first candidate of the largest calls in these rows does.
     """
     spec, first = chain.spec, chain.impls[0]
     rows = [[n, [impl.impl_id for impl in impls]] for n, impls in chain.rows]
     branches = []
     for variant in sorted(spec.variants, key=lambda variant: len(variant.parameters)):
-        written = mutated(chain, variant, rest_is_inlined=rest_is_inlined)
+        granted = chain.grants & first.consumes >= {*variant.overwrites}
+        written = variant.overwrites if granted else ()
         # An operator must not change its inputs unless its schema allows it.
         granting = dataclasses.replace(chain, grants=frozenset(written))
         guard = call_guard(granting)
@@ -154,27 +108,14 @@ def opaque_op(chain: Chain, number: int = 1, *, rest_is_inlined: bool = False) -
             [spec.name, variant.name, *written],
             {"strict": chain.strict, "place": number},
         )
-        site = None if written or not chain.is_by_size else _site(chain, variant)
         body = _writing(spec, variant, guard) if written else _returning(variant, guard)
         _define(name, spec, variant, written=bool(written))
-        _operators[name] = _Operator(spec.name, first.impl_id, body, site)
-        branches.append((variant, written, _overload(name)))
+        _operators[name] = _Operator(spec.name, first.impl_id, body)
+        branches.append((variant, written, getattr(torch.ops.vllm_fl, name).default))
     consumes = frozenset(name for _, written, _ in branches for name in written)
     return dataclasses.replace(
         first, fn=_router(spec, branches), supports=None, consumes=consumes, traceable=True
     )
-
-
-def _site(chain: Chain, variant: Variant) -> Site:
-    """Return the code that may replace the operator of a variant. The results of the replacement
-    are contiguous and alias no argument, like the operator's results."""
-    spec = chain.spec
-    tokens = _of_variant(spec, variant, lambda *args: spec.tokens(args))
-
-    def alone(impl: OpImpl) -> Callable[..., Any]:
-        return _of_variant(spec, variant, _returning(variant, inlined(chain, impl)))
-
-    return Site(chain, lambda args: tokens(*args), alone)
 
 
 def _returning(variant: Variant, guard: Callable[..., Any]) -> Callable[..., Any]:
@@ -217,11 +158,6 @@ def _define(name: str, spec: OpSpec, variant: Variant, *, written: bool) -> None
     torch.library.register_fake(f"vllm_fl::{name}", fake, lib=LIBRARY)
 
 
-def _overload(name: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = getattr(torch.ops.vllm_fl, name).default
-    return found
-
-
 def _of_variant(spec: OpSpec, variant: Variant, op: Callable[..., Any]) -> Callable[..., Any]:
     """Convert `op` from the contract's parameters to the parameters of a variant's operator. A
     variant omits parameters, and torch omits trailing arguments that equal the schema's
@@ -260,7 +196,6 @@ def _fresh(result: Any, args: tuple[Any, ...]) -> Any:
     """
     taken = [arg for arg in args if isinstance(arg, torch.Tensor)]
     parts = []
-    aliases: Callable[[Any, Any], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
     for part in result if isinstance(result, tuple) else (result,):
         whole = part.contiguous()
         fresh = whole.clone() if any(aliases(whole, other) for other in taken) else whole

@@ -32,7 +32,7 @@ Named = TypeVar("Named")
 log = get_logger("engine")
 
 
-def _callable(impls: Iterable[Impl | Stock], *, with_layer: bool = True) -> tuple[OpImpl, ...]:
+def _functions(impls: Iterable[Impl | Stock], *, with_layer: bool = True) -> tuple[OpImpl, ...]:
     called = (impl for impl in impls if isinstance(impl, OpImpl))
     return tuple(impl for impl in called if with_layer or not impl.needs_layer)
 
@@ -85,11 +85,11 @@ class PlanEntry:
 
     @property
     def impls(self) -> tuple[OpImpl, ...]:
-        return _once(i for impls in self._largest_first for i in _callable(impls))
+        return _once(i for impls in self._largest_first for i in _functions(impls))
 
     @property
     def firsts(self) -> tuple[OpImpl, ...]:
-        return _once(i for impls in self._largest_first for i in _callable(impls)[:1])
+        return _once(i for impls in self._largest_first for i in _functions(impls)[:1])
 
     def classes(self, kind: type[Named]) -> tuple[Named, ...]:
         """Return the candidates that are classes of one kind, such as attention backends."""
@@ -205,7 +205,7 @@ class Plan:
         entry = self.entries.get(op)
         if entry is None:
             return None
-        left = [not _callable(impls, with_layer=False) for _, impls in entry.candidates]
+        left = [not _functions(impls, with_layer=False) for _, impls in entry.candidates]
         if len(set(left)) == 1:
             return None
         ceilings = entry.ceilings
@@ -216,14 +216,14 @@ class Plan:
     ) -> Callable[..., Any] | None:
         """Return the op for uncompiled callers without a layer. The arguments are as for `chain`.
         Returns None if the op is stock, or if all of its candidates need the calling layer."""
-        if not self.callable(op):
+        if not self.functions_without_layer(op):
             return None
         return call_guard(self.chain(op, grants, last=last, without_layer=True))
 
-    def callable(self, op: str) -> tuple[OpImpl, ...]:
+    def functions_without_layer(self, op: str) -> tuple[OpImpl, ...]:
         """Return the op's candidates that can be called without a layer."""
         entry = self.entries.get(op)
-        return _callable(entry.impls, with_layer=False) if entry else ()
+        return _functions(entry.impls, with_layer=False) if entry else ()
 
     @property
     def layers(self) -> dict[str, LayerImpl]:
@@ -254,13 +254,13 @@ class Plan:
         vllms = tuple(impl for impl in (original or last,) if impl is not None)
 
         def of(trace: Trace) -> tuple[OpImpl, ...]:
-            impls = _callable(trace.before_stock, with_layer=with_layer)
+            impls = _functions(trace.before_stock, with_layer=with_layer)
             if impls and last is not None:
                 return (*impls, last)
             if impls:  # without `last`, the candidates after stock follow
-                return _callable(trace.admitted, with_layer=with_layer)
-            impls = vllms or _callable(trace.admitted, with_layer=with_layer)
-            impls = impls or _callable(entry.impls, with_layer=with_layer)
+                return _functions(trace.admitted, with_layer=with_layer)
+            impls = vllms or _functions(trace.admitted, with_layer=with_layer)
+            impls = impls or _functions(entry.impls, with_layer=with_layer)
             if not vllms:
                 self.record.unfounded(op, impls[0])
             return impls
@@ -297,9 +297,7 @@ class Plan:
         # A layer that provides nothing is not passed, which saves an argument in every call.
         return MethodType(function, layer) if asks_layer else function
 
-    def _guard(
-        self, chain: Chain, asks_layer: bool, compiled: bool, *, inlined: bool = False
-    ) -> Callable[..., Any]:
+    def _guard(self, chain: Chain, asks_layer: bool, compiled: bool) -> Callable[..., Any]:
         op, first = chain.op, chain.impls[0]
         guard = method_guard if asks_layer else call_guard
         if not compiled:
@@ -307,8 +305,7 @@ class Plan:
         from .opaque import is_opaque, opaque_op
 
         # A graph is traced once for all sizes, so the operator must select the row.
-        by_size = self.entries[op].ceilings and not inlined
-        if by_size or is_opaque(first):
+        if self.entries[op].ceilings or is_opaque(first):
             first = opaque_op(chain, self.number)
         else:
             counting = self.record.counting(first.fn, op, first.impl_id)
@@ -316,16 +313,15 @@ class Plan:
         # Traced code has no fallback: it cannot catch an exception, and Dynamo keeps no branch.
         return guard(chain.of(first, bare=True))
 
-    def as_compiled(self, op: str, first: OpImpl, *, inlined: bool = False) -> Callable[..., Any]:
+    def as_compiled(self, op: str, first: OpImpl) -> Callable[..., Any]:
         """Return the op as compiled code calls it, for verification, without counters. `first` is
-        one of the entry's `firsts`; its row is verified. `inlined` is True for graphs that are
-        compiled by range: they inline an op with an order by size."""
+        one of the entry's `firsts`; its row is verified."""
         plan = dataclasses.replace(self, counts_calls=False, record=Record(log), number=0)
-        rows = (_callable(impls) for _, impls in reversed(self.entries[op].candidates))
+        rows = (_functions(impls) for _, impls in reversed(self.entries[op].candidates))
         impls = next(impls for impls in rows if impls[:1] == (first,))
         spec = self.contracts[op]
         chain = Chain(op, ((None, impls),), spec, self.strict, plan.record, spec.consumable)
-        return plan._guard(chain, asks_layer=False, compiled=True, inlined=inlined)
+        return plan._guard(chain, asks_layer=False, compiled=True)
 
 
 def make_plan(

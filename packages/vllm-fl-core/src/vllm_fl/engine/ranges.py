@@ -1,38 +1,31 @@
-"""Ranges of token counts that allow a compiler to inline one implementation of an op.
+"""Ranges of token counts that vLLM compiles separately.
 
-In a graph, an op with an order by size is one operator. vLLM can compile the graph separately for
-several ranges of token counts. If all rows in a range have the same traceable first choice, its
-code can replace the operator in that range.
+vLLM can compile the graph separately for several ranges of token counts. If an op of vllm-fl's
+graph passes is `stock` at all sizes of a range, the range's graph keeps the original operator.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
-from itertools import combinations, pairwise
+from typing import NamedTuple
 
 from ..dispatch.chain import Chain
-from ..plugins.types import OpImpl
-from .opaque import is_inlined
+from ..dispatch.resolver import STOCK
 
 MAX_RANGES = 2
 """Maximum number of ranges to compile for orders by size. Each range is compiled separately, which
 makes startup longer."""
 
 
-@dataclass(frozen=True, order=True)
-class Range:
+class Range(NamedTuple):
     first: int
     last: int
-
-    def __str__(self) -> str:
-        return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
 
     def without(self, sizes: Collection[int]) -> Range:
         """Return the range with `sizes` removed at its ends, because these sizes are compiled
         separately. It never becomes empty."""
-        first, last = self.first, self.last
+        first, last = self
         while first < last and first in sizes:
             first += 1
         while last > first and last in sizes:
@@ -40,45 +33,40 @@ class Range:
         return Range(first, last)
 
 
-def choice(chain: Chain, sizes: Range) -> OpImpl | None:
-    """Return the first choice for all calls of these sizes, if its code may be inlined. Return None
-    if rows differ, or if the implementation is opaque, overwrites its arguments or needs a
-    layer."""
-    firsts, below = {}, 0
+def is_stock(chain: Chain, sizes: Range) -> bool:
+    """Return whether vLLM's implementation is the first choice for all calls of these sizes."""
+    below = 0
     for ceiling, (first, *_) in chain.rows:
         up_to = sizes.last if ceiling is None else ceiling
-        if below < sizes.last and sizes.first <= up_to:
-            firsts[first.impl_id] = first
+        if below < sizes.last and sizes.first <= up_to and first.impl_id != STOCK.impl_id:
+            return False
         below = up_to
-    sole = next(iter(firsts.values())) if len(firsts) == 1 else None
-    return sole if sole is not None and is_inlined(sole) else None
+    return True
 
 
-def range_edges(chains: Iterable[Chain], largest: int, captured: int = 0) -> tuple[int, ...]:
-    """Return the last token count of each range except the last, for at most `MAX_RANGES` ranges
-    that inline the most. The result is empty if nothing can be inlined.
+def range_edge(chains: Iterable[Chain], largest: int, captured: int = 0) -> int | None:
+    """Return the last token count of the first of `MAX_RANGES` ranges, or None if no range would
+    keep an original operator.
 
-    Ranges end only at the maximum tokens of rows. The gain of inlining an op is measured in
+    The first range ends at the maximum tokens of a row. The gain of a kept operator is measured in
     doublings of the token count: the ranges from 64 to 128 and from 4096 to 8192 have equal gains.
     The best split has the largest total gain above `captured`, the largest batch with a captured
     graph, because the host launches each operator there. Equal splits are compared by the gain over
-    all sizes, then by fewer ranges, then by larger edges.
+    all sizes, then by larger edges.
     """
-    able = [chain for chain in chains if any(is_inlined(first) for _, (first, *_) in chain.rows)]
-    ceilings = sorted({n for chain in able for n, _ in chain.rows if n and n < largest})
+    chains = [*chains]
+    edges = {n for chain in chains for n, _ in chain.rows if n and n < largest}
 
-    def gained(split: tuple[int, ...], beyond: int) -> float:
+    def gained(edge: int, beyond: int) -> float:
         return round(
             sum(
                 math.log2(high / max(low, beyond, 0.5))
-                for low, high in pairwise([0, *split, largest])
-                for chain in able
-                if high > beyond and choice(chain, Range(low + 1, high)) is not None
+                for low, high in ((0, edge), (edge, largest))
+                for chain in chains
+                if high > beyond and is_stock(chain, Range(low + 1, high))
             ),
             6,
         )
 
-    ways = [way for count in range(MAX_RANGES) for way in combinations(ceilings, count)]
-    return max(
-        ways, key=lambda way: (gained(way, captured), gained(way, 0), -len(way), way), default=()
-    )
+    useful = [edge for edge in edges if gained(edge, 0)]
+    return max(useful, key=lambda n: (gained(n, captured), gained(n, 0), n), default=None)

@@ -28,7 +28,7 @@ class Carried(dict[str, Any]):
             vLLM hashes only `entries`.
         orders: op or group -> its order on vLLM's command line; empty after the settings are read.
         entries: `user` (set by `planning.note_user_priority`), `enabled` (by `planning.apply`),
-            `passes` (by `Fusions.configure`), `edges` (by `graphs.ranges.split`), and `plan`, the
+            `passes` (by `Fusions.configure`), `edge` (by `graphs.ranges.split`), and `plan`, the
             digest (by `seal`).
     """
 

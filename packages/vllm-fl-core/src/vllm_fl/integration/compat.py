@@ -7,10 +7,9 @@ import os
 import re
 from collections.abc import Iterable, MutableMapping
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
-from operator import attrgetter
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from ..plugins.installed import vllm_release
@@ -86,18 +85,15 @@ def _has(path: str) -> bool:
     module, _, names = path.partition(":")
     owner, _, name = names.rpartition(".")
     try:
-        found: Any = import_module(module)
-        if owner:
-            found = attrgetter(owner)(found)
+        found: Any = resolve_name(f"{module}:{owner}")
         return hasattr(found, name) or f"self.{name} = " in inspect.getsource(found)
     except Exception:  # an older release, or a module that fails
         return False
 
 
 def shared_table(path: str) -> MutableMapping[Any, Any] | None:
-    module, _, names = path.partition(":")
     try:
-        found = attrgetter(names)(import_module(module))
+        found = resolve_name(path)
     except Exception:  # an older release, or a module that fails
         return None
     return found if isinstance(found, MutableMapping) else None

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-    from ..dispatch.chain import Chain
     from ..engine.facts import EngineFacts
     from ..engine.plan import Plan
     from ..plugins.inspection import Key
@@ -89,11 +88,6 @@ class Patcher:
         """Change the configuration for a plan, and undo changes for an earlier plan. `entry` keeps
         a record of the changes. Returns the custom ops to enable, by vLLM's names."""
         return ()
-
-    def by_range(self, plan: Plan) -> Mapping[str, Chain]:
-        """Return op -> candidates by size, for ops that graphs choose separately for each range of
-        sizes."""
-        return {}
 
     def contents(self, plan: Plan) -> Mapping[str, Any]:
         """Return facts about code of other plugins that runs under the plan, for its digest."""

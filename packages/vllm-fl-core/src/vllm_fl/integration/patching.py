@@ -18,9 +18,7 @@ from .patchers.operators import Operators
 from .patchers.whole_layers import WholeLayers
 
 if TYPE_CHECKING:
-    from ..dispatch.chain import Chain
     from ..engine.facts import EngineFacts
-    from ..engine.plan import Plan
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -50,11 +48,6 @@ def why_not(facts: EngineFacts) -> WhyNot:
         {key: why for each in found for key, why in each.impls.items()},
         [layer for each in found for layer in each.layers],
     )
-
-
-def by_range(plan: Plan) -> dict[str, Chain]:
-    found = merged(lambda each: each.by_range(plan))
-    return {op: found[op] for op in plan.entries if op in found}
 
 
 @contextmanager

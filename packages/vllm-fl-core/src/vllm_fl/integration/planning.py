@@ -18,10 +18,9 @@ from ..plugins.types import LINEAR_OPS, NAMED_CLASSES
 from ..settings.names import check_names
 from ..settings.schema import Settings
 from .carried import KEY, carried_entry, is_sealed
-from .compat import hide_our_variables
-from .compat import missing_requirement as lacks_names
+from .compat import hide_our_variables, missing_requirement
 from .graphs import ranges
-from .patching import PATCHERS, by_range, merged, why_not
+from .patching import PATCHERS, merged, why_not
 from .targets import installed_bindings
 
 if TYPE_CHECKING:
@@ -230,7 +229,6 @@ def apply(plan: Plan, vllm_config: VllmConfig) -> None:
         if f"+{name}" not in custom_ops and "all" not in custom_ops
     ]
     custom_ops += added
-    ranges.split(vllm_config, by_range(plan), entry)
     entry["enabled"] = added
 
 
@@ -242,7 +240,7 @@ def _kept_by_vllm(facts: EngineFacts) -> dict[str, str]:
         binding = table.get(op, Binding())
         if facts.batch_invariant and binding.batch_invariant:
             found[op] = f"VLLM_BATCH_INVARIANT requires {binding.batch_invariant}"
-        elif missing := lacks_names(binding):
+        elif missing := missing_requirement(binding):
             found[op] = f"this vLLM has no {missing}, which its targets need"
         elif op not in placed:
             which = "this vLLM" if binding.targets else "vLLM"

@@ -55,7 +55,8 @@ class Disabled(NamedTuple):
 @dataclass(frozen=True)
 class Opinion:
     """One rank's objections and plan at a moment. `objections` maps (op, impl id) to the reason why
-    it must not run. `contents` are parts of its plan at PLANNED, and choices by timing at CACHED.
+    it must not run. `contents` are facts that the ranks compare: parts of the plan at PLANNED, and
+    choices by timing at CACHED.
     `installed` has the (op, impl id) of every implementation on the rank. `table` is why the tuning
     table has no effect on it. `verifiers` are the distributions that verify kernels there."""
 

@@ -21,11 +21,10 @@ from ..plugins.types import ATTENTION, AttentionImpl
 from ..text import quote
 from . import patching, updates
 from .engines import Engine, calling, with_own_engine
-from .graphs import ranges
 from .models import completed, drop_model, import_models
 from .patchers.attention import attend
 from .patchers.lookups import over_class, path_over, take_off
-from .patching import PATCHERS, by_range, why_not
+from .patching import PATCHERS, why_not
 from .planning import facts_of, load_plugins, refuse_unverified
 from .settling import bind, choices, set_plan, settle
 
@@ -169,18 +168,17 @@ class PlannedWorker:
             "choices": _nested(choices(plan)),
             "not_reached": dict(engine.unused),
             "remarks": [line for lines in engine.remarks.values() for line in lines],
-            "ranges": ranges.report(engine, by_range(plan)),
             "table": table
             and {"file": table.file, "acts": not table.unused, "reason": table.reason},
             "device": engine.facts.device or None,
-            "ordered_for_device": _orders_by_device(engine),
+            "ordered_for_device": engine.facts.ordered.settings.held_by_device,
             "start": {
                 **phases_of(self).seconds,
                 "of them: compiling": getattr(compilation, "compilation_time", 0.0),
             },
             "wrong": _nested(engine.wrong),
         }
-        failed = engine.state.setdefault(sections, set())  # logged once per engine
+        failed = engine.state.setdefault("plugins with a failed report", set())  # logged once
         for plugin in asking(get_default_manager().registry.plugins, "worker_report"):
             try:
                 report.update(sections(plugin, engine, report))
@@ -253,21 +251,14 @@ def _say_plan(engine: Engine) -> None:
 
 def _remarks(engine: Engine) -> list[str]:
     facts, found = engine.facts, []
-    table, ordered = facts.settings.tuned, _orders_by_device(engine)
+    table, ordered = facts.settings.tuned, facts.ordered.settings.held_by_device
     if table is not None:
         found.append(f"{'without the ' if table.unused else ''}table {table.file}")
     if ordered:
         found.append(f"orders for {facts.device}: {', '.join(ordered)}")
     if facts.wants_invariance:
         found.append(f"{facts.wants_invariance}: measured; of vLLM's code, only layers are")
-    found += [f"{op}: {impl_id} {why}" for (op, impl_id), why in why_not(facts).impls.items()]
-    inlined = ranges.inlined_ranges(by_range(engine.plan), engine.config)
-    return found + [f"{op} {ranges.describe_ranges(chosen)}" for op, chosen in inlined.items()]
-
-
-def _orders_by_device(engine: Engine) -> dict[str, str]:
-    """Return op -> origin and measurement of its order for this device."""
-    return engine.facts.ordered.settings.held_by_device
+    return found + [f"{op}: {impl_id} {why}" for (op, impl_id), why in why_not(facts).impls.items()]
 
 
 def _nested(table: Any) -> dict[str, dict[str, Any]]:

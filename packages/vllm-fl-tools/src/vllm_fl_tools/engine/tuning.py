@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 
 from vllm_fl.contracts import ModelSizes, OpSpec, Sample
+from vllm_fl.contracts.routes import aliases
 from vllm_fl.dispatch.guard import call_guard
 from vllm_fl.dispatch.resolver import Candidate, Trace
 from vllm_fl.engine.opaque import is_opaque
@@ -608,7 +609,6 @@ def _within(args: Sequence[Any], result: Any) -> Any:
 
 def _laid_out(args: Sequence[Any], result: Any) -> Any:
     """Return `result`, made contiguous unless it uses an argument's memory."""
-    aliases: Callable[[Any, Any], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
     if not isinstance(result, torch.Tensor):
         return result
     is_own = any(isinstance(arg, torch.Tensor) and aliases(arg, result) for arg in args)

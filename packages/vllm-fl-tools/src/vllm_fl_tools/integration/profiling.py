@@ -20,7 +20,6 @@ from torch.compiler import is_compiling
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from vllm_fl.engine.opaque import operators as our_operators
-from vllm_fl.integration.graphs.lowering import OWNER
 from vllm_fl.integration.patchers import layers
 from vllm_fl.integration.targets import installed_bindings
 from vllm_fl.plugins.types import OpImpl
@@ -41,8 +40,7 @@ AMBIGUOUS = frozenset({"aten::sum"})
 """
 
 _kernels: dict[str, dict[str, None]] = {}
-"""Inductor's kernel -> its parts: classes of layers, and `op/impl id` if a pass of vllm-fl put the
-implementation into the graph."""
+"""Inductor's kernel -> its parts, which are classes of layers."""
 
 
 def watch_compiler() -> None:
@@ -71,37 +69,27 @@ def watch_compiler() -> None:
 
 
 def _note(schedule: Any, kernel: str) -> None:
-    """Record the parts of a kernel, from Inductor or from a graph's launch of a Triton kernel."""
+    """Record the parts of a kernel that Inductor generates."""
     from torch._inductor.virtualized import V
 
-    fused = isinstance(schedule, list)
-    made_of = [getattr(node, "node", None) for node in schedule] if fused else [schedule]
-    parts: dict[str, None] = {}
-    for each in made_of:
-        for origin in getattr(each, "origins", ()):
-            if (part := _part_of(origin, fused)) is not None:
-                parts[part] = None
-    if not (fused or parts):
+    if not isinstance(schedule, list):
         return  # a call of an operator, which profiles show
+    parts: dict[str, None] = {}
+    for each in (getattr(node, "node", None) for node in schedule):
+        for origin in getattr(each, "origins", ()):
+            if (part := _part_of(origin)) is not None:
+                parts[part] = None
     graph = getattr(V.graph, "graph_id", None)  # profiles show C++ kernels with their graph's id
-    for name in (kernel, f"graph_{graph}_{kernel}") if fused else (kernel, kernel.rstrip(DIGITS)):
+    for name in (kernel, f"graph_{graph}_{kernel}"):
         _kernels.setdefault(name, {}).update(parts)
 
 
-DIGITS = "_0123456789"
-"""Characters of the number that Inductor appends to the name of a kernel it did not generate."""
-
-
-def _part_of(node: torch.fx.Node, fused: bool) -> str | None:
-    """Return the layer, or the op and implementation, of a graph's node. A kernel's origins also
-    include operators that only provide its inputs."""
+def _part_of(node: torch.fx.Node) -> str | None:
+    """Return the layer of a graph's node. A kernel's origins also include operators that only
+    provide its inputs."""
     stack = node.meta.get("nn_module_stack") or {}
-    namespaces = ("aten", "prims") if fused else ("higher_order",)
-    if node.op != "call_function" or getattr(node.target, "namespace", "") not in namespaces:
-        return None
-    if OWNER in stack:
-        return "/".join(stack[OWNER])
-    if not (stack and fused):
+    is_computed = getattr(node.target, "namespace", "") in ("aten", "prims")
+    if node.op != "call_function" or not is_computed or not stack:
         return None
     _, cls = list(stack.values())[-1]
     return _named(cls) if isinstance(cls, type) else str(cls).rpartition(".")[2]

@@ -1,9 +1,9 @@
 """The platform's pass manager with vllm-fl's passes added.
 
 vLLM gets the class of its pass manager from the platform. A subclass of it adds the passes of the
-plan before vLLM lowers its IR ops: `replacing.py` replaces operators with planned ops,
-`lowering.py` inlines ops with an order by size, and a third pass counts the operators that vLLM's
-passes inserted. This module is imported only in a worker that compiles.
+plan before vLLM lowers its IR ops: `replacing.py` replaces operators with planned ops, and another
+pass counts the operators that vLLM's passes inserted. This module is imported only in a worker that
+compiles.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from ..patchers.fusions import fused_operators
 from ..patchers.lookups import over_class, path_over
 from . import ranges
 from .base import FUNCTIONAL, GraphPass
-from .lowering import RangeLowering
 from .replacing import TorchOperators
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ class FusedOperators(GraphPass):
                 sites[self.tasks[operator.name()]].found += 1
 
 
-PASSES = (TorchOperators, FusedOperators, RangeLowering)
+PASSES = (TorchOperators, FusedOperators)
 
 
 class _WithOurPasses:
@@ -67,8 +66,8 @@ class _WithOurPasses:
                 self.add(each)
         elif passes:  # a device plugin's manager
             log.warning(
-                "%s does not accept additional passes (it has no add): implementations chosen by "
-                "size run as operators, not inlined",
+                "%s does not accept additional passes (it has no add): ops that vllm-fl's passes "
+                "insert into compiled graphs do not run",
                 type(self).__mro__[2].__name__,
             )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import fx
 
 from ...contracts.binding import new_node
-from ...engine.ranges import choice
+from ...engine.ranges import is_stock
 from .base import FUNCTIONAL, GraphPass
 from .state import Sought
 
@@ -23,7 +23,7 @@ class TorchOperators(GraphPass):
         """Replace operators in one graph, for ops that are planned for its range of sizes. The
         graph is walked backwards, so an op of several operators is found at its last operator
         before another op replaces any of them. Unused nodes are erased on the way."""
-        planned = [each for each in self.tasks if choice(each.chain, self.sizes) is None]
+        planned = [each for each in self.tasks if not is_stock(each.chain, self.sizes)]
         for each in planned:
             self.done.sites[each.chain.op].graphs += 1
         for node in reversed([*graph.nodes] if planned else []):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ...contracts.binding import GraphTarget
 from ...dispatch.chain import Chain
-from ...engine.ranges import Range
 
 if TYPE_CHECKING:
     from ..engines import Engine
@@ -36,14 +34,10 @@ class Sought:
 
 @dataclass
 class InGraphs:
-    """Tasks and results of the passes of one engine. `inlined` has the number of operators that
-    were replaced by code, by (op, range, impl id). `stayed` has the number of kept operators, by
-    (op, range)."""
+    """Tasks and results of the passes of one engine."""
 
     sites: dict[str, Sites] = field(default_factory=dict)
     sought: list[Sought] = field(default_factory=list)
-    inlined: Counter[tuple[str, Range, str]] = field(default_factory=Counter)
-    stayed: Counter[tuple[str, Range]] = field(default_factory=Counter)
 
 
 def in_graphs(engine: Engine) -> InGraphs:

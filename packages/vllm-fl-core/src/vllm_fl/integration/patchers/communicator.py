@@ -61,15 +61,6 @@ class Fault(NamedTuple):
     stuck: bool = False
 
 
-def communicator_refusals(facts: EngineFacts) -> dict[Key, str]:
-    """Return (op, impl id) -> why an installed communicator does not support the engine's ranks."""
-    request = facts.communicator
-    ask = classes.class_refusal
-    if request is not None and request.elastic:
-        ask = lambda *_: ELASTIC  # noqa: E731
-    return classes.class_refusals(COMMUNICATOR, request, "this engine", ask)
-
-
 class Groups:
     """The communicators of one worker's rank groups, for an engine with several ranks.
 
@@ -86,7 +77,7 @@ class Groups:
             mode=facts.mode,
             engine=True,
             settings=facts.settings,
-            disabled=communicator_refusals(facts),
+            disabled=classes.class_refusals(COMMUNICATOR, self.request, "this engine"),
             facts=facts,
         )
         self.communicators = PlanEntry(COMMUNICATOR, rows).classes(CommunicatorImpl)
@@ -294,11 +285,15 @@ class Communicator(Patcher):
         return {"communicator": request}
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
-        return WhyNot(impls=communicator_refusals(facts))
+        request = facts.communicator
+        if request is not None and request.elastic:
+            return WhyNot({COMMUNICATOR: ELASTIC})
+        return WhyNot(impls=classes.class_refusals(COMMUNICATOR, request, "this engine"))
 
     @contextmanager
     def opening(self, engine: Engine) -> Iterator[None]:
-        if engine.facts.communicator is not None:
+        request = engine.facts.communicator
+        if request is not None and not request.elastic:
             groups = Groups(engine)
             engine.groups = groups if groups.communicators else None
         with made_by(engine.groups):

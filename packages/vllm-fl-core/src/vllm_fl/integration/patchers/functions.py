@@ -93,7 +93,7 @@ class Functions(Taking):
 
     def note(self, plan: Plan, op: str) -> str:
         why = "its implementations need the calling layer, which functions do not have"
-        return "" if plan.callable(op) else why
+        return "" if plan.functions_without_layer(op) else why
 
     def misfit(self, target: FunctionTarget, device: torch.device) -> str:
         if replacement_of(target.name) is not None:

@@ -29,6 +29,7 @@ from ...engine.plan import Plan
 from ...logs import get_logger
 from ...plugins.types import BackendImplKind, OpImpl
 from ..engines import Engine
+from ..graphs import ranges
 from ..graphs.state import InGraphs, Sites, Sought, in_graphs
 from ..patcher import Patcher, WhyNot
 from ..targets import installed_bindings, planned_targets, stock_form, targets
@@ -197,12 +198,14 @@ class OperatorsInGraphs(Patcher):
                 found[op] = f"{ours[0]} is planned, so its vLLM code cannot be matched"
         return found
 
-    def by_range(self, plan: Plan) -> dict[str, Chain]:
-        return {
-            op: _chain(plan, op, target)
-            for op, target in planned_targets(plan, GraphTarget)
-            if plan.is_partly_stock(op)
-        }
+    def configure(
+        self, plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any]
+    ) -> list[str]:
+        """Let vLLM compile separate graphs for sizes at which ops keep their original operator."""
+        known = planned_targets(plan, GraphTarget)
+        chains = [_chain(plan, op, target) for op, target in known if plan.is_partly_stock(op)]
+        ranges.split(vllm_config, chains, entry)
+        return []
 
     def apply(self, engine: Engine) -> None:
         """Create the operators now, because graphs from vLLM's cache also call them."""

@@ -16,7 +16,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...contracts.binding import IrTarget, LayerTarget
-from ...dispatch.chain import Chain
 from ...engine.facts import EngineFacts
 from ...engine.opaque import is_opaque, opaque_op
 from ...engine.plan import Plan
@@ -81,19 +80,16 @@ def prioritise(default: Any, plan: Plan) -> Any:
     return default
 
 
-def chain_of(plan: Plan, op: str, of_op: Iterable[IrTarget | LayerTarget]) -> Chain:
-    """Return the candidates of an op in compiled code, followed by vLLM's layer code. The op must
-    not be stock. `of_op` are its targets."""
+def _compiled(plan: Plan, op: str, of_op: Iterable[IrTarget]) -> OpImpl:
+    """Return an op that is not stock as compiled code runs it. The last candidate is vLLM's layer
+    code. `of_op` are the op's targets."""
     layers = targets(installed_bindings(), LayerTarget)
     native = next((target.native for of, target in layers if of == op), None)
     grants = frozenset(name for target in of_op for name in target.grants)
-    return plan.chain(op, grants, last=stock_form(op, native))
-
-
-def _compiled(plan: Plan, chain: Chain, by_range: bool) -> OpImpl:
+    chain = plan.chain(op, grants, last=stock_form(op, native))
     first = chain.impls[0]
     if chain.is_by_size or is_opaque(first):
-        return opaque_op(chain, plan.number, rest_is_inlined=by_range)
+        return opaque_op(chain, plan.number)
     return dataclasses.replace(
         first, fn=_pure(plan.record.counting(first.fn, chain.op, first.impl_id))
     )
@@ -130,22 +126,15 @@ class Ir(Patcher):
                     notes[op] = f"ir_op_priority.{target.name} is {','.join(first)}"
         return WhyNot(notes)
 
-    def by_range(self, plan: Plan) -> dict[str, Chain]:
-        return {
-            op: chain_of(plan, op, of_op)
-            for op, of_op in ir_ops().items()
-            if plan.mode == "compiled" and op in plan.entries and plan.entries[op].ceilings
-        }
-
     def apply(self, engine: Engine) -> None:
         """Set the functions that vllm-fl's provider calls for this engine. The plan's digest is the
         provider's key in compile caches, because its name never changes."""
         register_provider()
-        plan, digest, by_range = engine.plan, engine.digest, engine.facts.by_range
+        plan, digest = engine.plan, engine.digest
         planned: dict[str, Callable[..., Any]] = {}
         for op, of_op in ir_ops().items():
             is_ours = plan.mode == "compiled" and not plan.is_stock(op)
-            run = _compiled(plan, chain_of(plan, op, of_op), by_range) if is_ours else None
+            run = _compiled(plan, op, of_op) if is_ours else None
             for target in of_op:
                 ir_op: IrOp = ir_op_of(target)
                 ours = ir_op.impls[PROVIDER]

@@ -23,12 +23,10 @@ import torch
 
 from ...contracts.binding import LayerTarget
 from ...dispatch import dispatch_method
-from ...dispatch.chain import Chain
 from ...dispatch.method import PLAN_ATTRIBUTE
 from ...dispatch.resolver import FOREIGN
 from ...engine.digest import code_hash
 from ...engine.facts import EngineFacts
-from ...engine.opaque import mutated
 from ...engine.plan import Plan
 from ...logs import get_logger
 from ...plugins.installed import metadata_of
@@ -36,8 +34,8 @@ from ...settings.schema import Settings
 from ...text import quote
 from ..compat import FORMER_LAYERS, OF_FEW_MODELS, shared_table
 from ..patcher import Patcher, WhyNot
-from ..targets import installed_bindings, planned_targets, stock_form, targets
-from .ir import chain_of, ir_ops
+from ..targets import installed_bindings, stock_form, targets
+from .ir import ir_ops
 from .lookups import import_object
 
 if TYPE_CHECKING:
@@ -306,19 +304,6 @@ class Layers(Patcher):
     ) -> Sequence[str]:
         enabled = (layer for layer in layer_table() if layer.target.enabled)
         return [layer.registered for layer in enabled if not plan.is_stock(layer.op)]
-
-    def by_range(self, plan: Plan) -> dict[str, Chain]:
-        """Return the ops that are operators in compiled graphs and do not overwrite arguments."""
-        by_op: dict[str, list[LayerTarget]] = {}
-        for op, target in planned_targets(plan, LayerTarget):
-            if plan.mode == "compiled" and plan.entries[op].ceilings and op not in ir_ops():
-                by_op.setdefault(op, []).append(target)
-        chains = {op: chain_of(plan, op, of_op) for op, of_op in by_op.items()}
-        return {
-            op: chain
-            for op, chain in chains.items()
-            if not all(mutated(chain, variant) for variant in chain.spec.variants)
-        }
 
     def contents(self, plan: Plan) -> dict[str, Any]:
         """Return the layer classes of other plugins that run, even under ours, and their code."""

@@ -1,4 +1,5 @@
-"""Import paths and attribute lookups, to replace classes and functions of vLLM."""
+"""Helpers to replace code of vLLM: subclasses over its classes by import path, and the locations in
+which its functions are looked up."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class Operators(Taking):
         layers = (layer.cls for layer in layer_table() if layer.op == op)
         if kept := sorted(plan.kept_layers.intersection(layers)):
             return f"layer {kept[0]} is not replaced, and calls its operators"
-        if not plan.callable(op):
+        if not plan.functions_without_layer(op):
             return "its implementations need the calling layer, which operators do not have"
         return ""
 
@@ -191,7 +191,7 @@ class Operators(Taking):
             by_pass = any(target.puts_operators for target in bindings[op].targets)
             calls: dict[str, str] = {}
             firsts = [impl for impl in plan.entries[op].firsts if not impl.needs_layer]
-            for first in () if by_pass else firsts or plan.callable(op)[:1]:
+            for first in () if by_pass else firsts or plan.functions_without_layer(op)[:1]:
                 names = {target.name for target in targets} - calls.keys()
                 found = _calls_of(first, plan.contracts[op], names, device, dtype)
                 calls |= dict.fromkeys(sorted(found), f"{first.impl_id} calls it itself")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Taken = OperatorTarget | FunctionTarget
 
-Leaves = Callable[[Sequence[Any], Mapping[str, Any]], bool]
+SelectsStock = Callable[[Sequence[Any], Mapping[str, Any]], bool]
 """(arguments by position, by name) -> whether the plan selects stock for the call's size."""
 
 log = get_logger("engine")
@@ -70,7 +70,7 @@ class Replacement:
     target: Taken
     parameters: tuple[str, ...]
     defaults: Mapping[str, Any]
-    answers: dict[Engine, tuple[Bound, Leaves | None]] = field(default_factory=dict)
+    answers: dict[Engine, tuple[Bound, SelectsStock | None]] = field(default_factory=dict)
     without_engine: int = 0
     other_arguments: int = 0
     inside: _Inside = field(default_factory=_Inside)
@@ -124,8 +124,8 @@ class Replacement:
             if answer is None:
                 self.without_engine += engine is None
                 return replaced(how, *args, **named)
-            run, leaves = answer
-            if leaves is not None and leaves(args, named):
+            run, selects_stock = answer
+            if selects_stock is not None and selects_stock(args, named):
                 return replaced(how, *args, **named)
             plain: Any = args
             if named or len(args) != count:
@@ -231,8 +231,8 @@ class Taking(Patcher):
                     last = stock_form(op, target.native(ours.native), grants)
                     bound = plan.without_layer(op, grants, last=last)
                     assert bound is not None
-                    leaves = _leaving(target, plan.stock_at(op))
-                    ours.answers[engine] = target.route(bound), leaves
+                    selects_stock = _stock_selector(target, plan.stock_at(op))
+                    ours.answers[engine] = target.route(bound), selects_stock
                 engine.on_unbind(_give_back, engine, ours)
         for op, left in chosen.left.items():
             for name, why in left.items():
@@ -271,18 +271,18 @@ def _give_back(engine: Engine, ours: Replacement) -> None:
             del _replacements[ours.target.name]
 
 
-def _leaving(target: Taken, is_stock: Callable[[int], bool] | None) -> Leaves | None:
+def _stock_selector(target: Taken, is_stock: Callable[[int], bool] | None) -> SelectsStock | None:
     """Return a predicate for calls with a size at which the op is stock, or None if the size does
     not matter. `is_stock` is from `Plan.stock_at`."""
     if is_stock is None or not target.tokens:
         return None
     name, position = target.tokens, target.parameters.index(target.tokens)
 
-    def leaves(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    def selects_stock(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
         try:
             tokens = (args[position] if position < len(args) else named[name]).shape[0]
         except (AttributeError, IndexError, KeyError):  # if it is not a tensor, the route raises
             return False
         return is_stock(tokens)
 
-    return leaves
+    return selects_stock
