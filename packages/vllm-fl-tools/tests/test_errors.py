@@ -28,6 +28,7 @@ OF_CLASSES = {
     "SettingsError": "FL101",
     "InvalidSettingError": "FL102",
     "MissingFileError": "FL103",
+    "IdleSwitchError": "FL104",
     "PluginError": "FL201",
     "DuplicateError": "FL202",
     "DeviceError": "FL203",

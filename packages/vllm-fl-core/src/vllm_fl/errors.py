@@ -103,6 +103,12 @@ class MissingFileError(SettingsError, FileNotFoundError):
     code = "FL103"
 
 
+class IdleSwitchError(SettingsError):
+    """A settings file would override a switch that is set for safety."""
+
+    code = "FL104"
+
+
 class UnknownOpError(VllmFLError):
     """No contract and no plugin has this op."""
 

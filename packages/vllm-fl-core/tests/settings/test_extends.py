@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_fl.errors import SettingsError
+from vllm_fl.errors import IdleSwitchError, SettingsError
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings, policy_from_config
@@ -202,3 +202,45 @@ def test_a_group_without_an_op_here_and_a_token_that_no_op_has_are_one_line(
     )
     assert len(settings.warnings) == (said is not None)
     assert all(word in settings.warnings[0] for word in said or ())
+
+
+# Safety switches.
+
+
+@pytest.mark.parametrize("begin", ["", EXTENDS])
+@pytest.mark.parametrize(
+    ("text", "variable", "value", "key"),
+    [
+        ("strict: false\n", "VLLM_FL_STRICT", "1", "strict"),
+        ("deny_vendors: [a]\n", "VLLM_FL_DENY_VENDORS", "a,b", "deny_vendors"),
+        ("", "VLLM_FL_STRICT", "1", "strict"),  # a complete override without `strict`
+        ("prefer: vendor\n", "VLLM_FL_DENY_VENDORS", "b", "deny_vendors"),
+    ],
+)
+def test_a_switch_that_a_file_undoes_ends_the_start(
+    load: Any, begin: str, text: str, variable: str, value: str, key: str
+) -> None:
+    if begin and key not in text:
+        assert load(begin + text, **{variable: value})  # the variable applies
+        return
+    with pytest.raises(IdleSwitchError) as caught:
+        load(begin + text, **{variable: value})
+    assert (caught.value.key, caught.value.origin) == (key, f"environment {variable}")
+    assert "own.yaml" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "env"),
+    [
+        ("strict: true\n", {"VLLM_FL_STRICT": "1"}),
+        ("strict: true\n", {"VLLM_FL_STRICT": "0"}),
+        ("strict: false\n", {"VLLM_FL_STRICT": "0"}),
+        ("deny_vendors: [a, b]\n", {"VLLM_FL_DENY_VENDORS": "b"}),
+        ("allow_vendors: [a]\n", {"VLLM_FL_DENY_VENDORS": "b"}),  # also excludes b
+        ("", {"VLLM_FL_ALLOW_VENDORS": "b"}),
+    ],
+)
+def test_a_switch_that_holds_all_the_same_ends_nothing(
+    load: Any, text: str, env: dict[str, str]
+) -> None:
+    assert load(text, **env)

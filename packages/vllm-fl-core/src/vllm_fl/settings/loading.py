@@ -16,6 +16,7 @@ from operator import attrgetter, methodcaller
 from types import MappingProxyType
 from typing import Any, cast
 
+from ..errors import IdleSwitchError
 from ..plugins.registry import known_contracts
 from ..plugins.setting import SettingSpec
 from ..text import closest, nearest
@@ -64,6 +65,9 @@ OpGroups = Mapping[str, Collection[str]]
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
+SWITCHES: Declared = {"strict": Settings.strict, "deny_vendors": Settings.deny_vendors}
+"""The safety switches. If a file overrides their variables, an error is raised."""
+
 
 def load_startup(env: Mapping[str, str] = os.environ) -> Settings:
     """Read the settings that a process needs before its plugins are known, from the environment."""
@@ -96,6 +100,7 @@ def load_settings(
 
     Raises:
         SettingsError: a variable, a file or an order has an error.
+        IdleSwitchError: a file overrides VLLM_FL_STRICT or VLLM_FL_DENY_VENDORS.
     """
     declared = {**ITEMS, **{spec.key: spec for spec in plugins}}
     fixed = _environment(env, _of(declared, in_file=False))
@@ -138,6 +143,8 @@ def load_settings(
         preferring = methodcaller("preferring", str(prefer.value))
         _reorder(entries, preferring, f"re-sorted by {prefer.origin}")
     entries["platform_files"] = files
+    if config is not None:
+        _refuse_idle(env, entries)
     absent = [
         name
         for name in sorted(env)
@@ -211,6 +218,27 @@ def _unread(env: Mapping[str, str], declared: Declared, ignored: Collection[str]
         for key, spec in declared.items()
         if spec.variable in ignored
     }
+
+
+def _refuse_idle(env: Mapping[str, str], entries: Entries) -> None:
+    """Raise IdleSwitchError if a file overrides a safety switch of the environment."""
+    for key, asked in _environment(env, SWITCHES).items():
+        held, allowed = entries[key], entries["allow_vendors"]
+        if isinstance(asked.value, tuple):
+            let_in = (v for v in asked.value if allowed.value is None or v in allowed.names)
+            lost = [vendor for vendor in let_in if vendor not in held.names]
+        else:
+            lost = [] if held.value or not asked.value else ["true"]
+        if lost:
+            file = entries["config"].value
+            where = held.origin if held.origin.startswith(f"{file}:") else file
+            wanted = ", ".join((*(held.value or ()), *lost))  # type: ignore[misc]
+            problem = (
+                f"{where} overrides it, because a file and its defaults have priority over "
+                f"variables. Write `{key}: {wanted}` into that file, or unset "
+                f"{SWITCHES[key].variable}"
+            )
+            raise wrong(key, asked.origin, problem, kind=IdleSwitchError)
 
 
 def _orders(layer: Entries) -> dict[str, OpOrder]:
