@@ -140,25 +140,12 @@ class GraphPosition:
     def is_by_range(self) -> bool:
         """Whether an engine can choose the op's implementation for each compiled range of sizes.
 
-        It cannot on a CPU, because vLLM traces and compiles its model once there. It cannot if an
-        operator that is not in vLLM's IR overwrites its arguments, or if vLLM's code for another
-        op, such as the experts, may call the op's operator.
+        Only a pass that replaces operators in graphs does so, with vLLM's operator as the other
+        choice. It does not on a CPU, because vLLM traces and compiles its model once there.
         """
-        if self.subject.mode != "compiled" or self.subject.device.type != "cuda":
-            return False
-        if self._targets(IrTarget):
-            return True
+        is_split = self.subject.mode == "compiled" and self.subject.device.type == "cuda"
         has_vllm = any(contender.name == STOCK_NAME for contender in self.contenders)
-        if self._targets(GraphTarget):
-            return has_vllm
-        absent = self.subject.absent
-        is_called = any(b.calls_operators and o not in absent for o, b in self.bindings.items())
-        if is_called and self._targets(OperatorTarget):
-            return False
-        layers = self._targets(LayerTarget)
-        granted = {name for target in layers for name in target.grants}
-        impls = [impl for contender in self.contenders for impl in contender.impls]
-        return bool(layers) and not any(impl.consumes & granted for impl in impls)
+        return is_split and has_vllm and bool(self._targets(GraphTarget))
 
     def _targets(self, *kinds: type) -> list[Any]:
         return [target for target in self.binding.targets if isinstance(target, kinds)]
@@ -172,7 +159,7 @@ def edges_by_op(found: Measurements) -> Iterator[tuple[int, ...]]:
     """Yield for each op the ends of the separately compiled ranges of sizes; empty without a choice
     by range. They are equal for all ops, which are in the same graphs.
     """
-    from vllm_fl.engine.ranges import MAX_RANGES
+    from vllm_fl.integration.graphs.ranges import MAX_RANGES
 
     from ..engine.timing import best_edges
 

@@ -17,7 +17,6 @@ from .state import InGraphs, in_graphs
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from ...engine.ranges import Range
     from ..engines import Engine
 
 FUNCTIONAL = torch.ops.higher_order.auto_functionalized
@@ -38,7 +37,7 @@ class GraphPass(InductorPass):  # type: ignore[misc]
         raise NotImplementedError
 
     @property
-    def sizes(self) -> Range:
+    def sizes(self) -> ranges.Range:
         return ranges.compiled_range(self.config)
 
     @property

@@ -10,8 +10,8 @@ from __future__ import annotations
 from torch import fx
 
 from ...contracts.binding import new_node
-from ...engine.ranges import is_stock
 from .base import FUNCTIONAL, GraphPass
+from .ranges import is_stock
 from .state import Sought
 
 
