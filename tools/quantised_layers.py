@@ -40,10 +40,11 @@ def draw() -> random.Random:
 
 @pytest.fixture(scope="module", autouse=True)
 def vllm_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """vLLM's groups of one rank, and a configuration of bfloat16."""
+    """vLLM's groups of one rank, a configuration of bfloat16, and AMX for vLLM's kernels."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
 
+    getattr(torch.cpu, "_init_amx", bool)()
     before = torch.get_default_dtype()
     store = tmp_path_factory.mktemp("store") / "store"
     with set_current_vllm_config(VllmConfig()):

@@ -45,7 +45,7 @@ def _quantised(engine: Any, moment: Moment) -> Mapping[Key, Objection]:
 
     if moment is Moment.PLANNED:
         return quantised.compare_on_made_weights(engine)
-    return quantised.compare_layers_of_plan(engine)
+    return quantised.compare_layers_of_plan(engine, moment)
 
 
 def _plans_kernels(engine: Any) -> bool:

@@ -28,7 +28,7 @@ from vllm_fl.plugins.inspection import FAILED, Key, Moment, Objection
 from vllm_fl.text import quote
 
 from .made_inputs import checks_of
-from .stock.linear import GIVEN, Linears, new_models
+from .stock.linear import GIVEN, RELOADED, Linears, new_models
 from .stock.rows import StockRows
 
 MADE_FEATURES, MADE_OUT = 512, 384
@@ -214,29 +214,34 @@ def watching_layers(engine: Any) -> Iterator[None]:
         yield
 
 
-def compare_layers_of_plan(engine: Any) -> dict[Key, Objection]:
+def compare_layers_of_plan(engine: Any, moment: Moment) -> dict[Key, Objection]:
     """Return (op, impl id) -> why a planned class is incorrect in a layer whose weights vLLM has
-    loaded since the last call."""
+    loaded since the last call. After an update, the layers are also called where vLLM has put their
+    new weights."""
     found: dict[Key, Objection] = {}
     state: _Quantised | None = engine.state.get(_Quantised)
     keys = {described_class(cls): key for cls, key in _classes(engine).items()}
     layers: dict[Key, set[str]] = {}
     problems: dict[Key, dict[str, str]] = {}
     for linears in state.linears if state else ():
+        if moment is Moment.UPDATED:
+            with torch.inference_mode():
+                linears.compare_again()
         for (_, name, against), row in linears.rows.rows.items():
-            if against == GIVEN and name in keys:
+            if against in (GIVEN, RELOADED) and name in keys:
                 layers.setdefault(keys[name], set()).update(row.layers)
                 problems.setdefault(keys[name], {}).update(row.problems)
         linears.rows = StockRows()
+        linears.kept.clear()
     for key, of_key in problems.items():
         for layer, problem in [*of_key.items()][:1]:
             many = f"in {len(of_key)} of {len(layers[key])} layers, such as {layer}"
             found[key] = Objection(FAILED, f"{many}: {problem}")
     if state and found:
         state.linears.clear()  # the layers are loaded again
-    if layers and not found:
+    if (layers or moment is Moment.UPDATED) and not found:
         count = sum(map(len, layers.values()))
-        engine.remarks[Moment.LOADED].append(f"{count} quantised layers compared")
+        engine.remarks[moment].append(f"{count} quantised layers compared")
     return found
 
 
