@@ -20,7 +20,8 @@ from torch import nn
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.kernels.linear import CPUInt8ScaledMMLinearKernel, CPUWNA16LinearKernel
 
-from vllm_fl.integration.patchers.linear_kernels import first_in_lists, uses_of
+from vllm_fl.integration.patchers.kernel_classes import uses_of
+from vllm_fl.integration.patchers.linear_kernels import first_in_lists
 from vllm_fl.plugins.inspection import FAILED, Moment
 from vllm_fl_verify import quantised
 from vllm_fl_verify.quantised import MadeLayer
@@ -121,6 +122,11 @@ def test_a_class_that_refuses_the_layer_is_not_verified(draw: random.Random) -> 
     )
 
 
+def planned_for(cls: Any, key: tuple[str, str]) -> Any:
+    """A function instead of `planned_classes`: the class is also planned for another scheme."""
+    return lambda plan: {(key[0], cls): key[1], ("int8_linear", cls): "vendor.other"}
+
+
 @pytest.mark.parametrize("fault", [no_fault, one_group])
 def test_each_loaded_layer_of_a_planned_class_is_compared(
     fault: Fault, draw: random.Random, monkeypatch: pytest.MonkeyPatch
@@ -128,9 +134,9 @@ def test_each_loaded_layer_of_a_planned_class_is_compared(
     """Only the layers of planned classes: vLLM's other layer has the fault as well."""
     utils = import_module("vllm.model_executor.model_loader.utils")
     cls, key = faulty(CPUWNA16LinearKernel, fault, draw), ("wna16_linear", "vendor.acme")
-    monkeypatch.setattr(quantised, "_classes", lambda engine: {cls: key})
+    monkeypatch.setattr(quantised, "planned_classes", planned_for(cls, key))
     monkeypatch.setattr(quantised, "checks_of", lambda engine: SimpleNamespace(seed=7))
-    engine: Any = SimpleNamespace(state={}, remarks={Moment.LOADED: []})
+    engine: Any = SimpleNamespace(plan=None, state={}, remarks={Moment.LOADED: []})
     state = engine.state[quantised._Quantised] = quantised._Quantised(None)
 
     def build(config: Any) -> nn.Module:
@@ -167,8 +173,8 @@ def test_layers_are_compared_again_after_an_update(
         faulty(CPUWNA16LinearKernel, lambda *a: plants.pop(0)(*a), draw),
         ("wna16_linear", "a"),
     )
-    monkeypatch.setattr(quantised, "_classes", lambda engine: {cls: key})
-    engine: Any = SimpleNamespace(state={}, remarks={each: [] for each in Moment})
+    monkeypatch.setattr(quantised, "planned_classes", planned_for(cls, key))
+    engine: Any = SimpleNamespace(plan=None, state={}, remarks={each: [] for each in Moment})
     engine.state[quantised._Quantised] = quantised._Quantised(None)
     utils = import_module("vllm.model_executor.model_loader.utils")
     with first_in_lists({"wna16_linear": [cls]}):

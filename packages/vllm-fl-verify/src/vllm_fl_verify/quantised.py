@@ -7,7 +7,7 @@ is compared with its dequantised weights while vLLM loads it, and again when wei
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,14 +15,12 @@ from typing import Any
 import torch
 
 from vllm_fl.engine.facts import KernelUse
+from vllm_fl.integration.patchers.kernel_classes import chosen_for, kernel_of, refusal_of
 from vllm_fl.integration.patchers.linear_kernels import (
-    described_class,
     first_in_lists,
     kernel_class,
-    kernel_of,
     planned_classes,
     planned_kernels,
-    refusal_of,
 )
 from vllm_fl.plugins.inspection import FAILED, Key, Moment, Objection
 from vllm_fl.text import quote
@@ -51,12 +49,12 @@ class _Quantised:
         quantisation: a copy of vLLM's configuration of the quantisation, for the model's class.
         remarks: (op, impl id) of classes that need no further verification on made weights -> what
             the verification found.
-        linears: the layers of each model.
+        linears: (op, impl id) of a planned class -> its layers in one model.
     """
 
     quantisation: Any
     remarks: dict[Key, str] = field(default_factory=dict)
-    linears: list[Linears] = field(default_factory=list)
+    linears: list[tuple[Key, Linears]] = field(default_factory=list)
 
 
 def _state(engine: Any) -> _Quantised:
@@ -200,15 +198,16 @@ def watching_layers(engine: Any) -> Iterator[None]:
     """Inside the block, compare the layers of new models that have planned classes."""
 
     def watch(_: Any, model: torch.nn.Module) -> None:
-        linears = Linears(StockRows(), seed=checks_of(engine).seed)
-        classes = _classes(engine)
-        named = {
-            layer: name
-            for name, layer in model.named_modules()
-            if type(kernel_of(layer, getattr(layer, "quant_method", None))) in classes
-        }
-        linears.watch(model, named)
-        _state(engine).linears.append(linears)
+        planned = planned_classes(engine.plan)
+        found: dict[Key, dict[torch.nn.Module, str]] = {}
+        for name, layer in model.named_modules():
+            chosen = chosen_for(layer)
+            if chosen and (impl_id := planned.get(chosen[:2])):
+                found.setdefault((chosen.op, impl_id), {})[layer] = name
+        for key, named in found.items():
+            linears = Linears(StockRows(), seed=checks_of(engine).seed)
+            linears.watch(model, named)
+            _state(engine).linears.append((key, linears))
 
     with new_models(watch):
         yield
@@ -220,17 +219,16 @@ def compare_layers_of_plan(engine: Any, moment: Moment) -> dict[Key, Objection]:
     new weights."""
     found: dict[Key, Objection] = {}
     state: _Quantised | None = engine.state.get(_Quantised)
-    keys = {described_class(cls): key for cls, key in _classes(engine).items()}
     layers: dict[Key, set[str]] = {}
     problems: dict[Key, dict[str, str]] = {}
-    for linears in state.linears if state else ():
+    for key, linears in state.linears if state else ():
         if moment is Moment.UPDATED:
             with torch.inference_mode():
                 linears.compare_again()
-        for (_, name, against), row in linears.rows.rows.items():
-            if against in (GIVEN, RELOADED) and name in keys:
-                layers.setdefault(keys[name], set()).update(row.layers)
-                problems.setdefault(keys[name], {}).update(row.problems)
+        for (*_, against), row in linears.rows.rows.items():
+            if against in (GIVEN, RELOADED):
+                layers.setdefault(key, set()).update(row.layers)
+                problems.setdefault(key, {}).update(row.problems)
         linears.rows = StockRows()
         linears.kept.clear()
     for key, of_key in problems.items():
@@ -243,8 +241,3 @@ def compare_layers_of_plan(engine: Any, moment: Moment) -> dict[Key, Objection]:
         count = sum(map(len, layers.values()))
         engine.remarks[moment].append(f"{count} quantised layers compared")
     return found
-
-
-def _classes(engine: Any) -> Mapping[Any, Key]:
-    """Return planned class -> (op, impl id)."""
-    return {cls: (op, impl_id) for (op, cls), impl_id in planned_classes(engine.plan).items()}

@@ -19,8 +19,8 @@ from ..engine.plan import Plan, PlanEntry
 from ..logs import get_logger
 from ..plugins.types import ATTENTION, LINEAR_OPS
 from ..text import quote
+from .patchers.kernel_classes import uses_of
 from .patchers.layers import LayerClass, custom_op_of, forget_shared_layers, layer_table
-from .patchers.linear_kernels import uses_of
 from .targets import installed_bindings
 
 if TYPE_CHECKING:

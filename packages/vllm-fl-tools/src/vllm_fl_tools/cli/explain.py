@@ -122,7 +122,7 @@ def _kernels(facts: EngineFacts, op: str) -> list[dict[str, Any]]:
     """Return the classes of a model's quantised layers, with vLLM's reasons against the others."""
     if op not in facts.kernels:
         return []
-    from vllm_fl.integration.patchers.linear_kernels import kernel_row  # imports torch
+    from vllm_fl.integration.patchers.kernel_classes import kernel_row  # imports torch
 
     return [*map(kernel_row, facts.kernels[op])]
 

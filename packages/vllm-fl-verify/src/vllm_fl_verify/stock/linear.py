@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.integration.patchers.linear_kernels import (
+from vllm_fl.integration.patchers.kernel_classes import (
     class_of_experts,
     described_class,
     is_linear,
