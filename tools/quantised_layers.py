@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,7 @@ __all__ = [
     "draw",
     "faulty",
     "made",
+    "made_experts",
     "no_fault",
     "one_group",
     "vllm_process",
@@ -60,6 +62,35 @@ def vllm_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def made(form: str, draw: random.Random, **more: Any) -> Any:
     """A fused layer of vLLM with random weights in a checkpoint format."""
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+
+    name = f"model.layers.{draw.randrange(30)}.mlp.gate_up_proj"
+    layer = MergedColumnParallelLinear(
+        FEATURES, list(OUT), bias=True, quant_config=quantisation(form), prefix=name, **more
+    )
+    fill(layer, torch.Generator().manual_seed(draw.randrange(2**31)))
+    return layer
+
+
+_numbers = itertools.count()
+"""vLLM rejects a second layer of experts with the same name."""
+
+
+def made_experts(draw: random.Random) -> Any:
+    """vLLM's layer of eight int8 experts with random weights."""
+    from vllm.model_executor.layers import fused_moe
+
+    older = "FusedMoE"
+    make = getattr(fused_moe, "FusedMoEFactory", None) or getattr(fused_moe, older)
+    name = f"model.layers.{next(_numbers)}.mlp.experts"
+    sizes = {"num_experts": 8, "top_k": 2, "hidden_size": 64, "intermediate_size": 32}
+    whole = make(**sizes, quant_config=quantisation("int8"), prefix=name)
+    layer = getattr(whole, "routed_experts", whole)
+    fill(layer, torch.Generator().manual_seed(draw.randrange(2**31)))
+    return layer
+
+
+def quantisation(form: str) -> Any:
+    """vLLM's configuration of a checkpoint format, or None."""
     from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
 
     bits = {"int8": 8, "int8 asymmetric": 8, "int4": 4, "int4 with zeros": 4}.get(form)
@@ -79,13 +110,7 @@ def made(form: str, draw: random.Random, **more: Any) -> Any:
         "ignore": [],
         "config_groups": {"group_0": group},
     }
-    quant = bits and compressed_tensors.CompressedTensorsConfig.from_config(config)
-    name = f"model.layers.{draw.randrange(30)}.mlp.gate_up_proj"
-    layer = MergedColumnParallelLinear(
-        FEATURES, list(OUT), bias=True, quant_config=quant or None, prefix=name, **more
-    )
-    fill(layer, torch.Generator().manual_seed(draw.randrange(2**31)))
-    return layer
+    return compressed_tensors.CompressedTensorsConfig.from_config(config) if bits else None
 
 
 def one_channel(layer: Any, draw: random.Random) -> None:

@@ -15,10 +15,21 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 import torch
-from quantised_layers import FAULTS, Fault, draw, faulty, made, no_fault, one_group, vllm_process
+from quantised_layers import (
+    FAULTS,
+    Fault,
+    draw,
+    faulty,
+    made,
+    made_experts,
+    no_fault,
+    one_group,
+    vllm_process,
+)
 from torch import nn
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.kernels.linear import CPUInt8ScaledMMLinearKernel, CPUWNA16LinearKernel
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsInt8
 
 from vllm_fl.integration.patchers.kernel_classes import uses_of
 from vllm_fl.integration.patchers.linear_kernels import first_in_lists
@@ -196,3 +207,35 @@ def test_layers_are_compared_again_after_an_update(
     assert engine.remarks[Moment.UPDATED] == ([] if fault else ["1 quantised layers compared"])
     assert engine.remarks[Moment.LOADED] == ["1 quantised layers compared"]
     assert not quantised.compare_layers_of_plan(engine, Moment.UPDATED)
+
+
+@pytest.mark.parametrize("fault", ["", "last token", "routing"])
+def test_planned_experts_are_compared(
+    fault: str, draw: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Acme(CPUExpertsInt8):  # type: ignore[misc]
+        def apply(self, output: Any, *args: Any, **named: Any) -> None:
+            super().apply(output, *args, **named)
+            output[-1] *= 1.5 if fault == "last token" else 1
+
+    key = "int8_experts", "vendor.acme"
+    monkeypatch.setattr(quantised, "planned_classes", planned_for(Acme, key))
+    monkeypatch.setattr(quantised, "checks_of", lambda engine: SimpleNamespace(seed=7))
+    engine: Any = SimpleNamespace(plan=None, state={}, remarks={each: [] for each in Moment})
+    engine.state[quantised._Quantised] = quantised._Quantised(None)
+    with first_in_lists({key[0]: [Acme]}):
+        layer = made_experts(draw)
+    utils = import_module("vllm.model_executor.model_loader.utils")
+    monkeypatch.setattr(utils, "initialize_model", lambda config: nn.ModuleDict({"ours": layer}))
+    with quantised.watching_layers(engine):
+        utils.initialize_model(None)
+    if fault == "routing":
+        monkeypatch.setattr(type(layer.quant_method), "is_monolithic", True)
+    layer.quant_method.process_weights_after_loading(layer)
+    found = quantised.compare_layers_of_plan(engine, Moment.LOADED)
+    if fault == "last token":
+        assert found[key].reason.startswith("in 1 of 1 layers, such as ours: the result: ")
+        return
+    (remark,) = engine.remarks[Moment.LOADED]
+    why = "int8_experts: 1 layers not verified: the class also computes the routing"
+    assert not found and remark == (why if fault else "1 quantised layers compared")

@@ -28,7 +28,7 @@ from vllm_fl.errors import StartError, TargetError
 from vllm_fl.integration.patchers import kernel_classes as classes
 from vllm_fl.integration.patchers import linear_kernels as module
 from vllm_fl.plugins.inspection import Moment
-from vllm_fl.plugins.types import LINEAR_OPS, BackendImplKind, LinearKernelImpl
+from vllm_fl.plugins.types import KERNEL_OPS, LINEAR_OPS, BackendImplKind, LinearKernelImpl
 from vllm_fl.settings.loading import load_settings
 
 __all__ = ["draw", "vllm_process"]
@@ -173,7 +173,7 @@ def test_a_backend_that_the_user_set_in_vllm_overrides_the_order(plan: Callable[
 def test_a_weight_cache_keeps_the_classes_that_converted_the_weights() -> None:
     config = SimpleNamespace(load_config=SimpleNamespace(load_format="ipc_cache"))
     notes = PATCHER.request(config, compiled=False)["linear_notes"]
-    assert notes.keys() == {*LINEAR_OPS} and "weight cache" in notes["fp8_linear"]
+    assert notes.keys() == {*KERNEL_OPS} and "weight cache" in notes["fp8_linear"]
 
 
 def test_a_backend_of_vllm_that_is_not_followed_is_reported(

@@ -38,7 +38,7 @@ def inspect_plan(engine: Any, moment: Moment) -> Mapping[Key, Objection] | None:
 
 
 def _quantised(engine: Any, moment: Moment) -> Mapping[Key, Objection]:
-    """Compare the planned classes of quantised linear layers, if there are any."""
+    """Compare the planned classes of quantised layers, if there are any."""
     if not _plans_kernels(engine):
         return {}
     from . import quantised
@@ -49,7 +49,7 @@ def _quantised(engine: Any, moment: Moment) -> Mapping[Key, Objection]:
 
 
 def _plans_kernels(engine: Any) -> bool:
-    """Whether classes of quantised linear layers are planned and to be compared."""
+    """Whether classes of quantised layers are planned and to be compared."""
     from vllm_fl.integration.patchers.linear_kernels import planned_kernels
 
     return bool(engine.facts.settings.compares and planned_kernels(engine.plan))

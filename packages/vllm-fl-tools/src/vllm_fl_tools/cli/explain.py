@@ -22,7 +22,7 @@ from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.integration.targets import all_bindings
 from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.snapshot import RegistrySnapshot
-from vllm_fl.plugins.types import ATTENTION, COMMUNICATOR, LINEAR_OPS, NAMED_CLASSES, VLLM_IDS, Impl
+from vllm_fl.plugins.types import ATTENTION, COMMUNICATOR, KERNEL_OPS, NAMED_CLASSES, VLLM_IDS, Impl
 from vllm_fl.settings.names import unmatched_orders
 from vllm_fl.settings.policy import DEFAULT_ORDER, Mode, OpOrder, Rows
 from vllm_fl.settings.schema import Settings
@@ -38,7 +38,7 @@ PAGES = files("vllm_fl") / "codes"
 NAMED = {
     ATTENTION: "the class that vLLM's attention layers use",
     COMMUNICATOR: "the class through which the ranks of an engine exchange tensors",
-    **dict.fromkeys(LINEAR_OPS, "the class that computes quantised linear layers of this scheme"),
+    **dict.fromkeys(KERNEL_OPS, "the class that computes quantised layers of this scheme"),
 }
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...dispatch.resolver import STOCK
 from ...engine.facts import KernelUse
 from ...text import quote
+from .expert_kernels import Offers, known_experts, offers_for
 
 if TYPE_CHECKING:
     import torch
@@ -112,7 +113,10 @@ def chosen_for(layer: torch.nn.Module) -> Chosen | None:
     if method is None or not (is_linear(layer) or is_mixture(layer)):
         return None
     if is_mixture(layer):
-        return Chosen("", type(None), class_of_experts(method), None)
+        offers, cls = offers_for(method), getattr(method, "experts_cls", None)
+        if offers is None or cls is None:
+            return Chosen("", type(None), class_of_experts(method), None)
+        return Chosen(offers.op, cls, described_class(cls), offers)
     kernel, own = kernel_of(layer, method), getattr(layer, "scheme", None) or method
     if kernel is None:
         return Chosen("", type(None), described_class(type(own)), None)
@@ -158,7 +162,16 @@ def listed_classes(op: str) -> list[type]:
     """Return vLLM's list of an op for this platform; empty if this vLLM has none."""
     from vllm.platforms import current_platform
 
+    if op not in SCHEMES:
+        return known_experts(op)
     return list(table_of(op).get(current_platform._enum, ()))
+
+
+def known_classes(op: str) -> list[type]:
+    """Return vLLM's classes for an op on all platforms."""
+    if op not in SCHEMES:
+        return known_experts(op)
+    return [cls for listed in table_of(op).values() for cls in listed]
 
 
 def table_of(op: str) -> dict[Any, list[type]]:
@@ -171,6 +184,8 @@ def refusal_of(cls: Any, config: Any) -> str:
     from vllm import envs
     from vllm.platforms import current_platform
 
+    if isinstance(config, Offers):
+        return config.backend_for(cls)[1]
     if cls.__name__ in getattr(envs, "VLLM_DISABLED_KERNELS", ()):
         return "VLLM_DISABLED_KERNELS contains it"
     try:

@@ -1,4 +1,4 @@
-"""Show and choose the classes that compute quantised linear layers.
+"""Show and choose the classes that compute quantised linear layers and experts.
 
 vLLM has a list of classes for each quantisation scheme, and takes the first that supports a layer
 when it creates the layer's weights. While the model is built, the planned classes precede vLLM's
@@ -23,16 +23,18 @@ from ...engine.plan import Plan
 from ...errors import StartError, TargetError
 from ...logs import get_logger
 from ...plugins.inspection import Moment
-from ...plugins.types import LINEAR_OPS, VLLM_IDS, LinearKernelImpl
+from ...plugins.types import KERNEL_OPS, VLLM_IDS, KernelImpl
 from ...text import closest
 from ..compat import vllm_version
 from ..patcher import Patcher, WhyNot
 from . import classes
+from .expert_kernels import CLOSED, choosing_experts
 from .kernel_classes import (
     KERNELS,
     SCHEMES,
     is_mixture,
     kernel_row,
+    known_classes,
     listed_classes,
     refusal_of,
     table_of,
@@ -49,29 +51,32 @@ if TYPE_CHECKING:
 log = get_logger("engine")
 
 
-def kernel_class(op: str, impl: LinearKernelImpl) -> tuple[Any, str]:
+def kernel_class(op: str, impl: KernelImpl) -> tuple[Any, str]:
     """Return (the class or None, why it cannot be used or empty)."""
-    bases: dict[str, type] = vars(import_module(KERNELS))
-    known = {cls.__name__: cls for listed in table_of(op).values() for cls in listed}
+    known = {cls.__name__: cls for cls in known_classes(op)}
     if impl.impl_id.startswith(VLLM_IDS):
         name = impl.impl_id.removeprefix(VLLM_IDS)
         problem = f"vLLM {vllm_version()} has no class {name!r} for {op}.{closest(name, known)}"
         return (known[name], "") if name in known else (None, problem.rstrip("."))
 
+    if op in CLOSED:
+        return None, f"vLLM accepts only its own classes for {op}"
+
     def problem_of(path: str, cls: Any) -> str:
-        own = tuple(bases[name] for name in SCHEMES[op].bases if name in bases)
+        bases: dict[str, type] = vars(import_module(KERNELS)) if op in SCHEMES else known
+        names = SCHEMES[op].bases if op in SCHEMES else sorted(known)
+        own = tuple(bases[name] for name in names if name in bases)
         if isinstance(cls, type) and issubclass(cls, own):
             return ""
-        names = " or ".join(SCHEMES[op].bases)
-        return f"{path} is not a subclass of vLLM's {names}"
+        return f"{path} is not a subclass of vLLM's {' or '.join(names)}"
 
     return classes.class_of(impl, op, None, problem_of)[1:]
 
 
-def planned_kernels(plan: Plan) -> dict[str, tuple[LinearKernelImpl, ...]]:
+def planned_kernels(plan: Plan) -> dict[str, tuple[KernelImpl, ...]]:
     """Return op -> the planned classes before `stock`, if there are any."""
-    ops = plan.entries.keys() & LINEAR_OPS
-    found = {op: plan.entries[op].classes(LinearKernelImpl) for op in ops}
+    ops = plan.entries.keys() & KERNEL_OPS
+    found = {op: plan.entries[op].classes(KernelImpl) for op in ops}
     return {op: impls for op, impls in sorted(found.items()) if impls}
 
 
@@ -84,7 +89,7 @@ def planned_classes(plan: Plan) -> dict[tuple[str, Any], str]:
     }
 
 
-def _candidates(op: str, facts: EngineFacts) -> Iterator[LinearKernelImpl]:
+def _candidates(op: str, facts: EngineFacts) -> Iterator[KernelImpl]:
     """Yield the available classes before `stock` in the order of an op."""
     order = facts.settings.policy.order(op, facts.mode, engine=True)
     before = [*takewhile(lambda selector: selector.kind != STOCK.selector, order)]
@@ -92,7 +97,7 @@ def _candidates(op: str, facts: EngineFacts) -> Iterator[LinearKernelImpl]:
     installed = get_default_manager().registry.snapshot().impls_by_op.get(op, ())
     for impl in (*installed, *named):
         if any(each.matches(impl) for each in before) and impl.is_available():
-            assert isinstance(impl, LinearKernelImpl)
+            assert isinstance(impl, KernelImpl)
             yield impl
 
 
@@ -101,15 +106,15 @@ class LinearKernels(Patcher):
         """Return op -> the argument of vLLM that determines the class."""
         if getattr(getattr(vllm_config, "load_config", None), "load_format", "") == "ipc_cache":
             note = "the weight cache of vLLM has weights that vLLM's class has converted"
-            return {"linear_notes": dict.fromkeys(LINEAR_OPS, note)}
-        found = {op: _backends(vllm_config, op) for op in LINEAR_OPS}
-        notes = {op: f"--linear-backend is {' or '.join(own)}" for op, own in found.items() if own}
+            return {"linear_notes": dict.fromkeys(KERNEL_OPS, note)}
+        found = {op: _backends(vllm_config, op) for op in KERNEL_OPS}
+        notes = {op: f"{_flag(op)} is {' or '.join(own)}" for op, own in found.items() if own}
         return {"linear_notes": notes}
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
         """Return the user's arguments of vLLM, and why classes support no layer of the model."""
         refused: dict[tuple[str, str], str] = {}
-        for op in (facts.kernels.keys() & LINEAR_OPS) - facts.linear_notes.keys():
+        for op in (facts.kernels.keys() & KERNEL_OPS) - facts.linear_notes.keys():
             for impl in _candidates(op, facts):
                 cls, problem = kernel_class(op, impl)
                 configs = [c for use in facts.kernels[op] for c in use.configs.values()]
@@ -209,9 +214,15 @@ def _ids(plan: Plan) -> dict[str, list[str]]:
     return {op: [impl.impl_id for impl in impls] for op, impls in planned_kernels(plan).items()}
 
 
+def _flag(op: str) -> str:
+    return "--linear-backend" if op in SCHEMES else "--moe-backend"
+
+
 def _backends(vllm_config: Any, op: str) -> list[str]:
     """Return the backends that the user has set in vLLM for an op."""
     kernel_config = getattr(vllm_config, "kernel_config", None)
+    if op not in SCHEMES:
+        return sorted({getattr(kernel_config, "moe_backend", "auto")} - {"auto"})
     backend = getattr(kernel_config, "linear_backend", "auto")
     by_scheme = getattr(kernel_config, "linear_backend_per_quant", None) or {}
     return sorted({by_scheme.get(name) or backend for name in SCHEMES[op].flags} - {"auto"})
@@ -219,7 +230,8 @@ def _backends(vllm_config: Any, op: str) -> list[str]:
 
 def first_in_lists(planned: Mapping[str, list[Any]]) -> AbstractContextManager[None]:
     """Inside the block, classes precede the others of vLLM's lists: op -> classes."""
-    return in_tables(_lists(planned))
+    in_lists = {op: ours for op, ours in planned.items() if op in SCHEMES}
+    return in_tables((*_lists(in_lists), *choosing_experts(planned)))
 
 
 def _lists(planned: Mapping[str, list[Any]]) -> Iterator[tuple[dict[Any, Any], Any, Any]]:
@@ -243,7 +255,7 @@ def _lists(planned: Mapping[str, list[Any]]) -> Iterator[tuple[dict[Any, Any], A
 
 def _not_followed(vllm_config: Any, uses: Iterable[KernelUse]) -> Iterator[str]:
     """Yield a sentence for layers without a class of the backend that the user set in vLLM."""
-    for use in (use for use in uses if use.op):
+    for use in (use for use in uses if use.op in SCHEMES):
         names = _backends(vllm_config, use.op)
         table = vars(import_module(KERNELS)).get("_LINEAR_BACKEND_KERNEL_MAP", {})
         if names and all(name in table and use.cls not in table[name] for name in names):
