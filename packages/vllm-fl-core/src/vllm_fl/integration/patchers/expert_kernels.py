@@ -91,7 +91,7 @@ def known_experts(op: str) -> list[type]:
     """Return vLLM's classes for an op, of all backends; empty if this vLLM has none."""
     scheme = op.removesuffix("_experts").removesuffix("_block")
     module = next(name for name, each in SCHEMES.items() if each == scheme)
-    kinds = (each for each in _names(module).values() if isinstance(each, enum.EnumType))
+    kinds: list[Any] = [each for each in _names(module).values() if isinstance(each, enum.EnumType)]
     backends = (each for kind in kinds if "moebackend" in kind.__name__.lower() for each in kind)
     return [*dict.fromkeys(cls for backend in backends for cls in _classes(module, backend))]
 
