@@ -44,7 +44,7 @@ def base_of(form: str) -> Any:
     return CPUWNA16LinearKernel if "int4" in form else CPUInt8ScaledMMLinearKernel
 
 
-def compared(form: str, cls: Any, draw: random.Random) -> tuple[str, str]:
+def compared(form: str, cls: Any, draw: random.Random, reloads: bool = False) -> tuple[str, str]:
     """(why the class is incorrect on made weights, remark), for a model with a layer of a form."""
     layer = made(form, draw)
     (use,) = uses_of([nn.ModuleDict({"projection": layer})])
@@ -55,6 +55,7 @@ def compared(form: str, cls: Any, draw: random.Random) -> tuple[str, str]:
         torch.device("cpu"),
         torch.bfloat16,
         draw.randrange(2**31),
+        reloads,
     )
     return made_layer.compare(use.op, cls, [use])
 
@@ -99,6 +100,24 @@ def test_a_fault_in_the_weights_is_found(form: str, fault: Fault, draw: random.R
 def test_rows_that_are_not_written_are_found(form: str, draw: random.Random) -> None:
     cls = faulty(base_of(form), no_fault, draw, unwritten=draw.randrange(1, 16))
     assert "rows" in compared(form, cls, draw)[0]
+
+
+def test_a_class_that_keeps_the_first_weights_does_not_survive_an_update(
+    draw: random.Random,
+) -> None:
+    class Keeping(base_of("int4")):  # type: ignore[misc]
+        def process_weights_after_loading(self, layer: Any) -> None:
+            super().process_weights_after_loading(layer)
+            self.scale = layer.weight_scale
+
+        def apply_weights(self, layer: Any, x: Any, bias: Any = None) -> Any:
+            result = super().apply_weights(layer, x, bias)
+            return result if layer.weight_scale is self.scale else result * float("nan")
+
+    assert compared("int4", Keeping, draw) == ("", "")
+    problem, _ = compared("int4", Keeping, draw, reloads=True)
+    assert problem.startswith("on made weights loaded again, layer ")
+    assert compared("int4", base_of("int4"), draw, reloads=True) == ("", "")
 
 
 def test_a_class_that_raises_is_incorrect(draw: random.Random) -> None:

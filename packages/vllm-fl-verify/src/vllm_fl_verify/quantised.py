@@ -8,9 +8,10 @@ updated. Of experts only this is compared, for some experts of each layer.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from .made_inputs import checks_of
 from .stock.experts import OF_EXPERTS
 from .stock.linear import GIVEN, RELOADED, Linears, new_models
 from .stock.rows import StockRows
+from .stock.weights import held_by
 
 MADE_FEATURES, MADE_OUT = 512, 384
 """The sizes of a layer with made weights: multiples of the groups and blocks of all formats."""
@@ -107,6 +109,7 @@ class MadeLayer:
     Args:
         vllm_config: the engine's configuration.
         quantisation: the configuration of the quantisation, with the names of the model's class.
+        reloads: whether the weights are also loaded again, as in `reload_weights`.
     """
 
     vllm_config: Any
@@ -114,6 +117,7 @@ class MadeLayer:
     device: torch.device
     dtype: torch.dtype
     seed: int
+    reloads: bool = False
 
     def compare(self, op: str, cls: Any, uses: Iterable[KernelUse]) -> tuple[str, str]:
         """Compare a class on one layer of each kind in the model.
@@ -138,8 +142,9 @@ class MadeLayer:
                 left = refusal_of(cls, config) or f"vLLM chose {chosen.__name__}"
                 continue
             for row in rows.to_json():
-                if row["incorrect"] and row["against"] == GIVEN:
-                    return f"on made weights, {row['problems'][0]}", ""
+                if row["incorrect"] and row["against"] in (GIVEN, RELOADED):
+                    again = " loaded again" * (row["against"] == RELOADED)
+                    return f"on made weights{again}, {row['problems'][0]}", ""
                 left = left or next(iter(row["skipped"]), "")
             exact = linears.roundings.get(name, 0.0) < INEXACT
             if linears.roundings and exact is QUANTISES.get(op):
@@ -175,8 +180,26 @@ class MadeLayer:
             chosen = type(kernel_of(layer, layer.quant_method))
             if chosen is cls:
                 linears.watch(torch.nn.ModuleDict({"made": layer}), {layer: name})
-                layer.quant_method.process_weights_after_loading(layer)
+                convert = partial(layer.quant_method.process_weights_after_loading, layer)
+                if self.reloads:
+                    self._reload(layer, convert)
+                    linears.compare_again()
+                else:
+                    convert()
         return chosen
+
+    def _reload(self, layer: Any, convert: Callable[[], object]) -> None:
+        """Convert the weights of a layer, and load them again, in the steps of vLLM."""
+        from vllm.model_executor.model_loader import reload
+
+        reload.record_metadata_for_reloading(layer)
+        held = held_by(layer)
+        convert()
+        reload.initialize_layerwise_reload(layer)
+        for name, value in held.items():
+            parameter = getattr(layer, name)
+            parameter.weight_loader(parameter, value)
+        reload.finalize_layerwise_reload(layer, self.vllm_config.model_config)
 
 
 def fill(layer: torch.nn.Module, generator: torch.Generator) -> None:
