@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ..contracts import OpSpec
@@ -206,7 +207,8 @@ def _one_rank() -> Iterator[None]:
     def group(name: str) -> Any:
         made = object.__new__(parallel_state.GroupCoordinator)
         vars(made).update(dict.fromkeys(("rank", "local_rank", "rank_in_group"), 0))
-        vars(made).update(dict.fromkeys(("cpu_group", "device_group", "mq_broadcaster")))
+        own = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # models with experts ask it
+        vars(made).update(cpu_group=own, device_group=own, mq_broadcaster=None)
         vars(made).update(device_communicator=None, use_device_communicator=False)
         vars(made).update(unique_name=name, ranks=[0], world_size=1, device=torch.device("cpu"))
         return made
