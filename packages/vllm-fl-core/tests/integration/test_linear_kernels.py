@@ -85,7 +85,7 @@ def class_of(model: nn.Module) -> type:
 
 @pytest.mark.parametrize("op", LINEAR_OPS)
 def test_vllm_has_the_list_and_the_bases_of_each_scheme(op: str) -> None:
-    names, scheme = vars(import_module(classes.KERNELS)), classes.SCHEMES[op]
+    names, scheme = vars(import_module(classes.LINEAR_KERNELS)), classes.SCHEMES[op]
     known = {cls for listed in names[scheme.table].values() for cls in listed}
     assert known and all(issubclass(c, tuple(names[b] for b in scheme.bases)) for c in known)
 
@@ -212,7 +212,7 @@ def test_a_layer_that_the_class_does_not_support_falls_back(
 
 def test_vllm_does_not_move_a_class_before_the_planned_ones(plan: Callable[..., Any]) -> None:
     """From 0.32 on, vLLM prefers Humming on some devices after it has read the list."""
-    kernels = import_module(classes.KERNELS)
+    kernels = import_module(classes.LINEAR_KERNELS)
     if not hasattr(kernels, "prioritize_humming"):
         pytest.skip("this vLLM does not reorder its list")
     engine = engine_of(*plan("vendor:acme|stock"), nn.Module())

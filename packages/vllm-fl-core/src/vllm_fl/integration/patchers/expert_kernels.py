@@ -24,7 +24,7 @@ from .layers import in_tables
 ORACLES = "vllm.model_executor.layers.fused_moe.oracle"
 """vLLM's package with a module for each scheme."""
 
-SCHEMES = {"int_wna16": "wna16"} | {
+SCHEME_OF = {"int_wna16": "wna16"} | {
     name: name for name in ("fp8", "int8", "mxfp8", "mxfp4", "nvfp4")
 }
 """Module -> scheme, which is `fp8_block` if the scales of fp8 weights are for blocks."""
@@ -61,7 +61,7 @@ class Offers(NamedTuple):
         weight: Any = next((asked[1] for asked in self.asked.values()), None)
         shape = getattr(getattr(weight, "scale", None), "group_shape", None)
         is_block = self.module == "fp8" and shape is not None and min(shape) > 1
-        return f"{SCHEMES[self.module]}{'_block' * is_block}_experts"
+        return f"{SCHEME_OF[self.module]}{'_block' * is_block}_experts"
 
     def backend_for(self, cls: Any) -> tuple[Any, str]:
         """Return (the first backend with which a class can compute the layer, an empty text), or
@@ -90,7 +90,7 @@ def offers_for(method: Any) -> Offers | None:
 def known_experts(op: str) -> list[type]:
     """Return vLLM's classes for an op, of all backends; empty if this vLLM has none."""
     scheme = op.removesuffix("_experts").removesuffix("_block")
-    module = next(name for name, each in SCHEMES.items() if each == scheme)
+    module = next(name for name, each in SCHEME_OF.items() if each == scheme)
     kinds: list[Any] = [each for each in _names(module).values() if isinstance(each, enum.EnumType)]
     backends = (each for kind in kinds if "moebackend" in kind.__name__.lower() for each in kind)
     return [*dict.fromkeys(cls for backend in backends for cls in _classes(module, backend))]
@@ -102,14 +102,14 @@ def choosing_experts(
     """Yield entries for vLLM's tables, with which experts use the first of these classes that
     supports them: op -> classes."""
     yield _building, "planned", {op: planned[op] for op in EXPERT_OPS if op in planned}
-    for module in SCHEMES:
+    for module in SCHEME_OF:
         _names(module)  # imported before a caller copies its function
     callers = [each for path, each in [*sys.modules.items()] if path.startswith(LAYERS)]
     for names in map(vars, callers):
         for name in [each for each in names if SELECT.fullmatch(each)]:
             package, _, module = names[name].__module__.rpartition(".")
             is_wrapped = hasattr(names[name], "__wrapped__")  # imported inside such a block
-            if package == ORACLES and module in SCHEMES and not is_wrapped:
+            if package == ORACLES and module in SCHEME_OF and not is_wrapped:
                 yield names, name, _choosing(names[name])
 
 

@@ -18,7 +18,7 @@ from .expert_kernels import Offers, known_experts, offers_for
 if TYPE_CHECKING:
     import torch
 
-KERNELS = "vllm.model_executor.kernels.linear"
+LINEAR_KERNELS = "vllm.model_executor.kernels.linear"
 """vLLM's package with the classes, their bases and the lists."""
 
 SEVERAL = ("Dynamic", "TritonOr")
@@ -81,7 +81,7 @@ def kernel_of(layer: torch.nn.Module, method: Any) -> Any:
     """Return the kernel that vLLM chose for a layer, or None."""
     for holder in (method, getattr(layer, "scheme", None)):
         for value in vars(holder).values() if holder is not None else ():
-            if any(base.__module__.startswith(KERNELS) for base in type(value).__mro__):
+            if any(base.__module__.startswith(LINEAR_KERNELS) for base in type(value).__mro__):
                 return value
     return None
 
@@ -175,7 +175,7 @@ def known_classes(op: str) -> list[type]:
 
 
 def table_of(op: str) -> dict[Any, list[type]]:
-    found: dict[Any, list[type]] = getattr(import_module(KERNELS), SCHEMES[op].table, {})
+    found: dict[Any, list[type]] = getattr(import_module(LINEAR_KERNELS), SCHEMES[op].table, {})
     return found
 
 

@@ -30,7 +30,7 @@ from ..patcher import Patcher, WhyNot
 from . import classes
 from .expert_kernels import CLOSED, choosing_experts
 from .kernel_classes import (
-    KERNELS,
+    LINEAR_KERNELS,
     SCHEMES,
     is_mixture,
     kernel_row,
@@ -63,7 +63,7 @@ def kernel_class(op: str, impl: KernelImpl) -> tuple[Any, str]:
         return None, f"vLLM accepts only its own classes for {op}"
 
     def problem_of(path: str, cls: Any) -> str:
-        bases: dict[str, type] = vars(import_module(KERNELS)) if op in SCHEMES else known
+        bases: dict[str, type] = vars(import_module(LINEAR_KERNELS)) if op in SCHEMES else known
         names = SCHEMES[op].bases if op in SCHEMES else sorted(known)
         own = tuple(bases[name] for name in names if name in bases)
         if isinstance(cls, type) and issubclass(cls, own):
@@ -242,7 +242,7 @@ def _lists(planned: Mapping[str, list[Any]]) -> Iterator[tuple[dict[Any, Any], A
     for op, ours in planned.items():
         others = (cls for cls in listed_classes(op) if cls not in ours)
         yield table_of(op), current_platform._enum, [*ours, *others]
-    names = vars(import_module(KERNELS))
+    names = vars(import_module(LINEAR_KERNELS))
     if reorder := names.get("prioritize_humming"):  # from 0.32 on, after the list is read
         chosen = {cls for ours in planned.values() for cls in ours}
 
@@ -257,7 +257,7 @@ def _not_followed(vllm_config: Any, uses: Iterable[KernelUse]) -> Iterator[str]:
     """Yield a sentence for layers without a class of the backend that the user set in vLLM."""
     for use in (use for use in uses if use.op in SCHEMES):
         names = _backends(vllm_config, use.op)
-        table = vars(import_module(KERNELS)).get("_LINEAR_BACKEND_KERNEL_MAP", {})
+        table = vars(import_module(LINEAR_KERNELS)).get("_LINEAR_BACKEND_KERNEL_MAP", {})
         if names and all(name in table and use.cls not in table[name] for name in names):
             yield (
                 f"--linear-backend is {' or '.join(names)}, but vLLM uses {use.name} for "
