@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_fl_tools.testing.quantised import FORMS, quantisation_of
+from vllm_fl_tools.testing.quantised import vllm_process as one_rank
 from vllm_fl_verify.quantised import fill
 
 __all__ = [
@@ -19,6 +22,7 @@ __all__ = [
     "draw",
     "faulty",
     "made",
+    "made_experts",
     "no_fault",
     "one_group",
     "vllm_process",
@@ -39,50 +43,38 @@ def draw() -> random.Random:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def vllm_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """vLLM's groups of one rank, and a configuration of bfloat16."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import parallel_state
-
-    before = torch.get_default_dtype()
-    store = tmp_path_factory.mktemp("store") / "store"
-    with set_current_vllm_config(VllmConfig()):
-        parallel_state.init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
-        parallel_state.initialize_model_parallel(1, 1)
-        torch.set_default_dtype(torch.bfloat16)
+def vllm_process() -> Iterator[None]:
+    with one_rank(torch.bfloat16):
         yield
-        torch.set_default_dtype(before)
-        parallel_state.destroy_model_parallel()
-        parallel_state.destroy_distributed_environment()
 
 
 def made(form: str, draw: random.Random, **more: Any) -> Any:
     """A fused layer of vLLM with random weights in a checkpoint format."""
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear
-    from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
 
-    bits = {"int8": 8, "int8 asymmetric": 8, "int4": 4, "int4 with zeros": 4}.get(form)
-    weights = {"num_bits": bits, "type": "int", "symmetric": "zeros" not in form, "dynamic": False}
-    activations = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
-    activations["symmetric"] = "asymmetric" not in form
-    group: dict[str, Any] = {
-        "targets": ["Linear"],
-        "input_activations": activations if bits == 8 else None,
-    }
-    group["weights"] = weights | (
-        {"strategy": "channel"} if bits == 8 else {"strategy": "group", "group_size": 64}
-    )
-    config: dict[str, Any] = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized" if bits == 8 else "pack-quantized",
-        "ignore": [],
-        "config_groups": {"group_0": group},
-    }
-    quant = bits and compressed_tensors.CompressedTensorsConfig.from_config(config)
+    quant = quantisation_of(form) if form in FORMS else None
     name = f"model.layers.{draw.randrange(30)}.mlp.gate_up_proj"
     layer = MergedColumnParallelLinear(
-        FEATURES, list(OUT), bias=True, quant_config=quant or None, prefix=name, **more
+        FEATURES, list(OUT), bias=True, quant_config=quant, prefix=name, **more
     )
+    fill(layer, torch.Generator().manual_seed(draw.randrange(2**31)))
+    return layer
+
+
+_numbers = itertools.count()
+"""vLLM rejects a second layer of experts with the same name."""
+
+
+def made_experts(draw: random.Random) -> Any:
+    """vLLM's layer of eight int8 experts with random weights."""
+    from vllm.model_executor.layers import fused_moe
+
+    older = "FusedMoE"
+    make = getattr(fused_moe, "FusedMoEFactory", None) or getattr(fused_moe, older)
+    name = f"model.layers.{next(_numbers)}.mlp.experts"
+    sizes = {"num_experts": 8, "top_k": 2, "hidden_size": 64, "intermediate_size": 32}
+    whole = make(**sizes, quant_config=quantisation_of("int8"), prefix=name)
+    layer = getattr(whole, "routed_experts", whole)
     fill(layer, torch.Generator().manual_seed(draw.randrange(2**31)))
     return layer
 

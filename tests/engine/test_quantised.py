@@ -22,13 +22,17 @@ TOOLS = Path(__file__).parents[2] / "tools"
 
 @pytest.fixture
 def serve(model: Callable[[str], Path], tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """`serve(form, order, VARIABLE=…)`: an engine with this order for the layers."""
+    """`serve(form, order, VARIABLE=…)`: an engine with this order for the layers, which are experts
+    for the family `qwen3_moe`."""
 
-    def start(form: str, order: str, options: Any = None, **variables: str) -> dict[str, Any]:
-        folder = tmp_path / form
+    def start(
+        form: str, order: str, options: Any = None, family: str = "qwen3", **variables: str
+    ) -> dict[str, Any]:
+        folder = tmp_path / f"{family}-{form}"
         if not folder.exists():
-            checkpoints.quantised(model("qwen3"), folder, form)
+            checkpoints.quantised(model(family), folder, form)
         op = "int8_linear" if form == checkpoints.INT8 else "wna16_linear"
+        op = "int8_experts" if family == "qwen3_moe" else op
         more = {"VLLM_FL_PER_OP": f"default=stock;{op}={order}", "VLLM_CPU_INT4_W4A8": "0"}
         more |= {} if options else IN_ONE_PROCESS
         result = run(Job(str(folder), batches(), options=options or {}), **{**more, **variables})
@@ -84,3 +88,15 @@ def test_a_fault_that_only_loaded_layers_show_falls_back_to_vllms_class(
         why = found["vendor.faulty"]
         assert f"failed at startup on rank {planted[-1]}: in 4 of 8 layers, such as model." in why
     assert "[FL410]" in ours["log"]
+
+
+def test_faulty_experts_fall_back_to_vllms_class(serve: Callable[..., dict[str, Any]]) -> None:
+    path = os.pathsep.join((str(PLUGINS), str(TOOLS), os.environ.get("PYTHONPATH", "")))
+    variables = {"VLLM_FL_PLUGIN_MODULES": "faulty_linear", "PYTHONPATH": path}
+    variables["PLANTED"] = json.dumps([checkpoints.INT8, 0, 0, 0])
+    ours = serve(checkpoints.INT8, "vendor:faulty|stock", family="qwen3_moe", **variables)
+    stock = serve(checkpoints.INT8, "stock", family="qwen3_moe")
+    assert_same_bits(stock, ours)
+    assert ours["rows"] == stock["rows"] and ours["rows"][0]["class"] == "CPUExpertsInt8"
+    (found,) = ours["demotions"]
+    assert ": in 2 of 2 layers, such as model." in found["vendor.faulty"]

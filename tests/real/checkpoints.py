@@ -106,7 +106,7 @@ def quantised(model: Path, folder: Path, form: str, *, symmetric: bool = True) -
         "quant_method": "compressed-tensors",
         "format": formats.get(form, "pack-quantized"),
         "quantization_status": "compressed",
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
         "config_groups": {"group_0": group},
     }
     (folder / "config.json").write_text(json.dumps(config))

@@ -15,12 +15,24 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 import torch
-from quantised_layers import FAULTS, Fault, draw, faulty, made, no_fault, one_group, vllm_process
+from quantised_layers import (
+    FAULTS,
+    Fault,
+    draw,
+    faulty,
+    made,
+    made_experts,
+    no_fault,
+    one_group,
+    vllm_process,
+)
 from torch import nn
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.kernels.linear import CPUInt8ScaledMMLinearKernel, CPUWNA16LinearKernel
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsInt8
 
-from vllm_fl.integration.patchers.linear_kernels import first_in_lists, uses_of
+from vllm_fl.integration.patchers.kernel_classes import uses_of
+from vllm_fl.integration.patchers.linear_kernels import first_in_lists
 from vllm_fl.plugins.inspection import FAILED, Moment
 from vllm_fl_verify import quantised
 from vllm_fl_verify.quantised import MadeLayer
@@ -32,7 +44,9 @@ def base_of(form: str) -> Any:
     return CPUWNA16LinearKernel if "int4" in form else CPUInt8ScaledMMLinearKernel
 
 
-def compared(form: str, cls: Any, draw: random.Random, device: str = "cpu") -> tuple[str, str]:
+def compared(
+    form: str, cls: Any, draw: random.Random, reloads: bool = False, device: str = "cpu"
+) -> tuple[str, str]:
     """(why the class is incorrect on made weights, remark), for a model with a layer of a form."""
     layer = made(form, draw)
     (use,) = uses_of([nn.ModuleDict({"projection": layer})])
@@ -43,6 +57,7 @@ def compared(form: str, cls: Any, draw: random.Random, device: str = "cpu") -> t
         torch.device(device),
         torch.bfloat16,
         draw.randrange(2**31),
+        reloads,
     )
     return made_layer.compare(use.op, cls, [use])
 
@@ -89,6 +104,24 @@ def test_rows_that_are_not_written_are_found(form: str, draw: random.Random) -> 
     assert "rows" in compared(form, cls, draw)[0]
 
 
+def test_a_class_that_keeps_the_first_weights_does_not_survive_an_update(
+    draw: random.Random,
+) -> None:
+    class Keeping(base_of("int4")):  # type: ignore[misc]
+        def process_weights_after_loading(self, layer: Any) -> None:
+            super().process_weights_after_loading(layer)
+            self.scale = layer.weight_scale
+
+        def apply_weights(self, layer: Any, x: Any, bias: Any = None) -> Any:
+            result = super().apply_weights(layer, x, bias)
+            return result if layer.weight_scale is self.scale else result * float("nan")
+
+    assert compared("int4", Keeping, draw) == ("", "")
+    problem, _ = compared("int4", Keeping, draw, reloads=True)
+    assert problem.startswith("on made weights loaded again, layer ")
+    assert compared("int4", base_of("int4"), draw, reloads=True) == ("", "")
+
+
 def test_a_class_that_raises_is_incorrect(draw: random.Random) -> None:
     def raises(*_: Any) -> None:
         raise RuntimeError("no kernel image")
@@ -133,6 +166,11 @@ def test_a_class_that_refuses_the_layer_is_not_verified(draw: random.Random) -> 
     )
 
 
+def planned_for(cls: Any, key: tuple[str, str]) -> Any:
+    """A function instead of `planned_classes`: the class is also planned for another scheme."""
+    return lambda plan: {(key[0], cls): key[1], ("int8_linear", cls): "vendor.other"}
+
+
 @pytest.mark.parametrize("fault", [no_fault, one_group])
 def test_each_loaded_layer_of_a_planned_class_is_compared(
     fault: Fault, draw: random.Random, monkeypatch: pytest.MonkeyPatch
@@ -140,9 +178,9 @@ def test_each_loaded_layer_of_a_planned_class_is_compared(
     """Only the layers of planned classes: vLLM's other layer has the fault as well."""
     utils = import_module("vllm.model_executor.model_loader.utils")
     cls, key = faulty(CPUWNA16LinearKernel, fault, draw), ("wna16_linear", "vendor.acme")
-    monkeypatch.setattr(quantised, "_classes", lambda engine: {cls: key})
+    monkeypatch.setattr(quantised, "planned_classes", planned_for(cls, key))
     monkeypatch.setattr(quantised, "checks_of", lambda engine: SimpleNamespace(seed=7))
-    engine: Any = SimpleNamespace(state={}, remarks={Moment.LOADED: []})
+    engine: Any = SimpleNamespace(plan=None, state={}, remarks={Moment.LOADED: []})
     state = engine.state[quantised._Quantised] = quantised._Quantised(None)
 
     def build(config: Any) -> nn.Module:
@@ -157,11 +195,80 @@ def test_each_loaded_layer_of_a_planned_class_is_compared(
         for layer in model.values():
             layer.quant_method.process_weights_after_loading(layer)
     assert utils.initialize_model is build
-    found = quantised.compare_layers_of_plan(engine)
+    found = quantised.compare_layers_of_plan(engine, Moment.LOADED)
     if fault is no_fault:
         assert not found and engine.remarks[Moment.LOADED] == ["1 quantised layers compared"]
         assert len(state.linears) == 1
         return
     assert found[key].code == FAILED
     assert found[key].reason.startswith("in 1 of 1 layers, such as ours: ")
-    assert not state.linears and not quantised.compare_layers_of_plan(engine)
+    assert not state.linears
+    assert not quantised.compare_layers_of_plan(engine, Moment.LOADED)
+
+
+@pytest.mark.parametrize("fault", ["", "while loading", "after loading"])
+def test_layers_are_compared_again_after_an_update(
+    fault: str, draw: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With weights that differ from those at startup."""
+    monkeypatch.setattr(quantised, "checks_of", lambda engine: SimpleNamespace(seed=7))
+    plants = [no_fault, one_group if fault == "while loading" else no_fault]
+    cls, key = (
+        faulty(CPUWNA16LinearKernel, lambda *a: plants.pop(0)(*a), draw),
+        ("wna16_linear", "a"),
+    )
+    monkeypatch.setattr(quantised, "planned_classes", planned_for(cls, key))
+    engine: Any = SimpleNamespace(plan=None, state={}, remarks={each: [] for each in Moment})
+    engine.state[quantised._Quantised] = quantised._Quantised(None)
+    utils = import_module("vllm.model_executor.model_loader.utils")
+    with first_in_lists({"wna16_linear": [cls]}):
+        layer, other = made("int4", draw), made("int4", draw)
+    monkeypatch.setattr(utils, "initialize_model", lambda config: nn.ModuleDict({"ours": layer}))
+    with quantised.watching_layers(engine):
+        utils.initialize_model(None)
+    fresh = dict(other.named_parameters())
+    layer.quant_method.process_weights_after_loading(layer)
+    assert not quantised.compare_layers_of_plan(engine, Moment.LOADED)
+    for name, value in fresh.items():
+        setattr(layer, name, value)
+    layer.quant_method.process_weights_after_loading(layer)
+    if fault == "after loading":  # vLLM copies the new tensors into the old ones
+        own = layer.quant_method.apply
+        vars(layer.quant_method)["apply"] = lambda *args: own(*args) * float("nan")
+    found = quantised.compare_layers_of_plan(engine, Moment.UPDATED)
+    assert found.keys() == ({key} if fault else set())
+    assert engine.remarks[Moment.UPDATED] == ([] if fault else ["1 quantised layers compared"])
+    assert engine.remarks[Moment.LOADED] == ["1 quantised layers compared"]
+    assert not quantised.compare_layers_of_plan(engine, Moment.UPDATED)
+
+
+@pytest.mark.parametrize("fault", ["", "last token", "routing"])
+def test_planned_experts_are_compared(
+    fault: str, draw: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Acme(CPUExpertsInt8):  # type: ignore[misc]
+        def apply(self, output: Any, *args: Any, **named: Any) -> None:
+            super().apply(output, *args, **named)
+            output[-1] *= 1.5 if fault == "last token" else 1
+
+    key = "int8_experts", "vendor.acme"
+    monkeypatch.setattr(quantised, "planned_classes", planned_for(Acme, key))
+    monkeypatch.setattr(quantised, "checks_of", lambda engine: SimpleNamespace(seed=7))
+    engine: Any = SimpleNamespace(plan=None, state={}, remarks={each: [] for each in Moment})
+    engine.state[quantised._Quantised] = quantised._Quantised(None)
+    with first_in_lists({key[0]: [Acme]}):
+        layer = made_experts(draw)
+    utils = import_module("vllm.model_executor.model_loader.utils")
+    monkeypatch.setattr(utils, "initialize_model", lambda config: nn.ModuleDict({"ours": layer}))
+    with quantised.watching_layers(engine):
+        utils.initialize_model(None)
+    if fault == "routing":
+        monkeypatch.setattr(type(layer.quant_method), "is_monolithic", True)
+    layer.quant_method.process_weights_after_loading(layer)
+    found = quantised.compare_layers_of_plan(engine, Moment.LOADED)
+    if fault == "last token":
+        assert found[key].reason.startswith("in 1 of 1 layers, such as ours: the result: ")
+        return
+    (remark,) = engine.remarks[Moment.LOADED]
+    why = "int8_experts: 1 layers not verified: the class also computes the routing"
+    assert not found and remark == (why if fault else "1 quantised layers compared")

@@ -1,8 +1,8 @@
-"""A plugin's classes for quantised linear layers, with a fault in layers of the model."""
+"""A plugin's classes for quantised layers, with a fault in layers of the model."""
 
 from __future__ import annotations
 
-from vllm_fl import BackendImplKind, LinearKernelImpl, hookimpl
+from vllm_fl import BackendImplKind, ExpertKernelImpl, LinearKernelImpl, hookimpl
 
 
 @hookimpl
@@ -12,3 +12,9 @@ def linear_kernels() -> list[LinearKernelImpl]:
         LinearKernelImpl("int8", "faulty_linear_classes.Int8", kind, "faulty"),
         LinearKernelImpl("wna16", "faulty_linear_classes.WNA16", kind, "faulty"),
     ]
+
+
+@hookimpl
+def expert_kernels() -> list[ExpertKernelImpl]:
+    path = "faulty_linear_classes.Experts"
+    return [ExpertKernelImpl("int8", path, BackendImplKind.VENDOR, "faulty")]

@@ -19,6 +19,7 @@ from .errors import PluginError as PluginError
 from .errors import SettingsError as SettingsError
 from .errors import VllmFLError as VllmFLError
 from .logs import get_logger as get_logger
+from .plugins.answers import Availability as Availability
 from .plugins.device import DeviceProfile as DeviceProfile
 from .plugins.hookspecs import HOOK_API as HOOK_API
 from .plugins.hookspecs import hookimpl as hookimpl
@@ -35,11 +36,11 @@ from .plugins.setting import PolicyDefaults as PolicyDefaults
 from .plugins.setting import SettingSpec as SettingSpec
 from .plugins.types import AttentionImpl as AttentionImpl
 from .plugins.types import AttentionRequest as AttentionRequest
-from .plugins.types import Availability as Availability
 from .plugins.types import BackendImplKind as BackendImplKind
 from .plugins.types import BackendPriority as BackendPriority
 from .plugins.types import CommunicatorImpl as CommunicatorImpl
 from .plugins.types import CommunicatorRequest as CommunicatorRequest
+from .plugins.types import ExpertKernelImpl as ExpertKernelImpl
 from .plugins.types import LayerImpl as LayerImpl
 from .plugins.types import LayerRequest as LayerRequest
 from .plugins.types import LinearKernelImpl as LinearKernelImpl

@@ -25,9 +25,10 @@ import vllm_fl.dispatch
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import StartError, TargetError
+from vllm_fl.integration.patchers import kernel_classes as classes
 from vllm_fl.integration.patchers import linear_kernels as module
 from vllm_fl.plugins.inspection import Moment
-from vllm_fl.plugins.types import LINEAR_OPS, BackendImplKind, LinearKernelImpl
+from vllm_fl.plugins.types import KERNEL_OPS, LINEAR_OPS, BackendImplKind, LinearKernelImpl
 from vllm_fl.settings.loading import load_settings
 
 __all__ = ["draw", "vllm_process"]
@@ -57,7 +58,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Plan, EngineFac
         manager = managing(impl, per_op_order={"int8_linear": order}, **more)
         monkeypatch.setattr(vllm_fl.dispatch.manager, "manager", manager)
         settings = load_settings({"VLLM_FL_PER_OP": f"int8_linear={order}"})
-        uses = module.uses_of([model_of(random.Random(0))])
+        uses = classes.uses_of([model_of(random.Random(0))])
         kernels = {op: [use for use in uses if use.op == op] for op in ("int8_linear", "")}
         facts = dataclasses.replace(FACTS, settings=settings, kernels=kernels)
         refused = PATCHER.why_not(facts).impls
@@ -79,25 +80,25 @@ def engine_of(plan: Plan, facts: EngineFacts, model: nn.Module, **kernels: Any) 
 
 
 def class_of(model: nn.Module) -> type:
-    return type(module.kernel_of(model["quantised"], model["quantised"].quant_method))
+    return type(classes.kernel_of(model["quantised"], model["quantised"].quant_method))
 
 
 @pytest.mark.parametrize("op", LINEAR_OPS)
 def test_vllm_has_the_list_and_the_bases_of_each_scheme(op: str) -> None:
-    names, scheme = vars(import_module(module.KERNELS)), module.SCHEMES[op]
-    classes = {cls for listed in names[scheme.table].values() for cls in listed}
-    assert classes and all(issubclass(c, tuple(names[b] for b in scheme.bases)) for c in classes)
+    names, scheme = vars(import_module(classes.LINEAR_KERNELS)), classes.SCHEMES[op]
+    known = {cls for listed in names[scheme.table].values() for cls in listed}
+    assert known and all(issubclass(c, tuple(names[b] for b in scheme.bases)) for c in known)
 
 
 def test_the_first_class_of_the_order_computes_the_layers_built_inside(
     plan: Callable[..., Any], draw: random.Random
 ) -> None:
     engine = engine_of(*plan("vendor:acme|stock"), nn.Module())
-    listed = module.listed_classes("int8_linear")
+    listed = classes.listed_classes("int8_linear")
     with PATCHER.building(engine):
-        assert module.listed_classes("int8_linear") == [Acme, *listed]
+        assert classes.listed_classes("int8_linear") == [Acme, *listed]
         ours = model_of(draw)
-    assert module.listed_classes("int8_linear") == listed
+    assert classes.listed_classes("int8_linear") == listed
     assert (class_of(ours), class_of(model_of(draw))) == (Acme, CPUInt8ScaledMMLinearKernel)
     engine.models = {"": ours}
     PATCHER.loaded(engine)
@@ -113,7 +114,7 @@ def test_the_first_class_of_the_order_computes_the_layers_built_inside(
 
 
 def test_a_model_without_quantisation_reports_nothing(draw: random.Random) -> None:
-    assert module.uses_of([nn.ModuleDict({"plain": made("bfloat16", draw)})]) == []
+    assert classes.uses_of([nn.ModuleDict({"plain": made("bfloat16", draw)})]) == []
 
 
 def test_vllms_own_class_is_a_candidate_of_the_order(plan: Callable[..., Any]) -> None:
@@ -172,7 +173,7 @@ def test_a_backend_that_the_user_set_in_vllm_overrides_the_order(plan: Callable[
 def test_a_weight_cache_keeps_the_classes_that_converted_the_weights() -> None:
     config = SimpleNamespace(load_config=SimpleNamespace(load_format="ipc_cache"))
     notes = PATCHER.request(config, compiled=False)["linear_notes"]
-    assert notes.keys() == {*LINEAR_OPS} and "weight cache" in notes["fp8_linear"]
+    assert notes.keys() == {*KERNEL_OPS} and "weight cache" in notes["fp8_linear"]
 
 
 def test_a_backend_of_vllm_that_is_not_followed_is_reported(
@@ -211,7 +212,7 @@ def test_a_layer_that_the_class_does_not_support_falls_back(
 
 def test_vllm_does_not_move_a_class_before_the_planned_ones(plan: Callable[..., Any]) -> None:
     """From 0.32 on, vLLM prefers Humming on some devices after it has read the list."""
-    kernels = import_module(module.KERNELS)
+    kernels = import_module(classes.LINEAR_KERNELS)
     if not hasattr(kernels, "prioritize_humming"):
         pytest.skip("this vLLM does not reorder its list")
     engine = engine_of(*plan("vendor:acme|stock"), nn.Module())
@@ -219,7 +220,7 @@ def test_vllm_does_not_move_a_class_before_the_planned_ones(plan: Callable[..., 
     kernels.prioritize_humming = lambda listed, *_: listed[::-1]
     try:
         with PATCHER.building(engine):
-            listed = module.listed_classes("int8_linear")
+            listed = classes.listed_classes("int8_linear")
             assert kernels.prioritize_humming(listed, 90) == [Acme, *listed[:0:-1]]
     finally:
         kernels.prioritize_humming = own

@@ -69,6 +69,12 @@ GEMMA = {
     "layer_types": ["full_attention", "sliding_attention"],
     "sliding_window": 128,
 }
+MIXTRAL = LLAMA | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 BERT = {"architectures": ["BertModel"], "model_type": "bert", "hidden_act": "gelu"}
 
 
@@ -83,6 +89,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for name, own, *more in (
         ("gemma", GEMMA, {}),
         ("llama on four ranks", LLAMA, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+        ("mixtral", MIXTRAL, {}),
         ("bert", BERT, {"runner": "pooling"}),
         ("unknown", LLAMA, {}, "UnknownForCausalLM"),
     ):
@@ -115,6 +122,13 @@ def test_a_llamas_norms_provide_one_of_the_models_dtype(built: Any) -> None:
     layers = facts["layers"]
     assert layers["rms_norm"]["RMSNorm"] == 5 and layers["silu_and_mul"]["SiluAndMul"] >= 1
     assert "qk_norm_rope" in facts["absent"], "it norms no heads"
+
+
+def test_a_mixture_of_experts_is_known(built: Any) -> None:
+    """Its layers ask for the size of the group of ranks that share the experts."""
+    facts = built["mixtral"]
+    assert facts["layers"]["rms_norm"]["RMSNorm"] == 5
+    assert "rms_norm" not in facts["absent"] and "fused_experts" not in facts["absent"]
 
 
 def test_what_only_layers_run_and_the_model_has_none_of_is_absent(built: Any) -> None:

@@ -25,7 +25,9 @@ from vllm_fl.errors import ServingError, StartError
 from vllm_fl.integration import engines
 from vllm_fl.integration.ranks import Opinion
 from vllm_fl.integration.worker import PlannedWorker
-from vllm_fl.plugins.inspection import FAILED, Objection
+from vllm_fl.plugins.inspection import FAILED, Moment, Objection
+from vllm_fl.plugins.types import BackendImplKind, LinearKernelImpl
+from vllm_fl_verify import quantised
 from vllm_fl_verify.made_inputs import checks_of
 
 KEY = "silu_and_mul", "vendor.acme"
@@ -157,6 +159,19 @@ def test_at_the_end_of_an_update_the_plan_is_compared_and_nothing_of_it_counts(
     assert "After the weights were updated: 1 calls on live tensors in" in caplog.text
     assert not worker.vllm_fl_engine.plan.calls and not worker.vllm_fl_engine.wrong
     assert worker.vllm_fl_verify().startswith("1 calls on live tensors in")
+
+
+def test_an_engine_that_plans_only_classes_of_quantised_layers_is_verified_after_an_update(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    impl = LinearKernelImpl("int8", "acme.Int8", BackendImplKind.VENDOR, "acme")
+    worker, compared = engine(), []
+    worker.vllm_fl_engine.plan = planning(managing(impl))
+    checks_of(worker.vllm_fl_engine).live_counts = frozenset()
+    seen = lambda engine, moment: compared.append(moment) or {}  # noqa: E731
+    monkeypatch.setattr(quantised, "compare_layers_of_plan", seen)
+    worker.reload_weights()
+    assert compared == [Moment.UPDATED] and not worker.model_runner.runs
 
 
 def test_who_keeps_what_it_made_of_old_weights_is_named_to_who_updates_them(

@@ -71,7 +71,7 @@ def test_a_sound_backend_passes_in_every_check(run: Run) -> None:
     assert result.ret == 0
     outcomes = result.parseoutcomes()
     assert "failed" not in outcomes
-    assert outcomes["skipped"] == 3 + 1  # opcheck of a traceable op, and the engine
+    assert outcomes["skipped"] == 3 + 2  # opcheck of a traceable op, classes of layers, the engine
 
 
 def test_what_is_excepted_fails_as_it_should(run: Run) -> None:
@@ -152,7 +152,7 @@ def test_every_check_has_a_test_method_and_stands_in_the_guide() -> None:
     import vllm_fl_tools.testing
 
     methods = {n.removeprefix("test_") for n in vars(OpConformance) if n.startswith("test_")}
-    assert methods == {*CHECKS, "exceptions"}
+    assert methods == {*CHECKS, "exceptions", "quantised_layers"}
     assert vllm_fl_tools.testing.__doc__
     for name in methods:
         assert f"`test_{name}`" in vllm_fl_tools.testing.__doc__

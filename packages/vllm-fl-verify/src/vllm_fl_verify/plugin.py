@@ -38,18 +38,18 @@ def inspect_plan(engine: Any, moment: Moment) -> Mapping[Key, Objection] | None:
 
 
 def _quantised(engine: Any, moment: Moment) -> Mapping[Key, Objection]:
-    """Compare the planned classes of quantised linear layers, if there are any."""
+    """Compare the planned classes of quantised layers, if there are any."""
     if not _plans_kernels(engine):
         return {}
     from . import quantised
 
     if moment is Moment.PLANNED:
         return quantised.compare_on_made_weights(engine)
-    return quantised.compare_layers_of_plan(engine)
+    return quantised.compare_layers_of_plan(engine, moment)
 
 
 def _plans_kernels(engine: Any) -> bool:
-    """Whether classes of quantised linear layers are planned and to be compared."""
+    """Whether classes of quantised layers are planned and to be compared."""
     from vllm_fl.integration.patchers.linear_kernels import planned_kernels
 
     return bool(engine.facts.settings.compares and planned_kernels(engine.plan))

@@ -1,35 +1,38 @@
-"""Verification of the planned classes for quantised linear layers.
+"""Verification of the planned classes for quantised layers.
 
-A class computes a layer with made weights before the model is built. Then each layer of the model
-is compared with its dequantised weights while vLLM loads it, and again when weights are updated.
+A class computes a linear layer with made weights before the model is built. Then each layer of the
+model is compared with its dequantised weights while vLLM loads it, and again when weights are
+updated. Of experts only this is compared, for some experts of each layer.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from vllm_fl.engine.facts import KernelUse
+from vllm_fl.integration.patchers.kernel_classes import chosen_for, kernel_of, refusal_of
 from vllm_fl.integration.patchers.linear_kernels import (
-    described_class,
     first_in_lists,
     kernel_class,
-    kernel_of,
     planned_classes,
     planned_kernels,
-    refusal_of,
 )
 from vllm_fl.plugins.inspection import FAILED, Key, Moment, Objection
+from vllm_fl.plugins.types import EXPERT_OPS, LINEAR_OPS
 from vllm_fl.text import quote
 
 from .made_inputs import checks_of
-from .stock.linear import GIVEN, Linears, new_models
+from .stock.experts import OF_EXPERTS
+from .stock.linear import GIVEN, RELOADED, Linears, new_models
 from .stock.rows import StockRows
+from .stock.weights import held_by
 
 MADE_FEATURES, MADE_OUT = 512, 384
 """The sizes of a layer with made weights: multiples of the groups and blocks of all formats."""
@@ -51,12 +54,12 @@ class _Quantised:
         quantisation: a copy of vLLM's configuration of the quantisation, for the model's class.
         remarks: (op, impl id) of classes that need no further verification on made weights -> what
             the verification found.
-        linears: the layers of each model.
+        linears: (op, impl id) of a planned class -> its layers in one model.
     """
 
     quantisation: Any
     remarks: dict[Key, str] = field(default_factory=dict)
-    linears: list[Linears] = field(default_factory=list)
+    linears: list[tuple[Key, Linears]] = field(default_factory=list)
 
 
 def _state(engine: Any) -> _Quantised:
@@ -80,7 +83,8 @@ def _state(engine: Any) -> _Quantised:
 def compare_on_made_weights(engine: Any) -> dict[Key, Objection]:
     """Return (op, impl id) -> why a planned class is incorrect on made weights."""
     found: dict[Key, Objection] = {}
-    for op, impls in planned_kernels(engine.plan).items():
+    planned = planned_kernels(engine.plan)
+    for op, impls in ((op, planned[op]) for op in planned.keys() & LINEAR_OPS):
         state, seed = _state(engine), checks_of(engine).seed
         for impl in impls:
             key = op, impl.impl_id
@@ -105,6 +109,7 @@ class MadeLayer:
     Args:
         vllm_config: the engine's configuration.
         quantisation: the configuration of the quantisation, with the names of the model's class.
+        reloads: whether the weights are also loaded again, as in `reload_weights`.
     """
 
     vllm_config: Any
@@ -112,6 +117,7 @@ class MadeLayer:
     device: torch.device
     dtype: torch.dtype
     seed: int
+    reloads: bool = False
 
     def compare(self, op: str, cls: Any, uses: Iterable[KernelUse]) -> tuple[str, str]:
         """Compare a class on one layer of each kind in the model.
@@ -136,8 +142,9 @@ class MadeLayer:
                 left = refusal_of(cls, config) or f"vLLM chose {chosen.__name__}"
                 continue
             for row in rows.to_json():
-                if row["incorrect"] and row["against"] == GIVEN:
-                    return f"on made weights, {row['problems'][0]}", ""
+                if row["incorrect"] and row["against"] in (GIVEN, RELOADED):
+                    again = " loaded again" * (row["against"] == RELOADED)
+                    return f"on made weights{again}, {row['problems'][0]}", ""
                 left = left or next(iter(row["skipped"]), "")
             exact = linears.roundings.get(name, 0.0) < INEXACT
             if linears.roundings and exact is QUANTISES.get(op):
@@ -174,8 +181,26 @@ class MadeLayer:
             if chosen is cls:
                 linears.watch(torch.nn.ModuleDict({"made": layer}), {layer: name})
                 stack.enter_context(torch.device("cpu"))  # the default while vLLM loads weights
-                layer.quant_method.process_weights_after_loading(layer)
+                convert = partial(layer.quant_method.process_weights_after_loading, layer)
+                if self.reloads:
+                    self._reload(layer, convert)
+                    linears.compare_again()
+                else:
+                    convert()
         return chosen
+
+    def _reload(self, layer: Any, convert: Callable[[], object]) -> None:
+        """Convert the weights of a layer, and load them again, in the steps of vLLM."""
+        from vllm.model_executor.model_loader import reload
+
+        reload.record_metadata_for_reloading(layer)
+        held = held_by(layer)
+        convert()
+        reload.initialize_layerwise_reload(layer)
+        for name, value in held.items():
+            parameter = getattr(layer, name)
+            parameter.weight_loader(parameter, value)
+        reload.finalize_layerwise_reload(layer, self.vllm_config.model_config)
 
 
 def fill(layer: torch.nn.Module, generator: torch.Generator) -> None:
@@ -201,46 +226,48 @@ def watching_layers(engine: Any) -> Iterator[None]:
     """Inside the block, compare the layers of new models that have planned classes."""
 
     def watch(_: Any, model: torch.nn.Module) -> None:
-        linears = Linears(StockRows(), seed=checks_of(engine).seed)
-        classes = _classes(engine)
-        named = {
-            layer: name
-            for name, layer in model.named_modules()
-            if type(kernel_of(layer, getattr(layer, "quant_method", None))) in classes
-        }
-        linears.watch(model, named)
-        _state(engine).linears.append(linears)
+        planned = planned_classes(engine.plan)
+        found: dict[Key, dict[torch.nn.Module, str]] = {}
+        for name, layer in model.named_modules():
+            chosen = chosen_for(layer)
+            if chosen and (impl_id := planned.get(chosen[:2])):
+                found.setdefault((chosen.op, impl_id), {})[layer] = name
+        for key, named in found.items():
+            linears = Linears(StockRows(), seed=checks_of(engine).seed)
+            linears.watch(model, named)
+            _state(engine).linears.append((key, linears))
 
     with new_models(watch):
         yield
 
 
-def compare_layers_of_plan(engine: Any) -> dict[Key, Objection]:
+def compare_layers_of_plan(engine: Any, moment: Moment) -> dict[Key, Objection]:
     """Return (op, impl id) -> why a planned class is incorrect in a layer whose weights vLLM has
-    loaded since the last call."""
+    loaded since the last call. After an update, the layers are also called where vLLM has put their
+    new weights."""
     found: dict[Key, Objection] = {}
     state: _Quantised | None = engine.state.get(_Quantised)
-    keys = {described_class(cls): key for cls, key in _classes(engine).items()}
     layers: dict[Key, set[str]] = {}
     problems: dict[Key, dict[str, str]] = {}
-    for linears in state.linears if state else ():
-        for (_, name, against), row in linears.rows.rows.items():
-            if against == GIVEN and name in keys:
-                layers.setdefault(keys[name], set()).update(row.layers)
-                problems.setdefault(keys[name], {}).update(row.problems)
+    for key, linears in state.linears if state else ():
+        if moment is Moment.UPDATED:
+            with torch.inference_mode():
+                linears.compare_again()
+        for (*_, against), row in linears.rows.rows.items():
+            if against in (GIVEN, RELOADED, OF_EXPERTS):
+                layers.setdefault(key, set()).update(row.layers)
+                problems.setdefault(key, {}).update(row.problems)
+            for why, names in row.skipped.items() if key[0] in EXPERT_OPS else ():
+                engine.remarks[moment].append(f"{key[0]}: {len(names)} layers not verified: {why}")
         linears.rows = StockRows()
+        linears.kept.clear()
     for key, of_key in problems.items():
         for layer, problem in [*of_key.items()][:1]:
             many = f"in {len(of_key)} of {len(layers[key])} layers, such as {layer}"
             found[key] = Objection(FAILED, f"{many}: {problem}")
     if state and found:
         state.linears.clear()  # the layers are loaded again
-    if layers and not found:
-        count = sum(map(len, layers.values()))
-        engine.remarks[Moment.LOADED].append(f"{count} quantised layers compared")
+    count = sum(map(len, layers.values()))
+    if (count or moment is Moment.UPDATED) and not found:
+        engine.remarks[moment].append(f"{count} quantised layers compared")
     return found
-
-
-def _classes(engine: Any) -> Mapping[Any, Key]:
-    """Return planned class -> (op, impl id)."""
-    return {cls: (op, impl_id) for (op, cls), impl_id in planned_classes(engine.plan).items()}

@@ -13,8 +13,9 @@ from typing import Any, cast
 
 from ..contracts import OpSpec
 from ..contracts.outputs import Exact
+from ..plugins.answers import parameters_of
 from ..plugins.signatures import asked_for
-from ..plugins.types import OpImpl, parameters_of
+from ..plugins.types import OpImpl
 from ..settings.policy import Rows
 from .chain import Call, Chain, copied
 from .record import Skipped

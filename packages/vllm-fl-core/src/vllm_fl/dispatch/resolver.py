@@ -14,11 +14,13 @@ from ..plugins.calling import plugin_rejections
 from ..plugins.registry import OpRegistry
 from ..plugins.reserved import FL_OPS, ops_missing
 from ..plugins.types import (
+    KERNEL_OPS,
     LINEAR_OPS,
     NAMED_CLASSES,
-    VLLM_IDS,
     BackendImplKind,
+    ExpertKernelImpl,
     Impl,
+    KernelImpl,
     LinearKernelImpl,
     OpImpl,
 )
@@ -115,14 +117,11 @@ def describe_impl(impl: Impl | Stock) -> str:
     return f"'{impl.impl_id}' (kind={kind}, vendor={impl.vendor})"
 
 
-def vllms_kernel(op: str, impl_id: str) -> LinearKernelImpl:
+def vllms_kernel(op: str, impl_id: str) -> KernelImpl:
     """Return vLLM's own class with this id. Only selectors with the id select it, not its kind."""
-    return LinearKernelImpl(
-        op.removesuffix("_linear"),
-        f"vllm.model_executor.kernels.linear.{impl_id.removeprefix(VLLM_IDS)}",
-        BackendImplKind.REFERENCE,
-        impl_id=impl_id,
-    )
+    kind = LinearKernelImpl if op in LINEAR_OPS else ExpertKernelImpl
+    scheme = op.removesuffix(kind.suffix)
+    return kind(scheme, impl_id, BackendImplKind.REFERENCE, impl_id=impl_id)
 
 
 NEEDS_LAYER = "it needs the calling layer (self), which only call_method_op and eager layers pass"
@@ -166,7 +165,7 @@ class Resolver:
         impls = snapshot.impls_by_op.get(op, ())
         if not impls and op not in snapshot.contracts and op not in NAMED_CLASSES:
             raise self._unknown(op)
-        if op in LINEAR_OPS:
+        if op in KERNEL_OPS:
             order = self.policy.order(op, self.mode, engine=self.engine)
             named = (selector.name for selector in order if selector.is_vllms)
             impls = (*impls, *(vllms_kernel(op, name) for name in named if name))

@@ -19,7 +19,7 @@ from importlib_metadata import distributions
 from ..plugins.inspection import Key
 from ..plugins.installed import CORE, installed_version
 from ..plugins.plugin import Owner, Plugin
-from ..plugins.types import Impl, LayerImpl, LinearKernelImpl, OpImpl
+from ..plugins.types import Impl, KernelImpl, LayerImpl, OpImpl
 from ..settings.schema import Setting, Settings
 from .plan import Plan
 
@@ -102,7 +102,7 @@ def _candidate(impl: Impl, owner: Owner) -> dict[str, Any]:
         facts["source"] = f"{UNKNOWN}: {name}"
     return {
         "impl": impl.impl_id,
-        **({"class": impl.class_path} if isinstance(impl, LayerImpl | LinearKernelImpl) else {}),
+        **({"class": impl.class_path} if isinstance(impl, LayerImpl | KernelImpl) else {}),
         "distribution": str(owner.distribution),
         "version": str(owner.version),
         **facts,

@@ -60,8 +60,8 @@ class EngineFacts:
         custom_ops: vLLM's list of custom ops, including our additions.
         ir_priority: op -> the IR providers that the user prefers.
         attention_backend: the attention backend that is set in vLLM, or None.
-        linear_notes: op of quantised linear layers -> the argument of vLLM that overrides it.
-        kernels: op of quantised linear layers -> the classes that vLLM takes on a single rank, from
+        linear_notes: op of quantised layers -> the argument of vLLM that overrides it.
+        kernels: op of quantised layers -> the classes that vLLM takes on a single rank, from
             the model without weights; under the empty op, those that no order chooses.
         batch_invariant: whether VLLM_BATCH_INVARIANT is set.
         compile_backend: vLLM's compiler backend; empty for its default.

@@ -20,7 +20,7 @@ from ..dispatch.guard import call_guard, method_guard
 from ..dispatch.record import Record
 from ..dispatch.resolver import FOREIGN, STOCK, Stock, Trace
 from ..logs import get_logger
-from ..plugins.types import ATTENTION, COMMUNICATOR, LINEAR_OPS, Impl, LayerImpl, OpImpl
+from ..plugins.types import ATTENTION, COMMUNICATOR, KERNEL_OPS, Impl, LayerImpl, OpImpl
 from ..settings.policy import Mode, Rows, joined
 
 if TYPE_CHECKING:
@@ -359,7 +359,7 @@ def make_plan(
     for op in snapshot.impls_by_op:
         resolver.check_contract(op)
     has_classes = {*facts.kernels, *snapshot.impls_by_op}
-    quantised = (op for op in LINEAR_OPS if op in has_classes or policy.names(op, itself=True))
+    quantised = (op for op in KERNEL_OPS if op in has_classes or policy.names(op, itself=True))
     for op in (*specs, *classes, *quantised, *snapshot.layers):
         if op in absent:
             continue

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ..contracts import OpSpec
@@ -17,10 +18,11 @@ from ..dispatch.resolver import Trace
 from ..engine.facts import EngineFacts, KernelUse
 from ..engine.plan import Plan, PlanEntry
 from ..logs import get_logger
-from ..plugins.types import ATTENTION, LINEAR_OPS
+from ..plugins.types import ATTENTION, KERNEL_OPS
 from ..text import quote
+from .patchers.kernel_classes import uses_of
 from .patchers.layers import LayerClass, custom_op_of, forget_shared_layers, layer_table
-from .patchers.linear_kernels import uses_of
+from .patchers.linear_kernels import first_in_lists
 from .targets import installed_bindings
 
 if TYPE_CHECKING:
@@ -114,7 +116,7 @@ def _with_layers(
         for op, binding in installed_bindings().items()
         if (binding.targets and all(target.needs_layer for target in binding.targets))
         or not all(target.may_begin(made, vllm_config) for target in binding.targets)
-    } | {*LINEAR_OPS}
+    } | {*KERNEL_OPS}
     foreign = {  # the key of a whole layer is its class name; it is not counted
         op: {c: owner for c, owner in owners.items() if c in layers.get(op, (op,))}
         for op, owners in facts.foreign.items()
@@ -176,6 +178,7 @@ def _build(vllm_config: VllmConfig) -> torch.nn.Module:
         stack.enter_context(torch.random.fork_rng(devices=()))
         stack.enter_context(building(Plan("eager", {ATTENTION: attention})))
         stack.enter_context(_one_rank())
+        stack.enter_context(first_in_lists({}))
         stack.enter_context(set_current_vllm_config(config))
         stack.enter_context(set_default_torch_dtype(config.model_config.dtype))
         stack.enter_context(torch.device("meta"))
@@ -216,7 +219,8 @@ def _one_rank() -> Iterator[None]:
     def group(name: str) -> Any:
         made = object.__new__(parallel_state.GroupCoordinator)
         vars(made).update(dict.fromkeys(("rank", "local_rank", "rank_in_group"), 0))
-        vars(made).update(dict.fromkeys(("cpu_group", "device_group", "mq_broadcaster")))
+        own = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # models with experts ask it
+        vars(made).update(cpu_group=own, device_group=own, mq_broadcaster=None)
         vars(made).update(device_communicator=None, use_device_communicator=False)
         vars(made).update(unique_name=name, ranks=[0], world_size=1, device=torch.device("cpu"))
         return made

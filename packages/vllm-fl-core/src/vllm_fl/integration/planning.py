@@ -14,7 +14,7 @@ from ..engine.plan import Plan, make_plan
 from ..errors import InvalidSettingError, PluginError, SettingsError, StartError
 from ..logs import get_logger
 from ..plugins.reserved import unread, unverified
-from ..plugins.types import LINEAR_OPS, NAMED_CLASSES
+from ..plugins.types import KERNEL_OPS, NAMED_CLASSES
 from ..settings.names import check_names
 from ..settings.schema import Settings
 from .carried import KEY, carried_entry, is_sealed
@@ -62,7 +62,7 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
             for op, binding in installed_bindings().items()
             if model and is_excluded_by_config(vllm_config, op, binding)
         )
-        | frozenset(LINEAR_OPS if model and model.quantization is None else ()),
+        | frozenset(KERNEL_OPS if model and model.quantization is None else ()),
         captured=tuple(compilation.cudagraph_capture_sizes or ()),
         by_range=ranges.is_compiled_by_range(vllm_config),
         device=platform_device_name() if settings.by_device or settings.tuned else "",

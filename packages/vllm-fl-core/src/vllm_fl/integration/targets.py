@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..contracts.binding import AttentionTarget, Binding, Target
 from ..dispatch import get_default_manager
 from ..plugins.snapshot import RegistrySnapshot
-from ..plugins.types import ATTENTION, LINEAR_OPS, BackendImplKind, OpImpl
+from ..plugins.types import ATTENTION, KERNEL_OPS, BackendImplKind, OpImpl
 
 if TYPE_CHECKING:
     from ..engine.facts import EngineFacts
@@ -27,20 +27,21 @@ ATTENTION_LAYERS = Binding(
     ),
 )
 
-LINEAR_LAYERS = Binding(
+QUANTISED_LAYERS = Binding(
     not_reached=(
-        "layers for which vLLM's arguments select a class: --linear-backend",
+        "layers for which vLLM's arguments select a class: --linear-backend, --moe-backend",
         "layers for which vLLM does not read its list: with VLLM_BATCH_INVARIANT, NVFP4 with "
         "16-bit activations, batched MXFP8 products",
         "layers without a list in vLLM: torchao, bitsandbytes, FP-Quant, Humming's own "
-        "configuration, Quark W4A8; experts; layers that are not quantised",
+        "configuration, Quark W4A8; experts with 4-bit weights and 8-bit activations; layers that "
+        "are not quantised",
     )
 )
 
 
 def all_bindings(snapshot: RegistrySnapshot) -> Mapping[str, Binding]:
-    """Return op -> its binding, including the attention backend and quantised linear layers."""
-    quantised = dict.fromkeys(LINEAR_OPS, LINEAR_LAYERS)
+    """Return op -> its binding, including the attention backend and quantised layers."""
+    quantised = dict.fromkeys(KERNEL_OPS, QUANTISED_LAYERS)
     return {ATTENTION: ATTENTION_LAYERS, **quantised, **snapshot.bindings}
 
 

@@ -16,6 +16,7 @@ from ..errors import ServingError, StartError, VllmFLError
 from ..logs import get_logger
 from ..plugins.calling import asking
 from ..plugins.inspection import Key, Moment
+from ..plugins.types import KernelImpl
 from ..text import quote
 from .engines import Engine
 from .settling import settle, stock_setting
@@ -112,7 +113,8 @@ def _is_checked(engine: Engine) -> bool:
     inspectors = asking(get_default_manager().registry.plugins, "inspect_plan")
     asks = engine.facts.settings.compares
     asks = asks or any(plugin.kind == "backend" for plugin in inspectors)
-    return asks and any(each.impls for each in engine.plan.entries.values())
+    entries = engine.plan.entries.values()
+    return asks and any(each.impls or each.classes(KernelImpl) for each in entries)
 
 
 def _has_replicas(engine: Engine) -> bool:

@@ -15,7 +15,14 @@ from .discovery import BACKENDS, CONTRACTS
 from .hookspecs import HOOK_API, PROJECT
 from .plugin import Kind, Owner, Plugin
 from .setting import PLUGIN_KEY, SettingSpec
-from .types import AttentionImpl, CommunicatorImpl, LayerImpl, LinearKernelImpl, OpImpl
+from .types import (
+    AttentionImpl,
+    CommunicatorImpl,
+    ExpertKernelImpl,
+    LayerImpl,
+    LinearKernelImpl,
+    OpImpl,
+)
 
 IMPLS = {
     "register_ops": OpImpl,
@@ -23,6 +30,7 @@ IMPLS = {
     "communicator": CommunicatorImpl,
     "layers": LayerImpl,
     "linear_kernels": LinearKernelImpl,
+    "expert_kernels": ExpertKernelImpl,
 }
 """Hook that returns implementations -> their type."""
 

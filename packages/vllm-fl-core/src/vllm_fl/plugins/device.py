@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from ..errors import DeviceError
 from ..logs import get_logger
+from .answers import Availability, answered, check_path
 from .breadcrumb import noting
 from .calling import HookResults, results_of_each
 from .plugin import Plugin
-from .types import Availability, answered, check_path
 
 log = get_logger("plugins")
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .types import (
         AttentionImpl,
         CommunicatorImpl,
+        ExpertKernelImpl,
         LayerImpl,
         LinearKernelImpl,
         OpImpl,
@@ -140,6 +141,24 @@ def linear_kernels() -> Iterable[LinearKernelImpl]:  # type: ignore[empty-body]
 
 
 @hookspec
+def expert_kernels() -> Iterable[ExpertKernelImpl]:  # type: ignore[empty-body]
+    """Return the classes of this backend for vLLM's quantised experts, by class path.
+
+    The hook is called once per process, with `register_ops`. It is like `linear_kernels`: the name
+    of the op is `<scheme>_experts`, such as `fp8_block_experts`, and a backend that the user sets
+    in vLLM (`--moe-backend`) overrides the policy. vLLM converts the weights for the vLLM class
+    that the class extends.
+
+    Example::
+
+        @hookimpl
+        def expert_kernels():
+            return [ExpertKernelImpl("fp8_block", "acme.experts.AcmeExperts",
+                                     BackendImplKind.VENDOR, "acme")]
+    """
+
+
+@hookspec
 def contracts() -> Iterable[Contract]:  # type: ignore[empty-body]
     """Return the ops of this distribution.
 
@@ -216,7 +235,9 @@ def settings() -> Iterable[SettingSpec[Any]]:  # type: ignore[empty-body]
 def rejections(
     settings: Any,
     op: str,
-    impls: Sequence[OpImpl | AttentionImpl | CommunicatorImpl | LayerImpl | LinearKernelImpl],
+    impls: Sequence[
+        OpImpl | AttentionImpl | CommunicatorImpl | LayerImpl | LinearKernelImpl | ExpertKernelImpl
+    ],
     facts: Any,
     contract: OpSpec | None,
 ) -> Mapping[str, str] | None:

@@ -15,6 +15,7 @@ from ..contracts.targets import ATTENTION_BACKEND
 from ..errors import DuplicateError, PluginError, TargetError
 from ..logs import get_logger
 from ..text import clean
+from .answers import parameters_of
 from .discovery import discover
 from .installed import CORE
 from .loading import load
@@ -22,7 +23,7 @@ from .plugin import Owner, Plugin
 from .reserved import reservation
 from .signatures import fitted, from_older_form, shape
 from .snapshot import EMPTY, RegistrySnapshot
-from .types import ATTENTION, NAMED_CLASSES, Impl, OpImpl, parameters_of
+from .types import ATTENTION, NAMED_CLASSES, Impl, OpImpl
 
 log = get_logger("plugins")
 
@@ -97,7 +98,7 @@ class OpRegistry:
                 impl = _as_it_is_now(each, self._snapshot.contracts)
                 if not isinstance(impl, Impl):
                     expected = "expected OpImpl or a class: AttentionImpl, CommunicatorImpl, "
-                    expected += "LayerImpl, LinearKernelImpl"
+                    expected += "LayerImpl, LinearKernelImpl, ExpertKernelImpl"
                     raise _refusal(owner, None, f"got {impl!r}; {expected}")
                 key = (impl.op_name, impl.impl_id)
                 # `load` decides which distribution may use the other reserved ids.

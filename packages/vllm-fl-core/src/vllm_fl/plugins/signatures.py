@@ -17,7 +17,8 @@ from typing import Any
 from ..contracts import OpSpec
 from ..contracts.call_checks import supports_of, with_check
 from ..contracts.spec import differs
-from .types import AttentionImpl, AttentionRequest, OpImpl, older_probe, parameters_of
+from .answers import older_probe, parameters_of
+from .types import AttentionImpl, AttentionRequest, OpImpl
 
 Parameters = Sequence[inspect.Parameter]
 

@@ -11,16 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from ..contracts.call_checks import Rule
-from ..text import clean, quote
+from .answers import Availability, answered, check_path, older_probe, parameters_of
 from .breadcrumb import noting
 
 R = TypeVar("R")
-
-Availability = Literal[True] | str
-"""True, or the reason why not."""
 
 
 class BackendImplKind(enum.StrEnum):
@@ -353,23 +350,31 @@ LINEAR_SCHEMES = ("fp8", "fp8_block", "wfp8a16", "int8", "wna16", "mxfp8", "mxfp
                   "nvfp4")  # fmt: skip
 """The quantisation schemes of linear layers."""
 
+EXPERT_SCHEMES = ("fp8", "fp8_block", "int8", "wna16", "mxfp8", "mxfp4", "nvfp4")
+"""The quantisation schemes of experts."""
+
 LINEAR_OPS = tuple(f"{scheme}_linear" for scheme in LINEAR_SCHEMES)
+EXPERT_OPS = tuple(f"{scheme}_experts" for scheme in EXPERT_SCHEMES)
+KERNEL_OPS = (*LINEAR_OPS, *EXPERT_OPS)
+"""The ops of quantised layers."""
 
 VLLM_IDS = "vllm."
 """The beginning of the ids of vLLM's own classes for quantised layers."""
 
 
 @dataclass(frozen=True, eq=False)
-class LinearKernelImpl(_Impl):
-    """A class that computes quantised linear layers, imported when it is chosen.
+class KernelImpl(_Impl):
+    """A class that computes quantised layers, imported when it is chosen.
 
     Args:
-        scheme: one of `LINEAR_SCHEMES`, such as `int8`. In settings the op is `<scheme>_linear`.
-        class_path: `module.Class`, a subclass of vLLM's base class for the scheme, such as
-            `Int8ScaledMMLinearKernel`. vLLM calls its `is_supported` and `can_implement`.
+        scheme: one of `schemes`, such as `int8`. In settings the op is `<scheme><suffix>`.
+        class_path: `module.Class`, a subclass of a class of vLLM.
         kind, vendor, priority, available: as for `OpImpl`.
         impl_id: as for `OpImpl`; for a VENDOR it is `vendor.<vendor>`, and may be omitted.
     """
+
+    suffix: ClassVar[str]
+    schemes: ClassVar[tuple[str, ...]]
 
     scheme: str
     class_path: str
@@ -381,61 +386,40 @@ class LinearKernelImpl(_Impl):
     op_name: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        who = f"LinearKernelImpl({self.scheme!r})"
-        object.__setattr__(self, "op_name", f"{self.scheme}_linear")
-        if self.op_name not in LINEAR_OPS:
-            raise ValueError(f"{who}: unknown scheme; expected {' or '.join(LINEAR_SCHEMES)}")
+        who = f"{type(self).__name__}({self.scheme!r})"
+        object.__setattr__(self, "op_name", f"{self.scheme}{self.suffix}")
+        if self.scheme not in self.schemes:
+            raise ValueError(f"{who}: unknown scheme; expected {' or '.join(self.schemes)}")
         check_path(who, "class_path", self.class_path)
         self._complete_id()
         self._check(who)
 
 
+class LinearKernelImpl(KernelImpl):
+    """A class for quantised linear layers. It extends vLLM's base class for the scheme, such as
+    `Int8ScaledMMLinearKernel`. vLLM calls its `is_supported` and `can_implement`."""
+
+    suffix, schemes = "_linear", LINEAR_SCHEMES
+
+
+class ExpertKernelImpl(KernelImpl):
+    """A class for quantised experts. It extends a class of vLLM for the scheme, such as
+    `TritonExperts`, and gets weights that vLLM has converted for that class. vLLM calls its
+    `is_supported_config`."""
+
+    suffix, schemes = "_experts", EXPERT_SCHEMES
+
+
 ATTENTION, COMMUNICATOR = AttentionImpl.op_name, CommunicatorImpl.op_name
 """The op names of attention backends and communicators."""
 
-NAMED_CLASSES = (ATTENTION, COMMUNICATOR, *LINEAR_OPS)
+NAMED_CLASSES = (ATTENTION, COMMUNICATOR, *KERNEL_OPS)
 """Ops that are implemented by classes and have no contract."""
 
-Impl = OpImpl | AttentionImpl | CommunicatorImpl | LayerImpl | LinearKernelImpl
+Impl = OpImpl | AttentionImpl | CommunicatorImpl | LayerImpl | KernelImpl
 """Any implementation."""
 
 
 def _is_name(text: str, *, op: bool) -> bool:
     """Return whether this can be the name of an op, or of a layer, which is capitalized."""
     return text.isidentifier() and not keyword.iskeyword(text) and text[0].isupper() is not op
-
-
-def check_path(who: str, which: str, path: object) -> None:
-    if not isinstance(path, str) or "." not in path.strip("."):
-        raise ValueError(f"{who}: {which} must be 'module.Class', got {path!r}")
-
-
-def parameters_of(fn: Callable[..., Any]) -> tuple[inspect.Parameter, ...] | None:
-    """Return the parameters of `fn`; None for a builtin without a signature."""
-    try:
-        return tuple(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):
-        return None
-
-
-def answered(who: str, ask: Callable[[], object]) -> Availability:
-    """Return the verdict of third-party code: True, or why not. An exception becomes a reason with
-    the subject `who`, such as `its supports`. `ask` returns the verdict."""
-    try:
-        verdict = ask()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        return f"{who} raised {quote(error)}"
-    if verdict is True:
-        return True
-    if isinstance(verdict, str) and verdict:
-        return clean(verdict)
-    return f"{who} returned neither True nor a reason"
-
-
-def older_probe(fn: object) -> Callable[[], Availability] | None:
-    """Return the probe of the older form: on the function, or on the backend of a bound method."""
-    probe = getattr(fn, "_is_available", None)
-    probe = probe or getattr(getattr(fn, "__self__", None), "is_available", None)
-    return probe if callable(probe) else None

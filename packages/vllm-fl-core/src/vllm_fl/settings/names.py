@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 
 from ..contracts.binding import Binding
 from ..plugins.plugin import Plugin
-from ..plugins.types import LINEAR_OPS, Impl
+from ..plugins.types import KERNEL_OPS, Impl
 from ..text import closest
 from .policy import DEFAULT_ORDER, GROUP_PREFIX, IMPL_KINDS, MODES, UNTOUCHED, OpOrder, Selector
 from .schema import Setting, Settings
@@ -173,7 +173,7 @@ def _said(
     for selector in order.every:
         matched = [impl for impl in impls if selector.matches(impl)]
         whys = [_obstacle(impl, settings) for impl in matched]
-        is_vllms = selector.is_vllms and op in LINEAR_OPS  # known only with vLLM
+        is_vllms = selector.is_vllms and op in KERNEL_OPS  # known only with vLLM
         if selector.kind in UNTOUCHED or is_vllms or any(why is None for why in whys):
             continue
         if matched:

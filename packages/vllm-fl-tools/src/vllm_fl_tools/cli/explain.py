@@ -22,7 +22,7 @@ from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.integration.targets import all_bindings
 from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.snapshot import RegistrySnapshot
-from vllm_fl.plugins.types import ATTENTION, COMMUNICATOR, LINEAR_OPS, NAMED_CLASSES, VLLM_IDS, Impl
+from vllm_fl.plugins.types import ATTENTION, COMMUNICATOR, KERNEL_OPS, NAMED_CLASSES, VLLM_IDS, Impl
 from vllm_fl.settings.names import unmatched_orders
 from vllm_fl.settings.policy import DEFAULT_ORDER, Mode, OpOrder, Rows
 from vllm_fl.settings.schema import Settings
@@ -38,7 +38,7 @@ PAGES = files("vllm_fl") / "codes"
 NAMED = {
     ATTENTION: "the class that vLLM's attention layers use",
     COMMUNICATOR: "the class through which the ranks of an engine exchange tensors",
-    **dict.fromkeys(LINEAR_OPS, "the class that computes quantised linear layers of this scheme"),
+    **dict.fromkeys(KERNEL_OPS, "the class that computes quantised layers of this scheme"),
 }
 
 
@@ -122,7 +122,7 @@ def _kernels(facts: EngineFacts, op: str) -> list[dict[str, Any]]:
     """Return the classes of a model's quantised layers, with vLLM's reasons against the others."""
     if op not in facts.kernels:
         return []
-    from vllm_fl.integration.patchers.linear_kernels import kernel_row  # imports torch
+    from vllm_fl.integration.patchers.kernel_classes import kernel_row  # imports torch
 
     return [*map(kernel_row, facts.kernels[op])]
 

@@ -14,11 +14,13 @@ import torch
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.startup import detect_platform
+from vllm_fl.plugins.types import LinearKernelImpl
 
 from ..devices import torch_device
 from .cases import CHECKS, Case, cases_of
 from .exceptions import read_xfails
 from .processes import installed
+from .quantised import kernel_cases, quantised_layers
 from .subject import HIDE_FRAMES, SIZES, Refused, Subject, expect
 
 __all__ = ["OpConformance"]
@@ -44,6 +46,10 @@ class OpConformance:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Parametrize each test method with the cases of its check."""
+        if "kernel" in metafunc.fixturenames:
+            cases = kernel_cases(type(self).backend)
+            ids = [f"{impl.op_name}-{form}" for impl, form in cases]
+            metafunc.parametrize("kernel", cases, ids=ids)
         if "case" not in metafunc.fixturenames:
             return
         metafunc.config.addinivalue_line(
@@ -73,6 +79,13 @@ class OpConformance:
         cases = [case for some in suite.cases.values() for case in some]
         idle = [str(x) for x in suite.xfails if not any(x.matches(case) for case in cases)]
         expect(not idle, f"xfails.toml: these entries match no test: {', '.join(idle)}")
+
+    def test_quantised_layers(self, kernel: tuple[LinearKernelImpl, str]) -> None:
+        """A class for quantised linear layers is correct, also after an update of the weights."""
+        try:
+            quantised_layers(*kernel, _suite(type(self)).device)
+        except Refused as refusal:
+            pytest.skip(str(refusal))
 
     def _run(self, case: Case) -> None:
         __tracebackhide__ = HIDE_FRAMES
@@ -144,6 +157,7 @@ class _Suite:
             raise ValueError(
                 f"torch has no device {name!r}: set {cls.__name__}.device to torch's name of it"
             ) from error
+        self.device = device
         cases = [c for impl in impls for c in cases_of(Subject(impl, device, cls.sizes))]
         self.cases = {check: [c for c in cases if c.check == check] for check in CHECKS}
         left_out = frozenset(

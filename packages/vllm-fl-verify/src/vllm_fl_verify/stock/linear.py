@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.integration.patchers.linear_kernels import (
+from vllm_fl.integration.patchers.kernel_classes import (
     class_of_experts,
     described_class,
     is_linear,
@@ -126,7 +126,8 @@ class Linears:
     ) -> None:
         self.rows, self.sizes = rows, sizes
         self._generator = torch.Generator("cpu").manual_seed(seed)
-        self._kept: dict[str, _Kept] = {}
+        self.kept: dict[str, _Kept] = {}
+        """Layer -> rows for `compare_again`, of the first weights since this was cleared."""
         self.seconds = 0.0
         self.roundings: dict[str, float] = {}
         """Layer -> relative error for random rows, which includes the rounding of activations."""
@@ -247,9 +248,9 @@ class Linears:
         product = _product(x_any.double(), weight, bias)
         rounded = method.apply(layer, x_any.clone(), getattr(layer, "bias", None)).double()
         self.roundings[name] = float((rounded - product).norm() / product.norm())
-        if name not in self._kept:
+        if name not in self.kept:
             few = Near(exact[:KEPT].float(), allowed[:KEPT].float(), dtype)
-            self._kept[name] = _Kept(key[0], key[1], layer, x[:KEPT].clone(), few)
+            self.kept[name] = _Kept(key[0], key[1], layer, x[:KEPT].clone(), few)
 
     @staticmethod
     def _allowed(
@@ -294,10 +295,10 @@ class Linears:
         Blocks of the sizes of scales are filled with NaN first: a kernel may hold a pointer to a
         tensor that the update has freed, and read the old numbers until the memory is used again.
         """
-        scales = [each for kept in self._kept.values() for each in held_by(kept.layer).values()]
+        scales = [each for kept in self.kept.values() for each in held_by(kept.layer).values()]
         sizes = {each.nbytes for each in scales if each.nbytes <= LARGEST_SCALES}
         held = [freed_nan(sizes, device) for device in {each.device for each in scales}]
-        for name, kept in self._kept.items():
+        for name, kept in self.kept.items():
             key = kept.kind, kept.cls, RELOADED
             with self._comparing(key, name):
                 method: Any = kept.layer.quant_method

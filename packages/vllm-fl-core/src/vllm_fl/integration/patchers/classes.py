@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ...dispatch import get_default_manager
+from ...plugins.answers import answered
 from ...plugins.breadcrumb import noting
 from ...plugins.types import (
     AttentionImpl,
     CommunicatorImpl,
+    KernelImpl,
     LayerImpl,
-    LinearKernelImpl,
-    answered,
 )
 from ...text import quote
 from .lookups import import_object
@@ -66,7 +66,7 @@ def class_refusals(
 
 
 def class_of(
-    impl: ClassImpl | LinearKernelImpl, op: str, request: object, problem: Callable[[str, Any], str]
+    impl: ClassImpl | KernelImpl, op: str, request: object, problem: Callable[[str, Any], str]
 ) -> tuple[str, Any, str]:
     """Import a class. Return its path, the class or None, and why it cannot be used or empty.
 

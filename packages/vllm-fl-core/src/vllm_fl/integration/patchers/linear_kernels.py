@@ -1,4 +1,4 @@
-"""Show and choose the classes that compute quantised linear layers.
+"""Show and choose the classes that compute quantised linear layers and experts.
 
 vLLM has a list of classes for each quantisation scheme, and takes the first that supports a layer
 when it creates the layer's weights. While the model is built, the planned classes precede vLLM's
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ...dispatch import get_default_manager
 from ...dispatch.resolver import STOCK, vllms_kernel
@@ -23,11 +23,23 @@ from ...engine.plan import Plan
 from ...errors import StartError, TargetError
 from ...logs import get_logger
 from ...plugins.inspection import Moment
-from ...plugins.types import LINEAR_OPS, VLLM_IDS, LinearKernelImpl
-from ...text import closest, quote
+from ...plugins.types import KERNEL_OPS, VLLM_IDS, KernelImpl
+from ...text import closest
 from ..compat import vllm_version
 from ..patcher import Patcher, WhyNot
 from . import classes
+from .expert_kernels import CLOSED, choosing_experts
+from .kernel_classes import (
+    LINEAR_KERNELS,
+    SCHEMES,
+    is_mixture,
+    kernel_row,
+    known_classes,
+    listed_classes,
+    refusal_of,
+    table_of,
+    uses_of,
+)
 from .layers import in_tables
 
 if TYPE_CHECKING:
@@ -36,195 +48,35 @@ if TYPE_CHECKING:
 
     from ..engines import Engine
 
-KERNELS = "vllm.model_executor.kernels.linear"
-"""vLLM's package with the classes, their bases and the lists."""
-
-SEVERAL = ("Dynamic", "TritonOr")
-"""Parts of the names of vLLM classes that choose among kernels in each call."""
-
 log = get_logger("engine")
 
 
-class Scheme(NamedTuple):
-    """vLLM's names for one scheme, equal in 0.26 to 0.33. MXFP6 exists from 0.27.
-
-    Args:
-        table: the list of classes by platform.
-        bases: the base classes; each class of the list extends one of them.
-        flags: keys of `linear_backend_per_quant`, which exists from 0.30.
-    """
-
-    table: str
-    bases: tuple[str, ...]
-    flags: tuple[str, ...]
-
-
-SCHEMES = {
-    "fp8_linear": Scheme("_POSSIBLE_FP8_KERNELS", ("FP8ScaledMMLinearKernel",), ("fp8_w8a8",)),
-    "fp8_block_linear": Scheme(
-        "_POSSIBLE_FP8_BLOCK_KERNELS",
-        ("Fp8BlockScaledMMLinearKernel", "FP8ScaledMMLinearKernel"),
-        ("fp8_block_w8a8",),
-    ),
-    "wfp8a16_linear": Scheme(
-        "_POSSIBLE_WFP8A16_KERNELS", ("FP8ScaledMMLinearKernel",), ("w8a16_fp8",)
-    ),
-    "int8_linear": Scheme("_POSSIBLE_INT8_KERNELS", ("Int8ScaledMMLinearKernel",), ("int8_w8a8",)),
-    "wna16_linear": Scheme("_POSSIBLE_KERNELS", ("MPLinearKernel",), ("mixed_precision",)),
-    "mxfp8_linear": Scheme("_POSSIBLE_MXFP8_KERNELS", ("Mxfp8LinearKernel",), ("mxfp8",)),
-    "mxfp6_linear": Scheme("_POSSIBLE_MXFP6_KERNELS", ("MxFp6LinearKernel",), ("mxfp6",)),
-    "mxfp4_linear": Scheme("_POSSIBLE_MXFP4_KERNELS", ("MxFp4LinearKernel",), ("mxfp4",)),
-    "nvfp4_linear": Scheme(
-        "_POSSIBLE_NVFP4_KERNELS", ("NvFp4LinearKernel",), ("nvfp4_w4a4", "nvfp4_w4a16")
-    ),
-}
-
-
-def is_linear(layer: torch.nn.Module) -> bool:
-    """Return whether a layer computes a product: a linear layer, or the head for the logits."""
-    bases = {base.__name__ for base in type(layer).__mro__}
-    return bool(bases & {"LinearBase", "ParallelLMHead"})
-
-
-def is_mixture(layer: torch.nn.Module) -> bool:
-    """Return whether a layer has the weights of routed experts."""
-    return any(name.startswith("w13_") for name in layer._parameters)
-
-
-def class_of_experts(method: Any) -> str:
-    """Return the class that vLLM chose for a layer's experts."""
-    experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
-    return described_class(type(method if experts is None else experts))
-
-
-def kernel_of(layer: torch.nn.Module, method: Any) -> Any:
-    """Return the kernel that vLLM chose for a layer, or None."""
-    for holder in (method, getattr(layer, "scheme", None)):
-        for value in vars(holder).values() if holder is not None else ():
-            if any(base.__module__.startswith(KERNELS) for base in type(value).__mro__):
-                return value
-    return None
-
-
-def described_class(cls: type) -> str:
-    """Return the name of a class, and whether it chooses among kernels in each call."""
-    return cls.__name__ + ", dispatches inside" * any(part in cls.__name__ for part in SEVERAL)
-
-
-def uses_of(models: Iterable[torch.nn.Module]) -> list[KernelUse]:
-    """Return the classes of a model's linear layers and experts; empty if no layer is quantised.
-
-    Args:
-        models: the parts of the model, on any device, with or without weights.
-    """
-    found: dict[tuple[str, str], KernelUse] = {}
-    for model in models:
-        for name, layer in model.named_modules():
-            method: Any = getattr(layer, "quant_method", None)
-            if method is None or not (is_linear(layer) or is_mixture(layer)):
-                continue
-            kernel = None if is_mixture(layer) else kernel_of(layer, method)
-            own = getattr(layer, "scheme", None) or method
-            op = "" if kernel is None else _op_of(kernel, own)
-            cls = described_class(type(own if kernel is None else kernel))
-            if is_mixture(layer):
-                cls = class_of_experts(method)
-            use = found.setdefault((op, cls), KernelUse(op, cls, type(kernel)))
-            key = "" if kernel is None else repr(kernel.config)
-            use.layers.setdefault(key, []).append(name)
-            if kernel is not None:
-                use.configs[key] = kernel.config
-    is_quantised = any(not cls.startswith("Unquantized") for _, cls in found)
-    return [*found.values()] if is_quantised else []
-
-
-def _op_of(kernel: Any, holder: object) -> str:
-    """Return the op of a kernel; empty if no list has its scheme."""
-    bases = {base.__name__ for base in type(kernel).__mro__}
-    key: Any = getattr(kernel.config, "activation_quant_key", None)
-    if getattr(kernel.config, "bmm_batch_size", None) is not None:
-        return ""  # vLLM has a fixed list for batched products
-    if bases & {"FP8ScaledMMLinearKernel", "Fp8BlockScaledMMLinearKernel"}:
-        if "W8A16" in type(holder).__name__:
-            return "wfp8a16_linear"
-        return "fp8_block_linear" if key.scale.group_shape.is_per_group() else "fp8_linear"
-    return next((op for op, scheme in SCHEMES.items() if bases & {*scheme.bases}), "")
-
-
-def listed_classes(op: str) -> list[type]:
-    """Return vLLM's list of an op for this platform; empty if this vLLM has none."""
-    from vllm.platforms import current_platform
-
-    return list(_table(op).get(current_platform._enum, ()))
-
-
-def _table(op: str) -> dict[Any, list[type]]:
-    found: dict[Any, list[type]] = getattr(import_module(KERNELS), SCHEMES[op].table, {})
-    return found
-
-
-def refusal_of(cls: Any, config: Any) -> str:
-    """Return vLLM's reason why a class cannot compute a layer; empty if it can."""
-    from vllm import envs
-    from vllm.platforms import current_platform
-
-    if cls.__name__ in getattr(envs, "VLLM_DISABLED_KERNELS", ()):
-        return "VLLM_DISABLED_KERNELS contains it"
-    try:
-        capability = current_platform.get_device_capability()
-        number = None if capability is None else capability.to_int()
-        if hasattr(cls, "get_min_capability") and (number or cls.get_min_capability()) < (
-            cls.get_min_capability()
-        ):
-            return f"it needs capability {cls.get_min_capability()}, the device has {number}"
-        if hasattr(cls, "is_supported"):
-            can, why = cls.is_supported(number)
-            if not can:
-                return str(why).rstrip(". ") or "is_supported returned no reason"
-        can, why = cls.can_implement(config)
-        return "" if can else str(why).rstrip(". ") or "can_implement returned no reason"
-    except Exception as error:  # a class may be third-party code
-        return f"it raised {quote(error)}"
-
-
-def others_of(use: KernelUse) -> dict[str, str]:
-    """Return class -> why vLLM did not take it, for the other classes of vLLM's list."""
-    found: dict[str, str] = {}
-    for cls in listed_classes(use.op) if use.op else ():
-        if cls is use.cls:
-            continue
-        whys: Counter[str] = Counter()
-        for key, names in use.layers.items():
-            whys[refusal_of(cls, use.configs[key])] += len(names)
-        (why, count), *_ = whys.most_common()
-        some = f" (on {count} of {use.count} layers)" * (count < use.count)
-        found[cls.__name__] = (why or f"it can, but {use.name} precedes it") + some
-    return found
-
-
-def kernel_class(op: str, impl: LinearKernelImpl) -> tuple[Any, str]:
+def kernel_class(op: str, impl: KernelImpl) -> tuple[Any, str]:
     """Return (the class or None, why it cannot be used or empty)."""
-    bases: dict[str, type] = vars(import_module(KERNELS))
-    known = {cls.__name__: cls for listed in _table(op).values() for cls in listed}
+    known = {cls.__name__: cls for cls in known_classes(op)}
     if impl.impl_id.startswith(VLLM_IDS):
         name = impl.impl_id.removeprefix(VLLM_IDS)
         problem = f"vLLM {vllm_version()} has no class {name!r} for {op}.{closest(name, known)}"
         return (known[name], "") if name in known else (None, problem.rstrip("."))
 
+    if op in CLOSED:
+        return None, f"vLLM accepts only its own classes for {op}"
+
     def problem_of(path: str, cls: Any) -> str:
-        own = tuple(bases[name] for name in SCHEMES[op].bases if name in bases)
+        bases: dict[str, type] = vars(import_module(LINEAR_KERNELS)) if op in SCHEMES else known
+        names = SCHEMES[op].bases if op in SCHEMES else sorted(known)
+        own = tuple(bases[name] for name in names if name in bases)
         if isinstance(cls, type) and issubclass(cls, own):
             return ""
-        names = " or ".join(SCHEMES[op].bases)
-        return f"{path} is not a subclass of vLLM's {names}"
+        return f"{path} is not a subclass of vLLM's {' or '.join(names)}"
 
     return classes.class_of(impl, op, None, problem_of)[1:]
 
 
-def planned_kernels(plan: Plan) -> dict[str, tuple[LinearKernelImpl, ...]]:
+def planned_kernels(plan: Plan) -> dict[str, tuple[KernelImpl, ...]]:
     """Return op -> the planned classes before `stock`, if there are any."""
-    ops = plan.entries.keys() & LINEAR_OPS
-    found = {op: plan.entries[op].classes(LinearKernelImpl) for op in ops}
+    ops = plan.entries.keys() & KERNEL_OPS
+    found = {op: plan.entries[op].classes(KernelImpl) for op in ops}
     return {op: impls for op, impls in sorted(found.items()) if impls}
 
 
@@ -237,7 +89,7 @@ def planned_classes(plan: Plan) -> dict[tuple[str, Any], str]:
     }
 
 
-def _candidates(op: str, facts: EngineFacts) -> Iterator[LinearKernelImpl]:
+def _candidates(op: str, facts: EngineFacts) -> Iterator[KernelImpl]:
     """Yield the available classes before `stock` in the order of an op."""
     order = facts.settings.policy.order(op, facts.mode, engine=True)
     before = [*takewhile(lambda selector: selector.kind != STOCK.selector, order)]
@@ -245,7 +97,7 @@ def _candidates(op: str, facts: EngineFacts) -> Iterator[LinearKernelImpl]:
     installed = get_default_manager().registry.snapshot().impls_by_op.get(op, ())
     for impl in (*installed, *named):
         if any(each.matches(impl) for each in before) and impl.is_available():
-            assert isinstance(impl, LinearKernelImpl)
+            assert isinstance(impl, KernelImpl)
             yield impl
 
 
@@ -254,15 +106,15 @@ class LinearKernels(Patcher):
         """Return op -> the argument of vLLM that determines the class."""
         if getattr(getattr(vllm_config, "load_config", None), "load_format", "") == "ipc_cache":
             note = "the weight cache of vLLM has weights that vLLM's class has converted"
-            return {"linear_notes": dict.fromkeys(LINEAR_OPS, note)}
-        found = {op: _backends(vllm_config, op) for op in LINEAR_OPS}
-        notes = {op: f"--linear-backend is {' or '.join(own)}" for op, own in found.items() if own}
+            return {"linear_notes": dict.fromkeys(KERNEL_OPS, note)}
+        found = {op: _backends(vllm_config, op) for op in KERNEL_OPS}
+        notes = {op: f"{_flag(op)} is {' or '.join(own)}" for op, own in found.items() if own}
         return {"linear_notes": notes}
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
         """Return the user's arguments of vLLM, and why classes support no layer of the model."""
         refused: dict[tuple[str, str], str] = {}
-        for op in (facts.kernels.keys() & LINEAR_OPS) - facts.linear_notes.keys():
+        for op in (facts.kernels.keys() & KERNEL_OPS) - facts.linear_notes.keys():
             for impl in _candidates(op, facts):
                 cls, problem = kernel_class(op, impl)
                 configs = [c for use in facts.kernels[op] for c in use.configs.values()]
@@ -358,25 +210,19 @@ def kernel_rows(engine: Engine) -> list[dict[str, Any]]:
     return found
 
 
-def kernel_row(use: KernelUse, impl_id: str = STOCK.impl_id) -> dict[str, Any]:
-    """Return a class as JSON: its op and implementation, or None if no order can choose it; its
-    number of layers; and why vLLM did not take the others of its list."""
-    return {
-        "op": use.op or None,
-        "class": use.name,
-        "impl": impl_id if use.op else None,
-        "layers": use.count,
-        "others": others_of(use),
-    }
-
-
 def _ids(plan: Plan) -> dict[str, list[str]]:
     return {op: [impl.impl_id for impl in impls] for op, impls in planned_kernels(plan).items()}
+
+
+def _flag(op: str) -> str:
+    return "--linear-backend" if op in SCHEMES else "--moe-backend"
 
 
 def _backends(vllm_config: Any, op: str) -> list[str]:
     """Return the backends that the user has set in vLLM for an op."""
     kernel_config = getattr(vllm_config, "kernel_config", None)
+    if op not in SCHEMES:
+        return sorted({getattr(kernel_config, "moe_backend", "auto")} - {"auto"})
     backend = getattr(kernel_config, "linear_backend", "auto")
     by_scheme = getattr(kernel_config, "linear_backend_per_quant", None) or {}
     return sorted({by_scheme.get(name) or backend for name in SCHEMES[op].flags} - {"auto"})
@@ -384,7 +230,8 @@ def _backends(vllm_config: Any, op: str) -> list[str]:
 
 def first_in_lists(planned: Mapping[str, list[Any]]) -> AbstractContextManager[None]:
     """Inside the block, classes precede the others of vLLM's lists: op -> classes."""
-    return in_tables(_lists(planned))
+    in_lists = {op: ours for op, ours in planned.items() if op in SCHEMES}
+    return in_tables((*_lists(in_lists), *choosing_experts(planned)))
 
 
 def _lists(planned: Mapping[str, list[Any]]) -> Iterator[tuple[dict[Any, Any], Any, Any]]:
@@ -394,8 +241,8 @@ def _lists(planned: Mapping[str, list[Any]]) -> Iterator[tuple[dict[Any, Any], A
 
     for op, ours in planned.items():
         others = (cls for cls in listed_classes(op) if cls not in ours)
-        yield _table(op), current_platform._enum, [*ours, *others]
-    names = vars(import_module(KERNELS))
+        yield table_of(op), current_platform._enum, [*ours, *others]
+    names = vars(import_module(LINEAR_KERNELS))
     if reorder := names.get("prioritize_humming"):  # from 0.32 on, after the list is read
         chosen = {cls for ours in planned.values() for cls in ours}
 
@@ -408,9 +255,9 @@ def _lists(planned: Mapping[str, list[Any]]) -> Iterator[tuple[dict[Any, Any], A
 
 def _not_followed(vllm_config: Any, uses: Iterable[KernelUse]) -> Iterator[str]:
     """Yield a sentence for layers without a class of the backend that the user set in vLLM."""
-    for use in (use for use in uses if use.op):
+    for use in (use for use in uses if use.op in SCHEMES):
         names = _backends(vllm_config, use.op)
-        table = vars(import_module(KERNELS)).get("_LINEAR_BACKEND_KERNEL_MAP", {})
+        table = vars(import_module(LINEAR_KERNELS)).get("_LINEAR_BACKEND_KERNEL_MAP", {})
         if names and all(name in table and use.cls not in table[name] for name in names):
             yield (
                 f"--linear-backend is {' or '.join(names)}, but vLLM uses {use.name} for "

@@ -1,0 +1,76 @@
+"""The kit's check of classes for quantised linear layers, with faulty classes."""
+
+from __future__ import annotations
+
+import random
+import sys
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+import torch
+from builders import managing
+from quantised_layers import draw, faulty, no_fault, one_group
+from vllm.model_executor.kernels.linear import CPUWNA16LinearKernel
+
+import vllm_fl.dispatch
+from vllm_fl import BackendImplKind, LinearKernelImpl
+from vllm_fl_tools.testing.processes import installed
+from vllm_fl_tools.testing.quantised import kernel_cases, quantised_layers
+from vllm_fl_tools.testing.subject import Refused
+
+__all__ = ["draw"]
+
+
+class Keeping(CPUWNA16LinearKernel):  # type: ignore[misc]
+    """Refers to tensors whose numbers vLLM copies elsewhere when it loads weights again."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        super().process_weights_after_loading(layer)
+        self.scale = layer.weight_scale
+
+    def apply_weights(self, layer: Any, x: Any, bias: Any = None) -> Any:
+        result = super().apply_weights(layer, x, bias)
+        return result if layer.weight_scale is self.scale else result * 2
+
+
+class Refusing(CPUWNA16LinearKernel):  # type: ignore[misc]
+    @classmethod
+    def can_implement(cls, c: Any) -> tuple[bool, str]:
+        return False, "only 96 output features"
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "why"),
+    [
+        ("Sound", None, ""),
+        ("Faulty", AssertionError, r"^on made weights, layer .* \(seed \d+\)$"),
+        ("Keeping", AssertionError, "^on made weights loaded again, layer "),
+        ("Refusing", Refused, "is not verified on made weights: only 96 output features"),
+        ("Missing", AssertionError, "failed: AttributeError"),
+    ],
+)
+def test_a_class(
+    name: str, error: Any, why: str, draw: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "0")
+    classes = {
+        "Sound": faulty(CPUWNA16LinearKernel, no_fault, draw),
+        "Faulty": faulty(CPUWNA16LinearKernel, one_group, draw),
+    }
+    module = SimpleNamespace(Keeping=Keeping, Refusing=Refusing, **classes)
+    monkeypatch.setitem(sys.modules, "acme_layers", module)
+    impl = LinearKernelImpl("wna16", f"acme_layers.{name}", BackendImplKind.VENDOR, "acme")
+    monkeypatch.setattr(vllm_fl.dispatch.manager, "manager", managing(impl))
+    assert installed("vendor.acme") == ()
+    assert kernel_cases("vendor.acme") == [(impl, "int4"), (impl, "int4 with zeros")]
+    if error is None:
+        quantised_layers(impl, "int4", torch.device("cpu"))
+        return
+    with pytest.raises(error, match=why):
+        quantised_layers(impl, "int4", torch.device("cpu"))
