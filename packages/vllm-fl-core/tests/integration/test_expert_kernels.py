@@ -90,6 +90,18 @@ def test_vllm_has_the_functions_and_classes_of_each_scheme(op: str) -> None:
     assert {f"{module.ORACLES}.{name}" for name in module.SCHEME_OF} <= callers.keys()
 
 
+def test_a_module_of_vllm_that_fails_does_not_end_the_startup(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_: str) -> None:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(module, "import_module", fail)
+    assert not classes.known_classes("fp8_experts")
+    with first_in_lists({}):
+        pass
+
+
 def test_the_first_class_of_the_order_computes_the_experts(
     engine: Callable[..., Any], draw: random.Random
 ) -> None:

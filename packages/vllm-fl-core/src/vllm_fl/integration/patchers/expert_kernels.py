@@ -159,10 +159,10 @@ def _classes(module: str, backend: Any) -> list[type]:
 
 
 def _names(module: str) -> Mapping[str, Any]:
-    """Return the names of vLLM's module for a scheme; empty if this vLLM has none."""
+    """Return the names of vLLM's module for a scheme; empty if it cannot be imported."""
     try:
         return vars(import_module(f"{ORACLES}.{module}"))
-    except ImportError:
+    except Exception:  # an older release, or a module that fails
         return {}
 
 
