@@ -51,6 +51,19 @@ def test_it_resolves_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Silu().forward(X)[0, 0] == 2
 
 
+def test_the_grants_of_an_iterator_are_for_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Layer(Norm):
+        forward = dispatch_method("rms_norm", grants=iter(("residual",)))
+
+    seen: list[torch.Tensor] = []
+    vendor = norm("vendor.acme", lambda x, residual: (seen.append(residual), (x, residual))[1])
+    use(monkeypatch, managing(dataclasses.replace(vendor, consumes=frozenset({"residual"}))))
+    for layer in (Layer(), Layer()):
+        residual = X.clone()
+        layer.forward(X, residual)
+        assert seen.pop() is residual
+
+
 class TestInsideAnEngine:
     def test_a_layer_keeps_the_plan_that_it_was_built_under(
         self, monkeypatch: pytest.MonkeyPatch
