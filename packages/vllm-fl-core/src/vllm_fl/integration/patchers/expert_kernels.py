@@ -99,8 +99,8 @@ def known_experts(op: str) -> list[type]:
 def choosing_experts(
     planned: Mapping[str, Iterable[Any]],
 ) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Yield entries for vLLM's tables, with which experts use the first of these classes that
-    supports them: op -> classes."""
+    """Yield entries for `in_tables`, with which vLLM uses the first class of an op that supports
+    the experts. `planned` is op -> classes."""
     yield _building, "planned", {op: planned[op] for op in EXPERT_OPS if op in planned}
     for module in SCHEME_OF:
         _names(module)  # imported before a caller copies its function
@@ -119,10 +119,12 @@ def _choosing(select: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(select)
     def chosen(*args: Any, **named: Any) -> Any:
+        if not _building:  # a module that was imported inside a block keeps this function
+            return select(*args, **named)
         config = named["config"] if "config" in named else args[0]
         offers = Offers(module, _asked(select, *args, **named))
         setattr(config, ATTRIBUTE, offers)
-        for cls in _building.get("planned", {}).get(offers.op, ()):
+        for cls in _building["planned"].get(offers.op, ()):
             backend, why = offers.backend_for(cls)
             if not why:
                 return backend, cls
