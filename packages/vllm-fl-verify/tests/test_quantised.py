@@ -213,10 +213,8 @@ def test_layers_are_compared_again_after_an_update(
     """With weights that differ from those at startup."""
     monkeypatch.setattr(quantised, "checks_of", lambda engine: SimpleNamespace(seed=7))
     plants = [no_fault] + [one_group if fault == "while loading" else no_fault] * 2
-    cls, key = (
-        faulty(CPUWNA16LinearKernel, lambda *a: plants.pop(0)(*a), draw),
-        ("wna16_linear", "a"),
-    )
+    cls = faulty(CPUWNA16LinearKernel, lambda *a: plants.pop(0)(*a), draw)
+    key = "wna16_linear", "a"
     monkeypatch.setattr(quantised, "planned_classes", planned_for(cls, key))
     engine: Any = SimpleNamespace(plan=None, state={}, remarks={each: [] for each in Moment})
     engine.state[quantised._Quantised] = quantised._Quantised(None)
