@@ -2,7 +2,7 @@
 
 A class computes a linear layer with made weights before the model is built. Then each layer of the
 model is compared with its dequantised weights while vLLM loads it, and again when weights are
-updated. Of experts only this is compared, for some experts of each layer.
+updated. For experts there is only this second comparison, on some experts of each layer.
 """
 
 from __future__ import annotations

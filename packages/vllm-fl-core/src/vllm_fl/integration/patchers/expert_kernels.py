@@ -1,8 +1,8 @@
 """Choose the classes that compute quantised experts.
 
-For each scheme, a function of vLLM asks the classes of its backends in order whether they support
-the experts. A layer keeps the backend, for which vLLM converts the weights, and the class. This
-module wraps these functions while a model is built, because a layer does not keep what vLLM asked.
+vLLM has a function for each scheme, with an order of backends. It returns the first class that
+supports the experts, and the backend of the class. vLLM then converts the weights for this backend.
+While a model is built, this module wraps these functions, because layers do not keep the arguments.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SCHEME_OF = {"int_wna16": "wna16"} | {
 """Module -> scheme, which is `fp8_block` if the scales of fp8 weights are for blocks."""
 
 CLOSED = frozenset(("wna16_experts",))
-"""Ops for which vLLM asserts that a class is one of its own when it has converted the weights."""
+"""Ops for which vLLM accepts only its own classes. It asserts this after converting the weights."""
 
 SELECT = re.compile(r"select_\w+_moe_backend")
 """The names of vLLM's functions that choose a backend and a class."""
