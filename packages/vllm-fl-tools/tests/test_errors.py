@@ -21,7 +21,6 @@ from vllm_fl_tools.cli.explain import code_page, codes, title
 
 PACKAGES = ("vllm_fl", "vllm_fl_tools", "vllm_fl_verify")
 SOURCES = Path(vllm_fl.__file__).parent
-CLI = Path(cli.__file__).parent
 
 OF_CLASSES = {
     "VllmFLError": "FL000",

@@ -212,32 +212,31 @@ def test_layers_are_compared_again_after_an_update(
 ) -> None:
     """With weights that differ from those at startup."""
     monkeypatch.setattr(quantised, "checks_of", lambda engine: SimpleNamespace(seed=7))
-    plants = [no_fault, one_group if fault == "while loading" else no_fault]
-    cls, key = (
-        faulty(CPUWNA16LinearKernel, lambda *a: plants.pop(0)(*a), draw),
-        ("wna16_linear", "a"),
-    )
+    plants = [no_fault] + [one_group if fault == "while loading" else no_fault] * 2
+    cls = faulty(CPUWNA16LinearKernel, lambda *a: plants.pop(0)(*a), draw)
+    key = "wna16_linear", "a"
     monkeypatch.setattr(quantised, "planned_classes", planned_for(cls, key))
     engine: Any = SimpleNamespace(plan=None, state={}, remarks={each: [] for each in Moment})
     engine.state[quantised._Quantised] = quantised._Quantised(None)
     utils = import_module("vllm.model_executor.model_loader.utils")
     with first_in_lists({"wna16_linear": [cls]}):
-        layer, other = made("int4", draw), made("int4", draw)
+        layer, *others = (made("int4", draw) for _ in range(3))
     monkeypatch.setattr(utils, "initialize_model", lambda config: nn.ModuleDict({"ours": layer}))
     with quantised.watching_layers(engine):
         utils.initialize_model(None)
-    fresh = dict(other.named_parameters())
     layer.quant_method.process_weights_after_loading(layer)
     assert not quantised.compare_layers_of_plan(engine, Moment.LOADED)
-    for name, value in fresh.items():
-        setattr(layer, name, value)
-    layer.quant_method.process_weights_after_loading(layer)
-    if fault == "after loading":  # vLLM copies the new tensors into the old ones
-        own = layer.quant_method.apply
-        vars(layer.quant_method)["apply"] = lambda *args: own(*args) * float("nan")
-    found = quantised.compare_layers_of_plan(engine, Moment.UPDATED)
-    assert found.keys() == ({key} if fault else set())
-    assert engine.remarks[Moment.UPDATED] == ([] if fault else ["1 quantised layers compared"])
+    own = layer.quant_method.apply
+    for other in others:  # a fault does not end the comparison of later updates
+        engine.remarks[Moment.UPDATED] = []
+        for name, value in other.named_parameters():
+            setattr(layer, name, value)
+        layer.quant_method.process_weights_after_loading(layer)
+        if fault == "after loading":  # vLLM copies the new tensors into the old ones
+            vars(layer.quant_method)["apply"] = lambda *args: own(*args) * float("nan")
+        found = quantised.compare_layers_of_plan(engine, Moment.UPDATED)
+        assert found.keys() == ({key} if fault else set())
+        assert engine.remarks[Moment.UPDATED] == ([] if fault else ["1 quantised layers compared"])
     assert engine.remarks[Moment.LOADED] == ["1 quantised layers compared"]
     assert not quantised.compare_layers_of_plan(engine, Moment.UPDATED)
 

@@ -125,11 +125,13 @@ def _tells(name: str, value: str) -> bool:
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the known name that is most similar to `word`, ignoring case, or None. `cutoff` is the
-    least similarity, from 0 to 1."""
+    least similarity, from 0 to 1. A name with the same letters always matches, because two swapped
+    letters may be half of a short name."""
     import difflib  # rarely needed
 
     by_fold = {name.casefold(): name for name in sorted(known, reverse=True)}
     found = difflib.get_close_matches(word.casefold(), by_fold, n=1, cutoff=cutoff)
+    found += [name for name in by_fold if sorted(name) == sorted(word.casefold())]
     return by_fold[found[0]] if found else None
 
 

@@ -51,6 +51,14 @@ def test_it_resolves_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Silu().forward(X)[0, 0] == 2
 
 
+def test_the_grants_of_an_iterator_are_for_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = type("Layer", (Norm,), {"forward": dispatch_method("rms_norm", iter(("residual",)))})
+    given, consumes = X.clone(), frozenset({"residual"})
+    vendor = norm("vendor.acme", lambda x, residual: (x, residual), consumes=consumes)
+    use(monkeypatch, managing(vendor))
+    assert all(made.forward(X, given)[1] is given for made in (layer(), layer()))
+
+
 class TestInsideAnEngine:
     def test_a_layer_keeps_the_plan_that_it_was_built_under(
         self, monkeypatch: pytest.MonkeyPatch

@@ -252,6 +252,8 @@ def test_an_unsupported_communicator_is_reported_and_is_not_a_candidate(
     assert asked[0].settings is found.settings
     elastic = replace(use(monkeypatch, acme(Sound)), communicator=facts(elastic=True).communicator)
     assert "elastic expert parallelism" in why_not(elastic).ops["communicator"]
+    with communicator.Communicator().opening(engine := Engine(elastic, 0)):
+        assert engine.groups is None
 
 
 def test_where_batch_invariance_is_asked_for_the_groups_have_what_the_plan_says(

@@ -90,6 +90,11 @@ def test_vllm_has_the_functions_and_classes_of_each_scheme(op: str) -> None:
     assert {f"{module.ORACLES}.{name}" for name in module.SCHEME_OF} <= callers.keys()
 
 
+def test_a_module_of_vllm_that_fails_has_no_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "import_module", lambda _: 1 / 0)
+    assert not classes.known_classes("fp8_experts")
+
+
 def test_the_first_class_of_the_order_computes_the_experts(
     engine: Callable[..., Any], draw: random.Random
 ) -> None:
@@ -178,7 +183,8 @@ def test_a_module_imported_while_a_model_is_built_follows_the_plan_of_each_model
     with first_in_lists({OP: [Acme]}):
         vars(late)["select_int8_moe_backend"] = select = int8.select_int8_moe_backend
         assert select(config)[1] is Acme
-    assert select(config)[1] is CPUExpertsInt8
+    delattr(config, module.ATTRIBUTE)
+    assert select(config)[1] is CPUExpertsInt8 and not hasattr(config, module.ATTRIBUTE)
     assert int8.select_int8_moe_backend is not select
     with first_in_lists({OP: [Acme]}):
         assert select(config)[1] is Acme

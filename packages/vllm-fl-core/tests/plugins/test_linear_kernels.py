@@ -50,6 +50,7 @@ def test_ids_of_vllms_classes_are_reserved() -> None:
         ("vendor|stock", ["vendor.acme"]),
         ("impl:vllm.B|reference|vllm.A|vendor|stock", ["vllm.B", "vllm.A", "vendor.acme"]),
         ("stock|impl:vllm.A", []),
+        ("impl:vllm.|vendor|stock", ["vllm.", "vendor.acme"]),  # rejected with vLLM's classes
     ],
 )
 def test_an_order_contains_vllms_classes_by_id(order: str, planned: list[str]) -> None:

@@ -550,6 +550,7 @@ def test_a_companion_that_does_not_fit_is_one_finding(
     monkeypatch.setattr(_engine, "NOT_INSTALLED", f"vLLM failed: ImportError: {why}")
     for module in (_checks, doctor):
         monkeypatch.setattr(module, "torch_facts", lambda: facts)
+    monkeypatch.setattr(doctor, "start_probe", lambda: os.getpgid(2**30))  # it cannot start
     (only,) = found(fl("doctor", "--json"), "engine", "torch-companions")
     assert only["code"] == "FL522"
 

@@ -19,26 +19,13 @@ OP = "silu_and_mul"
 TOKENS = (1, 8, 64, 512)
 
 
-def contender(name: str, **fields: Any) -> Contender:
-    return Contender(name, (silu(name, **fields),))
-
-
-def graphs(
-    device: str,
-    mode: Mode,
-    op: str,
-    *more: Contender,
-    default: str = "vendor.slow",
-    absent: tuple[str, ...] = ("fused_experts",),
-) -> GraphPosition:
+def graphs(device: str, mode: Mode, op: str, default: str = "vendor.slow") -> GraphPosition:
     """An op with a traceable `vendor.fast` and a default."""
-    where = torch.device(device)
-    subject = TuningSubject(
-        "model", ModelSizes(), TOKENS, mode, torch.bfloat16, where, frozenset(absent)
-    )
+    where, absent = torch.device(device), frozenset[str]()
+    subject = TuningSubject("model", ModelSizes(), TOKENS, mode, torch.bfloat16, where, absent)
+    fast = Contender("vendor.fast", (silu("vendor.fast", traceable=True),))
     slow = Contender(default, (silu("vendor.slow"),))
-    contenders = [contender("vendor.fast", traceable=True), slow, *more]
-    return GraphPosition(subject, known_contracts().bindings, op, contenders)
+    return GraphPosition(subject, known_contracts().bindings, op, [fast, slow])
 
 
 def rows(*ops: GraphPosition) -> list[list[tuple[int, str]]]:
@@ -105,7 +92,7 @@ def test_what_piecewise_graphs_leave_out_is_no_part_of_a_graph(op: str, is_trace
     ],
 )
 def test_and_elsewhere_at_every_size_or_none(op: str, why: str) -> None:
-    found = graphs("cuda", "compiled", op, default="stock", absent=())
+    found = graphs("cuda", "compiled", op, default="stock")
     assert found.bound_to_all == {"stock"}, why
     assert rows(found) == [FOR_ALL]
     assert rows(graphs("cuda", "eager", op, default="stock")) == [BY_RANGE]

@@ -2,7 +2,7 @@
 
 A class computes a linear layer with made weights before the model is built. Then each layer of the
 model is compared with its dequantised weights while vLLM loads it, and again when weights are
-updated. Of experts only this is compared, for some experts of each layer.
+updated. For experts there is only this second comparison, on some experts of each layer.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def compare_layers_of_plan(engine: Any, moment: Moment) -> dict[Key, Objection]:
         for layer, problem in [*of_key.items()][:1]:
             many = f"in {len(of_key)} of {len(layers[key])} layers, such as {layer}"
             found[key] = Objection(FAILED, f"{many}: {problem}")
-    if state and found:
+    if state and found and moment is not Moment.UPDATED:
         state.linears.clear()  # the layers are loaded again
     count = sum(map(len, layers.values()))
     if (count or moment is Moment.UPDATED) and not found:

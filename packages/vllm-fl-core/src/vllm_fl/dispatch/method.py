@@ -51,6 +51,9 @@ class dispatch_method:
     owner: type | None = field(default=None, init=False)
     name: str = field(default="", init=False)
 
+    def __post_init__(self) -> None:
+        self.grants = frozenset(self.grants)
+
     def __set_name__(self, owner: type, name: str) -> None:
         self.owner, self.name = owner, name
 

@@ -118,10 +118,11 @@ def describe_impl(impl: Impl | Stock) -> str:
 
 
 def vllms_kernel(op: str, impl_id: str) -> KernelImpl:
-    """Return vLLM's own class with this id. Only selectors with the id select it, not its kind."""
+    """Return vLLM's own class with this id. Only selectors with the id select it, not its kind. Its
+    path is never imported."""
     kind = LinearKernelImpl if op in LINEAR_OPS else ExpertKernelImpl
     scheme = op.removesuffix(kind.suffix)
-    return kind(scheme, impl_id, BackendImplKind.REFERENCE, impl_id=impl_id)
+    return kind(scheme, f"vllm.{impl_id}", BackendImplKind.REFERENCE, impl_id=impl_id)
 
 
 NEEDS_LAYER = "it needs the calling layer (self), which only call_method_op and eager layers pass"

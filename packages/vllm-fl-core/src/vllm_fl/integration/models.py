@@ -56,9 +56,7 @@ def completed(
     """
     made: list[Any] = []
     try:
-        if vllm_config.model_config is None or vllm_config.speculative_config is not None:
-            return facts, {}
-        if not layer_table():
+        if not vllm_config.model_config or vllm_config.speculative_config or not layer_table():
             return facts, {}
         forget_shared_layers()
         with _noting(made):

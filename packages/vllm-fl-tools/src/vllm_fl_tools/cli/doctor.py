@@ -12,7 +12,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack, redirect_stdout, suppress
 from functools import partial
 from shlex import quote as quoted
 from typing import Any
@@ -140,7 +140,8 @@ def _show(facts: Mapping[str, Any]) -> None:
 def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
     """Run the checks that call plugins, and checks of the engine that `arguments` describe."""
     examined = _Examined()
-    start_probe()
+    with suppress(OSError):  # the checks that need it report it
+        start_probe()
     with quiet(logging.CRITICAL), redirect_stdout(sys.stderr):  # plugins may print when loaded
         loaded = run_check("plugins", examined.load_plugins)  # during the probe
         findings = [each for check in INSTALL_CHECKS for each in run_check(*check)] + loaded

@@ -1,8 +1,8 @@
 """Choose the classes that compute quantised experts.
 
-For each scheme, a function of vLLM asks the classes of its backends in order whether they support
-the experts. A layer keeps the backend, for which vLLM converts the weights, and the class. This
-module wraps these functions while a model is built, because a layer does not keep what vLLM asked.
+vLLM has a function for each scheme, with an order of backends. It returns the first class that
+supports the experts, and the backend of the class. vLLM then converts the weights for this backend.
+While a model is built, this module wraps these functions, because layers do not keep the arguments.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SCHEME_OF = {"int_wna16": "wna16"} | {
 """Module -> scheme, which is `fp8_block` if the scales of fp8 weights are for blocks."""
 
 CLOSED = frozenset(("wna16_experts",))
-"""Ops for which vLLM asserts that a class is one of its own when it has converted the weights."""
+"""Ops for which vLLM accepts only its own classes. It asserts this after converting the weights."""
 
 SELECT = re.compile(r"select_\w+_moe_backend")
 """The names of vLLM's functions that choose a backend and a class."""
@@ -99,8 +99,8 @@ def known_experts(op: str) -> list[type]:
 def choosing_experts(
     planned: Mapping[str, Iterable[Any]],
 ) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Yield entries for vLLM's tables, with which experts use the first of these classes that
-    supports them: op -> classes."""
+    """Yield entries for `in_tables`, with which vLLM uses the first class of an op that supports
+    the experts. `planned` is op -> classes."""
     yield _building, "planned", {op: planned[op] for op in EXPERT_OPS if op in planned}
     for module in SCHEME_OF:
         _names(module)  # imported before a caller copies its function
@@ -119,10 +119,12 @@ def _choosing(select: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(select)
     def chosen(*args: Any, **named: Any) -> Any:
+        if not _building:  # a module that was imported inside a block keeps this function
+            return select(*args, **named)
         config = named["config"] if "config" in named else args[0]
         offers = Offers(module, _asked(select, *args, **named))
         setattr(config, ATTRIBUTE, offers)
-        for cls in _building.get("planned", {}).get(offers.op, ()):
+        for cls in _building["planned"].get(offers.op, ()):
             backend, why = offers.backend_for(cls)
             if not why:
                 return backend, cls
@@ -159,10 +161,10 @@ def _classes(module: str, backend: Any) -> list[type]:
 
 
 def _names(module: str) -> Mapping[str, Any]:
-    """Return the names of vLLM's module for a scheme; empty if this vLLM has none."""
+    """Return the names of vLLM's module for a scheme; empty if it cannot be imported."""
     try:
         return vars(import_module(f"{ORACLES}.{module}"))
-    except ImportError:
+    except Exception:  # an older release, or a module that fails
         return {}
 
 

@@ -72,8 +72,8 @@ class LayerClass:
 
 
 def layer_table() -> list[LayerClass]:
-    """Return the layer classes of this vLLM that we replace, each with its op. Classes of few
-    models are included if the process has imported them. A worker imports its model's first."""
+    """Return the layer classes of this vLLM that we replace, each with its op. A class that few
+    models have is included only if the process has imported it. Workers first import the model."""
     found: dict[type, LayerClass] = {}
     for op, target in targets(installed_bindings(), LayerTarget):
         module = target.path.rpartition(".")[0]

@@ -153,7 +153,7 @@ class LinearKernels(Patcher):
         """Raise a StartError if the model is in use with a class that is disabled."""
         if engine.is_loaded and self.stale(engine):
             raise StartError(
-                "the class of linear layers cannot be replaced after the model is loaded"
+                "the class of quantised layers cannot be replaced after the model is loaded"
             )
 
     def stale(self, engine: Engine) -> bool:
