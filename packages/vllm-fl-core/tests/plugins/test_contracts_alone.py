@@ -117,7 +117,7 @@ def test_what_brings_more_than_contracts_is_no_data() -> None:
     registry = OpRegistry(EMPTY)
     (plugin,) = load(registry, [found("fl-acme-ops", more)])
     assert plugin.status == "failed" and not registry.snapshot().contracts
-    assert f"it implements contracts, register_ops; use the group {BACKENDS}" in str(plugin.error)
+    assert f"implements contracts, register_ops; use the group {BACKENDS}" in str(plugin.error)
 
 
 @pytest.mark.parametrize("data", [True, False])
