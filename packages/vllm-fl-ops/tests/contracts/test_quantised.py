@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from telling import by_dtype
 from torch import Tensor
 
+from vllm_fl.contracts import Sample
 from vllm_fl.contracts.binding import FunctionTarget, OperatorTarget
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
@@ -159,6 +161,18 @@ def test_samples_tell_a_wrong_kernel(op: str, what: str, dtype: torch.dtype) -> 
     found = {s.name: compare(impl, spec, s, dtype) for s in spec.samples(dtype, CPU)}
     wrong = {name: result.reason for name, result in found.items() if result.status != "ok"}
     assert bool(wrong) == (what != "right"), wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_power_of_two_may_have_a_minimum(dtype: torch.dtype) -> None:
+    """vLLM's CUDA kernel and FlagGems's have the minimum 1e-10, vLLM's Triton kernel has none."""
+    spec = known_contracts().contracts["quant_fp8_group"]
+    sample = Sample("zeros", (torch.zeros(3, 256, dtype=dtype), 128, 1e-10, True))
+    for least in (0.0, 1e-10):
+        fn = partial(fp8_group, least=least)
+        fn.__signature__ = spec.signature  # type: ignore[attr-defined]
+        impl = OpImpl(spec.name, "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
+        assert compare(impl, spec, sample, dtype).status == "ok"
 
 
 TARGETS = {
