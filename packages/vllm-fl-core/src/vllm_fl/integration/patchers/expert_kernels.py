@@ -44,6 +44,16 @@ ATTRIBUTE = "vllm_fl_offers"
 _building: dict[str, Mapping[str, Iterable[Any]]] = {}
 
 
+def refusal_by(cls: Any, name: str, *args: Any) -> str:
+    """Call a method of a class for quantised layers. Return its reason for a refusal, or an empty
+    text. An exception counts as a refusal, because third-party code may raise anything."""
+    try:
+        can, why = getattr(cls, name)(*args)
+        return "" if can else str(why).rstrip(". ") or f"{name} returned no reason"
+    except Exception as error:
+        return f"it raised {quote(error)}"
+
+
 class Offers(NamedTuple):
     """The backends that vLLM considers for the experts of a layer, in its order.
 
@@ -70,13 +80,9 @@ class Offers(NamedTuple):
         for backend, asked in self.asked.items():
             if not {*cls.__mro__}.intersection(_classes(self.module, backend)):
                 continue
-            try:
-                can, reason = cls.is_supported_config(cls, *asked)
-            except Exception as error:  # a class may be third-party code
-                can, reason = False, f"it raised {quote(error)}"
-            if can:
+            why = refusal_by(cls, "is_supported_config", cls, *asked)
+            if not why:
                 return backend, ""
-            why = str(reason).rstrip(". ") or "is_supported_config returned no reason"
         return None, why
 
 

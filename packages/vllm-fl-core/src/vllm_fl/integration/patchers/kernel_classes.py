@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...dispatch.resolver import STOCK
 from ...engine.facts import KernelUse
 from ...text import quote
-from .expert_kernels import Offers, known_experts, offers_for
+from .expert_kernels import Offers, known_experts, offers_for, refusal_by
 
 if TYPE_CHECKING:
     import torch
@@ -195,12 +195,9 @@ def refusal_of(cls: Any, config: Any) -> str:
             cls.get_min_capability()
         ):
             return f"it needs capability {cls.get_min_capability()}, the device has {number}"
-        if hasattr(cls, "is_supported"):
-            can, why = cls.is_supported(number)
-            if not can:
-                return str(why).rstrip(". ") or "is_supported returned no reason"
-        can, why = cls.can_implement(config)
-        return "" if can else str(why).rstrip(". ") or "can_implement returned no reason"
+        if hasattr(cls, "is_supported") and (why := refusal_by(cls, "is_supported", number)):
+            return why
+        return refusal_by(cls, "can_implement", config)
     except Exception as error:  # a class may be third-party code
         return f"it raised {quote(error)}"
 
