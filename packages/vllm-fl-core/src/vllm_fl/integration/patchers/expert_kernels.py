@@ -45,8 +45,8 @@ _building: dict[str, Mapping[str, Iterable[Any]]] = {}
 
 
 def refusal_by(cls: Any, name: str, *args: Any) -> str:
-    """Call a method of a class for quantised layers. Return its reason for a refusal, or an empty
-    text. An exception counts as a refusal, because third-party code may raise anything."""
+    """Return a class's reason for refusing a layer, from its method `name`; empty if it accepts.
+    An exception is a reason too, because third-party code may raise anything."""
     try:
         can, why = getattr(cls, name)(*args)
         return "" if can else str(why).rstrip(". ") or f"{name} returned no reason"
