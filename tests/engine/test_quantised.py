@@ -11,6 +11,7 @@ from typing import Any
 
 import checkpoints
 import pytest
+import torch
 from engine_run import BIND, Job, cores, largest_difference
 from engines import IN_ONE_PROCESS, PLUGINS, assert_same_bits, batches, run
 from quantised_layers import FAULTS
@@ -90,6 +91,9 @@ def test_a_fault_that_only_loaded_layers_show_falls_back_to_vllms_class(
     assert "[FL410]" in ours["log"]
 
 
+@pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(), reason="vLLM's int8 experts for CPUs require AMX"
+)
 def test_faulty_experts_fall_back_to_vllms_class(serve: Callable[..., dict[str, Any]]) -> None:
     path = os.pathsep.join((str(PLUGINS), str(TOOLS), os.environ.get("PYTHONPATH", "")))
     variables = {"VLLM_FL_PLUGIN_MODULES": "faulty_linear", "PYTHONPATH": path}

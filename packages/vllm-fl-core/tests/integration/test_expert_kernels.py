@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -50,6 +51,12 @@ class Acme(CPUExpertsInt8):  # type: ignore[misc]
     @staticmethod
     def is_supported_config(own: Any, *given: Any) -> Any:
         return (False, own.refusal) if own.refusal else VLLMS.is_supported_config(own, *given)
+
+
+@pytest.fixture(autouse=True)
+def on_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's classes of experts for CPUs require AMX. They are chosen here, but do not compute."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
 
 
 @pytest.fixture
