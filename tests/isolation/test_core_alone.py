@@ -122,7 +122,7 @@ def test_a_backend_without_the_ops_dependency_gets_a_message(install: Install) -
     (finding,) = installed.answer("doctor", status=1)["findings"]
     assert finding["code"] == "FL217"
     assert (
-        finding["what"] == "fl-old-form 1.0 implements ops of vllm-fl-ops, and does not require it."
+        finding["what"] == "fl-old-form 1.0 implements ops of vllm-fl-ops, but does not require it."
     )
 
 
