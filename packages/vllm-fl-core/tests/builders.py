@@ -157,7 +157,10 @@ def planning(
 def engine_of(plan: Plan, worker: Any = None) -> Any:
     from vllm_fl.integration.engines import Engine  # imports vLLM
 
-    engine = Engine(EngineFacts(load_settings({}), plan.mode), 0, worker or SimpleNamespace())
+    if worker is None:
+        config = SimpleNamespace(quant_config=None, speculative_config=None)
+        worker = SimpleNamespace(vllm_config=config)
+    engine = Engine(EngineFacts(load_settings({}), plan.mode), 0, worker)
     engine.plan, engine.device = plan, torch.device("cpu")
     return engine
 

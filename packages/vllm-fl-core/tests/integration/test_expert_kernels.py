@@ -74,8 +74,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         facts = dataclasses.replace(EngineFacts(settings, "eager"), kernels={OP: uses})
         plan: Plan = planning(manager, demoted=PATCHER.why_not(facts).impls)
         remarks: dict[Moment, list[str]] = {Moment.LOADED: []}
+        config = SimpleNamespace(quant_config="int8", speculative_config=None)
         return SimpleNamespace(
-            plan=plan, facts=facts, models={}, config=None, rank=0, state={}, remarks=remarks
+            plan=plan, facts=facts, models={}, config=config, rank=0, state={}, remarks=remarks
         )
 
     return make

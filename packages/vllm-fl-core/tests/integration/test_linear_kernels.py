@@ -72,7 +72,8 @@ def model_of(draw: random.Random) -> nn.Module:
 
 
 def engine_of(plan: Plan, facts: EngineFacts, model: nn.Module, **kernels: Any) -> Any:
-    config = SimpleNamespace(kernel_config=SimpleNamespace(**kernels))
+    given = {"quant_config": "int8", "speculative_config": None}
+    config = SimpleNamespace(kernel_config=SimpleNamespace(**kernels), **given)
     remarks: dict[Moment, list[str]] = {Moment.LOADED: []}
     return SimpleNamespace(
         plan=plan, facts=facts, models={"": model}, config=config, rank=0, state={}, remarks=remarks

@@ -128,14 +128,14 @@ def code_hash(distribution: str | None, module: str = "") -> str:
     `UNKNOWN` without files. `distribution` is None for code without a distribution; `module` is one
     of its modules."""
     loaded = sys.modules.get(_top(module))
-    return _code_of(distribution, module, str(getattr(loaded, "__file__", None)))
+    return _code_of(distribution, _top(module), str(getattr(loaded, "__file__", None)))
 
 
 @cache
-def _code_of(distribution: str | None, module: str, file: str) -> str:
-    """Compute the hash. `file` is only a part of the cache key: the file from which the module was
-    loaded."""
-    tops = {_top(module), *_top_levels(distribution)} - {"", *BENEATH}
+def _code_of(distribution: str | None, top: str, file: str) -> str:
+    """Compute the hash. `file` is only a part of the cache key: the file from which the top-level
+    module was loaded."""
+    tops = {top, *_top_levels(distribution)} - {"", *BENEATH}
     found = sorted(each for top in tops for each in _files(top))
     state = hashlib.sha256()
     for name, path in found:

@@ -176,7 +176,8 @@ def _build(vllm_config: VllmConfig) -> torch.nn.Module:
         stack.enter_context(torch.random.fork_rng(devices=()))
         stack.enter_context(building(Plan("eager", {ATTENTION: attention})))
         stack.enter_context(_one_rank())
-        stack.enter_context(first_in_lists({}))
+        if config.quant_config is not None:
+            stack.enter_context(first_in_lists({}))
         stack.enter_context(set_current_vllm_config(config))
         stack.enter_context(set_default_torch_dtype(config.model_config.dtype))
         stack.enter_context(torch.device("meta"))

@@ -11,7 +11,7 @@ import enum
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -142,9 +142,11 @@ class LinearKernels(Patcher):
         return {"linear_kernels": uses} if uses else {}
 
     def building(self, engine: Engine) -> AbstractContextManager[None]:
-        """Put the planned classes first in vLLM's lists."""
+        """Put the planned classes first in vLLM's lists, if a model may be quantised."""
         planned = planned_kernels(engine.plan)
         engine.state[_ids] = _ids(engine.plan)
+        if engine.config.quant_config is None and engine.config.speculative_config is None:
+            return nullcontext()
         return first_in_lists(
             {op: [kernel_class(op, impl)[0] for impl in impls] for op, impls in planned.items()}
         )
