@@ -31,11 +31,12 @@ SLOWEST = "prefill, 256 tokens"
 
 ENGINE = """
 import json, os, sys
-tabled = "VLLM_FL_TABLE" in os.environ
+configured = "VLLM_FL_CONFIG" in os.environ
+tabled = configured or "VLLM_FL_TABLE" in os.environ
 assert json.loads(sys.argv[-1])["arguments"] == ["--enforce-eager"]
 table = {"acts": {acts}, "reason": "The table has no effect: device is H200", "file": {file}}
 digest = "d" + {plan} + "t" * (tabled and {acts})
-report = {"digest": digest, "table": table if tabled or {both} else None}
+report = {"digest": digest, "table": table if tabled - configured or {both} else None}
 ready = {"report": report, "vocabulary": 50, "graph_tokens": {graphs}, "length": {length}}
 print(json.dumps(ready), flush=True)
 for line in sys.stdin:
@@ -180,6 +181,14 @@ def test_a_table_without_effect_is_refused(accept: Any) -> None:
         assert path.read_text() == TABLE.text
         if behaviour == {"acts": "False"}:
             assert done.err.count("starting an engine") == 1
+
+
+def test_a_settings_file_is_compared_like_a_table(accept: Any) -> None:
+    path, _ = accept("--rounds", "1")
+    path.write_text("extends: platform\nop_backends:\n  int8_linear: [vendor, stock]\n")
+    assert f"The file {path} is accepted" in accept()[1].out
+    path.write_text("op_backend: {}\n")
+    assert "'op_backends'" in accept()[1].err
 
 
 def test_sigterm_ends_the_engines(accept: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`vllm-fl tune --accept`: compares a model's speed with a tuning table and without it.
+"""`vllm-fl tune --accept`: compares a model's speed with a table or settings file and without it.
 
 Two engines run in separate processes, and only one works at a time. Every round runs each phase on
 both, in short alternating turns. The engine that begins also alternates. Ratios are taken within a
@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import re
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,9 @@ from typing import Any
 
 from vllm_fl.errors import VllmFLError
 from vllm_fl.settings.files import read_table
+from vllm_fl.settings.loading import load_settings
 from vllm_fl.settings.schema import CONFIG, Settings
+from vllm_fl.settings.values import read_text
 
 from ..engine.timing import quartiles
 from ..integration.workload import Visit
@@ -60,7 +63,7 @@ PHASES = {
 }
 """The phases to time, if the model's maximum length permits; `_beyond_graphs` adds one."""
 
-TABLED, DEFAULT = "with the table", "without it"
+TABLED, DEFAULT = "with the file", "without it"
 
 
 class AcceptError(VllmFLError):
@@ -105,8 +108,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--accept",
         metavar="FILE",
-        help="instead, serve the model with this table and without it, and compare the speeds; "
-        "accepts only --model, --rounds, --json and vLLM's arguments",
+        help="instead, serve the model with this table or settings file and without it, and "
+        "compare the speeds; accepts only --model, --rounds, --json and vLLM's arguments",
     )
     parser.add_argument(
         "--rounds",
@@ -123,10 +126,10 @@ def accept_table(arguments: argparse.Namespace) -> int:
         The exit status: 0 if the table is accepted, 1 if it is not.
 
     Raises:
-        SettingsError: the file is not a table.
+        SettingsError: the file is neither a table nor a settings file.
         UsageError: the model does not exist.
         EngineError: an engine failed.
-        AcceptError: the table has no effect.
+        AcceptError: the file has no effect.
     """
     path, model = arguments.accept, arguments.model
     rounds = ROUNDS if arguments.rounds is None else arguments.rounds
@@ -135,7 +138,10 @@ def accept_table(arguments: argparse.Namespace) -> int:
     check_model(model)
     if rounds < STARTS:
         raise UsageError(f"--rounds {rounds}: expected at least {STARTS}")
-    read_table(path, "--accept")
+    if _is_table(path):
+        read_table(path, "--accept")
+    else:
+        load_settings({CONFIG: path})
     more = arguments.more
     started = time.monotonic()
     with ended_by_signal():
@@ -146,8 +152,13 @@ def accept_table(arguments: argparse.Namespace) -> int:
     else:
         _show(served, verdict)
         state = "accepted" if verdict.accepted else "not accepted"
-        say(f"\nThe table {path} is {state}: {verdict.reason}. {took:.0f} s.")
+        say(f"\nThe file {path} is {state}: {verdict.reason}. {took:.0f} s.")
     return 0 if verdict.accepted else 1
+
+
+def _is_table(path: str) -> bool:
+    """Return whether the file is a table, not a settings file."""
+    return re.search("^holds:", read_text(path, "table", "--accept"), re.MULTILINE) is not None
 
 
 def judged(served: Served) -> Acceptance:
@@ -209,7 +220,7 @@ def compare_engines(path: str, model: str, more: Sequence[str], rounds: int) -> 
 
     Raises:
         EngineError: an engine failed.
-        AcceptError: the table has no effect.
+        AcceptError: the file has no effect.
     """
     seconds: dict[tuple[str, str], list[float]] = {}
     tokens, digests = [], []
@@ -221,11 +232,12 @@ def compare_engines(path: str, model: str, more: Sequence[str], rounds: int) -> 
             engines: dict[str, EngineProcess] = {}
             for name in order:
                 engines[name] = stack.enter_context(_running(name, path, model, more))
-                _check(engines[name], path if name == TABLED else None)
+                if _is_table(path):
+                    _check(engines[name], path if name == TABLED else None)
             digest, other = (str(engines[name].report["digest"]) for name in (TABLED, DEFAULT))
             if digest == other:
                 raise AcceptError(
-                    f"The plan is the same with {path} and without it: the table has no effect in "
+                    f"The plan is the same with {path} and without it: the file has no effect in "
                     "this engine. `vllm-fl explain OP` shows the orders of an op"
                 )
             digests.append(digest)
@@ -325,7 +337,7 @@ def _of_steps(steps: Sequence[float]) -> float:
 @contextlib.contextmanager
 def _running(name: str, path: str, model: str, more: Sequence[str]) -> Iterator[EngineProcess]:
     options = {"gpu_memory_utilization": 0.45}  # two engines on one device
-    variable = Settings.table.variable
+    variable = Settings.table.variable if _is_table(path) else CONFIG
     environment = {key: value for key, value in os.environ.items() if key != variable}
     if name == TABLED:
         environment[variable] = path
