@@ -126,7 +126,7 @@ def accept_table(arguments: argparse.Namespace) -> int:
         The exit status: 0 if the table is accepted, 1 if it is not.
 
     Raises:
-        SettingsError: the file is neither a table nor a settings file.
+        SettingsError: the file has an error.
         UsageError: the model does not exist.
         EngineError: an engine failed.
         AcceptError: the file has no effect.
