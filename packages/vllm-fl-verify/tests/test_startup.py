@@ -170,6 +170,12 @@ def test_a_rank_asks_for_runs_of_the_loaded_model(
         assert checks.counts(planning(manager)) == {min(n, largest) for n in counts}
 
 
+def test_ops_in_graphs_and_attention_ask_for_no_runs() -> None:
+    bindings = known_contracts().bindings
+    ops = "linear", "qk_norm_rope", "reshape_and_cache", OP
+    assert [op for op in ops if made_inputs._may_run(bindings[op])] == [OP]
+
+
 def test_what_the_model_has_no_layer_of_is_not_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the model is not run; nothing is reported for a model with unknown layers."""
     monkeypatch.setattr(targets, "installed_bindings", lambda: known_contracts().bindings)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from vllm_fl.contracts import OpSpec
+from vllm_fl.contracts.binding import Binding
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.opaque import is_opaque
@@ -141,9 +142,10 @@ class Checks:
         return max(known, default=0)
 
     def counts(self, plan: Plan) -> frozenset[int]:
-        """Return the sizes of this rank's runs of the loaded model, in tokens; empty if it compares
-        nothing. They include the maximum tokens of the planned ops' rows."""
-        entries = [entry for entry in plan.entries.values() if entry.impls]
+        """Return the sizes of this rank's runs of the loaded model, in tokens; empty if no call of
+        these runs is compared. They include the maximum tokens of the planned ops' rows."""
+        table = installed_bindings()
+        entries = [e for op, e in plan.entries.items() if e.impls and _may_run(table.get(op))]
         if not self.facts.settings.compares or not entries:
             return frozenset()
         largest = self.facts.sizes.tokens[-1] if self.facts.sizes else 1
@@ -163,7 +165,19 @@ class Checks:
         kept = [role.kept for role in self._verified.values() if role.impl in impls]
         some = f"{sum(kept)} of {len(kept)} implementations were verified before"
         before = [VERIFIED_BEFORE if all(kept) else some] if any(kept) else []
+        if self.facts.settings.compares and not self.live_counts:
+            before.append("no calls on live tensors: all ops are in compiled graphs or attention")
         return [f"seed {self.seed}", *([limit] if unknown else ()), *before, *self.remarks]
+
+
+def _may_run(binding: Binding | None) -> bool:
+    """Return whether a run of the loaded model, uncompiled and without attention, may call an
+    op."""
+    if binding is None or not binding.targets:
+        return True
+    by_pass = any(target.puts_operators for target in binding.targets)
+    is_seen = any(target.seen_live for target in binding.targets)
+    return is_seen and not by_pass and not binding.between_graphs
 
 
 def lowering(facts: EngineFacts, device: torch.device) -> str:
