@@ -159,6 +159,8 @@ def test_at_the_end_of_an_update_the_plan_is_compared_and_nothing_of_it_counts(
     assert "After the weights were updated: 1 calls on live tensors in" in caplog.text
     assert not worker.vllm_fl_engine.plan.calls and not worker.vllm_fl_engine.wrong
     assert worker.vllm_fl_verify().startswith("1 calls on live tensors in")
+    checks_of(worker.vllm_fl_engine).live_counts = frozenset()  # all ops are in compiled graphs
+    assert worker.vllm_fl_verify().startswith("no calls on live tensors: ")
 
 
 def test_an_engine_that_plans_only_classes_of_quantised_layers_is_verified_after_an_update(

@@ -194,6 +194,7 @@ def compare_again(engine: Engine) -> dict[Key, Objection]:
     written, and no call is counted."""
     checks, remarks = checks_of(engine), engine.remarks[Moment.UPDATED]
     if not checks.live_counts:
+        remarks += checks.unseen(engine.plan)
         return {}
     obstacles = engine.gather("report whether the model can run", _obstacle(engine))
     stopped = "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(obstacles) if why)

@@ -165,9 +165,15 @@ class Checks:
         kept = [role.kept for role in self._verified.values() if role.impl in impls]
         some = f"{sum(kept)} of {len(kept)} implementations were verified before"
         before = [VERIFIED_BEFORE if all(kept) else some] if any(kept) else []
-        if self.facts.settings.compares and not self.live_counts:
-            before.append("no calls on live tensors: all ops are in compiled graphs or attention")
-        return [f"seed {self.seed}", *([limit] if unknown else ()), *before, *self.remarks]
+        remarks = *before, *self.unseen(plan), *self.remarks
+        return [f"seed {self.seed}", *([limit] if unknown else ()), *remarks]
+
+    def unseen(self, plan: Plan) -> list[str]:
+        """Return a remark if no run of the loaded model calls a planned op."""
+        is_planned = any(entry.impls for entry in plan.entries.values())
+        if self.live_counts or not is_planned or not self.facts.settings.compares:
+            return []
+        return ["no calls on live tensors: all ops are in compiled graphs or attention"]
 
 
 def _may_run(binding: Binding | None) -> bool:
