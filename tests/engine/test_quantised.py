@@ -12,7 +12,7 @@ from typing import Any
 import checkpoints
 import pytest
 import torch
-from engine_run import BIND, Job, cores, largest_difference
+from engine_run import BIND, Job, largest_difference
 from engines import IN_ONE_PROCESS, PLUGINS, assert_same_bits, batches, run
 from quantised_layers import FAULTS
 
@@ -77,7 +77,7 @@ def test_a_fault_that_only_loaded_layers_show_falls_back_to_vllms_class(
     draw = random.Random(seed)
     planted = [form, draw.randrange(len(FAULTS[form])), seed, draw.randrange(ranks)]
     options = {"tensor_parallel_size": ranks} if ranks > 1 else None
-    bind = {BIND: "|".join(map(str, cores()[:ranks]))} if ranks > 1 else {}
+    bind = {BIND: "0|1"} if ranks > 1 else {}
     path = os.pathsep.join((str(PLUGINS), str(TOOLS), os.environ.get("PYTHONPATH", "")))
     variables = {"VLLM_FL_PLUGIN_MODULES": "faulty_linear", "PYTHONPATH": path, **bind}
     variables["PLANTED"] = json.dumps(planted)
