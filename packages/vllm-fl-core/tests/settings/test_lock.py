@@ -50,6 +50,8 @@ def lacking(text: str) -> str:
         lambda text: text.replace(f'"{MARK}": {VERSION}', f'"{MARK}": 1'),
         lacking,
         lambda text: '["vllm_fl_lock", 1]',
+        lambda text: json.dumps({**json.loads(text), "facts": {}}),
+        lambda text: json.dumps({**json.loads(text), "result": "x", "seed": "q"}),
         lambda text: "",
     ],
 )

@@ -88,7 +88,9 @@ def test_preference_knows_the_kind_behind_an_id() -> None:
     assert str(order.preferring("flagos")) == "impl:default.flagos|reference"
 
 
-@pytest.mark.parametrize("value", [[], {}, "", 5, None, ["flagos", "flagos"], {"eagre": ["stock"]}])
+@pytest.mark.parametrize(
+    "value", [[], {}, "", 5, None, ["flagos"] * 2, {"eagre": ["stock"]}, {"eager": {}}]
+)
 def test_order_refuses(value: object) -> None:
     with pytest.raises(ValueError):
         OpOrder.of(value)
@@ -196,6 +198,12 @@ def test_policy_is_frozen_and_equal_by_value() -> None:
 def test_policy_refuses_a_vendor_as_preference() -> None:
     with pytest.raises(ValueError, match="prefer must be one of"):
         SelectionPolicy(prefer="cuda")
+
+
+@pytest.mark.parametrize("wrong", [{"strict": "no"}, {"allow_vendors": {5}}, {"deny_vendors": 5}])
+def test_policy_refuses_wrong_types(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        SelectionPolicy(**wrong)
 
 
 def test_pickled_policy_is_the_same_key_in_another_process() -> None:

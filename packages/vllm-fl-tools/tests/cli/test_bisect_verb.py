@@ -284,6 +284,7 @@ def test_usage(bisect: Any, fl: Command, tmp_path: Path) -> None:
         (("--against", "reference"), {"VLLM_FL_PLUGIN_MODULES": ""}, "provides a reference"),
         (("--prompts", "nowhere"), {}, "nowhere: cannot be read"),
         (("--enforce-eager",), {}, "vLLM's arguments need --startup"),
+        (("--startup", "--prompts", "p"), {}, "use them without --startup"),
     ):
         done = bisect(*arguments, **variables)
         assert done.status == 2 and problem in done.err, arguments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,8 @@ def test_strict_mode_that_would_end_the_start(fl: Command, plugin: Plugin) -> No
         ("--diff", "other.json"),
         ("--diff", "settings.json"),  # a plan by its name
         ("--diff", "wrong.yaml"),
+        ("--diff", "label.lock"),
+        ("--diff", "deep.json"),
     ],
 )
 def test_wrong_arguments(fl: Command, plugin: Plugin, arguments: tuple[str, ...]) -> None:
@@ -89,6 +92,9 @@ def test_wrong_arguments(fl: Command, plugin: Plugin, arguments: tuple[str, ...]
     Path("other.json").write_text('{"plan": {"ops": {"rms_norm": 3}}}')
     Path("settings.json").write_text('{"prefer": "vendor"}')
     Path("wrong.yaml").write_text("op_backends: {silu_and_mul: [vendr]}\n")
+    lock = {"vllm_fl_lock": 3, "facts": {"plan": {"rms_norm": "a(<=x)|b"}}, "result": {}, "seed": 1}
+    Path("label.lock").write_text(json.dumps(lock))
+    Path("deep.json").write_text("[" * 5000)
     done = fl("plan", *arguments, "--json")
     assert (done.status, done.out) == (2, "") and done.err
 

@@ -179,7 +179,11 @@ def plugin_findings(plugin: Plugin, settings: Any) -> list[Finding]:
     """Return a plugin's findings for `vllm-fl doctor`. Raises PluginError if its hook fails."""
     with in_hook(plugin, "doctor"):
         results = results_of(plugin, "doctor", Iterable, settings=settings)
-        return [Finding(**vars(finding)) for found in results for finding in found]
+        findings = [Finding(**vars(finding)) for found in results for finding in found]
+        for text in (text for finding in findings for text in vars(finding).values()):
+            if not isinstance(text, str):
+                raise TypeError(f"a Finding consists of texts, got {type(text).__name__}")
+        return findings
 
 
 def start_in_worker(

@@ -49,8 +49,11 @@ def read_lock(path: str, *, key: str = "lock", origin: str = "") -> Locked:
     text = read_text(file, key, origin or file, most=MAX_BYTES)
     try:
         data = json.loads(text)
-        if data.pop(MARK) == VERSION:
-            return Locked(file, data["facts"], data["result"], data["seed"], file != path)
+        facts, result, seed = data["facts"], data["result"], data["seed"]
+        is_draft = facts is result is None  # of `vllm-fl plan --save`
+        is_whole = is_draft or (isinstance(facts, dict) and facts and isinstance(result, dict))
+        if data[MARK] == VERSION and is_whole and isinstance(seed, int | None):
+            return Locked(file, facts or {}, result or {}, seed, file != path)
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
         pass
     problem = f"is not a complete version {VERSION} lock file; `vllm-fl plan --save` creates one"

@@ -278,7 +278,7 @@ def _ceiling(key: object) -> int | None:
 
 
 def _side(value: object) -> Rows[tuple[Selector, ...]]:
-    if not isinstance(value, Mapping):
+    if not isinstance(value, Mapping) or not value:
         return ((None, _selectors(value)),)
     rows = [(_ceiling(key), _selectors(selectors)) for key, selectors in value.items()]
     return tuple(sorted(rows, key=lambda row: row[0] is None))
@@ -334,6 +334,8 @@ class SelectionPolicy:
                 "use groups"
             )
         object.__setattr__(self, "per_op_order", MappingProxyType(orders))
+        if self.strict not in (0, 1):
+            raise ValueError(f"strict must be True or False, got {self.strict!r}")
         object.__setattr__(self, "strict", bool(self.strict))
         if self.allow_vendors is not None:
             object.__setattr__(self, "allow_vendors", _names("allow_vendors", self.allow_vendors))
@@ -402,6 +404,7 @@ class SelectionPolicy:
 
 
 def _names(what: str, value: Iterable[str]) -> frozenset[str]:
-    if isinstance(value, str):
-        raise ValueError(f"{what} must be a set of vendor names, got the text {value!r}")
-    return frozenset(value)
+    names = frozenset(value) if isinstance(value, Iterable) else {value}
+    if isinstance(value, str) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{what} must be a set of vendor names, got {value!r}")
+    return frozenset(names)

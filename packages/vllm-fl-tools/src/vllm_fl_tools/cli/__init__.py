@@ -57,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _answer(argv: Sequence[str] | None) -> int:
+    if sys.stdout is None:
+        raise UsageError("the output is closed")
     words = sys.argv[1:] if argv is None else [*argv]
     parser = _parser(words)
     _complete(parser)

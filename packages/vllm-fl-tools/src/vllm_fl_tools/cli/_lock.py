@@ -21,7 +21,7 @@ from ._engines import check_model, engine_startup, running_engine
 from ._options import draft_of
 from ._show import UsageError, print_answer, say
 
-DRAFT: dict[str, Any] = {"facts": {}, "result": {}, "seed": None}
+DRAFT: dict[str, Any] = {"facts": None, "result": None, "seed": None}
 """An empty lock file. An engine with it compares no facts, but records its own facts."""
 
 

@@ -108,6 +108,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Return 0 if nothing is wrong, 130 after an interruption, otherwise 1."""
     check_model(arguments.model)
+    if arguments.startup and (arguments.prompts or arguments.against != STOCK_NAME):
+        raise UsageError("--against and --prompts compare outputs: use them without --startup")
     started = time.monotonic()
     with ExitStack() as stack:
         stack.enter_context(ended_by_signal())

@@ -28,10 +28,11 @@ from ._show import UsageError, print_answer, say
 __all__ = ["add_arguments", "run", "template_ops"]
 
 RESERVED = (
-    *("core", "default", "fl", "vllm"),
+    *("ascend", "core", "cpu", "cuda", "default", "fl", "flagcx", "flaggems", "ops", "tools"),
+    *("verify", "vllm"),
     *("flagos", "foreign", "impl", "reference", "stock", "vendor"),
 )
-"""Names that a vendor cannot have: vllm-fl's own names, and selectors of orders."""
+"""Names that a vendor cannot have: vllm-fl's distributions and names, and selectors of orders."""
 
 TEMPLATE = files("vllm_fl_tools") / "templates" / "backend"
 """A complete package of the vendor `acme`, for its own device."""

@@ -150,18 +150,19 @@ def _given(what: str) -> dict[str, Any] | None:
         raise UsageError(wrong) from error
     try:
         document = json.loads(text)
-    except ValueError:  # for example, YAML
+    except (ValueError, RecursionError):  # for example, YAML
         document = None
     keys = {*document} if isinstance(document, dict) else set()
-    if what.endswith(".lock") or MARK in keys:
-        lock = read_lock(what, key="--diff")
-        return {**_of_lock(lock, lock.facts["plan"]), "warnings": []}
-    if "plan" not in keys and not what.endswith(".json"):
+    is_lock = what.endswith(".lock") or MARK in keys
+    if not is_lock and "plan" not in keys and not what.endswith(".json"):
         return None
     try:
+        if is_lock:
+            lock = read_lock(what, key="--diff")
+            return {**_of_lock(lock, lock.facts["plan"]), "warnings": []}
         ops = {op: _outcome(each) for op, each in _in_model(document["plan"]["ops"]).items()}
-    except (AttributeError, KeyError, TypeError) as error:
-        wrong = f"--diff {what}: not the output of `vllm-fl plan --json`"
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        wrong = f"--diff {what}: not the output of `vllm-fl plan --json` or `plan --save`"
         raise UsageError(wrong) from error
     return {"ops": ops, "aside": "", "warnings": []}
 

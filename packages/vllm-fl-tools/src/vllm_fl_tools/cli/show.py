@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.settings.lock import MARK, read_lock
+from vllm_fl.settings.lock import MARK, Locked, read_lock
 from vllm_fl.settings.schema import Settings
 from vllm_fl.settings.values import read_text
 from vllm_fl.text import quote
@@ -150,7 +150,7 @@ def _read(path: str) -> dict[str, Any]:
 
 def _as_json(file: Mapping[str, Any]) -> dict[str, Any]:
     content = file["content"]
-    return {**file, "content": content if isinstance(content, dict) else asdict(content)}
+    return {**file, "content": asdict(content) if isinstance(content, Locked | Tuned) else content}
 
 
 def _silent(path: str, data: Mapping[str, Any]) -> int | None:
