@@ -192,7 +192,9 @@ class TestPlugins:
         """)
         (finding,) = found(fl("doctor", "--json", ACME_STREAMS="one"), "acme")
         assert finding["what"] == "ACME_STREAMS=one is slow."
-        assert "a Finding consists of texts, got int" in text(found(fl("doctor", "--json"), "plugins"))
+        assert "a Finding consists of texts, got int" in text(
+            found(fl("doctor", "--json"), "plugins")
+        )
         wrong = found(fl("doctor", "--json", ACME_STREAMS="two"), "settings")
         assert "expected one of auto, one" in text(wrong)
 
