@@ -42,8 +42,8 @@ def missing(shown: Sequence[str], printed: Sequence[str]) -> list[str]:
     """Return the shown lines that are not printed in this order. Numbers and digests may differ."""
     rest, found = iter(printed), []
     for line in shown:
-        words = (re.sub(r"[0-9a-f]{16}|\d[\d.]*", "N", word) for word in line.split())
-        pattern = r"\s+".join(re.escape(word).replace("N", "[0-9a-f.]+") for word in words)
+        words = (re.sub(r"[0-9a-f]{16}|\d[\d.]*", "¤", word) for word in line.split())
+        pattern = r"\s+".join(re.escape(word).replace("¤", "[0-9a-f.]+") for word in words)
         wanted = re.compile(pattern.replace("…", ".*"))
         if not line.startswith(("…", "─")) and not any(map(wanted.search, rest)):
             found.append(line)
