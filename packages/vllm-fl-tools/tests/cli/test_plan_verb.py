@@ -95,6 +95,8 @@ def test_wrong_arguments(fl: Command, plugin: Plugin, arguments: tuple[str, ...]
     lock = {"vllm_fl_lock": 3, "facts": {"plan": {"rms_norm": "a(<=x)|b"}}, "result": {}, "seed": 1}
     Path("label.lock").write_text(json.dumps(lock))
     Path("deep.json").write_text("[" * 5000)
+    Path("old.lock").write_text('{"vllm_fl_lock": 1}')
+    assert "not a complete version" in str(fl("plan", "--diff", "old.lock"))
     done = fl("plan", *arguments, "--json")
     assert (done.status, done.out) == (2, "") and done.err
 

@@ -156,9 +156,9 @@ def _given(what: str) -> dict[str, Any] | None:
     is_lock = what.endswith(".lock") or MARK in keys
     if not is_lock and "plan" not in keys and not what.endswith(".json"):
         return None
+    lock = read_lock(what, key="--diff") if is_lock else None
     try:
-        if is_lock:
-            lock = read_lock(what, key="--diff")
+        if lock is not None:
             return {**_of_lock(lock, lock.facts["plan"]), "warnings": []}
         ops = {op: _outcome(each) for op, each in _in_model(document["plan"]["ops"]).items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
