@@ -32,6 +32,10 @@ of a correct kernel reach five."""
 ROUNDINGS = 4
 """Tolerance for other roundings, in steps of the result's dtype at a row's root mean square."""
 
+SMALL, LARGEST = 2.0**-6, 2.0**10
+"""Root mean square of a first product below which the inputs are scaled up, and the largest factor.
+With the weights of `load_format="dummy"` it is 1e-6, and vLLM rounds its activation to 0."""
+
 
 class Experts:
     """Copies of some experts of one layer, made before vLLM converts the weights.
@@ -70,6 +74,8 @@ class Experts:
         for tokens in TOKENS:
             x = torch.randn(tokens, hidden, generator=self.generator, dtype=torch.float32)
             x = x.to(device, dtype)
+            size = (x[0].to(first.dtype) @ first[0].mT).square().mean().sqrt()
+            x *= torch.where(size < SMALL, (1 / size).clamp(max=LARGEST), 1.0).to(dtype)
             ids, weights = (each.to(device) for each in self._routing(tokens))
             given = {"layer": layer, "x": x, "topk_weights": weights}
             given["topk_ids"] = self._global(ids)
