@@ -104,12 +104,26 @@ SMALL: Config = {
     "max_position_embeddings": 32_768,
 }
 
+SEVEN: Config = {
+    **MODEL,
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152_064,
+    "max_position_embeddings": 32_768,
+}
+
 MODELS: dict[str, tuple[Config, dict[str, Any]]] = {
     "qwen3-8b": (MODEL, {}),
     "llama-3.1-8b": (LLAMA, {}),
     "gemma-3-4b": (GEMMA, {}),
     "mistral-nemo": (NEMO, {}),
     "qwen2.5-1.5b": (SMALL, {}),
+    "qwen2.5-7b": (SEVEN, {}),
     "qwen3-30b-a3b": (EXPERTS, {}),
     "qwen3-8b-fp8": (MODEL, {"quantization": "fp8"}),
 }

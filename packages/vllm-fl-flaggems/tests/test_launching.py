@@ -135,16 +135,17 @@ def test_of_nothing_comes_nothing(size: tuple[int, ...], device: torch.device) -
     assert q.shape == none.shape and k is not None and k.shape == none.shape
 
 
-@pytest.mark.parametrize("processors", [1, 2, 6])
-@pytest.mark.parametrize("tokens", [2, 17, 64])
+@pytest.mark.parametrize("processors", [1, 2, 4, 6])
+@pytest.mark.parametrize("tokens", [1, 2, 17, 64])
 def test_products_are_right_on_tiles_of_every_size(
     tokens: int, processors: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a whole GPU only large weights use all tile sizes."""
     for module in (linear, gated_linear):
         monkeypatch.setattr(module, "PROCESSORS", processors)
+    monkeypatch.setattr(linear, "NARROW", 64 * processors)
     monkeypatch.setattr(linear, "_is_faster", lambda *shape: True)  # not true at this size
-    rows, features, dtype = 184, 264, torch.bfloat16
+    rows, features, dtype = 280, 264, torch.bfloat16
     torch.manual_seed(tokens)
     x = torch.randn(tokens, features, dtype=dtype, device=device)
     weight = torch.randn(rows, features, dtype=dtype, device=device) * features**-0.5

@@ -94,7 +94,7 @@ def test_what_has_no_kernel_is_refused_and_nothing_else(
             assert refused == REFUSED.get(impl.op_name, set()), dtype
 
 
-@pytest.mark.parametrize("outputs", [4096, 4224, 8448, 8449, 12672, 12673])
+@pytest.mark.parametrize("outputs", [4224, 4225, 8448, 8449, 16896, 16897])
 @pytest.mark.parametrize("tokens", [16, 17, 32, 33, 64])
 def test_a_programs_tile_fits_into_the_memory_of_its_multiprocessor(
     outputs: int, tokens: int

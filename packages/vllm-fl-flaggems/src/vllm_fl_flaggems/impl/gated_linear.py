@@ -16,6 +16,7 @@ from torch.nn.functional import linear as by_torch
 
 from . import implementation
 from .linear import (
+    FEW_TOKENS,
     FEWEST_TOKENS,
     PROCESSORS,
     PRODUCT_CONDITIONS,
@@ -63,16 +64,20 @@ def _gated(
 
 
 def _tile(outputs: int, tokens: int) -> Tile:
-    """Return the fastest tile for the shapes of ten models on an H100 (2026-11-27).
+    """Return the fastest tile for the shapes of ten models on an H200 (2026-11-30).
 
-    Tile(32, 128, 4) is used only if all of its programs run at once, at three per multiprocessor.
+    Blocks are smaller for more outputs, because then more programs share a multiprocessor, and all
+    run at once.
     """
-    programs = -(-outputs // 32)
-    if programs <= PROCESSORS:
+    if outputs <= 32 * PROCESSORS:
         return Tile(32, 256, 3)
-    if tokens > FEWEST_TOKENS:
+    if tokens <= FEWEST_TOKENS:
+        return Tile(32, 128, 3)
+    if outputs <= 64 * PROCESSORS:
         return Tile(64, 128, 4)
-    return Tile(32, 128, 4) if programs <= 3 * PROCESSORS else Tile(32, 256, 3)
+    if outputs > 128 * PROCESSORS:
+        return Tile(64, 64, 3)
+    return Tile(64, 128, 3) if tokens <= FEW_TOKENS else Tile(64, 64, 4)
 
 
 OPS = tuple(

@@ -19,6 +19,8 @@ from . import implementation
 
 __all__ = [
     "COPY_ALIGN",
+    "FEW_TOKENS",
+    "FEWEST_TOKENS",
     "MOST_TOKENS",
     "PRODUCT_CONDITIONS",
     "OPS",
@@ -50,6 +52,9 @@ PROCESSORS, SHARED_BYTES = 132, 227 * 1024
 
 FEW_TOKENS = 32
 
+NARROW = 2048
+"""Largest number of outputs of a product that needs smaller programs for one token."""
+
 COPY_ALIGN = 16
 """Required alignment, in bytes, of tensors and of their rows for block copies on Hopper."""
 
@@ -78,10 +83,8 @@ class Scales(NamedTuple):
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x @ weight.T + bias, summed in fp32 and rounded once.
 
-    The block sizes were the fastest for Qwen3-8B, on an H100 up to 16 tokens and on an H200 for
-    more. On the H200 they were also the fastest for Qwen3-30B-A3B and for two ranks. Block size and
-    choice of kernel depend only on shapes, so equal calls have equal results. Not supported:
-    float32, weights with non-contiguous rows.
+    Block size and choice of kernel depend only on shapes, so equal calls have equal results. Not
+    supported: float32, weights with non-contiguous rows.
     """
     tokens, outputs = len(x), len(weight)
     ready = prepared(x, weight)
@@ -117,15 +120,15 @@ def copies_blocks(device: torch.device) -> bool:
 def _is_faster(tokens: int, outputs: int, features: int) -> bool:
     """Return whether the kernel is as fast as PyTorch for two or more tokens.
 
-    Measured on an H100 at 41 shapes of nine models (2026-11-27). At a few narrow shapes, a wrong
-    choice costs 2 to 5 %. A program reads all features of 64 outputs. cuBLAS is faster if it can
-    split many features over few outputs, and for many tokens, because of its smaller tiles.
+    Measured on an H200 at 29 shapes of ten models (2026-11-30), and up to 32 tokens on an H100 at
+    41 shapes (2026-11-27). At a few narrow shapes, a wrong choice costs 2 to 6 %. A program reads
+    all features of 64 outputs. cuBLAS is faster if it can split many features over few outputs,
+    and for many tokens, because of its smaller tiles.
     """
     programs = -(-outputs // WEIGHT_ROWS)
     if tokens > FEW_TOKENS:
-        long = 4096 if programs <= 64 else 8192
-        return programs >= 112 or (programs >= 48 and features >= long)
-    if programs < 40 and features > 4096:
+        return programs >= 96 or (programs >= 64 and features >= 8192)
+    if programs <= 40 and features > 4096:
         return False
     return tokens <= FEWEST_TOKENS or programs > 64 or features >= 4096
 
@@ -173,7 +176,8 @@ def of_one_row(
     from ..triton_kernels import linear_of_one_row_kernel as kernel
 
     outputs, features = out.shape[1], weight.shape[1]
-    rows, block = 2, 1024  # the fastest for all numbers of outputs
+    # The fastest on an H200 at 37 shapes (2026-11-30); for 8-bit numbers, on an H100.
+    rows, block = (4, 512) if scales is None and outputs > NARROW else (2, 1024)
     of_x, of_weight = scales or (None, None)
     with torch.cuda.device(x.device):
         kernel[(-(-len(weight) // rows),)](
