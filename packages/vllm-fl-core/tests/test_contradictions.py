@@ -12,10 +12,10 @@ from textwrap import dedent
 
 import pytest
 import torch
-from builders import PLUGIN_SETTINGS, X, failing, half, registry_with_settings, silu
+from builders import PLUGIN_SETTINGS, X, failing, half, registry_with_settings, silu, started
 
 from vllm_fl.dispatch.manager import OpManager
-from vllm_fl.dispatch.startup import Startup, read_settings
+from vllm_fl.dispatch.startup import read_settings
 from vllm_fl.errors import CallError, SettingsError
 from vllm_fl.plugins.discovery import discover
 from vllm_fl.plugins.loading import load
@@ -34,10 +34,7 @@ IDS = ("default.flagos", "vendor.acme", "vendor.cuda", "reference.torch")
 
 def manager(settings: Settings, *impls: OpImpl) -> OpManager:
     """A manager that started with these settings and implementations."""
-    registry = registry_with_settings(*(impls or map(silu, IDS)))
-    made = OpManager()
-    made.use_startup(Startup((), settings), registry)
-    return made
+    return started(registry_with_settings(*(impls or map(silu, IDS))), settings=settings)
 
 
 def platform(path: Path, text: str) -> list[tuple[str, Path]]:

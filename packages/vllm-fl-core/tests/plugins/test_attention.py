@@ -84,11 +84,8 @@ def test_the_older_form_is_asked_what_it_takes(fn: Any) -> None:
     assert path_of(impl, PLAIN) == "acme.Plain"
     assert (impl.impl_id, impl.vendor, impl.priority) == ("vendor.acme", "acme", 7)
     assert impl.availability() == "no such chip"
-
-
-def test_the_older_form_that_takes_a_layer_is_not_available_and_says_why() -> None:
-    impl = older(lambda self, use_mla=False: "acme.Plain")
-    assert "needs a layer" in str(impl.availability())
+    of_a_layer = older(lambda self, use_mla=False: "acme.Plain")
+    assert "needs a layer" in str(of_a_layer.availability())
 
 
 def test_the_plan_names_the_backend_and_counts_it() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from importlib.metadata import distribution
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,71 +9,29 @@ from typing import Any
 
 import pytest
 import torch
-from builders import planning
+from builders import found, planning, spec_of, started
 
 from vllm_fl.contracts.binding import Contract
 from vllm_fl.dispatch.manager import OpManager
-from vllm_fl.dispatch.startup import Startup
 from vllm_fl.errors import PluginError
 from vllm_fl.plugins.discovery import BACKENDS, CONTRACTS, discover
 from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.installed import required_by
 from vllm_fl.plugins.loading import load
-from vllm_fl.plugins.plugin import Owner, Plugin
-from vllm_fl.plugins.registry import OpRegistry, known_contracts
+from vllm_fl.plugins.plugin import Plugin
+from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.reserved import FL_OPS
 from vllm_fl.plugins.snapshot import EMPTY
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
-from vllm_fl.settings.loading import load_settings
-
-SPEC = known_contracts().contracts["silu_and_mul"]
 
 
-def contract(name: str) -> Contract:
-    def oracle(x: Any) -> Any:
-        return SPEC.oracle(x)
-
-    oracle.__name__ = name
-    return Contract(dataclasses.replace(SPEC, oracle=oracle))
-
-
-def bringing(*names: str) -> Any:
-    @hookimpl
-    def brought() -> list[Contract]:
-        return [contract(name) for name in names]
-
-    return SimpleNamespace(contracts=brought)
-
-
-def found(distribution: str | None, plugin: Any = None, *, data: bool = True) -> Plugin:
-    """A distribution's plugin; without `plugin` it must not be imported."""
-
-    def import_it() -> Any:
-        assert plugin is not None, f"{distribution} was imported"
-        if isinstance(plugin, Exception):
-            raise plugin
-        return plugin
-
-    owner = Owner(str(distribution), distribution, "1.0")
-    return Plugin(
-        owner,
-        f"{distribution}.plugin",
-        import_it,
-        "contracts" if data else "backend",
-    )
+def bringing(*ops: str) -> Any:
+    return SimpleNamespace(contracts=hookimpl(lambda: [Contract(spec_of(op)) for op in ops]))
 
 
 def backend(distribution: str | None, op: str) -> Plugin:
-    def implementation(x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    @hookimpl
-    def register_ops() -> list[OpImpl]:
-        vendor = BackendImplKind.VENDOR
-        return [OpImpl(op, "vendor.acme", vendor, implementation, "acme")]
-
-    plugin = SimpleNamespace(register_ops=register_ops)
-    return found(distribution, plugin, data=False)
+    impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, lambda x: x, "acme")
+    return found(distribution, SimpleNamespace(register_ops=hookimpl(lambda: [impl])), "backend")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +52,7 @@ def test_contracts_come_along_with_any_name_and_nothing_else_is_imported(
     every = [
         backend("fl-acme", "acme"),
         data("fl-acme-ops", "acme_op"),
-        backend("fl-other", "other") if "fl-other" in loaded else found("fl-other", data=False),
+        backend("fl-other", "other") if "fl-other" in loaded else found("fl-other", kind="backend"),
         data(FL_OPS, "rms_norm"),
     ]
     registry = OpRegistry(EMPTY)
@@ -120,12 +77,12 @@ def test_what_brings_more_than_contracts_is_no_data() -> None:
     assert f"implements contracts, register_ops; use the group {BACKENDS}" in str(plugin.error)
 
 
-@pytest.mark.parametrize("data", [True, False])
+@pytest.mark.parametrize("kind", ["contracts", "backend"])
 @pytest.mark.parametrize("distribution", ["fl-acme", None])
 def test_a_contract_of_vllm_fl_ops_stays_and_its_namesake_is_refused(
-    distribution: str | None, data: bool
+    distribution: str | None, kind: Any
 ) -> None:
-    stranger = found(distribution, bringing("rms_norm", "acme_op"), data=data)
+    stranger = found(distribution, bringing("rms_norm", "acme_op"), kind)
     registry = OpRegistry(EMPTY)
     mine, ours = load(registry, [stranger, found(FL_OPS, bringing("rms_norm"))])
     assert (mine.status, ours.status) == ("failed", "ok")
@@ -135,17 +92,14 @@ def test_a_contract_of_vllm_fl_ops_stays_and_its_namesake_is_refused(
     assert {op: owner.label for op, owner in authors.items()} == {"rms_norm": FL_OPS}
 
 
-def started(*every: Plugin) -> OpManager:
+def manager_of(*every: Plugin) -> OpManager:
     registry = OpRegistry(EMPTY)
-    plugins = load(registry, every)
-    manager = OpManager()
-    manager.use_startup(Startup(plugins, load_settings({})), registry)
-    return manager
+    return started(registry, load(registry, every))
 
 
 @pytest.mark.parametrize("broken", [ImportError("no such file"), bringing("a", "not a name")])
 def test_an_implementation_without_its_contract_ends_the_startup(broken: Any) -> None:
-    manager = started(backend("fl-acme", "acme_op"), found("fl-acme-ops", broken))
+    manager = manager_of(backend("fl-acme", "acme_op"), found("fl-acme-ops", broken))
     for use in (lambda: planning(manager), lambda: manager.call("acme_op", torch.ones(2))):
         with pytest.raises(PluginError) as caught:
             use()
@@ -159,7 +113,7 @@ def test_an_implementation_without_its_contract_ends_the_startup(broken: Any) ->
 
 
 def test_without_the_ops_an_implementation_ends_the_start_by_name() -> None:
-    manager = started(backend("fl-acme", "silu_and_mul"))
+    manager = manager_of(backend("fl-acme", "silu_and_mul"))
     for use in (lambda: planning(manager), lambda: manager.call("silu_and_mul", torch.ones(2))):
         with pytest.raises(PluginError, match="Op 'silu_and_mul' has no contract") as caught:
             use()
