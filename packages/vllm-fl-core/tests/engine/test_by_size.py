@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import half, managing, planning, refusing, silu
+from builders import half, managing, norm, planning, refusing, silu
 
 from vllm_fl.contracts import Tolerance
 from vllm_fl.contracts.arguments import declared, tensor
@@ -304,18 +304,12 @@ def test_the_operators_name_and_the_digest_are_those_of_the_rows() -> None:
 def test_an_operator_overwrites_what_the_largest_calls_overwrite() -> None:
     """Results of other rows are copied to where the operator writes them."""
 
-    def made(name: str, writes: bool) -> OpImpl:
-        def rms_norm(
-            x: Any, residual: Any, weight: Any, epsilon: float, variance_size: Any = None
-        ) -> Any:
-            results = x + 5, residual + x
-            return (x.copy_(results[0]), residual.copy_(results[1])) if writes else results
+    def writing(x: Any, residual: Any) -> Any:
+        results = x + 5, residual + x
+        return x.copy_(results[0]), residual.copy_(results[1])
 
-        consumes = frozenset({"x", "residual"} if writes else ())
-        fields = ("rms_norm", f"vendor.{name}", BackendImplKind.VENDOR, rms_norm, name)
-        return OpImpl(*fields, consumes=consumes)
-
-    writes, fresh = made("w", True), made("f", False)
+    writes = norm("vendor.w", writing, consumes={"x", "residual"})
+    fresh = norm("vendor.f", lambda x, residual: (x + 5, residual + x))
     for rest, row in ((writes, fresh), (fresh, writes)):
         order = {"<=4": f"impl:{row.impl_id}", "rest": f"impl:{rest.impl_id}"}
         plan = planning(managing(writes, fresh, per_op_order={"rms_norm": order}), "compiled")

@@ -172,9 +172,6 @@ def test_the_hooks_of_an_object_with_generators(write: Write) -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("raise OSError('libacme.so.3')", "OSError: libacme.so.3"),
-        ("import sys; sys.exit('no device')", "SystemExit: no device"),
-        ("def (", "SyntaxError"),
         ("x = 1", "implements no hook"),
         ("@hookimpl\ndef register_ops():\n    return {'silu_and_mul': 1}", "returned dict"),
         ("@hookimpl\ndef register_ops():\n    return 7", "returned int"),
@@ -289,12 +286,8 @@ class TestOlderForm:
         impl = registry.get_implementation(op, "vendor.acme")
         assert impl is not None and not impl.is_available()
 
-    def test_a_callable_that_cannot_take_the_registry_is_no_silent_nothing(
-        self, write: Write
-    ) -> None:
+    def test_what_cannot_take_the_registry_is_no_silent_nothing(self, write: Write) -> None:
         assert "TypeError" in str(failure(write("def plugin(): return []", attribute="plugin")))
-
-    def test_a_class_is_not_run(self, write: Write) -> None:
         found = write("class Plugin:\n    def register(self, registry): ...", attribute="Plugin")
         assert "implements no hook" in str(failure(found))
 
@@ -678,33 +671,20 @@ def contracts():
 
 
 def test_an_op_that_a_plugin_brings(write: Write) -> None:
-    plugin, registry = one(
-        write(
-            DOUBLE
-            + """
-@hookimpl
-def register_ops():
-    return [OpImpl("double", "vendor.acme", BackendImplKind.VENDOR, lambda x: x + x, "acme")]
-"""
-        )
-    )
+    plugin, registry = one(write(DOUBLE + SOUND.replace("silu_and_mul", "double")))
     snapshot = registry.snapshot()
     assert (plugin.status, plugin.error) == ("ok", None)
     assert "double" in snapshot.contracts and snapshot.authors["double"] == plugin.owner
     assert snapshot.bindings["double"].targets == ()
     manager = OpManager(registry, SelectionPolicy())
-    assert manager.call("double", torch.ones(2)).eq(2).all()
+    assert manager.call("double", torch.ones(4)).eq(2).all()
     registry.remove(plugin.owner)
     after = registry.snapshot()
     assert not {"double"} & {*after.contracts, *after.bindings, *after.authors}
 
 
 def test_another_plugins_implementation_of_it_is_held_to_its_contract(write: Write) -> None:
-    other = """
-@hookimpl
-def register_ops():
-    return [OpImpl("double", "vendor.other", BackendImplKind.VENDOR, lambda y: y, "other")]
-"""
+    other = SOUND.replace("silu_and_mul", "double").replace("(x)", "(y)")
     registry = OpRegistry()  # the plugin loaded first uses what the later one provides
     early, late = load(registry, [write(other, "aaa"), write(DOUBLE, "zzz")])
     assert late.status == "ok" and early.status == "failed"
