@@ -67,7 +67,7 @@ def test_a_start_imports_none_of_the_heavy_modules() -> None:
     code = (
         "from vllm_fl.dispatch import get_default_manager; "
         "get_default_manager().ensure_initialized(); import sys; "
-        "heavy = 'torch vllm_fl.engine.plan yaml'; "
+        "heavy = 'torch vllm vllm_fl.engine.plan yaml'; "
         "print([m for m in heavy.split() if m in sys.modules])"
     )
     done = subprocess.run(

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import silu
 
 from vllm_fl.errors import IdleSwitchError, SettingsError
 from vllm_fl.plugins.registry import known_contracts
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings, policy_from_config
 from vllm_fl.settings.names import check_names
 from vllm_fl.settings.policy import SelectionPolicy
@@ -173,10 +173,7 @@ def test_a_plugins_file_neither_extends_nor_orders_other_peoples_ops(
     assert caught.value.origin.endswith("p.yaml:1 (acme 1)")
 
 
-IMPLS = {
-    "rms_norm": [OpImpl("rms_norm", "vendor.acme", BackendImplKind.VENDOR, print, "acme")],
-    "layer_norm": [OpImpl("layer_norm", "reference.torch", BackendImplKind.REFERENCE, print)],
-}
+IMPLS = {"rms_norm": [silu("vendor.acme")], "layer_norm": [silu("reference.torch")]}
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from builders import silu
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.policy import IMPL_KINDS, MODES, OpOrder, SelectionPolicy, Selector
 
-ACME = OpImpl("rms_norm", "vendor.acme", BackendImplKind.VENDOR, lambda: None, "acme")
-GEMS = OpImpl("rms_norm", "default.flagos", BackendImplKind.DEFAULT, lambda: None)
-TORCH = OpImpl("rms_norm", "reference.torch", BackendImplKind.REFERENCE, lambda: None)
+ACME, GEMS, TORCH = map(silu, ("vendor.acme", "default.flagos", "reference.torch"))
 
 names = st.from_regex(r"[a-z][a-z0-9_.]{0,8}", fullmatch=True)
 selectors = st.one_of(
