@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from builders import found as of_kind
-from builders import started
+from builders import silu, started
 
 from vllm_fl.errors import PluginError, SettingsError, StartError
 from vllm_fl.plugins.calling import (
@@ -29,7 +29,6 @@ from vllm_fl.plugins.plugin import Kind, Owner, Plugin
 from vllm_fl.plugins.registry import OpRegistry, known_contracts
 from vllm_fl.plugins.reserved import FL_OPS, unread, unverified
 from vllm_fl.plugins.snapshot import EMPTY
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings
 
 VERIFY = "vllm-fl-verify"
@@ -221,7 +220,7 @@ def test_what_the_hooks_of_an_engine_return() -> None:
 # Facts of an engine that may require batch-invariant implementations.
 ASKS, FREE = (SimpleNamespace(wants_invariance=why) for why in ("VLLM_BATCH_INVARIANT=1", ""))
 SPEC = known_contracts().contracts["silu_and_mul"]
-IMPL = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, lambda x: x, "acme")
+IMPL = silu("vendor.acme")
 
 
 def test_a_verifier_is_asked_what_it_cannot_measure_and_no_thread_is_started(

@@ -21,10 +21,6 @@ def acme(scheme: str = "int8", path: str = "acme.linear.Int8", **fields: Any) ->
     return LinearKernelImpl(scheme, path, VENDOR, "acme", **fields)
 
 
-def test_the_op_is_named_after_the_scheme() -> None:
-    assert (acme().op_name, acme().impl_id) == ("int8_linear", "vendor.acme")
-
-
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
@@ -61,6 +57,7 @@ def test_an_order_contains_vllms_classes_by_id(order: str, planned: list[str]) -
 
 
 def test_without_an_order_a_vendors_class_precedes_vllms() -> None:
+    assert (acme().op_name, acme().impl_id) == ("int8_linear", "vendor.acme")
     plan = planning(managing(acme()))
     assert plan.entries["int8_linear"].label == "vendor.acme"
     assert "fp8_linear" not in plan.entries

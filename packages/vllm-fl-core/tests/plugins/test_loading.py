@@ -205,16 +205,8 @@ def test_half_registered_is_rolled_back(write: Write) -> None:
     hooks = SOUND + "\n    yield from ()\n    raise OSError('no table')\n"
     hooks = hooks.replace("return [OpImpl", "yield from [OpImpl")
     assert "no table" in str(failure(write(hooks)))
-    older = """
-    def silu_and_mul(x):
-        return x
-
-    def register_builtins(registry):
-        registry.register_impl(
-            OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, silu_and_mul, "acme")
-        )
-        raise OSError("no table")
-    """
+    older = "def register_builtins(registry):\n    registry.register_many(register_ops())\n"
+    older = SOUND.replace("@hookimpl", f"{older}    raise OSError('no table')\n")
     assert "no table" in str(failure(write(older)))
 
 

@@ -71,29 +71,17 @@ def test_one_refused_refuses_all_of_the_call() -> None:
     assert registry.snapshot() is before
 
 
-def renamed(y: torch.Tensor) -> torch.Tensor:
-    return y
-
-
 def with_more(x: torch.Tensor, eps: float) -> torch.Tensor:
     return x
-
-
-def defaulted(x: Any = None) -> Any:
-    return x
-
-
-def with_none() -> None:
-    return None
 
 
 @pytest.mark.parametrize(
     ("fn", "words"),
     [
-        (renamed, "(y)"),
+        (lambda y: y, "(y)"),
         (with_more, "(x, eps)"),
-        (defaulted, "(x=None)"),
-        (with_none, "()"),
+        (lambda x=None: x, "(x=None)"),
+        (lambda: None, "()"),
     ],
 )
 def test_parameters_must_be_the_contracts(fn: Any, words: str) -> None:
@@ -126,12 +114,9 @@ def test_remove_and_clear() -> None:
 
 
 def test_a_vendor_that_differs_from_its_id_in_case_alone_is_taken_and_deprecated() -> None:
-    def silu_and_mul(x: Any) -> Any:
-        return x
-
-    vendor = BackendImplKind.VENDOR
+    named = (BackendImplKind.VENDOR, lambda x: x, "CUDA")
     with pytest.warns(DeprecationWarning, match=r"vendor='CUDA' .* write 'cuda'"):
-        impl = OpImpl("silu_and_mul", "vendor.cuda", vendor, silu_and_mul, vendor="CUDA")
+        impl = OpImpl("silu_and_mul", "vendor.cuda", *named)
     assert (impl.impl_id, impl.vendor) == ("vendor.cuda", "CUDA")
     for name in ("cuda", "CUDA"):
         assert Selector("vendor", name).matches(impl)
@@ -139,4 +124,4 @@ def test_a_vendor_that_differs_from_its_id_in_case_alone_is_taken_and_deprecated
         assert SelectionPolicy(allow_vendors=frozenset({name})).refuses(impl) is None
     assert SelectionPolicy(allow_vendors=frozenset({"Cuda"})).refuses(impl)
     with pytest.raises(ValueError, match=r"a vendor's impl_id must be 'vendor\.CUDA'"):
-        OpImpl("silu_and_mul", "vendor.rocm", vendor, silu_and_mul, vendor="CUDA")
+        OpImpl("silu_and_mul", "vendor.rocm", *named)

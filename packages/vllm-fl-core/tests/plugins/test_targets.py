@@ -108,9 +108,6 @@ def test_places_of_our_ops_are_ours_whoever_is_loaded_first(plugin: Any) -> None
     assert isinstance(mine.error, TargetError)
     assert "IR op rms_norm is already a target of op 'rms_norm'" in str(mine.error)
     assert "acme_norm" not in registry.snapshot().bindings
-
-
-def test_the_attention_backends_are_no_ops_place(plugin: Any) -> None:
     (mine,) = load(OpRegistry(EMPTY), [plugin("fl-acme", {"acme_rows": [AttentionTarget()]})])
     assert isinstance(mine.error, TargetError)
     taken = "the attention backend is already a target of op 'attention_backend' of vllm-fl-core"
