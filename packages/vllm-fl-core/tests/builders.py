@@ -30,30 +30,17 @@ from vllm_fl.settings.schema import Settings
 
 X = torch.ones(2, 8)
 
+
+def _listing(name: str, default: Any, **fields: Any) -> SettingSpec[Any]:
+    variable, how = f"VLLM_FL_{name.upper()}", {"in_file": True, "names": "FlagGems op"}
+    return SettingSpec(name, variable, default, **how, **fields)
+
+
 PLUGIN_SETTINGS: tuple[SettingSpec[Any], ...] = (
     SettingSpec("use_flaggems", "USE_FLAGGEMS", True),
-    SettingSpec(
-        "flagos_whitelist",
-        "VLLM_FL_FLAGOS_WHITELIST",
-        None,
-        in_file=True,
-        names="FlagGems op",
-        excludes="flagos_blacklist",
-    ),
-    SettingSpec(
-        "flagos_blacklist",
-        "VLLM_FL_FLAGOS_BLACKLIST",
-        (),
-        in_file=True,
-        names="FlagGems op",
-    ),
-    SettingSpec(
-        "flagos_blacklist_append",
-        "VLLM_FL_FLAGOS_BLACKLIST_APPEND",
-        (),
-        in_file=True,
-        names="FlagGems op",
-    ),
+    _listing("flagos_whitelist", None, excludes="flagos_blacklist"),
+    _listing("flagos_blacklist", ()),
+    _listing("flagos_blacklist_append", ()),
     SettingSpec("oplist_path", "FLAGGEMS_ENABLE_OPLIST_PATH", "/tmp/flaggems_enable_oplist.txt"),
 )
 """Settings declared by a plugin other than core, as FlagGems users have them."""
@@ -89,11 +76,7 @@ def half(x: torch.Tensor) -> torch.Tensor:
 
 def kind_of(impl_id: str) -> tuple[BackendImplKind, str | None]:
     head, _, name = impl_id.partition(".")
-    return {
-        "default": (BackendImplKind.DEFAULT, None),
-        "reference": (BackendImplKind.REFERENCE, None),
-        "vendor": (BackendImplKind.VENDOR, name),
-    }[head]
+    return BackendImplKind[head.upper()], name if head == "vendor" else None
 
 
 def silu(impl_id: str, mark: float = 0.0, **fields: Any) -> OpImpl:

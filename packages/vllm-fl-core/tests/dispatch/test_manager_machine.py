@@ -196,12 +196,8 @@ class Machine(RuleBasedStateMachine):
             self.override = None
 
         if mistaken:
-            assert not isinstance(result, Exception) or what in (
-                "mistake",
-                "sticky",
-                "nothing left",
-                "all failed",
-            )
+            may_raise = what in ("mistake", "sticky", "nothing left", "all failed")
+            assert may_raise or not isinstance(result, Exception)
             assert what == "sticky" or self.demoted == before, "a caller's mistake never demotes"
         if fused:
             new = {impl_id for _, impl_id in self.manager.demotions} - before

@@ -82,20 +82,15 @@ class Run:
         script = self.folder / "script.py"
         script.write_text(HEAD + dedent(code))
         ours = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_FL_")}
+        ours |= {
+            "PYTHONPATH": os.pathsep.join([str(self.folder), *sys.path]),
+            "STARTS": str(self.starts),
+            "VLLM_FL_PLUGIN_MODULES": "acme_plugin",
+            "VLLM_FL_PLUGINS": "acme_plugin",
+        }
+        command = [sys.executable, "-W", "ignore::DeprecationWarning", str(script)]
         done = subprocess.run(
-            [sys.executable, "-W", "ignore::DeprecationWarning", str(script)],
-            env=ours
-            | {
-                "PYTHONPATH": os.pathsep.join([str(self.folder), *sys.path]),
-                "STARTS": str(self.starts),
-                "VLLM_FL_PLUGIN_MODULES": "acme_plugin",
-                "VLLM_FL_PLUGINS": "acme_plugin",
-            }
-            | env,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
-            check=False,
+            command, env=ours | env, capture_output=True, text=True, timeout=DEADLINE, check=False
         )
         assert done.returncode == 0, done.stderr
         return done.stderr

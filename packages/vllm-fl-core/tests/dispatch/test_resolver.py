@@ -18,24 +18,10 @@ from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.policy import OpOrder, SelectionPolicy
 
 VENDORS = ["acme", "beta", "cuda"]
-IDS = [
-    "default.flagos",
-    "default.other",
-    "reference.torch",
-    "reference.slow",
-    *(f"vendor.{name}" for name in VENDORS),
-]
-TOKENS = [
-    "flagos",
-    "vendor",
-    "reference",
-    "foreign",
-    "stock",
-    "vendor:absent",
-    "impl:absent",
-    *(f"vendor:{name}" for name in VENDORS),
-    *(f"impl:{impl_id}" for impl_id in IDS),
-]
+IDS = ["default.flagos", "default.other", "reference.torch", "reference.slow"]
+IDS += [f"vendor.{name}" for name in VENDORS]
+TOKENS = ["flagos", "vendor", "reference", "foreign", "stock", "vendor:absent", "impl:absent"]
+TOKENS += [*(f"vendor:{name}" for name in VENDORS), *(f"impl:{impl_id}" for impl_id in IDS)]
 ORDERS = {
     "flagos": ["flagos", "vendor", "reference"],
     "vendor": ["vendor", "flagos", "reference"],
@@ -136,13 +122,8 @@ class Case:
     def policy(self) -> SelectionPolicy:
         sides = {"eager": self.eager, "compiled": self.compiled}
         order = {mode: selectors for mode, selectors in sides.items() if selectors is not None}
-        return SelectionPolicy(
-            prefer=self.prefer,
-            strict=self.strict,
-            per_op_order={"silu_and_mul": order} if order else {},
-            allow_vendors=self.allow,
-            deny_vendors=self.deny,
-        )
+        orders = {"silu_and_mul": order} if order else {}
+        return SelectionPolicy(self.prefer, self.strict, orders, self.deny, self.allow)
 
     def trace(self, shuffled: int = 0) -> Trace:
         return resolve(

@@ -21,14 +21,13 @@ def install(
     version: str = "1.0",
     *,
     points: str = "[vllm_fl.plugin]\nacme = fl_acme.plugin\n",
-    metadata: str | None = "Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
-    suffix: str = "dist-info",
+    is_whole: bool = True,
 ) -> Path:
-    folder = root / f"{name.replace('-', '_')}-{version}.{suffix}"
+    folder = root / f"{name.replace('-', '_')}-{version}.dist-info"
     folder.mkdir(parents=True)
-    if metadata is not None:
-        file = "METADATA" if suffix == "dist-info" else "PKG-INFO"
-        (folder / file).write_text(metadata.format(name=name, version=version))
+    if is_whole:
+        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (folder / "METADATA").write_text(text)
     (folder / "entry_points.txt").write_text(points)
     return folder
 
@@ -42,7 +41,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_first_folder_on_the_path_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(tmp_path / "behind", version="1.0")
+    install(tmp_path / "behind")
     install(tmp_path / "before", version="2.0", points="[console_scripts]\nx = a:b\n")
     monkeypatch.syspath_prepend(tmp_path / "behind")
     assert "acme" in [p.name for p in entry_points(GROUP)]
@@ -52,7 +51,7 @@ def test_the_first_folder_on_the_path_counts(
 
 def test_broken_folders_cost_only_themselves(site: Path) -> None:
     install(site)
-    install(site, "fl-gone", metadata=None, points="[vllm_fl.plugin]\ngone = fl_gone\n")
+    install(site, "fl-gone", is_whole=False, points="[vllm_fl.plugin]\ngone = fl_gone\n")
     (install(site, "fl-bytes") / "entry_points.txt").write_bytes(b"[vllm_fl.plugin]\n\xff = a\n")
     (site / "fl_file-1.0.dist-info").write_text("no folder")
     (site / "fl_none-1.0.dist-info").mkdir()

@@ -12,21 +12,18 @@ from vllm_fl.settings.policy import OpOrder
 from vllm_fl.settings.schema import ITEMS, Setting
 
 IDS = {"a": "vendor.a", "b": "vendor.b", "gems": "default.flagos", "torch": "reference.torch"}
+KEY = "op_backends.m"
 BROUGHT = {"m": [(f"fl-{name}", silu(impl_id)) for name, impl_id in IDS.items()]}
 
 
 def united(**orders: str) -> str:
     """The order of the op `m` after merging these files (distribution -> order)."""
     files = [
-        (
-            f"fl-{name}",
-            {"op_backends.m": Setting("op_backends.m", OpOrder.of(text, pinned=False), name)},
-        )
+        (f"fl-{name}", {KEY: Setting(KEY, OpOrder.of(text, pinned=False), name)})
         for name, text in orders.items()
     ]
     found = {
-        str(unite(list(each), BROUGHT, ITEMS)["op_backends.m"].value)
-        for each in itertools.permutations(files)
+        str(unite(list(each), BROUGHT, ITEMS)[KEY].value) for each in itertools.permutations(files)
     }
     (one,) = found
     return one
