@@ -20,25 +20,19 @@ class Mute(Exception):
     __repr__ = __str__
 
 
-def test_what_acts_on_a_terminal_is_shown_and_does_not_act() -> None:
+def test_what_acts_on_a_terminal_is_shown_and_forges_no_line() -> None:
     text = clean("\x1b]0;title\x07 a\x9b31mb \u202etxt.exe \ud800 \u200b")
     assert text.isprintable()
     for shown in (r"\x1b", r"\x07", r"\x9b", r"\u202e", r"\ud800"):
         assert shown in text
-
-
-def test_a_line_break_forges_no_line() -> None:
     assert len(clean(FORGED).splitlines()) == 1
     first, *others = clean(FORGED, INDENTED).splitlines()
     assert first == "no device" and all(line.startswith("    ") for line in others)
 
 
-def test_what_is_printable_stays_as_it_is() -> None:
+def test_what_is_printable_stays_as_it_is_unless_it_is_endless() -> None:
     for text in ("", "rms_norm", "华为 é ≤ 30 ns", "a  b"):
         assert clean(text) == text
-
-
-def test_an_endless_text_ends() -> None:
     assert len(clean("x" * 10**6)) < 30_000
 
 

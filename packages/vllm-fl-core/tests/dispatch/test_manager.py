@@ -176,10 +176,13 @@ class TestCallersMistakes:
 
 
 class TestNothingToCall:
-    def test_an_unknown_op_says_what_was_meant(self) -> None:
+    def test_an_unknown_op_or_selector_says_what_was_meant(self) -> None:
         with pytest.raises(UnknownOpError, match="'silu_and_mul'") as caught:
             managing().call("silu_and_mull", X)
         assert caught.value.op == "silu_and_mull"
+        meant = managing(silu("vendor.cpu"), per_op_order={OP: ["impl:vendor.cup"]})
+        with pytest.raises(NoImplementationError, match=r"Did you mean 'impl:vendor\.cpu'\?"):
+            meant.call(OP, X)
 
     def test_nothing_installed_says_what_to_install(self) -> None:
         with pytest.raises(NoImplementationError, match="pip install vllm-fl-reference") as caught:
@@ -315,12 +318,6 @@ def test_of_what_is_overwritten_caches_alone_are_not_copied(op: str, place: int)
     managing(acme, *[refuses] * place).call(op, *given.values())
     uncopied = {name for name in spec.consumable if seen[name] is given[name]}
     assert uncopied == {name for name in spec.consumable if "cache" in name or "state" in name}
-
-
-def test_a_selector_that_matches_nothing_is_reported_with_a_suggestion() -> None:
-    manager = managing(silu("vendor.cpu"), per_op_order={"silu_and_mul": ["impl:vendor.cup"]})
-    with pytest.raises(NoImplementationError, match=r"Did you mean 'impl:vendor\.cpu'\?"):
-        manager.call("silu_and_mul", X)
 
 
 def test_policies_of_contexts_are_freed() -> None:

@@ -121,20 +121,6 @@ def test_a_compiler_takes_it_whole(spec: OpSpec, sample: Sample) -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_refusal_inside_falls_to_the_next() -> None:
-    def only_two_rows(x: torch.Tensor) -> bool | str:
-        return True if x.shape[0] == 2 else "two rows only"
-
-    plan = planned(silu("vendor.acme", 1, supports=only_two_rows), silu("reference.torch", 2))
-    fn = opaque_op(plan.chain("silu_and_mul")).fn
-    torch._dynamo.reset()
-    compiled = torch.compile(fn, fullgraph=True, backend="eager", dynamic=True)
-    assert compiled(torch.ones(2, 8))[0, 0] == 2
-    assert compiled(torch.ones(3, 8))[0, 0] == 3
-    assert compiled(torch.ones(2, 8))[0, 0] == 2
-    assert plan.fallbacks == {("silu_and_mul", "reference.torch"): 1}
-
-
 def test_a_failure_inside_is_raised_and_a_mistake_is_the_callers() -> None:
     with pytest.raises(ValueError, match="boom"):
         opaque(failing("vendor.acme", ValueError("boom")), silu("reference.torch"))(X)
@@ -274,15 +260,6 @@ def test_names_are_ascii_legible_and_never_folded() -> None:
         assert name.startswith("fl_vendor_") and len(name) < 120
     assert unique_name("a", ["b", "c"]) != unique_name("a", ["b|c"])
     assert unique_name("a", "b") == unique_name("a", "b"), "another process finds it"
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_implementations_with_similar_ids_are_separate_operators(backend: str) -> None:
-    functions = [opaque(silu(impl_id, mark)) for mark, impl_id in enumerate(FOLDED)]
-    for mark, fn in enumerate(functions):
-        torch._dynamo.reset()
-        assert fn(X)[0, 0] == 1 + mark
-        assert torch.compile(fn, fullgraph=True, backend=backend)(X)[0, 0] == 1 + mark
 
 
 def test_ids_that_would_join_to_one_are_two() -> None:

@@ -34,9 +34,6 @@ def test_snapshots_are_read_only_and_stand() -> None:
         "vendor.acme",
     ]
     assert after.owners["silu_and_mul", "default.flagos"] == BETA
-    (kept,) = before.impls_by_op["silu_and_mul"]
-    assert registry.get_implementation("silu_and_mul", "vendor.acme") is kept
-    assert registry.get_implementation("silu_and_mul", "vendor.absent") is None
 
 
 def test_a_duplicate_names_both_with_versions_and_paths() -> None:
@@ -93,11 +90,6 @@ def test_parameters_must_be_the_contracts(fn: Any, words: str) -> None:
             OpRegistry().register_impl(impl, ACME)
         assert f"its {what} takes {words}, but the contract has (x)" in str(caught.value)
         assert (caught.value.op, caught.value.impl) == ("silu_and_mul", "vendor.acme")
-
-
-def test_only_what_the_contract_lets_be_overwritten_may_be() -> None:
-    with pytest.raises(PluginError, match="consumes has x"):
-        OpRegistry().register_impl(silu("vendor.acme", consumes={"x"}), ACME)
 
 
 def test_remove_and_clear() -> None:

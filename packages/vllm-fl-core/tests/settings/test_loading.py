@@ -334,7 +334,7 @@ def test_unknown_variables_are_named() -> None:
     assert far.startswith("VLLM_FL_FLUX_CAPACITOR") and far.endswith("it has no effect.")
 
 
-def test_platform() -> None:
+def test_platform(write: Write) -> None:
     names = ("NVIDIA", "npu", " Cuda ", "cpu", "acme")
     assert [*map(normalise_platform, names)] == ["cuda", "ascend", "cuda", "cpu", "acme"]
     settings = load_settings({"VLLM_FL_PLATFORM": "NPU"}, platform="nvidia")
@@ -343,9 +343,6 @@ def test_platform() -> None:
     assert load_startup({"VLLM_FL_PLATFORM": "NPU"}).platform == "ascend"
     detected = load_settings({}, platform="nvidia")["platform"]
     assert (detected.value, detected.origin) == ("cuda", "detected")
-
-
-def test_forced_platform_that_nobody_knows_is_named(write: Write) -> None:
     env = {"VLLM_FL_PLATFORM": "asced"}
     (warning,) = load_settings(env, platform="cuda").warnings
     assert "asced" in warning and "Did you mean 'ascend'?" in warning
@@ -586,9 +583,7 @@ def test_an_absent_plugins_settings_are_kept_shown_and_unchecked(write: Write) -
     for text in ("flagos_whitelist: {a: b}", "flags_blacklist: [a]"):  # no plugin's setting
         with pytest.raises(SettingsError, match="unknown key"):
             loading.load_settings({"VLLM_FL_CONFIG": write("c.yaml", text)})
-
-
-def test_names_that_begin_as_an_installed_plugins_are_checked(write: Write) -> None:
+    # Names that begin like an installed plugin's are checked.
     (warning,) = load_settings({"VLLM_FL_FLAGOS_MODE": "fast"}).warnings
     assert warning.startswith("VLLM_FL_FLAGOS_MODE")
     with pytest.raises(SettingsError, match="unknown key 'flagos_mode'"):

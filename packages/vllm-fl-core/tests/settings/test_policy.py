@@ -38,9 +38,11 @@ def test_token_refuses(text: str) -> None:
         Selector.parse(text)
 
 
-def test_an_id_is_read_as_logs_have_it() -> None:
+def test_an_id_is_read_as_logs_have_it_and_has_the_preference_of_its_kind() -> None:
     assert str(Selector.parse("vendor.acme")) == "impl:vendor.acme"
     assert Selector.parse("default.flagos").matches(GEMS)
+    order = OpOrder.of(["reference", "impl:default.flagos"], pinned=False)
+    assert str(order.preferring("flagos")) == "impl:default.flagos|reference"
 
 
 @pytest.mark.parametrize(
@@ -59,11 +61,6 @@ def test_selector_matches(selector: str, matched: set[OpImpl]) -> None:
     assert {
         impl for impl in (ACME, GEMS, TORCH) if Selector.parse(selector).matches(impl)
     } == matched
-
-
-def test_preference_knows_the_kind_behind_an_id() -> None:
-    order = OpOrder.of(["reference", "impl:default.flagos"], pinned=False)
-    assert str(order.preferring("flagos")) == "impl:default.flagos|reference"
 
 
 @pytest.mark.parametrize(
