@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import distribution
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +12,8 @@ from builders import found, planning, spec_of, started
 from vllm_fl.contracts.binding import Contract
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.errors import PluginError
-from vllm_fl.plugins.discovery import BACKENDS, CONTRACTS, discover
+from vllm_fl.plugins.discovery import BACKENDS
 from vllm_fl.plugins.hookspecs import hookimpl
-from vllm_fl.plugins.installed import required_by
 from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.plugin import Plugin
 from vllm_fl.plugins.registry import OpRegistry
@@ -120,23 +117,3 @@ def test_without_the_ops_an_implementation_ends_the_start_by_name() -> None:
         assert (caught.value.op, caught.value.impl) == ("silu_and_mul", "vendor.acme")
         assert caught.value.distribution == FL_OPS
         assert f"{FL_OPS} is not installed: pip install {FL_OPS}" in str(caught.value)
-
-
-def test_the_group_says_it_and_metadata_says_what_is_required(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, group, required in (
-        ("fl_acme", BACKENDS, ["Fl.Acme_Ops>=1,<2", 'torch ; extra == "gpu"', "pluggy (>=1)"]),
-        ("fl_acme_ops", CONTRACTS, []),
-    ):
-        folder = tmp_path / f"{name}-1.0.dist-info"
-        folder.mkdir()
-        head = [f"Name: {name.replace('_', '-')}", "Version: 1.0"]
-        lines = ["Metadata-Version: 2.1", *head, *(f"Requires-Dist: {r}" for r in required)]
-        (folder / "METADATA").write_text("\n".join(lines) + "\n\nRequires-Dist: not-this\n")
-        (folder / "entry_points.txt").write_text(f"[{group}]\nacme = {name}.plugin\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    every = {each.owner.distribution: each for each in discover()}
-    acme, ops = every["fl-acme"], every["fl-acme-ops"]
-    assert (acme.kind, ops.kind) == ("backend", "contracts")
-    assert required_by(distribution("fl-acme")) == {"fl-acme-ops", "torch", "pluggy"}

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
 
-from vllm_fl.plugins.discovery import discover
-from vllm_fl.plugins.installed import entry_points
-
-GROUP = "vllm_fl.plugin"
+from vllm_fl.plugins.discovery import BACKENDS, CONTRACTS, discover
+from vllm_fl.plugins.installed import entry_points, required_by
 
 
 def install(
@@ -21,12 +20,14 @@ def install(
     version: str = "1.0",
     *,
     points: str = "[vllm_fl.plugin]\nacme = fl_acme.plugin\n",
+    requires: tuple[str, ...] = (),
     is_whole: bool = True,
 ) -> Path:
     folder = root / f"{name.replace('-', '_')}-{version}.dist-info"
     folder.mkdir(parents=True)
     if is_whole:
-        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {r}" for r in requires)]
+        text = "\n".join(["Metadata-Version: 2.1", *lines, "", "Requires-Dist: described\n"])
         (folder / "METADATA").write_text(text)
     (folder / "entry_points.txt").write_text(points)
     return folder
@@ -44,9 +45,17 @@ def test_the_first_folder_on_the_path_counts(
     install(tmp_path / "behind")
     install(tmp_path / "before", version="2.0", points="[console_scripts]\nx = a:b\n")
     monkeypatch.syspath_prepend(tmp_path / "behind")
-    assert "acme" in [p.name for p in entry_points(GROUP)]
+    assert "acme" in [p.name for p in entry_points(BACKENDS)]
     monkeypatch.syspath_prepend(tmp_path / "before")  # as after pip's upgrade: 2.0 has no plugin
-    assert "acme" not in [p.name for p in entry_points(GROUP)]
+    assert "acme" not in [p.name for p in entry_points(BACKENDS)]
+
+
+def test_the_kind_and_the_requirements_of_a_distribution(site: Path) -> None:
+    install(site, requires=("Fl.Acme_Ops>=1,<2", 'torch ; extra == "gpu"', "pluggy (>=1)"))
+    install(site, "fl-acme-ops", points=f"[{CONTRACTS}]\nacme = fl_acme_ops.plugin\n")
+    kinds = {each.owner.distribution: each.kind for each in discover()}
+    assert (kinds["fl-acme"], kinds["fl-acme-ops"]) == ("backend", "contracts")
+    assert required_by(distribution("fl-acme")) == {"fl-acme-ops", "torch", "pluggy"}
 
 
 def test_broken_folders_cost_only_themselves(site: Path) -> None:
