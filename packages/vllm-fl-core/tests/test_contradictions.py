@@ -9,17 +9,20 @@ import os
 from functools import partial
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 
 import pytest
 import torch
-from builders import PLUGIN_SETTINGS, X, failing, half, registry_with_settings, silu, started
+from builders import PLUGIN_SETTINGS, X, failing, found, half, registry_with_settings, silu, started
 
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.startup import read_settings
 from vllm_fl.errors import CallError, SettingsError
 from vllm_fl.plugins.discovery import discover
+from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.registry import OpRegistry
+from vllm_fl.plugins.setting import PolicyDefaults
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings import loading
 from vllm_fl.settings.loading import load_startup
@@ -126,22 +129,12 @@ def test_08_a_platform_file_cannot_shut_third_parties_out(tmp_path: Path) -> Non
     assert manager(settings, *rivals).get_selected_impl_id(OP) == "vendor.acme"
 
 
-def test_09_a_platform_file_is_found_by_every_name_of_its_platform(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "npu_plugin.py").write_text(
-        dedent("""
-        from vllm_fl import BackendImplKind, OpImpl, PolicyDefaults, hookimpl
-
-        @hookimpl
-        def policy(platform):
-            return PolicyDefaults(__file__ + ".yaml") if platform == "ascend" else None
-        """)
-    )
-    (tmp_path / "npu_plugin.py.yaml").write_text("prefer: vendor\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_09_a_platform_file_is_found_by_every_name_of_its_platform(tmp_path: Path) -> None:
+    path = tmp_path / "npu.yaml"
+    path.write_text("prefer: vendor\n")
+    policy = hookimpl(lambda platform: PolicyDefaults(path) if platform == "ascend" else None)
     registry = OpRegistry()
-    load(registry, discover(["npu_plugin"])[-1:])
+    load(registry, [found("fl-npu", SimpleNamespace(policy=policy), "backend")])
     for name in ("ascend", "npu", "NPU"):
         env = {"VLLM_FL_PLATFORM": name}
         assert read_settings(registry, env).policy.prefer == "vendor"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,17 +32,14 @@ from vllm_fl.settings.policy import SelectionPolicy
 OP = "silu_and_mul"
 
 
+Lines = Callable[[], list[tuple[str, str]]]
+
+
 @pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
-    """The (level, line)s of the log, collected while they are written."""
+def lines(caplog: pytest.LogCaptureFixture) -> Lines:
+    """`lines()`: the (level, line)s of the log."""
     caplog.set_level(logging.INFO, logger="vllm_fl")
-    seen: list[tuple[str, str]] = []
-    handler = logging.Handler()
-    handler.emit = lambda r: seen.append((r.levelname, r.getMessage()))  # type: ignore[method-assign]
-    logger = logging.getLogger("vllm_fl.dispatch")
-    logger.addHandler(handler)
-    yield seen
-    logger.removeHandler(handler)
+    return lambda: [(record.levelname, record.getMessage()) for record in caplog.records]
 
 
 FLAGOS = "Op 'silu_and_mul' using 'default.flagos' (kind=flagos, vendor=None)"
@@ -49,7 +47,7 @@ TO_REFERENCE = "Op 'silu_and_mul' fallback to 'reference.torch' (kind=reference,
 
 
 class TestLogLines:
-    def test_using_is_said_once_and_switched(self, lines: list[tuple[str, str]]) -> None:
+    def test_using_is_said_once_and_switched(self, lines: Lines) -> None:
         manager = managing(silu("vendor.acme"), silu("default.flagos"))
         for _ in range(3):
             manager.call(OP, X)
@@ -57,16 +55,16 @@ class TestLogLines:
         for _ in range(2):
             manager.call(OP, X)
         switched = "Op 'silu_and_mul' switched from 'default.flagos' to 'vendor.acme' "
-        assert lines == [("INFO", FLAGOS), ("INFO", switched + "(kind=vendor, vendor=acme)")]
+        assert lines() == [("INFO", FLAGOS), ("INFO", switched + "(kind=vendor, vendor=acme)")]
 
-    def test_failed_then_fallback(self, lines: list[tuple[str, str]]) -> None:
+    def test_failed_then_fallback(self, lines: Lines) -> None:
         manager = managing(failing("default.flagos", ValueError("boom")), silu("reference.torch"))
         for _ in range(3):
             manager.call(OP, X)
         failed = "Implementation 'default.flagos' failed for op 'silu_and_mul': boom"
-        assert lines == [("INFO", FLAGOS), ("WARNING", failed), ("INFO", TO_REFERENCE)]
+        assert lines() == [("INFO", FLAGOS), ("WARNING", failed), ("INFO", TO_REFERENCE)]
 
-    def test_the_last_one_and_all(self, lines: list[tuple[str, str]]) -> None:
+    def test_the_last_one_and_all(self, lines: Lines) -> None:
         boom, bang = ValueError("boom"), ValueError("bang")
         manager = managing(
             failing("default.flagos", boom),
@@ -76,7 +74,7 @@ class TestLogLines:
         with pytest.raises(AllFailedError) as caught:
             manager.call(OP, X)
         last = "Last implementation 'reference.torch' failed for op 'silu_and_mul': bang"
-        assert lines[-1] == ("ERROR", last)
+        assert lines()[-1] == ("ERROR", last)
         error = caught.value
         first = "All 3 implementation(s) failed for op='silu_and_mul'. Last error: ValueError: bang"
         assert str(error).startswith(first)

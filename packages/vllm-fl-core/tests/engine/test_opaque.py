@@ -22,16 +22,12 @@ CPU = torch.device("cpu")
 
 def honest(spec: OpSpec) -> OpImpl:
     """The contract's oracle, with results in the contract's dtypes: correct by definition."""
-    names = ", ".join(
-        str(p.replace(annotation=p.empty)) for p in spec.signature.parameters.values()
-    )
-    scope: dict[str, Any] = {"oracle": spec.oracle, "fake": spec.fake, "as_in": as_in}
-    arguments = ", ".join(spec.parameters)
-    exec(
-        f"def {spec.name}({names}):\n    return as_in(fake({arguments}), oracle({arguments}))",
-        scope,
-    )
-    return OpImpl(spec.name, "vendor.honest", BackendImplKind.VENDOR, scope[spec.name], "honest")
+
+    def exact(*args: Any) -> Any:
+        return as_in(spec.fake(*args), spec.oracle(*args))
+
+    exact.__signature__ = spec.signature  # type: ignore[attr-defined]
+    return OpImpl(spec.name, "vendor.honest", BackendImplKind.VENDOR, exact, "honest")
 
 
 def as_in(like: Any, result: Any) -> Any:
