@@ -10,7 +10,6 @@ import torch
 from builders import found, planning, spec_of, started
 
 from vllm_fl.contracts.binding import Contract
-from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.errors import PluginError
 from vllm_fl.plugins.discovery import BACKENDS
 from vllm_fl.plugins.hookspecs import hookimpl
@@ -89,31 +88,24 @@ def test_a_contract_of_vllm_fl_ops_stays_and_its_namesake_is_refused(
     assert {op: owner.label for op, owner in authors.items()} == {"rms_norm": FL_OPS}
 
 
-def manager_of(*every: Plugin) -> OpManager:
+@pytest.mark.parametrize(
+    ("op", "broken", "distribution", "words"),
+    [
+        ("acme_op", ImportError("no such file"), "fl-acme-ops 1.0", "Reinstall it"),
+        ("acme_op", bringing("a", "not a name"), "fl-acme-ops 1.0", "Reinstall it"),
+        ("silu_and_mul", None, FL_OPS, f"{FL_OPS} is not installed: pip install {FL_OPS}"),
+    ],
+)
+def test_an_implementation_without_its_contract_ends_the_startup(
+    op: str, broken: Any, distribution: str, words: str
+) -> None:
+    others = [found("fl-acme-ops", broken)] if broken else []
     registry = OpRegistry(EMPTY)
-    return started(registry, load(registry, every))
-
-
-@pytest.mark.parametrize("broken", [ImportError("no such file"), bringing("a", "not a name")])
-def test_an_implementation_without_its_contract_ends_the_startup(broken: Any) -> None:
-    manager = manager_of(backend("fl-acme", "acme_op"), found("fl-acme-ops", broken))
-    for use in (lambda: planning(manager), lambda: manager.call("acme_op", torch.ones(2))):
+    manager = started(registry, load(registry, [backend("fl-acme", op), *others]))
+    for use in (lambda: planning(manager), lambda: manager.call(op, torch.ones(2))):
         with pytest.raises(PluginError) as caught:
             use()
-        assert (caught.value.op, caught.value.impl) == ("acme_op", "vendor.acme")
-        assert caught.value.distribution == "fl-acme-ops 1.0"
-        message = str(caught.value)
-        assert message.startswith(
-            "Op 'acme_op' has no contract to verify 'vendor.acme' of fl-acme 1.0"
-        )
-        assert "Reinstall it" in message
-
-
-def test_without_the_ops_an_implementation_ends_the_start_by_name() -> None:
-    manager = manager_of(backend("fl-acme", "silu_and_mul"))
-    for use in (lambda: planning(manager), lambda: manager.call("silu_and_mul", torch.ones(2))):
-        with pytest.raises(PluginError, match="Op 'silu_and_mul' has no contract") as caught:
-            use()
-        assert (caught.value.op, caught.value.impl) == ("silu_and_mul", "vendor.acme")
-        assert caught.value.distribution == FL_OPS
-        assert f"{FL_OPS} is not installed: pip install {FL_OPS}" in str(caught.value)
+        assert (caught.value.op, caught.value.impl) == (op, "vendor.acme")
+        assert caught.value.distribution == distribution
+        lost = f"Op '{op}' has no contract to verify 'vendor.acme' of fl-acme 1.0"
+        assert str(caught.value).startswith(lost) and words in str(caught.value)

@@ -336,7 +336,7 @@ def test_a_setting_that_no_loaded_extension_reads_ends_the_startup() -> None:
     operate = Plugin(
         Owner("operate", "vllm-fl-tools"), "m", lambda: plugin(process_start=nothing), "extension"
     )
-    plugins = load(OpRegistry(EMPTY), [operate])
+    plugins = loaded(operate)
     assert unread({"lock": None, "metrics": "m.prom", "shadow": None}, plugins) is None
     assert "VLLM_FL_METRICS: pip install vllm-fl-tools" in str(unread({"metrics": "m"}, ()))
     assert "VLLM_FL_SHADOW: pip install vllm-fl-verify" in str(unread({"shadow": "1"}, plugins))
