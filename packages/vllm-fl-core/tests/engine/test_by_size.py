@@ -17,7 +17,7 @@ from vllm_fl.dispatch.guard import call_guard
 from vllm_fl.dispatch.record import Record
 from vllm_fl.engine.digest import fingerprint
 from vllm_fl.engine.opaque import opaque_op
-from vllm_fl.engine.plan import Plan, PlanEntry, release_number, take_number
+from vllm_fl.engine.plan import Plan, PlanEntry
 from vllm_fl.engine.start_line import line
 from vllm_fl.errors import SettingsError
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
@@ -262,27 +262,20 @@ def lowered(plan: Plan, **fields: Any) -> Any:
 @pytest.mark.parametrize("traceable", [True, False])
 def test_one_graph_serves_every_row(traceable: bool) -> None:
     order = {"<=4": "vendor", "<=16": "stock", "rest": "flagos"}
-    plan = take_number(planned(order, "compiled", *three(traceable=traceable)))
+    plan = planned(order, "compiled", *three(traceable=traceable))
     plan.record.counts = "tracings"
-    try:
-        run = lowered(plan, last=stock())
-        plan.calls.clear()
-        assert marks(run, 2, 4, 5, 16, 17, 300) == [1, 1, 9, 9, 3, 3]
-    finally:
-        release_number(plan)
+    run = lowered(plan, last=stock())
+    assert marks(run, 2, 4, 5, 16, 17, 300) == [1, 1, 9, 9, 3, 3]
 
 
 def test_a_refusal_in_compiled_code_falls_down_its_row() -> None:
     impls = refusing("vendor.acme", "no"), *three()[1:]
     order = {"<=4": ["vendor", "reference"], "rest": "flagos"}
-    plan = take_number(planned(order, "compiled", *impls))
-    try:
-        run = lowered(plan)
-        plan.fallbacks.clear()
-        assert marks(run, 4, 5) == [2, 3]
-        assert plan.fallbacks == {(OP, "reference.torch"): 1}
-    finally:
-        release_number(plan)
+    plan = planned(order, "compiled", *impls)
+    run = lowered(plan)
+    plan.fallbacks.clear()
+    assert marks(run, 4, 5) == [2, 3]
+    assert plan.fallbacks == {(OP, "reference.torch"): 1}
 
 
 def test_the_operators_name_and_the_digest_are_those_of_the_rows() -> None:
