@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -10,47 +11,36 @@ from typing import Any
 
 import torch
 
-from vllm_fl.contracts import ModelSizes
+from vllm_fl.contracts import ModelSizes, OpSpec
 from vllm_fl.contracts.binding import put
 from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.dispatch.startup import Startup
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan, make_plan
 from vllm_fl.plugins.discovery import discover
 from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.loading import load
-from vllm_fl.plugins.plugin import Owner, Plugin
-from vllm_fl.plugins.registry import OpRegistry
+from vllm_fl.plugins.plugin import Kind, Owner, Plugin
+from vllm_fl.plugins.registry import OpRegistry, known_contracts
 from vllm_fl.plugins.setting import SettingSpec
 from vllm_fl.plugins.types import BackendImplKind, Impl, OpImpl
 from vllm_fl.settings.loading import load_settings
 from vllm_fl.settings.policy import Mode, SelectionPolicy
+from vllm_fl.settings.schema import Settings
 
 X = torch.ones(2, 8)
 
+
+def _listing(name: str, default: Any, **fields: Any) -> SettingSpec[Any]:
+    variable, how = f"VLLM_FL_{name.upper()}", {"in_file": True, "names": "FlagGems op"}
+    return SettingSpec(name, variable, default, **how, **fields)
+
+
 PLUGIN_SETTINGS: tuple[SettingSpec[Any], ...] = (
     SettingSpec("use_flaggems", "USE_FLAGGEMS", True),
-    SettingSpec(
-        "flagos_whitelist",
-        "VLLM_FL_FLAGOS_WHITELIST",
-        None,
-        in_file=True,
-        names="FlagGems op",
-        excludes="flagos_blacklist",
-    ),
-    SettingSpec(
-        "flagos_blacklist",
-        "VLLM_FL_FLAGOS_BLACKLIST",
-        (),
-        in_file=True,
-        names="FlagGems op",
-    ),
-    SettingSpec(
-        "flagos_blacklist_append",
-        "VLLM_FL_FLAGOS_BLACKLIST_APPEND",
-        (),
-        in_file=True,
-        names="FlagGems op",
-    ),
+    _listing("flagos_whitelist", None, excludes="flagos_blacklist"),
+    _listing("flagos_blacklist", ()),
+    _listing("flagos_blacklist_append", ()),
     SettingSpec("oplist_path", "FLAGGEMS_ENABLE_OPLIST_PATH", "/tmp/flaggems_enable_oplist.txt"),
 )
 """Settings declared by a plugin other than core, as FlagGems users have them."""
@@ -86,11 +76,7 @@ def half(x: torch.Tensor) -> torch.Tensor:
 
 def kind_of(impl_id: str) -> tuple[BackendImplKind, str | None]:
     head, _, name = impl_id.partition(".")
-    return {
-        "default": (BackendImplKind.DEFAULT, None),
-        "reference": (BackendImplKind.REFERENCE, None),
-        "vendor": (BackendImplKind.VENDOR, name),
-    }[head]
+    return BackendImplKind[head.upper()], name if head == "vendor" else None
 
 
 def silu(impl_id: str, mark: float = 0.0, **fields: Any) -> OpImpl:
@@ -185,6 +171,36 @@ def extended(manager: OpManager) -> OpManager:
     """Load the installed extensions, such as verification, into the manager."""
     found = [each for each in discover() if each.kind == "extension"]
     load(manager.registry, found)
+    return manager
+
+
+def found(distribution: str | None, content: Any = None, kind: Kind = "contracts") -> Plugin:
+    """The plugin of a distribution; without `content` it must not be imported."""
+
+    def import_it() -> Any:
+        assert content is not None, f"{distribution} was imported"
+        if isinstance(content, Exception):
+            raise content
+        return content
+
+    return Plugin(Owner("acme", distribution, "1.0"), f"{distribution}.plugin", import_it, kind)
+
+
+def spec_of(op: str) -> OpSpec:
+    """The contract of `silu_and_mul`, for another op."""
+    spec = known_contracts().contracts["silu_and_mul"]
+
+    def oracle(x: Any) -> Any:
+        return spec.oracle(x)
+
+    oracle.__name__ = op
+    return dataclasses.replace(spec, oracle=oracle)
+
+
+def started(registry: OpRegistry, plugins: Any = (), settings: Settings | None = None) -> OpManager:
+    """A manager that started with these plugins and settings."""
+    manager = OpManager()
+    manager.use_startup(Startup(plugins, settings or load_settings({})), registry)
     return manager
 
 

@@ -40,19 +40,22 @@ def greedy_token(logits: Tensor) -> Tensor:
     return logits.float().argmax(-1)
 
 
-def quantise(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
-    x = x.contiguous()
+def _steps(x: Tensor, group: int | None) -> tuple[Tensor, Tensor]:
+    """Values in steps of their scale, not yet rounded, and the scales."""
     wide = x.float() if group is None else x.float().unflatten(-1, (-1, group))
     scale = wide.abs().amax(-1).clamp(min=1e-10) / 127
-    return (wide / scale.unsqueeze(-1)).round().to(torch.int8).view(x.shape), scale
+    return (wide / scale.unsqueeze(-1)).contiguous().view(x.shape), scale.contiguous()
+
+
+def quantise(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
+    value, scale = _steps(x, group)
+    return value.round().to(torch.int8), scale
 
 
 def quantise_down(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
     """Round towards zero, as some hardware does: still within one step of the reference result."""
-    x = x.contiguous()
-    wide = x.float() if group is None else x.float().unflatten(-1, (-1, group))
-    scale = wide.abs().amax(-1).clamp(min=1e-10) / 127
-    return (wide / scale.unsqueeze(-1)).to(torch.int8).view(x.shape), scale
+    value, scale = _steps(x, group)
+    return value.to(torch.int8), scale
 
 
 def quantise_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,30 +92,21 @@ RIGHT: tuple[tuple[str, Callable[..., Any]], ...] = (
 )
 
 
-def _off_by_one(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
-    value, scale = quantise(x, group)
-    return value + (value < 127).to(torch.int8), scale
+def _quantised(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Any:
+    def wrong(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
+        return change(*quantise(x, group))
+
+    return wrong
 
 
-def _one_row_off_by_one(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
-    value, scale = quantise(x, group)
+def _last_row_off_by_one(value: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     value[-1:] += (value[-1:] < 127).to(torch.int8)
     return value, scale
-
-
-def _scales_of_another_row(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
-    value, scale = quantise(x, group)
-    return value, scale.roll(1, 0)
 
 
 def _scales_of_another_group(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
     value, scale = quantise(x, group)
     return value, scale.roll(1, -1) if group else scale
-
-
-def _half_steps(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
-    value, scale = quantise(x, group)
-    return value.div(2, rounding_mode="floor"), scale * 2
 
 
 def _fp8_off(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,23 +162,17 @@ WRONG: dict[str, tuple[str, Callable[..., Any]]] = {
         lambda logits: logits.shape[-1] - 1 - logits.float().flip(-1).argmax(-1),
     ),
     "ids in int32": ("greedy_token", lambda logits: greedy_token(logits).int()),
-    "a scale off by two": (
+    "a scale off by two": ("quantise", _quantised(lambda v, s: (v, s * 2))),
+    "a scale off by a hundredth": ("quantise", _quantised(lambda v, s: (v, s * 1.01))),
+    "values and scale off by two": (
         "quantise",
-        lambda x, group=None: (quantise(x, group)[0], scaled(x, group)),
+        _quantised(lambda v, s: (v.div(2, rounding_mode="floor"), s * 2)),
     ),
-    "a scale off by a hundredth": (
-        "quantise",
-        lambda x, group=None: (quantise(x, group)[0], quantise(x, group)[1] * 1.01),
-    ),
-    "values and scale off by two": ("quantise", _half_steps),
-    "values off by one": ("quantise", _off_by_one),
-    "one row off by one": ("quantise", _one_row_off_by_one),
-    "the scales of another row": ("quantise", _scales_of_another_row),
+    "values off by one": ("quantise", _quantised(lambda v, s: (v + (v < 127).to(torch.int8), s))),
+    "one row off by one": ("quantise", _quantised(_last_row_off_by_one)),
+    "the scales of another row": ("quantise", _quantised(lambda v, s: (v, s.roll(1, 0)))),
     "the scales of another group": ("quantise", _scales_of_another_group),
-    "values of another sign": (
-        "quantise",
-        lambda x, group=None: (-quantise(x, group)[0], quantise(x, group)[1]),
-    ),
+    "values of another sign": ("quantise", _quantised(lambda v, s: (-v, s))),
     "floating values off by one": ("quantise_tensor", _fp8_off),
     "the scale of the first row": ("quantise_tensor", _scale_of_the_first_row),
     "half a scale": (
@@ -207,10 +195,6 @@ WRONG: dict[str, tuple[str, Callable[..., Any]]] = {
     "both of a tie and not the best": ("route", _routed(_drops_the_best_of_ties)),
 }
 """Fault -> (op, an implementation with this fault)."""
-
-
-def scaled(x: Tensor, group: int | None = None) -> Tensor:
-    return quantise(x, group)[1] * 2
 
 
 def impl_of(op: str, fn: Callable[..., Any], **fields: Any) -> OpImpl:

@@ -6,7 +6,6 @@ __all__ = ["HEAD", "MODEL"]
 
 HEAD = """
 import json, os, pickle, sys
-from dataclasses import replace
 sys.path.insert(0, os.environ["CONFIGS"])
 import torch
 from builders import silu
@@ -18,12 +17,11 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.integration import engines, settling
+from vllm_fl.integration import engines
 from vllm_fl.integration.ranks import Opinion
 from vllm_fl.errors import StartError
-from vllm_fl.plugins.inspection import FAILED
 from vllm_fl.plugins.calling import objections
-from vllm_fl.plugins.inspection import Objection
+from vllm_fl.plugins.inspection import FAILED, Objection
 from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.worker import PlannedWorker
 from vllm_fl.plugins.types import BackendImplKind, OpImpl

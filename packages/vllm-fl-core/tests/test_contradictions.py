@@ -9,19 +9,21 @@ import os
 from functools import partial
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
-from builders import PLUGIN_SETTINGS, registry_with_settings
+from builders import PLUGIN_SETTINGS, X, failing, found, half, registry_with_settings, silu, started
 
 from vllm_fl.dispatch.manager import OpManager
-from vllm_fl.dispatch.startup import Startup, read_settings
+from vllm_fl.dispatch.startup import read_settings
 from vllm_fl.errors import CallError, SettingsError
 from vllm_fl.plugins.discovery import discover
+from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.registry import OpRegistry
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.plugins.setting import PolicyDefaults
+from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings import loading
 from vllm_fl.settings.loading import load_startup
 from vllm_fl.settings.policy import SelectionPolicy
@@ -29,32 +31,13 @@ from vllm_fl.settings.schema import Settings
 
 load_settings = partial(loading.load_settings, plugins=PLUGIN_SETTINGS)
 OP = "silu_and_mul"
-X = torch.ones(2, 8)
 
-KINDS = {
-    "default.flagos": (BackendImplKind.DEFAULT, None),
-    "vendor.acme": (BackendImplKind.VENDOR, "acme"),
-    "vendor.cuda": (BackendImplKind.VENDOR, "cuda"),
-    "reference.torch": (BackendImplKind.REFERENCE, None),
-}
-
-
-def impl(impl_id: str, error: Exception | None = None, **fields: Any) -> OpImpl:
-    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-        if error is not None:
-            raise error
-        return x[..., : x.shape[-1] // 2].clone()
-
-    kind, vendor = KINDS[impl_id]
-    return OpImpl(OP, impl_id, kind, silu_and_mul, vendor, **fields)
+IDS = ("default.flagos", "vendor.acme", "vendor.cuda", "reference.torch")
 
 
 def manager(settings: Settings, *impls: OpImpl) -> OpManager:
     """A manager that started with these settings and implementations."""
-    registry = registry_with_settings(*(impls or map(impl, KINDS)))
-    made = OpManager()
-    made.use_startup(Startup((), settings), registry)
-    return made
+    return started(registry_with_settings(*(impls or map(silu, IDS))), settings=settings)
 
 
 def platform(path: Path, text: str) -> list[tuple[str, Path]]:
@@ -63,11 +46,11 @@ def platform(path: Path, text: str) -> list[tuple[str, Path]]:
 
 
 def test_01_strict_fails_and_not_strict_falls_back() -> None:
-    broken = impl("default.flagos", ValueError("boom"))
-    strict = manager(load_settings({"VLLM_FL_STRICT": "1"}), broken, impl("reference.torch"))
+    broken = failing("default.flagos", ValueError("boom"))
+    strict = manager(load_settings({"VLLM_FL_STRICT": "1"}), broken, silu("reference.torch"))
     with pytest.raises(ValueError, match="boom"):
         strict.call(OP, X)
-    lenient = manager(load_settings({"VLLM_FL_STRICT": "0"}), broken, impl("reference.torch"))
+    lenient = manager(load_settings({"VLLM_FL_STRICT": "0"}), broken, silu("reference.torch"))
     assert lenient.call(OP, X).shape == (2, 4)
     assert lenient.fallbacks[OP, "reference.torch"] == 1
 
@@ -142,26 +125,16 @@ def test_08_a_platform_file_cannot_shut_third_parties_out(tmp_path: Path) -> Non
     with pytest.raises(SettingsError, match="allow_vendors: a plugin's file must not set it"):
         load_settings({}, platform="cuda", platform_files=files)
     settings = load_settings({"VLLM_FL_PREFER": "vendor"}, platform="cuda")
-    rivals = impl("vendor.acme", priority=1000), impl("vendor.cuda")
+    rivals = silu("vendor.acme", priority=1000), silu("vendor.cuda")
     assert manager(settings, *rivals).get_selected_impl_id(OP) == "vendor.acme"
 
 
-def test_09_a_platform_file_is_found_by_every_name_of_its_platform(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "npu_plugin.py").write_text(
-        dedent("""
-        from vllm_fl import BackendImplKind, OpImpl, PolicyDefaults, hookimpl
-
-        @hookimpl
-        def policy(platform):
-            return PolicyDefaults(__file__ + ".yaml") if platform == "ascend" else None
-        """)
-    )
-    (tmp_path / "npu_plugin.py.yaml").write_text("prefer: vendor\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_09_a_platform_file_is_found_by_every_name_of_its_platform(tmp_path: Path) -> None:
+    path = tmp_path / "npu.yaml"
+    path.write_text("prefer: vendor\n")
+    policy = hookimpl(lambda platform: PolicyDefaults(path) if platform == "ascend" else None)
     registry = OpRegistry()
-    load(registry, discover(["npu_plugin"])[-1:])
+    load(registry, [found("fl-npu", SimpleNamespace(policy=policy), "backend")])
     for name in ("ascend", "npu", "NPU"):
         env = {"VLLM_FL_PLATFORM": name}
         assert read_settings(registry, env).policy.prefer == "vendor"
@@ -189,7 +162,7 @@ def test_12_a_forked_child_registers_nothing_twice() -> None:
     child = os.fork()
     if child == 0:
         registered = made.registry.get_implementations(OP)
-        os._exit(made.call(OP, X).shape != (2, 4) or len(registered) != len(KINDS))
+        os._exit(made.call(OP, X).shape != (2, 4) or len(registered) != len(IDS))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
@@ -197,11 +170,9 @@ def test_13_a_callers_mistake_harms_no_later_call() -> None:
     def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         if x.shape[-1] % 2:
             raise RuntimeError("odd")
-        return x[..., : x.shape[-1] // 2].clone()
+        return half(x)
 
-    made = manager(
-        load_settings({}), *(OpImpl(OP, i, k, silu_and_mul, v) for i, (k, v) in KINDS.items())
-    )
+    made = manager(load_settings({}), *(silu(impl_id, fn=silu_and_mul) for impl_id in IDS))
     with pytest.raises(CallError) as caught:
         made.call(OP, torch.ones(2, 7))
     assert caught.value.argument == "x"

@@ -49,14 +49,11 @@ def test_levels() -> None:
     assert [word for word in ("one", "two", "three", "four") if word in text] == ["two", "four"]
 
 
-def test_names() -> None:
+def test_names_and_an_unknown_level() -> None:
     assert get_logger() is get_logger("vllm_fl") is logging.getLogger("vllm_fl")
     assert get_logger("dispatch") is logging.getLogger("vllm_fl.dispatch")
     assert get_logger("vllm_fl.dispatch") is get_logger("dispatch")
     assert len(get_logger().handlers) == 1
-
-
-def test_an_unknown_level_is_an_error() -> None:
     before = get_logger().level
     with pytest.raises(ValueError, match="LOUD"):
         set_log_level("loud")

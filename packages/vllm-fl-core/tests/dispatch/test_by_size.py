@@ -11,6 +11,7 @@ from builders import failing, managing, silu
 
 from vllm_fl.contracts import OpSpec
 from vllm_fl.dispatch.chain import Chain
+from vllm_fl.dispatch.context import policy_context
 from vllm_fl.dispatch.guard import call_guard, method_guard
 from vllm_fl.dispatch.record import Record
 from vllm_fl.errors import NoImplementationError, SettingsError
@@ -78,8 +79,6 @@ def test_a_layers_method_and_a_block_go_by_size_too() -> None:
     sizes = {1: 1, 2: 1, 3: 2, 16: 2, 17: 3, 4000: 3}
     assert {n: int(bound(x(n))[0, 0]) - 1 for n in sizes} == sizes
     assert manager.resolver().ceilings(OP) == (2, 16)
-    from vllm_fl.dispatch import policy_context
-
     other = SelectionPolicy(per_op_order={OP: {"<=9": "flagos", "rest": "vendor"}})  # type: ignore[dict-item]
     with policy_context(other):
         assert [ran(manager, n) for n in (9, 10)] == [3, 1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 
 import pytest
 from builders import X, managing, silu
@@ -38,53 +37,49 @@ def who_runs(installed: OpManager) -> float:
     return installed.call("silu_and_mul", X)[0, 0].item() - 1
 
 
-class TestBlocks:
-    def test_nesting_and_its_end(self, installed: OpManager) -> None:
-        assert who_runs(installed) == -1
-        with policy_context(only("v1")):
-            assert who_runs(installed) == 1
-            with policy_context(only("v2")) as inner:
-                assert inner == only("v2")
-                assert who_runs(installed) == 2
-            assert who_runs(installed) == 1
-        assert who_runs(installed) == -1
-
-    def test_an_exception_ends_it_too(self, installed: OpManager) -> None:
-        with pytest.raises(ValueError, match="out"), policy_context(only("v1")):
-            raise ValueError("out")
-        assert who_runs(installed) == -1
-
-    def test_with_star_changes_what_it_says_and_keeps_the_rest(self) -> None:
-        base = SelectionPolicy(
-            prefer="vendor",
-            per_op_order={
-                "rms_norm": OpOrder.of(["flagos", "reference"], pinned=False),
-                "silu_and_mul": ["flagos", "reference"],
-            },
-            deny_vendors={"v1"},
-        )
-        with policy_context(base):
-            with with_strict_mode():
-                assert get_policy().strict
-                with with_strict_mode(False):
-                    assert get_policy() == base
-            with with_allowed_vendors("v2", "v3"):
-                assert get_policy().allow_vendors == {"v2", "v3"}
-                assert get_policy().deny_vendors == {"v1"}
-            with with_denied_vendors("v2"), with_denied_vendors("v3"):
-                assert get_policy().deny_vendors == {"v1", "v2", "v3"}
-            with with_preference("reference"):
-                assert get_policy().prefer == "reference"
-                assert str(get_policy().per_op_order["rms_norm"]) == "reference|flagos"
-                assert str(get_policy().per_op_order["silu_and_mul"]) == "flagos|reference"
-            assert get_policy() == base
-
-    def test_an_unknown_preference_is_an_error_before_the_block(self) -> None:
-        with pytest.raises(ValueError, match="prefer must be one of"):
-            with_preference("flagoss")
+def test_nesting_and_its_end(installed: OpManager) -> None:
+    assert who_runs(installed) == -1
+    with policy_context(only("v1")):
+        assert who_runs(installed) == 1
+        with policy_context(only("v2")) as inner:
+            assert inner == only("v2")
+            assert who_runs(installed) == 2
+        assert who_runs(installed) == 1
+    assert who_runs(installed) == -1
+    with pytest.raises(ValueError, match="out"), policy_context(only("v1")):
+        raise ValueError("out")
+    assert who_runs(installed) == -1
 
 
-def across_threads(installed: OpManager) -> None:
+def test_with_star_changes_what_it_says_and_keeps_the_rest() -> None:
+    base = SelectionPolicy(
+        prefer="vendor",
+        per_op_order={
+            "rms_norm": OpOrder.of(["flagos", "reference"], pinned=False),
+            "silu_and_mul": ["flagos", "reference"],
+        },
+        deny_vendors={"v1"},
+    )
+    with policy_context(base):
+        with with_strict_mode():
+            assert get_policy().strict
+            with with_strict_mode(False):
+                assert get_policy() == base
+        with with_allowed_vendors("v2", "v3"):
+            assert get_policy().allow_vendors == {"v2", "v3"}
+            assert get_policy().deny_vendors == {"v1"}
+        with with_denied_vendors("v2"), with_denied_vendors("v3"):
+            assert get_policy().deny_vendors == {"v1", "v2", "v3"}
+        with with_preference("reference"):
+            assert get_policy().prefer == "reference"
+            assert str(get_policy().per_op_order["rms_norm"]) == "reference|flagos"
+            assert str(get_policy().per_op_order["silu_and_mul"]) == "flagos|reference"
+        assert get_policy() == base
+    with pytest.raises(ValueError, match="prefer must be one of"):
+        with_preference("flagoss")  # before the block
+
+
+def test_no_leak_across_threads(installed: OpManager) -> None:
     """Run eight threads in contexts with different vendors, and this thread without one."""
     together = threading.Barrier(9, timeout=300)
     leaks: list[str] = []
@@ -109,9 +104,10 @@ def across_threads(installed: OpManager) -> None:
     for thread in threads:
         thread.join(20)
     assert not leaks, leaks
+    assert who_runs(installed) == -1
 
 
-def across_tasks(installed: OpManager) -> None:
+def test_no_leak_across_tasks(installed: OpManager) -> None:
     """Run a hundred tasks that alternate inside their contexts."""
     leaks: list[str] = []
 
@@ -132,12 +128,4 @@ def across_tasks(installed: OpManager) -> None:
 
     asyncio.run(asyncio.wait_for(everybody(), 60))
     assert not leaks, leaks
-
-
-LEAKS = [across_threads, across_tasks]
-
-
-@pytest.mark.parametrize("run", LEAKS)
-def test_no_leak(run: Callable[[OpManager], None], installed: OpManager) -> None:
-    run(installed)
     assert who_runs(installed) == -1

@@ -92,10 +92,7 @@ class TestInsideAnEngine:
     def test_another_plugins_own_method_is_the_last(self, adapt: Any) -> None:
         class Layer(Stock):
             forward_oot = dispatch_method(
-                "silu_and_mul",
-                adapt=adapt,
-                last=silu("reference.stock", 9),
-                vllms=object,
+                "silu_and_mul", adapt=adapt, last=silu("reference.stock", 9), vllms=object
             )
 
         plan = planning(managing(refusing("vendor.acme", "no")), "eager")

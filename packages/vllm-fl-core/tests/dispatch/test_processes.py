@@ -39,21 +39,15 @@ def register_ops():
 """
 
 HEAD = """
-import os, sys, threading, time
+import os, signal, sys, threading, time
 from vllm_fl.dispatch import (
     call_op, get_default_manager, get_policy, set_global_policy, SelectionPolicy
 )
 manager = get_default_manager()
 
-def starts():
-    try:
-        return len(open(os.environ["STARTS"]).readlines())
-    except FileNotFoundError:
-        return 0
-
 def wait_for_a_start():
     until = time.monotonic() + 200
-    while not starts():
+    while not os.path.exists(os.environ["STARTS"]):
         assert time.monotonic() < until
         time.sleep(0.005)
 
@@ -61,6 +55,7 @@ def in_child(work):
     # the child's assertions are its exit status
     child = os.fork()
     if child == 0:
+        signal.alarm(200)  # ends a child that hangs
         status = 1
         try:
             work()
@@ -71,16 +66,8 @@ def in_child(work):
         finally:
             sys.stderr.flush()
             os._exit(status)
-    until = time.monotonic() + 200
-    while True:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            assert os.waitstatus_to_exitcode(status) == 0, "the child failed"
-            return
-        if time.monotonic() > until:
-            os.kill(child, 9)
-            raise AssertionError("the child hangs")
-        time.sleep(0.01)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status == 0, "the child hangs" if status == -signal.SIGALRM else "the child failed"
 """
 
 
@@ -95,20 +82,15 @@ class Run:
         script = self.folder / "script.py"
         script.write_text(HEAD + dedent(code))
         ours = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_FL_")}
+        ours |= {
+            "PYTHONPATH": os.pathsep.join([str(self.folder), *sys.path]),
+            "STARTS": str(self.starts),
+            "VLLM_FL_PLUGIN_MODULES": "acme_plugin",
+            "VLLM_FL_PLUGINS": "acme_plugin",
+        }
+        command = [sys.executable, "-W", "ignore::DeprecationWarning", str(script)]
         done = subprocess.run(
-            [sys.executable, "-W", "ignore::DeprecationWarning", str(script)],
-            env=ours
-            | {
-                "PYTHONPATH": os.pathsep.join([str(self.folder), *sys.path]),
-                "STARTS": str(self.starts),
-                "VLLM_FL_PLUGIN_MODULES": "acme_plugin",
-                "VLLM_FL_PLUGINS": "acme_plugin",
-            }
-            | env,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
-            check=False,
+            command, env=ours | env, capture_output=True, text=True, timeout=DEADLINE, check=False
         )
         assert done.returncode == 0, done.stderr
         return done.stderr

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from builders import silu
 
 from vllm_fl.dispatch import startup
 from vllm_fl.dispatch.startup import Startup, start
@@ -14,7 +15,7 @@ from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.setting import PolicyDefaults
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.plugins.types import OpImpl
 
 
 class Acme:
@@ -157,10 +158,7 @@ class Absent:
 
     @hookimpl
     def register_ops(self) -> list[OpImpl]:
-        fn = lambda x: x  # noqa: E731
-        vendor = BackendImplKind.VENDOR
-        why = "needs libacme 3.1, found 3.0"
-        return [OpImpl("silu_and_mul", "vendor.ort", vendor, fn, "ort", available=lambda: why)]
+        return [silu("vendor.ort", available=lambda: "needs libacme 3.1, found 3.0")]
 
 
 NEEDS = "vendor.ort (not available: needs libacme 3.1, found 3.0)."
@@ -196,8 +194,7 @@ def test_a_selector_of_a_failed_plugin_is_not_reported_as_a_typo(begin: Begin, a
     class Sound:
         @hookimpl
         def register_ops(self) -> list[OpImpl]:
-            fn = lambda x: x  # noqa: E731
-            return [OpImpl("silu_and_mul", "vendor.sound", BackendImplKind.VENDOR, fn, "sound")]
+            return [silu("vendor.sound")]
 
     class Broken:
         @hookimpl

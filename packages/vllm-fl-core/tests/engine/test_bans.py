@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import X, failing, half, refusing, silu
+from builders import X, failing, half, refusing, silu, started
 
-from vllm_fl.dispatch.manager import OpManager
-from vllm_fl.dispatch.startup import Startup
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan, make_plan
 from vllm_fl.plugins.hookspecs import hookimpl
@@ -87,8 +85,7 @@ class Situation:
         registry = OpRegistry()
         load(registry, [Plugin(Owner("acme"), "acme", Acme)])
         registry.register_many([first, silu(PLAIN)])
-        self.manager = OpManager()
-        self.manager.use_startup(Startup((), self.settings), registry)
+        self.manager = started(registry, settings=self.settings)
 
     def plan(self, mode: Any = "eager", **demoted: Any) -> Plan:
         return make_plan(self.manager, EngineFacts(self.settings, mode), **demoted)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import half, managing, planning, refusing, silu
+from builders import half, managing, norm, planning, refusing, silu
 
 from vllm_fl.contracts import Tolerance
 from vllm_fl.contracts.arguments import declared, tensor
@@ -17,7 +17,7 @@ from vllm_fl.dispatch.guard import call_guard
 from vllm_fl.dispatch.record import Record
 from vllm_fl.engine.digest import fingerprint
 from vllm_fl.engine.opaque import opaque_op
-from vllm_fl.engine.plan import Plan, PlanEntry, release_number, take_number
+from vllm_fl.engine.plan import Plan, PlanEntry
 from vllm_fl.engine.start_line import line
 from vllm_fl.errors import SettingsError
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
@@ -262,27 +262,20 @@ def lowered(plan: Plan, **fields: Any) -> Any:
 @pytest.mark.parametrize("traceable", [True, False])
 def test_one_graph_serves_every_row(traceable: bool) -> None:
     order = {"<=4": "vendor", "<=16": "stock", "rest": "flagos"}
-    plan = take_number(planned(order, "compiled", *three(traceable=traceable)))
+    plan = planned(order, "compiled", *three(traceable=traceable))
     plan.record.counts = "tracings"
-    try:
-        run = lowered(plan, last=stock())
-        plan.calls.clear()
-        assert marks(run, 2, 4, 5, 16, 17, 300) == [1, 1, 9, 9, 3, 3]
-    finally:
-        release_number(plan)
+    run = lowered(plan, last=stock())
+    assert marks(run, 2, 4, 5, 16, 17, 300) == [1, 1, 9, 9, 3, 3]
 
 
 def test_a_refusal_in_compiled_code_falls_down_its_row() -> None:
     impls = refusing("vendor.acme", "no"), *three()[1:]
     order = {"<=4": ["vendor", "reference"], "rest": "flagos"}
-    plan = take_number(planned(order, "compiled", *impls))
-    try:
-        run = lowered(plan)
-        plan.fallbacks.clear()
-        assert marks(run, 4, 5) == [2, 3]
-        assert plan.fallbacks == {(OP, "reference.torch"): 1}
-    finally:
-        release_number(plan)
+    plan = planned(order, "compiled", *impls)
+    run = lowered(plan)
+    plan.fallbacks.clear()
+    assert marks(run, 4, 5) == [2, 3]
+    assert plan.fallbacks == {(OP, "reference.torch"): 1}
 
 
 def test_the_operators_name_and_the_digest_are_those_of_the_rows() -> None:
@@ -304,18 +297,12 @@ def test_the_operators_name_and_the_digest_are_those_of_the_rows() -> None:
 def test_an_operator_overwrites_what_the_largest_calls_overwrite() -> None:
     """Results of other rows are copied to where the operator writes them."""
 
-    def made(name: str, writes: bool) -> OpImpl:
-        def rms_norm(
-            x: Any, residual: Any, weight: Any, epsilon: float, variance_size: Any = None
-        ) -> Any:
-            results = x + 5, residual + x
-            return (x.copy_(results[0]), residual.copy_(results[1])) if writes else results
+    def writing(x: Any, residual: Any) -> Any:
+        results = x + 5, residual + x
+        return x.copy_(results[0]), residual.copy_(results[1])
 
-        consumes = frozenset({"x", "residual"} if writes else ())
-        fields = ("rms_norm", f"vendor.{name}", BackendImplKind.VENDOR, rms_norm, name)
-        return OpImpl(*fields, consumes=consumes)
-
-    writes, fresh = made("w", True), made("f", False)
+    writes = norm("vendor.w", writing, consumes={"x", "residual"})
+    fresh = norm("vendor.f", lambda x, residual: (x + 5, residual + x))
     for rest, row in ((writes, fresh), (fresh, writes)):
         order = {"<=4": f"impl:{row.impl_id}", "rest": f"impl:{rest.impl_id}"}
         plan = planning(managing(writes, fresh, per_op_order={"rms_norm": order}), "compiled")

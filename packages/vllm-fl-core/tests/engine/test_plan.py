@@ -97,17 +97,6 @@ def test_a_call_is_counted_to_who_computed_it(mode: Any) -> None:
     assert not plan.calls
 
 
-def test_what_stands_after_stock_is_not_tried() -> None:
-    manager = managing(
-        silu("vendor.acme"),
-        silu("reference.torch"),
-        per_op_order={"silu_and_mul": ["vendor", "stock", "reference"]},
-    )
-    assert [i.impl_id for i in planning(manager, "eager").entries["silu_and_mul"].impls] == [
-        "vendor.acme"
-    ]
-
-
 def test_strict_and_a_backend_listed_alone_that_is_absent() -> None:
     """docs/settings.md: vLLM's implementation follows, unless VLLM_FL_STRICT=1."""
     impls = silu("vendor.acme"), silu("vendor.cpu", available=lambda: "no AVX")

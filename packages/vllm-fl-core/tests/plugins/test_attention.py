@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -35,14 +36,6 @@ def path_of(impl: AttentionImpl, request: AttentionRequest) -> str:
     return class_of(impl, ATTENTION, request, lambda path, cls: "")[0]
 
 
-def raising(request: AttentionRequest) -> bool:
-    raise KeyError("block_size")
-
-
-def exiting(request: AttentionRequest) -> bool:
-    raise SystemExit(3)
-
-
 @pytest.mark.parametrize(
     ("supports", "expected"),
     [
@@ -50,8 +43,8 @@ def exiting(request: AttentionRequest) -> bool:
         (lambda request: True, None),
         (lambda request: "no MLA", "no MLA"),
         (lambda request: False, "its supports returned neither True nor a reason"),
-        (raising, "its supports raised KeyError: 'block_size'"),
-        (exiting, "its supports raised SystemExit: 3"),
+        (lambda request: {}["block_size"], "its supports raised KeyError: 'block_size'"),
+        (lambda request: sys.exit(3), "its supports raised SystemExit: 3"),
     ],
 )
 def test_what_a_backend_says_to_a_request(supports: Any, expected: str | None) -> None:
@@ -69,26 +62,15 @@ def both(use_mla: bool = False, use_sparse: bool = False) -> str:
     return f"acme.{'Mla' if use_mla else 'Plain'}{'Sparse' if use_sparse else ''}"
 
 
-def one(use_mla: bool) -> str:
-    return both(use_mla)
-
-
-def every(**asked: bool) -> str:
-    return both(**asked)
-
-
-@pytest.mark.parametrize("fn", [both, one, every])
+@pytest.mark.parametrize("fn", [both, lambda use_mla: both(use_mla), lambda **asked: both(**asked)])
 def test_the_older_form_is_asked_what_it_takes(fn: Any) -> None:
     impl = older(fn, priority=7, available=lambda: "no such chip")
     assert path_of(impl, MLA) == "acme.Mla"
     assert path_of(impl, PLAIN) == "acme.Plain"
     assert (impl.impl_id, impl.vendor, impl.priority) == ("vendor.acme", "acme", 7)
     assert impl.availability() == "no such chip"
-
-
-def test_the_older_form_that_takes_a_layer_is_not_available_and_says_why() -> None:
-    impl = older(lambda self, use_mla=False: "acme.Plain")
-    assert "needs a layer" in str(impl.availability())
+    of_a_layer = older(lambda self, use_mla=False: "acme.Plain")
+    assert "needs a layer" in str(of_a_layer.availability())
 
 
 def test_the_plan_names_the_backend_and_counts_it() -> None:

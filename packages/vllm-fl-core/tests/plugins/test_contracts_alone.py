@@ -2,79 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
-from importlib.metadata import distribution
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from builders import planning
+from builders import found, planning, spec_of, started
 
 from vllm_fl.contracts.binding import Contract
-from vllm_fl.dispatch.manager import OpManager
-from vllm_fl.dispatch.startup import Startup
 from vllm_fl.errors import PluginError
-from vllm_fl.plugins.discovery import BACKENDS, CONTRACTS, discover
+from vllm_fl.plugins.discovery import BACKENDS
 from vllm_fl.plugins.hookspecs import hookimpl
-from vllm_fl.plugins.installed import required_by
 from vllm_fl.plugins.loading import load
-from vllm_fl.plugins.plugin import Owner, Plugin
-from vllm_fl.plugins.registry import OpRegistry, known_contracts
+from vllm_fl.plugins.plugin import Plugin
+from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.reserved import FL_OPS
 from vllm_fl.plugins.snapshot import EMPTY
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
-from vllm_fl.settings.loading import load_settings
-
-SPEC = known_contracts().contracts["silu_and_mul"]
 
 
-def contract(name: str) -> Contract:
-    def oracle(x: Any) -> Any:
-        return SPEC.oracle(x)
-
-    oracle.__name__ = name
-    return Contract(dataclasses.replace(SPEC, oracle=oracle))
-
-
-def bringing(*names: str) -> Any:
-    @hookimpl
-    def brought() -> list[Contract]:
-        return [contract(name) for name in names]
-
-    return SimpleNamespace(contracts=brought)
-
-
-def found(distribution: str | None, plugin: Any = None, *, data: bool = True) -> Plugin:
-    """A distribution's plugin; without `plugin` it must not be imported."""
-
-    def import_it() -> Any:
-        assert plugin is not None, f"{distribution} was imported"
-        if isinstance(plugin, Exception):
-            raise plugin
-        return plugin
-
-    owner = Owner(str(distribution), distribution, "1.0")
-    return Plugin(
-        owner,
-        f"{distribution}.plugin",
-        import_it,
-        "contracts" if data else "backend",
-    )
+def bringing(*ops: str) -> Any:
+    return SimpleNamespace(contracts=hookimpl(lambda: [Contract(spec_of(op)) for op in ops]))
 
 
 def backend(distribution: str | None, op: str) -> Plugin:
-    def implementation(x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    @hookimpl
-    def register_ops() -> list[OpImpl]:
-        vendor = BackendImplKind.VENDOR
-        return [OpImpl(op, "vendor.acme", vendor, implementation, "acme")]
-
-    plugin = SimpleNamespace(register_ops=register_ops)
-    return found(distribution, plugin, data=False)
+    impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, lambda x: x, "acme")
+    return found(distribution, SimpleNamespace(register_ops=hookimpl(lambda: [impl])), "backend")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +48,7 @@ def test_contracts_come_along_with_any_name_and_nothing_else_is_imported(
     every = [
         backend("fl-acme", "acme"),
         data("fl-acme-ops", "acme_op"),
-        backend("fl-other", "other") if "fl-other" in loaded else found("fl-other", data=False),
+        backend("fl-other", "other") if "fl-other" in loaded else found("fl-other", kind="backend"),
         data(FL_OPS, "rms_norm"),
     ]
     registry = OpRegistry(EMPTY)
@@ -120,12 +73,12 @@ def test_what_brings_more_than_contracts_is_no_data() -> None:
     assert f"implements contracts, register_ops; use the group {BACKENDS}" in str(plugin.error)
 
 
-@pytest.mark.parametrize("data", [True, False])
+@pytest.mark.parametrize("kind", ["contracts", "backend"])
 @pytest.mark.parametrize("distribution", ["fl-acme", None])
 def test_a_contract_of_vllm_fl_ops_stays_and_its_namesake_is_refused(
-    distribution: str | None, data: bool
+    distribution: str | None, kind: Any
 ) -> None:
-    stranger = found(distribution, bringing("rms_norm", "acme_op"), data=data)
+    stranger = found(distribution, bringing("rms_norm", "acme_op"), kind)
     registry = OpRegistry(EMPTY)
     mine, ours = load(registry, [stranger, found(FL_OPS, bringing("rms_norm"))])
     assert (mine.status, ours.status) == ("failed", "ok")
@@ -135,54 +88,24 @@ def test_a_contract_of_vllm_fl_ops_stays_and_its_namesake_is_refused(
     assert {op: owner.label for op, owner in authors.items()} == {"rms_norm": FL_OPS}
 
 
-def started(*every: Plugin) -> OpManager:
+@pytest.mark.parametrize(
+    ("op", "broken", "distribution", "words"),
+    [
+        ("acme_op", ImportError("no such file"), "fl-acme-ops 1.0", "Reinstall it"),
+        ("acme_op", bringing("a", "not a name"), "fl-acme-ops 1.0", "Reinstall it"),
+        ("silu_and_mul", None, FL_OPS, f"{FL_OPS} is not installed: pip install {FL_OPS}"),
+    ],
+)
+def test_an_implementation_without_its_contract_ends_the_startup(
+    op: str, broken: Any, distribution: str, words: str
+) -> None:
+    others = [found("fl-acme-ops", broken)] if broken else []
     registry = OpRegistry(EMPTY)
-    plugins = load(registry, every)
-    manager = OpManager()
-    manager.use_startup(Startup(plugins, load_settings({})), registry)
-    return manager
-
-
-@pytest.mark.parametrize("broken", [ImportError("no such file"), bringing("a", "not a name")])
-def test_an_implementation_without_its_contract_ends_the_startup(broken: Any) -> None:
-    manager = started(backend("fl-acme", "acme_op"), found("fl-acme-ops", broken))
-    for use in (lambda: planning(manager), lambda: manager.call("acme_op", torch.ones(2))):
+    manager = started(registry, load(registry, [backend("fl-acme", op), *others]))
+    for use in (lambda: planning(manager), lambda: manager.call(op, torch.ones(2))):
         with pytest.raises(PluginError) as caught:
             use()
-        assert (caught.value.op, caught.value.impl) == ("acme_op", "vendor.acme")
-        assert caught.value.distribution == "fl-acme-ops 1.0"
-        message = str(caught.value)
-        assert message.startswith(
-            "Op 'acme_op' has no contract to verify 'vendor.acme' of fl-acme 1.0"
-        )
-        assert "Reinstall it" in message
-
-
-def test_without_the_ops_an_implementation_ends_the_start_by_name() -> None:
-    manager = started(backend("fl-acme", "silu_and_mul"))
-    for use in (lambda: planning(manager), lambda: manager.call("silu_and_mul", torch.ones(2))):
-        with pytest.raises(PluginError, match="Op 'silu_and_mul' has no contract") as caught:
-            use()
-        assert (caught.value.op, caught.value.impl) == ("silu_and_mul", "vendor.acme")
-        assert caught.value.distribution == FL_OPS
-        assert f"{FL_OPS} is not installed: pip install {FL_OPS}" in str(caught.value)
-
-
-def test_the_group_says_it_and_metadata_says_what_is_required(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, group, required in (
-        ("fl_acme", BACKENDS, ["Fl.Acme_Ops>=1,<2", 'torch ; extra == "gpu"', "pluggy (>=1)"]),
-        ("fl_acme_ops", CONTRACTS, []),
-    ):
-        folder = tmp_path / f"{name}-1.0.dist-info"
-        folder.mkdir()
-        head = [f"Name: {name.replace('_', '-')}", "Version: 1.0"]
-        lines = ["Metadata-Version: 2.1", *head, *(f"Requires-Dist: {r}" for r in required)]
-        (folder / "METADATA").write_text("\n".join(lines) + "\n\nRequires-Dist: not-this\n")
-        (folder / "entry_points.txt").write_text(f"[{group}]\nacme = {name}.plugin\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    every = {each.owner.distribution: each for each in discover()}
-    acme, ops = every["fl-acme"], every["fl-acme-ops"]
-    assert (acme.kind, ops.kind) == ("backend", "contracts")
-    assert required_by(distribution("fl-acme")) == {"fl-acme-ops", "torch", "pluggy"}
+        assert (caught.value.op, caught.value.impl) == (op, "vendor.acme")
+        assert caught.value.distribution == distribution
+        lost = f"Op '{op}' has no contract to verify 'vendor.acme' of fl-acme 1.0"
+        assert str(caught.value).startswith(lost) and words in str(caught.value)

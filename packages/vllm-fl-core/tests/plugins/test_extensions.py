@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from builders import found as of_kind
+from builders import silu, started
 
-from vllm_fl.dispatch.manager import OpManager
-from vllm_fl.dispatch.startup import Startup
 from vllm_fl.errors import PluginError, SettingsError, StartError
 from vllm_fl.plugins.calling import (
     asking,
@@ -29,7 +29,6 @@ from vllm_fl.plugins.plugin import Kind, Owner, Plugin
 from vllm_fl.plugins.registry import OpRegistry, known_contracts
 from vllm_fl.plugins.reserved import FL_OPS, unread, unverified
 from vllm_fl.plugins.snapshot import EMPTY
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings
 
 VERIFY = "vllm-fl-verify"
@@ -53,15 +52,7 @@ def verifier(fault: Objection | None = None) -> Any:
 
 
 def found(distribution: str | None, content: Any = None, kind: Kind = "extension") -> Plugin:
-    """Make the plugin of a distribution; without content it must not be imported."""
-
-    def import_it() -> Any:
-        assert content is not None, f"{distribution} was imported"
-        if isinstance(content, Exception):
-            raise content
-        return content
-
-    return Plugin(Owner("acme", distribution, "1.0"), f"{distribution}.plugin", import_it, kind)
+    return of_kind(distribution, content, kind)
 
 
 def loaded(*every: Plugin, only: list[str] | None = None) -> tuple[Plugin, ...]:
@@ -108,36 +99,24 @@ def test_another_distributions_extension_is_refused_and_not_imported(
     assert [each.status for each in loaded(found(distribution), named, only=[])] == ["failed", "ok"]
 
 
-@pytest.mark.parametrize(
-    "hook", ["register_ops", "attention_backend", "communicator", "layers", "contracts", "device"]
-)
-def test_an_extension_provides_nothing_to_choose(hook: str) -> None:
-    refused = one(plugin(True, inspect_plan=nothing, **{hook: nothing}))
-    assert refused.status == "failed" and f"must not implement {hook}" in str(refused.error)
-
-
-def test_an_extension_has_no_older_form() -> None:
-    refused = one(lambda registry: None)
-    assert refused.status == "failed" and "register_builtins" in str(refused.error)
-
-
-def test_a_backend_is_not_called_when_a_process_starts() -> None:
-    refused = one(plugin(process_start=nothing), "fl-acme", "backend")
-    assert refused.status == "failed" and "process_start is for extensions" in str(refused.error)
+CHOSEN = ["register_ops", "attention_backend", "communicator", "layers", "contracts", "device"]
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "backend", "words"),
     [
-        (plugin("yes", inspect_plan=nothing), "its VERIFIES is 'yes'; expected True or False"),
-        (
-            plugin(True, doctor=nothing),
-            "its VERIFIES is True, but it does not implement inspect_plan",
+        *(
+            (plugin(True, inspect_plan=nothing, **{hook: nothing}), False, f"not implement {hook}")
+            for hook in CHOSEN
         ),
+        (lambda registry: None, False, "register_builtins"),
+        (plugin(process_start=nothing), True, "process_start is for extensions"),
+        (plugin("yes", inspect_plan=nothing), True, "VERIFIES is 'yes'; expected True or False"),
+        (plugin(True, doctor=nothing), True, "True, but it does not implement inspect_plan"),
     ],
 )
-def test_a_verifier_inspects(content: Any, words: str) -> None:
-    refused = one(content, "fl-acme", "backend")
+def test_what_an_extension_or_a_backend_cannot_be(content: Any, backend: bool, words: str) -> None:
+    refused = one(content, *(("fl-acme", "backend") if backend else ()))
     assert (refused.status, refused.verifies) == ("failed", False)
     assert words in str(refused.error)
 
@@ -238,16 +217,10 @@ def test_what_the_hooks_of_an_engine_return() -> None:
     assert checks(each, ENGINE, None, GROUP) == [check, check]
 
 
-class Facts:
-    """Facts of an engine that may require batch-invariant implementations."""
-
-    def __init__(self, asks: str) -> None:
-        self.wants_invariance = asks
-
-
-ASKS, FREE = Facts("VLLM_BATCH_INVARIANT=1"), Facts("")
+# Facts of an engine that may require batch-invariant implementations.
+ASKS, FREE = (SimpleNamespace(wants_invariance=why) for why in ("VLLM_BATCH_INVARIANT=1", ""))
 SPEC = known_contracts().contracts["silu_and_mul"]
-IMPL = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, lambda x: x, "acme")
+IMPL = silu("vendor.acme")
 
 
 def test_a_verifier_is_asked_what_it_cannot_measure_and_no_thread_is_started(
@@ -273,8 +246,7 @@ def test_a_verifier_is_asked_what_it_cannot_measure_and_no_thread_is_started(
 def test_without_a_verifier_nothing_is_known_to_be_batch_invariant() -> None:
     registry = OpRegistry()
     registry.register_impl(IMPL)
-    manager = OpManager()
-    manager.use_startup(Startup((), load_settings({}, platform="cpu")), registry)
+    manager = started(registry)
     trace = manager.trace("silu_and_mul", engine=True, facts=ASKS)
     why = "VLLM_BATCH_INVARIANT=1, but no loaded plugin measures it"
     assert ("vendor.acme", why) in trace.rejected
@@ -289,6 +261,7 @@ NONE = "no loaded plugin verifies kernels: "
 MISSING = f"{NONE}pip install vllm-fl-verify, or set VLLM_FL_PREFLIGHT=off"
 BACKEND = found("fl-acme", plugin(doctor=nothing), "backend")
 TOOLS = found("vllm-fl-tools", plugin(engine_session=nothing))
+UNREADABLE = plugin(True, inspect_plan=nothing, settings=raising(ImportError("no file")))
 
 
 @pytest.mark.parametrize("preflight", ["verify", "full", "run"])
@@ -298,29 +271,26 @@ def test_an_engine_needs_a_verifier(preflight: str) -> None:
     assert refusal(BACKEND, found("fl-verify", verifier(), "backend"), preflight=preflight) is None
 
 
-def test_an_engine_needs_none_if_the_user_or_the_plan_says_so() -> None:
+def test_which_verifiers_can_be_left_out() -> None:
     plugins = loaded(BACKEND, found(VERIFY, ImportError()))
     assert unverified("off", plugins, plans_others=True) is None
     assert unverified("verify", plugins, plans_others=False) is None
-
-
-def test_a_verifier_cannot_be_blocked_by_leaving_it_out() -> None:
     assert refusal(BACKEND, found(VERIFY, verifier()), only=["fl-acme"]) is None
     # Excluding any other verifier leaves the engine without verification.
     third = found("fl-verify", None, "backend")
     assert refusal(BACKEND, third, only=["fl-acme"]) == MISSING
+    assert refusal(BACKEND, found("fl-squatter")) == MISSING
+    tools = found("vllm-fl-tools", ImportError())
+    assert refusal(BACKEND, tools) == MISSING
+    assert refusal(BACKEND, tools, found("fl-squatter"), found(VERIFY, verifier())) is None
 
 
 @pytest.mark.parametrize(
     "broken",
     [
         found(VERIFY, ImportError("no file")),
-        found(VERIFY, plugin(True, inspect_plan=nothing, settings=raising(ImportError("no file")))),
-        found(
-            "fl",
-            plugin(True, inspect_plan=nothing, settings=raising(OSError("no file"))),
-            "backend",
-        ),
+        found(VERIFY, UNREADABLE),
+        found("fl", UNREADABLE, "backend"),
     ],
 )
 def test_a_broken_verifier_is_named_with_its_error(broken: Plugin) -> None:
@@ -329,13 +299,6 @@ def test_a_broken_verifier_is_named_with_its_error(broken: Plugin) -> None:
         assert reason is not None and reason.startswith(f"{NONE}Plugin 'acme'")
         assert f"of {broken.owner.distribution} 1.0" in reason and "no file" in reason
         assert reason.endswith("Or set VLLM_FL_PREFLIGHT=off")
-
-
-def test_what_is_refused_or_broken_otherwise_is_no_verifier() -> None:
-    assert refusal(BACKEND, found("fl-squatter")) == MISSING
-    tools = found("vllm-fl-tools", ImportError())
-    assert refusal(BACKEND, tools) == MISSING
-    assert refusal(BACKEND, tools, found("fl-squatter"), found(VERIFY, verifier())) is None
 
 
 def test_a_process_starts_with_the_extensions(
@@ -373,7 +336,7 @@ def test_a_setting_that_no_loaded_extension_reads_ends_the_startup() -> None:
     operate = Plugin(
         Owner("operate", "vllm-fl-tools"), "m", lambda: plugin(process_start=nothing), "extension"
     )
-    plugins = load(OpRegistry(EMPTY), [operate])
+    plugins = loaded(operate)
     assert unread({"lock": None, "metrics": "m.prom", "shadow": None}, plugins) is None
     assert "VLLM_FL_METRICS: pip install vllm-fl-tools" in str(unread({"metrics": "m"}, ()))
     assert "VLLM_FL_SHADOW: pip install vllm-fl-verify" in str(unread({"shadow": "1"}, plugins))

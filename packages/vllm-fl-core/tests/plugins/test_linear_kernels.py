@@ -21,10 +21,6 @@ def acme(scheme: str = "int8", path: str = "acme.linear.Int8", **fields: Any) ->
     return LinearKernelImpl(scheme, path, VENDOR, "acme", **fields)
 
 
-def test_the_op_is_named_after_the_scheme() -> None:
-    assert (acme().op_name, acme().impl_id) == ("int8_linear", "vendor.acme")
-
-
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
@@ -38,10 +34,13 @@ def test_a_wrong_declaration_is_an_error(fields: dict[str, Any], why: str) -> No
         acme(**fields)
 
 
-def test_ids_of_vllms_classes_are_reserved() -> None:
+def test_ids_of_vllms_classes_are_reserved_and_selected_without_a_prefix() -> None:
     impl = LinearKernelImpl("int8", "a.B", BackendImplKind.DEFAULT, impl_id="vllm.B")
     with pytest.raises(PluginError, match=r"'vllm\.' are reserved for vLLM's implementation"):
         managing(impl)
+    assert Selector.parse("vllm.A") == Selector("impl", "vllm.A")
+    with pytest.raises(ValueError, match="Did you mean 'stock'"):
+        Selector.parse("vllm")
 
 
 @pytest.mark.parametrize(
@@ -61,15 +60,10 @@ def test_an_order_contains_vllms_classes_by_id(order: str, planned: list[str]) -
 
 
 def test_without_an_order_a_vendors_class_precedes_vllms() -> None:
+    assert (acme().op_name, acme().impl_id) == ("int8_linear", "vendor.acme")
     plan = planning(managing(acme()))
     assert plan.entries["int8_linear"].label == "vendor.acme"
     assert "fp8_linear" not in plan.entries
-
-
-def test_only_ids_of_vllms_classes_are_accepted_without_their_prefix() -> None:
-    assert Selector.parse("vllm.A") == Selector("impl", "vllm.A")
-    with pytest.raises(ValueError, match="Did you mean 'stock'"):
-        Selector.parse("vllm")
 
 
 def test_a_class_for_a_scheme_that_the_model_lacks_is_unused() -> None:

@@ -34,9 +34,6 @@ def test_snapshots_are_read_only_and_stand() -> None:
         "vendor.acme",
     ]
     assert after.owners["silu_and_mul", "default.flagos"] == BETA
-    (kept,) = before.impls_by_op["silu_and_mul"]
-    assert registry.get_implementation("silu_and_mul", "vendor.acme") is kept
-    assert registry.get_implementation("silu_and_mul", "vendor.absent") is None
 
 
 def test_a_duplicate_names_both_with_versions_and_paths() -> None:
@@ -71,29 +68,17 @@ def test_one_refused_refuses_all_of_the_call() -> None:
     assert registry.snapshot() is before
 
 
-def renamed(y: torch.Tensor) -> torch.Tensor:
-    return y
-
-
 def with_more(x: torch.Tensor, eps: float) -> torch.Tensor:
     return x
-
-
-def defaulted(x: Any = None) -> Any:
-    return x
-
-
-def with_none() -> None:
-    return None
 
 
 @pytest.mark.parametrize(
     ("fn", "words"),
     [
-        (renamed, "(y)"),
+        (lambda y: y, "(y)"),
         (with_more, "(x, eps)"),
-        (defaulted, "(x=None)"),
-        (with_none, "()"),
+        (lambda x=None: x, "(x=None)"),
+        (lambda: None, "()"),
     ],
 )
 def test_parameters_must_be_the_contracts(fn: Any, words: str) -> None:
@@ -105,11 +90,6 @@ def test_parameters_must_be_the_contracts(fn: Any, words: str) -> None:
             OpRegistry().register_impl(impl, ACME)
         assert f"its {what} takes {words}, but the contract has (x)" in str(caught.value)
         assert (caught.value.op, caught.value.impl) == ("silu_and_mul", "vendor.acme")
-
-
-def test_only_what_the_contract_lets_be_overwritten_may_be() -> None:
-    with pytest.raises(PluginError, match="consumes has x"):
-        OpRegistry().register_impl(silu("vendor.acme", consumes={"x"}), ACME)
 
 
 def test_remove_and_clear() -> None:
@@ -126,12 +106,9 @@ def test_remove_and_clear() -> None:
 
 
 def test_a_vendor_that_differs_from_its_id_in_case_alone_is_taken_and_deprecated() -> None:
-    def silu_and_mul(x: Any) -> Any:
-        return x
-
-    vendor = BackendImplKind.VENDOR
+    named = (BackendImplKind.VENDOR, lambda x: x, "CUDA")
     with pytest.warns(DeprecationWarning, match=r"vendor='CUDA' .* write 'cuda'"):
-        impl = OpImpl("silu_and_mul", "vendor.cuda", vendor, silu_and_mul, vendor="CUDA")
+        impl = OpImpl("silu_and_mul", "vendor.cuda", *named)
     assert (impl.impl_id, impl.vendor) == ("vendor.cuda", "CUDA")
     for name in ("cuda", "CUDA"):
         assert Selector("vendor", name).matches(impl)
@@ -139,4 +116,4 @@ def test_a_vendor_that_differs_from_its_id_in_case_alone_is_taken_and_deprecated
         assert SelectionPolicy(allow_vendors=frozenset({name})).refuses(impl) is None
     assert SelectionPolicy(allow_vendors=frozenset({"Cuda"})).refuses(impl)
     with pytest.raises(ValueError, match=r"a vendor's impl_id must be 'vendor\.CUDA'"):
-        OpImpl("silu_and_mul", "vendor.rocm", vendor, silu_and_mul, vendor="CUDA")
+        OpImpl("silu_and_mul", "vendor.rocm", *named)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from builders import found, spec_of
 
 from vllm_fl.contracts.binding import (
     AttentionTarget,
@@ -29,8 +29,6 @@ from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.registry import OpRegistry, known_contracts
 from vllm_fl.plugins.reserved import FL_OPS
 from vllm_fl.plugins.snapshot import EMPTY
-
-SPEC = known_contracts().contracts["silu_and_mul"]
 
 
 def same(*args: Any) -> Any:
@@ -75,16 +73,8 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plugin]:
             module: Any = ModuleType(f"{distribution.replace('-', '_')}_{op}")
             module.BINDING = Binding(tuple(targets))
             monkeypatch.setitem(sys.modules, module.__name__, module)
-
-            def oracle(x: Any) -> Any:
-                return SPEC.oracle(x)
-
-            oracle.__name__ = op
-            spec = dataclasses.replace(SPEC, oracle=oracle)
-            brought.append(Contract(spec, module.__name__))
-        hooks = SimpleNamespace(contracts=hookimpl(lambda: brought))
-        owner = Owner(distribution, distribution, "1.0")
-        return Plugin(owner, f"{distribution}.plugin", lambda: hooks, kind="contracts")
+            brought.append(Contract(spec_of(op), module.__name__))
+        return found(distribution, SimpleNamespace(contracts=hookimpl(lambda: brought)))
 
     return made
 
@@ -104,7 +94,7 @@ def test_a_place_of_any_kind_is_the_first_plugins(plugin: Any, target: str) -> N
     assert [*registry.snapshot().contracts] == ["acme_norm"]
     error = other.error
     assert isinstance(error, TargetError)
-    assert (error.plugin, error.distribution) == ("fl-zenith", "fl-zenith 1.0")
+    assert error.distribution == "fl-zenith 1.0"
     taken = f"{target} is already a target of op 'acme_norm' of fl-acme 1.0"
     assert f"the contract of op 'zenith_norm': {taken}" in str(error)
 
@@ -118,9 +108,6 @@ def test_places_of_our_ops_are_ours_whoever_is_loaded_first(plugin: Any) -> None
     assert isinstance(mine.error, TargetError)
     assert "IR op rms_norm is already a target of op 'rms_norm'" in str(mine.error)
     assert "acme_norm" not in registry.snapshot().bindings
-
-
-def test_the_attention_backends_are_no_ops_place(plugin: Any) -> None:
     (mine,) = load(OpRegistry(EMPTY), [plugin("fl-acme", {"acme_rows": [AttentionTarget()]})])
     assert isinstance(mine.error, TargetError)
     taken = "the attention backend is already a target of op 'attention_backend' of vllm-fl-core"
@@ -133,11 +120,7 @@ def test_of_one_plugin_and_in_a_script_a_place_is_one_ops_too(plugin: Any) -> No
     assert load(OpRegistry(EMPTY), [both])[0].status == "failed"
     registry = OpRegistry(EMPTY)
     load(registry, [plugin("fl-acme", {"acme_a": [target, target]})])
-
-    def acme_c(x: Any) -> Any:
-        return SPEC.oracle(x)
-
-    contract = Contract(dataclasses.replace(SPEC, oracle=acme_c))
+    contract = Contract(spec_of("acme_c"))
     with pytest.raises(
         TargetError, match=r"'acme_c': operator _C::norm is already a target of op 'acme_a'"
     ):

@@ -18,11 +18,15 @@ def row(path: str = "acme.linear.Row", vendor: str = "acme", **fields: Any) -> L
     return LayerImpl(ROW, path, VENDOR, vendor, **fields)
 
 
-def test_a_vendors_id_need_not_be_said() -> None:
+def test_ids_and_names() -> None:
     assert (row().impl_id, row().op_name, row().priority) == ("vendor.acme", ROW, 100)
     assert row(impl_id="vendor.acme").impl_id == "vendor.acme"
     other = LayerImpl(ROW, "a.B", BackendImplKind.REFERENCE, impl_id="reference.acme")
     assert (other.impl_id, other.priority) == ("reference.acme", 50)
+    with pytest.raises(ValueError, match="an identifier such as 'rms_norm'"):
+        OpImpl(ROW, "vendor.zeta", VENDOR, print, "zeta")
+    with pytest.raises(ValueError, match="a class name such as 'RowParallelLinear'"):
+        LayerImpl("rms_norm", "a.B", VENDOR, "acme")
 
 
 @pytest.mark.parametrize(
@@ -42,13 +46,6 @@ def test_a_vendors_id_need_not_be_said() -> None:
 def test_what_makes_no_sense_is_refused(arguments: Any, fields: Any, words: str) -> None:
     with pytest.raises((ValueError, TypeError), match=words):
         LayerImpl(*arguments, **fields)
-
-
-def test_a_name_is_an_op_or_a_layer() -> None:
-    with pytest.raises(ValueError, match="an identifier such as 'rms_norm'"):
-        OpImpl(ROW, "vendor.zeta", VENDOR, print, "zeta")
-    with pytest.raises(ValueError, match="a class name such as 'RowParallelLinear'"):
-        LayerImpl("rms_norm", "a.B", VENDOR, "acme")
 
 
 def test_the_plan_has_them_behind_the_ops_and_says_that_they_are_not_verified() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -14,13 +12,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from builders import PLUGIN_SETTINGS
+from builders import PLUGIN_SETTINGS, silu
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_fl.contracts.binding import Binding
 from vllm_fl.errors import SettingsError
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings import loading
 from vllm_fl.settings.loading import load_startup, policy_from_config
 from vllm_fl.settings.names import check_names
@@ -189,6 +186,7 @@ def test_config_overrides_a_broken_platform_file_and_says_so(write: Write) -> No
     settings = load_settings(env, platform_files=[("acme", broken)])
     assert settings.policy.prefer == "flagos"
     assert f"ignored: {broken} (acme)." in settings.warnings[0]
+    refused({}, ("acme", "/gone.yaml"), key="platform_files", origin="/gone.yaml (acme)")
 
 
 # Whitelists and blacklists.
@@ -242,20 +240,6 @@ def test_a_plugins_whitelist_goes_without_anothers_blacklist(write: Write) -> No
     assert settings.oot_whitelist == ("x",)
     assert settings.oot_blacklist == ()
     assert settings["oot_whitelist"].origin == f"{a}:1 (a), without the names in {b}:1 (b)"
-
-
-BROUGHT = {
-    "m": [
-        ("a 1", OpImpl("m", "vendor.a", BackendImplKind.VENDOR, print, "a")),
-        ("b 2", OpImpl("m", "vendor.b", BackendImplKind.VENDOR, print, "b")),
-        ("c 3", OpImpl("m", "default.flagos", BackendImplKind.DEFAULT, print)),
-    ]
-}
-
-
-def test_missing_platform_file_is_an_error(tmp_path: Path) -> None:
-    path = str(tmp_path / "gone.yaml")
-    refused({}, ("acme", path), key="platform_files", origin=f"{path} (acme)")
 
 
 # Environment.
@@ -328,12 +312,11 @@ def test_calls_are_counted_without_a_debug_log() -> None:
 
 
 def test_the_command_line_has_priority(write: Write) -> None:
-    env = {
-        "VLLM_FL_CONFIG": write("fl.yaml", "op_backends: {a: stock, c: stock}"),
-        "VLLM_FL_PER_OP": "b=stock",
-    }
+    config = write("fl.yaml", "op_backends: {a: stock, c: stock}")
     settings = load_settings(
-        env, orders={"group:g": "flagos|vendor", "c": ["reference"]}, groups={"g": ["a", "b"]}
+        {"VLLM_FL_CONFIG": config, "VLLM_FL_PER_OP": "b=stock"},
+        orders={"group:g": "flagos|vendor", "c": ["reference"]},
+        groups={"g": ["a", "b"]},
     )
     orders = {op: [*map(str, order.every)] for op, order in settings.policy.per_op_order.items()}
     assert orders == {"a": ["flagos", "vendor"], "b": ["flagos", "vendor"], "c": ["reference"]}
@@ -351,7 +334,7 @@ def test_unknown_variables_are_named() -> None:
     assert far.startswith("VLLM_FL_FLUX_CAPACITOR") and far.endswith("it has no effect.")
 
 
-def test_platform() -> None:
+def test_platform(write: Write) -> None:
     names = ("NVIDIA", "npu", " Cuda ", "cpu", "acme")
     assert [*map(normalise_platform, names)] == ["cuda", "ascend", "cuda", "cpu", "acme"]
     settings = load_settings({"VLLM_FL_PLATFORM": "NPU"}, platform="nvidia")
@@ -360,9 +343,6 @@ def test_platform() -> None:
     assert load_startup({"VLLM_FL_PLATFORM": "NPU"}).platform == "ascend"
     detected = load_settings({}, platform="nvidia")["platform"]
     assert (detected.value, detected.origin) == ("cuda", "detected")
-
-
-def test_forced_platform_that_nobody_knows_is_named(write: Write) -> None:
     env = {"VLLM_FL_PLATFORM": "asced"}
     (warning,) = load_settings(env, platform="cuda").warnings
     assert "asced" in warning and "Did you mean 'ascend'?" in warning
@@ -414,12 +394,8 @@ def test_startup_reads_no_file_and_only_its_own() -> None:
         ("op_backends:\n  m:\n  - vendor: cuda", 2, "op_backends.m", "no space after its colon"),
         ("op_backends:\n  m: {eagre: [flagos]}", 2, "op_backends.m", "Did you mean 'eager'?"),
         ("op_backends:\n  m: [flagos, flagos]", 2, "op_backends.m", "is listed twice"),
-        ("op_backends:\n  m:\n    <=8: stock", 2, "op_backends.m", "needs 'rest'"),
-        ("op_backends: {m: {<=8: stock, <=4: vendor, rest: vendor}}", 1, "op_backends.m", "ascend"),
         ("op_backends:\n  m:\n    <=8: stock\n    <=8: flagos", 4, "config", "line 3"),
-        ("op_backends:\n  m:\n    <=8: stock\n    <=x: flagos", 2, "op_backends.m", "integer N"),
         ("op_backends:\n  m:\n    eager:\n      <=0: stock", 2, "op_backends.m", "at least 1"),
-        ("op_backends:\n  m:\n    <=8: [stock,\n      stok]", 2, "op_backends.m", "'stock'"),
         ("op_backends:\n  m: {}", 2, "op_backends.m", "got none"),
         ("op_backends:\n  m: {8: stock, rest: stock}", 2, "config", "expected text"),
         ("preflight: run", 1, "preflight", "the variable VLLM_FL_PREFLIGHT"),
@@ -505,12 +481,6 @@ def test_file_that_sets_nothing(write: Write, text: str) -> None:
         ('{"a": ' + "9" * 5000 + "}", "op_config", 1, ""),
         ('{"a": 1}', "op_backends.a", 1, "expected a selector"),
         ('{"a": "vendor:\\ud800"}', "op_backends.a", 1, "is not a valid selector"),
-        (
-            '{"a": {"<=8": "stock",\n"<=4": "vendor", "rest": "stock"}}',
-            "op_backends.a",
-            1,
-            "ascend",
-        ),
     ],
 )
 def test_op_config_refuses(write: Write, text: str, key: str, line: int, said: str) -> None:
@@ -610,15 +580,10 @@ def test_an_absent_plugins_settings_are_kept_shown_and_unchecked(write: Write) -
     mine = loading.load_settings({"VLLM_FL_CONFIG": a})
     assert set(mine.chosen) == {"config", "platform_files", "flagos_whitelist", "flagos_mode"}
     assert mine.policy == policy_from_config(a)
-
-
-@pytest.mark.parametrize("text", ["flagos_whitelist: {a: b}", "flags_blacklist: [a]"])
-def test_what_is_no_plugins_setting_is_an_unknown_key(write: Write, text: str) -> None:
-    with pytest.raises(SettingsError, match="unknown key"):
-        loading.load_settings({"VLLM_FL_CONFIG": write("c.yaml", text)})
-
-
-def test_names_that_begin_as_an_installed_plugins_are_checked(write: Write) -> None:
+    for text in ("flagos_whitelist: {a: b}", "flags_blacklist: [a]"):  # no plugin's setting
+        with pytest.raises(SettingsError, match="unknown key"):
+            loading.load_settings({"VLLM_FL_CONFIG": write("c.yaml", text)})
+    # Names that begin like an installed plugin's are checked.
     (warning,) = load_settings({"VLLM_FL_FLAGOS_MODE": "fast"}).warnings
     assert warning.startswith("VLLM_FL_FLAGOS_MODE")
     with pytest.raises(SettingsError, match="unknown key 'flagos_mode'"):
@@ -633,7 +598,9 @@ def test_merged_settings_travel(write: Write) -> None:
     a = write("a.yaml", f"strict: true\nop_backends: {{m: [stock, flagos], n: {n}}}\n")
     b = write("b.yaml", "strict: false\nop_backends: {m: [flagos, stock, vendor]}\n")
     files = [("a 1", a), ("b 2", b)]
-    settings = load_settings({"VLLM_FL_PERFER": "x"}, platform_files=files, brought=BROUGHT)
+    ids = {"a 1": "vendor.a", "b 2": "vendor.b", "c 3": "default.flagos"}
+    impls = {"m": [(name, silu(impl_id)) for name, impl_id in ids.items()]}
+    settings = load_settings({"VLLM_FL_PERFER": "x"}, platform_files=files, brought=impls)
     again = pickle.loads(pickle.dumps(settings))
     assert again == settings and again.policy == settings.policy
     assert again.warnings and again.unchecked
@@ -641,16 +608,6 @@ def test_merged_settings_travel(write: Write) -> None:
     # It is still the platform's order: `prefer` of a policy context re-sorts it.
     moved = again.policy.preferring("vendor").per_op_order["n"]
     assert str(moved.eager[0][1][0]) == "vendor:acme"
-
-
-def test_reading_no_file_imports_no_yaml() -> None:
-    program = (
-        "import sys\n"
-        "from vllm_fl.settings.loading import load_settings\n"
-        "load_settings({})\n"
-        "assert not {'yaml', 'torch', 'vllm'} & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 # For any input: settings, or one SettingsError with key and origin.
@@ -667,8 +624,7 @@ objects = st.recursive(
     max_leaves=12,
 )
 likely = st.fixed_dictionaries(
-    {},
-    optional={key: st.one_of(objects, st.dictionaries(words, objects)) for key in FILE_KEYS},
+    {}, optional={key: st.one_of(objects, st.dictionaries(words, objects)) for key in FILE_KEYS}
 )
 yaml_texts = st.one_of(
     st.text(),

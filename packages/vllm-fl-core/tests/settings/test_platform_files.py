@@ -3,50 +3,27 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
+from builders import silu
 
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.platform_files import unite
 from vllm_fl.settings.policy import OpOrder
 from vllm_fl.settings.schema import ITEMS, Setting
 
-KINDS = {
-    "vendor.a": BackendImplKind.VENDOR,
-    "vendor.b": BackendImplKind.VENDOR,
-    "default.flagos": BackendImplKind.DEFAULT,
-    "reference.torch": BackendImplKind.REFERENCE,
-}
-
-
-def impl(impl_id: str) -> Any:
-    vendor = impl_id.removeprefix("vendor.") if impl_id.startswith("vendor.") else None
-    return OpImpl("m", impl_id, KINDS[impl_id], print, vendor)
-
-
-BROUGHT = {
-    "m": [
-        ("fl-a", impl("vendor.a")),
-        ("fl-b", impl("vendor.b")),
-        ("fl-gems", impl("default.flagos")),
-        ("fl-torch", impl("reference.torch")),
-    ]
-}
+IDS = {"a": "vendor.a", "b": "vendor.b", "gems": "default.flagos", "torch": "reference.torch"}
+KEY = "op_backends.m"
+BROUGHT = {"m": [(f"fl-{name}", silu(impl_id)) for name, impl_id in IDS.items()]}
 
 
 def united(**orders: str) -> str:
     """The order of the op `m` after merging these files (distribution -> order)."""
     files = [
-        (
-            f"fl-{name}",
-            {"op_backends.m": Setting("op_backends.m", OpOrder.of(text, pinned=False), name)},
-        )
+        (f"fl-{name}", {KEY: Setting(KEY, OpOrder.of(text, pinned=False), name)})
         for name, text in orders.items()
     ]
     found = {
-        str(unite(list(each), BROUGHT, ITEMS)["op_backends.m"].value)
-        for each in itertools.permutations(files)
+        str(unite(list(each), BROUGHT, ITEMS)[KEY].value) for each in itertools.permutations(files)
     }
     (one,) = found
     return one

@@ -82,7 +82,9 @@ def test_the_users_lists_win_over_it_and_it_over_the_platforms(path: Path, tmp_p
         assert order(load_settings(env | more, platform_files=files)).startswith(found)
 
 
-def test_a_file_names_one_in_its_own_folder(path: Path, tmp_path: Path) -> None:
+def test_a_users_file_names_one_in_its_folder_and_a_plugins_none(
+    path: Path, tmp_path: Path
+) -> None:
     config = tmp_path / "fl.yaml"
     config.write_text(f"table: table.yaml\n{TEXT[TEXT.index('devices') :]}".replace("16", "64"))
     settings = load_settings({"VLLM_FL_CONFIG": str(config)})
@@ -92,6 +94,9 @@ def test_a_file_names_one_in_its_own_folder(path: Path, tmp_path: Path) -> None:
     config.write_text("prefer: vendor\n")
     settings = load_settings({"VLLM_FL_CONFIG": str(config), "VLLM_FL_TABLE": str(path)})
     assert settings.table is None and settings.tuned is None
+    config.write_text("table: table.yaml\n")
+    with pytest.raises(InvalidSettingError, match=r"fl.yaml:1 \(fl-cpu\): table: a plugin's file"):
+        load_settings({}, platform="cpu", platform_files=[("fl-cpu", str(config))])
 
 
 @pytest.mark.parametrize(
@@ -108,10 +113,3 @@ def test_a_wrong_one_is_named_with_its_line(path: Path, text: str, words: str) -
     with pytest.raises(InvalidSettingError) as caught:
         load_settings({"VLLM_FL_TABLE": str(path)})
     assert f"{path}{words}" in str(caught.value)
-
-
-def test_a_plugins_file_names_none(path: Path, tmp_path: Path) -> None:
-    file = tmp_path / "cpu.yaml"
-    file.write_text("table: table.yaml\n")
-    with pytest.raises(InvalidSettingError, match=r"cpu.yaml:1 \(fl-cpu\): table: a plugin's file"):
-        load_settings({}, platform="cpu", platform_files=[("fl-cpu", str(file))])
