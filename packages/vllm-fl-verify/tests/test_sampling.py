@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,18 +9,14 @@ import pytest
 import torch
 from builders import engine_of, managing, planning, silu
 from configs import engine_config
+from of_acme import silu_and_mul as right
 
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.settings.loading import load_settings
 
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 OP = "silu_and_mul"
-
-
-def right(x: torch.Tensor) -> torch.Tensor:
-    half = x.shape[-1] // 2
-    return torch.nn.functional.silu(x[..., :half]) * x[..., half:]
 
 
 class Model(torch.nn.Module):
