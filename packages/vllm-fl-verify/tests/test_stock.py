@@ -6,13 +6,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial, wraps
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from quantised_layers import OUT, draw, made, vllm_process
+from quantised_layers import FAULTS, OUT, Fault, draw, made, vllm_process
 from torch import nn
 
 from vllm_fl.plugins.registry import known_contracts
@@ -23,11 +22,9 @@ from vllm_fl_verify.stock.experts import Experts
 from vllm_fl_verify.stock.linear import Linears
 from vllm_fl_verify.stock.rows import StockRows
 
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 __all__ = ["draw", "vllm_process"]
-
-Fault = Callable[[Any, random.Random], None]
 
 
 def compared(layer: Any, fault: Callable[[], None] | None = None) -> tuple[Linears, StockRows]:
@@ -64,33 +61,15 @@ def test_vllms_kernels_are_correct(form: str, draw: random.Random) -> None:
     assert 0.05 < worst < 0.8
 
 
-def one_group(layer: Any, draw: random.Random) -> None:
-    scale = layer.weight_scale.data
-    scale[draw.randrange(scale.shape[0]), draw.randrange(scale.shape[1])] *= 1.05
-
-
-def no_zero(layer: Any, draw: random.Random) -> None:
-    zeros = layer.weight_zero_point.data  # 8 of them in an int32: -0x77777778 has 8 in each
-    at = draw.randrange(zeros.shape[0]), draw.randrange(zeros.shape[1])
-    assert zeros[at] != -0x77777778
-    zeros[at] = -0x77777778
-
-
 def swapped_rows(layer: Any, draw: random.Random) -> None:
-    weight = getattr(layer, "weight_packed", getattr(layer, "weight", None)).data
-    first = draw.randrange(OUT[0])
-    pair = [first, OUT[0] + draw.randrange(OUT[1])]
-    weight[pair] = weight[pair[::-1]]
+    pair = [draw.randrange(OUT[0]), OUT[0] + draw.randrange(OUT[1])]
+    layer.weight.data[pair] = layer.weight.data[pair[::-1]]
 
 
 @pytest.mark.parametrize(
     ("form", "plant"),
     [
-        ("int4", one_group),
-        ("int8", one_group),
-        ("int4 with zeros", one_group),
-        ("int4 with zeros", no_zero),
-        ("int4", swapped_rows),
+        *((form, each) for form, faults in FAULTS.items() for each in faults),
         ("int8", swapped_rows),
         ("bfloat16", swapped_rows),
     ],
