@@ -252,16 +252,14 @@ SCORES = torch.tensor(
     ],
     dtype=torch.float64,
 )
-RIGHT_IDS = torch.tensor([[0, 1], [0, 1], [0, 1], [0, 1], [0, 1], [0, 1]])
+RIGHT_IDS = torch.tensor([[0, 1]] * 6)
 
 
-def routed(
-    ids: Tensor, weights: Tensor | None = None, scores: Tensor = SCORES
-) -> tuple[float, str]:
+def routed(ids: Tensor, weights: Tensor | None = None) -> tuple[float, str]:
     if weights is None:
-        weights = scores.gather(-1, ids.clamp(0, 3))
-    exact = scores.gather(-1, RIGHT_IDS), RIGHT_IDS
-    routing = Routing(lambda x: scores, margin=1e-5, tolerances={"float32": Tolerance(1e-5, 0, "")})
+        weights = SCORES.gather(-1, ids.clamp(0, 3))
+    exact = SCORES.gather(-1, RIGHT_IDS), RIGHT_IDS
+    routing = Routing(lambda x: SCORES, margin=1e-5, tolerances={"float32": Tolerance(1e-5, 0, "")})
     return judged((weights.float(), ids.int()), exact, routing)
 
 
@@ -272,8 +270,7 @@ def ids_with(token: int, *ids: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("token", "ids"),
-    [(0, (0, 1)), (0, (1, 0)), (1, (0, 2)), (1, (2, 0)), (4, (0, 2)), (2, (3, 1))],
+    ("token", "ids"), [(0, (0, 1)), (0, (1, 0)), (1, (0, 2)), (1, (2, 0)), (4, (0, 2)), (2, (3, 1))]
 )
 def test_ties_may_be_decided_either_way(token: int, ids: tuple[int, int]) -> None:
     assert routed(ids_with(token, *ids)) == (pytest.approx(0.0, abs=0.5), "")
