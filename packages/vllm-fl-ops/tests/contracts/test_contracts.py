@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from oracle_mutants import oracle_impl
 from telling import per_case
 
 from vllm_fl.contracts import ModelSizes, OpSpec, Sample
 from vllm_fl.plugins.registry import known_contracts
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.plugins.types import OpImpl
 from vllm_fl_ops.contracts.rules import typical_sizes
 from vllm_fl_tools.testing.mistakes import mistaken_calls
 from vllm_fl_verify.oracle import closed, parts
@@ -361,24 +362,7 @@ def test_a_result_of_open_rows_may_be_anything_and_no_other(spec: OpSpec) -> Non
 
 def _spoiling(spec: OpSpec, row: int) -> OpImpl:
     """The oracle, rounded, with one incorrect row."""
-
-    def fn(*args: Any) -> Any:
-        exact, shapes = spec.oracle(*args), spec.fake(*args)
-        if not isinstance(exact, tuple):
-            return _spoilt(exact.to(shapes.dtype), row)
-        if shapes[0].dtype in (torch.int8, torch.float8_e4m3fn):
-            whole = (
-                exact[1]
-                if exact[1].ndim < 2
-                else exact[1].repeat_interleave(exact[0].shape[1] // exact[1].shape[1], 1)
-            )
-            most = 127.0 if shapes[0].dtype == torch.int8 else 448.0
-            value = (exact[0] / whole).nan_to_num(0.0, 0.0, 0.0)
-            exact = (value.round().clamp(-most, most) if most < 200 else value, *exact[1:])
-        results = [part.to(shape.dtype) for part, shape in zip(exact, shapes, strict=True)]
-        return (_spoilt(results[0], row), *results[1:])
-
-    return OpImpl(spec.name, "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
+    return oracle_impl(spec, lambda results, args: (_spoilt(results[0], row), *results[1:]))
 
 
 def _spoilt(result: torch.Tensor, row: int) -> torch.Tensor:
