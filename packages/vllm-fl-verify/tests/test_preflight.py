@@ -17,6 +17,7 @@ import torch
 from builders import silu
 from of_acme import acme
 from of_acme import silu_and_mul as sound
+from oracle_mutants import oracle_impl
 from torch import Tensor
 
 from vllm_fl.contracts import ModelSizes
@@ -33,6 +34,9 @@ from vllm_fl_verify.verification import compare
 SIZES = ModelSizes(256, 512, 4, 2, 64, 64, tokens=(1, 2048))
 SMALL = replace(SIZES, tokens=(1, 64))
 CPU = torch.device("cpu")
+norm, rope = (
+    oracle_impl(known_contracts().contracts[op]).fn for op in ("rms_norm", "rotary_embedding")
+)
 KEY = "silu_and_mul", "vendor.acme"
 
 
@@ -213,31 +217,6 @@ def test_the_global_random_generator_is_left_alone() -> None:
     torch.manual_seed(7)
     fault_of(sound)
     assert torch.equal(torch.rand(3), want)
-
-
-def norm(x: Any, residual: Any, weight: Any, epsilon: float, variance_size: Any = None) -> Any:
-    y = x.float() if residual is None else x.float() + residual.float()
-    normed = y * (y[..., :variance_size].square().mean(-1, keepdim=True) + epsilon).rsqrt()
-    normed = normed.to(x.dtype) if weight is None else (normed * weight.float()).to(x.dtype)
-    normed = normed.contiguous()
-    return normed if residual is None else (normed, y.to(x.dtype).contiguous())
-
-
-def rope(
-    query: Any, key: Any, cos: Any, sin: Any, position_ids: Any, rotary_interleaved: bool = False
-) -> Any:
-    half = cos.shape[-1]
-    c, s = (t[position_ids.long()].float().unsqueeze(1) for t in (cos, sin))
-
-    def turn(x: Tensor) -> Tensor:
-        out = x.float().contiguous().clone()
-        first = slice(0, 2 * half, 2) if rotary_interleaved else slice(0, half)
-        second = slice(1, 2 * half, 2) if rotary_interleaved else slice(half, 2 * half)
-        a, b = x[..., first].float(), x[..., second].float()
-        out[..., first], out[..., second] = a * c - b * s, b * c + a * s
-        return out.to(x.dtype)
-
-    return turn(query), None if key is None else turn(key)
 
 
 def fault(
