@@ -228,7 +228,7 @@ def fault(
 
 
 def fault_compiled(fn: Callable[..., Any], strict: bool = False, **fields: Any) -> str | None:
-    """The fault of a rope that a compiled plan has alone."""
+    """The fault of a rope in a compiled plan without other candidates."""
     op, contracts = "rotary_embedding", known_contracts().contracts
     impl = acme(op, fn, **fields)
     trace = Trace(op, "compiled", (), (Candidate(impl, "selected", "asked for"),))

@@ -148,7 +148,7 @@ def test_a_class_that_refuses_the_layer_is_not_verified(draw: random.Random) -> 
 
 
 def engine_of(cls: Any, key: tuple[str, str], patch: pytest.MonkeyPatch) -> Any:
-    """An engine in which the class is planned, also for another scheme."""
+    """An engine. Its plan has the class, also for another scheme."""
     planned = {(key[0], cls): key[1], ("int8_linear", cls): "vendor.other"}
     patch.setattr(quantised, "planned_classes", lambda plan: planned)
     patch.setattr(quantised, "checks_of", lambda engine: SimpleNamespace(seed=7))

@@ -304,7 +304,7 @@ def older_rope(
     rotary_interleaved: bool = False,
     inplace: bool = True,
 ) -> Any:
-    """A function of the older form: it takes the layer first."""
+    """A function of the older form; the first argument is the layer."""
     assert query.shape[1:] == (2, obj.head_size) and inplace and not rotary_interleaved
     return query.add_(1), key.add_(2)
 
