@@ -59,9 +59,11 @@ def acme(fn: Kernel, **fields: Any) -> OpImpl:
     return silu("vendor.acme", fn=fn, **fields)
 
 
-def seen(plan: Plan, x: torch.Tensor | None = None, again: bool = False) -> Live:
-    model = Model(plan)
-    live = Live(plan, {"": model}, CPU, again=again)
+def seen(
+    plan: Plan, x: torch.Tensor | None = None, of: Callable[..., Any] = Model, **options: Any
+) -> Live:
+    model = of(plan)
+    live = Live(plan, {"": model}, CPU, **options)
     with live.watching():
         model(torch.randn(100, 16, dtype=torch.bfloat16) if x is None else x)
     return live
@@ -179,12 +181,7 @@ def test_what_a_call_writes_over_live_memory_is_a_fault(stray: str) -> None:
             x.as_strided((1,), (1,), 36).fill_(7.0)
         return found
 
-    plan = plan_of(acme(silu_and_mul))
-    model = Act(plan)
-    live = Live(plan, {"": model}, CPU)
-    with live.watching():
-        model(buffer[:, :32])
-    why = fault(live)
+    why = fault(seen(plan_of(acme(silu_and_mul)), buffer[:, :32], Act))
     assert ("overwrote 'x'" if stray == "argument" else "outside its arguments") in why
 
 
@@ -280,11 +277,7 @@ def live_experts(change: Callable[[torch.Tensor, torch.Tensor], object]) -> Live
 
     torch.manual_seed(0)
     plan = plan_of(oracle_impl(known_contracts().contracts["fused_experts"], changed))
-    model = nn.Sequential(Experts(plan))
-    live = Live(plan, {"": model}, CPU)
-    with live.watching():
-        model(torch.randn(40, 24))
-    return live
+    return seen(plan, torch.randn(40, 24), lambda plan: nn.Sequential(Experts(plan)))
 
 
 def test_of_large_weights_those_are_compared_that_a_row_takes(
