@@ -294,16 +294,7 @@ def test_of_two_engines_each_has_its_own_ropes(use: Any) -> None:
     assert calls == [2, 1]
 
 
-def older_rope(
-    obj: Any,
-    query: Any,
-    key: Any,
-    cos: Any,
-    sin: Any,
-    position_ids: Any,
-    rotary_interleaved: bool = False,
-    inplace: bool = True,
-) -> Any:
+def older_rope(obj, query, key, cos, sin, position_ids, rotary_interleaved=False, inplace=True):
     """A function of the older form; the first argument is the layer."""
     assert query.shape[1:] == (2, obj.head_size) and inplace and not rotary_interleaved
     return query.add_(1), key.add_(2)
