@@ -240,10 +240,8 @@ def fault_compiled(fn: Callable[..., Any], strict: bool = False, **fields: Any) 
 def test_one_that_turns_heads_of_one_projection_in_place_can_be_compiled() -> None:
     """Its inputs share memory at startup; in a model the graph makes them without aliases."""
 
-    def in_place(
-        query: Any, key: Any, cos: Any, sin: Any, ids: Any, interleaved: bool = False
-    ) -> Any:
-        turned = rope(query, key, cos, sin, ids, interleaved)
+    def in_place(query: Any, key: Any, *rest: Any) -> Any:
+        turned = rope(query, key, *rest)
         return query.copy_(turned[0]), None if key is None else key.copy_(turned[1])
 
     assert fault_compiled(in_place, consumes=frozenset({"query", "key"})) is None
@@ -255,12 +253,10 @@ def test_one_that_refuses_a_form_that_the_model_need_not_have_can_be_compiled(
 ) -> None:
     """It has no fallback: its chain fails for that call, which is not its fault."""
 
-    def halves(
-        query: Any, key: Any, cos: Any, sin: Any, ids: Any, interleaved: bool = False
-    ) -> Any:
-        if interleaved:
+    def halves(*args: Any) -> Any:
+        if args[5]:
             raise NotImplementedError("takes halves only")
-        return rope(query, key, cos, sin, ids, interleaved)
+        return rope(*args)
 
     def supports(*args: Any) -> bool | str:
         return "takes halves only" if args[5] else True
@@ -283,8 +279,8 @@ def test_what_is_wrong_at_some_token_counts_only(
 
 
 def test_what_is_wrong_at_far_positions_only() -> None:
-    def fn(query: Tensor, key: Any, cos: Any, sin: Any, position_ids: Tensor, way: bool) -> Any:
-        return rope(query, key, cos, sin, position_ids.clamp(max=2047), way)
+    def fn(*args: Any) -> Any:
+        return rope(*args[:4], args[4].clamp(max=2047), args[5])
 
     long = ModelSizes(256, 512, 4, 2, 64, 64, tokens=(1, 64), max_position=8192)
     assert "elements exceed the tolerance" in str(fault("rotary_embedding", fn, sizes=long))
