@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["HEAD", "MODEL"]
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from children import run_each
+
+__all__ = ["HEAD", "MODEL", "answers"]
 
 HEAD = """
 import json, os, pickle, sys
@@ -109,3 +117,15 @@ def planned_worker(asked):
     object.__setattr__(config.scheduler_config, "max_num_batched_tokens", 512)
     return type("Planned", (PlannedWorker, Worker), {})(config)
 """
+
+
+def answers(
+    body: str, cases: Mapping[str, Mapping[str, str]], **env: str
+) -> dict[str, tuple[Any, str]]:
+    """Run `MODEL` and `body` for each case, with its variables: case -> (the last line, which is
+    JSON; the whole output)."""
+    here = {"CONFIGS": str(Path(__file__).parent), "VLLM_PLUGINS": "fl"}
+    here |= {"VLLM_FL_PLUGINS": "vllm-fl-ops", **env}
+    bodies = {name: (MODEL + body, variables) for name, variables in cases.items()}
+    outputs = run_each(HEAD, bodies, {**os.environ, **here})
+    return {name: (json.loads(text.splitlines()[-1]), text) for name, text in outputs.items()}

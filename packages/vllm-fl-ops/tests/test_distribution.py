@@ -16,10 +16,11 @@ from vllm_fl.plugins.reserved import FL_OPS
 MODULES = [m.name for m in walk_packages(vllm_fl_ops.__path__, "vllm_fl_ops.")]
 
 
-def test_no_module_of_it_imports_torch_vllm_or_a_kernel() -> None:
+def test_no_module_or_contract_of_it_imports_torch_vllm_or_a_kernel() -> None:
     code = (
         "import importlib, json, sys\n"
         "for name in json.loads(sys.argv[1]): importlib.import_module(name)\n"
+        "importlib.import_module('vllm_fl.plugins.registry').known_contracts()\n"
         "print(json.dumps(sorted({'torch', 'vllm', 'triton', 'flag_gems'} & {*sys.modules})))"
     )
     done = subprocess.run(

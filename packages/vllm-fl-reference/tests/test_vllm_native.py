@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from vllm_fl.contracts import OpSpec, Sample
 from vllm_fl.contracts.binding import LayerTarget
@@ -40,74 +41,46 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PER_DTYPE = [pytest.param(d, marks=[pytest.mark.slow] * (d is not DTYPES[2])) for d in DTYPES]
 
 
-def rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    epsilon: float,
-    variance_size: int | None,
-) -> Any:
+def rms_norm(x: Any, residual: Any, weight: Any, *rest: Any) -> Any:
     if residual is None:
-        native = ir.ops.rms_norm.impls["native"].impl_fn
-        return native(x, weight, epsilon, variance_size)
-    native = ir.ops.fused_add_rms_norm.impls["native"].impl_fn
-    return native(x, residual, weight, epsilon, variance_size)
+        return ir.ops.rms_norm.impls["native"].impl_fn(x, weight, *rest)
+    return ir.ops.fused_add_rms_norm.impls["native"].impl_fn(x, residual, weight, *rest)
 
 
-def rotary_embedding(
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position_ids: torch.Tensor,
-    rotary_interleaved: bool,
-) -> Any:
+def rotary_embedding(query: Any, key: Any, cos: Any, sin: Any, at: Any, interleaved: bool) -> Any:
     if not query.shape[0]:  # vLLM's view(0, -1, head_size) is ambiguous
         return torch.empty_like(query), None if key is None else torch.empty_like(key)
     cache = torch.cat((cos, sin), dim=-1)
-    return RotaryEmbedding.forward_static(
-        position_ids, query, key, query.shape[-1], cache.shape[-1], cache, not rotary_interleaved
-    )
+    sizes = query.shape[-1], cache.shape[-1]
+    return RotaryEmbedding.forward_static(at, query, key, *sizes, cache, not interleaved)
 
 
-def quant_fp8(
-    x: torch.Tensor,
-    scale: torch.Tensor | None,
-    scale_ub: torch.Tensor | None,
-    per_token: bool,
-) -> Any:
+def quant_fp8(x: Tensor, scale: Any, scale_ub: Any, per_token: bool) -> Any:
     shape = GroupShape.PER_TOKEN if per_token else GroupShape.PER_TENSOR
     with set_current_vllm_config(VllmConfig()):
         layer = QuantFP8(static=scale is not None, group_shape=shape)
     return QuantFP8.forward_native(layer, x, scale, scale_ub)
 
 
-def moe_topk(
-    gating_output: torch.Tensor,
-    topk: int,
-    renormalize: bool,
-    scoring_func: str,
-    factor: float,
-    bias: torch.Tensor | None,
-) -> Any:
+def cpu_router() -> Any:
+    return pytest.importorskip("vllm.model_executor.layers.fused_moe.router.cpu_router")
+
+
+def moe_topk(x: Tensor, topk: int, renormalize: bool, by: str, factor: float, bias: Any) -> Any:
     """The CPU build's two forms, in fp32; the second with one group of all experts."""
-    router = pytest.importorskip("vllm.model_executor.layers.fused_moe.router.cpu_router")
-    if scoring_func == "softmax" and bias is None:
-        weights, ids = router._softmax_topk(gating_output.float(), topk, renormalize)
+    if by == "softmax" and bias is None:
+        weights, ids = cpu_router()._softmax_topk(x.float(), topk, renormalize)
         return (weights if factor == 1.0 else weights * factor), ids
-    return router._grouped_topk(gating_output, topk, renormalize, 1, 1, scoring_func, factor, bias)
+    return cpu_router()._grouped_topk(x, topk, renormalize, 1, 1, by, factor, bias)
 
 
-def grouped_topk(gating_output: torch.Tensor, *rest: Any) -> Any:
-    router = pytest.importorskip("vllm.model_executor.layers.fused_moe.router.cpu_router")
+def grouped_topk(gating_output: Tensor, *rest: Any) -> Any:
     if not gating_output.shape[0]:  # vLLM's view(0, groups, -1) is ambiguous
         return torch.empty(0, rest[0]), torch.empty(0, rest[0], dtype=torch.int32)
-    return router._grouped_topk(gating_output, *rest)
+    return cpu_router()._grouped_topk(gating_output, *rest)
 
 
-def moe_sum(
-    input: torch.Tensor, topk_ids: torch.Tensor | None, expert_map: torch.Tensor | None
-) -> Any:
+def moe_sum(input: Tensor, topk_ids: Tensor | None, expert_map: Tensor | None) -> Any:
     """vLLM's replacement for the operator in builds that lack it, over this rank's experts."""
     if topk_ids is not None:
         here = topk_ids >= 0
@@ -118,15 +91,9 @@ def moe_sum(
 
 
 def multimodal_rotary_embedding(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position_ids: torch.Tensor,
-    mrope_section: list[int],
-    mrope_interleaved: bool,
-    rotary_interleaved: bool,
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, *how: Any
 ) -> Any:
+    mrope_section, mrope_interleaved, rotary_interleaved = how
     if not query.shape[0]:  # as in rotary_embedding
         return torch.empty_like(query), torch.empty_like(key)
     sizes = (query.shape[-1], 2 * cos.shape[-1], len(cos), 10000.0)
@@ -138,64 +105,46 @@ def multimodal_rotary_embedding(
     return q.view(query.shape), k.view(key.shape)
 
 
-def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: float
-) -> Any:
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Any:
     spec = known_contracts().contracts["layer_norm"]
     layer: Any = layer_for(spec, {"weight": weight, "bias": bias, "epsilon": epsilon})
     layer.normalized_shape = x.shape[-1:]
     return layer.forward_native(x)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
     """The function that an unquantised layer calls; it does not use the layer."""
-    result: torch.Tensor = default_unquantized_gemm(torch.nn.Module(), x, weight, bias)
-    return result
+    return default_unquantized_gemm(torch.nn.Module(), x, weight, bias)
 
 
-def linear_gelu_tanh_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    layer = SimpleNamespace(approximate="tanh")
-    result: torch.Tensor = GeluAndMul.forward_native(layer, linear(x, weight, None))
-    return result
+def linear_gelu_tanh_and_mul(x: Tensor, weight: Tensor) -> Any:
+    return GeluAndMul.forward_native(SimpleNamespace(approximate="tanh"), linear(x, weight, None))
 
 
-def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = SiluAndMul.forward_native(linear(x, weight, None))
-    return result
+def linear_silu_and_mul(x: Tensor, weight: Tensor) -> Any:
+    return SiluAndMul.forward_native(linear(x, weight, None))
 
 
-def merge_attn_states(
-    prefix_output: torch.Tensor,
-    prefix_lse: torch.Tensor,
-    suffix_output: torch.Tensor,
-    suffix_lse: torch.Tensor,
-) -> Any:
+def merge_attn_states(prefix: Tensor, p_lse: Tensor, suffix: Tensor, s_lse: Tensor) -> Any:
     from vllm.v1.attention.ops.merge_attn_states import _merge_attn_states_torch
 
-    output, sums = torch.empty_like(prefix_output), torch.empty_like(prefix_lse.T)
-    _merge_attn_states_torch(output, prefix_output, prefix_lse.T, suffix_output, suffix_lse.T, sums)
+    output, sums = torch.empty_like(prefix), torch.empty_like(p_lse.T)
+    _merge_attn_states_torch(output, prefix, p_lse.T, suffix, s_lse.T, sums)
     return output, sums.T
 
 
 def qk_norm_rope(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    position_ids: torch.Tensor,
-    heads: int,
-    kv_heads: int,
-    epsilon: float,
-    rotary_interleaved: bool,
-) -> torch.Tensor:
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos_sin_cache: Tensor, at: Tensor, *rest: Any
+) -> Tensor:
     """The code that vLLM's pass replaces: two norms, then the rope of both."""
+    heads, kv_heads, epsilon, interleaved = rest
     size, tokens = q_weight.shape[0], len(qkv)
     parts = (heads * size, kv_heads * size, qkv.shape[1] - (heads + kv_heads) * size)
     query, key, value = qkv.split(parts, dim=-1)
     query = rms_norm(query.view(tokens, heads, size), None, q_weight, epsilon, None)
     key = rms_norm(key.view(tokens, kv_heads, size), None, k_weight, epsilon, None)
     tables = cos_sin_cache.chunk(2, dim=-1)
-    query, key = rotary_embedding(query, key, *tables, position_ids, rotary_interleaved)
+    query, key = rotary_embedding(query, key, *tables, at, interleaved)
     return torch.cat((query.flatten(1), key.flatten(1), value), dim=-1)
 
 

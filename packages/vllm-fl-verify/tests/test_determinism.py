@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from builders import extended, managing, planning, silu
+from of_acme import acme, silu_and_mul
+from oracle_mutants import oracle_impl
 from torch import Tensor
 
-from vllm_fl.contracts import ModelSizes, OpSpec
+from vllm_fl.contracts import ModelSizes
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import make_plan
 from vllm_fl.plugins.registry import known_contracts
@@ -32,13 +33,13 @@ from vllm_fl_verify.trials import Request, Role, Trials
 
 SIZES = ModelSizes(64, 96, 4, 2, 16, 16, tokens=(1, 300))
 CPU = torch.device("cpu")
+of = partial(acme, "silu_and_mul")
 
 
 def sound(x: Tensor) -> Tensor:
     """Row by row, so a row's bits do not depend on its batch."""
-    half = x.shape[-1] // 2
-    rows = [F.silu(row[:half].double()) * row[half:] for row in x.reshape(-1, x.shape[-1])]
-    return torch.stack(rows).to(x.dtype).reshape(*x.shape[:-1], half)
+    rows = [silu_and_mul(row.double()) for row in x.reshape(-1, x.shape[-1])]
+    return torch.stack(rows).to(x.dtype).reshape(*x.shape[:-1], x.shape[-1] // 2)
 
 
 def nudged(x: Tensor, where: Tensor | slice | int) -> Tensor:
@@ -49,42 +50,27 @@ def nudged(x: Tensor, where: Tensor | slice | int) -> Tensor:
     return result
 
 
-def by_batch_size(x: Tensor) -> Tensor:
-    return nudged(x, slice(None)) if len(x) > 32 else sound(x)
-
-
-def alone(x: Tensor) -> Tensor:
-    return nudged(x, slice(None)) if len(x) == 1 else sound(x)
-
-
-def the_last_row(x: Tensor) -> Tensor:
-    """Like a kernel's tail: a row's index in the batch decides."""
-    return nudged(x, -1) if x.ndim == 2 else sound(x)
-
-
-def of(fn: Callable[..., Any], op: str = "silu_and_mul", **fields: Any) -> OpImpl:
-    return OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, fn, "acme", **fields)
-
-
 def measured(impl: OpImpl, sizes: ModelSizes | None = SIZES, **options: Any) -> Determinism:
     trials = Trials(known_contracts().contracts[impl.op_name], torch.float32, CPU, sizes, 0)
     return determinism_of(impl, trials, **options)
 
 
-def test_bits_that_are_a_rows_own_are_found_to_be() -> None:
-    assert measured(of(sound)) == Determinism(True, True)
-
-
-@pytest.mark.parametrize("fn", [by_batch_size, alone, the_last_row])
-def test_bits_that_depend_on_the_batch_are_found(fn: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("fn", "is_invariant"),
+    [
+        (sound, True),
+        (lambda x: sound(x).fill_(-0.0), True),
+        (lambda x: sound(x).fill_(-0.0 if len(x) > 32 else 0.0), False),
+        (lambda x: nudged(x, slice(None)) if len(x) > 32 else sound(x), False),
+        (lambda x: nudged(x, slice(None)) if len(x) == 1 else sound(x), False),
+        (lambda x: nudged(x, -1) if x.ndim == 2 else sound(x), False),  # like a kernel's tail
+    ],
+)
+def test_bits_that_depend_on_the_batch_are_found(fn: Any, is_invariant: bool) -> None:
     found = measured(of(fn))
-    assert (found.runs, found.batches) == (True, False)
-    assert "different bits in batches of" in found.reason and "2*96, float32" in found.reason
-
-
-def test_the_sign_of_zero_is_a_bit() -> None:
-    assert measured(of(lambda x: sound(x).fill_(-0.0))).batches is True
-    assert measured(of(lambda x: sound(x).fill_(-0.0 if len(x) > 32 else 0.0))).batches is False
+    assert (found.runs, found.batches, not found.reason) == (True, is_invariant, is_invariant)
+    for part in ("different bits in batches of", "2*96, float32"):
+        assert is_invariant or part in found.reason
 
 
 def test_what_differs_between_two_runs_is_neither() -> None:
@@ -110,22 +96,12 @@ def test_a_batch_that_alone_is_refused_is_another_implementations() -> None:
 
 def test_what_stands_is_not_measured_whatever_sizes_are_known() -> None:
     spec = known_contracts().contracts["causal_conv1d"]
-    assert measured(oracle(spec)) == Determinism(None, None, FIXED_BATCH)
-
-
-def oracle(spec: OpSpec) -> OpImpl:
-    def run(*args: Any) -> Any:
-        shapes, got = spec.fake(*args), spec.oracle(*args)
-        if not isinstance(got, tuple):
-            return got.to(shapes.dtype)
-        return tuple(g if g is None else g.to(s.dtype) for g, s in zip(got, shapes, strict=True))
-
-    return OpImpl(spec.name, "vendor.acme", BackendImplKind.VENDOR, run, "acme")
+    assert measured(oracle_impl(spec)) == Determinism(None, None, FIXED_BATCH)
 
 
 def test_one_scale_for_all_rows_can_never_be_batch_invariant() -> None:
     """By the contract itself: a batch's largest number affects every row's bits."""
-    found = measured(oracle(known_contracts().contracts["quant_fp8"]))
+    found = measured(oracle_impl(known_contracts().contracts["quant_fp8"]))
     assert (found.runs, found.batches) == (True, False)
 
 
@@ -133,7 +109,7 @@ def test_where_rows_depend_on_each_other_only_runs_are_compared() -> None:
     spec = known_contracts().contracts["moe_align_block_size"]
     sizes = ModelSizes(tokens=(1, 40), more={"experts": 8, "experts_per_token": 2})
     trials = Trials(spec, torch.int32, CPU, sizes, 0)
-    assert determinism_of(oracle(spec), trials) == Determinism(True, None, NO_ROWS)
+    assert determinism_of(oracle_impl(spec), trials) == Determinism(True, None, NO_ROWS)
 
 
 def variant(request: Request) -> dict[tuple[str, str], str]:
@@ -145,12 +121,10 @@ def variant(request: Request) -> dict[tuple[str, str], str]:
 
 def test_a_start_measures_what_is_right_and_only_where_that_is_asked() -> None:
     def other_alone(x: Tensor) -> Tensor:
-        half = x.shape[-1] // 2
-        exact = F.silu(x[..., :half].double()) * x[..., half:]
-        return exact.to(x.dtype) * (1 + 2e-7 * (len(x) == 1))
+        return silu_and_mul(x.double()).to(x.dtype) * (1 + 2e-7 * (len(x) == 1))
 
-    wrong = of(lambda x: 2 * other_alone(x))
-    roles = [Role(of(other_alone)), Role(replace(wrong, impl_id="vendor.wrong", vendor="wrong"))]
+    wrong = of(lambda x: 2 * other_alone(x), "wrong")
+    roles = [Role(of(other_alone)), Role(wrong)]
     request = Request(roles, torch.float32, CPU, SIZES, calls=0)
     acme, of_wrong = (role.key for role in roles)
     assert [*find_faults(request).objections] == [of_wrong]
@@ -162,9 +136,7 @@ def test_a_start_measures_what_is_right_and_only_where_that_is_asked() -> None:
 
 def test_the_form_that_a_compiler_gets_is_measured_too() -> None:
     def compiled(x: Tensor) -> Tensor:
-        half = x.shape[-1] // 2
-        result = F.silu(x[..., :half]) * x[..., half:]
-        return result * (1 + 2e-7 * (x.shape[0] > 32))
+        return silu_and_mul(x) * (1 + 2e-7 * (x.shape[0] > 32))
 
     impl = of(sound)
     assert variant(Request([Role(impl)], torch.float32, CPU, SIZES, calls=0)) == {}
@@ -194,9 +166,7 @@ def test_what_nothing_measures_is_rejected_where_it_is_asked_for(
     env: dict[str, str], fields: dict[str, Any], asks: str
 ) -> None:
     attention = AttentionImpl("vendor.acme", "acme.Attention", BackendImplKind.VENDOR, "acme")
-    aligning = of(
-        known_contracts().contracts["moe_align_block_size"].oracle, "moe_align_block_size"
-    )
+    aligning = oracle_impl(known_contracts().contracts["moe_align_block_size"])
     engine, specs = facts(env, **fields), known_contracts().contracts
     assert engine.wants_invariance == asks
     impls = silu("vendor.acme"), aligning, attention

@@ -55,17 +55,9 @@ def bias_of(got: Any, exact: Any) -> dict[str, float]:
 
 def wants(got: Any, exact: Any, *outputs: Output, **options: Any) -> Any:
     """The comparison of results like `got` with the oracle's result `exact`."""
-
-    def op(x: object) -> Any:
-        return exact
-
-    def fake(x: object) -> Any:
-        return got
-
     silu = known_contracts().contracts["silu_and_mul"]
-    spec = replace(
-        silu, oracle=op, fake=fake, outputs=outputs, variants=(), tolerances=TIGHT, **options
-    )
+    options |= {"oracle": lambda x: exact, "fake": lambda x: got, "outputs": outputs}
+    spec = replace(silu, variants=(), tolerances=TIGHT, **options)
     return wanted_of(spec, Sample("a call", (None,)))
 
 
@@ -186,7 +178,7 @@ def test_the_worst_element_is_that_of_the_output_that_is_named() -> None:
 
 def test_a_contract_that_contradicts_itself_says_where() -> None:
     x = torch.ones(3)
-    with pytest.raises(ValueError, match=r"the contract of op, sample 'a call': .* the fake "):
+    with pytest.raises(ValueError, match=r"the contract of .*, sample 'a call': .* the fake "):
         judged(x, x.double()[:2])
     with pytest.raises(ValueError, match="one result of the QuantisedPair at 0 is None"):
         judged((x, None), (x, None), QuantisedPair())
@@ -252,16 +244,14 @@ SCORES = torch.tensor(
     ],
     dtype=torch.float64,
 )
-RIGHT_IDS = torch.tensor([[0, 1], [0, 1], [0, 1], [0, 1], [0, 1], [0, 1]])
+RIGHT_IDS = torch.tensor([[0, 1]] * 6)
 
 
-def routed(
-    ids: Tensor, weights: Tensor | None = None, scores: Tensor = SCORES
-) -> tuple[float, str]:
+def routed(ids: Tensor, weights: Tensor | None = None) -> tuple[float, str]:
     if weights is None:
-        weights = scores.gather(-1, ids.clamp(0, 3))
-    exact = scores.gather(-1, RIGHT_IDS), RIGHT_IDS
-    routing = Routing(lambda x: scores, margin=1e-5, tolerances={"float32": Tolerance(1e-5, 0, "")})
+        weights = SCORES.gather(-1, ids.clamp(0, 3))
+    exact = SCORES.gather(-1, RIGHT_IDS), RIGHT_IDS
+    routing = Routing(lambda x: SCORES, margin=1e-5, tolerances={"float32": Tolerance(1e-5, 0, "")})
     return judged((weights.float(), ids.int()), exact, routing)
 
 
@@ -272,8 +262,7 @@ def ids_with(token: int, *ids: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("token", "ids"),
-    [(0, (0, 1)), (0, (1, 0)), (1, (0, 2)), (1, (2, 0)), (4, (0, 2)), (2, (3, 1))],
+    ("token", "ids"), [(0, (0, 1)), (0, (1, 0)), (1, (0, 2)), (1, (2, 0)), (4, (0, 2)), (2, (3, 1))]
 )
 def test_ties_may_be_decided_either_way(token: int, ids: tuple[int, int]) -> None:
     assert routed(ids_with(token, *ids)) == (pytest.approx(0.0, abs=0.5), "")

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
 from builders import managing, planning, silu
+from of_acme import silu_and_mul
 from torch import Tensor
 
 from vllm_fl.contracts import ModelSizes
@@ -38,8 +37,7 @@ calls: list[int] = []
 
 def sound(x: Tensor) -> Tensor:
     calls.append(len(x))
-    half = x.shape[-1] // 2
-    return torch.nn.functional.silu(x[..., :half]) * x[..., half:]
+    return silu_and_mul(x)
 
 
 def wrong(x: Tensor) -> Tensor:
@@ -101,28 +99,24 @@ def test_a_second_start_repeats_a_small_part_with_other_sizes() -> None:
     assert len(sizes) > 1
 
 
-@pytest.mark.parametrize("how", ["full", "run", "off"])
-def test_a_verdict_is_used_only_with_verify(how: str) -> None:
-    start(ACME)
-    checks, _ = start(ACME, VLLM_FL_PREFLIGHT=how)
-    assert not is_kept(checks)
+FULL, RUN, OFF = ({"VLLM_FL_PREFLIGHT": how} for how in ("full", "run", "off"))
+INVARIANT = {"VLLM_FL_REQUIRE": "batch_invariant"}
+"""Batch invariance is measured in each startup."""
 
 
-@pytest.mark.parametrize(("how", "writes"), [("full", True), ("run", False)])
-def test_a_start_that_only_runs_keeps_no_verdict(how: str, writes: bool) -> None:
-    start(ACME, VLLM_FL_PREFLIGHT=how)
-    assert is_kept(start(ACME)[0]) is writes
-
-
-def test_a_start_that_does_not_serve_keeps_no_verdict() -> None:
-    start(ACME, serves=False)
-    assert not is_kept(start(ACME)[0])
-
-
-def test_batch_invariance_is_measured_in_each_start() -> None:
-    start(ACME)
-    env = {"VLLM_FL_REQUIRE": "batch_invariant"}
-    assert not is_kept(start(ACME, **env)[0]) and not is_kept(start(ACME, **env)[0])
+@pytest.mark.parametrize(
+    ("first", "second", "is_used"),
+    [
+        *(({}, how, False) for how in (FULL, RUN, OFF, INVARIANT)),
+        *((how, {}, how is FULL) for how in (FULL, RUN, {"serves": False})),
+        (INVARIANT, INVARIANT, False),
+    ],
+)
+def test_a_verdict_is_kept_and_used_only_after_such_startups(
+    first: Any, second: Any, is_used: bool
+) -> None:
+    start(ACME, **first)
+    assert is_kept(start(ACME, **second)[0]) is is_used
 
 
 def test_all_ranks_must_have_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,9 +174,7 @@ def test_a_later_fault_voids_the_verdict_also_for_an_engine_that_writes_later(
     assert not is_kept(start(ACME)[0])
 
 
-def test_an_implementation_without_a_call_of_the_model_is_no_fault(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_implementation_without_a_call_of_the_model_is_no_fault() -> None:
     start(ACME)
     checks, _ = start(ACME)
     checks.verdicts.refute({KEY: Objection("FL412", "it supports no call of this model")})

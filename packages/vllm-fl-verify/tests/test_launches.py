@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from builders import silu
+from of_acme import silu_and_mul
 
 from vllm_fl.contracts import ModelSizes
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl_verify import launches
 from vllm_fl_verify.preflight import find_faults
 from vllm_fl_verify.trials import Request, Role
@@ -29,9 +30,6 @@ def test_where_other_kernels_are_launched() -> None:
     assert edges(1, 699) == [37]
     assert edges(37, 2048) == [700]
     assert edges(1, 1) == []
-
-
-def test_no_calls_are_left() -> None:
     assert list(launches.launch_edges(variant, 1, 2048, lambda: False)) == []
 
 
@@ -61,18 +59,15 @@ def test_both_sides_of_an_edge_are_verified() -> None:
     """The kernel is incorrect only at the first size of its second variant."""
     sizes_seen = [0]
 
-    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    def wrong(x: torch.Tensor) -> torch.Tensor:
         sizes_seen.append(len(x))
-        half = x.shape[-1] // 2
-        result = torch.nn.functional.silu(x[..., :half]) * x[..., half:]
-        return result + 1 if len(x) == 700 else result
+        return silu_and_mul(x) + (len(x) == 700)
 
     def kernels(call: Any, device: torch.device) -> launches.Launched:
         call()
         return variant(sizes_seen[-1])
 
-    impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, silu_and_mul, "acme")
-    sizes, cpu = ModelSizes(64, 64, 2, 1, 64, 64, tokens=(1, 2048)), torch.device("cpu")
+    role, sizes = Role(silu("vendor.acme", fn=wrong)), ModelSizes(intermediate=64, tokens=(1, 2048))
     more: Any = {"seed": 3, "calls": 1e9, "launched": kernels}
-    found = find_faults(Request([Role(impl)], torch.float32, cpu, sizes, **more))
+    found = find_faults(Request([role], torch.float32, torch.device("cpu"), sizes, **more))
     assert "700 x" in found.objections["silu_and_mul", "vendor.acme"].reason

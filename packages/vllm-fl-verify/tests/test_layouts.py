@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from vllm_fl.contracts import OpSpec
 from vllm_fl.plugins.registry import known_contracts
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl_verify.layouts import relaid
-from vllm_fl_verify.preflight import find_faults
-from vllm_fl_verify.trials import Request, Role
 from vllm_fl_verify.verification import tried
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
-
-
-def impl(op: str, fn: Any) -> OpImpl:
-    return OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
-
-
-def faults(one: OpImpl) -> str:
-    found = find_faults(Request([Role(one)], BF16, CPU, None, seed=0)).objections
-    return "".join(each.reason for each in found.values())
 
 
 @pytest.mark.parametrize("spec", known_contracts().contracts.values(), ids=lambda spec: spec.name)
@@ -51,16 +37,6 @@ def test_each_activation_of_each_op_is_laid_out_otherwise(spec: OpSpec) -> None:
         seen.setdefault(name, set()).add(sample.name.rpartition(f"{name} ")[2])
     assert seen.keys() == spec.by_token
     assert all("numbers apart" in hows for hows in seen.values())
-
-
-def silu(x: torch.Tensor) -> torch.Tensor:
-    """In plain PyTorch, so the product has the strides of a transposed x."""
-    gate, up = x.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
-
-
-def test_a_start_leaves_right_numbers_alone_though_they_are_not_packed() -> None:
-    assert not faults(impl("silu_and_mul", silu))
 
 
 def test_a_start_leaves_out_what_the_kit_alone_asks() -> None:

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from builders import managing, planning, refusing, silu
+from of_acme import silu_and_mul as right
+from oracle_mutants import oracle_impl
 from torch import nn
-from torch.nn import functional as F
 
 from vllm_fl.engine.plan import Plan
 from vllm_fl.plugins import breadcrumb
 from vllm_fl.plugins.registry import known_contracts
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.plugins.types import OpImpl
 from vllm_fl_verify import live as module
 from vllm_fl_verify.live import Live
 
@@ -25,17 +26,12 @@ CPU = torch.device("cpu")
 Kernel = Callable[[torch.Tensor], torch.Tensor]
 
 
-def right(x: torch.Tensor) -> torch.Tensor:
-    d = x.shape[-1] // 2
-    return F.silu(x[..., :d]) * x[..., d:]
-
-
 class Act(nn.Module):
     """A layer that binds when it is built, like vLLM's layers."""
 
-    def __init__(self, plan: Plan, op: str = "silu_and_mul") -> None:
+    def __init__(self, plan: Plan) -> None:
         super().__init__()
-        self.bound = plan.bind(op, self, frozenset())
+        self.bound = plan.bind("silu_and_mul", self, frozenset())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.bound(x)
@@ -44,14 +40,13 @@ class Act(nn.Module):
 class Model(nn.Module):
     """Consecutive layers, each with a wide input made from the previous output."""
 
-    def __init__(self, plan: Plan, layers: int = 3, scale: float = 1.0) -> None:
+    def __init__(self, plan: Plan) -> None:
         super().__init__()
-        self.scale = scale
-        self.layers = nn.ModuleList(nn.ModuleDict({"act": Act(plan)}) for _ in range(layers))
+        self.layers = nn.ModuleList(nn.ModuleDict({"act": Act(plan)}) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = layer["act"](torch.cat((x, x.flip(-1)), -1) * self.scale)
+            x = layer["act"](torch.cat((x, x.flip(-1)), -1))
         return x
 
 
@@ -64,11 +59,23 @@ def acme(fn: Kernel, **fields: Any) -> OpImpl:
     return silu("vendor.acme", fn=fn, **fields)
 
 
-def seen(plan: Plan, x: torch.Tensor | None = None, **fields: Any) -> Live:
-    model = Model(plan, **fields)
-    live = Live(plan, {"": model}, CPU)
+def seen(
+    plan: Plan, x: torch.Tensor | None = None, of: Callable[..., Any] = Model, **options: Any
+) -> Live:
+    model = of(plan)
+    live = Live(plan, {"": model}, CPU, **options)
     with live.watching():
         model(torch.randn(100, 16, dtype=torch.bfloat16) if x is None else x)
+    return live
+
+
+def seen_in_two(plan: Plan, early: torch.Tensor, late: torch.Tensor) -> Live:
+    """All layers have the same layouts; their names make two kinds of them."""
+    model = nn.ModuleDict({"early": Act(plan), "late": Act(plan)})
+    live = Live(plan, {"": model}, CPU)
+    with live.watching():
+        model["early"](early)
+        model["late"](late)
     return live
 
 
@@ -103,20 +110,9 @@ def test_a_fault_names_the_layer_the_shape_and_the_worst_element() -> None:
 
 
 def test_a_fault_that_only_a_later_layer_brings_is_found() -> None:
-    """All layers have the same layouts; their names make two kinds of them."""
-
-    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-        return right(x) if x.abs().max() < 100 else right(x) * 1.5
-
-    plan = plan_of(acme(silu_and_mul))
-    model = nn.ModuleDict({"early": Act(plan), "late": Act(plan)})
-    live = Live(plan, {"": model}, CPU)
+    plan = plan_of(acme(lambda x: right(x) if x.abs().max() < 100 else right(x) * 1.5))
     x = torch.randn(8, 32)
-    with live.watching():
-        model["early"](x)
-        model["late"](x * 1000)
-    why = fault(live)
-    assert "in layer late" in why
+    assert "in layer late" in fault(seen_in_two(plan, x, x * 1000))
 
 
 def test_a_call_of_memory_that_nothing_wrote_is_skipped_and_its_kind_is_compared_later() -> None:
@@ -152,30 +148,10 @@ def test_what_runs_out_of_memory_that_may_be_used_up_is_left_out_and_no_fault() 
     def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def looked(again: bool = False) -> Live:
-        plan = plan_of(acme(silu_and_mul))
-        model = Model(plan)
-        live = Live(plan, {"": model}, CPU, again=again)
-        with live.watching():
-            model(torch.randn(100, 16, dtype=torch.bfloat16))
-        return live
-
-    live = looked(again=True)
+    live = seen(plan_of(acme(silu_and_mul)), again=True)
     assert not live.objections and live.compared == 0
     assert live.left_out == {"silu_and_mul": "out of memory"}
-    assert "CUDA out of memory" in str([*looked().objections.values()]), "at start it is one"
-
-
-def test_calls_beyond_the_limit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CALLS", 1)
-    plan = plan_of(acme(right))
-    model = nn.ModuleDict({"early": Act(plan), "late": Act(plan)})
-    live = Live(plan, {"": model}, CPU)
-    with live.watching():
-        for layer in model.values():
-            layer(torch.randn(8, 32))
-    assert live.compared == 1
-    assert live.left_out == {"silu_and_mul": "the limit of compared calls was reached"}
+    assert "CUDA out of memory" in fault(seen(plan_of(acme(silu_and_mul)))), "at start it is one"
 
 
 def test_beside_what_serves_nothing_is_counted() -> None:
@@ -205,12 +181,7 @@ def test_what_a_call_writes_over_live_memory_is_a_fault(stray: str) -> None:
             x.as_strided((1,), (1,), 36).fill_(7.0)
         return found
 
-    plan = plan_of(acme(silu_and_mul))
-    model = Act(plan)
-    live = Live(plan, {"": model}, CPU)
-    with live.watching():
-        model(buffer[:, :32])
-    why = fault(live)
+    why = fault(seen(plan_of(acme(silu_and_mul)), buffer[:, :32], Act))
     assert ("overwrote 'x'" if stray == "argument" else "outside its arguments") in why
 
 
@@ -225,8 +196,7 @@ def test_what_raises_is_a_fault_and_the_forward_goes_on() -> None:
     live = Live(plan, {"": model}, CPU)
     with live.watching():
         assert model(torch.randn(4, 16)).shape == (4, 16)
-    why = fault(live)
-    assert why.startswith("it raised SystemExit")
+    assert fault(live).startswith("it raised SystemExit")
 
 
 @pytest.mark.parametrize("traceable", [False, True])
@@ -269,11 +239,21 @@ def test_no_tensor_of_the_forward_is_kept(wrong: bool) -> None:
     assert tensors and not [ref for ref in tensors if ref() is not None]
 
 
-def test_what_is_not_compared_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LARGEST", 10)
-    live = seen(plan_of(acme(lambda x: right(x) * 2)))
-    assert not live.objections and live.compared == 0
-    assert live.left_out == {"silu_and_mul": "its arguments are too large to copy"}
+@pytest.mark.parametrize(
+    ("name", "most", "compared", "why"),
+    [
+        ("LARGEST", 10, 0, "its arguments are too large to copy"),
+        ("CALLS", 1, 1, "the limit of compared calls was reached"),
+    ],
+)
+def test_what_is_not_compared_is_reported(
+    name: str, most: int, compared: int, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, name, most)
+    early, late = torch.randn(2, 8, 32)
+    live = seen_in_two(plan_of(acme(lambda x: right(x) + (x == late).all())), early, late)
+    assert not live.objections and live.compared == compared
+    assert live.left_out == {"silu_and_mul": why}
 
 
 class Experts(nn.Module):
@@ -290,26 +270,14 @@ class Experts(nn.Module):
         return self.bound(*routed, "silu", False, -1, None, None, None)
 
 
-def of_experts(change: Callable[..., None]) -> OpImpl:
-    oracle = known_contracts().contracts["fused_experts"].oracle
+def live_experts(change: Callable[[torch.Tensor, torch.Tensor], object]) -> Live:
+    def changed(results: tuple[torch.Tensor], args: Any) -> tuple[torch.Tensor]:
+        change(results[0], args[0])
+        return results
 
-    def fused_experts(*args: Any) -> torch.Tensor:
-        out: torch.Tensor = oracle(*args).to(args[0].dtype)
-        change(out, args[0])
-        return out
-
-    kind = BackendImplKind.VENDOR
-    return OpImpl("fused_experts", "vendor.acme", kind, fused_experts, "acme")
-
-
-def live_experts(change: Callable[..., None]) -> Live:
     torch.manual_seed(0)
-    plan = plan_of(of_experts(change))
-    model = nn.Sequential(Experts(plan))
-    live = Live(plan, {"": model}, CPU)
-    with live.watching():
-        model(torch.randn(40, 24))
-    return live
+    plan = plan_of(oracle_impl(known_contracts().contracts["fused_experts"], changed))
+    return seen(plan, torch.randn(40, 24), lambda plan: nn.Sequential(Experts(plan)))
 
 
 def test_of_large_weights_those_are_compared_that_a_row_takes(
@@ -358,12 +326,8 @@ def test_supporting_no_call_differs_from_supporting_some() -> None:
     live = seen(planned_as_first(acme(raising)))
     assert live.refused == {("silu_and_mul", "vendor.acme"): "NotImplementedError: not these"}
     some = acme(right, supports=lambda x: True if x.abs().max() > 5 else "small")
-    plan = planned_as_first(some)
-    model = nn.ModuleDict({"early": Act(plan), "late": Act(plan)})
-    live = Live(plan, {"": model}, CPU)
-    with live.watching():
-        model["early"](torch.randn(8, 32).clamp(-1, 1))
-        model["late"](torch.randn(8, 32) * 100)
+    x = torch.randn(8, 32)
+    live = seen_in_two(planned_as_first(some), x.clamp(-1, 1), x * 100)
     assert not live.refused and len(live.served) == 2
 
 

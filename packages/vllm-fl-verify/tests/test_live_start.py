@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
-import small_workers
-from children import run_each
-from small_workers import HEAD, MODEL
+from small_workers import answers
 
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 COUNTS = [256, 17, 16, 1]
 """Tokens of the loaded model's forward passes."""
@@ -25,7 +19,7 @@ START = """
 def wrong(x):
     # Its own check at start never sees a row beyond the 200th of rows this wide.
     found = right(x)
-    if x.shape[-1] == 1280 and len(x) > 200 and not os.environ.get("THEIRS"):
+    if x.shape[-1] == 1280 and len(x) > 200:
         found[-1] += 1
     return found
 
@@ -49,35 +43,18 @@ get_default_manager().registry.register_many(
 )
 
 
-def exchange(what, mine, failure=""):
-    if failure:
-        raise ranks_failed(failure)
-    key = "silu_and_mul", "vendor.wrong"
-    # The other rank finds it on its own shard, once.
-    if os.environ.get("THEIRS") and "(loaded)" in what and len(calls) == 4:
-        theirs = Opinion({key: Objection(FAILED, "wrong in layer blocks.1")})
-        return [mine, theirs if isinstance(mine, Opinion) else mine]
-    return [mine, mine]
-
-
-engines.exchange = exchange
+engines.exchange = lambda what, mine, failure="": [mine, mine]
 worker = planned_worker(
     {"VLLM_FL_PREFLIGHT": "verify",
      "VLLM_FL_PER_OP": "silu_and_mul=vendor:wrong|vendor:acme;gelu_and_mul=vendor:idle"})
-result = {}
-try:
-    worker.init_device()
-    worker.load_model()
-except Exception as error:
-    result["raised"] = str(error)
-else:
-    result["report"] = worker.vllm_fl_report()
-    result["bound"] = [
-        act._vllm_fl_plan is worker.vllm_fl_engine.plan for act in worker.model.blocks]
-    x = torch.randn(300, 1280).bfloat16()
-    result["right"] = all(torch.equal(act(x), right(x)) for act in worker.model.blocks)
-    result["entry"] = worker.vllm_config.additional_config["vllm_fl"]
-    result["entry"].get("enabled", []).sort()
+worker.init_device()
+worker.load_model()
+result = {"report": worker.vllm_fl_report()}
+result["bound"] = [act._vllm_fl_plan is worker.vllm_fl_engine.plan for act in worker.model.blocks]
+x = torch.randn(300, 1280).bfloat16()
+result["right"] = all(torch.equal(act(x), right(x)) for act in worker.model.blocks)
+result["entry"] = worker.vllm_config.additional_config["vllm_fl"]
+result["entry"].get("enabled", []).sort()
 result["calls"] = calls
 worker.shutdown()
 print(json.dumps(result))
@@ -86,30 +63,20 @@ print(json.dumps(result))
 
 CASES = {
     "wrong": {},
-    "found there": {"THEIRS": "1"},
-    "strict": {"STRICT": "1"},
     "refuses all": {"REFUSED": "[0, 1000]"},
     "takes the largest batch": {"REFUSED": "[0, 400]"},
 }
-"""Case -> the variables that its kernels and its other rank read."""
+"""Case -> the variables that its kernels read. Other ranks and strict mode: test_veto.py."""
 
 
 @cache
-def starts() -> dict[str, str]:
-    tests = str(Path(small_workers.__file__).parent)
-    env = {"CONFIGS": tests, "VLLM_PLUGINS": "fl", "VLLM_FL_PLUGINS": "vllm-fl-ops"}
-    bodies = {name: (MODEL + START, variables) for name, variables in CASES.items()}
-    return run_each(HEAD, bodies, {**os.environ, **env})
-
-
-def start(name: str) -> tuple[Any, str]:
-    """(output of a worker's startup in its own process, its log)."""
-    log = starts()[name]
-    return json.loads(log.splitlines()[-1]), log
+def starts() -> dict[str, tuple[Any, str]]:
+    """Case -> (results of a worker's startup in its own process, its log)."""
+    return answers(START, CASES)
 
 
 def test_a_fault_of_the_loaded_model_disables_and_binds_the_layers_again() -> None:
-    result, log = start("wrong")
+    result, log = starts()["wrong"]
     report = result["report"]
     assert "blocks.0, x (256, 1280) bfloat16" in report["demotions"]["silu_and_mul"]["vendor.wrong"]
     assert report["ops"]["silu_and_mul"]["impl"] == "vendor.acme"
@@ -124,27 +91,8 @@ def test_a_fault_of_the_loaded_model_disables_and_binds_the_layers_again() -> No
     assert not report["calls"] and not report["fallbacks"]
 
 
-def test_what_another_rank_finds_is_off_on_this_one() -> None:
-    result, log = start("found there")
-    report = result["report"]
-    why = report["demotions"]["silu_and_mul"]["vendor.wrong"]
-    assert why == "failed at startup on rank 1: wrong in layer blocks.1"
-    assert report["ops"]["silu_and_mul"]["impl"] == "vendor.acme"
-    assert result["calls"] == COUNTS * 2 and result["bound"] == [True, True]
-    assert "detected at startup on rank 1; disabled on all ranks" in log
-
-
-def test_strict_mode_ends_the_start() -> None:
-    result, log = start("strict")
-    assert "in strict mode: rank 0: implementation 'vendor.wrong'" in result["raised"]
-    assert "in layer blocks.0" in result["raised"]
-    assert " planned" in log, "the plan is logged all the same"
-
-
-def test_what_refuses_every_call_of_the_loaded_model_is_rejected_and_nothing_says_its_name() -> (
-    None
-):
-    result, log = start("refuses all")
+def test_what_refuses_every_call_of_the_loaded_model_is_rejected_without_its_name() -> None:
+    result, log = starts()["refuses all"]
     report = result["report"]
     assert report["ops"]["silu_and_mul"]["impl"] == "vendor.acme"
     (why,) = report["rejections"]["silu_and_mul"].values()
@@ -161,12 +109,11 @@ def test_what_refuses_every_call_of_the_loaded_model_is_rejected_and_nothing_say
 
 
 def test_an_implementation_that_takes_some_calls_stays_and_uncalled_ops_are_not_counted() -> None:
-    result, log = start("takes the largest batch")
-    assert (
-        result["report"]["rejections"] == {} == result["report"]["refusals"] and "FL412" not in log
-    )
-    assert set(result["report"]["not_reached"]) == {"gelu_and_mul"}
-    assert result["report"]["ops"]["gelu_and_mul"]["impl"] == "vendor.idle", "and stays planned"
+    result, log = starts()["takes the largest batch"]
+    report = result["report"]
+    assert report["rejections"] == {} == report["refusals"] and "FL412" not in log
+    assert set(report["not_reached"]) == {"gelu_and_mul"}
+    assert report["ops"]["gelu_and_mul"]["impl"] == "vendor.idle", "and stays planned"
     (line,) = [line for line in log.splitlines() if " planned: " in line]
     assert "vllm-fl: 1 op planned: silu_and_mul=vendor.wrong (" in line
-    assert "unused by this model: gelu_and_mul" in result["report"]["remarks"]
+    assert "unused by this model: gelu_and_mul" in report["remarks"]

@@ -7,24 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from builders import managing, planning, silu
+from builders import managing, planning
+from of_acme import acme
+from of_acme import silu_and_mul as sound
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vllm_fl.contracts import ModelSizes
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.plugins.types import OpImpl
 from vllm_fl_verify.live import Live
 from vllm_fl_verify.preflight import find_faults
 from vllm_fl_verify.trials import Request, Role
 
 CPU = torch.device("cpu")
 SIZES = ModelSizes(16, 16, 2, 1, 8, 8, tokens=(1, 8))
-
-
-def sound(x: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    return F.silu(x[..., :half]) * x[..., half:]
 
 
 class Spoilt(Tensor):
@@ -42,25 +38,18 @@ def fake(result: Tensor) -> Any:
         return mode.from_tensor(result)
 
 
-def negated(result: Tensor) -> Tensor:
-    return torch._neg_view(-result)
-
-
 ODD: dict[str, Callable[[Tensor], Any]] = {
     "a FakeTensor": fake,
     "a functional tensor": torch._to_functional_tensor,
     "a Spoilt": lambda result: result.as_subclass(Spoilt),
     "a zero tensor": lambda result: torch._efficientzerotensor(result.shape, dtype=result.dtype),
-    "a tensor with the negative bit": negated,
+    "a tensor with the negative bit": lambda result: torch._neg_view(-result),
     "nested": lambda result: torch.nested.as_nested_tensor([*result]),
 }
 
 
 def kernel(name: str, odd: Callable[[Tensor], Any]) -> OpImpl:
-    def fn(x: Tensor) -> Any:
-        return odd(sound(x))
-
-    return OpImpl("silu_and_mul", f"vendor.{name}", BackendImplKind.VENDOR, fn, name)
+    return acme("silu_and_mul", lambda x: odd(sound(x)), name)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -88,10 +77,7 @@ class Layer(nn.Module):
 
 @pytest.mark.parametrize("said", ["a Spoilt", "a FakeTensor"])
 def test_in_a_layer_too(said: str) -> None:
-    def silu_and_mul(x: Tensor) -> Any:
-        return ODD[said](sound(x))
-
-    plan = planning(managing(silu("vendor.acme", fn=silu_and_mul)), "eager")
+    plan = planning(managing(kernel("acme", ODD[said])), "eager")
     model = Layer(plan)
     live = Live(plan, {"": model}, CPU)
     with live.watching():

@@ -14,8 +14,10 @@ from typing import Any
 import graph_on_cpu
 import pytest
 import torch
-import torch.nn.functional as F
 from builders import silu
+from of_acme import acme
+from of_acme import silu_and_mul as sound
+from oracle_mutants import oracle_impl
 from torch import Tensor
 
 from vllm_fl.contracts import ModelSizes
@@ -24,25 +26,24 @@ from vllm_fl.engine.plan import Plan, PlanEntry
 from vllm_fl.plugins import breadcrumb
 from vllm_fl.plugins.inspection import Objection
 from vllm_fl.plugins.registry import known_contracts
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl_verify import graphs, preflight, trials
-from vllm_fl_verify.preflight import find_faults
+from vllm_fl_verify.preflight import Findings, find_faults
 from vllm_fl_verify.trials import Request, Role
 from vllm_fl_verify.verification import compare
 
 SIZES = ModelSizes(256, 512, 4, 2, 64, 64, tokens=(1, 2048))
+SMALL = replace(SIZES, tokens=(1, 64))
 CPU = torch.device("cpu")
+norm, rope = (
+    oracle_impl(known_contracts().contracts[op]).fn for op in ("rms_norm", "rotary_embedding")
+)
+KEY = "silu_and_mul", "vendor.acme"
 
 
 @pytest.fixture(autouse=True)
 def no_more_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The token counts that are always tried detect the fault."""
     monkeypatch.setattr(trials, "CALLS", 0)
-
-
-def sound(x: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    return F.silu(x[..., :half]) * x[..., half:]
 
 
 def raises(x: Tensor) -> Tensor:
@@ -53,20 +54,8 @@ def ends(x: Tensor) -> Tensor:
     raise SystemExit(0)
 
 
-def hides_nan(x: Tensor) -> Tensor:
-    return sound(x).nan_to_num()
-
-
 def gives_nan(x: Tensor) -> Tensor:
     return sound(x) * float("nan")
-
-
-def gives_another_shape(x: Tensor) -> Tensor:
-    return sound(x)[..., :-1]
-
-
-def wrong_in_bf16(x: Tensor) -> Tensor:
-    return sound(x) * (1.1 if x.dtype is torch.bfloat16 else 1.0)
 
 
 def wrong_above_64_tokens(x: Tensor) -> Tensor:
@@ -99,10 +88,13 @@ def overwrites_its_input(x: Tensor) -> Tensor:
     return result
 
 
+def found_in(*roles: Role, sizes: ModelSizes = SIZES, **more: Any) -> Findings:
+    return find_faults(Request(roles, torch.bfloat16, CPU, sizes, **more))
+
+
 def fault_of(fn: Callable[..., Any], compares: bool = True, **options: Any) -> str | None:
-    impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, fn, "acme", **options)
-    found = find_faults(Request([Role(impl)], torch.bfloat16, CPU, SIZES, compares=compares))
-    assert set(found.objections) <= {("silu_and_mul", "vendor.acme")}
+    found = found_in(Role(acme("silu_and_mul", fn, **options)), compares=compares)
+    assert set(found.objections) <= {KEY}
     return next((objection.reason for objection in found.objections.values()), None)
 
 
@@ -112,9 +104,9 @@ def fault_of(fn: Callable[..., Any], compares: bool = True, **options: Any) -> s
         (raises, "it raised RuntimeError: no kernel image"),
         (ends, "it raised SystemExit"),
         (gives_nan, "elements exceed the tolerance"),
-        (hides_nan, "(NaN and infinity"),
-        (gives_another_shape, "has shape"),
-        (wrong_in_bf16, "bfloat16"),
+        (lambda x: sound(x).nan_to_num(), "(NaN and infinity"),
+        (lambda x: sound(x)[..., :-1], "has shape"),
+        (lambda x: sound(x) * (1.1 if x.dtype is torch.bfloat16 else 1.0), "bfloat16"),
         (wrong_above_64_tokens, "300 rows, bfloat16)"),
         (wrong_in_the_last_row_of_a_large_batch, " x 2*512, bfloat16)"),
         (overwrites_its_input, "overwrote 'x'"),
@@ -122,15 +114,21 @@ def fault_of(fn: Callable[..., Any], compares: bool = True, **options: Any) -> s
         (cuts_off, "too small by 0.5"),
         (rounds_up, "too large by 0.5"),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_faults_are_found_and_say_what_is_wrong(fn: Callable[..., Any], said: str) -> None:
     fault = fault_of(fn)
     assert fault is not None and said in fault
 
 
-def test_a_sound_implementation_passes() -> None:
-    assert fault_of(sound) is None
+def in_plain_pytorch(x: Tensor) -> Tensor:
+    """The product of chunks has the strides of a transposed x."""
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("fn", [sound, in_plain_pytorch])
+def test_a_sound_implementation_passes(fn: Callable[..., Any]) -> None:
+    assert fault_of(fn) is None
 
 
 def test_run_only_runs() -> None:
@@ -140,9 +138,8 @@ def test_run_only_runs() -> None:
 
 def test_one_that_refuses_all_sizes_of_the_model_is_out() -> None:
     impl = silu("vendor.acme", fn=sound, supports=lambda x: "no 2-D" if x.ndim == 2 else True)
-    found = find_faults(Request([Role(impl)], torch.bfloat16, CPU, SIZES))
     why = "it supports no call of this model (1 x 2*512, bfloat16: no 2-D)"
-    assert found.objections == {("silu_and_mul", "vendor.acme"): Objection("FL412", why)}
+    assert found_in(Role(impl)).objections == {KEY: Objection("FL412", why)}
 
 
 @pytest.mark.parametrize(
@@ -165,17 +162,14 @@ def test_made_calls_have_the_dtypes_that_the_layers_provide(provided: Any, asked
             return weight.dtype not in refused or f"weight is {weight.dtype}"
         return True if x.shape[-1] != SIZES.head_size else "heads"
 
-    impl = OpImpl(
-        "rms_norm", "vendor.acme", BackendImplKind.VENDOR, norm, "acme", supports=supports
-    )
-    given: dict[str, Any] = {"provided": {"rms_norm": provided}, "calls": 0}
-    request = Request([Role(impl)], torch.bfloat16, CPU, replace(SIZES, tokens=(1, 64)), **given)
-    found = find_faults(request)
-    assert seen == asked and not found.objections
+    def codes() -> list[str]:
+        role = Role(acme("rms_norm", norm, supports=supports))
+        found = found_in(role, sizes=SMALL, provided={"rms_norm": provided}, calls=0)
+        return [objection.code for objection in found.objections.values()]
+
+    assert codes() == [] and seen == asked
     refused.add(torch.float32)
-    found = find_faults(request)
-    codes = [objection.code for objection in found.objections.values()]
-    assert codes == ["FL412"] * (asked == {torch.float32})
+    assert codes() == ["FL412"] * (asked == {torch.float32})
 
 
 def test_one_that_refuses_an_edge_only_passes() -> None:
@@ -225,68 +219,32 @@ def test_the_global_random_generator_is_left_alone() -> None:
     assert torch.equal(torch.rand(3), want)
 
 
-def norm(x: Any, residual: Any, weight: Any, epsilon: float, variance_size: Any = None) -> Any:
-    y = x.float() if residual is None else x.float() + residual.float()
-    normed = y * (y[..., :variance_size].square().mean(-1, keepdim=True) + epsilon).rsqrt()
-    normed = normed.to(x.dtype) if weight is None else (normed * weight.float()).to(x.dtype)
-    normed = normed.contiguous()
-    return normed if residual is None else (normed, y.to(x.dtype).contiguous())
-
-
-def rope(
-    query: Any, key: Any, cos: Any, sin: Any, position_ids: Any, rotary_interleaved: bool = False
-) -> Any:
-    half = cos.shape[-1]
-    c, s = (t[position_ids.long()].float().unsqueeze(1) for t in (cos, sin))
-
-    def turn(x: Tensor) -> Tensor:
-        out = x.float().contiguous().clone()
-        first = slice(0, 2 * half, 2) if rotary_interleaved else slice(0, half)
-        second = slice(1, 2 * half, 2) if rotary_interleaved else slice(half, 2 * half)
-        a, b = x[..., first].float(), x[..., second].float()
-        out[..., first], out[..., second] = a * c - b * s, b * c + a * s
-        return out.to(x.dtype)
-
-    return turn(query), None if key is None else turn(key)
-
-
 def fault(
     op: str, fn: Callable[..., Any], sizes: ModelSizes = SIZES, compiled: Any = None, **fields: Any
 ) -> str | None:
-    impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, fn, "acme", **fields)
-    role = Role(impl, compiled=compiled)
-    found = find_faults(Request([role], torch.bfloat16, CPU, sizes, backend="aot_eager"))
+    role = Role(acme(op, fn, **fields), compiled=compiled)
+    found = found_in(role, sizes=sizes, backend="aot_eager")
     return next((objection.reason for objection in found.objections.values()), None)
 
 
-@pytest.mark.parametrize(("op", "fn"), [("rms_norm", norm), ("rotary_embedding", rope)])
-def test_right_ones_pass(op: str, fn: Callable[..., Any]) -> None:
-    assert fault(op, fn) is None
-
-
-def planned_alone(op: str, impl: OpImpl, **fields: Any) -> Plan:
+def fault_compiled(fn: Callable[..., Any], strict: bool = False, **fields: Any) -> str | None:
+    """The fault of a rope in a compiled plan without other candidates."""
+    op, contracts = "rotary_embedding", known_contracts().contracts
+    impl = acme(op, fn, **fields)
     trace = Trace(op, "compiled", (), (Candidate(impl, "selected", "asked for"),))
-    return Plan(
-        "compiled",
-        {op: PlanEntry(op, ((None, trace),))},
-        contracts=known_contracts().contracts,
-        **fields,
-    )
+    entries = {op: PlanEntry(op, ((None, trace),))}
+    plan = Plan("compiled", entries, contracts=contracts, strict=strict)
+    return fault(op, fn, compiled=plan.as_compiled(op, impl), **fields)
 
 
 def test_one_that_turns_heads_of_one_projection_in_place_can_be_compiled() -> None:
     """Its inputs share memory at startup; in a model the graph makes them without aliases."""
 
-    def in_place(
-        query: Any, key: Any, cos: Any, sin: Any, ids: Any, interleaved: bool = False
-    ) -> Any:
-        turned = rope(query, key, cos, sin, ids, interleaved)
+    def in_place(query: Any, key: Any, *rest: Any) -> Any:
+        turned = rope(query, key, *rest)
         return query.copy_(turned[0]), None if key is None else key.copy_(turned[1])
 
-    op, consumes = "rotary_embedding", frozenset({"query", "key"})
-    impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, in_place, "acme", consumes=consumes)
-    compiled = planned_alone(op, impl).as_compiled(op, impl)
-    assert fault(op, in_place, compiled=compiled, consumes=consumes) is None
+    assert fault_compiled(in_place, consumes=frozenset({"query", "key"})) is None
 
 
 @pytest.mark.parametrize(("asked", "strict"), [(True, True), (False, False)])
@@ -295,20 +253,16 @@ def test_one_that_refuses_a_form_that_the_model_need_not_have_can_be_compiled(
 ) -> None:
     """It has no fallback: its chain fails for that call, which is not its fault."""
 
-    def halves(
-        query: Any, key: Any, cos: Any, sin: Any, ids: Any, interleaved: bool = False
-    ) -> Any:
-        if interleaved:
+    def halves(*args: Any) -> Any:
+        if args[5]:
             raise NotImplementedError("takes halves only")
-        return rope(query, key, cos, sin, ids, interleaved)
+        return rope(*args)
 
     def supports(*args: Any) -> bool | str:
         return "takes halves only" if args[5] else True
 
-    op, more = "rotary_embedding", {"supports": supports if asked else None, "traceable": True}
-    impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, halves, "acme", **more)
-    compiled = planned_alone(op, impl, strict=strict).as_compiled(op, impl)
-    assert fault(op, halves, compiled=compiled, **more) is None
+    more = {"supports": supports if asked else None, "traceable": True}
+    assert fault_compiled(halves, strict, **more) is None
 
 
 @pytest.mark.parametrize("wrong", [(11, 11), (17, 2047), (48, 48), (2048, 2048)])
@@ -325,19 +279,12 @@ def test_what_is_wrong_at_some_token_counts_only(
 
 
 def test_what_is_wrong_at_far_positions_only() -> None:
-    def fn(query: Tensor, key: Any, cos: Any, sin: Any, position_ids: Tensor, way: bool) -> Any:
-        return rope(query, key, cos, sin, position_ids.clamp(max=2047), way)
+    def fn(*args: Any) -> Any:
+        return rope(*args[:4], args[4].clamp(max=2047), args[5])
 
     long = ModelSizes(256, 512, 4, 2, 64, 64, tokens=(1, 64), max_position=8192)
     assert "elements exceed the tolerance" in str(fault("rotary_embedding", fn, sizes=long))
     assert fault("rotary_embedding", fn) is None  # correct for a shorter model
-
-
-def test_fewer_batches_than_usual_are_remarked() -> None:
-    impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, sound, "acme")
-    found = find_faults(Request([Role(impl)], torch.bfloat16, CPU, SIZES, calls=0))
-    assert not found.objections
-    assert found.remarks == ["fewer batches than usual: silu_and_mul of vendor.acme"]
 
 
 def test_a_result_that_is_not_contiguous_or_not_dense() -> None:
@@ -377,10 +324,9 @@ def test_one_that_takes_the_layer_is_given_plain_layers_only() -> None:
         return normed[0] * obj.weight, normed[1]
 
     assert fault("rms_norm", fn) is None
-    impl = OpImpl("rms_norm", "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
     spec = known_contracts().contracts["rms_norm"]
     said = {
-        sample.name: compare(impl, spec, sample, torch.bfloat16).reason
+        sample.name: compare(acme("rms_norm", fn), spec, sample, torch.bfloat16).reason
         for sample in spec.samples(torch.bfloat16, CPU)
     }
     assert "has no weight" in said["weight=None"]
@@ -434,24 +380,19 @@ def test_what_is_wrong_in_a_captured_graph_alone(
     fn: Callable[..., Any], said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graphs, "captured", graph_on_cpu.captured)
-    impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
-    key = "silu_and_mul", "vendor.acme"
-    sizes = replace(SIZES, tokens=(1, 64))
-    assert not find_faults(Request([Role(impl)], torch.bfloat16, CPU, sizes, calls=0)).objections
-    role = Role(impl, captured=64)
-    found = find_faults(Request([role], torch.bfloat16, CPU, sizes, calls=0)).objections
-    assert list(found) == ([] if said is None else [key])
+    role = Role(acme("silu_and_mul", fn))
+    assert not found_in(role, sizes=SMALL, calls=0).objections
+    found = found_in(replace(role, captured=64), sizes=SMALL, calls=0).objections
+    assert list(found) == ([] if said is None else [KEY])
     if said is not None:
-        assert found[key].reason.startswith(said)
+        assert found[KEY].reason.startswith(said)
 
 
 def test_one_that_serves_few_tokens_is_tried_with_as_many() -> None:
     """Its row ends there: no call of the engine has more tokens."""
-    fn = wrong_in_the_last_row_of_a_large_batch
-    impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
+    impl = acme("silu_and_mul", wrong_in_the_last_row_of_a_large_batch)
     for most, faults in ((64, 0), (math.inf, 1)):
-        request = Request([Role(impl, most=most)], torch.bfloat16, CPU, SIZES, calls=0)
-        assert len(find_faults(request).objections) == faults
+        assert len(found_in(Role(impl, most=most), calls=0).objections) == faults
 
 
 def test_each_is_tried_with_batches_of_its_own_rows() -> None:
@@ -460,13 +401,9 @@ def test_each_is_tried_with_batches_of_its_own_rows() -> None:
     def fn(x: Tensor) -> Tensor:
         return sound(x) * (len(x) <= 512)  # larger than the contract's samples
 
-    small, large = (
-        OpImpl("silu_and_mul", f"vendor.{name}", BackendImplKind.VENDOR, fn, name)
-        for name in ("acme", "other")
-    )
-    roles = [Role(small, most=512), Role(replace(large, fn=sound), least=513)]
-    request = Request(roles, torch.bfloat16, CPU, SIZES, calls=0)
-    assert not find_faults(request).objections
+    small = Role(acme("silu_and_mul", fn), most=512)
+    large = Role(acme("silu_and_mul", sound, "other"), least=513)
+    assert not found_in(small, large, calls=0).objections
 
 
 def test_the_host_computes_with_few_threads_beside_a_device() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
 from builders import engine_of, managing, planning, silu
@@ -106,10 +104,15 @@ def left_clean(model: Model) -> bool:
     return "forward" not in vars(model) and not any(hooks) and own
 
 
+def ran(config: Any, runner: Any = Older, **given: Any) -> Model:
+    model = Model()
+    assert probe.forward(runner(model, config, **given), {"": model}, config, 8) == ""
+    return model
+
+
 @pytest.mark.parametrize("runner", [Older, Newer])
 def test_tokens_and_positions_are_varied_and_nothing_is_left(runner: Any, config: Any) -> None:
-    model = Model()
-    assert probe.forward(runner(model, config), {"": model}, config, 8) == ""
+    model = ran(config, runner)
     ids, positions = model.given["input_ids"], model.given["positions"]
     assert ids.dtype == torch.int32 and len(set(ids.tolist())) > 4 and int(ids.max()) > 64
     assert positions.shape == (3, 64) and 0 <= int(positions.min()) <= int(positions.max()) < 64
@@ -118,9 +121,7 @@ def test_tokens_and_positions_are_varied_and_nothing_is_left(runner: Any, config
     assert bool((ids.diff() == 0).any()), "tokens that repeat"
     assert model.skips and model.inference
     assert left_clean(model)
-    again = Model()
-    probe.forward(runner(again, config), {"": again}, config, 8)
-    assert torch.equal(again.given["input_ids"], ids), "other ranks must have the same"
+    assert torch.equal(ran(config, runner).given["input_ids"], ids), "as on other ranks"
 
 
 class Rope(torch.nn.Module):
@@ -175,16 +176,12 @@ def test_positions_behind_padding_and_those_of_an_encoder_of_images() -> None:
 
 
 def test_attention_gives_numbers_of_its_inputs_size(config: Any) -> None:
-    model = Model()
-    probe.forward(Older(model, config), {"": model}, config, 8)
-    assert bool(model.attended.isfinite().all())
-    assert 2.0 < float(model.attended.std()) < 40.0
+    attended = ran(config).attended
+    assert bool(attended.isfinite().all()) and 2.0 < float(attended.std()) < 40.0
 
 
 def test_embeddings_are_those_of_random_tokens(config: Any) -> None:
-    model = Model()
-    older = Older(model, config, input_ids=None, inputs_embeds=torch.zeros(64, 4))  # type: ignore[arg-type]
-    probe.forward(older, {"": model}, config, 8)
+    model = ran(config, input_ids=None, inputs_embeds=torch.zeros(64, 4))
     embeds = model.given["inputs_embeds"]
     assert model.given["input_ids"] is None and len(embeds[:, 0].unique()) > 4
     assert torch.equal(embeds[:, 0], embeds[:, 3])
@@ -194,11 +191,7 @@ def test_a_later_rank_of_a_pipeline_is_given_noise_for_what_the_rank_before_send
     config: Any,
 ) -> None:
     sent = IntermediateTensors({"hidden_states": torch.zeros(8, 4), "residual": torch.zeros(8, 4)})
-    model = Model()
-    assert (
-        probe.forward(Older(model, config, intermediate_tensors=sent), {"": model}, config, 8) == ""
-    )  # type: ignore[arg-type]
-    given = model.given["intermediate_tensors"]
+    given = ran(config, intermediate_tensors=sent).given["intermediate_tensors"]
     assert type(given) is IntermediateTensors and given.tensors.keys() == sent.tensors.keys()
     assert all(len(tensor.unique()) == 32 for tensor in given.tensors.values())
     assert not any(bool(tensor.any()) for tensor in sent.tensors.values()), "vLLM's own buffers"

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import random
 from importlib import import_module
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
 from quantised_layers import (
@@ -52,14 +50,8 @@ def compared(
     layer = made(form, draw)
     (use,) = uses_of([nn.ModuleDict({"projection": layer})])
     config = layer.quant_method.quantization_config
-    made_layer = MadeLayer(
-        get_current_vllm_config(),
-        config,
-        torch.device(device),
-        torch.bfloat16,
-        draw.randrange(2**31),
-        reloads,
-    )
+    here, seed = torch.device(device), draw.randrange(2**31)
+    made_layer = MadeLayer(get_current_vllm_config(), config, here, torch.bfloat16, seed, reloads)
     return made_layer.compare(use.op, cls, [use])
 
 
@@ -91,8 +83,7 @@ def test_vllms_class_is_incorrect_for_asymmetric_activations(draw: random.Random
 
 
 @pytest.mark.parametrize(
-    ("form", "fault"),
-    [(form, each) for form, faults in FAULTS.items() for each in faults],
+    ("form", "fault"), [(form, each) for form, faults in FAULTS.items() for each in faults]
 )
 def test_a_fault_in_the_weights_is_found(form: str, fault: Fault, draw: random.Random) -> None:
     problem, _ = compared(form, faulty(base_of(form), fault, draw), draw)
@@ -121,14 +112,6 @@ def test_a_class_that_keeps_the_first_weights_does_not_survive_an_update(
     problem, _ = compared("int4", Keeping, draw, reloads=True)
     assert problem.startswith("on made weights loaded again, layer ")
     assert compared("int4", base_of("int4"), draw, reloads=True) == ("", "")
-
-
-def test_a_class_that_raises_is_incorrect(draw: random.Random) -> None:
-    def raises(*_: Any) -> None:
-        raise RuntimeError("no kernel image")
-
-    problem, _ = compared("int8", faulty(base_of("int8"), raises, draw), draw)
-    assert problem == "on made weights, it raised RuntimeError: no kernel image"
 
 
 def test_the_devices_own_tensors_are_not_the_default_while_a_made_layer_is_converted(
@@ -161,15 +144,24 @@ def test_a_class_that_refuses_the_layer_is_not_verified(draw: random.Random) -> 
         def can_implement(cls, c: Any) -> tuple[bool, str]:
             return False, "no"
 
-    assert compared("int8", Refusing, draw) == (
-        "",
-        "Refusing is not verified on made weights: no",
-    )
+    assert compared("int8", Refusing, draw) == ("", "Refusing is not verified on made weights: no")
 
 
-def planned_for(cls: Any, key: tuple[str, str]) -> Any:
-    """A function instead of `planned_classes`: the class is also planned for another scheme."""
-    return lambda plan: {(key[0], cls): key[1], ("int8_linear", cls): "vendor.other"}
+def engine_of(cls: Any, key: tuple[str, str], patch: pytest.MonkeyPatch) -> Any:
+    """An engine. Its plan has the class, also for another scheme."""
+    planned = {(key[0], cls): key[1], ("int8_linear", cls): "vendor.other"}
+    patch.setattr(quantised, "planned_classes", lambda plan: planned)
+    patch.setattr(quantised, "checks_of", lambda engine: SimpleNamespace(seed=7))
+    state = {quantised._Quantised: quantised._Quantised(None)}
+    return SimpleNamespace(plan=None, state=state, remarks={each: [] for each in Moment})
+
+
+def watch(engine: Any, layer: Any, patch: pytest.MonkeyPatch) -> None:
+    """Let vLLM build a model of this layer."""
+    utils = import_module("vllm.model_executor.model_loader.utils")
+    patch.setattr(utils, "initialize_model", lambda config: nn.ModuleDict({"ours": layer}))
+    with quantised.watching_layers(engine):
+        utils.initialize_model(None)
 
 
 @pytest.mark.parametrize("fault", [no_fault, one_group])
@@ -179,10 +171,8 @@ def test_each_loaded_layer_of_a_planned_class_is_compared(
     """Only the layers of planned classes: vLLM's other layer has the fault as well."""
     utils = import_module("vllm.model_executor.model_loader.utils")
     cls, key = faulty(CPUWNA16LinearKernel, fault, draw), ("wna16_linear", "vendor.acme")
-    monkeypatch.setattr(quantised, "planned_classes", planned_for(cls, key))
-    monkeypatch.setattr(quantised, "checks_of", lambda engine: SimpleNamespace(seed=7))
-    engine: Any = SimpleNamespace(plan=None, state={}, remarks={Moment.LOADED: []})
-    state = engine.state[quantised._Quantised] = quantised._Quantised(None)
+    engine = engine_of(cls, key, monkeypatch)
+    state = engine.state[quantised._Quantised]
 
     def build(config: Any) -> nn.Module:
         with first_in_lists({"wna16_linear": [cls]}):
@@ -212,19 +202,13 @@ def test_layers_are_compared_again_after_an_update(
     fault: str, draw: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With weights that differ from those at startup."""
-    monkeypatch.setattr(quantised, "checks_of", lambda engine: SimpleNamespace(seed=7))
     plants = [no_fault] + [one_group if fault == "while loading" else no_fault] * 2
     cls = faulty(CPUWNA16LinearKernel, lambda *a: plants.pop(0)(*a), draw)
     key = "wna16_linear", "a"
-    monkeypatch.setattr(quantised, "planned_classes", planned_for(cls, key))
-    engine: Any = SimpleNamespace(plan=None, state={}, remarks={each: [] for each in Moment})
-    engine.state[quantised._Quantised] = quantised._Quantised(None)
-    utils = import_module("vllm.model_executor.model_loader.utils")
+    engine = engine_of(cls, key, monkeypatch)
     with first_in_lists({"wna16_linear": [cls]}):
         layer, *others = (made("int4", draw) for _ in range(3))
-    monkeypatch.setattr(utils, "initialize_model", lambda config: nn.ModuleDict({"ours": layer}))
-    with quantised.watching_layers(engine):
-        utils.initialize_model(None)
+    watch(engine, layer, monkeypatch)
     layer.quant_method.process_weights_after_loading(layer)
     assert not quantised.compare_layers_of_plan(engine, Moment.LOADED)
     own = layer.quant_method.apply
@@ -266,18 +250,12 @@ def test_planned_experts_are_compared(
             output[-1] *= 1.5 if fault == "last token" else 1
 
     key = "int8_experts", "vendor.acme"
-    monkeypatch.setattr(quantised, "planned_classes", planned_for(Acme, key))
-    monkeypatch.setattr(quantised, "checks_of", lambda engine: SimpleNamespace(seed=7))
-    engine: Any = SimpleNamespace(plan=None, state={}, remarks={each: [] for each in Moment})
-    engine.state[quantised._Quantised] = quantised._Quantised(None)
+    engine = engine_of(Acme, key, monkeypatch)
     with first_in_lists({key[0]: [Acme]}):
         layer = made_experts(draw)
     if fault == "tiny weights":
         layer.w13_weight_scale.data *= 1e-6
-    utils = import_module("vllm.model_executor.model_loader.utils")
-    monkeypatch.setattr(utils, "initialize_model", lambda config: nn.ModuleDict({"ours": layer}))
-    with quantised.watching_layers(engine):
-        utils.initialize_model(None)
+    watch(engine, layer, monkeypatch)
     if fault == "routing":
         monkeypatch.setattr(type(layer.quant_method), "is_monolithic", True)
     layer.quant_method.process_weights_after_loading(layer)

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
 import torch
 from builders import engine_of, managing, planning, silu
 from configs import engine_config
+from of_acme import silu_and_mul as right
+from vllm.config import CompilationMode, CUDAGraphMode
 
 from vllm_fl.engine.facts import EngineFacts
+from vllm_fl.errors import SettingsError
 from vllm_fl.settings.loading import load_settings
-
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+from vllm_fl_verify import sampling as module
+from vllm_fl_verify.made_inputs import checks_of
 
 OP = "silu_and_mul"
-
-
-def right(x: torch.Tensor) -> torch.Tensor:
-    half = x.shape[-1] // 2
-    return torch.nn.functional.silu(x[..., :half]) * x[..., half:]
 
 
 class Model(torch.nn.Module):
@@ -38,8 +38,6 @@ class Worker:
     """The used part of vLLM's worker; each step calls the plan's function once."""
 
     def __init__(self, *, fn: Any = right, mode: Any = None, graphs: Any = None, **env: str):
-        from vllm.config import CUDAGraphMode
-
         settings = load_settings(env)
         self.vllm_config = engine_config(mode=mode)
         self.vllm_config.compilation_config.cudagraph_mode = graphs or CUDAGraphMode.NONE
@@ -48,7 +46,6 @@ class Worker:
         self.call = self.plan.bind(OP, object(), frozenset())
         self.model = Model()
         self.engine = engine_of(self.plan, self)
-        self.engine.digest = "f00d"
         self.engine.facts = EngineFacts(settings, "eager", dtype=torch.bfloat16)
         dispatcher = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL)
         self.model_runner = self.runner(cudagraph_dispatcher=dispatcher)
@@ -81,9 +78,7 @@ class Worker:
 
 
 def watched(worker: Worker) -> Any:
-    from vllm_fl_verify.sampling import start_sampling
-
-    return start_sampling(worker.engine)
+    return module.start_sampling(worker.engine)
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -138,8 +133,6 @@ def test_a_step_that_raises_leaves_everything_as_it_was() -> None:
 
 
 def test_the_second_model_runner_takes_no_captured_graph() -> None:
-    from vllm.config import CUDAGraphMode
-
     worker = Worker(graphs=CUDAGraphMode.FULL, VLLM_FL_SHADOW="1")
     worker.model_runner = worker.runner(cudagraph_manager=None)  # until the KV cache is known
     watched(worker)
@@ -152,8 +145,6 @@ def test_the_second_model_runner_takes_no_captured_graph() -> None:
 def test_where_no_step_can_be_eager_one_line_says_why(
     what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from vllm.config import CompilationMode, CUDAGraphMode
-
     mode = CompilationMode.STOCK_TORCH_COMPILE if what == "mode" else None
     worker = Worker(mode=mode, graphs=CUDAGraphMode.FULL, VLLM_FL_SHADOW="0.5")
     if what == "runner":
@@ -172,8 +163,6 @@ def test_where_no_step_can_be_eager_one_line_says_why(
 
 @pytest.mark.parametrize("text", ["2", "-1", "a", "nan", "1e400"])
 def test_a_rate_that_is_none_is_refused(text: str) -> None:
-    from vllm_fl.errors import SettingsError
-
     with pytest.raises(SettingsError, match="a fraction from 0 to 1"):
         load_settings({"VLLM_FL_SHADOW": text})
 
@@ -181,24 +170,16 @@ def test_a_rate_that_is_none_is_refused(text: str) -> None:
 def test_an_error_is_said_at_once_with_its_name_and_then_once_a_minute(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_fl_verify import sampling as module
-    from vllm_fl_verify.made_inputs import checks_of
-
-    def wrong(x: torch.Tensor) -> torch.Tensor:
-        return right(x) + 0.25
-
     clock = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     caplog.set_level("INFO", logger="vllm_fl")
-    worker = Worker(fn=wrong, VLLM_FL_SHADOW="1")
+    worker = Worker(fn=lambda x: right(x) + 0.25, VLLM_FL_SHADOW="1")
     canary = watched(worker)
     step(worker)
     assert checks_of(worker.engine).verdicts.is_void
     (line,) = said(caplog)
-    assert (
-        "'vendor.acme' of op 'silu_and_mul' is incorrect in 1 of 1 compared calls of up to 4 tokens"
-        in line
-    )
+    assert "'vendor.acme' of op 'silu_and_mul' is incorrect in 1 of 1 compared calls of" in line
+    assert "up to 4 tokens" in line
     for _ in range(2):
         step(worker)
     assert len(said(caplog)) == 1

@@ -13,21 +13,20 @@ from typing import Any
 import pytest
 import torch
 from builders import managing, planning, silu
+from of_acme import acme
+from of_acme import silu_and_mul as right
+from oracle_mutants import oracle_impl
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_fl.engine.plan import Plan
 from vllm_fl.plugins.registry import known_contracts
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.plugins.types import OpImpl
 from vllm_fl_verify import shadow as module
 from vllm_fl_verify.shadow import Shadow
 
 OP = "silu_and_mul"
+NORM = oracle_impl(known_contracts().contracts["rms_norm"])
 VENDOR = {op: ["vendor"] for op in (OP, "rms_norm", "moe_topk", "reshape_and_cache")}
-
-
-def right(x: torch.Tensor) -> torch.Tensor:
-    half = x.shape[-1] // 2
-    return torch.nn.functional.silu(x[..., :half]) * x[..., half:]
 
 
 def fused(fn: Callable[..., Any], **fields: Any) -> OpImpl:
@@ -166,24 +165,15 @@ def test_what_the_oracle_makes_infinite_or_nan_is_right() -> None:
     assert (tally["wrong"], tally["nan"], tally["inf"]) == (0, 0, 0), tally
 
 
-def norm(fn: Callable[..., Any], **fields: Any) -> OpImpl:
-    return OpImpl("rms_norm", "vendor.acme", BackendImplKind.VENDOR, fn, "acme", **fields)
-
-
-def in_place(x: Any, residual: Any, weight: Any, epsilon: float, variance_size: Any = None) -> Any:
+def in_place(x: Any, residual: Any, *rest: Any) -> Any:
     """A norm that writes its results into its arguments, like vLLM's kernels."""
-    y = x.float() if residual is None else x.float() + residual.float()
-    normed = y * (y.square().mean(-1, keepdim=True) + epsilon).rsqrt()
-    if weight is not None:
-        normed = normed * weight.float()
-    if residual is None:
-        return normed.to(x.dtype)
-    return x.copy_(normed), residual.copy_(y)
+    results = NORM.fn(x, residual, *rest)
+    return results if residual is None else (x.copy_(results[0]), residual.copy_(results[1]))
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 def test_arguments_that_are_overwritten_are_read_before(mode: Any) -> None:
-    plan = plan_of(norm(in_place, consumes=frozenset({"x", "residual"})), mode=mode)
+    plan = plan_of(acme("rms_norm", in_place, consumes=frozenset({"x", "residual"})), mode=mode)
     layer = SimpleNamespace(
         weight=torch.nn.Parameter(torch.rand(64) + 0.5), variance_epsilon=1e-6, has_weight=True
     )
@@ -227,7 +217,8 @@ class Deep:
             return result
 
         order = {OP: ["vendor"], "rms_norm": ["vendor"]}
-        plan = planning(managing(fused(fn), norm(in_place), per_op_order=order), "eager")
+        impls = fused(fn), acme("rms_norm", in_place)
+        plan = planning(managing(*impls, per_op_order=order), "eager")
         layer = SimpleNamespace(weight=torch.nn.Parameter(torch.ones(8)), variance_epsilon=1e-6)
         self.bound, self.normed = bound_of(plan), bound_of(plan, "rms_norm", layer)
         self.shadow = Shadow(plan, 1.0)
@@ -381,8 +372,7 @@ def test_what_an_implementation_raises_is_raised_and_refusals_still_fall_back() 
     ("op", "why"), [("moe_topk", "Routing"), ("reshape_and_cache", "on other tokens or a cache")]
 )
 def test_what_cannot_be_compared_is_named(op: str, why: str) -> None:
-    spec = known_contracts().contracts[op]
-    impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, spec.oracle, "acme")
+    impl = oracle_impl(known_contracts().contracts[op])
     assert why in Shadow(plan_of(impl), 1.0).report()["left"][op]
 
 
@@ -390,8 +380,7 @@ def test_what_cannot_be_compared_is_named(op: str, why: str) -> None:
 def test_right_results_are_within_the_tolerance_and_no_comparison_waits(op: str) -> None:
     """The oracle's results, rounded to their dtype, on every sample."""
     spec = known_contracts().contracts[op]
-    impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, rounded(spec), "acme")
-    plan = planning(managing(impl, per_op_order={op: ["vendor"]}), "eager")
+    plan = planning(managing(oracle_impl(spec), per_op_order={op: ["vendor"]}), "eager")
     shadow = Shadow(plan, 1.0)
     call = plan.without_layer(op, spec.consumable)
     assert call is not None
@@ -411,16 +400,3 @@ def test_right_results_are_within_the_tolerance_and_no_comparison_waits(op: str)
     assert shadow.left == {}
     found = seen(shadow, op)
     assert found and not any(tally["wrong"] for tally in found.values()), found
-
-
-def rounded(spec: Any) -> Callable[..., Any]:
-    """The oracle with results in the contract's dtypes."""
-
-    def fn(*args: Any) -> Any:
-        exact, like = spec.oracle(*args), spec.fake(*args)
-        both = (exact, like) if isinstance(exact, tuple) else ((exact,), (like,))
-        results = [e if e is None else e.to(shape.dtype) for e, shape in zip(*both, strict=True)]
-        return tuple(results) if isinstance(exact, tuple) else results[0]
-
-    fn.__signature__ = spec.signature  # type: ignore[attr-defined]
-    return fn

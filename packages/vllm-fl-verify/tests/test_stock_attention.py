@@ -8,7 +8,6 @@ import random
 import sys
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +17,7 @@ import tiny_model
 import torch
 from builders import engine_of, managing, planning
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 sys.path.append(str(Path(tiny_model.__file__).parents[1] / "tests/plugins/fl-bare-cpu/src"))
 

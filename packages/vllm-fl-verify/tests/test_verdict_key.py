@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
 from builders import silu
@@ -27,6 +25,7 @@ from vllm_fl_verify.trials import Request, Role
 from vllm_fl_verify.verdict_key import PARTS, verdict_parts
 
 Patch = pytest.MonkeyPatch
+Change = Callable[[Engine, Patch, Path], object]
 SIZES = ModelSizes(256, 512, tokens=(1, 64))
 
 
@@ -57,16 +56,8 @@ def packages(tmp_path: Path, monkeypatch: Patch) -> Path:
     return tmp_path
 
 
-def contents(name: str) -> Callable[[Engine, Patch, Path], None]:
+def contents(name: str) -> Change:
     return lambda engine, *_: engine.contents.update({name: {"silu_and_mul": "2"}})
-
-
-def code_of_verify(_: Engine, patch: Patch, __: Path) -> None:
-    patch.setattr(verdict_key, "code_hash", lambda name, module: f"changed {name}")
-
-
-def reinstalled(_: Engine, __: Patch, packages: Path) -> None:
-    (packages / "acme-1.0.dist-info/RECORD").write_text("acme.py,sha256=2,9")
 
 
 def replaced_beneath(_: Engine, __: Patch, packages: Path) -> None:
@@ -77,29 +68,8 @@ def replaced_beneath(_: Engine, __: Patch, packages: Path) -> None:
     os.utime(packages / "kernels.so", ns=(old.st_atime_ns, old.st_mtime_ns))
 
 
-def another_driver(_: Engine, patch: Patch, __: Path) -> None:
-    patch.setattr(torch.version, "cuda", "99.9")
-
-
-def fewer_threads(_: Engine, patch: Patch, __: Path) -> None:
-    patch.setattr(torch, "get_num_threads", lambda: 99)
-
-
-def another_rank(engine: Engine, *_: Any) -> None:
-    engine.rank = 1
-
-
-def other_sizes(engine: Engine, *_: Any) -> None:
-    engine.facts = dataclasses.replace(engine.facts, captured=(1, 16))
-
-
-def other_configuration(engine: Engine, *_: Any) -> None:
-    engine.config.compute_hash = lambda: "another"  # type: ignore[method-assign]
-
-
-def another_setting(engine: Engine, *_: Any) -> None:
-    settings = load_settings({"VLLM_FL_STRICT": "1"})
-    engine.facts = dataclasses.replace(engine.facts, settings=settings)
+def facts(**fields: Any) -> Change:
+    return lambda engine, *_: vars(engine).update(facts=dataclasses.replace(engine.facts, **fields))
 
 
 def another_plugin(_: Engine, patch: Patch, __: Path) -> None:
@@ -108,30 +78,26 @@ def another_plugin(_: Engine, patch: Patch, __: Path) -> None:
     patch.setattr(verdict_key, "code_facts", lambda owner, module: {"source": "1"})
 
 
-def replaced_operator(_: Engine, patch: Patch, __: Path) -> None:
-    patch.setattr(torch.library, "_impls", {"aten/mm/CPU"})
-
-
-def a_variable(_: Engine, patch: Patch, __: Path) -> None:
-    patch.setenv("ACME_FAST_PATH", "1")
-
-
-CASES: dict[str, Callable[[Engine, Patch, Path], object]] = {
+CASES: dict[str, Change] = {
     "implementations": contents("ops"),
     "contracts": contents("contracts"),
     "plan": contents("versions"),
-    "verification": code_of_verify,
-    "packages": reinstalled,
+    "verification": lambda _, patch, __: patch.setattr(
+        verdict_key, "code_hash", lambda name, module: f"changed {name}"
+    ),
+    "packages": lambda _, __, packages: (packages / "acme-1.0.dist-info/RECORD").write_text(
+        "acme.py,sha256=2,9"
+    ),
     "beneath": replaced_beneath,
-    "drivers": another_driver,
-    "device": fewer_threads,
-    "ranks": another_rank,
-    "model": other_sizes,
-    "config": other_configuration,
-    "settings": another_setting,
+    "drivers": lambda _, patch, __: patch.setattr(torch.version, "cuda", "99.9"),
+    "device": lambda _, patch, __: patch.setattr(torch, "get_num_threads", lambda: 99),
+    "ranks": lambda engine, *_: vars(engine).update(rank=1),
+    "model": facts(captured=(1, 16)),
+    "config": lambda engine, *_: vars(engine.config).update(compute_hash=lambda: "another"),
+    "settings": facts(settings=load_settings({"VLLM_FL_STRICT": "1"})),
     "plugins": another_plugin,
-    "operators": replaced_operator,
-    "environment": a_variable,
+    "operators": lambda _, patch, __: patch.setattr(torch.library, "_impls", {"aten/mm/CPU"}),
+    "environment": lambda _, patch, __: patch.setenv("ACME_FAST_PATH", "1"),
 }
 """Part of the key -> a change of it. What was tried is in the next test."""
 
@@ -147,14 +113,7 @@ def test_each_part_changes_the_key(name: str, packages: Path, monkeypatch: Patch
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"least": 2},
-        {"most": 64},
-        {"captured": 8},
-        {"warm": (1, 2)},
-        {"compiled": len},
-    ],
+    "change", [{"least": 2}, {"most": 64}, {"captured": 8}, {"warm": (1, 2)}, {"compiled": len}]
 )
 def test_what_was_tried_changes_the_key(change: dict[str, Any], packages: Path) -> None:
     before = verdict_parts(an_engine(), a_request())

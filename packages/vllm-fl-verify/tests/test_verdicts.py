@@ -49,102 +49,53 @@ def test_a_verdict_is_read_as_it_was_written(folder: Path) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700 and file_of(folder).stat().st_mode & 0o077 == 0
 
 
-def linked(folder: Path) -> None:
-    os.rename(file_of(folder), folder / "other")
-    file_of(folder).symlink_to("other")
-
-
-def with_two_names(folder: Path) -> None:
-    os.link(file_of(folder), folder / "other")
-
-
-def truncated(folder: Path) -> None:
-    os.truncate(file_of(folder), file_of(folder).stat().st_size - 9)
-
-
-def empty(folder: Path) -> None:
-    os.truncate(file_of(folder), 0)
-
-
-def changed(folder: Path) -> None:
-    text = file_of(folder).read_text()
-    file_of(folder).write_text(text.replace("vendor.acme", "vendor.emca"))
-
-
-def of_another_key(folder: Path) -> None:
+def of_another_key(file: Path) -> None:
     other = KeptVerdict({"device": "2"}, KEPT.passed)
     write_verdict(other)
-    os.rename(folder / f"{other.key}.json", file_of(folder))
+    os.rename(file.parent / f"{other.key}.json", file)
 
 
-def not_text(folder: Path) -> None:
-    file_of(folder).write_bytes(b"\xff\xfe" * 99)
+def a_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
 
 
-def too_large(folder: Path) -> None:
-    with file_of(folder).open("a") as file:
-        file.write(" " * verdicts.LARGEST)
+def a_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
 
 
-def a_pipe(folder: Path) -> None:
-    file_of(folder).unlink()
-    os.mkfifo(file_of(folder))
+def linked(path: Path) -> None:
+    path.symlink_to(path.rename(path.with_name("other")))
 
 
-def a_folder(folder: Path) -> None:
-    file_of(folder).unlink()
-    file_of(folder).mkdir()
+ODD: dict[str, Callable[[Path], object]] = {
+    "linked": linked,
+    "with two names": lambda file: os.link(file, file.with_name("other")),
+    "truncated": lambda file: os.truncate(file, file.stat().st_size - 9),
+    "empty": lambda file: os.truncate(file, 0),
+    "changed": lambda file: file.write_text(file.read_text().replace(".acme", ".emca")),
+    "of another key": of_another_key,
+    "not text": lambda file: file.write_bytes(b"\xff\xfe" * 99),
+    "too large": lambda file: file.write_text(file.read_text() + " " * verdicts.LARGEST),
+    "a pipe": a_pipe,
+    "a folder": a_folder,
+    "read by others": lambda file: file.chmod(0o644),
+    "folder of others": lambda file: file.parent.chmod(0o770),
+    "parent of others": lambda file: file.parent.parent.chmod(0o777),
+    "folder linked": lambda file: linked(file.parent),
+    "foreign": lambda file: os.chown(file, 65534, 65534),
+}
 
 
-def read_by_others(folder: Path) -> None:
-    file_of(folder).chmod(0o644)
-
-
-def folder_of_others(folder: Path) -> None:
-    folder.chmod(0o770)
-
-
-def parent_of_others(folder: Path) -> None:
-    folder.parent.chmod(0o777)
-
-
-def folder_linked(folder: Path) -> None:
-    os.rename(folder, folder.with_name("other"))
-    folder.symlink_to("other")
-
-
-def foreign(folder: Path) -> None:
-    os.chown(file_of(folder), 65534, 65534)
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        linked,
-        with_two_names,
-        truncated,
-        empty,
-        changed,
-        of_another_key,
-        not_text,
-        too_large,
-        a_pipe,
-        a_folder,
-        read_by_others,
-        folder_of_others,
-        parent_of_others,
-        folder_linked,
-        pytest.param(
-            foreign, marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can chown")
-        ),
-    ],
-    ids=lambda value: value.__name__,
-)
+@pytest.mark.parametrize("name", ODD)
 def test_an_odd_file_is_ignored_with_one_line(
-    spoil: Callable[[Path], None], folder: Path, caplog: pytest.LogCaptureFixture
+    name: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    if name == "foreign" and os.geteuid() != 0:
+        pytest.skip("only root can chown")
     write_verdict(KEPT)
-    spoil(folder)
+    ODD[name](file_of(folder))
     with caplog.at_level(logging.INFO):
         assert read_verdict(PARTS) is None
     assert ["A kept verdict is ignored" in line for line in caplog.messages] == [True]
@@ -158,7 +109,7 @@ def test_nothing_is_written_through_a_link(folder: Path, caplog: pytest.LogCaptu
     file_of(folder).symlink_to(victim)
     write_verdict(KEPT)
     assert victim.read_text() == "own" and read_verdict(PARTS) == KEPT
-    folder_linked(folder)
+    linked(folder)
     with caplog.at_level(logging.INFO):
         write_verdict(KEPT)
     assert "The verdict of this startup is not kept" in caplog.text

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-import small_workers
-from children import run_each
-from small_workers import HEAD, MODEL
+from small_workers import answers
 
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 ROOT = Path(__file__).parents[3]
 
@@ -71,25 +66,16 @@ CASES = {
 
 
 @cache
-def engines() -> dict[str, str]:
-    here = {"CONFIGS": str(Path(small_workers.__file__).parent), "VLLM_PLUGINS": "fl"}
-    here |= {"PYTHONPATH": str(ROOT / "examples"), "VLLM_FL_PLUGIN_MODULES": "veto"}
-    bodies = {
-        name: (MODEL + BODY, {"VETO_AT": name, "EAGER": "1", **variables})
-        for name, variables in CASES.items()
-    }
-    return run_each(HEAD, bodies, {**os.environ, **here, "VLLM_FL_PLUGINS": "vllm-fl-ops"})
-
-
-def engine(name: str) -> tuple[Any, str]:
-    """(output of an engine of two ranks, its log)."""
-    log = engines()[name]
-    return json.loads(log.splitlines()[-1]), log
+def engines() -> dict[str, tuple[Any, str]]:
+    """Name -> (results of an engine of two ranks, its log)."""
+    cases = {name: {"VETO_AT": name, "EAGER": "1", **more} for name, more in CASES.items()}
+    path = str(ROOT / "examples")
+    return answers(BODY, cases, PYTHONPATH=path, VLLM_FL_PLUGIN_MODULES="veto")
 
 
 @pytest.mark.parametrize("moment", ["planned", "loaded", "cached"])
 def test_a_veto_on_one_rank_disables_on_all_and_binds_again(moment: str) -> None:
-    result, log = engine(moment)
+    result, log = engines()[moment]
     rank = CASES[moment]["VETO_RANK"]
     assert result == {"label": "stock", "bound": [moment != "planned"] * 2}
     warning = f"vetoed when it was {moment} (detected at startup on rank {rank}; disabled on all "
@@ -100,7 +86,7 @@ def test_a_veto_on_one_rank_disables_on_all_and_binds_again(moment: str) -> None
 
 
 def test_what_is_compiled_ends_the_startup_by_name() -> None:
-    result, log = engine("compiled")
+    result, log = engines()["compiled"]
     assert result["raised"].startswith("StartError: vllm-fl: engine startup failed: rank 1: implem")
     assert (
         "vendor.acme' failed for op 'silu_and_mul': vetoed when it was cached" in result["raised"]
@@ -110,13 +96,14 @@ def test_what_is_compiled_ends_the_startup_by_name() -> None:
 
 
 def test_after_an_update_the_caller_gets_the_veto() -> None:
-    result, log = engine("updated")
+    result, log = engines()["updated"]
     assert result["raised"].startswith("ServingError: After the weights were updated, verification")
     assert "vetoed when it was updated (found on rank 1)" in result["raised"]
     assert result["label"] == "vendor.acme" and "Diary: it serves with vendor.acme" in log
 
 
 def test_the_session_ends_if_the_startup_fails() -> None:
-    result, log = engine("failing")
+    result, log = engines()["failing"]
     assert "in strict mode: rank 0: implementation 'vendor.acme' failed" in result["raised"]
     assert "Diary: it ends" in log and "Diary: it serves" not in log
+    assert " planned: " in log, "the plan is logged before the startup ends"

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-from importlib.util import find_spec
-from pathlib import Path
-
 import pytest
-import small_workers
-from children import run_each
-from small_workers import HEAD, MODEL
+from small_workers import answers
 
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 START = """
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -47,18 +40,19 @@ worker.shutdown()
 
 
 def test_vllms_own_norm_with_other_bits_in_large_batches_is_reported() -> None:
-    tests = str(Path(small_workers.__file__).parent)
-    env = {"CONFIGS": tests, "VLLM_PLUGINS": "fl", "VLLM_FL_PLUGINS": "vllm-fl-ops", "EAGER": "1"}
-    cases = [{"REQUIRE": "batch_invariant", "VARIES": "1"}, {"REQUIRE": "batch_invariant"}]
-    cases.append({"REQUIRE": "none", "VARIES": "1"})
-    bodies = {str(number): (MODEL + START, case) for number, case in enumerate(cases)}
-    logs = [*run_each(HEAD, bodies, {**os.environ, **env}).values()]
+    cases = {
+        "varies": {"REQUIRE": "batch_invariant", "VARIES": "1"},
+        "right": {"REQUIRE": "batch_invariant"},
+        "free": {"REQUIRE": "none", "VARIES": "1"},
+    }
+    answered = answers(START, cases, EAGER="1")
     varies, right, free = (
-        [remark for remark in json.loads(log.splitlines()[-1]) if "batch" in remark] for log in logs
+        [remark for remark in answered[case][0] if "batch" in remark] for case in cases
     )
     (found,) = [remark for remark in varies if remark not in right]
     assert found.startswith("rms_norm: vLLM's layers are not batch-invariant: ")
     assert "different bits in batches of 256 and 251" in found
     assert len(right) == 1 and not free
-    (line,) = [line for line in logs[0].splitlines() if "WARNING" in line and found in line]
+    log = answered["varies"][1].splitlines()
+    (line,) = [line for line in log if "WARNING" in line and found in line]
     assert "VLLM_FL_REQUIRE=batch_invariant is set, but " in line

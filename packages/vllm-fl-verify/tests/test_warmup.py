@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from of_acme import acme, silu_and_mul
 from torch import Tensor
 
 from vllm_fl.contracts import ModelSizes
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl_verify import run
 from vllm_fl_verify.preflight import Findings, find_faults
 from vllm_fl_verify.trials import Request, Role
@@ -67,12 +66,10 @@ class Compiling:
             self.counts.add(len(x))
             if len(x) == self.raises_at:
                 raise RuntimeError("out of shared memory")
-        half = x.shape[-1] // 2
-        return F.silu(x[..., :half]) * x[..., half:]
+        return silu_and_mul(x)
 
     def start(self, warm: bool, **options: Any) -> Findings:
-        impl = OpImpl(*KEY, BackendImplKind.VENDOR, self, "acme")
-        role = Role(impl, warm=warm_counts(LARGEST) if warm else ())
+        role = Role(acme(KEY[0], self), warm=warm_counts(LARGEST) if warm else ())
         given = {"seed": 1, "calls": 0, **options}
         return find_faults(Request([role], torch.bfloat16, CPU, SIZES, **given))
 
@@ -118,9 +115,8 @@ def test_what_is_wrong_at_sizes_of_the_warm_up_is_a_fault(wrong: range) -> None:
     """A captured graph runs only its own size, for any batch."""
 
     def fn(x: Tensor) -> Tensor:
-        half = x.shape[-1] // 2
-        return F.silu(x[..., :half]) * x[..., half:] * (1 + (len(x) in wrong))
+        return silu_and_mul(x) * (1 + (len(x) in wrong))
 
-    role = Role(OpImpl(*KEY, BackendImplKind.VENDOR, fn, "acme"), warm=warm_counts(2048, [200]))
+    role = Role(acme(KEY[0], fn), warm=warm_counts(2048, [200]))
     found = find_faults(Request([role], torch.bfloat16, CPU, SIZES, seed=5, calls=0)).objections
     assert "elements exceed the tolerance" in found[KEY].reason

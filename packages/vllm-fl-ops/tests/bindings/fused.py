@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from builders import engine_of, managing, planning
+from oracle_mutants import oracle_impl
+from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import detect_fake_mode
 from torch._inductor.virtualized import V
@@ -18,10 +20,8 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.graphs.state import in_graphs
 from vllm_fl.plugins.registry import known_contracts
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 HEADS, KV_HEADS, SIZE, TOKENS = 4, 2, 64, 5
-FUSED = known_contracts().contracts["qk_norm_rope"]
 QUANTISED = (
     "rms_norm_static_fp8_quant",
     "fused_add_rms_norm_static_fp8_quant",
@@ -54,25 +54,18 @@ def define() -> torch.library.Library:
 
 
 def attention(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    table: torch.Tensor,
-    epsilon: float,
-    rope: bool = True,
-) -> tuple[torch.Tensor, ...]:
+    qkv: Tensor, positions: Tensor, q_weight: Tensor, k_weight: Tensor, table: Tensor, eps: float
+) -> tuple[Tensor, ...]:
     """The code before the attention of a model with norms of heads, traced like vLLM's layers."""
     from vllm import ir
 
     widths = (HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE)
     q, k, v = qkv.split(widths, dim=-1)
     q_by_head = q.view(*q.shape[:-1], q.shape[-1] // SIZE, SIZE)
-    q = ir.ops.rms_norm(q_by_head, q_weight, epsilon).view(q.shape)
+    q = ir.ops.rms_norm(q_by_head, q_weight, eps).view(q.shape)
     k_by_head = k.view(*k.shape[:-1], k.shape[-1] // SIZE, SIZE)
-    k = ir.ops.rms_norm(k_by_head, k_weight, epsilon).view(k.shape)
-    if rope:
-        torch.ops._C.rotary_embedding(positions, q, k, SIZE, table, True)
+    k = ir.ops.rms_norm(k_by_head, k_weight, eps).view(k.shape)
+    torch.ops._C.rotary_embedding(positions, q, k, SIZE, table, True)
     return q, k, v
 
 
@@ -104,11 +97,7 @@ def main() -> None:
     said: list[str] = []
     fusions.log.addFilter(lambda record: bool(said.append(record.getMessage())) or True)
 
-    def oracle(*args: Any) -> torch.Tensor:
-        return FUSED.oracle(*args).to(args[0].dtype)
-
-    oracle.__signature__ = FUSED.signature  # type: ignore[attr-defined]
-    impl = OpImpl("qk_norm_rope", "vendor.acme", BackendImplKind.VENDOR, oracle, "acme")
+    impl = oracle_impl(known_contracts().contracts["qk_norm_rope"])
     plan = planning(managing(impl, prefer="vendor"), "compiled")
     assert plan.entries["qk_norm_rope"].label == "vendor.acme"
 
@@ -129,10 +118,7 @@ def main() -> None:
     sizes = Range(1, 64)
     joined: set[str] = set()
 
-    def run(
-        using: list[Any],
-        epsilon: float,
-    ) -> tuple[torch.Tensor, ...]:
+    def run(using: list[Any], epsilon: float) -> tuple[Tensor, ...]:
         """Compile for some sizes with these passes, and with vLLM's that follow them."""
 
         def lower(gm: torch.fx.GraphModule, _: Any) -> Any:

@@ -13,7 +13,7 @@ from vllm_fl.contracts.binding import FunctionTarget, OperatorTarget
 from vllm_fl.plugins.registry import known_contracts
 
 Op = Callable[..., Any]
-ONE = torch.ones(1)
+ONE, SLOTS = torch.ones(1), torch.tensor([9, 0, 31])
 
 
 def routes(op: str, call: Op) -> list[Op]:
@@ -35,28 +35,19 @@ def step(tokens: int = 3) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("route", routes("reshape_and_cache", in_place))
-def test_what_was_written_in_place_is_not_copied(
+def test_what_was_written_in_place_is_not_copied_and_keys_beyond_the_slots_are_padding(
     route: Op, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cache takes most of a device's memory."""
-    key, value, key_cache, value_cache = step()
-    slots = torch.tensor([9, 0, 31])
+    key, value, key_cache, value_cache = step(5)
     copied: list[torch.Tensor] = []
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other: copied.append(self))
     monkeypatch.setattr(torch.Tensor, "clone", lambda self: copied.append(self))
-    assert route(key, value, key_cache, value_cache, slots, "auto", ONE, ONE) is None
+    assert route(key, value, key_cache, value_cache, SLOTS, "auto", ONE, ONE) is None
     assert not copied
-    assert torch.equal(key_cache.flatten(0, 1)[slots], key)
-    assert torch.equal(value_cache.flatten(0, 1)[slots], value)
-
-
-@pytest.mark.parametrize("route", routes("reshape_and_cache", in_place))
-def test_keys_beyond_the_slots_are_padding(route: Op) -> None:
-    key, value, key_cache, value_cache = step(5)
-    slots = torch.tensor([9, 0, 31])
-    route(key, value, key_cache, value_cache, slots, "auto", ONE, ONE)
-    assert torch.equal(key_cache.flatten(0, 1)[slots], key[:3])
-    assert int((value_cache != 0).any(-1).any(-1).sum()) == 3
+    for rows, cache in ((key, key_cache), (value, value_cache)):
+        assert torch.equal(cache.flatten(0, 1)[SLOTS], rows[:3])
+        assert int((cache != 0).any(-1).any(-1).sum()) == 3
 
 
 @pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2", "int8_per_token_head", "nvfp4"])
@@ -65,22 +56,21 @@ def test_quantised_caches_are_left_to_vllm(kind: str) -> None:
         raise AssertionError("the op has no scales")
 
     key, value, key_cache, value_cache = step()
-    slots = torch.tensor([9, 0, 31])
     for route in routes("reshape_and_cache", never):
-        call = (key, value, key_cache, value_cache, slots)
-        assert route(*call, kind, ONE, ONE) is NotImplemented
-        bytes_of = key_cache.byte(), value_cache.byte()
-        assert route(key, value, *bytes_of, slots, "auto", ONE, ONE) is NotImplemented
-        heads_first = torch.zeros(4, 2, 1, 8, 4)
-        assert route(key, value, heads_first, value_cache, slots, "auto", ONE, ONE) is (
-            NotImplemented
-        )
+        heads_first = torch.zeros(4, 2, 1, 8, 4), value_cache
+        for caches, how in (
+            ((key_cache, value_cache), kind),
+            ((key_cache.byte(), value_cache.byte()), "auto"),
+            (heads_first, "auto"),
+        ):
+            assert route(key, value, *caches, SLOTS, how, ONE, ONE) is NotImplemented
     cuda, cpu, method = routes("concat_and_cache_mla", never)
     latent = torch.randn(3, 16), torch.randn(3, 8), torch.zeros(4, 8, 24)
-    assert cuda(*latent, slots, kind, ONE) is NotImplemented
-    assert cpu(*latent, slots.int()) is NotImplemented
-    assert method(None, *latent, slots, kind, ONE) is NotImplemented
-    assert method(None, *latent[:2], latent[2].byte(), slots, "auto", ONE) is NotImplemented
+    assert cuda(*latent, SLOTS, kind, ONE) is NotImplemented
+    assert cpu(*latent, SLOTS.int()) is NotImplemented
+    assert method(None, *latent, SLOTS, kind, ONE) is NotImplemented
+    for cache in (latent[2].byte(), torch.empty(0)):  # not created yet
+        assert method(None, *latent[:2], cache, SLOTS, "auto", ONE) is NotImplemented
 
 
 def test_a_latent_is_written_wherever_vllm_does_it() -> None:
@@ -94,12 +84,6 @@ def test_a_latent_is_written_wherever_vllm_does_it() -> None:
     cpu(kv_c[:3], k_pe[:3], exact, slots)
     assert method(None, kv_c[:3], k_pe[:3].unsqueeze(1), own, slots, "auto", ONE) is None
     assert torch.equal(padded, want) and torch.equal(exact, want) and torch.equal(own, want)
-
-
-def test_where_there_is_no_cache_yet_the_call_is_left_to_vllm() -> None:
-    *_, method = routes("concat_and_cache_mla", lambda *_: pytest.fail("the op was called"))
-    latent = torch.randn(3, 16), torch.randn(3, 1, 8), torch.empty(0)
-    assert method(None, *latent, torch.tensor([0, 1, 2]), "auto", ONE) is NotImplemented
 
 
 def test_stock_is_what_attention_on_cpus_without_amx_writes() -> None:

@@ -7,31 +7,30 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import vllm.model_executor.layers.layernorm  # before the platform is replaced
 import vllm.model_executor.layers.rotary_embedding
 import vllm.platforms
 from configs import engine_config
+from oracle_mutants import oracle_impl
 from vllm.config import CompilationMode
 
 import vllm_fl.dispatch
 from vllm_fl.contracts.binding import FusionTarget, OperatorTarget
 from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.patchers import layers
 from vllm_fl.integration.planning import apply, facts_of, note_user_priority, plan_for
 from vllm_fl.integration.targets import targets
 from vllm_fl.plugins.registry import OpRegistry, known_contracts
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings
 
 FLAG = "enable_qk_norm_rope_fusion"
@@ -39,19 +38,13 @@ OP = "qk_norm_rope"
 MATCHES_STOCK = f"vLLM's pass for {OP} matches only vLLM's implementation"
 
 
-def impl(op: str) -> OpImpl:
-    def fn(*args: Any) -> Any:
-        raise NotImplementedError
-
-    fn.__signature__ = known_contracts().contracts[op].signature  # type: ignore[attr-defined]
-    return OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
-
-
 @pytest.fixture(autouse=True)
 def process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process on an NVIDIA or AMD GPU, with implementations of the op and of its parts."""
     registry = OpRegistry()
-    registry.register_many([impl(op) for op in (OP, "rms_norm", "rotary_embedding")])
+    contracts = known_contracts().contracts
+    ops = OP, "rms_norm", "rotary_embedding"
+    registry.register_many([oracle_impl(contracts[op]) for op in ops])
     monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
     monkeypatch.setattr(vllm_fl.dispatch.manager, "manager", OpManager(registry))
     monkeypatch.setattr(layers, "foreign_ops", dict)
@@ -74,10 +67,16 @@ def configured(**fields: Any) -> Any:
     return config
 
 
-def test_a_planned_op_has_its_pass_on_and_the_pass_finds_vllms_own_rope() -> None:
-    config = configured()
+def planned(**fields: Any) -> tuple[Plan, Any]:
+    """The plan for a configuration, and the configuration with its changes."""
+    config = configured(**fields)
     plan = plan_for(facts_of(config))
     apply(plan, config)
+    return plan, config
+
+
+def test_a_planned_op_has_its_pass_on_and_the_pass_finds_vllms_own_rope() -> None:
+    plan, config = planned()
     entries, compilation = plan.entries, config.compilation_config
     assert entries[OP].label == entries["rms_norm"].label == "vendor.acme"  # a norm is an IR op
     assert entries["rotary_embedding"].label == "stock"
@@ -88,8 +87,7 @@ def test_a_planned_op_has_its_pass_on_and_the_pass_finds_vllms_own_rope() -> Non
 
 
 def test_the_pass_is_turned_off_again_when_the_op_failed_and_the_rope_is_planned() -> None:
-    config = configured()
-    apply(plan_for(facts_of(config)), config)
+    _, config = planned()
     plan = plan_for(facts_of(config), {(OP, "vendor.acme"): "failed"})
     apply(plan, config)
     assert getattr(config.compilation_config.pass_config, FLAG) is False
@@ -107,9 +105,7 @@ def test_an_op_that_is_stock_at_some_sizes_is_stock_at_all(tmp_path: Path) -> No
 
 def test_a_pass_that_the_user_turned_on_stays_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_FL_PER_OP", f"{OP}=stock")
-    config = configured(pass_config={FLAG: True})
-    plan = plan_for(facts_of(config))
-    apply(plan, config)
+    plan, config = planned(pass_config={FLAG: True})
     assert plan.is_stock(OP) and getattr(config.compilation_config.pass_config, FLAG) is True
 
 
@@ -122,23 +118,18 @@ def test_a_pass_that_the_user_turned_on_stays_on(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_where_the_pass_cannot_find_it_the_op_is_stock(fields: Any, why: str) -> None:
-    config = configured(**fields)
-    custom_ops = list(config.compilation_config.custom_ops)
-    plan = plan_for(facts_of(config))
-    apply(plan, config)
+    plan, config = planned(**fields)
     assert plan.is_stock(OP) and plan.entries[OP].note.startswith(why)
     assert getattr(config.compilation_config.pass_config, FLAG) is False
     assert plan.entries["rotary_embedding"].note != MATCHES_STOCK
-    if "-rotary_embedding" in custom_ops:
+    if "-rotary_embedding" in (custom_ops := fields.get("custom_ops", ())):
         assert config.compilation_config.custom_ops == custom_ops
 
 
 @pytest.mark.parametrize("fields", [{}, {"is_cuda_alike": lambda: False}])
 def test_another_platform_has_no_such_pass(monkeypatch: pytest.MonkeyPatch, fields: Any) -> None:
     on_platform(monkeypatch, **fields)
-    config = configured()
-    plan = plan_for(facts_of(config))
-    apply(plan, config)
+    plan, config = planned()
     assert plan.entries[OP].note == "vLLM has no pass for it on this platform"
     assert plan.entries["rotary_embedding"].label == "vendor.acme"
     assert getattr(config.compilation_config.pass_config, FLAG) is False
@@ -153,8 +144,8 @@ def test_what_a_pass_puts_into_graphs_is_an_operator_of_the_same_binding() -> No
 
 def test_vllms_own_pass_finds_it_and_ours_runs_or_is_said_not_to() -> None:
     here = Path(__file__).parent
-    builders = here.parents[2] / "vllm-fl-core" / "tests"
-    path = os.pathsep.join([str(builders), *filter(None, [os.environ.get("PYTHONPATH")])])
+    shared = here.parents[2] / "vllm-fl-core" / "tests", here.parent
+    path = os.pathsep.join([*map(str, shared), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, str(here / "fused.py")],
         capture_output=True,

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from builders import managing, planning, taking
+from of_acme import acme
+from oracle_mutants import oracle_impl
 from torch import Tensor
 
 from vllm_fl.contracts import OpSpec
 from vllm_fl.contracts.binding import FunctionTarget, LayerTarget, OperatorTarget
 from vllm_fl.engine.plan import Plan
 from vllm_fl.plugins.registry import known_contracts
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl_ops.bindings._hybrid import FLA_EPSILON
 
 CPU = torch.device("cpu")
@@ -51,16 +52,6 @@ DEFAULTS = {
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
 
-def rounded(spec: OpSpec) -> Callable[..., Any]:
-    """The oracle, with results in the contract's dtypes."""
-
-    def op(*args: Any) -> Any:
-        pairs = zip(spec.oracle(*args), spec.fake(*args), strict=True)
-        return tuple(result.to(like.dtype).contiguous() for result, like in pairs)
-
-    return op
-
-
 def called_as(target: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, which takes all of a target's parameters, called as vLLM calls its own."""
 
@@ -78,11 +69,12 @@ def copied(args: Any) -> list[Any]:
 @pytest.mark.parametrize(("op", "target"), TARGETS)
 def test_what_a_place_calls_and_what_calls_it_are_each_others_inverse(op: str, target: Any) -> None:
     spec, tried = known_contracts().contracts[op], 0
-    through = target.native(called_as(target, target.route(rounded(spec))))
+    op_fn = oracle_impl(spec).fn
+    through = target.native(called_as(target, target.route(op_fn)))
     for sample in spec.samples(torch.bfloat16, CPU):
         if "epsilon" in spec.parameters and sample.args[-1] != FLA_EPSILON:
             continue  # vLLM's kernels support only one
-        got, want = through(*copied(sample.args)), rounded(spec)(*sample.args)
+        got, want = through(*copied(sample.args)), op_fn(*sample.args)
         for mine, exact in zip(got, want, strict=True):
             assert mine.dtype == exact.dtype, sample.name
             torch.testing.assert_close(mine, exact, rtol=2e-2, atol=2e-2, equal_nan=True)
@@ -163,12 +155,13 @@ def test_the_layer_adds_a_dimension_and_takes_flags() -> None:
         p for p in known_contracts().bindings[spec.name].targets if isinstance(p, LayerTarget)
     )
     assert target.adapt is not None
-    forward = target.adapt(None, rounded(spec))
+    op = oracle_impl(spec).fn
+    forward = target.adapt(None, op)
     sample = next(s for s in spec.samples(torch.bfloat16, CPU) if s.name.startswith("two"))
     *qkv, state, at, _ = sample.args
     flat = [x[None] for x in qkv]
     for normed in (True, False):
-        want, last = rounded(spec)(*qkv, state, at, FLA_EPSILON if normed else None)
+        want, last = op(*qkv, state, at, FLA_EPSILON if normed else None)
         buffer = torch.zeros(80, *want.shape[1:], dtype=want.dtype)
         out, final = forward(
             *flat, state, True, at, use_qk_l2norm_in_kernel=normed, core_attn_out=buffer
@@ -177,15 +170,13 @@ def test_the_layer_adds_a_dimension_and_takes_flags() -> None:
         assert torch.equal(final.nan_to_num(), last.nan_to_num())
         assert torch.equal(buffer[: len(want)].nan_to_num(), want.nan_to_num())
     out, final = forward(*(x.unflatten(1, (2, 35))[0] for x in flat), state, False)
-    want, _ = rounded(spec)(*qkv, state, torch.tensor([0, 35, 70]), FLA_EPSILON)
+    want, _ = op(*qkv, state, torch.tensor([0, 35, 70]), FLA_EPSILON)
     assert final is None and torch.equal(out.flatten(0, 1), want)
 
 
 def serving_plan(spec: OpSpec, refused: bool) -> Plan:
-    op, refuse = rounded(spec), (lambda *args: "never") if refused else None
-    for function in filter(None, (op, refuse)):
-        function.__signature__ = spec.signature  # type: ignore[attr-defined]
-    impl = OpImpl(spec.name, "vendor.acme", BackendImplKind.VENDOR, op, "acme", supports=refuse)
+    refuse = (lambda *args: "never") if refused else None
+    impl = acme(spec.name, oracle_impl(spec).fn, supports=refuse)
     return replace(planning(managing(impl)), counts_calls=True)
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from builders import engine_of, kind_of, managing, planning
+from of_acme import acme
 from vllm import ir
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.kernel import IrOpPriorityConfig
@@ -29,7 +28,7 @@ from vllm_fl.engine.plan import Plan
 from vllm_fl.integration import engines
 from vllm_fl.integration.patchers import ir as norms
 from vllm_fl.integration.patchers.layers import forget_shared_layers, in_tables, ours
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.plugins.types import OpImpl
 
 HIDDEN = 64
 IR_OPS = ("rms_norm", "fused_add_rms_norm")
@@ -64,22 +63,15 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., OpManager]:
 def norm(impl_id: str, mark: float = 0.0, error: Exception | None = None, **fields: Any) -> OpImpl:
     """A norm with the result x times weight, plus a mark."""
 
-    def rms_norm(
-        x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
-    ) -> Any:
+    def rms_norm(x: Any, residual: Any, weight: Any, *_: Any) -> Any:
         if error is not None:
             raise error
         normed = ((x if weight is None else x * weight) + mark).to(x.dtype)
         return normed if residual is None else (normed, x + residual)
 
     kind, vendor = kind_of(impl_id)
-    return OpImpl("rms_norm", impl_id, kind, fields.pop("fn", rms_norm), vendor, **fields)
-
-
-def refuses(
-    x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
-) -> bool | str:
-    return "not today"
+    impl = acme("rms_norm", fields.pop("fn", rms_norm), **fields)
+    return dataclasses.replace(impl, impl_id=impl_id, kind=kind, vendor=vendor)
 
 
 def built(plan: Plan, cls: Any = RMSNorm, *args: Any, **kwargs: Any) -> Any:
@@ -97,6 +89,13 @@ def served(plan: Plan, digest: str = "digest") -> None:
         getattr(ir.ops, op).set_default(getattr(priority, op))
 
 
+def assert_vllms_bits(plan: Plan, cls: Any, tokens: int) -> None:
+    layer, x = built(plan, cls), torch.randn(tokens, HIDDEN)
+    got = layer(x.clone()), *layer(x.clone(), x.flip(0))
+    want = cls.forward_native(layer, x), *cls.forward_native(layer, x.clone(), x.flip(0))
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
 X = torch.ones(3, HIDDEN)
 
 
@@ -110,45 +109,14 @@ class TestEager:
             normed, total = call(X, X.clone())
             assert normed.eq(6).all() and total.eq(2).all()
 
-    @pytest.mark.parametrize(
-        "first",
-        [
-            norm("vendor.acme", supports=refuses),
-            norm("vendor.acme", error=NotImplementedError("not today")),
-        ],
-        ids=["supports", "NotImplementedError"],
-    )
-    def test_a_refusal_goes_down_the_chain_counted_and_said(
-        self, use: Any, first: OpImpl, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        caplog.set_level("INFO", logger="vllm_fl")
-        manager = use(first, norm("reference.torch", 5))
-        plan = planning(manager, "eager")
-        layer = built(plan)
-        for _ in range(3):
-            assert layer(X).eq(6).all()
-        assert plan.fallbacks == {("rms_norm", "reference.torch"): 3}
-        said = [r.getMessage() for r in caplog.records if r.name.startswith("vllm_fl")]
-        assert len(said) == 2
-        assert said[0].startswith("Implementation 'vendor.acme' does not support a call of ")
-        assert "not today" in said[0]
-        assert said[1].startswith("Op 'rms_norm' fallback to 'reference.torch'")
-
     @pytest.mark.parametrize("cls", [RMSNorm, GemmaRMSNorm])
     def test_what_all_refuse_is_served_by_vllm(self, use: Any, cls: Any) -> None:
-        plan = planning(use(norm("vendor.acme", supports=refuses)), "eager")
-        layer, stock = built(plan, cls), cls.forward_native
-        x, residual = torch.randn(3, HIDDEN), torch.randn(3, HIDDEN)
-        assert torch.equal(layer(x), stock(layer, x))
-        want = stock(layer, x.clone(), residual.clone())
-        got = layer(x.clone(), residual.clone())
-        assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+        plan = planning(use(norm("vendor.acme", supports=lambda *args: "not today")), "eager")
+        assert_vllms_bits(plan, cls, 3)
         assert plan.fallbacks == {("rms_norm", "stock.vllm"): 2}
 
     def test_only_rmsnorm_gives_its_arguments_away(self, use: Any) -> None:
-        def rms_norm(
-            x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
-        ) -> Any:
+        def rms_norm(x: Any, residual: Any, *_: Any) -> Any:
             if residual is None:
                 return x * 1
             return x.zero_(), residual.zero_()
@@ -176,10 +144,8 @@ class TestEager:
     def test_epsilon_and_variance_size_are_the_layers(self, use: Any) -> None:
         seen = []
 
-        def rms_norm(
-            x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
-        ) -> Any:
-            seen.append((epsilon, variance_size, weight.dtype))
+        def rms_norm(x: Any, residual: Any, weight: Any, *rest: Any) -> Any:
+            seen.append((*rest, weight.dtype))
             return x
 
         plan = planning(use(norm("vendor.acme", fn=rms_norm)), "eager")
@@ -218,10 +184,7 @@ class TestBySize:
     def test_the_bits_are_vllms(self, use: Any, cls: Any) -> None:
         plan = planning(use(norm("vendor.acme", 5), per_op_order=self.ORDER), "eager")
         served(plan)
-        layer, x = built(plan, cls), torch.randn(4, HIDDEN)
-        got = layer(x), *layer(x.clone(), x.clone())
-        want = cls.forward_native(layer, x), *cls.forward_native(layer, x.clone(), x.clone())
-        assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+        assert_vllms_bits(plan, cls, 4)
 
     @pytest.mark.parametrize("traceable", [True, False])
     def test_compiled_code_goes_by_size(self, use: Any, traceable: bool) -> None:
@@ -240,10 +203,7 @@ class TestBySize:
     def test_an_activations_own_method_runs_where_it_is_stock(
         self, use: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def silu_and_mul(x: Any) -> Any:
-            return x[..., :4] * 0 + 5
-
-        impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, silu_and_mul, "acme")
+        impl = acme("silu_and_mul", lambda x: x[..., :4] * 0 + 5)
         order = {"silu_and_mul": {"<=4": "stock", "rest": "vendor"}}
         monkeypatch.setattr(SiluAndMul, "forward_cuda", lambda self, x: x[..., :4] * 0 + 40)
         layer = built(planning(use(impl, per_op_order=order), "eager"), SiluAndMul)
@@ -305,28 +265,28 @@ class TestCompiled:
                 assert getattr(ir.ops, op).impls[provider].uuid() == digest
 
 
-@pytest.mark.parametrize("modes", [("eager", "eager"), ("compiled", "compiled")])
-def test_of_two_engines_each_keeps_its_own_norms(use: Any, modes: Any) -> None:
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_of_two_engines_each_keeps_its_own_norms(use: Any, mode: Any) -> None:
     impls = (norm("vendor.acme", 5), norm("reference.torch", 7))
-    first = planning(use(*impls, per_op_order={"rms_norm": ["vendor"]}), modes[0])
-    served(first, "first")
-    one = built(first)
-    second = planning(use(*impls, per_op_order={"rms_norm": ["reference"]}), modes[1])
-    served(second, "second")
-    other = built(second)
+    layers = []
+    for kind in ("vendor", "reference"):
+        plan = planning(use(*impls, per_op_order={"rms_norm": [kind]}), mode)
+        served(plan, kind)
+        layers.append(built(plan))
+    one, other = layers
     assert one(X).eq(6).all() and other(X).eq(8).all() and one(X).eq(6).all()
 
 
 def test_of_two_engines_each_has_its_own_ropes(use: Any) -> None:
     """vLLM keeps one rope for all layers of a process that have the same sizes."""
     plans, ropes = [], []
-    for impl in Older().impls()[-1:]:
-        for _ in range(2):
-            plans.append(dataclasses.replace(planning(use(impl), "eager"), counts_calls=True))
-            forget_shared_layers()
-            parameters = {"rope_type": "default", "rope_theta": 10000}
-            with building(plans[-1]):
-                ropes.append([get_rope(8, 32, rope_parameters=parameters) for _ in range(2)])
+    for _ in range(2):
+        plan = planning(use(acme("rotary_embedding", older_rope, "older")), "eager")
+        plans.append(dataclasses.replace(plan, counts_calls=True))
+        forget_shared_layers()
+        parameters = {"rope_type": "default", "rope_theta": 10000}
+        with building(plans[-1]):
+            ropes.append([get_rope(8, 32, rope_parameters=parameters) for _ in range(2)])
     assert ropes[0][0] is ropes[0][1] and ropes[1][0] is ropes[1][1]
     for rope in (ropes[0][0], ropes[1][0], ropes[0][1]):
         rope(torch.arange(3), torch.zeros(3, 16), torch.zeros(3, 16))
@@ -334,75 +294,40 @@ def test_of_two_engines_each_has_its_own_ropes(use: Any) -> None:
     assert calls == [2, 1]
 
 
-class Older:
-    """A backend of the older form: its methods take the layer first."""
+def older_rope(obj, query, key, cos, sin, position_ids, rotary_interleaved=False, inplace=True):
+    """A function of the older form; the first argument is the layer."""
+    assert query.shape[1:] == (2, obj.head_size) and inplace and not rotary_interleaved
+    return query.add_(1), key.add_(2)
 
-    def rms_norm(self, obj: Any, x: Any, residual: Any = None) -> Any:
+
+def test_an_older_form_gets_every_layer(use: Any) -> None:
+    def rms_norm(obj: Any, x: Any, residual: Any = None) -> Any:
         normed = x * obj.weight + obj.variance_epsilon
         return normed if residual is None else (normed, x + residual)
 
-    def silu_and_mul(self, obj: Any, x: Any) -> Any:
-        return x[..., : x.shape[-1] // 2] + 5
-
-    def rotary_embedding(
-        self,
-        obj: Any,
-        query: Any,
-        key: Any,
-        cos: Any,
-        sin: Any,
-        position_ids: Any,
-        rotary_interleaved: bool = False,
-        inplace: bool = True,
-    ) -> Any:
-        assert query.shape[1:] == (2, obj.head_size) and inplace and not rotary_interleaved
-        return query.add_(1), key.add_(2)
-
-    def impls(self) -> list[OpImpl]:
-        return [
-            OpImpl(fn.__name__, "vendor.older", BackendImplKind.VENDOR, fn, "older")
-            for fn in (self.rms_norm, self.silu_and_mul, self.rotary_embedding)
-        ]
+    plan = planning(use(acme("rms_norm", rms_norm, "older")), "eager")
+    x = torch.full((3, HIDDEN), 2.0)
+    for cls, want in ((RMSNorm, 4.0), (GemmaRMSNorm, 6.0)):
+        layer = built(plan, cls, HIDDEN, 0.5)
+        layer.weight.data.fill_(1.75)
+        assert layer(x).eq(want).all()
+        normed, total = layer(x, x.clone())
+        assert torch.equal(normed, layer(x)) and total.eq(4).all()
 
 
-class TestOlderForm:
-    def test_every_layer_is_handed_over(self, use: Any) -> None:
-        plan = planning(use(*Older().impls()), "eager")
-        x = torch.full((3, HIDDEN), 2.0)
-        for cls, want in ((RMSNorm, 4.0), (GemmaRMSNorm, 6.0)):
-            layer = built(plan, cls, HIDDEN, 0.5)
-            layer.weight.data.fill_(1.75)
-            assert layer(x).eq(want).all()
-            normed, total = layer(x, x.clone())
-            assert torch.equal(normed, layer(x)) and total.eq(4).all()
-        assert built(plan, SiluAndMul)(x).eq(7).all()
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_rope_is_fed_what_another_implementation_left_in_another_layout(
+    use: Any, in_place: bool
+) -> None:
+    def rotary_embedding(query: Any, key: Any, *_: Any) -> Any:
+        if in_place:
+            return query.add_(1), key.add_(2)
+        return (query + 1).transpose(0, 1).contiguous().transpose(0, 1), key + 2
 
-    def test_compiled_mode_rejects_them_with_the_reason(self, use: Any) -> None:
-        plan = planning(use(*Older().impls(), norm("reference.torch", 7)), "compiled")
-        rejected = dict(plan.entries["rms_norm"].rows[-1][1].rejected)
-        assert "layer" in rejected["vendor.older"]
-        served(plan)
-        assert ir.ops.rms_norm(X, None, 1e-6).eq(8).all()
-
-
-class TestLayout:
-    @pytest.mark.parametrize("in_place", [True, False])
-    def test_a_rope_is_fed_what_another_implementation_left_in_another_layout(
-        self, use: Any, in_place: bool
-    ) -> None:
-        def rotary_embedding(
-            query: Any, key: Any, cos: Any, sin: Any, position_ids: Any,
-            rotary_interleaved: bool = False,
-        ) -> Any:  # fmt: skip
-            if in_place:
-                return query.add_(1), key.add_(2)
-            return (query + 1).transpose(0, 1).contiguous().transpose(0, 1), key + 2
-
-        vendor = ("vendor.acme", BackendImplKind.VENDOR, rotary_embedding, "acme")
-        impl = OpImpl("rotary_embedding", *vendor, consumes={"query", "key"})
-        plan = planning(use(impl), "eager")
-        rope = built(plan, RotaryEmbedding, 8, 8, 32, 10000, True, torch.float32)
-        query, key = torch.zeros(16, 3).T, torch.zeros(3, 16)
-        got = rope(torch.arange(3), query, key)
-        assert got[0].eq(1).all() and got[1].eq(2).all()
-        assert got[0].shape == query.shape and got[0].view(3, 2, 8).eq(1).all()
+    impl = acme("rotary_embedding", rotary_embedding, consumes={"query", "key"})
+    plan = planning(use(impl), "eager")
+    rope = built(plan, RotaryEmbedding, 8, 8, 32, 10000, True, torch.float32)
+    query, key = torch.zeros(16, 3).T, torch.zeros(3, 16)
+    got = rope(torch.arange(3), query, key)
+    assert got[0].eq(1).all() and got[1].eq(2).all()
+    assert got[0].shape == query.shape and got[0].view(3, 2, 8).eq(1).all()

@@ -94,21 +94,6 @@ def as_vllm(x: Tensor, weight: Tensor) -> Tensor:
     return silu(y[..., :d]) * y[..., d:]
 
 
-def other_order(x: Tensor, weight: Tensor) -> Tensor:
-    y = linear(x, weight)
-    return y[..., D:] * silu(y[..., :D])
-
-
-def in_chunks(x: Tensor, weight: Tensor) -> Tensor:
-    gate, up = linear(x, weight).chunk(2, dim=-1)
-    return silu(gate) * up
-
-
-def in_pieces(x: Tensor, weight: Tensor) -> Tensor:
-    gate, up = linear(x, weight).split([D, D], dim=1)
-    return up * silu(gate)
-
-
 def one_row(x: Tensor, weight: Tensor) -> Tensor:
     """One row's product, as Inductor decomposes it for a single size."""
     y = (x.unsqueeze(2) * weight.t().unsqueeze(0)).sum(dim=1)
@@ -123,7 +108,28 @@ DTYPES = pytest.mark.parametrize(
         pytest.param(torch.float32, True, marks=pytest.mark.slow),
     ],
 )
-FORMS = [as_vllm, other_order, in_chunks, in_pieces]
+
+
+def of(last: Callable[[Tensor], Any]) -> Function:
+    return lambda x, weight: last(linear(x, weight))
+
+
+def in_chunks(y: Tensor) -> Tensor:
+    gate, up = y.chunk(2, dim=-1)
+    return silu(gate) * up
+
+
+def in_pieces(y: Tensor) -> Tensor:
+    gate, up = y.split([D, D], dim=1)
+    return up * silu(gate)
+
+
+FORMS = {
+    "as vLLM": as_vllm,
+    "in the other order": of(lambda y: y[..., D:] * silu(y[..., :D])),
+    "in chunks": of(in_chunks),
+    "in pieces": of(in_pieces),
+}
 
 
 def slow_but(first: Function, *others: Function) -> pytest.MarkDecorator:
@@ -132,7 +138,7 @@ def slow_but(first: Function, *others: Function) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("function", [first, *slow])
 
 
-@slow_but(*FORMS)
+@slow_but(*FORMS.values())
 @DTYPES
 def test_it_is_found_in_the_graphs_of_a_compiler(
     function: Function, dtype: torch.dtype, dynamic: bool
@@ -143,21 +149,17 @@ def test_it_is_found_in_the_graphs_of_a_compiler(
     torch.testing.assert_close(TARGET.native(*args), function(*args))
 
 
-@slow_but(one_row, as_vllm, in_pieces)
+@slow_but(one_row, as_vllm, FORMS["in pieces"])
 def test_it_is_found_where_a_graph_is_of_one_row(function: Function) -> None:
     args = made(1, torch.float32)
     assert len(found_by_inductor(function, *args)) == len(found(function, *args)) == 1
     torch.testing.assert_close(TARGET.native(*args), function(*args))
 
 
-@pytest.mark.parametrize("function", FORMS)
+@pytest.mark.parametrize("function", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("whole", [True, False])
 def test_it_is_found_where_silu_is_one_operator_too(function: Function, whole: bool) -> None:
     assert len(found(function, *made(), whole=whole)) == 1
-
-
-def of(last: Callable[[Tensor], Any]) -> Function:
-    return lambda x, weight: last(linear(x, weight))
 
 
 def three(y: Tensor) -> Tensor:
@@ -225,9 +227,9 @@ WRONG: dict[str, Function] = {
     "two products": lambda x, weight: (
         silu(linear(x, weight)[..., :D]) * linear(x * 2, weight)[..., D:]
     ),
-    "a bias": lambda x, weight: in_chunks_of(linear(x, weight, weight[:, 0])),
-    "a weight that is no input": lambda x, weight: in_chunks_of(linear(x, weight * 2)),
-    "no product": lambda x, weight: in_chunks_of(weight.exp()),
+    "a bias": lambda x, weight: in_chunks(linear(x, weight, weight[:, 0])),
+    "a weight that is no input": lambda x, weight: in_chunks(linear(x, weight * 2)),
+    "no product": lambda x, weight: in_chunks(weight.exp()),
 }
 
 
@@ -236,11 +238,6 @@ def test_float32_that_loses_digits_on_the_way_is_left_alone(dtype: torch.dtype) 
     activated = of(lambda y: silu(y[..., :D]).to(dtype) * y[..., D:])
     for function in (activated, through(dtype)):
         assert not found(function, *made(dtype=torch.float32))
-
-
-def in_chunks_of(y: Tensor) -> Tensor:
-    gate, up = y.chunk(2, dim=-1)
-    return silu(gate) * up
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -273,12 +270,7 @@ def gelu_first(x: Tensor, weight: Tensor) -> Tensor:
     return gelu(y[..., :d], approximate="tanh") * y[..., d:]
 
 
-def gelu_behind(x: Tensor, weight: Tensor) -> Tensor:
-    gate, up = linear(x, weight).chunk(2, dim=-1)
-    return up * gelu(gate, approximate="tanh")
-
-
-@slow_but(gelu_first, gelu_behind)
+@slow_but(gelu_first, of(lambda y: y.chunk(2, -1)[1] * gelu(y.chunk(2, -1)[0], approximate="tanh")))
 @DTYPES
 def test_gelu_is_found_by_the_op_that_has_it(
     function: Function, dtype: torch.dtype, dynamic: bool

@@ -91,10 +91,12 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def vllms_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """vLLM's classes without registrations of other tests, and no rope made before."""
     monkeypatch.setattr(custom_op, "op_registry_oot", {})
     monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
+    with set_current_vllm_config(VllmConfig()):
+        yield
 
 
 def made(name: str, head_size: int = 32, **options: Any) -> Any:
@@ -123,13 +125,6 @@ def ours(layer: Any, *, native: bool = False) -> Any:
 
     assert target[1].adapt
     return target[1].adapt(layer, target[1].native if native else op)
-
-
-@pytest.fixture(autouse=True)
-def _vllms_configuration(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
-    with set_current_vllm_config(VllmConfig()):
-        yield
 
 
 def flat(*axes: int) -> tuple[torch.Tensor, ...]:

@@ -14,19 +14,20 @@ from typing import Any
 
 import pytest
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
 from builders import managing, planning, taking
+from of_acme import acme
 from torch import Tensor
 
 from vllm_fl.contracts.binding import FunctionTarget, OperatorTarget
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.patchers import functions
 from vllm_fl.plugins.registry import known_contracts
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.plugins.types import OpImpl
 
+ALIGN = "moe_align_block_size"
 ROUTER = "vllm.model_executor.layers.fused_moe.router"
 
 torch.manual_seed(0)
@@ -34,19 +35,16 @@ LOGITS, BIAS = torch.randn(7, 32), torch.randn(32)
 
 
 def by_oracle(op: str, refuses: bool) -> OpImpl:
-    """An implementation in the contract's dtypes, with experts in another order than in vLLM."""
+    """An implementation in the contract's dtypes. Each token's experts have another order than in
+    vLLM; rows sorted by expert have the oracle's order."""
     spec = known_contracts().contracts[op]
 
     def fn(*args: Any) -> Any:
         weights, ids = spec.oracle(*args)
         return weights.float().flip(-1).contiguous(), ids.flip(-1).contiguous()
 
-    fn.__signature__ = spec.signature  # type: ignore[attr-defined]
-    supports: Any = None
-    if refuses:
-        supports = lambda *args: "never"  # noqa: E731
-        supports.__signature__ = spec.signature
-    return OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, fn, "acme", supports=supports)
+    supports = (lambda *args: "never") if refuses else None
+    return acme(op, spec.oracle if op == ALIGN else fn, supports=supports)
 
 
 @contextmanager
@@ -72,11 +70,7 @@ def assert_same(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Non
 CALLS = {
     "_softmax_topk": ("moe_topk", "cpu_router", (LOGITS, 4, True)),
     "_softmax_topk, plain": ("moe_topk", "cpu_router", (LOGITS, 4, False)),
-    "_grouped_topk": (
-        "grouped_topk",
-        "cpu_router",
-        (LOGITS, 4, True, 4, 2, "sigmoid", 2.5, BIAS),
-    ),
+    "_grouped_topk": ("grouped_topk", "cpu_router", (LOGITS, 4, True, 4, 2, "sigmoid", 2.5, BIAS)),
     "grouped_topk": (
         "grouped_topk",
         "grouped_topk_router",
@@ -161,30 +155,13 @@ def test_the_sum_is_left_where_the_operator_leaves_it() -> None:
     assert calls[0][0] is x and calls[0][1].shape == out.shape and calls[0][2:] == (ids, None)
 
 
-ALIGN = "moe_align_block_size"
-
-
-@contextmanager
-def aligning(refuses: bool = False) -> Iterator[Plan]:
-    """An engine with the op in its plan, with rows in the oracle's order."""
-    spec = known_contracts().contracts[ALIGN]
-    supports: Any = lambda *args: "never" if refuses else True  # noqa: E731
-    supports.__signature__ = spec.signature
-    impl = OpImpl(
-        ALIGN, "vendor.acme", BackendImplKind.VENDOR, spec.oracle, "acme", supports=supports
-    )
-    plan = replace(planning(managing(impl)), counts_calls=True)
-    with taking(plan, {ALIGN: known_contracts().bindings[ALIGN]}, functions.Functions()):
-        yield plan
-
-
 def test_every_module_that_sorts_rows_by_expert_gets_the_planned_op() -> None:
     (target,) = targets(ALIGN, FunctionTarget)
     modules = [path.rpartition(".")[0] for path in target.paths]
     found = [import_module(name) for name in modules if find_spec_of(name)]
     assert len(found) >= 7
     ids = torch.tensor([[0, 2], [2, -1]], dtype=torch.int32)
-    with aligning() as plan:
+    with engine(ALIGN) as plan:
         for module in found:
             rows, experts, used = module.moe_align_block_size(ids, 2, 4, pad_sorted_ids=True)
             assert rows.tolist() == [0, 4, 1, 2, 4, 4, 4, 4]
@@ -229,7 +206,7 @@ def test_other_calls_that_sort_rows_are_vllms(
         pytest.skip("this vLLM does not ask for it")
     asked = []
     monkeypatch.setattr(module.ops, ALIGN, lambda *args: asked.append(args))
-    with aligning() as plan:
+    with engine(ALIGN) as plan:
         module.moe_align_block_size(ids, 2, 4, **more)
     assert not plan.calls and len(asked) == 1
 
@@ -240,7 +217,7 @@ def test_rows_that_no_implementation_sorts_are_sorted_by_vllm(
     module = import_module("vllm.model_executor.layers.fused_moe.moe_align_block_size")
     here, asked = torch.zeros(4, dtype=torch.int32), []
     monkeypatch.setattr(module.ops, ALIGN, lambda *args: asked.append(args))
-    with aligning(refuses=True):
+    with engine(ALIGN, refuses=True):
         ids = torch.zeros(2, 2, dtype=torch.int32)
         rows, _, _ = module.moe_align_block_size(ids, 2, 4, here, ignore_invalid_experts=True)
     ((first, experts, size, *outs, where), *_) = [args[:7] for args in asked]

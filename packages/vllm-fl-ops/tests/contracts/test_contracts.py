@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import wraps
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from oracle_mutants import oracle_impl
 from telling import per_case
 
 from vllm_fl.contracts import ModelSizes, OpSpec, Sample
 from vllm_fl.plugins.registry import known_contracts
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.plugins.types import OpImpl
 from vllm_fl_ops.contracts.rules import typical_sizes
 from vllm_fl_tools.testing.mistakes import mistaken_calls
 from vllm_fl_verify.oracle import closed, parts
@@ -41,10 +41,7 @@ def addresses(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_contracts_cannot_be_changed() -> None:
-    assert list(known_contracts().contracts) == sorted(known_contracts().contracts) and set(
-        PUBLISHED
-    ) <= set(known_contracts().contracts)
-    assert isinstance(known_contracts().contracts, Mapping)
+    assert list(known_contracts().contracts) == sorted(known_contracts().contracts)
     with pytest.raises(TypeError):
         known_contracts().contracts["x"] = SPECS[0]  # type: ignore[index]
 
@@ -67,8 +64,14 @@ def test_signatures_that_plugins_know_stay(op: str) -> None:
     assert all(parameter.default is not parameter.empty for parameter in more)
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
+def assert_same(ones: Iterable[Sample], others: Iterable[Sample]) -> None:
+    for one, other in zip(ones, others, strict=True):
+        for a, b in zip(one.args, other.args, strict=True):
+            if isinstance(a, torch.Tensor):
+                assert torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
+                assert a.stride() == b.stride() and a.device == b.device == CPU
+            else:
+                assert a == b
 
 
 def plain(spec: OpSpec) -> list[Any]:
@@ -157,12 +160,7 @@ def test_samples_are_the_same_each_time_and_leave_the_global_generator_alone(
     before = torch.get_rng_state()
     first = list(spec.samples(dtype, CPU))
     torch.manual_seed(7)
-    for one, two in zip(first, spec.samples(dtype, CPU), strict=True):
-        for a, b in zip(one.args, two.args, strict=True):
-            if isinstance(a, torch.Tensor):
-                assert same(a, b) and a.stride() == b.stride()
-            else:
-                assert a == b
+    assert_same(first, spec.samples(dtype, CPU))
     torch.set_rng_state(before)
     list(spec.samples(dtype, CPU))
     list(mistaken_calls(spec, dtype, CPU))
@@ -177,10 +175,7 @@ def test_samples_ignore_default_dtype_and_device(spec: OpSpec) -> None:
             inside = list(spec.samples(torch.float32, CPU))
     finally:
         torch.set_default_dtype(torch.float32)
-    for one, two in zip(inside, spec.samples(torch.float32, CPU), strict=True):
-        for a, b in zip(tensors(one.args), tensors(two.args), strict=True):
-            assert a.device == CPU
-            assert same(a, b)
+    assert_same(inside, spec.samples(torch.float32, CPU))
 
 
 @per_spec
@@ -217,16 +212,8 @@ def test_repeated_rows_change_nothing_where_the_contract_says_so(spec: OpSpec) -
 
 @per_spec
 def test_served_samples_have_the_models_sizes(spec: OpSpec) -> None:
-    sizes = ModelSizes(
-        hidden=96,
-        intermediate=80,
-        heads=6,
-        kv_heads=2,
-        head_size=16,
-        rotary=8,
-        tokens=(1, 600),
-        more=typical_sizes(known_contracts().bindings.values()).more,
-    )
+    more = typical_sizes(known_contracts().bindings.values()).more
+    sizes = ModelSizes(96, 80, 6, 2, 16, rotary=8, tokens=(1, 600), more=more)
     samples = list(spec.served(sizes, getattr(torch, spec.dtypes[-1]), CPU))
     batches = set()
     for sample in samples:
@@ -264,48 +251,19 @@ def test_tolerances_have_reasons_and_grow_with_the_rounding(spec: OpSpec) -> Non
 EXACT = {"rtol": 1e-10, "atol": 1e-12, "equal_nan": True}
 
 
-def disagreements(spec: OpSpec, dtype: torch.dtype) -> list[str]:
-    """Samples for which the oracle and the second form differ, in results or their number."""
+@per_case
+def test_the_oracle_is_its_second_form(spec: OpSpec, dtype: torch.dtype) -> None:
+    """In results and their number."""
     second = spec.second_form
     assert second is not None, f"{spec.name} has no second form to compare its oracle with"
     assert second.__code__ is not spec.oracle.__code__
-    found = []
     for sample in spec.samples(dtype, CPU):
         results = (closed(form(*sample.args), sample) for form in (spec.oracle, second))
-        pairs = zip(*map(parts, results), strict=True)
-        if not all(_same(one, other) for one, other in pairs):
-            found.append(sample.name)
-    return found
-
-
-def _same(one: Any, other: Any) -> bool:
-    if one is None or other is None:
-        return one is other
-    alike = one.shape == other.shape and one.dtype == other.dtype
-    return alike and torch.allclose(one, other, **EXACT)
-
-
-@per_case
-def test_the_oracle_is_its_second_form(spec: OpSpec, dtype: torch.dtype) -> None:
-    assert disagreements(spec, dtype) == []
-
-
-@pytest.mark.slow
-@per_spec
-def test_an_oracle_that_is_off_by_a_millionth_is_seen(spec: OpSpec) -> None:
-    @wraps(spec.oracle)
-    def off(*args: Any) -> Any:
-        results = spec.oracle(*args)
-        if not isinstance(results, tuple):
-            return _off(results)
-        return (*results[:-1], None if results[-1] is None else _off(results[-1]))
-
-    dtype = getattr(torch, spec.dtypes[0])
-    assert disagreements(replace(spec, oracle=off), dtype)
-
-
-def _off(result: torch.Tensor) -> torch.Tensor:
-    return result * (1 + 1e-6) if result.is_floating_point() else result + 1
+        for one, other in zip(*map(parts, results), strict=True):
+            if one is None or other is None:
+                assert one is other, sample.name
+            else:
+                torch.testing.assert_close(other, one, **EXACT, msg=sample.name)
 
 
 @per_spec
@@ -361,24 +319,7 @@ def test_a_result_of_open_rows_may_be_anything_and_no_other(spec: OpSpec) -> Non
 
 def _spoiling(spec: OpSpec, row: int) -> OpImpl:
     """The oracle, rounded, with one incorrect row."""
-
-    def fn(*args: Any) -> Any:
-        exact, shapes = spec.oracle(*args), spec.fake(*args)
-        if not isinstance(exact, tuple):
-            return _spoilt(exact.to(shapes.dtype), row)
-        if shapes[0].dtype in (torch.int8, torch.float8_e4m3fn):
-            whole = (
-                exact[1]
-                if exact[1].ndim < 2
-                else exact[1].repeat_interleave(exact[0].shape[1] // exact[1].shape[1], 1)
-            )
-            most = 127.0 if shapes[0].dtype == torch.int8 else 448.0
-            value = (exact[0] / whole).nan_to_num(0.0, 0.0, 0.0)
-            exact = (value.round().clamp(-most, most) if most < 200 else value, *exact[1:])
-        results = [part.to(shape.dtype) for part, shape in zip(exact, shapes, strict=True)]
-        return (_spoilt(results[0], row), *results[1:])
-
-    return OpImpl(spec.name, "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
+    return oracle_impl(spec, lambda results, args: (_spoilt(results[0], row), *results[1:]))
 
 
 def _spoilt(result: torch.Tensor, row: int) -> torch.Tensor:

@@ -1,9 +1,6 @@
-"""Contracts of paged caches and of merged attention: incorrect forms, and their slots."""
+"""Contracts of paged caches: slots, and results in the caches' layouts."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,8 +10,6 @@ from vllm_fl_ops.contracts.paging import slots
 from vllm_fl_verify.verification import misplaced
 
 CPU = torch.device("cpu")
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-Op = Callable[..., Any]
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 8, 20, 48, 320])

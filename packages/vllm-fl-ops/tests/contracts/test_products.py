@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from of_acme import acme
 from telling import by_dtype
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from vllm_fl.contracts import ModelSizes, Sample
 from vllm_fl.plugins.registry import known_contracts
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl_verify.oracle import magnitudes
 from vllm_fl_verify.verification import compare
 
@@ -25,12 +25,7 @@ SERVED = ModelSizes(
     hidden=512, heads=4, kv_heads=2, head_size=64, tokens=(4,), more={"dense_intermediate": 384}
 )
 LARGER = ModelSizes(
-    hidden=4096,
-    heads=2,
-    kv_heads=1,
-    head_size=64,
-    tokens=(300,),
-    more={"dense_intermediate": 2048},
+    hidden=4096, heads=2, kv_heads=1, head_size=64, tokens=(300,), more={"dense_intermediate": 2048}
 )
 
 Form = Callable[..., Tensor]
@@ -46,8 +41,7 @@ def found(op: str, samples: Iterable[Sample], dtype: torch.dtype, form: Form) ->
     def fn(*args: Any) -> Tensor:
         return form(*args).to(getattr(torch, args[4]) if op == FP8 else args[0].dtype)
 
-    fn.__signature__ = spec.signature  # type: ignore[attr-defined]
-    impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
+    impl = acme(op, fn)
     results = {sample.name: compare(impl, spec, sample, dtype) for sample in samples}
     return {name: result.reason for name, result in results.items() if result.status != "ok"}
 

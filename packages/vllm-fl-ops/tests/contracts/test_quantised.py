@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+from of_acme import acme
 from telling import by_dtype
 from torch import Tensor
 
 from vllm_fl.contracts import Sample
 from vllm_fl.contracts.binding import FunctionTarget, OperatorTarget
 from vllm_fl.plugins.registry import known_contracts
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl_verify.verification import compare
 
 CPU = torch.device("cpu")
@@ -153,11 +152,7 @@ FORMS: dict[str, Callable[..., Any]] = {
 def test_samples_tell_a_wrong_kernel(op: str, what: str, dtype: torch.dtype) -> None:
     spec = known_contracts().contracts[op]
 
-    def fn(*args: Any) -> Any:
-        return FORMS[op](*args, **WRONG[op][what])
-
-    fn.__signature__ = spec.signature  # type: ignore[attr-defined]
-    impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
+    impl = acme(op, lambda *args: FORMS[op](*args, **WRONG[op][what]))
     found = {s.name: compare(impl, spec, s, dtype) for s in spec.samples(dtype, CPU)}
     wrong = {name: result.reason for name, result in found.items() if result.status != "ok"}
     assert bool(wrong) == (what != "right"), wrong
@@ -169,9 +164,7 @@ def test_a_power_of_two_may_have_a_minimum(dtype: torch.dtype) -> None:
     spec = known_contracts().contracts["quant_fp8_group"]
     sample = Sample("zeros", (torch.zeros(3, 256, dtype=dtype), 128, 1e-10, True))
     for least in (0.0, 1e-10):
-        fn = partial(fp8_group, least=least)
-        fn.__signature__ = spec.signature  # type: ignore[attr-defined]
-        impl = OpImpl(spec.name, "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
+        impl = acme(spec.name, lambda *args, at=least: fp8_group(*args, least=at))
         assert compare(impl, spec, sample, dtype).status == "ok"
 
 

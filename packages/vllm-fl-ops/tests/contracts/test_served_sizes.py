@@ -15,49 +15,42 @@ from vllm_fl.contracts import ModelSizes
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl_tools.testing.families import families_of
-from vllm_fl_verify.preflight import find_faults
+from vllm_fl_verify.preflight import Findings, find_faults
 from vllm_fl_verify.trials import Request, Role, Trials, dtypes_of
 
 CPU = torch.device("cpu")
-SIZES = ModelSizes(
-    hidden=192,
-    intermediate=320,
-    heads=4,
-    kv_heads=2,
-    head_size=32,
-    rotary=32,
-    tokens=(1, 600),
-    more={
-        "experts": 16,
-        "experts_per_token": 3,
-        "expert_intermediate": 96,
-        "conv_features": 640,
-        "conv_taps": 4,
-        "conv_bias": 0,
-        "linear_key_heads": 4,
-        "linear_value_heads": 8,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "biased": 1,
-        "block_size": 64,
-    },
-)
+MORE = {
+    "experts": 16,
+    "experts_per_token": 3,
+    "expert_intermediate": 96,
+    "conv_features": 640,
+    "conv_taps": 4,
+    "conv_bias": 0,
+    "linear_key_heads": 4,
+    "linear_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "biased": 1,
+    "block_size": 64,
+}
+SIZES = ModelSizes(192, 320, 4, 2, 32, 32, tokens=(1, 600), more=MORE)
 
 Change = Callable[[dict[str, Any], tuple[torch.Tensor, ...]], object]
 
 
 def wrong(op: str, change: Change) -> OpImpl:
     """The oracle; `change` modifies its results depending on the arguments."""
-    spec, right = known_contracts().contracts[op], oracle_impl(known_contracts().contracts[op])
+    spec = known_contracts().contracts[op]
 
-    def fn(*args: Any) -> Any:
-        got = right.fn(*args)
-        change(
-            dict(zip(spec.parameters, args, strict=True)), got if isinstance(got, tuple) else (got,)
-        )
-        return got
+    def changed(results: tuple[torch.Tensor, ...], args: Any) -> tuple[torch.Tensor, ...]:
+        change(dict(zip(spec.parameters, args, strict=True)), results)
+        return results
 
-    return replace(right, fn=fn)
+    return oracle_impl(spec, changed)
+
+
+def found_in(impl: OpImpl, sizes: ModelSizes = SIZES, **more: Any) -> Findings:
+    return find_faults(Request([Role(impl)], torch.bfloat16, CPU, sizes, seed=1, calls=0, **more))
 
 
 def zero(part: torch.Tensor, rows: Any) -> None:
@@ -156,10 +149,7 @@ WRONG: dict[str, tuple[str, Change]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_kernel_that_is_wrong_at_a_served_size_is_taken_out_at_start(name: str) -> None:
     op, change = WRONG[name]
-    found = find_faults(
-        Request([Role(wrong(op, change))], torch.bfloat16, CPU, SIZES, seed=1, calls=0)
-    )
-    assert [op for op, _ in found.objections] == [op]
+    assert [op for op, _ in found_in(wrong(op, change)).objections] == [op]
 
 
 def test_of_experts_all_are_tried_and_all_features() -> None:
@@ -183,18 +173,14 @@ def test_of_experts_all_are_tried_and_all_features() -> None:
 def test_a_start_says_what_it_tried_in_a_smaller_size() -> None:
     model = replace(SIZES, more={**SIZES.more, "experts": 100})
     impl = oracle_impl(known_contracts().contracts["fused_experts"])
-    found = find_faults(
-        Request([Role(impl)], torch.bfloat16, CPU, model, compares=False, seed=1, calls=0)
-    )
+    found = found_in(impl, model, compares=False)
     assert found.smaller["fused_experts"][-1] == "4 of 100 experts"
     assert "verified at smaller sizes than served: fused_experts" in found.remarks
 
 
 def test_a_start_names_an_op_without_a_call_of_the_model() -> None:
     impl = oracle_impl(known_contracts().contracts["causal_conv1d"])
-    found = find_faults(
-        Request([Role(impl)], torch.bfloat16, CPU, ModelSizes(hidden=64), seed=1, calls=0)
-    )
+    found = found_in(impl, ModelSizes(hidden=64))
     assert "not verified at the model's sizes: causal_conv1d" in found.remarks
     assert not found.objections
 
