@@ -6,15 +6,13 @@ import dataclasses
 import random
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from builders import managing, planning
 from quantised_layers import draw, made_experts, vllm_process

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import sys
 from importlib import import_module
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
 from builders import engine_of, managing, planning, refusing, silu
