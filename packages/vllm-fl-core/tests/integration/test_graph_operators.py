@@ -292,9 +292,7 @@ def test_what_has_an_effect_stays_though_nothing_reads_it() -> None:
         passed(both_planned(), function, X, WEIGHT, cache)
 
 
-def test_quantised_models_have_other_products(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_quantised_models_have_other_products(monkeypatch: pytest.MonkeyPatch) -> None:
     binding = known_contracts().bindings[OP]
     assert binding.when is not None
     plain, quantised = (

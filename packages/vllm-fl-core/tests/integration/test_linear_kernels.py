@@ -190,10 +190,7 @@ def test_a_backend_of_vllm_that_is_not_followed_is_reported(
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_layer_that_the_class_does_not_support_falls_back(
-    plan: Callable[..., Any],
-    draw: random.Random,
-    monkeypatch: pytest.MonkeyPatch,
-    strict: bool,
+    plan: Callable[..., Any], draw: random.Random, monkeypatch: pytest.MonkeyPatch, strict: bool
 ) -> None:
     engine = engine_of(*plan("vendor:acme|stock", strict=strict), nn.Module())
     monkeypatch.setattr(Acme, "refusal", "only 96 output features")

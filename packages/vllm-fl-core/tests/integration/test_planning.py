@@ -31,12 +31,7 @@ from vllm_fl.integration import carried, planning
 from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.compat import hide_our_variables
 from vllm_fl.integration.patchers import layers
-from vllm_fl.integration.planning import (
-    apply,
-    facts_of,
-    note_user_priority,
-    plan_for,
-)
+from vllm_fl.integration.planning import apply, facts_of, note_user_priority, plan_for
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings

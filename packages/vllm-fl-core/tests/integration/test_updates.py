@@ -174,9 +174,7 @@ def test_an_engine_that_plans_only_classes_of_quantised_layers_is_verified_after
     assert compared == [Moment.UPDATED] and not worker.model_runner.runs
 
 
-def test_who_keeps_what_it_made_of_old_weights_is_named_to_who_updates_them(
-    engine: Engine,
-) -> None:
+def test_who_keeps_what_it_made_of_old_weights_is_named_to_who_updates_them(engine: Engine) -> None:
     worker = engine(keeping())
     worker.vllm_fl_verify()
     with pytest.raises(ServingError) as failed:
