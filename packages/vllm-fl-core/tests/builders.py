@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -151,6 +152,12 @@ def planning(
     vars(settings)["policy"] = manager.policy
     facts = EngineFacts(settings, mode, sizes=sizes, foreign=foreign)
     return make_plan(manager, facts, **fields)
+
+
+def plan_of(*impls: Impl, order: Any = None, **changed: Any) -> Plan:
+    """Eager plan with these implementations of `silu_and_mul`, and with `changed` fields."""
+    orders = {"silu_and_mul": order} if order else {}
+    return replace(planning(managing(*impls, per_op_order=orders)), **changed)
 
 
 @cache

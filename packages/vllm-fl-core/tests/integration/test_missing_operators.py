@@ -8,7 +8,6 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
-from builders import (
-    engine_of,
-    half,
-    managing,
-    planning,
-    refusing,
-    silu,
-    silu_kernel,
-    silu_of_kernel,
-    taking,
-)
+from builders import engine_of, half, plan_of, refusing, silu, silu_kernel, silu_of_kernel, taking
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -121,10 +110,6 @@ def sevens(out: Tensor, input: Tensor) -> None:
     out.fill_(7.0)
 
 
-def plan_of(*impls: Any, **options: Any) -> Plan:
-    return replace(planning(managing(*impls)), **options)
-
-
 def engine(plan: Plan, *found: OperatorTarget) -> AbstractContextManager[Choice]:
     return taking(plan, binding(*found), operators.Operators())
 
@@ -211,8 +196,7 @@ def test_where_every_implementation_refuses_the_error_names_the_operator_too(bar
 
 
 def test_in_compiled_mode_what_vllm_reads_is_there_too_and_raises_by_name(bare: None) -> None:
-    stock = replace(planning(managing()), mode="compiled")
-    with engine(stock) as chosen:
+    with engine(plan_of(mode="compiled")) as chosen:
         assert names() == {"gated", "unowned"} and chosen.names == {}
         assert set(chosen.defined) == {"fl_test_bare::gated", "fl_test_bare::unowned"}
         assert torch.ops.fl_test_bare.unowned.default  # as vLLM's pass reads it
