@@ -16,6 +16,7 @@ from vllm_fl.contracts.binding import put
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan, make_plan
+from vllm_fl.errors import StartError
 from vllm_fl.plugins.discovery import discover
 from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.loading import load
@@ -186,6 +187,11 @@ def taking(plan: Plan, bindings: Any, *patchers: Any, dtype: Any = torch.float32
             yield chosen if len(chosen) > 1 else chosen[0]
     finally:
         engine.unbind()
+
+
+def rank_failed(failure: str) -> StartError:
+    """The error that `exchange` raises on every rank if this one has failed."""
+    return StartError(f"vllm-fl: engine startup failed: {failure}", failures=(failure,))
 
 
 def extended(manager: OpManager) -> OpManager:

@@ -18,16 +18,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
-from builders import (
-    engine_of,
-    half,
-    plan_of,
-    refusing,
-    silu,
-    silu_kernel,
-    silu_of_kernel,
-    taking,
-)
+from builders import engine_of, half, plan_of, refusing, silu, silu_kernel, silu_of_kernel, taking
 from torch import Tensor
 
 from vllm_fl.contracts.binding import Binding, LayerTarget, OperatorTarget

@@ -25,7 +25,6 @@ from vllm.config import CompilationMode
 
 import vllm_fl.dispatch
 from vllm_fl.dispatch.manager import OpManager
-from vllm_fl.engine.plan import PlanEntry
 from vllm_fl.errors import SettingsError, StartError
 from vllm_fl.integration import carried, planning
 from vllm_fl.integration.carried import Carried
@@ -33,7 +32,6 @@ from vllm_fl.integration.compat import hide_our_variables
 from vllm_fl.integration.patchers import layers
 from vllm_fl.integration.planning import apply, facts_of, note_user_priority, plan_for
 from vllm_fl.plugins.registry import OpRegistry
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings
 
 VENDOR = {"VLLM_FL_PREFER": "vendor"}
@@ -302,25 +300,6 @@ def test_only_what_we_turned_on_is_turned_off_again() -> None:
     assert config.compilation_config.custom_ops == ["+silu_and_mul"]
     apply(plan_for(facts_of(config), out), config)
     assert config.compilation_config.custom_ops == []
-
-
-def planned_norm(process: OpManager, **fields: Any) -> PlanEntry:
-    """The plan's entry for norms in a compiled engine; `custom_ops` must not enable them."""
-    process.registry.register_impl(norm())
-    config = engine_config(mode=CompilationMode.VLLM_COMPILE, custom_ops=["none"], **fields)
-    plan = plan_for(facts_of(config))
-    apply(plan, config)
-    assert "+rms_norm" not in config.compilation_config.custom_ops  # it would change vLLM's fusions
-    return plan.entries["rms_norm"]
-
-
-def norm() -> OpImpl:
-    def rms_norm(
-        x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
-    ) -> Any:
-        return x
-
-    return OpImpl("rms_norm", "vendor.acme", BackendImplKind.VENDOR, rms_norm, "acme")
 
 
 def test_an_op_that_the_model_cannot_have_is_not_planned_unless_the_user_names_it(

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from builders import engine_of, managing, planning, silu
+from builders import engine_of, managing, planning, rank_failed, silu
 
 from vllm_fl.errors import StartError
 from vllm_fl.integration import engines, settling
@@ -28,10 +28,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def exchange(what: str, mine: Any, failure: str = "") -> list[Any]:
         if failure:
             found.append(failure)
-            raise StartError(
-                "vllm-fl: engine startup failed: " + "; ".join([f"rank 0: {failure}"]),
-                failures=(f"rank 0: {failure}",),
-            )
+            raise rank_failed(f"rank 0: {failure}")
         return [mine]
 
     monkeypatch.setattr(engines, "exchange", exchange)
@@ -53,35 +50,28 @@ def inspecting(monkeypatch: pytest.MonkeyPatch, answer: Any, **policy: Any) -> A
     return engine
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), RuntimeError("boom"), StartError("boom")])
+class Differs(StartError):
+    """Says more than a StartError."""
+
+
+@pytest.mark.parametrize(
+    ("error", "stays", "reported"),
+    [
+        (SystemExit(3), False, ["SystemExit: 3"]),
+        (RuntimeError("boom"), False, ["RuntimeError: boom"]),
+        (StartError("boom"), False, ["boom"]),
+        (Differs("boom"), True, ["boom"]),
+        (rank_failed("rank 1: gone"), True, []),  # all ranks know it
+    ],
+    ids=repr,
+)
 def test_whatever_a_rank_raises_ends_the_startup_on_all(
-    error: BaseException, sent: list[str], monkeypatch: pytest.MonkeyPatch
+    error: BaseException, stays: bool, reported: list[str], sent: list[str], monkeypatch: Any
 ) -> None:
-    with pytest.raises(StartError, match="vllm-fl: engine startup failed: rank 0: "):
+    with pytest.raises(StartError) as raised:
         settling.settle(inspecting(monkeypatch, error), Moment.LOADED)
-    assert len(sent) == 1
-
-
-def test_an_error_of_ours_that_says_more_stays_what_it_is(
-    sent: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Differs(StartError):
-        pass
-
-    with pytest.raises(Differs):
-        settling.settle(inspecting(monkeypatch, Differs("differs")), Moment.LOADED)
-    assert sent == ["differs"]
-
-
-def test_a_failure_that_all_ranks_know_is_not_sent_again(
-    sent: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = StartError(
-        "vllm-fl: engine startup failed: " + "; ".join(["rank 1: gone"]), failures=("rank 1: gone",)
-    )
-    with pytest.raises(StartError, match="rank 1: gone"):
-        settling.settle(inspecting(monkeypatch, known), Moment.LOADED)
-    assert not sent
+    assert (raised.value is error, sent) == (stays, reported)
+    assert stays or str(raised.value).startswith("vllm-fl: engine startup failed: rank 0: ")
 
 
 @pytest.mark.usefixtures("sent")

@@ -12,14 +12,14 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
-from builders import engine_of, extended, managing, planning, silu
+from builders import engine_of, extended, managing, planning, rank_failed, silu
 from torch.nn import functional as F
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 
 import vllm_fl.dispatch
 from vllm_fl.engine.plan import Plan
-from vllm_fl.errors import ServingError, StartError
+from vllm_fl.errors import ServingError
 from vllm_fl.integration import engines
 from vllm_fl.integration.ranks import Opinion
 from vllm_fl.integration.worker import PlannedWorker
@@ -105,10 +105,7 @@ Engine = Callable[..., Any]
 def alone(what: str, mine: Any, failure: str = "") -> list[Any]:
     """The exchange of a single rank."""
     if failure:
-        raise StartError(
-            "vllm-fl: engine startup failed: " + "; ".join([f"rank 0: {failure}"]),
-            failures=(f"rank 0: {failure}",),
-        )
+        raise rank_failed(f"rank 0: {failure}")
     return [mine]
 
 
@@ -226,10 +223,7 @@ def test_what_fails_on_another_rank_stops_the_look_on_this_one(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: Any) -> Any:
-        raise StartError(
-            "vllm-fl: engine startup failed: " + "; ".join(["rank 1: OSError: gone"]),
-            failures=("rank 1: OSError: gone",),
-        )
+        raise rank_failed("rank 1: OSError: gone")
 
     worker = engine(exchange=fail)
     assert worker.reload_weights() == "loaded"

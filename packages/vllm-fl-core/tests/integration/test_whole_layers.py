@@ -82,6 +82,7 @@ Make = Callable[..., Plan]
 def plan(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """`plan(impl, …, strict=…)`: the plan with these installed."""
     monkeypatch.setitem(sys.modules, "acme", ACME)  # type: ignore[arg-type]
+    monkeypatch.setattr(logging.getLogger("vllm_fl"), "propagate", True)
     whole_layers._chosen.cache_clear()
     before = dict(TABLE)
 
@@ -241,9 +242,8 @@ def loaded(made: Plan, *layers: torch.nn.Module) -> Any:
 
 
 def test_layers_of_the_model_are_counted_and_their_calls(
-    plan: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    plan: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm_fl"), "propagate", True)
     made = dataclasses.replace(plan(impl()), counts_calls=True)
     with PATCHER.building(engine_of(made)):
         built = Mixer(), BigMixer(), model(Mixer())
@@ -255,9 +255,8 @@ def test_layers_of_the_model_are_counted_and_their_calls(
 
 
 def test_a_layer_that_is_vllms_all_the_same_is_said(
-    plan: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    plan: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm_fl"), "propagate", True)
     made = plan(impl())
     assert loaded(made, Mixer(), BigMixer()) == {"Mixer": 0}
     assert "is not used for layer 'Mixer' in 1 places, which keep vLLM's class: 0" in caplog.text
@@ -266,10 +265,7 @@ def test_a_layer_that_is_vllms_all_the_same_is_said(
         loaded(plan(impl(), strict=True), Mixer())
 
 
-def test_rank_0_says_what_serves(
-    plan: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm_fl"), "propagate", True)
+def test_rank_0_says_what_serves(plan: Make, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "vllm_fl")
     made = plan(impl(), impl("BigMixer", "OwnBig"))
     assert loaded(made, OwnMixer()) == {"Mixer": 1, "BigMixer": 0}
