@@ -20,7 +20,7 @@ from vllm_fl.settings.devices import Table
 KEY = ("silu_and_mul", "vendor.acme")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The failures that this rank reports to the others."""
     found: list[str] = []
@@ -33,6 +33,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(engines, "exchange", exchange)
     monkeypatch.setattr(settling, "_patchers_object", lambda *_: {})
+    monkeypatch.setattr(settling, "_disable", lambda engine, _, new: engine.disabled.update(new))
     return found
 
 
@@ -74,7 +75,6 @@ def test_whatever_a_rank_raises_ends_the_startup_on_all(
     assert stays or str(raised.value).startswith("vllm-fl: engine startup failed: rank 0: ")
 
 
-@pytest.mark.usefixtures("sent")
 def test_an_objection_ends_a_strict_startup_if_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     disabled: list[Any] = []
 
@@ -93,7 +93,6 @@ def test_an_objection_ends_a_strict_startup_if_it_says_so(monkeypatch: pytest.Mo
     assert found == {KEY: "it is wrong (found on rank 0)"} and len(disabled) == 1
 
 
-@pytest.mark.usefixtures("sent")
 def test_verifiers_are_asked_if_no_rank_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
@@ -108,12 +107,10 @@ def test_verifiers_are_asked_if_no_rank_objects(monkeypatch: pytest.MonkeyPatch)
     engine = inspecting(monkeypatch, {})
     monkeypatch.setattr(engines, "exchange", exchange)
     monkeypatch.setattr(settling, "collect_objections", inspect)
-    monkeypatch.setattr(settling, "_disable", lambda engine, _, new: engine.disabled.update(new))
     settling.settle(engine, Moment.LOADED)
     assert asked == [False, False, True] and engine.disabled[KEY].rank == 1
 
 
-@pytest.mark.usefixtures("sent")
 def test_remarks_are_of_the_last_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     def inspect(engine: Any, moment: Moment, *, verifies: bool) -> Any:
         if verifies:
@@ -122,12 +119,10 @@ def test_remarks_are_of_the_last_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
     engine = inspecting(monkeypatch, {})
     monkeypatch.setattr(settling, "collect_objections", inspect)
-    monkeypatch.setattr(settling, "_disable", lambda engine, _, new: engine.disabled.update(new))
     settling.settle(engine, Moment.LOADED)
     assert engine.remarks[Moment.LOADED] == ["seed 1"]
 
 
-@pytest.mark.usefixtures("sent")
 def test_a_table_that_one_rank_cannot_use_is_dropped_on_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -154,7 +149,6 @@ def test_a_table_that_one_rank_cannot_use_is_dropped_on_all(
     assert table is not None and table.unused == "the device is H100 (on rank 1)"
 
 
-@pytest.mark.usefixtures("sent")
 def test_a_rank_without_a_verifier_ends_the_startup(monkeypatch: pytest.MonkeyPatch) -> None:
     def exchange(what: str, mine: Any, failure: str = "") -> list[Any]:
         return [replace(mine, verifiers=mine.verifiers | {"acme-verify"}), mine]
