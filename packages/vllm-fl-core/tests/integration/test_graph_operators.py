@@ -19,26 +19,18 @@ from builders import engine_of, kind_of, managing, planning
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import detect_fake_mode
 from torch._inductor.virtualized import V
-from tracing import traced
+from tracing import OP, PATCHER, ROWS, applied, config, traced
 from vllm.compilation.passes.inductor_pass import pass_context
-from vllm.config import CompilationMode
 from vllm.config.utils import Range as VllmRange
 
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError
-from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.graphs import replacing
-from vllm_fl.integration.graphs.state import InGraphs, in_graphs
-from vllm_fl.integration.patchers import fusions
+from vllm_fl.integration.graphs.state import in_graphs
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.loading import load_settings
-
-OP, LARGEST = "linear", 64
-ROWS = {"<=16": "vendor", "rest": "stock"}
-
-PATCHER = fusions.OperatorsInGraphs()
 
 
 def product(impl_id: str = "vendor.acme", **fields: Any) -> OpImpl:
@@ -48,31 +40,11 @@ def product(impl_id: str = "vendor.acme", **fields: Any) -> OpImpl:
         return linear(x, weight, bias) + 1
 
     kind, vendor = kind_of(impl_id)
-    return OpImpl(OP, impl_id, kind, fn, vendor, **fields)
+    return OpImpl(OP, impl_id, kind, fields.pop("fn", fn), vendor, **fields)
 
 
 def planned(order: Any, *impls: OpImpl) -> Plan:
     return planning(managing(*(impls or (product(),)), per_op_order={OP: order}), "compiled")
-
-
-def config(ends: list[int] | None = None) -> Any:
-    return SimpleNamespace(
-        compilation_config=SimpleNamespace(
-            compile_ranges_endpoints=ends,
-            compile_sizes=None,
-            cudagraph_capture_sizes=[],
-            mode=CompilationMode.VLLM_COMPILE,
-            backend="inductor",
-        ),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=LARGEST),
-        additional_config={"vllm_fl": Carried(plan="0123")},
-    )
-
-
-def applied(plan: Plan) -> None:
-    """Apply the plan, with counts reset."""
-    engine_of(plan).state.pop(InGraphs, None)
-    PATCHER.apply(engine_of(plan))
 
 
 def passed(
@@ -81,8 +53,7 @@ def passed(
     """(the result of a range's graph after the pass, whether our operator is in the graph)."""
     is_range = sizes[0] < sizes[1]
     with traced(function, args, [is_range, *[False] * (len(args) - 1)]) as (mode, module):
-        applied(plan)
-        run = replacing.TorchOperators(engine_of(plan), config([16]))
+        run = replacing.TorchOperators(applied(plan), config([16]))
         with V.set_fake_mode(mode), pass_context(VllmRange(*sizes)):
             run(module.graph)
     module.graph.lint()
@@ -107,14 +78,10 @@ X, WEIGHT, BIAS = torch.randn(5, 24), torch.randn(32, 24), torch.randn(32)
 def test_products_of_a_graph_are_the_plans(function: Any, args: Any) -> None:
     result, ours = passed(planned(["vendor"]), function, *args)
     assert ours and not torch.allclose(result, function(*args))
-    right = planned(["vendor"], OpImpl(OP, "vendor.acme", *_vendor(), linear, "acme"))
+    right = planned(["vendor"], product(fn=linear))
     result, ours = passed(right, function, *args)
     assert ours
     torch.testing.assert_close(result, function(*args))
-
-
-def _vendor() -> tuple[Any]:
-    return (kind_of("vendor.acme")[0],)
 
 
 @pytest.mark.parametrize(
@@ -210,8 +177,7 @@ def test_an_op_with_a_planned_part_keeps_vllms_operator() -> None:
         return PATCHER.keep_stock(planning(managing(*impls, per_op_order=orders), "compiled"))
 
     assert not left(linear_silu_and_mul=["vendor"], silu_and_mul=["stock"])
-    partly = {"<=16": "vendor", "rest": "stock"}
-    for order in (["vendor"], partly):
+    for order in (["vendor"], ROWS):
         found = left(linear_silu_and_mul=["vendor"], silu_and_mul=order)
         assert "silu_and_mul is planned, so" in found["linear_silu_and_mul"]
 
@@ -303,7 +269,7 @@ def test_quantised_models_have_other_products(monkeypatch: pytest.MonkeyPatch) -
     assert binding.when(plain) is True and binding.when(quantised) is False
 
 
-FP8, FP8_ROWS = "linear_fp8", {"<=16": "vendor", "rest": "stock"}
+FP8 = "linear_fp8"
 VLLMS = "_C.cutlass_scaled_mm.default"
 
 
@@ -358,9 +324,8 @@ def compiled(
         assert mode is not None and mode.shape_env is not None
         known = len(mode.shape_env.guards), dict(mode.shape_env.replacements)
         if plan is not None:
-            applied(plan)
             with V.set_fake_mode(mode), pass_context(VllmRange(*sizes)):
-                replacing.TorchOperators(engine_of(plan), config([16]))(module.graph)
+                replacing.TorchOperators(applied(plan), config([16]))(module.graph)
         unknowns.append(known == (len(mode.shape_env.guards), mode.shape_env.replacements))
         module.graph.lint()
         module.recompile()
@@ -405,7 +370,7 @@ ONE = torch.tensor([0.5])
     ids=lambda changed: ", ".join(changed) or "each row's scale",
 )
 def test_vllms_own_product_is_the_plans_where_it_is_planned(changed: dict[str, Any]) -> None:
-    plan = planning(managing(of_fp8(), per_op_order={FP8: FP8_ROWS}), "compiled")
+    plan = planning(managing(of_fp8(), per_op_order={FP8: ROWS}), "compiled")
     for tokens, sizes, ours in ((5, (1, 16), True), (40, (17, 64), False), (5, (1, 64), True)):
         args = fp8_call(tokens, **changed)
         result, code = compiled(plan, *args, sizes=sizes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,40 +10,22 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import vllm.platforms
-from builders import engine_of, kind_of, managing, planning
+from builders import kind_of, managing, planning
+from tracing import LARGEST, OP, PATCHER, ROWS, applied, config
 from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.config import CompilationMode
 
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.graphs import passes, replacing
-from vllm_fl.integration.graphs.state import InGraphs
-from vllm_fl.integration.patchers import fusions
 from vllm_fl.integration.platform import PlatformOverlay
 from vllm_fl.plugins.types import OpImpl
-
-OP, LARGEST = "linear", 64
-ROWS = {"<=16": "vendor", "rest": "stock"}
-
-PATCHER = fusions.OperatorsInGraphs()
 
 
 def planned(order: Any) -> Plan:
     kind, vendor = kind_of("vendor.acme")
     product = OpImpl(OP, "vendor.acme", kind, torch.nn.functional.linear, vendor)
     return planning(managing(product, per_op_order={OP: order}), "compiled")
-
-
-def config(ends: list[int] | None, sizes: list[int] | None = None, **fields: Any) -> Any:
-    fields = {"mode": CompilationMode.VLLM_COMPILE, "backend": "inductor", **fields}
-    fields.setdefault("cudagraph_capture_sizes", [])
-    return SimpleNamespace(
-        compilation_config=SimpleNamespace(
-            compile_ranges_endpoints=ends, compile_sizes=sizes, **fields
-        ),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=LARGEST),
-        additional_config={"vllm_fl": Carried(plan="0123")},
-    )
 
 
 def split(order: Any, changed: Any, entry: dict[str, Any] | None = None) -> Any:
@@ -121,13 +102,6 @@ def test_the_platforms_own_pass_manager_has_our_pass_if_an_op_is_planned_for_it(
     (ours,) = added(planned(ROWS))
     assert isinstance(ours, replacing.TorchOperators)
     assert added(planned(ROWS), backend="eager") == []
-
-
-def applied(plan: Plan) -> Any:
-    engine = engine_of(plan)
-    engine.state.pop(InGraphs, None)
-    PATCHER.apply(engine)
-    return engine
 
 
 def test_a_devices_manager_that_takes_no_pass_is_named_and_starts(
