@@ -79,14 +79,11 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
     return make
 
 
-def test_the_planned_backend_is_taken(plan: Callable[..., Plan]) -> None:
+def test_the_planned_backend_is_taken_unless_vllms_arguments_set_one(plan: Any) -> None:
     made = plan()
     assert attention.choose(made, None, Request(), 8) == PATH
+    assert attention.choose(made, SimpleNamespace(name="TRITON_ATTN"), Request()) is None
     assert ATTENTION.faults(made, FACTS) == {} and ATTENTION.why_not(FACTS).impls == {}
-
-
-def test_the_backend_set_in_vllms_arguments_stays(plan: Callable[..., Plan]) -> None:
-    assert attention.choose(plan(), SimpleNamespace(name="TRITON_ATTN"), Request()) is None
 
 
 def test_fields_that_we_do_not_know_reach_the_backend(plan: Callable[..., Plan]) -> None:

@@ -35,33 +35,28 @@ def split(order: Any, changed: Any, entry: dict[str, Any] | None = None) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("order", "ends", "sizes"),
+    ("order", "compiled", "captured", "ends", "sizes"),
     [
-        (ROWS, [16, 64], []),
-        ({"<=16": "stock", "rest": "vendor"}, [16, 64], []),
-        ({"<=1": "vendor", "rest": "stock"}, [64], [1]),
-        ({"<=8": "vendor", "<=16": "stock", "rest": "vendor"}, [64], []),
-        ({"<=4": "stock", "<=8": "vendor", "rest": "stock"}, [8, 64], []),
-        ("vendor", [64], []),
-        ("stock", [64], []),
+        (ROWS, [], [], [16, 64], []),
+        ({"<=16": "stock", "rest": "vendor"}, [], [], [16, 64], []),
+        ({"<=1": "vendor", "rest": "stock"}, [], [], [64], [1]),
+        ({"<=8": "vendor", "<=16": "stock", "rest": "vendor"}, [], [], [64], []),
+        ({"<=4": "stock", "<=8": "vendor", "rest": "stock"}, [], [], [8, 64], []),
+        ("vendor", [], [], [64], []),
+        ("stock", [], [], [64], []),
+        # A split saves the most above captured sizes.
+        ({"<=32": "stock", "<=48": "vendor", "rest": "stock"}, [], [], [32, 64], []),
+        ({"<=32": "stock", "<=48": "vendor", "rest": "stock"}, [], [1, 32], [48, 64], []),
+        # A size that the user compiles apart is no end of a range: vLLM's range extends beyond it.
+        (ROWS, [16, 1], [], [16, 64], [16, 1]),
+        ({"<=1": "vendor", "rest": "stock"}, [1], [], [64], [1]),
     ],
 )
 def test_vllms_range_is_split_if_a_part_keeps_the_operator(
-    order: Any, ends: list[int], sizes: list[int]
+    order: Any, compiled: list[int], captured: list[int], ends: list[int], sizes: list[int]
 ) -> None:
-    assert split(order, config([64], [])) == (ends, sizes)
-
-
-def test_a_split_saves_the_most_above_captured_sizes() -> None:
-    order = {"<=32": "stock", "<=48": "vendor", "rest": "stock"}
-    assert split(order, config([64], [])) == ([32, 64], [])
-    assert split(order, config([64], [], cudagraph_capture_sizes=[1, 32])) == ([48, 64], [])
-
-
-def test_a_size_that_the_user_has_compiled_apart_is_no_end_of_a_range() -> None:
-    """vLLM's range extends beyond it."""
-    assert split(ROWS, config([64], [16, 1])) == ([16, 64], [16, 1])
-    assert split({"<=1": "vendor", "rest": "stock"}, config([64], [1])) == ([64], [1])
+    changed = config([64], compiled, cudagraph_capture_sizes=captured)
+    assert split(order, changed) == (ends, sizes)
 
 
 def test_the_users_own_ranges_stay_and_ours_go_with_the_plan_that_had_them() -> None:
