@@ -258,17 +258,6 @@ def test_what_has_an_effect_stays_though_nothing_reads_it() -> None:
         passed(both_planned(), function, X, WEIGHT, cache)
 
 
-def test_quantised_models_have_other_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    binding = known_contracts().bindings[OP]
-    assert binding.when is not None
-    plain, quantised = (
-        SimpleNamespace(model_config=SimpleNamespace(quantization=how)) for how in (None, "fp8")
-    )
-    assert binding.when(plain) is False, "vLLM's CPU platform packs its weights"
-    monkeypatch.setattr(vllm.platforms.current_platform, "is_cpu", lambda: False)
-    assert binding.when(plain) is True and binding.when(quantised) is False
-
-
 FP8 = "linear_fp8"
 VLLMS = "_C.cutlass_scaled_mm.default"
 
@@ -396,36 +385,33 @@ CHANNELS = {
     "weights": {"type": "float", "num_bits": 8, "strategy": "channel"},
     "input_activations": {"type": "float", "num_bits": 8, "strategy": "token"},
 }
+WEIGHTS = CHANNELS | {"input_activations": None}
 
 
 @pytest.mark.parametrize(
-    ("quantization", "configured", "has"),
+    ("op", "quantization", "configured", "has"),
     [
-        (None, None, False),
-        ("fp8", None, True),
-        ("fp8", {"weight_block_size": [128, 128]}, False),
-        ("fp8_per_tensor", None, True),
-        ("fp8_per_block", None, False),
-        ("awq", {"bits": 4}, False),
-        ("modelopt", {"quantization": {"quant_algo": "FP8"}}, True),
-        ("modelopt", {"quant_algo": "FP8_PB_WO"}, False),
-        ("compressed-tensors", {"config_groups": {"group_0": CHANNELS}}, True),
-        (
-            "compressed-tensors",
-            {"config_groups": {"group_0": {**CHANNELS, "input_activations": None}}},
-            False,
-        ),
+        (OP, None, None, True),
+        (OP, "fp8", None, False),
+        (FP8, None, None, False),
+        (FP8, "fp8", None, True),
+        (FP8, "fp8", {"weight_block_size": [128, 128]}, False),
+        (FP8, "fp8_per_tensor", None, True),
+        (FP8, "fp8_per_block", None, False),
+        (FP8, "awq", {"bits": 4}, False),
+        (FP8, "modelopt", {"quantization": {"quant_algo": "FP8"}}, True),
+        (FP8, "modelopt", {"quant_algo": "FP8_PB_WO"}, False),
+        (FP8, "compressed-tensors", {"config_groups": {"group_0": CHANNELS}}, True),
+        (FP8, "compressed-tensors", {"config_groups": {"group_0": WEIGHTS}}, False),
     ],
 )
-def test_models_with_fp8_layers_may_have_the_op(
-    quantization: str | None, configured: Any, has: bool, monkeypatch: pytest.MonkeyPatch
+def test_models_may_have_the_product_of_their_quantisation(
+    op: str, quantization: str | None, configured: Any, has: bool, monkeypatch: Any
 ) -> None:
-    binding = known_contracts().bindings[FP8]
+    binding = known_contracts().bindings[op]
     assert binding.when is not None
-    hf = (
-        SimpleNamespace() if configured is None else SimpleNamespace(quantization_config=configured)
-    )
+    hf = SimpleNamespace(**({"quantization_config": configured} if configured else {}))
     engine = SimpleNamespace(model_config=SimpleNamespace(quantization=quantization, hf_config=hf))
-    assert binding.when(engine) is False, "vLLM's CPU platform has other kernels"
+    assert binding.when(engine) is False, "vLLM's CPU platform packs weights, and has other kernels"
     monkeypatch.setattr(vllm.platforms.current_platform, "is_cpu", lambda: False)
     assert binding.when(engine) is has

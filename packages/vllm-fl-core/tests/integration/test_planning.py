@@ -34,8 +34,6 @@ from vllm_fl.integration.planning import apply, facts_of, note_user_priority, pl
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.settings.loading import load_settings
 
-VENDOR = {"VLLM_FL_PREFER": "vendor"}
-
 
 @pytest.fixture(autouse=True)
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpManager]:
@@ -70,10 +68,6 @@ def test_the_facts_of_a_model() -> None:
     assert facts.ir_priority == {"rms_norm": ["native"], "fused_add_rms_norm": []}
     assert facts_of(engine_config(mode=CompilationMode.VLLM_COMPILE)).mode == "compiled"
     assert facts_of(engine_config(mode=CompilationMode.NONE)).mode == "eager"
-
-
-def test_without_a_model_there_are_facts_too() -> None:
-    config = engine_config()
     config.model_config = None
     facts = facts_of(config)
     assert (facts.dtype, facts.sizes, facts.attention) == (None, None, None)
@@ -82,17 +76,18 @@ def test_without_a_model_there_are_facts_too() -> None:
 def test_an_engine_that_nothing_verifies_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same if batch invariance is required, with any VLLM_FL_PREFLIGHT."""
 
-    def set_to(**env: str) -> Any:
-        monkeypatch.setattr(planning, "_settings_of", lambda config: load_settings(env))
+    def prefer(kind: str, **env: str) -> Any:
+        settings = load_settings({"VLLM_FL_PREFER": kind, **env})
+        monkeypatch.setattr(planning, "_settings_of", lambda config: settings)
         return facts_of(engine_config())
 
     with pytest.raises(StartError, match="no loaded plugin verifies kernels: pip install"):
-        planning.refuse_unverified(set_to(**VENDOR))
-    off = set_to(**VENDOR, VLLM_FL_PREFLIGHT="off")
+        planning.refuse_unverified(prefer("vendor"))
+    off = prefer("vendor", VLLM_FL_PREFLIGHT="off")
     planning.refuse_unverified(off)
     assert plan_for(off).entries["silu_and_mul"].label == "vendor.acme"
     assert plan_for(replace(off, batch_invariant=True)).entries["silu_and_mul"].label == "stock"
-    planning.refuse_unverified(set_to(VLLM_FL_PREFER="stock"))
+    planning.refuse_unverified(prefer("stock"))
 
 
 @pytest.mark.parametrize("entry", [{"plan": "x"}, {"settings": {}}, {1: "stock"}, 1], ids=str)
@@ -112,12 +107,10 @@ def test_an_order_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("send", [copy.deepcopy, lambda entry: pickle.loads(pickle.dumps(entry))])
 def test_another_process_has_them_too(send: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in VENDOR.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
     config = engine_config()
     read = facts_of(config).settings
-    for name in VENDOR:
-        monkeypatch.delenv(name)
+    monkeypatch.delenv("VLLM_FL_PREFER")
     there = engine_config(send(config.additional_config["vllm_fl"]))
     assert facts_of(there).settings == read
     assert there.additional_config == config.additional_config

@@ -179,13 +179,12 @@ def test_refusals(plan: Make, verdict: Any, words: str | None) -> None:
     assert (words in found["Mixer", "vendor.acme"]) if words else not found
 
 
-def test_a_class_that_is_not_available_is_not_asked(plan: Make) -> None:
+def test_a_class_that_is_not_available_is_not_asked_and_a_layer_of_an_op_is_the_ops(
+    plan: Make,
+) -> None:
     plan(impl(available=lambda: "no card", supports=lambda request: 1 / 0))
     assert PATCHER.why_not(facts()).impls == {}
     assert PATCHER.why_not(dataclasses.replace(facts(), layers=None)).impls == {}
-
-
-def test_a_layer_of_an_op_is_the_ops(plan: Make) -> None:
     plan(impl("SiluAndMul"))
     (why,) = PATCHER.why_not(facts()).impls.values()
     assert "through the op silu_and_mul" in why and "provide an OpImpl" in why
@@ -229,13 +228,9 @@ def test_custom_ops_speaks_of_custom_ops(
     assert {"mamba_mixer2", "MambaMixer2"} <= PATCHER.layer_names(), "not imported yet"
 
 
-def model(*layers: torch.nn.Module) -> torch.nn.Module:
-    return torch.nn.Sequential(*layers)
-
-
 def loaded(made: Plan, *layers: torch.nn.Module) -> Any:
     """How many layers of a model come from the plan."""
-    worker = type("Worker", (), {"get_model": lambda self: model(*layers)})
+    worker = type("Worker", (), {"get_model": lambda self: torch.nn.Sequential(*layers)})
     engine = engine_of(made, worker())
     PATCHER.loaded(engine)
     return PATCHER.report(engine)["layers"]
@@ -246,7 +241,7 @@ def test_layers_of_the_model_are_counted_and_their_calls(
 ) -> None:
     made = dataclasses.replace(plan(impl()), counts_calls=True)
     with PATCHER.building(engine_of(made)):
-        built = Mixer(), BigMixer(), model(Mixer())
+        built = Mixer(), BigMixer(), torch.nn.Sequential(Mixer())
     wrapper = torch.nn.Module()
     wrapper.base_layer = built[0]
     assert loaded(made, *built, wrapper) == {"Mixer": 2}
