@@ -142,10 +142,17 @@ def test_a_sealed_configuration_is_given_what_the_process_has(
 
 
 @pytest.mark.parametrize(
-    "variable", ["VLLM_FL_FLAGOS_WHITELIST", "VLLM_FL_FLAGOS_BLACKLIST_APPEND", "USE_FLAGGEMS"]
+    ("variable", "value"),
+    [
+        ("VLLM_FL_FLAGOS_WHITELIST", "0"),
+        ("VLLM_FL_FLAGOS_BLACKLIST_APPEND", "0"),
+        ("USE_FLAGGEMS", "0"),
+        ("VLLM_FL_PREFER", "vendor"),
+        ("VLLM_FL_PER_OP", "rms_norm=vendor"),
+    ],
 )
-def test_a_plugins_setting_leaves_vllms_compile_key_alone(
-    monkeypatch: pytest.MonkeyPatch, variable: str
+def test_a_setting_leaves_vllms_compile_key_alone(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
     monkeypatch.setattr(vllm_fl.dispatch.manager, "manager", OpManager(registry_with_settings()))
     plain = dict(vllm.envs.environment_variables)
@@ -158,7 +165,7 @@ def test_a_plugins_setting_leaves_vllms_compile_key_alone(
         return vllm.envs.compile_factors()
 
     unset = factors()
-    monkeypatch.setenv(variable, "0")
+    monkeypatch.setenv(variable, value)
     assert factors() == unset
 
 

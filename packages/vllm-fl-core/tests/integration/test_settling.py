@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from builders import engine_of, managing, planning, rank_failed, silu
+from builders import engine_of, managing, plan_of, planning, rank_failed, silu
 
 from vllm_fl.errors import StartError
 from vllm_fl.integration import engines, settling
@@ -38,9 +39,10 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def inspecting(monkeypatch: pytest.MonkeyPatch, answer: Any, **policy: Any) -> Any:
-    """An engine with a verifier that returns or raises `answer`."""
+    """An engine with a verifier that returns or raises `answer`, and its calls in `asked`."""
 
     def inspect(engine: Any, moment: Moment, *, verifies: bool) -> Any:
+        engine.asked.append(verifies)
         if isinstance(answer, BaseException):
             raise answer
         return dict(answer) if verifies else {}
@@ -48,7 +50,13 @@ def inspecting(monkeypatch: pytest.MonkeyPatch, answer: Any, **policy: Any) -> A
     monkeypatch.setattr(settling, "collect_objections", inspect)
     engine = engine_of(planning(managing(silu("vendor.acme"), **policy)))
     vars(engine.facts.settings)["policy"] = managing(silu("vendor.acme"), **policy).policy
+    engine.asked, engine.contents = [], {"ops": {}}
     return engine
+
+
+def exchanging(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Any], list[Any]]) -> None:
+    """Let `answer` make the opinions of all ranks from this rank's."""
+    monkeypatch.setattr(engines, "exchange", lambda what, mine, failure="": answer(mine))
 
 
 class Differs(StartError):
@@ -94,21 +102,11 @@ def test_an_objection_ends_a_strict_startup_if_it_says_so(monkeypatch: pytest.Mo
 
 
 def test_verifiers_are_asked_if_no_rank_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-
-    def exchange(what: str, mine: Any, failure: str = "") -> list[Any]:
-        theirs = Opinion({KEY: Objection(FAILED, "vetoed")}) if len(asked) == 1 else mine
-        return [mine, theirs]
-
-    def inspect(engine: Any, moment: Moment, *, verifies: bool) -> Any:
-        asked.append(verifies)
-        return {}
-
+    veto = Opinion({KEY: Objection(FAILED, "vetoed")})
     engine = inspecting(monkeypatch, {})
-    monkeypatch.setattr(engines, "exchange", exchange)
-    monkeypatch.setattr(settling, "collect_objections", inspect)
+    exchanging(monkeypatch, lambda mine: [mine, veto if len(engine.asked) == 1 else mine])
     settling.settle(engine, Moment.LOADED)
-    assert asked == [False, False, True] and engine.disabled[KEY].rank == 1
+    assert engine.asked == [False, False, True] and engine.disabled[KEY].rank == 1
 
 
 def test_remarks_are_of_the_last_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,35 +125,21 @@ def test_a_table_that_one_rank_cannot_use_is_dropped_on_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each rank decides by the tables of all, so none verifies while another plans again."""
-    asked: list[bool] = []
-
-    def exchange(what: str, mine: Any, failure: str = "") -> list[Any]:
-        return [mine, replace(mine, table=mine.table if made else "the device is H100")]
-
-    def inspect(engine: Any, moment: Moment, *, verifies: bool) -> Any:
-        asked.append(verifies)
-        return {}
-
     made: list[Any] = []
     engine = inspecting(monkeypatch, {})
     settings = replace(engine.facts.settings, tuned=Table("t.yaml"))
-    engine.facts, engine.contents = replace(engine.facts, settings=settings), {"ops": {}}
-    monkeypatch.setattr(engines, "exchange", exchange)
-    monkeypatch.setattr(settling, "collect_objections", inspect)
+    engine.facts, other = replace(engine.facts, settings=settings), "the device is H100"
+    exchanging(monkeypatch, lambda mine: [mine, mine if made else replace(mine, table=other)])
     monkeypatch.setattr(settling, "set_plan", made.append)
     settling.settle(engine, Moment.PLANNED)
-    assert made == [engine] and asked == [False, False, True]
+    assert made == [engine] and engine.asked == [False, False, True]
     table = engine.facts.settings.tuned
     assert table is not None and table.unused == "the device is H100 (on rank 1)"
 
 
 def test_a_rank_without_a_verifier_ends_the_startup(monkeypatch: pytest.MonkeyPatch) -> None:
-    def exchange(what: str, mine: Any, failure: str = "") -> list[Any]:
-        return [replace(mine, verifiers=mine.verifiers | {"acme-verify"}), mine]
-
-    engine = inspecting(monkeypatch, {})
-    engine.contents = {"ops": {}}
-    monkeypatch.setattr(engines, "exchange", exchange)
+    engine, more = inspecting(monkeypatch, {}), {"acme-verify"}
+    exchanging(monkeypatch, lambda mine: [replace(mine, verifiers=mine.verifiers | more), mine])
     with pytest.raises(StartError, match=r"acme-verify is missing on rank 1\. Install it"):
         settling.settle(engine, Moment.PLANNED)
 
@@ -167,13 +151,10 @@ def test_ranks_that_chose_differently_by_timing_are_a_warning(
     picks: dict[Any, Any] = {64: "tiles of 128", 512: "tiles of 64"}
     opinions: list[Any] = []
 
-    def exchange(what: str, mine: Any, failure: str = "") -> list[Any]:
-        opinions.append(mine)
-        return [mine, opinions[0]]  # the other rank returns this rank's first choices
-
     impls = silu("vendor.acme", choices=lambda: picks), silu("vendor.broken", choices=lambda: 1 / 0)
-    engine = engine_of(planning(managing(*impls, per_op_order={"silu_and_mul": ["vendor"]})))
-    monkeypatch.setattr(engines, "exchange", exchange)
+    engine = engine_of(plan_of(*impls, order=["vendor"]))
+    # The other rank returns this rank's first choices.
+    exchanging(monkeypatch, lambda mine: opinions.append(mine) or [mine, opinions[0]])
     monkeypatch.setattr(settling, "collect_objections", lambda *_, **__: {})
     settling.settle(engine, Moment.CACHED)
     assert not caplog.records
