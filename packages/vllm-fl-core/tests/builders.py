@@ -190,7 +190,7 @@ def taking(plan: Plan, bindings: Any, *patchers: Any, dtype: Any = torch.float32
 
 
 def rank_failed(failure: str) -> StartError:
-    """The error that `exchange` raises on every rank if this one has failed."""
+    """The error of `exchange` after a failure on any rank."""
     return StartError(f"vllm-fl: engine startup failed: {failure}", failures=(failure,))
 
 

@@ -135,12 +135,16 @@ def test_what_is_not_the_op_is_vllms_and_counted(
         assert reported(plan, chosen)["fl_home.gated"]["other_arguments"] == 1
 
 
-def test_a_place_that_tells_no_tokens_has_such_calls_converted(home: ModuleType) -> None:
+def test_a_call_of_a_size_that_is_left_to_vllm_is_converted_if_tokens_are_unknown(
+    home: ModuleType,
+) -> None:
     plan = plan_of(silu("vendor.a"), order={"<=2": "stock", "rest": "vendor"})
-    plain = replace(TARGET, tokens="", native=lambda own: lambda x: own(x, False) + 1)
-    with engine(plan, binding(plain)):
-        assert torch.equal(home.gated(X[:2]), STOCK[:2] + 1)
-        assert torch.equal(home.gated(X), FIRST)
+    for tokens, added in (("", 1), ("input", 0)):  # 0: vLLM's function gets the call as it came
+        target = replace(TARGET, tokens=tokens, native=lambda own: lambda x: own(x, False) + 1)
+        with engine(plan, binding(target)):
+            assert torch.equal(home.gated(X[:2]), STOCK[:2] + added)
+            assert torch.equal(home.gated(input=X[:2]), STOCK[:2] + added)
+            assert torch.equal(home.gated(X), FIRST)
 
 
 def test_a_compiler_traces_vllms_own_function(home: ModuleType) -> None:

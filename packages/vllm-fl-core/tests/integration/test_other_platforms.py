@@ -61,7 +61,7 @@ def test_one_that_answers_is_known_by_its_entry_point(
         monkeypatch.setenv("VLLM_PLUGINS", chosen)
         assert foreign_platform() is None and detect_platform() != "acme"
     monkeypatch.delenv("VLLM_PLUGINS")
-    monkeypatch.setenv("VLLM_TARGET_DEVICE", "CPU")  # vLLM asks no plugin
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "CPU")  # it excludes plugins
     assert detect_platform() == "cpu"
 
 

@@ -47,7 +47,7 @@ def split(order: Any, changed: Any, entry: dict[str, Any] | None = None) -> Any:
         # A split saves the most above captured sizes.
         ({"<=32": "stock", "<=48": "vendor", "rest": "stock"}, [], [], [32, 64], []),
         ({"<=32": "stock", "<=48": "vendor", "rest": "stock"}, [], [1, 32], [48, 64], []),
-        # A size that the user compiles apart is no end of a range: vLLM's range extends beyond it.
+        # vLLM's range extends beyond a size that the user compiles apart.
         (ROWS, [16, 1], [], [16, 64], [16, 1]),
         ({"<=1": "vendor", "rest": "stock"}, [1], [], [64], [1]),
     ],

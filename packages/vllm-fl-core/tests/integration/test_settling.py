@@ -55,7 +55,7 @@ def inspecting(monkeypatch: pytest.MonkeyPatch, answer: Any, **policy: Any) -> A
 
 
 def exchanging(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Any], list[Any]]) -> None:
-    """Let `answer` make the opinions of all ranks from this rank's."""
+    """Replace the exchange: `answer` returns the opinions of all ranks."""
     monkeypatch.setattr(engines, "exchange", lambda what, mine, failure="": answer(mine))
 
 
