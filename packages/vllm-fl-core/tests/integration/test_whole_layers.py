@@ -84,6 +84,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setitem(sys.modules, "acme", ACME)  # type: ignore[arg-type]
     monkeypatch.setattr(logging.getLogger("vllm_fl"), "propagate", True)
     whole_layers._chosen.cache_clear()
+    layers._found.cache_clear()  # a test that emulates a platform can make an import fail
     before = dict(TABLE)
 
     def make(*impls: Impl, notes: Any = None, foreign: Any = NOTHING, **policy: Any) -> Plan:
