@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.startup import Startup
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan, make_plan
+from vllm_fl.errors import StartError
 from vllm_fl.plugins.discovery import discover
 from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.loading import load
@@ -139,6 +141,12 @@ def planning(
     return make_plan(manager, facts, **fields)
 
 
+def plan_of(*impls: Impl, order: Any = None, **changed: Any) -> Plan:
+    """Eager plan with these implementations of `silu_and_mul`, and with `changed` fields."""
+    orders = {"silu_and_mul": order} if order else {}
+    return replace(planning(managing(*impls, per_op_order=orders)), **changed)
+
+
 @cache
 def engine_of(plan: Plan, worker: Any = None) -> Any:
     from vllm_fl.integration.engines import Engine  # imports vLLM
@@ -165,6 +173,11 @@ def taking(plan: Plan, bindings: Any, *patchers: Any, dtype: Any = torch.float32
             yield chosen if len(chosen) > 1 else chosen[0]
     finally:
         engine.unbind()
+
+
+def rank_failed(failure: str) -> StartError:
+    """The error of `exchange` after a failure on any rank."""
+    return StartError(f"vllm-fl: engine startup failed: {failure}", failures=(failure,))
 
 
 def extended(manager: OpManager) -> OpManager:

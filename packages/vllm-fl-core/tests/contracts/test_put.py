@@ -7,10 +7,10 @@ import torch
 from vllm_fl.contracts.binding import put
 
 
-def test_a_result_of_its_own_is_copied() -> None:
-    target, result = torch.zeros(2, 3), torch.randn(2, 3)
-    put(target, result)
-    assert torch.equal(target, result)
+def test_results_are_copied_and_what_lies_between_and_absent_ones_are_left_out() -> None:
+    buffer, query = torch.zeros(2, 8), torch.zeros(3)
+    put((buffer[:, :4], query, None), (torch.ones(2, 4), torch.full((3,), 2.0), None))
+    assert buffer.sum(dim=1).tolist() == [4.0, 4.0] and query.tolist() == [2.0, 2.0, 2.0]
 
 
 def test_what_is_there_already_is_not_written_again() -> None:
@@ -19,12 +19,6 @@ def test_what_is_there_already_is_not_written_again() -> None:
     put(target, target)
     put((target, None), (target.view(2, 3), None))
     assert target._version == version
-
-
-def test_a_strided_target_keeps_what_lies_between() -> None:
-    buffer = torch.zeros(2, 8)
-    put(buffer[:, :4], torch.ones(2, 4))
-    assert buffer.sum(dim=1).tolist() == [4.0, 4.0]
 
 
 def test_results_that_lie_in_each_others_targets_are_swapped() -> None:
@@ -37,9 +31,3 @@ def test_a_result_that_overlaps_its_target_elsewhere_is_copied_first() -> None:
     buffer = torch.arange(6.0)
     put(buffer[1:], buffer[:-1])
     assert buffer.tolist() == [0.0, 0.0, 1.0, 2.0, 3.0, 4.0]
-
-
-def test_what_a_call_has_not_is_left_out() -> None:
-    query = torch.zeros(3)
-    put((query, None), (torch.ones(3), None))
-    assert query.tolist() == [1.0, 1.0, 1.0]

@@ -75,6 +75,8 @@ def test_an_op_of_the_ir_has_the_contracts_defaults() -> None:
 def test_functions_of_a_binding_stay_as_they_are() -> None:
     written = OperatorTarget("acme::norm", ("x",), lambda op: op, lambda own: own)
     assert Binding((written,)).routed(NORM).targets == (written,)
+    with pytest.raises(TypeError):  # only a binding knows the contract of a declared route
+        OperatorTarget("acme::norm", ("x",), Route()).route(op)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +90,3 @@ def test_functions_of_a_binding_stay_as_they_are() -> None:
 def test_a_route_that_does_not_fit_is_an_error(names: Any, route: Route, word: str) -> None:
     with pytest.raises(TypeError, match=repr(word)):
         target(names, route).route(op)
-
-
-def test_a_route_is_called_by_bindings_that_know_their_contract() -> None:
-    with pytest.raises(TypeError):
-        OperatorTarget("acme::norm", ("x",), Route()).route(op)

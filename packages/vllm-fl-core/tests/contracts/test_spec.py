@@ -9,14 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vllm_fl.contracts import (
-    OpSpec,
-    QuantisedPair,
-    Routing,
-    Tolerance,
-    Variant,
-    Within,
-)
+from vllm_fl.contracts import OpSpec, QuantisedPair, Routing, Tolerance, Variant, Within
 from vllm_fl.contracts.arguments import declared, tensor, word
 from vllm_fl.contracts.outputs import Output
 from vllm_fl.plugins.registry import known_contracts
@@ -45,12 +38,7 @@ def test_parameters_of_awkward_schemas() -> None:
     variant = Variant(
         "", "(Tensor(a!) x, str how=\"a, b) c\", *, int[2] pads=[0, 1], str? k='y, z') -> Tensor"
     )
-    assert dict(variant.types) == {
-        "x": "Tensor(a!)",
-        "how": "str",
-        "pads": "int[2]",
-        "k": "str?",
-    }
+    assert dict(variant.types) == {"x": "Tensor(a!)", "how": "str", "pads": "int[2]", "k": "str?"}
     assert variant.returns == 1
     assert Variant("", "() -> (Tensor, Tensor)").parameters == ()
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from builders import managing, planning
 from configs import engine_config
@@ -81,14 +79,11 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
     return make
 
 
-def test_the_planned_backend_is_taken(plan: Callable[..., Plan]) -> None:
+def test_the_planned_backend_is_taken_unless_vllms_arguments_set_one(plan: Any) -> None:
     made = plan()
     assert attention.choose(made, None, Request(), 8) == PATH
+    assert attention.choose(made, SimpleNamespace(name="TRITON_ATTN"), Request()) is None
     assert ATTENTION.faults(made, FACTS) == {} and ATTENTION.why_not(FACTS).impls == {}
-
-
-def test_the_backend_set_in_vllms_arguments_stays(plan: Callable[..., Plan]) -> None:
-    assert attention.choose(plan(), SimpleNamespace(name="TRITON_ATTN"), Request()) is None
 
 
 def test_fields_that_we_do_not_know_reach_the_backend(plan: Callable[..., Plan]) -> None:

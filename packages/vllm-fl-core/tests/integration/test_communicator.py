@@ -8,15 +8,13 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
 from builders import extended, managing, planning
@@ -94,9 +92,7 @@ class NoBase:
 
 
 def acme(cls: Any, name: str = "acme", **fields: Any) -> CommunicatorImpl:
-    path = (
-        cls if isinstance(cls, str) or not isinstance(cls, type) else f"{__name__}.{cls.__name__}"
-    )
+    path = f"{__name__}.{cls.__name__}" if isinstance(cls, type) else cls
     return CommunicatorImpl(f"vendor.{name}", path, BackendImplKind.VENDOR, name, **fields)
 
 
@@ -179,8 +175,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[A
     }
 
 
-def test_what_is_planned_serves_in_the_groups(outcomes: dict[str, Any]) -> None:
+def test_what_is_planned_serves_in_the_groups_or_the_next_candidate(outcomes: Any) -> None:
     assert outcomes["sound"] == [("Sound", {}, 3.0)] * 2
+    assert [serving for serving, _, _ in outcomes["next"]] == ["Sound", "Sound"]
 
 
 @pytest.mark.parametrize(
@@ -196,33 +193,24 @@ def test_what_is_wrong_on_one_rank_is_off_on_both(
     assert outcomes[case] == [("DeviceCommunicatorBase", {KEY: (1, why, False)}, 3.0)] * 2
 
 
-def test_the_next_candidate_serves(outcomes: dict[str, Any]) -> None:
-    assert [serving for serving, _, _ in outcomes["next"]] == ["Sound", "Sound"]
-
-
-def test_strict_mode_ends_the_start_on_every_rank(outcomes: dict[str, Any]) -> None:
-    assert len(outcomes["strict"]) == 2
-    for error, text, _ in outcomes["strict"]:
-        assert error == StartError.__name__
-        assert "in strict mode: rank 1: implementation 'vendor.acme' failed for op 'commu" in text
-
-
-def test_a_rank_that_never_comes_ends_the_start_and_is_no_hang(outcomes: dict[str, Any]) -> None:
-    assert len(outcomes["late"]) == 2
-    for error, text, _ in outcomes["late"]:
-        assert error == StartError.__name__
-        assert "did not return within 1 s" in text and "VLLM_FL_PER_OP='communicator=stock'" in text
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("strict", ["in strict mode: rank 1: implementation 'vendor.acme' failed for op 'commu"]),
+        ("late", ["did not return within 1 s", "VLLM_FL_PER_OP='communicator=stock'"]),
+    ],
+)
+def test_strict_mode_and_a_rank_that_never_comes_end_the_start_on_every_rank(
+    outcomes: dict[str, Any], case: str, words: list[str]
+) -> None:
+    assert [error for error, _, _ in outcomes[case]] == [StartError.__name__] * 2
+    assert all(word in text for _, text, _ in outcomes[case] for word in words)
 
 
 def test_a_rank_that_dies_is_reported_as_dead(outcomes: dict[str, Any]) -> None:
     ((error, text, _),) = outcomes["dies"]
     assert error == "RuntimeError"
     assert "verify their communicators, and rank 1 (process " in text and " died." in text
-
-
-def _problem(groups: communicator.Groups) -> str:
-    impl, request = groups.communicators[0], groups.request
-    return class_of(impl, COMMUNICATOR, request, communicator.problem_of)[2]
 
 
 @pytest.mark.parametrize(
@@ -238,7 +226,8 @@ def test_a_class_that_cannot_be_used_says_why(
 ) -> None:
     monkeypatch.setattr(communicator, "stock_class", lambda: DeviceCommunicatorBase)
     groups = communicator.Groups(Engine(use(monkeypatch, acme(path)), 0))
-    assert why in _problem(groups)
+    impl = groups.communicators[0]
+    assert why in class_of(impl, COMMUNICATOR, groups.request, communicator.problem_of)[2]
 
 
 def test_an_unsupported_communicator_is_reported_and_is_not_a_candidate(
@@ -250,18 +239,14 @@ def test_an_unsupported_communicator_is_reported_and_is_not_a_candidate(
     assert why_not(found).impls == {KEY: "does not support this engine: no library"}
     assert communicator.Groups(Engine(found, 0)).communicators == ()
     assert asked[0].settings is found.settings
-    elastic = replace(use(monkeypatch, acme(Sound)), communicator=facts(elastic=True).communicator)
+    sound = use(monkeypatch, acme(Sound))
+    assert len(communicator.Groups(Engine(sound, 0)).communicators) == 1
+    invariant = replace(sound, batch_invariant=True)  # which cannot be measured
+    assert communicator.Groups(Engine(invariant, 0)).communicators == ()
+    elastic = replace(sound, communicator=facts(elastic=True).communicator)
     assert "elastic expert parallelism" in why_not(elastic).ops["communicator"]
     with communicator.Communicator().opening(engine := Engine(elastic, 0)):
         assert engine.groups is None
-
-
-def test_where_batch_invariance_is_asked_for_the_groups_have_what_the_plan_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A communicator's batch invariance cannot be measured, so vLLM's is used."""
-    found = replace(use(monkeypatch, acme(Sound)), batch_invariant=True)
-    assert communicator.Groups(Engine(found, 0)).communicators == ()
 
 
 def test_an_engine_of_one_rank_has_no_communicator() -> None:
@@ -285,19 +270,16 @@ def test_the_plan_has_it_where_there_are_ranks() -> None:
     assert "failed at startup on rank 1" in off.entries["communicator"].reason
 
 
-def test_a_step_that_never_ends_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(communicator, "LIMIT", 0.05)
-    never = threading.Event()
-    try:
-        fault, is_running = communicator.fault_of(lambda: str(never.wait(20)), CPU)
-        assert (fault, is_running) == ("it did not return within 0.05 s", True)
-    finally:
-        never.set()
-
-
-def test_what_a_step_raises_is_its_fault() -> None:
+def test_a_step_that_raises_or_never_ends_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     def ends() -> str:
         raise SystemExit("the library gave up")
 
     assert communicator.fault_of(ends, CPU) == ("SystemExit: the library gave up", False)
     assert communicator.fault_of(lambda: None, CPU) == ("", False)
+    monkeypatch.setattr(communicator, "LIMIT", 0.05)
+    never = threading.Event()
+    try:
+        fault = communicator.fault_of(lambda: str(never.wait(20)), CPU)
+        assert fault == ("it did not return within 0.05 s", True)
+    finally:
+        never.set()

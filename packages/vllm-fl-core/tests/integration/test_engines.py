@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from builders import engine_of, managing, planning, silu
 from configs import engine_config
@@ -41,26 +39,19 @@ def forward(config: Any) -> Any:
     return override_forward_context(ForwardContext(layers, attn_metadata=None, slot_mapping={}))
 
 
-def test_the_forward_context_tells_two_engines_apart(two: Any) -> None:
-    (first, one), (second, other) = two
-    with forward(one):
-        assert engines.calling_engine() is first
-        with forward(other):
-            assert engines.calling_engine() is second
-        assert engines.calling_engine() is first
-    assert engines.calling_engine() is None
-
-
-def test_it_goes_before_what_the_thread_is_in_and_reaches_other_threads(two: Any) -> None:
+def test_the_forward_context_precedes_the_threads_call_and_reaches_other_threads(two: Any) -> None:
     """vLLM's micro-batches run in threads that the worker's method never entered."""
-    (first, one), (second, _) = two
+    (first, one), (second, other) = two
     seen = []
     with engines.calling(second), forward(one):
         assert engines.calling_engine() is first
         thread = threading.Thread(target=lambda: seen.append(engines.calling_engine()))
         thread.start()
         thread.join()
-    assert seen == [first]
+        with forward(other):
+            assert engines.calling_engine() is second
+        assert engines.calling_engine() is first
+    assert seen == [first] and engines.calling_engine() is None
 
 
 def test_a_forward_pass_of_a_configuration_of_its_own_is_the_threads(two: Any) -> None:

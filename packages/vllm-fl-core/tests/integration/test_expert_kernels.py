@@ -6,15 +6,13 @@ import dataclasses
 import random
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from builders import managing, planning
 from quantised_layers import draw, made_experts, vllm_process
@@ -28,6 +26,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 
 import vllm_fl.dispatch
+from vllm_fl.dispatch.resolver import vllms_kernel
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.patchers import expert_kernels as module
@@ -131,20 +130,6 @@ def test_experts_that_the_class_does_not_support_fall_back(
 
 
 @pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("TritonExperts", "does not support this model: kernel does not support current device"),
-        ("CPUExpertsInt4", "has no class 'CPUExpertsInt4' for int8_experts"),
-    ],
-)
-def test_a_class_of_vllm_that_cannot_compute_the_experts_is_rejected(
-    engine: Callable[..., Any], name: str, why: str
-) -> None:
-    refused = PATCHER.why_not(engine(f"impl:vllm.{name}|stock").facts).impls
-    assert why in refused[OP, f"vllm.{name}"]
-
-
-@pytest.mark.parametrize(
     ("scheme", "path", "why"),
     [
         ("wna16", "Acme", "vLLM accepts only its own classes for wna16_experts"),
@@ -154,6 +139,8 @@ def test_a_class_of_vllm_that_cannot_compute_the_experts_is_rejected(
 def test_a_class_that_cannot_be_used_is_a_fault(scheme: str, path: str, why: str) -> None:
     impl = ExpertKernelImpl(scheme, f"{__name__}.{path}", BackendImplKind.VENDOR, "acme")
     assert why in kernel_class(f"{scheme}_experts", impl)[1]
+    other = vllms_kernel(OP, "vllm.CPUExpertsInt4")
+    assert "has no class 'CPUExpertsInt4' for int8_experts" in kernel_class(OP, other)[1]
 
 
 def test_a_backend_that_the_user_set_in_vllm_overrides_the_order() -> None:

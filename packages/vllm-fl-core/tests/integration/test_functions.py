@@ -8,22 +8,19 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
-from builders import engine_of, half, managing, planning, silu, taking
+from builders import engine_of, half, plan_of, silu, taking
 from torch import Tensor
 
 from vllm_fl.contracts.binding import Binding, FunctionTarget
 from vllm_fl.engine.plan import Plan
-from vllm_fl.integration.engines import calling
 from vllm_fl.integration.patchers.functions import Functions
 from vllm_fl.integration.patchers.process_wide import Choice
 
@@ -95,10 +92,6 @@ def engine(plan: Plan, bound: dict[str, Binding] | None = None) -> AbstractConte
     return taking(plan, bound or binding(), PATCHER)
 
 
-def plan_of(*impls: Any, **options: Any) -> Plan:
-    return replace(planning(managing(*impls)), **options)
-
-
 def reported(plan: Plan, chosen: Choice) -> dict[str, Any]:
     report = PATCHER.report_targets(engine_of(plan), chosen)
     json.dumps(report)
@@ -142,54 +135,16 @@ def test_what_is_not_the_op_is_vllms_and_counted(
         assert reported(plan, chosen)["fl_home.gated"]["other_arguments"] == 1
 
 
-def test_who_is_no_engine_of_ours_gets_vllms_function(home: ModuleType) -> None:
-    with engine(plan_of(silu("vendor.a"))), calling(None):
-        assert torch.equal(home.gated(X), STOCK)
-
-
-SMALL = {"<=2": "stock", "rest": "vendor"}
-
-
-def by_size(order: Any, *impls: Any) -> Plan:
-    return planning(managing(*impls, per_op_order={"silu_and_mul": order}))
-
-
-def never(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda x: pytest.fail("vLLM's function is called through the binding")
-
-
-DIRECT = replace(TARGET, tokens="input", native=never)
-
-
-@pytest.mark.parametrize("by_name", [False, True])
-def test_a_call_of_a_size_that_is_left_to_vllm_goes_to_its_function_as_it_came(
-    monkeypatch: pytest.MonkeyPatch, home: ModuleType, by_name: bool
+def test_a_call_of_a_size_that_is_left_to_vllm_is_converted_if_tokens_are_unknown(
+    home: ModuleType,
 ) -> None:
-    seen: list[tuple[Any, Any]] = []
-
-    def gated(input: Tensor, quantised: bool = False, scale: float = 1.0) -> Tensor:
-        seen.append((input, scale))
-        return input[..., 4:] * scale
-
-    monkeypatch.setattr(home, "gated", gated)
-    plan, few = by_size(SMALL, silu("vendor.a", 10.0)), X[:2]
-    target = replace(DIRECT, paths=("fl_home.gated",))
-    with engine(plan, binding(target)) as chosen:
-        call = (lambda x, **m: home.gated(input=x, **m)) if by_name else home.gated
-        assert torch.equal(call(few), STOCK[:2])
-        assert torch.equal(call(few, scale=3.0), STOCK[:2] * 3)
-        assert torch.equal(call(X), FIRST + 10)
-        assert reported(plan, chosen)["fl_home.gated"]["other_arguments"] == 0
-    assert all(given is few for given, _ in seen) and [scale for _, scale in seen] == [1.0, 3.0]
-    assert not plan.fallbacks
-
-
-def test_a_place_that_tells_no_tokens_has_such_calls_converted(home: ModuleType) -> None:
-    plan = by_size(SMALL, silu("vendor.a"))
-    plain = replace(DIRECT, tokens="", native=lambda own: lambda x: own(x, False) + 1)
-    with engine(plan, binding(plain)):
-        assert torch.equal(home.gated(X[:2]), STOCK[:2] + 1)
-        assert torch.equal(home.gated(X), FIRST)
+    plan = plan_of(silu("vendor.a"), order={"<=2": "stock", "rest": "vendor"})
+    for tokens, added in (("", 1), ("input", 0)):  # 0: vLLM's function gets the call as it came
+        target = replace(TARGET, tokens=tokens, native=lambda own: lambda x: own(x, False) + 1)
+        with engine(plan, binding(target)):
+            assert torch.equal(home.gated(X[:2]), STOCK[:2] + added)
+            assert torch.equal(home.gated(input=X[:2]), STOCK[:2] + added)
+            assert torch.equal(home.gated(X), FIRST)
 
 
 def test_a_compiler_traces_vllms_own_function(home: ModuleType) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,34 +12,25 @@ import pytest
 import torch
 from torch.nn.functional import linear, silu
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import vllm.platforms
 from builders import engine_of, kind_of, managing, planning
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import detect_fake_mode
 from torch._inductor.virtualized import V
-from tracing import traced
+from tracing import OP, PATCHER, ROWS, applied, config, traced
 from vllm.compilation.passes.inductor_pass import pass_context
-from vllm.config import CompilationMode
 from vllm.config.utils import Range as VllmRange
 
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError
-from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.graphs import replacing
-from vllm_fl.integration.graphs.state import InGraphs, in_graphs
-from vllm_fl.integration.patchers import fusions
+from vllm_fl.integration.graphs.state import in_graphs
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.loading import load_settings
-
-OP, LARGEST = "linear", 64
-ROWS = {"<=16": "vendor", "rest": "stock"}
-
-PATCHER = fusions.OperatorsInGraphs()
 
 
 def product(impl_id: str = "vendor.acme", **fields: Any) -> OpImpl:
@@ -50,31 +40,11 @@ def product(impl_id: str = "vendor.acme", **fields: Any) -> OpImpl:
         return linear(x, weight, bias) + 1
 
     kind, vendor = kind_of(impl_id)
-    return OpImpl(OP, impl_id, kind, fn, vendor, **fields)
+    return OpImpl(OP, impl_id, kind, fields.pop("fn", fn), vendor, **fields)
 
 
 def planned(order: Any, *impls: OpImpl) -> Plan:
     return planning(managing(*(impls or (product(),)), per_op_order={OP: order}), "compiled")
-
-
-def config(ends: list[int] | None = None) -> Any:
-    return SimpleNamespace(
-        compilation_config=SimpleNamespace(
-            compile_ranges_endpoints=ends,
-            compile_sizes=None,
-            cudagraph_capture_sizes=[],
-            mode=CompilationMode.VLLM_COMPILE,
-            backend="inductor",
-        ),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=LARGEST),
-        additional_config={"vllm_fl": Carried(plan="0123")},
-    )
-
-
-def applied(plan: Plan) -> None:
-    """Apply the plan, with counts reset."""
-    engine_of(plan).state.pop(InGraphs, None)
-    PATCHER.apply(engine_of(plan))
 
 
 def passed(
@@ -83,8 +53,7 @@ def passed(
     """(the result of a range's graph after the pass, whether our operator is in the graph)."""
     is_range = sizes[0] < sizes[1]
     with traced(function, args, [is_range, *[False] * (len(args) - 1)]) as (mode, module):
-        applied(plan)
-        run = replacing.TorchOperators(engine_of(plan), config([16]))
+        run = replacing.TorchOperators(applied(plan), config([16]))
         with V.set_fake_mode(mode), pass_context(VllmRange(*sizes)):
             run(module.graph)
     module.graph.lint()
@@ -109,14 +78,10 @@ X, WEIGHT, BIAS = torch.randn(5, 24), torch.randn(32, 24), torch.randn(32)
 def test_products_of_a_graph_are_the_plans(function: Any, args: Any) -> None:
     result, ours = passed(planned(["vendor"]), function, *args)
     assert ours and not torch.allclose(result, function(*args))
-    right = planned(["vendor"], OpImpl(OP, "vendor.acme", *_vendor(), linear, "acme"))
+    right = planned(["vendor"], product(fn=linear))
     result, ours = passed(right, function, *args)
     assert ours
     torch.testing.assert_close(result, function(*args))
-
-
-def _vendor() -> tuple[Any]:
-    return (kind_of("vendor.acme")[0],)
 
 
 @pytest.mark.parametrize(
@@ -212,8 +177,7 @@ def test_an_op_with_a_planned_part_keeps_vllms_operator() -> None:
         return PATCHER.keep_stock(planning(managing(*impls, per_op_order=orders), "compiled"))
 
     assert not left(linear_silu_and_mul=["vendor"], silu_and_mul=["stock"])
-    partly = {"<=16": "vendor", "rest": "stock"}
-    for order in (["vendor"], partly):
+    for order in (["vendor"], ROWS):
         found = left(linear_silu_and_mul=["vendor"], silu_and_mul=order)
         assert "silu_and_mul is planned, so" in found["linear_silu_and_mul"]
 
@@ -294,20 +258,7 @@ def test_what_has_an_effect_stays_though_nothing_reads_it() -> None:
         passed(both_planned(), function, X, WEIGHT, cache)
 
 
-def test_quantised_models_have_other_products(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    binding = known_contracts().bindings[OP]
-    assert binding.when is not None
-    plain, quantised = (
-        SimpleNamespace(model_config=SimpleNamespace(quantization=how)) for how in (None, "fp8")
-    )
-    assert binding.when(plain) is False, "vLLM's CPU platform packs its weights"
-    monkeypatch.setattr(vllm.platforms.current_platform, "is_cpu", lambda: False)
-    assert binding.when(plain) is True and binding.when(quantised) is False
-
-
-FP8, FP8_ROWS = "linear_fp8", {"<=16": "vendor", "rest": "stock"}
+FP8 = "linear_fp8"
 VLLMS = "_C.cutlass_scaled_mm.default"
 
 
@@ -362,9 +313,8 @@ def compiled(
         assert mode is not None and mode.shape_env is not None
         known = len(mode.shape_env.guards), dict(mode.shape_env.replacements)
         if plan is not None:
-            applied(plan)
             with V.set_fake_mode(mode), pass_context(VllmRange(*sizes)):
-                replacing.TorchOperators(engine_of(plan), config([16]))(module.graph)
+                replacing.TorchOperators(applied(plan), config([16]))(module.graph)
         unknowns.append(known == (len(mode.shape_env.guards), mode.shape_env.replacements))
         module.graph.lint()
         module.recompile()
@@ -409,7 +359,7 @@ ONE = torch.tensor([0.5])
     ids=lambda changed: ", ".join(changed) or "each row's scale",
 )
 def test_vllms_own_product_is_the_plans_where_it_is_planned(changed: dict[str, Any]) -> None:
-    plan = planning(managing(of_fp8(), per_op_order={FP8: FP8_ROWS}), "compiled")
+    plan = planning(managing(of_fp8(), per_op_order={FP8: ROWS}), "compiled")
     for tokens, sizes, ours in ((5, (1, 16), True), (40, (17, 64), False), (5, (1, 64), True)):
         args = fp8_call(tokens, **changed)
         result, code = compiled(plan, *args, sizes=sizes)
@@ -435,36 +385,33 @@ CHANNELS = {
     "weights": {"type": "float", "num_bits": 8, "strategy": "channel"},
     "input_activations": {"type": "float", "num_bits": 8, "strategy": "token"},
 }
+WEIGHTS = CHANNELS | {"input_activations": None}
 
 
 @pytest.mark.parametrize(
-    ("quantization", "configured", "has"),
+    ("op", "quantization", "configured", "has"),
     [
-        (None, None, False),
-        ("fp8", None, True),
-        ("fp8", {"weight_block_size": [128, 128]}, False),
-        ("fp8_per_tensor", None, True),
-        ("fp8_per_block", None, False),
-        ("awq", {"bits": 4}, False),
-        ("modelopt", {"quantization": {"quant_algo": "FP8"}}, True),
-        ("modelopt", {"quant_algo": "FP8_PB_WO"}, False),
-        ("compressed-tensors", {"config_groups": {"group_0": CHANNELS}}, True),
-        (
-            "compressed-tensors",
-            {"config_groups": {"group_0": {**CHANNELS, "input_activations": None}}},
-            False,
-        ),
+        (OP, None, None, True),
+        (OP, "fp8", None, False),
+        (FP8, None, None, False),
+        (FP8, "fp8", None, True),
+        (FP8, "fp8", {"weight_block_size": [128, 128]}, False),
+        (FP8, "fp8_per_tensor", None, True),
+        (FP8, "fp8_per_block", None, False),
+        (FP8, "awq", {"bits": 4}, False),
+        (FP8, "modelopt", {"quantization": {"quant_algo": "FP8"}}, True),
+        (FP8, "modelopt", {"quant_algo": "FP8_PB_WO"}, False),
+        (FP8, "compressed-tensors", {"config_groups": {"group_0": CHANNELS}}, True),
+        (FP8, "compressed-tensors", {"config_groups": {"group_0": WEIGHTS}}, False),
     ],
 )
-def test_models_with_fp8_layers_may_have_the_op(
-    quantization: str | None, configured: Any, has: bool, monkeypatch: pytest.MonkeyPatch
+def test_models_may_have_the_product_of_their_quantisation(
+    op: str, quantization: str | None, configured: Any, has: bool, monkeypatch: Any
 ) -> None:
-    binding = known_contracts().bindings[FP8]
+    binding = known_contracts().bindings[op]
     assert binding.when is not None
-    hf = (
-        SimpleNamespace() if configured is None else SimpleNamespace(quantization_config=configured)
-    )
+    hf = SimpleNamespace(**({"quantization_config": configured} if configured else {}))
     engine = SimpleNamespace(model_config=SimpleNamespace(quantization=quantization, hf_config=hf))
-    assert binding.when(engine) is False, "vLLM's CPU platform has other kernels"
+    assert binding.when(engine) is False, "vLLM's CPU platform packs weights, and has other kernels"
     monkeypatch.setattr(vllm.platforms.current_platform, "is_cpu", lambda: False)
     assert binding.when(engine) is has

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import sys
 from importlib import import_module
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
 from builders import engine_of, managing, planning, refusing, silu
@@ -50,8 +48,11 @@ def test_every_layer_that_a_binding_names_is_there_and_has_one_op() -> None:
         op for op, _ in targets(known_contracts().bindings, LayerTarget)
     }
     assert len({layer.base for layer in table}) == len(table)
+    known = layers.Layers().layer_names()  # lists may contain each name
     for layer in table:
         assert layer.registered in custom_op.op_registry
+        assert {layer.cls, layer.registered} <= known
+    assert "fused_moe" in known, "a former name"
 
 
 def test_a_layer_of_few_models_counts_if_the_model_or_its_drafter_has_imported_it(
@@ -76,13 +77,6 @@ def test_a_layer_of_few_models_counts_if_the_model_or_its_drafter_has_imported_i
     speculative = SimpleNamespace(draft_model_config="drafter")
     import_models(cast("Any", SimpleNamespace(model_config="m", speculative_config=speculative)))
     assert is_there()
-
-
-def test_lists_may_name_layers_by_class_by_registered_name_and_as_they_were() -> None:
-    known = layers.Layers().layer_names()
-    for layer in layers.layer_table():
-        assert {layer.cls, layer.registered} <= known
-    assert "fused_moe" in known
 
 
 def test_layers_of_each_of_vllms_tables_are_replaced_though_names_were_rebound_before(

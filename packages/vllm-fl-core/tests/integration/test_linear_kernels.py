@@ -7,14 +7,12 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from builders import managing, planning
 from quantised_layers import draw, made, vllm_process
@@ -112,9 +110,6 @@ def test_the_first_class_of_the_order_computes_the_layers_built_inside(
     assert own["others"]["ZentorchInt8ScaledMMLinearKernel"] == "requires AMD Zen CPU"
     assert (plain["class"], plain["op"], plain["impl"]) == ("UnquantizedLinearMethod", None, None)
     assert not engine.remarks[Moment.LOADED] and not engine.plan.fallbacks
-
-
-def test_a_model_without_quantisation_reports_nothing(draw: random.Random) -> None:
     assert classes.uses_of([nn.ModuleDict({"plain": made("bfloat16", draw)})]) == []
 
 
@@ -159,7 +154,7 @@ def test_a_class_that_cannot_be_used_is_a_fault(
     assert why in PATCHER.faults(*plan("vendor|stock", path))["int8_linear", "vendor.acme"]
 
 
-def test_a_backend_that_the_user_set_in_vllm_overrides_the_order(plan: Callable[..., Any]) -> None:
+def test_a_backend_or_a_weight_cache_in_vllm_overrides_the_order(plan: Callable[..., Any]) -> None:
     per_quant = {"linear_backend_per_quant": {"fp8_w8a8": "torch"}}
     config = SimpleNamespace(kernel_config=SimpleNamespace(linear_backend="auto", **per_quant))
     request = PATCHER.request(config, compiled=False)
@@ -169,9 +164,6 @@ def test_a_backend_that_the_user_set_in_vllm_overrides_the_order(plan: Callable[
     assert notes["fp8_linear"] == "--linear-backend is torch"
     facts = dataclasses.replace(plan("vendor|stock")[1], linear_notes=notes)
     assert PATCHER.why_not(facts).ops["int8_linear"] == "--linear-backend is cutlass"
-
-
-def test_a_weight_cache_keeps_the_classes_that_converted_the_weights() -> None:
     config = SimpleNamespace(load_config=SimpleNamespace(load_format="ipc_cache"))
     notes = PATCHER.request(config, compiled=False)["linear_notes"]
     assert notes.keys() == {*KERNEL_OPS} and "weight cache" in notes["fp8_linear"]
@@ -192,10 +184,7 @@ def test_a_backend_of_vllm_that_is_not_followed_is_reported(
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_layer_that_the_class_does_not_support_falls_back(
-    plan: Callable[..., Any],
-    draw: random.Random,
-    monkeypatch: pytest.MonkeyPatch,
-    strict: bool,
+    plan: Callable[..., Any], draw: random.Random, monkeypatch: pytest.MonkeyPatch, strict: bool
 ) -> None:
     engine = engine_of(*plan("vendor:acme|stock", strict=strict), nn.Module())
     monkeypatch.setattr(Acme, "refusal", "only 96 output features")
@@ -211,20 +200,17 @@ def test_a_layer_that_the_class_does_not_support_falls_back(
     assert engine.plan.fallbacks == Counter({("int8_linear", "stock.vllm"): 1})
 
 
-def test_vllm_does_not_move_a_class_before_the_planned_ones(plan: Callable[..., Any]) -> None:
+def test_vllm_does_not_move_a_class_before_the_planned_ones(
+    plan: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From 0.32 on, vLLM prefers Humming on some devices after it has read the list."""
     kernels = import_module(classes.LINEAR_KERNELS)
     if not hasattr(kernels, "prioritize_humming"):
         pytest.skip("this vLLM does not reorder its list")
-    engine = engine_of(*plan("vendor:acme|stock"), nn.Module())
-    own = kernels.prioritize_humming
-    kernels.prioritize_humming = lambda listed, *_: listed[::-1]
-    try:
-        with PATCHER.building(engine):
-            listed = classes.listed_classes("int8_linear")
-            assert kernels.prioritize_humming(listed, 90) == [Acme, *listed[:0:-1]]
-    finally:
-        kernels.prioritize_humming = own
+    monkeypatch.setattr(kernels, "prioritize_humming", lambda listed, *_: listed[::-1])
+    with PATCHER.building(engine_of(*plan("vendor:acme|stock"), nn.Module())):
+        listed = classes.listed_classes("int8_linear")
+        assert kernels.prioritize_humming(listed, 90) == [Acme, *listed[:0:-1]]
 
 
 def test_a_model_with_a_disabled_class_must_be_loaded_again(plan: Callable[..., Any]) -> None:

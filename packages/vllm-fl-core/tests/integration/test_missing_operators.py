@@ -8,28 +8,15 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
-from builders import (
-    engine_of,
-    half,
-    managing,
-    planning,
-    refusing,
-    silu,
-    silu_kernel,
-    silu_of_kernel,
-    taking,
-)
+from builders import engine_of, half, plan_of, refusing, silu, silu_kernel, silu_of_kernel, taking
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -58,30 +45,22 @@ TABLE = [
 
 
 @contextmanager
-def bare_vllm(first: str = RELEASE, last: str = RELEASE) -> Iterator[None]:
+def bare_vllm(first: str = RELEASE, last: str = RELEASE) -> Iterator[pytest.MonkeyPatch]:
     """A vLLM without compiled operators; its releases from `first` to `last` have `TABLE`."""
-    before = (
-        missing_operators.TABLE,
-        missing_operators.compiled_files,
-        missing_operators.installed_bindings,
-    )
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+    with (
+        tempfile.NamedTemporaryFile("w", suffix=".json") as file,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         json.dump({"operators": [{**e, "first": first, "last": last} for e in TABLE]}, file)
         file.flush()
-        missing_operators.TABLE, missing_operators.compiled_files = Path(file.name), tuple  # type: ignore[assignment]
-        missing_operators.installed_bindings = binding
+        patch.setattr(missing_operators, "TABLE", Path(file.name))
+        patch.setattr(missing_operators, "compiled_files", tuple)
+        patch.setattr(missing_operators, "installed_bindings", binding)
         missing_operators._table.cache_clear()
         try:
-            yield
+            yield patch
         finally:
-            (
-                missing_operators.TABLE,
-                missing_operators.compiled_files,
-                missing_operators.installed_bindings,
-            ) = before  # type: ignore[misc]
-            for name in [
-                each for each in missing_operators._libraries if each.startswith("fl_test_bare::")
-            ]:
+            for name in [n for n in missing_operators._libraries if n.startswith("fl_test_bare::")]:
                 missing_operators._libraries.pop(name)._destroy()
             missing_operators._table.cache_clear()
 
@@ -119,14 +98,6 @@ def call(name: str = "gated", *further: Any) -> Tensor:
 FIRST = half(X)
 
 
-def sevens(out: Tensor, input: Tensor) -> None:
-    out.fill_(7.0)
-
-
-def plan_of(*impls: Any, **options: Any) -> Plan:
-    return replace(planning(managing(*impls)), **options)
-
-
 def engine(plan: Plan, *found: OperatorTarget) -> AbstractContextManager[Choice]:
     return taking(plan, binding(*found), operators.Operators())
 
@@ -141,9 +112,7 @@ def test_an_operator_is_there_from_an_engine_on_that_has_an_implementation_of_it
         assert torch.equal(call(), FIRST + 10)
         assert chosen.names == {"silu_and_mul": ["fl_test_bare::gated"]}
         assert chosen.defined == {"fl_test_bare::gated": TABLE[0]["schema"]}
-        reported = PATCHER.report_targets(engine_of(plan), chosen)["silu_and_mul"][
-            "fl_test_bare::gated"
-        ]
+        (reported,) = PATCHER.report_targets(engine_of(plan), chosen)["silu_and_mul"].values()
         assert reported == {
             "replaced": None,
             "overridden_by": None,
@@ -158,13 +127,11 @@ def test_an_operator_is_there_from_an_engine_on_that_has_an_implementation_of_it
 
 
 @pytest.mark.parametrize("reason", ["compiled", "brought", "release"])
-def test_only_an_empty_build_of_a_known_release_is_given_operators(
-    reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_an_empty_build_of_a_known_release_is_given_operators(reason: str) -> None:
     wanted = ("9.0", "9.1") if reason == "release" else (RELEASE, RELEASE)
-    with bare_vllm(*wanted):
+    with bare_vllm(*wanted) as patch:
         if reason == "compiled":
-            monkeypatch.setattr(missing_operators, "compiled_files", lambda: ("_C.abi3.so",))
+            patch.setattr(missing_operators, "compiled_files", lambda: ("_C.abi3.so",))
         library = torch.library.Library("fl_test_bare", "FRAGMENT")
         if reason == "brought":
             library.define("another(Tensor x) -> Tensor")
@@ -178,20 +145,15 @@ def test_only_an_empty_build_of_a_known_release_is_given_operators(
             library._destroy()
 
 
-def test_a_call_that_gives_what_the_binding_does_not_know_raises_by_name(bare: None) -> None:
+def test_a_call_with_other_arguments_or_without_an_engine_raises_by_name(bare: None) -> None:
     plan = plan_of(silu("vendor.a", 1.0))
     with engine(plan, target("wider")) as chosen:
         with pytest.raises(NoKernelError) as failure:
             call("wider", 2.0)
-        reported = PATCHER.report_targets(engine_of(plan), chosen)["silu_and_mul"][
-            "fl_test_bare::wider"
-        ]
+        (reported,) = PATCHER.report_targets(engine_of(plan), chosen)["silu_and_mul"].values()
     assert failure.value.operator == "fl_test_bare::wider"
     assert reported["other_arguments"] == 1
-
-
-def test_a_call_without_an_engine_reports_what_is_missing_and_what_to_do(bare: None) -> None:
-    with engine(plan_of(silu("vendor.a"))), calling(None), pytest.raises(NoKernelError) as failure:
+    with engine(plan), calling(None), pytest.raises(NoKernelError) as failure:
         call()
     error = failure.value
     assert isinstance(error, VllmFLError) and isinstance(error, NotImplementedError)
@@ -213,8 +175,7 @@ def test_where_every_implementation_refuses_the_error_names_the_operator_too(bar
 
 
 def test_in_compiled_mode_what_vllm_reads_is_there_too_and_raises_by_name(bare: None) -> None:
-    stock = replace(planning(managing()), mode="compiled")
-    with engine(stock) as chosen:
+    with engine(plan_of(mode="compiled")) as chosen:
         assert names() == {"gated", "unowned"} and chosen.names == {}
         assert set(chosen.defined) == {"fl_test_bare::gated", "fl_test_bare::unowned"}
         assert torch.ops.fl_test_bare.unowned.default  # as vLLM's pass reads it

@@ -10,27 +10,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
-from builders import (
-    engine_of,
-    half,
-    managing,
-    planning,
-    refusing,
-    silu,
-    silu_kernel,
-    silu_of_kernel,
-    taking,
-)
+from builders import engine_of, half, plan_of, refusing, silu, silu_kernel, silu_of_kernel, taking
 from torch import Tensor
 
 from vllm_fl.contracts.binding import Binding, LayerTarget, OperatorTarget
@@ -115,18 +103,6 @@ def reported(plan: Plan, chosen: Choice, name: str = "gated") -> dict[str, Any]:
     return report["silu_and_mul"][f"fl_test_operators::{name}"]
 
 
-def plan_of(*impls: Any, **options: Any) -> Plan:
-    return replace(planning(managing(*impls)), **options)
-
-
-def test_a_call_by_name_reaches_the_plans_first_choice_and_shutdown_gives_it_back() -> None:
-    assert torch.equal(call(), STOCK)
-    with engine(plan_of(silu("vendor.a", 10.0))):
-        assert torch.equal(call(), FIRST + 10)
-    assert torch.equal(call(), STOCK)
-    assert torch._C._dispatch_dump("fl_test_operators::gated").count("CPU") == 1
-
-
 def test_a_caller_without_engine_gets_the_replaced_kernel_and_is_counted() -> None:
     plan = plan_of(silu("vendor.a"))
     with engine(plan) as chosen:
@@ -203,7 +179,7 @@ def test_nothing_is_overridden_by_what_calls_the_operator_itself() -> None:
 
 def test_each_of_two_engines_has_its_own_plan_and_the_last_takes_the_override_away() -> None:
     one, other = plan_of(silu("vendor.a", 1.0)), plan_of(silu("vendor.b", 2.0))
-    stock = planning(managing())
+    stock = plan_of()
     with engine(one):
         with engine(other):
             assert torch.equal(call(), FIRST + 2)
@@ -265,23 +241,6 @@ def test_who_overrode_after_us_is_named_and_ours_stays_beneath_it(
     assert torch._C._dispatch_dump("fl_test_operators::gated").count("CPU") == 1
 
 
-def by_size(order: Any, *impls: Any, **options: Any) -> Plan:
-    manager = managing(*impls, per_op_order={"silu_and_mul": order})
-    return replace(planning(manager), **options)
-
-
-def direct(name: str = "gated") -> OperatorTarget:
-    """The target with `tokens`, and without a way back to the kernel."""
-
-    def native(replaced: Callable[..., None]) -> Callable[..., Tensor]:
-        return lambda x: pytest.fail("vLLM's kernel is called through the binding")
-
-    return replace(target(name), tokens="input", native=native)
-
-
-SMALL = {"<=2": "stock", "rest": "vendor"}
-
-
 def test_a_call_of_a_size_that_is_left_to_vllm_goes_to_its_kernel_as_it_came() -> None:
     seen: list[tuple[Tensor, Tensor]] = []
 
@@ -289,9 +248,13 @@ def test_a_call_of_a_size_that_is_left_to_vllm_goes_to_its_kernel_as_it_came() -
         seen.append((out, input))
         _own(out, input)
 
-    plan = by_size(SMALL, silu("vendor.a", 10.0), counts_calls=True)
-    few = X[:2]
-    with overridden(theirs), engine(plan, binding(direct())) as chosen:
+    def native(replaced: Callable[..., None]) -> Callable[..., Tensor]:
+        return lambda x: pytest.fail("vLLM's kernel is called through the binding")
+
+    small = {"<=2": "stock", "rest": "vendor"}
+    plan, few = plan_of(silu("vendor.a", 10.0), order=small, counts_calls=True), X[:2]
+    direct = replace(target(), tokens="input", native=native)
+    with overridden(theirs), engine(plan, binding(direct)) as chosen:
         out = torch.empty(2, 4)
         torch.ops.fl_test_operators.gated(out, few)
         assert torch.equal(out, STOCK[:2])
@@ -504,7 +467,7 @@ def test_an_overridden_operator_of_vllms_computes_what_its_kernel_does(
     if refuse:
         refuse.__signature__ = spec.signature
     impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, in_the_dtype, "acme", supports=refuse)
-    plan = replace(planning(managing(impl)), counts_calls=True)
+    plan = plan_of(impl, counts_calls=True)
     namespace, _, short = name.partition("::")
     operator = getattr(getattr(torch.ops, namespace), short)
     bound = {op: known_contracts().bindings[op]}

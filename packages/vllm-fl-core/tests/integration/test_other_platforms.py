@@ -60,6 +60,9 @@ def test_one_that_answers_is_known_by_its_entry_point(
     for chosen in ("fl", "fl,acmes", ""):
         monkeypatch.setenv("VLLM_PLUGINS", chosen)
         assert foreign_platform() is None and detect_platform() != "acme"
+    monkeypatch.delenv("VLLM_PLUGINS")
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "CPU")  # it excludes plugins
+    assert detect_platform() == "cpu"
 
 
 @pytest.mark.parametrize("body", ["return None", "raise ImportError('no CANN')"])
@@ -70,10 +73,10 @@ def test_one_that_does_not_answer_is_none(install: Install, body: str) -> None:
 
 def test_one_that_fails_is_named(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM hides the error and uses another device."""
-    install("raise OSError('libacme.so.3: no such file')")
+    install(FAILS)
     install("return 'acme.platform.AcmePlatform'", "bolt")
     (message,) = platforms.broken_platforms()
-    assert "'acme' for vLLM's platform of vllm-acme 1.0 failed: OSError: libacme.so.3" in message
+    assert FAILED in message
     assert foreign_platform() is not None
     monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
     assert platforms.broken_platforms() == (), "vLLM does not ask it"
@@ -87,14 +90,6 @@ def test_one_with_a_name_of_vllms_own_is_known_by_its_distribution(
     install("return 'acme.platform.AcmePlatform'", entry=entry)
     assert detect_platform() == "vllm-acme"
     assert not is_foreign("cpu") and not is_foreign("cuda")
-
-
-def test_vllms_target_device_leaves_plugins_out(
-    install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install("return 'acme.platform.AcmePlatform'")
-    monkeypatch.setenv("VLLM_TARGET_DEVICE", "CPU")
-    assert detect_platform() == "cpu"
 
 
 def test_it_is_asked_once_and_in_silence(
@@ -179,6 +174,8 @@ def test_the_object_stays_and_gets_a_class_over_its_own(in_place: Callable[[Any]
     own = type(made)
     platform.lay_in_place()
     assert type(made) is own, "once"
+    assert pickle.loads(pickle.dumps(own)) is own, "by name"
+    assert type(pickle.loads(pickle.dumps(made))) is own
     lookups.take_off()
     assert type(made) is Vendor
 
@@ -203,12 +200,6 @@ def test_objects_that_the_vendor_cached_are_not_recreated(in_place: Callable[[An
     made = in_place(Vendor())
     assert made.pool() is pool is Vendor.pool() and Vendor.made == [Vendor]
     assert "get_pass_manager_cls" not in vars(type(made)), "ours comes first"
-
-
-def test_it_is_pickled_by_name(in_place: Callable[[Any], Any]) -> None:
-    made = in_place(Vendor())
-    assert pickle.loads(pickle.dumps(type(made))) is type(made)
-    assert type(pickle.loads(pickle.dumps(made))) is type(made)
 
 
 class Refusing(type):
@@ -329,32 +320,28 @@ print(current_platform.is_cpu(), isinstance(current_platform, CpuPlatform))
 """
 
 
+ANSWERS = "return 'vllm.platforms.cpu.CpuPlatform'"
+FAILS = "raise OSError('libacme.so.3: no such file')"
+FAILED = "'acme' for vLLM's platform of vllm-acme 1.0 failed: OSError: libacme.so.3: no such file"
+
+
 @needs_vllm
 @pytest.mark.parametrize(
-    ("variables", "line"),
+    ("body", "variables", "line", "warning"),
     [
-        ({}, "vllm_fl.integration.platform CpuPlatform acme"),
-        ({"VLLM_PLUGINS": "fl"}, "vllm_fl.integration.platform CpuPlatformFL cpu"),
+        (ANSWERS, {}, "CpuPlatform acme", ""),
+        (ANSWERS, {"VLLM_PLUGINS": "fl"}, "CpuPlatformFL cpu", ""),
+        (FAILS, {}, "CpuPlatformFL cpu", FAILED),
     ],
 )
 def test_the_platform_of_a_process_of_vllms(
-    install: Install, tmp_path: Path, variables: dict[str, str], line: str
+    install: Install, tmp_path: Path, body: str, variables: Any, line: str, warning: str
 ) -> None:
-    install("return 'vllm.platforms.cpu.CpuPlatform'")
+    install(body)
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     done = forked.run(SCRIPT, env={**os.environ, "PYTHONPATH": path, **variables})
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-2:] == [line, "True True"]
-
-
-@needs_vllm
-def test_a_startup_warns_of_one_that_fails(install: Install, tmp_path: Path) -> None:
-    install("raise OSError('libacme.so.3: no such file')")
-    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    done = forked.run(SCRIPT, env={**os.environ, "PYTHONPATH": path})
-    assert done.stdout.splitlines()[-2:] == [
-        "vllm_fl.integration.platform CpuPlatformFL cpu",
-        "True True",
-    ]
-    (warning,) = [line for line in done.stderr.splitlines() if line.endswith("[FL213]")]
-    assert "'acme' for vLLM's platform of vllm-acme 1.0 failed: OSError: libacme.so.3" in warning
+    whole = f"vllm_fl.integration.platform {line}"
+    assert done.stdout.splitlines()[-2:] == [whole, "True True"]
+    warnings = [line for line in done.stderr.splitlines() if line.endswith("[FL213]")]
+    assert [warning in each for each in warnings] == [True] * bool(warning)

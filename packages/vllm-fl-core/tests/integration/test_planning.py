@@ -8,15 +8,13 @@ import pickle
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import vllm.envs
 import vllm.model_executor.layers.layernorm  # before the platform is replaced
@@ -27,23 +25,14 @@ from vllm.config import CompilationMode
 
 import vllm_fl.dispatch
 from vllm_fl.dispatch.manager import OpManager
-from vllm_fl.engine.plan import PlanEntry
 from vllm_fl.errors import SettingsError, StartError
 from vllm_fl.integration import carried, planning
 from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.compat import hide_our_variables
 from vllm_fl.integration.patchers import layers
-from vllm_fl.integration.planning import (
-    apply,
-    facts_of,
-    note_user_priority,
-    plan_for,
-)
+from vllm_fl.integration.planning import apply, facts_of, note_user_priority, plan_for
 from vllm_fl.plugins.registry import OpRegistry
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings
-
-VENDOR = {"VLLM_FL_PREFER": "vendor"}
 
 
 @pytest.fixture(autouse=True)
@@ -79,10 +68,6 @@ def test_the_facts_of_a_model() -> None:
     assert facts.ir_priority == {"rms_norm": ["native"], "fused_add_rms_norm": []}
     assert facts_of(engine_config(mode=CompilationMode.VLLM_COMPILE)).mode == "compiled"
     assert facts_of(engine_config(mode=CompilationMode.NONE)).mode == "eager"
-
-
-def test_without_a_model_there_are_facts_too() -> None:
-    config = engine_config()
     config.model_config = None
     facts = facts_of(config)
     assert (facts.dtype, facts.sizes, facts.attention) == (None, None, None)
@@ -91,17 +76,18 @@ def test_without_a_model_there_are_facts_too() -> None:
 def test_an_engine_that_nothing_verifies_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same if batch invariance is required, with any VLLM_FL_PREFLIGHT."""
 
-    def set_to(**env: str) -> Any:
-        monkeypatch.setattr(planning, "_settings_of", lambda config: load_settings(env))
+    def prefer(kind: str, **env: str) -> Any:
+        settings = load_settings({"VLLM_FL_PREFER": kind, **env})
+        monkeypatch.setattr(planning, "_settings_of", lambda config: settings)
         return facts_of(engine_config())
 
     with pytest.raises(StartError, match="no loaded plugin verifies kernels: pip install"):
-        planning.refuse_unverified(set_to(**VENDOR))
-    off = set_to(**VENDOR, VLLM_FL_PREFLIGHT="off")
+        planning.refuse_unverified(prefer("vendor"))
+    off = prefer("vendor", VLLM_FL_PREFLIGHT="off")
     planning.refuse_unverified(off)
     assert plan_for(off).entries["silu_and_mul"].label == "vendor.acme"
     assert plan_for(replace(off, batch_invariant=True)).entries["silu_and_mul"].label == "stock"
-    planning.refuse_unverified(set_to(VLLM_FL_PREFER="stock"))
+    planning.refuse_unverified(prefer("stock"))
 
 
 @pytest.mark.parametrize("entry", [{"plan": "x"}, {"settings": {}}, {1: "stock"}, 1], ids=str)
@@ -121,12 +107,10 @@ def test_an_order_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("send", [copy.deepcopy, lambda entry: pickle.loads(pickle.dumps(entry))])
 def test_another_process_has_them_too(send: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in VENDOR.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
     config = engine_config()
     read = facts_of(config).settings
-    for name in VENDOR:
-        monkeypatch.delenv(name)
+    monkeypatch.delenv("VLLM_FL_PREFER")
     there = engine_config(send(config.additional_config["vllm_fl"]))
     assert facts_of(there).settings == read
     assert there.additional_config == config.additional_config
@@ -158,10 +142,17 @@ def test_a_sealed_configuration_is_given_what_the_process_has(
 
 
 @pytest.mark.parametrize(
-    "variable", ["VLLM_FL_FLAGOS_WHITELIST", "VLLM_FL_FLAGOS_BLACKLIST_APPEND", "USE_FLAGGEMS"]
+    ("variable", "value"),
+    [
+        ("VLLM_FL_FLAGOS_WHITELIST", "0"),
+        ("VLLM_FL_FLAGOS_BLACKLIST_APPEND", "0"),
+        ("USE_FLAGGEMS", "0"),
+        ("VLLM_FL_PREFER", "vendor"),
+        ("VLLM_FL_PER_OP", "rms_norm=vendor"),
+    ],
 )
-def test_a_plugins_setting_leaves_vllms_compile_key_alone(
-    monkeypatch: pytest.MonkeyPatch, variable: str
+def test_a_setting_leaves_vllms_compile_key_alone(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
     monkeypatch.setattr(vllm_fl.dispatch.manager, "manager", OpManager(registry_with_settings()))
     plain = dict(vllm.envs.environment_variables)
@@ -174,7 +165,7 @@ def test_a_plugins_setting_leaves_vllms_compile_key_alone(
         return vllm.envs.compile_factors()
 
     unset = factors()
-    monkeypatch.setenv(variable, "0")
+    monkeypatch.setenv(variable, value)
     assert factors() == unset
 
 
@@ -309,25 +300,6 @@ def test_only_what_we_turned_on_is_turned_off_again() -> None:
     assert config.compilation_config.custom_ops == ["+silu_and_mul"]
     apply(plan_for(facts_of(config), out), config)
     assert config.compilation_config.custom_ops == []
-
-
-def planned_norm(process: OpManager, **fields: Any) -> PlanEntry:
-    """The plan's entry for norms in a compiled engine; `custom_ops` must not enable them."""
-    process.registry.register_impl(norm())
-    config = engine_config(mode=CompilationMode.VLLM_COMPILE, custom_ops=["none"], **fields)
-    plan = plan_for(facts_of(config))
-    apply(plan, config)
-    assert "+rms_norm" not in config.compilation_config.custom_ops  # it would change vLLM's fusions
-    return plan.entries["rms_norm"]
-
-
-def norm() -> OpImpl:
-    def rms_norm(
-        x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
-    ) -> Any:
-        return x
-
-    return OpImpl("rms_norm", "vendor.acme", BackendImplKind.VENDOR, rms_norm, "acme")
 
 
 def test_an_op_that_the_model_cannot_have_is_not_planned_unless_the_user_names_it(

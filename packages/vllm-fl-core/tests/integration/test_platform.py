@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -47,17 +47,15 @@ class CpuPlatform:
         return f"stock.Attention for {request[2]}"
 
 
-def pointing(**names: Any) -> ModuleType:
-    module = ModuleType("acme_platform")
-    vars(module).update(names)
-    return module
+PATH = "acme_platform.CpuPlatform"
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """`vllm.platforms` of a machine unknown to vLLM, with the class in a module."""
     vllm = SimpleNamespace(builtin_platform_plugins={"cpu": lambda: None}, current_platform=None)
-    monkeypatch.setitem(sys.modules, "acme_platform", pointing(CpuPlatform=CpuPlatform))
+    module: Any = SimpleNamespace(CpuPlatform=CpuPlatform)
+    monkeypatch.setitem(sys.modules, "acme_platform", module)
     monkeypatch.setattr(platform, "foreign_platforms", tuple)
     monkeypatch.setattr(platform, "foreign_platform", lambda: None)
     return vllm
@@ -76,13 +74,18 @@ def made_of(path: str | None) -> Any:
     return platform.Overlay  # type: ignore[attr-defined]
 
 
+def find(monkeypatch: pytest.MonkeyPatch, path: str = PATH, **fields: Any) -> None:
+    """Let a plugin find its device."""
+    profile = DeviceProfile("acme", path, "acme.Worker", detect=lambda: True, **fields)
+    monkeypatch.setattr(platform, "find_device", lambda plugins, forced: profile)
+
+
 @pytest.fixture
 def device(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """`device(**fields)`: the overlay over a plugin's device platform."""
 
-    def make(path: str = "acme_platform.CpuPlatform", **fields: Any) -> Any:
-        profile = DeviceProfile("acme", path, "acme.Worker", detect=lambda: True, **fields)
-        monkeypatch.setattr(platform, "find_device", lambda plugins, forced: profile)
+    def make(path: str = PATH, **fields: Any) -> Any:
+        find(monkeypatch, path, **fields)
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(sys.modules, "vllm", SimpleNamespace(platforms=machine))
             patch.setitem(sys.modules, "vllm.platforms", machine)
@@ -93,10 +96,11 @@ def device(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Callabl
 
 @pytest.mark.parametrize("name", ["cpu", "rocm", "xpu", "another"])
 def test_any_platform_of_vllms_own_is_laid_over(bare: SimpleNamespace, name: str) -> None:
+    assert platform.overlay_path() is None, "no platform: vLLM runs unmodified"
     bare.builtin_platform_plugins = {
         "fails": lambda: 1 / 0,
         "declines": lambda: None,
-        name: lambda: "acme_platform.CpuPlatform",
+        name: lambda: PATH,
     }
     made = made_of(platform.overlay_path())
     assert issubclass(made, platform.PlatformOverlay) and issubclass(made, CpuPlatform)
@@ -164,7 +168,7 @@ def test_a_platform_that_is_put_in_behind_ours_is_said(
 
 
 @needs_vllm
-def test_what_the_plan_leaves_to_vllm_is_the_platforms_attention(
+def test_what_the_plan_or_a_stock_engine_leaves_to_vllm_is_the_platforms_attention(
     device: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm_fl.integration.patchers import attention
@@ -175,16 +179,10 @@ def test_what_the_plan_leaves_to_vllm_is_the_platforms_attention(
     made = device()
     assert made.get_attn_backend_cls(None, "request", 8) == "acme.Attention"
     assert made.get_attn_backend_cls(None, "request", 8) == "stock.Attention for 8"
-
-
-@needs_vllm
-def test_an_engine_that_is_stock_has_the_platforms_attention(
-    device: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ray's workers get the engine's variables only after they have chosen their platform."""
+    # Ray's workers get the engine's variables only after they have chosen their platform.
     monkeypatch.setenv("VLLM_FL_PREFER_ENABLED", "false")
     monkeypatch.setattr(platform, "active_plan", lambda: pytest.fail("asked for a plan"))
-    assert device().get_attn_backend_cls(None, "request", 8) == "stock.Attention for 8"
+    assert made.get_attn_backend_cls(None, "request", 8) == "stock.Attention for 8"
 
 
 @pytest.mark.parametrize(
@@ -205,10 +203,8 @@ def test_vllms_own_platform_comes_first_unless_a_device_is_forced(
     expected: str,
 ) -> None:
     if in_tree:
-        bare.builtin_platform_plugins["cpu"] = lambda: "acme_platform.CpuPlatform"
-    path = "acme_platform.CpuPlatform"
-    profile = DeviceProfile("acme", path, "acme.Worker", detect=lambda: True)
-    monkeypatch.setattr(platform, "find_device", lambda plugins, forced: profile)
+        bare.builtin_platform_plugins["cpu"] = lambda: PATH
+    find(monkeypatch)
     assert made_of(platform.overlay_path(forced)).vllm_fl_platform == expected
 
 
@@ -217,13 +213,8 @@ def test_a_device_that_is_forced_where_vllm_asks_no_plugin_is_an_error(
 ) -> None:
     monkeypatch.setattr(platforms, "vllm_release", lambda: ("vllm", "0.32.0"))
     monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
-    profile = DeviceProfile("acme", "acme.Platform", "acme.Worker", detect=lambda: True)
-    monkeypatch.setattr(platform, "find_device", lambda plugins, forced: profile)
+    find(monkeypatch)
     bare.current_platform = CpuPlatform()
     with pytest.raises(DeviceError, match=r"VLLM_FL_PLATFORM=acme .* VLLM_TARGET_DEVICE=cpu"):
         platform.lay_in_place("acme")
     assert type(bare.current_platform) is CpuPlatform
-
-
-def test_a_machine_that_nobody_knows_is_stock(bare: SimpleNamespace) -> None:
-    assert platform.overlay_path() is None

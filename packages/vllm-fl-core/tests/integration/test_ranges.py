@@ -2,51 +2,30 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import vllm.platforms
-from builders import engine_of, kind_of, managing, planning
+from builders import kind_of, managing, planning
+from tracing import LARGEST, OP, PATCHER, ROWS, applied, config
 from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.config import CompilationMode
 
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.graphs import passes, replacing
-from vllm_fl.integration.graphs.state import InGraphs
-from vllm_fl.integration.patchers import fusions
 from vllm_fl.integration.platform import PlatformOverlay
 from vllm_fl.plugins.types import OpImpl
-
-OP, LARGEST = "linear", 64
-ROWS = {"<=16": "vendor", "rest": "stock"}
-
-PATCHER = fusions.OperatorsInGraphs()
 
 
 def planned(order: Any) -> Plan:
     kind, vendor = kind_of("vendor.acme")
     product = OpImpl(OP, "vendor.acme", kind, torch.nn.functional.linear, vendor)
     return planning(managing(product, per_op_order={OP: order}), "compiled")
-
-
-def config(ends: list[int] | None, sizes: list[int] | None = None, **fields: Any) -> Any:
-    fields = {"mode": CompilationMode.VLLM_COMPILE, "backend": "inductor", **fields}
-    fields.setdefault("cudagraph_capture_sizes", [])
-    return SimpleNamespace(
-        compilation_config=SimpleNamespace(
-            compile_ranges_endpoints=ends, compile_sizes=sizes, **fields
-        ),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=LARGEST),
-        additional_config={"vllm_fl": Carried(plan="0123")},
-    )
 
 
 def split(order: Any, changed: Any, entry: dict[str, Any] | None = None) -> Any:
@@ -56,33 +35,28 @@ def split(order: Any, changed: Any, entry: dict[str, Any] | None = None) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("order", "ends", "sizes"),
+    ("order", "compiled", "captured", "ends", "sizes"),
     [
-        (ROWS, [16, 64], []),
-        ({"<=16": "stock", "rest": "vendor"}, [16, 64], []),
-        ({"<=1": "vendor", "rest": "stock"}, [64], [1]),
-        ({"<=8": "vendor", "<=16": "stock", "rest": "vendor"}, [64], []),
-        ({"<=4": "stock", "<=8": "vendor", "rest": "stock"}, [8, 64], []),
-        ("vendor", [64], []),
-        ("stock", [64], []),
+        (ROWS, [], [], [16, 64], []),
+        ({"<=16": "stock", "rest": "vendor"}, [], [], [16, 64], []),
+        ({"<=1": "vendor", "rest": "stock"}, [], [], [64], [1]),
+        ({"<=8": "vendor", "<=16": "stock", "rest": "vendor"}, [], [], [64], []),
+        ({"<=4": "stock", "<=8": "vendor", "rest": "stock"}, [], [], [8, 64], []),
+        ("vendor", [], [], [64], []),
+        ("stock", [], [], [64], []),
+        # A split saves the most above captured sizes.
+        ({"<=32": "stock", "<=48": "vendor", "rest": "stock"}, [], [], [32, 64], []),
+        ({"<=32": "stock", "<=48": "vendor", "rest": "stock"}, [], [1, 32], [48, 64], []),
+        # vLLM's range extends beyond a size that the user compiles apart.
+        (ROWS, [16, 1], [], [16, 64], [16, 1]),
+        ({"<=1": "vendor", "rest": "stock"}, [1], [], [64], [1]),
     ],
 )
 def test_vllms_range_is_split_if_a_part_keeps_the_operator(
-    order: Any, ends: list[int], sizes: list[int]
+    order: Any, compiled: list[int], captured: list[int], ends: list[int], sizes: list[int]
 ) -> None:
-    assert split(order, config([64], [])) == (ends, sizes)
-
-
-def test_a_split_saves_the_most_above_captured_sizes() -> None:
-    order = {"<=32": "stock", "<=48": "vendor", "rest": "stock"}
-    assert split(order, config([64], [])) == ([32, 64], [])
-    assert split(order, config([64], [], cudagraph_capture_sizes=[1, 32])) == ([48, 64], [])
-
-
-def test_a_size_that_the_user_has_compiled_apart_is_no_end_of_a_range() -> None:
-    """vLLM's range extends beyond it."""
-    assert split(ROWS, config([64], [16, 1])) == ([16, 64], [16, 1])
-    assert split({"<=1": "vendor", "rest": "stock"}, config([64], [1])) == ([64], [1])
+    changed = config([64], compiled, cudagraph_capture_sizes=captured)
+    assert split(order, changed) == (ends, sizes)
 
 
 def test_the_users_own_ranges_stay_and_ours_go_with_the_plan_that_had_them() -> None:
@@ -123,13 +97,6 @@ def test_the_platforms_own_pass_manager_has_our_pass_if_an_op_is_planned_for_it(
     (ours,) = added(planned(ROWS))
     assert isinstance(ours, replacing.TorchOperators)
     assert added(planned(ROWS), backend="eager") == []
-
-
-def applied(plan: Plan) -> Any:
-    engine = engine_of(plan)
-    engine.state.pop(InGraphs, None)
-    PATCHER.apply(engine)
-    return engine
 
 
 def test_a_devices_manager_that_takes_no_pass_is_named_and_starts(

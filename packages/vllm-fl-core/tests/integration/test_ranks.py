@@ -5,12 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from vllm_fl.integration.ranks import (
-    Opinion,
-    lacking,
-    plan_differences,
-    united,
-)
+from vllm_fl.integration.ranks import Opinion, lacking, plan_differences, united
 from vllm_fl.plugins.inspection import FAILED, LACKED, REJECTED, Objection
 
 KEY = ("rms_norm", "vendor.acme")

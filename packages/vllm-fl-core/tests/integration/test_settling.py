@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from builders import engine_of, managing, planning, silu
+from builders import engine_of, managing, plan_of, planning, rank_failed, silu
 
 from vllm_fl.errors import StartError
 from vllm_fl.integration import engines, settling
@@ -22,7 +21,7 @@ from vllm_fl.settings.devices import Table
 KEY = ("silu_and_mul", "vendor.acme")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The failures that this rank reports to the others."""
     found: list[str] = []
@@ -30,21 +29,20 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def exchange(what: str, mine: Any, failure: str = "") -> list[Any]:
         if failure:
             found.append(failure)
-            raise StartError(
-                "vllm-fl: engine startup failed: " + "; ".join([f"rank 0: {failure}"]),
-                failures=(f"rank 0: {failure}",),
-            )
+            raise rank_failed(f"rank 0: {failure}")
         return [mine]
 
     monkeypatch.setattr(engines, "exchange", exchange)
     monkeypatch.setattr(settling, "_patchers_object", lambda *_: {})
+    monkeypatch.setattr(settling, "_disable", lambda engine, _, new: engine.disabled.update(new))
     return found
 
 
 def inspecting(monkeypatch: pytest.MonkeyPatch, answer: Any, **policy: Any) -> Any:
-    """An engine with a verifier that returns or raises `answer`."""
+    """An engine with a verifier that returns or raises `answer`, and its calls in `asked`."""
 
     def inspect(engine: Any, moment: Moment, *, verifies: bool) -> Any:
+        engine.asked.append(verifies)
         if isinstance(answer, BaseException):
             raise answer
         return dict(answer) if verifies else {}
@@ -52,41 +50,39 @@ def inspecting(monkeypatch: pytest.MonkeyPatch, answer: Any, **policy: Any) -> A
     monkeypatch.setattr(settling, "collect_objections", inspect)
     engine = engine_of(planning(managing(silu("vendor.acme"), **policy)))
     vars(engine.facts.settings)["policy"] = managing(silu("vendor.acme"), **policy).policy
+    engine.asked, engine.contents = [], {"ops": {}}
     return engine
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), RuntimeError("boom"), StartError("boom")])
+def exchanging(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Any], list[Any]]) -> None:
+    """Replace the exchange: `answer` returns the opinions of all ranks."""
+    monkeypatch.setattr(engines, "exchange", lambda what, mine, failure="": answer(mine))
+
+
+class Differs(StartError):
+    """Says more than a StartError."""
+
+
+@pytest.mark.parametrize(
+    ("error", "stays", "reported"),
+    [
+        (SystemExit(3), False, ["SystemExit: 3"]),
+        (RuntimeError("boom"), False, ["RuntimeError: boom"]),
+        (StartError("boom"), False, ["boom"]),
+        (Differs("boom"), True, ["boom"]),
+        (rank_failed("rank 1: gone"), True, []),  # all ranks know it
+    ],
+    ids=repr,
+)
 def test_whatever_a_rank_raises_ends_the_startup_on_all(
-    error: BaseException, sent: list[str], monkeypatch: pytest.MonkeyPatch
+    error: BaseException, stays: bool, reported: list[str], sent: list[str], monkeypatch: Any
 ) -> None:
-    with pytest.raises(StartError, match="vllm-fl: engine startup failed: rank 0: "):
+    with pytest.raises(StartError) as raised:
         settling.settle(inspecting(monkeypatch, error), Moment.LOADED)
-    assert len(sent) == 1
+    assert (raised.value is error, sent) == (stays, reported)
+    assert stays or str(raised.value).startswith("vllm-fl: engine startup failed: rank 0: ")
 
 
-def test_an_error_of_ours_that_says_more_stays_what_it_is(
-    sent: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Differs(StartError):
-        pass
-
-    with pytest.raises(Differs):
-        settling.settle(inspecting(monkeypatch, Differs("differs")), Moment.LOADED)
-    assert sent == ["differs"]
-
-
-def test_a_failure_that_all_ranks_know_is_not_sent_again(
-    sent: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = StartError(
-        "vllm-fl: engine startup failed: " + "; ".join(["rank 1: gone"]), failures=("rank 1: gone",)
-    )
-    with pytest.raises(StartError, match="rank 1: gone"):
-        settling.settle(inspecting(monkeypatch, known), Moment.LOADED)
-    assert not sent
-
-
-@pytest.mark.usefixtures("sent")
 def test_an_objection_ends_a_strict_startup_if_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     disabled: list[Any] = []
 
@@ -105,27 +101,14 @@ def test_an_objection_ends_a_strict_startup_if_it_says_so(monkeypatch: pytest.Mo
     assert found == {KEY: "it is wrong (found on rank 0)"} and len(disabled) == 1
 
 
-@pytest.mark.usefixtures("sent")
 def test_verifiers_are_asked_if_no_rank_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-
-    def exchange(what: str, mine: Any, failure: str = "") -> list[Any]:
-        theirs = Opinion({KEY: Objection(FAILED, "vetoed")}) if len(asked) == 1 else mine
-        return [mine, theirs]
-
-    def inspect(engine: Any, moment: Moment, *, verifies: bool) -> Any:
-        asked.append(verifies)
-        return {}
-
+    veto = Opinion({KEY: Objection(FAILED, "vetoed")})
     engine = inspecting(monkeypatch, {})
-    monkeypatch.setattr(engines, "exchange", exchange)
-    monkeypatch.setattr(settling, "collect_objections", inspect)
-    monkeypatch.setattr(settling, "_disable", lambda engine, _, new: engine.disabled.update(new))
+    exchanging(monkeypatch, lambda mine: [mine, veto if len(engine.asked) == 1 else mine])
     settling.settle(engine, Moment.LOADED)
-    assert asked == [False, False, True] and engine.disabled[KEY].rank == 1
+    assert engine.asked == [False, False, True] and engine.disabled[KEY].rank == 1
 
 
-@pytest.mark.usefixtures("sent")
 def test_remarks_are_of_the_last_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     def inspect(engine: Any, moment: Moment, *, verifies: bool) -> Any:
         if verifies:
@@ -134,46 +117,29 @@ def test_remarks_are_of_the_last_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
     engine = inspecting(monkeypatch, {})
     monkeypatch.setattr(settling, "collect_objections", inspect)
-    monkeypatch.setattr(settling, "_disable", lambda engine, _, new: engine.disabled.update(new))
     settling.settle(engine, Moment.LOADED)
     assert engine.remarks[Moment.LOADED] == ["seed 1"]
 
 
-@pytest.mark.usefixtures("sent")
 def test_a_table_that_one_rank_cannot_use_is_dropped_on_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each rank decides by the tables of all, so none verifies while another plans again."""
-    asked: list[bool] = []
-
-    def exchange(what: str, mine: Any, failure: str = "") -> list[Any]:
-        return [mine, replace(mine, table=mine.table if made else "the device is H100")]
-
-    def inspect(engine: Any, moment: Moment, *, verifies: bool) -> Any:
-        asked.append(verifies)
-        return {}
-
     made: list[Any] = []
     engine = inspecting(monkeypatch, {})
     settings = replace(engine.facts.settings, tuned=Table("t.yaml"))
-    engine.facts, engine.contents = replace(engine.facts, settings=settings), {"ops": {}}
-    monkeypatch.setattr(engines, "exchange", exchange)
-    monkeypatch.setattr(settling, "collect_objections", inspect)
+    engine.facts, other = replace(engine.facts, settings=settings), "the device is H100"
+    exchanging(monkeypatch, lambda mine: [mine, mine if made else replace(mine, table=other)])
     monkeypatch.setattr(settling, "set_plan", made.append)
     settling.settle(engine, Moment.PLANNED)
-    assert made == [engine] and asked == [False, False, True]
+    assert made == [engine] and engine.asked == [False, False, True]
     table = engine.facts.settings.tuned
     assert table is not None and table.unused == "the device is H100 (on rank 1)"
 
 
-@pytest.mark.usefixtures("sent")
 def test_a_rank_without_a_verifier_ends_the_startup(monkeypatch: pytest.MonkeyPatch) -> None:
-    def exchange(what: str, mine: Any, failure: str = "") -> list[Any]:
-        return [replace(mine, verifiers=mine.verifiers | {"acme-verify"}), mine]
-
-    engine = inspecting(monkeypatch, {})
-    engine.contents = {"ops": {}}
-    monkeypatch.setattr(engines, "exchange", exchange)
+    engine, more = inspecting(monkeypatch, {}), {"acme-verify"}
+    exchanging(monkeypatch, lambda mine: [replace(mine, verifiers=mine.verifiers | more), mine])
     with pytest.raises(StartError, match=r"acme-verify is missing on rank 1\. Install it"):
         settling.settle(engine, Moment.PLANNED)
 
@@ -185,13 +151,10 @@ def test_ranks_that_chose_differently_by_timing_are_a_warning(
     picks: dict[Any, Any] = {64: "tiles of 128", 512: "tiles of 64"}
     opinions: list[Any] = []
 
-    def exchange(what: str, mine: Any, failure: str = "") -> list[Any]:
-        opinions.append(mine)
-        return [mine, opinions[0]]  # the other rank returns this rank's first choices
-
     impls = silu("vendor.acme", choices=lambda: picks), silu("vendor.broken", choices=lambda: 1 / 0)
-    engine = engine_of(planning(managing(*impls, per_op_order={"silu_and_mul": ["vendor"]})))
-    monkeypatch.setattr(engines, "exchange", exchange)
+    engine = engine_of(plan_of(*impls, order=["vendor"]))
+    # The other rank returns this rank's first choices.
+    exchanging(monkeypatch, lambda mine: opinions.append(mine) or [mine, opinions[0]])
     monkeypatch.setattr(settling, "collect_objections", lambda *_, **__: {})
     settling.settle(engine, Moment.CACHED)
     assert not caplog.records

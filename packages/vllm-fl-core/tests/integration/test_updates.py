@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
-from builders import engine_of, extended, managing, planning, silu
+from builders import engine_of, extended, managing, planning, rank_failed, silu
 from torch.nn import functional as F
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 
 import vllm_fl.dispatch
 from vllm_fl.engine.plan import Plan
-from vllm_fl.errors import ServingError, StartError
+from vllm_fl.errors import ServingError
 from vllm_fl.integration import engines
 from vllm_fl.integration.ranks import Opinion
 from vllm_fl.integration.worker import PlannedWorker
@@ -38,22 +36,13 @@ def right(x: torch.Tensor) -> torch.Tensor:
     return F.silu(x[..., :d]) * x[..., d:]
 
 
-class Act(torch.nn.Module):
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self.bound = plan.bind("silu_and_mul", self, frozenset())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.bound(x)  # type: ignore[no-any-return]
-
-
 class Model(torch.nn.Module):
     def __init__(self, plan: Plan) -> None:
         super().__init__()
-        self.act, self.weight = Act(plan), torch.ones(32)
+        self.bound, self.weight = plan.bind("silu_and_mul", self, frozenset()), torch.ones(32)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:
-        return self.act((torch.sin(input_ids[:, None] + self.weight)).bfloat16())
+        return self.bound(torch.sin(input_ids[:, None] + self.weight).bfloat16())
 
 
 class Runner:
@@ -107,10 +96,7 @@ Engine = Callable[..., Any]
 def alone(what: str, mine: Any, failure: str = "") -> list[Any]:
     """The exchange of a single rank."""
     if failure:
-        raise StartError(
-            "vllm-fl: engine startup failed: " + "; ".join([f"rank 0: {failure}"]),
-            failures=(f"rank 0: {failure}",),
-        )
+        raise rank_failed(f"rank 0: {failure}")
     return [mine]
 
 
@@ -176,9 +162,7 @@ def test_an_engine_that_plans_only_classes_of_quantised_layers_is_verified_after
     assert compared == [Moment.UPDATED] and not worker.model_runner.runs
 
 
-def test_who_keeps_what_it_made_of_old_weights_is_named_to_who_updates_them(
-    engine: Engine,
-) -> None:
+def test_who_keeps_what_it_made_of_old_weights_is_named_to_who_updates_them(engine: Engine) -> None:
     worker = engine(keeping())
     worker.vllm_fl_verify()
     with pytest.raises(ServingError) as failed:
@@ -230,10 +214,7 @@ def test_what_fails_on_another_rank_stops_the_look_on_this_one(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: Any) -> Any:
-        raise StartError(
-            "vllm-fl: engine startup failed: " + "; ".join(["rank 1: OSError: gone"]),
-            failures=("rank 1: OSError: gone",),
-        )
+        raise rank_failed("rank 1: OSError: gone")
 
     worker = engine(exchange=fail)
     assert worker.reload_weights() == "loaded"

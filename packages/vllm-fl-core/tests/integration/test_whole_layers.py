@@ -6,14 +6,12 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
 from builders import engine_of, managing, planning
@@ -84,7 +82,9 @@ Make = Callable[..., Plan]
 def plan(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """`plan(impl, …, strict=…)`: the plan with these installed."""
     monkeypatch.setitem(sys.modules, "acme", ACME)  # type: ignore[arg-type]
+    monkeypatch.setattr(logging.getLogger("vllm_fl"), "propagate", True)
     whole_layers._chosen.cache_clear()
+    layers._found.cache_clear()  # a test that emulates a platform can make an import fail
     before = dict(TABLE)
 
     def make(*impls: Impl, notes: Any = None, foreign: Any = NOTHING, **policy: Any) -> Plan:
@@ -180,13 +180,12 @@ def test_refusals(plan: Make, verdict: Any, words: str | None) -> None:
     assert (words in found["Mixer", "vendor.acme"]) if words else not found
 
 
-def test_a_class_that_is_not_available_is_not_asked(plan: Make) -> None:
+def test_a_class_that_is_not_available_is_not_asked_and_a_layer_of_an_op_is_the_ops(
+    plan: Make,
+) -> None:
     plan(impl(available=lambda: "no card", supports=lambda request: 1 / 0))
     assert PATCHER.why_not(facts()).impls == {}
     assert PATCHER.why_not(dataclasses.replace(facts(), layers=None)).impls == {}
-
-
-def test_a_layer_of_an_op_is_the_ops(plan: Make) -> None:
     plan(impl("SiluAndMul"))
     (why,) = PATCHER.why_not(facts()).impls.values()
     assert "through the op silu_and_mul" in why and "provide an OpImpl" in why
@@ -230,25 +229,20 @@ def test_custom_ops_speaks_of_custom_ops(
     assert {"mamba_mixer2", "MambaMixer2"} <= PATCHER.layer_names(), "not imported yet"
 
 
-def model(*layers: torch.nn.Module) -> torch.nn.Module:
-    return torch.nn.Sequential(*layers)
-
-
 def loaded(made: Plan, *layers: torch.nn.Module) -> Any:
     """How many layers of a model come from the plan."""
-    worker = type("Worker", (), {"get_model": lambda self: model(*layers)})
+    worker = type("Worker", (), {"get_model": lambda self: torch.nn.Sequential(*layers)})
     engine = engine_of(made, worker())
     PATCHER.loaded(engine)
     return PATCHER.report(engine)["layers"]
 
 
 def test_layers_of_the_model_are_counted_and_their_calls(
-    plan: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    plan: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm_fl"), "propagate", True)
     made = dataclasses.replace(plan(impl()), counts_calls=True)
     with PATCHER.building(engine_of(made)):
-        built = Mixer(), BigMixer(), model(Mixer())
+        built = Mixer(), BigMixer(), torch.nn.Sequential(Mixer())
     wrapper = torch.nn.Module()
     wrapper.base_layer = built[0]
     assert loaded(made, *built, wrapper) == {"Mixer": 2}
@@ -257,9 +251,8 @@ def test_layers_of_the_model_are_counted_and_their_calls(
 
 
 def test_a_layer_that_is_vllms_all_the_same_is_said(
-    plan: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    plan: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm_fl"), "propagate", True)
     made = plan(impl())
     assert loaded(made, Mixer(), BigMixer()) == {"Mixer": 0}
     assert "is not used for layer 'Mixer' in 1 places, which keep vLLM's class: 0" in caplog.text
@@ -268,10 +261,7 @@ def test_a_layer_that_is_vllms_all_the_same_is_said(
         loaded(plan(impl(), strict=True), Mixer())
 
 
-def test_rank_0_says_what_serves(
-    plan: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm_fl"), "propagate", True)
+def test_rank_0_says_what_serves(plan: Make, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "vllm_fl")
     made = plan(impl(), impl("BigMixer", "OwnBig"))
     assert loaded(made, OwnMixer()) == {"Mixer": 1, "BigMixer": 0}

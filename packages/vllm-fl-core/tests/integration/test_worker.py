@@ -146,18 +146,14 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {name: json.loads(text.splitlines()[-1]) for name, text in outputs.items()}
 
 
-@pytest.fixture
-def metered(starts: dict[str, Any]) -> Any:
-    return starts["metered"]
-
-
 def test_a_start_seals_its_plan(starts: Any) -> None:
     output = starts["plain"]
     assert output["entry"] == {"plan": output["report"]["digest"]}
     assert output["reset"] == ["sealed", "done"], "the seal ends with the engine"
 
 
-def test_what_watches_changes_neither_plan_nor_digest(metered: Any, starts: Any) -> None:
+def test_what_watches_changes_neither_plan_nor_digest(starts: Any) -> None:
+    metered = starts["metered"]
     watched, plain = dict(metered["report"]), dict(starts["plain"]["report"])
     assert watched.pop("start").keys() == plain.pop("start").keys()
     assert watched == plain and plain["ops"]
@@ -166,8 +162,8 @@ def test_what_watches_changes_neither_plan_nor_digest(metered: Any, starts: Any)
     )
 
 
-def test_a_worker_writes_its_counters_while_it_serves(metered: Any) -> None:
-    output = metered
+def test_a_worker_writes_its_counters_while_it_serves(starts: Any) -> None:
+    output = starts["metered"]
     lines = output["metrics"].splitlines()
     plan = [line for line in lines if line.startswith("vllm_fl_plan_info{")]
     assert len(plan) == len(output["report"]["ops"])
@@ -179,7 +175,8 @@ def test_a_worker_writes_its_counters_while_it_serves(metered: Any) -> None:
     assert output["served"]["state"] == "serving", "at once: it is written every hour in this test"
 
 
-def test_a_worker_leaves_its_report(metered: Any) -> None:
+def test_a_worker_leaves_its_report_and_what_it_failed_of(starts: Any) -> None:
+    metered = starts["metered"]
     kept = metered["kept"]
     expected = {**metered["report"], "start": kept["report"]["start"]}  # its seconds increase
     assert kept["report"] == expected
@@ -189,12 +186,9 @@ def test_a_worker_leaves_its_report(metered: Any) -> None:
     assert "vllm-fl-ops" in kept["plugins"]
     assert "preflight=off (environment VLLM_FL_PREFLIGHT)" in kept["settings"]
     assert not any("op_backends" in line for line in kept["settings"]), "plugins' are in the plan"
-
-
-def test_a_start_that_fails_leaves_what_it_failed_of(metered: Any) -> None:
-    kept = metered["failed"]
-    assert kept["state"] == "failed" and kept["report"]["ops"]
-    assert kept["error"]["method"] == "load_model" and kept["error"]["why"] == "MemoryError"
+    failed = metered["failed"]
+    assert failed["state"] == "failed" and failed["report"]["ops"]
+    assert (failed["error"]["method"], failed["error"]["why"]) == ("load_model", "MemoryError")
 
 
 def test_a_layer_of_another_plugins_is_in_the_plan_and_the_digest(starts: Any) -> None:

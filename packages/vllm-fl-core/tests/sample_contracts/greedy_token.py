@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vllm_fl.contracts import BadInput, Exact, ModelSizes, OpSpec, Sample, Variant
-from vllm_fl.contracts.arguments import Problem
+from vllm_fl.contracts import Exact, ModelSizes, Sample
+from vllm_fl.contracts.arguments import FLOATING, declared, tensor
 from vllm_fl.contracts.sampling import Source
-
-from . import floating_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -25,19 +23,6 @@ def greedy_token(logits: torch.Tensor) -> torch.Tensor:
     ids = torch.arange(logits.shape[-1]).expand(logits.shape)
     best = logits == logits.amax(-1, keepdim=True)
     return ids.masked_fill(~best, logits.shape[-1]).amin(-1)
-
-
-def _fake(logits: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return logits.new_empty(logits.shape[:-1], dtype=torch.int64)
-
-
-def _check(logits: Any) -> Problem:
-    problem = floating_tensor("logits", logits)
-    if problem is None and logits.ndim != 2:
-        return "logits", f"must be (tokens, vocabulary), got {tuple(logits.shape)}"
-    return problem
 
 
 def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
@@ -59,21 +44,12 @@ def _served(
         yield Sample(f"{tokens} x 257{', large' * large}", (logits,))
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    source = Source(dtype, device)
-    yield BadInput("integers", (source.normal(2, 3).long(),), "logits")
-    yield BadInput("3-D", (source.normal(2, 3, 4),), "logits")
-
-
-SPEC = OpSpec(
-    oracle=greedy_token,
-    variants=(Variant("", "(Tensor logits) -> Tensor"),),
-    fake=_fake,
-    check=_check,
+SPEC = declared(
+    greedy_token,
+    {"logits": tensor("tokens, vocabulary")},
+    (tensor("tokens", "int64"),),
     samples=_samples,
     served=_served,
-    by_token=frozenset({"logits"}),
-    bad_inputs=_bad_inputs,
-    dtypes=("float32", "float16", "bfloat16"),
+    dtypes=FLOATING,
     outputs=(Exact(),),
 )

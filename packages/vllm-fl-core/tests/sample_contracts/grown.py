@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from vllm_fl.contracts import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
-from vllm_fl.contracts.arguments import Problem
+from vllm_fl.contracts import Sample, Tolerance
+from vllm_fl.contracts.arguments import declared, flag, like, scalar, tensor, word
 from vllm_fl.contracts.sampling import Source
-
-from . import floating_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -30,23 +29,6 @@ def grown(
     return out if bias is None else out + bias.double()
 
 
-def _fake(
-    x: torch.Tensor,
-    shift: float,
-    mode: str = "none",
-    flip: bool = False,
-    factor: float = 0.1,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
-def _check(
-    x: Any, shift: Any, mode: Any = "none", flip: Any = False, factor: Any = 0.1, bias: Any = None
-) -> Problem:
-    return floating_tensor("x", x)
-
-
 def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     source = Source(dtype, device)
     x = source.normal(4, 16)
@@ -57,33 +39,17 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("bias", (x, 1.0, "none", False, 0.1, source.normal(16)))
 
 
-def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
-) -> Iterator[Sample]:
-    for tokens in sizes.tokens:
-        x = Source(dtype, device, large).normal(tokens, 16)
-        yield Sample(f"{tokens} x 16", (x, 1.0, "none", False, 0.1, None))
-
-
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    x = Source(dtype, device).normal(2, 3).long()
-    yield BadInput("integers", (x, 1.0, "none", False, 0.1, None), "x")
-
-
-SPEC = OpSpec(
-    oracle=grown,
-    variants=(
-        Variant(
-            "",
-            '(Tensor x, float shift, str mode="none", bool flip=False, float factor=0.1, '
-            "Tensor? bias=None) -> Tensor",
-        ),
-    ),
-    fake=_fake,
-    check=_check,
+SPEC = declared(
+    grown,
+    {
+        "x": tensor("tokens, d"),
+        "shift": scalar(),
+        "mode": word("none", "negate"),
+        "flip": replace(flag(), classes=(bool, object)),  # a test passes a tensor
+        "factor": scalar(),
+        "bias": tensor("d").optional(),
+    },
+    (like("x"),),
     samples=_samples,
-    served=_served,
-    by_token=frozenset({"x"}),
-    bad_inputs=_bad_inputs,
     tolerances={"float32": Tolerance(1e-5, 1e-5, "a few roundings")},
 )

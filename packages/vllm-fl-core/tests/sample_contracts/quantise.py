@@ -17,8 +17,6 @@ from vllm_fl.contracts import (
 from vllm_fl.contracts.arguments import Problem
 from vllm_fl.contracts.sampling import Source
 
-from . import floating_tensor
-
 if TYPE_CHECKING:
     import torch
 
@@ -42,12 +40,11 @@ def _fake(x: torch.Tensor, group: int | None = None) -> tuple[torch.Tensor, torc
 
 
 def _check(x: Any, group: Any = None) -> Problem:
-    problem = floating_tensor("x", x)
-    if problem is None and x.ndim != 2:
-        return "x", f"must be (tokens, hidden), got {tuple(x.shape)}"
-    if problem is None and group is not None and x.shape[-1] % group:
+    if not getattr(x, "is_floating_point", bool)() or x.ndim != 2:
+        return "x", f"must be a floating tensor (tokens, hidden), got {x!r}"
+    if group is not None and x.shape[-1] % group:
         return "group", f"must divide {x.shape[-1]}, got {group}"
-    return problem
+    return None
 
 
 def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:

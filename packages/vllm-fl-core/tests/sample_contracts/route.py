@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vllm_fl.contracts import BadInput, ModelSizes, OpSpec, Routing, Sample, Tolerance, Variant
-from vllm_fl.contracts.arguments import Problem
+from vllm_fl.contracts import ModelSizes, Routing, Sample, Tolerance
+from vllm_fl.contracts.arguments import FLOATING, declared, flag, integer, tensor
 from vllm_fl.contracts.sampling import Source
-
-from . import floating_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -25,22 +23,6 @@ def route(
 
 def _scores(logits: torch.Tensor, top_k: int, renormalise: bool = True) -> torch.Tensor:
     return logits.double().softmax(-1)
-
-
-def _fake(
-    logits: torch.Tensor, top_k: int, renormalise: bool = True
-) -> tuple[torch.Tensor, torch.Tensor]:
-    import torch
-
-    shape = (logits.shape[0], top_k)
-    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
-
-
-def _check(logits: Any, top_k: Any, renormalise: Any = True) -> Problem:
-    problem = floating_tensor("logits", logits)
-    if problem is None and not 1 <= top_k <= logits.shape[-1]:
-        return "top_k", f"must be from 1 to {logits.shape[-1]}, got {top_k}"
-    return problem
 
 
 def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
@@ -68,24 +50,17 @@ def _served(
         yield Sample(f"{tokens} x 64{', large' * large}", (logits, 8, True))
 
 
-def _bad_inputs(dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
-    source = Source(dtype, device)
-    yield BadInput("integers", (source.normal(2, 3).long(), 1, True), "logits")
-    yield BadInput("too many", (source.normal(2, 3), 4, True), "top_k")
-
-
-SPEC = OpSpec(
-    oracle=route,
-    variants=(
-        Variant("", "(Tensor logits, SymInt top_k, bool renormalise=True) -> (Tensor, Tensor)"),
-    ),
-    fake=_fake,
-    check=_check,
+SPEC = declared(
+    route,
+    {
+        "logits": tensor("tokens, experts"),
+        "top_k": integer("1 <= value <= experts"),
+        "renormalise": flag(),
+    },
+    (tensor("tokens, top_k", "float32"), tensor("tokens, top_k", "int32")),
     samples=_samples,
     served=_served,
-    by_token=frozenset({"logits"}),
-    bad_inputs=_bad_inputs,
     tolerances={"float32": Tolerance(1e-5, 1e-7, "a softmax in fp32, with a fast exp")},
-    dtypes=("float32", "float16", "bfloat16"),
+    dtypes=FLOATING,
     outputs=(Routing(_scores, margin=1e-6),),
 )
