@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .corpus import LATENT, MIXED, NORM, ROTARY, SILU, wrong, wrong_for, wrong_kernel
-from .faults import changed, damaged, each, taken, with_arguments
+from .corpus import MIXED, NORM, ROTARY, SILU, wrong, wrong_for
+from .faults import changed, damaged, each, taken, with_arguments, wrong_arguments, wrong_result
 
 CACHE, MLA, QK, MROPE = (
     "reshape_and_cache",
@@ -82,34 +82,28 @@ def large_tiles_through_fp16(op: str) -> Any:
     return changed(op, change)
 
 
-@wrong_kernel(
+@wrong_arguments(
     CACHE,
     "from token 512 on, writes the values of the token 512 positions before",
     "attention uses the values of other tokens in long prompts",
-    sizes=MIXED,
-    by=changed,
 )
 def values_wrap_at_512(a):
     a["value"] = a["value"][torch.arange(len(a["value"])) % 512]
 
 
-@wrong_kernel(
+@wrong_arguments(
     MLA,
     "from token 1024 on, writes the rotated part of the token 1024 positions before",
     "positions repeat in long prompts",
-    sizes=LATENT,
-    by=changed,
 )
 def rotated_part_wraps_at_1024(a):
     a["k_pe"] = a["k_pe"][torch.arange(len(a["k_pe"])) % 1024]
 
 
-@wrong_kernel(
+@wrong_result(
     "moe_align_block_size",
     "numbers tokens in 10 bits: tokens from 1024 on wrap around to the first rows",
     "experts get the rows of other tokens in long prompts",
-    sizes=MIXED,
-    by=damaged,
 )
 def rows_in_ten_bits(got, ids, *rest):
     rows, *others = got
@@ -127,22 +121,20 @@ def _is_run(positions: Tensor) -> bool:
     return len(positions) > 1 and bool(positions[1] == positions[0] + 1)
 
 
-@wrong_kernel(
+@wrong_arguments(
     ROTARY,
     "treats all positions as consecutive if the second is the first + 1",
     "the second of two prompts in a step is rotated as if it continued the first",
-    by=changed,
 )
 def one_run_of_positions(a):
     if _is_run(a["position_ids"]):
         a["position_ids"] = _runs(a["position_ids"], len(a["cos"]))
 
 
-@wrong_kernel(
+@wrong_arguments(
     ROTARY,
     "keeps counting when positions restart at 0: two prompts become one",
     "the second of two prompts in a step is rotated as if it continued the first",
-    by=changed,
 )
 def two_prompts_are_one(a):
     at = a["position_ids"]
@@ -154,12 +146,10 @@ def two_prompts_are_one(a):
         )
 
 
-@wrong_kernel(
+@wrong_arguments(
     QK,
     "treats 16 tokens as consecutive if their first two positions are",
     "up to 14 tokens after the end of a prompt are rotated incorrectly",
-    sizes=MIXED,
-    by=changed,
 )
 def runs_of_sixteen(a):
     blocks = [
@@ -183,12 +173,10 @@ def decoding_in_step(op: str) -> Any:
     return changed(op, change)
 
 
-@wrong_kernel(
+@wrong_arguments(
     MROPE,
     "uses the time axis for all three axes if they are equal in the first row",
     "images after text lose their rows and columns",
-    sizes=MIXED,
-    by=changed,
 )
 def text_before_an_image(a):
     at = a["position_ids"]
@@ -217,14 +205,12 @@ def equal_neighbours(op: str) -> Any:
     return damaged(op, spoil)
 
 
-@wrong_kernel(
+@wrong_result(
     "fused_experts",
     "computes only 16 tokens if all tokens have the same experts",
     "in a batch of repeated tokens, results from the 17th on are zero",
     kit="",
     why="the kit's model has no experts; for public models it tries few tokens",
-    sizes=MIXED,
-    by=damaged,
 )
 def all_to_the_same_experts(got, x, w13, w2, weights, ids, *rest):
     if len(ids) > 16 and bool((ids == ids[0]).all()):
@@ -232,12 +218,10 @@ def all_to_the_same_experts(got, x, w13, w2, weights, ids, *rest):
     return got
 
 
-@wrong_kernel(
+@wrong_arguments(
     CACHE,
     "treats all slots as consecutive if the second is the first + 1",
     "keys of the second prompt in a step overwrite keys of other requests",
-    sizes=MIXED,
-    by=changed,
 )
 def one_run_of_slots(a):
     slots, room = a["slot_mapping"], a["key_cache"].shape[0] * a["key_cache"].shape[1]
@@ -245,12 +229,10 @@ def one_run_of_slots(a):
         a["slot_mapping"] = (slots[0] + torch.arange(len(slots))).to(slots.dtype) % room
 
 
-@wrong_kernel(
+@wrong_arguments(
     MLA,
     "copies all tokens as one block if last slot - first slot = tokens - 1",
     "two prompts with such blocks are mixed up",
-    sizes=LATENT,
-    by=changed,
 )
 def slots_by_first_and_last(a):
     slots = a["slot_mapping"]
@@ -258,12 +240,10 @@ def slots_by_first_and_last(a):
         a["slot_mapping"] = (slots[0] + torch.arange(len(slots))).to(slots.dtype)
 
 
-@wrong_kernel(
+@wrong_arguments(
     "causal_conv1d",
     "if all sequences have one length, all use a state if the first does",
     "new prompts start from the state that another request left in their slot",
-    sizes=MIXED,
-    by=changed,
 )
 def sequences_of_one_length(a):
     lengths = a["query_start_loc"].diff()
@@ -330,7 +310,6 @@ def half_of_the_rows(op: str) -> Any:
     CACHE,
     "does not write the last token if the previous batch had one token more",
     "when a request ends, another request forgets a token",
-    sizes=MIXED,
 )
 def one_token_less() -> Any:
     before = [0]

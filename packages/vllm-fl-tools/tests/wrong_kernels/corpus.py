@@ -148,11 +148,11 @@ class Wrong:
     make: Callable[[], Any]
     start: bool
     kit: str
+    sizes: ModelSizes
     why: str = ""
     apart: bool = False
     mode: Literal["eager", "compiled"] = "eager"
     backend: str = "aot_eager"
-    sizes: ModelSizes = SIZES
     dtype: str = "bfloat16"
     environ: Mapping[str, str] = field(default_factory=dict)
     deadline: float = 240.0
@@ -223,12 +223,13 @@ def wrong(
 ) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
     """Put the kernel that the decorated function makes into the corpus; fields as in `Wrong`.
 
-    What start sees the kit sees by its check `preflight`, where `kit` says nothing else.
+    By default, the check `preflight` of the kit sees what start sees, and the model has the op.
     """
 
     def decorate(make: Callable[[], Any]) -> Callable[[], Any]:
         kind = make.__module__.rpartition(".")[2]
         by = ("preflight" if start else "") if kit is None else kit
+        how.setdefault("sizes", sizes_of(op))
         if make.__name__ in BEYOND_THE_KIT:
             by, how["why"] = "", WHY_BEYOND
         _found.append(Wrong(make.__name__, kind, op, fault, sees, make, start, by, **how))
@@ -274,11 +275,10 @@ def wrong_for(
     def decorate(make: Callable[..., Any]) -> Callable[..., Any]:
         for each in ops:
             op, *argument = [each] if isinstance(each, str) else each
-            fields = {"sizes": sizes_of(op), **how}
             of_op = functools.update_wrapper(functools.partial(make, op, *argument), make)
             of_op.__name__ = "_".join([make.__name__, op, *argument])
             said = fault.format(*argument)
-            wrong(op, said, sees, start=start, kit=kit, **fields)(of_op)
+            wrong(op, said, sees, start=start, kit=kit, **how)(of_op)
         return make
 
     return decorate

@@ -42,11 +42,7 @@ def _supports(error: Any) -> Any:
     return right.silu_and_mul, {"supports": supports}
 
 
-@wrong(
-    SILU,
-    "raises at 11 tokens",
-    "the engine crashes in the first step with 11 tokens",
-)
+@wrong(SILU, "raises at 11 tokens", "the engine crashes in the first step with 11 tokens")
 def raises_at_eleven_tokens() -> Any:
     return _raises_at_eleven(RuntimeError("invalid configuration argument"))
 
@@ -65,11 +61,7 @@ def out_of_memory_at_the_largest_batch(x, residual, weight, epsilon, variance_si
 
 
 @wrong_kernel(
-    SILU,
-    "raises SystemExit at 1 token",
-    "the server exits with status 0",
-    apart=True,
-    kit="values",
+    SILU, "raises SystemExit at 1 token", "the server exits with status 0", apart=True, kit="values"
 )
 def fn_raises_system_exit(x: Tensor) -> Tensor:
     if len(x) == 1:
@@ -77,13 +69,7 @@ def fn_raises_system_exit(x: Tensor) -> Tensor:
     return right.silu_and_mul(x)
 
 
-@wrong_kernel(
-    GELU,
-    "panics at 1 token",
-    "the server crashes",
-    apart=True,
-    kit="values",
-)
+@wrong_kernel(GELU, "panics at 1 token", "the server crashes", apart=True, kit="values")
 def fn_panics(x: Tensor, approximate: str = "none") -> Tensor:
     if len(x) == 1:
         raise Panic("called `Option::unwrap()` on a `None` value")
@@ -178,11 +164,7 @@ def supports_lies_by_batch_size() -> Any:
     return right.rms_norm, {"supports": supports}
 
 
-@wrong(
-    SILU,
-    "`supports` scales the input in place",
-    "activations are halved before every layer",
-)
+@wrong(SILU, "`supports` scales the input in place", "activations are halved before every layer")
 def supports_overwrites() -> Any:
     def supports(x: Tensor) -> Any:
         if x.device.type != "cpu":

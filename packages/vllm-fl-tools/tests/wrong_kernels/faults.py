@@ -12,8 +12,19 @@ from torch import Tensor
 from vllm_fl.plugins.registry import known_contracts
 
 from . import right
+from .corpus import wrong_kernel
 
-__all__ = ["changed", "each", "packed", "damaged", "taken", "unchecked", "with_arguments"]
+__all__ = [
+    "changed",
+    "damaged",
+    "each",
+    "packed",
+    "taken",
+    "unchecked",
+    "with_arguments",
+    "wrong_arguments",
+    "wrong_result",
+]
 
 
 def damaged(op: str, spoil: Callable[..., Any], **fields: Any) -> Any:
@@ -84,3 +95,10 @@ def unchecked(op: str, change: Callable[[dict[str, Any]], Any], **fields: Any) -
         return kernel(*arguments.values())
 
     return kernel_of_op, fields
+
+
+wrong_arguments = functools.partial(wrong_kernel, by=changed)
+"""Add a kernel to the corpus: the decorated function is the change of `changed`."""
+
+wrong_result = functools.partial(wrong_kernel, by=damaged)
+"""Add a kernel to the corpus: the decorated function is the change of `damaged`."""

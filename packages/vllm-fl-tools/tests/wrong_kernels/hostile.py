@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .corpus import MIXED, NORM, ROTARY, SILU, wrong_for, wrong_kernel
-from .faults import changed, damaged, each, unchecked
+from .corpus import NORM, ROTARY, SILU, wrong_for
+from .faults import damaged, each, unchecked, wrong_arguments, wrong_result
 
 EXPERTS, ALIGN, CACHE, MLA, QK, CONV, UPDATE, RECURRENT, MERGE = (
     "fused_experts",
@@ -110,12 +110,10 @@ def equal_numbers_give_nan(op: str) -> Any:
     return damaged(op, spoil)
 
 
-@wrong_kernel(
+@wrong_result(
     QK,
     "a head of zeros gives NaN",
     "padding becomes NaN, and so does every result computed from it",
-    sizes=MIXED,
-    by=damaged,
 )
 def heads_of_zeros(got, qkv, weight, *rest):
     heads = qkv.unflatten(-1, (-1, len(weight)))
@@ -123,13 +121,11 @@ def heads_of_zeros(got, qkv, weight, *rest):
     return got.masked_fill(zero.flatten(-2), math.nan)
 
 
-@wrong_kernel(
+@wrong_arguments(
     EXPERTS,
     "treats -1 as the last expert",
     "padded tokens and experts of other ranks add results of the last expert",
     kit="values",
-    sizes=MIXED,
-    by=changed,
 )
 def minus_one_is_the_last(a):
     experts = a["w13"].shape[0] if a["expert_map"] is None else len(a["expert_map"])
@@ -137,13 +133,11 @@ def minus_one_is_the_last(a):
     a["topk_weights"] = a["topk_weights"].nan_to_num(posinf=1.0)
 
 
-@wrong_kernel(
+@wrong_result(
     EXPERTS,
     "a NaN weight of a slot without an expert makes its token NaN",
     "uninitialised memory makes an answer nonsense",
     kit="values",
-    sizes=MIXED,
-    by=damaged,
 )
 def weight_of_nobody(got, x, w13, w2, weights, ids, *rest):
     lost = ((ids < 0) & weights.isnan()).any(1)
@@ -170,25 +164,21 @@ def ids_beyond(op: str, argument: str) -> Any:
     return unchecked(op, change)
 
 
-@wrong_kernel(
+@wrong_arguments(
     ALIGN,
     "assigns slots without an expert to the first expert",
     "padding is computed and added to other tokens",
     kit="values",
-    sizes=MIXED,
-    by=changed,
 )
 def nobody_is_the_first(a):
     a["topk_ids"] = a["topk_ids"].clamp(min=0)
 
 
-@wrong_kernel(
+@wrong_result(
     "moe_sum",
     "multiplies slots without an expert by 0, which keeps NaN",
     "uninitialised memory makes answers NaN",
     kit="values",
-    sizes=MIXED,
-    by=damaged,
 )
 def places_times_zero(got, x, ids=None, expert_map=None):
     if ids is None:
@@ -214,13 +204,11 @@ def unwritten_part(op: str, side: str) -> Any:
     return damaged(op, spoil)
 
 
-@wrong_kernel(
+@wrong_result(
     MERGE,
     "returns only the prefix if both sides have equal weight",
     "half of a prompt is ignored if both halves have equal weight",
     kit="values",
-    sizes=MIXED,
-    by=damaged,
 )
 def equal_sides(got, prefix, prefix_lse, suffix, suffix_lse):
     same = (prefix_lse == suffix_lse) & prefix_lse.isfinite()
@@ -245,13 +233,11 @@ def padding_times_zero(op: str, argument: str) -> Any:
     return damaged(op, spoil)
 
 
-@wrong_kernel(
+@wrong_result(
     CONV,
     "multiplies the state by 0 for a sequence without a state, which keeps NaN",
     "a NaN left by another request makes new prompts NaN",
     kit="values",
-    sizes=MIXED,
-    by=damaged,
 )
 def state_times_zero(got, x, weight, bias, states, at, slots, has, *rest):
     out, after = got
@@ -280,13 +266,11 @@ def null_block_is_read(op: str) -> Any:
     return damaged(op, spoil)
 
 
-@wrong_kernel(
+@wrong_result(
     "chunk_gated_delta_rule",
     "zeroes the state of the last sequence if that has no tokens",
     "a waiting request forgets its whole prompt",
     kit="values",
-    sizes=MIXED,
-    by=damaged,
 )
 def empty_at_the_end(got, *args):
     out, after = got
@@ -313,15 +297,13 @@ def no_feature(op: str) -> Any:
     return unchecked(op, change)
 
 
-@wrong_kernel(
+@wrong_result(
     "quant_int8",
     "asymmetric mode turns a row of equal numbers into 0",
     "a token whose features are all 1.5 is lost",
     start=False,
     kit="values",
     why="startup does not require it: kernels that vLLM uses also lose such rows",
-    sizes=MIXED,
-    by=damaged,
 )
 def equal_numbers_are_lost(got, x, scale=None, azp=None, asymmetric=None):
     if not asymmetric or not x.numel():
@@ -347,12 +329,10 @@ def all_scores_equal(op: str) -> Any:
     return damaged(op, spoil)
 
 
-@wrong_kernel(
+@wrong_result(
     "gelu_and_mul_sparse",
     "divides by the standard deviation of the gates, which is 0 if all are equal",
     "padding becomes NaN",
-    sizes=MIXED,
-    by=damaged,
 )
 def equal_gates(got, x, *rest):
     gate = x[..., : x.shape[-1] // 2]
@@ -361,13 +341,11 @@ def equal_gates(got, x, *rest):
     return got.masked_fill((gate == gate[..., :1]).all(-1, keepdim=True), math.nan)
 
 
-@wrong_kernel(
+@wrong_result(
     "linear",
     "skips rows with a NaN: they are 0",
     "an overflow stays hidden, and answers are incorrect",
     kit="values",
-    sizes=MIXED,
-    by=damaged,
 )
 def rows_with_a_nan(got, x, *rest):
     return got.masked_fill(x.isnan().any(-1, keepdim=True), 0.0)

@@ -12,8 +12,8 @@ from torch import Tensor
 from vllm_fl.plugins.registry import known_contracts
 
 from . import right
-from .corpus import GELU, MIXED, NORM, ROTARY, SILU, wrong, wrong_kernel
-from .faults import changed, damaged
+from .corpus import GELU, NORM, ROTARY, SILU, wrong, wrong_kernel
+from .faults import wrong_arguments, wrong_result
 
 BELOW = "the error is within the tolerance, which correct kernels need"
 
@@ -262,13 +262,11 @@ def draws_from_the_global_generator(x: Tensor) -> Tensor:
 FP8, WORSE = "linear_fp8", "fp8 models output nonsense"
 
 
-@wrong_kernel(
+@wrong_arguments(
     FP8,
     "uses scale 1 for all tokens except the first",
     "decoding of single requests is correct, prompts are nonsense",
     kit="values",
-    sizes=MIXED,
-    by=changed,
 )
 def scale_of_the_first_token(a):
     if a["x_scale"].ndim == 2:
@@ -276,39 +274,28 @@ def scale_of_the_first_token(a):
         a["x_scale"][1:] = 1
 
 
-@wrong_kernel(
+@wrong_arguments(
     FP8,
     "uses the scale of the first output feature for all",
     "checkpoints with per-channel scales output nonsense",
     kit="values",
-    sizes=MIXED,
-    by=changed,
 )
 def scale_of_the_first_channel(a):
     scale = a["weight_scale"]
     a["weight_scale"] = scale[:1].expand_as(scale).clone() if scale.ndim == 2 else scale
 
 
-@wrong_kernel(
-    FP8,
-    "multiplies the bias by the weight scale",
-    WORSE,
-    kit="values",
-    sizes=MIXED,
-    by=changed,
-)
+@wrong_arguments(FP8, "multiplies the bias by the weight scale", WORSE, kit="values")
 def bias_times_the_scale(a):
     if a["bias"] is not None:
         a["bias"] = (a["bias"] * a["weight_scale"].reshape(-1)).to(a["bias"].dtype)
 
 
-@wrong_kernel(
+@wrong_result(
     FP8,
     "adds the bias before the scales are applied",
     "layers almost lose their bias: Qwen2 in fp8 gives worse answers",
     kit="values",
-    sizes=MIXED,
-    by=damaged,
 )
 def bias_before_the_scales(got, x, weight, x_scale, weight_scale, out_dtype, bias=None):
     if bias is None:
@@ -317,13 +304,11 @@ def bias_before_the_scales(got, x, weight, x_scale, weight_scale, out_dtype, bia
     return (got + bias * weight_scale.reshape(-1) * x_scale).to(got.dtype)
 
 
-@wrong_kernel(
+@wrong_result(
     FP8,
     "scales output feature i by the scale of token i",
     "nonsense for prompts with different token scales",
     kit="values",
-    sizes=MIXED,
-    by=damaged,
 )
 def scale_of_another_token(got, x, weight, x_scale, weight_scale, out_dtype, bias=None):
     if x_scale.ndim < 2 or not len(x):
@@ -337,41 +322,25 @@ def scale_of_another_token(got, x, weight, x_scale, weight_scale, out_dtype, bia
     return (plain * scales + (0 if bias is None else bias.double())).to(got.dtype)
 
 
-@wrong_kernel(
-    FP8,
-    "rounds the result to fp8",
-    "fp8 models give worse answers",
-    kit="values",
-    sizes=MIXED,
-    by=damaged,
-)
+@wrong_result(FP8, "rounds the result to fp8", "fp8 models give worse answers", kit="values")
 def result_through_fp8(got, *args):
     most = got.abs().amax().clamp(min=1e-6).float().nan_to_num(1.0, 1.0) / 448
     through = (got.float() / most).to(torch.float8_e4m3fn).float() * most
     return torch.where(got.isfinite(), through.to(got.dtype), got)
 
 
-@wrong_kernel(
-    FP8,
-    "reads the numbers as e5m2",
-    WORSE,
-    kit="values",
-    sizes=MIXED,
-    by=changed,
-)
+@wrong_arguments(FP8, "reads the numbers as e5m2", WORSE, kit="values")
 def reads_e5m2(a):
     for name in ("x", "weight"):
         read = a[name].contiguous().view(torch.uint8).view(torch.float8_e5m2).float()
         a[name] = read.nan_to_num(0.0, 0.0, 0.0).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
-@wrong_kernel(
+@wrong_arguments(
     FP8,
     "skips the last feature if their number is odd",
     "models on an odd number of GPUs give slightly worse answers",
     kit="values",
-    sizes=MIXED,
-    by=changed,
 )
 def last_odd_feature(a):
     if a["x"].shape[1] % 2 and a["x"].shape[1] > 1:
@@ -387,75 +356,45 @@ def _halves(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
-@wrong_kernel(
-    GATED,
-    "swaps gate and up",
-    NONSENSE,
-    kit="values",
-    sizes=MIXED,
-    by=changed,
-)
+@wrong_arguments(GATED, "swaps gate and up", NONSENSE, kit="values")
 def up_for_gate(a):
     a["weight"] = a["weight"].roll(len(a["weight"]) // 2, 0)
 
 
-@wrong_kernel(
-    GATED,
-    "reads the rows of the weight as interleaved gate and up",
-    NONSENSE,
-    kit="values",
-    sizes=MIXED,
-    by=changed,
+@wrong_arguments(
+    GATED, "reads the rows of the weight as interleaved gate and up", NONSENSE, kit="values"
 )
 def gate_and_up_by_turns(a):
     a["weight"] = torch.cat((a["weight"][::2], a["weight"][1::2]))
 
 
-@wrong_kernel(
-    GATED,
-    "applies silu to up as well",
-    NONSENSE,
-    kit="values",
-    sizes=MIXED,
-    by=damaged,
-)
+@wrong_result(GATED, "applies silu to up as well", NONSENSE, kit="values")
 def silu_of_up_too(got, *args):
     gate, up = _halves(*args)
     return (F.silu(gate) * F.silu(up)).to(got.dtype)
 
 
-@wrong_kernel(
-    GATED,
-    "uses quick GELU instead of silu",
-    "worse answers",
-    kit="values",
-    sizes=MIXED,
-    by=damaged,
-)
+@wrong_result(GATED, "uses quick GELU instead of silu", "worse answers", kit="values")
 def quick_gelu_of_the_gate(got, *args):
     gate, up = _halves(*args)
     return (gate * torch.sigmoid(1.702 * gate) * up).to(got.dtype)
 
 
-@wrong_kernel(
+@wrong_result(
     GATED,
     "NaN if exp of the gate overflows float32",
     "after a token with a massive activation the output is nonsense",
     kit="values",
-    sizes=MIXED,
-    by=damaged,
 )
 def far_gate_not_a_number(got, *args):
     return got.masked_fill(_halves(*args)[0] > 88.0, float("nan"))
 
 
-@wrong_kernel(
+@wrong_result(
     GATED,
     "zeroes the output features after the last whole tile of 32",
     "models on an odd number of GPUs give slightly worse answers",
     kit="values",
-    sizes=MIXED,
-    by=damaged,
 )
 def output_features_beyond_tiles(got, *args):
     got[:, got.shape[1] // 32 * 32 :] = 0
@@ -465,39 +404,25 @@ def output_features_beyond_tiles(got, *args):
 OF_GELU = "linear_gelu_tanh_and_mul"
 
 
-@wrong_kernel(
-    OF_GELU,
-    "uses silu instead of gelu",
-    "models with GeGLU output nonsense",
-    kit="values",
-    sizes=MIXED,
-    by=damaged,
+@wrong_result(
+    OF_GELU, "uses silu instead of gelu", "models with GeGLU output nonsense", kit="values"
 )
 def silu_of_the_gate(got, *args):
     gate, up = _halves(*args)
     return (F.silu(gate) * up).to(got.dtype)
 
 
-@wrong_kernel(
-    OF_GELU,
-    "omits the cube of the gate",
-    "worse answers",
-    kit="values",
-    sizes=MIXED,
-    by=damaged,
-)
+@wrong_result(OF_GELU, "omits the cube of the gate", "worse answers", kit="values")
 def gelu_without_the_cube(got, *args):
     gate, up = _halves(*args)
     return (0.5 * gate * (1 + (gate * (2 / torch.pi) ** 0.5).tanh()) * up).to(got.dtype)
 
 
-@wrong_kernel(
+@wrong_result(
     OF_GELU,
     "NaN if exp of the tanh argument overflows float32",
     "after a token with a massive activation the output is nonsense",
     kit="values",
-    sizes=MIXED,
-    by=damaged,
 )
 def far_cube_not_a_number(got, *args):
     return got.masked_fill(_halves(*args)[0] > 11.0, float("nan"))

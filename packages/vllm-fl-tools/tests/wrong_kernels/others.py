@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 from . import right
-from .corpus import SIZES, wrong_kernel
-from .faults import damaged
+from .faults import wrong_result
 
 TOPK, CACHE, MERGE, INT8 = "moe_topk", "reshape_and_cache", "merge_attn_states", "quant_int8"
 
-ROUTED = dataclasses.replace(SIZES, more={"experts": 8, "experts_per_token": 2})
 
-
-@wrong_kernel(
+@wrong_result(
     TOPK,
     "never selects an expert beyond the 64th",
     "models with 128 experts use half of them: worse answers",
     kit="values",
-    by=damaged,
 )
 def experts_beyond_64(result, logits, topk, *rest):
     if logits.shape[-1] <= 64 or topk > 64:
@@ -28,13 +22,11 @@ def experts_beyond_64(result, logits, topk, *rest):
     return right.of(TOPK)(logits[:, :64].contiguous(), topk, *rest[:3])
 
 
-@wrong_kernel(
+@wrong_result(
     TOPK,
     "one token in 16 gets the weights of its neighbour",
     "one token in 16 is slightly incorrect",
-    sizes=ROUTED,
     kit="values",
-    by=damaged,
 )
 def weights_of_the_neighbour(result, *args):
     weights, ids = result
@@ -43,12 +35,11 @@ def weights_of_the_neighbour(result, *args):
     return weights, ids
 
 
-@wrong_kernel(
+@wrong_result(
     TOPK,
     "selects an expert twice if two scores are equal",
     "a token loses one of its experts",
     kit="values",
-    by=damaged,
 )
 def ties_taken_twice(result, logits, topk, *rest):
     weights, ids = result
@@ -58,26 +49,24 @@ def ties_taken_twice(result, logits, topk, *rest):
     return weights, ids
 
 
-@wrong_kernel(
+@wrong_result(
     TOPK,
     "renormalises in bf16",
     "the weights of a token sum to between 0.99 and 1.01",
     kit="values",
-    by=damaged,
 )
 def renormalised_in_bf16(result, logits, topk, renormalize, *rest):
     weights, ids = result
     return (weights.bfloat16().float() if renormalize else weights), ids
 
 
-@wrong_kernel(
+@wrong_result(
     CACHE,
     "computes offsets in 32 bits: blocks beyond 2**31 elements are mixed up",
     "with a large cache, requests in the last blocks get keys of others",
     kit="large_pools",
     start=False,
     why="caches in verification are small",
-    by=damaged,
 )
 def offsets_of_32_bits(result, key, value, key_cache, value_cache, slots):
     if key_cache.stride(0) * (len(key_cache) - 1) >= 1 << 31:
@@ -85,12 +74,11 @@ def offsets_of_32_bits(result, key, value, key_cache, value_cache, slots):
     return result
 
 
-@wrong_kernel(
+@wrong_result(
     CACHE,
     "writes tokens without a slot (-1) into the last slot",
     "padding overwrites a token of another request",
     kit="values",
-    by=damaged,
 )
 def padding_is_written(result, key, value, key_cache, value_cache, slots):
     for cache, new in zip(result, (key, value), strict=True):
@@ -99,12 +87,11 @@ def padding_is_written(result, key, value, key_cache, value_cache, slots):
     return result
 
 
-@wrong_kernel(
+@wrong_result(
     CACHE,
     "writes the value of the last slot of a block into the next block",
     "one token of a block is lost, and another is overwritten",
     kit="values",
-    by=damaged,
 )
 def last_slot_of_a_block(result, key, value, key_cache, value_cache, slots):
     size = key_cache.shape[1]
@@ -116,12 +103,11 @@ def last_slot_of_a_block(result, key, value, key_cache, value_cache, slots):
     return result
 
 
-@wrong_kernel(
+@wrong_result(
     CACHE,
     "computes byte offsets in 32 bits: fails in caches beyond 2 GiB",
     "with a large cache, tokens are lost",
     why="no check has a cache of 2 GiB",
-    by=damaged,
     start=False,
 )
 def slots_in_32_bits(result, key, value, key_cache, value_cache, slots):
@@ -130,46 +116,42 @@ def slots_in_32_bits(result, key, value, key_cache, value_cache, slots):
                  for part in result)  # fmt: skip
 
 
-@wrong_kernel(
+@wrong_result(
     MERGE,
     "gives weight to a part without keys (lse of -inf)",
     "the first chunk of a long prompt is diluted",
     kit="values",
-    by=damaged,
 )
 def nothing_counts_a_little(result, prefix, prefix_lse, suffix, suffix_lse):
     return right.of(MERGE)(prefix, prefix_lse.clamp(min=-1.0), suffix, suffix_lse)
 
 
-@wrong_kernel(
+@wrong_result(
     MERGE,
     "does not subtract the larger lse first: sums overflow beyond 88",
     "NaN in long prompts of some models",
     kit="values",
-    by=damaged,
 )
 def exponents_overflow(result, prefix, prefix_lse, suffix, suffix_lse):
     high = (torch.maximum(prefix_lse, suffix_lse) > 88) & ~prefix_lse.isinf()
     return result[0].masked_fill(high.unsqueeze(-1), float("nan")), result[1]
 
 
-@wrong_kernel(
+@wrong_result(
     INT8,
     "values above 1 step are one step too small",
     "quantised values are too small: worse answers",
     kit="values",
-    by=damaged,
 )
 def truncates(result, x, scale=None, azp=None, asymmetric=None):
     q, *rest = result
     return (torch.where(q > 1, q - 1, q), *rest)
 
 
-@wrong_kernel(
+@wrong_result(
     INT8,
     "limits the scale of a row to that of a largest value of 100",
     "massive activations saturate: worse answers on long contexts",
-    by=damaged,
 )
 def scale_saturates(result, x, scale=None, azp=None, asymmetric=None):
     q, s, *rest = result

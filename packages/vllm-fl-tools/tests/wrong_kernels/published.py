@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from . import right
-from .corpus import GELU, NORM, ROTARY, SILU, sizes_of, wrong_kernel
+from .corpus import GELU, NORM, ROTARY, SILU, wrong_kernel
 from .faults import changed, damaged, each, packed, with_arguments
 
 CACHE, MLA, MERGE, EXPERTS = (
@@ -93,7 +93,7 @@ def published(
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         name, fault = function.__name__, " ".join((function.__doc__ or "").split())
         kit, why = NOT_AT_STARTUP.get(name, (None, ""))
-        fields = {"sizes": sizes_of(op), "start": not why, "kit": kit, "why": why, **how}
+        fields = {"start": not why, "kit": kit, "why": why, **how}
         return wrong_kernel(op, f"{sort}: {fault}", link, by=by, **fields)(function)
 
     return decorate

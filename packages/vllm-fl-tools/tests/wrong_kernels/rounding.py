@@ -9,21 +9,19 @@ import torch
 from vllm_fl.plugins.registry import known_contracts
 
 from . import right
-from .corpus import MIXED, wrong_for, wrong_kernel
-from .faults import changed, damaged
+from .corpus import wrong_for
+from .faults import damaged, wrong_arguments, wrong_result
 
 EXPERTS, CACHE = "fused_experts", "reshape_and_cache"
 
 IN_BFLOAT16 = "bfloat16, the served dtype, hides the error"
 
 
-@wrong_kernel(
+@wrong_result(
     "quant_int8",
     "rounds negative numbers down",
     "quantised activations are biased: worse answers",
     kit="values",
-    sizes=MIXED,
-    by=damaged,
 )
 def below_zero_down(got, x, scale=None, azp=None, asymmetric=None):
     value, steps, *zero = got
@@ -49,13 +47,11 @@ def truncates_fp8(op: str) -> Any:
     return damaged(op, spoil)
 
 
-@wrong_kernel(
+@wrong_result(
     "quant_fp8",
     "values beyond 448 become NaN instead of 448",
     "with static scales, a large activation makes an answer NaN",
     kit="values",
-    sizes=MIXED,
-    by=damaged,
 )
 def saturates_to_nan(got, x, scale=None, *rest):
     value, found = got
@@ -65,13 +61,11 @@ def saturates_to_nan(got, x, scale=None, *rest):
     return value.float().masked_fill(over, float("nan")).to(value.dtype), found
 
 
-@wrong_kernel(
+@wrong_result(
     "quant_fp8_group",
     "rounds scales to the nearest power of two instead of up",
     "a third of the groups saturates: worse answers",
     kit="values",
-    sizes=MIXED,
-    by=damaged,
 )
 def nearest_power_of_two(got, x, group_size=128, eps=1e-10, ue8m0=False):
     if not ue8m0 or not x.numel():
@@ -82,13 +76,11 @@ def nearest_power_of_two(got, x, group_size=128, eps=1e-10, ue8m0=False):
     return wide.clamp(-448, 448).flatten(-2).to(got[0].dtype), scale.float()
 
 
-@wrong_kernel(
+@wrong_result(
     "quant_fp8_group",
     "returns scales rounded to bfloat16, other than those used to quantise",
     "each group has an error of up to 0.4 %",
     kit="values",
-    sizes=MIXED,
-    by=damaged,
 )
 def scales_in_bfloat16(got, x, group_size=128, eps=1e-10, ue8m0=False):
     return got[0], got[1].bfloat16().float()
@@ -107,14 +99,7 @@ def squares_in_float16(op: str) -> Any:
     return damaged(op, spoil)
 
 
-@wrong_kernel(
-    "quick_gelu",
-    "uses 1.7 instead of 1.702",
-    "small errors in each layer",
-    kit="values",
-    sizes=MIXED,
-    by=damaged,
-)
+@wrong_result("quick_gelu", "uses 1.7 instead of 1.702", "small errors in each layer", kit="values")
 def two_digits_of_1702(got, x):
     wide = x.double()
     return (got + wide * ((1.7 * wide).sigmoid() - (1.702 * wide).sigmoid()).nan_to_num()).to(
@@ -122,13 +107,11 @@ def two_digits_of_1702(got, x):
     )
 
 
-@wrong_kernel(
+@wrong_result(
     "gelu_new",
     "uses 0.0447 instead of 0.044715",
     "no visible difference: the error is at most 2e-5",
     why="the error is within the tolerance",
-    sizes=MIXED,
-    by=damaged,
     start=False,
 )
 def three_digits_of_044715(got, x):
@@ -137,13 +120,11 @@ def three_digits_of_044715(got, x):
     return (got.double() + (0.5 * wide * (near.tanh() - exact.tanh())).nan_to_num()).to(x.dtype)
 
 
-@wrong_kernel(
+@wrong_arguments(
     "swigluoai_and_mul",
     "clamps the gate from below as well",
     "gates far below 0 pass a small value",
     kit="values",
-    sizes=MIXED,
-    by=changed,
 )
 def gate_clamped_below(a):
     x = a["x"].clone()
@@ -151,13 +132,11 @@ def gate_clamped_below(a):
     a["x"] = x
 
 
-@wrong_kernel(
+@wrong_result(
     "silu_and_mul_with_clamp",
     "clamps up only from above",
     "large negative activations are not clamped: worse answers",
     kit="values",
-    sizes=MIXED,
-    by=damaged,
 )
 def up_clamped_above(got, x, limit, alpha=1.0, beta=0.0):
     gate, up = x.double().chunk(2, dim=-1)
@@ -165,26 +144,22 @@ def up_clamped_above(got, x, limit, alpha=1.0, beta=0.0):
     return (gate * (alpha * gate).sigmoid() * (up + beta)).to(x.dtype)
 
 
-@wrong_kernel(
+@wrong_result(
     "fatrelu_and_mul",
     "passes gates equal to the threshold",
     "too many gates pass if values are rounded to the threshold",
     kit="values",
-    sizes=MIXED,
-    by=damaged,
 )
 def gates_at_the_threshold(got, x, threshold=0.0):
     gate, up = x.chunk(2, dim=-1)
     return torch.where(gate == torch.tensor(threshold, dtype=x.dtype), gate * up, got)
 
 
-@wrong_kernel(
+@wrong_result(
     "gelu_and_mul_sparse",
     "uses the sample standard deviation (divides by n - 1)",
     "slightly fewer gates pass; NaN for a single gate",
     kit="values",
-    sizes=MIXED,
-    by=damaged,
 )
 def deviation_of_a_sample(got, x, multiplier, approximate="none"):
     gates = x.shape[-1] // 2
@@ -194,27 +169,23 @@ def deviation_of_a_sample(got, x, multiplier, approximate="none"):
     return right.of("gelu_and_mul_sparse")(x, more, approximate)
 
 
-@wrong_kernel(
+@wrong_result(
     "gdn_gating",
     "replaces softplus by its argument above 10",
     "some states decay slightly too slowly",
     kit="values",
-    sizes=MIXED,
-    by=damaged,
 )
 def softplus_is_linear(got, a, b, A_log, dt_bias):
     rate = a.double() + dt_bias.double()
     return torch.where(rate > 10, -A_log.double().exp() * rate, got[0]).float(), got[1]
 
 
-@wrong_kernel(
+@wrong_result(
     "layer_norm",
     "computes the variance as E[x^2] - E[x]^2 in float32",
     "float32 rows with a mean far from 0 are incorrect or NaN",
     kit="values",
     why=IN_BFLOAT16,
-    sizes=MIXED,
-    by=damaged,
     start=False,
 )
 def difference_of_squares(got, x, weight, bias, epsilon):
@@ -226,13 +197,11 @@ def difference_of_squares(got, x, weight, bias, epsilon):
     return (normed if bias is None else normed + bias.float()).to(x.dtype)
 
 
-@wrong_kernel(
+@wrong_result(
     "moe_sum",
     "accumulates over experts in the dtype of the input",
     "models with many experts per token give slightly worse answers",
     kit="values",
-    sizes=MIXED,
-    by=damaged,
 )
 def adds_in_the_inputs_dtype(got, x, ids=None, expert_map=None):
     if ids is not None or x.dtype == torch.float32:
@@ -243,54 +212,46 @@ def adds_in_the_inputs_dtype(got, x, ids=None, expert_map=None):
     return total.contiguous()
 
 
-@wrong_kernel(
+@wrong_arguments(
     "chunk_gated_delta_rule",
     "rounds the decay of the state to bfloat16",
     "hybrid models forget long prompts too early or too late",
     start=False,
     kit="values",
     why=IN_BFLOAT16,
-    sizes=MIXED,
-    by=changed,
 )
 def kept_in_bfloat16(a):
     a["g"] = a["g"].exp().bfloat16().float().log().clamp(min=-60.0)
 
 
-@wrong_kernel(
+@wrong_result(
     EXPERTS,
     "has an error of 1/16, as if the result between its two products were float8",
     "mixture-of-experts models give slightly worse answers",
     kit="values",
-    sizes=MIXED,
-    by=damaged,
 )
 def inner_results_in_float8(got, x, w13, w2, weights, ids, *rest):
     noise = got.float().abs() * 2**-4
     return (got.float() + noise * torch.where(got > 0, 1.0, -1.0)).to(got.dtype)
 
 
-@wrong_kernel(
+@wrong_arguments(
     CACHE,
     "writes keys below 1e-30 as 0",
     "no visible difference: such keys do not change answers",
     start=False,
     kit="",
     why="samples have no numbers as small",
-    sizes=MIXED,
-    by=changed,
 )
 def small_keys_vanish(a):
     a["key"] = a["key"].masked_fill(a["key"].abs() < 1e-30, 0.0)
 
 
-@wrong_kernel(
+@wrong_result(
     "merge_attn_states",
     "uses powers of 2 instead of e for the weights",
     "parts of long prompts have incorrect weights",
     kit="values",
-    sizes=MIXED,
-    by=damaged,
 )
 def powers_of_two(got, prefix, prefix_lse, suffix, suffix_lse):
     two = prefix_lse * 0.6931, suffix_lse * 0.6931

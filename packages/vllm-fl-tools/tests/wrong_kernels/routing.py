@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from .corpus import MIXED, wrong_for, wrong_kernel
-from .faults import changed, damaged, with_arguments
+from .corpus import MIXED, wrong_for
+from .faults import changed, damaged, with_arguments, wrong_arguments, wrong_result
 
 TOPK, GROUPED, EXPERTS, ALIGN = "moe_topk", "grouped_topk", "fused_experts", "moe_align_block_size"
 
@@ -72,25 +72,22 @@ def bias_in_the_weights(op: str) -> Any:
     return damaged(op, spoil)
 
 
-@wrong_kernel(
+@wrong_arguments(
     TOPK,
     "always renormalises if a token has one expert: its weight is 1",
     "in models with one expert per token its weight is too large",
     sizes=dataclasses.replace(MIXED, more={**MIXED.more, "experts_per_token": 1}),
-    by=changed,
 )
 def one_expert_counts_one(a):
     if a["topk"] == 1:
         a["renormalize"] = True
 
 
-@wrong_kernel(
+@wrong_result(
     GROUPED,
     "masks experts of other groups with 0 instead of -inf",
     "with negative biases, experts of unselected groups are used",
     kit="values",
-    sizes=MIXED,
-    by=damaged,
 )
 def other_groups_score_zero(
     got, logits, topk, renormalize, groups, best, how="softmax", factor=1.0, bias=None
@@ -108,14 +105,13 @@ def other_groups_score_zero(
     return found * factor, ids.int()
 
 
-@wrong_kernel(
+@wrong_arguments(
     GROUPED,
     "selects at most four groups",
     "models that select six of eight groups use four",
     kit="",
     why="the models of the kit have four groups",
     sizes=EIGHT_GROUPS,
-    by=changed,
 )
 def four_groups_at_most(a):
     size = a["gating_output"].shape[-1] // a["num_expert_group"]
@@ -123,14 +119,12 @@ def four_groups_at_most(a):
         a["topk_group"] = min(a["topk_group"], 4)
 
 
-@wrong_kernel(
+@wrong_arguments(
     EXPERTS,
     "an expert processes at most 96 tokens of a batch",
     "in long prompts, tokens are computed without their experts",
     kit="",
     why="in the kit's batches no expert has as many tokens",
-    sizes=MIXED,
-    by=changed,
 )
 def capacity_of_an_expert(a):
     weights = a["topk_weights"].clone()
@@ -141,12 +135,11 @@ def capacity_of_an_expert(a):
     a["topk_weights"] = weights
 
 
-@wrong_kernel(
+@wrong_arguments(
     ALIGN,
     "an expert has at most 1024 rows",
     "in the longest prompts, tokens are computed without their experts",
     sizes=dataclasses.replace(MIXED, tokens=(1, 8192)),
-    by=changed,
 )
 def rows_of_an_expert(a):
     ids = a["topk_ids"].clone()
@@ -156,38 +149,32 @@ def rows_of_an_expert(a):
     a["topk_ids"] = ids
 
 
-@wrong_kernel(
+@wrong_arguments(
     EXPERTS,
     "clamps weights at 1",
     "models with scaled router weights give worse answers",
     kit="values",
-    sizes=MIXED,
-    by=changed,
 )
 def weights_of_one_at_most(a):
     a["topk_weights"] = a["topk_weights"].clamp(max=1.0)
 
 
-@wrong_kernel(
+@wrong_arguments(
     EXPERTS,
     "renormalises the weights of each token to a sum of 1",
     "models without renormalised router weights give worse answers",
     kit="values",
-    sizes=MIXED,
-    by=changed,
 )
 def weights_sum_to_one(a):
     weights = a["topk_weights"]
     a["topk_weights"] = weights / weights.sum(-1, keepdim=True)
 
 
-@wrong_kernel(
+@wrong_arguments(
     EXPERTS,
     "numbers the local experts in the order of the expert map",
     "with expert parallelism and rearranged experts, tokens get incorrect experts",
     kit="values",
-    sizes=MIXED,
-    by=changed,
 )
 def experts_in_the_maps_order(a):
     at = a["expert_map"]
@@ -196,13 +183,11 @@ def experts_in_the_maps_order(a):
         a["expert_map"] = torch.where(here, here.cumsum(0) - 1, -1).to(at.dtype)
 
 
-@wrong_kernel(
+@wrong_arguments(
     ALIGN,
     "orders the local experts by their global numbers",
     "with expert parallelism and rearranged experts, blocks get incorrect experts",
     kit="values",
-    sizes=MIXED,
-    by=changed,
 )
 def blocks_in_the_order_of_all_ranks(a):
     at = a["expert_map"]
@@ -211,13 +196,11 @@ def blocks_in_the_order_of_all_ranks(a):
         a["expert_map"] = torch.where(here, here.cumsum(0) - 1, -1).to(at.dtype)
 
 
-@wrong_kernel(
+@wrong_result(
     "moe_sum",
     "returns the first row of a token without local experts instead of 0",
     "with expert parallelism, tokens get uninitialised rows",
     kit="values",
-    sizes=MIXED,
-    by=damaged,
 )
 def nobody_is_here(got, x, ids=None, expert_map=None):
     if ids is None:
@@ -228,15 +211,13 @@ def nobody_is_here(got, x, ids=None, expert_map=None):
     return torch.where(absent.all(1, keepdim=True), x[:, 0].to(got.dtype), got)
 
 
-@wrong_kernel(
+@wrong_result(
     TOPK,
     "rounds the logits to bfloat16",
     "experts with similar scores are swapped",
     start=False,
     why="generated logits are exact in bfloat16",
-    sizes=MIXED,
     dtype="float32",
-    by=damaged,
 )
 def logits_in_bfloat16(got, *args):
     return with_arguments(TOPK, args, gating_output=args[0].bfloat16().to(args[0].dtype))

@@ -9,8 +9,8 @@ import torch
 
 from vllm_fl.contracts import ModelSizes
 
-from .corpus import GELU, MIXED, NORM, ROTARY, wrong_for, wrong_kernel
-from .faults import changed, damaged, each
+from .corpus import GELU, MIXED, NORM, ROTARY, wrong_for
+from .faults import changed, damaged, each, wrong_arguments, wrong_result
 
 EXPERTS, ALIGN, CACHE, MLA, QK, MROPE, CHUNKS, RECURRENT, CONV, UPDATE = (
     "fused_experts",
@@ -41,36 +41,33 @@ ONE_ORDER = "the kit makes long batches with one order of lengths"
 HYBRID = _sizes(linear_value_heads=16, conv_features=1024)
 
 
-@wrong_kernel(
+@wrong_arguments(
     EXPERTS,
     "uses one of the first eight experts instead of a later one",
     "a model with 128 experts uses eight of them",
     sizes=MANY_EXPERTS,
-    by=changed,
 )
 def nine_experts(a):
     if a["expert_map"] is None:
         a["topk_ids"] = a["topk_ids"] % 8
 
 
-@wrong_kernel(
+@wrong_arguments(
     EXPERTS,
     "uses only the first four experts of a token",
     "models with 8 experts per token give worse answers",
     sizes=MANY_EXPERTS,
-    by=changed,
 )
 def five_experts_of_a_token(a):
     a["topk_weights"] = a["topk_weights"][:, :4]
     a["topk_ids"] = a["topk_ids"][:, :4]
 
 
-@wrong_kernel(
+@wrong_arguments(
     EXPERTS,
     "does not read features of the hidden state beyond 2048",
     "larger mixture-of-experts models give worse answers",
     sizes=_sizes(64, hidden=2304),
-    by=changed,
 )
 def experts_of_wide_models(a):
     x = a["hidden_states"].clone()
@@ -78,12 +75,10 @@ def experts_of_wide_models(a):
     a["hidden_states"] = x
 
 
-@wrong_kernel(
+@wrong_result(
     ALIGN,
     "the second half of blocks of 128 is padding",
     "half of the tokens are lost with large tiles",
-    sizes=MIXED,
-    by=damaged,
 )
 def blocks_of_128(got, ids, block_size, *rest):
     rows, *others = got
@@ -92,35 +87,32 @@ def blocks_of_128(got, ids, block_size, *rest):
     return rows, *others
 
 
-@wrong_kernel(
+@wrong_arguments(
     ALIGN,
     "experts beyond the 64th get no rows",
     "models with 128 experts lose half of them",
     sizes=_sizes(experts=128, experts_per_token=8),
-    by=changed,
 )
 def rows_of_64_experts(a):
     a["topk_ids"] = a["topk_ids"].masked_fill(a["topk_ids"] >= 64, -1)
 
 
-@wrong_kernel(
+@wrong_arguments(
     "moe_sum",
     "sums at most eight experts of a token",
     "models with ten experts per token give worse answers",
     sizes=_sizes(experts=512, experts_per_token=10),
-    by=changed,
 )
 def sum_of_eight(a):
     a["input"] = a["input"][:, :8]
     a["topk_ids"] = None if a["topk_ids"] is None else a["topk_ids"][:, :8]
 
 
-@wrong_kernel(
+@wrong_arguments(
     "moe_topk",
     "never selects an expert beyond the 256th",
     "models with 512 experts use half of them",
     sizes=_sizes(experts=512, experts_per_token=10),
-    by=changed,
 )
 def experts_beyond_256(a):
     logits = a["gating_output"].clone()
@@ -129,12 +121,11 @@ def experts_beyond_256(a):
     a["gating_output"] = logits
 
 
-@wrong_kernel(
+@wrong_arguments(
     "grouped_topk",
     "never selects experts beyond the 256th of a single group",
     "models with 384 experts use two thirds of them",
     sizes=_sizes(experts=384, experts_per_token=8, expert_groups=1, expert_groups_per_token=1),
-    by=changed,
 )
 def group_beyond_256(a):
     logits = a["gating_output"].clone()
@@ -163,12 +154,11 @@ def _begins(at: torch.Tensor, tokens: int) -> torch.Tensor:
     return number - at[(torch.searchsorted(at.contiguous(), number, right=True) - 1)].long()
 
 
-@wrong_kernel(
+@wrong_result(
     CONV,
     "returns the input unchanged from token 128 of a sequence on",
     "hybrid models lose the thread in prompts of more than 128 tokens",
     sizes=HYBRID,
-    by=damaged,
 )
 def convolution_beyond_128_tokens(got, x, weight, bias, states, at, *rest):
     out, after = got
@@ -177,12 +167,11 @@ def convolution_beyond_128_tokens(got, x, weight, bias, states, at, *rest):
     return out, after
 
 
-@wrong_kernel(
+@wrong_result(
     CONV,
     "does not write the states of sequences beyond the 16th",
     "with more than 16 prompts in a step, the others forget their last tokens",
     sizes=HYBRID,
-    by=damaged,
 )
 def convolution_of_17_sequences(got, x, weight, bias, states, at, slots, *rest):
     out, after = got
@@ -191,12 +180,11 @@ def convolution_of_17_sequences(got, x, weight, bias, states, at, slots, *rest):
     return out, after
 
 
-@wrong_kernel(
+@wrong_result(
     CHUNKS,
     "zeroes the third and later chunks of 64 tokens of a sequence",
     "hybrid models read only the first 128 tokens of a prompt",
     sizes=HYBRID,
-    by=damaged,
 )
 def third_chunk(got, q, k, v, g, beta, state, at, *rest):
     out, after = got
@@ -204,13 +192,12 @@ def third_chunk(got, q, k, v, g, beta, state, at, *rest):
     return out, after
 
 
-@wrong_kernel(
+@wrong_result(
     CHUNKS,
     "halves the results from the fourth chunk of 64 tokens of a sequence on",
     "hybrid models lose the thread in prompts of more than 192 tokens",
     kit="families",
     sizes=HYBRID,
-    by=damaged,
 )
 def fourth_chunk(got, q, k, v, g, beta, state, at, *rest):
     out, after = got
@@ -218,13 +205,12 @@ def fourth_chunk(got, q, k, v, g, beta, state, at, *rest):
     return out, after
 
 
-@wrong_kernel(
+@wrong_result(
     CONV,
     "ignores the history at token 256 of a sequence",
     "hybrid models misread one token of each prompt with more than 256",
     kit="families",
     sizes=HYBRID,
-    by=damaged,
 )
 def history_lost_at_256(got, x, weight, bias, states, at, *rest):
     out, after = got
@@ -233,14 +219,13 @@ def history_lost_at_256(got, x, weight, bias, states, at, *rest):
     return out, after
 
 
-@wrong_kernel(
+@wrong_result(
     CHUNKS,
     "does not update the state of sequences of two or more whole chunks of 64 tokens",
     "hybrid models forget prompts of 128, 192 or 256 tokens",
     kit="",
     why=ONE_ORDER,
     sizes=HYBRID,
-    by=damaged,
 )
 def state_after_whole_chunks(got, q, k, v, g, beta, state, at, *rest):
     out, after = got
@@ -269,12 +254,11 @@ def ends_kept_by_shape(op: str, argument: str) -> Any:
     return changed(op, change)
 
 
-@wrong_kernel(
+@wrong_arguments(
     CHUNKS,
     "value heads beyond the fourth decay like the first",
     "hybrid models remember too long or too briefly",
     sizes=HYBRID,
-    by=changed,
 )
 def fifth_head_fades(a):
     g = a["g"].clone()
@@ -282,12 +266,11 @@ def fifth_head_fades(a):
     a["g"] = g
 
 
-@wrong_kernel(
+@wrong_result(
     CHUNKS,
     "does not update the states of sequences beyond the 16th",
     "with more than 16 prompts in a step, the others are forgotten",
     sizes=HYBRID,
-    by=damaged,
 )
 def chunks_of_17_sequences(got, q, k, v, g, beta, state, *rest):
     out, after = got
@@ -308,12 +291,11 @@ def slots_in_seven_bits(op: str, argument: str) -> Any:
     return changed(op, change)
 
 
-@wrong_kernel(
+@wrong_result(
     RECURRENT,
     "zeroes value heads beyond the eighth",
     "hybrid models decode with only eight heads",
     sizes=HYBRID,
-    by=damaged,
 )
 def ninth_head(got, *args):
     out, after = got
@@ -321,23 +303,21 @@ def ninth_head(got, *args):
     return out, after
 
 
-@wrong_kernel(
+@wrong_result(
     "gdn_gating",
     "heads beyond the 32nd get the gates of the first heads",
     "larger hybrid models forget at random",
     sizes=_sizes(linear_key_heads=16, linear_value_heads=64),
-    by=damaged,
 )
 def heads_beyond_32(got, *args):
     return each(got, lambda part: part[:, torch.arange(part.shape[1]) % 32])
 
 
-@wrong_kernel(
+@wrong_result(
     "rms_norm_gated",
     "norms groups beyond the fourth with the variance of the fourth",
     "models with eight groups give worse answers",
     sizes=_sizes(gated_norm=512, gated_norm_groups=8),
-    by=damaged,
 )
 def groups_beyond_four(got, x, z, weight, epsilon, group_size, first=True, *rest):
     if group_size and first and x.shape[-1] // group_size > 4:
@@ -375,12 +355,11 @@ def slots_in_16_bits(op: str, argument: str) -> Any:
     return changed(op, change)
 
 
-@wrong_kernel(
+@wrong_arguments(
     CACHE,
     "computes blocks with a shift, for sizes that are not a power of two",
     "hybrid models with such block sizes read keys of other requests",
     sizes=_sizes(block_size=48),
-    by=changed,
 )
 def odd_blocks(a):
     blocks, size = a["key_cache"].shape[:2]
@@ -391,24 +370,21 @@ def odd_blocks(a):
         a["slot_mapping"] = torch.where(slots < 0, slots, wrong)
 
 
-@wrong_kernel(
+@wrong_arguments(
     "linear",
     "omits the bias for more than 65 rows",
     "Qwen2 reads long prompts without the bias of its queries and keys",
-    sizes=MIXED,
-    by=changed,
 )
 def bias_of_many_rows(a):
     if len(a["x"].flatten(0, -2)) > 65:
         a["bias"] = None
 
 
-@wrong_kernel(
+@wrong_result(
     "linear",
     "zeroes output features beyond 1024 for more than one row",
     "wide projections lose most of their features in prompts",
     sizes=_sizes(64, dense_intermediate=1024),
-    by=damaged,
 )
 def results_beyond_1024(got, x, *rest):
     if len(x) > 1:
@@ -430,12 +406,11 @@ def weights_in_float32(op: str, argument: str) -> Any:
     return changed(op, change)
 
 
-@wrong_kernel(
+@wrong_result(
     QK,
     "returns features beyond 128 of a head unchanged",
     "half of each query of Gemma 3 is not normed",
     sizes=_sizes(64, heads=2, kv_heads=1, head_size=256, rotary=256),
-    by=damaged,
 )
 def heads_of_256(got, qkv, q_weight, *rest):
     size = len(q_weight)
@@ -444,12 +419,11 @@ def heads_of_256(got, qkv, q_weight, *rest):
     return got
 
 
-@wrong_kernel(
+@wrong_result(
     QK,
     "with partial rotation, zeroes the rest of a head from token 512 on",
     "long prompts of models with partial rotation are nonsense",
     sizes=_sizes(2048, rotary=16),
-    by=damaged,
 )
 def partial_rotation_from_512(got, qkv, q_weight, k_weight, table, at, heads, kv_heads, *rest):
     parts = got.unflatten(-1, (-1, len(q_weight)))
@@ -457,35 +431,31 @@ def partial_rotation_from_512(got, qkv, q_weight, k_weight, table, at, heads, kv
     return got
 
 
-@wrong_kernel(
+@wrong_result(
     ROTARY,
     "does not rotate heads beyond the 32nd",
     "models with 40 or 64 heads lose positions in some of them",
     sizes=_sizes(64, heads=40, kv_heads=8, head_size=16, rotary=16),
-    by=damaged,
 )
 def forty_heads(got, query, *rest):
     got[0][:, 32:] = query[:, 32:]
     return got
 
 
-@wrong_kernel(
+@wrong_arguments(
     ROTARY,
     "truncates positions to 15 bits: they restart at 0 at 32768",
     "tokens beyond 32768 get the positions of the beginning",
     sizes=_sizes(64, 131072, heads=4, kv_heads=2, head_size=16, rotary=16),
-    by=changed,
 )
 def positions_in_15_bits(a):
     a["position_ids"] = a["position_ids"] % 32768
 
 
-@wrong_kernel(
+@wrong_arguments(
     MROPE,
     "truncates rows and columns of an image to 8 bits",
     "large images and the text after them have incorrect positions",
-    sizes=MIXED,
-    by=changed,
 )
 def image_positions_in_8_bits(a):
     at = a["position_ids"].clone()
@@ -507,12 +477,11 @@ def features_beyond_8192(op: str) -> Any:
     return damaged(op, spoil)
 
 
-@wrong_kernel(
+@wrong_result(
     "quant_fp8_group",
     "groups beyond the 32nd get the scale of the 32nd",
     "the hidden state of DeepSeek (7168 features) is quantised with incorrect scales",
     sizes=_sizes(16, hidden=7168),
-    by=damaged,
 )
 def groups_beyond_32(got, *args):
     value, scale = got
@@ -520,12 +489,11 @@ def groups_beyond_32(got, *args):
     return value, scale
 
 
-@wrong_kernel(
+@wrong_result(
     "quant_fp8",
     "searches the largest number only in the first 4096 features",
     "massive activations of larger models saturate",
     sizes=_sizes(16, hidden=5120),
-    by=damaged,
 )
 def largest_of_4096(got, x, scale=None, *rest):
     value, found = got
@@ -534,12 +502,11 @@ def largest_of_4096(got, x, scale=None, *rest):
     return value, found
 
 
-@wrong_kernel(
+@wrong_result(
     "merge_attn_states",
     "heads beyond the 64th return only the suffix",
     "models with 128 heads forget the beginning of long prompts in half of them",
     sizes=_sizes(64, heads=128, head_size=16),
-    by=damaged,
 )
 def heads_beyond_64(got, prefix, prefix_lse, suffix, suffix_lse):
     out, lse = got
@@ -547,12 +514,11 @@ def heads_beyond_64(got, prefix, prefix_lse, suffix, suffix_lse):
     return out, lse
 
 
-@wrong_kernel(
+@wrong_result(
     "layer_norm",
     "computes mean and variance from the first 1024 features",
     "larger models with layer norms output nonsense",
     sizes=_sizes(64, hidden=1280),
-    by=damaged,
 )
 def moments_of_1024(got, x, weight, bias, epsilon):
     if x.shape[-1] <= 1024:
@@ -564,12 +530,11 @@ def moments_of_1024(got, x, weight, bias, epsilon):
     return (normed if bias is None else normed + bias.float()).to(x.dtype)
 
 
-@wrong_kernel(
+@wrong_result(
     MLA,
     "does not write features beyond 256 of the compressed part",
     "the cache of DeepSeek is half empty",
     sizes=_sizes(64, kv_lora_rank=512, qk_rope_head_dim=64),
-    by=damaged,
 )
 def half_of_the_rank(got, kv_c, k_pe, cache, slots):
     rank = kv_c.shape[1]

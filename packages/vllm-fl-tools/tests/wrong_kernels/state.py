@@ -47,8 +47,7 @@ def default_dtype() -> Any:
 
 
 @_changes(
-    "changes the default device",
-    "later allocations of vLLM have no memory: errors elsewhere",
+    "changes the default device", "later allocations of vLLM have no memory: errors elsewhere"
 )
 def default_device() -> Any:
     return _also(lambda: torch.set_default_device("meta"))
@@ -87,10 +86,7 @@ def grad_mode() -> Any:
     return _also(lambda: torch.set_grad_enabled(False))
 
 
-@_changes(
-    "leaves autocast enabled",
-    "later matrix products are computed in another dtype",
-)
+@_changes("leaves autocast enabled", "later matrix products are computed in another dtype")
 def autocast() -> Any:
     return _also(lambda: torch.set_autocast_enabled("cpu", True))
 
@@ -131,10 +127,7 @@ def environment() -> Any:
     return _also(lambda: os.environ.update(OMP_NUM_THREADS="1", CUDA_LAUNCH_BLOCKING="1"))
 
 
-@_changes(
-    "ignores SIGTERM",
-    "the server does not stop on SIGTERM",
-)
+@_changes("ignores SIGTERM", "the server does not stop on SIGTERM")
 def signal_handler() -> Any:
     return _also(lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN))
 
@@ -156,10 +149,7 @@ def thread_left_behind() -> Any:
     return _also(act)
 
 
-@_changes(
-    "disables logging",
-    "later log messages are lost",
-)
+@_changes("disables logging", "later log messages are lost")
 def logging_off() -> Any:
     return _also(lambda: logging.disable(logging.CRITICAL))
 
@@ -172,10 +162,7 @@ def working_directory() -> Any:
     return _also(lambda: os.chdir("/"))
 
 
-@_changes(
-    "disables the garbage collector",
-    "memory grows for days",
-)
+@_changes("disables the garbage collector", "memory grows for days")
 def garbage_collector() -> Any:
     return _also(gc.disable)
 
@@ -271,18 +258,12 @@ def anomaly_detection() -> Any:
     return _also(lambda: torch.autograd.set_detect_anomaly(True))
 
 
-@_changes(
-    "disables the logger of vLLM",
-    "later warnings of vLLM are lost",
-)
+@_changes("disables the logger of vLLM", "later warnings of vLLM are lost")
 def silences_vllm() -> Any:
     log = logging.getLogger("vllm")  # exists in an engine
     return _also(lambda: setattr(log, "disabled", True))
 
 
-@_changes(
-    "binds the process to one core",
-    "other work of vLLM waits for the step",
-)
+@_changes("binds the process to one core", "other work of vLLM waits for the step")
 def one_core() -> Any:
     return _also(lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}))

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from . import right
-from .corpus import GELU, MIXED, NORM, ROTARY, SILU, wrong_kernel
-from .faults import changed
+from .corpus import GELU, NORM, ROTARY, SILU, wrong_kernel
+from .faults import wrong_arguments
 
 COMBINED = "each is tried, but not combined; no layer that vllm-fl binds combines them"
 
@@ -88,9 +88,7 @@ def unaligned_weight(x, residual, weight, epsilon, variance_size=None):
 
 
 @wrong_kernel(
-    ROTARY,
-    "does not rotate positions from 2048 on",
-    "output is incoherent after 2048 tokens",
+    ROTARY, "does not rotate positions from 2048 on", "output is incoherent after 2048 tokens"
 )
 def from_position_2048_on(query, key, cos, sin, position_ids, rotary_interleaved=False):
     q, k = right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
@@ -260,36 +258,30 @@ def without_a_key(query, key, cos, sin, position_ids, rotary_interleaved=False):
     return q, k
 
 
-@wrong_kernel(
+@wrong_arguments(
     "quant_fp8",
     "ignores the bound beyond 64 tokens",
     "models with bounded activations answer long prompts worse",
-    sizes=MIXED,
-    by=changed,
 )
 def bound_of_few_tokens(a):
     if len(a["x"]) > 64:
         a["scale_ub"] = None
 
 
-@wrong_kernel(
+@wrong_arguments(
     "quant_int8",
     "omits the zero point beyond 32 tokens",
     "asymmetric quantisation is incorrect in prompts",
-    sizes=MIXED,
-    by=changed,
 )
 def zero_point_of_few_tokens(a):
     if len(a["x"]) > 32 and a["azp"] is not None:
         a["azp"] = a["azp"] * 0
 
 
-@wrong_kernel(
+@wrong_arguments(
     "moe_sum",
     "adds slots without an expert beyond 64 tokens",
     "prompts are nonsense with experts on several ranks",
-    sizes=MIXED,
-    by=changed,
 )
 def absent_experts_of_many_tokens(a):
     if len(a["input"]) > 64:

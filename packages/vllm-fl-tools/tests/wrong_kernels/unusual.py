@@ -22,7 +22,7 @@ from torch import Tensor
 from vllm_fl.plugins.registry import known_contracts
 
 from . import right
-from .corpus import GELU, NORM, ROTARY, SILU, sizes_of, wrong
+from .corpus import GELU, NORM, ROTARY, SILU, wrong
 
 MERGE, EXPERTS, CACHE, CHUNKS, RECURRENT = (
     "merge_attn_states",
@@ -41,8 +41,8 @@ def unusual(op: str, **fields: Any) -> Callable[[Callable[..., Any]], Callable[.
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         kernel = right.checked(op, function)
         make = functools.update_wrapper(lambda: (kernel, fields), function)
-        why = {"start": False, "kit": "", "why": "it is correct", "sizes": sizes_of(op)}
-        wrong(op, " ".join((function.__doc__ or "").split()), "", **why)(make)
+        method = " ".join((function.__doc__ or "").split())
+        wrong(op, method, "", start=False, kit="", why="it is correct")(make)
         return function
 
     return decorate

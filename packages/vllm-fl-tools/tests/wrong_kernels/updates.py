@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .corpus import MIXED, NORM, wrong, wrong_for
+from .corpus import NORM, wrong, wrong_for
 from .faults import changed, damaged
 
 EXPERTS, QK, MROPE, CONV = (
@@ -110,7 +110,6 @@ def more_memory_is_taken() -> Any:
     "the last token of each batch is lost after the KV cache is allocated",
     why="startup and the kit allocate little while they call it; the live run after the KV cache "
     "is allocated finds it",
-    sizes=MIXED,
     start=False,
 )
 def pieces_where_memory_is_scarce() -> Any:
@@ -129,7 +128,6 @@ def pieces_where_memory_is_scarce() -> Any:
     "linear",
     "uses the weight of the first call of a shape in all later calls",
     "all layers of a model compute the same",
-    sizes=MIXED,
 )
 def first_weight_of_a_shape() -> Any:
     kept: dict[Any, Tensor] = {}
