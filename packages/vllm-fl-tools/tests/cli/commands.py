@@ -29,8 +29,11 @@ def silu_and_mul(x):
     half = x.shape[-1] // 2
     return silu(x[..., :half]) * x[..., half:]
 
+def act(name, fn=silu_and_mul, op="silu_and_mul", **fields):
+    return OpImpl(op, f"vendor.{name}", BackendImplKind.VENDOR, fn, name, **fields)
+
 def vendor(name, fn=silu_and_mul, **fields):
-    return OpImpl(fn.__name__, f"vendor.{name}", BackendImplKind.VENDOR, fn, name, **fields)
+    return act(name, fn, fn.__name__, **fields)
 """
 SOUND = """
 @hookimpl

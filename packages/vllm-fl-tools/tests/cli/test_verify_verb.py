@@ -26,19 +26,16 @@ def broken(x):
     print("loading the device table")
     raise OSError("the device table is missing")
 
-def made(name, fn, **fields):
-    return OpImpl("silu_and_mul", f"vendor.{name}", BackendImplKind.VENDOR, fn, name, **fields)
-
 @hookimpl
 def register_ops():
     return [
-        made("acme", silu_and_mul),
-        made("off", plus_one),
-        made("infinite", infinite),
-        made("broken", broken),
-        made("picky", silu_and_mul, supports=lambda x: x.dim() != 3 or "two dimensions only"),
-        made("absent", silu_and_mul, available=lambda: "no absent card"),
-        made("careless", silu_and_mul, supports=lambda x: x.no_such_attribute),
+        act("acme"),
+        act("off", plus_one),
+        act("infinite", infinite),
+        act("broken", broken),
+        act("picky", supports=lambda x: x.dim() != 3 or "two dimensions only"),
+        act("absent", available=lambda: "no absent card"),
+        act("careless", supports=lambda x: x.no_such_attribute),
     ]
 """
 OTHER_BITS = """
@@ -47,10 +44,7 @@ def by_batch(x):
 
 @hookimpl
 def register_ops():
-    return [
-        OpImpl("silu_and_mul", f"vendor.{name}", BackendImplKind.VENDOR, fn, name)
-        for name, fn in (("acme", silu_and_mul), ("bybatch", by_batch))
-    ]
+    return [act("acme"), act("bybatch", by_batch)]
 """
 INTERRUPTED = """
 def stop(x):
@@ -58,11 +52,7 @@ def stop(x):
 
 @hookimpl
 def register_ops():
-    impls = ("acme", silu_and_mul), ("late", stop), ("never", silu_and_mul)
-    return [
-        OpImpl("silu_and_mul", f"vendor.{name}", BackendImplKind.VENDOR, fn, name)
-        for name, fn in impls
-    ]
+    return [act("acme"), act("late", stop), act("never")]
 """
 SLOW = """
 import time
@@ -76,17 +66,9 @@ def slow(x):
         except Exception:
             pass  # a kernel's own clean-up does not keep it running
 
-def sleepy(x):
-    time.sleep(0.1)
-    return silu_and_mul(x)
-
 @hookimpl
 def register_ops():
-    impls = ("acme", silu_and_mul), ("slow", slow)
-    return [
-        OpImpl("silu_and_mul", f"vendor.{name}", BackendImplKind.VENDOR, fn, name)
-        for name, fn in impls
-    ]
+    return [act("acme"), act("slow", slow)]
 """
 ENDS = """
 import os
@@ -96,7 +78,7 @@ def ends(x):
 
 @hookimpl
 def register_ops():
-    return [OpImpl("silu_and_mul", "vendor.ends", BackendImplKind.VENDOR, ends, "ends")]
+    return [act("ends", ends)]
 """
 QUICK = ("--device", "cpu", "--dtype", "float32")
 
@@ -230,10 +212,7 @@ def test_implementations_that_no_oracle_judges(fl: Command, plugin: Plugin) -> N
 
         @hookimpl
         def register_ops():
-            kind = BackendImplKind.VENDOR
-            return [
-                OpImpl("wiggle", "vendor.acme", kind, wiggle, "acme"),
-            ]
+            return [vendor("acme", wiggle)]
 
         @hookimpl
         def attention_backend():
@@ -269,7 +248,7 @@ def test_one_that_takes_a_layer_first_is_judged(
 
         @hookimpl
         def register_ops():
-            return [OpImpl("rms_norm", "vendor.acme", BackendImplKind.VENDOR, norm, "acme")]
+            return [act("acme", norm, "rms_norm")]
         """
     )
     done = fl("verify", "--json", *QUICK)
@@ -396,7 +375,7 @@ def test_what_errs_to_one_side_is_wrong_in_all_samples(fl: Command, plugin: Plug
 
         @hookimpl
         def register_ops():
-            return [OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, cut_off, "acme")]
+            return [act("acme", cut_off)]
         """
     )
     done = fl("verify", "--json", "--device", "cpu", "--dtype", "bfloat16")
