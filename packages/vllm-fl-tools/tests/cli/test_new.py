@@ -201,10 +201,7 @@ def test_any_choice_of_ops_is_whole(
         (("--ops", "silu_and_mlu"), "'silu_and_mlu'. Did you mean 'silu_and_mul'?"),
         (("--ops", ""), "no example of ''"),
         (("--ops", "silu_and_mul,,rms_norm"), "no example of ''"),
-        (
-            ("--platform", "cdua"),
-            "or of an installed plugin. Did you mean 'cuda'?",
-        ),
+        (("--platform", "cdua"), "or of an installed plugin. Did you mean 'cuda'?"),
         (("--platform", ""), "'' is not a platform"),
         (("--over", "amce"), "Did you mean 'acme'? Installed: acme (vllm-acme 1.0). Install it"),
         (("--over", ""), "--over ''"),
