@@ -40,6 +40,15 @@ SOUND = """
 def register_ops():
     return [vendor("acme")]
 """
+THREE = """
+@hookimpl
+def register_ops():
+    return [
+        vendor("acme"),
+        vendor("zeta", available=lambda: "no zeta card"),
+        OpImpl("silu_and_mul", "reference.torch", BackendImplKind.REFERENCE, silu_and_mul),
+    ]
+"""
 LEAKS = ("VLLM_", "FLAGGEMS_", "FLAGCX_", "USE_FLAGGEMS", "COLUMNS", "FORCE_COLOR")
 numbers = itertools.count()
 

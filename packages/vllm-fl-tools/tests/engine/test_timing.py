@@ -91,10 +91,6 @@ class TestPromotion:
         found.rejected["vendor.a"] = "wrong: …"
         assert found.winner == "default"
 
-    def test_without_the_default_nobody_wins(self) -> None:
-        found = measured(vendor_a=[1.0] * 4)
-        assert found.winner == "default"
-
 
 def sizes(*counts: int, **us: tuple[float, ...]) -> list[Measured]:
     """vLLM's code takes 10 µs at each size, the others what is given."""
@@ -161,18 +157,11 @@ class TestRowsByRange:
         assert best_edges([], 3) == ()
 
 
-class TestFigures:
-    def test_the_figures(self) -> None:
-        winner, default = measured(stock=[4.0] * 11, vendor_a=[2.0] * 11).figures()
-        assert (winner.impl, winner.us, winner.n) == ("vendor.a", 2.0, 11)
-        assert (winner.ratio, winner.ratio_low) == (2.0, 2.0)
-        assert (default.impl, default.us, default.n, default.ratio) == ("stock", 4.0, 11, None)
-
-    def test_a_rejected_one_has_its_reason_and_no_time(self) -> None:
-        found = measured(stock=[4.0] * 11, vendor_a=[1.0] * 11)
-        found.rejected["vendor.a"] = "wrong: the first row"
-        figure = next(figure for figure in found.figures() if figure.impl == "vendor.a")
-        assert (figure.us, figure.n, figure.rejected) == (None, 0, "wrong: the first row")
+def test_a_rejected_one_has_its_reason_and_no_time() -> None:
+    found = measured(stock=[4.0] * 11, vendor_a=[1.0] * 11)
+    found.rejected["vendor.a"] = "wrong: the first row"
+    figure = next(figure for figure in found.figures() if figure.impl == "vendor.a")
+    assert (figure.us, figure.n, figure.rejected) == (None, 0, "wrong: the first row")
 
 
 def test_neighbours_with_one_winner_are_one_row() -> None:

@@ -129,7 +129,8 @@ class TestChoosing:
         assert found.winner == "vendor.fast"
         fast, default = found.figures()
         assert (fast.us, fast.low, fast.high, fast.ratio) == pytest.approx((10, 10, 10, 3))
-        assert (default.us, default.n) == (pytest.approx(30), 11)
+        assert (fast.impl, fast.n, fast.ratio_low) == ("vendor.fast", 11, 3)
+        assert (default.us, default.n, default.ratio) == (pytest.approx(30), 11, None)
 
     def test_forms_are_summed(self, machine: Machine) -> None:
         op = machine.against(10, op="rms_norm")
