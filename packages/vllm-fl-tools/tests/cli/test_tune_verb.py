@@ -129,16 +129,14 @@ class TestTable:
         assert first.rows == second.rows and tables[0].holds == tables[1].holds
         assert [f.us for f in first.figures] == [f.us for f in second.figures]
 
-    def test_a_denied_vendor_is_no_candidate(self, fl: Command, clocked: Any, here: Path) -> None:
+    def test_a_denied_vendor_is_no_candidate(self, fl: Command, clocked: Any) -> None:
         more = {"VLLM_FL_DENY_VENDORS": "fast"}
         done = fl("tune", *QUICK, "--tokens", "8", "--out", "t.yaml", **more)
         tuned = result(done).ops["silu_and_mul"]
         assert {f.impl for f in tuned.figures} == {"vendor.acme", "vendor.slow"}
         assert ("fast", 8) not in clocked().CALLS
 
-    def test_one_that_no_list_names_is_a_candidate(
-        self, fl: Command, clocked: Any, here: Path
-    ) -> None:
+    def test_one_that_no_list_names_is_a_candidate(self, fl: Command, clocked: Any) -> None:
         more = {"VLLM_FL_PER_OP": "silu_and_mul=impl:vendor.slow"}
         done = fl("tune", *QUICK, "--tokens", "8", "--out", "t.yaml", **more)
         tuned = result(done).ops["silu_and_mul"]
@@ -196,7 +194,7 @@ class TestBadArguments:
         assert done.status == 1 and "(intermediate, shared_intermediate)" in done.out
         assert result(done).ops == {}
 
-    def test_an_op_with_one_candidate(self, fl: Command, plugin: Plugin, here: Path) -> None:
+    def test_an_op_with_one_candidate(self, fl: Command, plugin: Plugin) -> None:
         plugin()
         only = ("--impl", "vendor.acme")
         done = fl("tune", *SIZES, *ONE_OP, *only, "--tokens", "8", "--out", "t.yaml")
@@ -221,7 +219,7 @@ def register_ops():
 """
 
 
-def test_a_kernel_that_hangs_at_one_size(fl: Command, plugin: Plugin, here: Path) -> None:
+def test_a_kernel_that_hangs_at_one_size(fl: Command, plugin: Plugin) -> None:
     plugin(HANGS)
     arguments = [a for a in QUICK if a not in ("--impl", "vendor.slow", "vendor.fast")]
     arguments += ["--impl", "vendor.fast", "--tokens", "8,16", "--timeout", "0.5"]
