@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +20,14 @@ __all__ = [
     "damaged",
     "each",
     "packed",
+    "remembers",
     "taken",
     "unchecked",
     "with_arguments",
     "wrong_arguments",
+    "wrong_arguments_later",
     "wrong_result",
+    "wrong_result_later",
 ]
 
 
@@ -97,8 +101,18 @@ def unchecked(op: str, change: Callable[[dict[str, Any]], Any], **fields: Any) -
     return kernel_of_op, fields
 
 
+def remembers(by: Callable[..., Any]) -> Callable[..., Any]:
+    """Like `by`, for functions with one more argument, the first: the memory of the kernel, a dict
+    that is empty at first. Its counts begin at 0."""
+    return lambda op, function: by(op, functools.partial(function, defaultdict(int)))
+
+
 wrong_arguments = functools.partial(wrong_kernel, by=changed)
 """Add a kernel to the corpus: the decorated function is the change of `changed`."""
 
 wrong_result = functools.partial(wrong_kernel, by=damaged)
 """Add a kernel to the corpus: the decorated function is the change of `damaged`."""
+
+wrong_arguments_later = functools.partial(wrong_kernel, by=remembers(changed))
+wrong_result_later = functools.partial(wrong_kernel, by=remembers(damaged))
+"""The same, for functions with a memory of earlier calls; see `remembers`."""

@@ -14,14 +14,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from . import judged
 from .corpus import Wrong, corpus
 
-__all__ = ["COLUMNS", "CONTROL", "variables"]
+__all__ = ["COLUMNS", "CONTROL", "in_a_child", "variables"]
 
 COLUMNS = ("live", "shadow", "served")
 """Verification on live tensors, the shadow check, and answers without any check."""
@@ -175,15 +174,15 @@ def _wrong(right: list[dict[int, float]], other: list[dict[int, float]]) -> int:
     return sum(a != b for a, b in chosen)
 
 
-def _in_a_child(run: Callable[[], Any], seconds: float = SECONDS) -> Any:
+def in_a_child(run: Callable[..., Any], *args: Any, seconds: float, context: Any = forked) -> Any:
     """Return the result of `run` in a child, or that the child hangs or died."""
-    ours, theirs = forked.Pipe(duplex=False)
-    child = forked.Process(target=_child, args=(run, theirs))
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_child, args=(theirs, run, *args))
     child.start()
     theirs.close()
     try:
         if not ours.poll(seconds):
-            return "hangs", f"nothing within {seconds:.0f} s"
+            return "hangs", f"no verdict within {seconds:.0f} s"
         return ours.recv()
     except EOFError:
         child.join()
@@ -194,9 +193,9 @@ def _in_a_child(run: Callable[[], Any], seconds: float = SECONDS) -> Any:
         ours.close()
 
 
-def _child(run: Callable[[], Any], out: Any) -> None:
+def _child(out: Any, run: Callable[..., Any], *args: Any) -> None:
     try:
-        answer = run()
+        answer = run(*args)
     except BaseException as error:
         try:
             answer = "ends", f"{type(error).__name__}: {error}"
@@ -204,7 +203,7 @@ def _child(run: Callable[[], Any], out: Any) -> None:
             answer = "ends", type(error).__name__
     out.send(answer)
     out.close()
-    os._exit(0)
+    os._exit(0)  # do not wait for threads of a kernel
 
 
 def _judged(engine: _Engine, wrong: Wrong | None, column: str) -> tuple[str, str]:
@@ -220,12 +219,12 @@ def _judged(engine: _Engine, wrong: Wrong | None, column: str) -> tuple[str, str
 def _main(model: str, out: str, *names: str) -> None:
     engine = _Engine(model)
     for part in (engine.short, engine.long):
-        engine.right[part.__name__] = _in_a_child(part)
+        engine.right[part.__name__] = in_a_child(part, seconds=SECONDS)
     with Path(out).open("w") as lines:
         for name in names:
             wrong = None if name == CONTROL else corpus()[name]
             seconds = SECONDS + (wrong.later if wrong else 0.0)
-            seen = {c: _in_a_child(partial(_judged, engine, wrong, c), seconds) for c in COLUMNS}
+            seen = {c: in_a_child(_judged, engine, wrong, c, seconds=seconds) for c in COLUMNS}
             print(json.dumps({"name": name, **seen}), file=lines, flush=True)
 
 
