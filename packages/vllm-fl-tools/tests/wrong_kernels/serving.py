@@ -68,6 +68,8 @@ class _Engine:
     def __init__(self, model: str) -> None:
         from vllm import LLM
 
+        from vllm_fl_verify.sampling import Canary
+
         self.llm: Any = LLM(
             model,
             skip_tokenizer_init=True,
@@ -77,7 +79,7 @@ class _Engine:
             max_logprobs=20,
         )
         (self.worker,) = self.llm.collective_rpc(lambda worker: worker)
-        self.shadow = self.worker.vllm_fl_canary.shadow
+        self.shadow = self.worker.vllm_fl_engine.state[Canary].shadow
         self.shadow.rate = 0.0
         self.right: dict[int, Answers] = {}
 
@@ -125,11 +127,11 @@ class _Engine:
         from vllm_fl_verify.live import Live
 
         runner = self.worker.model_runner
-        model = runner.get_model()
-        live = Live(self.worker.vllm_fl_engine.plan, {"": model}, self.worker.device)
+        models = {"": runner.get_model()}
+        live = Live(self.worker.vllm_fl_engine.plan, models, self.worker.device)
         with live.watching():
             for tokens in sorted(probe.FORWARD_SIZES, reverse=True):  # like a worker
-                not_run = probe.forward(runner, model, self.worker.vllm_config, tokens)
+                not_run = probe.forward(runner, models, self.worker.vllm_config, tokens)
                 assert not not_run, not_run
         reason = next((objection.reason for objection in live.objections.values()), "")
         return ("named" if reason else "passes"), reason
