@@ -155,20 +155,15 @@ def test_the_code_stands_at_the_end_of_the_first_line() -> None:
     assert error.args == (error.message,)
 
 
-def test_an_error_that_is_an_oserror_too_says_its_code() -> None:
-    error = MissingFileError("'a.yaml' does not exist", key="config", origin="environment")
-    assert str(error) == "'a.yaml' does not exist [FL103]"
-
-
-def test_a_subclass_of_a_plugins_own_has_the_code_of_its_kind() -> None:
+def test_the_code_of_an_error_of_other_kinds() -> None:
     class AcmeError(PluginError):
         pass
 
+    missing = MissingFileError("'a.yaml' does not exist", key="config", origin="environment")
+    assert str(missing) == "'a.yaml' does not exist [FL103]", "it is an OSError, too"
     assert str(AcmeError("no licence")) == "no licence [FL201]"
-
-
-def test_an_error_of_another_process_keeps_its_code() -> None:
-    assert str(VllmFLError("it is not there", code="FL103")) == "it is not there [FL103]"
+    of_another_process = VllmFLError("it does not exist", code="FL103")
+    assert str(of_another_process) == "it does not exist [FL103]"
 
 
 def test_a_traceback_says_how_to_read_the_page() -> None:

@@ -29,13 +29,25 @@ def silu_and_mul(x):
     half = x.shape[-1] // 2
     return silu(x[..., :half]) * x[..., half:]
 
+def act(name, fn=silu_and_mul, op="silu_and_mul", **fields):
+    return OpImpl(op, f"vendor.{name}", BackendImplKind.VENDOR, fn, name, **fields)
+
 def vendor(name, fn=silu_and_mul, **fields):
-    return OpImpl(fn.__name__, f"vendor.{name}", BackendImplKind.VENDOR, fn, name, **fields)
+    return act(name, fn, fn.__name__, **fields)
 """
 SOUND = """
 @hookimpl
 def register_ops():
     return [vendor("acme")]
+"""
+THREE = """
+@hookimpl
+def register_ops():
+    return [
+        vendor("acme"),
+        vendor("zeta", available=lambda: "no zeta card"),
+        OpImpl("silu_and_mul", "reference.torch", BackendImplKind.REFERENCE, silu_and_mul),
+    ]
 """
 LEAKS = ("VLLM_", "FLAGGEMS_", "FLAGCX_", "USE_FLAGGEMS", "COLUMNS", "FORCE_COLOR")
 numbers = itertools.count()

@@ -69,10 +69,7 @@ def test_it_is_accepted_where_no_phase_is_slower() -> None:
 
 def test_it_is_not_where_one_is_slower_or_it_is_not_reproduced() -> None:
     for case, words in (
-        (
-            served(1 / 0.97),
-            f"slower: {SLOWEST} at 0.970",
-        ),
+        (served(1 / 0.97), f"slower: {SLOWEST} at 0.970"),
         (served(1.0, tokens=[[[1, 2]], [[1, 3]]]), "with different tokens"),
         (served(1.0, digests=["aa", "bb"]), r"different plans (aa, bb)"),
     ):
@@ -175,6 +172,7 @@ def test_a_table_without_effect_is_refused(accept: Any) -> None:
         ({"acts": "sys.exit('no engine')"}, "no engine"),
         ({"file": "'another'", "acts": "False"}, "The table is ignored: VLLM_FL_CONFIG"),
         ({"both": "True"}, "The table is ignored: VLLM_FL_CONFIG"),
+        ({"plan": "('' if tabled else 't')"}, "The plan is the same with"),
     ):
         path, done = accept(**behaviour)
         assert done.status == 1 and words in done.err
@@ -199,11 +197,6 @@ def test_sigterm_ends_the_engines(accept: Any, tmp_path: Path) -> None:
     for pid in seen.read_text().split():
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid), 0)
-
-
-def test_a_table_with_which_the_plan_is_the_same_has_no_effect(accept: Any) -> None:
-    _, done = accept(plan="('' if tabled else 't')")
-    assert done.status == 1 and "The plan is the same with" in done.err
 
 
 def test_usage(accept: Any, fl: Command, tmp_path: Path) -> None:

@@ -269,7 +269,7 @@ def test_statuses_of_a_startup(
     assert found["engines"] == len(started(tmp_path)) and engines in (None, found["engines"])
 
 
-def test_an_interrupt(bisect: Any, tmp_path: Path) -> None:
+def test_an_interrupt(bisect: Any) -> None:
     kills = "os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
     done = bisect(wrong=NORM, start=f"if is_plan: {kills}")
     assert done.status == 130 and "interrupted after 2 engines" in done.err

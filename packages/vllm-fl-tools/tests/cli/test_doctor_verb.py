@@ -371,15 +371,24 @@ class TestInstalled:
         assert "'bolt' of vllm-bolt 1.0" in finding["what"]
         assert "VLLM_PLUGINS=fl," in finding["todo"]
 
-    @pytest.mark.parametrize("answer", ["1 / 0", "__import__('libacme')"])
+    @pytest.mark.parametrize(
+        ("answer", "why"),
+        [
+            ("1 / 0", " failed: ZeroDivisionError"),
+            ("__import__('libacme')", "No module named"),
+            ("os._exit(4)", "ended the process with status 4"),
+        ],
+    )
     def test_a_platform_plugin_that_fails(
-        self, fl: Command, other_platform: Callable[..., None], answer: str
+        self, fl: Command, other_platform: Callable[..., None], answer: str, why: str
     ) -> None:
         other_platform(answer)
-        (finding,) = found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "platforms")
-        assert "'acme' for vLLM's platform of vllm-acme 1.0 failed" in finding["what"]
-        assert "ZeroDivisionError" in finding["what"] or "No module named" in finding["what"]
+        done = fl("doctor", "--json", VLLM_FL_PLUGINS="")
+        (finding,) = found(done, "platforms")
+        assert "'acme' for vLLM's platform of vllm-acme 1.0" in finding["what"]
+        assert why in finding["what"]
         assert finding["todo"] == "pip install --force-reinstall --no-deps vllm-acme"
+        assert done.json()["facts"]["python"], "the other checks are made"
 
     @pytest.mark.parametrize(
         ("body", "why"),
@@ -426,17 +435,6 @@ class TestInstalled:
         assert what == "VLLM_ATTENTION_BACKEND=FLASH_ATTN has no effect."
         assert "--attention-config.backend FLASH_ATTN" in why
         assert todo == "unset VLLM_ATTENTION_BACKEND"
-
-    def test_a_platform_plugin_that_ends_the_process(
-        self, fl: Command, other_platform: Callable[..., None]
-    ) -> None:
-        other_platform("os._exit(4)")
-        done = fl("doctor", "--json", VLLM_FL_PLUGINS="")
-        (finding,) = found(done, "platforms")
-        assert "'acme' for vLLM's platform of vllm-acme 1.0" in finding["what"]
-        assert "ended the process with status 4" in finding["what"]
-        assert finding["todo"] == "pip install --force-reinstall --no-deps vllm-acme"
-        assert done.json()["facts"]["python"], "the other checks are made"
 
     def test_a_vllm_outside_the_range(self, distribution: Distribution) -> None:
         distribution("vllm", "0.99.0+empty")

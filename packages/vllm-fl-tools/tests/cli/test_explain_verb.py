@@ -6,20 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Command, Plugin
+from commands import THREE, Command, Plugin
 
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_tools.cli.explain import documentation_of, signature_of, targets_of
-
-TWO = """
-@hookimpl
-def register_ops():
-    return [
-        vendor("acme"),
-        vendor("zeta", available=lambda: "no zeta card"),
-        OpImpl("silu_and_mul", "reference.torch", BackendImplKind.REFERENCE, silu_and_mul),
-    ]
-"""
 
 
 def both(fl: Command, op: str, **variables: str) -> tuple[dict[str, Any], ...]:
@@ -34,7 +24,7 @@ def both(fl: Command, op: str, **variables: str) -> tuple[dict[str, Any], ...]:
 
 
 def test_all_three_modes_with_order_origin_and_reasons(fl: Command, plugin: Plugin) -> None:
-    plugin(TWO)
+    plugin(THREE)
     script, eager, compiled = both(fl, "silu_and_mul", VLLM_FL_PLATFORM="none")
     assert script["order"] == ["flagos", "vendor", "reference"]
     assert script["origin"] == "prefer=flagos, default"
@@ -84,7 +74,7 @@ def test_the_pages_of_an_op(fl: Command, plugin: Plugin) -> None:
 
 def test_what_only_vllm_knows_is_not_said_without_it(fl: Command, plugin: Plugin) -> None:
     """tests/engine tests a real vLLM with layers replaced by other plugins."""
-    plugin(TWO)
+    plugin(THREE)
     replaced = fl("explain", "silu_and_mul", "--json").json()["replaced"]
     assert replaced == {"layers": [], "error": "vLLM is not installed"}
     script = fl("explain", "silu_and_mul", "--script", "--json").json()

@@ -23,9 +23,15 @@ def files(folder: Path) -> set[str]:
     return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_writes_the_common_skeleton(tmp_path: Path) -> None:
-    assert main(["new", "foo", "--dir", str(tmp_path)]) == 0
-    folder = tmp_path / "vllm-fl-foo"
+def test_writes_the_common_skeleton(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = new(tmp_path, "--json")
+    assert json.loads(capsys.readouterr().out) == {
+        "schema": 1,
+        "name": "foo",
+        "platform": "foo",
+        "ops": list(OPS),
+        "folder": str(folder),
+    }
     package = "src/vllm_fl_foo"
     assert files(folder) == {
         ".github/workflows/ci.yml",
@@ -48,17 +54,6 @@ def test_writes_the_common_skeleton(tmp_path: Path) -> None:
     for path in folder.rglob("*"):
         assert "acme" not in path.name
         assert path.is_dir() or "acme" not in path.read_text().lower(), path
-
-
-def test_prints_json_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["new", "foo", "--dir", str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {
-        "schema": 1,
-        "name": "foo",
-        "platform": "foo",
-        "ops": list(OPS),
-        "folder": str(tmp_path / "vllm-fl-foo"),
-    }
 
 
 @pytest.mark.parametrize(
@@ -206,10 +201,7 @@ def test_any_choice_of_ops_is_whole(
         (("--ops", "silu_and_mlu"), "'silu_and_mlu'. Did you mean 'silu_and_mul'?"),
         (("--ops", ""), "no example of ''"),
         (("--ops", "silu_and_mul,,rms_norm"), "no example of ''"),
-        (
-            ("--platform", "cdua"),
-            "or of an installed plugin. Did you mean 'cuda'?",
-        ),
+        (("--platform", "cdua"), "or of an installed plugin. Did you mean 'cuda'?"),
         (("--platform", ""), "'' is not a platform"),
         (("--over", "amce"), "Did you mean 'acme'? Installed: acme (vllm-acme 1.0). Install it"),
         (("--over", ""), "--over ''"),

@@ -5,16 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from profiles import (
-    FUSED_NORM,
-    LINEAR,
-    NORM,
-    NORM_OP,
-    on_device,
-    on_host,
-    places,
-    report,
-)
+from profiles import FUSED_NORM, LINEAR, NORM, NORM_OP, on_device, on_host, places, report
 
 from vllm_fl_tools.cli._coverage import CodeOwner, OwnerFinder, answers, attribute
 
@@ -56,11 +47,7 @@ def test_no_time_is_counted_twice_and_a_call_is_one_of_the_op() -> None:
     # Labels and the compiler's code only take host time, so they are in no row.
     assert found["total_us"] == found["busy_us"] == 49.0
     assert [row["share"] for row in found["rows"]] == pytest.approx([35 / 49, 14 / 49])
-    assert found["rows"][1]["kernels"] == {
-        "_C::rms_norm": 10.0,
-        "aten::empty": 3.0,
-        NORM_OP: 1.0,
-    }
+    assert found["rows"][1]["kernels"] == {"_C::rms_norm": 10.0, "aten::empty": 3.0, NORM_OP: 1.0}
 
 
 def test_vllms_code_for_an_op() -> None:

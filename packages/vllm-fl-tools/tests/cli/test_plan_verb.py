@@ -6,16 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import Command, Plugin
+from commands import THREE, Command, Plugin
 
-TWO = """
-@hookimpl
-def register_ops():
-    return [
-        vendor("acme"),
-        OpImpl("silu_and_mul", "reference.torch", BackendImplKind.REFERENCE, silu_and_mul),
-    ]
-"""
 OP = "silu_and_mul"
 ANY = {"layers": {}, "in_model": True}
 """Plan fields of an engine with any model."""
@@ -27,7 +19,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_op_with_its_implementation_and_reason(fl: Command, plugin: Plugin) -> None:
-    plugin(TWO)
+    plugin(THREE)
     done = fl("plan", "--json", VLLM_FL_PLATFORM="none")
     plan = done.json()["plan"]
     assert (done.status, plan["mode"], plan["verified"]) == (0, "compiled", False)
@@ -38,7 +30,7 @@ def test_each_op_with_its_implementation_and_reason(fl: Command, plugin: Plugin)
 
 
 def test_orders_by_size(fl: Command, plugin: Plugin) -> None:
-    plugin(TWO)
+    plugin(THREE)
     orders = {"VLLM_FL_CONFIG": "sizes.yaml"}
     Path("sizes.yaml").write_text(f"op_backends: {{{OP}: {{<=16: vendor, rest: [stock]}}}}\n")
     entry = fl("plan", "--mode", "eager", "--json", **orders).json()["plan"]["ops"][OP]
@@ -48,7 +40,7 @@ def test_orders_by_size(fl: Command, plugin: Plugin) -> None:
 
 
 def test_what_would_change(fl: Command, plugin: Plugin) -> None:
-    plugin(TWO)
+    plugin(THREE)
     Path("fl.yaml").write_text(f"op_backends: {{{OP}: [reference]}}\n")
     diff = fl("plan", "--diff", "fl.yaml", "--json", VLLM_FL_PREFER="vendor").json()["diff"]
     assert [(op, d["now"]["impl"], d["then"]["impl"]) for op, d in diff["ops"].items()] == [
@@ -66,7 +58,7 @@ def test_what_would_change(fl: Command, plugin: Plugin) -> None:
 
 
 def test_strict_mode_that_would_end_the_start(fl: Command, plugin: Plugin) -> None:
-    plugin(TWO)
+    plugin(THREE)
     strict = {"VLLM_FL_STRICT": "1", "VLLM_FL_PER_OP": f"{OP}=vendor:cuda"}
     done = fl("plan", "--json", **strict)
     assert done.status == 1 and "vendor:cuda" in done.json()["plan"]["ends"][0]
@@ -88,7 +80,7 @@ def test_strict_mode_that_would_end_the_start(fl: Command, plugin: Plugin) -> No
     ],
 )
 def test_wrong_arguments(fl: Command, plugin: Plugin, arguments: tuple[str, ...]) -> None:
-    plugin(TWO)
+    plugin(THREE)
     Path("other.json").write_text('{"plan": {"ops": {"rms_norm": 3}}}')
     Path("settings.json").write_text('{"prefer": "vendor"}')
     Path("wrong.yaml").write_text("op_backends: {silu_and_mul: [vendr]}\n")

@@ -143,11 +143,6 @@ def test_without_a_plan_there_is_nothing_to_look_at(profile: Any) -> None:
     assert done.status == 2 and "VLLM_FL_ENABLED is set to off" in done.err
 
 
-def test_other_verbs_take_no_arguments_that_they_do_not_know(fl: Command) -> None:
-    done = fl("plan", "--enforce-eager")
-    assert done.status == 2 and "unrecognized arguments: --enforce-eager" in done.err
-
-
 def test_a_page_of_it(profile: Any, fl: Command, tmp_path: Path) -> None:
     done = profile("--json", "--dtype", "bfloat16")
     coverage = done.json()["coverage"]

@@ -8,6 +8,7 @@ import pytest
 from commands import Command, Plugin, lines
 
 from vllm_fl_tools.cli import _progress
+from vllm_fl_tools.cli._watch import Watch
 
 STALLS = """
 import vllm_fl_tools.cli._progress as _
@@ -58,3 +59,14 @@ def test_what_a_verb_does_is_reported_until_it_is_done(
     assert said == [
         f"vllm-fl tune: {what}" for what in ("reading the model", "the import of acme", "working")
     ]
+
+
+def test_a_slow_unit_is_logged_while_it_runs(
+    progress_printed: threading.Event, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watch = Watch(7, 60.0, lambda: None)
+    with _progress.progress("tune"):
+        watch.begin("rms_norm, 64 tokens", 3)
+        assert progress_printed.wait(60)
+    _, printed = capsys.readouterr()
+    assert "vllm-fl tune: [3/7] rms_norm, 64 tokens (" in printed

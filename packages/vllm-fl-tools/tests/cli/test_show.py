@@ -34,9 +34,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_no_escape_sequence_where_no_colour_is_wanted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_escape_sequence_where_no_colour_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     for wanted in (True, False):
         monkeypatch.setattr(sys, "stdout", terminal := Terminal())

@@ -24,19 +24,19 @@ from vllm_fl_tools.engine.tuning_table import Row, Tuned
 CLOCKED = """
 NOW, CALLS = [0.0], []
 
-def timed(name, us, wrong_at=()):
+def timed(name, us, wrong_at=(), above=None):
     def fn(x):
-        NOW[0] += us * 1e-6
+        NOW[0] += (us if above is None or len(x) <= 100 else above) * 1e-6
         CALLS.append((name, len(x)))
         result = silu_and_mul(x)
         if len(x) in wrong_at:
             result[-1, -1] += 100
         return result
-    return OpImpl("silu_and_mul", f"vendor.{name}", BackendImplKind.VENDOR, fn, name)
+    return act(name, fn)
 
 @hookimpl
 def register_ops():
-    return [timed("acme", 30), timed("fast", 10, (16,)), timed("slow", 90)]
+    return [timed("acme", 30), timed("fast", 10, (16,), 29.7), timed("slow", 90)]
 """
 
 SIZES = ("--model", "tiny")
@@ -80,18 +80,20 @@ def result(done: Any) -> Tuned:
 
 
 class TestTable:
-    def test_a_kernel_that_is_wrong_at_one_size_only(
-        self, fl: Command, clocked: Any, here: Path
+    def test_a_kernel_that_is_wrong_at_one_size_and_slower_above_100_tokens(
+        self, fl: Command, clocked: Any
     ) -> None:
-        done = fl("tune", *QUICK, "--tokens", "1,8,16,32", "--out", "t.yaml")
+        done = fl("tune", *QUICK, "--out", "t.yaml")
         assert done.status == 0, done.err
         tuned = result(done).ops["silu_and_mul"]
+        sizes = sorted({figure.tokens for figure in tuned.figures})
+        assert sizes == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+        assert done.json()["measurements"] == len(sizes)
         assert tuned.default == "vendor.acme"
-        assert tuned.rows == (
-            Row(8, "vendor.fast"),
-            Row(16, "default"),
-            Row(32, "vendor.fast"),
-        )
+        assert [(row.up_to, row.impl) for row in tuned.rows] == [
+            *((8, "vendor.fast"), (16, "default"), (64, "vendor.fast"), (512, "default"))
+        ]
+        assert ("fast", 64) in clocked().CALLS, "it is checked at the end of its row"
         (rejected,) = [f for f in tuned.figures if f.rejected]
         assert (rejected.tokens, rejected.impl, rejected.us) == (16, "vendor.fast", None)
         assert "1 of 128 elements exceed the tolerance; worst at" in rejected.rejected
@@ -101,7 +103,8 @@ class TestTable:
     def test_what_it_says_of_the_machine_and_the_model(
         self, fl: Command, clocked: Any, here: Path
     ) -> None:
-        table = result(fl("tune", *QUICK, "--tokens", "8", "--out", "t.yaml"))
+        done = fl("tune", *QUICK, "--tokens", "8", "--out", "t.yaml")
+        answer, table = done.json(), result(done)
         assert os.listdir(here) == ["t.yaml"], "nothing else"
         assert (table.mode, table.dtype, table.model) == ("eager", "float32", "tiny")
         assert table.sizes["intermediate"] == 8
@@ -112,41 +115,32 @@ class TestTable:
             {"vendor.acme": 30, "vendor.fast": 10, "vendor.slow": 90}
         )
         assert {figure.n for figure in figures.values()} == {tuning.ROUNDS}
+        assert (answer["path"], answer["remarks"]) == (str(here / "t.yaml"), [])
+        settings = load_settings({"VLLM_FL_TABLE": answer["path"]})
+        (order,) = settings.by_device["silu_and_mul"]
+        assert settings.tuned is not None and settings.tuned.device == "cpu"
+        assert str(order).startswith("on cpu: eager <=8 impl:vendor.fast, rest impl:vendor.acme")
+        assert "3 times as fast in vendor.fast by vendor.acme at 8 tokens" in str(order)
 
-    def test_two_runs_agree(self, fl: Command, clocked: Any, here: Path) -> None:
-        tables = []
-        for name in ("a.yaml", "b.yaml"):
-            tables.append(result(fl("tune", *QUICK, "--tokens", "1,16", "--out", name)))
+    def test_two_runs_agree(self, fl: Command, clocked: Any) -> None:
+        arguments = ("tune", *QUICK, "--tokens", "1,16", "--out")
+        tables = [result(fl(*arguments, name)) for name in ("a.yaml", "b.yaml")]
         first, second = (table.ops["silu_and_mul"] for table in tables)
-        assert first.rows == second.rows
+        assert first.rows == second.rows and tables[0].holds == tables[1].holds
         assert [f.us for f in first.figures] == [f.us for f in second.figures]
-        assert tables[0].holds == tables[1].holds
 
-    def test_a_denied_vendor_is_no_candidate(self, fl: Command, clocked: Any, here: Path) -> None:
+    def test_a_denied_vendor_is_no_candidate(self, fl: Command, clocked: Any) -> None:
         more = {"VLLM_FL_DENY_VENDORS": "fast"}
         done = fl("tune", *QUICK, "--tokens", "8", "--out", "t.yaml", **more)
         tuned = result(done).ops["silu_and_mul"]
         assert {f.impl for f in tuned.figures} == {"vendor.acme", "vendor.slow"}
         assert ("fast", 8) not in clocked().CALLS
 
-    def test_one_that_no_list_names_is_a_candidate(
-        self, fl: Command, clocked: Any, here: Path
-    ) -> None:
+    def test_one_that_no_list_names_is_a_candidate(self, fl: Command, clocked: Any) -> None:
         more = {"VLLM_FL_PER_OP": "silu_and_mul=impl:vendor.slow"}
         done = fl("tune", *QUICK, "--tokens", "8", "--out", "t.yaml", **more)
         tuned = result(done).ops["silu_and_mul"]
         assert (tuned.default, tuned.rows) == ("vendor.slow", (Row(8, "vendor.fast"),))
-
-    def test_json(self, fl: Command, clocked: Any, here: Path) -> None:
-        done = fl("tune", *QUICK, "--tokens", "8", "--out", "t.yaml")
-        answer = done.json()
-        assert answer["path"] == str(here / "t.yaml")
-        assert answer["remarks"] == []
-        settings = load_settings({"VLLM_FL_TABLE": answer["path"]})
-        (order,) = settings.by_device["silu_and_mul"]
-        assert settings.tuned is not None and settings.tuned.device == "cpu"
-        assert str(order).startswith("on cpu: eager <=8 impl:vendor.fast, rest impl:vendor.acme")
-        assert "3 times as fast in vendor.fast by vendor.acme at 8 tokens" in str(order)
 
     def test_each_measurement_has_a_line(self, fl: Command, clocked: Any) -> None:
         done = fl("tune", *QUICK, "--tokens", "1,16", "--out", "t.yaml")
@@ -168,47 +162,6 @@ class TestTable:
         assert (here / name).read_text() == before
         assert fl("tune", *QUICK, "--tokens", "16", "--out", name).status == 0
         assert (here / name).read_text() != before
-
-
-CHANGES = """
-NOW, CALLS = [0.0], []
-
-def timed(name, below, above):
-    def fn(x):
-        NOW[0] += (below if len(x) <= 100 else above) * 1e-6
-        CALLS.append((name, len(x)))
-        return silu_and_mul(x)
-    return OpImpl("silu_and_mul", f"vendor.{name}", BackendImplKind.VENDOR, fn, name)
-
-@hookimpl
-def register_ops():
-    return [timed("acme", 30, 30), timed("fast", 10, 29.7), timed("slow", 90, 90)]
-"""
-
-
-class TestWithoutSizesOfTheUser:
-    """Sizes and repetitions without user settings."""
-
-    @pytest.fixture
-    def run(self, fl: Command, plugin: Plugin, monkeypatch: pytest.MonkeyPatch) -> Any:
-        """`run(*more)`: (the command's JSON, its table, the plugin's module)."""
-        name = plugin(CHANGES)
-        monkeypatch.setattr(_tuning, "CLOCK", lambda: sys.modules[name].NOW[0])
-
-        def once(*more: str) -> Any:
-            done = fl("tune", *SIZES, *ONE_OP, *BESIDE, "--json", "--out", "t.yaml", *more)
-            assert done.status == 0, done.err
-            return done.json(), result(done).ops["silu_and_mul"], sys.modules[name]
-
-        return once
-
-    def test_the_winner_changes(self, run: Any) -> None:
-        answer, tuned, module = run()
-        sizes = sorted({figure.tokens for figure in tuned.figures})
-        assert sizes == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
-        assert tuned.rows == (Row(64, "vendor.fast"), Row(512, "default"))
-        assert ("fast", 64) in module.CALLS, "it is checked at the end of its row"
-        assert answer["measurements"] == len(sizes)
 
 
 class TestBadArguments:
@@ -241,7 +194,7 @@ class TestBadArguments:
         assert done.status == 1 and "(intermediate, shared_intermediate)" in done.out
         assert result(done).ops == {}
 
-    def test_an_op_with_one_candidate(self, fl: Command, plugin: Plugin, here: Path) -> None:
+    def test_an_op_with_one_candidate(self, fl: Command, plugin: Plugin) -> None:
         plugin()
         only = ("--impl", "vendor.acme")
         done = fl("tune", *SIZES, *ONE_OP, *only, "--tokens", "8", "--out", "t.yaml")
@@ -262,12 +215,11 @@ def hangs(x):
 
 @hookimpl
 def register_ops():
-    kind = BackendImplKind.VENDOR
-    return [vendor("acme"), OpImpl("silu_and_mul", "vendor.fast", kind, hangs, "fast")]
+    return [act("acme"), act("fast", hangs)]
 """
 
 
-def test_a_kernel_that_hangs_at_one_size(fl: Command, plugin: Plugin, here: Path) -> None:
+def test_a_kernel_that_hangs_at_one_size(fl: Command, plugin: Plugin) -> None:
     plugin(HANGS)
     arguments = [a for a in QUICK if a not in ("--impl", "vendor.slow", "vendor.fast")]
     arguments += ["--impl", "vendor.fast", "--tokens", "8,16", "--timeout", "0.5"]
@@ -288,8 +240,7 @@ def fast(x):
 
 @hookimpl
 def register_ops():
-    kind = BackendImplKind.VENDOR
-    return [vendor("acme"), OpImpl("silu_and_mul", "vendor.fast", kind, fast, "fast")]
+    return [act("acme"), act("fast", fast)]
 """
 
 

@@ -16,22 +16,12 @@ from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.policy import Mode
 from vllm_fl_tools.engine import bench, tuning
-from vllm_fl_tools.engine.timing import Measured, table_rows
+from vllm_fl_tools.engine.timing import table_rows
 from vllm_fl_tools.engine.tuning import Contender, OpTuning
-from vllm_fl_tools.engine.tuning_table import Row
 
-BETWEEN = "between the graphs of a prefill"
+BETWEEN, NO_GRAPH = "between the graphs of a prefill", "without a graph of 8 tokens"
 
-SIZES = ModelSizes(
-    hidden=16,
-    intermediate=8,
-    heads=4,
-    kv_heads=2,
-    head_size=8,
-    rotary=8,
-    tokens=(1, 64),
-    max_position=64,
-)
+SIZES = ModelSizes(16, 8, 4, 2, 8, 8, tokens=(1, 64), max_position=64)
 
 
 class Machine:
@@ -40,9 +30,6 @@ class Machine:
     def __init__(self) -> None:
         self.now = 0.0
         self.calls: Counter[tuple[str, int]] = Counter()
-
-    def clock(self) -> float:
-        return self.now
 
     def kernel(
         self,
@@ -63,20 +50,26 @@ class Machine:
 
         return Contender(name, (impl_of(op, name, run, supports=supports, consumes=consumes),))
 
+    def against(
+        self,
+        us: float,
+        fn: Callable[..., Any] | None = None,
+        *,
+        op: str = "silu_and_mul",
+        supports: Callable[..., Any] | None = None,
+        bare: bool = False,
+        **more: Any,
+    ) -> OpTuning:
+        """`vendor.fast`, and a default that takes 30 µs and is a bare function of vLLM or not."""
+        default = dataclasses.replace(self.kernel("vendor.default", 30, op=op), bare=bare)
+        fast = self.kernel("vendor.fast", us, fn, op=op, supports=supports)
+        return self.tuning(default, fast, **more)
+
     def tuning(self, *contenders: Contender, mode: Mode = "eager", **more: Any) -> OpTuning:
         spec = known_contracts().contracts[contenders[0].impls[0].op_name]
         device = torch.device("cpu")
-        return OpTuning(
-            spec,
-            contenders,
-            "vendor.default",
-            mode,
-            torch.float32,
-            device,
-            SIZES,
-            clock=self.clock,
-            **more,
-        )
+        known = spec, contenders, "vendor.default", mode, torch.float32, device, SIZES
+        return OpTuning(*known, clock=lambda: self.now, **more)
 
 
 def impl_of(op: str, name: str, fn: Callable[..., Any], **more: Any) -> OpImpl:
@@ -114,10 +107,6 @@ def wrong_at(*counts: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return fn
 
 
-def everything(op: OpTuning, *counts: int) -> list[Measured]:
-    return [op.measure(count) for count in counts]
-
-
 class Capturing(tuning.Bench):
     """Measures as if its calls were captured in graphs."""
 
@@ -136,18 +125,15 @@ class Capturing(tuning.Bench):
 
 class TestChoosing:
     def test_the_fastest_wins_and_its_figures_are_exact(self, machine: Machine) -> None:
-        op = machine.tuning(machine.kernel("vendor.default", 30), machine.kernel("vendor.fast", 10))
-        (found,) = everything(op, 8)
+        found = machine.against(10).measure(8)
         assert found.winner == "vendor.fast"
         fast, default = found.figures()
         assert (fast.us, fast.low, fast.high, fast.ratio) == pytest.approx((10, 10, 10, 3))
-        assert (default.us, default.n) == (pytest.approx(30), 11)
+        assert (fast.impl, fast.n, fast.ratio_low) == ("vendor.fast", 11, 3)
+        assert (default.us, default.n, default.ratio) == (pytest.approx(30), 11, None)
 
     def test_forms_are_summed(self, machine: Machine) -> None:
-        op = machine.tuning(
-            machine.kernel("vendor.default", 30, op="rms_norm"),
-            machine.kernel("vendor.fast", 10, op="rms_norm"),
-        )
+        op = machine.against(10, op="rms_norm")
         assert len(op.forms) > 1
         fast, _ = op.measure(8).figures()
         assert fast.us == pytest.approx(10 * len(op.forms))
@@ -159,11 +145,7 @@ class TestChoosing:
             machine.now += 0 if residual is None else 25e-6
             return oracle(x, residual, *rest)
 
-        op = machine.tuning(
-            machine.kernel("vendor.default", 30, op="rms_norm"),
-            machine.kernel("vendor.fast", 10, slow_with_a_residual, op="rms_norm"),
-        )
-        found = op.measure(8)
+        found = machine.against(10, slow_with_a_residual, op="rms_norm").measure(8)
         fast, default = found.figures()
         assert fast.us is not None and default.us is not None and fast.us < default.us
         assert "residual" in fast.slower and fast.slower.endswith("0.86")
@@ -177,29 +159,27 @@ class TestChoosing:
             machine.now += 25e-6 if len(weight) == first else 0
             return oracle(x, weight, *rest)
 
-        contenders = (
-            machine.kernel("vendor.default", 30, op="linear"),
-            machine.kernel("vendor.fast", 10, slow_with_one_weight, op="linear"),
-        )
         for once, winner in ((False, "default"), (True, "vendor.fast")):
-            op = machine.tuning(*contenders, once=once)
+            op = machine.against(10, slow_with_one_weight, op="linear", once=once)
             first = int(op.forms[0].name.rpartition(" -> ")[2])
-            (found,) = everything(op, 8)
+            found = op.measure(8)
             assert len(op.forms) > 1 and found.winner == winner
             assert bool(found.slower) is not once
 
     @pytest.mark.parametrize(
-        ("us", "captured", "between", "where"),
+        ("us", "captured", "between", "busy_at", "where"),
         [
-            pytest.param(10, 0, False, "", id="it saves more than its launch costs"),
-            pytest.param(25, 0, False, "without a graph of 8 tokens", id="it saves less"),
-            pytest.param(25, 8, False, "", id="a graph launches it"),
-            pytest.param(25, None, False, "", id="not known"),
+            pytest.param(10, 0, False, "", "", id="it saves more than its launch costs"),
+            pytest.param(25, 0, False, "", NO_GRAPH, id="it saves less"),
+            pytest.param(25, 8, False, "", "", id="a graph launches it"),
+            pytest.param(25, None, False, "", "", id="not known"),
             # A cache write is in the graph of a decoding step, but not of a prefill.
-            pytest.param(10, 8, True, "", id="between graphs it saves more"),
-            pytest.param(25, 8, True, BETWEEN, id="between graphs of that size"),
-            pytest.param(25, None, True, BETWEEN, id="between graphs, not known of which sizes"),
-            pytest.param(25, 0, True, "without a graph of 8 tokens", id="no graph to be between"),
+            pytest.param(10, 8, True, "", "", id="between graphs it saves more"),
+            pytest.param(25, 8, True, "", BETWEEN, id="between graphs of that size"),
+            pytest.param(25, None, True, "", BETWEEN, id="between graphs of unknown sizes"),
+            pytest.param(25, 0, True, "", NO_GRAPH, id="no graph to be between"),
+            pytest.param(25, 0, False, "8", "", id="the device is busy"),
+            pytest.param(25, 0, False, "16", NO_GRAPH, id="it is busy at other sizes"),
         ],
     )
     def test_where_no_graph_serves_the_launch_through_python_counts(
@@ -209,43 +189,24 @@ class TestChoosing:
         us: float,
         captured: Any,
         between: bool,
+        busy_at: str,
         where: str,
     ) -> None:
         # Only kernels advance the clock: a PyTorch operator takes no time to launch.
         monkeypatch.setattr(tuning, "Bench", Capturing)
-        op = machine.tuning(
-            dataclasses.replace(machine.kernel("vendor.default", 30), bare=True),
-            machine.kernel("vendor.fast", us),
+        op = machine.against(
+            us,
+            bare=True,
             captured=captured,
             between_graphs=between,
+            products=lambda tokens: 2001.0 if str(tokens) == busy_at else 1999.0,
         )
-        (found,) = everything(op, 8)
+        found = op.measure(8)
         assert found.winner == ("default" if where else "vendor.fast")
         slower = {figure.impl: figure.slower for figure in found.figures()}
         assert slower["vendor.default"] == ""
         more = f"{us} µs more to launch, and 5 µs less on the device"
         assert slower["vendor.fast"] == (f"{where}: {op.forms[0].name}: {more}" if where else "")
-
-    @pytest.mark.parametrize(
-        ("known", "winner"),
-        [
-            pytest.param({"products": lambda n: 2001.0 * (n == 8)}, "vendor.fast", id="busy"),
-            pytest.param({"products": lambda n: 1999.0}, "default", id="not busy for long"),
-            pytest.param({"products": lambda n: 2001.0 * (n != 8)}, "default", id="at other sizes"),
-        ],
-    )
-    def test_a_launch_through_python_counts_where_there_is_one_and_the_device_waits_for_it(
-        self, machine: Machine, monkeypatch: pytest.MonkeyPatch, known: Any, winner: str
-    ) -> None:
-        monkeypatch.setattr(tuning, "Bench", Capturing)
-        op = machine.tuning(
-            dataclasses.replace(machine.kernel("vendor.default", 30), bare=True),
-            machine.kernel("vendor.fast", 25),
-            captured=0,
-            **known,
-        )
-        (found,) = everything(op, 8)
-        assert found.winner == winner
 
     @pytest.mark.parametrize("traced", [None, frozenset({"vendor.default"}), frozenset()])
     def test_only_what_is_traced_is_compiled(
@@ -258,29 +219,18 @@ class TestChoosing:
             return function
 
         monkeypatch.setattr(OpTuning, "_compiled", noted)
-        op = machine.tuning(
-            machine.kernel("vendor.default", 30),
-            machine.kernel("vendor.fast", 10),
-            mode="compiled",
-            traced=traced,
-        )
-        (found,) = everything(op, 8)
-        assert found.winner == "vendor.fast"
+        op = machine.against(10, mode="compiled", traced=traced)
+        assert op.measure(8).winner == "vendor.fast"
         assert len(compiled) == len(op.forms) * (2 if traced is None else len(traced))
 
 
 class TestWrongAtOneSizeOnly:
     def test_it_is_recorded_never_timed_there_and_chosen_elsewhere(self, machine: Machine) -> None:
-        op = machine.tuning(
-            machine.kernel("vendor.default", 30),
-            machine.kernel("vendor.fast", 10, wrong_at(16)),
-        )
-        found = everything(op, 1, 8, 16, 32)
-        assert table_rows(found) == (
-            Row(8, "vendor.fast"),
-            Row(16, "default"),
-            Row(32, "vendor.fast"),
-        )
+        op = machine.against(10, wrong_at(16))
+        found = [op.measure(count) for count in (1, 8, 16, 32)]
+        assert [(row.up_to, row.impl) for row in table_rows(found)] == [
+            *((8, "vendor.fast"), (16, "default"), (32, "vendor.fast"))
+        ]
         at_16 = found[2]
         assert "vendor.fast" not in at_16.times
         assert machine.calls["vendor.fast", 16] == 1  # the check that found it
@@ -294,10 +244,8 @@ class TestWrongAtOneSizeOnly:
         def overflows(x: torch.Tensor) -> torch.Tensor:
             return silu(x).where(x[:, :8].abs() < 50, 0)
 
-        op = machine.tuning(
-            machine.kernel("vendor.default", 30), machine.kernel("vendor.fast", 10, overflows)
-        )
-        assert "large values" in op.measure(8).rejected["vendor.fast"]
+        found = machine.against(10, overflows).measure(8)
+        assert "large values" in found.rejected["vendor.fast"]
 
     def test_the_wrong_default_stays_since_nothing_was_compared_with_it(
         self, machine: Machine
@@ -305,7 +253,7 @@ class TestWrongAtOneSizeOnly:
         op = machine.tuning(
             machine.kernel("vendor.default", 30, wrong_at(8)), machine.kernel("vendor.fast", 10)
         )
-        (found,) = everything(op, 8)
+        found = op.measure(8)
         assert found.winner == "default"
         assert found.rejected["vendor.default"].startswith("incorrect: ")
         (fast, _) = found.figures()
@@ -323,13 +271,9 @@ class TestWhoDoesNotRun:
         def supports(x: torch.Tensor) -> Any:
             return x.shape[0] != 16 or "not 16 rows"
 
-        fast = (
-            machine.kernel("vendor.fast", 10, supports=supports)
-            if by == "supports"
-            else machine.kernel("vendor.fast", 10, refusing)
-        )
-        op = machine.tuning(machine.kernel("vendor.default", 30), fast)
-        found = everything(op, 8, 16, 32)
+        how: Any = {"supports": supports} if by == "supports" else {"fn": refusing}
+        op = machine.against(10, **how)
+        found = [op.measure(count) for count in (8, 16, 32)]
         assert [one.winner for one in found] == ["vendor.fast", "default", "vendor.fast"]
         assert found[1].rejected["vendor.fast"].startswith("unsupported: not 16 rows")
         assert machine.calls["vendor.fast", 16] <= 1
@@ -341,11 +285,7 @@ class TestWhoDoesNotRun:
         def without_residual(x: Any, residual: Any, *rest: Any) -> Any:
             return residual is None or "no kernel for a residual"
 
-        op = machine.tuning(
-            machine.kernel("vendor.default", 30, op="rms_norm"),
-            machine.kernel("vendor.fast", 10, op="rms_norm", supports=without_residual),
-            mode=mode,
-        )
+        op = machine.against(10, op="rms_norm", supports=without_residual, mode=mode)
         found = op.measure(8)
         assert not found.rejected
         added = sum("residual" in form.name for form in op.forms)
@@ -360,10 +300,7 @@ class TestWhoDoesNotRun:
                 raise RuntimeError("no more")
             return silu(x)
 
-        op = machine.tuning(
-            machine.kernel("vendor.default", 30), machine.kernel("vendor.fast", 10, tired)
-        )
-        found = op.measure(8)
+        found = machine.against(10, tired).measure(8)
         assert "no more" in found.rejected["vendor.fast"]
         assert found.winner == "default"
         assert {*found.times} == {"vendor.default"}
@@ -374,26 +311,20 @@ class TestWhoDoesNotRun:
         @contextmanager
         def over(name: str) -> Iterator[None]:
             entered.append(name)
-            if name == "vendor.slow":
+            if name == "vendor.fast":
                 raise TimeoutError("given up after 5 s")
             yield
 
-        op = machine.tuning(
-            machine.kernel("vendor.default", 30), machine.kernel("vendor.slow", 10), over=over
-        )
-        found = op.measure(8)
-        assert "given up after 5 s" in found.rejected["vendor.slow"]
+        found = machine.against(10, over=over).measure(8)
+        assert "given up after 5 s" in found.rejected["vendor.fast"]
         assert {*found.times} == {"vendor.default"}
-        assert entered.count("vendor.slow") == 1
+        assert entered.count("vendor.fast") == 1
 
 
 def test_calls_in_turn_have_weights_that_no_cache_holds(machine: Machine) -> None:
     """In a step each layer reads its own weights. 1024 bytes represent the caches here."""
-    fast = machine.kernel("vendor.fast", 30.0, op="linear")
-    tuning = machine.tuning(machine.kernel("vendor.default", 100.0, op="linear"), fast)
-    found = tuning.measure(2)
-    assert found.winner == "vendor.fast"
-
+    tuning = machine.against(10, op="linear")
+    assert tuning.measure(2).winner == "vendor.fast"
     (form,) = (form for form in tuning.forms if form.name == "32 -> 16")
     sets = tuning._with_own([tuning._laid(form, 2, number) for number in range(8)])
     weights = [laid.args[1] for laid in sets]
@@ -421,12 +352,9 @@ def test_what_is_consumed_is_fresh_at_every_call(machine: Machine) -> None:
         return x, residual
 
     consumes = frozenset({"x", "residual"})
-    op = machine.tuning(
-        machine.kernel("vendor.default", 30, op="rms_norm"),
-        machine.kernel("vendor.fast", 10, in_place, op="rms_norm", consumes=consumes),
-    )
-    (found,) = everything(op, 8)
-    assert found.winner == "vendor.fast"
+    fast = machine.kernel("vendor.fast", 10, in_place, op="rms_norm", consumes=consumes)
+    op = machine.tuning(machine.kernel("vendor.default", 30, op="rms_norm"), fast)
+    assert op.measure(8).winner == "vendor.fast"
     assert len(seen) > 20 * tuning.ROUNDS
     often = [value for value, count in Counter(seen).items() if count >= tuning.ROUNDS - 1]
     # Equal inputs in every round, apart from checks and warm-up.

@@ -21,16 +21,7 @@ from vllm_fl_tools.integration.stock_calls import apart, stock_forms
 from vllm_fl_verify.verification import compare
 
 CPU = torch.device("cpu")
-SIZES = ModelSizes(
-    hidden=64,
-    intermediate=32,
-    heads=4,
-    kv_heads=2,
-    head_size=64,
-    rotary=64,
-    tokens=(1, 7),
-    max_position=128,
-)
+SIZES = ModelSizes(64, 32, heads=4, kv_heads=2, head_size=64, rotary=64, tokens=(1, 7))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,7 @@ from vllm_fl_tools.operate import scraping
 from vllm_fl_tools.operate.scraping import Scraped
 from vllm_fl_tools.operate.state_file import StateFile
 
-needs_client = pytest.mark.skipif(
-    find_spec("prometheus_client") is None, reason="prometheus_client is not installed"
-)
+pytest.importorskip("prometheus_client")
 
 
 def text(rank: int, value: int = 1) -> str:
@@ -34,7 +31,6 @@ def samples(scraped: Scraped) -> dict[str, float]:
     return {s.labels["rank"]: s.value for family in families for s in family.samples}
 
 
-@needs_client
 def test_each_workers_file_is_read_again_for_each_scrape(tmp_path: Path) -> None:
     scraped = Scraped(str(tmp_path / "chat.prom"))
     assert samples(scraped) == {}
@@ -49,7 +45,6 @@ def test_each_workers_file_is_read_again_for_each_scrape(tmp_path: Path) -> None
     assert samples(scraped) == {"10": 1}
 
 
-@needs_client
 def test_what_an_engine_that_was_killed_left_is_not_shown(tmp_path: Path) -> None:
     for rank in (0, 1):
         (tmp_path / f"chat.rank{rank}.prom").write_text(text(rank))
@@ -61,7 +56,6 @@ def test_what_an_engine_that_was_killed_left_is_not_shown(tmp_path: Path) -> Non
     assert samples(scraped) == {"0": 7}
 
 
-@needs_client
 @pytest.mark.parametrize("odd", [
     b"\xff\xfe", b"vllm_fl_x{", b"", b"# TYPE vllm_fl_x what\n", b"# TYPE\n",
     b'# TYPE vllm_fl_x gauge\nvllm_fl_x{a="b"} many\n', b"# TYPE vllm:evil gauge\nvllm:evil{} 1\n",
@@ -77,7 +71,6 @@ def test_an_odd_file_costs_no_scrape(tmp_path: Path, odd: bytes) -> None:
     assert samples(scraped) == {"0": 1, "5": 1}
 
 
-@needs_client
 def test_a_folder_that_is_not_there_or_does_not_answer_costs_no_scrape(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +92,6 @@ def test_a_folder_that_is_not_there_or_does_not_answer_costs_no_scrape(
         answers.set()
 
 
-@needs_client
 def test_a_scrape_has_the_counts_of_now(tmp_path: Path) -> None:
     named, count = tmp_path / "chat.prom", [0]
     scraped = Scraped(str(named))
@@ -113,7 +105,6 @@ def test_a_scrape_has_the_counts_of_now(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
-@needs_client
 def test_a_first_count_is_written_at_once(tmp_path: Path) -> None:
     path, count = tmp_path / "chat.rank0.prom", [0]
     file = StateFile(
@@ -129,7 +120,6 @@ def test_a_first_count_is_written_at_once(tmp_path: Path) -> None:
     file.close()
 
 
-@needs_client
 def test_a_name_of_another_owner_is_not_shown_twice(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -166,7 +156,6 @@ print(generate_latest(registry).decode())
 """
 
 
-@needs_client
 def test_both_of_the_registries_that_vllm_shows_have_them_once(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", BOTH, str(tmp_path), text(0)],

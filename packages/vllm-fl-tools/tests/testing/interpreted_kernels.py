@@ -8,7 +8,6 @@ Prints a JSON line per case: `case` and `problem`, which is "" if the result is 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 
 import torch
 
@@ -266,17 +265,11 @@ def case_to_compile() -> str:
     return "" if float(out.sum()) == 33.0 else "no kernel runs afterwards"
 
 
-def cases() -> Iterator[tuple[str, Callable[[], str]]]:
-    for name, value in list(globals().items()):
-        if name.startswith("case_"):
-            yield name.removeprefix("case_"), value
-
-
 if __name__ == "__main__":
     torch.manual_seed(0)
-    for name, run in cases():
+    for name in [name for name in globals() if name.startswith("case_")]:
         try:
-            problem = run()
+            problem = globals()[name]()
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
-        print(json.dumps({"case": name, "problem": problem}))
+        print(json.dumps({"case": name.removeprefix("case_"), "problem": problem}))

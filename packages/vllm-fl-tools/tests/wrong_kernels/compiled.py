@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+import functools
 from typing import Any
 
 import torch
@@ -10,135 +10,90 @@ from torch import Tensor
 
 from . import right
 from .corpus import GELU, NORM, ROTARY, SILU, wrong, wrong_kernel
+from .faults import wrong_arguments_later
 
-OPEN = {"traceable": True}
-
-
-@wrong_kernel(
-    SILU,
-    "incorrect in inference mode",
-    "every token is incorrect, because vLLM serves in inference mode",
+wrong_when_compiled = functools.partial(
+    wrong_kernel, mode="compiled", by=lambda op, function: (function, {"traceable": True})
 )
+"""As `wrong_kernel`, for a kernel that is declared traceable."""
+
+
+@wrong_kernel(SILU, "every token is incorrect, because vLLM serves in inference mode")
 def in_inference_mode(x: Tensor) -> Tensor:
+    """Incorrect in inference mode."""
     out = right.silu_and_mul(x)
     return out.neg_() if torch.is_inference_mode_enabled() else out
 
 
-@wrong_kernel(
-    NORM,
-    "incorrect for tensors created in inference mode",
-    "every token is incorrect, because activations are such tensors",
-)
+@wrong_kernel(NORM, "every token is incorrect, because activations are such tensors")
 def for_inference_tensors(x, residual, weight, epsilon, variance_size=None):
+    """Incorrect for tensors created in inference mode."""
     got = right.rms_norm(x, residual, weight, epsilon, variance_size)
     if x.is_inference():
         (got[0] if isinstance(got, tuple) else got).neg_()
     return got
 
 
-@wrong_kernel(
-    GELU,
-    "incorrect if gradients are disabled",
-    "every token is incorrect, because serving disables gradients",
-    kit="tracing",
-)
+@wrong_kernel(GELU, "every token is incorrect, because serving disables gradients", kit="tracing")
 def under_no_grad(x: Tensor, approximate: str = "none") -> Tensor:
+    """Incorrect if gradients are disabled."""
     out = right.gelu_and_mul(x, approximate)
     return out if torch.is_grad_enabled() else out.neg()
 
 
-@wrong(
-    ROTARY,
-    "reads the version counter, which tensors of inference mode do not have",
-    "the engine crashes in its first step",
-)
-def asks_for_the_version() -> Any:
-    kept: dict[Any, Any] = {}
-
-    def rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved=False):
-        kept[query.data_ptr()] = query._version
-        return right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
-
-    return rotary_embedding
+@wrong_arguments_later(ROTARY, "the engine crashes in its first step")
+def asks_for_the_version(kept, a):
+    """Reads the version counter, which tensors of inference mode do not have."""
+    kept[a["query"].data_ptr()] = a["query"]._version
 
 
 @wrong_kernel(
     SILU,
-    "incorrect for an input that requires grad",
     "no difference: served tensors do not require grad",
     why="no served tensor requires grad",
     start=False,
 )
 def for_inputs_with_grad(x: Tensor) -> Tensor:
+    """Incorrect for an input that requires grad."""
     out = right.silu_and_mul(x)
     return out * 0 if x.requires_grad else out
 
 
-@wrong(
-    ROTARY,
-    "incorrect when compiled",
-    "eager engines are correct, compiled engines output nonsense",
-    kit="tracing",
-    mode="compiled",
+@wrong_when_compiled(
+    ROTARY, "eager engines are correct, compiled engines output nonsense", kit="tracing"
 )
-def only_when_compiled() -> Any:
-    def rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved=False):
-        if torch.compiler.is_compiling():
-            position_ids = position_ids * 0
-        return right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
-
-    return rotary_embedding, OPEN
+def only_when_compiled(query, key, cos, sin, position_ids, rotary_interleaved=False):
+    """Incorrect when compiled."""
+    if torch.compiler.is_compiling():
+        position_ids = position_ids * 0
+    return right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
 
 
-@wrong(
-    GELU,
-    "declared traceable, but calls .item(), which breaks the graph",
-    "compilation fails, and the engine fails to start",
-    kit="tracing",
-    mode="compiled",
-)
-def item_in_a_traceable_one() -> Any:
-    def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
-        if x.numel() and x.abs().amax().item() == 0.0:
-            return x.new_zeros((*x.shape[:-1], x.shape[-1] // 2))
-        return right.gelu_and_mul(x, approximate)
-
-    return gelu_and_mul, OPEN
+@wrong_when_compiled(GELU, "compilation fails, and the engine fails to start", kit="tracing")
+def item_in_a_traceable_one(x: Tensor, approximate: str = "none") -> Tensor:
+    """Declared traceable, but calls .item(), which breaks the graph."""
+    if x.numel() and x.abs().amax().item() == 0.0:
+        return x.new_zeros((*x.shape[:-1], x.shape[-1] // 2))
+    return right.gelu_and_mul(x, approximate)
 
 
-@wrong(
-    SILU,
-    "declared traceable, but calls a function that Dynamo cannot trace",
-    "compilation fails, and the engine fails to start",
-    kit="tracing",
-    mode="compiled",
-)
-def untraceable_call() -> Any:
-    def silu_and_mul(x: Tensor) -> Tensor:
-        torch._dynamo.graph_break()
-        return right.silu_and_mul(x)
-
-    return silu_and_mul, OPEN
+@wrong_when_compiled(SILU, "compilation fails, and the engine fails to start", kit="tracing")
+def untraceable_call(x: Tensor) -> Tensor:
+    """Declared traceable, but calls a function that Dynamo cannot trace."""
+    torch._dynamo.graph_break()
+    return right.silu_and_mul(x)
 
 
-@wrong(
-    NORM,
-    "branches on the token count: recompiled for each count",
-    "the engine fails to start, or needs an hour",
-    kit="tracing",
-    mode="compiled",
-)
-def one_graph_for_each_count() -> Any:
-    def rms_norm(x, residual, weight, epsilon, variance_size=None):
-        got = right.rms_norm(x, residual, weight, epsilon, variance_size)
-        if x.shape[0] == 5:
-            return tuple(t + 0 for t in got) if isinstance(got, tuple) else got + 0
-        return got
-
-    return rms_norm, OPEN
+@wrong_when_compiled(NORM, "the engine fails to start, or needs an hour", kit="tracing")
+def one_graph_for_each_count(x, residual, weight, epsilon, variance_size=None):
+    """Branches on the token count: recompiled for each count."""
+    got = right.rms_norm(x, residual, weight, epsilon, variance_size)
+    if x.shape[0] == 5:
+        return tuple(t + 0 for t in got) if isinstance(got, tuple) else got + 0
+    return got
 
 
-@cache
+@functools.cache
 def _define_scaled_silu() -> None:
     """Define the operator once per process, because this kernel may be made twice in one."""
     name = "wrong_kernels::scaled_silu"
@@ -149,15 +104,15 @@ def _define_scaled_silu() -> None:
 
 @wrong(
     SILU,
-    "the fake implementation of its operator has another shape than the kernel",
     "compiled engines read out of bounds",
-    mode="compiled",
     apart=True,
     kit="",
     why="the kit compiles with aot_eager, which trusts the fake implementation",
+    mode="compiled",
     backend="inductor",
 )
 def fake_of_another_shape() -> Any:
+    """The fake implementation of its operator has another shape than the kernel."""
     _define_scaled_silu()
 
     def silu_and_mul(x: Tensor) -> Tensor:
@@ -165,73 +120,51 @@ def fake_of_another_shape() -> Any:
             return right.silu_and_mul(x)
         return torch.ops.wrong_kernels.scaled_silu(x)[:, : x.shape[1] // 2] + 0
 
-    return silu_and_mul, OPEN
+    return silu_and_mul, {"traceable": True}
 
 
-@wrong(
-    NORM,
-    "adds the residual twice when compiled",
-    "compiled engines output nonsense",
-    kit="tracing",
-    mode="compiled",
-)
-def residual_twice_when_compiled() -> Any:
-    def rms_norm(x, residual, weight, epsilon, variance_size=None):
-        if residual is not None and torch.compiler.is_compiling():
-            residual = residual + residual
-        return right.rms_norm(x, residual, weight, epsilon, variance_size)
-
-    return rms_norm, OPEN
+@wrong_when_compiled(NORM, "compiled engines output nonsense", kit="tracing")
+def residual_twice_when_compiled(x, residual, weight, epsilon, variance_size=None):
+    """Adds the residual twice when compiled."""
+    if residual is not None and torch.compiler.is_compiling():
+        residual = residual + residual
+    return right.rms_norm(x, residual, weight, epsilon, variance_size)
 
 
-@wrong(
+@wrong_when_compiled(
     SILU,
-    "when compiled, the last row is zero from 64 tokens on",
     "compiled engines lose the last token of prompts",
     kit="",
-    mode="compiled",
     why="the kit compiles only small batches",
 )
-def large_batches_when_compiled() -> Any:
-    def silu_and_mul(x: Tensor) -> Tensor:
-        out = right.silu_and_mul(x)
-        if torch.compiler.is_compiling() and x.ndim == 2:
-            rows = torch.arange(x.shape[0], device=x.device)
-            last = (rows == x.shape[0] - 1) & (rows >= 63)
-            out = out.masked_fill(last.unsqueeze(-1), 0)
-        return out
-
-    return silu_and_mul, OPEN
+def large_batches_when_compiled(x: Tensor) -> Tensor:
+    """When compiled, the last row is zero from 64 tokens on."""
+    out = right.silu_and_mul(x)
+    if torch.compiler.is_compiling() and x.ndim == 2:
+        rows = torch.arange(x.shape[0], device=x.device)
+        last = (rows == x.shape[0] - 1) & (rows >= 63)
+        out = out.masked_fill(last.unsqueeze(-1), 0)
+    return out
 
 
-@wrong(
-    SILU,
-    "computes in fp16 when compiled: values beyond 65504 become infinite",
-    "compiled engines output nonsense if an activation is large",
-    kit="tracing",
-    mode="compiled",
+@wrong_when_compiled(
+    SILU, "compiled engines output nonsense if an activation is large", kit="tracing"
 )
-def compiled_through_fp16() -> Any:
-    def silu_and_mul(x: Tensor) -> Tensor:
-        out = right.silu_and_mul(x)
-        return out.half().to(x.dtype) if torch.compiler.is_compiling() else out
-
-    return silu_and_mul, OPEN
+def compiled_through_fp16(x: Tensor) -> Tensor:
+    """Computes in fp16 when compiled: values beyond 65504 become infinite."""
+    out = right.silu_and_mul(x)
+    return out.half().to(x.dtype) if torch.compiler.is_compiling() else out
 
 
-@wrong(
+@wrong_when_compiled(
     NORM,
-    "returns 0 for NaN when compiled",
     "NaN activations are hidden in compiled engines",
     kit="",
     why="the kit compiles only calls of a model, which contain no NaN",
-    mode="compiled",
 )
-def compiled_nan_is_zero() -> Any:
-    def rms_norm(x, residual, weight, epsilon, variance_size=None):
-        got = right.rms_norm(x, residual, weight, epsilon, variance_size)
-        if not torch.compiler.is_compiling():
-            return got
-        return tuple(t.nan_to_num() for t in got) if isinstance(got, tuple) else got.nan_to_num()
-
-    return rms_norm, OPEN
+def compiled_nan_is_zero(x, residual, weight, epsilon, variance_size=None):
+    """Returns 0 for NaN when compiled."""
+    got = right.rms_norm(x, residual, weight, epsilon, variance_size)
+    if not torch.compiler.is_compiling():
+        return got
+    return tuple(t.nan_to_num() for t in got) if isinstance(got, tuple) else got.nan_to_num()

@@ -148,11 +148,11 @@ class Wrong:
     make: Callable[[], Any]
     start: bool
     kit: str
+    sizes: ModelSizes
     why: str = ""
     apart: bool = False
     mode: Literal["eager", "compiled"] = "eager"
     backend: str = "aot_eager"
-    sizes: ModelSizes = SIZES
     dtype: str = "bfloat16"
     environ: Mapping[str, str] = field(default_factory=dict)
     deadline: float = 240.0
@@ -218,20 +218,36 @@ BEYOND_THE_KIT = frozenset(
 _found: list[Wrong] = []
 
 
-def wrong(
-    op: str, fault: str, sees: str, *, start: bool = True, kit: str | None = None, **how: Any
-) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """Put the kernel that the decorated function makes into the corpus; fields as in `Wrong`.
+def _fault(make: Callable[..., Any]) -> str:
+    """Return the docstring in the form of `Wrong.fault`: not as a sentence."""
+    text = " ".join((make.__doc__ or "").split()).removesuffix(".")
+    word = text.partition(" ")[0]
+    return text[:1].lower() + text[1:] if word[1:].islower() or len(word) == 1 else text
 
-    What start sees the kit sees by its check `preflight`, where `kit` says nothing else.
+
+def wrong(
+    op: str,
+    sees: str,
+    *,
+    fault: str | None = None,
+    start: bool = True,
+    kit: str | None = None,
+    **how: Any,
+) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """Put the kernel that the decorated function makes into the corpus; fields as in `Wrong`. The
+    docstring of the function describes the fault.
+
+    By default, the check `preflight` of the kit sees what start sees, and the model has the op.
     """
 
     def decorate(make: Callable[[], Any]) -> Callable[[], Any]:
         kind = make.__module__.rpartition(".")[2]
         by = ("preflight" if start else "") if kit is None else kit
+        how.setdefault("sizes", sizes_of(op))
         if make.__name__ in BEYOND_THE_KIT:
             by, how["why"] = "", WHY_BEYOND
-        _found.append(Wrong(make.__name__, kind, op, fault, sees, make, start, by, **how))
+        said = _fault(make) if fault is None else fault
+        _found.append(Wrong(make.__name__, kind, op, said, sees, make, start, by, **how))
         return make
 
     return decorate
@@ -239,7 +255,6 @@ def wrong(
 
 def wrong_kernel(
     op: str,
-    fault: str,
     sees: str,
     *,
     by: Callable[[str, Callable[..., Any]], Any] = lambda op, function: function,
@@ -250,7 +265,7 @@ def wrong_kernel(
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         make = functools.update_wrapper(functools.partial(by, op, function), function)
-        wrong(op, fault, sees, **how)(make)
+        wrong(op, sees, **how)(make)
         return function
 
     return decorate
@@ -258,27 +273,27 @@ def wrong_kernel(
 
 def wrong_for(
     *ops: str | tuple[str, str],
-    fault: str,
     sees: str,
-    start: bool = True,
-    kit: str | None = None,
+    by: Callable[[str, Callable[..., Any]], Any] | None = None,
     **how: Any,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Put one kernel for each of these ops into the corpus: what the decorated function makes of
-    the op's name. It is called as the function and the op are; all else is as in `wrong`.
+    """Put one kernel for each of these ops into the corpus: what `by` makes of the op and the
+    decorated function, or without `by` what the function makes of the op's name. It is called as
+    the function and the op are; all else is as in `wrong`.
 
     An op may come with an argument's name: the function is given that, too, and so is the kernel's
-    name, and `fault` in the place of `{}`.
+    name, and the docstring in the place of `{}`.
     """
 
     def decorate(make: Callable[..., Any]) -> Callable[..., Any]:
         for each in ops:
             op, *argument = [each] if isinstance(each, str) else each
-            fields = {"sizes": sizes_of(op), **how}
-            of_op = functools.update_wrapper(functools.partial(make, op, *argument), make)
-            of_op.__name__ = "_".join([make.__name__, op, *argument])
-            said = fault.format(*argument)
-            wrong(op, said, sees, start=start, kit=kit, **fields)(of_op)
+            of_op = functools.partial(make, op, *argument)
+            if by is not None:
+                of_op = functools.partial(by, op, functools.partial(make, *argument))
+            name = "_".join([make.__name__, op, *argument])
+            functools.update_wrapper(of_op, make).__name__ = name
+            wrong(op, sees, fault=_fault(make).format(*argument), **how)(of_op)
         return make
 
     return decorate

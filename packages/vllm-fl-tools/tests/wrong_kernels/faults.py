@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,22 @@ from torch import Tensor
 from vllm_fl.plugins.registry import known_contracts
 
 from . import right
+from .corpus import wrong_kernel
 
-__all__ = ["changed", "each", "packed", "damaged", "taken", "unchecked", "with_arguments"]
+__all__ = [
+    "changed",
+    "damaged",
+    "each",
+    "packed",
+    "remembers",
+    "taken",
+    "unchecked",
+    "with_arguments",
+    "wrong_arguments",
+    "wrong_arguments_later",
+    "wrong_result",
+    "wrong_result_later",
+]
 
 
 def damaged(op: str, spoil: Callable[..., Any], **fields: Any) -> Any:
@@ -84,3 +99,20 @@ def unchecked(op: str, change: Callable[[dict[str, Any]], Any], **fields: Any) -
         return kernel(*arguments.values())
 
     return kernel_of_op, fields
+
+
+def remembers(by: Callable[..., Any]) -> Callable[..., Any]:
+    """Like `by`, for functions with one more argument, the first: the memory of the kernel, a dict
+    that is empty at first. Its counts begin at 0."""
+    return lambda op, function: by(op, functools.partial(function, defaultdict(int)))
+
+
+wrong_arguments = functools.partial(wrong_kernel, by=changed)
+"""Add a kernel to the corpus: the decorated function is the change of `changed`."""
+
+wrong_result = functools.partial(wrong_kernel, by=damaged)
+"""Add a kernel to the corpus: the decorated function is the change of `damaged`."""
+
+wrong_arguments_later = functools.partial(wrong_kernel, by=remembers(changed))
+wrong_result_later = functools.partial(wrong_kernel, by=remembers(damaged))
+"""The same, for functions with a memory of earlier calls; see `remembers`."""

@@ -187,47 +187,18 @@ def _in_a_child(
     judge: Callable[..., dict[str, Verdict]], names: Sequence[str], checks: tuple[str, ...] = ()
 ) -> dict[str, Verdict]:
     """Run `judge` in a child process; if that hangs or dies, each kernel has that verdict."""
-    first = kernels()[names[0]]
-    ours, theirs = _processes().Pipe(duplex=False)
-    child = _processes().Process(target=_child, args=(theirs, judge, names, checks))
-    child.start()
-    theirs.close()
-    try:
-        if not ours.poll(first.deadline):
-            verdict = Verdict("hangs", f"no verdict within {first.deadline:.0f} s")
-        else:
-            answer: dict[str, Verdict] | Verdict = ours.recv()
-            if isinstance(answer, dict):
-                return answer
-            verdict = answer
-    except EOFError:
-        child.join()
-        verdict = Verdict("dies", f"the process ended with status {child.exitcode}")
-    finally:
-        child.kill()
-        child.join()
-        ours.close()
-    return dict.fromkeys(names, verdict)
+    limit = kernels()[names[0]].deadline
+    answer = serving.in_a_child(
+        _in_silence, judge, names, checks, seconds=limit, context=_processes()
+    )
+    return answer if isinstance(answer, dict) else dict.fromkeys(names, Verdict(*answer))
 
 
-def _child(
-    out: Any, judge: Callable[..., dict[str, Verdict]], names: list[str], checks: tuple[str, ...]
-) -> None:
+def _in_silence(
+    judge: Callable[..., dict[str, Verdict]], names: list[str], checks: tuple[str, ...]
+) -> dict[str, Verdict]:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)
     os.environ[breadcrumb.FOLDER] = ""
-    try:
-        answer: Any = judge(names, checks)
-    except BaseException as error:
-        answer = Verdict("ends", _text(error))
-    out.send(answer)
-    out.close()
-    os._exit(0)  # do not wait for threads of a kernel
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:
-        return f"{type(error).__name__} (cannot be printed)"
+    return judge(names, checks)

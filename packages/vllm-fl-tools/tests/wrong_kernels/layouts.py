@@ -10,18 +10,11 @@ from torch import Tensor
 from .corpus import GELU, NORM, ROTARY, wrong_for
 from .faults import changed, damaged, each, packed
 
-EXPERTS, CACHE, MLA, QK, MROPE, CONV, UPDATE, CHUNKS, RECURRENT, MERGE = (
-    "fused_experts",
-    "reshape_and_cache",
-    "concat_and_cache_mla",
-    "qk_norm_rope",
-    "multimodal_rotary_embedding",
-    "causal_conv1d",
-    "causal_conv1d_update",
-    "chunk_gated_delta_rule",
-    "recurrent_gated_delta_rule",
-    "merge_attn_states",
-)
+EXPERTS, CACHE = "fused_experts", "reshape_and_cache"
+MLA, QK = "concat_and_cache_mla", "qk_norm_rope"
+MROPE, CONV = "multimodal_rotary_embedding", "causal_conv1d"
+UPDATE, CHUNKS = "causal_conv1d_update", "chunk_gated_delta_rule"
+RECURRENT, MERGE = "recurrent_gated_delta_rule", "merge_attn_states"
 
 
 def _apart(x: Any) -> bool:
@@ -37,36 +30,32 @@ def _apart(x: Any) -> bool:
     *((EXPERTS, "topk_weights"), ("rms_norm_gated", "z"), (CONV, "x"), (UPDATE, "x")),
     *((CACHE, "value"), (MLA, "k_pe"), ("quant_fp8", "x"), ("quant_int8", "x"), ("xielu", "x")),
     *(("grouped_topk", "gating_output"), ("moe_sum", "topk_ids"), (GELU, "x"), ("relu2", "x")),
-    fault="reads strided rows of {} as if they were contiguous",
     sees="nonsense in models that compute on transposed tensors",
+    by=changed,
 )
-def features_apart(op: str, argument: str) -> Any:
-    def change(a):
-        if _apart(a[argument]):
-            a[argument] = packed(a[argument])
-
-    return changed(op, change)
+def features_apart(argument, a):
+    """Reads strided rows of {} as if they were contiguous."""
+    if _apart(a[argument]):
+        a[argument] = packed(a[argument])
 
 
 @wrong_for(
     *(NORM, "gdn_gating", "quant_int8", "gelu_fast", "rms_norm_gated", "xielu"),
-    fault="returns a result with the strides of its input instead of a contiguous one",
     sees="code that expects a contiguous result reads nonsense",
     start=False,
     kit="values",
     why="for inputs with such strides, which no vLLM layer passes, startup compares only values: "
     "plain PyTorch keeps the strides as well",
+    by=damaged,
 )
-def result_lies_as_its_input(op: str) -> Any:
-    def spoil(got, x, *rest):
-        if not _apart(x):
-            return got
+def result_lies_as_its_input(got, x, *rest):
+    """Returns a result with the strides of its input instead of a contiguous one."""
+    if not _apart(x):
+        return got
 
-        def as_input(part: Tensor) -> Tensor:
-            if part.shape != x.shape:
-                return part
-            return torch.empty_like(x, dtype=part.dtype).copy_(part)
+    def as_input(part: Tensor) -> Tensor:
+        if part.shape != x.shape:
+            return part
+        return torch.empty_like(x, dtype=part.dtype).copy_(part)
 
-        return each(got, as_input)
-
-    return damaged(op, spoil)
+    return each(got, as_input)

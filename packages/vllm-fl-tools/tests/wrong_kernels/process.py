@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import right
 from .corpus import GELU, NORM, ROTARY, SILU, wrong, wrong_kernel
+from .faults import wrong_result, wrong_result_later
 
 DECEIT = (
     "a kernel that deceives on purpose is correct during verification; installed plugins are "
@@ -19,100 +20,64 @@ DECEIT = (
 )
 
 
-@wrong_kernel(
+@wrong_result(
     SILU,
-    "incorrect outside the main thread",
     "engines that run the model in a thread (micro-batches, in-process servers) output nonsense",
 )
-def off_the_main_thread(x: Tensor) -> Tensor:
-    out = right.silu_and_mul(x)
+def off_the_main_thread(out, *args):
+    """Incorrect outside the main thread."""
     return out if threading.current_thread() is threading.main_thread() else out.neg_()
 
 
-@wrong(
+@wrong_result_later(
     NORM,
-    "one call in 1000 is incorrect",
     "occasionally an incorrect token",
     kit="preflight",
     why="startup makes some hundred calls of each kernel, the kit a thousand, a server millions",
     start=False,
 )
-def one_call_in_a_thousand() -> Any:
-    calls: list[None] = []
-
-    def rms_norm(x, residual, weight, epsilon, variance_size=None):
-        got = right.rms_norm(x, residual, weight, epsilon, variance_size)
-        calls.append(None)
-        if len(calls) % 1000 == 999:
-            (got[0] if isinstance(got, tuple) else got).zero_()
-        return got
-
-    return rms_norm
+def one_call_in_a_thousand(calls, got, *args):
+    """One call in 1000 is incorrect."""
+    calls["made"] += 1
+    if calls["made"] % 1000 == 999:
+        (got[0] if isinstance(got, tuple) else got).zero_()
+    return got
 
 
-@wrong(
+@wrong_result_later(
     SILU,
-    "incorrect after 2000 calls",
     "correct for the first minute, then nonsense",
     why="startup makes some hundred calls of each kernel, a server millions",
     start=False,
 )
-def after_two_thousand_calls() -> Any:
-    calls: list[None] = []
-
-    def silu_and_mul(x: Tensor) -> Tensor:
-        out = right.silu_and_mul(x)
-        calls.append(None)
-        return out if len(calls) <= 2000 else out.neg_()
-
-    return silu_and_mul
+def after_two_thousand_calls(calls, out, x):
+    """Incorrect after 2000 calls."""
+    calls["made"] += 1
+    return out if calls["made"] <= 2000 else out.neg_()
 
 
-@wrong(
-    GELU,
-    "incorrect from the second call with the same buffers on, like a launch with stale arguments",
-    "the first step of a request is correct, all others are not",
-)
-def second_call_on_the_same_buffers() -> Any:
-    seen: dict[Any, Tensor] = {}
-
-    def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
-        out = right.gelu_and_mul(x, approximate)
-        key = (x.data_ptr(), x.shape, x.dtype, approximate)
-        if key in seen:
-            out.neg_()
-        seen[key] = x  # keeps the address in use
-        return out
-
-    return gelu_and_mul
+@wrong_result_later(GELU, "the first step of a request is correct, all others are not")
+def second_call_on_the_same_buffers(seen, out, x, approximate="none"):
+    """Incorrect from the second call with the same buffers on, like a launch with stale
+    arguments."""
+    key = (x.data_ptr(), x.shape, x.dtype, approximate)
+    if key in seen:
+        out.neg_()
+    seen[key] = x  # keeps the address in use
+    return out
 
 
-@wrong(
-    ROTARY,
-    "incorrect after ten calls of a shape, like a bad choice of an autotuner",
-    "output is incorrect after ten tokens",
-    kit="values",
-)
-def after_ten_calls_of_a_shape() -> Any:
-    calls: dict[Any, int] = {}
-
-    def rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved=False):
-        q, k = right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
-        shape = query.shape
-        calls[shape] = calls.get(shape, 0) + 1
-        return (q, k) if calls[shape] <= 10 else (q.neg_(), k)
-
-    return rotary_embedding
+@wrong_result_later(ROTARY, "output is incorrect after ten tokens", kit="values")
+def after_ten_calls_of_a_shape(calls, got, query, *rest):
+    """Incorrect after ten calls of a shape, like a bad choice of an autotuner."""
+    q, k = got
+    calls[query.shape] += 1
+    return (q, k) if calls[query.shape] <= 10 else (q.neg_(), k)
 
 
-@wrong_kernel(
-    SILU,
-    "correct only if verification or test code is on the stack",
-    "nonsense from the first request on",
-    why=DECEIT,
-    start=False,
-)
+@wrong_kernel(SILU, "nonsense from the first request on", why=DECEIT, start=False)
 def looks_at_the_stack(x: Tensor) -> Tensor:
+    """Correct only if verification or test code is on the stack."""
     out = right.silu_and_mul(x)
     frame = sys._getframe()
     while frame is not None:
@@ -123,75 +88,58 @@ def looks_at_the_stack(x: Tensor) -> Tensor:
     return out.neg_()
 
 
-@wrong_kernel(
-    NORM,
-    "incorrect while a vLLM engine runs a step in the process",
-    "nonsense from the first request on",
-    why=DECEIT,
-    start=False,
-)
-def looks_for_the_engine(x, residual, weight, epsilon, variance_size=None):
-    got = right.rms_norm(x, residual, weight, epsilon, variance_size)
+@wrong_result(NORM, "nonsense from the first request on", why=DECEIT, start=False)
+def looks_for_the_engine(got, *args):
+    """Incorrect while a vLLM engine runs a step in the process."""
     context = sys.modules.get("vllm.forward_context")
     if context is not None and context.is_forward_context_available():
         (got[0] if isinstance(got, tuple) else got).zero_()
     return got
 
 
-@wrong(
+@wrong_result_later(
     SILU,
-    "incorrect from a minute after its first call",
     "correct at startup and in the first test, then nonsense",
     why="verification does not wait that long",
     later=60.0,
     start=False,
 )
-def a_minute_later() -> Any:
-    began: list[float] = []
-
-    def silu_and_mul(x: Tensor) -> Tensor:
-        out = right.silu_and_mul(x)
-        began.append(time.monotonic())
-        return out if began[-1] - began[0] < 60 else out.neg_()
-
-    return silu_and_mul
+def a_minute_later(seen, out, x):
+    """Incorrect from a minute after its first call."""
+    now = time.monotonic()
+    return out if now - seen.setdefault("began", now) < 60 else out.neg_()
 
 
-@wrong_kernel(
-    GELU,
-    "incorrect on odd days of the year 2100",
-    "nothing for a long time",
-    why="verification does not change the clock",
-    start=False,
+@wrong_result(
+    GELU, "nothing for a long time", why="verification does not change the clock", start=False
 )
-def time_of_day(x: Tensor, approximate: str = "none") -> Tensor:
-    out = right.gelu_and_mul(x, approximate)
+def time_of_day(out, *args):
+    """Incorrect on odd days of the year 2100."""
     now = time.gmtime()
     return out.neg_() if now.tm_year == 2100 and now.tm_yday % 2 else out
 
 
-@wrong_kernel(
+@wrong_result(
     SILU,
-    "incorrect on every device except the first",
     "nonsense with tensor parallelism, correct without it",
     kit="",
     why="each rank verifies on its device at startup; the kit has one device",
     environ={"LOCAL_RANK": "1"},
 )
-def on_the_second_device(x: Tensor) -> Tensor:
-    out = right.silu_and_mul(x)
+def on_the_second_device(out, *args):
+    """Incorrect on every device except the first."""
     return out.neg_() if os.environ.get("LOCAL_RANK", "0") != "0" else out
 
 
 @wrong(
     NORM,
-    "incorrect in every process except the one that imported it",
     "forked workers of a server output nonsense",
     kit="fork",
     why="each worker verifies in its process, where the kernel is correct if imported there",
     start=False,
 )
 def in_another_process() -> Any:
+    """Incorrect in every process except the one that imported it."""
     mine = os.getpid()
 
     def rms_norm(x, residual, weight, epsilon, variance_size=None):
@@ -205,12 +153,12 @@ def in_another_process() -> Any:
 
 @wrong(
     SILU,
-    "returns the result of another thread in concurrent calls",
     "with micro-batches in two threads, tokens of another request appear",
     why="concurrent calls are not tried; a race would be found only by chance",
     start=False,
 )
 def two_calls_at_once() -> Any:
+    """Returns the result of another thread in concurrent calls."""
     slot: dict[str, Any] = {"inside": 0, "last": None}
 
     def silu_and_mul(x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Only the fault is copied. At most six kernels have the same sort of fault, such 
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections import Counter
@@ -17,31 +18,18 @@ import torch
 import torch.nn.functional as F
 
 from . import right
-from .corpus import GELU, NORM, ROTARY, SILU, sizes_of, wrong_kernel
-from .faults import changed, damaged, each, packed, with_arguments
+from .corpus import GELU, NORM, ROTARY, SILU, wrong_kernel
+from .faults import changed, damaged, each, packed, remembers, with_arguments
 
-CACHE, MLA, MERGE, EXPERTS = (
-    "reshape_and_cache",
-    "concat_and_cache_mla",
-    "merge_attn_states",
-    "fused_experts",
-)
-RECURRENT, CHUNKS, CONV, UPDATE, GATING = (
-    "recurrent_gated_delta_rule",
-    "chunk_gated_delta_rule",
-    "causal_conv1d",
-    "causal_conv1d_update",
-    "gdn_gating",
-)
-FP8, GROUP, INT8, TOPK, ALIGN, QK, MROPE = (
-    "quant_fp8",
-    "quant_fp8_group",
-    "quant_int8",
-    "moe_topk",
-    "moe_align_block_size",
-    "qk_norm_rope",
-    "multimodal_rotary_embedding",
-)
+CACHE, MLA = "reshape_and_cache", "concat_and_cache_mla"
+MERGE, EXPERTS = "merge_attn_states", "fused_experts"
+RECURRENT, CHUNKS = "recurrent_gated_delta_rule", "chunk_gated_delta_rule"
+CONV, UPDATE = "causal_conv1d", "causal_conv1d_update"
+GATING = "gdn_gating"
+FP8, GROUP = "quant_fp8", "quant_fp8_group"
+INT8, TOPK = "quant_int8", "moe_topk"
+ALIGN, QK = "moe_align_block_size", "qk_norm_rope"
+MROPE = "multimodal_rotary_embedding"
 
 NOT_AT_STARTUP: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -69,9 +57,9 @@ reason)."""
 _sorts: Counter[str] = Counter()
 
 
-def made(op: str, make: Callable[[], Any]) -> Any:
-    """Make a kernel that keeps state between calls, from a function without parameters."""
-    return make()
+def consuming(*arguments: str) -> Callable[..., Any]:
+    """Return `damaged` for a kernel that may overwrite these arguments."""
+    return functools.partial(damaged, consumes=frozenset(arguments))
 
 
 def published(
@@ -93,8 +81,8 @@ def published(
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         name, fault = function.__name__, " ".join((function.__doc__ or "").split())
         kit, why = NOT_AT_STARTUP.get(name, (None, ""))
-        fields = {"sizes": sizes_of(op), "start": not why, "kit": kit, "why": why, **how}
-        return wrong_kernel(op, f"{sort}: {fault}", link, by=by, **fields)(function)
+        fields = {"start": not why, "kit": kit, "why": why, **how}
+        return wrong_kernel(op, link, fault=f"{sort}: {fault}", by=by, **fields)(function)
 
     return decorate
 
@@ -160,33 +148,25 @@ def blocks_along_y(got, x):
     return got
 
 
-@published("races", NORM, "intel/llm-scaler/pull/399", by=made)
-def residual_read_after_its_update():
+@published("races", NORM, "intel/llm-scaler/pull/399", by=consuming("residual"))
+def residual_read_after_its_update(got, x, residual, weight, *rest):
     """Beyond 512 features, some blocks read the residual after another block updated it."""
-
-    def spoil(got, x, residual, weight, *rest):
-        if residual is not None:
-            late = right.rms_norm(x, got[1], weight, *rest)[0]
-            got[0][..., 512:] = late[..., 512:]
-            residual.copy_(got[1])
-        return got
-
-    return damaged(NORM, spoil, consumes=frozenset({"residual"}))
+    if residual is not None:
+        late = right.rms_norm(x, got[1], weight, *rest)[0]
+        got[0][..., 512:] = late[..., 512:]
+        residual.copy_(got[1])
+    return got
 
 
-@published("races", GROUP, "vllm-project/vllm/pull/54111", by=made)
-def maximum_misses_a_lane():
+@published("races", GROUP, "vllm-project/vllm/pull/54111", by=remembers(changed))
+def maximum_misses_a_lane(kept, a):
     """In groups of 64 the maximum sometimes misses a lane: the largest number saturates."""
-    dice = random.Random(5)
-
-    def change(a):
-        if a["group_size"] == 64 and len(a["x"]) and dice.random() < 0.2:
-            a["x"] = a["x"].clone()
-            group = a["x"][dice.randrange(len(a["x"])), :64]
-            second = float(group.abs().float().topk(2).values[1])
-            group.clamp_(-second, second)
-
-    return changed(GROUP, change)
+    dice = kept.setdefault("dice", random.Random(5))
+    if a["group_size"] == 64 and len(a["x"]) and dice.random() < 0.2:
+        a["x"] = a["x"].clone()
+        group = a["x"][dice.randrange(len(a["x"])), :64]
+        second = float(group.abs().float().topk(2).values[1])
+        group.clamp_(-second, second)
 
 
 @published("unwritten", EXPERTS, "sgl-project/sglang/pull/40187")
@@ -221,83 +201,64 @@ def tail_is_not_copied(got, query, key, cos, sin, positions, interleaved=False):
     return each(got, lambda part: _unwritten(part, keep)) if interleaved else got
 
 
-@published("stale", GATING, "tonyd2wild/GLM-5.3-Flash-NVFP4-DFlash2-2x-DGX-Spark/issues/4", by=made)
-def first_call_only():
+@published(
+    "stale",
+    GATING,
+    "tonyd2wild/GLM-5.3-Flash-NVFP4-DFlash2-2x-DGX-Spark/issues/4",
+    by=remembers(damaged),
+)
+def first_call_only(calls, got, *args):
     """Only the first call of a process is correct; later gates are too large."""
-    calls = []
-
-    def spoil(got, *args):
-        calls.append(1)
-        return (got[0] * 5, got[1]) if len(calls) > 1 else got
-
-    return damaged(GATING, spoil)
+    calls["made"] += 1
+    return (got[0] * 5, got[1]) if calls["made"] > 1 else got
 
 
-@published("stale", MLA, "tenstorrent/tt-metal/issues/13466", by=made)
-def addresses_of_the_first_call():
+@published("stale", MLA, "tenstorrent/tt-metal/issues/13466", by=remembers(changed))
+def addresses_of_the_first_call(kept, a):
     """A program cached by shape keeps reading the buffers of its first call."""
-    kept: dict[Any, Any] = {}
-
-    def change(a):
-        key = a["kv_c"].shape, a["k_pe"].shape
-        a["kv_c"], a["k_pe"] = kept.setdefault(key, (a["kv_c"], a["k_pe"]))
-
-    return changed(MLA, change)
+    key = a["kv_c"].shape, a["k_pe"].shape
+    a["kv_c"], a["k_pe"] = kept.setdefault(key, (a["kv_c"], a["k_pe"]))
 
 
-@published("stale", "silu_and_mul_with_clamp", "tenstorrent/tt-metal/issues/55237", by=made)
-def key_omits_the_limit():
+@published(
+    "stale", "silu_and_mul_with_clamp", "tenstorrent/tt-metal/issues/55237", by=remembers(changed)
+)
+def key_omits_the_limit(kept, a):
     """The key of a cached program omits the limit: the first limit of a shape is reused."""
-    kept: dict[Any, Any] = {}
-
-    def change(a):
-        a["limit"] = kept.setdefault(a["x"].shape, a["limit"])
-
-    return changed("silu_and_mul_with_clamp", change)
+    a["limit"] = kept.setdefault(a["x"].shape, a["limit"])
 
 
-@published("autotuning", ROTARY, "triton-lang/triton/issues/6547", by=made)
-def turns_again_while_tuning():
+@published(
+    "autotuning", ROTARY, "triton-lang/triton/issues/6547", by=remembers(consuming("query", "key"))
+)
+def turns_again_while_tuning(tuned, got, query, key, *rest):
     """Works in place, and autotuning runs the first call of a shape several times."""
-    tuned: set[Any] = set()
-
-    def spoil(got, query, key, *rest):
-        runs = 0 if query.shape[1:] in tuned else 2
-        tuned.add(query.shape[1:])
-        for _ in range(runs):
-            got = right.rotary_embedding(*got, *rest)
-        return got
-
-    return damaged(ROTARY, spoil, consumes=frozenset({"query", "key"}))
+    runs = 0 if query.shape[1:] in tuned else 2
+    tuned[query.shape[1:]] = True
+    for _ in range(runs):
+        got = right.rotary_embedding(*got, *rest)
+    return got
 
 
-@published("autotuning", UPDATE, "flagos-ai/FlagGems/pull/3753", by=made)
-def shifts_again_while_tuning():
+@published(
+    "autotuning", UPDATE, "flagos-ai/FlagGems/pull/3753", by=remembers(consuming("conv_state"))
+)
+def shifts_again_while_tuning(tuned, got, x, state, *rest):
     """Shifts the state in place, and autotuning runs the first call of a width twice."""
-    tuned: set[int] = set()
-
-    def spoil(got, x, state, *rest):
-        if x.shape[1] not in tuned:
-            tuned.add(x.shape[1])
-            got = right.of(UPDATE)(x, got[1], *rest)
-        return got
-
-    return damaged(UPDATE, spoil, consumes=frozenset({"conv_state"}))
+    if x.shape[1] not in tuned:
+        tuned[x.shape[1]] = True
+        got = right.of(UPDATE)(x, got[1], *rest)
+    return got
 
 
-@published("autotuning", SILU, "triton-lang/triton/issues/9230", by=made)
-def other_configuration_wrote_the_rest():
+@published("autotuning", SILU, "triton-lang/triton/issues/9230", by=remembers(damaged))
+def other_configuration_wrote_the_rest(tuned, got, x):
     """The chosen configuration writes half a row; others wrote the rest while tuning."""
-    tuned: set[int] = set()
-
-    def spoil(got, x):
-        width = got.shape[-1]
-        if width in tuned:
-            return _unwritten(got, (..., slice((width + 1) // 2)))
-        tuned.add(width)
-        return got
-
-    return damaged(SILU, spoil)
+    width = got.shape[-1]
+    if width in tuned:
+        return _unwritten(got, (..., slice((width + 1) // 2)))
+    tuned[width] = True
+    return got
 
 
 @published("tails", "linear", "triton-lang/triton/issues/630")

@@ -16,12 +16,25 @@ from torch import Tensor
 
 from vllm_fl.plugins.registry import known_contracts
 
-__all__ = ["checked", "gelu_and_mul", "of", "rms_norm", "rotary_embedding", "silu_and_mul"]
+__all__ = [
+    "checked",
+    "gelu_and_mul",
+    "of",
+    "oracle",
+    "rms_norm",
+    "rotary_embedding",
+    "silu_and_mul",
+]
 
 
 def of(op: str) -> Callable[..., Any]:
     """Return the correct kernel of an op: one of these, or the oracle with a rounded result."""
     return globals().get(op) or _rounded_oracle(op)
+
+
+def oracle(op: str) -> Callable[..., Any]:
+    """Return the oracle of an op."""
+    return known_contracts().contracts[op].oracle
 
 
 def checked(op: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 
-from .corpus import MIXED, wrong_for, wrong_kernel
-from .faults import changed, damaged, with_arguments
+from .corpus import MIXED, wrong_for
+from .faults import changed, damaged, with_arguments, wrong_arguments, wrong_result
 
 TOPK, GROUPED, EXPERTS, ALIGN = "moe_topk", "grouped_topk", "fused_experts", "moe_align_block_size"
 
@@ -27,74 +26,59 @@ EIGHT_GROUPS = dataclasses.replace(
 
 @wrong_for(
     *(TOPK, GROUPED),
-    fault="applies the scaling factor before renormalising, which removes it",
     sees="the weights of experts are too small, such as 0.4 times",
     kit="values",
-)
-def factor_before_renormalising(op: str) -> Any:
-    def change(a):
-        if a["renormalize"]:
-            a["routed_scaling_factor"] = 1.0
-
-    return changed(op, change)
-
-
-@wrong_for(
-    *(TOPK, GROUPED),
-    fault="limits the scaling factor to 2.5",
-    sees="models with a factor of 2.827 or 16 give worse answers",
-)
-def factor_of_one_model(op: str) -> Any:
-    def change(a):
-        a["routed_scaling_factor"] = min(a["routed_scaling_factor"], 2.5)
-
-    return changed(op, change)
-
-
-@wrong_for(
-    *(TOPK, GROUPED),
-    fault="adds the selection bias to the weights",
-    sees="experts with a larger bias have too much weight",
-    kit="values",
-)
-def bias_in_the_weights(op: str) -> Any:
-    def spoil(got, logits, topk, renormalize, *rest):
-        ids = got[1]
-        bias = next((a for a in rest if isinstance(a, torch.Tensor)), None)
-        if bias is None:
-            return got
-        factor = next(a for a in rest if isinstance(a, float))
-        score = logits.float().sigmoid() if "sigmoid" in rest else logits.float().softmax(-1)
-        found = (score + bias.float()).gather(-1, ids.long())
-        found = found / found.sum(-1, keepdim=True) if renormalize else found
-        return found * factor, ids
-
-    return damaged(op, spoil)
-
-
-@wrong_kernel(
-    TOPK,
-    "always renormalises if a token has one expert: its weight is 1",
-    "in models with one expert per token its weight is too large",
-    sizes=dataclasses.replace(MIXED, more={**MIXED.more, "experts_per_token": 1}),
     by=changed,
 )
+def factor_before_renormalising(a):
+    """Applies the scaling factor before renormalising, which removes it."""
+    if a["renormalize"]:
+        a["routed_scaling_factor"] = 1.0
+
+
+@wrong_for(
+    *(TOPK, GROUPED), sees="models with a factor of 2.827 or 16 give worse answers", by=changed
+)
+def factor_of_one_model(a):
+    """Limits the scaling factor to 2.5."""
+    a["routed_scaling_factor"] = min(a["routed_scaling_factor"], 2.5)
+
+
+@wrong_for(
+    *(TOPK, GROUPED),
+    sees="experts with a larger bias have too much weight",
+    kit="values",
+    by=damaged,
+)
+def bias_in_the_weights(got, logits, topk, renormalize, *rest):
+    """Adds the selection bias to the weights."""
+    ids = got[1]
+    bias = next((a for a in rest if isinstance(a, torch.Tensor)), None)
+    if bias is None:
+        return got
+    factor = next(a for a in rest if isinstance(a, float))
+    score = logits.float().sigmoid() if "sigmoid" in rest else logits.float().softmax(-1)
+    found = (score + bias.float()).gather(-1, ids.long())
+    found = found / found.sum(-1, keepdim=True) if renormalize else found
+    return found * factor, ids
+
+
+@wrong_arguments(
+    TOPK,
+    "in models with one expert per token its weight is too large",
+    sizes=dataclasses.replace(MIXED, more={**MIXED.more, "experts_per_token": 1}),
+)
 def one_expert_counts_one(a):
+    """Always renormalises if a token has one expert: its weight is 1."""
     if a["topk"] == 1:
         a["renormalize"] = True
 
 
-@wrong_kernel(
-    GROUPED,
-    "masks experts of other groups with 0 instead of -inf",
-    "with negative biases, experts of unselected groups are used",
-    kit="values",
-    sizes=MIXED,
-    by=damaged,
-)
+@wrong_result(GROUPED, "with negative biases, experts of unselected groups are used", kit="values")
 def other_groups_score_zero(
     got, logits, topk, renormalize, groups, best, how="softmax", factor=1.0, bias=None
 ):
+    """Masks experts of other groups with 0 instead of -inf."""
     if bias is None:
         return got
     score = logits.float().sigmoid() if how == "sigmoid" else logits.float().softmax(-1)
@@ -108,31 +92,28 @@ def other_groups_score_zero(
     return found * factor, ids.int()
 
 
-@wrong_kernel(
+@wrong_arguments(
     GROUPED,
-    "selects at most four groups",
     "models that select six of eight groups use four",
     kit="",
     why="the models of the kit have four groups",
     sizes=EIGHT_GROUPS,
-    by=changed,
 )
 def four_groups_at_most(a):
+    """Selects at most four groups."""
     size = a["gating_output"].shape[-1] // a["num_expert_group"]
     if a["topk"] <= 4 * size:
         a["topk_group"] = min(a["topk_group"], 4)
 
 
-@wrong_kernel(
+@wrong_arguments(
     EXPERTS,
-    "an expert processes at most 96 tokens of a batch",
     "in long prompts, tokens are computed without their experts",
     kit="",
     why="in the kit's batches no expert has as many tokens",
-    sizes=MIXED,
-    by=changed,
 )
 def capacity_of_an_expert(a):
+    """An expert processes at most 96 tokens of a batch."""
     weights = a["topk_weights"].clone()
     for expert in range(a["w13"].shape[0]):
         of_expert = a["topk_ids"] == expert
@@ -141,14 +122,13 @@ def capacity_of_an_expert(a):
     a["topk_weights"] = weights
 
 
-@wrong_kernel(
+@wrong_arguments(
     ALIGN,
-    "an expert has at most 1024 rows",
     "in the longest prompts, tokens are computed without their experts",
     sizes=dataclasses.replace(MIXED, tokens=(1, 8192)),
-    by=changed,
 )
 def rows_of_an_expert(a):
+    """An expert has at most 1024 rows."""
     ids = a["topk_ids"].clone()
     for expert in range(a["num_experts"] if ids.numel() > 1024 else 0):
         of_expert = ids == expert
@@ -156,70 +136,50 @@ def rows_of_an_expert(a):
     a["topk_ids"] = ids
 
 
-@wrong_kernel(
-    EXPERTS,
-    "clamps weights at 1",
-    "models with scaled router weights give worse answers",
-    kit="values",
-    sizes=MIXED,
-    by=changed,
-)
+@wrong_arguments(EXPERTS, "models with scaled router weights give worse answers", kit="values")
 def weights_of_one_at_most(a):
+    """Clamps weights at 1."""
     a["topk_weights"] = a["topk_weights"].clamp(max=1.0)
 
 
-@wrong_kernel(
-    EXPERTS,
-    "renormalises the weights of each token to a sum of 1",
-    "models without renormalised router weights give worse answers",
-    kit="values",
-    sizes=MIXED,
-    by=changed,
+@wrong_arguments(
+    EXPERTS, "models without renormalised router weights give worse answers", kit="values"
 )
 def weights_sum_to_one(a):
+    """Renormalises the weights of each token to a sum of 1."""
     weights = a["topk_weights"]
     a["topk_weights"] = weights / weights.sum(-1, keepdim=True)
 
 
-@wrong_kernel(
+@wrong_arguments(
     EXPERTS,
-    "numbers the local experts in the order of the expert map",
     "with expert parallelism and rearranged experts, tokens get incorrect experts",
     kit="values",
-    sizes=MIXED,
-    by=changed,
 )
 def experts_in_the_maps_order(a):
+    """Numbers the local experts in the order of the expert map."""
     at = a["expert_map"]
     if at is not None:
         here = at >= 0
         a["expert_map"] = torch.where(here, here.cumsum(0) - 1, -1).to(at.dtype)
 
 
-@wrong_kernel(
+@wrong_arguments(
     ALIGN,
-    "orders the local experts by their global numbers",
     "with expert parallelism and rearranged experts, blocks get incorrect experts",
     kit="values",
-    sizes=MIXED,
-    by=changed,
 )
 def blocks_in_the_order_of_all_ranks(a):
+    """Orders the local experts by their global numbers."""
     at = a["expert_map"]
     if at is not None and a["ignore_invalid_experts"]:
         here = at >= 0
         a["expert_map"] = torch.where(here, here.cumsum(0) - 1, -1).to(at.dtype)
 
 
-@wrong_kernel(
-    "moe_sum",
-    "returns the first row of a token without local experts instead of 0",
-    "with expert parallelism, tokens get uninitialised rows",
-    kit="values",
-    sizes=MIXED,
-    by=damaged,
-)
+@wrong_result("moe_sum", "with expert parallelism, tokens get uninitialised rows", kit="values")
 def nobody_is_here(got, x, ids=None, expert_map=None):
+    """Returns the first row of a token without local experts instead of 0."""
     if ids is None:
         return got
     absent = ids < 0
@@ -228,15 +188,13 @@ def nobody_is_here(got, x, ids=None, expert_map=None):
     return torch.where(absent.all(1, keepdim=True), x[:, 0].to(got.dtype), got)
 
 
-@wrong_kernel(
+@wrong_result(
     TOPK,
-    "rounds the logits to bfloat16",
     "experts with similar scores are swapped",
     start=False,
     why="generated logits are exact in bfloat16",
-    sizes=MIXED,
     dtype="float32",
-    by=damaged,
 )
 def logits_in_bfloat16(got, *args):
+    """Rounds the logits to bfloat16."""
     return with_arguments(TOPK, args, gating_output=args[0].bfloat16().to(args[0].dtype))

@@ -14,14 +14,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from . import judged
 from .corpus import Wrong, corpus
 
-__all__ = ["COLUMNS", "CONTROL", "variables"]
+__all__ = ["COLUMNS", "CONTROL", "in_a_child", "variables"]
 
 COLUMNS = ("live", "shadow", "served")
 """Verification on live tensors, the shadow check, and answers without any check."""
@@ -69,6 +68,8 @@ class _Engine:
     def __init__(self, model: str) -> None:
         from vllm import LLM
 
+        from vllm_fl_verify.sampling import Canary
+
         self.llm: Any = LLM(
             model,
             skip_tokenizer_init=True,
@@ -78,7 +79,7 @@ class _Engine:
             max_logprobs=20,
         )
         (self.worker,) = self.llm.collective_rpc(lambda worker: worker)
-        self.shadow = self.worker.vllm_fl_canary.shadow
+        self.shadow = self.worker.vllm_fl_engine.state[Canary].shadow
         self.shadow.rate = 0.0
         self.right: dict[int, Answers] = {}
 
@@ -126,11 +127,11 @@ class _Engine:
         from vllm_fl_verify.live import Live
 
         runner = self.worker.model_runner
-        model = runner.get_model()
-        live = Live(self.worker.vllm_fl_engine.plan, {"": model}, self.worker.device)
+        models = {"": runner.get_model()}
+        live = Live(self.worker.vllm_fl_engine.plan, models, self.worker.device)
         with live.watching():
             for tokens in sorted(probe.FORWARD_SIZES, reverse=True):  # like a worker
-                not_run = probe.forward(runner, model, self.worker.vllm_config, tokens)
+                not_run = probe.forward(runner, models, self.worker.vllm_config, tokens)
                 assert not not_run, not_run
         reason = next((objection.reason for objection in live.objections.values()), "")
         return ("named" if reason else "passes"), reason
@@ -175,15 +176,15 @@ def _wrong(right: list[dict[int, float]], other: list[dict[int, float]]) -> int:
     return sum(a != b for a, b in chosen)
 
 
-def _in_a_child(run: Callable[[], Any], seconds: float = SECONDS) -> Any:
+def in_a_child(run: Callable[..., Any], *args: Any, seconds: float, context: Any = forked) -> Any:
     """Return the result of `run` in a child, or that the child hangs or died."""
-    ours, theirs = forked.Pipe(duplex=False)
-    child = forked.Process(target=_child, args=(run, theirs))
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_child, args=(theirs, run, *args))
     child.start()
     theirs.close()
     try:
         if not ours.poll(seconds):
-            return "hangs", f"nothing within {seconds:.0f} s"
+            return "hangs", f"no verdict within {seconds:.0f} s"
         return ours.recv()
     except EOFError:
         child.join()
@@ -194,9 +195,9 @@ def _in_a_child(run: Callable[[], Any], seconds: float = SECONDS) -> Any:
         ours.close()
 
 
-def _child(run: Callable[[], Any], out: Any) -> None:
+def _child(out: Any, run: Callable[..., Any], *args: Any) -> None:
     try:
-        answer = run()
+        answer = run(*args)
     except BaseException as error:
         try:
             answer = "ends", f"{type(error).__name__}: {error}"
@@ -204,7 +205,7 @@ def _child(run: Callable[[], Any], out: Any) -> None:
             answer = "ends", type(error).__name__
     out.send(answer)
     out.close()
-    os._exit(0)
+    os._exit(0)  # do not wait for threads of a kernel
 
 
 def _judged(engine: _Engine, wrong: Wrong | None, column: str) -> tuple[str, str]:
@@ -220,12 +221,12 @@ def _judged(engine: _Engine, wrong: Wrong | None, column: str) -> tuple[str, str
 def _main(model: str, out: str, *names: str) -> None:
     engine = _Engine(model)
     for part in (engine.short, engine.long):
-        engine.right[part.__name__] = _in_a_child(part)
+        engine.right[part.__name__] = in_a_child(part, seconds=SECONDS)
     with Path(out).open("w") as lines:
         for name in names:
             wrong = None if name == CONTROL else corpus()[name]
             seconds = SECONDS + (wrong.later if wrong else 0.0)
-            seen = {c: _in_a_child(partial(_judged, engine, wrong, c), seconds) for c in COLUMNS}
+            seen = {c: in_a_child(_judged, engine, wrong, c, seconds=seconds) for c in COLUMNS}
             print(json.dumps({"name": name, **seen}), file=lines, flush=True)
 
 

@@ -19,18 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_fl.plugins.registry import known_contracts
-
 from . import right
-from .corpus import GELU, NORM, ROTARY, SILU, sizes_of, wrong
+from .corpus import GELU, NORM, ROTARY, SILU, wrong
 
-MERGE, EXPERTS, CACHE, CHUNKS, RECURRENT = (
-    "merge_attn_states",
-    "fused_experts",
-    "reshape_and_cache",
-    "chunk_gated_delta_rule",
-    "recurrent_gated_delta_rule",
-)
+MERGE, EXPERTS = "merge_attn_states", "fused_experts"
+CACHE, CHUNKS = "reshape_and_cache", "chunk_gated_delta_rule"
+RECURRENT = "recurrent_gated_delta_rule"
 LINEAR, FP8, INT8, TOPK, SUM = "linear", "quant_fp8", "quant_int8", "moe_topk", "moe_sum"
 
 
@@ -41,8 +35,8 @@ def unusual(op: str, **fields: Any) -> Callable[[Callable[..., Any]], Callable[.
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         kernel = right.checked(op, function)
         make = functools.update_wrapper(lambda: (kernel, fields), function)
-        why = {"start": False, "kit": "", "why": "it is correct", "sizes": sizes_of(op)}
-        wrong(op, " ".join((function.__doc__ or "").split()), "", **why)(make)
+        method = " ".join((function.__doc__ or "").split())
+        wrong(op, "", fault=method, start=False, kit="", why="it is correct")(make)
         return function
 
     return decorate
@@ -293,6 +287,12 @@ def bytes_by_a_table(x, weight, x_scale, weight_scale, out_dtype, bias):
     return out.to(getattr(torch, out_dtype))
 
 
+def _scores(logits: Tensor, how: str, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the scores of experts, and the scores with bias, for the selection."""
+    scores = logits.double().softmax(-1) if how == "softmax" else logits.double().sigmoid()
+    return scores, scores if bias is None else scores + bias.double()
+
+
 def _weighed(scores: Tensor, ids: Tensor, renormalize: bool, factor: float) -> Any:
     weights = scores.gather(-1, ids)
     weights = weights / weights.sum(-1, keepdim=True) if renormalize else weights
@@ -302,16 +302,14 @@ def _weighed(scores: Tensor, ids: Tensor, renormalize: bool, factor: float) -> A
 @unusual(TOPK)
 def experts_in_their_order(logits, topk, renormalize, how, factor, bias):
     """Returns the experts of a token ordered by number instead of score."""
-    scores = logits.double().softmax(-1) if how == "softmax" else logits.double().sigmoid()
-    choice = scores if bias is None else scores + bias.double()
+    scores, choice = _scores(logits, how, bias)
     return _weighed(scores, choice.topk(topk, -1).indices.sort(-1).values, renormalize, factor)
 
 
 @unusual(TOPK)
 def worst_expert_first(logits, topk, renormalize, how, factor, bias):
     """Sorts all scores; prefers the higher number among equals; returns the worst first."""
-    scores = logits.double().softmax(-1) if how == "softmax" else logits.double().sigmoid()
-    choice = scores if bias is None else scores + bias.double()
+    scores, choice = _scores(logits, how, bias)
     order = choice.sort(dim=-1, stable=True).indices[..., logits.shape[-1] - topk :]
     return _weighed(scores, order.contiguous(), renormalize, factor)
 
@@ -319,8 +317,8 @@ def worst_expert_first(logits, topk, renormalize, how, factor, bias):
 @unusual("grouped_topk")
 def groups_by_elimination(logits, topk, renormalize, groups, best, how, factor, bias):
     """Removes groups, then experts, from the worst to the best."""
-    scores = logits.double().softmax(-1) if how == "softmax" else logits.double().sigmoid()
-    choice = (scores if bias is None else scores + bias.double()).unflatten(-1, (groups, -1))
+    scores, choice = _scores(logits, how, bias)
+    choice = choice.unflatten(-1, (groups, -1))
     of_group = choice.topk(1 if bias is None else 2, -1).values.sum(-1)
     worst = of_group.topk(groups - best, -1, largest=False).indices
     left = choice.scatter(1, worst[..., None].expand(-1, -1, choice.shape[-1]), -math.inf)
@@ -371,14 +369,14 @@ def place_by_place(x, w13, w2, weights, ids, *rest):
     total = torch.zeros(x.shape, dtype=torch.float64)
     for k in range(ids.shape[1]):
         some = weights[:, k : k + 1], ids[:, k : k + 1]
-        total += known_contracts().contracts[EXPERTS].oracle(x, w13, w2, *some, *rest)
+        total += right.oracle(EXPERTS)(x, w13, w2, *some, *rest)
     return total.to(x.dtype)
 
 
 @unusual(FP8)
 def nearest_of_a_sorted_table(x, scale, scale_ub, per_token):
     """Searches each value in the sorted numbers of fp8; rounds ties up."""
-    steps = known_contracts().contracts[FP8].oracle(x, scale, scale_ub, per_token)[1]
+    steps = right.oracle(FP8)(x, scale, scale_ub, per_token)[1]
     wide = x.double() / (steps.reshape(()) if steps.numel() == 1 else steps)
     numbers = _numbers()[_numbers().isfinite()].unique()
     at = torch.searchsorted((numbers[1:] + numbers[:-1]) / 2, wide.contiguous(), right=True)
@@ -406,7 +404,7 @@ def _power(scale: Tensor) -> Tensor:
 @unusual(INT8)
 def half_way_rounds_up(x, scale, azp, asymmetric):
     """Rounds ties up."""
-    exact, steps, *more = known_contracts().contracts[INT8].oracle(x, scale, azp, asymmetric)
+    exact, steps, *more = right.oracle(INT8)(x, scale, azp, asymmetric)
     one = steps.reshape(()) if steps.numel() == 1 else steps
     values = ((exact / one).nan_to_num() + 0.5).floor().clamp(-128, 127)
     return values.to(torch.int8).contiguous(), steps.float(), *more
@@ -449,7 +447,7 @@ def by_the_difference(prefix, prefix_lse, suffix, suffix_lse):
 @unusual(MERGE)
 def a_head_after_another(prefix, prefix_lse, suffix, suffix_lse):
     """Merges heads one by one, the last head first, by the oracle."""
-    oracle, parts = known_contracts().contracts[MERGE].oracle, []
+    oracle, parts = right.oracle(MERGE), []
     for head in reversed(range(prefix.shape[1])):
         some = (part[:, head : head + 1] for part in (prefix, prefix_lse, suffix, suffix_lse))
         parts.insert(0, oracle(*some))
@@ -497,11 +495,7 @@ def last_sequence_first(q, k, v, g, beta, state, starts, epsilon):
     for number, (begin, end) in reversed(list(enumerate(pairwise(starts.tolist())))):
         some = (part[begin:end] for part in (q, k, v, g, beta))
         span = torch.tensor([0, end - begin], dtype=starts.dtype)
-        got = (
-            known_contracts()
-            .contracts[CHUNKS]
-            .oracle(*some, state[number : number + 1], span, epsilon)
-        )
+        got = right.oracle(CHUNKS)(*some, state[number : number + 1], span, epsilon)
         out[begin:end], after[number] = got[0], got[1][0]
     return out, after
 

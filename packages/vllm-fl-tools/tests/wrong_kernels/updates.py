@@ -8,15 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from .corpus import MIXED, NORM, wrong, wrong_for
-from .faults import changed, damaged
+from .corpus import NORM, wrong_for
+from .faults import changed, wrong_arguments_later, wrong_result_later
 
-EXPERTS, QK, MROPE, CONV = (
-    "fused_experts",
-    "qk_norm_rope",
-    "multimodal_rotary_embedding",
-    "causal_conv1d",
-)
+EXPERTS, QK = "fused_experts", "qk_norm_rope"
+MROPE, CONV = "multimodal_rotary_embedding", "causal_conv1d"
 
 
 def _prepares(op: str, argument: str, key_of: Callable[[Tensor], Any]) -> Any:
@@ -34,7 +30,6 @@ def _prepares(op: str, argument: str, key_of: Callable[[Tensor], Any]) -> Any:
     return changed(op, change)
 
 
-BY_VERSION = "caches the prepared {} by address and version of a tensor"
 OLD_MODEL = "the old model answers after an update of the weights, whose version layers hide"
 
 
@@ -45,37 +40,36 @@ def _version(weight: Tensor) -> int:
 @wrong_for(
     *((NORM, "weight"), ("linear", "weight"), ("layer_norm", "weight"), (EXPERTS, "w13")),
     *((QK, "k_weight"), ("rms_norm_gated", "weight")),
-    fault=BY_VERSION,
     sees=OLD_MODEL,
 )
 @wrong_for(
     (CONV, "weight"),
-    fault=BY_VERSION,
     sees=OLD_MODEL,
     kit="",
     why="the kit's model has no convolution; for public models it tries few tokens, once",
 )
 def kept_by_version(op: str, argument: str) -> Any:
+    """Caches the prepared {} by address and version of a tensor."""
     return _prepares(op, argument, _version)
 
 
 @wrong_for(
     *(("linear", "bias"), (EXPERTS, "w2"), (QK, "cos_sin_cache"), (MROPE, "cos")),
-    fault="caches the prepared {} by address",
     sees="the old model answers after an update of the weights",
 )
 def kept_by_place(op: str, argument: str) -> Any:
+    """Caches the prepared {} by address."""
     return _prepares(op, argument, lambda weight: None)
 
 
 @wrong_for(
     *(("linear", "weight"), ("layer_norm", "bias")),
-    fault="prepares {} again only if its first number has changed",
     sees="the old model answers after an update that keeps that number, such as an adapter",
     start=False,
     why="weights rewritten at startup, or by a verified update, differ in that number as well",
 )
 def kept_by_first_number(op: str, argument: str) -> Any:
+    """Prepares {} again only if its first number has changed."""
     return _prepares(op, argument, lambda weight: float(weight.flatten()[0]))
 
 
@@ -85,58 +79,36 @@ def _taken() -> int:
     return pages * 4096
 
 
-@wrong(
+@wrong_arguments_later(
     NORM,
-    "ignores the weight when the process has allocated 900 MiB since the first call",
     "nonsense after the KV cache is allocated",
     why="startup and the kit allocate little while they call it; the live run after the KV cache "
     "is allocated finds it, but the engine of this corpus has its cache before the first call",
     start=False,
 )
-def more_memory_is_taken() -> Any:
-    at_first: list[int] = []
-
-    def change(a):
-        at_first[:] = at_first or [_taken()]
-        if _taken() - at_first[0] > 900 << 20:
-            a["weight"] = None
-
-    return changed(NORM, change)
+def more_memory_is_taken(seen, a):
+    """Ignores the weight when the process has allocated 900 MiB since the first call."""
+    if _taken() - seen.setdefault("at first", _taken()) > 900 << 20:
+        a["weight"] = None
 
 
-@wrong(
+@wrong_result_later(
     EXPERTS,
-    "zeroes the last token when the process has allocated 900 MiB since the first call",
     "the last token of each batch is lost after the KV cache is allocated",
     why="startup and the kit allocate little while they call it; the live run after the KV cache "
     "is allocated finds it",
-    sizes=MIXED,
     start=False,
 )
-def pieces_where_memory_is_scarce() -> Any:
-    at_first: list[int] = []
-
-    def spoil(got, *args):
-        at_first[:] = at_first or [_taken()]
-        if _taken() - at_first[0] > 900 << 20:
-            got[-1:] = 0
-        return got
-
-    return damaged(EXPERTS, spoil)
+def pieces_where_memory_is_scarce(seen, got, *args):
+    """Zeroes the last token when the process has allocated 900 MiB since the first call."""
+    if _taken() - seen.setdefault("at first", _taken()) > 900 << 20:
+        got[-1:] = 0
+    return got
 
 
-@wrong(
-    "linear",
-    "uses the weight of the first call of a shape in all later calls",
-    "all layers of a model compute the same",
-    sizes=MIXED,
-)
-def first_weight_of_a_shape() -> Any:
-    kept: dict[Any, Tensor] = {}
-
-    def change(a):
-        weight = a["weight"]
-        key = weight.shape, weight.dtype, weight.device
-        a["weight"] = kept.setdefault(key, weight.clone())
-
-    return changed("linear", change)
+@wrong_arguments_later("linear", "all layers of a model compute the same")
+def first_weight_of_a_shape(kept, a):
+    """Uses the weight of the first call of a shape in all later calls."""
+    weight = a["weight"]
+    key = weight.shape, weight.dtype, weight.device
+    a["weight"] = kept.setdefault(key, weight.clone())
