@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from anywhere import registered
-
-from vllm_fl import OpImpl
-from vllm_fl_cpu.plugin import register_ops
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -19,9 +15,4 @@ NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
     ]
 )
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param
-
-
-@pytest.fixture(params=registered(register_ops()).values(), ids=lambda impl: impl.op_name)
-def impl(request: pytest.FixtureRequest) -> OpImpl:
     return request.param

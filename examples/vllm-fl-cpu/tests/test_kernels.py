@@ -17,7 +17,6 @@ from vllm_fl_cpu.plugin import register_ops
 from vllm_fl_verify.verification import compare
 
 IMPLS = registered(register_ops())
-
 CPU = torch.device("cpu")
 ROUNDED = {"gelu_and_mul", "gelu_fast", "gelu_new", "quick_gelu", "rms_norm", "silu_and_mul"}
 """Ops that pass float32 to kernels that truncate bfloat16."""
@@ -68,13 +67,11 @@ def test_experts_that_are_not_rounded_are_refused(
 def test_kernels_work_in_place_where_they_can(dtype: torch.dtype) -> None:
     x, residual = torch.randn(4, 64).to(dtype), torch.randn(4, 64).to(dtype)
     normed, total = IMPLS["rms_norm"].fn(x, residual, None, 1e-6)
-    assert normed is x
-    assert total is residual
+    assert normed is x and total is residual
     query = torch.randn(4, 3 * 64).to(dtype)[:, :128].view(4, 2, 64)
     cos, sin = torch.randn(8, 64).to(dtype).chunk(2, dim=-1)
     turned, none = IMPLS["rotary_embedding"].fn(query, None, cos, sin, torch.arange(4))
-    assert turned is query
-    assert none is None
+    assert turned is query and none is None
 
 
 REFUSED = [

@@ -84,6 +84,7 @@ def test_asking_does_not_settle_vllms_platform() -> None:
     assert printed.split()[-1] == "None"
 
 
+@pytest.mark.parametrize("impl", register_ops(), ids=lambda impl: impl.op_name)
 def test_every_op_is_available(impl: OpImpl) -> None:
     # vLLM has some kernels only for AVX-512.
     assert impl.availability() is True or not torch.cpu._is_avx512_supported()
