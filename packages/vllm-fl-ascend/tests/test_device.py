@@ -98,10 +98,7 @@ def test_the_model_runner_is_vllm_s_first(platform: Any, monkeypatch: pytest.Mon
 
 
 def test_drafts_and_other_npus_than_the_rank_s_are_refused(platform: Any) -> None:
-    others: list[dict[str, Any]] = [
-        {"data_parallel_size": 2},
-        {"assigned_physical_gpu_ids": [4, 5]},
-    ]
+    others = [{"data_parallel_size": 2}, {"assigned_physical_gpu_ids": [4, 5]}]
     for asked in others:
         changed = config()
         vars(changed.parallel_config).update(asked)
