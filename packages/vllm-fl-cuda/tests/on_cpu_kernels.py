@@ -53,13 +53,12 @@ def kernel(name: str) -> Callable[..., None]:
     if not hasattr(torch.ops._C, name):
         return _by_layer(name)
     overload = getattr(torch.ops._C, name).default
-    return BEHIND.get(name, _gated)(overload)
+    return BEHIND.get(name, _activation)(overload)
 
 
 def _by_layer(name: str) -> Callable[..., None]:
     """vLLM's PyTorch layer for a kernel that the CPU build lacks; it takes the kernel's numbers.
     Made from the class itself, to bypass layers that replace it."""
-    from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.custom_op import op_registry
     from vllm.model_executor.layers import activation  # noqa: F401 (registers its layers)
 
@@ -68,18 +67,22 @@ def _by_layer(name: str) -> Callable[..., None]:
         raise AttributeError(f"neither a CPU kernel nor a layer of vLLM's is called {name!r}")
     cls = op_registry[name]
 
-    @cache
-    def layer_with(*numbers: float) -> Any:
-        layer = object.__new__(cls)
-        with set_current_vllm_config(VllmConfig()):
-            layer.__init__(*numbers)
-        return layer
-
     def call(out: torch.Tensor, x: torch.Tensor, *numbers: float) -> None:
         _reads_packed(x)
-        out.copy_(cls.forward_native(layer_with(*numbers), x))
+        out.copy_(cls.forward_native(_made(cls, *numbers), x))
 
     return call
+
+
+@cache
+def _made(cls: Any, *args: Any, **named: Any) -> Any:
+    """A layer of exactly this class."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    layer = object.__new__(cls)
+    with set_current_vllm_config(VllmConfig()):
+        layer.__init__(*args, **named)
+    return layer
 
 
 def _fp8(static: bool, shape: tuple[int, int]) -> Callable[..., None]:
@@ -121,37 +124,24 @@ _fp8_group._schema = torch._C.parse_schema(
 )
 
 
-@cache
 def _quant_fp8(static: bool, shape: tuple[int, int], ue8m0: bool = False) -> Callable[..., Any]:
     """`forward_native` of vLLM's QuantFP8, bypassing layers that replace it."""
-    from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.quantization.input_quant_fp8 import GroupShape, QuantFP8
 
-    layer = object.__new__(QuantFP8)
-    with set_current_vllm_config(VllmConfig()):
-        layer.__init__(static, GroupShape(*shape), use_ue8m0=ue8m0)
+    layer = _made(QuantFP8, static, GroupShape(*shape), use_ue8m0=ue8m0)
     return partial(QuantFP8.forward_native, layer)
 
 
-def _gated(overload: Any) -> Callable[..., None]:
+def _activation(overload: Any) -> Callable[..., None]:
+    """Of a row in one part, or in two if it is gated."""
+
     def call(out: torch.Tensor, x: torch.Tensor) -> None:
         _reads_packed(x)
         size = out.shape[-1]
-        whole = F.pad(x.float().unflatten(-1, (2, size)), (0, -size % LANES)).flatten(-2)
-        result = whole.new_empty((*whole.shape[:-1], whole.shape[-1] // 2))
-        overload(result, whole)
+        parts = F.pad(x.float().unflatten(-1, (-1, size)), (0, -size % LANES))
+        result = parts.new_empty((*parts.shape[:-2], parts.shape[-1]))
+        overload(result, parts.flatten(-2))
         out.copy_(result[..., :size])
-
-    return call
-
-
-def _elementwise(overload: Any) -> Callable[..., None]:
-    def call(out: torch.Tensor, x: torch.Tensor) -> None:
-        _reads_packed(x)
-        whole = F.pad(x.float(), (0, -x.shape[-1] % LANES))
-        result = torch.empty_like(whole)
-        overload(result, whole)
-        out.copy_(result[..., : x.shape[-1]])
 
     return call
 
@@ -264,13 +254,10 @@ BEHIND = {
     "rms_norm": _norm,
     "fused_add_rms_norm": _add_norm,
     "rotary_embedding": _rotary,
-    "gelu_new": _elementwise,
-    "gelu_fast": _elementwise,
-    "gelu_quick": _elementwise,
     "static_scaled_int8_quant": _int8,
     "dynamic_scaled_int8_quant": _int8,
 }
-"""CUDA kernel -> its stand-in; every other kernel is a gated activation. All but int8 get fp32, the
+"""CUDA kernel -> its stand-in; every other kernel is an activation. All but int8 get fp32, the
 CUDA kernels' precision: some CPU kernels truncate bfloat16 instead of rounding."""
 
 
