@@ -38,15 +38,6 @@ class Case:
     causal: bool = True
     padding: int = 0
 
-    def __str__(self) -> str:
-        changed = [
-            f"{field.name}={value}"
-            for field in dataclasses.fields(self)[1:]
-            if (value := getattr(self, field.name)) != field.default
-        ]
-        steps = " ".join(f"{before}+{new}" for before, new in self.sequences)
-        return ", ".join([steps, *changed])
-
 
 PROMPTS = Case(((0, 1), (0, 127), (0, 128), (0, 129), (0, 300)))
 DECODE = Case(((1, 1), (127, 1), (128, 1), (129, 1), (700, 1)))

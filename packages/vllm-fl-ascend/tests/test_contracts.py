@@ -48,7 +48,7 @@ REFUSED = {
         "not the two halves of one cache": ["cos and sin are separate tensors"],
         "cos.dtype == query.dtype": ["fp32 tables"],
         "head_size * query.itemsize": [
-            *("odd sizes", "odd sizes, interleaved", "odd head_size", "1 pair"),
+            *("odd sizes", "odd sizes, interleaved", "odd head_size", "1 pair")
         ],
     },
     "quant_int8": {
