@@ -18,10 +18,21 @@ from vllm_fl_verify.verification import compare
 
 IMPLS = registered(register_ops())
 CPU = torch.device("cpu")
+DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 ROUNDED = {"gelu_and_mul", "gelu_fast", "gelu_new", "quick_gelu", "rms_norm", "silu_and_mul"}
 """Ops that pass float32 to kernels that truncate bfloat16."""
 
 CUTS_OFF = shared.cuts_off(torch.bfloat16)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(dtype, id=name, marks=[pytest.mark.slow] * (name != "bf16"))
+        for dtype, name in DTYPES.items()
+    ]
+)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
 
 
 @pytest.fixture(autouse=True)
