@@ -33,7 +33,8 @@ HOMES = {
     "vllm_fl_tools": ROOT / "packages" / "vllm-fl-tools" / "src",
 }
 """Package -> its source folder, for distributions with modules that the pages mention."""
-sys.path.insert(0, str(SOURCES))  # core imports no torch, so it can be read from the source tree
+for home in (SOURCES, HOMES["vllm_fl_tools"], ROOT / "packages" / "vllm-fl-flaggems" / "src"):
+    sys.path.insert(0, str(home))  # imports without torch
 
 import vllm_fl  # noqa: E402
 from vllm_fl import dispatch, errors  # noqa: E402
@@ -44,11 +45,7 @@ from vllm_fl.settings import loading  # noqa: E402
 from vllm_fl.settings.policy import DEFAULT_ORDERS  # noqa: E402
 from vllm_fl.settings.schema import CONFIG, ITEMS, file_keys, variables, variables_of  # noqa: E402
 from vllm_fl.settings.values import OP_CONFIG, PER_OP  # noqa: E402
-
-sys.path.insert(0, str(ROOT / "packages" / "vllm-fl-flaggems" / "src"))
 from vllm_fl_flaggems.settings import SETTINGS  # noqa: E402
-
-sys.path.insert(0, str(HOMES["vllm_fl_tools"]))
 from vllm_fl_tools.cli._verbs import VERBS  # noqa: E402
 
 DECLARED = {**ITEMS, **{spec.key: spec for spec in SETTINGS}}
@@ -190,10 +187,7 @@ def expected_signatures(module: Any) -> set[str]:
 
 @pytest.mark.parametrize(
     ("text", "module"),
-    [
-        (section(page("dispatch.md"), "API reference"), dispatch),
-        (page("plugin-api.md"), vllm_fl),
-    ],
+    [(section(page("dispatch.md"), "API reference"), dispatch), (page("plugin-api.md"), vllm_fl)],
     ids=["dispatch.md", "plugin-api.md"],
 )
 def test_every_public_name_is_documented_with_its_signature(text: str, module: Any) -> None:
@@ -444,10 +438,8 @@ def test_each_contradiction_of_the_other_system_has_a_test() -> None:
 def test_modules_named_in_the_pages_exist() -> None:
     for path in EVERY_PAGE:
         text = path.read_text()
-        for name in {*re.findall(rf"`((?:{'|'.join(HOMES)})(?:\.[a-z_]+)+)`", text)} - {
-            BACKENDS,
-            EXTENSIONS,
-        }:
+        named = re.findall(rf"`((?:{'|'.join(HOMES)})(?:\.[a-z_]+)+)`", text)
+        for name in {*named} - {BACKENDS, EXTENSIONS}:
             place = HOMES[name.partition(".")[0]].joinpath(*name.split("."))
             assert place.with_suffix(".py").is_file() or place.is_dir(), f"{path.name}: {name}"
 
