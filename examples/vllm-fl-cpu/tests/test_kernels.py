@@ -99,9 +99,7 @@ REFUSED = [
 def test_what_the_kernels_cannot_do_is_refused(
     op: str, args: Any, reason: str, dtype: torch.dtype
 ) -> None:
-    verdict = IMPLS[op].supports(*args(dtype))
-    assert verdict is not True
-    assert reason in verdict
+    assert reason in str(IMPLS[op].supports(*args(dtype)))
 
 
 def test_pairs_that_would_end_the_process_are_refused() -> None:

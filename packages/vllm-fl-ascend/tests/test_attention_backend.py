@@ -336,6 +336,4 @@ def test_what_the_kernel_can_do_is_taken(change: dict[str, Any]) -> None:
     ],
 )
 def test_what_the_kernel_cannot_do_is_refused(change: dict[str, Any], reason: str) -> None:
-    verdict = supports_attention(dataclasses.replace(PLAIN, **change))
-    assert verdict is not True
-    assert reason in verdict
+    assert reason in str(supports_attention(dataclasses.replace(PLAIN, **change)))

@@ -112,10 +112,7 @@ UNSUITABLE = [
 def test_what_no_kernel_takes_is_refused_with_its_reason(
     op: str, args: tuple[object, ...], reason: str
 ) -> None:
-    supports = IMPLS[op].supports
-    assert supports is not None
-    verdict = supports(*args)
-    assert verdict is not True and reason in verdict
+    assert reason in str(IMPLS[op].supports(*args))
 
 
 def test_a_row_of_one_dimension_is_normed() -> None:

@@ -34,13 +34,12 @@ REFUSED = {
 """Samples that the CUDA kernels do not support; they support every other one."""
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(qk_norm_rope, "capability", lambda device: (8, 0))
     monkeypatch.setattr(linear, "capability", lambda device: (8, 9))
 
 
-@pytest.mark.usefixtures("any_device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("op", sorted(IMPLS))
 def test_what_the_kernels_have_no_form_for_is_refused_and_nothing_else(
@@ -60,7 +59,6 @@ def test_what_the_kernels_have_no_form_for_is_refused_and_nothing_else(
     assert refused == wanted
 
 
-@pytest.mark.usefixtures("any_device")
 def test_what_kernels_would_spoil_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     key, slots = torch.randn(4, 2, 32), torch.arange(4)
     caches = torch.zeros(2, 1, 8, 2, 33)[..., 1:]
@@ -222,7 +220,6 @@ def test_heads_are_normed_and_turned_in_their_buffer_by_the_operators_own_order(
     assert qk_norm_rope.qk_norm_rope(*args) is args[0], "it works in place where it can"
 
 
-@pytest.mark.usefixtures("any_device")
 def test_heads_that_the_kernel_would_leave_or_turn_wrongly_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -247,7 +244,6 @@ def test_heads_that_the_kernel_would_leave_or_turn_wrongly_are_refused(
     assert supports(*half) is True
 
 
-@pytest.mark.usefixtures("any_device")
 def test_where_a_warp_takes_several_heads_a_part_of_their_features_is_not_turned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
