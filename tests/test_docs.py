@@ -207,7 +207,7 @@ def test_every_hook_is_documented_with_its_signature() -> None:
 
 
 def test_contracts_are_documented_by_the_command_and_no_page_lists_them() -> None:
-    """tests/cli/test_explain_verb.py of core compares the command with every contract."""
+    """tests/cli/test_explain_verb.py of the tools compares the command with every contract."""
     text = section(page("dispatch.md"), "Contracts")
     assert set(headings(text)) == {"attention_backend", "communicator"}
     assert {"vllm-fl explain rms_norm --contract"} <= {b.strip() for b in blocks(text, "sh")}
