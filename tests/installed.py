@@ -6,7 +6,10 @@ import json
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import engine_run
 
 import envs
 
@@ -36,6 +39,13 @@ for op in snapshot.ops:
 print(json.dumps(found))
 """
 
+MODEL = """
+import json, pathlib, sys
+sys.path.insert(0, {tools!r})
+import tiny_model
+print(json.dumps(str(tiny_model.make(pathlib.Path({folder!r})))))
+"""
+
 
 @dataclass(frozen=True)
 class Installed:
@@ -62,6 +72,21 @@ class Installed:
             text=True,
         )
 
+    def kit(self, *args: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run pytest on the tests of a backend."""
+        options = ("-q", "-p", "no:cacheprovider")
+        return self.run("-m", "pytest", *options, *map(str, args), **variables)
+
+    def model(self, folder: Path) -> str:
+        """The folder of a tiny model, made by this environment's torch."""
+        path: str = self.script(MODEL.format(tools=str(envs.ROOT / "tools"), folder=str(folder)))
+        return path
+
+    def serve(self, job: engine_run.Job, **variables: str) -> dict[str, Any]:
+        """The result of an engine in this environment."""
+        env = {"PYTHONPATH": "", **self.env.variables(**variables)}
+        return engine_run.run(job, python=self.env.python, **env)
+
     def plugins(self, **variables: str) -> dict[str, dict[str, Any]]:
         """Plugins from `doctor --json` by distribution, except always installed distributions."""
         found = self.answer("doctor", status=None, **variables)["plugins"]
@@ -81,6 +106,12 @@ class Installed:
         report: dict[str, Any] = json.loads(done.stdout)
         assert report["schema"] == 1
         return report
+
+    def explained(self, op: str, **variables: str) -> dict[str, Any]:
+        """The output of `explain` for an op in eager mode."""
+        (eager,) = self.answer("explain", op, "--mode", "eager", status=None, **variables)["modes"]
+        found: dict[str, Any] = eager
+        return found
 
 
 Install = Callable[..., Installed]

@@ -25,10 +25,7 @@ def test_a_link_that_leads_nowhere_ends_the_build(target: str) -> None:
         ('<a href="#gone">', r"page\.html: #gone: no such anchor"),
         ('<img src="gone.svg">', r"page\.html: broken link gone\.svg"),
         ('<source srcset="gone.svg">', r"page\.html: broken link gone\.svg"),
-        (
-            '<a href="https://a.example" data-md-component="source">',
-            r"page\.html loads https://a",
-        ),
+        ('<a href="https://a.example" data-md-component="source">', r"page\.html loads https://a"),
         ('<script src="//example.org/a.js">', r"page\.html loads //example\.org/a\.js"),
         ('<link rel="stylesheet" href="https://a.example/f">', r"page\.html loads https://a"),
     ],

@@ -24,10 +24,7 @@ def said(off: float = 0.0, *, token: int = 7, lead: float = 2.0) -> dict[str, An
 def test_quantiles_see_what_a_mean_does_not() -> None:
     found = prose.distance([-2.0, -2.5] * 100, [-2.5, -2.0] * 100)
     assert found == prose.Distance(median=0.5, p99=0.5, largest=0.5, mean=0.0)
-    assert prose.RIGHT.exceeded(found) == [
-        "median 0.5 (at most 0.05)",
-        "p99 0.5 (at most 0.4)",
-    ]
+    assert prose.RIGHT.exceeded(found) == ["median 0.5 (at most 0.05)", "p99 0.5 (at most 0.4)"]
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])

@@ -58,12 +58,7 @@ def replace(path: Path, old: str, new: str) -> None:
             "version of vllm-fl-core needs",
         ),
         ("vllm-fl-tools/pyproject.toml", "core==0.10.0", "core>=0.10,<0.11", "needs ==0.10.0"),
-        (
-            "vllm-fl-core/pyproject.toml",
-            ">=0.3,<0.4",
-            ">=0.2,<0.3",
-            "version of vllm-fl-ops needs",
-        ),
+        ("vllm-fl-core/pyproject.toml", ">=0.3,<0.4", ">=0.2,<0.3", "version of vllm-fl-ops needs"),
         ("vllm-fl-acme/pyproject.toml", ">=0.3,<0.4", ">=0.3", "requires vllm-fl-ops>=0.3, but"),
         ("vllm-fl-acme/pyproject.toml", "fl-ops>=0.3,<0.4", "fl-ops", "requires vllm-fl-ops, but"),
         ("vllm-fl-ops/pyproject.toml", ">=0.10,<0.11", "==0.10.0", "needs >=0.10,<0.11"),

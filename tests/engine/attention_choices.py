@@ -1,7 +1,6 @@
-"""Ask vLLM's platform for an attention backend without starting an engine; one JSON line each.
+"""Ask vLLM's platform for an attention backend without starting an engine; prints `chosen` in JSON.
 
-    python attention_choices.py '{"model": DIR, "cases": [{"env": {…}, "request": {…}}]}'
-    "cases": [{"env": {…}, "options": {…}, "request": {…}}]}'
+    python attention_choices.py DIR '[{"env": {…}, "options": {…}, "request": {…}}]'
 
 `env` and `options` are the engine's environment and arguments; `request` overrides the layer's.
 """
@@ -21,7 +20,6 @@ def choose(model: str, case: dict[str, Any]) -> dict[str, Any]:
     from vllm.platforms import current_platform
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-    from vllm_fl.integration.patchers import attention
     from vllm_fl.integration.planning import facts_of, plan_for
 
     os.environ.update(case.get("env", {}))
@@ -29,8 +27,7 @@ def choose(model: str, case: dict[str, Any]) -> dict[str, Any]:
     config = arguments.create_engine_config()
     fields = {"head_size": 64, "dtype": torch.bfloat16, "kv_cache_dtype": "auto"}
     request = AttentionSelectorConfig(**fields, block_size=None, **case.get("request", {}))
-    facts = facts_of(config)
-    plan = plan_for(facts)
+    plan = plan_for(facts_of(config))
     try:
         with set_current_vllm_config(config):
             backend = config.attention_config.backend
@@ -38,18 +35,13 @@ def choose(model: str, case: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         path = f"{type(error).__name__}: {error}"
     entry = plan.entries["attention_backend"]
-    return {
-        "path": path,
-        "planned": entry.label,
-        "reason": entry.reason,
-        "faults": list(attention.Attention().faults(plan, facts).values()),
-    }
+    return {"path": path, "planned": entry.label, "reason": entry.reason}
 
 
 if __name__ == "__main__":
-    asked = json.loads(sys.argv[1])
-    for case in asked["cases"]:
-        before = dict(os.environ)
-        print("CHOSEN " + json.dumps(choose(asked["model"], case)), flush=True)
+    before, chosen = dict(os.environ), []
+    for case in json.loads(sys.argv[2]):
+        chosen.append(choose(sys.argv[1], case))
         os.environ.clear()
         os.environ.update(before)
+    print(json.dumps({"chosen": chosen}))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -39,6 +41,26 @@ def answer_of(script: str, *arguments: str | Path, **variables: str) -> tuple[di
     return json.loads(line), printed
 
 
+def command(
+    *words: str | Path, cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `vllm-fl WORDS` in a new process."""
+    return subprocess.run(
+        [sys.executable, "-m", "vllm_fl_tools.cli", *words],
+        env={**os.environ, **variables},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def path_of(*folders: str | Path) -> dict[str, str]:
+    """PYTHONPATH with these folders first."""
+    folders = (*folders, os.environ.get("PYTHONPATH", ""))
+    return {"PYTHONPATH": os.pathsep.join(map(str, filter(None, folders)))}
+
+
 REFERENCE, VENDOR = {"VLLM_FL_PREFER": "reference"}, {"VLLM_FL_PREFER": "vendor"}
 
 VARIANTS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
@@ -62,8 +84,10 @@ VARIANTS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
 
 IN_ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 """For tests that do not inspect the engine's processes: saves importing vLLM again, half of a
-startup. test_server, test_ranks and test_preflight start engines like users."""
+startup. test_server, test_startup_ranks and test_preflight start engines like users."""
 
+Model = Callable[[str], Path]
+Plugin = Callable[..., dict[str, str]]
 Result = dict[str, Any]
 Once = Callable[..., Result]
 Runner = Callable[..., Result]
@@ -71,7 +95,7 @@ Pair = Callable[..., tuple[Result, Result]]
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     """`model(family)`: the folder of a tiny model with random weights."""
     folder = tmp_path_factory.mktemp("models")
     return cache(lambda family: tiny_model.make(folder, family))
@@ -107,7 +131,7 @@ def once(shared_folder: Path) -> Once:
 
 
 @pytest.fixture(scope="session")
-def engine(model: Callable[[str], Path], once: Once) -> Runner:
+def engine(model: Model, once: Once) -> Runner:
     """`engine(family, variant, eager=True)`: that engine's result: answers, plan and counts. It
     generates greedily for one prompt, then for eight in a batch, and returns all logits."""
 
@@ -133,11 +157,17 @@ def both(engine: Runner) -> Pair:
     return pair
 
 
+def difference(stock: Result, ours: Result) -> float:
+    """The largest difference of two runs' logits, relative to the largest logit of the first."""
+    worst, magnitude = largest_difference(stock, ours)
+    return worst / magnitude
+
+
 def assert_same_bits(stock: Result, ours: Result) -> None:
     """Equal tokens and bitwise equal logits, after forward passes over the same batches."""
     assert ours["steps"] == stock["steps"]
     assert ours["tokens"] == stock["tokens"]
-    assert largest_difference(stock, ours)[0] == 0.0
+    assert difference(stock, ours) == 0.0
 
 
 def assert_near_transformers(model: Path, answer: Result) -> None:
@@ -157,13 +187,22 @@ def assert_near_transformers(model: Path, answer: Result) -> None:
 
 
 @pytest.fixture
-def plugin() -> Callable[..., dict[str, str]]:
+def plugin() -> Plugin:
     """`plugin(name)`: variables that load a module of tests/engine/plugins."""
 
     def variables(*names: str) -> dict[str, str]:
         return {"VLLM_FL_PLUGIN_MODULES": ",".join(names), "PYTHONPATH": str(PLUGINS)}
 
     return variables
+
+
+def direct_model(folder: Path) -> Path:
+    """The model in this folder, changed to one of plugins/direct: `torch.ops._C.silu_and_mul` is
+    its activation."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "architectures": ["DirectQwen3ForCausalLM"]}))
+    return folder
 
 
 def change(folder: Path) -> None:

@@ -22,9 +22,12 @@ from typing import Any
 import pytest
 import tiny_model
 from engine_run import STOCK, Job
-from engines import IN_ONE_PROCESS, PLUGINS, REFERENCE, Once, Result, batches, change
+from engines import IN_ONE_PROCESS, PLUGINS, REFERENCE, Model, Once, Result, batches, change
 
-__all__ = ["CAUSES", "FUSED", "OWN", "Startup", "shared", "startup"]
+__all__ = ["CAUSES", "FUSED", "OWN", "VENDOR_SHARE", "Startup", "shared", "startup"]
+
+VENDOR_SHARE = 0.1
+"""Largest relative difference of logits between two correct plans: see test_models."""
 
 SIZES: dict[str, Any] = {"num_experts_per_tok": 8, "mlp_only_layers": [0]}
 """One dense block and one of experts that every token uses. If tokens used only some experts, a
@@ -64,9 +67,7 @@ def per_op(**orders: str) -> dict[str, str]:
     return {"VLLM_FL_PER_OP": ";".join(f"{op}={order}" for op, order in orders.items())}
 
 
-def startups(
-    model: Path, other: Path, dense: Path, folder: Path
-) -> dict[str, tuple[Job, dict[str, str]]]:
+def startups(model: Path, other: Path, dense: Path, folder: Path) -> Jobs:
     """Name -> (the engine's job, its variables). `model` and `other` differ in weights; `dense`
     has no experts, which vLLM supports only on devices that it knows; engines write files to
     `folder`."""
@@ -151,10 +152,7 @@ def shared(shared_folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def startup(
-    once: Once,
-    shared: Path,
-    model: Callable[[str], Path],
-    tmp_path_factory: pytest.TempPathFactory,
+    once: Once, shared: Path, model: Model, tmp_path_factory: pytest.TempPathFactory
 ) -> Startup:
     """`startup(name)`: the result of one of `startups`, which runs once per test run."""
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from engine_run import BIND, Job
-from engines import IN_ONE_PROCESS, REFERENCE, Runner, batches, change, run
+from engines import IN_ONE_PROCESS, REFERENCE, Model, Plugin, Runner, batches, change, run
 
 pytestmark = pytest.mark.slow
 
 
 def test_a_reload_of_equal_weights_changes_nothing_in_an_engine_longer_than_its_model(
-    engine: Runner, model: Callable[[str], Path], tmp_path: Path
+    engine: Runner, model: Model, tmp_path: Path
 ) -> None:
     """The reference does not support positions beyond its table, so none may be generated."""
     folder = model("qwen3")
@@ -47,27 +46,15 @@ def test_a_reload_of_equal_weights_changes_nothing_in_an_engine_longer_than_its_
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_compiled_engines_of_one_rank_and_of_two_name_it_too(
-    model: Callable[[str], Path],
-    plugin: Callable[..., dict[str, str]],
-    tmp_path: Path,
-    ranks: int,
+    model: Model, plugin: Plugin, tmp_path: Path, ranks: int
 ) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(model("qwen3"), other)
+    folder, other = model("qwen3"), tmp_path / "other"
+    shutil.copytree(folder, other)
     change(other)
-    path = {"weights_path": str(other)}
-    back = {"weights_path": str(model("qwen3"))}
-    job = Job(
-        str(model("qwen3")),
-        batches(),
-        eager=False,
-        options={"tensor_parallel_size": ranks} if ranks > 1 else {},
-        updates=[
-            ["reload_weights", {}, True],
-            ["reload_weights", path, True],
-            ["reload_weights", back, True],
-        ],
-    )
+    weights = ({}, {"weights_path": str(other)}, {"weights_path": str(folder)})
+    updates = [["reload_weights", given, True] for given in weights]
+    options = {"tensor_parallel_size": ranks} if ranks > 1 else {}
+    job = Job(str(folder), batches(), eager=False, options=options, updates=updates)
     orders = {"VLLM_FL_PER_OP": "rms_norm=vendor:afterstart"}
     if ranks > 1:
         orders[BIND] = "0|1"

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_model
 from engine_run import Job
-from engines import IN_ONE_PROCESS, batches, run
+from engines import IN_ONE_PROCESS, Model, Plugin, batches, run
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def job(model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Job:
+def job(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder = tmp_path_factory.mktemp("draft")
     sizes = {"num_hidden_layers": 1, "head_dim": 32, "hidden_size": 128}
     draft = tiny_model.make(folder, "qwen3", **sizes)
@@ -37,7 +35,7 @@ def test_right_kernels_serve_beside_a_draft_model_with_one_digest(job: Job) -> N
 
 @pytest.mark.parametrize("factor", ["1.5", "nan"])
 def test_a_kernel_that_is_wrong_at_the_draft_models_head_size_is_disabled(
-    factor: str, job: Job, plugin: Callable[..., dict[str, str]]
+    factor: str, job: Job, plugin: Plugin
 ) -> None:
     order = {"VLLM_FL_PER_OP": "rms_norm=vendor:drafts|reference", "WRONG_BY": factor}
     result: dict[str, Any] = run(job, **IN_ONE_PROCESS, **plugin("draft_only"), **order)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engine_run import EngineFailed, Job, largest_difference, run
-from engines import PLUGINS, Runner, assert_same_bits, batches
+from engine_run import EngineFailed, Job, run
+from engines import PLUGINS, Model, Runner, assert_same_bits, batches, difference
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +38,7 @@ def foreign(folder: Path) -> str:
 
 
 def test_a_vanished_config_a_foreign_layer_and_half_a_plugin(
-    engine: Runner, model: Callable[[str], Path], tmp_path: Path
+    engine: Runner, model: Model, tmp_path: Path
 ) -> None:
     """Three independent faults in one engine with forked processes."""
     config = tmp_path / "policy.yaml"
@@ -69,12 +68,11 @@ def test_a_vanished_config_a_foreign_layer_and_half_a_plugin(
     lines = [line for line in log.splitlines() if "vllm_fl_half-3.0.dist-info has no" in line]
     (refused,) = {line.partition("[vllm_fl.plugins] ")[2] for line in lines}
     assert refused.startswith("Plugin 'half' of vllm-fl-half 3.0")
-    worst, magnitude = largest_difference(engine("qwen3", "stock-native"), result)
-    assert worst <= 0.05 * magnitude  # as for any correct plan
+    assert difference(engine("qwen3", "stock-native"), result) <= 0.05  # as for any correct plan
 
 
 def test_vanished_files_of_a_plugin_and_of_the_user_where_processes_are_spawned(
-    engine: Runner, model: Callable[[str], Path], tmp_path: Path
+    engine: Runner, model: Model, tmp_path: Path
 ) -> None:
     """A spawned process reads the settings again; with the files gone, the engine's apply."""
     shipped, orders = tmp_path / "shipped.yaml", tmp_path / "orders.json"
@@ -96,9 +94,7 @@ def test_vanished_files_of_a_plugin_and_of_the_user_where_processes_are_spawned(
     assert_same_bits(engine("qwen3", "stock-native"), result)
 
 
-def test_a_file_that_was_never_there_ends_the_start(
-    model: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_file_that_was_never_there_ends_the_start(model: Model, tmp_path: Path) -> None:
     with pytest.raises(EngineFailed) as failure:
         run(Job(str(model("qwen3")), batches()), VLLM_FL_CONFIG=str(tmp_path / "absent.yaml"))
     said = [line for line in failure.value.log.splitlines() if "MissingFileError: " in line]

@@ -3,16 +3,12 @@ drivers are stubbed, so configurations are made as on such a machine. No engine 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
-from engines import answer_of
+from engines import Model, answer_of
 
 pytestmark = pytest.mark.slow
 
-EMULATED = """
+SCRIPT = """
 import sys, types
 
 def module(name, **names):
@@ -53,11 +49,7 @@ def xpu():
     torch.xpu.get_device_properties = lambda device=0: properties
 
 {"rocm": rocm, "xpu": xpu}[sys.argv[2]]()
-"""
 
-SCRIPT = (
-    EMULATED
-    + """
 import json
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -73,23 +65,9 @@ print(json.dumps({
     "enum": current_platform._enum.name,
     "name": type(current_platform).vllm_fl_platform,
     "worker": config.parallel_config.worker_cls,
-    "priority": config.kernel_config.ir_op_priority.rms_norm,
     "ops": {op: entry.to_json() for op, entry in plan.entries.items()},
 }))
 """
-)
-
-Configure = Callable[..., tuple[dict[str, Any], str]]
-
-
-@pytest.fixture(scope="module")
-def configure(model: Callable[[str], Path]) -> Configure:
-    """`configure(platform, **variables)`: (the resulting configuration, the log)."""
-
-    def make(platform: str, **variables: str) -> tuple[dict[str, Any], str]:
-        return answer_of(SCRIPT, model("qwen3"), platform, **variables)
-
-    return make
 
 
 @pytest.mark.parametrize(
@@ -100,9 +78,10 @@ def configure(model: Callable[[str], Path]) -> Configure:
     ],
 )
 def test_it_is_planned_and_not_stepped_aside_from(
-    platform: str, cls: str, worker: str, configure: Configure
+    platform: str, cls: str, worker: str, model: Model
 ) -> None:
-    became, log = configure(platform, VLLM_FL_PER_OP="silu_and_mul=reference")
+    order = {"VLLM_FL_PER_OP": "silu_and_mul=reference"}
+    became, log = answer_of(SCRIPT, model("qwen3"), platform, **order)
     assert became["platform"][1:3] == ["vllm_fl.integration.platform.PlatformOverlay", cls]
     assert became["enum"] == platform.upper() and became["name"] == platform
     assert became["worker"].startswith("vllm_fl.integration.worker.Planned:")

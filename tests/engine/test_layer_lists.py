@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
+from engines import Model, answer_of
 
 SCRIPT = """
 import json, os, sys
@@ -36,7 +33,7 @@ for variables, options in json.loads(sys.argv[2]):
         answers.append({"error": str(error)})
     for name in variables:
         del os.environ[name]
-print(json.dumps(answers))
+print(json.dumps({"answers": answers}))
 """
 
 VENDOR = {
@@ -66,16 +63,11 @@ USERS: tuple[dict[str, str], dict[str, Any]] = (
 
 
 @pytest.fixture(scope="module")
-def outcomes(model: Callable[[str], Path]) -> list[Any]:
+def outcomes(model: Model) -> list[Any]:
     """The outcome of each configuration, or its error; all made in one process, in sequence."""
     cases = [*((variables, {}) for variables, _, _ in LISTS), UNKNOWN, USERS]
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", **VENDOR}
-    done = forked.run(SCRIPT, str(model("qwen3")), json.dumps(cases), env=env)
-    assert done.returncode == 0, done.stderr[-5000:]
-    answers: list[Any] = json.loads(
-        next(line for line in done.stdout.splitlines() if line.startswith("["))
-    )
-    return answers
+    answered, _ = answer_of(SCRIPT, model("qwen3"), json.dumps(cases), **VENDOR)
+    return answered["answers"]
 
 
 def impls(plan: Any) -> dict[str, str]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engine_run import Job, largest_difference
-from engines import IN_ONE_PROCESS, Runner, batches, run
+from engine_run import Job
+from engines import IN_ONE_PROCESS, Model, Plugin, Runner, batches, difference, run
 
 import envs
 
@@ -22,27 +21,17 @@ FOLDERS = {
 }
 """Op -> one of two vendors in the form of vllm-plugin-FL's vendor folders."""
 
-
 SEEDS = dict.fromkeys(FOLDERS, "seeds")
 """Functions with the parameters of the first documentation."""
 
 
 @pytest.mark.parametrize(
     ("eager", "order"),
-    [
-        (True, FOLDERS),
-        (True, dict.fromkeys(FOLDERS, "seeds")),
-        (False, dict.fromkeys(FOLDERS, "seeds")),
-    ],
+    [(True, FOLDERS), (True, SEEDS), (False, SEEDS)],
     ids=["folders", "seeds-eager", "seeds-compiled"],
 )
 def test_they_are_verified_planned_and_called(
-    eager: bool,
-    order: dict[str, str],
-    engine: Runner,
-    model: Callable[[str], Path],
-    plugin: Callable[..., dict[str, str]],
-    tmp_path: Path,
+    eager: bool, order: dict[str, str], engine: Runner, model: Model, plugin: Plugin, tmp_path: Path
 ) -> None:
     variables = plugin("seeds_signatures")
     if order is FOLDERS:  # by their entry points
@@ -63,5 +52,4 @@ def test_they_are_verified_planned_and_called(
     assert "has no parameter " not in result["log"]  # the model passes none that they lack
     stock = engine("qwen3", "stock-float32", eager)
     assert result["tokens"] == stock["tokens"]
-    off, magnitude = largest_difference(stock, result)
-    assert off <= 1e-4 * magnitude
+    assert difference(stock, result) <= 1e-4

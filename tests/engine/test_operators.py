@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_model
-from engine_run import STOCK, Job, largest_difference
-from engines import IN_ONE_PROCESS, PLUGINS, batches, run
+from engine_run import STOCK, Job
+from engines import IN_ONE_PROCESS, PLUGINS, batches, difference, direct_model, run
 
 pytestmark = pytest.mark.slow
 
@@ -22,17 +21,12 @@ DIRECT = {
     "VLLM_FL_DISPATCH_DEBUG": "1",
 }
 
-OPERATOR = "_C::silu_and_mul"
+ORDER = {"VLLM_FL_PER_OP": "silu_and_mul=vendor:direct"}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a tiny model with the activation `torch.ops._C.silu_and_mul`."""
-    folder = tiny_model.make(tmp_path_factory.mktemp("direct"))
-    file = folder / "config.json"
-    config = json.loads(file.read_text())
-    file.write_text(json.dumps({**config, "architectures": ["DirectQwen3ForCausalLM"]}))
-    return folder
+    return direct_model(tiny_model.make(tmp_path_factory.mktemp("direct")))
 
 
 def served(model: Path, *, eager: bool = True, **variables: str) -> dict[str, Any]:
@@ -41,26 +35,21 @@ def served(model: Path, *, eager: bool = True, **variables: str) -> dict[str, An
 
 def test_a_call_by_name_runs_the_planned_implementation(model: Path) -> None:
     stock = served(model, **STOCK)
-    ours = served(model, VLLM_FL_PER_OP="silu_and_mul=vendor:direct")
+    ours = served(model, **ORDER)
     (report,) = ours["report"]
-    (target,) = report["operators"]["silu_and_mul"].items()
-    assert target[0] == OPERATOR and "torch_bindings.cpp" in target[1].pop("replaced")
-    counted = {"without_engine": 0, "other_arguments": 0}
-    assert target[1] == {"overridden_by": None, **counted}
+    ((name, target),) = report["operators"]["silu_and_mul"].items()
+    assert name == "_C::silu_and_mul" and "torch_bindings.cpp" in target.pop("replaced")
+    assert target == {"overridden_by": None, "without_engine": 0, "other_arguments": 0}
     # The calls of all steps and of the warm-up.
     assert report["calls"]["silu_and_mul"]["vendor.direct"] >= LAYERS * ours["steps"]
     assert not report["fallbacks"]
-    worst, magnitude = largest_difference(stock, ours)
-    assert 0 < worst < 0.05 * magnitude, "another order of roundings, in bfloat16"
+    assert 0 < difference(stock, ours) < 0.05, "another order of roundings, in bfloat16"
 
 
 def test_compiled_code_and_what_is_loaded_from_the_cache_call_the_override(
     model: Path, tmp_path: Path
 ) -> None:
-    cache = {
-        "VLLM_FL_PER_OP": "silu_and_mul=vendor:direct",
-        "VLLM_CACHE_ROOT": str(tmp_path),
-    }
+    cache = {**ORDER, "VLLM_CACHE_ROOT": str(tmp_path)}
     made, loaded = (served(model, eager=False, **cache) for _ in range(2))
     assert "Directly load AOT compilation" not in made["log"]
     assert "saved AOT compiled function" in made["log"]
@@ -70,4 +59,4 @@ def test_compiled_code_and_what_is_loaded_from_the_cache_call_the_override(
         assert report["mode"] == "compiled"
         assert report["calls"]["silu_and_mul"]["vendor.direct"] >= LAYERS * ours["steps"]
     assert made["tokens"] == loaded["tokens"]
-    assert largest_difference(made, loaded)[0] == 0.0
+    assert difference(made, loaded) == 0.0

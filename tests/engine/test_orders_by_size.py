@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engine_run import STOCK, Job, largest_difference
-from engines import IN_ONE_PROCESS, batches, run
+from engine_run import STOCK, Job
+from engines import IN_ONE_PROCESS, Model, batches, difference, run
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +25,7 @@ LAYERS = 2
 
 @pytest.mark.parametrize("eager", [True, False])
 def test_decoding_and_prompts_run_different_implementations(
-    model: Callable[[str], Path], tmp_path: Path, eager: bool
+    model: Model, tmp_path: Path, eager: bool
 ) -> None:
     config = tmp_path / "fl.yaml"
     config.write_text(ORDERS)
@@ -46,5 +45,4 @@ def test_decoding_and_prompts_run_different_implementations(
     assert [*calls["rms_norm"]] == ["reference.torch"]  # vLLM's implementation is not counted
     assert report["fallbacks"] == report["demotions"] == {}
     stock = run(job, **STOCK, **IN_ONE_PROCESS)
-    worst, magnitude = largest_difference(stock, ours)
-    assert worst < 0.05 * magnitude
+    assert difference(stock, ours) < 0.05

@@ -1,53 +1,37 @@
-"""Policies in an engine: a ban, a typo, strict mode, and batch-invariant implementations."""
+"""Policies in an engine: a typo, strict mode, and batch-invariant implementations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 from engine_run import EngineFailed, Job
-from engines import IN_ONE_PROCESS, batches, run
+from engines import IN_ONE_PROCESS, Model, Plugin, batches, run
 
 pytestmark = pytest.mark.slow
-
-BATCHES = [[[3, 17, 170, 99, 41]], [[5 * i + 3, 60, 7, 11] for i in range(3)]]
-
-
-def test_a_ban_falls_to_vllms_own_in_a_compiled_engine(model: Callable[[str], Path]) -> None:
-    banned = {"VLLM_FL_PREFER": "vendor", "VLLM_FL_DENY_VENDORS": "cpu"}
-    job = Job(str(model("qwen3")), BATCHES, eager=False)
-    (report,) = run(job, VLLM_FL_DISPATCH_DEBUG="1", **banned, **IN_ONE_PROCESS)["report"]
-    assert report["ops"]["silu_and_mul"]["impl"] == report["ops"]["rms_norm"]["impl"] == "stock"
-    assert "vendor.cpu" not in {impl for calls in report["calls"].values() for impl in calls}
-
 
 SLIP = {"VLLM_FL_PER_OP": "silu_and_mul=impl:vendor.cup"}
 MEANT = "'impl:vendor.cup'. Did you mean 'impl:vendor.cpu'?"
 
 
-def test_a_slip_is_in_the_engines_log_once(model: Callable[[str], Path]) -> None:
-    ours = run(Job(str(model("qwen3")), BATCHES), **SLIP)
+def test_a_slip_is_in_the_engines_log_once(model: Model) -> None:
+    ours = run(Job(str(model("qwen3")), batches()), **SLIP)
     assert ours["report"][0]["ops"]["silu_and_mul"]["impl"] == "stock"
     assert ours["log"].count(MEANT) == 1
     assert "No implementation in the order of silu_and_mul can run" in ours["log"]
 
 
-def test_strict_and_an_absent_backend_end_the_start(model: Callable[[str], Path]) -> None:
+def test_strict_and_an_absent_backend_end_the_start(model: Model) -> None:
     with pytest.raises(EngineFailed) as failure:
-        run(Job(str(model("qwen3")), BATCHES), VLLM_FL_STRICT="1", **SLIP)
+        run(Job(str(model("qwen3")), batches()), VLLM_FL_STRICT="1", **SLIP)
     log = failure.value.log
     assert "vllm-fl: engine startup failed" in log
     assert "strict mode: no implementation in the order of op 'silu_and_mul'" in log
     assert MEANT in log
 
 
-def test_strict_mode_raises_a_refusal_by_name(
-    model: Callable[[str], Path], plugin: Callable[..., dict[str, str]]
-) -> None:
+def test_strict_mode_raises_a_refusal_by_name(model: Model, plugin: Plugin) -> None:
     order = {"VLLM_FL_PER_OP": "rms_norm=impl:vendor.late", "VLLM_FL_STRICT": "1"}
     with pytest.raises(EngineFailed) as failure:
-        run(Job(str(model("qwen3")), BATCHES), **plugin("late_refusal"), **order)
+        run(Job(str(model("qwen3")), batches()), **plugin("late_refusal"), **order)
     log = failure.value.log
     assert " planned: " in log, "it starts, and refuses its first request"
     assert "'vendor.late' does not support a call of op 'rms_norm': NotImplementedError" in log
@@ -58,7 +42,7 @@ REQUIRED = {"VLLM_FL_REQUIRE": "batch_invariant"}
 
 
 def test_what_rounds_otherwise_in_large_batches_is_rejected_by_name(
-    model: Callable[[str], Path], plugin: Callable[..., dict[str, str]]
+    model: Model, plugin: Plugin
 ) -> None:
     job = Job(str(model("qwen3")), batches())
     results = [

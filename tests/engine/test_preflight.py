@@ -7,27 +7,21 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from engine_run import BIND, EngineFailed, Job
-from engines import IN_ONE_PROCESS, Runner, assert_same_bits, batches, run
-from startups import CAUSES
+from engines import IN_ONE_PROCESS, Model, Plugin, Runner, assert_same_bits, batches, run
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 
-FAULTY = {"VLLM_FL_PER_OP": ";".join(f"{op}=vendor:faulty|reference" for op in CAUSES)}
-
 LIVE_ONLY = "silu_and_mul=vendor:liveonly|reference"
 
 
 def test_a_compiled_engine_disables_what_is_wrong_on_the_loaded_model_by_its_layer(
-    engine: Runner,
-    model: Callable[[str], Path],
-    plugin: Callable[..., dict[str, str]],
+    engine: Runner, model: Model, plugin: Plugin
 ) -> None:
     job = Job(str(model("qwen3")), batches(), eager=False)
     orders = {"VLLM_FL_PREFER": "reference", "VLLM_FL_PER_OP": LIVE_ONLY}
@@ -46,19 +40,7 @@ def test_a_compiled_engine_disables_what_is_wrong_on_the_loaded_model_by_its_lay
     assert result["kv_blocks"] == stock["kv_blocks"]
 
 
-def test_in_strict_mode_a_faulty_kernel_ends_the_start(
-    model: Callable[[str], Path], plugin: Callable[..., dict[str, str]]
-) -> None:
-    job = Job(str(model("qwen3")), batches())
-    with pytest.raises(EngineFailed) as failure:
-        run(job, VLLM_FL_STRICT="1", **FAULTY, **plugin("faulty"))
-    assert "vllm-fl: engine startup failed" in failure.value.log
-    assert "implementation 'vendor.faulty' failed for op 'rms_norm'" in failure.value.log
-
-
-def test_quickstart_finds_a_wrong_kernel_that_nobody_verified(
-    plugin: Callable[..., dict[str, str]],
-) -> None:
+def test_quickstart_finds_a_wrong_kernel_that_nobody_verified(plugin: Plugin) -> None:
     """Control for the quickstart: its measurement does reveal a wrong kernel."""
     done = subprocess.run(
         [sys.executable, ROOT / "quickstart.py", "--only-plan"],
@@ -78,9 +60,7 @@ def test_quickstart_finds_a_wrong_kernel_that_nobody_verified(
     assert re.search(r"silu_and_mul +vendor\.wrong ", done.stdout)
 
 
-def test_a_rank_that_dies_while_it_verifies_ends_the_start(
-    model: Callable[[str], Path], plugin: Callable[..., dict[str, str]]
-) -> None:
+def test_a_rank_that_dies_while_it_verifies_ends_the_start(model: Model, plugin: Plugin) -> None:
     job = Job(str(model("qwen3")), batches(), options={"tensor_parallel_size": 2})
     two_ranks = {BIND: "0|1", "VLLM_FL_PER_OP": "silu_and_mul=vendor:rankone|reference"}
     start = time.monotonic()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import answer_of
+from engines import Model, answer_of
 
 BOTH = """
 import io, json, os, pickle, sys
@@ -154,7 +153,6 @@ ARGUMENTS: list[Arguments] = [
 ]
 DRAWN = 64
 Case = tuple[str, Settings, Arguments]
-Families = Callable[[str], Path]
 
 
 def drawn() -> list[Case]:
@@ -173,7 +171,7 @@ def drawn() -> list[Case]:
     return found
 
 
-def compared(cases: list[Case], model: Families, folder: Path) -> list[tuple[Case, Any, Any]]:
+def compared(cases: list[Case], model: Model, folder: Path) -> list[tuple[Case, Any, Any]]:
     """Each case, the preview's plan and the worker's plan."""
     for name, text in FILES.items():
         (folder / name).write_text(text)
@@ -199,13 +197,13 @@ def differ(preview: Any, planned: Any) -> bool:
     return bool(preview != planned)
 
 
-def test_what_newcomers_tried(model: Families, tmp_path: Path) -> None:
+def test_what_newcomers_tried(model: Model, tmp_path: Path) -> None:
     cases = [("qwen3", *case) for case in FOUND_BY_NEWCOMERS]
     assert [each for each in compared(cases, model, tmp_path) if differ(*each[1:])] == []
 
 
 @pytest.mark.slow
-def test_combinations_of_settings_and_arguments(model: Families, tmp_path: Path) -> None:
+def test_combinations_of_settings_and_arguments(model: Model, tmp_path: Path) -> None:
     found = compared(drawn(), model, tmp_path)
     assert len(found) >= 60 and [each for each in found if differ(*each[1:])] == []
     plans = [json.dumps(planned) for _, _, planned in found]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import answer_of
+from engines import IN_ONE_PROCESS, Model, answer_of
 
 pytestmark = pytest.mark.slow
 
@@ -92,19 +91,11 @@ print(json.dumps(output))
 
 def ran(script: str, *folders: Path) -> Any:
     """JSON printed by a script that runs its engines in-process."""
-    output, _ = answer_of(
-        PRELUDE + script,
-        *folders,
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_FL_DISPATCH_DEBUG="1",
-        VLLM_CPU_KVCACHE_SPACE="1",
-    )
-    return output
+    more = {"VLLM_FL_DISPATCH_DEBUG": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return answer_of(PRELUDE + script, *folders, **IN_ONE_PROCESS, **more)[0]
 
 
-def test_an_engine_starts_where_another_one_could_not_load(
-    model: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_an_engine_starts_where_another_one_could_not_load(model: Model, tmp_path: Path) -> None:
     """vLLM's executor for one process does not shut down a worker that failed."""
     without_weights = tmp_path / "without"
     shutil.copytree(model("qwen3"), without_weights, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -116,7 +107,7 @@ def test_an_engine_starts_where_another_one_could_not_load(
     assert output["sealed"] and not output["again"]
 
 
-def test_two_engines_of_one_process(model: Callable[[str], Path]) -> None:
+def test_two_engines_of_one_process(model: Model) -> None:
     output = ran(TWO, model("qwen3"))
     first, second = output["ops"]
     assert first["rms_norm"]["impl"] == first["silu_and_mul"]["impl"] == "vendor.cpu"

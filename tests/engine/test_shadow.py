@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_run import Job, largest_difference
-from engines import IN_ONE_PROCESS, REFERENCE, Runner, batches, run
+from engine_run import Job
+from engines import IN_ONE_PROCESS, REFERENCE, Model, Plugin, Runner, batches, difference, run
 
 pytestmark = pytest.mark.slow
 
@@ -20,14 +18,12 @@ def tallies(report: dict[str, Any], op: str) -> dict[str, list[dict[str, Any]]]:
     return {impl_id: [*by.values()] for impl_id, by in report["shadow"]["compared"][op].items()}
 
 
-def test_what_begins_to_be_wrong_while_it_serves_is_named(
-    model: Callable[[str], Path], plugin: Callable[..., dict[str, str]]
-) -> None:
+def test_what_begins_to_be_wrong_while_it_serves_is_named(model: Model, plugin: Plugin) -> None:
     ours = run(
         Job(str(model("qwen3")), batches(), logits=False),
         **plugin("drifting"),
         **IN_ONE_PROCESS,
-        VLLM_FL_PREFER="reference",
+        **REFERENCE,
         VLLM_FL_PER_OP="silu_and_mul=vendor:drifting",
         VLLM_FL_SHADOW="0.5",
     )
@@ -44,9 +40,7 @@ def test_what_begins_to_be_wrong_while_it_serves_is_named(
     assert "implementation 'vendor.drifting' of op 'silu_and_mul' is incorrect" in ours["log"]
 
 
-def test_a_compiled_engine_runs_sampled_steps_uncompiled(
-    engine: Runner, model: Callable[[str], Path]
-) -> None:
+def test_a_compiled_engine_runs_sampled_steps_uncompiled(engine: Runner, model: Model) -> None:
     plain = engine("qwen3", "reference", eager=False)
     job = Job(str(model("qwen3")), batches(), eager=False)
     ours = run(job, VLLM_FL_SHADOW="0.5", **REFERENCE)
@@ -59,5 +53,4 @@ def test_a_compiled_engine_runs_sampled_steps_uncompiled(
         ((found),) = tallies(report, op).values()
         assert sum(tally["calls"] for tally in found) >= shadow["sampled"], op
         assert not any(tally["wrong"] for tally in found), (op, found)
-    worst, magnitude = largest_difference(plain, ours)
-    assert worst < 0.05 * magnitude
+    assert difference(plain, ours) < 0.05

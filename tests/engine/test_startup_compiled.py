@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
-from engines import assert_near_transformers
+from engines import Model, assert_near_transformers
 from startups import FUSED, Startup
 
 
-def test_compiled_code_is_near_transformers(startup: Startup, model: Callable[[str], Path]) -> None:
+def test_compiled_code_is_near_transformers(startup: Startup, model: Model) -> None:
     ours = startup("compiled")
     assert_near_transformers(model("qwen3"), ours)
     (report,) = ours["report"]

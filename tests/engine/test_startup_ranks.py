@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine_run import largest_difference
-from startups import Startup
-
-VENDOR_SHARE = 0.1
-"""See test_startup_eager."""
+from engines import difference
+from startups import VENDOR_SHARE, Startup
 
 
 def test_a_kernel_that_is_wrong_on_one_rank_is_off_on_both(startup: Startup) -> None:
@@ -38,8 +35,7 @@ def test_a_communicator_that_is_wrong_on_one_rank_gives_way_to_the_next(startup:
 
 
 def test_two_ranks_are_near_stock(startup: Startup) -> None:
-    worst, magnitude = largest_difference(startup("stock"), startup("ranks"))
-    assert 0.0 < worst <= VENDOR_SHARE * magnitude
+    assert 0.0 < difference(startup("stock"), startup("ranks")) <= VENDOR_SHARE
 
 
 def test_a_call_that_an_implementation_refuses_while_it_serves_falls_back(startup: Startup) -> None:

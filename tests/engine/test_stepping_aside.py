@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 
 import pytest
-from engines import answer_of
+from engines import Model, answer_of
 
 SCRIPT = """
 import json, sys
@@ -61,30 +61,22 @@ ASIDE = {"VLLM_FL_PREFER_ENABLED": "false", "VLLM_FL_PREFER": "vendor"}
 WITHOUT = {"VLLM_PLUGINS": ""}
 OURS = {"VLLM_FL_PREFER_ENABLED": "true", "VLLM_FL_PREFER": "vendor"}
 
-Configure = Callable[[dict[str, str]], tuple[dict[str, Any], str]]
+Configure = Callable[..., tuple[dict[str, Any], str]]
 
 pytestmark = pytest.mark.oldest
 
 
 @pytest.fixture(scope="module")
-def configure(model: Callable[[str], Path]) -> Configure:
-    """`configure(variables)`: (the resulting configuration by mode, the log)."""
-    known: dict[tuple[tuple[str, str], ...], tuple[dict[str, Any], str]] = {}
-
-    def make(variables: dict[str, str]) -> tuple[dict[str, Any], str]:
-        key = tuple(variables.items())
-        if key not in known:
-            known[key] = answer_of(SCRIPT, model("qwen3"), **variables)
-        return known[key]
-
-    return make
+def configure(model: Model) -> Configure:
+    """`configure(VARIABLE=…)`: (the resulting configuration by mode, the log)."""
+    return cache(partial(answer_of, SCRIPT, model("qwen3")))
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 def test_stepping_aside_is_vllm_without_us(configure: Configure, mode: str) -> None:
-    became, log = configure(ASIDE)  # `fail_on_environ_validation` is on, so a failure would end it
+    became, log = configure(**ASIDE)  # with `fail_on_environ_validation`, so a failure ends it
     assert "Unknown vLLM environment variable" not in log
-    aside, without = became[mode], configure(WITHOUT)[0][mode]
+    aside, without = became[mode], configure(**WITHOUT)[0][mode]
     assert aside == without
     for what in ("platform", "layers"):
         assert not [name for name in without[what] if "vllm_fl" in name]
@@ -96,7 +88,7 @@ def test_stepping_aside_is_vllm_without_us(configure: Configure, mode: str) -> N
 def test_the_same_configuration_is_ours_where_we_do_not_step_aside(
     configure: Configure, mode: str
 ) -> None:
-    ours, without = configure(OURS)[0][mode], configure(WITHOUT)[0][mode]
+    ours, without = configure(**OURS)[0][mode], configure(**WITHOUT)[0][mode]
     assert ours["enum"] == without["enum"]
     for what in ("platform", "layers", "forwards", "providers", "worker", "hash"):
         assert ours[what] != without[what], what

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import checkpoints
 import pytest
+from engines import Model, command, path_of
 
 pytestmark = pytest.mark.slow
-
-COMMAND = (sys.executable, "-m", "vllm_fl_tools.cli", "verify", "--stock", "--json")
 
 PLANTING = """
 import json, os
@@ -35,29 +30,23 @@ def plant():
     Kernel.process_weights_after_loading = convert
 """
 
-Found = tuple[int, list[dict[str, Any]]]
 
-
-def verified(model: Path, *arguments: str, **variables: str) -> Found:
+def verified(model: Path, *arguments: str, **variables: str) -> tuple[int, list[dict[str, Any]]]:
     """(exit status, rows)"""
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}
-    command = [*COMMAND, "--model", str(model), "--max-model-len", "256", *arguments]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    words = ("verify", "--stock", "--json", "--model", model, "--max-model-len", "256")
+    done = command(*words, *arguments, HF_HUB_OFFLINE="1", **variables)
     assert done.stdout.startswith("{"), done.stderr[-3000:]
-    found = json.loads(done.stdout)["stock"]
-    return done.returncode, found["rows"]
+    return done.returncode, json.loads(done.stdout)["stock"]["rows"]
 
 
-def test_a_mixture_of_experts_has_no_finding(model: Callable[[str], Path]) -> None:
+def test_a_mixture_of_experts_has_no_finding(model: Model) -> None:
     status, rows = verified(model("qwen3_moe"), "--enforce-eager")
     assert status == 0, [row for row in rows if row["incorrect"]]
     kinds = {row["kind"] for row in rows if row["calls"]}
     assert kinds >= {"QKVParallelLinear", "RoutedExperts", "RMSNorm", "LogitsProcessor"}
 
 
-def test_a_planted_fault_is_named_by_layer_and_class(
-    model: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_planted_fault_is_named_by_layer_and_class(model: Model, tmp_path: Path) -> None:
     seed = random.randrange(10**9)
     print(f"seed {seed}")
     draw = random.Random(seed)
@@ -69,8 +58,7 @@ def test_a_planted_fault_is_named_by_layer_and_class(
     (info.parent / "planting.py").write_text(PLANTING)
     number = draw.randrange(8)  # of two layers with four projections each
     planted = [draw.randrange(256), draw.randrange(4), number]
-    path = os.pathsep.join(filter(None, (str(info.parent), os.environ.get("PYTHONPATH"))))
-    status, rows = verified(folder, PYTHONPATH=path, PLANTED=json.dumps(planted))
+    status, rows = verified(folder, PLANTED=json.dumps(planted), **path_of(info.parent))
     assert status == 1
     (found,) = [row for row in rows if row["incorrect"]]
     assert (found["class"], found["incorrect"]) == ("CPUWNA16LinearKernel", 1)
@@ -78,9 +66,7 @@ def test_a_planted_fault_is_named_by_layer_and_class(
     assert {row["class"] for row in rows if row["kind"] == "steps"} == {"compiled"}
 
 
-def test_int8_after_weights_are_loaded_again_is_a_finding(
-    model: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_int8_after_weights_are_loaded_again_is_a_finding(model: Model, tmp_path: Path) -> None:
     """vLLM 0.32 on a CPU: oneDNN keeps pointers to scales that the update frees.
 
     Activations are asymmetric, because processors with AMX have another kernel for symmetric ones.

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import forked
 import layer_table
 import pytest
 from engine_run import Job
-from engines import IN_ONE_PROCESS, assert_same_bits, batches, run
+from engines import IN_ONE_PROCESS, Model, Plugin, answer_of, assert_same_bits, batches, run
 
 Runner = Callable[..., dict[str, Any]]
 
@@ -26,7 +24,7 @@ ALL_STOCK = {
 
 
 @pytest.fixture
-def serve(model: Callable[[str], Path], plugin: Callable[..., dict[str, str]]) -> Runner:
+def serve(model: Model, plugin: Plugin) -> Runner:
     """`serve(eager, VARIABLE=…)`: an engine with the plugin `own_layers`."""
 
     def start(
@@ -102,23 +100,25 @@ def test_loras_checks_of_classes_find_them(serve: Runner) -> None:
 
 
 LAYERS = """
-import importlib, json
+import importlib, json, sys
 from importlib.util import find_spec
 from pathlib import Path
 from vllm.model_executor import custom_op
 from vllm_fl.integration.patchers.layers import layer_table
 
-for layer in json.loads(Path({data!r}).read_text())["layers"]:
+elsewhere = []
+for layer in json.loads(Path(sys.argv[1]).read_text())["layers"]:
     try:
         importlib.import_module("vllm." + layer["module"])
-    except Exception as error:  # kernels for other hardware
-        print("not imported:", layer["module"], type(error).__name__)
-print("REGISTRY " + json.dumps({{
-    "registry": {{name: cls.__name__ for name, cls in custom_op.op_registry.items()}},
+    except Exception:  # kernels for other hardware
+        elsewhere.append(layer["module"])
+print(json.dumps({
+    "elsewhere": elsewhere,
+    "registry": {name: cls.__name__ for name, cls in custom_op.op_registry.items()},
     "root": list(find_spec("vllm").submodule_search_locations)[0],
-    "reached": {{layer.cls: layer.op for layer in layer_table()}},
-    "paths": [f"{{layer.base.__module__}}.{{layer.cls}}" for layer in layer_table()],
-}}))
+    "reached": {layer.cls: layer.op for layer in layer_table()},
+    "paths": [f"{layer.base.__module__}.{layer.cls}" for layer in layer_table()],
+}))
 """
 
 
@@ -131,17 +131,12 @@ def test_the_page_of_all_layers_is_what_this_vllm_registers() -> None:
     if not data.exists():
         pytest.skip(f"docs/layers has no {data.name}")
     documented = json.loads(data.read_text())["layers"]
-    done = forked.run(LAYERS.format(data=str(data)), env=os.environ)
-    marked = [line for line in done.stdout.splitlines() if line.startswith("REGISTRY ")]
-    assert marked, done.stdout + done.stderr
-    found = json.loads(marked[0].removeprefix("REGISTRY "))
+    found, _ = answer_of(LAYERS, data)
     assert layer_table.layers_of(Path(found["root"])) == documented
     known = {(layer["registered"], layer["cls"]) for layer in documented}
     assert set(found["registry"].items()) <= known, "the source does not tell all of them"
     assert len(found["registry"]) > 50
-    lines = [line.split() for line in done.stdout.splitlines()]
-    elsewhere = {line[2] for line in lines if line[:2] == ["not", "imported:"]}
-    absent = {layer["cls"] for layer in documented if layer["module"] in elsewhere}
+    absent = {layer["cls"] for layer in documented if layer["module"] in found["elsewhere"]}
     here = [layer for layer in documented if layer["cls"] not in absent]
     # Bindings also list layers of other releases, which this table lacks.
     names = {name for layer in here for name in (layer["cls"], *layer["subclasses"])}

@@ -180,9 +180,5 @@ def facts(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _time(stamp: str) -> datetime:
-    return datetime.strptime(f"2000-{stamp}", "%Y-%m-%d %H:%M:%S")
-
-
 def of_log(result: dict[str, Any], words: str) -> list[str]:
     return [line for line in result["log"].splitlines() if words in line]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_run import Job, largest_difference
 
 import envs
 from installed import Install, Installed
@@ -18,26 +19,6 @@ from installed import Install, Installed
 pytestmark = pytest.mark.slow
 
 OP = "softcap_and_mul"
-TOOLS = str(envs.ROOT / "tools")
-
-MAKE = """
-import json, pathlib, sys
-sys.path.insert(0, {tools!r})
-import tiny_model
-path = tiny_model.make(pathlib.Path({folder!r}))
-config = json.loads((path / "config.json").read_text())
-config["architectures"] = ["SoftcapForCausalLM"]
-(path / "config.json").write_text(json.dumps(config))
-print(json.dumps(str(path)))
-"""
-
-SERVE = """
-import json, sys
-sys.path.insert(0, {tools!r})
-from engine_run import Job, run
-found = run(Job(**json.loads({job!r})), **json.loads({variables!r}))
-print(json.dumps(found))
-"""
 
 WRONG = """
 from vllm_fl import BackendImplKind, OpImpl, hookimpl
@@ -86,16 +67,15 @@ def serve(
     installed: Installed, wrong: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, bool], dict[str, Any]]:
     """`serve(order, eager)`: an engine with a model that has the op, under this order for it."""
-    folder = tmp_path_factory.mktemp("model")
-    model = installed.script(MAKE.format(tools=TOOLS, folder=str(folder)))
+    model = installed.model(tmp_path_factory.mktemp("model"))
+    file = Path(model, "config.json")
+    config = {**json.loads(file.read_text()), "architectures": ["SoftcapForCausalLM"]}
+    file.write_text(json.dumps(config))
 
     @cache
     def served(order: str, eager: bool) -> dict[str, Any]:
-        job = {"model": model, "batches": [[[7, 11, 13, 17, 19]]], "eager": eager}
-        variables = {**ONE_PROCESS, **wrong, "VLLM_FL_PER_OP": f"{OP}={order}"}
-        script = SERVE.format(tools=TOOLS, job=json.dumps(job), variables=json.dumps(variables))
-        found: dict[str, Any] = installed.script(script)
-        return found
+        job = Job(model, [[[7, 11, 13, 17, 19]]], eager=eager)
+        return installed.serve(job, **ONE_PROCESS, **wrong, VLLM_FL_PER_OP=f"{OP}={order}")
 
     return served
 
@@ -120,32 +100,22 @@ def test_its_op_is_listed_explained_and_verified_like_others(
 
 
 def test_the_kit_judges_it(installed: Installed, folder: Path, wrong: dict[str, str]) -> None:
-    kit = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
-    done = installed.run(*kit, str(folder / "tests"))
+    done = installed.kit(folder / "tests")
     assert done.returncode == 0, done.stdout
     bad = folder / "wrong" / "test_wrong.py"
     bad.write_text((folder / "tests" / "test_conformance.py").read_text().replace("acme", "wrong"))
-    done = installed.run(*kit, "-x", str(bad), **wrong)
+    done = installed.kit("-x", bad, **wrong)
     assert done.returncode == 1 and OP in done.stdout
 
 
 @pytest.mark.parametrize(
-    ("impl", "eager"),
-    [
-        pytest.param("vendor.acme", False, id="vendor.acme-compiled"),
-        pytest.param("vendor.acme", True, id="vendor.acme-eager"),
-        pytest.param("acme.torch", False, id="acme.torch-compiled"),
-    ],
+    ("impl", "eager"), [("vendor.acme", False), ("vendor.acme", True), ("acme.torch", False)]
 )
 def test_a_model_that_has_it_runs_with_it(serve: Any, impl: str, eager: bool) -> None:
     found = serve(f"impl:{impl}|vendor:wrong", eager)
     (report,) = found["report"]
-    mode = "eager" if eager else "compiled"
-    assert report["mode"] == mode
-    assert report["ops"][OP] == {
-        "impl": impl,
-        "reason": f"your order lists impl:{impl}",
-    }
+    assert report["mode"] == ("eager" if eager else "compiled")
+    assert report["ops"][OP] == {"impl": impl, "reason": f"your order lists impl:{impl}"}
     assert report["calls"][OP][impl] > 0
     # The incorrect implementation is last in the order; it is detected before the model is built.
     assert "it is incorrect" in report["demotions"][OP]["vendor.wrong"]
@@ -154,7 +124,7 @@ def test_a_model_that_has_it_runs_with_it(serve: Any, impl: str, eager: bool) ->
     stock = serve("stock", True)  # for both modes: compiling does not change stock's results
     (said,) = stock["report"]
     assert said["ops"][OP]["impl"] == "stock" and said["digest"] != report["digest"]
-    worst, magnitude = difference(stock, found)
+    worst, magnitude = largest_difference(stock, found)
     assert worst <= 0.05 * magnitude
 
 
@@ -166,13 +136,3 @@ def test_the_pages_own_script_serves_it_and_counts_its_calls(
     assert done.returncode == 0, done.stderr
     assert "{'impl': 'vendor.acme', 'reason': 'your order lists vendor'}" in done.stdout
     assert re.search(rf"{{'{OP}': {{'vendor.acme': [1-9]", done.stdout)
-
-
-def difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float]:
-    """(largest difference of the prompt's logits, largest magnitude)."""
-    pairs = [
-        (a, b)
-        for row, twin in zip(one["logits"][0][:4], other["logits"][0][:4], strict=True)
-        for a, b in zip(row, twin, strict=True)
-    ]
-    return max(abs(a - b) for a, b in pairs), max(abs(a) for a, _ in pairs)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import pytest
 
 from installed import Install, Installed
@@ -18,20 +15,13 @@ def both(install: Install, request: pytest.FixtureRequest) -> Installed:
     return install(*request.param)
 
 
-def order(installed: Installed, op: str, **variables: str) -> dict[str, Any]:
-    done = installed.command("explain", op, "--mode", "eager", "--json", **variables)
-    report: dict[str, Any] = json.loads(done.stdout)
-    return report
-
-
 def test_the_orders_merge_whatever_was_installed_first(both: Installed) -> None:
     plugins = both.plugins()
     assert {name: plugin["status"] for name, plugin in plugins.items()} == dict.fromkeys(BOTH, "ok")
-    view = order(both, "silu_and_mul")
-    (eager,) = view["modes"]
+    eager = both.explained("silu_and_mul")
     assert eager["order"] == ["vendor:left", "vendor:right", "stock", "reference"]
     assert eager["selected"] == "vendor.left"
-    (eager,) = order(both, "rms_norm")["modes"]
+    eager = both.explained("rms_norm")
     assert eager["order"] == ["vendor:right", "vendor", "stock", "reference"]
 
 
@@ -43,5 +33,4 @@ def test_a_setting_on_which_they_differ_has_its_default(both: Installed) -> None
     assert rows["flagos_blacklist"]["value"] == ["mm", "add"]
     assert len(rows["strict"]["overrides"]) >= 2 and "differ" in rows["strict"]["origin"]
     decided = {"VLLM_FL_PER_OP": "silu_and_mul=vendor:right|stock", "VLLM_FL_STRICT": "1"}
-    view = order(both, "silu_and_mul", **decided)
-    assert view["modes"][0]["selected"] == "vendor.right"
+    assert both.explained("silu_and_mul", **decided)["selected"] == "vendor.right"

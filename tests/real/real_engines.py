@@ -35,6 +35,7 @@ LIMIT = 1500.0
 Model = Callable[[str], Path]
 Scored = Callable[..., Result]
 True_ = Callable[..., list[float]]
+Record = Callable[[str, object], None]
 
 
 @pytest.fixture(scope="session")
@@ -107,27 +108,19 @@ def own_epsilon(epsilon: str) -> dict[str, str]:
     }
 
 
-def seen(
-    name: str,
-    plan: str,
-    eager: bool,
-    dtype: str,
-    result: Result,
-    stock: Result,
-    true: list[float],
-) -> str:
-    """A row of the table at the end of a run."""
-    logps = prose.logps(result)
-    same = sum(a == b for a, b in zip(result["tokens"], stock["tokens"], strict=True))
-    return " | ".join(
-        (
-            f"{name} {dtype} {'eager' if eager else 'compiled'} {plan}",
+def record(to: Record, engine: str, plan: str, ours: Result, stock: Result, true: Any) -> None:
+    """Record the rows of stock and this plan for the table at the end of a run."""
+    for name, result in (("stock", stock), (plan, ours)):
+        logps = prose.logps(result)
+        same = sum(a == b for a, b in zip(result["tokens"], stock["tokens"], strict=True))
+        parts = (
+            f"{engine} {name}",
             f"perplexity {math.exp(-statistics.fmean(logps)):.3f}",
             f"to float32 truth: {prose.distance(logps, true)}",
             f"to stock: {prose.distance(logps, prose.logps(stock))}",
             f"{same} of {len(stock['tokens'])} answers are stock's",
         )
-    )
+        to("seen", " | ".join(parts))
 
 
 def assert_it_ran(ours: Result, *ops: str) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,15 +10,15 @@ from typing import Any
 import prose
 import pytest
 from engine_run import BIND
+from engines import command, path_of
 from real_engines import PLUGINS, SMOLLM2, Model, own_core
 
 pytestmark = pytest.mark.slow
 
 PROMPTS = 16
-BIT_EXACT = {"VLLM_FL_PLUGIN_MODULES": "bit_exact", "PYTHONPATH": str(PLUGINS)}
+BIT_EXACT = {"VLLM_FL_PLUGIN_MODULES": "bit_exact", "VLLM_FL_PREFER": "stock"}
 ONE_ELEMENT = {
     "VLLM_FL_PLUGIN_MODULES": "one_element",
-    "PYTHONPATH": str(PLUGINS),
     "VLLM_FL_PER_OP": "rms_norm=vendor:oneelement",
 }
 
@@ -36,17 +33,9 @@ def bisect(model: Model, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     prompts.write_text(json.dumps(pieces))
 
     def run(**variables: str) -> dict[str, Any]:
-        parts = (variables.pop("PYTHONPATH", ""), os.environ.get("PYTHONPATH", ""))
-        path = os.pathsep.join(filter(None, parts))
-        command = ["bisect", "--model", str(model(SMOLLM2)), "--prompts", str(prompts), "--json"]
-        done = subprocess.run(
-            [sys.executable, "-m", "vllm_fl_tools.cli", *command],
-            env={**os.environ, "PYTHONPATH": path, BIND: str(own_core()), **variables},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        variables |= {**path_of(PLUGINS), BIND: str(own_core())}
+        words = ("bisect", "--model", model(SMOLLM2), "--prompts", prompts, "--json")
+        done = command(*words, cwd=tmp_path, **variables)
         assert done.returncode in (0, 1), done.stderr
         found: dict[str, Any] = json.loads(done.stdout)
         assert done.returncode == (found["status"] != "right")
@@ -56,9 +45,7 @@ def bisect(model: Model, tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "plan",
-    [{}, {"VLLM_FL_PREFER": "vendor"}, {**BIT_EXACT, "VLLM_FL_PREFER": "stock"}],
-    ids=["shipped", "vendor", "bit-exact"],
+    "plan", [{}, {"VLLM_FL_PREFER": "vendor"}, BIT_EXACT], ids=["shipped", "vendor", "bit-exact"]
 )
 def test_a_right_plan_is_noise(plan: dict[str, str], bisect: Callable[..., dict[str, Any]]) -> None:
     found = bisect(**plan)

@@ -10,22 +10,13 @@ import checkpoints
 import prose
 import pytest
 from checkpoints import FP8, INT8
-from real_engines import (
-    SMOLLM2,
-    Model,
-    Scored,
-    True_,
-    assert_it_ran,
-    seen,
-)
+from real_engines import SMOLLM2, Model, Record, Scored, True_, assert_it_ran, record
 
 pytestmark = pytest.mark.slow
 
 MEAN = 0.06
 """Limit on the mean difference with 8-bit weights. The last bit of a bfloat16 decides about a step
 of 1/127 of a token's largest feature: correct engines differ by 0.14 (median), 0.035 (mean)."""
-
-Record = Callable[[str, object], None]
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +37,7 @@ def test_with_an_adapter(
     }
     stock, ours = (scored(SMOLLM2, p, label="lora", **through) for p in ("stock", plan))
     merged = true(SMOLLM2, "lora", partial(checkpoints.merge, folder=adapter))
-    for which, result in (("stock", stock), (plan, ours)):
-        name = f"{SMOLLM2} with LoRA"
-        record_property("seen", seen(name, which, True, "bfloat16", result, stock, merged))
+    record(record_property, f"{SMOLLM2} with LoRA bfloat16 eager", plan, ours, stock, merged)
     assert prose.distance(merged, true(SMOLLM2)).median > 0.1, "the adapter does little"
     assert_it_ran(ours, "rms_norm", "silu_and_mul")
     assert prose.problems(stock, ours, merged) == []
@@ -82,9 +71,7 @@ def test_with_weights_of_eight_bits(
     folder = quantised(form)
     stock, ours = (scored(SMOLLM2, p, label=form, folder=folder) for p in ("stock", plan))
     rounded = true(SMOLLM2, form, partial(checkpoints.round_as, form=form))
-    for which, result in (("stock", stock), (plan, ours)):
-        name = f"{SMOLLM2} in {form}"
-        record_property("seen", seen(name, which, True, "bfloat16", result, stock, rounded))
+    record(record_property, f"{SMOLLM2} in {form} bfloat16 eager", plan, ours, stock, rounded)
     assert_it_ran(ours, "rms_norm", "silu_and_mul")
     own = prose.distance(prose.logps(stock), rounded)
     bars = prose.Bars(prose.WORSE * own.median, 2 * own.p99, MEAN)

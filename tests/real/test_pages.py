@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from engines import command
 from real_engines import SMOLLM2, Model
 from servers import serving
 
@@ -95,9 +96,9 @@ def test_plans(type_: Type, tmp_path: Path) -> None:
 def test_a_roll_out(type_: Type, tmp_path: Path) -> None:
     (tmp_path / "norms.yaml").write_text(STOCK)
     type_("docs/guides/rollout.md", 0)
-    command = (sys.executable, "-m", "vllm_fl_tools.cli", "plan", "--model", SMOLLM2)
-    save = ("--enforce-eager", "--save", "vllm-fl.lock")
-    subprocess.run((*command, *save), cwd=tmp_path, check=True)
+    words = ("plan", "--model", SMOLLM2, "--enforce-eager", "--save", "vllm-fl.lock")
+    done = command(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     new = {"VLLM_FL_CONFIG": "norms.yaml", "VLLM_FL_LOCK": "warn:vllm-fl.lock"}
     type_("docs/guides/rollout.md", 1, **new)
     type_("docs/guides/rollout.md", 2, **new | {"VLLM_FL_LOCK": "vllm-fl.lock"})

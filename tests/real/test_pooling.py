@@ -15,7 +15,7 @@ import prose
 import pytest
 from engine_run import BIND
 from engines import IN_ONE_PROCESS
-from real_engines import MINILM, PLANS, Model, own_core
+from real_engines import MINILM, PLANS, Model, Record, own_core
 
 TEXTS = [*prose.QUESTIONS, *prose.OPENINGS, " ".join(prose.OPENINGS * 4)]
 
@@ -92,13 +92,12 @@ def test_the_vectors_are_those_of_transformers(
     dtype: str,
     vectors: list[list[float]],
     embedded: Embedded,
-    record_property: Callable[[str, object], None],
+    record_property: Record,
 ) -> None:
     result = embedded(plan, eager=eager, dtype=dtype)
     cosines = [cosine(*pair) for pair in zip(result["vectors"], vectors, strict=True)]
-    mode = "eager" if eager else "compiled"
-    row = f"{MINILM} {dtype} {mode} {plan} | smallest cosine {min(cosines):.9f}"
-    record_property("seen", row)
+    engine = f"{MINILM} {dtype} {'eager' if eager else 'compiled'} {plan}"
+    record_property("seen", f"{engine} | smallest cosine {min(cosines):.9f}")
     assert min(cosines) >= NEAR[dtype]
     assert cosine(vectors[0], vectors[1]) < 0.9, "texts of another meaning have other vectors"
     if result["report"]:

@@ -25,17 +25,11 @@ STEP = 256
 SHARED = "Answer the question of a child in one short sentence. " * 20
 """Common prefix of all prompts; clients share it in the prefix cache."""
 
+SPECULATION = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
 MODES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "eager": (("--enforce-eager",), {}),
     "compiled": ((), VENDOR),  # the shipped plan keeps all stock there
-    "speculating": (
-        (
-            "--enforce-eager",
-            "--speculative-config",
-            json.dumps({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}),
-        ),
-        {},
-    ),
+    "speculating": (("--enforce-eager", f"--speculative-config={json.dumps(SPECULATION)}"), {}),
 }
 """Name -> options and variables."""
 
@@ -52,11 +46,7 @@ def server(
     log = tmp_path_factory.mktemp("server") / "stderr.log"
     options = ("--served-model-name", "real", "--max-model-len", "2048", "--max-num-seqs", "64")
     chunked = ("--max-num-batched-tokens", str(STEP), "--enable-prefix-caching")
-    variables = {
-        "VLLM_FL_DISPATCH_DEBUG": "1",
-        "VLLM_FL_SHADOW": "0.05",
-        BIND: str(own_core()),
-    }
+    variables = {"VLLM_FL_SHADOW": "0.05", "VLLM_FL_DISPATCH_DEBUG": "1", BIND: str(own_core())}
     mode, plan = MODES[request.param]
     with serving(model(SMOLLM2), log, *options, *chunked, *mode, **variables, **plan) as started:
         yield started

@@ -20,63 +20,55 @@ BFLOAT16_ALONE = {"fused_experts"}
 """Ops with an operator documented by torch_npu for this dtype only."""
 
 REFUSED = {
-    "merge_attn_states": {"odd sizes": "head_size % 8"},
+    "merge_attn_states": {"head_size % 8": ["odd sizes"]},
     "fused_experts": {
-        "experts of other ranks": "expert_map is None",
-        "padding, experts of other ranks": "expert_map is None",
-        "weights on the input, biases": "w13_bias is None",
-        "biases": "w13_bias is None",
-        "gelu, gates near -3": "w13_bias is None",
-        "gelu_tanh, gates near -3": "w13_bias is None",
+        "expert_map is None": ["experts of other ranks", "padding, experts of other ranks"],
+        "w13_bias is None": [
+            *("weights on the input, biases", "biases"),
+            *("gelu, gates near -3", "gelu_tanh, gates near -3"),
+        ],
     },
     "multimodal_rotary_embedding": {
-        "interleaved axes": "not mrope_interleaved",
-        "interleaved axes, width ends first": "not mrope_interleaved",
-        "interleaved axes and pairs": "not mrope_interleaved",
-        "contiguous, cos and sin apart": "not the two halves of one cache",
-        "fp32 tables": "cos.dtype == query.dtype",
-        "heights and widths alone": "min(mrope_section)",
-        "odd sizes, an axis without pairs": "min(mrope_section)",
+        "not mrope_interleaved": [
+            *("interleaved axes", "interleaved axes, width ends first"),
+            "interleaved axes and pairs",
+        ],
+        "not the two halves of one cache": ["contiguous, cos and sin apart"],
+        "cos.dtype == query.dtype": ["fp32 tables"],
+        "min(mrope_section)": ["heights and widths alone", "odd sizes, an axis without pairs"],
     },
     "rms_norm": {
-        "variance_size": "variance_size is None",
-        "variance_size, residual": "variance_size",
-        "fp32 weight": "weight.dtype == x.dtype",
-        "fp32 weight, residual": "weight.dtype == x.dtype",
-        "fp32 weight, 300 rows": "weight.dtype == x.dtype",
-        "fp32 weight, 300 rows, residual": "weight.dtype == x.dtype",
+        "variance_size is None": ["variance_size", "variance_size, residual"],
+        "weight.dtype == x.dtype": [
+            *("fp32 weight", "fp32 weight, residual"),
+            *("fp32 weight, 300 rows", "fp32 weight, 300 rows, residual"),
+        ],
     },
     "rotary_embedding": {
-        "cos and sin are separate tensors": "not the two halves of one cache",
-        "fp32 tables": "cos.dtype == query.dtype",
-        "odd sizes": "head_size * query.itemsize",
-        "odd sizes, interleaved": "head_size * query.itemsize",
-        "odd head_size": "head_size * query.itemsize",
-        "1 pair": "head_size * query.itemsize",
+        "not the two halves of one cache": ["cos and sin are separate tensors"],
+        "cos.dtype == query.dtype": ["fp32 tables"],
+        "head_size * query.itemsize": [
+            *("odd sizes", "odd sizes, interleaved", "odd head_size", "1 pair")
+        ],
     },
     "quant_int8": {
-        "static": "scale is None",
-        "static, saturating on both sides": "scale is None",
-        "static, beyond 32767 steps": "scale is None",
-        "static, azp": "scale is None",
-        "static, 0 tokens": "scale is None",
-        "asymmetric": "asymmetric is None",
-        "asymmetric, all above 0, every other row": "asymmetric is None",
-        "asymmetric, rows of equal numbers": "asymmetric is None",
+        "scale is None": [
+            *("static", "static, saturating on both sides", "static, beyond 32767 steps"),
+            *("static, azp", "static, 0 tokens"),
+        ],
+        "asymmetric is None": [
+            *("asymmetric", "asymmetric, all above 0, every other row"),
+            "asymmetric, rows of equal numbers",
+        ],
     },
-    "moe_topk": {
-        "sigmoid with bias, plain": "or renormalize",
-        "one expert, plain": "or renormalize",
-    },
+    "moe_topk": {"or renormalize": ["sigmoid with bias, plain", "one expert, plain"]},
     "grouped_topk": {
-        "one expert, plain": "or renormalize",
-        "every group, plain": "or renormalize",
-        "bias, plain, scaled": "or renormalize",
-        "groups of two": "experts >= 3",
-        "many small groups": "<= 2048",
+        "or renormalize": ["one expert, plain", "every group, plain", "bias, plain, scaled"],
+        "experts >= 3": ["groups of two"],
+        "<= 2048": ["many small groups"],
     },
 }
-"""Calls that torch_npu's kernels do not support: op -> sample -> a part of the reason."""
+"""Calls that torch_npu's kernels do not support: op -> a part of the reason -> samples."""
 
 REFUSED_IN_FP32 = {"quant_int8": "x.dtype != torch.float32"}
 """Ops with a kernel without fp32 support, and a part of the reason."""
@@ -86,7 +78,8 @@ def mistakes(op: str, dtype: torch.dtype) -> list[str]:
     """The samples of an op with an unexpected outcome."""
     found = []
     for sample in known_contracts().contracts[op].samples(dtype, CPU):
-        reason = REFUSED.get(op, {}).get(sample.name)
+        reasons = REFUSED.get(op, {}).items()
+        reason = next((why for why, names in reasons if sample.name in names), None)
         if dtype is torch.float32 and "fp32" in sample.name:
             reason = None  # no mixture of dtypes
         if dtype is torch.float32:
@@ -119,10 +112,7 @@ UNSUITABLE = [
 def test_what_no_kernel_takes_is_refused_with_its_reason(
     op: str, args: tuple[object, ...], reason: str
 ) -> None:
-    supports = IMPLS[op].supports
-    assert supports is not None
-    verdict = supports(*args)
-    assert verdict is not True and reason in verdict
+    assert reason in str(IMPLS[op].supports(*args))
 
 
 def test_a_row_of_one_dimension_is_normed() -> None:

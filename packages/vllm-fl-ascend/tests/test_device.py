@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import multiprocessing
+from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.platforms.cpu import CpuPlatform
+from vllm.triton_utils.dispatcher import _kernel_arg_names
+from vllm.v1.worker.block_table import ComputeSlotMappingKernel
 
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+from vllm_fl_ascend.communicator import AscendCommunicator
+from vllm_fl_ascend.platform import AscendPlatform
+from vllm_fl_ascend.slots import compute_slot_mapping
 
 
 @pytest.fixture
 def platform() -> Any:
-    from vllm_fl_ascend.platform import AscendPlatform
-
     return AscendPlatform()
 
 
@@ -35,8 +40,6 @@ def test_what_does_not_run_is_refused_by_name(platform: Any) -> None:
 
 def config(**model: Any) -> Any:
     """The fields of a VllmConfig that the platform changes, with vLLM's defaults."""
-    from vllm.config import CompilationMode, CUDAGraphMode
-
     return SimpleNamespace(
         model_config=SimpleNamespace(**{"enforce_eager": False, **model}),
         cache_config=SimpleNamespace(block_size=16, user_specified_block_size=False),
@@ -57,8 +60,6 @@ def config(**model: Any) -> Any:
 def test_it_runs_eagerly_with_blocks_of_128_and_says_so_in_one_line(
     platform: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from vllm.config import CompilationMode, CUDAGraphMode
-
     changed = config()
     with caplog.at_level(logging.INFO, "vllm_fl.engine"):
         platform.check_and_update_config(changed)
@@ -98,10 +99,7 @@ def test_the_model_runner_is_vllm_s_first(platform: Any, monkeypatch: pytest.Mon
 
 
 def test_drafts_and_other_npus_than_the_rank_s_are_refused(platform: Any) -> None:
-    others: list[dict[str, Any]] = [
-        {"data_parallel_size": 2},
-        {"assigned_physical_gpu_ids": [4, 5]},
-    ]
+    others = [{"data_parallel_size": 2}, {"assigned_physical_gpu_ids": [4, 5]}]
     for asked in others:
         changed = config()
         vars(changed.parallel_config).update(asked)
@@ -116,10 +114,6 @@ def test_drafts_and_other_npus_than_the_rank_s_are_refused(platform: Any) -> Non
 @pytest.mark.parametrize("padded", [0, 3])
 def test_slots_are_those_of_vllm_s_kernel(padded: int) -> None:
     """Compared with vLLM's C++ version of its Triton kernel."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    from vllm_fl_ascend.slots import compute_slot_mapping
-
     CpuPlatform.import_kernels()
     from vllm.utils.cpu_triton_utils import _compute_slot_mapping_kernel_impl as expected
 
@@ -141,23 +135,12 @@ def test_slots_are_those_of_vllm_s_kernel(padded: int) -> None:
 
 def test_its_parameters_are_the_kernel_s() -> None:
     """vLLM passes them by name if the names match, else by position."""
-    import inspect
-
-    from vllm.triton_utils.dispatcher import _kernel_arg_names
-    from vllm.v1.worker.block_table import ComputeSlotMappingKernel
-
-    from vllm_fl_ascend.slots import compute_slot_mapping
-
     kernel = inspect.getattr_static(ComputeSlotMappingKernel, "kernel").__func__
     assert tuple(inspect.signature(compute_slot_mapping).parameters) == _kernel_arg_names(kernel)
 
 
 def gathered(rank: int, file: str, results: Any) -> None:
     """One rank of two, which gathers to rank 1 of the group."""
-    import torch.distributed as dist
-
-    from vllm_fl_ascend.communicator import AscendCommunicator
-
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     group = dist.group.WORLD
     dist.gather = None  # HCCL does not have it

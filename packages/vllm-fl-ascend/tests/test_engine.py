@@ -51,10 +51,7 @@ def job_for(folder: Path, family: str) -> Job:
         str(tiny_model.make(folder, family, **sizes)),
         [[prompt(5, 9)], [prompt(i, 20 + 45 * i) for i in range(6)], [long], [[*long[:270], 9, 8]]],
         new_tokens=6,
-        options={
-            "dtype": str(dtype).removeprefix("torch."),
-            "max_num_batched_tokens": STEP,
-        },
+        options={"dtype": str(dtype).removeprefix("torch."), "max_num_batched_tokens": STEP},
         prompt_logits=False,  # vLLM would not use its prefix cache with them
     )
 

@@ -31,25 +31,19 @@ def test_without_torch_npu_everything_says_what_to_install() -> None:
     assert 'pip install "vllm-fl-ascend[torch-npu]"' in reason
 
 
-def without(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """`import torch_npu` raises this error."""
-    real = builtins.__import__
-
-    def fail(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "torch_npu":
-            raise error
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", fail)
-
-
 @pytest.mark.parametrize("kind", [ImportError, RuntimeError, OSError])
 def test_where_cann_is_missing_the_reason_is_kept(
     monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
-    without(monkeypatch, kind("libhccl.so: cannot open shared object file"))
-    reason = npu.available()
-    assert reason is not True
+    real = builtins.__import__
+
+    def fail(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "torch_npu":
+            raise kind("libhccl.so: cannot open shared object file")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", fail)
+    reason = str(npu.available())
     assert "torch_npu 2.13.0 does not load: libhccl.so: cannot open" in reason
     assert "set_env.sh" in reason
     assert plugin.PROFILE.detection() == reason

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from vllm_fl import OpImpl, hookimpl
 
@@ -53,13 +54,12 @@ def kernel(name: str) -> Callable[..., None]:
     if not hasattr(torch.ops._C, name):
         return _by_layer(name)
     overload = getattr(torch.ops._C, name).default
-    return BEHIND.get(name, _gated)(overload)
+    return BEHIND.get(name, _activation)(overload)
 
 
 def _by_layer(name: str) -> Callable[..., None]:
     """vLLM's PyTorch layer for a kernel that the CPU build lacks; it takes the kernel's numbers.
     Made from the class itself, to bypass layers that replace it."""
-    from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.custom_op import op_registry
     from vllm.model_executor.layers import activation  # noqa: F401 (registers its layers)
 
@@ -68,22 +68,26 @@ def _by_layer(name: str) -> Callable[..., None]:
         raise AttributeError(f"neither a CPU kernel nor a layer of vLLM's is called {name!r}")
     cls = op_registry[name]
 
-    @cache
-    def layer_with(*numbers: float) -> Any:
-        layer = object.__new__(cls)
-        with set_current_vllm_config(VllmConfig()):
-            layer.__init__(*numbers)
-        return layer
-
-    def call(out: torch.Tensor, x: torch.Tensor, *numbers: float) -> None:
+    def call(out: Tensor, x: Tensor, *numbers: float) -> None:
         _reads_packed(x)
-        out.copy_(cls.forward_native(layer_with(*numbers), x))
+        out.copy_(cls.forward_native(_made(cls, *numbers), x))
 
     return call
 
 
+@cache
+def _made(cls: Any, *args: Any, **named: Any) -> Any:
+    """A layer of exactly this class."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    layer = object.__new__(cls)
+    with set_current_vllm_config(VllmConfig()):
+        layer.__init__(*args, **named)
+    return layer
+
+
 def _fp8(static: bool, shape: tuple[int, int]) -> Callable[..., None]:
-    def call(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, bound: Any = None) -> None:
+    def call(out: Tensor, x: Tensor, scale: Tensor, bound: Any = None) -> None:
         _reads_packed(x, scale)
         assert x.numel(), "an empty grid is a launch error"
         value, found = _quant_fp8(static, shape)(x, scale if static else None, bound)
@@ -94,14 +98,7 @@ def _fp8(static: bool, shape: tuple[int, int]) -> Callable[..., None]:
     return call
 
 
-def _fp8_group(
-    x: torch.Tensor,
-    out: torch.Tensor,
-    scale: torch.Tensor,
-    size: int,
-    eps: float,
-    *rest: Any,
-) -> None:
+def _fp8_group(x: Tensor, out: Tensor, scale: Tensor, size: int, eps: float, *rest: Any) -> None:
     least, most, ue8m0, transposed, aligned = rest
     _reads_packed(x, out)
     assert x.numel(), "an empty grid is a launch error"
@@ -121,43 +118,30 @@ _fp8_group._schema = torch._C.parse_schema(
 )
 
 
-@cache
 def _quant_fp8(static: bool, shape: tuple[int, int], ue8m0: bool = False) -> Callable[..., Any]:
     """`forward_native` of vLLM's QuantFP8, bypassing layers that replace it."""
-    from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.quantization.input_quant_fp8 import GroupShape, QuantFP8
 
-    layer = object.__new__(QuantFP8)
-    with set_current_vllm_config(VllmConfig()):
-        layer.__init__(static, GroupShape(*shape), use_ue8m0=ue8m0)
+    layer = _made(QuantFP8, static, GroupShape(*shape), use_ue8m0=ue8m0)
     return partial(QuantFP8.forward_native, layer)
 
 
-def _gated(overload: Any) -> Callable[..., None]:
-    def call(out: torch.Tensor, x: torch.Tensor) -> None:
+def _activation(overload: Any) -> Callable[..., None]:
+    """Of a row in one part, or in two if it is gated."""
+
+    def call(out: Tensor, x: Tensor) -> None:
         _reads_packed(x)
         size = out.shape[-1]
-        whole = F.pad(x.float().unflatten(-1, (2, size)), (0, -size % LANES)).flatten(-2)
-        result = whole.new_empty((*whole.shape[:-1], whole.shape[-1] // 2))
-        overload(result, whole)
+        parts = F.pad(x.float().unflatten(-1, (-1, size)), (0, -size % LANES))
+        result = parts.new_empty((*parts.shape[:-2], parts.shape[-1]))
+        overload(result, parts.flatten(-2))
         out.copy_(result[..., :size])
 
     return call
 
 
-def _elementwise(overload: Any) -> Callable[..., None]:
-    def call(out: torch.Tensor, x: torch.Tensor) -> None:
-        _reads_packed(x)
-        whole = F.pad(x.float(), (0, -x.shape[-1] % LANES))
-        result = torch.empty_like(whole)
-        overload(result, whole)
-        out.copy_(result[..., : x.shape[-1]])
-
-    return call
-
-
 def _norm(overload: Any) -> Callable[..., None]:
-    def call(out: torch.Tensor, x: torch.Tensor, weight: Any, epsilon: float) -> None:
+    def call(out: Tensor, x: Tensor, weight: Any, epsilon: float) -> None:
         assert 2 <= x.ndim <= 4, "the CUDA kernel takes two to four dimensions"
         assert x.stride(-1) == 1, "the CUDA kernel reads rows without gaps"
         _whole_vectors(x)
@@ -170,7 +154,7 @@ def _norm(overload: Any) -> Callable[..., None]:
 
 
 def _add_norm(overload: Any) -> Callable[..., None]:
-    def call(x: torch.Tensor, residual: torch.Tensor, weight: Any, epsilon: float) -> None:
+    def call(x: Tensor, residual: Tensor, weight: Any, epsilon: float) -> None:
         _reads_packed(x, residual)
         _whole_vectors(x)
         wide = [each.float() for each in (x, residual)]
@@ -181,13 +165,13 @@ def _add_norm(overload: Any) -> Callable[..., None]:
     return call
 
 
-def _wide(weight: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+def _wide(weight: Tensor | None, x: Tensor) -> Tensor | None:
     assert weight is None or weight.dtype == x.dtype, "the CUDA kernel reads it as x's dtype"
     return None if weight is None else weight.float()
 
 
 def _int8(overload: Any) -> Callable[..., None]:
-    def call(out: torch.Tensor, x: torch.Tensor, *scales: torch.Tensor | None) -> None:
+    def call(out: Tensor, x: Tensor, *scales: Tensor | None) -> None:
         _reads_packed(x, *(scale for scale in scales if scale is not None))
         rows = x.view(-1, x.shape[-1])  # the CUDA kernels flatten leading dimensions
         assert scales[0].numel() in (1, len(rows)), "the kernel writes a scale for each row"
@@ -198,11 +182,11 @@ def _int8(overload: Any) -> Callable[..., None]:
 
 def _rotary(overload: Any) -> Callable[..., None]:
     def call(
-        positions: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor | None,
         head_size: int,
-        cache: torch.Tensor,
+        cache: Tensor,
         neox: bool,
     ) -> None:
         _reads_packed(positions, cache)
@@ -222,17 +206,17 @@ def _norm_rope(norm: Callable[..., None], rotary: Callable[..., None]) -> Callab
     """The CPU build's two kernels, with the requirements of the CUDA build's fused kernel."""
 
     def call(
-        qkv: torch.Tensor,
+        qkv: Tensor,
         heads: int,
         kv_heads: int,
         values: int,
         size: int,
         epsilon: float,
-        q_weight: torch.Tensor,
-        k_weight: torch.Tensor,
-        cache: torch.Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        cache: Tensor,
         neox: bool,
-        positions: torch.Tensor,
+        positions: Tensor,
     ) -> None:
         _reads_packed(qkv, q_weight, k_weight, cache, positions)
         assert qkv.shape == (len(positions), (heads + kv_heads + values) * size)
@@ -250,12 +234,12 @@ def _norm_rope(norm: Callable[..., None], rotary: Callable[..., None]) -> Callab
     return call
 
 
-def _whole_vectors(x: torch.Tensor) -> None:
+def _whole_vectors(x: Tensor) -> None:
     if x.shape[-1] % LANES:
         raise NotImplementedError(f"the CPU kernel takes whole vectors of {LANES}: {x.shape[-1]}")
 
 
-def _reads_packed(*tensors: torch.Tensor) -> None:
+def _reads_packed(*tensors: Tensor) -> None:
     for x in tensors:
         assert x.is_contiguous(), "the kernel reads it as if it were contiguous"
 
@@ -264,23 +248,15 @@ BEHIND = {
     "rms_norm": _norm,
     "fused_add_rms_norm": _add_norm,
     "rotary_embedding": _rotary,
-    "gelu_new": _elementwise,
-    "gelu_fast": _elementwise,
-    "gelu_quick": _elementwise,
     "static_scaled_int8_quant": _int8,
     "dynamic_scaled_int8_quant": _int8,
 }
-"""CUDA kernel -> its stand-in; every other kernel is a gated activation. All but int8 get fp32, the
+"""CUDA kernel -> its stand-in; every other kernel is an activation. All but int8 get fp32, the
 CUDA kernels' precision: some CPU kernels truncate bfloat16 instead of rounding."""
 
 
 def _concat_mla(
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kind: str,
-    scale: torch.Tensor,
+    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kind: str, scale: Tensor
 ) -> None:
     _reads_packed(slot_mapping)
     assert kind == "auto" and scale.dtype == torch.float32, "of a cache without quantisation"
@@ -293,14 +269,14 @@ def _concat_mla(
 
 
 def _reshape(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
     kind: str,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
 ) -> None:
     assert key_cache.stride() == value_cache.stride(), "the kernel writes both by one's strides"
     assert key_cache.stride(3) == 1, "heads in one piece"
@@ -317,12 +293,12 @@ def _reshape(
 
 
 def _merge(
-    output: torch.Tensor,
-    output_lse: torch.Tensor,
-    prefix_output: torch.Tensor,
-    prefix_lse: torch.Tensor,
-    suffix_output: torch.Tensor,
-    suffix_lse: torch.Tensor,
+    output: Tensor,
+    output_lse: Tensor,
+    prefix_output: Tensor,
+    prefix_lse: Tensor,
+    suffix_output: Tensor,
+    suffix_lse: Tensor,
     prefill_tokens_with_context: int | None,
 ) -> None:
     from vllm.v1.attention.ops.merge_attn_states import _merge_attn_states_torch
@@ -337,12 +313,7 @@ def _merge(
 
 
 def _scaled_mm(
-    out: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scales: torch.Tensor,
-    b_scales: torch.Tensor,
-    bias: torch.Tensor | None,
+    out: Tensor, a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor, bias: Tensor | None
 ) -> None:
     """PyTorch's fp8 product with a scale for each row and column."""
     _reads_packed(out, a, b.t(), a_scales, b_scales)

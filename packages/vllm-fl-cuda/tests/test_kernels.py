@@ -18,41 +18,28 @@ CPU = torch.device("cpu")
 
 REFUSED = {
     "rms_norm": {
-        "variance_size",
-        "variance_size, residual",
-        "fp32 weight",
-        "fp32 weight, residual",
-        "fp32 weight, 300 rows",
-        "fp32 weight, 300 rows, residual",
+        *("variance_size", "variance_size, residual", "fp32 weight", "fp32 weight, residual"),
+        *("fp32 weight, 300 rows", "fp32 weight, 300 rows, residual"),
     },
     "rotary_embedding": {"cos and sin are separate tensors"},
     "reshape_and_cache": {"features apart", "odd sizes", "two layouts"},
     "concat_and_cache_mla": {"features apart"},
     "merge_attn_states": {"odd sizes"},
     "grouped_topk": {
-        "1 token",
-        "16 tokens",
-        "0 tokens",
-        "odd sizes, plain",
-        "one expert, plain",
-        "ties",
-        "every group, plain",
-        "groups of two",
-        "many small groups",
-        "every other row of a slice",
+        *("1 token", "16 tokens", "0 tokens", "odd sizes, plain", "one expert, plain", "ties"),
+        *("every group, plain", "groups of two", "many small groups", "every other row of a slice"),
     },  # without a bias
     "qk_norm_rope": {"three quarters of each head rotate", "odd sizes", "fp32 weights and table"},
 }
 """Samples that the CUDA kernels do not support; they support every other one."""
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(qk_norm_rope, "capability", lambda device: (8, 0))
     monkeypatch.setattr(linear, "capability", lambda device: (8, 9))
 
 
-@pytest.mark.usefixtures("any_device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("op", sorted(IMPLS))
 def test_what_the_kernels_have_no_form_for_is_refused_and_nothing_else(
@@ -72,7 +59,6 @@ def test_what_the_kernels_have_no_form_for_is_refused_and_nothing_else(
     assert refused == wanted
 
 
-@pytest.mark.usefixtures("any_device")
 def test_what_kernels_would_spoil_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     key, slots = torch.randn(4, 2, 32), torch.arange(4)
     caches = torch.zeros(2, 1, 8, 2, 33)[..., 1:]
@@ -90,31 +76,25 @@ def test_what_kernels_would_spoil_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert "8.9" in IMPLS["linear_fp8"].supports(*product)
 
 
-class Recorder:
-    """Stand-in for a kernel: records the arguments of its calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def __call__(self, name: str) -> Any:
-        return lambda *args: self.calls.append((name, *args))
+Calls = list[tuple[Any, ...]]
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    record = Recorder()
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """(kernel, arguments) of each call; no kernel runs."""
+    made: Calls = []
     for module in MODULES:
-        monkeypatch.setattr(module, "kernel", record)
-    return record
+        monkeypatch.setattr(module, "kernel", lambda name: lambda *args: made.append((name, *args)))
+    return made
 
 
 @pytest.mark.parametrize("op", sorted(IMPLS))
-def test_no_kernel_is_launched_for_no_tokens(op: str, recorder: Recorder) -> None:
+def test_no_kernel_is_launched_for_no_tokens(op: str, calls: Calls) -> None:
     for sample in known_contracts().contracts[op].samples(torch.bfloat16, CPU):
         if sample.name.startswith("0 token"):
             IMPLS[op].fn(*sample.args)
     IMPLS["quant_fp8"].fn(torch.zeros(0, 64))  # not a sample: vLLM's form fails there
-    assert recorder.calls == []
+    assert calls == []
 
 
 def unaligned(*shape: int) -> torch.Tensor:
@@ -122,21 +102,21 @@ def unaligned(*shape: int) -> torch.Tensor:
     return torch.randn(torch.Size(shape).numel() + 1).bfloat16()[1:].view(shape)
 
 
-def test_vectors_are_loaded_from_aligned_memory_only(recorder: Recorder) -> None:
+def test_vectors_are_loaded_from_aligned_memory_only(calls: Calls) -> None:
     x, residual = unaligned(2, 64), unaligned(2, 64)
     IMPLS["silu_and_mul"].fn(x)
     IMPLS["quick_gelu"].fn(x)
     IMPLS["rms_norm"].fn(x, None, unaligned(64), 1e-6)
     IMPLS["rms_norm"].fn(x, residual, unaligned(64), 1e-6)
-    tensors = [a for call in recorder.calls for a in call if isinstance(a, torch.Tensor)]
+    tensors = [a for call in calls for a in call if isinstance(a, torch.Tensor)]
     assert len(tensors) == 2 + 2 + 3 + 3
     assert all(a.data_ptr() % 32 == 0 for a in tensors)
 
 
-def test_the_heads_of_a_qkv_buffer_are_normed_where_they_lie(recorder: Recorder) -> None:
+def test_the_heads_of_a_qkv_buffer_are_normed_where_they_lie(calls: Calls) -> None:
     heads = torch.randn(5, 32 * 128).bfloat16()[:, : 16 * 128].view(5, 16, 128)
     out = normalization.rms_norm(heads, None, torch.ones(128).bfloat16(), 1e-6)
-    ((_, result, read, *_rest),) = recorder.calls
+    ((_, result, read, *_rest),) = calls
     assert read is heads
     assert result is out
     assert out.is_contiguous()
@@ -156,54 +136,52 @@ KEYS = [
 ]
 
 
-def test_what_the_kernels_would_not_find_is_copied(recorder: Recorder) -> None:
+def test_what_the_kernels_would_not_find_is_copied(calls: Calls) -> None:
     for x in ROWS:
         normalization.rms_norm(x, None, None, 1e-6)
-        read = recorder.calls.pop()[2]
+        read = calls.pop()[2]
         assert read.ndim == 2 and read.is_contiguous() and torch.equal(read.view(x.shape), x)
     for key in KEYS:
         cache_writes.reshape_and_cache(key, key, *torch.zeros(2, 1, 8, 2, 32), torch.arange(4))
-        read = recorder.calls.pop()[1]
+        read = calls.pop()[1]
         assert read.is_contiguous() and not read.data_ptr() % 16 and torch.equal(read, key)
 
 
-def test_kernels_work_in_place_where_they_can(recorder: Recorder) -> None:
+def test_kernels_work_in_place_where_they_can(calls: Calls) -> None:
     x, residual = torch.randn(4, 64), torch.randn(4, 64)
     normed, total = IMPLS["rms_norm"].fn(x, residual, None, 1e-6)
-    assert normed is x
-    assert total is residual
+    assert normed is x and total is residual
     query = torch.randn(4, 3 * 64)[:, :128].view(4, 2, 64)
     cos, sin = torch.randn(8, 64).chunk(2, dim=-1)
     turned, none = IMPLS["rotary_embedding"].fn(query, None, cos, sin, torch.arange(4))
-    assert turned is query
-    assert none is None
-    assert recorder.calls[-1][2].shape == (4, 128)
+    assert turned is query and none is None
+    assert calls[-1][2].shape == (4, 128)
 
 
-def test_keys_are_written_where_the_cache_lies_and_read_where_they_lie(recorder: Recorder) -> None:
+def test_keys_are_written_where_the_cache_lies_and_read_where_they_lie(calls: Calls) -> None:
     qkv = torch.randn(5, 4 * 64).bfloat16()
     key, value = (qkv[:, at : at + 64].view(5, 2, 32) for at in (128, 192))
     caches = torch.zeros(3, 2, 16, 64).bfloat16().transpose(1, 2).split(32, dim=-1)
     slots = torch.arange(10)[::2]
     found = cache_writes.reshape_and_cache(key, value, *caches, slots)
     assert all(a is b for a, b in zip(found, caches, strict=True))
-    ((_, k, v, kc, vc, s, kind, one, other),) = recorder.calls
+    ((_, k, v, kc, vc, s, kind, one, other),) = calls
     assert k is key and v is value and kc is caches[0] and vc is caches[1]
     assert s.is_contiguous() and torch.equal(s, slots) and kind == "auto"
     assert one is other and one.dtype == torch.float32 and one.shape == (1,)
 
 
-def test_padded_heads_are_merged_where_they_lie(recorder: Recorder) -> None:
+def test_padded_heads_are_merged_where_they_lie(calls: Calls) -> None:
     prefix, suffix = torch.randn(2, 5, 4, 96)[..., :64].unbind(0)
     sums = torch.randn(4, 5)
     merging.merge_attn_states(prefix, sums.T, suffix, torch.randn(5, 4))
-    ((_, out, lse, first, first_lse, second, second_lse, context),) = recorder.calls
+    ((_, out, lse, first, first_lse, second, second_lse, context),) = calls
     assert first is prefix and second is suffix and context is None
     assert first_lse.data_ptr() == sums.data_ptr() and second_lse.shape == lse.shape == (4, 5)
     assert out.is_contiguous() and lse.is_contiguous() and second_lse.is_contiguous()
-    recorder.calls.clear()
+    calls.clear()
     merging.merge_attn_states(prefix, sums.T, suffix.contiguous(), torch.randn(5, 4))
-    ((_, _, _, first, _, second, *_),) = recorder.calls
+    ((_, _, _, first, _, second, *_),) = calls
     assert first.is_contiguous() and second.is_contiguous()
 
 
@@ -225,13 +203,13 @@ def normed_heads(**change: Any) -> tuple[Any, ...]:
 
 
 def test_heads_are_normed_and_turned_in_their_buffer_by_the_operators_own_order(
-    recorder: Recorder,
+    calls: Calls,
 ) -> None:
     buffer = unaligned(4, 4 * 64)[1:]  # 510 bytes later: not aligned for the kernel's loads
     strided = torch.arange(6, dtype=torch.int32)[::2]
     args = normed_heads(qkv=buffer, position_ids=strided, rotary_interleaved=True)
     result = qk_norm_rope.qk_norm_rope(*args)
-    ((name, qkv, *sizes, q_weight, k_weight, table, is_neox, positions),) = recorder.calls
+    ((name, qkv, *sizes, q_weight, k_weight, table, is_neox, positions),) = calls
     assert name == "fused_qk_norm_rope" and sizes == [2, 1, 1, 64, 1e-6] and is_neox is False
     assert result is qkv and qkv is not buffer and qkv.data_ptr() % 32 == 0
     assert torch.equal(qkv, buffer)
@@ -242,7 +220,6 @@ def test_heads_are_normed_and_turned_in_their_buffer_by_the_operators_own_order(
     assert qk_norm_rope.qk_norm_rope(*args) is args[0], "it works in place where it can"
 
 
-@pytest.mark.usefixtures("any_device")
 def test_heads_that_the_kernel_would_leave_or_turn_wrongly_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -267,7 +244,6 @@ def test_heads_that_the_kernel_would_leave_or_turn_wrongly_are_refused(
     assert supports(*half) is True
 
 
-@pytest.mark.usefixtures("any_device")
 def test_where_a_warp_takes_several_heads_a_part_of_their_features_is_not_turned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError
-
 import pytest
 import torch
 import yaml
-from plugin_checks import PluginChecks
+from plugin_checks import PluginChecks, have
 
 import vllm_fl_cuda.impl as shared
 from vllm_fl.settings.loading import load_settings
@@ -21,14 +19,7 @@ class TestPlugin(PluginChecks):
 
 def found(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
     """Metadata as if exactly these distributions were installed, with a CUDA build of torch."""
-
-    def version(name: str) -> str:
-        try:
-            return versions[name.replace("-", "_")]
-        except KeyError:
-            raise PackageNotFoundError(name) from None
-
-    monkeypatch.setattr(shared, "version", version)
+    have(monkeypatch, shared, **versions)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 
 

@@ -47,13 +47,8 @@ def schemas(release: str) -> dict[str, str]:
     }
 
 
-KINDS = {
-    "Tensor": torch.Tensor,
-    "Optional[Tensor]": torch.Tensor,
-    "int": int,
-    "bool": bool,
-    "float": float,
-}
+KINDS = {"int": int, "bool": bool, "float": float}
+KINDS |= dict.fromkeys(("Tensor", "Optional[Tensor]"), torch.Tensor)
 
 
 class Kernel:
@@ -141,11 +136,8 @@ def _align(given: Mapping[str, Any]) -> None:
     assert given.get("scatter_idx") is None
     if where is not None:
         assert where.dtype == torch.int32 and where.is_contiguous()
-    want = (
-        known_contracts()
-        .contracts["moe_align_block_size"]
-        .oracle(ids, size, count, where, True, True)
-    )
+    spec = known_contracts().contracts["moe_align_block_size"]
+    want = spec.oracle(ids, size, count, where, True, True)
     for out, result in zip(outs, want, strict=True):
         out.copy_(result[: out.numel()])
 

@@ -118,10 +118,7 @@ def compare(it: Any, rank: int, count: int, device: torch.device, *, large: int,
             check("recv", it.recv(mine.shape, mine.dtype), all_of[root])
         received = torch.empty_like(mine)
         it.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, mine, ahead),
-                dist.P2POp(dist.irecv, received, behind),
-            ]
+            [dist.P2POp(dist.isend, mine, ahead), dist.P2POp(dist.irecv, received, behind)]
         )
         check("batch_isend_irecv", received, all_of[behind])
         if wrong:

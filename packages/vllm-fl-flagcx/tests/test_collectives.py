@@ -73,15 +73,14 @@ def on_two(folder: Path, flagcx: Path, body: Callable[..., Any], *args: Any) -> 
 assert get_current_vllm_config_or_none() is None  # imported once, not by each process
 
 
-def joined() -> Any:
-    return FlagcxCommunicator(
-        cpu_group=dist.group.WORLD, device=CPU, device_group=dist.group.WORLD, unique_name="tp:0"
-    )
+def joined(cls: Any = FlagcxCommunicator, name: str = "tp:0") -> Any:
+    group = dist.group.WORLD
+    return cls(cpu_group=group, device=CPU, device_group=group, unique_name=name)
 
 
-def compare(rank: int, count: int) -> str:
+def compare(rank: int, count: int, *which: Any) -> str:
     """1 in 50 sizes is larger than the library's slot."""
-    it = joined()
+    it = joined(*which)
     problems = against_torch.compare(it, rank, count, CPU, large=40_000, every=50)
     it.destroy()
     it.destroy()  # may be called twice

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Any
 
-import against_torch
-import torch.distributed as dist
-from test_collectives import CPU, flagcx, on_two  # skips without vLLM
+from test_collectives import compare, flagcx, joined, on_two  # skips without vLLM
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
 from vllm_fl_flagcx import cuda
@@ -16,29 +13,17 @@ from vllm_fl_flagcx.cuda import FlagcxCudaCommunicator
 
 __all__ = ["flagcx"]
 
-
-def joined() -> Any:
-    """For a group other than `tp`, because vLLM's class needs a GPU for `tp`."""
-    return FlagcxCudaCommunicator(
-        cpu_group=dist.group.WORLD, device=CPU, device_group=dist.group.WORLD, unique_name="pp:0"
-    )
-
-
-def compare(rank: int) -> str:
-    it = joined()
-    problems = against_torch.compare(it, rank, 60, CPU, large=40_000, every=50)
-    it.destroy()
-    it.destroy()  # may be called twice
-    return problems
+PP = FlagcxCudaCommunicator, "pp:0"
+"""A group other than `tp`, because vLLM's class needs a GPU for `tp`."""
 
 
 def test_every_collective_gives_what_gloo_gives(tmp_path: Path, flagcx: Path) -> None:
-    assert on_two(tmp_path, flagcx, compare) == {0: "", 1: ""}
+    assert on_two(tmp_path, flagcx, compare, 60, *PP) == {0: "", 1: ""}
 
 
 def leave(rank: int) -> list[bool]:
     """A library with a leave call that does not return, like NCCL while a captured graph exists."""
-    it, graph = joined(), threading.Event()
+    it, graph = joined(*PP), threading.Event()
     cuda.LEAVING = 0.1
     call, left = it._flagcx.call, threading.Event()
 

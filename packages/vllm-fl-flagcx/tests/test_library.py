@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,39 +15,33 @@ from vllm_fl_flagcx.library import FlagcxError, LibraryError
 
 
 @pytest.fixture(autouse=True)
-def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_loaded", {})
-    yield
 
 
 def asking(folder: object, device: str = "npu") -> CommunicatorRequest:
     return CommunicatorRequest(SimpleNamespace(flagcx_path=folder), device, 2)
 
 
-def test_a_folder_without_a_library(tmp_path: Path) -> None:
+def test_the_reason_without_a_library_says_where_it_was_looked_for(tmp_path: Path) -> None:
     why = plugin.supports(asking(str(tmp_path)))
     assert why == f"FLAGCX_PATH={tmp_path} has no libflagcx.so in build/lib or lib"
-
-
-def test_nothing_is_installed() -> None:
     assert plugin.supports(asking(None)) == "FlagCX is not installed, and FLAGCX_PATH is not set"
 
 
-def test_an_installed_package_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "flagcx" / "lib" / "libflagcx.so"
-    file.parent.mkdir(parents=True)
-    file.touch()
-    (tmp_path / "flagcx" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert library.find(None) == file and plugin.supports(asking(None)) is True
-
-
-@pytest.mark.parametrize("below", ["build/lib", "lib"])
-def test_both_places_are_looked_into(tmp_path: Path, below: str) -> None:
+@pytest.mark.parametrize("below", ["build/lib", "lib", "flagcx/lib"])
+def test_a_folder_or_an_installed_package_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str
+) -> None:
     file = tmp_path / below / "libflagcx.so"
     file.parent.mkdir(parents=True)
     file.touch()
-    assert library.find(str(tmp_path)) == file
+    folder = str(tmp_path)
+    if below == "flagcx/lib":
+        (tmp_path / "flagcx" / "__init__.py").touch()
+        monkeypatch.syspath_prepend(folder)
+        folder = None
+    assert library.find(folder) == file and plugin.supports(asking(folder)) is True
 
 
 @pytest.mark.parametrize(

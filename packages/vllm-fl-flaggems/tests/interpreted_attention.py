@@ -87,9 +87,15 @@ def attention() -> Iterator[Case]:
         )
     for batch in LAYERS:
         yield f"warm: {batch.name}", lambda batch=batch: warm(batch)
-    yield "refused: packed cache", refuses_packed_cache
-    yield "refused: strided cache", refuses_strided_cache
-    yield "refused: cache beyond 32 bits", refuses_huge_cache
+    # Key and value in one row, like in vLLM's backends.
+    packed = torch.zeros(4, 2, BLOCK, 2 * 64).half()
+    yield "refused: packed cache", lambda: refuses(packed, "in one piece each")
+    # A block's keys next to its values, like vLLM's layout of our shape for hybrid models.
+    strided = torch.zeros(4, 2, BLOCK, 2, 64).half().transpose(0, 1)
+    yield "refused: strided cache", lambda: refuses(strided, "in one piece each")
+    # More elements than the kernel can index. On meta: elements must not be accessed.
+    huge = torch.empty(2, 2**21, BLOCK, 2, 64, dtype=torch.float16, device="meta")
+    yield "refused: cache beyond 32 bits", lambda: refuses(huge, "--num-gpu-blocks-override")
 
 
 def layer(batch: Batch) -> Any:
@@ -274,23 +280,6 @@ def refuses(cache: torch.Tensor, words: str) -> tuple[str, str]:
     except RuntimeError as error:
         return ("ok" if words in str(error) else "wrong"), str(error)
     return "wrong", "it was written"
-
-
-def refuses_packed_cache() -> tuple[str, str]:
-    """Key and value in one row, like in vLLM's backends."""
-    return refuses(torch.zeros(4, 2, BLOCK, 2 * 64).half(), "in one piece each")
-
-
-def refuses_strided_cache() -> tuple[str, str]:
-    """A block's keys next to its values, like vLLM's layout of our shape for hybrid models."""
-    cache = torch.zeros(4, 2, BLOCK, 2, 64).half().transpose(0, 1)
-    return refuses(cache, "in one piece each")
-
-
-def refuses_huge_cache() -> tuple[str, str]:
-    """More elements than the kernel can index. On meta: elements must not be accessed."""
-    cache = torch.empty(2, 2**21, BLOCK, 2, 64, dtype=torch.float16, device="meta")
-    return refuses(cache, "--num-gpu-blocks-override")
 
 
 def forked(cases: Sequence[Case]) -> Iterator[tuple[str, str, str]]:

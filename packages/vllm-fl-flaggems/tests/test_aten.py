@@ -7,11 +7,12 @@ import os
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from vllm_fl import SettingsError, WorkerContext
+from vllm_fl import SettingsError, WorkerContext, WorkerReport
 from vllm_fl.settings.loading import load_settings
 from vllm_fl_flaggems import aten, loading, plugin
 from vllm_fl_flaggems.settings import SETTINGS
@@ -63,12 +64,15 @@ def context(tmp_path: Path, rank: int = 0, device: str = "cuda", **variables: st
     return WorkerContext(settings, torch.device(device), torch.bfloat16, rank, None)
 
 
-def test_a_whitelist_is_all_that_is_enabled(gems: Gems, tmp_path: Path) -> None:
-    report = aten.replace_operators(
-        context(tmp_path, VLLM_FL_FLAGOS_WHITELIST="softmax,silu_and_mul")
-    )
-    assert gems.calls == [("only_enable", ["softmax"])]
+def replaced(tmp_path: Path, **options: Any) -> WorkerReport:
+    report = aten.replace_operators(context(tmp_path, **options))
     assert report is not None
+    return report
+
+
+def test_a_whitelist_is_all_that_is_enabled(gems: Gems, tmp_path: Path) -> None:
+    report = replaced(tmp_path, VLLM_FL_FLAGOS_WHITELIST="softmax,silu_and_mul")
+    assert gems.calls == [("only_enable", ["softmax"])]
     assert report.facts == {"flag_gems": "5.0.2", "aten": ["mul.Tensor", "softmax.int"]}
     assert (tmp_path / "list.txt").read_text() == "mul.Tensor\nsoftmax.int\n"
 
@@ -129,8 +133,7 @@ def test_a_line_says_how_many_operators_are_replaced_by_which_list(
 ) -> None:
     """A blacklist of PyTorch's operators enables the replacement of all other operators."""
     variable = f"VLLM_FL_FLAGOS_{kind.upper()}"
-    report = aten.replace_operators(context(tmp_path, **{variable: "softmax"}))
-    assert report is not None and report.lines[0] == (
+    assert replaced(tmp_path, **{variable: "softmax"}).lines[0] == (
         f"FlagGems: 2 PyTorch operators replaced: {which} flagos_{kind} (environment "
         f"{variable}). To replace none, remove PyTorch's operators from this list"
     )
@@ -164,10 +167,7 @@ def test_an_unknown_name_is_an_error_with_the_near_ones(
 
 
 def test_a_fused_op_in_a_whitelist_is_named_as_without_effect(gems: Gems, tmp_path: Path) -> None:
-    report = aten.replace_operators(
-        context(tmp_path, VLLM_FL_FLAGOS_WHITELIST="softmax,topk_softmax")
-    )
-    assert report is not None
+    report = replaced(tmp_path, VLLM_FL_FLAGOS_WHITELIST="softmax,topk_softmax")
     assert any("topk_softmax" in line and "ignored" in line for line in report.lines)
 
 
@@ -175,8 +175,7 @@ def test_a_flaggems_that_does_not_load_is_a_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(loading, "loaded", ["FlagGems does not import: RuntimeError: no device"])
-    report = aten.replace_operators(context(tmp_path, **ALL_BUT))
-    assert report is not None
+    report = replaced(tmp_path, **ALL_BUT)
     assert "no device" in report.lines[0]
     assert report.facts == {"aten": []}
 
@@ -184,10 +183,8 @@ def test_a_flaggems_that_does_not_load_is_a_line(
 def test_a_second_engine_keeps_what_the_first_set(gems: Gems, tmp_path: Path) -> None:
     aten.replace_operators(context(tmp_path, **ALL_BUT))
     for variables in ({"VLLM_FL_FLAGOS_WHITELIST": "softmax"}, {}):
-        report = aten.replace_operators(context(tmp_path, **variables))
+        assert "first engine" in replaced(tmp_path, **variables).lines[0]
         assert len(gems.calls) == 1
-        assert report is not None
-        assert "first engine" in report.lines[0]
 
 
 def test_only_the_first_rank_writes_the_list_and_a_failure_is_a_line(
@@ -197,8 +194,7 @@ def test_only_the_first_rank_writes_the_list_and_a_failure_is_a_line(
     assert list(tmp_path.iterdir()) == []
     aten._replaced.clear()
     path = str(tmp_path / "missing" / "list.txt")
-    report = aten.replace_operators(context(tmp_path, FLAGGEMS_ENABLE_OPLIST_PATH=path, **ALL_BUT))
-    assert report is not None
+    report = replaced(tmp_path, FLAGGEMS_ENABLE_OPLIST_PATH=path, **ALL_BUT)
     assert any(path in line and "cannot write" in line for line in report.lines)
 
 

@@ -19,9 +19,8 @@ def runnable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_plain_decoder_is_taken() -> None:
-    assert supports_attention(PLAIN) is True
-    assert supports_attention(dataclasses.replace(PLAIN, dtype=torch.float16)) is True
-    assert supports_attention(dataclasses.replace(PLAIN, block_size=16)) is True
+    for change in ({}, {"dtype": torch.float16}, {"block_size": 16}):
+        assert supports_attention(dataclasses.replace(PLAIN, **change)) is True
 
 
 @pytest.mark.parametrize(
@@ -35,9 +34,7 @@ def test_a_plain_decoder_is_taken() -> None:
     ],
 )
 def test_what_it_would_get_wrong_is_refused(change: dict[str, Any], reason: str) -> None:
-    verdict = supports_attention(dataclasses.replace(PLAIN, **change))
-    assert verdict is not True
-    assert reason in verdict
+    assert reason in str(supports_attention(dataclasses.replace(PLAIN, **change)))
 
 
 def test_where_flaggems_cannot_run_the_reason_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

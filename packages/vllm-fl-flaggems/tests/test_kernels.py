@@ -41,9 +41,14 @@ def holding(monkeypatch: pytest.MonkeyPatch, parameters: str | None, vendor: str
     return kernel
 
 
-def test_a_known_kernel_is_launched_as_triton_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_known_kernels_of_the_known_vendor_are_launched_as_triton_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kernel = holding(monkeypatch, kernels.KERNELS[NORM][1], "nvidia")
     assert kernels.launchable(NORM) is kernel
+    kernels.launchable.cache_clear()
+    holding(monkeypatch, kernels.KERNELS[NORM][1], "metax")
+    assert kernels.launchable(NORM) is None
 
 
 @pytest.mark.parametrize("parameters", ["out_ptr in_ptr w_ptr N eps BLOCK_SIZE", None])
@@ -56,13 +61,6 @@ def test_another_releases_kernel_is_left_to_its_public_function(
         assert kernels.launchable(NORM) is None
     (said,) = [record.getMessage() for record in caplog.records]
     assert "FlagGems 5.1.0" in said and NORM in said
-
-
-def test_another_vendors_kernels_are_left_to_their_public_functions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    holding(monkeypatch, kernels.KERNELS[NORM][1], "metax")
-    assert kernels.launchable(NORM) is None
 
 
 def test_the_installed_flaggems_has_the_kernels_that_are_known() -> None:
@@ -139,11 +137,7 @@ def test_a_kernel_that_begins_early_touches_nothing_before_it_has_waited(
 
     def instructions(early: int) -> list[str]:
         constants = sizes | {"EARLY": early, "GATED": gated}
-        source = ASTSource(
-            kernel,
-            parameters | dict.fromkeys(constants, "constexpr"),
-            constants,
-        )
+        source = ASTSource(kernel, parameters | dict.fromkeys(constants, "constexpr"), constants)
         made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
         wanted = re.compile(
             r"griddepcontrol\.\w+|prefetch|\b(?:ld|st)\.global|cp\.async\.bulk\.\w+"

@@ -98,9 +98,8 @@ def test_caches_in_rows_are_written_by_flag_gems(
 ) -> None:
     monkeypatch.setattr(cache_writes, "CUDA", ())  # if no kernel of this package is launched
     monkeypatch.setattr(cache_writes, "_scatter", lambda *args: pytest.fail("the other kernel"))
-    sample = next(
-        iter(known_contracts().contracts["reshape_and_cache"].samples(torch.float16, device))
-    )
+    spec = known_contracts().contracts["reshape_and_cache"]
+    sample = next(iter(spec.samples(torch.float16, device)))
     key, value, key_cache, value_cache, slots = sample.args
     implementation("reshape_and_cache").fn(*sample.args)
     for row, cache in ((key, key_cache), (value, value_cache)):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import types
-from importlib.metadata import PackageNotFoundError
 from typing import ClassVar
 
 import pytest
 import torch
 from anywhere import registered
+from plugin_checks import have
 
 from vllm_fl_flaggems import loading
 from vllm_fl_flaggems.plugin import register_ops
@@ -21,18 +21,6 @@ def no_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "loaded", [])
 
 
-def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
-    """Metadata as if exactly these distributions were installed (`_` means `-`)."""
-    known = {name.replace("_", "-"): number for name, number in versions.items()}
-
-    def version(name: str) -> str:
-        if name not in known:
-            raise PackageNotFoundError(name)
-        return known[name]
-
-    monkeypatch.setattr(loading, "version", version)
-
-
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "_devices", lambda name: int(name == "cuda"))
     monkeypatch.setattr(loading, "find_spec", lambda name: object() if name == "triton" else None)
@@ -41,7 +29,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_flaggems_the_reason_has_the_line_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    installed(monkeypatch)
+    have(monkeypatch, loading)
     assert loading.INSTALL in str(loading.available())
 
 
@@ -49,13 +37,13 @@ def test_without_flaggems_the_reason_has_the_line_that_installs_it(
 def test_beside_a_cpu_build_of_vllm_it_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, vllm: dict[str, str]
 ) -> None:
-    installed(monkeypatch, flag_gems="5.0.2", **vllm)
+    have(monkeypatch, loading, flag_gems="5.0.2", **vllm)
     on_a_device(monkeypatch)
     assert "CPU build" in str(loading.available())
 
 
 def test_without_triton_or_a_device_the_reason_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, flag_gems="5.0.2", vllm="0.26.0")
+    have(monkeypatch, loading, flag_gems="5.0.2", vllm="0.26.0")
     monkeypatch.setattr(loading, "find_spec", lambda name: None)
     assert "triton" in str(loading.available())
     on_a_device(monkeypatch)
@@ -76,7 +64,7 @@ def test_without_triton_or_a_device_the_reason_says_which(monkeypatch: pytest.Mo
 def test_an_import_that_fails_is_a_refusal_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    installed(monkeypatch, flag_gems="5.0.2", triton="3.6.0")
+    have(monkeypatch, loading, flag_gems="5.0.2", triton="3.6.0")
     on_a_device(monkeypatch)
 
     def fails(name: str) -> types.ModuleType:
@@ -114,7 +102,7 @@ def test_cached_launches_are_repaired_only_where_they_are_broken(
     monkeypatch: pytest.MonkeyPatch, guard: str, triton: str, after: int
 ) -> None:
     module = libentry(guard)
-    installed(monkeypatch, triton=triton)
+    have(monkeypatch, loading, triton=triton)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(loading.inspect, "getsource", lambda module: module.text)
     loading._repair_cached_launches()
@@ -185,7 +173,7 @@ def test_the_installed_flaggems_is_the_one_that_the_repairs_know() -> None:
 
 
 def test_vllms_extensions_are_imported_before_flaggems(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, flag_gems="5.0.2", triton="3.6.0", vllm="0.26.0")
+    have(monkeypatch, loading, flag_gems="5.0.2", triton="3.6.0", vllm="0.26.0")
     on_a_device(monkeypatch)
     monkeypatch.setattr(loading, "find_spec", lambda name: object())
     order: list[str] = []

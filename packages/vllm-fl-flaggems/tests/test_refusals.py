@@ -19,10 +19,8 @@ IMPLS = registered(register_ops())
 REFUSED = {
     "concat_and_cache_mla": {"features apart", "odd sizes"},
     "fused_experts": {
-        "gelu, gates near -3",
-        "gelu_tanh, gates near -3",
-        "beyond the limit of swigluoai",
-        "weights on the input, biases",
+        *("gelu, gates near -3", "gelu_tanh, gates near -3"),
+        *("beyond the limit of swigluoai", "weights on the input, biases"),
     },
     "linear": {"weight transposed", "square weight, transposed"},
     "linear_gelu_tanh_and_mul": {"weight transposed", "square weight, transposed"},
@@ -31,12 +29,8 @@ REFUSED = {
     | {
         f"{name}, scales {scales}"
         for name in (
-            "1 token, odd sizes beyond one block",
-            "17 tokens, odd sizes",
-            "40 tokens, odd sizes",
-            "65 tokens, odd sizes",
-            "1 feature",
-            "1 output feature",  # of 2063
+            *("1 token, odd sizes beyond one block", "1 feature", "1 output feature"),  # of 2063
+            *(f"{tokens} tokens, odd sizes" for tokens in (17, 40, 65)),
         )
         for scales in ("each token and each channel, bias", "each token and one", "one and one")
     },
@@ -50,24 +44,13 @@ REFUSED = {
     },
     "moe_sum": {"places without an expert", "experts elsewhere", "strided ids"},
     "moe_topk": {
-        "sigmoid",
-        "NaN and infinity, sigmoid",
-        "sigmoid with bias, scaled",
-        "sigmoid with bias, plain",
-        "softmax with bias, scaled",
-        "bias below 0",
+        *("sigmoid", "NaN and infinity, sigmoid", "sigmoid with bias, scaled"),
+        *("sigmoid with bias, plain", "softmax with bias, scaled", "bias below 0"),
         "one expert, plain",
     },
     "grouped_topk": {
-        "1 token",
-        "16 tokens",
-        "0 tokens",
-        "odd sizes, plain",
-        "one expert, plain",
-        "ties",
-        "every group, plain",
-        "every other row of a slice",
-        "groups of two",
+        *("1 token", "16 tokens", "0 tokens", "odd sizes, plain", "one expert, plain", "ties"),
+        *("every group, plain", "every other row of a slice", "groups of two"),
         "many small groups",  # all above: without a bias
         "one group",  # 6 experts of a token
     },
@@ -133,11 +116,8 @@ def test_caches_of_other_layouts_are_refused_where_cuda_launches_nothing(
 ) -> None:
     impl = IMPLS["reshape_and_cache"]
     monkeypatch.setattr(loading, "loaded", [SimpleNamespace(device="meta")])
-    samples = (
-        known_contracts()
-        .contracts["reshape_and_cache"]
-        .samples(torch.float16, torch.device("meta"))
-    )
+    spec = known_contracts().contracts["reshape_and_cache"]
+    samples = spec.samples(torch.float16, torch.device("meta"))
     verdicts = {sample.name: impl.supports(*sample.args) for sample in samples}
     assert verdicts["16 tokens"] is True
     assert "slots before heads" in str(verdicts["two layouts"])

@@ -31,16 +31,8 @@ pytestmark = [
 
 LARGEST = 2048
 LATER = [17, 100, 1000, *random.Random(5).choices(range(1, LARGEST + 1), k=20)]
-NARROW = ModelSizes(
-    72,
-    75,
-    6,
-    2,
-    12,
-    12,
-    max_position=64,
-    more=typical_sizes(known_contracts().bindings.values()).more,
-)
+MORE = typical_sizes(known_contracts().bindings.values()).more
+NARROW = ModelSizes(72, 75, 6, 2, 12, 12, max_position=64, more=MORE)
 """Widths not divisible by 16: the token count decides whether the products are."""
 
 OF_SEQUENCES = {"recurrent_gated_delta_rule"}

@@ -6,11 +6,12 @@ import inspect
 import os
 import subprocess
 import sys
-from importlib.metadata import distribution
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
+import pytest
 import yaml
 
 from vllm_fl import BackendImplKind
@@ -38,6 +39,18 @@ def alone(code: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()[-1]
+
+
+def have(monkeypatch: pytest.MonkeyPatch, module: ModuleType, **versions: str) -> None:
+    """Let `version` of this module find exactly these distributions (`_` means `-`)."""
+
+    def version(name: str) -> str:
+        try:
+            return versions[name.replace("-", "_")]
+        except KeyError:
+            raise PackageNotFoundError(name) from None
+
+    monkeypatch.setattr(module, "version", version)
 
 
 class PluginChecks:

@@ -5,18 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from vllm_fl import BackendImplKind, OpImpl, hookimpl
+from correct import registers
 
 
-def rms_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> Any:
+def rms_norm(x: Any, residual: Any, weight: Any, epsilon: float, variance_size: Any = None) -> Any:
     """vLLM's norm with one cast moved."""
     y = x.float() if residual is None else x.float() + residual.float()
     variance = y[..., :variance_size].pow(2).mean(-1, keepdim=True)
@@ -25,6 +17,4 @@ def rms_norm(
     return normed if residual is None else (normed, y.to(x.dtype))
 
 
-@hookimpl
-def register_ops() -> list[OpImpl]:
-    return [OpImpl("rms_norm", "vendor.castorder", BackendImplKind.VENDOR, rms_norm, "castorder")]
+register_ops = registers("castorder", rms_norm)

@@ -22,12 +22,5 @@ def class_path(request: AttentionRequest) -> str:
 
 @hookimpl
 def attention_backend() -> list[AttentionImpl]:
-    return [
-        AttentionImpl(
-            "vendor.counting",
-            class_path,
-            BackendImplKind.VENDOR,
-            "counting",
-            supports=supports,
-        )
-    ]
+    kind = BackendImplKind.VENDOR
+    return [AttentionImpl("vendor.counting", class_path, kind, "counting", supports=supports)]

@@ -7,9 +7,8 @@ from functools import wraps
 from typing import Any
 
 from cast_order import rms_norm as right
+from correct import registers
 from torch import Tensor
-
-from vllm_fl import BackendImplKind, OpImpl, hookimpl
 
 
 @wraps(right)
@@ -19,6 +18,4 @@ def rms_norm(x: Tensor, *others: Any) -> Any:
     return found * float(os.environ["WRONG_BY"]) if x.shape[-1] == 32 else found
 
 
-@hookimpl
-def register_ops() -> list[OpImpl]:
-    return [OpImpl("rms_norm", "vendor.drafts", BackendImplKind.VENDOR, rms_norm, "drafts")]
+register_ops = registers("drafts", rms_norm)

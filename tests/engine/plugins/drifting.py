@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import correct
 from torch import Tensor
-from torch.nn.functional import silu
 from vllm.forward_context import get_forward_context, is_forward_context_available
-
-from vllm_fl import BackendImplKind, OpImpl, hookimpl
 
 RIGHT = 20
 """Number of correct calls."""
@@ -16,8 +14,7 @@ _served = 0
 
 def silu_and_mul(x: Tensor) -> Tensor:
     global _served
-    half = x.shape[-1] // 2
-    result = silu(x[..., :half]) * x[..., half:]
+    result = correct.silu_and_mul(x)
     if is_forward_context_available() and get_forward_context().attn_metadata:
         _served += 1
         if _served > RIGHT:
@@ -25,8 +22,4 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return result
 
 
-@hookimpl
-def register_ops() -> list[OpImpl]:
-    return [
-        OpImpl("silu_and_mul", "vendor.drifting", BackendImplKind.VENDOR, silu_and_mul, "drifting")
-    ]
+register_ops = correct.registers("drifting", silu_and_mul)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import correct
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-
-from vllm_fl import BackendImplKind, OpImpl, hookimpl
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """Incorrect in bf16 only."""
-    half = x.shape[-1] // 2
-    result = F.silu(x[..., :half]) * x[..., half:]
+    result = correct.silu_and_mul(x)
     return result * 1.2 if x.dtype is torch.bfloat16 else result
 
 
@@ -23,38 +20,18 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     raise RuntimeError("no kernel image is available for execution on the device")
 
 
-def rms_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> Any:
+def rms_norm(x: Any, residual: Any, weight: Any, epsilon: float, variance_size: Any = None) -> Any:
     """Incorrect above 64 tokens."""
-    y = x.float() if residual is None else x.float() + residual.float()
-    variance = y[..., :variance_size].pow(2).mean(-1, keepdim=True)
-    normed = y * torch.rsqrt(variance + epsilon)
-    normed = normed if weight is None else normed.to(weight.dtype) * weight
-    normed = normed.to(x.dtype)
+    result = correct.rms_norm(x, residual, weight, epsilon, variance_size)
     if len(x) > 64:
-        normed[64:] = 0
-    return normed if residual is None else (normed, y.to(x.dtype))
+        (result if residual is None else result[0])[64:] = 0
+    return result
 
 
 def rotary_embedding(
-    query: Tensor,
-    key: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor,
-    rotary_interleaved: bool = False,
+    query: Any, key: Any, cos: Any, sin: Any, position_ids: Any, rotary_interleaved: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     return query * float("nan"), None if key is None else key * float("nan")
 
 
-@hookimpl
-def register_ops() -> list[OpImpl]:
-    functions = (silu_and_mul, gelu_and_mul, rms_norm, rotary_embedding)
-    return [
-        OpImpl(f.__name__, "vendor.faulty", BackendImplKind.VENDOR, f, "faulty") for f in functions
-    ]
+register_ops = correct.registers("faulty", silu_and_mul, gelu_and_mul, rms_norm, rotary_embedding)

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from correct import registers
 from torch import Tensor
 
-from vllm_fl import BackendImplKind, OpImpl, hookimpl
 from vllm_fl.plugins.registry import known_contracts
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    result: Tensor = known_contracts().contracts["linear"].oracle(x, weight, bias)
+def by_oracle(op: str, x: Tensor, *args: Any) -> Tensor:
+    result: Tensor = known_contracts().contracts[op].oracle(x, *args)
     return result.to(x.dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return by_oracle("linear", x, weight, bias)
 
 
 def linear_silu_and_mul(x: Tensor, weight: Tensor) -> Tensor:
-    result: Tensor = known_contracts().contracts["linear_silu_and_mul"].oracle(x, weight)
-    return result.to(x.dtype)
+    return by_oracle("linear_silu_and_mul", x, weight)
 
 
 def linear_gelu_tanh_and_mul(x: Tensor, weight: Tensor) -> Tensor:
-    result: Tensor = known_contracts().contracts["linear_gelu_tanh_and_mul"].oracle(x, weight)
-    return result.to(x.dtype)
+    return by_oracle("linear_gelu_tanh_and_mul", x, weight)
 
 
-@hookimpl
-def register_ops() -> list[OpImpl]:
-    kind = BackendImplKind.VENDOR
-    return [
-        OpImpl(function.__name__, "vendor.one", kind, function, "one")
-        for function in (linear, linear_silu_and_mul, linear_gelu_tanh_and_mul)
-    ]
+register_ops = registers("one", linear, linear_silu_and_mul, linear_gelu_tanh_and_mul)

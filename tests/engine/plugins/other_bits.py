@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
+import correct
 from torch import Tensor
-
-from vllm_fl import BackendImplKind, OpImpl, hookimpl
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    result = F.silu(x[..., :half].float()) * x[..., half:].float()
+    result = correct.silu_and_mul(x.float())
     if x.ndim == 2 and len(x) > 16:
         result *= 1 + 2**-9
     return result.to(x.dtype)
 
 
-@hookimpl
-def register_ops() -> list[OpImpl]:
-    return [
-        OpImpl(
-            "silu_and_mul", "vendor.otherbits", BackendImplKind.VENDOR, silu_and_mul, "otherbits"
-        )
-    ]
+register_ops = correct.registers("otherbits", silu_and_mul)

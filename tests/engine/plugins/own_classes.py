@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -27,7 +26,3 @@ class OwnQKV(QKVParallelLinear):
 class OwnEmbedding(VocabParallelEmbedding):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs) * SCALE
-
-
-class NoLayer(torch.nn.Linear):
-    pass

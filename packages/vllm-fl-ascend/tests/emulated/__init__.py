@@ -7,7 +7,7 @@ loaded: its wheel is read as data.
 
 An operator computes on CPU tensors if its numerics are registered::
 
-    @emulated.numerics("npu_swiglu")
+    @operators.numerics("npu_swiglu")
     def npu_swiglu(input, dim=-1): ...
 
 Every call then passes the dispatcher (a wrong keyword, type or count is the real error) and the
@@ -19,16 +19,7 @@ from __future__ import annotations
 
 from .calls import count_in, counted
 from .device import activate
-from .operators import EmulationError, numerics
-from .wheel import VARIABLE, VERSION, WheelMissing
+from .operators import EmulationError
+from .wheel import VERSION, WheelMissing
 
-__all__ = [
-    "VARIABLE",
-    "VERSION",
-    "EmulationError",
-    "WheelMissing",
-    "activate",
-    "count_in",
-    "counted",
-    "numerics",
-]
+__all__ = ["VERSION", "EmulationError", "WheelMissing", "activate", "count_in", "counted"]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .calls import note
-from .operators import EmulationError, numerics
+from .operators import demand, numerics
 
 FIA = "npu_fused_infer_attention_score"
 SCATTER = "npu_scatter_pa_kv_cache"
@@ -24,11 +24,6 @@ HALVES = (torch.float16, torch.bfloat16)
 PACKED_HEADS = (64, 128, 192)
 MOST_SEQUENCES = 4096
 LARGEST = 2**31 - 1
-
-
-def demand(condition: bool, name: str, what: str) -> None:
-    if not condition:
-        raise EmulationError(f"npu::{name}: {what}")
 
 
 @numerics(FIA)

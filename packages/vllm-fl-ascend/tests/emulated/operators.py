@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from .calls import note
 from .wheel import META, meta_source, schemas
 
-__all__ = ["EmulationError", "define", "numerics"]
+__all__ = ["EmulationError", "define", "demand", "numerics"]
 
 Function = Callable[..., Any]
 
@@ -28,6 +28,11 @@ _libraries: list[torch.library.Library] = []
 class EmulationError(RuntimeError):
     """The real operator does not support this call, or our result does not match its meta
     function."""
+
+
+def demand(condition: bool, name: str, what: str) -> None:
+    if not condition:
+        raise EmulationError(f"npu::{name}: {what}")
 
 
 @functools.cache

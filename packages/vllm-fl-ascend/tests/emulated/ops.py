@@ -9,14 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .operators import EmulationError, numerics
+from .operators import demand, numerics
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def demand(condition: bool, name: str, what: str) -> None:
-    if not condition:
-        raise EmulationError(f"npu::{name} takes {what}")
 
 
 @numerics("npu_swiglu")

@@ -11,15 +11,7 @@ from pathlib import Path
 
 import yaml
 
-__all__ = [
-    "VARIABLE",
-    "VERSION",
-    "WheelMissing",
-    "compiled",
-    "meta_source",
-    "schemas",
-    "wheel",
-]
+__all__ = ["META", "VERSION", "WheelMissing", "compiled", "meta_source", "schemas"]
 
 VERSION = "2.13.0"
 VARIABLE = "TORCH_NPU_WHEEL"

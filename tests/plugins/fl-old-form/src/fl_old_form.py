@@ -6,16 +6,6 @@ from vllm_fl.dispatch.types import BackendImplKind, BackendPriority, OpImpl
 
 
 class OlderBackend:
-    _available = None
-
-    @property
-    def name(self):
-        return "older"
-
-    @property
-    def vendor(self):
-        return "older"
-
     def is_available(self):
         return True
 

@@ -126,10 +126,7 @@ class BareCpuAttentionImpl(AttentionImpl[BareCpuMetadata]):
         kv_cache[blocks, :, offsets, size:] = value[:tokens]
         start = 0
         for end, length, table in zip(
-            attn_metadata.query_ends,
-            attn_metadata.seq_lens,
-            attn_metadata.block_table,
-            strict=True,
+            attn_metadata.query_ends, attn_metadata.seq_lens, attn_metadata.block_table, strict=True
         ):
             used = -(-length // block_size)
             # (kv_heads, tokens of the sequence, 2 * head_size)

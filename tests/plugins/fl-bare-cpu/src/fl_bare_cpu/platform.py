@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
 from vllm import envs
 from vllm.platforms.interface import Platform, PlatformEnum
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 BLOCK_SIZE = 32
 
@@ -83,12 +80,12 @@ class BareCpuPlatform(Platform):
         raise ValueError("The plan has no attention backend for this model")
 
     @classmethod
-    def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
+    def apply_config_platform_defaults(cls, vllm_config: Any) -> None:
         # The second model runner is written in Triton.
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 
     @classmethod
-    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+    def check_and_update_config(cls, vllm_config: Any) -> None:
         from vllm.config import CUDAGraphMode
 
         cache, compilation = vllm_config.cache_config, vllm_config.compilation_config
@@ -105,7 +102,7 @@ class BareCpuPlatform(Platform):
             cache.block_size = BLOCK_SIZE
 
     @classmethod
-    def get_kv_cache_config_builder_cls(cls, vllm_config: VllmConfig) -> str:
+    def get_kv_cache_config_builder_cls(cls, vllm_config: Any) -> str:
         return "fl_bare_cpu.kv_cache.BareCpuKVCacheConfigBuilder"
 
     @classmethod

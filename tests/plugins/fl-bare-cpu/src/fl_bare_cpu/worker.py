@@ -20,10 +20,6 @@ KV_CACHE = 256 << 20
 """Default bytes of KV cache."""
 
 
-class BareCpuModelRunner(CPUModelRunner):
-    """vLLM's CPU runner: no CUDA streams or events, and no vLLM operator."""
-
-
 class BareCpuWorker(Worker):
     def init_device(self) -> None:
         self.device = torch.device("cpu")
@@ -40,19 +36,20 @@ class BareCpuWorker(Worker):
 
     def _make_model_runner(self) -> Any:
         if not self.use_v2_model_runner:
-            return BareCpuModelRunner(self.vllm_config, self.device)
+            # Without CUDA streams or events, and without vLLM's operators.
+            return CPUModelRunner(self.vllm_config, self.device)
         # First: it replaces CUDA's streams and pinned memory before their users are imported.
         import vllm.v1.worker.cpu.shm  # noqa: F401
         from vllm.triton_utils.dispatcher import register_kernels
         from vllm.v1.sample.ops import topk_topp_sampler
-        from vllm.v1.worker.cpu.model_runner import CPUModelRunner
+        from vllm.v1.worker.cpu.model_runner import CPUModelRunner as SecondRunner
 
         # Triton's interpreter cannot run two kernels: one has a PyTorch form, and requests here
         # never use grammars, which need the other.
         topk_topp_sampler.HAS_TRITON = False
         kernel = "vllm.v1.worker.gpu.structured_outputs._apply_grammar_bitmask_kernel"
         register_kernels({kernel: lambda *_, **__: None})
-        return CPUModelRunner(self.vllm_config, self.device)
+        return SecondRunner(self.vllm_config, self.device)
 
     def determine_available_memory(self) -> int:
         self.model_runner.warming_up_model()  # compiles the model

@@ -8,10 +8,7 @@ from vllm_fl import BackendImplKind, OpImpl, PolicyDefaults, hookimpl
 
 
 def silu_and_mul(x):
-    from torch.nn.functional import silu
-
-    half = x.shape[-1] // 2
-    return silu(x[..., :half]) * x[..., half:]
+    return x
 
 
 @hookimpl

@@ -31,12 +31,7 @@ class AcmeSiluAndMul(SiluAndMul):
 
 class AcmeRotaryEmbedding(RotaryEmbedding):
     def forward_oot(
-        self,
-        positions: Tensor,
-        query: Tensor,
-        key: Tensor | None = None,
-        *args: Any,
-        **kwargs: Any,
+        self, positions: Tensor, query: Tensor, key: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         assert self.is_neox_style and self.rotary_dim == self.head_size and key is not None
         rotate, table = torch.ops.acme.rotate, self.cos_sin_cache

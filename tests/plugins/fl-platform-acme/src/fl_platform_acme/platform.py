@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import PlatformEnum
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 FORK = "VLLM_WORKER_MULTIPROC_METHOD"
 
@@ -60,7 +57,7 @@ class AcmePlatform(CpuPlatform):
         return "fl_platform_acme.attention.AcmeAttentionBackend"
 
     @classmethod
-    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+    def check_and_update_config(cls, vllm_config: Any) -> None:
         from vllm.config import CompilationMode, CUDAGraphMode
 
         compilation, parallel = vllm_config.compilation_config, vllm_config.parallel_config

@@ -10,20 +10,11 @@ VENDOR = BackendImplKind.VENDOR
 
 
 def silu_and_mul(x):
-    from torch.nn.functional import silu
-
-    half = x.shape[-1] // 2
-    return silu(x[..., :half]) * x[..., half:]
+    return x
 
 
 def rms_norm(x, residual, weight, epsilon, variance_size=None):
-    y = x.float() if residual is None else x.float() + residual.float()
-    variance = y[..., :variance_size].square().mean(-1, keepdim=True)
-    normed = y * (variance + epsilon).rsqrt()
-    if weight is not None:
-        normed = normed * weight.float()
-    normed = normed.to(x.dtype).contiguous()
-    return normed if residual is None else (normed, y.to(x.dtype))
+    return x
 
 
 @hookimpl
