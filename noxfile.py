@@ -164,7 +164,7 @@ def lint(session: nox.Session) -> None:
     python(session, tools, "-m", "ruff", "format", "--check", ".")
     python(session, tools, "tools/lines.py", "--check")
     python(session, tools, "tools/plain.py")
-    sources = [str(envs.distributions()[name] / "src") for name in (CORE, OPS, VERIFY)]
+    sources = [str(folder / "src") for folder in envs.distributions().values()]
     python(session, tools, *envs.LINT_IMPORTS, PYTHONPATH=os.pathsep.join(sources))
 
 
