@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm")
 
 import torch
 from quantised_layers import draw, vllm_process

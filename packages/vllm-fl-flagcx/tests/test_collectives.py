@@ -6,14 +6,12 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm")
 
 import against_torch
 import torch

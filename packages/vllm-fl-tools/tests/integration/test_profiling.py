@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm")
 
 from builders import managing, planning, refusing, silu
 from vllm.config import CUDAGraphMode

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm")
 
 from vllm_fl.integration.patchers.linear_kernels import LinearKernels
 from vllm_fl.plugins.inspection import VERIFIED_BEFORE, Moment
